@@ -200,8 +200,8 @@ class AudioTokenizerConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeakerEmbeddingConfig(ModelConfig):
-    """`model_dir` contains campplus.onnx. `runtime`: what runs it, see docs/accelerators.md. `speaker_contexts`:
-    execution contexts of its TensorRT plan, which is how many recordings are encoded at once, see docs/tensorrt.md."""
+    """`model_dir` contains campplus.onnx. `runtime`: what runs it, see docs/gpu.md. `speaker_contexts`:
+    execution contexts of its TensorRT plan, which is how many recordings are encoded at once, see docs/gpu.md."""
 
     model_dir: str
     runtime: SpeakerRuntime = "onnxruntime"
@@ -296,18 +296,18 @@ class Token2WavConfig(HopConfig):
         number, see replicas.py. llm_gpu: the GPU of the LLM.
     model_dir: contains flow.pt and hift.pt. n_timesteps: Euler steps. max_streams: live streams.
     admission: "measured": a new stream is refused if there is no place for it, or one more would cause gaps; "count":
-        only if there is no place. See docs/deployment.md.
+        only if there is no place. See docs/deploy.md.
     max_start_wait_seconds: how long a new stream may wait instead; 0: it is refused at once.
     idle_seconds: a stream without requests for this long is freed.
     gpu_memory_gib: GiB of the GPU that all models of the server may take together; None: what is free. What remains
         beside the others and `max_streams` streams is for prompt caches, see token2wav/gpu/memory_plan.py.
     llm_memory_gib: of the memory of `llm_gpu`, the LLM's; None: `planned_llm_gib`.
     prompt_device: where `audio_tokenizer` and `speaker_embedding` compute.
-    flow_runtime: what runs the flow's estimator, see docs/accelerators.md; "auto" needs only the checkpoint's files.
-    flow_contexts: execution contexts of each TensorRT plan of the flow, see docs/tensorrt.md.
+    flow_runtime: what runs the flow's estimator, see docs/gpu.md; "auto" needs only the checkpoint's files.
+    flow_contexts: execution contexts of each TensorRT plan of the flow, see docs/gpu.md.
     flow_precision, vocoder_precision: precision of the networks. "auto": float16 on a GPU, float32 on a CPU, except
         bfloat16 for a flow in torch on a CPU that supports it; float32 if the error at load is too large. See
-        docs/accelerators.md.
+        docs/gpu.md.
     """
 
     model_dir: str

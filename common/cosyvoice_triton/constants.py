@@ -26,7 +26,7 @@ FLOW_CHUNK_TOKENS = 25  # training chunk of the UNet flow: its hops end on multi
 EULER_STEPS = 10
 GUIDANCE = 0.7  # classifier-free guidance: (1 + g) * conditional - g * unconditional
 # Generated frames that the DiT's caches keep in addition to the whole prompt. With fewer, the pitch of 30 s streams
-# drifts by more than another noise changes it; more buy little for 0.625 MiB a frame (docs/results/token2wav.md).
+# drifts by more than another noise changes it; more buy little for 0.625 MiB a frame (docs/results/speed.md).
 TAIL_FRAMES = 100
 
 # --- limits of an utterance --------------------------------------------------------------------------------------

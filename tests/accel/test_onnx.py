@@ -125,7 +125,7 @@ def plans(exported, stack, monkeypatch):
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_streams_are_equal_on_torch_and_the_fake_tensorrt(exported, stack, plans):
-    """The fake computes the networks of the plans; a real TensorRT is not tested here, see docs/tensorrt.md."""
+    """The fake computes the networks of the plans; a real TensorRT is not tested here, see docs/gpu.md."""
     on_torch, on_plans = (engine(stack, exported[stack], runtime) for runtime in ("torch", "tensorrt"))
     assert on_torch.contexts == (0, 0.0) and on_plans.contexts[0] == {"unet": 2, "dit": 3}[stack]
     for ours, theirs in zip(synthesize_together(stack, on_torch), synthesize_together(stack, on_plans), strict=True):
@@ -308,7 +308,7 @@ def test_campplus_is_exported_if_only_its_torch_checkpoint_exists(exported, tmp_
 
 
 def test_a_missing_file_is_named_with_the_page_that_describes_the_export(demo_models):
-    with pytest.raises(ValueError, match=r"flow\.decoder.*is missing; export it as docs/accelerators.md describes"):
+    with pytest.raises(ValueError, match=r"flow\.decoder.*is missing; export it as docs/gpu.md describes"):
         engine("unet", demo_models / DIRECTORIES["unet"], "onnxruntime")
 
 

@@ -82,7 +82,7 @@ def test_a_plan_of_another_machine_is_named_with_the_difference(
     write(model_dir)
     with pytest.raises(PlanError, match=f"does not fit: .*{message}.*") as caught:
         plans.find(workload_of("chunk"), model_dir, dataclasses.replace(H200, **change))
-    assert str(caught.value).endswith("; build it as docs/tensorrt.md describes")
+    assert str(caught.value).endswith("; build it as docs/gpu.md describes")
 
 
 def test_other_limits_precisions_and_networks_are_named_too(model_dir: Path) -> None:
@@ -103,7 +103,7 @@ def test_other_limits_precisions_and_networks_are_named_too(model_dir: Path) -> 
     with pytest.raises(PlanError, match=f"ONNX file: built for .* {sha}, here "):
         plans.find(workload_of("chunk"), model_dir, H200)
     (model_dir / workload_of("chunk").onnx).unlink()
-    with pytest.raises(PlanError, match="is missing; export it as docs/accelerators.md describes"):
+    with pytest.raises(PlanError, match="is missing; export it as docs/gpu.md describes"):
         plans.find(workload_of("chunk"), model_dir, H200)
 
 

@@ -22,7 +22,7 @@ EPILOG = """\
 each line: PASS, MISS or SKIP (a listing of a file that none of our networks loads), the fixture and tensor, the
 largest absolute difference, the same relative to the largest expected magnitude, the RMS difference, the tolerance, and
 what computed the result: the engine and its setting where it is not the default, a network alone (on the CPU), or the
-reference, which is upstream's algorithm where serving differs on purpose (docs/results/parity.md).
+reference, which is upstream's algorithm where serving differs on purpose (docs/results/quality.md).
 
 float16: a result may differ by 1e-2 of the largest expected magnitude, and in RMS by 3e-3 of the expected RMS.
 

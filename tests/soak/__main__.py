@@ -21,7 +21,7 @@ are not.
 
 Writes OUTPUT.md, OUTPUT.json (every request), OUTPUT.png and the servers' logs to OUTPUT.files/. A stack of its own
 needs two CPU cores, 4 GB of memory and one or two minutes more than --minutes, ten if they hang.
-docs/benchmark.md explains the figures.
+docs/clients.md explains the figures.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Listeners in front of a token2wav as fast as the one measured on an H200 (docs/results/token2wav.md).
+"""Listeners in front of a token2wav as fast as the one measured on an H200 (docs/results/speed.md).
 
 Events in the order of their time; no clock is read. The scheduler and, if given, the admission are the real ones.
 """

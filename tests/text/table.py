@@ -1,4 +1,4 @@
-"""Print the segments of the held texts (tests/assets/text_cases.json) as the table of docs/results/text.md.
+"""Print the segments of the held texts (tests/assets/text_cases.json) as the table of docs/results/quality.md.
 
 python -m tests.text.table                      the segments of this checkout
 python -m tests.text.table --before CHECKOUT    and those of an older one, which counted LLM tokens

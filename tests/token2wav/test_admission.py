@@ -181,7 +181,7 @@ def test_whole_utterances_are_refused_by_their_own_queue_alone() -> None:
 
 
 def table() -> None:
-    """Print the table of docs/results/overload.md."""
+    """Print the table of docs/results/operations.md."""
     for token_rate, most in CAPACITY.items():
         for load in (0.5, 1, 2, 4):
             begins = arrivals(load * most, 40.0)

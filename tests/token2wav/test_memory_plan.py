@@ -172,7 +172,7 @@ def test_each_gpu_holds_its_streams_in_as_many_voices(
 def test_the_settings_that_the_documents_name_fit_with_as_many_lanes_as_there_is_room_for(
     stack: Stack, gib: float, streams: int, prompt_device: str, workers: int
 ) -> None:
-    """docs/deployment.md, Sizing."""
+    """docs/sizing.md."""
     networks, own = official(stack, prompt_device), limits(stack, streams)
     made = plan_memory(networks, own, int(gib * GIB), None)
     assert made.workers == workers

@@ -214,7 +214,7 @@ def test_the_list_shows_which_plans_fit_and_why_others_do_not(run: Run, dit: Pat
     code, _, err = run(dit, "--list", *L4)
     command = f"python -m cosyvoice_triton.export.engines --model-dir {dit}"
     assert code == 1
-    assert err.count(f"there is none; build it as docs/tensorrt.md describes; run: {command}") == 4
+    assert err.count(f"there is none; build it as docs/gpu.md describes; run: {command}") == 4
     for workload in Serving().workloads(stacks.DIT):
         plans.write(dit, Key.of(workload, dit, Machine.ahead("8.9")), b"", 1.0, error=None)
     (dit / plans.FOLDER / "stray.plan").write_bytes(b"copied from somewhere")

@@ -8,7 +8,7 @@
 A plan is gpu_memory_gib:max_streams. For each, the stack is rendered, served by a tritonserver of its own, measured by
 cosyvoice_triton.cli.benchmark and stopped. The table has the peak of the GPUs' memory, of all processes, as
 nvidia-smi shows it
-every 0.3 s. Where the LLM shares the GPU, start CUDA's MPS before (docs/deployment.md#sizing).
+every 0.3 s. Where the LLM shares the GPU, start CUDA's MPS before (docs/sizing.md#gpu-memory).
 
 Writes OUTPUT.md, and OUTPUT_N_one and OUTPUT_N_all (.md, .json, .png) of each plan with N streams.
 """

@@ -11,7 +11,7 @@ The load can be spread over several servers, such as token2wav instances on sepa
     cosyvoice-triton bench --servers localhost:18001 localhost:18003 --token2wav-gpus 2 --llm-gpus 1
 
 `--concurrency` is per server; concurrent_tasks_per_gpu = concurrency * servers / (token2wav GPUs + LLM GPUs).
-docs/benchmark.md defines each figure.
+docs/clients.md defines each figure.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     cosyvoice-triton demo [--stack NAME] [--text TEXT] [--speaker NAME] [--output out/demo.wav]
 
-The checkpoint is a small trained voice, see docs/demo_voice.md; everything else also serves the official weights.
+The checkpoint is a small trained voice, see demo_voice/README.md; everything else also serves the official weights.
 """
 
 import argparse
@@ -32,9 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     print(speech.summary())
     print(f"written to         {args.output}")
-    print(
-        "A small synthetic voice for demos (docs/demo_voice.md). README.md describes how to serve the official weights."
-    )
+    print("A small synthetic voice for demos; README.md describes how to serve the official weights.")
     return 0
 
 

@@ -8,7 +8,7 @@
         --llm-transport openai --llm-urls http://localhost:8000/v1 --llm-model cosyvoice2_llm
 
 The destination is replaced as a whole, with the settings of an earlier rendering. `--set KEY=VALUE` sets any other key
-of the model templates; docs/deployment.md#tuning and docs/llm.md explain the most important ones.
+of the model templates; docs/sizing.md#tuning and docs/llm.md explain the most important ones.
 """
 
 import argparse

@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--http-host",
         default=LOOPBACK,
-        help="address of Triton's HTTP endpoint; another one only behind the gateway, see docs/deployment.md#security",
+        help="address of Triton's HTTP endpoint; another one only behind the gateway, see docs/security.md",
     )
     parser.add_argument(
         "--http-port", type=int, default=Ports.http, help="0: any free port, also for the others (%(default)s)"

@@ -1,6 +1,6 @@
 """Write the demo checkpoint: every model of the stacks, small, in the official layout and formats.
 
-    python -m cosyvoice_triton.demo_checkpoint.make DEST  the trained voice of docs/demo_voice.md
+    python -m cosyvoice_triton.demo_checkpoint.make DEST  the trained voice of demo_voice/README.md
     python -m cosyvoice_triton.demo_checkpoint.make DEST --weights random [--seed N]    noise of speech-like length:
     sizes, parity
     python -m cosyvoice_triton.demo_checkpoint.make DEST --weights random-full  the same at official sizes: speed

@@ -34,7 +34,7 @@ class LoadJob:
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    data = parser.add_argument_group("many requests", "instead of one --target-text; columns: see docs/benchmark.md")
+    data = parser.add_argument_group("many requests", "instead of one --target-text; columns: see docs/clients.md")
     data.add_argument(
         "--manifest-path", type=Path, help="JSON lines (tests/assets/manifest.jsonl is one), or a .lst file"
     )

@@ -6,7 +6,7 @@
         --input-data out/perf_analyzer.json --concurrency-range 1:4 --measurement-mode count_windows \\
         --measurement-request-count 20 --stability-percentage 50 --profile-export-file out/perf_analyzer_profile.json
 
-The first response of each request in the profile is the first chunk. docs/benchmark.md explains how to install it.
+The first response of each request in the profile is the first chunk. docs/clients.md explains how to install it.
 """
 
 import argparse

@@ -69,7 +69,7 @@ def tritonserver_environment(models: ModelEnvironment, libraries: Sequence[Path]
     # while those may not get a core: a millisecond of work can then take a hundred.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # oneDNN, which computes on CPUs, keeps what it prepares for 1,024 shapes, of which windows have hundreds. With 256
-    # it is no slower (docs/results/soak.md).
+    # it is no slower (docs/results/operations.md).
     environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
     # torch keeps another 1,024 of its bfloat16 matrix products, of 250 KiB each.
     environment.setdefault("LRU_CACHE_CAPACITY", "256")

@@ -10,7 +10,7 @@ def return_freed() -> None:
 
     glibc keeps what is freed below the last block in use. Tensors have hundreds of sizes and leave its heap in pieces:
     token2wav then holds two to three times the memory that it uses, and more with every new size
-    (docs/results/soak.md). Does nothing with a C library that cannot.
+    (docs/results/operations.md). Does nothing with a C library that cannot.
     """
     if _trim is not None:
         _trim(0)

@@ -39,7 +39,7 @@ def add_trt_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--enable-trt",
         action="store_true",
-        help="run the flow's estimator and the speaker encoder from their TensorRT plans (docs/tensorrt.md), on a GPU",
+        help="run the flow's estimator and the speaker encoder from their TensorRT plans (docs/gpu.md), on a GPU",
     )
 
 

@@ -49,7 +49,7 @@ def demo(models: Path) -> None:
     made = make_demo_model(models)
     llm = stacks.DEFAULT.llm
     convert(models / llm.directory, models / llm.genai, "fp32")
-    report(models, made, "a small trained voice, see docs/demo_voice.md")
+    report(models, made, "a small trained voice, see demo_voice/README.md")
 
 
 def download(models: Path, args: argparse.Namespace) -> None:

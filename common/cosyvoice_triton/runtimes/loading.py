@@ -90,5 +90,5 @@ def _onnx(model_dir: Path, file: str, device: torch.device | str) -> Network:
 
     path = model_dir / file
     if not path.exists():
-        raise ValueError(f"{path} is missing; export it as docs/accelerators.md describes")
+        raise ValueError(f"{path} is missing; export it as docs/gpu.md describes")
     return OnnxNetwork(path, device)

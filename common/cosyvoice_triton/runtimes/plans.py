@@ -83,7 +83,7 @@ class Key:
         """The key that the plan of `workload` needs; PlanError if its ONNX file is missing."""
         path = model_dir / workload.onnx
         if not path.is_file():
-            raise PlanError(f"{path} is missing; export it as docs/accelerators.md describes")
+            raise PlanError(f"{path} is missing; export it as docs/gpu.md describes")
         return cls(machine, workload.use, workload.onnx, sha256_of(path), workload.precision, workload.profile)
 
     @property
@@ -167,7 +167,7 @@ def find(workload: Workload, model_dir: str | Path, machine: Machine) -> Plan:
     if plans:
         nearest = min(plans, key=lambda plan: len(wanted.differences(plan.key)))
         problem = f"{nearest.path.name} does not fit: {'; '.join(wanted.differences(nearest.key))}"
-    remedy = "build it as docs/tensorrt.md describes" + (f", with {workload.options}" if workload.options else "")
+    remedy = "build it as docs/gpu.md describes" + (f", with {workload.options}" if workload.options else "")
     raise PlanError(f"no TensorRT plan for {workload.onnx} ({workload.use}): {problem}; {remedy}")
 
 

@@ -1,4 +1,4 @@
-"""A network computed by TensorRT, from a plan built ahead of serving (docs/tensorrt.md)."""
+"""A network computed by TensorRT, from a plan built ahead of serving (docs/gpu.md)."""
 
 import logging
 from collections import deque
@@ -106,7 +106,7 @@ class TensorRTNetwork(Network):
         editions.required()
         plan = plans.find(workload, model_dir, Machine.here(device))
         if plan.error is None:
-            logger.warning("%s was never compared with its ONNX file, see docs/tensorrt.md", plan.path.name)
+            logger.warning("%s was never compared with its ONNX file, see docs/gpu.md", plan.path.name)
         return cls(plan.read(), f"{workload.onnx} ({workload.use})", device, contexts=contexts, timeout=timeout)
 
     def statistics(self) -> PoolStatistics:

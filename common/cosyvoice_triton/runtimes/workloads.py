@@ -26,7 +26,7 @@ from cosyvoice_triton.stacks import Stack
 
 PlanPrecision = Literal["float32", "float16", "bfloat16"]
 
-MAX_BATCH = 16  # streams per execution: more gain little (docs/results/token2wav.md) and take memory
+MAX_BATCH = 16  # streams per execution: more gain little (docs/results/speed.md) and take memory
 USUAL_BATCH = 4
 USUAL_PROMPT_SECONDS, USUAL_SECONDS = 5, 8
 FBANK_RATE = 100  # frames of CAM++'s features per second
@@ -95,7 +95,7 @@ class Workload:
             if size >= 0 and span != Span(size, size, size):
                 raise ValueError(
                     f"{self.onnx}: axis {axis} of input {name!r} is fixed at {size}, serving needs {varying} {span}; "
-                    "remove it and export it as docs/accelerators.md describes"
+                    "remove it and export it as docs/gpu.md describes"
                 )
             spans.append(span)
         return spans

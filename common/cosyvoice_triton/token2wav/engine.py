@@ -286,7 +286,7 @@ class Token2Wav:
     def step(self, chunks: Sequence[Chunk], worker: int = 0) -> list[np.ndarray]:
         """The audio that each chunk adds to its stream, float32 (N,) at 24 kHz; empty while it is withheld.
 
-        The chunks are of different streams; batching changes the audio of each by rounding only (docs/accelerators.md,
+        The chunks are of different streams; batching changes the audio of each by rounding only (docs/gpu.md,
         Precision).
         """
         audio = []

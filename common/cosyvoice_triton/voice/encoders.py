@@ -98,7 +98,7 @@ class SpeakerEncoder:
 
             self._network = OnnxNetwork(path, threads=SESSION_THREADS)
             if torch.device(device).type == "cuda":
-                logger.info("the speaker encoder runs on the CPU: a TensorRT plan would be faster (docs/tensorrt.md)")
+                logger.info("the speaker encoder runs on the CPU: a TensorRT plan would be faster (docs/gpu.md)")
         self._input = next(iter(self._network.limits.most))
         self._batches = self._network.limits.most[self._input][0] > 1  # an exporter may have fixed the batch size
         self._workers = ThreadPoolExecutor(contexts if runtime == "tensorrt" else 1, "speaker")

@@ -37,7 +37,7 @@ FlowT = TypeVar("FlowT", CosyVoice3Flow, DiTFlow, UNetFlow)
 class FlowOptions:
     """How a stack's `loader` is to load its flow.
 
-    runtime: of the flow's estimator (docs/accelerators.md), already resolved. prompt_cache_bytes: for prompt caches of
+    runtime: of the flow's estimator (docs/gpu.md), already resolved. prompt_cache_bytes: for prompt caches of
     voices, if the flow has them. contexts: execution contexts of each TensorRT plan.
     """
 

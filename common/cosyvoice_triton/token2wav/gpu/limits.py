@@ -42,7 +42,7 @@ UNET_FRAMES = 13_312
 COSYVOICE3_FRAMES = 4096  # of twice the width of the others; not tuned on a GPU
 HIFT_FRAMES = 4096
 PREFILL_FRAMES = 2048  # one prompt of the longest, or several shorter ones
-# A batch of this many new tokens takes about 100 ms on an H200 (docs/results/token2wav.md), which bounds how long a
+# A batch of this many new tokens takes about 100 ms on an H200 (docs/results/speed.md), which bounds how long a
 # first chunk may wait.
 DIT_BATCH_TOKENS = 2048
 UNET_BATCH_TOKENS = 2500  # of windows

@@ -44,7 +44,7 @@ MIB, GIB = 1 << 20, 1 << 30
 VOICE_SECONDS = 5.0  # of its recording
 UNPLANNED_VOICES = 4 * GIB  # for prompt caches where nothing is planned: in offline tools
 
-# Measured on a GPU (docs/results/memory.md).
+# Measured on a GPU (docs/results/operations.md).
 SERVER = 1000 * MIB  # tritonserver itself and the MPS daemon: what the other parts do not explain
 PROMPT_MODELS = 900 * MIB  # the process of `audio_tokenizer` apart from weights; `speaker_embedding` is on the CPU
 PROCESS = 750 * MIB  # CUDA's context and kernels

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 NetworkName = Literal["flow", "vocoder"]
 # Largest RMS error of the flow's mel and of the vocoder's audio, relative to the RMS in float32. bfloat16, the coarsest
-# format in use, is at half of them or less (docs/results/token2wav.md); a network whose values leave a format's range
+# format in use, is at half of them or less (docs/results/speed.md); a network whose values leave a format's range
 # is beyond them by far. 0.05 of a log mel's RMS is about 2.5 dB in each bin; 0.1 of the audio is noise 20 dB below it.
 LIMITS: dict[NetworkName, float] = {"flow": 0.05, "vocoder": 0.1}
 
@@ -42,7 +42,7 @@ class Precision:
 
     @classmethod
     def named(cls, flow: str, vocoder: str, device: str, runtime: FlowRuntime = "auto") -> "Precision":
-        """From names of torch's dtypes. "auto" is the fastest that does not harm the audio (docs/accelerators.md):
+        """From names of torch's dtypes. "auto" is the fastest that does not harm the audio (docs/gpu.md):
         float16 on a GPU; on a CPU float32, except for a flow in torch, which uses bfloat16 if the CPU supports it.
 
         runtime: of the flow's estimator, as the setting names it. ValueError for bfloat16 on a GPU without it.

@@ -186,7 +186,7 @@ class Admission:
     def _capacity(self) -> float:
         """Live streams that rendering allows; infinite before the first batch.
 
-        Each counts for a second of speech per second, and more in two cases (docs/results/overload.md). Where tokens
+        Each counts for a second of speech per second, and more in two cases (docs/results/operations.md). Where tokens
         come little faster than they are heard, each chunk is due soon after its tokens, while chunks of a fast LLM can
         wait; it never counts for more than its tokens make. And few streams fluctuate more than many: two standard
         deviations of their number, as far as HEADROOM does not hold them.

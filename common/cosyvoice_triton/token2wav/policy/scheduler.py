@@ -9,7 +9,7 @@ from typing import NamedTuple
 # one everything else: see `worker_takes`.
 CHUNK_WORKER, FIRST_CHUNK_WORKER = 0, 1
 # The fixed cost of a batch, in tokens: 12 ms on an H200, where a token takes 0.04 ms. Measured with the DiT flow
-# (docs/results/token2wav.md); the UNet's ratio is about the same.
+# (docs/results/speed.md); the UNet's ratio is about the same.
 START_TOKENS = 300
 # A listener with this much audio left can wait. Chunks for such listeners fill a batch up to UNHURRIED_SHARE of the
 # tokens, so that a new stream waits less for them, and up to COMPANY_SHARE if the batch has a first chunk. If the GPU

@@ -18,7 +18,7 @@ STEPS_PER_LOOK = 3  # at what was drawn, where no answer is urgent
 FEW_ROWS = 8  # a step of so few takes hardly longer than a look
 # When so many listeners wait for the tokens of their first chunk, no further prompts are prefilled until all of them
 # have these: of 256 that begin together the first ones are served earlier, and the last ones hardly later
-# (docs/results/llm.md).
+# (docs/results/speed.md).
 WAVE = 144
 # Each report is work of the host, which has one Python process for all requests: half a millisecond over all processes.
 FIRST_REPORT = 3  # tokens

@@ -1,0 +1,54 @@
+"""The files that are started without the console command: upstream's names in scripts/, and what `make` runs first."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+LAUNCHERS = sorted(path for path in (ROOT / "scripts").glob("*.py") if path.stem != "check_machine")
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(path, marks=[] if path.stem == "client_grpc" else pytest.mark.slow, id=path.stem)
+        for path in LAUNCHERS
+    ],
+)
+def test_a_launcher_runs_as_a_file_from_any_directory(launcher: Path, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, launcher, "--help"]
+    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert finished.returncode == 0 and "usage:" in finished.stdout, finished.stderr
+
+
+def test_the_check_of_the_machine_needs_no_packages() -> None:
+    """-S: without site-packages, as the system's own Python before `make setup`."""
+    command = [sys.executable, "-S", "-m", "scripts.check_machine", "--disk", "0"]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_make_serve_looks_at_its_ports_before_it_installs_or_renders() -> None:
+    """With the system's own Python, as before `make setup`. Port 0 is always free."""
+    ports = {name: "0" for name in ("HTTP_PORT", "GRPC_PORT", "METRICS_PORT", "HEALTH_PORT")}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        given = [f"{name}={value}" for name, value in (ports | {"SPEECH_PORT": str(port)}).items()]
+        command = ["make", "serve", f"PYTHON={sys.executable} -S", "MODELS=nowhere", *given]
+        refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and f"port {port} is in use" in refused.stderr
+    assert "render" not in refused.stdout and "nowhere" not in refused.stderr
+
+
+def test_make_render_passes_each_setting_on() -> None:
+    planned = ["make", "-n", "render", "SET=max_streams=4 first_hop_tokens=10"]
+    shown = subprocess.run(planned, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "--set max_streams=4 --set first_hop_tokens=10" in shown.stdout
