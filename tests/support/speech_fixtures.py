@@ -107,7 +107,7 @@ def serving(settings: Settings, runtime: Endpoint | None = None) -> Iterator[str
         assert not thread.is_alive()
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> float:
     """Wait until `condition` holds and return how many seconds that took."""
     started = time.monotonic()
     while not condition():

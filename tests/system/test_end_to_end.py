@@ -416,7 +416,7 @@ def test_cancelled_streams_leave_no_thread_behind(stack: str, serve: Serve, voic
     pool = min(32, (os.cpu_count() or 1) + 4)  # asyncio starts threads for blocking work one by one and keeps them
     for _ in range(pool + 20):
         asyncio.run(cancel_after_the_first_chunk())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while threads() > before + pool + 2:  # the last threads may still be ending
         assert time.monotonic() < deadline, f"{before} threads have become {threads()}"
         time.sleep(0.1)

@@ -19,6 +19,9 @@ from tests.support.server_requests import MODELS, TEXT, VOICE, VOICE_TEXT, Serve
 
 pytestmark = [pytest.mark.server, pytest.mark.serial]
 
+# An error comes after a timeout of 3 s, on a slow machine somewhat later; the client itself gives up after 60 s.
+SOON_SECONDS = 30.0
+
 
 @pytest.fixture(scope="module")
 def voice() -> np.ndarray:
@@ -33,27 +36,25 @@ def llm_and_server(serve: Serve) -> Any:
 
 
 @pytest.mark.parametrize("mode", [mode for mode in get_args(failing_llm.Mode) if mode != "good"])
-def test_a_failing_llm_server_is_an_error_within_five_seconds(
-    mode: failing_llm.Mode, llm_and_server: Any, voice: np.ndarray
-) -> None:
+def test_a_failing_llm_server_is_an_error_soon(mode: failing_llm.Mode, llm_and_server: Any, voice: np.ndarray) -> None:
     llm, server = llm_and_server
     utterance = Utterance(TEXT, voice, VOICE_TEXT)
     llm.mode = mode
     begun = time.monotonic()
     with pytest.raises(ClientError, match="LLM|speech token"):
         stream(server.grpc_url, MODELS["dit"], utterance)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < SOON_SECONDS
     llm.mode = "good"
     assert_speech(stream(server.grpc_url, MODELS["dit"], utterance))
 
 
-def test_an_llm_server_that_is_down_is_an_error_within_five_seconds(llm_and_server: Any, voice: np.ndarray) -> None:
+def test_an_llm_server_that_is_down_is_an_error_soon(llm_and_server: Any, voice: np.ndarray) -> None:
     llm, server = llm_and_server
     llm.stop()
     begun = time.monotonic()
     with pytest.raises(ClientError, match="cannot be reached"):
         stream(server.grpc_url, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT))
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < SOON_SECONDS
     llm.start()
     assert_speech(stream(server.grpc_url, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT)))
 
@@ -76,17 +77,17 @@ def test_the_death_of_a_models_process_ends_live_streams_and_is_reported(
 
     with pytest.raises((InferenceServerException, grpc.aio.AioRpcError)):
         asyncio.run(kill_after_the_first_chunk())
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < SOON_SECONDS
     # tritonserver aborts if the process died while holding the lock they share
     with pytest.raises(ServerError, match="the process of model token2wav_dit has died|ended unexpectedly with code"):
         server.wait()
 
 
-def test_an_llm_model_whose_process_has_died_is_an_error_within_five_seconds(serve: Serve, voice: np.ndarray) -> None:
+def test_an_llm_model_whose_process_has_died_is_an_error_soon(serve: Serve, voice: np.ndarray) -> None:
     server = serve(stack="dit", settings={"model_timeout": "3", "max_start_wait_seconds": "1"})
     os.kill(process_of(server, "tensorrt_llm"), signal.SIGKILL)
     for _ in range(2):  # the first request finds it dead, the second one starts after that
         begun = time.monotonic()
         with pytest.raises(ClientError, match="tensorrt_llm|LLM"):
             stream(server.grpc_url, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT))
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < SOON_SECONDS

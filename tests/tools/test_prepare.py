@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -172,11 +171,12 @@ def test_a_second_preparation_waits_for_the_first(tmp_path: Path, capsys: pytest
     with steps.only_one(tmp_path):
         thread = threading.Thread(target=second)
         thread.start()
-        time.sleep(0.3)
+        said = ""
+        while "another process is preparing" not in said:
+            said += capsys.readouterr().out
         order.append("first")
     thread.join(10)
     assert order == ["first", "second"]
-    assert "another process is preparing" in capsys.readouterr().out
 
 
 TOOL = """#!/bin/sh
@@ -293,7 +293,7 @@ def test_an_engine_is_served_with_what_the_version_of_tensorrt_llm_needs(
 def test_without_a_checkpoint_the_error_names_the_command_that_downloads_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    download = "run: python -m cosyvoice_triton.cli.prepare download"
+    download = "run: cosyvoice-triton prepare download"
     assert prepare.main(["engine", str(tmp_path)]) == 1
     assert download in capsys.readouterr().err
     for stack in ("dit", "unet"):
