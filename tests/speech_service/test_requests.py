@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import soundfile as sf
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.speech_service.bodies import SpeechRequest
 from cosyvoice_triton.speech_service.errors import from_triton
-from cosyvoice_triton.speech_service.routes.bodies import SpeechRequest
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.voice.files import read_voice

@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 from cosyvoice_triton.server.tritonserver import free_port
-from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO, Endpoint
+from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
 from cosyvoice_triton.speech_service.settings import Settings
 
 from tests.support.speech_fixtures import serving, stub_triton, until
@@ -24,9 +24,10 @@ def stub() -> TritonStub:
 def client(stub: TritonStub) -> Iterator[Any]:
     """Its `Inference`."""
     _, services = grpc.protos_and_services(PROTO)
-    endpoint = Endpoint("127.0.0.1", free_port())
-    with stub_triton(stub) as address, serving(Settings(urls=(address,), api_keys=("key",), max_streams=1), endpoint):
-        with grpc.insecure_channel(f"{endpoint.host}:{endpoint.port}") as channel:
+    port = free_port()
+    settings = {"api_keys": ("key",), "max_streams": 1, "runtime_port": port}
+    with stub_triton(stub) as address, serving(Settings(urls=(address,), **settings)):
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             yield services.CosyVoiceStub(channel).Inference
 
 
@@ -76,10 +77,11 @@ def test_one_stream_too_many_is_rejected_and_a_cancelled_call_ends_its_stream(cl
 
 def test_calls_are_limited_and_idle_connections_are_closed(stub: TritonStub) -> None:
     _, services = grpc.protos_and_services(PROTO)
-    endpoint = Endpoint("127.0.0.1", free_port())
+    port = free_port()
     states: list[grpc.ChannelConnectivity] = []
-    with stub_triton(stub) as address, serving(Settings(urls=(address,), max_connections=1, idle=0.5), endpoint):
-        with grpc.insecure_channel(f"{endpoint.host}:{endpoint.port}") as channel:
+    settings = {"max_connections": 1, "idle": 0.5, "runtime_port": port}
+    with stub_triton(stub) as address, serving(Settings(urls=(address,), **settings)):
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             channel.subscribe(states.append)
             infer = services.CosyVoiceStub(channel).Inference
             endless = infer(sft("endless"), timeout=20)

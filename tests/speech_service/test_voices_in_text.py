@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.server.tritonserver import free_port
-from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO, Endpoint
+from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.text.markup import MAX_VOICE_PARTS, VoicePart, by_voice
 from cosyvoice_triton.voice.files import save_recording
@@ -32,8 +32,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubbedService]
     for name, text in VOICES.items():
         save_recording(folder / f"{name}.safetensors", Recording(noise, text))
     with stub_triton(stub) as address:
-        settings = Settings(urls=(address,), voices_dir=folder, max_streams=1, voice_aliases=("nova=bert",))
-        with serving(settings, Endpoint("127.0.0.1", RUNTIME_PORT)) as url:
+        limits = {"max_streams": 1, "voice_aliases": ("nova=bert",), "runtime_port": RUNTIME_PORT}
+        settings = Settings(urls=(address,), voices_dir=folder, **limits)
+        with serving(settings) as url:
             yield StubbedService(url, stub, folder)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import shutil
 import threading
@@ -15,7 +16,6 @@ import httpx2 as httpx
 import openai
 from cosyvoice_triton.server.tritonserver import TritonServer, free_port
 from cosyvoice_triton.speech_service.command import http_server
-from cosyvoice_triton.speech_service.routes.runtime_grpc import Endpoint
 from cosyvoice_triton.speech_service.settings import Settings
 
 from tests.conftest import ROOT
@@ -50,7 +50,7 @@ def speech_stack_over(triton: TritonServer, voices: Path) -> Iterator[SpeechStac
     """Registers VOICE through the service's own route, in a folder that is empty before and removed after."""
     shutil.rmtree(voices, ignore_errors=True)
     port = free_port()
-    with serving(Settings(urls=(triton.grpc_url,), voices_dir=voices), Endpoint("127.0.0.1", port)) as url:
+    with serving(Settings(urls=(triton.grpc_url,), voices_dir=voices, runtime_port=port)) as url:
         files = {"audio_sample": (RECORDING.name, RECORDING.read_bytes())}
         words = {"name": VOICE, "ref_text": transcript(RECORDING)}
         assert httpx.post(f"{url}/v1/audio/voices", data=words, files=files).status_code == 201
@@ -91,10 +91,10 @@ def stub_triton(stub: TritonStub, port: int = 0) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serving(settings: Settings, runtime: Endpoint | None = None) -> Iterator[str]:
+def serving(settings: Settings) -> Iterator[str]:
     """http://host:port of a service that is ready."""
     port = free_port()
-    server = http_server(settings, "127.0.0.1", port, runtime, drain_seconds=2)
+    server = http_server(dataclasses.replace(settings, port=port), drain_seconds=2)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -15,7 +15,6 @@ from cosyvoice_triton.errors import OverloadedError, unavailable_message
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.monitoring import faults as model_faults
 from cosyvoice_triton.server.tritonserver import free_port
-from cosyvoice_triton.speech_service.routes.runtime_grpc import Endpoint
 from cosyvoice_triton.speech_service.settings import Settings
 
 from tests.soak import cases, runner
@@ -274,8 +273,8 @@ def test_a_tenth_is_cancelled_and_a_twentieth_is_bad() -> None:
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
     port, voices = free_port(), tmp_path_factory.mktemp("voices")
     with stub_triton(TritonStub()) as triton:
-        settings = Settings(urls=(triton,), voices_dir=voices)
-        with serving(settings, Endpoint("127.0.0.1", port)) as url:
+        settings = Settings(urls=(triton,), voices_dir=voices, runtime_port=port)
+        with serving(settings) as url:
             yield Addresses(grpc=triton, speech=url, runtime=f"127.0.0.1:{port}", streaming="cosyvoice2_dit")
 
 

@@ -14,20 +14,7 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.speech_service.dispatcher import Dispatcher
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.metrics import Metrics
-from cosyvoice_triton.speech_service.routes import (
-    runtime_grpc,
-    runtime_http,
-)
-from cosyvoice_triton.speech_service.routes import (
-    socket as socket_route,
-)
-from cosyvoice_triton.speech_service.routes import (
-    speech as speech_routes,
-)
-from cosyvoice_triton.speech_service.routes import (
-    voices as voice_routes,
-)
-from cosyvoice_triton.speech_service.routes.responses import error_response
+from cosyvoice_triton.speech_service.routes import runtime_grpc, runtime_http, socket, speech, voices
 from cosyvoice_triton.speech_service.security.guard import Guard
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.speech_service.settings import Settings
@@ -44,21 +31,21 @@ _PAGE_HEADERS = {
 }
 
 
-def build(settings: Settings, runtime: runtime_grpc.Endpoint | None = None) -> FastAPI:
-    """The application; it holds its connections while it runs. runtime: address of the plain runtime's gRPC service."""
+def build(settings: Settings) -> FastAPI:
+    """Return the application, which holds its connections while it runs."""
     metrics = Metrics()
-    voices = VoiceFolder(settings.voices_dir, settings.max_reference_bytes, settings.voice_aliases)
+    folder = VoiceFolder(settings.voices_dir, settings.max_reference_bytes, settings.voice_aliases)
 
     @contextlib.asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:
         async with TritonPool(settings.urls) as pool, Dispatcher(pool, settings, metrics) as dispatcher:
-            app.state.service = service = Service(settings, voices, metrics, dispatcher)
-            async with runtime_grpc.serving(service, runtime):
+            app.state.service = service = Service(settings, folder, metrics, dispatcher)
+            async with runtime_grpc.serving(service):
                 yield
 
     # Without FastAPI's documentation pages, which load scripts from other hosts.
     app = FastAPI(title="CosyVoice2 speech", version="1", docs_url=None, redoc_url=None, lifespan=running)
-    for routes in (speech_routes, voice_routes, socket_route, runtime_http):
+    for routes in (speech, voices, socket, runtime_http):
         app.include_router(routes.router)
     app.mount("/static", StaticFiles(directory=PAGE), name="static")
     _add_service_routes(app)
@@ -100,11 +87,11 @@ def _add_service_routes(app: FastAPI) -> None:
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def known(request: Request, error: ApiError) -> Response:
-        return error_response(error)
+        return error.response
 
     @app.exception_handler(UnavailableError)
     async def unavailable(request: Request, error: UnavailableError) -> Response:
-        return error_response(ApiError(503, str(error), code="unavailable", retry_after=1))
+        return ApiError(503, str(error), code="unavailable", retry_after=1).response
 
     @app.exception_handler(HTTPException)
     async def framework_error(request: Request, error: HTTPException) -> Response:
@@ -114,11 +101,11 @@ def _add_errors(app: FastAPI) -> None:
             404: f"{request.url.path} does not exist",
             405: f"{request.url.path} does not support {request.method}",
         }
-        answer = error_response(ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
+        answer = ApiError(error.status_code, messages.get(error.status_code, str(error.detail))).response
         answer.headers.update(error.headers or {})  # of a 405: `Allow`
         return answer
 
     @app.exception_handler(Exception)
     async def unknown(request: Request, error: Exception) -> Response:
         # uvicorn logs it.
-        return error_response(ApiError(500, "internal error; see the log of the service"))
+        return ApiError(500, "internal error; see the log of the service").response

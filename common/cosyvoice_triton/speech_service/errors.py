@@ -1,12 +1,12 @@
 """Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}} and an HTTP status."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import grpc
+from starlette.responses import JSONResponse
 
 from cosyvoice_triton.errors import INVALID, UNAVAILABLE, OverloadedError, unavailable_error
-from cosyvoice_triton.speech_service.routes.fields import named
+from cosyvoice_triton.speech_service.fields import named
 
 _CLIENT_ERRORS = {
     str(grpc.StatusCode.INVALID_ARGUMENT): 400,
@@ -51,8 +51,9 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     @property
-    def headers(self) -> Mapping[str, str]:
-        return {"Retry-After": str(self.retry_after)} if self.retry_after else {}
+    def response(self) -> JSONResponse:
+        headers = {"Retry-After": str(self.retry_after)} if self.retry_after else None
+        return JSONResponse(self.body, self.status, headers)
 
 
 def invalid(message: object, param: str | None = None, code: str | None = None) -> ApiError:

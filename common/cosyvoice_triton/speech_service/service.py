@@ -13,10 +13,10 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.speech_service.audio.encoding import FORMATS, AudioEncoder, framed
 from cosyvoice_triton.speech_service.audio.recordings import decode
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
+from cosyvoice_triton.speech_service.bodies import SpeechRequest, utterances
 from cosyvoice_triton.speech_service.dispatcher import Dispatcher, SpeechJob
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.metrics import Metrics
-from cosyvoice_triton.speech_service.routes.bodies import SpeechRequest, utterances
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 

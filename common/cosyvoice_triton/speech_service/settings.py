@@ -1,7 +1,8 @@
-"""The settings of the service, checked once. `command` reads them from options and the environment."""
+"""The settings of the service, each defined once: its default, its help and its check."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from cosyvoice_triton.constants import GRPC_PORT, PROMPT_SAMPLE_RATE, SAMPLE_RATE
@@ -16,40 +17,60 @@ OPENAI_VOICES = (
 )
 
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def _option(default: Any, help: str, name: str = "") -> Any:
+    """A setting that is also an option of the command, called `name` if that differs from the field."""
+    return field(default=default, metadata={"help": help, "name": name})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of the service; ValueError naming an invalid one.
+    """All settings of the service. `command` makes an option of each. ValueError naming an invalid one."""
 
-    urls: gRPC addresses of Triton. voices_dir: folder of the registered voices. model: for requests that name no served
-    model; empty: the first one served. sample_rate: of answers to requests without one. timeout: seconds for a whole
-    answer. stall: seconds that a client may leave its audio unread. receive_timeout: seconds in which a request must
-    have arrived. idle: seconds that a WebSocket may be silent. voice_aliases: further names of voices, as ALIAS=VOICE;
-    those without a voice are spread over the registered ones.
-    """
-
-    urls: tuple[str, ...] = (f"localhost:{GRPC_PORT}",)
-    voices_dir: Path = Path("models/demo/voices")
-    voice_aliases: tuple[str, ...] = OPENAI_VOICES
-    model: str = ""
-    sample_rate: int = SAMPLE_RATE
-    api_keys: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ("localhost",)
-    max_streams: int = 64
-    max_sessions: int = 256
-    max_input_chars: int = 4096
-    max_reference_mb: int = 10
-    max_batch: int = 32
-    max_connections: int = 1024
-    timeout: float = 300.0
-    stall: float = 60.0
-    receive_timeout: float = 60.0
-    idle: float = 300.0
+    urls: tuple[str, ...] = _option(
+        (f"localhost:{GRPC_PORT}",), "gRPC addresses of Triton; the least busy one is used", "url"
+    )
+    voices_dir: Path = _option(Path("models/demo/voices"), "folder of the registered voices", "ref_audios_dir")
+    voice_aliases: tuple[str, ...] = _option(
+        OPENAI_VOICES,
+        "further names of voices, such as alloy=anna; one without a voice gets one of those registered; default: "
+        "OpenAI's names",
+    )
+    host: str = _option(LOOPBACK[0], "0.0.0.0 to accept other hosts; then also set --api_keys")
+    port: int = _option(10086, "0: any free one")
+    runtime_port: int | None = _option(
+        None, "serve the plain runtime's gRPC service too; its clients expect 50000; 0: any free one"
+    )
+    model: str = _option("", "for requests that name no served model; default: the first one served")
+    sample_rate: int = _option(SAMPLE_RATE, "Hz of answers to requests without a sample_rate", "default_sample_rate")
+    api_keys: tuple[str, ...] = _option((), "accepted keys; better set in SPEECH_API_KEYS")
+    cors_origins: tuple[str, ...] = _option(
+        (), "sites whose pages may use this service, such as https://example.org; *"
+    )
+    allowed_hosts: tuple[str, ...] = _option(
+        (),
+        "names by which this service may be addressed, such as speech.example.org or *.example.org; default: "
+        "localhost with a --host of this machine only, otherwise any",
+    )
+    max_streams: int = _option(64, "concurrent streams; more are answered 429")
+    max_sessions: int = _option(256, "limit of open WebSockets")
+    max_input_chars: int = _option(4096, "limit of a text, in characters")
+    max_reference_mb: int = _option(10, "size limit of an uploaded recording, in MiB")
+    max_batch: int = _option(32, "limit of texts in one batch")
+    max_connections: int = _option(1024, "open HTTP connections; more are answered 503")
+    timeout: float = _option(300.0, "seconds for a whole answer")
+    stall: float = _option(60.0, "seconds that a client may leave its audio unread")
+    receive_timeout: float = _option(60.0, "seconds in which a request must have arrived")
+    idle: float = _option(300.0, "seconds that a WebSocket may be silent, or a gRPC connection without calls")
 
     def __post_init__(self) -> None:
         if not self.urls:
             raise ValueError("no address of a Triton is given")
         object.__setattr__(self, "urls", tuple(grpc_address(url) for url in self.urls))
+        if not self.allowed_hosts:
+            object.__setattr__(self, "allowed_hosts", ("localhost",) if self.host in LOOPBACK else ("*",))
         for alias in self.voice_aliases:
             if not all(part.strip() for part in alias.split("=", 1)):
                 raise ValueError(f"voice_aliases {alias!r} is not ALIAS=VOICE or ALIAS")
@@ -57,12 +78,11 @@ class Settings:
             raise ValueError(
                 f"default_sample_rate {self.sample_rate} is not one of {', '.join(map(str, sorted(RATES)))}"
             )
-        for name in (each for each in vars(self) if each.startswith("max_")):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} is not positive")
-        for name in ("timeout", "stall", "receive_timeout", "idle"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} {getattr(self, name)} is not a positive number of seconds")
+        for name, value in vars(self).items():
+            if name.startswith("max_") and value < 1:
+                raise ValueError(f"{name} {value} is not positive")
+            if isinstance(value, float) and not 0 < value < float("inf"):
+                raise ValueError(f"{name} {value} is not a positive number of seconds")
 
     @property
     def max_reference_bytes(self) -> int:

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from typing import Any
 
 from async_timeout import timeout
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
@@ -26,10 +26,6 @@ from cosyvoice_triton.tasks import TaskScope
 logger = logging.getLogger(__name__)
 
 _STREAMING_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second one is for nginx
-
-
-def error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body, error.status, dict(error.headers))
 
 
 class AudioResponse(Response):
@@ -70,7 +66,7 @@ class AudioResponse(Response):
                     first = self._whole(b"".join([first, *[part async for part in parts]]))
                     self.headers["content-length"] = str(len(first))
             except ApiError as error:
-                await error_response(error)(scope, receive, send)
+                await error.response(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:

@@ -3,16 +3,15 @@
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.speech_service.audio.recordings import from_pcm16
+from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.dispatcher import SpeechJob
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
-from cosyvoice_triton.speech_service.routes.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.security.guard import check_key
 from cosyvoice_triton.speech_service.service import Service
 
@@ -32,29 +31,22 @@ _CODES = {
 }
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """The address to listen on; port 0: any free one."""
-
-    host: str
-    port: int
-
-
 @contextlib.asynccontextmanager
-async def serving(service: Service, endpoint: Endpoint | None) -> AsyncIterator[None]:
-    """Run the gRPC server while the block runs; none without an endpoint. OSError if the port is in use."""
-    if endpoint is None:
+async def serving(service: Service) -> AsyncIterator[None]:
+    """Run the gRPC server while the block runs, if the settings have a `runtime_port`. OSError if it is in use."""
+    host, wanted = service.settings.host, service.settings.runtime_port
+    if wanted is None:
         yield
         return
     _, services = grpc.protos_and_services(PROTO)  # compiled at run time: no generated code to keep up to date
     server = grpc.aio.server(options=_options(service), maximum_concurrent_rpcs=service.settings.max_connections)
     services.add_CosyVoiceServicer_to_server(RuntimeServicer(service), server)
     try:
-        port = server.add_insecure_port(f"{endpoint.host}:{endpoint.port}")
+        port = server.add_insecure_port(f"{host}:{wanted}")
     except RuntimeError as error:
-        raise OSError(f"port {endpoint.port} of the plain runtime's gRPC service cannot be used: {error}") from None
+        raise OSError(f"port {wanted} of the plain runtime's gRPC service cannot be used: {error}") from None
     await server.start()
-    logger.info("the plain runtime's gRPC service listens on %s:%d", endpoint.host, port)
+    logger.info("the plain runtime's gRPC service listens on %s:%d", host, port)
     try:
         yield
     finally:

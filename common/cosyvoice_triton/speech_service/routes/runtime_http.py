@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
+from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.errors import invalid
-from cosyvoice_triton.speech_service.routes.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.routes.responses import AudioResponse
 from cosyvoice_triton.speech_service.routes.speech import read_fields
 from cosyvoice_triton.speech_service.service import Service

@@ -25,8 +25,8 @@ from fastapi import APIRouter, WebSocket
 from starlette.websockets import WebSocketDisconnect
 
 from cosyvoice_triton.client.requests import TextPieces
+from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse, read_json
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
-from cosyvoice_triton.speech_service.routes.bodies import SpeechRequest, parse, read_json
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.text import is_speakable
 from cosyvoice_triton.text.markup import without_voices

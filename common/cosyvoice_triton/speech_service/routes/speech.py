@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request
 from starlette.datastructures import UploadFile
 from starlette.responses import JSONResponse, Response
 
+from cosyvoice_triton.speech_service.bodies import OPENAI_MODELS, BatchRequest, SpeechRequest, parse, read_json
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
-from cosyvoice_triton.speech_service.routes.bodies import OPENAI_MODELS, BatchRequest, SpeechRequest, parse, read_json
 from cosyvoice_triton.speech_service.routes.responses import AudioResponse, events, whole, whole_json
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.speech_service.settings import Settings

@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.metrics import Metrics
-from cosyvoice_triton.speech_service.routes.responses import error_response
 from cosyvoice_triton.speech_service.settings import Settings
 
 # Paths that need no key: the page, and what monitoring reads.
@@ -82,7 +81,7 @@ class Guard:
             await receive()  # the connect message
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": error.message})
         else:
-            await error_response(error)(scope, receive, send)
+            await error.response(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)

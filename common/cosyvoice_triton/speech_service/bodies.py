@@ -13,7 +13,7 @@ from cosyvoice_triton.llm.interface import preset_values
 from cosyvoice_triton.speech_service.audio.recordings import decode_base64
 from cosyvoice_triton.speech_service.audio.timestamps import Detail, Subtitles
 from cosyvoice_triton.speech_service.errors import invalid
-from cosyvoice_triton.speech_service.routes.fields import SAMPLING
+from cosyvoice_triton.speech_service.fields import SAMPLING
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.text.markup import by_voice
