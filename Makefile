@@ -30,6 +30,7 @@ ROOM ?=
 VENV := .venv
 RECIPES := build/recipes
 IN_VENV := $(VENV)/bin/python
+COMMAND := $(VENV)/bin/cosyvoice-triton
 PORTS := --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 PIP := $(IN_VENV) -m pip --disable-pip-version-check --quiet
 # A "+cpu" build there wins over the same version elsewhere.
@@ -37,7 +38,7 @@ EXTRA_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PYTEST := $(IN_VENV) -m pytest --durations=10
 # Two workers, each with its own tritonserver. A file runs in one worker, so that its fixtures are set up once.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
-OFFLINE := $(if $(filter offline,$(MODE)),--offline)
+STACK_OPTIONS = --stack $(STACK) $(if $(filter offline,$(MODE)),--offline) $(foreach setting,$(SET),--set $(setting))
 SETUP_GB := 6
 RUN_GB := 1
 export TEXT
@@ -57,7 +58,7 @@ setup-dev: $(VENV)/.dev ## the same and what tests and checks need
 
 $(VENV)/.python:
 	@$(PYTHON) --version >/dev/null 2>&1 || { echo 'error: $(PYTHON) is not installed; run: sudo apt-get install python3 python3-venv' >&2; exit 1; }
-	@$(PYTHON) -m scripts.check_machine --disk $(SETUP_GB)
+	@$(PYTHON) scripts/check_machine.py --disk $(SETUP_GB)
 	@echo 'setup: making $(VENV)'
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install pip==26.2
@@ -76,30 +77,29 @@ $(VENV)/.dev: $(VENV)/.server
 	@touch $@
 
 demo: $(VENV)/.server ## start a stack with the trained demo voice, let it say TEXT, write out/demo.wav
-	@$(IN_VENV) -m scripts.check_machine --disk $(RUN_GB)
-	@$(IN_VENV) -m cosyvoice_triton.cli.demo --stack $(STACK) $(if $(TEXT),--text "$$TEXT") --output $(OUTPUT) $(PORTS)
+	@$(IN_VENV) scripts/check_machine.py --disk $(RUN_GB)
+	@$(COMMAND) demo --stack $(STACK) $(if $(TEXT),--text "$$TEXT") --output $(OUTPUT) $(PORTS)
 
-serve: free-ports render ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics), 8003 (health), 10086 (speech) until Ctrl-C
-	@$(IN_VENV) -m cosyvoice_triton.cli.serve build/$(STACK) $(PORTS) --health-port $(HEALTH_PORT) --log-file build/tritonserver.log \
-		--speech-port $(SPEECH_PORT) --voices $(MODELS)/voices
+serve: free-ports $(VENV)/.server ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics), 8003 (health), 10086 (speech) until Ctrl-C
+	@$(IN_VENV) scripts/check_machine.py --disk $(RUN_GB)
+	@$(COMMAND) serve --models $(MODELS) $(STACK_OPTIONS) $(PORTS) --health-port $(HEALTH_PORT) \
+		--log-file build/tritonserver.log --speech-port $(SPEECH_PORT)
 
 free-ports: # before minutes of installing and loading
-	@$(PYTHON) -m scripts.check_machine --disk 0 --free-ports $(HTTP_PORT) $(GRPC_PORT) $(METRICS_PORT) $(HEALTH_PORT) $(SPEECH_PORT)
+	@$(PYTHON) scripts/check_machine.py --disk 0 --free-ports $(HTTP_PORT) $(GRPC_PORT) $(METRICS_PORT) $(HEALTH_PORT) $(SPEECH_PORT)
 
 render: demo-checkpoint ## write the model repository of a stack to build/STACK
-	@$(IN_VENV) -m cosyvoice_triton.cli.render $(MODELS) build/$(STACK) --stack $(STACK) $(OFFLINE) $(foreach setting,$(SET),--set $(setting))
+	@$(COMMAND) render $(MODELS) build/$(STACK) $(STACK_OPTIONS)
 
 # Only if no other checkpoint is named. Existing files are kept.
 demo-checkpoint: $(VENV)/.server
 ifeq ($(MODELS),models/demo)
-	@$(IN_VENV) -m scripts.check_machine --disk $(RUN_GB)
-	@$(IN_VENV) -m cosyvoice_triton.demo_checkpoint.make $(MODELS)
-	@$(IN_VENV) -m cosyvoice_triton.cli.convert_genai --precision fp32 \
-		--model-dir $(MODELS)/cosyvoice2_llm --output-dir $(MODELS)/cosyvoice2_llm_genai
+	@$(IN_VENV) scripts/check_machine.py --disk $(RUN_GB)
+	@$(COMMAND) prepare demo $(MODELS)
 endif
 
 test: $(VENV)/.dev ## run all tests: first two at a time, then those that measure time or load, one at a time
-	@$(IN_VENV) -m scripts.check_machine --disk $(RUN_GB)
+	@$(IN_VENV) scripts/check_machine.py --disk $(RUN_GB)
 	@# Exit code 5 is "no tests ran", which PYTEST_ARGS may cause in one part.
 	@failed=; part() { echo "test: $$1"; shift; "$$@" $(if $(PYTEST_ARGS),|| [[ $$? == 5 ]]) || failed=1; }; \
 		part 'part 1 of 2, two tests at a time' $(PYTEST) $(PARALLEL) -m 'not serial' $(PYTEST_ARGS); \
@@ -149,7 +149,7 @@ check: $(VENV)/.dev ## formatting, lint, layers of the package, types
 	@failed=; for file in model_repo*/*/1/model.py; do $(IN_VENV) -m mypy "$$file" >$(VENV)/mypy.log || { cat $(VENV)/mypy.log; failed=1; }; done; [[ -z $$failed ]]
 
 bench: $(VENV)/.dev demo-checkpoint ## measure token2wav's first chunk and listeners on this CPU, write out/bench.json
-	@$(IN_VENV) -m cosyvoice_triton.bench.token2wav --models $(MODELS) --device cpu --max-streams 16 --output out/bench
+	@$(COMMAND) bench token2wav --models $(MODELS) --device cpu --max-streams 16 --output out/bench
 
 soak: $(VENV)/.server ## mixed load and faults for MINUTES (10), every request accounted for; writes out/soak.md and .png
 	@$(IN_VENV) -m tests.soak --minutes $(MINUTES) $(SOAK_ARGS)

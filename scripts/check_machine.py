@@ -1,9 +1,9 @@
 """Check, before anything is installed, that this machine can run the server.
 
-    python3 -m scripts.check_machine [--disk GB] [--free-ports PORT ...]
+    python3 scripts/check_machine.py [--disk GB] [--free-ports PORT ...]
 
-If something is missing, one line names it and the command that installs it. Run it in the root of the repository, with
-any Python from 3.6 on; it needs no packages.
+If something is missing, one line names it and the command that installs it. Any Python from 3.6 on runs it; it needs no
+packages.
 """
 
 import argparse
@@ -13,8 +13,10 @@ import shutil
 import sys
 from pathlib import Path
 
-SUPPORTED = ((3, 10), (3, 12))  # what pyproject.toml allows
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "common"))  # the package is not installed yet
+
+SUPPORTED = ((3, 10), (3, 12))  # what pyproject.toml allows
 
 
 def main(argv: "list[str] | None" = None) -> int:  # quoted: older Pythons must reach the message

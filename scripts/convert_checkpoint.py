@@ -1,8 +1,5 @@
-"""Upstream's name of `cosyvoice-triton convert-checkpoint`."""
-
-import sys
+"""Upstream's name of `cosyvoice-triton prepare convert-checkpoint`."""
 
 from cosyvoice_triton.cli.convert_checkpoint import main
 
-if __name__ == "__main__":
-    sys.exit(main())
+raise SystemExit(main())

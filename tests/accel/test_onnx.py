@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from cosyvoice_triton import stacks
+from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.cli import token2wav
 from cosyvoice_triton.config import Token2WavConfig
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, SAMPLE_RATE, SPEAKER_DIM
@@ -35,7 +35,6 @@ from cosyvoice_triton.token2wav.gpu.precision import Precision
 from cosyvoice_triton.voice.audio import load_audio
 from cosyvoice_triton.voice.prompt import Prompt
 
-from tests.conftest import ROOT
 from tests.support import fake_tensorrt
 
 pytestmark = pytest.mark.slow  # nearly all tests need the exported networks
@@ -136,7 +135,7 @@ def test_streams_are_equal_on_torch_and_the_fake_tensorrt(exported, stack, plans
 def test_the_offline_tools_render_from_plans(exported, stack, plans, tmp_path):
     sample = {
         "id": "one",
-        "prompt_audio": str(ROOT / "tests/assets/reference_en.wav"),
+        "prompt_audio": str(samples.FOLDER / "reference_en.wav"),
         "prompt_text": "",
         "target_text": "One.",
     }

@@ -205,7 +205,7 @@ def test_an_unreachable_server_is_reported_in_one_line_with_the_command_that_sta
 ) -> None:
     assert client_grpc.main(command(f"127.0.0.1:{free_port()}", tmp_path / "a.wav")) == 1
     message = capsys.readouterr().err
-    assert "no tritonserver answers" in message and "make serve" in message and message.count("\n") == 1
+    assert "no tritonserver answers" in message and "cosyvoice-triton serve" in message and message.count("\n") == 1
 
 
 def test_an_unwritable_output_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

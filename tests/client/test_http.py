@@ -99,7 +99,7 @@ def test_the_answer_is_written_as_a_16_bit_wav_at_24_khz(tmp_path: Path, capsys:
         (Answers(status=400, infer={"error": "target_text is empty: '  '"}), (), "target_text is empty: '  '"),
         (Answers(infer=waveform([])), (), "without audio"),
         (Answers(ready=400), (), "does not serve the model 'cosyvoice2_dit'"),
-        (Answers(decoupled=True), (), "client_grpc.py --mode streaming"),
+        (Answers(decoupled=True), (), "client-grpc --mode streaming"),
         (Answers(delay=1.0), ("--timeout", "0.3"), "raise --timeout"),
         (Answers(), ("--reference-audio", "/no/such.wav"), "cannot read the reference audio /no/such.wav"),
     ],

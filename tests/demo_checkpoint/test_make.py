@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton import samples
 from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from cosyvoice_triton.demo_checkpoint import make as script
 from cosyvoice_triton.demo_checkpoint.llm import FIRST_UTTERED, LLMSizes, make_llm
@@ -20,8 +21,6 @@ from tests.parity.reference import dit_flow, window_flow
 from tests.support.checkpoints import COSYVOICE3_DIR, DIT_DIR, LLM_DIR, UNET_DIR
 
 pytestmark = pytest.mark.slow  # each test makes networks
-
-ASSETS = Path(__file__).parents[1] / "assets"
 
 
 @pytest.fixture(scope="module")
@@ -190,14 +189,14 @@ def test_the_chat_template_renders_the_prompt_of_the_orchestrator(demo_models: P
 
 @pytest.mark.parametrize("directory", [UNET_DIR, DIT_DIR, COSYVOICE3_DIR])
 def test_prompt_tokens_are_disjoint_from_the_tokens_of_the_llm(demo_models: Path, directory: str) -> None:
-    wave = load_audio(ASSETS / "reference_en.wav", PROMPT_SAMPLE_RATE)
+    wave = load_audio(samples.FOLDER / "reference_en.wav", PROMPT_SAMPLE_RATE)
     (tokens,) = AudioTokenizer(demo_models / directory)([wave])
     assert tokens.max() < FIRST_UTTERED
 
 
 @pytest.mark.parametrize("directory", [UNET_DIR, DIT_DIR])
 def test_audio_is_neither_silent_nor_clipped_and_differs_between_voices(demo_models: Path, directory: str) -> None:
-    recordings = [load_audio(ASSETS / f"reference_{name}.wav", PROMPT_SAMPLE_RATE) for name in ("en", "zh")]
+    recordings = [load_audio(samples.FOLDER / f"reference_{name}.wav", PROMPT_SAMPLE_RATE) for name in ("en", "zh")]
     noise = torch.randn(1, MEL_BINS, 4 * TOKEN_RATE, generator=torch.Generator().manual_seed(0))
     voices = []
     for embedding in SpeakerEncoder(demo_models / directory)(recordings):

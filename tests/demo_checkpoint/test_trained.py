@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import safetensors
-from cosyvoice_triton.cli import demo_run as demo
+from cosyvoice_triton.cli import demo
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint import checkpoint
 from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED

@@ -9,7 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from cosyvoice_triton import stacks
+from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.cli import client_grpc, client_http, prepare, render, test_llm
 from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.stacks import Stack
@@ -29,7 +29,7 @@ TOKEN2WAV = ("TOKEN2WAV_HTTP_PORT", "TOKEN2WAV_GRPC_PORT", "TOKEN2WAV_METRICS_PO
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two short samples."""
     path = tmp_path_factory.mktemp("data") / "two.jsonl"
-    voice = {"prompt_audio": str(ROOT / "tests/assets/reference_zh.wav"), "prompt_text": "甚至出现交易几乎停滞的情况"}
+    voice = {"prompt_audio": str(samples.FOLDER / "reference_zh.wav"), "prompt_text": "甚至出现交易几乎停滞的情况"}
     path.write_text("".join(json.dumps(voice | {"id": name, "target_text": name}) + "\n" for name in ("one", "two")))
     return path
 

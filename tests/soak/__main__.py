@@ -36,12 +36,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cosyvoice_triton import stacks
+from cosyvoice_triton import samples
 from cosyvoice_triton.cli.arguments import natural_int, positive_int
-from cosyvoice_triton.cli.demo_run import CHECKPOINT, prepare_checkpoint
 from cosyvoice_triton.client.requests import ClientError, positive_number
-from cosyvoice_triton.load.benchmark import MANIFEST
 from cosyvoice_triton.load.samples import read_manifest
+from cosyvoice_triton.prepare import steps
 from tqdm import tqdm
 
 from tests.soak.faults import KINDS
@@ -102,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "tests.soak", *(sys.argv[1:] if argv is None else argv)])
     try:
         if args.models is None and given == Addresses():
-            prepare_checkpoint(stacks.DEFAULT.llm)
+            steps.demo(steps.DEMO)
         work = args.output.with_name(f"{args.output.name}.files").resolve()
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
@@ -113,13 +112,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             patience=args.patience,
             faults=not args.no_faults,
             chosen=[KINDS[name] for name in args.faults],
-            models=args.models or CHECKPOINT,
+            models=args.models or steps.DEMO,
             work=work,
             addresses=None if given == Addresses() else given,
             processes={f"process {pid}": pid for pid in args.processes},
         )
         with _SoakProgress(60 * args.minutes) as progress:
-            result = asyncio.run(soak(settings, read_manifest(MANIFEST), progress.show))
+            result = asyncio.run(soak(settings, read_manifest(samples.MANIFEST), progress.show))
     except (ClientError, RuntimeError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

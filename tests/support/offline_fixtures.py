@@ -6,11 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cosyvoice_triton import stacks
+from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.constants import HOP_SAMPLES, PROMPT_SAMPLE_RATE, TOKEN_MEL_RATIO
 from cosyvoice_triton.voice.audio import load_audio, save_audio
-
-from tests.conftest import ROOT
 
 GPU_ENGINES = {"vllm": "vllm", "trtllm": "tensorrt_llm"}  # by backend
 TOKEN_SAMPLES = TOKEN_MEL_RATIO * HOP_SAMPLES
@@ -34,7 +32,7 @@ def one_thread():
 @pytest.fixture
 def manifest(tmp_path):
     """`manifest(*rows)`: a file of those rows, in a folder with recordings of 1 s, 1.2 s and of silence."""
-    wav = load_audio(ROOT / "tests" / "assets" / "reference_en.wav", PROMPT_SAMPLE_RATE)
+    wav = load_audio(samples.FOLDER / "reference_en.wav", PROMPT_SAMPLE_RATE)
     save_audio(tmp_path / "voice.wav", wav[:PROMPT_SAMPLE_RATE], PROMPT_SAMPLE_RATE)
     save_audio(tmp_path / "other.wav", wav[PROMPT_SAMPLE_RATE : int(2.2 * PROMPT_SAMPLE_RATE)], PROMPT_SAMPLE_RATE)
     save_audio(tmp_path / "silence.wav", np.zeros(PROMPT_SAMPLE_RATE, np.float32), PROMPT_SAMPLE_RATE)

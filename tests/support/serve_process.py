@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 import pytest
 import tritonclient.grpc.aio as triton
-from cosyvoice_triton import stacks
+from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.client.requests import Utterance, read_reference
 from cosyvoice_triton.server.rendering import StackOptions, render
 from tritonclient.grpc import InferInput
@@ -27,7 +27,7 @@ from tritonclient.utils import InferenceServerException
 from tests.conftest import ROOT
 
 MODEL = stacks.DIT.orchestrator
-VOICE = ROOT / "tests" / "assets" / "reference_en.wav"
+VOICE = samples.FOLDER / "reference_en.wav"
 STREAM_SECONDS = 90.0
 
 

@@ -3,24 +3,22 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import tritonclient.grpc as triton
-from cosyvoice_triton import stacks
+from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.client import grpc_client
 from cosyvoice_triton.client.requests import WARNING, SpeechResult, Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.voice.audio import resample
 from tritonclient.utils import np_to_triton_dtype
 
-ASSETS = Path(__file__).parents[1] / "assets"
 MODELS = {stack.name: stack.orchestrator for stack in stacks.BUILT_IN}
 STACKS = (stacks.DIT.name, stacks.UNET.name)  # tests/system/test_cosyvoice3.py has the other
 TEXT = "A short sentence."
-VOICE = ASSETS / "reference_en.wav"
+VOICE = samples.FOLDER / "reference_en.wav"
 VOICE_TEXT = "Your call is now first in line and will be answered by the next available representative."
 
 Serve = Callable[..., Any]

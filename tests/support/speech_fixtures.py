@@ -14,14 +14,14 @@ from typing import Any
 
 import httpx2 as httpx
 import openai
+from cosyvoice_triton import samples
 from cosyvoice_triton.server.tritonserver import TritonServer, free_port
 from cosyvoice_triton.speech_service.command import http_server
 from cosyvoice_triton.speech_service.settings import Settings
 
-from tests.conftest import ROOT
 from tests.support.triton_stub import TritonStub
 
-RECORDING = ROOT / "tests" / "assets" / "reference_en.wav"
+RECORDING = samples.FOLDER / "reference_en.wav"
 VOICE = "anna"
 SPEECH = "/v1/audio/speech"
 TEXT = {"input": "Hello.", "response_format": "pcm"}
@@ -39,9 +39,9 @@ class SpeechStack:
 
 
 def transcript(recording: Path) -> str:
-    """The transcript of the recording, from references.jsonl in its folder."""
-    lines = (recording.parent / "references.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = {entry["audio"]: entry["text"] for entry in map(json.loads, lines)}
+    """The transcript of a recording of the samples."""
+    lines = samples.MANIFEST.read_text(encoding="utf-8").splitlines()
+    texts = {entry["prompt_audio"]: entry["prompt_text"] for entry in map(json.loads, lines)}
     return str(texts[recording.name])
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import soundfile
 from cosyvoice_triton.cli import demo
-from cosyvoice_triton.cli.demo_run import TEXT
+from cosyvoice_triton.cli.demo import TEXT
 from cosyvoice_triton.constants import SAMPLE_RATE
 
 from demo_voice.evaluation.recognition import Recognizer, word_errors

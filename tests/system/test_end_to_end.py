@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.grpc as triton
-from cosyvoice_triton import stacks
-from cosyvoice_triton.cli import add_voice, client_grpc
+from cosyvoice_triton import samples, stacks
+from cosyvoice_triton.cli import client_grpc
+from cosyvoice_triton.cli import voice as voice_command
 from cosyvoice_triton.client import grpc_client
 from cosyvoice_triton.client.requests import SpeechResult, Utterance, read_reference
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_RATE
@@ -27,7 +28,6 @@ from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt
 
 from tests.support.server_requests import (
-    ASSETS,
     MODELS,
     STACKS,
     TEXT,
@@ -152,8 +152,8 @@ def test_a_voice_added_while_the_server_runs_can_be_used_at_once(
     arguments = ["--server-addr", host, "--server-port", port, "--model-name", MODELS[stack], "--target-text", TEXT]
     arguments += ["--speaker", f"new-{stack}", "--output-audio", str(tmp_path / "speech.wav")]
     assert client_grpc.main(arguments) == 1
-    register = [str(demo_models), f"new-{stack}", "--stack", stack, "--reference-audio", str(VOICE)]
-    assert add_voice.main([*register, "--reference-text", VOICE_TEXT]) == 0
+    register = ["add", str(demo_models), f"new-{stack}", "--stack", stack, "--reference-audio", str(VOICE)]
+    assert voice_command.main([*register, "--reference-text", VOICE_TEXT]) == 0
     assert client_grpc.main(arguments) == 0
 
 
@@ -371,7 +371,7 @@ def test_a_stream_ends_with_exactly_one_final_response(stack: str, serve: Serve,
 
 def eight_requests(voice: np.ndarray) -> list[Utterance]:
     """Different voices (recordings, excerpts, speeds), texts and seeds; every second one cross-lingual."""
-    other = read_reference(ASSETS / "reference_zh.wav")
+    other = read_reference(samples.FOLDER / "reference_zh.wav")
     recordings = [voice, other, voice[: 2 * PROMPT_SAMPLE_RATE], other[PROMPT_SAMPLE_RATE:]]
     recordings += [at_rate(recording, 14_000 + 500 * index) for index, recording in enumerate(recordings)]
     return [

@@ -11,13 +11,13 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 import soundfile as sf
+from cosyvoice_triton import samples
 from cosyvoice_triton.cli import client_grpc
 from cosyvoice_triton.client import grpc_client, http_client
 from cosyvoice_triton.client.requests import Utterance, read_reference
 from cosyvoice_triton.speech_service.settings import Settings
 
 from tests.support.server_requests import (
-    ASSETS,
     MODELS,
     STACKS,
     TEXT,
@@ -75,7 +75,7 @@ def test_the_default_speaker_is_used_when_a_request_names_no_voice(stack: str, s
 @pytest.mark.parametrize("stack", ["dit"], indirect=True)
 def test_the_load_client_measures_them(stack: str, client: str, server: Any, tmp_path: Path) -> None:
     host, port = server.grpc_url.split(":")
-    options = ["--server-addr", host, "--server-port", port, "--manifest-path", str(ASSETS / "manifest.jsonl")]
+    options = ["--server-addr", host, "--server-port", port, "--manifest-path", str(samples.MANIFEST)]
     options += ["--num-requests", "4", "--num-tasks", "2", "--mode", "offline", "--client", client]
     assert client_grpc.main([*options, "--log-dir", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "summary.json").read_text())

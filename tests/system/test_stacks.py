@@ -14,7 +14,8 @@ import pytest
 import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.bench import token2wav
-from cosyvoice_triton.cli import add_voice, demo, fill_template, prepare, render
+from cosyvoice_triton.cli import demo, fill_template, prepare, render, serve
+from cosyvoice_triton.cli import voice as voice_command
 from cosyvoice_triton.client.requests import add_request_arguments, not_served
 from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
 from cosyvoice_triton.export import engines
@@ -179,7 +180,8 @@ def test_its_networks_are_loaded_by_its_own_loader(third: Stack) -> None:
 COMMANDS: dict[str, Callable[[list[str]], object]] = {
     "render": render.main,
     "demo": demo.main,
-    "add_voice": add_voice.main,
+    "serve": serve.main,
+    "voice": lambda arguments: voice_command.main(["add", *arguments]),
     "prepare": lambda arguments: prepare.main(["download", *arguments]),
     "bench": token2wav.main,
 }
@@ -198,7 +200,7 @@ def test_clients_and_the_speech_service_find_its_model(third: Stack) -> None:
     models = [stack.orchestrator for stack in stacks.BUILT_IN]
     assert " or ".join([f"{models[0]} (default)", *models[1:], "speech3"]) in " ".join(parser.format_help().split())
     assert parser.parse_args([]).model_name == "cosyvoice2_dit"
-    assert "`make serve STACK=third`" in str(not_served("localhost:8001", "unknown"))
+    assert "`cosyvoice-triton serve --stack third`" in str(not_served("localhost:8001", "unknown"))
 
     async def served(address: str) -> list[str]:
         async with TritonPool((address,)) as pool:

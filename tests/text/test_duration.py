@@ -4,9 +4,8 @@ import time
 
 import pytest
 import soundfile
+from cosyvoice_triton import samples
 from cosyvoice_triton.text.duration import expected_seconds
-
-from tests.support.server_requests import ASSETS
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_han_characters_of_japanese_take_longer() -> None:
     ],
 )
 def test_recordings_last_as_expected(recording: str, text: str) -> None:
-    seconds = soundfile.info(ASSETS / recording).duration
+    seconds = soundfile.info(samples.FOLDER / recording).duration
     assert 0.7 < expected_seconds(text) / seconds < 1.1
 
 

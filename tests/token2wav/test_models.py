@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cosyvoice_triton import samples
 from cosyvoice_triton.constants import (
     HOP_SAMPLES,
     LOOKAHEAD_TOKENS,
@@ -148,7 +149,7 @@ def test_abandoned_streams_release_their_slots(served: Served) -> None:
 
 
 def test_the_dit_model_accepts_a_recording_as_the_voice(dit: Served) -> None:
-    wav = load_audio(ROOT / "tests/assets/reference_en.wav", PROMPT_SAMPLE_RATE)
+    wav = load_audio(samples.FOLDER / "reference_en.wav", PROMPT_SAMPLE_RATE)
     padded = np.pad(wav, (0, 3 * PROMPT_SAMPLE_RATE))[None]
     tokens = dit.ids(*range(20))
     length = np.array([[len(wav)]], np.int32)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from cosyvoice_triton import stacks
+from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, TOKEN_RATE
 from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
 from cosyvoice_triton.server.rendering import StackOptions, render
@@ -23,7 +23,7 @@ from cosyvoice_triton.voice.audio import load_audio
 from tritonclient.utils import InferenceServerException
 
 from tests.support.checkpoints import LLM_DIR
-from tests.support.server_requests import ASSETS, inputs_of
+from tests.support.server_requests import inputs_of
 
 pytestmark = pytest.mark.server
 
@@ -74,7 +74,7 @@ class Client:
         return np.asarray(tokens, np.int32)[None] + np.int32(self.first_speech_id)
 
     def _recording(self, language: str) -> Tensors:
-        wav = load_audio(ASSETS / f"reference_{language}.wav", PROMPT_SAMPLE_RATE)
+        wav = load_audio(samples.FOLDER / f"reference_{language}.wav", PROMPT_SAMPLE_RATE)
         return {"reference_wav": wav[None], "reference_wav_len": np.array([[len(wav)]], np.int32)}
 
     def _prompt(self, language: str) -> Tensors:

@@ -193,7 +193,7 @@ def test_a_file_with_a_fixed_batch_size_is_refused_with_a_remedy(run: Run, tmp_p
 
 def test_missing_and_invalid_files_are_named(run: Run, tmp_path: Path, dit: Path) -> None:
     code, _, err = run(tmp_path / "nowhere", *L4)
-    assert code == 1 and "holds no ONNX file of a flow" in err and "cosyvoice_triton.export.onnx" in err
+    assert code == 1 and "holds no ONNX file of a flow" in err and "cosyvoice-triton export onnx" in err
     (dit / "campplus.onnx").unlink()
     (dit / "flow.decoder.estimator.fp32.dynamic_batch.onnx").write_bytes(b"\xff not ONNX")
     code, out, err = run(dit, *L4)
@@ -212,7 +212,7 @@ def test_without_tensorrt_the_error_names_the_missing_packages(
 
 def test_the_list_shows_which_plans_fit_and_why_others_do_not(run: Run, dit: Path) -> None:
     code, _, err = run(dit, "--list", *L4)
-    command = f"python -m cosyvoice_triton.export.engines --model-dir {dit}"
+    command = f"cosyvoice-triton export engines --model-dir {dit}"
     assert code == 1
     assert err.count(f"there is none; build it as docs/gpu.md describes; run: {command}") == 4
     for workload in Serving().workloads(stacks.DIT):
@@ -229,7 +229,7 @@ def test_the_list_shows_which_plans_fit_and_why_others_do_not(run: Run, dit: Pat
     )
     assert "does not fit: frames: built for 2-206, serving needs 2-406" in out
     assert "its sidecar is missing or damaged" in out
-    assert f"run: python -m cosyvoice_triton.export.engines --model-dir {dit} --max-hop-tokens 200" in err
+    assert f"run: cosyvoice-triton export engines --model-dir {dit} --max-hop-tokens 200" in err
 
 
 # --- comparing a plan with its ONNX file, on the fake -----------------------------------------------------------

@@ -1,15 +1,15 @@
 """The requests built from the options of a command line."""
 
 import argparse
-from pathlib import Path
 
 import numpy as np
+from cosyvoice_triton import samples
 from cosyvoice_triton.client.requests import add_voice_arguments
 from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
 
-ASSETS = Path(__file__).parents[1] / "assets"
-MANIFEST = ("--manifest-path", str(ASSETS / "manifest.jsonl"))
-ONE = ("--target-text", "Hello.", "--reference-audio", str(ASSETS / "reference_en.wav"), "--reference-text", "Words.")
+MANIFEST = ("--manifest-path", str(samples.MANIFEST))
+VOICE = ("--reference-audio", str(samples.FOLDER / "reference_en.wav"), "--reference-text", "Words.")
+ONE = ("--target-text", "Hello.", *VOICE)
 
 
 def jobs_of(*options: str) -> Jobs:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import soundfile
 import tritonclient.grpc.aio as triton
-from cosyvoice_triton import stacks
+from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.cli import benchmark, client_grpc
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load import runner
@@ -28,11 +28,11 @@ from tests.support.triton_stub import StubProcess, stub_process
 
 pytestmark = pytest.mark.serial
 
-VOICE = str(ROOT / "tests" / "assets" / "reference_zh.wav")
+VOICE = str(samples.FOLDER / "reference_zh.wav")
 FIRST, PAUSE, CHUNKS = 0.3, 0.4, 3
 SCHEDULE = [FIRST + index * PAUSE for index in range(CHUNKS)]  # seconds from the request to each chunk
 CHUNK_SECONDS = 0.5  # longer than the pause, so that there is no gap
-MANIFEST = str(ROOT / "tests" / "assets" / "manifest.jsonl")
+MANIFEST = str(samples.MANIFEST)
 
 
 def stub_server() -> AbstractContextManager[StubProcess]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cosyvoice_triton import samples
 from cosyvoice_triton.constants import MAX_REFERENCE_SECONDS, MIN_REFERENCE_SECONDS, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.load.samples import SampleError, read_dataset, read_manifest
 
-ASSETS = Path(__file__).parents[1] / "assets"
-VOICE = ASSETS / "reference_zh.wav"
+VOICE = samples.FOLDER / "reference_zh.wav"
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -27,13 +27,13 @@ def manifest(tmp_path: Path, *rows: dict[str, Any] | str) -> Path:
 
 
 def test_the_shipped_manifest_has_recordings_that_a_server_accepts() -> None:
-    samples = read_manifest(ASSETS / "manifest.jsonl")
-    assert len(samples) >= 10 and len({sample.id for sample in samples}) == len(samples)
-    for sample in samples:
+    shipped = read_manifest(samples.MANIFEST)
+    assert len(shipped) >= 10 and len({sample.id for sample in shipped}) == len(shipped)
+    for sample in shipped:
         assert sample.prompt_audio is not None and sample.prompt_audio.dtype == np.float32
         assert MIN_REFERENCE_SECONDS < sample.prompt_audio.size / PROMPT_SAMPLE_RATE < MAX_REFERENCE_SECONDS
         assert sample.prompt_text and sample.target_text
-    assert samples[0].prompt_audio is samples[2].prompt_audio, "a recording of several rows is loaded once"
+    assert shipped[0].prompt_audio is shipped[2].prompt_audio, "a recording of several rows is loaded once"
 
 
 def test_a_limit_reads_only_the_first_rows(tmp_path: Path) -> None:

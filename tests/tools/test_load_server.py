@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import soundfile
+from cosyvoice_triton import samples
 from cosyvoice_triton.cli import benchmark, client_grpc
 from cosyvoice_triton.load import perf_analyzer as perf_analyzer_input
 
 pytestmark = pytest.mark.server
 
-ASSETS = Path(__file__).parents[1] / "assets"
-MANIFEST = ASSETS / "manifest.jsonl"
 
 Serve = Callable[..., Any]
 
@@ -34,7 +33,7 @@ def summary(log_dir: Path) -> dict[str, Any]:
 
 
 def test_16_concurrent_streams_are_all_answered_with_their_stages(serve: Serve, tmp_path: Path) -> None:
-    more = ("--manifest-path", MANIFEST, "--num-tasks", 16, "--num-requests", 20, "--warmup-requests", 2)
+    more = ("--manifest-path", samples.MANIFEST, "--num-tasks", 16, "--num-requests", 20, "--warmup-requests", 2)
     assert measure(serve(stack="dit").grpc_url, tmp_path, *more) == 0
     result = summary(tmp_path)
     assert (result["requests"], result["errors"], result["unsent"], result["warmup_requests"]) == (20, 0, 0, 2)
@@ -53,9 +52,9 @@ def test_16_concurrent_streams_are_all_answered_with_their_stages(serve: Serve, 
 
 
 def test_one_invalid_request_is_the_only_error(serve: Serve, tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in MANIFEST.read_text(encoding="utf-8").splitlines()[:4]]
+    rows = [json.loads(line) for line in samples.MANIFEST.read_text(encoding="utf-8").splitlines()[:4]]
     rows[1]["target_text"] = "<|s_1|>"
-    rows = [row | {"prompt_audio": str(ASSETS / row["prompt_audio"])} for row in rows]
+    rows = [row | {"prompt_audio": str(samples.FOLDER / row["prompt_audio"])} for row in rows]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     assert measure(serve(stack="dit").grpc_url, tmp_path, "--manifest-path", path, "--num-tasks", 4) == 1
@@ -65,7 +64,7 @@ def test_one_invalid_request_is_the_only_error(serve: Serve, tmp_path: Path) -> 
 
 
 def test_new_voices_are_not_in_the_caches_of_the_server(serve: Serve, tmp_path: Path) -> None:
-    address, more = serve(stack="dit").grpc_url, ("--manifest-path", MANIFEST, "--num-requests", 2)
+    address, more = serve(stack="dit").grpc_url, ("--manifest-path", samples.MANIFEST, "--num-requests", 2)
     counts = []
     for directory, new in (("known", ()), ("new", ("--new-voices",))):
         assert measure(address, tmp_path / directory, *more, *new, "--warmup-requests", 2) == 0
@@ -108,7 +107,7 @@ def test_the_table_of_a_sweep_over_rates_is_labelled_with_the_rates(serve: Serve
 
 def test_perf_analyzer_reads_the_input_file(serve: Serve, tmp_path: Path) -> None:
     path = tmp_path / "input.json"
-    assert perf_analyzer_input.main(["--manifest-path", str(MANIFEST), "--output", str(path)]) == 0
+    assert perf_analyzer_input.main(["--manifest-path", str(samples.MANIFEST), "--output", str(path)]) == 0
     requests = json.loads(path.read_text())["data"]
     assert len(requests) == 10
     names = {"reference_wav", "reference_wav_len", "reference_text", "target_text"}
@@ -137,7 +136,7 @@ def test_a_killed_server_ends_the_benchmark_soon_with_a_report(
 
     killer = threading.Thread(target=kill)
     killer.start()
-    more = ("--manifest-path", MANIFEST, "--num-tasks", 3, "--num-requests", 400, "--warmup-requests", 0)
+    more = ("--manifest-path", samples.MANIFEST, "--num-tasks", 3, "--num-requests", 400, "--warmup-requests", 0)
     assert measure(server.grpc_url, tmp_path / "log", *more) == 1
     assert time.monotonic() - killed[0] < 40
     killer.join()

@@ -81,10 +81,7 @@ def test_tokens_are_read_from_a_file_by_id(run, tmp_path):
     code, _, error = run(token2wav, "--tokens-path", str(path), rows=ROWS)
     assert code == 1 and "has no tokens for 2 sample(s), the first is 'second'" in error
     path.write_text("[]")
-    assert (
-        "cosyvoice_triton.cli.offline_inference writes such a file"
-        in run(token2wav, "--tokens-path", str(path), rows=ROWS)[2]
-    )
+    assert "`cosyvoice-triton offline` writes such a file" in run(token2wav, "--tokens-path", str(path), rows=ROWS)[2]
 
 
 @pytest.mark.parametrize("tool", [token2wav, streaming_inference])

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cosyvoice_triton import samples
 from cosyvoice_triton.constants import OFFICIAL_FIRST_SPEECH_ID, PROMPT_SAMPLE_RATE, SPEECH_VOCAB
 from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
 from cosyvoice_triton.voice.audio import load_audio
@@ -33,7 +34,7 @@ def model(demo_models: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def recording() -> np.ndarray:
-    return load_audio(ROOT / "tests/assets/reference_en.wav", PROMPT_SAMPLE_RATE)[None]  # (1, T)
+    return load_audio(samples.FOLDER / "reference_en.wav", PROMPT_SAMPLE_RATE)[None]  # (1, T)
 
 
 def request(wav: np.ndarray, length: int) -> fake_triton.InferenceRequest:

@@ -1,7 +1,6 @@
 """The speech tokenizer and the speaker encoder: the official files' values, and a batch equals its recordings alone."""
 
 import importlib.util
-import json
 import sys
 import threading
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import onnx.numpy_helper
 import onnxruntime as ort
 import pytest
 import torch
+from cosyvoice_triton import samples
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from cosyvoice_triton.demo_checkpoint.make import SMALL, parts
 from cosyvoice_triton.runtimes import plans
@@ -24,12 +24,9 @@ from cosyvoice_triton.voice.encoders import AudioTokenizer, SpeakerEncoder, impo
 from tests.support import fake_tensorrt
 from tests.support.checkpoints import COSYVOICE3_DIR, DIT_DIR
 
-ASSETS = Path(__file__).parents[1] / "assets"
-
 
 def references() -> list[np.ndarray]:
-    lines = (ASSETS / "references.jsonl").read_text(encoding="utf-8").splitlines()
-    return [audio.load_audio(ASSETS / json.loads(line)["audio"], PROMPT_SAMPLE_RATE) for line in lines]
+    return [audio.load_audio(samples.FOLDER / f"reference_{name}.wav", PROMPT_SAMPLE_RATE) for name in ("en", "zh")]
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, get_args
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli.arguments import positive_int
+from cosyvoice_triton.cli.stack_options import parse_settings
 from cosyvoice_triton.load.sweep import Sweep
-from cosyvoice_triton.prepare.missing import parse_settings
 from cosyvoice_triton.server.installation import ServerError
 from cosyvoice_triton.server.rendering import Device, StackOptions, render
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer

@@ -2,43 +2,113 @@
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-# Subcommand: module below this package, and what it does.
-COMMANDS = {
-    "demo": ("demo", "start a stack with the demo voice, speak one text, write a wav file"),
-    "serve": ("serve", "serve a rendered repository until Ctrl-C"),
-    "render": ("render", "write the Triton model repository of a stack"),
-    "prepare": ("prepare", "download checkpoints, build the LLM's engine"),
-    "voice": ("add_voice", "register a voice under a name"),
-    "bench": ("benchmark", "measure a server under load"),
-    "speech": ("speech_server", "run the speech service alone, in front of one or several Tritons"),
-    "wait": ("wait_ready", "wait until health pages answer 200"),
-    "client-grpc": ("client_grpc", "streaming and offline client over gRPC, with upstream's options"),
-    "client-http": ("client_http", "offline client over HTTP, with upstream's options"),
-    "fill-template": ("fill_template", "fill in one config.pbtxt"),
-    "convert-llm": ("convert_llm", "make a HuggingFace directory of an official llm.pt"),
-    "convert-genai": ("convert_genai", "convert a HuggingFace LLM for the CPU engine"),
-    "convert-checkpoint": ("convert_checkpoint", "convert a HuggingFace LLM for TensorRT-LLM"),
-    "test-llm": ("test_llm", "send one prompt through any LLM engine or server"),
-    "offline": ("offline_inference", "turn texts into audio files without a server"),
-    "token2wav": ("token2wav", "turn speech tokens into audio files without a server"),
-    "streaming": ("streaming_inference", "run token2wav in chunks without a server"),
+
+class Command(NamedTuple):
+    """A subcommand.
+
+    module: has `main(argv)`. summary: a line of the help. actions: subcommands of its own, instead of a module. Those
+    of `prepare` that are options of one parser have the same module, which then reads the action's name, too.
+    """
+
+    module: str
+    summary: str
+    actions: "Mapping[str, Command]" = {}
+
+
+_PREPARE = "cosyvoice_triton.cli.prepare"
+# By what a user wants to do.
+COMMANDS: dict[str, dict[str, Command]] = {
+    "speak": {
+        "demo": Command("cosyvoice_triton.cli.demo", "serve the demo voice, speak one text, write a wav file, stop"),
+        "say": Command("cosyvoice_triton.cli.say", "speak a text at a running server: write it, or play it"),
+    },
+    "serve": {
+        "serve": Command("cosyvoice_triton.cli.serve", "serve a stack until Ctrl-C"),
+        "render": Command("cosyvoice_triton.cli.render", "write the Triton model repository of a stack"),
+        "speech": Command("cosyvoice_triton.cli.speech_server", "run the speech service alone, in front of Tritons"),
+        "wait": Command("cosyvoice_triton.cli.wait_ready", "wait until health pages answer 200"),
+    },
+    "checkpoints and voices": {
+        "prepare": Command(
+            "",
+            "download checkpoints, convert them, build engines",
+            {
+                "demo": Command(_PREPARE, "write the small trained checkpoint of the demo"),
+                "download": Command(_PREPARE, "download the official checkpoints of a stack"),
+                "engine": Command(_PREPARE, "build the files that the LLM's engine loads"),
+                "plans": Command(_PREPARE, "build token2wav's TensorRT plans"),
+                "convert-llm": Command("cosyvoice_triton.cli.convert_llm", "official llm.pt -> HuggingFace directory"),
+                "convert-genai": Command("cosyvoice_triton.cli.convert_genai", "HuggingFace directory -> CPU engine"),
+                "convert-checkpoint": Command(
+                    "cosyvoice_triton.cli.convert_checkpoint", "HuggingFace directory -> TensorRT-LLM checkpoint"
+                ),
+            },
+        ),
+        "voice": Command("cosyvoice_triton.cli.voice", "register a voice under a name, list or delete voices"),
+        "export": Command(
+            "",
+            "write a checkpoint's networks for other runtimes",
+            {
+                "onnx": Command("cosyvoice_triton.export.onnx", "export them to ONNX files"),
+                "engines": Command("cosyvoice_triton.export.engines", "build TensorRT plans from the ONNX files"),
+            },
+        ),
+    },
+    "measure": {
+        "bench": Command(
+            "",
+            "measure a server, or a part of it",
+            {
+                "load": Command("cosyvoice_triton.cli.benchmark", "a running server under load, with listeners"),
+                "token2wav": Command("cosyvoice_triton.bench.token2wav", "token2wav alone: first chunks, listeners"),
+                "stack": Command("cosyvoice_triton.bench.stack", "a stack served with several memory plans"),
+                "llm": Command("cosyvoice_triton.bench.llm", "the LLM's engine alone"),
+                "kernels": Command("cosyvoice_triton.bench.kernels", "what the GPU kernels need, without a GPU"),
+            },
+        ),
+    },
+    "programs of upstream, with its options": {
+        "client-grpc": Command("cosyvoice_triton.cli.client_grpc", "streaming and offline client over gRPC"),
+        "client-http": Command("cosyvoice_triton.cli.client_http", "offline client over HTTP"),
+        "fill-template": Command("cosyvoice_triton.cli.fill_template", "fill in one config.pbtxt"),
+        "test-llm": Command("cosyvoice_triton.cli.test_llm", "send one prompt through any LLM engine or server"),
+        "offline": Command("cosyvoice_triton.cli.offline_inference", "texts -> audio files, without a server"),
+        "token2wav": Command("cosyvoice_triton.cli.token2wav", "speech tokens -> audio files, without a server"),
+        "streaming": Command("cosyvoice_triton.cli.streaming_inference", "the same in chunks, compared with whole"),
+    },
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the subcommand that is named first; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return _run("cosyvoice-triton", COMMANDS, arguments)
+
+
+def _run(program: str, groups: Mapping[str, Mapping[str, Command]], arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: cosyvoice-triton COMMAND [OPTION ...]\n")
-        for name, (_, summary) in COMMANDS.items():
-            print(f"  {name:20}{summary}")
-        print("\n`cosyvoice-triton COMMAND --help` prints a command's options.")
+        print(_help(program, groups), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
-    if arguments[0] not in COMMANDS:
-        print(f"unknown command {arguments[0]!r}; `cosyvoice-triton --help` lists them", file=sys.stderr)
+    name, *rest = arguments
+    command = {name: command for group in groups.values() for name, command in group.items()}.get(name)
+    if command is None:
+        print(f"error: unknown command {name!r}; `{program} --help` lists them", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"cosyvoice_triton.cli.{COMMANDS[arguments[0]][0]}")
-    sys.argv = [f"cosyvoice-triton {arguments[0]}", *arguments[1:]]
-    return module.main(arguments[1:])
+    if command.actions:
+        return _run(f"{program} {name}", {"": command.actions}, rest)
+    own = command.module == _PREPARE  # its parser reads the action
+    sys.argv = [program if own else f"{program} {name}", *(arguments if own else rest)]
+    return int(importlib.import_module(command.module).main(sys.argv[1:]))
+
+
+def _help(program: str, groups: Mapping[str, Mapping[str, Command]]) -> str:
+    lines = [f"usage: {program} COMMAND [OPTION ...]"]
+    for title, commands in groups.items():
+        lines += ["", f"{title}:" if title else "commands:"]
+        for name, command in commands.items():
+            actions = f" ({', '.join(command.actions)})" if command.actions else ""
+            lines.append(f"  {name:20}{command.summary}{actions}")
+    return "\n".join([*lines, "", f"`{program} COMMAND --help` explains a command, with examples."])

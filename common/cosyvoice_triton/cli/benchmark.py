@@ -1,14 +1,14 @@
 """Sweep over concurrency, listeners or request rates on one or several servers; writes tables, figures and a plot.
 
-    cosyvoice-triton bench --concurrency 1 4 16 --title "2 CPU cores, demo checkpoint, random weights"
-    cosyvoice-triton bench --listeners 1 10 32
-    cosyvoice-triton bench --request-rates 0.5 1 2 --manifest-path tests/assets/manifest.jsonl
-    cosyvoice-triton bench --compare out/before.json out/after.json --output out/comparison
+    cosyvoice-triton bench load --concurrency 1 4 16 --title "2 CPU cores, demo checkpoint, random weights"
+    cosyvoice-triton bench load --listeners 1 10 32
+    cosyvoice-triton bench load --request-rates 0.5 1 2 --manifest-path manifest.jsonl
+    cosyvoice-triton bench load --compare out/before.json out/after.json --output out/comparison
 
-Writes OUTPUT.md, OUTPUT.json and OUTPUT.png. The default data are the sentences of tests/assets/manifest.jsonl.
+Writes OUTPUT.md, OUTPUT.json and OUTPUT.png. The default data are the sentences of manifest.jsonl.
 The load can be spread over several servers, such as token2wav instances on separate GPUs that share one LLM:
 
-    cosyvoice-triton bench --servers localhost:18001 localhost:18003 --token2wav-gpus 2 --llm-gpus 1
+    cosyvoice-triton bench load --servers localhost:18001 localhost:18003 --token2wav-gpus 2 --llm-gpus 1
 
 `--concurrency` is per server; concurrent_tasks_per_gpu = concurrency * servers / (token2wav GPUs + LLM GPUs).
 docs/clients.md defines each figure.

@@ -8,11 +8,11 @@ With a manifest, a data set, --num-tasks, --num-requests, --request-rate or --lo
 files, rtf-<split>.txt, stats_summary-<split>.txt, summary.json and summary.png to --log-dir (default ./tmp). The exit
 code is 1 if any request failed.
 
-    cosyvoice-triton client-grpc --manifest-path tests/assets/manifest.jsonl --num-tasks 4 --num-requests 40
+    cosyvoice-triton client-grpc --manifest-path manifest.jsonl --num-tasks 4 --num-requests 40
     cosyvoice-triton client-grpc --huggingface-dataset yuekai/seed_tts --split-name test_zh --num-tasks 8
 
-`--mode streaming` needs a model served for streaming (`make serve`), `--mode offline` one served for offline requests
-(`make serve MODE=offline`).
+`--mode streaming` needs a model served for streaming (`cosyvoice-triton serve`), `--mode offline` one served for
+offline requests (`cosyvoice-triton serve --offline`).
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
     cosyvoice-triton client-http --target-text "Hello." --reference-audio voice.wav --reference-text "What it says."
 
-The model must be served for offline requests (`make serve MODE=offline`), since HTTP carries one response per request.
+The model must be served for offline requests (`cosyvoice-triton serve --offline`), since HTTP carries one response per
+request.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Convert a HuggingFace LLM directory to a TensorRT-LLM checkpoint, with upstream's command line. Needs TensorRT-LLM.
 
-    cosyvoice-triton convert-checkpoint --model_dir ./cosyvoice2_llm --output_dir ./trt_weights_bfloat16 \\
+    cosyvoice-triton prepare convert-checkpoint --model_dir ./cosyvoice2_llm --output_dir ./trt_weights_bfloat16 \\
         --dtype bfloat16
     trtllm-build --checkpoint_dir ./trt_weights_bfloat16 --output_dir ./trt_engines_bfloat16 \\
         --max_batch_size 64 --max_num_tokens 32768 --gemm_plugin bfloat16

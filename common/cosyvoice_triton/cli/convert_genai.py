@@ -1,6 +1,6 @@
 """Convert a HuggingFace LLM directory for onnxruntime_genai, the CPU engine of the model tensorrt_llm. Done once.
 
-    cosyvoice-triton convert-genai --model-dir models/official/cosyvoice2_llm \\
+    cosyvoice-triton prepare convert-genai --model-dir models/official/cosyvoice2_llm \\
         --output-dir models/official/cosyvoice2_llm_genai
 
 The output head keeps only the rows of speech and end tokens, so that no text token can be sampled and each step reads a

@@ -1,20 +1,32 @@
 """Run the whole system once: demo checkpoint, rendered repository, tritonserver, one streaming request, one wav file.
 
-    cosyvoice-triton demo [--stack NAME] [--text TEXT] [--speaker NAME] [--output out/demo.wav]
+    cosyvoice-triton demo
+    cosyvoice-triton demo --stack unet --text "Hello." --speaker slt --output hello.wav
 
-The checkpoint is a small trained voice, see demo_voice/README.md; everything else also serves the official weights.
+Writes models/demo, build/STACK and out/demo.wav in the current directory. The checkpoint is a small trained voice, see
+demo_voice/README.md; everything else also serves the official weights.
 """
 
 import argparse
+import asyncio
 import logging
 import sys
+import time
 from pathlib import Path
 
 import torch
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.cli import demo_run as demo
-from cosyvoice_triton.server.tritonserver import Ports
+from cosyvoice_triton.client.grpc_client import synthesize
+from cosyvoice_triton.client.requests import SpeechResult, Utterance
+from cosyvoice_triton.prepare import steps
+from cosyvoice_triton.server.rendering import StackOptions, render
+from cosyvoice_triton.server.tritonserver import Ports, TritonServer
+
+TEXT = "Good morning. You are listening to Cosy Voice, which runs on your own computer."
+SPEAKER = "rms"
+SEED = 2  # of the sampling, so that the demo is the same everywhere
+STEPS = 4
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     torch.set_num_threads(1)
     try:
-        speech = demo.run(args.stack, args.text, args.speaker, Ports(args.http_port, args.grpc_port, args.metrics_port))
+        speech = run(args.stack, args.text, args.speaker, Ports(args.http_port, args.grpc_port, args.metrics_port))
         speech.save(args.output)
     except (ValueError, RuntimeError, OSError) as error:  # ClientError and ServerError are RuntimeErrors
         print(f"error: {error}", file=sys.stderr)
@@ -41,13 +53,34 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
-    parser.add_argument("--text", default=demo.TEXT)
-    parser.add_argument("--speaker", default=demo.SPEAKER, help="a voice in the checkpoint's folder voices (rms)")
+    parser.add_argument("--text", default=TEXT)
+    parser.add_argument("--speaker", default=SPEAKER, help="a voice in the checkpoint's folder voices (rms)")
     parser.add_argument("--output", type=Path, default=Path("out/demo.wav"))
     parser.add_argument("--http-port", type=int, default=Ports.http)
     parser.add_argument("--grpc-port", type=int, default=Ports.grpc)
     parser.add_argument("--metrics-port", type=int, default=Ports.metrics)
     return parser.parse_args(argv)
+
+
+def run(stack: str, text: str, speaker: str, ports: Ports) -> SpeechResult:
+    """Make what is not there yet, serve it, ask once, shut down. Raises ValueError, RuntimeError or OSError."""
+    step(1, f"demo checkpoint, a small trained voice: {steps.DEMO}")
+    steps.demo(steps.DEMO, stack)
+    repository = Path("build", stack)
+    step(2, f"model repository of the {stack} stack: {repository}")
+    options = StackOptions(models_dir=steps.DEMO, stack=stack, device="cpu")
+    render(options, repository)
+    step(3, "tritonserver: starting and loading the models")
+    begun = time.monotonic()
+    with TritonServer(repository.resolve(), ports=ports) as server:
+        print(f"      ready after {time.monotonic() - begun:.1f} s: HTTP {server.http_url}, gRPC {server.grpc_url}")
+        step(4, f"one streaming request in the voice {speaker}: {text}")
+        utterance = Utterance(text, speaker=speaker, parameters={"seed": SEED})
+        return asyncio.run(synthesize(server.grpc_url, options.orchestrator, utterance))
+
+
+def step(number: int, what: str) -> None:
+    print(f"[{number}/{STEPS}] {what}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@
         --openai-api-base http://localhost:8000/v1 --openai-model-name cosyvoice2_llm
 
 Backends: `hf` is transformers' generate (any device, slow); `onnxruntime_genai` is this project's CPU engine and loads
-what cosyvoice_triton.cli.convert_genai writes; `trtllm` and `vllm` are engines in this process on a GPU;
+what `cosyvoice-triton prepare convert-genai` writes; `trtllm` and `vllm` are engines in this process on a GPU;
 `trtllm-serve` is a server
 with OpenAI's API. --token2wav-path selects the stack. Texts are prepared as by the server: numbers become words, long
 texts are split into segments.
 
 The folder gets <id>.wav, samples.jsonl (with the speech tokens, for cosyvoice_triton.cli.token2wav and
-cosyvoice_triton.cli.streaming_inference)
+`cosyvoice-triton streaming`)
 and log.txt, the figures as JSON. Existing samples made from the same text, recording and settings are kept, so after an
 interruption the same command continues. A sample that fails is reported on screen and in log.txt, the others continue,
 and the exit code is 1.

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if args.step == "demo":  # writes its directory atomically, so it needs no lock
-            steps.demo(args.models)
+            steps.report(args.models, steps.demo(args.models), "a small trained voice, see demo_voice/README.md")
             return 0
         with steps.only_one(args.models):
             {"download": steps.download, "engine": steps.build, "plans": steps.plans}[args.step](args.models, args)

@@ -15,86 +15,37 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
-from cosyvoice_triton import stacks
-from cosyvoice_triton.config import LLMBackend, LLMEngine, LLMTransport
-from cosyvoice_triton.prepare.missing import parse_settings, remedy
-from cosyvoice_triton.server.rendering import Device, StackOptions, render
+from cosyvoice_triton.cli.stack_options import add_stack_options, stack_options
+from cosyvoice_triton.prepare.missing import require_files
+from cosyvoice_triton.server.rendering import render
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models_dir", type=Path, help="directory with the checkpoints")
     parser.add_argument("destination", type=Path, help="a new directory, or an earlier rendering")
-    parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
-    parser.add_argument(
-        "--offline",
-        dest="decoupled",
-        action="store_false",
-        help="one response per request, not a stream",
-    )
-    parser.add_argument(
-        "--device",
-        choices=get_args(Device),
-        default=StackOptions.device,
-        help="of the models (default: auto, a GPU if there is one)",
-    )
-    parser.add_argument(
-        "--llm-transport",
-        choices=get_args(LLMTransport),
-        default=StackOptions.llm_transport,
-        help="triton (default): the model tensorrt_llm of the same server; openai: the servers of --llm-urls",
-    )
-    parser.add_argument("--llm-urls", nargs="+", default=(), metavar="URL", help="OpenAI-compatible servers, http://…")
-    parser.add_argument("--llm-model", default=StackOptions.llm_model, help="name of the LLM at its server")
-    parser.add_argument(
-        "--llm-backend",
-        choices=get_args(LLMBackend),
-        default=StackOptions.llm_backend,
-        help="of the model tensorrt_llm (default: python)",
-    )
-    parser.add_argument(
-        "--llm-engine",
-        choices=get_args(LLMEngine),
-        default=StackOptions.llm_engine,
-        help="of the python backend; auto (default): the first that is installed and can load the LLM, see docs/llm.md",
-    )
-    parser.add_argument("--llm-engine-dir", type=Path, help="default: the directory for the engine in models_dir")
-    parser.add_argument(
-        "--max-batch-size",
-        type=int,
-        default=StackOptions.max_batch_size,
-        help="recordings per batch of the prompt models (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="another template key; may be repeated; an unknown one prints them all",
-    )
+    add_stack_options(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = vars(build_parser().parse_args(argv))
-    destination: Path = given.pop("destination")
+    args = build_parser().parse_args(argv)
     try:
-        options = StackOptions(
-            **given | {"llm_urls": tuple(given["llm_urls"]), "settings": parse_settings(given["settings"])}
-        )
-        if missing := options.missing_files():
-            print(f"{missing[0]} is missing; {remedy(options, missing[0])}", file=sys.stderr)
-            return 1
-        render(options, destination)
+        render_stack(args.models_dir, args.destination, args)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"rendered the {options.stack} stack to {destination}: {', '.join(options.models)}")
-    print(f"settings given: {' '.join(given['settings']) or 'none'}; all others have the stack's defaults")
     return 0
+
+
+def render_stack(models: Path, destination: Path, args: argparse.Namespace) -> None:
+    """Render and print what was rendered. ValueError or OSError if it cannot be."""
+    options = stack_options(models, args)
+    require_files(options)
+    render(options, destination)
+    print(f"rendered the {options.stack} stack to {destination}: {', '.join(options.models)}")
+    print(f"settings given: {' '.join(args.settings) or 'none'}; all others have the stack's defaults")
 
 
 if __name__ == "__main__":

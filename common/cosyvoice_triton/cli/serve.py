@@ -1,7 +1,8 @@
-"""Serve a rendered repository until SIGTERM, Ctrl-C or the death of a model's process: the first process of containers.
+"""Serve a stack until SIGTERM, Ctrl-C or the death of a model's process: the first process of containers.
 
-    cosyvoice-triton render models/demo build/dit
-    cosyvoice-triton serve build/dit
+    cosyvoice-triton serve                                            the demo voice, rendered to build/dit
+    cosyvoice-triton serve --models models/official --stack unet --set max_streams=32
+    cosyvoice-triton serve build/dit                                  a repository that `render` wrote
 
 Runs the tritonserver of the nvidia-pytriton wheel, or the one in NVIDIA's image if the wheel is not installed.
 On SIGTERM the health page answers 503, new requests are refused and live ones get --drain-seconds to end; then the
@@ -15,7 +16,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from cosyvoice_triton.cli.render import render_stack
+from cosyvoice_triton.cli.stack_options import add_stack_options, given_options
 from cosyvoice_triton.constants import HEALTH_PORT
+from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.server import serving
 from cosyvoice_triton.server.tritonserver import CACHE_MIB, LOOPBACK, Ports, ServerError, TritonServer
 from cosyvoice_triton.speech_service.sidecar import speech_sidecar
@@ -23,7 +27,7 @@ from cosyvoice_triton.speech_service.sidecar import speech_sidecar
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("repository", type=Path, help="the directory that cosyvoice_triton.cli.render wrote")
+    parser.add_argument("repository", type=Path, nargs="?", help="a rendered repository; default: render one first")
     parser.add_argument("--host", default=LOOPBACK, help="0.0.0.0 to accept connections from other machines")
     parser.add_argument(
         "--http-host",
@@ -46,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="response cache shared by several servers instead; password in TRITONCACHE_REDIS_PASSWORD",
     )
     parser.add_argument("--speech-port", type=int, help="also serve speech over HTTP on this port, see docs/http.md")
-    parser.add_argument("--voices", type=Path, default=Path("models/demo/voices"), help="of the speech service")
+    parser.add_argument("--voices", type=Path, help="of the speech service; default: the folder voices of --models")
     parser.add_argument("--drain-seconds", type=float, default=60, help="for live requests to end after SIGTERM (60)")
     parser.add_argument(
         "--notice-seconds",
@@ -56,21 +60,27 @@ def build_parser() -> argparse.ArgumentParser:
         "balancers stop sending (0)",
     )
     parser.add_argument("--log-file", type=Path, default=Path("tritonserver.log"), help="-: this command's own output")
+    rendering = parser.add_argument_group("rendering", "without a repository: options of `cosyvoice-triton render`")
+    rendering.add_argument(
+        "--models",
+        type=Path,
+        default=steps.DEMO,
+        help="directory with the checkpoints (default: %(default)s, written if it is missing)",
+    )
+    add_stack_options(rendering)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    if not args.repository.is_dir():
-        render = f"cosyvoice-triton render MODELS {args.repository}"
-        print(f"{args.repository} does not exist; run: {render}", file=sys.stderr)
-        return 1
+    voices = args.voices or args.models / "voices"
     serving.raise_on_sigterm()
-    print(f"starting tritonserver over {args.repository}, log in {args.log_file} ...", flush=True)
     try:
+        repository = rendered_repository(args)
+        print(f"starting tritonserver over {repository}, log in {args.log_file} ...", flush=True)
         server = TritonServer(
-            args.repository.resolve(),
+            repository.resolve(),
             ports=Ports(args.http_port, args.grpc_port, args.metrics_port),
             host=args.host,
             http_host=args.http_host,
@@ -81,16 +91,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             server,
             health_port=args.health_port,
             announce=partial(print, flush=True),
-            companion=None if args.speech_port is None else speech_sidecar(args.voices, args.host, args.speech_port),
+            companion=None if args.speech_port is None else speech_sidecar(voices, args.host, args.speech_port),
             notice_seconds=args.notice_seconds,
             drain_seconds=args.drain_seconds,
         )
-    except (ValueError, ServerError) as error:
+    except (ValueError, OSError, ServerError) as error:
         print(error, file=sys.stderr)
         return 1
     except (KeyboardInterrupt, serving.Terminated):
         print("stopped")
     return 0
+
+
+def rendered_repository(args: argparse.Namespace) -> Path:
+    """The repository that is named, or one rendered to build/STACK. ValueError if there is none."""
+    if args.repository is None:
+        if args.models == steps.DEMO:
+            steps.demo(args.models, args.stack)
+        repository = Path("build", args.stack)
+        render_stack(args.models, repository, args)
+        return repository
+    if not args.repository.is_dir():
+        raise ValueError(f"{args.repository} does not exist; run: cosyvoice-triton render MODELS {args.repository}")
+    if given := given_options(args):
+        raise ValueError(f"{', '.join(given)}: options of a rendering, but {args.repository} is rendered already")
+    return Path(args.repository)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Speech over HTTP in front of Triton: the routes of OpenAI's API, voices, a WebSocket and a web page to try it on.
 
-    make serve                                                   Triton and this service together
+    cosyvoice-triton serve --speech-port 10086           Triton and this service together
     cosyvoice-triton speech --url localhost:8001         next to a Triton that is running already
     cosyvoice-triton speech --url gpu1:8001 gpu2:8001 --host 0.0.0.0 --api_keys "$KEY"
 

@@ -2,14 +2,13 @@
 
     cosyvoice-triton streaming --strategy equal
     cosyvoice-triton streaming --strategy exponential --model-dir models/demo/CosyVoice2-0.5B \\
-        --batch-size 4 --manifest-path tests/assets/manifest.jsonl --tokens-path out/offline/samples.jsonl
+        --batch-size 4 --manifest-path manifest.jsonl --tokens-path out/offline/samples.jsonl
 
 `equal` uses hops of 25 tokens (one second), `exponential` hops of 25, 50, 100, 100, ..., doubling like the server's.
 The UNet flow's chunks end on 25-token boundaries counted from the start of the prompt.
 
 The speech tokens come from the data set's column target_audio_cosy2_tokens, or from the same field in the file
---tokens-path, which cosyvoice_triton.cli.offline_inference writes as samples.jsonl. A sample without tokens
-resynthesizes its own
+--tokens-path, which `cosyvoice-triton offline` writes as samples.jsonl. A sample without tokens resynthesizes its own
 recording.
 
 The folder gets <id>.wav (streamed), offline/<id>.wav (rendered at once), streaming-<strategy>.json, and

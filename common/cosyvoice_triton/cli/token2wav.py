@@ -5,11 +5,10 @@
     cosyvoice-triton token2wav --streaming --strategy exponential
 
 Utterances are rendered whole in batches of --batch-size, or with --streaming in chunks as a streaming client gets them;
-cosyvoice_triton.cli.streaming_inference compares the two.
+`cosyvoice-triton streaming` compares the two.
 
 The speech tokens come from the data set's column target_audio_cosy2_tokens, or from the same field in the file
---tokens-path, which cosyvoice_triton.cli.offline_inference writes as samples.jsonl. A sample without tokens
-resynthesizes its own
+--tokens-path, which `cosyvoice-triton offline` writes as samples.jsonl. A sample without tokens resynthesizes its own
 recording.
 
 The folder gets <id>.wav and token2wav.json. The figures are those of the last of --warmup passes over the samples; each

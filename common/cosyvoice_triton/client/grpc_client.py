@@ -19,6 +19,7 @@ import tritonclient.grpc.aio as triton
 from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
 
+from cosyvoice_triton import stacks
 from cosyvoice_triton.client import requests as speech
 
 CONNECT_SECONDS = 10.0
@@ -95,6 +96,17 @@ async def require_model(connection: triton.InferenceServerClient, server: str, m
         raise speech.unreachable(server, error.message()) from None
     if mode == "offline" and answer.config.model_transaction_policy.decoupled:
         raise speech.streams_only(model)
+
+
+async def served_model(connection: triton.InferenceServerClient, server: str) -> str:
+    """The first of the stacks' models that the server has. ClientError if there is none."""
+    try:
+        for model in stacks.orchestrators():
+            if await connection.is_model_ready(model, client_timeout=CONNECT_SECONDS):
+                return model
+    except InferenceServerException as error:
+        raise speech.unreachable(server, error.message()) from None
+    raise speech.not_served(server, " or ".join(stacks.orchestrators()))
 
 
 async def complete(

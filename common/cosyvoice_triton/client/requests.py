@@ -19,7 +19,6 @@ import numpy as np
 from cosyvoice_triton import stacks
 from cosyvoice_triton.config import SAMPLING_PRESETS
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from cosyvoice_triton.voice.audio import load_audio, save_audio
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +185,8 @@ class AudioPart:
 
 def read_reference(path: Path) -> np.ndarray:
     """A recording of any rate and channel count as float32 (T,) at 16 kHz; ClientError if it cannot be read."""
+    from cosyvoice_triton.voice.audio import load_audio  # here, because it imports torch
+
     try:
         return load_audio(path, PROMPT_SAMPLE_RATE)
     except (OSError, RuntimeError, ValueError) as error:  # libsndfile's errors are RuntimeErrors
@@ -259,11 +260,13 @@ class SpeechResult:
 
     def save(self, path: Path) -> None:
         """Write a 16-bit WAV at 24 kHz; ClientError if the file cannot be written."""
+        from cosyvoice_triton.voice.audio import save_audio  # here, because it imports torch
+
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             save_audio(path, self.waveform, SAMPLE_RATE)
         except (OSError, RuntimeError) as error:
-            raise ClientError(f"cannot write {path}: {error}; choose another file with --output-audio") from None
+            raise ClientError(f"cannot write {path}: {error}; choose another file") from None
 
     def summary(self) -> str:
         """The measurements of the request, one per line."""
@@ -297,7 +300,7 @@ def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sampling", choices=SAMPLING_PRESETS, help="preset of sampling parameters, see docs/llm.md")
     parser.add_argument(
         "--parameter",
-        type=_parameter,
+        type=parameter,
         action="append",
         default=[],
         metavar="NAME=VALUE",
@@ -314,7 +317,8 @@ def request_parameters(args: argparse.Namespace) -> Parameters:
     return {name: value for name, value in named.items() if value is not None} | dict(args.parameter)
 
 
-def _parameter(text: str) -> tuple[str, int | str | bool]:
+def parameter(text: str) -> tuple[str, int | str | bool]:
+    """An argparse type for a request parameter, NAME=VALUE."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"'{text}' is not NAME=VALUE")
@@ -337,7 +341,8 @@ def positive_number(text: str) -> float:
 def unreachable(server: str, reason: object) -> ClientError:
     """No server answers at `server`."""
     return ClientError(
-        f"no tritonserver answers at {server} ({one_line(reason)}): start one with `make serve`, or correct the address"
+        f"no tritonserver answers at {server} ({one_line(reason)}): start one with `cosyvoice-triton serve`, "
+        "or correct the address"
     )
 
 
@@ -345,7 +350,7 @@ def not_served(server: str, model: str) -> ClientError:
     """The server is running but does not have the model."""
     return ClientError(
         f"{server} does not serve the model '{model}': choose another with --model-name, "
-        f"or start its stack with {' or '.join(f'`make serve STACK={name}`' for name in stacks.names())}"
+        f"or start its stack with {' or '.join(f'`cosyvoice-triton serve --stack {name}`' for name in stacks.names())}"
     )
 
 
@@ -362,8 +367,8 @@ def timed_out(server: str, seconds: float) -> ClientError:
 def streams_only(model: str) -> ClientError:
     """An offline request to a model with the decoupled policy."""
     return ClientError(
-        f"'{model}' is served for streaming: use `client_grpc.py --mode streaming`, "
-        "or serve it for offline requests with `make serve MODE=offline`"
+        f"'{model}' is served for streaming: use `cosyvoice-triton client-grpc --mode streaming`, "
+        "or serve it for offline requests with `cosyvoice-triton serve --offline`"
     )
 
 

@@ -1,11 +1,11 @@
 """Build the TensorRT plans of a stack ahead of serving, or list the existing ones.
 
-    python -m cosyvoice_triton.export.engines --model-dir models/official/Step-Audio-2-mini/token2wav
-    python -m cosyvoice_triton.export.engines --model-dir models/official/CosyVoice2-0.5B --precision bfloat16
-    python -m cosyvoice_triton.export.engines --model-dir models/official/CosyVoice2-0.5B --capability 8.9 12.0
-    python -m cosyvoice_triton.export.engines --model-dir models/official/CosyVoice2-0.5B --list
+    cosyvoice-triton export engines --model-dir models/official/Step-Audio-2-mini/token2wav
+    cosyvoice-triton export engines --model-dir models/official/CosyVoice2-0.5B --precision bfloat16
+    cosyvoice-triton export engines --model-dir models/official/CosyVoice2-0.5B --capability 8.9 12.0
+    cosyvoice-triton export engines --model-dir models/official/CosyVoice2-0.5B --list
 
-The model directory holds the stack's ONNX files (python -m cosyvoice_triton.export.onnx writes them); plans go to
+The model directory holds the stack's ONNX files (cosyvoice-triton export onnx writes them); plans go to
 its folder
 tensorrt. Existing plans are kept, so an interrupted build continues where it stopped. With the package tensorrt run it
 with the GPU and the version that will serve: its plans work with no other, take minutes each and need the GPU to
@@ -57,7 +57,7 @@ def stack_of(model_dir: Path) -> Stack:
     files = [file for stack in stacks.registered() for file in list(stack.networks.values())[:1]]
     raise ValueError(
         f"{model_dir} holds no ONNX file of a flow ({' or '.join(files)}); run: "
-        f"python -m cosyvoice_triton.export.onnx --model-dir {model_dir}"
+        f"cosyvoice-triton export onnx --model-dir {model_dir}"
     )
 
 
@@ -111,7 +111,7 @@ def list_plans(model_dir: Path, workloads: Sequence[Workload], machine: Machine)
         try:
             plans.find(workload, model_dir, machine)
         except PlanError as error:
-            command = f"python -m cosyvoice_triton.export.engines --model-dir {model_dir} {workload.options}".strip()
+            command = f"cosyvoice-triton export engines --model-dir {model_dir} {workload.options}".strip()
             print(f"{error}; run: {command}", file=sys.stderr)
             missing += 1
     return missing

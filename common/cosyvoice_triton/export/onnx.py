@@ -1,7 +1,7 @@
 """Export a checkpoint's networks to ONNX files for onnxruntime and TensorRT, and check each against torch.
 
-    python -m cosyvoice_triton.export.onnx --model-dir models/official/CosyVoice2-0.5B
-    python -m cosyvoice_triton.export.onnx --model-dir models/official/Step-Audio-2-mini/token2wav
+    cosyvoice-triton export onnx --model-dir models/official/CosyVoice2-0.5B
+    cosyvoice-triton export onnx --model-dir models/official/Step-Audio-2-mini/token2wav
 
 File names, inputs and outputs are upstream's, so upstream's files load here and these files in upstream's tools.
 Existing files, including upstream's, are checked and kept. Every file is run in onnxruntime on the CPU with several

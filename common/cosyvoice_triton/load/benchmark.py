@@ -1,18 +1,17 @@
-"""The steps of a sweep, measured one after another; cosyvoice_triton.cli.benchmark launches it."""
+"""The steps of a sweep, measured one after another; `cosyvoice-triton bench load` launches it."""
 
 import argparse
 import platform
 import shlex
 import time
-from pathlib import Path
 
+from cosyvoice_triton import samples
 from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.load.jobs import Jobs
 from cosyvoice_triton.load.plan import Load
 from cosyvoice_triton.load.progress import measured
 from cosyvoice_triton.load.sweep import Sweep, write_comparison
 
-MANIFEST = Path(__file__).resolve().parents[2] / "tests" / "assets" / "manifest.jsonl"
 REQUESTS_PER_TASK = 4  # with fewer, start-up and tail dominate the run
 MIN_REQUESTS = 40  # with fewer, the 95th percentile is the second worst value
 
@@ -28,14 +27,14 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
 def run_sweep(args: argparse.Namespace, command: list[str]) -> int:
     """Measure until a step is aborted; 0 if every request of every step was answered."""
     if not (args.manifest_path or args.huggingface_dataset or args.target_text):
-        args.manifest_path = MANIFEST
+        args.manifest_path = samples.MANIFEST
     jobs = Jobs.from_arguments(args)
     servers = len(args.servers)
     steps: list[tuple[float | None, int]] = [(rate, servers) for rate in args.request_rates or ()]
     steps = steps or [(None, tasks * servers) for tasks in args.listeners or args.concurrency]
     sweep = Sweep(
         title=args.title,
-        command=shlex.join(["python", "-m", "cosyvoice_triton.cli.benchmark", *command]),
+        command=shlex.join(["cosyvoice-triton", "bench", "load", *command]),
         made=time.strftime("%Y-%m-%d %H:%M"),
         client_machine=f"{platform.platform()}, Python {platform.python_version()}, host {host_ms():.1f} ms",
         label="Requests per Second" if args.request_rates else "Listeners" if args.listeners else "Concurrent Tasks",

@@ -36,7 +36,7 @@ class LoadJob:
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("many requests", "instead of one --target-text; columns: see docs/clients.md")
     data.add_argument(
-        "--manifest-path", type=Path, help="JSON lines (tests/assets/manifest.jsonl is one), or a .lst file"
+        "--manifest-path", type=Path, help="JSON lines as in cosyvoice_triton/samples/manifest.jsonl, or a .lst file"
     )
     data.add_argument("--huggingface-dataset", help="a data set by name, such as yuekai/seed_tts; needs a network")
     data.add_argument("--split-name", default="wenetspeech4tts", help="of the data set (default: wenetspeech4tts)")

@@ -1,4 +1,4 @@
-"""One request, or many with their latencies measured; cosyvoice_triton.cli.client_grpc launches it."""
+"""One request, or many with their latencies measured; `cosyvoice-triton client-grpc` launches it."""
 
 import argparse
 import asyncio

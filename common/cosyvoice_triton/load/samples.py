@@ -24,7 +24,6 @@ import numpy as np
 from tqdm import tqdm
 
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SPEECH_VOCAB
-from cosyvoice_triton.voice.audio import load_audio
 
 TOKEN_COLUMNS = ("prompt_audio_cosy2_tokens", "target_audio_cosy2_tokens")
 LST_COLUMNS = ("id", "prompt_text", "prompt_audio", "target_text")
@@ -174,6 +173,8 @@ def _embedded_recording(where: str, value: Any) -> np.ndarray:
 
 
 def _decoded(where: str, source: Path | BinaryIO, shown: str) -> np.ndarray:
+    from cosyvoice_triton.voice.audio import load_audio  # here, because it imports torch
+
     try:
         return load_audio(source, PROMPT_SAMPLE_RATE)
     except (OSError, RuntimeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cosyvoice_triton import stacks
+from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.load.samples import Sample, SampleError, read_dataset, read_manifest
@@ -20,14 +20,12 @@ from cosyvoice_triton.voice.audio import validate_reference
 from cosyvoice_triton.voice.encoders import ReferenceEncoder
 from cosyvoice_triton.voice.prompt import Prompt
 
-ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = ROOT / "tests" / "assets" / "manifest.jsonl"
 CACHED_VOICES = 64  # up to 3 MB each
 
 
 def add_data_arguments(parser: argparse.ArgumentParser, split: str) -> None:
     """Options that select the samples. split: upstream's name for this tool's option of a data set's split."""
-    parser.add_argument("--manifest-path", type=Path, help=f"JSON lines or seed-tts .lst; default: {_shown(SHIPPED)}")
+    parser.add_argument("--manifest-path", type=Path, help="JSON lines or seed-tts .lst; default: ten sentences")
     parser.add_argument(split, dest="split_name", help="split of a HuggingFace data set, such as wenetspeech4tts")
     parser.add_argument(
         "--dataset-name",
@@ -51,12 +49,12 @@ def read_samples(args: argparse.Namespace) -> list[Sample]:
         raise SampleError(f"which split of {args.dataset_name}? name it")
     if args.split_name:
         name = args.dataset_name or ("yuekai/CV3-Eval" if "zero" in args.split_name else "yuekai/seed_tts_cosy2")
-        samples = read_dataset(name, args.split_name)
+        found = read_dataset(name, args.split_name)
     else:
-        samples = read_manifest(args.manifest_path or SHIPPED)
-    if nameless := [sample.id for sample in samples if sample.prompt_audio is None]:
+        found = read_manifest(args.manifest_path or samples.MANIFEST)
+    if nameless := [sample.id for sample in found if sample.prompt_audio is None]:
         raise SampleError(f"sample {nameless[0]!r} names a speaker; offline tools need prompt_audio")
-    return samples
+    return found
 
 
 def add_token2wav_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +82,7 @@ def with_tokens(samples: Sequence[Sample], path: Path | None) -> list[Sample]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SampleError(
             f"cannot read the tokens in {path}: {type(error).__name__} {error}; "
-            "cosyvoice_triton.cli.offline_inference writes such a file, samples.jsonl"
+            "`cosyvoice-triton offline` writes such a file, samples.jsonl"
         ) from None
     if missing := [sample.id for sample in samples if sample.id not in tokens]:
         raise SampleError(f"{path} has no tokens for {len(missing)} sample(s), the first is {missing[0]!r}")
@@ -118,7 +116,3 @@ class VoicePrompts:
     def warm_up(self) -> None:
         """Load the networks, so that the first voice does not include it."""
         self._encode(np.random.default_rng(0).uniform(-0.1, 0.1, PROMPT_SAMPLE_RATE).astype(np.float32))
-
-
-def _shown(path: Path) -> Path:
-    return path.relative_to(ROOT)

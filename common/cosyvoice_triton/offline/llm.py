@@ -4,7 +4,7 @@
     trtllm               TensorRT-LLM in this process, over built engines or a HuggingFace directory
     vllm                 vLLM in this process, over a HuggingFace directory
     trtllm-serve         a server with OpenAI's API: trtllm-serve, vllm serve, transformers serve
-    onnxruntime_genai    this project's CPU engine, over a directory that cosyvoice_triton.cli.convert_genai wrote
+    onnxruntime_genai    this project's CPU engine, over a directory that `cosyvoice-triton prepare convert-genai` wrote
 
 All but `hf` form batches themselves (continuous batching); they are sent one batch of prompts concurrently.
 """

@@ -1,6 +1,5 @@
-"""Settings of cosyvoice_triton.cli.render, and the command that makes a missing part of the checkpoint."""
+"""The files that a stack would load and that do not exist, with the command that makes them."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from cosyvoice_triton import stacks
@@ -8,26 +7,22 @@ from cosyvoice_triton.demo_checkpoint.checkpoint import STACKS
 from cosyvoice_triton.server.rendering import StackOptions
 
 
-def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
-    """`key=value` items as a dict; ValueError naming one that is not a pair."""
-    for pair in pairs:
-        if "=" not in pair:
-            raise ValueError(f"--set {pair!r} is not KEY=VALUE")
-    return dict(pair.split("=", 1) for pair in pairs)
+def require_files(options: StackOptions) -> None:
+    """ValueError naming the first missing file of the stack and the command that makes it."""
+    if missing := options.missing_files():
+        raise ValueError(f"{missing[0]} is missing; {remedy(options, missing[0])}")
 
 
 def remedy(options: StackOptions, missing: Path) -> str:
     """The command that makes a missing part of the checkpoint."""
+    prepare, models = "cosyvoice-triton prepare", options.models_dir
     if missing == options.engine_dir and options.llm_backend == "tensorrtllm":
-        return (
-            "convert the LLM with cosyvoice-triton convert-checkpoint and build it with trtllm-build, see docs/llm.md"
-        )
+        return f"run: {prepare} engine {models} --stack {options.stack} (in NVIDIA's image, see docs/llm.md)"
     if missing == options.engine_dir and options.tokenizer_dir.exists():
-        return f"run: cosyvoice-triton convert-genai --model-dir {options.tokenizer_dir} --output-dir {missing}"
-    download = f"cosyvoice-triton prepare download {options.models_dir} --stack {options.stack}"
+        return f"run: {prepare} convert-genai --model-dir {options.tokenizer_dir} --output-dir {missing}"
     if stacks.named(options.stack) in STACKS:
-        other = f"for the demo checkpoint: python -m cosyvoice_triton.demo_checkpoint.make {options.models_dir}"
+        other = f"for the demo checkpoint: {prepare} demo {models}"
     else:
         make = "python -m cosyvoice_triton.demo_checkpoint.make"
-        other = f"for random weights: {make} {options.models_dir}-random --weights random"
-    return f"for the official files run: {download}; {other}"
+        other = f"for random weights: {make} {models}-random --weights random"
+    return f"for the official files run: {prepare} download {models} --stack {options.stack}; {other}"

@@ -1,4 +1,4 @@
-"""The steps of cosyvoice_triton.cli.prepare: each makes what is missing and keeps what is complete."""
+"""The steps of `cosyvoice-triton prepare`: each makes what is missing and keeps what is complete."""
 
 import argparse
 import fcntl
@@ -16,6 +16,7 @@ from cosyvoice_triton.voice.files import read_spk2info
 
 LOCK = ".prepare.lock"
 PYTHON_PATH = "python"
+DEMO = Path("models", "demo")  # the demo checkpoint, in the current directory
 
 
 @contextmanager
@@ -42,14 +43,21 @@ def revisions() -> dict[str, str]:
     return {repository: commit for repository, _, commit in (pair.partition("=") for pair in pairs)}
 
 
-def demo(models: Path) -> None:
+def demo(models: Path, stack: str = stacks.DEFAULT.name) -> bool:
+    """Write the trained demo checkpoint and its LLM's form for a CPU; returns whether the checkpoint was missing.
+
+    ValueError if `stack` has no trained demo voice.
+    """
+    from cosyvoice_triton.demo_checkpoint.checkpoint import STACKS
     from cosyvoice_triton.demo_checkpoint.make import make_demo_model
     from cosyvoice_triton.prepare.genai import convert
 
+    if stacks.named(stack) not in STACKS:
+        raise ValueError(f"no trained demo voice for {stack}, only for {', '.join(each.name for each in STACKS)}")
     made = make_demo_model(models)
-    llm = stacks.DEFAULT.llm
+    llm = stacks.named(stack).llm
     convert(models / llm.directory, models / llm.genai, "fp32")
-    report(models, made, "a small trained voice, see demo_voice/README.md")
+    return made
 
 
 def download(models: Path, args: argparse.Namespace) -> None:
@@ -114,9 +122,10 @@ def build(models: Path, args: argparse.Namespace) -> None:
 
 
 def plans(models: Path, args: argparse.Namespace) -> None:
-    """With the default limits of serving; cosyvoice_triton.export.engines takes others. RuntimeError if one is
-    missing, ValueError
-    if the stack has none or its checkpoint is not there."""
+    """Build the stack's plans with the default limits of serving; `cosyvoice-triton export engines` takes others.
+
+    RuntimeError if one could not be built, ValueError if the stack has none or its checkpoint is not there.
+    """
     from cosyvoice_triton.export import engines, onnx
 
     stack = stacks.named(args.stack)

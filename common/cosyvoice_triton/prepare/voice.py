@@ -1,4 +1,4 @@
-"""Encode a recording once and write it as a registered voice."""
+"""Write registered voices, from recordings that are encoded once, and delete them."""
 
 import dataclasses
 import time
@@ -11,6 +11,8 @@ from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.voice.audio import load_reference
 from cosyvoice_triton.voice.encoders import ReferenceEncoder
 from cosyvoice_triton.voice.files import is_voice_name, save_voice
+
+SUFFIXES = (".safetensors", ".wav", ".txt")  # of a voice's files
 
 
 def add_voice(options: StackOptions, name: str, audio: Path, text: str, replace: bool = False) -> Path:
@@ -34,3 +36,12 @@ def add_voice(options: StackOptions, name: str, audio: Path, text: str, replace:
     save_voice(destination, dataclasses.replace(prompt, text=text))
     print(f"[2/2] written to {destination}; use it as speaker '{name}'")
     return destination
+
+
+def delete_voice(options: StackOptions, name: str) -> None:
+    """Delete the files of a voice. ValueError if it has none."""
+    files = [options.voices_dir / f"{name}{suffix}" for suffix in SUFFIXES] if is_voice_name(name) else []
+    if not (files := [path for path in files if path.exists()]):
+        raise ValueError(f"{options.voices_dir} has no voice {name!r}; cosyvoice-triton voice list names them")
+    for path in files:
+        path.unlink()

@@ -1,22 +1,23 @@
-"""common/cosyvoice_triton/cli/add_voice.py: the voice that it writes, and its error messages."""
+"""`cosyvoice-triton voice`: the voices that it writes, lists and deletes, and its error messages."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile as sf
-from cosyvoice_triton.cli import add_voice
+from cosyvoice_triton import samples
+from cosyvoice_triton.cli import voice as command
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.prompt import Prompt
 
 from tests.conftest import ROOT
 
-VOICE = ROOT / "tests/assets/reference_en.wav"
+VOICE = samples.FOLDER / "reference_en.wav"
 
 
 def arguments(models: Path, name: str = "anna", audio: Path = VOICE, *more: str) -> list[str]:
-    return [str(models), name, "--reference-audio", str(audio), *more]
+    return ["add", str(models), name, "--reference-audio", str(audio), *more]
 
 
 @pytest.mark.parametrize("stack", ["dit", "unet"])
@@ -24,7 +25,7 @@ def test_a_voice_is_encoded_with_its_text_and_found_by_its_name(
     stack: str, demo_models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = ["--reference-text", " What she<|s_1|>\n says. ", "--stack", stack]
-    assert add_voice.main(arguments(demo_models, f"saved {stack}", VOICE, *text)) == 0
+    assert command.main(arguments(demo_models, f"saved {stack}", VOICE, *text)) == 0
     voice = VoiceBook(demo_models / "voices", demo_models, str).get(f"saved {stack}")
     assert isinstance(voice, Prompt)
     assert voice.text == "What she says."
@@ -34,10 +35,10 @@ def test_a_voice_is_encoded_with_its_text_and_found_by_its_name(
 
 
 def test_a_voice_is_only_replaced_with_the_option(demo_models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert add_voice.main(arguments(demo_models, "twice")) == 0
-    assert add_voice.main(arguments(demo_models, "twice")) == 1
+    assert command.main(arguments(demo_models, "twice")) == 0
+    assert command.main(arguments(demo_models, "twice")) == 1
     assert "twice.safetensors exists; choose another name, or give --replace" in capsys.readouterr().err
-    assert add_voice.main(arguments(demo_models, "twice", VOICE, "--replace")) == 0
+    assert command.main(arguments(demo_models, "twice", VOICE, "--replace")) == 0
 
 
 def recorded(path: Path, wav: np.ndarray) -> Path:
@@ -50,7 +51,7 @@ def test_a_bad_recording_is_rejected_with_the_servers_message(
 ) -> None:
     silence = np.zeros(PROMPT_SAMPLE_RATE, np.float32)
     for wav, message in ((silence, "reference_wav is silent"), (silence[:500], "lasts 0.03125 s at 16000 Hz")):
-        assert add_voice.main(arguments(tmp_path, "anna", recorded(tmp_path / "voice.wav", wav))) == 1
+        assert command.main(arguments(tmp_path, "anna", recorded(tmp_path / "voice.wav", wav))) == 1
         assert message in capsys.readouterr().err
     assert not (tmp_path / "voices").exists()
 
@@ -68,7 +69,20 @@ def test_a_bad_recording_is_rejected_with_the_servers_message(
 def test_every_error_is_reported_in_one_line(
     name: str, audio: Path, more: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert add_voice.main(arguments(tmp_path, name, audio, *more)) == 1
+    assert command.main(arguments(tmp_path, name, audio, *more)) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "voices").exists()
+
+
+def test_voices_are_listed_and_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "voices").mkdir()
+    for name in ("anna.wav", "anna.txt", "ben.wav"):
+        (tmp_path / "voices" / name).touch()
+    assert command.main(["list", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split() == ["anna", "ben"]
+    assert command.main(["delete", str(tmp_path), "anna"]) == 0
+    assert [path.name for path in (tmp_path / "voices").iterdir()] == ["ben.wav"]
+    for name in ("anna", "../voices/ben"):
+        assert command.main(["delete", str(tmp_path), name]) == 1
+        assert f"no voice {name!r}" in capsys.readouterr().err

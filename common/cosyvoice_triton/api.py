@@ -1,0 +1,182 @@
+"""The Python API: a client of a running server, and a server on this machine.
+
+from cosyvoice_triton import Client, Server
+
+with Server() as server, Client(server.address) as client:
+    for text in ("Good morning.", "The train leaves from platform four."):
+        for chunk in client.stream(text, voice="rms"):
+            play(chunk)  # float32 (N,), 24 kHz, while the server renders the rest
+"""
+
+import asyncio
+import queue
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, aclosing
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+from tritonclient.utils import InferenceServerException
+
+from cosyvoice_triton import stacks
+from cosyvoice_triton.client.grpc_client import AsyncConnection, chunks, explained, served_model
+from cosyvoice_triton.client.requests import ClientError, Utterance, read_reference
+from cosyvoice_triton.constants import GRPC_PORT, PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.server.installation import ServerError
+
+if TYPE_CHECKING:
+    from cosyvoice_triton.server.tritonserver import TritonServer
+
+__all__ = ["Client", "ClientError", "Server", "ServerError"]
+
+
+class Client:
+    """A connection to a speech server over gRPC: `with Client("localhost:8001") as client: client.speak("Hello.")`.
+
+    address: HOST:PORT of Triton's gRPC endpoint. model: the stack's model that speaks; by default the one that the
+    server has. Any number of threads may speak at the same time.
+    """
+
+    sample_rate = SAMPLE_RATE  # Hz, of all audio
+
+    def __init__(self, address: str = f"localhost:{GRPC_PORT}", model: str | None = None) -> None:
+        self.address = address
+        self._model = model
+        self._connection: AsyncConnection | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="speech-client", daemon=True)
+        self._thread.start()
+
+    def speak(self, text: str, **options: Any) -> np.ndarray:
+        """The whole audio of `text`, float32 (N,) in -1..1; options and errors are those of `stream`."""
+        return np.concatenate(list(self.stream(text, **options)))
+
+    def stream(
+        self,
+        text: str,
+        *,
+        voice: str | None = None,
+        reference: str | Path | np.ndarray | None = None,
+        reference_text: str | None = None,
+        instruct_text: str | None = None,
+        timeout: float = 120.0,
+        **parameters: int | float | str | bool,
+    ) -> Iterator[np.ndarray]:
+        """Yields the audio of `text` in chunks, float32 (N,) in -1..1, as the server renders them.
+
+        voice: the name of a registered voice. reference: instead, a recording to clone, of 0.5 to 30 seconds: a file,
+        or float32 (T,) at 16 kHz; reference_text: what it says, word for word. instruct_text: how to speak. timeout:
+        seconds until the answer must be complete. parameters: request parameters, such as seed=2. Closing the iterator
+        cancels the request.
+
+        ClientError if the server cannot be reached or refuses the request, ValueError for a value that cannot be sent.
+        """
+        if isinstance(reference, (str, Path)):
+            reference = read_reference(Path(reference))
+        elif reference is not None and (reference.ndim != 1 or not np.issubdtype(reference.dtype, np.floating)):
+            raise ValueError(
+                f"reference is {reference.dtype} {reference.shape}, not float32 (T,) at {PROMPT_SAMPLE_RATE} Hz"
+            )
+        utterance = Utterance(text, reference, reference_text, parameters, voice, instruct_text)
+        return self._stream(utterance, timeout)
+
+    def _stream(self, utterance: Utterance, timeout: float) -> Iterator[np.ndarray]:
+        received: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
+        request = asyncio.run_coroutine_threadsafe(self._receive(utterance, timeout, received.put), self._loop)
+        request.add_done_callback(lambda _: received.put(None))
+        silent = True
+        try:
+            while (chunk := received.get()) is not None:
+                silent = False
+                yield chunk
+            request.result()  # raises its error
+        finally:
+            request.cancel()
+        if silent:
+            raise ClientError("the server ended the request without audio; see its log for the reason")
+
+    async def _receive(self, utterance: Utterance, timeout: float, take: Callable[[np.ndarray], None]) -> None:
+        if self._connection is None:
+            self._connection = AsyncConnection(self.address)  # here, because it belongs to this loop
+        triton = self._connection.client
+        if self._model is None:
+            self._model = await served_model(triton, self.address)
+        try:
+            async with aclosing(chunks(triton, self._model, utterance, timeout)) as parts:
+                async for part in parts:
+                    if part.waveform.size:
+                        take(part.waveform)
+        except InferenceServerException as error:
+            raise explained(error.status(), error.message(), self.address, timeout) from None
+        except grpc.aio.AioRpcError as error:
+            raise explained(str(error.code()), error.details(), self.address, timeout) from None
+
+    def close(self) -> None:
+        """Close the connection; the client cannot be used afterwards."""
+        if self._loop.is_closed():
+            return
+        if self._connection is not None:
+            asyncio.run_coroutine_threadsafe(self._connection.aclose(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Server:
+    """A speech server on this machine, on free ports: `with Server() as server: Client(server.address)`.
+
+    models: the directory of the checkpoints, see `cosyvoice-triton prepare`; by default the demo voice. options: those
+    of `cosyvoice_triton.server.rendering.StackOptions`, such as stack="unet" or settings={"max_streams": "4"}.
+
+    Entering it takes the time to load the models; ServerError or ValueError if they cannot be loaded.
+    """
+
+    def __init__(self, models: str | Path | None = None, **options: Any) -> None:
+        self._models = None if models is None else Path(models)
+        self._options = options
+        self._stack = ExitStack()
+        self._triton: TritonServer | None = None
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of its gRPC endpoint, once it is serving."""
+        if self._triton is None:
+            raise ServerError("the server has not been started: use it in `with Server() as server:`")
+        return self._triton.grpc_url
+
+    def __enter__(self) -> "Server":
+        # Here, because they import torch, which a client does not need.
+        from cosyvoice_triton.prepare import steps
+        from cosyvoice_triton.prepare.missing import require_files
+        from cosyvoice_triton.server.rendering import StackOptions, render
+        from cosyvoice_triton.server.tritonserver import Ports, TritonServer
+
+        with ExitStack() as stack:
+            work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cosyvoice-triton-")))
+            if (models := self._models) is None:
+                models = work / "models"
+                steps.demo(models, self._options.get("stack", stacks.DEFAULT.name))
+            options = StackOptions(models_dir=models, **self._options)
+            require_files(options)
+            render(options, work / "repository")
+            self._triton = stack.enter_context(TritonServer(work / "repository", ports=Ports(0, 0, 0)))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._triton = None
+        self._stack.close()

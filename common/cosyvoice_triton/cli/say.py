@@ -1,0 +1,108 @@
+"""Speak a text at a running server, and write it to a file or play it.
+
+    cosyvoice-triton say "Good morning."                                       the demo's voice rms -> output.wav
+    cosyvoice-triton say "Good morning." --voice slt --play                    heard while it is being rendered
+    cosyvoice-triton say "Good morning." --server gpu1:8001 --reference anna.wav --reference-text "What she says."
+
+`cosyvoice-triton serve` starts a server. --play needs one of the programs aplay, ffplay or play (sox).
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import wave
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from cosyvoice_triton.api import Client
+from cosyvoice_triton.client.requests import ClientError, parameter, positive_number
+from cosyvoice_triton.constants import GRPC_PORT, SAMPLE_RATE
+
+# Programs that play 16-bit samples from their standard input.
+PLAYERS = (
+    ["aplay", "-q", "-f", "S16_LE", "-r", str(SAMPLE_RATE), "-c", "1", "-"],
+    ["ffplay", "-loglevel", "error", "-nodisp", "-autoexit", "-f", "s16le", "-ar", str(SAMPLE_RATE), "-"],
+    ["play", "-q", "-t", "raw", "-e", "signed", "-b", "16", "-r", str(SAMPLE_RATE), "-c", "1", "-"],
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("text", help="what to speak")
+    parser.add_argument("--server", default=f"localhost:{GRPC_PORT}", help="gRPC address (default: %(default)s)")
+    voice = parser.add_mutually_exclusive_group()
+    voice.add_argument("--voice", default="rms", help="a registered voice (default: rms, of the demo)")
+    voice.add_argument("--reference", type=Path, help="instead, a recording of a voice, 0.5 to 30 s")
+    parser.add_argument("--reference-text", help="what the recording says, word for word")
+    parser.add_argument("--instruct-text", help='how to speak, e.g. "Speak slowly."')
+    parser.add_argument("--parameter", type=parameter, action="append", default=[], metavar="NAME=VALUE", help="seed=2")
+    parser.add_argument("--timeout", type=positive_number, default=120.0, help="seconds for the whole answer (120)")
+    parser.add_argument("--output", type=Path, default=Path("output.wav"), help="24 kHz, 16 bit (default: %(default)s)")
+    parser.add_argument("--play", action="store_true", help="play it instead of writing it")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        with Client(args.server) as client:
+            chunks = client.stream(
+                args.text,
+                voice=None if args.reference else args.voice,
+                reference=args.reference,
+                reference_text=args.reference_text,
+                instruct_text=args.instruct_text,
+                timeout=args.timeout,
+                **dict(args.parameter),
+            )
+            if args.play:
+                play(chunks)
+            else:
+                print(f"{write(chunks, args.output):.2f} s written to {args.output}")
+    except (ClientError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted; the request was cancelled", file=sys.stderr)
+        return 130
+    return 0
+
+
+def write(chunks: Iterator[np.ndarray], path: Path) -> float:
+    """Write the chunks as they arrive; returns the seconds of audio. Without a first chunk there is no file."""
+    first = next(chunks)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
+        for chunk in (first, *chunks):
+            file.writeframes(samples(chunk))
+        return file.getnframes() / SAMPLE_RATE
+
+
+def play(chunks: Iterator[np.ndarray]) -> None:
+    """Play the chunks as they arrive. OSError if no player is installed, or it fails."""
+    if (command := next((each for each in PLAYERS if shutil.which(each[0])), None)) is None:
+        raise OSError(f"no player is installed, one of {', '.join(each[0] for each in PLAYERS)}: leave out --play")
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as player:
+        pipe: IO[bytes] | None = player.stdin
+        assert pipe is not None
+        for chunk in chunks:
+            pipe.write(samples(chunk))
+            pipe.flush()
+    if player.returncode:
+        raise OSError(f"{command[0]} ended with code {player.returncode}")
+
+
+def samples(chunk: np.ndarray) -> bytes:
+    """float32 (N,) in -1..1 as 16-bit samples."""
+    return (np.clip(chunk, -1, 1) * 32767).astype("<i2").tobytes()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

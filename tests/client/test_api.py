@@ -1,0 +1,107 @@
+"""The Python API and `say`, over the real server."""
+
+import socket
+import threading
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cosyvoice_triton import Client, ClientError, Server, ServerError, samples
+from cosyvoice_triton.cli import say
+from cosyvoice_triton.constants import MIN_REFERENCE_SECONDS, SAMPLE_RATE
+
+Serve = Callable[..., Any]
+VOICE = {
+    "reference": samples.FOLDER / "reference_en.wav",
+    "reference_text": "Your call is now first in line and will be answered by the next available representative.",
+    "seed": 3,
+}
+
+
+@pytest.mark.server
+def test_a_text_is_streamed_in_chunks_that_are_the_audio_of_the_whole(serve: Serve) -> None:
+    with Client(serve(stack="dit").grpc_url) as client:
+        chunks = list(client.stream("Good morning.", **VOICE))
+        assert len(chunks) > 1 and all(chunk.dtype == np.float32 and chunk.ndim == 1 for chunk in chunks)
+        np.testing.assert_allclose(client.speak("Good morning.", **VOICE), np.concatenate(chunks), atol=1e-4)
+    assert client.sample_rate == SAMPLE_RATE
+
+
+@pytest.mark.server
+def test_a_refusal_names_the_reason_and_the_connection_stays_usable(serve: Serve) -> None:
+    with Client(serve(stack="dit").grpc_url) as client:
+        with pytest.raises(ClientError, match="unknown speaker 'nobody'"):
+            client.speak("Good morning.", voice="nobody")
+        stream = client.stream("Good morning. " * 5, **VOICE)
+        next(stream)
+        stream.close()
+        assert client.speak("Good morning.", **VOICE).size
+
+
+@pytest.mark.server
+def test_threads_share_a_client(serve: Serve) -> None:
+    answers: list[np.ndarray] = []
+    with Client(serve(stack="dit").grpc_url) as client:
+        threads = [
+            threading.Thread(target=lambda: answers.append(client.speak("Good morning.", **VOICE))) for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(answers) == 2 and len(answers[0]) == len(answers[1])
+
+
+@pytest.mark.server
+def test_say_writes_a_file_and_reports_errors_in_one_line(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "new" / "hello.wav"
+    where = ["--server", serve(stack="dit").grpc_url, "--output", str(output)]
+    assert say.main(["Good morning.", *where]) == 1
+    assert "unknown speaker 'rms'" in capsys.readouterr().err and not output.exists()
+    voice = ["--reference", str(VOICE["reference"]), "--reference-text", str(VOICE["reference_text"])]
+    assert say.main(["Good morning.", *where, *voice, "--parameter", "seed=3"]) == 0
+    with wave.open(str(output)) as file:
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (SAMPLE_RATE, 1, 2)
+        assert f"{file.getnframes() / SAMPLE_RATE:.2f} s written to {output}" in capsys.readouterr().out
+
+
+@pytest.mark.server
+def test_a_local_server_has_the_demo_voice_and_stops_with_its_block() -> None:
+    with Server(device="cpu", settings={"max_streams": "2"}) as server, Client(server.address) as client:
+        assert client.speak("Good morning.", voice="rms", seed=2).size > SAMPLE_RATE / 2
+        host, port = server.address.split(":")
+    with pytest.raises(OSError):
+        socket.create_connection((host, int(port)), 1.0)
+    with pytest.raises(ServerError, match="with Server"):
+        _ = server.address
+
+
+def test_say_plays_chunks_with_the_first_player_that_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [np.array([0.0, 2.0], np.float32), np.array([-1.0], np.float32)]
+    monkeypatch.setattr(say, "PLAYERS", (["absent-player"], ["dd", "status=none", f"of={tmp_path / 'played'}"]))
+    say.play(iter(chunks))
+    assert np.fromfile(tmp_path / "played", "<i2").tolist() == [0, 32767, -32767]
+    monkeypatch.setattr(say, "PLAYERS", (["absent-player"],))
+    with pytest.raises(OSError, match="no player is installed, one of absent-player"):
+        say.play(iter(chunks))
+
+
+def test_values_that_cannot_be_sent_are_named_before_a_request() -> None:
+    client = Client("127.0.0.1:9")
+    try:
+        with pytest.raises(ValueError, match=r"reference is int16 \(4,\)"):
+            client.stream("Hello.", reference=np.zeros(4, np.int16))
+        with pytest.raises(ClientError, match=r"cannot read the reference audio absent.wav"):
+            client.stream("Hello.", reference="absent.wav")
+        with pytest.raises(ClientError, match="no tritonserver answers at 127.0.0.1:9"):
+            client.speak("Hello.", reference=np.zeros(int(MIN_REFERENCE_SECONDS * 16_000), np.float32))
+    finally:
+        client.close()
+        client.close()

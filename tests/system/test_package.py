@@ -1,0 +1,117 @@
+"""The installed package: one import name, its data, one command, and the demo outside of a checkout."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+import soundfile
+from cosyvoice_triton.cli import COMMANDS, main
+
+from tests.conftest import ROOT
+
+PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+SOURCES = ("common", "model_repo", "model_repo_dit", "model_repo_cosyvoice3", "pyproject.toml", "README.md", "LICENSE")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the tracked files."""
+    clone = tmp_path_factory.mktemp("clone")
+    tracked = subprocess.run(["git", "ls-files", "-z", *SOURCES], cwd=ROOT, capture_output=True, check=True).stdout
+    for name in filter(None, tracked.decode().split("\0")):
+        if os.path.lexists(ROOT / name):
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, clone / name, follow_symlinks=False)
+    built = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(built), "."]
+    subprocess.run(pip, cwd=clone, check=True, capture_output=True)
+    (path,) = built.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def command(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The console command of an environment with the wheel and this one's other packages, but no checkout."""
+    environment = tmp_path_factory.mktemp("installed") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    python = environment / "bin" / "python"
+    (packages,) = environment.glob("lib/python*/site-packages")
+    # A path in a .pth file is searched, but the .pth files in that folder, such as ours of the checkout, are not read.
+    (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True)
+    return environment / "bin" / "cosyvoice-triton"
+
+
+def test_the_wheel_has_one_package_with_templates_voice_page_and_samples(wheel: Path) -> None:
+    with ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"cosyvoice_triton"}
+    assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
+    for folder in ("model_repo", "model_repo_dit", "model_repo_cosyvoice3"):
+        tracked = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).glob("*/**/*") if path.is_file()}
+        tracked = {name for name in tracked if "__pycache__" not in name}
+        assert {f"cosyvoice_triton/templates/{name}" for name in tracked} <= set(names)
+    for name in (
+        "demo_checkpoint/trained/voices/rms.wav",
+        "samples/manifest.jsonl",
+        "samples/reference_en.wav",
+        "speech_service/page/index.html",
+        "speech_service/routes/cosyvoice.proto",
+    ):
+        assert f"cosyvoice_triton/{name}" in names
+
+
+def run(command: Path, *arguments: str, folder: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([command, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.server
+def test_the_demo_runs_in_an_empty_folder(command: Path, tmp_path: Path) -> None:
+    code = "import cosyvoice_triton as package; print(package.__file__)"
+    found = run(command.with_name("python"), "-c", code, folder=tmp_path)
+    assert Path(found.strip()).is_relative_to(command.parents[1])
+    run(command, "demo", *PORTS, folder=tmp_path)
+    assert soundfile.info(tmp_path / "out" / "demo.wav").duration > 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["build", "models", "out"]
+
+
+@pytest.mark.server
+def test_the_installed_command_lists_and_explains_its_subcommands(command: Path, tmp_path: Path) -> None:
+    listed = run(command, "--help", folder=tmp_path)
+    for commands in COMMANDS.values():
+        assert all(f"  {name} " in listed for name in commands)
+    explained = run(command, "render", "--help", folder=tmp_path)
+    assert "usage: cosyvoice-triton render " in explained and "cosyvoice-triton render models/demo" in explained
+
+
+@pytest.mark.parametrize("arguments", [(name,) for group in COMMANDS.values() for name in group])
+def test_every_subcommand_explains_itself(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    entries = {name: entry for group in COMMANDS.values() for name, entry in group.items()}
+    for action in entries[arguments[0]].actions or ("",):
+        words = [*arguments, *([action] if action else [])]
+        try:
+            assert main([*words, "--help"]) == 0
+        except SystemExit as end:
+            assert not end.code
+        assert f"usage: cosyvoice-triton {' '.join(words)} " in capsys.readouterr().out
+
+
+def test_unknown_commands_and_none_are_answered_with_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2 and "usage: cosyvoice-triton COMMAND" in capsys.readouterr().err
+    assert main(["bench"]) == 2 and "usage: cosyvoice-triton bench COMMAND" in capsys.readouterr().err
+    assert main(["bench", "lode"]) == 2
+    assert capsys.readouterr().err == "error: unknown command 'lode'; `cosyvoice-triton bench --help` lists them\n"
+
+
+@pytest.mark.parametrize("module", ["say", "client_grpc", "client_http", "wait_ready"])
+def test_clients_start_without_torch(module: str) -> None:
+    code = f"import sys, cosyvoice_triton.cli.{module}; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
