@@ -174,8 +174,9 @@ def tensors_and_models() -> Findings:
 def code_of(text: str) -> str:
     """Returns the blocks of code and the inline code of a page, a command on each line."""
     joined = re.sub(r"\\\n\s*", " ", text)
-    blocks = re.findall(r"^ *```\n(.*?)^ *```", joined, re.MULTILINE | re.DOTALL)
-    return "\n".join([*blocks, *re.findall(r"`([^`]+)`", " ".join(without_code(joined).split()))])
+    blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", joined, re.MULTILINE | re.DOTALL)
+    shell = [block for language, block in blocks if not language]
+    return "\n".join([*shell, *re.findall(r"`([^`]+)`", " ".join(without_code(joined).split()))])
 
 
 def commands() -> Findings:
@@ -250,8 +251,8 @@ def requests() -> Findings:
         if field != "model_config" and field not in cells(page("docs/http.md")):
             yield f"docs/http.md does not name the field {field}"
     source = (PACKAGE / "orchestrator" / "request.py").read_text(encoding="utf-8")
-    listed = re.search(r"^_PARAMETERS\b.*?= (.*?)^(?=\S)", source, re.MULTILINE | re.DOTALL)
-    for parameter in re.findall(r'"(\w+)"', listed[1] if listed else ""):
+    known = source.split("\n_SAMPLING_KINDS")[1].split("\n_TRITONS_OWN")[0]
+    for parameter in re.findall(r'(?<!: )"(\w+)"', known):
         if parameter not in cells(page("docs/clients.md")):
             yield f"docs/clients.md does not name the parameter {parameter}"
 
