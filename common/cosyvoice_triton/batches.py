@@ -12,7 +12,8 @@ ResultT = TypeVar("ResultT")
 def isolated(
     compute: Callable[[Sequence[ItemT]], Sequence[ResultT]], items: Sequence[ItemT]
 ) -> list[ResultT | Exception]:
-    """The results of `compute(items)` in order; if that raises, those of each half, and so on down to single items.
+    """Return the results of `compute(items)` in order; if that raises, those of each half, and so on down to single
+    items.
 
     So a batch that is too large for the memory is computed in parts, and an item that cannot be computed gets its
     exception while the others get their results. `compute` must leave everything as it was when it raises. Raises what

@@ -55,8 +55,11 @@ SPARE_REQUESTS = 8
 
 
 def planned_llm_gib(requests: int) -> float:
-    """GiB of a GPU for the LLM, where `llm_memory_gib` is not set: CUDA's context, weights in bfloat16 and graphs, and
-    for each request 19 MB of keys and values (12 kB a token, 30 s of recording and 30 s of speech)."""
+    """Return the GiB of a GPU for the LLM, where `llm_memory_gib` is not set.
+
+    They are for CUDA's context, weights in bfloat16 and graphs, and for each request 19 MB of keys and values: 12 kB a
+    token, 30 s of recording and 30 s of speech.
+    """
     return 2.3 + 0.02 * requests
 
 
@@ -66,7 +69,7 @@ _PLACEHOLDER = re.compile(r"\$\{\w*\}?")
 
 
 def parse_setting(key: str, value: str, kind: Any) -> Any:
-    """`value` as `kind`: str, int, float, bool, Literal of strings, or a tuple of one of these.
+    """Return `value` as `kind`: str, int, float, bool, Literal of strings, or a tuple of one of these.
 
     The entries of a tuple are separated by commas or spaces. A kind may be optional: then empty text is None.
     ValueError with key and value if it is an unfilled placeholder or not of that kind.
@@ -91,7 +94,7 @@ def parse_setting(key: str, value: str, kind: Any) -> Any:
 
 
 def format_setting(value: object) -> str:
-    """The parameter text that `parse_setting` reads back as `value`."""
+    """Return the parameter text that `parse_setting` reads back as `value`."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -114,13 +117,14 @@ class ModelConfig:
 
     @classmethod
     def parameters(cls) -> dict[str, dataclasses.Field[Any]]:
-        """The fields that are read from config.pbtxt's parameters, by parameter key."""
+        """Return the fields that are read from config.pbtxt's parameters, by parameter key."""
         fields = (f for f in dataclasses.fields(cls) if f.name not in ("device", "decoupled", "instances"))
         return {f.metadata.get("key", f.name): f for f in fields}
 
     @classmethod
     def from_triton(cls: type[ConfigT], args: dict[str, str]) -> ConfigT:
-        """Settings from Triton's `args`: `model_config` (JSON), `model_instance_kind`, `model_instance_device_id`."""
+        """Return settings from Triton's `args`: `model_config` (JSON), `model_instance_kind`,
+        `model_instance_device_id`."""
         model_config = json.loads(args["model_config"])
         given = {key: entry.get("string_value", "") for key, entry in model_config.get("parameters", {}).items()}
         known = cls.parameters()
@@ -144,25 +148,26 @@ class ModelConfig:
 
     @classmethod
     def _gpu(cls, values: Mapping[str, Any], number: int) -> int:
-        """The GPU of replica `number` of a model that computes where its `instance_kind` says."""
+        """Return the GPU of replica `number` of a model that computes where its `instance_kind` says."""
         return 0
 
     def require_positive(self, *names: str) -> None:
-        """ValueError unless all these fields are above 0."""
+        """Raise ValueError unless all these fields are above 0."""
         for name in names:
             if not getattr(self, name) > 0:
                 raise ValueError(f"parameter {name!r} must be above 0, not {getattr(self, name)!r}")
 
 
 def _device(args: dict[str, str]) -> str:
-    """The torch device that Triton gives this instance: "cpu" or "cuda:N"."""
+    """Return the torch device that Triton gives this instance: "cpu" or "cuda:N"."""
     if args.get("model_instance_kind") == "GPU":
         return f"cuda:{int(args['model_instance_device_id'])}"
     return "cpu"
 
 
 def device_of(kind: InstanceKind, gpu: int = 0) -> str:
-    """The torch device of a model that computes on that GPU or on the CPU. ValueError if there is no such GPU."""
+    """Return the torch device of a model that computes on that GPU or on the CPU. ValueError if there is no such
+    GPU."""
     if kind == "KIND_CPU" or (kind == "KIND_AUTO" and not has_gpu()):
         return "cpu"
     if gpu and gpu >= (count := gpu_count()):
@@ -183,7 +188,7 @@ def gpu_count() -> int:
 
 
 def check_gpus(gpus: Sequence[int]) -> None:
-    """ValueError unless these are numbers of GPUs of which each is there once."""
+    """Raise ValueError unless these are numbers of GPUs of which each is there once."""
     if not gpus or min(gpus) < 0 or len(set(gpus)) < len(gpus):
         given = format_setting(tuple(gpus))
         raise ValueError(f"parameter 'token2wav_gpus' must be numbers of GPUs, each once, not {given!r}")

@@ -61,7 +61,7 @@ _STICKY = re.compile(
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether no later request can succeed in this process."""
+    """Return whether no later request can succeed in this process."""
     if isinstance(error, (UnavailableError, ModelCallError, ValueError)):  # its text may be another process's
         return isinstance(error, FatalError)
     return isinstance(error, Exception) and bool(_STICKY.search(str(error)))
@@ -76,7 +76,7 @@ _OVERLOADED = re.compile(r"overloaded, retry after (\d+) s: ")
 
 
 def unavailable_message(error: BaseException) -> str:
-    """The message of an UnavailableError, from which `unavailable_error` makes it again."""
+    """Return the message of an UnavailableError, from which `unavailable_error` makes it again."""
     if not isinstance(error, OverloadedError):
         return f"{UNAVAILABLE}{error}"
     seconds = min(max(1, math.ceil(error.retry_after)), MAX_RETRY_SECONDS)
@@ -84,12 +84,12 @@ def unavailable_message(error: BaseException) -> str:
 
 
 def is_overloaded(message: str) -> bool:
-    """Whether a message quotes that of an OverloadedError."""
+    """Return whether a message quotes that of an OverloadedError."""
     return bool(re.search(f"{UNAVAILABLE}{_OVERLOADED.pattern}", message))
 
 
 def unavailable_error(message: str, caller: str = "") -> UnavailableError:
-    """The error that a message stands for; `caller` goes before its text."""
+    """Return the error that a message stands for; `caller` goes before its text."""
     text = message.removeprefix(UNAVAILABLE)
     if found := _OVERLOADED.match(text):
         return OverloadedError(f"{caller}{text[found.end() :]}", float(found[1]))

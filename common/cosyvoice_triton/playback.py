@@ -23,5 +23,5 @@ class Playback:
         return gap
 
     def left(self, now: float) -> float | None:
-        """Seconds of audio that are not played yet, negative since they ran out; None before the first audio."""
+        """Return seconds of audio that are not played yet, negative since they ran out; None before the first audio."""
         return None if self._ends is None else self._ends - now

@@ -9,15 +9,15 @@ _NUMBERED = re.compile(r"(\w+)_([1-9]\d*)")
 
 
 def replicas(model: str, count: int) -> tuple[str, ...]:
-    """The names of `count` replicas of a model."""
+    """Return the names of `count` replicas of a model."""
     return (model, *(f"{model}_{number}" for number in range(1, count)))
 
 
 def first_replica(model: str) -> str:
-    """The name without a number."""
+    """Return the name without a number."""
     return match[1] if (match := _NUMBERED.fullmatch(model)) else model
 
 
 def replica_number(model: str) -> int:
-    """0 for the first."""
+    """Return the number in the name, 0 for the first replica."""
     return int(match[2]) if (match := _NUMBERED.fullmatch(model)) else 0

@@ -254,24 +254,24 @@ def unregister(name: str) -> None:
 
 
 def registered() -> tuple[Stack, ...]:
-    """All stacks, the built-in ones first."""
+    """Return all stacks, the built-in ones first."""
     return tuple(_stacks.values())
 
 
 def names() -> tuple[str, ...]:
-    """The names of all stacks: the choices of `--stack`."""
+    """Return the names of all stacks: the choices of `--stack`."""
     return tuple(_stacks)
 
 
 def named(name: str) -> Stack:
-    """The stack of that name. ValueError lists those there are."""
+    """Return the stack of that name. ValueError lists those there are."""
     if name not in _stacks:
         raise ValueError(f"no stack {name!r}; there are {', '.join(_stacks)}")
     return _stacks[name]
 
 
 def of_model(model: str) -> Stack:
-    """The stack that a Triton model (orchestrator or token2wav) belongs to. ValueError lists those there are."""
+    """Return the stack that a Triton model (orchestrator or token2wav) belongs to. ValueError lists those there are."""
     for stack in _stacks.values():
         if model in stack.models or first_replica(model) == stack.token2wav:
             return stack
@@ -280,7 +280,7 @@ def of_model(model: str) -> Stack:
 
 
 def of_flow(tensors: Iterable[str], file: object) -> Stack:
-    """The stack whose flow has tensors of these names. ValueError says that `file` is no stack's flow."""
+    """Return the stack whose flow has tensors of these names. ValueError says that `file` is no stack's flow."""
     tensors = list(tensors)
     for stack in _stacks.values():
         if any(name.startswith(stack.flow_tensors) for name in tensors):
@@ -290,12 +290,12 @@ def of_flow(tensors: Iterable[str], file: object) -> Stack:
 
 
 def summaries() -> str:
-    """All stacks in one line, for the help of `--stack`."""
+    """Return all stacks in one line, for the help of `--stack`."""
     return "; ".join(
         f"{stack.name}{' (default)' if stack is DEFAULT else ''}: {stack.summary}" for stack in _stacks.values()
     )
 
 
 def orchestrators() -> tuple[str, ...]:
-    """The models that clients send requests to, the default first."""
+    """Return the models that clients send requests to, the default first."""
     return tuple(stack.orchestrator for stack in _stacks.values())

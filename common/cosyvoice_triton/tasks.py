@@ -35,7 +35,7 @@ class TaskScope:
         return task
 
     async def result(self, work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> T:
-        """The result of `work`; raises as soon as it or any other task of the scope fails."""
+        """Return the result of `work`; raises as soon as it or any other task of the scope fails."""
         task = work if isinstance(work, asyncio.Task) else self.spawn(work)
         while not task.done():
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -21,6 +21,6 @@ class DrainFile:
             self._path.touch()
 
     def check(self) -> None:
-        """UnavailableError once the file exists."""
+        """Raise UnavailableError once the file exists."""
         if self._path and self._path.exists():
             raise UnavailableError("this server is shutting down and accepts no new requests; retry or use another one")

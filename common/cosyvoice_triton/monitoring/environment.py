@@ -22,7 +22,7 @@ TEST_FAULTS = "TTS_TEST_FAULTS"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelEnvironment:
-    """The values of these variables."""
+    """What the processes of the models learn from their environment."""
 
     metrics_directory: Path | None = None
     drain_file: Path | None = None
@@ -31,7 +31,7 @@ class ModelEnvironment:
 
     @classmethod
     def read(cls, variables: Mapping[str, str] = os.environ) -> "ModelEnvironment":
-        """From the environment of this process. An empty variable counts as unset. ValueError for faults from a
+        """Read the environment of this process. An empty variable counts as unset. ValueError for faults from a
         directory that does not exist."""
         metrics_directory, drain_file = variables.get(METRICS_DIRECTORY), variables.get(DRAIN_FILE)
         faults = Path(variables[TEST_FAULTS]) if variables.get(TEST_FAULTS) else None
@@ -45,7 +45,7 @@ class ModelEnvironment:
         )
 
     def variables(self) -> dict[str, str]:
-        """The variables that `read` turns back into these values."""
+        """Return the variables that `read` turns back into these values."""
         values = {
             METRICS_DIRECTORY: self.metrics_directory,
             DRAIN_FILE: self.drain_file,
@@ -56,7 +56,7 @@ class ModelEnvironment:
 
 
 def tritonserver_environment(models: ModelEnvironment, libraries: Sequence[Path]) -> dict[str, str]:
-    """The environment to start tritonserver in: this process's own, these variables and what the stubs need.
+    """Return the environment to start tritonserver in: this process's own, these variables and what the stubs need.
 
     libraries: directories for the loader. The stubs run Python isolated: they ignore PYTHONPATH but use the first
     python3 on PATH, which has to be this interpreter for them to find its packages.

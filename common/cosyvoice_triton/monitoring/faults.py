@@ -23,7 +23,7 @@ GPU_ERROR = "CUDA error: an illegal memory access was encountered"
 
 
 def take(fault: Fault) -> bool:
-    """Whether this fault is to happen now. ValueError if the directory contains a name that is none."""
+    """Return whether this fault is to happen now. ValueError if the directory contains a name that is none."""
     if TEST_FAULTS not in os.environ:  # asked at each step of the LLM
         return False
     directory = ModelEnvironment.read().faults

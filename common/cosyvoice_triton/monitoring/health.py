@@ -47,12 +47,12 @@ class Health:
         self._suspected = False
 
     def succeeded(self) -> None:
-        """A request has been answered."""
+        """Note that a request has been answered."""
         self._succeeded_at = self._clock()
         self._failing = self._suspected = False
 
     def suspect(self) -> None:
-        """An unexpected error: the model tests itself soon."""
+        """Note an unexpected error: the model tests itself soon."""
         self._suspected = True
 
     def test_if_due(self, test: Callable[[], object], model: str) -> None:
@@ -74,7 +74,7 @@ class Health:
             self.succeeded()
 
     def values(self) -> Values:
-        """As metrics."""
+        """Return the health as metrics."""
         return {SUCCESS_AGE: round(self._clock() - self._succeeded_at, 3), FAILING: int(self._failing)}
 
 
@@ -120,7 +120,7 @@ class ModelMonitor:
 
 
 def report_failure(model: str, error: BaseException) -> None:
-    """This process cannot recover: log why, and tell the process that runs tritonserver, which ends it."""
+    """Log why this process cannot recover, and tell the process that runs tritonserver, which ends it."""
     logger.critical("%s has to be restarted: %s: %s", model, type(error).__name__, error)
     if directory := ModelEnvironment.read().metrics_directory:
         try:
@@ -130,18 +130,18 @@ def report_failure(model: str, error: BaseException) -> None:
 
 
 def write_failure(directory: Path, model: str, reason: str) -> None:
-    """From now on `reported_failures` has this model."""
+    """Let `reported_failures` have this model from now on."""
     work = directory / f"{model}.new"
     work.write_text(reason)
     work.rename(directory / f"{model}{FAILED}")
 
 
 def has_failed(model: str) -> bool:
-    """Whether a model of this server has reported that it has failed, or the server goes on without it."""
+    """Return whether a model of this server has reported that it has failed, or the server goes on without it."""
     directory = ModelEnvironment.read().metrics_directory
     return directory is not None and (directory / f"{model}{FAILED}").exists()
 
 
 def reported_failures(directory: Path) -> dict[str, str]:
-    """What `report_failure` has written: the reasons by model."""
+    """Return what `report_failure` has written: the reasons by model."""
     return {path.stem: path.read_text() for path in directory.glob(f"*{FAILED}")}

@@ -15,4 +15,4 @@ OnSegment = Callable[[str, int], object]
 
 
 def ignore(*reported: object) -> None:
-    """The default callback: warnings are logged anyway."""
+    """Do nothing. This is the default callback: warnings are logged anyway."""

@@ -90,19 +90,19 @@ class HopRules:
         return self.strategy != "equal" and self.short_first_hop < self.first_hop
 
     def first_length(self, prompt_tokens: int, *, short: bool = False) -> int:
-        """Length of a text's first hop: extended to a boundary, so it is never shorter than configured."""
+        """Return the length of a text's first hop: extended to a boundary, so it is never shorter than configured."""
         least = self._first_hop(short)
         return least + -(prompt_tokens + least) % self.boundary
 
     def first_context(self, prompt_tokens: int | None, *, short: bool = False) -> int:
-        """Tokens that the LLM makes before the first chunk is rendered; the most of them for a prompt not yet known."""
+        """Return how many tokens the LLM makes before the first chunk; the most for a prompt not yet known."""
         longest = self._first_hop(short) + self.boundary - 1
         return LOOKAHEAD_TOKENS + (longest if prompt_tokens is None else self.first_length(prompt_tokens, short=short))
 
     def schedule(
         self, prompt_tokens: int, clock: Callable[[], float] = time.monotonic, *, short: bool = False
     ) -> "HopSchedule":
-        """The schedule of a text, spoken with a prompt of `prompt_tokens` tokens. short: its first hop is."""
+        """Return the schedule of a text, spoken with a prompt of `prompt_tokens` tokens. short: its first hop is."""
         if self.strategy == "time_based":
             return TimeBasedSchedule(self, prompt_tokens, short, clock)
         return HopSchedule(self, prompt_tokens, short)
@@ -125,7 +125,7 @@ class HopSchedule:
         self._first_hop = rules.first_length(prompt_tokens)
 
     def begin_segment(self) -> None:
-        """The hops after this are those of the text's next segment, whose tokens are counted from 0.
+        """Let the next hops be those of the text's next segment, whose tokens are counted from 0.
 
         Its first hop is the longest one of at most as many tokens as the segments before it had. An LLM of twice the
         real-time rate makes them before the listener, who has half of that audio left at least, has played it.
@@ -135,7 +135,7 @@ class HopSchedule:
         self._doublings = max(0, (self._before // self._rules.unit).bit_length() - 1)
 
     def next_hop(self, available: int, ended: bool) -> Hop | None:
-        """The next hop to render, given that the LLM has made `available` tokens and may have `ended`.
+        """Return the next hop to render, given that the LLM has made `available` tokens and may have `ended`.
 
         None if more tokens are needed, and after the final hop. A call implies that the previous hop's audio has been
         sent. The final hop is never empty, because every other hop leaves its look-ahead to the hops after it.
@@ -164,7 +164,7 @@ class HopSchedule:
         return self._before + self._offset == 0
 
     def _length(self, ready: int) -> int:
-        """Length of the next hop, given that `ready` tokens could be rendered now."""
+        """Return the length of the next hop, given that `ready` tokens could be rendered now."""
         if self._is_first:
             return self._rules.first_length(self._prompt_tokens, short=self._short)
         length = self._later_hop(ready)
@@ -173,7 +173,7 @@ class HopSchedule:
         return max(length - beyond, self._first_hop) if beyond else length
 
     def _later_hop(self, ready: int) -> int:
-        """Length of a hop that is not the first of the text, before it is cut to a boundary."""
+        """Return the length of a hop that is not the first of the text, before it is cut to a boundary."""
         rules = self._rules
         if rules.strategy == "equal":
             return rules.unit
@@ -221,7 +221,7 @@ class TimeBasedSchedule(HopSchedule):
         return self._target
 
     def _spare_chunks(self) -> float:
-        """How many chunks could be rendered before the listener has played all audio."""
+        """Return how many chunks could be rendered before the listener has played all audio."""
         assert self._playing_since is not None
         sent_seconds = (self._before + self._offset - WITHHELD_TOKENS) / TOKEN_RATE
         buffered_seconds = sent_seconds - (self._clock() - self._playing_since)

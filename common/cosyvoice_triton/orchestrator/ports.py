@@ -26,7 +26,7 @@ Tensors = dict[str, np.ndarray]
 
 
 class Call(Protocol):
-    """One request to a model with a single answer; `triton_io.call`. Tensors carry the batch dimension 1."""
+    """Sends a request to a model and returns its single answer, as `triton_io.call`. The batch dimension is 1."""
 
     def __call__(
         self,
@@ -41,7 +41,7 @@ class Call(Protocol):
 
 
 class TritonPromptEncoder:
-    """`audio_tokenizer` and `speaker_embedding`, both answered from Triton's response cache for a known recording.
+    """Calls `audio_tokenizer` and `speaker_embedding`, answered from the response cache for a known recording.
 
     `first_speech_id`: id of <|s_0|> in the LLM's vocabulary; tokens travel between models as ids of the LLM.
     `mel_max_hz`: see `Stack`.
@@ -65,7 +65,7 @@ class TritonPromptEncoder:
         return (await self._ask("speaker_embedding", wav, "prompt_spk_embedding")).reshape(-1)
 
     async def _ask(self, model: str, wav: np.ndarray, output: str) -> np.ndarray:
-        """`model`'s `output` for a recording. Only the recording is sent, so that equal ones hit the cache."""
+        """Return `model`'s `output` for a recording. Only the recording is sent, so that equal ones hit the cache."""
         inputs = {"reference_wav": wav[None], "reference_wav_len": np.array([[len(wav)]], np.int32)}
         try:
             return (await self._call(model, inputs, [output]))[output]
@@ -105,7 +105,7 @@ class TritonToken2Wav:
         return TritonToken2WavStream(self, self.by_load()[0])
 
     def by_load(self) -> list[str]:
-        """The models that have not failed, those with the fewest streams first; all if all have failed."""
+        """Return the models that have not failed, those with the fewest streams first; all if all have failed."""
         working = [model for model in self.live if not self.failed(model)]
         return sorted(working or self.live, key=self.live.__getitem__)
 
@@ -122,7 +122,8 @@ class TritonToken2Wav:
         return await self.first_accepted(whole)
 
     async def first_accepted(self, ask: Callable[[str], Awaitable[np.ndarray]]) -> np.ndarray:
-        """The answer of the first model that neither refuses nor is down. Raises the first refusal if there is none."""
+        """Return the answer of the first model that neither refuses nor is down. Raises the first refusal if there is
+        none."""
         errors: list[UnavailableError] = []
         for model in self.by_load():
             try:
@@ -134,13 +135,13 @@ class TritonToken2Wav:
         raise next((error for error in errors if isinstance(error, OverloadedError)), errors[0])
 
     def is_for_another(self, model: str, error: UnavailableError) -> bool:
-        """Whether a request that `model` answered so may be sent to another one."""
+        """Return whether a request that `model` answered so may be sent to another one."""
         return isinstance(error, (OverloadedError, ModelDownError)) or self.failed(model)
 
     async def request(
         self, model: str, inputs: Tensors, correlation_id: int, *, start: bool = False, end: bool = False
     ) -> np.ndarray:
-        """The waveform (N,) of the answer."""
+        """Return the waveform (N,) of the answer."""
         answer = self._call(model, inputs, ["waveform"], correlation_id=correlation_id, start=start, end=end)
         outputs = await (answer if len(self.live) == 1 else self._unless_failed(model, answer))
         return outputs["waveform"].reshape(-1)
@@ -167,7 +168,7 @@ class TritonToken2Wav:
         }
 
     def hop_inputs(self, tokens: Sequence[int], hop: Hop) -> Tensors:
-        """Inputs of one chunk; `tokens` are all of the utterance so far."""
+        """Return the inputs of one chunk; `tokens` are all of the utterance so far."""
         begin = 0 if self._cumulative else hop.offset
         inputs = self.target_inputs(tokens[begin : hop.end_of_context]) | {"finalize": np.array([[hop.final]])}
         if self._cumulative:
@@ -175,12 +176,12 @@ class TritonToken2Wav:
         return inputs
 
     def _ids(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Speech ids (n,) -> ids of the LLM's vocabulary (1, n)."""
+        """Return speech ids (n,) as ids of the LLM's vocabulary (1, n)."""
         return np.asarray(tokens, np.int32)[None] + np.int32(self._first_speech_id)
 
 
 def new_correlation_id() -> int:
-    """Random, 63 bits, never 0, which means "no sequence" to Triton."""
+    """Return a random id of 63 bits, never 0, which means "no sequence" to Triton."""
     return 1 + secrets.randbelow(2**63 - 1)
 
 
@@ -188,7 +189,7 @@ NO_TOKENS = Hop(0, 0, final=False)
 
 
 class TritonToken2WavStream:
-    """One sequence. Calls are made one after another; `abort` may be called while another call is in flight."""
+    """One sequence. Calls are made one after another, but `abort` may be called while another is in flight."""
 
     def __init__(self, token2wav: TritonToken2Wav, model: str):
         self._token2wav = token2wav
@@ -219,7 +220,7 @@ class TritonToken2WavStream:
         return await self._send(self._token2wav.hop_inputs(tokens, hop), end=hop.final)
 
     def following(self) -> "TritonToken2WavStream":
-        """On the same model, which has the voice's prompt cache, unless it has failed."""
+        """Return a stream on the same model, which has the voice's prompt cache, unless it has failed."""
         if self._token2wav.failed(self.model):
             return self._token2wav.open()
         return TritonToken2WavStream(self._token2wav, self.model)

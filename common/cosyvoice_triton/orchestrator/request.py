@@ -82,7 +82,7 @@ class RequestInputs:
     pieces: AsyncIterator[str] | None = dataclasses.field(default=None, repr=False)
 
     def check(self, defaults: Sampling, max_text_chars: int) -> SynthesisRequest:
-        """The validated request. Raises ValueError naming the invalid value."""
+        """Return the validated request. Raises ValueError naming the invalid value."""
         if self.target_text is None:
             raise ValueError("target_text is missing")
         self._check_parameters()
@@ -120,7 +120,8 @@ class RequestInputs:
                 raise ValueError(f"request parameter {name!r} is unknown; known: {', '.join(sorted(_PARAMETERS))}")
 
     def _instruction(self, max_text_chars: int) -> str:
-        """`instruct_text`, or the words before `<|endofprompt|>` in the text, as upstream's clients may send them."""
+        """Return `instruct_text`, or the words before `<|endofprompt|>` in the text, as upstream's clients may send
+        them."""
         given = self.instruct_text or ""
         if given.strip():
             plain = strip_control_tokens(given)  # the token may end it
@@ -136,7 +137,7 @@ class RequestInputs:
         return given or written
 
     def _voice(self, max_text_chars: int) -> Recording | str | None:
-        """The recording or the speaker; None without either. ValueError if both are given."""
+        """Return the recording or the speaker; None without either. ValueError if both are given."""
         if self.reference_wav is not None:
             if self.speaker:
                 raise ValueError(f"speaker {self.speaker!r} with a reference_wav: give only one voice")
@@ -148,7 +149,7 @@ class RequestInputs:
         return self.speaker or None
 
     def _line(self, name: str, max_text_chars: int) -> str:
-        """An optional text, "" if it is missing or blank. ValueError if it consists of control tokens alone."""
+        """Return an optional text, "" if it is missing or blank. ValueError if it consists of control tokens alone."""
         return clean_line(getattr(self, name) or "", name=name, max_chars=max_text_chars)
 
 
@@ -169,7 +170,7 @@ def default_sampling(config: OrchestratorConfig) -> Sampling:
 
 
 def sampling_of(parameters: Mapping[str, Any], defaults: Sampling) -> Sampling:
-    """`defaults`, replaced by the request's preset, and both by its single parameters.
+    """Return `defaults`, replaced by the request's preset, and both by its single parameters.
 
     Raises ValueError naming the parameter and its value.
     """
@@ -188,7 +189,7 @@ def _speed_of(parameters: Mapping[str, Any]) -> float:
 
 
 def _flag(name: str, value: Any) -> bool:
-    """`value` as a boolean. Text is accepted because not every client can send a boolean parameter."""
+    """Return `value` as a boolean. Text is accepted because not every client can send a boolean parameter."""
     flags: dict[str, bool] = {"true": True, "1": True, "false": False, "0": False}
     if (flag := flags.get(str(value).lower())) is None:
         raise ValueError(f"request parameter {name} must be true or false, not {value!r}")
@@ -196,7 +197,7 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _number(name: str, value: Any, kind: type[int] | type[float]) -> Any:
-    """`value` as `kind`. Text is accepted because not every client can send a float parameter."""
+    """Return `value` as `kind`. Text is accepted because not every client can send a float parameter."""
     try:
         if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError

@@ -18,7 +18,7 @@ class Timeline:
         self._stages.append((stage, round(1e3 * (time.perf_counter() - self._started), 3)))
 
     def take(self) -> list[tuple[str, float]]:
-        """The stages added since the last call."""
+        """Return the stages added since the last call."""
         stages, self._stages = self._stages, []
         return stages
 
@@ -29,8 +29,9 @@ def outputs(
     segments: list[tuple[str, int]],
     stages: Sequence[tuple[str, float]] = (),
 ) -> dict[str, np.ndarray]:
-    """The outputs of one response: waveform (N,) -> (1, N), and if there are any, warnings, and as JSON stages and
-    segments (the text and samples of each that ends with this response, "" for a pause).
+    """Return the outputs of one response: waveform (N,) as (1, N), and if there are any, warnings, stages, segments.
+
+    Stages and segments are JSON. A segment is the text and the samples of one that ends here, "" for a pause.
 
     `warnings` and `segments` are emptied, so each is sent once. They are outputs because Triton 2.51's python backend
     cannot set parameters of a response.

@@ -42,7 +42,7 @@ class Token2WavStream(Protocol):
     """One utterance, rendered chunk by chunk: `start` once, then the hops in order, then `abort`."""
 
     async def reserve(self) -> None:
-        """Before `start`, for a new listener: a place for them. OverloadedError, soon, if there is none."""
+        """Reserve a stream of the model for a new listener, before `start`. OverloadedError, soon, if it is full."""
         ...
 
     async def start(self, prompt: Prompt, audio_left: float | None) -> None:
@@ -50,11 +50,11 @@ class Token2WavStream(Protocol):
         ...
 
     async def render(self, tokens: Sequence[int], hop: Hop) -> np.ndarray:
-        """Audio (N,) float32 of `hop`; `tokens` are all so far, at least `hop.end_of_context`."""
+        """Return audio (N,) float32 of `hop`; `tokens` are all so far, at least `hop.end_of_context`."""
         ...
 
     def following(self) -> "Token2WavStream":
-        """For the next segment of the same listener."""
+        """Return a stream for the next segment of the same listener."""
         ...
 
     async def abort(self) -> None:
@@ -68,7 +68,7 @@ class Token2WavPort(Protocol):
     def open(self) -> Token2WavStream: ...
 
     async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
-        """Audio (N,) float32 of a whole utterance, at `speed` times the usual rate."""
+        """Return audio (N,) float32 of a whole utterance, at `speed` times the usual rate."""
         ...
 
 
@@ -132,7 +132,7 @@ class Synthesizer:
         on_stage: OnStage = ignore,
         on_segment: OnSegment = ignore,
     ) -> AsyncGenerator[np.ndarray, None]:
-        """Waveforms (N,) float32 as they become ready. Closing the generator ends everything started for it.
+        """Yield waveforms (N,) float32 as they become ready. Closing the generator ends everything started for it.
 
         `on_warning` is called before the last one if speech was cut short, `on_stage` at each stage, `on_segment` for
         each segment and pause.
@@ -186,7 +186,7 @@ class Synthesizer:
     async def offline(
         self, request: SynthesisRequest, on_warning: OnWarning = ignore, on_segment: OnSegment = ignore
     ) -> np.ndarray:
-        """The whole utterance, (N,) float32. Warns and raises like `stream`."""
+        """Return the whole utterance, (N,) float32. Warns and raises like `stream`."""
         async with TaskScope() as scope:
             prompt, segments = await self._begin(request, scope, on_warning, ignore, first=None, short=False)
             waveforms = []
@@ -265,13 +265,13 @@ class Synthesizer:
     def _prepared(
         self, request: SynthesisRequest, transcript: str, texts: Iterator[str | Pause]
     ) -> tuple[str, str | Pause | None]:
-        """The voice's transcript, and the first of the texts unless they come in pieces. In one thread: passing work to
-        another one takes longer than most of this."""
+        """Return the voice's transcript, and the first of the texts unless they come in pieces. In one thread: passing
+        work to another one takes longer than most of this."""
         spelled = self._texts.transcript(transcript, request.normalize)
         return spelled, next(texts, None) if request.pieces is None else None
 
     def _encoded(self, voice: Recording | Prompt | Mix, scope: TaskScope) -> list[asyncio.Task[np.ndarray]]:
-        """Tasks that return tokens, mel and x-vector."""
+        """Return the tasks that compute tokens, mel and x-vector."""
         if isinstance(voice, Mix):
             embedding = voice.embedding(self._encoder.embedding)
             return [scope.spawn(part) for part in (_completed(voice.tokens), _completed(voice.mel), embedding)]
@@ -316,7 +316,7 @@ class Synthesizer:
 
 
 async def _unless_refused(work: Coroutine[Any, Any, None], place: Callable[[], asyncio.Task[None]] | None) -> None:
-    """Where the LLM has no place for a listener, token2wav may have none either: then its refusal is the error."""
+    """Await `work`. Where the LLM is full, token2wav may be full, too: then its refusal is the error."""
     try:
         await work
     except UnavailableError:
@@ -333,7 +333,7 @@ async def _render(
     on_stage: OnStage,
     on_segment: OnSegment,
 ) -> AsyncGenerator[tuple[Hop, np.ndarray], None]:
-    """The chunks of one segment and their waveforms."""
+    """Yield the chunks of one segment and their waveforms."""
     final, samples = False, 0
     while not final:
         hop = await scope.result(_next_hop(schedule, segment))
@@ -347,19 +347,19 @@ async def _render(
 
 
 async def _next_hop(schedule: HopSchedule, segment: TokenBuffer) -> Hop:
-    """The next hop, once the LLM has made its tokens."""
+    """Return the next hop, once the LLM has made its tokens."""
     while (hop := schedule.next_hop(len(segment.tokens), segment.ended)) is None:
         await segment.wait_for_change()
     return hop
 
 
 async def _next(texts: Iterator[str | Pause]) -> str | Pause | None:
-    """The next text, computed in a thread; None at the end."""
+    """Return the next text, computed in a thread; None at the end."""
     return await asyncio.to_thread(next, texts, None)
 
 
 def _silence(segment: TokenBuffer | Pause) -> np.ndarray:
-    """(N,) float32 of the pause before a segment, or of a pause at the end: whole frames."""
+    """Return the pause before a segment, or a pause at the end, as (N,) float32: whole frames."""
     seconds = segment.seconds if isinstance(segment, Pause) else segment.pause
     return np.zeros(round(seconds * MEL_RATE) * HOP_SAMPLES, np.float32)
 

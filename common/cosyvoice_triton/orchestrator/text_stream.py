@@ -28,7 +28,7 @@ class TextStream:
         self._ended = False
 
     def add(self, piece: str, end: bool) -> None:
-        """ValueError if the text is longer than `max_chars`, or has ended."""
+        """Append a piece. ValueError if the text is longer than `max_chars`, or has ended."""
         if self._ended:
             raise ValueError("the text has ended already")
         if self._chars + len(piece) > self._max_chars:
@@ -69,7 +69,7 @@ class TextStreams:
 
     @contextmanager
     def open(self, sequence: SequenceId) -> Iterator[TextStream]:
-        """A text for the block. ValueError if the sequence is live."""
+        """Keep a text for the block. ValueError if the sequence is live."""
         if sequence in self._live:
             raise ValueError(f"sequence id {sequence} is in use: choose a random one for each text in pieces")
         self._live[sequence] = TextStream(self._max_chars, self._idle_seconds)
@@ -79,7 +79,7 @@ class TextStreams:
             del self._live[sequence]
 
     def add(self, sequence: SequenceId, piece: str, end: bool) -> None:
-        """ValueError if there is no such sequence, or its text cannot get the piece."""
+        """Append a piece to a live text. ValueError if there is no such sequence, or its text cannot get the piece."""
         if sequence not in self._live:
             raise ValueError(f"no text in pieces has the sequence id {sequence}: it ended, failed or never started")
         self._live[sequence].add(piece, end)

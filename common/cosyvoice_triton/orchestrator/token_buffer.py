@@ -67,7 +67,7 @@ class TokenBuffer:
         self._end()
 
     async def noted(self, pieces: AsyncIterator[str]) -> AsyncGenerator[str, None]:
-        """`pieces`, which become the segment's text."""
+        """Yield `pieces`, which become the segment's text."""
         async for piece in pieces:
             self.text += piece
             yield piece
@@ -118,6 +118,6 @@ class TokenBuffer:
 
 
 def _most_tokens(text: str, sampling: Sampling) -> int:
-    """Where continuing an answer ends: max_token_ratio alone would let a loop turn 18 s of text into 50 s of speech."""
+    """Return the most tokens of a continued answer: by max_token_ratio alone 18 s of text may become 50 s of speech."""
     seconds = RUNAWAY_FACTOR * expected_seconds(text) + RUNAWAY_SECONDS
     return min(MAX_STREAM_TOKENS, max(sampling.max_tokens, round(TOKEN_RATE * seconds)))

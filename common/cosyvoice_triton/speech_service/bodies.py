@@ -71,7 +71,7 @@ class NormalizationOptions(BaseModel):
     replace_remaining_symbols: bool = True
 
     def parameters(self) -> dict[str, bool]:
-        """The request parameters of a model that differ from their defaults."""
+        """Return the request parameters of a model that differ from their defaults."""
         wanted = {"text_frontend": self.normalize} | self.model_dump(
             include={"url_normalization", "email_normalization", "phone_normalization"}
         )
@@ -117,7 +117,7 @@ class SpeechRequest(BaseModel):
     max_tokens: Int64 | None = Field(None, description="speech tokens per request to the LLM, 25 per second")
 
     def flags(self) -> dict[str, bool]:
-        """The flags among a model's request parameters that differ from their defaults."""
+        """Return the flags among a model's request parameters that differ from their defaults."""
         whole = not self.stream or self.stream_format == "json"
         return self.normalization_options.parameters() | ({"played": False} if whole else {})
 
@@ -140,7 +140,7 @@ class SpeechRequest(BaseModel):
         return language
 
     def served_model(self, default: str) -> str:
-        """The model to call; empty: any that is served."""
+        """Return the model to call; empty: any that is served."""
         return default if not self.model or self.model in OPENAI_MODELS else self.model
 
     @property
@@ -161,7 +161,8 @@ class BatchRequest(BaseModel):
 
 
 def read_json(data: bytes, what: str, settings: Settings) -> dict[str, Any]:
-    """The JSON object in `data` without fields that are null, which many clients send for those that they leave out.
+    """Return the JSON object in `data` without fields that are null, which many clients send for those that they leave
+    out.
 
     `what` names it in messages. ApiError, also if reading it would take long.
     """
@@ -179,7 +180,7 @@ def read_json(data: bytes, what: str, settings: Settings) -> dict[str, Any]:
 
 
 def _given(value: Any) -> Any:
-    """`value` without fields that are null, also inside of objects and lists."""
+    """Return `value` without fields that are null, also inside of objects and lists."""
     if isinstance(value, list):
         return [_given(each) for each in value]
     if isinstance(value, dict):
@@ -188,7 +189,7 @@ def _given(value: Any) -> Any:
 
 
 def parse(model: type[BaseModel], fields: Any) -> Any:
-    """`fields` as an instance of `model`; ApiError naming the invalid field."""
+    """Return `fields` as an instance of `model`; ApiError naming the invalid field."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:
@@ -204,7 +205,8 @@ def parse(model: type[BaseModel], fields: Any) -> Any:
 def utterances(
     wanted: SpeechRequest, decode_upload: Callable[[], np.ndarray] | None, voices: VoiceFolder, settings: Settings
 ) -> tuple[Utterance, ...]:
-    """The requests to a model, one for each part of the text between changes of the voice; otherwise as `utterance`.
+    """Return the requests to a model, one for each part of the text between changes of the voice; otherwise as
+    `utterance`.
 
     A voice that the text names must be registered here, so that an unknown one is an error before any audio.
     """
@@ -236,7 +238,8 @@ def _require(name: str, voices: VoiceFolder, field: str) -> None:
 def utterance(
     wanted: SpeechRequest, decode_upload: Callable[[], np.ndarray] | None, voices: VoiceFolder, settings: Settings
 ) -> Utterance:
-    """The request to a model, in its own voice; ApiError naming the invalid field. Reads files, not for an event loop.
+    """Return the request to a model, in its own voice; ApiError naming the invalid field. Reads files, not for an event
+    loop.
 
     decode_upload: returns the samples of an uploaded recording or raises ValueError; None without an upload.
     """
@@ -277,7 +280,7 @@ def utterance(
 def _reference(
     wanted: SpeechRequest, decode_upload: Callable[[], np.ndarray] | None, max_bytes: int
 ) -> np.ndarray | None:
-    """The recording in the request, uploaded or in base64."""
+    """Return the recording in the request, uploaded or in base64."""
     try:
         if decode_upload is not None:
             return decode_upload()
@@ -287,7 +290,8 @@ def _reference(
 
 
 def _registered(name: str, voices: VoiceFolder) -> dict[str, Any]:
-    """The utterance's fields for a registered voice; none for an empty name, which means the model's default voice."""
+    """Return the utterance's fields for a registered voice; none for an empty name, which means the model's default
+    voice."""
     if not name:
         return {}
     name = voices.resolve(name)
@@ -301,7 +305,8 @@ def _registered(name: str, voices: VoiceFolder) -> dict[str, Any]:
 
 
 def _refuse_mix(name: str, voices: VoiceFolder) -> None:
-    """ApiError if a request with a recording names a mix. Other names are ignored, since OpenAI's SDK requires one."""
+    """Raise ApiError if a request with a recording names a mix. Other names are ignored, since OpenAI's SDK requires
+    one."""
     try:
         mixed = mixed_voices(name) and name not in voices.names()
     except ValueError as error:
@@ -311,7 +316,7 @@ def _refuse_mix(name: str, voices: VoiceFolder) -> None:
 
 
 def _other_language(language: str, transcript: str) -> bool:
-    """Whether the language of a voice's transcript is known and differs from `language`."""
+    """Return whether the language of a voice's transcript is known and differs from `language`."""
     wanted = language.lower().partition("-")[0]
     known = language_of(transcript) if transcript else None
     return wanted in ("zh", "en", "ja") and known is not None and known != wanted

@@ -48,7 +48,7 @@ class SpeechJob:
     timestamps: Timestamps | None = None
 
     def ended(self) -> list[dict[str, Any]]:
-        """The timestamps of the segments that ended since the last call; none if they are not wanted."""
+        """Return the timestamps of the segments that ended since the last call; none if they are not wanted."""
         return [] if self.timestamps is None else self.timestamps.take()
 
     @property
@@ -75,8 +75,8 @@ class Dispatcher:
         self._encoders.shutdown(wait=False, cancel_futures=True)
 
     async def waveforms(self, job: SpeechJob) -> AsyncGenerator[np.ndarray, None]:
-        """float32 (N,) at SAMPLE_RATE, at least one for each utterance. If a Triton fails or refuses before the first
-        one of an utterance, another is tried. ApiError."""
+        """Yield float32 (N,) at SAMPLE_RATE, at least one for each utterance. If a Triton fails or refuses before the
+        first one of an utterance, another is tried. ApiError."""
         with self._admitted(), self._counted():
             started = time.perf_counter()
             await self._check_default_voice(job)
@@ -94,7 +94,8 @@ class Dispatcher:
             self.metrics.audio.inc(job.samples / SAMPLE_RATE)
 
     async def _check_default_voice(self, job: SpeechJob) -> None:
-        """ApiError naming the first utterance without a voice if it is not the first one and there is no default voice.
+        """Raise ApiError naming the first utterance without a voice if it is not the first one and there is no default
+        voice.
 
         Only the models know theirs, so they are asked for a pause in it. The answer would otherwise break off there.
         """
@@ -116,7 +117,7 @@ class Dispatcher:
             ) from None
 
     async def _generated(self, job: SpeechJob, utterance: Utterance) -> AsyncGenerator[AudioPart, None]:
-        """The responses of a model to one of the job's utterances."""
+        """Yield the responses of a model to one of the job's utterances."""
         samples = 0
         failed: set[Backend] = set()
         while True:
@@ -137,7 +138,7 @@ class Dispatcher:
             return
 
     async def encoded(self, job: SpeechJob, encoder: AudioEncoder) -> AsyncGenerator[bytes, None]:
-        """`waveforms` as bytes of the encoder's format; no item is empty."""
+        """Yield `waveforms` as bytes of the encoder's format; no item is empty."""
         async with contextlib.aclosing(self.waveforms(job)) as chunks:
             async for chunk in chunks:
                 if data := await self._run_encoder(encoder, chunk):
@@ -146,8 +147,10 @@ class Dispatcher:
                 yield data
 
     async def _add_times(self, timestamps: Timestamps, part: AudioPart) -> None:
-        """In a thread where a segment ends: that takes milliseconds, but up to seconds for two minutes of text in
-        pieces, which are one segment."""
+        """Count a response, in a thread where a segment ends.
+
+        That takes milliseconds, but up to seconds for two minutes of text in pieces, which are one segment.
+        """
         if part.segments:
             await asyncio.get_running_loop().run_in_executor(self._encoders, timestamps.add, part)
         else:

@@ -57,12 +57,12 @@ class ApiError(Exception):
 
 
 def invalid(message: object, param: str | None = None, code: str | None = None) -> ApiError:
-    """An error of the client: status 400."""
+    """Return an error of the client: status 400."""
     return ApiError(400, str(message), code=code, param=param)
 
 
 def from_triton(status: str | None, message: str | None) -> ApiError:
-    """The error for a failed call to a model; `status` and `message` are those of gRPC.
+    """Return the error for a failed call to a model; `status` and `message` are those of gRPC.
 
     Errors of a stream have no status. (Triton 2.51 can send one if a header asks for it, but then sometimes crashes.)
     """

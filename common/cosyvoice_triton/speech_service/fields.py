@@ -18,7 +18,7 @@ _BEGINS_WITH = {"request parameter ": "", "unknown speaker ": "voice ", "speaker
 
 
 def named(message: str) -> tuple[str, str | None]:
-    """A model's message about a request in the words of the body, and the field that it begins with, if any."""
+    """Return a model's message about a request in the words of the body, and the field that it begins with, if any."""
     message = _INPUT.sub(lambda found: _INPUTS[found[0]], message)
     about = message
     for words, field in _BEGINS_WITH.items():

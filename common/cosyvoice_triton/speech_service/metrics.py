@@ -39,5 +39,5 @@ class Metrics:
         )
 
     def page(self) -> bytes:
-        """All metrics in the exposition format."""
+        """Return all metrics in the exposition format."""
         return generate_latest(self.registry)

@@ -35,12 +35,12 @@ class Service:
 
     @classmethod
     def of(cls, connection: HTTPConnection) -> "Service":
-        """The service of a request's or WebSocket's application."""
+        """Return the service of a request's or WebSocket's application."""
         service: Service = connection.app.state.service
         return service
 
     async def job(self, wanted: SpeechRequest, upload: bytes | None = None, decode: Decoder = decode) -> SpeechJob:
-        """The validated job; `upload`: an uploaded recording of the voice. ApiError."""
+        """Return the validated job; `upload`: an uploaded recording of the voice. ApiError."""
         decode_upload = None if upload is None else partial(decode, upload, self.settings.max_reference_bytes)
         try:
             requests = await asyncio.to_thread(utterances, wanted, decode_upload, self.voices, self.settings)
@@ -54,7 +54,7 @@ class Service:
         return job
 
     def encoder(self, wanted: SpeechRequest) -> AudioEncoder:
-        """An encoder for the requested format, rate and speed; ApiError."""
+        """Return an encoder for the requested format, rate and speed; ApiError."""
         kind, rate = FORMATS.get(wanted.response_format), wanted.sample_rate
         if rate is None and kind is not None and self.settings.sample_rate in kind.rates:
             rate = self.settings.sample_rate
@@ -64,5 +64,5 @@ class Service:
             raise invalid(error, str(error).split()[0]) from None
 
     def audio(self, job: SpeechJob, encoder: AudioEncoder) -> AsyncGenerator[bytes, None]:
-        """The encoded audio of a job, in frames if the encoder has them."""
+        """Return the encoded audio of a job, in frames if the encoder has them."""
         return framed(self.dispatcher.encoded(job, encoder), encoder)

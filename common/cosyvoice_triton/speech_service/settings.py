@@ -21,7 +21,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def _option(default: Any, help: str, name: str = "") -> Any:
-    """A setting that is also an option of the command, called `name` if that differs from the field."""
+    """Return a setting that is also an option of the command, called `name` if that differs from the field."""
     return field(default=default, metadata={"help": help, "name": name})
 
 
@@ -105,7 +105,7 @@ class Settings:
 
 
 def grpc_address(url: str) -> str:
-    """host:port of Triton's gRPC endpoint. ValueError naming an invalid address.
+    """Return host:port of Triton's gRPC endpoint. ValueError naming an invalid address.
 
     `http://host:8000`, which upstream's HTTP bridge expects, is Triton's HTTP endpoint and cannot stream. Its gRPC port
     is the next one by Triton's convention (8000/8001, 18000/18001).

@@ -21,7 +21,7 @@ _REAPER = 'read -r _ || kill -s TERM "$1"'
 def speech_service(
     triton: str, voices: Path, host: str, port: int
 ) -> contextlib.AbstractContextManager[threading.Event]:
-    """`with speech_service(...) as ended:` serves speech over HTTP while the block runs.
+    """Serve speech over HTTP while a block runs: `with speech_service(...) as ended:`.
 
     ServerError if the port is in use, at the call: the block may begin minutes later, once the models are loaded. If
     the service ends unexpectedly, `ended` is set and this process gets SIGTERM.
@@ -59,7 +59,7 @@ def _running(triton: str, voices: Path, host: str, port: int) -> Iterator[thread
 
 
 def speech_sidecar(voices: Path, host: str, port: int) -> Companion:
-    """The speech service as a companion of `cosyvoice_triton.server.serving.serve`."""
+    """Return the speech service as a companion of `cosyvoice_triton.server.serving.serve`."""
     return Companion(
         "speech", f"http://{host}:{port}", lambda server: speech_service(server.grpc_url, voices, host, port)
     )

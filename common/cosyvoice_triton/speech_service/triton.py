@@ -64,7 +64,7 @@ class Backend:
         return bool(await self.connection.is_model_ready(model, client_timeout=PROBE_TIMEOUT))
 
     async def _streams(self, model: str) -> bool:
-        """Whether a model is decoupled. Cached: only reloading the model could change it."""
+        """Return whether a model is decoupled. Cached: only reloading the model could change it."""
         if model in self.models:
             return self.models[model]
         answer = await self.connection.get_model_config(model, client_timeout=PROBE_TIMEOUT)
@@ -72,7 +72,7 @@ class Backend:
         return bool(answer.config.model_transaction_policy.decoupled)
 
     async def parts(self, model: str, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
-        """The audio as it arrives; closing the generator ends the request. ApiError."""
+        """Yield the audio as it arrives; closing the generator ends the request. ApiError."""
         try:
             if self.models.get(model, True):
                 async with contextlib.aclosing(chunks(self.connection, model, request, timeout)) as parts:
@@ -129,7 +129,7 @@ class TritonPool:
 
     @contextlib.contextmanager
     def lease(self, model: str, avoid: Collection[Backend] = ()) -> Iterator[tuple[Backend, str]]:
-        """The least busy backend that serves `model` (empty: the first one served), and the model's name.
+        """Yield the least busy backend that serves `model` (empty: the first one served), and the model's name.
 
         ApiError 404 if the model is not served, 503 if no Triton answers.
         """

@@ -32,18 +32,18 @@ class VoiceFolder:
         self._book = VoiceBook(folder, folder, decode=lambda ids: "")
 
     def names(self) -> list[str]:
-        """The names of the voices, sorted; UnavailableError if the folder cannot be read."""
+        """Return the names of the voices, sorted; UnavailableError if the folder cannot be read."""
         return self._book.names()
 
     def aliases(self) -> dict[str, str]:
-        """Alias -> the registered voice that it stands for. A registered voice of the same name takes its place."""
+        """Return the registered voice that each alias stands for. A registered voice of the same name wins."""
         names = self.names()
         spread = itertools.cycle(names)
         voices = {alias: voice or next(spread, "") for alias, voice in self._aliases.items()}
         return {alias: voice for alias, voice in voices.items() if voice in names and alias not in names}
 
     def resolve(self, name: str) -> str:
-        """The name of the voice that `name`, perhaps an alias or a mix of aliases, stands for."""
+        """Return the name of the voice that `name`, perhaps an alias or a mix of aliases, stands for."""
         try:
             parts = mixed_voices(name)
         except ValueError:  # the lookup says what is wrong with it
@@ -54,7 +54,8 @@ class VoiceFolder:
         return "+".join(f"{known.get(part, part)}({weight})" for part, weight in parts) or known.get(name, name)
 
     def get(self, name: str) -> Recording | Prompt | Mix:
-        """The voice. ValueError if the folder lacks it, or one of a mix; UnavailableError if its file is damaged."""
+        """Return the voice. ValueError if the folder lacks it, or one of a mix; UnavailableError if its file is
+        damaged."""
         return self._book.get(name)
 
     def add(self, name: str, data: bytes, text: str) -> float:

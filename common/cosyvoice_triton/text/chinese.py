@@ -11,11 +11,12 @@ _OPEN_END = re.compile(r"\s*[，,、][，,、\s]*\Z")
 
 
 def cleaned(sentence: str) -> str:
-    """`sentence` without the blanks and marks that a Chinese reader does not speak; Western full stops as Chinese."""
+    """Return `sentence` without the blanks and marks that a Chinese reader does not speak; Western full stops as
+    Chinese."""
     sentence = _FULL_STOP.sub("。", _DASH_BETWEEN_BLANKS.sub("，", sentence))
     return _LONG_DASH.sub(" ", _BLANK.sub("", sentence)).translate(_WORDS)
 
 
 def closed(text: str) -> str:
-    """`text` with a full stop in place of a comma at its end."""
+    """Return `text` with a full stop in place of a comma at its end."""
     return _OPEN_END.sub("。", text)

@@ -29,21 +29,21 @@ def strip_control_tokens(text: str) -> str:
 
 
 def split_instruction(text: str) -> tuple[str, str]:
-    """The words before the last `<|endofprompt|>`, without CosyVoice3's system words and control tokens, and the text
-    after it. Without that token: "" and the text."""
+    """Return the words before the last `<|endofprompt|>`, without CosyVoice3's system words and control tokens, and the
+    text after it. Without that token: "" and the text."""
     before, _, after = text.rpartition(END_OF_PROMPT)
     words = " ".join(strip_control_tokens(_printable(before)).split())
     return words.removeprefix(SYSTEM_WORDS).strip(), after
 
 
 def is_speakable(text: str) -> bool:
-    """Whether `text` contains anything that can be spoken."""
+    """Return whether `text` contains anything that can be spoken."""
     return any(unicodedata.category(char)[0] in _SPEAKABLE for char in without_emoji(text))
 
 
 def clean_text(text: str, *, name: str, max_chars: int) -> str:
-    """The text without control tokens, surplus whitespace and empty lines; lines are separated by line feeds. What is
-    before `<|endofprompt|>` is left out: it is never to be spoken.
+    """Return the text without control tokens, surplus whitespace and empty lines; lines are separated by line feeds.
+    What is before `<|endofprompt|>` is left out: it is never to be spoken.
 
     `name`: the input's name in messages. ValueError if the text is longer than `max_chars` or has nothing to speak.
     """
@@ -59,12 +59,12 @@ def clean_text(text: str, *, name: str, max_chars: int) -> str:
 
 
 def clean_line(text: str, *, name: str, max_chars: int) -> str:
-    """`clean_text` of an optional text, as one line. Blank text gives ""; control tokens alone are an error."""
+    """Return `clean_text` of an optional text, as one line. Blank text gives ""; control tokens alone are an error."""
     text = text.strip()
     return clean_text(text, name=name, max_chars=max_chars).replace("\n", " ") if text else ""
 
 
 def _printable(text: str) -> str:
-    """Without control characters, which splitting into lines and words would leave in the text for the tokenizer."""
+    """Return the text without control characters, which splitting into lines and words would leave to the tokenizer."""
     lines = "\n".join(text.splitlines())
     return "".join(" " if char != "\n" and unicodedata.category(char) == "Cc" else char for char in lines)

@@ -35,7 +35,8 @@ _SPELLED_LETTER = 0.23
 
 
 def expected_seconds(text: str, japanese: bool | None = None) -> float:
-    """The seconds that `text` takes to speak. `japanese`: how its Han characters are read; None: as its kana say."""
+    """Return the seconds that `text` takes to speak. `japanese`: how its Han characters are read; None: as its kana
+    say."""
     if japanese is None:
         japanese = bool(_KANA.search(text))
     characters = sum(_seconds(char, japanese) for char in text)

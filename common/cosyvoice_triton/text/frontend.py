@@ -33,7 +33,8 @@ class TextFrontend:
         request_seconds: float = math.inf,
         as_is: Collection[Spelled] = (),
     ) -> Iterator[str | Pause]:
-        """Segments and pauses, at least one; lazy. `request_seconds`: how much speech one LLM request can produce.
+        """Yield segments and pauses, at least one; lazy. `request_seconds`: how much speech one LLM request can
+        produce.
 
         ValueError if the text has nothing of either, and if its markup is not supported.
         """
@@ -58,7 +59,8 @@ class TextFrontend:
             raise ValueError(f"target_text has nothing to speak: {text[:80]!r}")
 
     def transcript(self, text: str, normalize: bool = True) -> str:
-        """A recording's transcript, spelled out as in the recording. Unlike a text it gets no full stop at its end."""
+        """Return a recording's transcript, spelled out as in the recording. Unlike a text it gets no full stop at its
+        end."""
         return self._transcript(text) if normalize else text
 
 
@@ -67,14 +69,15 @@ def _transcript(text: str) -> str:
 
 
 def _seconds_in(text: str) -> Seconds:
-    """The estimate for parts of `text`: a part without kana does not show that its Han characters are Japanese."""
+    """Return the estimate for parts of `text`: a part without kana does not show that its Han characters are
+    Japanese."""
     return partial(expected_seconds, japanese=language_of(text) == "ja")
 
 
 def _normalized(
     text: str, seconds: Seconds, language: Language | None, close: bool = True, as_is: Collection[Spelled] = ()
 ) -> Iterator[str]:
-    """The sentences of `text` in words, those of `sentences` with the same `close`. language: without letters."""
+    """Yield the sentences of `text` in words, those of `sentences` with the same `close`. language: without letters."""
     text = half_width(spoken(text))
     if language == "zh":
         text = chinese.closed(text)

@@ -27,7 +27,7 @@ _BLANK = "".join(char for char in map(chr, range(0x3001)) if char.isspace() and 
 
 
 def without_emoji(text: str) -> str:
-    """`text` with blanks in place of emoji, none before a mark; a digit in a key cap stays. Linear time."""
+    """Return `text` with blanks in place of emoji, none before a mark; a digit in a key cap stays. Linear time."""
     if text.isascii():
         return text
     kept, end = [], 0
@@ -38,7 +38,7 @@ def without_emoji(text: str) -> str:
 
 
 def spoken(text: str) -> str:
-    """`text` without markup: the words of links, code and tables stay, and the numbers of lists."""
+    """Return `text` without markup: the words of links, code and tables stay, and the numbers of lists."""
     text = without_emoji(text)
     if _MARKED_UP.search(text):
         text = _LEFT.sub("", "".join(_rendered(text)).replace(", \n", "\n"))
@@ -46,7 +46,7 @@ def spoken(text: str) -> str:
 
 
 def _rendered(text: str) -> Iterator[str]:
-    """The words of each block, each block as a line."""
+    """Yield the words of each block, each block as a line."""
     for token in _parser().parse(text):
         if token.type == "list_item_open" and token.info:
             yield f"{token.info}{token.markup} "
@@ -70,7 +70,7 @@ def _words(token: Any) -> str:
 
 @cache
 def _parser() -> Any:
-    """Imported here, because most models of the server process no text."""
+    """Return the parser. It is imported here, because most models of the server process no text."""
     from markdown_it import MarkdownIt
 
     # HTML inside lines only, because empty lines, which end blocks, are removed before. No definitions of links:

@@ -55,12 +55,14 @@ class VoicePart:
 
 
 def parts(text: str) -> Iterator[str | Pause]:
-    """The parts of `text` in order, without this markup. ValueError naming a tag or value that is not supported."""
+    """Yield the parts of `text` in order, without this markup. ValueError naming a tag or value that is not
+    supported."""
     yield from _limited(_parts(text))
 
 
 def by_voice(text: str) -> list[VoicePart]:
-    """The parts of `text` in order, each in one voice, with their pauses and SSML; none if nothing is to be spoken.
+    """Return the parts of `text` in order, each in one voice, with their pauses and SSML; none if nothing is to be
+    spoken.
 
     A text without markup for voices is one part. ValueError naming markup that is not supported or a limit.
     """
@@ -86,7 +88,7 @@ def by_voice(text: str) -> list[VoicePart]:
 
 
 def without_voices(text: str) -> tuple[str, str]:
-    """`text` without `[voice:NAME]`, and the name in the last one; empty if there is none."""
+    """Return `text` without `[voice:NAME]`, and the name in the last one; empty if there is none."""
     names = _VOICE.findall(text)
     return _VOICE.sub("", text), names[-1].strip() if names else ""
 
@@ -106,7 +108,7 @@ def _is_heard(content: list[str | Pause]) -> bool:
 
 
 def is_heard(pauses: float) -> bool:
-    """Whether silence of so many seconds is at least one frame, of which pauses are made."""
+    """Return whether silence of so many seconds is at least one frame, of which pauses are made."""
     return round(pauses * MEL_RATE) > 0
 
 
@@ -117,7 +119,7 @@ def _voice_name(name: str) -> str:
 
 
 def _by_element(document: ET.Element) -> list[VoicePart]:
-    """A document's parts, each a document."""
+    """Return a document's parts, each a document."""
     try:
         grouped = groupby(_voiced(document, "", 0), key=lambda found: found[0])
         return [VoicePart(voice, f"<speak>{''.join(xml for _, xml in group)}</speak>") for voice, group in grouped]
@@ -126,7 +128,7 @@ def _by_element(document: ET.Element) -> list[VoicePart]:
 
 
 def _voiced(element: ET.Element, voice: str, depth: int) -> Iterator[tuple[str, str]]:
-    """Voice and XML of the pieces of an element without its tail."""
+    """Yield voice and XML of the pieces of an element without its tail."""
     name = element.tag
     if depth > _MAX_DEPTH:
         raise _too_deep()
@@ -167,7 +169,7 @@ def _spoken(text: str) -> Iterator[str]:
 
 
 def _merged(found: Iterator[str | Pause]) -> Iterator[str | Pause]:
-    """With neighbouring texts joined."""
+    """Yield the parts with neighbouring texts joined."""
     text = ""
     for part in found:
         if isinstance(part, str):
@@ -180,7 +182,7 @@ def _merged(found: Iterator[str | Pause]) -> Iterator[str | Pause]:
 
 
 def _document(text: str) -> ET.Element:
-    """The elements, their names without namespaces, which would be written again with every part of a text."""
+    """Return the elements, their names without namespaces, which would be written again with every part of a text."""
     if "<!DOCTYPE" in text.upper():
         raise ValueError("SSML with a DOCTYPE is not supported")
     try:
@@ -193,7 +195,7 @@ def _document(text: str) -> ET.Element:
 
 
 def _element(tag: str) -> ET.Element:
-    """A tag without content, closed or not."""
+    """Return a tag without content, closed or not."""
     return _document(tag if tag.endswith("/>") else f"{tag[:-1]}/>")
 
 
@@ -244,7 +246,7 @@ def _said_as(text: str, kind: str) -> str:
 
 
 def _break(element: ET.Element) -> float:
-    """The seconds of a `<break>`."""
+    """Return the seconds of a `<break>`."""
     if unknown := set(element.keys()) - {"time", "strength"}:
         raise ValueError(f"<break> has no attribute {min(unknown)!r}: use time or strength")
     if (time := element.get("time")) is not None:
@@ -256,7 +258,7 @@ def _break(element: ET.Element) -> float:
 
 
 def _seconds(time: str) -> float:
-    """The length of a pause; an empty text is that of `<break/>`."""
+    """Return the length of a pause; an empty text is that of `<break/>`."""
     if not time.strip():
         return STRENGTHS["medium"]
     if (match := _TIME.fullmatch(time.strip())) is None:

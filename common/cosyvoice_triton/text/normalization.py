@@ -60,7 +60,7 @@ _PLAIN = {
 
 
 def language_of(text: str) -> Language | None:
-    """The grammar for `text`, by its script; None if there is none. Text without letters counts as English."""
+    """Return the grammar for `text`, by its script; None if there is none. Text without letters counts as English."""
     if _KANA.search(text):
         return "ja"
     if _HAN.search(text):
@@ -69,14 +69,14 @@ def language_of(text: str) -> Language | None:
 
 
 def half_width(text: str) -> str:
-    """`text` with the full-width forms in numbers replaced: "３．５％" -> "3.5%"."""
+    """Return `text` with the full-width forms in numbers replaced: "３．５％" -> "3.5%"."""
     text = text.translate(_HALF_WIDTH)
     return _IN_NUMBER.sub(lambda match: {"：": ":", "．": "."}[match[0]], text)
 
 
 def normalized(sentence: str, language: Language, as_is: Collection[Spelled] = ()) -> str:
-    """`sentence` with its numbers and symbols as words, surrounding whitespace kept; unreadable parts and those in
-    `as_is` stay unchanged.
+    """Return `sentence` with its numbers and symbols as words, surrounding whitespace kept; unreadable parts and those
+    in `as_is` stay unchanged.
 
     Anything but plain words takes about 0.1 ms per character and holds the GIL, so callers go sentence by sentence.
     """
@@ -93,7 +93,7 @@ def _unchanged(as_is: frozenset[Spelled]) -> re.Pattern[str]:
 
 
 def _english(text: str, phones: bool) -> str:
-    """`text` in forms that the English grammar reads well: prices, telephone numbers, web addresses."""
+    """Return `text` in forms that the English grammar reads well: prices, telephone numbers, web addresses."""
     text = _PROTOCOL.sub("", _PRICE.sub(_price, text))
     return _PHONE.sub(_digit_by_digit, text) if phones else text
 
@@ -112,7 +112,7 @@ def _digit_by_digit(match: re.Match[str]) -> str:
 
 
 def _in_words(text: str, language: Language) -> str:
-    """`text` as words, surrounding whitespace kept."""
+    """Return `text` as words, surrounding whitespace kept."""
     core = text.strip()
     if not is_speakable(core) or (language in _PLAIN and _PLAIN[language].fullmatch(core)):
         return text
@@ -131,7 +131,7 @@ def _in_words(text: str, language: Language) -> str:
 
 @cache
 def _grammar(language: Language) -> Any:
-    """The package's normalizer. Imported here, because most models of the server process no text."""
+    """Return the package's normalizer. Imported here, because most models of the server process no text."""
     from wetext import Normalizer
 
     return Normalizer(lang=language, operator="tn")

@@ -29,12 +29,13 @@ _CJK = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uff00-\uffef]")
 
 
 def segment_limit(request_seconds: float) -> float:
-    """The seconds of a segment, given those that one LLM request can speak."""
+    """Return the seconds of a segment, given those that one LLM request can speak."""
     return max(SHORTEST_LIMIT, min(SEGMENT_SECONDS, REQUEST_SHARE * request_seconds))
 
 
 def sentences(text: str, close: bool = True) -> Iterator[str]:
-    """The sentences of `text` that can be spoken, with their trailing whitespace. The end of a line ends a sentence.
+    """Yield the sentences of `text` that can be spoken, with their trailing whitespace. The end of a line ends a
+    sentence.
 
     Abbreviations and decimals do not, in any language. `close`: end each line with a full stop if it has none.
     """
@@ -47,7 +48,7 @@ def sentences(text: str, close: bool = True) -> Iterator[str]:
 
 
 def segments(spoken: Iterable[str], seconds: Seconds, limit: float = SEGMENT_SECONDS) -> Iterator[str]:
-    """Sentences joined into segments that take at most `limit` seconds.
+    """Yield sentences joined into segments that take at most `limit` seconds.
 
     Lazy: reads only as many sentences as needed to know that a segment is complete.
     """
@@ -84,7 +85,7 @@ def _joined(pieces: list[_Piece]) -> str:
 
 
 def fitting(sentence: str, seconds: Seconds, limit: float = SEGMENT_SECONDS) -> list[str]:
-    """The sentence if it takes at most `limit` seconds, else parts of about equal length that do.
+    """Return the sentence if it takes at most `limit` seconds, else parts of about equal length that do.
 
     It is split between clauses; a clause that does not fit between words, and a word that does not fit anywhere.
     """
@@ -95,7 +96,7 @@ def fitting(sentence: str, seconds: Seconds, limit: float = SEGMENT_SECONDS) -> 
 
 
 def _cut(piece: _Piece, end: re.Pattern[str], seconds: Seconds, limit: float) -> Iterator[_Piece]:
-    """`piece` if it fits, else split at matches of `end`; a unit that is too long is a part of its own."""
+    """Yield `piece` if it fits, else split at matches of `end`; a unit that is too long is a part of its own."""
     if piece.seconds <= limit:
         yield piece
         return
@@ -123,7 +124,7 @@ def _units(piece: str, end: re.Pattern[str]) -> Iterator[str]:
 
 
 def _closed(sentence: str) -> str:
-    """The last sentence of a line, with a final punctuation mark if it has none, and a space after it.
+    """Return the last sentence of a line, with a final punctuation mark if it has none, and a space after it.
 
     Chinese and Japanese have no space between sentences.
     """

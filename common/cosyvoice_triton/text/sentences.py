@@ -25,7 +25,7 @@ class SentenceSplitter:
         return self._begin + self._rest
 
     def push(self, text: str) -> Iterator[str]:
-        """The sentences that `text` completes, with their trailing whitespace."""
+        """Yield the sentences that `text` completes, with their trailing whitespace."""
         from sentencex import segment  # here: LLM servers import this package only to count tokens
 
         text, position = self._rest + text, 0
@@ -48,6 +48,6 @@ class SentenceSplitter:
             position += used
 
     def finish(self) -> str:
-        """The text after the last complete sentence, which is discarded here."""
+        """Return the text after the last complete sentence, which is discarded here."""
         rest, self._begin, self._rest = self.unfinished, "", ""
         return rest

@@ -22,7 +22,7 @@ class WordSplitter:
         self._begun = False  # some text was given
 
     def push(self, piece: str) -> str:
-        """What `piece` completes; "" if it completes no word."""
+        """Return the words that `piece` completes; "" if it completes no word."""
         self._rest = re.sub(r"\s+", " ", self._rest + piece)
         cut = max((match.start() for match in _CUT.finditer(self._rest)), default=0)
         cut = max(cut, len(self._rest) - LONGEST_WORD)
@@ -30,7 +30,7 @@ class WordSplitter:
         return self._cleaned(part)
 
     def finish(self) -> str:
-        """The last word."""
+        """Return the last word."""
         part, self._rest = self._rest, ""
         return self._cleaned(part)
 

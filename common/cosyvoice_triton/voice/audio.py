@@ -43,7 +43,7 @@ _BLOCK_FRAMES = 1 << 15  # decoded at once, so that memory does not grow with th
 
 
 def validate_reference(wav: np.ndarray, length: int | None = None) -> np.ndarray:
-    """The recording in a request's `reference_wav`, without padding: float32 (N,) at 16 kHz.
+    """Return the recording in a request's `reference_wav`, without padding: float32 (N,) at 16 kHz.
 
     wav: (T,) or (1, T), possibly padded at the end. length: the request's `reference_wav_len`; samples beyond it are
     neither checked nor used. None: all samples.
@@ -75,7 +75,7 @@ def validate_reference(wav: np.ndarray, length: int | None = None) -> np.ndarray
 
 
 def resample(wav: Tensor, from_rate: int, to_rate: int) -> Tensor:
-    """(..., N) -> (..., ceil(N * to_rate / from_rate)). Same values as torchaudio's Resample with its defaults."""
+    """Return (..., N) as (..., ceil(N * to_rate / from_rate)), with the values of torchaudio's Resample by default."""
     if from_rate == to_rate:
         return wav
     divisor = math.gcd(from_rate, to_rate)
@@ -91,7 +91,7 @@ def resample(wav: Tensor, from_rate: int, to_rate: int) -> Tensor:
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
 def _sinc_kernel(source: int, target: int, device: torch.device) -> Tensor:
-    """Windowed sinc, one row per output phase: (target, 1, source + 2 * margin)."""
+    """Return a windowed sinc, one row per output phase: (target, 1, source + 2 * margin)."""
     cutoff = min(source, target) * _SINC_ROLLOFF
     margin = math.ceil(_SINC_ZEROS * source / cutoff)
     taps = torch.arange(-margin, margin + source, dtype=torch.float64) / source
@@ -117,7 +117,7 @@ class MelConfig:
 @lru_cache(maxsize=4)
 @torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
 def _mel_basis(config: MelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Slaney mel filters (bins, n_fft // 2 + 1) and the Hann window, on a device."""
+    """Return Slaney mel filters (bins, n_fft // 2 + 1) and the Hann window, on a device."""
     from transformers.audio_utils import mel_filter_bank  # takes half a second and few processes need it
 
     filters = mel_filter_bank(
@@ -133,7 +133,7 @@ def _mel_basis(config: MelConfig, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def mel_spectrogram(wav: Tensor, config: MelConfig | None = None) -> Tensor:
-    """24 kHz wave (B, N) -> log mel (B, 80, N // HOP_SAMPLES), the flow's features; `config` for others.
+    """Return a 24 kHz wave (B, N) as log mel (B, 80, N // HOP_SAMPLES), the flow's features; `config` for others.
 
     ValueError if the wave is too short for reflection padding.
     """
@@ -153,7 +153,7 @@ def mel_spectrogram(wav: Tensor, config: MelConfig | None = None) -> Tensor:
 def fbank(
     wav: Tensor, *, bins: int = MEL_BINS, rate: int = PROMPT_SAMPLE_RATE, mean_normalised: bool = False
 ) -> Tensor:
-    """Wave (N,) -> Kaldi log filter bank (T, bins), 25 ms windows every 10 ms, no dither.
+    """Return a wave (N,) as Kaldi log filter bank (T, bins), 25 ms windows every 10 ms, no dither.
 
     mean_normalised: subtract each band's mean over time, as CAM++ expects.
     """
@@ -174,7 +174,8 @@ def fbank(
 
 
 def load_audio(source: str | Path | BinaryIO, rate: int, *, max_seconds: float | None = None) -> np.ndarray:
-    """A sound file (path or open file) of any rate and channel count as float32 (N,) at `rate`, channels averaged.
+    """Return a sound file (path or open file) of any rate and channel count as float32 (N,) at `rate`, channels
+    averaged.
 
     Only libsndfile reads it (WAV, FLAC, OGG, MP3): FFmpeg's demuxers would open files that a playlist names.
     max_seconds: for files from untrusted clients. ValueError if the file is longer, which is found out without decoding
@@ -196,7 +197,8 @@ def load_audio(source: str | Path | BinaryIO, rate: int, *, max_seconds: float |
 
 
 def _require_cheap(kind: str, channels: int, rate: int) -> None:
-    """ValueError naming what an untrusted file's header asks for, if decoding or resampling it could be expensive."""
+    """Raise ValueError naming what an untrusted file's header asks for, if decoding or resampling it could be
+    expensive."""
     if kind not in _UNTRUSTED_FORMATS:
         raise ValueError(f"the recording is a file of the format {kind}: send WAV, FLAC, OGG or MP3")
     if channels > _UNTRUSTED_CHANNELS:
@@ -210,8 +212,8 @@ def _require_cheap(kind: str, channels: int, rate: int) -> None:
 
 
 def load_reference(path: Path) -> np.ndarray:
-    """A sound file as a reference recording: float32 (N,) at 16 kHz. ValueError as in `validate_reference`, and as in
-    `load_audio` for files from untrusted clients."""
+    """Return a sound file as a reference recording: float32 (N,) at 16 kHz. ValueError as in `validate_reference`, and
+    as in `load_audio` for files from untrusted clients."""
     return validate_reference(load_audio(path, PROMPT_SAMPLE_RATE, max_seconds=MAX_REFERENCE_SECONDS))
 
 

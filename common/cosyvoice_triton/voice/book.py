@@ -54,7 +54,7 @@ class VoiceBook:
         self._lock = Lock()
 
     def get(self, name: str | None = None) -> Voice | Mix:
-        """The voice of that name, or the default voice: that of `default`, else speaker UPSTREAM_DEFAULT of a
+        """Return the voice of that name, or the default voice: that of `default`, else speaker UPSTREAM_DEFAULT of a
         spk2info.pt. ValueError with the known names if there is none, or naming what is wrong with a mix;
         UnavailableError if its file is damaged."""
         if name is None:
@@ -73,7 +73,7 @@ class VoiceBook:
             return Mix([(self._read(part) or self._unknown(part, where), weight) for part, weight in parts])
 
     def names(self) -> list[str]:
-        """The known names, sorted. UnavailableError if they cannot be read."""
+        """Return the known names, sorted. UnavailableError if they cannot be read."""
         with self._lock:
             try:
                 return self._names()
@@ -104,7 +104,7 @@ class VoiceBook:
         return None
 
     def _names(self) -> list[str]:
-        """The known names. Damaged files are included: requesting such a voice says what is wrong with it."""
+        """Return the known names. Damaged files are included: requesting such a voice says what is wrong with it."""
         found: set[str] = set()
         for path in self._spk2infos:
             try:
@@ -119,7 +119,7 @@ class VoiceBook:
         return sorted(found)
 
     def _cached(self, path: Path, read: Callable[[Path], ContentT]) -> ContentT | None:
-        """The content of a file, read again after the file has changed; None if there is no such file."""
+        """Return the content of a file, read again after the file has changed; None if there is no such file."""
         if not path.is_file():
             self._cache.pop(path, None)
             return None
@@ -135,7 +135,7 @@ class VoiceBook:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Modification time, size and inode, which differ once a file has changed; empty if there is no such file."""
+    """Return modification time, size and inode, which differ once a file has changed; empty without such a file."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -50,7 +50,7 @@ class AudioTokenizer:
         self._device = device
 
     def __call__(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Float32 waves (N_i,) of at most 30 s to int64 ids (P_i,) in 0..6560."""
+        """Encode float32 waves (N_i,) of at most 30 s to int64 ids (P_i,) in 0..6560."""
         order = sorted(range(len(waves)), key=lambda index: len(waves[index]))  # the batches are then padded least
         at_once = int(SECONDS_AT_ONCE * PROMPT_SAMPLE_RATE)
         runs: list[list[int]] = [[]]
@@ -64,7 +64,7 @@ class AudioTokenizer:
         return [tokens[index] for index in range(len(waves))]
 
     def _encode(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """One padded batch, masked by length."""
+        """Encode one padded batch, masked by length."""
         mels = [self._s3.log_mel_spectrogram(torch.from_numpy(wave)) for wave in waves]
         mel, mel_len = self._s3.padding(mels)  # (B, 128, T), (B,)
         codes, code_len = self._model.quantize(mel.to(self._device), mel_len.to(self._device))  # (B, P), (B,)
@@ -107,7 +107,7 @@ class SpeakerEncoder:
             raise ValueError(f"{path}: its x-vector of a second of silence is not finite")
 
     def __call__(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Float32 waves (N_i,) to x-vectors (192,) float32. Recordings of equal length share a run.
+        """Encode float32 waves (N_i,) to x-vectors (192,) float32. Recordings of equal length share a run.
 
         Nothing is padded: the network pools statistics over all frames and takes no lengths.
         """
@@ -129,7 +129,7 @@ class SpeakerEncoder:
 
 
 def reference_mel(wav: np.ndarray, max_hz: float = audio.MelConfig.max_hz) -> np.ndarray:
-    """16 kHz recording (T,) float32 -> log mel (frames, 80) float32 of its 24 kHz version.
+    """Return a 16 kHz recording (T,) float32 as log mel (frames, 80) float32 of its 24 kHz version.
 
     max_hz: `Stack.mel_max_hz`.
     """
@@ -162,7 +162,7 @@ class ReferenceEncoder:
         return tokenizer, SpeakerEncoder(self._model_dir, self._speaker_runtime, self._device)
 
     def __call__(self, wav: np.ndarray) -> Prompt:
-        """wav: 16 kHz (T,) float32, checked by `audio.validate_reference`. The prompt has no transcript."""
+        """Return the prompt of a checked 16 kHz wave (T,) float32, without a transcript."""
         recording = Recording(wav)
         with self._lock:
             if (known := self._prompts.get(recording)) is not None:
@@ -175,8 +175,8 @@ class ReferenceEncoder:
 
 
 def _only_file(model_dir: str | Path, pattern: str) -> Path:
-    """The one file of a checkpoint directory that matches; official checkpoints name the tokenizer differently. Beside
-    it they may have the same network for batches, NAME.batch.onnx, which is not read."""
+    """Return the one file of a checkpoint directory that matches; official checkpoints name the tokenizer differently.
+    Beside it they may have the same network for batches, NAME.batch.onnx, which is not read."""
     found = sorted(path for path in Path(model_dir).glob(pattern) if not path.stem.endswith(".batch"))
     if len(found) != 1:
         raise ValueError(f"{model_dir}: expected one file {pattern}, found {[path.name for path in found]}")
@@ -184,14 +184,14 @@ def _only_file(model_dir: str | Path, pattern: str) -> Path:
 
 
 def import_s3tokenizer() -> ModuleType:
-    """The package s3tokenizer; it imports torchaudio, but only for its file loader, which we do not use."""
+    """Return the package s3tokenizer; it imports torchaudio, but only for its file loader, which we do not use."""
     with torchaudio_or_stub():
         import s3tokenizer
     return s3tokenizer
 
 
 def _load_s3_model(s3: ModuleType, path: Path) -> Any:
-    """Like `s3tokenizer.load_model`, but with the sizes of the file instead of the official ones."""
+    """Load like `s3tokenizer.load_model`, but with the sizes of the file instead of the official ones."""
     from s3tokenizer.model_v2 import ModelConfig, S3TokenizerV2
     from s3tokenizer.model_v3 import ModelConfigV3, S3TokenizerV3
 

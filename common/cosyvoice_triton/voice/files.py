@@ -50,7 +50,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def is_voice_name(name: str) -> bool:
-    """Whether `name` can be the stem of a voice's files: one visible, printable file name that stays in its folder."""
+    """Return whether `name` can be the stem of a voice's files: one visible, printable file name that stays in its
+    folder."""
     return (
         0 < len(name.encode(errors="replace")) <= MAX_NAME_BYTES
         and name.isprintable()
@@ -61,7 +62,7 @@ def is_voice_name(name: str) -> bool:
 
 
 def read_voice(path: Path) -> Prompt | Recording:
-    """A file written by `save_voice` or `save_recording`. ValueError naming the file if it is damaged."""
+    """Read a file written by `save_voice` or `save_recording`. ValueError naming the file if it is damaged."""
     tensors = _content(path, load)
     needed = (WAV, TRANSCRIPT) if WAV in tensors else (TOKENS, MEL, EMBEDDING, TRANSCRIPT)
     if missing := [name for name in needed if name not in tensors]:
@@ -101,7 +102,7 @@ def save_recording(path: Path, recording: Recording) -> None:
 
 @contextlib.contextmanager
 def _written(path: Path, tensors: dict[str, np.ndarray], text: str) -> Iterator[Path]:
-    """A complete file next to `path`, under a name of its own that is no voice's; gone after the block."""
+    """Keep a complete file next to `path` while the block runs, under a name of its own that is no voice's."""
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_name(f".{os.urandom(8).hex()}")
     try:
@@ -112,7 +113,8 @@ def _written(path: Path, tensors: dict[str, np.ndarray], text: str) -> Iterator[
 
 
 def read_recording(path: Path) -> Recording:
-    """A recording and the transcript next to it, validated like those of a request. ValueError naming the file."""
+    """Return a recording and the transcript next to it, validated like those of a request. ValueError naming the
+    file."""
     try:
         wav = load_reference(path)
         transcript = path.with_suffix(".txt")
@@ -124,7 +126,8 @@ def read_recording(path: Path) -> Recording:
 
 
 def read_spk2info(path: Path) -> dict[str, Any]:
-    """The speakers of a spk2info.pt. Only tensors and plain values are unpickled, so nothing in the file can run.
+    """Return the speakers of a spk2info.pt. Only tensors and plain values are unpickled, so nothing in the file can
+    run.
 
     ValueError naming the file if it is damaged.
     """
@@ -135,7 +138,7 @@ def read_spk2info(path: Path) -> dict[str, Any]:
 
 
 def spk2info_prompt(entry: Any, where: str, decode: Decode) -> Prompt:
-    """A speaker of spk2info.pt, as upstream's Triton runtime or CosyVoice2's `add_zero_shot_spk` writes it.
+    """Return a speaker of spk2info.pt, as upstream's Triton runtime or CosyVoice2's `add_zero_shot_spk` writes it.
 
     One with an x-vector alone, as upstream's SFT models have, is a prompt without tokens, mel and transcript.
     decode: text of the LLM's token ids; CosyVoice2 saves transcripts as ids. ValueError starting with `where`.
@@ -160,7 +163,7 @@ def _first_tensor(entry: Mapping[str, Any], keys: Sequence[str]) -> Tensor | Non
 
 
 def _content(path: Path, parse: Callable[[bytes], Any]) -> Any:
-    """`parse` of a file's bytes. It is not memory-mapped: a file that shrinks would crash the process."""
+    """Return `parse` of a file's bytes. It is not memory-mapped: a file that shrinks would crash the process."""
     data = path.read_bytes()
     try:
         return parse(data)
@@ -169,7 +172,7 @@ def _content(path: Path, parse: Callable[[bytes], Any]) -> Any:
 
 
 def _prompt(tensors: Mapping[str, Tensor], transcript: Callable[[], str], where: str) -> Prompt:
-    """tensors: (P,) or (1, P), (T, 80) or (1, T, 80), (192,) or (1, 192). ValueError starting with `where`."""
+    """Return a prompt; each tensor may have a batch dimension of 1. ValueError starting with `where`."""
     try:
         tokens, embedding = tensors[TOKENS].long().reshape(-1).numpy(), tensors[EMBEDDING].float().reshape(-1).numpy()
         mel = tensors[MEL].float().reshape(-1, tensors[MEL].shape[-1]).numpy()

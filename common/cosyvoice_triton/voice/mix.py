@@ -35,7 +35,8 @@ class Mix:
     mel: ClassVar[np.ndarray] = np.zeros((0, MEL_BINS), np.float32)
 
     async def embedding(self, encode: Callable[[np.ndarray], Awaitable[np.ndarray]]) -> np.ndarray:
-        """The weighted mean (192,) of the voices' x-vectors, each scaled to unit length, as flows scale every x-vector.
+        """Return the weighted mean (192,) of the voices' x-vectors, each scaled to unit length, as flows scale every
+        x-vector.
 
         encode: x-vector (192,) of a recording (T,) at 16 kHz.
         """
@@ -51,7 +52,7 @@ class Mix:
 
 
 def mixed_voices(name: str) -> list[tuple[str, float]]:
-    """The names and weights in `anna(2)+bert`, where a missing weight is 1; none if `name` is not of this form.
+    """Return the names and weights in `anna(2)+bert`, where a missing weight is 1; none if `name` is not of this form.
 
     ValueError naming the value that is invalid.
     """

@@ -18,7 +18,7 @@ Encoder = Callable[[Sequence[np.ndarray]], list[np.ndarray]]  # waves (N_i,) flo
 
 
 def reference(request: Any) -> np.ndarray:
-    """Returns the validated recording in `reference_wav`: float32 (N,), without the padding after `reference_wav_len`.
+    """Return the validated recording in `reference_wav`: float32 (N,), without the padding after `reference_wav_len`.
 
     ValueError if it is missing or invalid.
     """

@@ -77,15 +77,15 @@ class PromptEncoder(Protocol):
     """The parts of a `Prompt`, from a recording (T,) float32 at 16 kHz. All three are requested concurrently."""
 
     async def tokens(self, wav: np.ndarray) -> np.ndarray:
-        """Speech ids (P,) 0..6560."""
+        """Return speech ids (P,) 0..6560."""
         ...
 
     async def mel(self, wav: np.ndarray) -> np.ndarray:
-        """(frames, 80) float32."""
+        """Return the mel (frames, 80) float32."""
         ...
 
     async def embedding(self, wav: np.ndarray) -> np.ndarray:
-        """X-vector (192,)."""
+        """Return the x-vector (192,)."""
         ...
 
 
@@ -100,7 +100,7 @@ class RecordingCache:
         self._prompts: OrderedDict[bytes, Prompt] = OrderedDict()  # by digest of the samples, most recently used last
 
     def get(self, recording: Recording) -> Prompt | None:
-        """The prompt of these samples, with this recording's transcript."""
+        """Return the prompt of these samples, with this recording's transcript."""
         if (prompt := self._prompts.get(recording.digest)) is None:
             return None
         self._prompts.move_to_end(recording.digest)

@@ -108,16 +108,17 @@ class AudioEncoder:
         self._writer = _ContainerWriter(self.format, rate) if self.format.container else None
 
     def push(self, chunk: np.ndarray) -> bytes:
-        """float32 (N,) -> the bytes that are complete, possibly none."""
+        """Encode float32 (N,) and return the bytes that are complete, possibly none."""
         return b"".join(self._bytes(part) for part in self._filtered(chunk))
 
     def finish(self) -> bytes:
-        """The remaining bytes, and the end of the container."""
+        """Return the remaining bytes, and the end of the container."""
         rest = b"".join(self._bytes(part) for part in self._filtered(None))
         return rest if self._writer is None else rest + self._writer.close()
 
     def complete(self, audio: bytes) -> bytes:
-        """All bytes of an answer, with the lengths in a WAV file's header, which are not known while it is streamed."""
+        """Return all bytes of an answer, with the lengths in a WAV file's header, which are not known while it is
+        streamed."""
         if self.format.container != "wav":
             return audio
         samples = audio.index(b"data") + 8  # a chunk begins with its name and its length
@@ -144,7 +145,8 @@ class AudioEncoder:
 
 
 async def framed(parts: AsyncGenerator[bytes, None], encoder: AudioEncoder) -> AsyncGenerator[bytes, None]:
-    """The encoded `parts` in frames of equal length, the last one filled with silence; unchanged without frames."""
+    """Yield the encoded `parts` in frames of equal length, the last one filled with silence; unchanged without
+    frames."""
     size, rest = encoder.frame_bytes, b""
     async with aclosing(parts):
         async for part in parts:
@@ -206,7 +208,7 @@ def _frame(samples: np.ndarray, kind: str, rate: int) -> av.AudioFrame:
 
 
 def _filter_of(rate: int, speed: float) -> Graph | None:
-    """A time-stretch that keeps the pitch, then resampling; None if neither is needed."""
+    """Return a time-stretch that keeps the pitch, then resampling; None if neither is needed."""
     tempos = list(_tempos(speed))
     if not tempos and rate == SAMPLE_RATE:
         return None
@@ -221,7 +223,7 @@ def _filter_of(rate: int, speed: float) -> Graph | None:
 
 
 def _tempos(speed: float) -> Iterator[float]:
-    """Factors whose product is `speed`, each within the range of one filter."""
+    """Yield factors whose product is `speed`, each within the range of one filter."""
     low, high = _TEMPO_RANGE
     while speed < low or speed > high:
         factor = low if speed < low else high

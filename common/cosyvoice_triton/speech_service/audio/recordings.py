@@ -11,7 +11,8 @@ from cosyvoice_triton.voice.audio import load_audio, validate_reference
 
 
 def decode(data: bytes, max_bytes: int) -> np.ndarray:
-    """An audio file as float32 (T,) at 16 kHz, channels averaged. ValueError with the reason if it is invalid."""
+    """Decode an audio file to float32 (T,) at 16 kHz, channels averaged. ValueError with the reason if it is
+    invalid."""
     if len(data) > max_bytes:
         raise ValueError(f"the recording has {len(data)} bytes, more than the limit of {max_bytes}")
     try:
@@ -22,7 +23,7 @@ def decode(data: bytes, max_bytes: int) -> np.ndarray:
 
 
 def decode_base64(text: str, max_bytes: int) -> np.ndarray:
-    """`decode` of base64, plain or as a data URL. ValueError, also for other URLs: none is fetched."""
+    """Decode a file in base64, plain or as a data URL. ValueError, also for other URLs: none is fetched."""
     if text.startswith("data:"):
         text = text.partition(",")[2]
     elif "://" in text[:16]:
@@ -37,7 +38,7 @@ def decode_base64(text: str, max_bytes: int) -> np.ndarray:
 
 
 def from_pcm16(data: bytes, max_bytes: int) -> np.ndarray:
-    """16-bit samples at 16 kHz, the format of the plain runtime's gRPC clients -> float32 (T,). ValueError."""
+    """Return 16-bit samples at 16 kHz, which the plain runtime's gRPC clients send, as float32 (T,). ValueError."""
     if len(data) > max_bytes or len(data) % 2:
         raise ValueError(f"prompt_audio has {len(data)} bytes: expected whole 16-bit samples, up to {max_bytes} bytes")
     return validate_reference(np.frombuffer(data, "<i2").astype(np.float32) / (1 << 15))

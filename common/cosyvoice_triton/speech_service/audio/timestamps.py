@@ -33,7 +33,7 @@ class Timestamps:
         self.segments: list[dict[str, Any]] = []
 
     def add(self, part: AudioPart) -> None:
-        """Takes some milliseconds where a segment ends."""
+        """Count a response; this takes some milliseconds where a segment ends."""
         self._audio = np.concatenate([self._audio, part.waveform])
         for text, samples in part.segments:
             if text:
@@ -41,7 +41,7 @@ class Timestamps:
             self._begin, self._audio = self._begin + samples, self._audio[samples:]
 
     def take(self) -> list[dict[str, Any]]:
-        """The segments since the last call."""
+        """Return the segments since the last call."""
         begin, self._taken = self._taken, len(self.segments)
         return self.segments[begin:]
 
@@ -63,7 +63,7 @@ class Timestamps:
 
 
 def subtitles(segments: Iterable[dict[str, Any]], kind: Subtitles) -> str:
-    """A file of the segments, which have words: cues of whole words, up to CUE_CHARS and CUE_SECONDS."""
+    """Return a file of the segments, which have words: cues of whole words, up to CUE_CHARS and CUE_SECONDS."""
     mark, head = (",", "") if kind == "srt" else (".", "WEBVTT\n\n")
     cues = (cue for segment in segments for cue in _cues(segment))
     return head + "".join(
@@ -73,7 +73,7 @@ def subtitles(segments: Iterable[dict[str, Any]], kind: Subtitles) -> str:
 
 
 def _cues(segment: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Text, start and end. A new one begins after the end of a sentence, too."""
+    """Yield the text, start and end of each cue. A new cue begins after the end of a sentence, too."""
     text, start, end, position = "", 0.0, 0.0, 0
     for word in segment["words"]:
         found = segment["text"].index(word["word"], position)
@@ -90,7 +90,7 @@ def _cues(segment: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
 
 
 def _cue_text(text: str, kind: Subtitles) -> str:
-    """WebVTT reads `<` and `&` as markup, and `-->` as the times of another cue; SubRip has no escapes."""
+    """Return the text as a cue may have it: WebVTT reads `<`, `&` and `-->` as its own; SubRip has no escapes."""
     return escape(text, quote=False) if kind == "vtt" else text
 
 

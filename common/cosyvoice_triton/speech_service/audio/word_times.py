@@ -44,7 +44,7 @@ class SpokenWord:
 
 
 def word_times(text: str, audio: np.ndarray) -> list[SpokenWord]:
-    """The words of `text`, spoken in `audio` (N,) float32 at SAMPLE_RATE; in order, without overlaps."""
+    """Return the words of `text`, spoken in `audio` (N,) float32 at SAMPLE_RATE; in order, without overlaps."""
     words = _words(text)
     if not words or not audio.size:
         return []
@@ -67,13 +67,13 @@ def word_times(text: str, audio: np.ndarray) -> list[SpokenWord]:
 
 
 def _weight(word: str) -> float:
-    """The expected seconds of a word without the pause after it."""
+    """Return the expected seconds of a word without the pause after it."""
     spoken = _MARKS.sub("", word)
     return expected_seconds(spoken) + (0.0 if spoken == word else _LENGTHENED)
 
 
 def _pauses(audio: np.ndarray) -> tuple[float, float, list[tuple[float, float]]]:
-    """Where the sound begins and ends, and its pauses: seconds of sound before each, and its length. In seconds."""
+    """Return where the sound begins and ends, and for each pause the sound before it and its length; all in seconds."""
     frames = audio[: audio.size - audio.size % FRAME].reshape(-1, FRAME)  # (N,) -> (frames, FRAME)
     loudness = np.sqrt(np.mean(np.square(frames), axis=1))
     loud = loudness > _QUIET * np.percentile(loudness, 95) if len(frames) else np.zeros(0, bool)
@@ -91,7 +91,8 @@ def _pauses(audio: np.ndarray) -> tuple[float, float, list[tuple[float, float]]]
 
 
 def _assigned(due: np.ndarray, marks: np.ndarray, at: np.ndarray) -> dict[int, int]:
-    """The ends of words that are at pauses -> the index of each pause in `at`, by the least cost of all assignments.
+    """Return for each end of a word at a pause the index of the pause in `at`, by the least cost of all
+    assignments.
 
     due (W + 1,): where the words end by their weights, 0 first. marks (W - 1,): which of the ends within have
     punctuation. at (P + 2,): the pauses between 0 and the end of the sound, which are assigned to the first and last.
@@ -123,7 +124,7 @@ def _assigned(due: np.ndarray, marks: np.ndarray, at: np.ndarray) -> dict[int, i
 
 
 def _words(text: str) -> list[tuple[int, int]]:
-    """Begin and end of each word, what has no letter or digit joined to the word before it."""
+    """Return begin and end of each word; what has no letter or digit is joined to the word before it."""
     words: list[tuple[int, int]] = []
     for found in _WORD.finditer(text):
         if any(char.isalnum() for char in found[0]) or not words:

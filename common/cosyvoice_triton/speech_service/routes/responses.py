@@ -93,7 +93,7 @@ async def _disconnected(receive: Receive) -> None:
 async def whole(
     parts: AsyncGenerator[bytes, None], job: SpeechJob, encoder: AudioEncoder, kind: Subtitles | None
 ) -> dict[str, Any]:
-    """A complete answer, with timestamps and subtitles if they are wanted."""
+    """Return a complete answer, with timestamps and subtitles if they are wanted."""
     async with aclosing(parts):
         audio = encoder.complete(b"".join([part async for part in parts]))
     return {
@@ -109,7 +109,7 @@ async def whole(
 async def whole_json(
     parts: AsyncGenerator[bytes, None], job: SpeechJob, encoder: AudioEncoder, kind: Subtitles | None
 ) -> AsyncGenerator[bytes, None]:
-    """The same as the bytes of an answer, in one part."""
+    """Yield the complete answer as JSON, in one part."""
     yield json.dumps(await whole(parts, job, encoder, kind)).encode()
 
 
@@ -121,8 +121,8 @@ def _subtitles(job: SpeechJob, kind: Subtitles | None) -> dict[str, str]:
 async def events(
     parts: AsyncGenerator[bytes, None], job: SpeechJob, kind: Subtitles | None
 ) -> AsyncGenerator[bytes, None]:
-    """The parts of an answer as server-sent events: deltas, and the timestamps of segments as these end; then `done`
-    with the usage and subtitles, or `error`."""
+    """Yield the parts of an answer as server-sent events: deltas, and the timestamps of segments as these end; then
+    `done` with the usage and subtitles, or `error`."""
     started = False
     try:
         async with aclosing(parts):

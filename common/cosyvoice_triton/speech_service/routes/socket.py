@@ -335,7 +335,8 @@ class SocketSession:
 
 
 def _joined(text: str) -> tuple[str, str]:
-    """`text` with its surrogate pairs as characters, and the half of one at its end. ApiError for other halves."""
+    """Return `text` with its surrogate pairs as characters, and the half of one at its end. ApiError for other
+    halves."""
     text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
     half = text[-1:] if "\ud800" <= text[-1:] <= "\udbff" else ""
     text = text.removesuffix(half) if half else text

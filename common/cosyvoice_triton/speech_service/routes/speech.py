@@ -22,7 +22,7 @@ router = APIRouter()
 
 
 def _body(model: type[SpeechRequest] | type[BatchRequest]) -> dict[str, Any]:
-    """For the OpenAPI document. The routes parse the body themselves, so that all errors are in OpenAI's format."""
+    """Return a body for the OpenAPI document. The routes parse it themselves: all errors are in OpenAI's format."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
 
 
@@ -84,7 +84,7 @@ async def batch(request: Request) -> Response:
 
 
 async def _whole(service: Service, item: Any) -> dict[str, Any]:
-    """The result of one item of a batch."""
+    """Return the result of one item of a batch."""
     if not isinstance(item, dict):
         raise invalid(f"the item is a JSON {type(item).__name__}, not an object")
     wanted: SpeechRequest = parse(SpeechRequest, item)
@@ -123,7 +123,7 @@ async def audio_models(request: Request) -> dict[str, Any]:
 
 
 def _models(service: Service) -> dict[str, dict[str, Any]]:
-    """The listed models by name; none if no Triton is available."""
+    """Return the listed models by name; none if no Triton is available."""
     served = service.dispatcher.pool.models
     about = {"object": "model", "created": 0, "owned_by": "cosyvoice"}
     listed = {name: {"id": name, **about} for name in served}
@@ -134,7 +134,8 @@ def _models(service: Service) -> dict[str, dict[str, Any]]:
 
 
 async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any], bytes | None]:
-    """The fields of a JSON object or a form, and the content of the file in the field `upload`, if any. ApiError."""
+    """Return the fields of a JSON object or a form, and the content of the file in the field `upload`, if any.
+    ApiError."""
     settings = Service.of(request).settings
     content_type = request.headers.get("content-type", "application/json").lower()
     kind = content_type.partition(";")[0].strip()
@@ -158,7 +159,7 @@ async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any
 
 
 def _read_urlencoded(body: bytes, settings: Settings) -> dict[str, Any]:
-    """The fields of a form without files. ApiError."""
+    """Return the fields of a form without files. ApiError."""
     if len(body) > settings.max_form_bytes:
         raise ApiError(413, f"the form has more than {settings.max_form_bytes} bytes: send multipart/form-data")
     try:

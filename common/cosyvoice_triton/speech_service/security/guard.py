@@ -118,7 +118,7 @@ class Guard:
 
 
 def _hostname(url: str) -> str:
-    """Empty if the URL has none."""
+    """Return the host of a URL, empty if it has none."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
@@ -137,7 +137,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def check_key(authorization: str, keys: Iterable[str]) -> None:
-    """ApiError 401 unless `authorization` is "Bearer KEY" with one of `keys`, or `keys` is empty."""
+    """Raise ApiError 401 unless `authorization` is "Bearer KEY" with one of `keys`, or `keys` is empty."""
     keys = tuple(keys)
     scheme, _, given = authorization.partition(" ")
     if keys and not any(
