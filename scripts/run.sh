@@ -31,7 +31,7 @@ HEALTH_PORT=${HEALTH_PORT:-8003}
 LLM_PORT=${LLM_PORT:-18000} # of stage 6
 MAX_BATCH_SIZE=${MAX_BATCH_SIZE:-16}
 NUM_TASKS=${NUM_TASKS:-2}
-VOICE=(--reference-audio common/cosyvoice_triton/samples/reference_en.wav --reference-text
+VOICE=(--reference-audio "$SAMPLES/reference_en.wav" --reference-text
     "Your call is now first in line and will be answered by the next available representative.")
 
 SPK2INFO=() CACHED=()
@@ -44,8 +44,8 @@ if ((LOCAL)); then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # several processes share the cores, and the demo's networks are small
     MODELS=${MODELS:-$WORK/models/demo}
     REPOSITORY=${REPOSITORY:-$WORK/build/unet}
-    DATA=${DATA:---manifest-path common/cosyvoice_triton/samples/manifest.jsonl}
-    OFFLINE_DATA=${OFFLINE_DATA:---manifest-path common/cosyvoice_triton/samples/manifest.jsonl}
+    DATA=${DATA:---manifest-path $SAMPLES/manifest.jsonl}
+    OFFLINE_DATA=${OFFLINE_DATA:---manifest-path $SAMPLES/manifest.jsonl}
     CHECKPOINTS=(demo)
     ENGINE=(--kind onnxruntime_genai)
     ENGINE_DIR=$MODELS/cosyvoice2_llm_genai

@@ -31,8 +31,8 @@ if ((LOCAL)); then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # several processes share the cores, and the demo's networks are small
     MODELS=${MODELS:-$WORK/models/random}
     REPOSITORY=${REPOSITORY:-$WORK/build/cosyvoice3}
-    DATA=${DATA:---manifest-path common/cosyvoice_triton/samples/manifest.jsonl}
-    OFFLINE_DATA=${OFFLINE_DATA:---manifest-path common/cosyvoice_triton/samples/manifest.jsonl}
+    DATA=${DATA:---manifest-path $SAMPLES/manifest.jsonl}
+    OFFLINE_DATA=${OFFLINE_DATA:---manifest-path $SAMPLES/manifest.jsonl}
     CHECKPOINTS=(cosyvoice_triton.demo_checkpoint.make "$MODELS" --weights random)
     ENGINE=(--kind onnxruntime_genai)
     ENGINE_DIR=$MODELS/cosyvoice3_llm_genai

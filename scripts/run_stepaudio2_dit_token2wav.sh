@@ -44,8 +44,8 @@ if ((LOCAL)); then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # several processes share the cores, and the demo's networks are small
     MODELS=${MODELS:-$WORK/models/demo}
     REPOSITORY=${REPOSITORY:-$WORK/build/dit_openai}
-    DATA=${DATA:---manifest-path common/cosyvoice_triton/samples/manifest.jsonl}
-    OFFLINE_DATA=${OFFLINE_DATA:---manifest-path common/cosyvoice_triton/samples/manifest.jsonl}
+    DATA=${DATA:---manifest-path $SAMPLES/manifest.jsonl}
+    OFFLINE_DATA=${OFFLINE_DATA:---manifest-path $SAMPLES/manifest.jsonl}
     VOCODER_DATA=$OFFLINE_DATA
     TOKEN2WAV_GPUS=${TOKEN2WAV_GPUS:-2} # servers of this one machine
     TASKS_PER_INSTANCE=${TASKS_PER_INSTANCE:-1 2}

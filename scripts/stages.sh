@@ -7,6 +7,8 @@ PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo py
 # A checkout's own package, whatever the Python has installed; the images have it installed only.
 [[ ! -d common ]] || export PYTHONPATH=$PWD/common${PYTHONPATH:+:$PYTHONPATH}
 WORK=${WORK:-.} # everything that the stages write is below it, unless a setting names another place
+# shellcheck disable=SC2034  # the scripts read it
+SAMPLES=$("$PYTHON" -c 'import cosyvoice_triton.samples as samples; print(samples.__path__[0])')
 LOGS=${LOGS:-$WORK/out/logs}
 READY_SECONDS=${READY_SECONDS:-1800}
 

@@ -11,7 +11,8 @@ from tests.containers.images import CPU
 from tests.containers.project import wait_for
 
 DIT = ("bash", "run_stepaudio2_dit_token2wav.sh")
-DATA = "DATA=--manifest-path common/cosyvoice_triton/samples/manifest.jsonl --num-requests 2"
+SAMPLES = "/usr/local/lib/python3.11/site-packages/cosyvoice_triton/samples"
+DATA = f"DATA=--manifest-path {SAMPLES}/manifest.jsonl --num-requests 2"
 
 
 def test_the_image_alone_ends_soon_while_it_prepares_the_demo(docker: Engine) -> None:

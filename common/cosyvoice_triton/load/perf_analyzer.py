@@ -1,6 +1,6 @@
 """Write requests of a manifest, a data set or the command line as an input file for Triton's perf_analyzer.
 
-    python -m cosyvoice_triton.load.perf_analyzer --manifest-path tests/assets/manifest.jsonl --output
+    python -m cosyvoice_triton.load.perf_analyzer --manifest-path texts.jsonl --output
     out/perf_analyzer.json
     perf_analyzer -m cosyvoice2_dit -i grpc --streaming --async -u localhost:8001 \\
         --input-data out/perf_analyzer.json --concurrency-range 1:4 --measurement-mode count_windows \\
