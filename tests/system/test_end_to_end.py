@@ -173,7 +173,7 @@ def mixed(anna: str, stack: str, demo_models: Path, voice: np.ndarray) -> tuple[
 def test_a_mix_of_voices_is_between_them_in_the_order_of_the_weights(
     stack: str, serve: Serve, mixed: tuple[str, str, str]
 ) -> None:
-    address, model, (a, b, only_a) = serve(stack=stack).grpc_url, MODELS[stack], mixed
+    address, model, (a, b, only_a) = serve(stack=stack, settings=SETTINGS).grpc_url, MODELS[stack], mixed
     names = (only_a, f"{a}(2)+{a}", f"{a}(3)+{b}", f"{a}+{b}(3)")
     spoken = [stream(address, model, Utterance(TEXT, None, None, {"seed": 2}, name)).waveform for name in names]
     assert len({waveform.size for waveform in spoken}) == 1  # the LLM gets nothing of any of the voices
@@ -186,7 +186,7 @@ def test_a_mix_of_voices_is_between_them_in_the_order_of_the_weights(
 def test_a_mix_that_cannot_be_made_is_refused_with_its_value(
     stack: str, serve: Serve, voice: np.ndarray, mixed: tuple[str, str, str]
 ) -> None:
-    address, arrays, (a, b, _) = serve(stack=stack).grpc_url, request_arrays(voice), mixed
+    address, arrays, (a, b, _) = serve(stack=stack, settings=SETTINGS).grpc_url, request_arrays(voice), mixed
     unnamed = {name: value for name, value in arrays.items() if name not in NO_RECORDING}
     for speaker, words in {
         f"{a}+nobody": f"unknown speaker 'nobody' in '{a}+nobody', whose voices must be registered",
