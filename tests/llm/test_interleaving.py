@@ -139,6 +139,7 @@ def test_a_vllm_server_gets_each_block_as_a_request_of_ids_and_speaks_like_an_en
     assert tuple(spoken) == asyncio.run(speak(engine, tokenizer, text, sampling))
     blocks = [(body["min_tokens"], body["max_tokens"]) for body in bodies[:-1]]
     assert blocks == [(8, 8), *[(SPEECH_BLOCK, SPEECH_BLOCK)] * (len(bodies) - 2)] and len(blocks) > 3
+    assert len({body["seed"] for body in bodies}) == len(bodies), "blocks of the same random numbers sound alike"
     for before, after in itertools.pairwise(spoken[1]):
         assert after[: len(before)] == before  # what vLLM's prefix cache holds
 

@@ -31,8 +31,23 @@ def with_slack(rules: HopRules = RULES) -> FirstHops:
     return first_hops
 
 
-def test_the_first_hop_is_short_once_enough_streams_had_slack() -> None:
-    assert begin(with_slack()).short
+def test_the_first_hop_is_short_once_four_streams_had_slack() -> None:
+    """One or two may have been lucky."""
+    first_hops = FirstHops(RULES)
+    assert [speak(first_hops, 0.0) for _ in range(5)] == [False] * 4 + [True]
+
+
+@pytest.mark.parametrize(("left", "short"), [(0.05, True), (0.03, False)])
+def test_a_player_without_a_buffer_must_have_40_ms_left_when_the_second_chunk_comes(left: float, short: bool) -> None:
+    first_hops, audio = FirstHops(RULES), (10 - WITHHELD_TOKENS) / TOKEN_RATE
+    for _ in range(4):
+        speak(first_hops, audio - left)
+    assert begin(first_hops).short == short
+
+
+def test_two_of_a_crowd_begin_short() -> None:
+    first_hops = with_slack()
+    assert sum(begin(first_hops).short for _ in range(100)) == 2
 
 
 def test_one_slow_stream_ends_it_until_it_is_forgotten() -> None:
