@@ -11,8 +11,12 @@ URGENT = -5  # the priority of a stream; torch takes the nearest one that the GP
 
 def on_device(values: Sequence[object] | np.ndarray | Tensor, device: torch.device) -> Tensor:
     """`values` on the device, without waiting for it: a plain copy would wait for everything launched before."""
-    host = torch.as_tensor(values)
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+    return pinned(torch.as_tensor(values), device).to(device, non_blocking=True)
+
+
+def pinned(host: Tensor, device: torch.device) -> Tensor:
+    """`host` in memory from which a GPU copies without holding back the thread; itself if the device is no GPU."""
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 def on_host(*values: Tensor) -> list[Tensor]:

@@ -49,8 +49,8 @@ from cosyvoice_triton.networks.flow.unet import UNetEstimator
 from cosyvoice_triton.networks.hift.config import HiFTConfig
 from cosyvoice_triton.networks.hift.f0 import silenced
 from cosyvoice_triton.networks.hift.generator import HiFTGenerator
-from cosyvoice_triton.token2wav.flow import cached_graphs as cached_graphs
 from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
+from cosyvoice_triton.token2wav.flow.cached_graphs import GraphedSolve
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.encoder_fused import FusedEncoder
@@ -58,7 +58,8 @@ from cosyvoice_triton.token2wav.flow.encoder_window import ABSENT
 from cosyvoice_triton.token2wav.flow.kv_cache import TailPool
 from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
 from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet
-from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.graphs import Graphs
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits, Size
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 from cosyvoice_triton.token2wav.stream import VocoderState
@@ -226,19 +227,21 @@ def compare_encoder() -> None:
 TWO = BatchLimits(max_streams=2)
 
 
-class Padded:
-    """In place of `Graphs`: one more row and three more frames than are needed, computed at once."""
+class Padded(Graphs):
+    """Computes at once what graphs would, with one more row and three more frames than are needed; prompts one by one,
+    chunks together."""
 
     def __init__(
-        self, function: Callable[..., Tensor], inputs: Callable[..., tuple[Tensor, ...]], *_: Any, worker: int
+        self, function: Callable[..., Tensor], inputs: Callable[..., tuple[Tensor, ...]], _: Any, name: str, worker: int
     ) -> None:
-        self._function, self._inputs = function, inputs
+        self._function, self._made, self._halved = function, inputs, name == "prompts"
 
-    def fitting(self, B: int, T: int) -> tuple[int, int]:
-        return B + 1, T + 3
+    def parts(self, rows: int, length: int, *, warn: bool = True) -> list[tuple[slice, Size | None]]:
+        count = 1 if self._halved else rows
+        return [(slice(begin, begin + count), (count + 1, length + 3)) for begin in range(0, rows, count)]
 
-    def run(self, size: tuple[int, int], *values: Tensor) -> Tensor:
-        inputs = self._inputs(*size)
+    def run(self, size: Size, *values: Tensor) -> Tensor:
+        inputs = self._made(*size)
         for tensor, value in zip(inputs, values, strict=False):
             tensor[tuple(slice(length) for length in value.shape)] = value
         return self._function(*inputs)
@@ -294,13 +297,11 @@ def compare_streams(
         return place
 
     with (
-        patch.object(cached_graphs, "Graphs", Padded),
         patch.object(TailPool, "empty_attention", noted),
-        patch.object(Tensor, "pin_memory", lambda x: x),  # needs a GPU
     ):
         solver = fused._solver(kernels)
-        fused._solve = cached_graphs.GraphedSolve(
-            solver, fused._pool, flow_noise(), TWO.of_worker(FIRST_CHUNK_WORKER), 200
+        fused._solve = GraphedSolve(
+            solver, fused._pool, flow_noise(), TWO.of_worker(FIRST_CHUNK_WORKER), 200, make=Padded
         )
         random = np.random.default_rng(0)
         spoken_in = [prompt(random, tokens, network.config.speaker_dim) for tokens in voices]

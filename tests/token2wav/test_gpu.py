@@ -38,7 +38,7 @@ from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
 from cosyvoice_triton.token2wav.flow.solve import GatheredSolve
 from cosyvoice_triton.token2wav.flow.unet_flow import PlainWindowSolve, UNetStreaming
 from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
-from cosyvoice_triton.token2wav.gpu.graphs import Graphs
+from cosyvoice_triton.token2wav.gpu.graphs import Graphs, _capture_stream
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise, source_noise, uniform_noise
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
@@ -429,6 +429,11 @@ def test_a_flow_that_overflows_in_float16_speaks_as_in_float32(dit: DiTFlow, hif
     for ours, theirs in zip(spoken(half), spoken(engine(network, hift, torch.float32)), strict=True):
         assert relative_error(ours, theirs) < 0.1
     assert half.counts[RETRIED] == 9
+
+
+def test_the_graphs_of_first_chunks_are_urgent_and_each_worker_has_a_stream_of_its_own() -> None:
+    others, firsts, again = (_capture_stream(0, worker) for worker in (0, FIRST_CHUNK_WORKER, 0))
+    assert others is again and others != firsts and firsts.priority < others.priority
 
 
 @torch.inference_mode()

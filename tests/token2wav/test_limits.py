@@ -3,12 +3,9 @@
 import itertools
 
 import pytest
-import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import CONTEXT_TOKENS, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
 from cosyvoice_triton.orchestrator.chunking import HopRules
-from cosyvoice_triton.token2wav.gpu import graphs as graphs_module
-from cosyvoice_triton.token2wav.gpu.graphs import Graphs
 from cosyvoice_triton.token2wav.gpu.limits import (
     COSYVOICE3_FRAMES,
     DIT_FRAMES,
@@ -154,20 +151,6 @@ def test_graphs_are_made_for_batches_that_the_streams_can_fill(max_streams, batc
 def test_a_hop_beyond_a_batch_is_refused_with_both_values():
     with pytest.raises(ValueError, match="max_hop_tokens 2100 makes chunks of 4208 mel frames; a batch holds 4096"):
         BatchLimits(max_hop_tokens=2100)
-
-
-def test_a_length_beyond_every_graph_is_logged_once(monkeypatch, caplog):
-    """Capturing needs a GPU; which size fits does not."""
-    monkeypatch.setattr(graphs_module, "_warm_up", lambda *_: torch.zeros(1))
-    monkeypatch.setattr(graphs_module, "_capture", lambda *_: None)
-    graphs = Graphs(lambda: None, lambda *_: (), [(1, 32), (4, 32), (1, 64)], "the vocoder")
-    assert graphs.fitting(3, 30) == (4, 32)
-    assert graphs.fitting(2, 40) is None and caplog.records == []  # a batch that can be split
-    assert graphs.fitting(1, 99, warn=False) is None and caplog.records == []  # a whole utterance
-    assert graphs.fitting(1, 65) is graphs.fitting(1, 90) is None
-    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
-        "the vocoder: a length of 65 is beyond the largest CUDA graph"
-    ]
 
 
 def test_a_batch_beyond_the_graphs_is_counted_as_its_two_halves():

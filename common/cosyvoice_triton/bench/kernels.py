@@ -41,13 +41,13 @@ from cosyvoice_triton.networks.flow import (
 )
 from cosyvoice_triton.networks.flow.config import DiTConfig, EncoderConfig, RotaryDiTConfig, UNetConfig
 from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator
-from cosyvoice_triton.token2wav.flow import cached_graphs as cached_graphs
-from cosyvoice_triton.token2wav.flow import unet_graphs as window_graphs
+from cosyvoice_triton.token2wav.flow.cached_graphs import GraphedSolve
 from cosyvoice_triton.token2wav.flow.dit_solver import DiTSolver
 from cosyvoice_triton.token2wav.flow.encoder_fused import FusedEncoder
 from cosyvoice_triton.token2wav.flow.kv_cache import TailPool
 from cosyvoice_triton.token2wav.flow.rotary_solver import RotarySolver
 from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet
+from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
 from cosyvoice_triton.token2wav.gpu.limits import (
     COSYVOICE3_FRAMES,
     DIT_FRAMES,
@@ -170,23 +170,18 @@ def _run_networks(dtype: torch.dtype) -> None:
         unet = UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(mid_stages=1, blocks=1))).to(dtype)
         rotary = CosyVoice3Flow(CosyVoice3FlowConfig(estimator=RotaryDiTConfig(depth=1))).to(dtype)
         noise = NoiseTape(torch.empty(1, MEL_BINS))
-    with (
-        patch.object(cached_graphs, "Graphs", _every_size),
-        patch.object(window_graphs, "Graphs", _every_size),
-        patch.object(Tensor, "pin_memory", lambda x: x),  # needs a GPU
-    ):
-        fused_unet = FusedUNet(unet.decoder.estimator, [0.0])
-        solvers = (DiTSolver(dit, kernels, 1), DIT_FRAMES), (RotarySolver(rotary, kernels, 1), COSYVOICE3_FRAMES)
-        pools = [
-            TailPool(sizes, dit.encoder_proj.weight, 1, limits.max_streams, TAIL_FRAMES)
-            for sizes in (dit.config.estimator, rotary.config.estimator)
-        ]
-        for of in (limits, limits.of_worker(FIRST_CHUNK_WORKER)):
-            for (solver, most), pool in zip(solvers, pools, strict=True):
-                cached_graphs.GraphedSolve(solver, pool, noise, of, most)
-            sizes = of.sizes(of.window_frames, UNET_FRAMES)
-            window_graphs.GraphedWindowSolve(unet, fused_unet, noise, sizes, 1, worker=of.worker)
-            _run_encoder(dit, of)
+    fused_unet = FusedUNet(unet.decoder.estimator, [0.0])
+    solvers = (DiTSolver(dit, kernels, 1), DIT_FRAMES), (RotarySolver(rotary, kernels, 1), COSYVOICE3_FRAMES)
+    pools = [
+        TailPool(sizes, dit.encoder_proj.weight, 1, limits.max_streams, TAIL_FRAMES)
+        for sizes in (dit.config.estimator, rotary.config.estimator)
+    ]
+    for of in (limits, limits.of_worker(FIRST_CHUNK_WORKER)):
+        for (solver, most), pool in zip(solvers, pools, strict=True):
+            GraphedSolve(solver, pool, noise, of, most, make=_every_size)
+        sizes = of.sizes(of.window_frames, UNET_FRAMES)
+        GraphedWindowSolve(unet, fused_unet, noise, sizes, 1, worker=of.worker, make=_every_size)
+        _run_encoder(dit, of)
     channels, frames = HiFTConfig().channels // 2, limits.chunk_frames[-1]  # after the first upsampling
     for lengths in (None, torch.empty(1, dtype=torch.int64, device="meta")):
         kernels.snake(
@@ -252,7 +247,7 @@ def _run_decoder(dtype: torch.dtype) -> None:
         fused.draw(fused.head(x, weights["head"], 1e-6), requests, slots)
 
 
-def _every_size(function: Any, inputs: Any, sizes: Any, name: str, worker: int) -> None:
+def _every_size(function: Any, inputs: Any, sizes: Any, name: str, worker: int) -> Any:
     """In place of `Graphs`: calls the function instead of capturing it."""
     for size in sizes:
         function(*inputs(*size))

@@ -1,18 +1,19 @@
 """The solve on a GPU: fused kernels that read each stream's own memory, as CUDA graphs by batch and length."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from cosyvoice_triton import kernels
+from cosyvoice_triton.device import pinned
 from cosyvoice_triton.networks.flow.cache import KeyValues
 from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver
 from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, TailPool
 from cosyvoice_triton.token2wav.flow.prompt_caches import Prefilled
 from cosyvoice_triton.token2wav.flow.solve import prefilled
 from cosyvoice_triton.token2wav.gpu.graphs import Graphs
-from cosyvoice_triton.token2wav.gpu.limits import PREFILL_FRAMES, BatchLimits
+from cosyvoice_triton.token2wav.gpu.limits import PREFILL_FRAMES, BatchLimits, Size, batch_parts
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 
 # Those of `kernels.attend_paged`; where in its place the next frame goes; the first frame's index; `kernels.append`'s
@@ -40,51 +41,61 @@ class PagedContext:
 class GraphedSolve:
     """The solve on a GPU. One batch at a time: the graphs of all sizes share their memory.
 
-    limits: `of_prompts`: it has graphs for prompts too. most: frames of a batch of chunks, padding included.
+    limits: if `of_prompts`, there are graphs for prompts, too. most: frames of a batch of chunks, padding included.
+    make: makes the graphs.
     """
 
-    def __init__(self, solver: CachedSolver, pool: TailPool, noise: NoiseTape, limits: BatchLimits, most: int):
+    def __init__(
+        self,
+        solver: CachedSolver,
+        pool: TailPool,
+        noise: NoiseTape,
+        limits: BatchLimits,
+        most: int,
+        *,
+        make: Callable[..., Graphs] = Graphs,
+    ):
         self._solver = solver
         self._pool = pool
         self._noise = noise
         self.sizes = limits.sizes(limits.row_frames, most)
-        self._graphs = Graphs(self._solve, self._inputs, self.sizes, "the flow", worker=limits.worker)
+        self._graphs = make(self._solve, self._inputs, self.sizes, "the flow", worker=limits.worker)
         self._prompts: Graphs | None = None
         if limits.of_prompts:
             prompts = limits.sizes(limits.prompt_frames, PREFILL_FRAMES)
-            self._prompts = Graphs(self._prefill, self._inputs, prompts, "prompts", worker=limits.worker)
+            self._prompts = make(self._prefill, self._inputs, prompts, "prompts", worker=limits.worker)
 
     def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor, frames: Sequence[int]) -> list[Prefilled]:
-        B, T, _ = mu.shape
-        size = self._prompts.fitting(B, T) if self._prompts else None
-        if size is None and B > 1:
-            halves = slice(0, B // 2), slice(B // 2, B)
-            return [left for part in halves for left in self.prefill(mu[part], speaker[part], mel[part], frames[part])]
-        prompts = [self._pool.empty_attention(count) for count in frames]
-        columns = [self._own_frames_column(count, into) for count, into in zip(frames, prompts, strict=True)]
-        table = self._padded(columns, size[0] if size else B)
-        if self._prompts is None or size is None:
-            return prefilled(prompts, self._prefill(mu, speaker, table.to(mu.device), mel))
-        return prefilled(prompts, self._prompts.run(size, mu, speaker, table, mel))
+        # Without graphs of their own, prompts are computed one by one.
+        parts = self._prompts.parts(*mu.shape[:2]) if self._prompts else batch_parts((), *mu.shape[:2])
+        left = []
+        for of, size in parts:
+            prompts = [self._pool.empty_attention(count) for count in frames[of]]
+            columns = [self._own_frames_column(count, into) for count, into in zip(frames[of], prompts, strict=True)]
+            table = self._padded(columns, size[0] if size else len(prompts))
+            if self._prompts is None or size is None:
+                history = self._prefill(mu[of], speaker[of], table.to(mu.device), mel[of])
+            else:
+                history = self._prompts.run(size, mu[of], speaker[of], table, mel[of])
+            left += prefilled(prompts, history)
+        return left
 
     def run(self, streams: Sequence[CachedStream], rows: Sequence[Row], mu: Tensor, known: Tensor | None) -> Tensor:
         B, T, _ = mu.shape
-        size = self._graphs.fitting(B, T)
-        if size is None and B > 1:
-            # The first half is copied: the second one's graph overwrites it.
-            halves = slice(0, B // 2), slice(B // 2, B)
-            return torch.cat(
-                [self.run(streams[of], rows[of], mu[of], None if known is None else known[of]).clone() for of in halves]
-            )
-        inputs = mu, torch.cat([stream.prompt.speaker for stream in streams])
-        others = () if known is None else (known,)
-        if size is None:
-            mel = self._solve(*inputs, self._table(streams, rows, B).to(mu.device), *others)
-        else:
-            mel = self._graphs.run(size, *inputs, self._table(streams, rows, size[0]), *others)
-        for stream, row in zip(streams, rows, strict=True):
-            self._pool.advance(stream.tail, row)
-        return mel[:B, :T]
+
+        def compute(of: slice, size: Size | None) -> Tensor:
+            part, computed = streams[of], rows[of]
+            inputs = mu[of], torch.cat([stream.prompt.speaker for stream in part])
+            others = () if known is None else (known[of],)
+            if size is None:
+                mel = self._solve(*inputs, self._table(part, computed, len(part)).to(mu.device), *others)
+            else:
+                mel = self._graphs.run(size, *inputs, self._table(part, computed, size[0]), *others)
+            for stream, row in zip(part, computed, strict=True):
+                self._pool.advance(stream.tail, row)
+            return mel[: len(part), :T]
+
+        return self._graphs.run_rows(B, T, compute)
 
     def _prefill(self, mu: Tensor, speaker: Tensor, table: Tensor, mel: Tensor) -> Tensor:
         """mu and mel (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> convolution history of B prompts, see
@@ -114,9 +125,10 @@ class GraphedSolve:
         return self._padded(columns, batch)
 
     def _padded(self, columns: list[list[int]], batch: int) -> Tensor:
-        """(TABLE_ROWS, batch), pinned. Padding rows have no frames; their histories go to the scratch slot."""
+        """The pinned table (TABLE_ROWS, batch). Padding rows have no frames; their histories go to the scratch slot."""
         columns = columns + [self._own_frames_column(0)] * (batch - len(columns))
-        return torch.tensor(columns).T.contiguous().pin_memory()  # (B, TABLE_ROWS) -> (TABLE_ROWS, B)
+        table = torch.tensor(columns).T.contiguous()  # (B, TABLE_ROWS) -> (TABLE_ROWS, B)
+        return pinned(table, self._solver.device)
 
     def _own_frames_column(self, frames: int, into: KeyValues | None = None) -> list[int]:
         """The column of a row that attends to its own frames only: a prompt, kept in `into`, or padding."""

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS
+from cosyvoice_triton.device import pinned
 from cosyvoice_triton.networks.flow.base import ConformerFlow, MelFlow
 from cosyvoice_triton.token2wav.gpu.graphs import Graphs
 from cosyvoice_triton.token2wav.gpu.limits import ENCODER_TOKENS, BatchLimits, Size
@@ -81,21 +82,21 @@ class WindowEncoder:
 
         warn: log a length beyond every graph; whole utterances may be of such lengths.
         """
-        return self._encode(windows, max(len(window) for window in windows), warn)
+        graphs, longest = self._graphs, max(len(window) for window in windows)
+        if graphs is None:
+            return self._eager(windows, longest)
 
-    def _encode(self, windows: Sequence[Window], longest: int, warn: bool) -> Tensor:
-        B = len(windows)
-        size = self._graphs.fitting(B, longest, warn=warn) if self._graphs else None
-        if self._graphs and size is None and B > 1:
-            # The first half is copied: the second one's graph overwrites it.
-            first = self._encode(windows[: B // 2], longest, warn)[:, : TOKEN_MEL_RATIO * longest].clone()
-            second = self._encode(windows[B // 2 :], longest, warn)[:, : TOKEN_MEL_RATIO * longest]
-            return torch.cat([first, second])
-        if self._graphs is None or size is None:
-            return self._network.encode_window(*(x.to(self._device) for x in stacked(windows, longest)))
-        self._graphs.inputs(size)[1][B:] = 1  # rows of padding
-        values = (x.pin_memory() for x in stacked(windows, size[1]))
-        return self._graphs.run(size, *values)[:B]
+        def compute(part: slice, size: Size | None) -> Tensor:
+            of = windows[part]
+            if size is None:
+                return self._eager(of, longest)
+            graphs.inputs(size)[1][len(of) :] = 1  # rows of padding
+            return graphs.run(size, *(pinned(x, self._device) for x in stacked(of, size[1])))[: len(of)]
+
+        return graphs.run_rows(len(windows), longest, compute, warn=warn)
+
+    def _eager(self, windows: Sequence[Window], longest: int) -> Tensor:
+        return self._network.encode_window(*(x.to(self._device) for x in stacked(windows, longest)))
 
     def _inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
         tokens = torch.zeros(B, T, 1 + LOOKAHEAD_TOKENS, dtype=torch.int64, device=self._device)

@@ -1,12 +1,13 @@
 """The solve of windows on a GPU: an estimator of fused kernels, as CUDA graphs by batch size and window length."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from cosyvoice_triton.constants import TOKEN_MEL_RATIO
+from cosyvoice_triton.device import pinned
 from cosyvoice_triton.networks.flow.matching import time_schedule
 from cosyvoice_triton.networks.flow.unet import UNetFlow
 from cosyvoice_triton.token2wav.flow.unet_window import WindowChunk, noise_indices
@@ -36,28 +37,26 @@ class GraphedWindowSolve:
         steps: int,
         *,
         worker: int,
+        make: Callable[..., Graphs] = Graphs,
     ):
         """estimator: of the network, for the times of `steps` steps. sizes: batch and window length, mel frames.
-        worker: see `Graphs`."""
+        worker: see `Graphs`. make: makes the graphs."""
         _, self._widths = time_schedule(steps)
         self._estimator = estimator
         self._guidance = network.decoder.guidance
         self._noise = noise
         weight = network.spk_embed_affine_layer.weight
         self._mel_bins, self._device, self._dtype = weight.shape[0], weight.device, weight.dtype
-        self._graphs = Graphs(self._solve, self._inputs, sizes, "the flow", worker=worker)
+        self._graphs = make(self._solve, self._inputs, sizes, "the flow", worker=worker)
 
     def run(self, chunks: list[WindowChunk], mu: Tensor) -> Tensor:
-        return self._run(chunks, mu, max(TOKEN_MEL_RATIO * chunk.computed for chunk in chunks))
+        frames = max(TOKEN_MEL_RATIO * chunk.computed for chunk in chunks)
+        return self._graphs.run_rows(
+            len(chunks), frames, lambda part, size: self._run(chunks[part], mu[part], frames, size)
+        )  # fmt: skip
 
-    def _run(self, chunks: list[WindowChunk], mu: Tensor, frames: int) -> Tensor:
-        """Their mel (B, >= frames, mel)."""
-        size = self._graphs.fitting(len(chunks), frames)
-        if size is None and len(chunks) > 1:
-            half = len(chunks) // 2
-            # The first half is copied: the second one's graph overwrites it.
-            first = self._run(chunks[:half], mu[:half], frames)[:, :frames].clone()
-            return torch.cat([first, self._run(chunks[half:], mu[half:], frames)[:, :frames]])
+    def _run(self, chunks: list[WindowChunk], mu: Tensor, frames: int, size: Size | None) -> Tensor:
+        """Compute their mel (B, >= frames, mel)."""
         B, T = size or (1, frames)
         inputs = self._graphs.inputs(size) if size else self._inputs(B, T)
         condition = inputs[2]
@@ -66,10 +65,10 @@ class GraphedWindowSolve:
             condition[index, : len(prompt)] = prompt
             condition[index, len(prompt) :] = 0
         inputs[1][: len(chunks)] = torch.cat([chunk.stream.speaker for chunk in chunks])
-        lengths = torch.tensor([TOKEN_MEL_RATIO * chunk.computed for chunk in chunks]).pin_memory()
-        indices = noise_indices(chunks, T).pin_memory()
-        inputs[3][: len(chunks)].copy_(lengths, non_blocking=True)
-        inputs[4][: len(chunks)].copy_(indices, non_blocking=True)
+        lengths = torch.tensor([TOKEN_MEL_RATIO * chunk.computed for chunk in chunks])
+        indices = noise_indices(chunks, T)
+        inputs[3][: len(chunks)].copy_(pinned(lengths, mu.device), non_blocking=True)
+        inputs[4][: len(chunks)].copy_(pinned(indices, mu.device), non_blocking=True)
         inputs[0][: len(chunks), : mu.shape[1]] = mu[:, :T]
         return (self._graphs.run(size) if size else self._solve(*inputs))[: len(chunks)]
 

@@ -6,15 +6,17 @@ A chunk takes thousands of kernels, most of them short; launched one by one, the
 import logging
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from cosyvoice_triton.device import new_stream
-from cosyvoice_triton.token2wav.gpu.limits import Size
+from cosyvoice_triton.token2wav.gpu.limits import Size, batch_parts
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 
 logger = logging.getLogger(__name__)
@@ -49,15 +51,68 @@ def _side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class Replayable(Protocol):
+    def replay(self) -> None:
+        """Compute the captured function again, of what its inputs hold now."""
+        ...
+
+
+class Capture(Protocol):
+    """Makes graphs of functions of fixed tensors. `CudaCapture` does on a GPU; tests pass one that runs functions."""
+
+    def compile(self, name: str) -> AbstractContextManager[None]:
+        """Compile the kernels of functions that are called in the body, which do not run; `name` is for the log."""
+        ...
+
+    def warm_up(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
+        """Initialise what the function uses; returns its result."""
+        ...
+
+    def capture(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor) -> Replayable:
+        """Return the graph that writes the function's result to `result`."""
+        ...
+
+
+class CudaCapture:
+    """Captures CUDA graphs for one worker of the current GPU."""
+
+    def __init__(self, worker: int):
+        self._worker = worker
+
+    def compile(self, name: str) -> AbstractContextManager[None]:
+        from cosyvoice_triton.kernels.launch import compiled_ahead  # imports Triton, which CPU builds of torch lack
+
+        return compiled_ahead(name)
+
+    def warm_up(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
+        side = _side_stream(torch.cuda.current_device())
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                result = function(*inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        return result
+
+    def capture(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor) -> Replayable:
+        graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
+        pool, stream = _pool(device, self._worker).pool(), _capture_stream(device, self._worker)
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            result.copy_(function(*inputs))
+        return graph
+
+
 @dataclass(frozen=True)
 class _Graph:
     inputs: tuple[Tensor, ...]
     result: Tensor
-    graph: torch.cuda.CUDAGraph
+    graph: Replayable
 
 
 class Graphs:
-    """The graphs of one function, one per size. One replay of a worker at a time, those of other functions included."""
+    """The graphs of one function, one per size: a batch size and a length.
+
+    One replay of a worker at a time, those of other functions included.
+    """
 
     def __init__(
         self,
@@ -66,6 +121,7 @@ class Graphs:
         sizes: Iterable[Size],
         name: str,
         worker: int = 0,
+        capture: Callable[[int], Capture] = CudaCapture,
     ):
         """`inputs(*size)` makes tensors of a size that `function` can be called with; `name` is for the log."""
         self._name = name
@@ -73,20 +129,19 @@ class Graphs:
         self._graphs: dict[Size, _Graph] = {}
         # Largest first: the smaller ones then fit into the memory that its graph took.
         given = {size: inputs(*size) for size in sorted(sizes, key=math.prod, reverse=True)}
-        from cosyvoice_triton.kernels.launch import compiled_ahead  # imports Triton, which CPU builds of torch lack
-
-        with compiled_ahead(name):
+        making = capture(worker)
+        with making.compile(name):
             for size in tqdm(given, desc=f"finding the kernels of {name}", unit="size"):
                 function(*given[size])
         shapes: dict[Size, torch.Size] = {}
         for size in tqdm(given, desc=f"warming up {name}", unit="size"):
-            sample = _warm_up(function, given[size])
+            sample = making.warm_up(function, given[size])
             shapes[size] = sample.shape
         # Where all sizes leave their results.
         memory = sample.new_empty(max(map(math.prod, shapes.values())))
         for size, shape in tqdm(shapes.items(), desc=f"capturing {name}", unit="graph"):
             result = memory[: math.prod(shape)].view(shape)
-            self._graphs[size] = _Graph(given[size], result, _capture(function, given[size], result, worker))
+            self._graphs[size] = _Graph(given[size], result, making.capture(function, given[size], result))
 
     @property
     def sizes(self) -> Iterable[Size]:
@@ -96,26 +151,43 @@ class Graphs:
         """The input tensors of that size; the next `run` fills them partly or wholly."""
         return self._graphs[size].inputs
 
-    def fitting(self, *needed: int, warn: bool = True) -> Size | None:
-        """The smallest size that holds `needed` in every dimension; None if there is none.
+    def parts(self, rows: int, length: int, *, warn: bool = True) -> list[tuple[slice, Size | None]]:
+        """How a batch is computed, see `limits.batch_parts`. A row without a size is computed by eager kernels.
 
-        warn: log, once, that the length alone is beyond every graph, so that not even splitting the batch would help.
+        warn: log, once, that the length alone is beyond every graph, so that not even splitting the batch helps.
         """
-        holding = [size for size in self._graphs if all(have >= need for have, need in zip(size, needed, strict=True))]
         longest = max((size[-1] for size in self._graphs), default=0)
-        if warn and needed[-1] > longest and not self._warned:
+        if warn and length > longest and not self._warned:
             self._warned = True
             logger.warning(
                 "%s: a length of %d is beyond the largest CUDA graph, %d, and is computed by eager kernels, which is "
                 "slow; set max_hop_tokens and first_hop_tokens to the hops that clients use",
                 self._name,
-                needed[-1],
+                length,
                 longest,
             )
-        return min(holding, key=math.prod, default=None)
+        return batch_parts(self._graphs, rows, length)
+
+    def run_rows(
+        self, rows: int, length: int, compute: Callable[[slice, Size | None], Tensor], *, warn: bool = True
+    ) -> Tensor:
+        """Compute a batch of rows of up to that length, as `parts` divides it.
+
+        `compute` returns the results (n, >= length, ..) of some of the rows, by the graph of that size, or by eager
+        kernels without one. Returns those of all, (rows, >= length, ..), valid until the next call.
+        """
+        made = []
+        for part, size in self.parts(rows, length, warn=warn):
+            result = compute(part, size)
+            # The graph of the next part overwrites this result.
+            made.append(result if part.stop == rows else result.clone())
+        if len(made) == 1:
+            return made[0]
+        width = min(result.shape[1] for result in made)  # beyond the longest row there is padding only
+        return torch.cat([result[:, :width] for result in made])
 
     def run(self, size: Size, *values: Tensor) -> Tensor:
-        """The function's result for `values`, copied to the leading corner of each input; the rest keeps older values.
+        """Compute the function of `values`, copied to the leading corner of each input; the rest keeps older values.
 
         The result has the shape of the graph's size and is valid until the next call.
         """
@@ -124,24 +196,3 @@ class Graphs:
             tensor[tuple(slice(length) for length in value.shape)].copy_(value, non_blocking=True)
         captured.graph.replay()
         return captured.result
-
-
-def _warm_up(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
-    """Initialise what the function uses; returns its result."""
-    side = _side_stream(torch.cuda.current_device())
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UPS):
-            result = function(*inputs)
-    torch.cuda.current_stream().wait_stream(side)
-    return result
-
-
-def _capture(
-    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor, worker: int
-) -> torch.cuda.CUDAGraph:
-    """The graph that writes the function's result to `result`."""
-    graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
-    with torch.cuda.graph(graph, pool=_pool(device, worker).pool(), stream=_capture_stream(device, worker)):
-        result.copy_(function(*inputs))
-    return graph

@@ -156,21 +156,39 @@ class BatchLimits:
         return [(B, T) for B, T in product(batches, lengths) if B * T <= most]
 
 
-def padding(sizes: Collection[Size]) -> Callable[[int, int], int]:
-    """How many tokens are computed for a number of chunks, given the tokens of the longest, padding included.
+def smallest(sizes: Collection[Size], *needed: int) -> Size | None:
+    """The smallest of the sizes that holds `needed` in every dimension; None if there is none."""
+    holding = [size for size in sizes if all(have >= need for have, need in zip(size, needed, strict=True))]
+    return min(holding, key=math.prod, default=None)
 
-    sizes: of the CUDA graphs, batch size and mel frames; none if there are no graphs. A batch that no graph holds is
-    computed as two halves.
+
+def batch_parts(sizes: Collection[Size], rows: int, length: int) -> list[tuple[slice, Size | None]]:
+    """How a batch of rows of that length is computed by CUDA graphs of these sizes: rows of it, each with the size of
+    the graph that computes them. A batch that no graph holds is halved; a row that none holds has no size."""
+
+    def halved(begin: int, end: int) -> list[tuple[slice, Size | None]]:
+        size = smallest(sizes, end - begin, length)
+        if size is None and end - begin > 1:
+            middle = begin + (end - begin) // 2
+            return halved(begin, middle) + halved(middle, end)
+        return [(slice(begin, end), size)]
+
+    return halved(0, rows)
+
+
+def padding(sizes: Collection[Size]) -> Callable[[int, int], int]:
+    """Return a function that counts the tokens that are computed for a number of chunks, padding included, given the
+    tokens of the longest one.
+
+    sizes: batch sizes and mel frames of the CUDA graphs; none if there are no graphs.
     """
-    longest = max((T for _, T in sizes), default=0)
 
     @cache
     def padded(chunks: int, tokens: int) -> int:
         frames = TOKEN_MEL_RATIO * tokens
-        holding = [B * T for B, T in sizes if B >= chunks and T >= frames]
-        if not holding and chunks > 1 and frames <= longest:
-            return padded(chunks - chunks // 2, tokens) + padded(chunks // 2, tokens)
-        return int(min(holding, default=chunks * frames)) // TOKEN_MEL_RATIO
+        if not sizes:
+            return chunks * tokens
+        return sum(math.prod(size or (1, frames)) for _, size in batch_parts(sizes, chunks, frames)) // TOKEN_MEL_RATIO
 
     return padded
 

@@ -3,14 +3,14 @@
 In eager mode the convolution library plans every new shape for tens of milliseconds.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from cosyvoice_triton.token2wav.gpu.graphs import Graphs
-from cosyvoice_triton.token2wav.gpu.limits import HIFT_FRAMES, BatchLimits
+from cosyvoice_triton.token2wav.gpu.limits import HIFT_FRAMES, BatchLimits, Size
 
 
 class Renderer(Protocol):
@@ -31,16 +31,19 @@ class Renderer(Protocol):
 class GraphedRenderer:
     """A renderer by CUDA graphs; batches that no graph holds are split."""
 
-    def __init__(self, plain: Renderer, limits: BatchLimits):
+    def __init__(
+        self, plain: Renderer, limits: BatchLimits, *, most: int = HIFT_FRAMES, make: Callable[..., Graphs] = Graphs
+    ):
+        """most: frames of a batch, padding included. make: makes the graphs."""
         self._plain = plain
         of = {False: (limits.first_chunk_frames, "'s first chunks")}
         if not limits.starts:
             of[True] = limits.chunk_frames, ""
         self._graphs = {
-            begun: Graphs(
+            begun: make(
                 partial(plain.render, begun),
                 plain.inputs,
-                limits.sizes(lengths, HIFT_FRAMES),
+                limits.sizes(lengths, most),
                 f"the vocoder{name}",
                 worker=limits.worker,
             )
@@ -48,15 +51,14 @@ class GraphedRenderer:
         }
 
     def render(self, begun: bool, mel: Tensor, slots: Tensor, *others: Tensor) -> Tensor:
-        graphs, inputs, B = self._graphs[begun], (mel, slots, *others), len(mel)
-        size = graphs.fitting(B, mel.shape[2])
-        if size is None and B > 1:
-            first, second = zip(*(x.tensor_split(2) for x in inputs), strict=True)
-            # The first half is copied: the second one's graph overwrites it.
-            halves = self.render(begun, *first).clone(), self.render(begun, *second)
-            width = min(half.shape[1] for half in halves)  # beyond the longest row there is padding only
-            return torch.cat([half[:, :width] for half in halves])
-        if size is None:
-            return self._plain.render(begun, *inputs)
-        graphs.inputs(size)[1][B:] = self._plain.scratch
-        return graphs.run(size, *inputs)[:B]
+        graphs = self._graphs[begun]
+
+        def compute(part: slice, size: Size | None) -> Tensor:
+            inputs = [x[part] for x in (mel, slots, *others)]
+            if size is None:
+                return self._plain.render(begun, *inputs)
+            B = len(inputs[0])
+            graphs.inputs(size)[1][B:] = self._plain.scratch
+            return graphs.run(size, *inputs)[:B]
+
+        return graphs.run_rows(len(mel), mel.shape[2], compute)

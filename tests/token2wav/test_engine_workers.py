@@ -1,0 +1,328 @@
+"""An engine with a worker for first chunks, by plain operations: each worker has a form of the flow and the vocoder
+over the same streams. With CUDA graphs it is in `test_gpu`."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from cosyvoice_triton.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.monitoring.environment import TEST_FAULTS
+from cosyvoice_triton.monitoring.metrics import EVICTED, FAILED, RETRIED, Values
+from cosyvoice_triton.orchestrator.chunking import HopRules
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
+from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
+from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise, source_noise, uniform_noise
+from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
+from cosyvoice_triton.token2wav.stream import Stream
+from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
+from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
+from cosyvoice_triton.voice.prompt import Prompt
+
+from tests.support.streams import VOICES_BYTES, Piece, dit_pieces, ids, prompt, unet_pieces
+
+LIMITS = BatchLimits(max_streams=4, first_hop_tokens=10, max_hop_tokens=20)
+TOLERANCE = 1e-3  # between batches, as in test_engine
+PartT = TypeVar("PartT")
+
+
+class Used(list[tuple[str, int]]):
+    """Which of flow and vocoder computed, and the worker for which."""
+
+
+def with_workers(kind: type[Any], used: Used) -> type[Any]:
+    """A flow or a vocoder that has a form for each worker, over the same streams."""
+    method, name = ("_render", "vocoder") if issubclass(kind, (CausalVocoder, StreamingVocoder)) else ("render", "flow")
+
+    class WithWorkers(kind):
+        worker = 0
+
+        def for_worker(self, worker: int) -> Any:
+            other = copy(self)
+            other.worker = worker
+            return other
+
+    def noted(self: Any, *arguments: Any) -> Any:
+        used.append((name, self.worker))
+        return getattr(kind, method)(self, *arguments)
+
+    setattr(WithWorkers, method, noted)
+    if hasattr(kind, "_prefill"):
+
+        def prefilled(self: Any, *arguments: Any) -> Any:
+            used.append(("prefill", self.worker))
+            return kind._prefill(self, *arguments)
+
+        WithWorkers._prefill = prefilled
+    return WithWorkers
+
+
+class Subject(NamedTuple):
+    """Two engines of the same networks, one with a worker for first chunks. expected: the audio of PLANS."""
+
+    engine: Token2Wav
+    plain: Token2Wav
+    used: Used
+    expected: list[np.ndarray]
+
+
+@pytest.fixture(scope="module", params=["dit", "unet", "cosyvoice3"])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    network = request.getfixturevalue(
+        {"dit": "dit_network", "unet": "unet_network", "cosyvoice3": "rotary_network"}[request.param]
+    )
+    hift = request.getfixturevalue("causal_hift" if request.param == "cosyvoice3" else "vocoder")
+    used = Used()
+
+    def engine(make: Callable[[type[Any]], type[Any]], limits: BatchLimits) -> Token2Wav:
+        options: dict[str, Any] = {"limits": limits, "steps": 2}
+        caches = PromptCaches(VOICES_BYTES)
+        if request.param == "dit":
+            flow = make(DiTStreaming)(network, flow_noise(), caches, tail_frames=30, context_tokens=40, **options)
+        elif request.param == "unet":
+            flow = make(UNetStreaming)(network, flow_noise(), context_tokens=40, **options)
+        else:
+            flow = make(CosyVoice3Streaming)(network, flow_noise(), caches, tail_frames=60, **options)
+        if request.param == "cosyvoice3":
+            vocoder = make(CausalVocoder)(hift, uniform_noise(hift.config.harmonics + 1), limits=limits)
+        else:
+            of = hift._plain.hift
+            vocoder = make(StreamingVocoder)(of, source_noise(of.config.harmonics + 1), limits=limits)
+        return Token2Wav(flow, vocoder)
+
+    plain = engine(lambda kind: kind, LIMITS)
+    return Subject(engine(partial(with_workers, used=used), LIMITS), plain, used, spoken(plain))
+
+
+@pytest.fixture(autouse=True)
+def nothing_used(request: pytest.FixtureRequest) -> Iterator[None]:
+    if "subject" in request.fixturenames:
+        request.getfixturevalue("subject").used.clear()
+    yield
+
+
+class Plan(NamedTuple):
+    """A stream that begins at a turn, and has a chunk in each turn from then on."""
+
+    begin: int
+    voice: Prompt
+    tokens: int
+    hops: list[int]
+
+
+# Three first chunks in a batch; a whole stream of one chunk; two that begin beside later chunks, one in a voice of
+# another stream, one with too little for audio; the last one has a longer first chunk than the first hop makes.
+PLANS = [
+    Plan(0, prompt(0), 62, [10, 20, 14]),
+    Plan(0, prompt(1, tokens=0), 50, [8, 13, 20]),
+    Plan(0, prompt(2, tokens=28), 30, [10]),
+    Plan(1, prompt(3, tokens=7), LIMITS.first_chunk_tokens, []),
+    Plan(2, prompt(0), 44, [9, 20]),
+    Plan(2, prompt(1, tokens=0), 15, [2, 1, 9]),
+    Plan(4, prompt(4), 42, [20]),
+]
+
+
+def pieces(engine: Token2Wav, tokens: np.ndarray, hops: list[int]) -> list[Piece]:
+    return (unet_pieces if engine._flow.cumulative else dit_pieces)(tokens, hops)
+
+
+def spoken(engine: Token2Wav, used: Used | None = None) -> list[np.ndarray]:
+    """The audio of the plans' streams as far as they come, first chunks by the worker for them."""
+    audio: list[list[np.ndarray]] = [[] for _ in PLANS]
+    live: dict[int, tuple[Stream, list[Piece]]] = {}
+    for turn in range(max(plan.begin + len(plan.hops) for plan in PLANS) + 1):
+        for row, plan in enumerate(PLANS):
+            if plan.begin == turn:
+                live[row] = engine.open(plan.voice), pieces(engine, ids(plan.tokens, plan.tokens), plan.hops)
+        chunks = {row: left.pop(0).of(engine, stream) for row, (stream, left) in live.items()}
+        for first in (True, False):
+            worker = min(FIRST_CHUNK_WORKER if first else 0, engine.workers - 1)
+            rows = [row for row, chunk in chunks.items() if engine.is_first_chunk(chunk) == first]
+            if used is not None:
+                used.clear()
+            for row, result in zip(rows, engine.render([chunks[row] for row in rows], worker), strict=True):
+                if isinstance(result, Exception):
+                    assert str(result) == "a bad chunk"
+                    engine.close(live.pop(row)[0])
+                else:
+                    audio[row].append(result)
+            assert used is None or {of for _, of in used} <= {worker}
+        for row in [row for row, (_, left) in live.items() if not left]:
+            engine.close(live.pop(row)[0])
+    assert not live
+    return [np.concatenate([np.zeros(0, np.float32), *parts]) for parts in audio]
+
+
+def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)
+
+
+def test_streams_that_change_between_workers_sound_as_those_of_a_plain_engine(subject: Subject) -> None:
+    """Slots and voices serve again."""
+    engine, plain, used, expected = subject
+    assert (engine.workers, plain.workers) == (LIMITS.workers, 1)
+    assert [len(audio) for audio in expected] == [plan.tokens * TOKEN_MEL_RATIO * HOP_SAMPLES for plan in PLANS]
+    assert min(np.abs(audio).max() for audio in expected) > 0.01
+    assert_same(spoken(engine, used), expected)
+    assert engine.counts[RETRIED] == engine.counts[FAILED] == 0
+
+
+OfFault = Callable[[str], tuple[list[np.ndarray], Values]]
+
+
+@pytest.fixture
+def of_fault(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OfFault:
+    """The audio of PLANS if the first batch of first chunks has that fault, and how much more went wrong."""
+
+    def speak(fault: str) -> tuple[list[np.ndarray], Values]:
+        before = subject.engine.counts
+        monkeypatch.setenv(TEST_FAULTS, str(tmp_path))
+        (tmp_path / fault).touch()
+        audio = spoken(subject.engine)
+        assert not (tmp_path / fault).exists()
+        return audio, {name: count - before[name] for name, count in subject.engine.counts.items()}
+
+    return speak
+
+
+def test_a_first_chunk_that_is_not_finite_is_rendered_again_and_its_stream_goes_on(
+    subject: Subject, of_fault: OfFault
+) -> None:
+    """It is one of three in a batch."""
+    audio, more = of_fault("nan_mel")
+    assert_same(audio, subject.expected)
+    assert (more[RETRIED], more[FAILED]) == (1, 0)
+
+
+@pytest.mark.parametrize("subject", ["dit"], indirect=True)
+def test_a_voice_that_is_not_finite_is_made_again_for_all_workers(subject: Subject, of_fault: OfFault) -> None:
+    audio, more = of_fault("nan_voice")
+    assert_same(audio, subject.expected)
+    assert (more[RETRIED], more[EVICTED]) == (1, 1)
+
+
+def test_a_first_chunk_that_fails_leaves_the_others_of_its_batch_as_they_are(
+    subject: Subject, of_fault: OfFault
+) -> None:
+    audio, more = of_fault("bad_chunk")
+    assert_same(audio[1:], subject.expected[1:])
+    assert len(audio[0]) == 0 and (more[RETRIED], more[FAILED]) == (0, 1)
+
+
+@pytest.mark.parametrize("subject", ["dit", "cosyvoice3"], indirect=True)
+def test_new_voices_are_prefilled_by_the_worker_for_first_chunks(subject: Subject) -> None:
+    """Three in one batch, one by itself."""
+    engine, used = subject.engine, subject.used
+    voices = [prompt(seed, tokens=tokens) for seed, tokens in ((20, 12), (21, 28), (22, 0), (23, 28))]
+    engine.prefill(voices[:3])
+    assert [engine.prefill_frames(voice) for voice in voices[:3]] == [0, 0, 0]
+    for voice in voices:
+        engine.close(engine.open(voice))
+    assert used == 2 * [("prefill", FIRST_CHUNK_WORKER)]
+
+
+def test_each_worker_warms_up_its_own_flow_and_vocoder(subject: Subject) -> None:
+    for worker in range(LIMITS.workers):
+        subject.used.clear()
+        subject.engine.warm_up(worker)
+        rendered = [each for each in subject.used if each[0] != "prefill"]
+        assert rendered == [("flow", worker), ("vocoder", worker)]
+
+
+@torch.inference_mode()
+def test_without_workers_of_both_networks_there_is_one(subject: Subject) -> None:
+    engine, plain = subject.engine, subject.plain
+    for flow, vocoder in ((engine._flow, plain._vocoder), (plain._flow, engine._vocoder)):
+        assert Token2Wav(flow, vocoder).workers == 1
+
+
+def test_first_chunks_and_new_voices_beside_batches_are_as_alone(subject: Subject) -> None:
+    """Two threads that do not wait for each other."""
+    engine = subject.engine
+
+    def firsts(turn: int) -> list[np.ndarray]:
+        streams = [engine.open(prompt(30 + turn)), engine.open(prompt(31, tokens=20))]
+        piece = pieces(engine, ids(turn, 30), [8 + turn])[0]
+        audio = engine.step([piece.of(engine, stream) for stream in streams], FIRST_CHUNK_WORKER)
+        for stream in streams:
+            engine.close(stream)
+        return audio
+
+    def begun() -> list[Stream]:
+        streams = [engine.open(prompt(40)), engine.open(prompt(41, tokens=0))]
+        engine.step([pieces(engine, ids(9, 90), [10])[0].of(engine, stream) for stream in streams], FIRST_CHUNK_WORKER)
+        return streams
+
+    def later(streams: list[Stream]) -> list[np.ndarray]:
+        audio = []
+        for piece in pieces(engine, ids(9, 90), [10, 20, 20, 20])[1:]:
+            audio += engine.step([piece.of(engine, stream) for stream in streams])
+        for stream in streams:
+            engine.close(stream)
+        return audio
+
+    alone, firsts_alone = later(begun()), [firsts(turn) for turn in range(3)]
+    with ThreadPoolExecutor(1) as pool:
+        batches = pool.submit(later, begun())
+        for turn in range(3):
+            assert_same(firsts(turn), firsts_alone[turn])
+        assert_same(batches.result(), alone)
+
+
+@pytest.mark.parametrize(("kind", "boundary"), [("dit", 1), ("dit", 5), ("unet", 1), ("unet", 5)])
+@pytest.mark.parametrize("first_hop", [7, 15])
+def test_a_first_chunk_is_any_of_the_first_hop(
+    kind: str, boundary: int, first_hop: int, request: pytest.FixtureRequest, vocoder: StreamingVocoder
+) -> None:
+    """As the hop schedule makes them, also of a text that ends in the first hop; no longer one, and no later one."""
+    limits = BatchLimits(max_streams=1, first_hop_tokens=first_hop, max_hop_tokens=20, chunk_boundary=boundary)
+    network = request.getfixturevalue(f"{kind}_network")
+    caches = (PromptCaches(VOICES_BYTES),) if kind == "dit" else ()
+    flow: Any = (DiTStreaming if kind == "dit" else UNetStreaming)(network, flow_noise(), *caches, limits=limits)
+    engine = Token2Wav(flow, vocoder)
+    rules = HopRules(first_hop=first_hop, max_hop=20, boundary=boundary)
+    longest = 0
+    for voice in [prompt(0, tokens=tokens) for tokens in range(3, 3 + boundary)]:
+        for count in range(1, 50):
+            schedule = rules.schedule(len(voice.tokens))
+            hops = list(iter(partial(schedule.next_hop, count, ended=True), None))
+            stream = engine.open(voice)
+            for index, piece in enumerate(pieces(engine, ids(count, count), [hop.length for hop in hops[:-1]])):
+                chunk = piece.of(engine, stream)
+                assert engine.is_first_chunk(chunk) == (index == 0)
+                longest = max(longest, 0 if index else chunk.new)
+                stream.rendered += chunk.new
+            engine.close(stream)
+    assert longest == limits.first_chunk_tokens == first_hop + boundary - 1 + LOOKAHEAD_TOKENS - 1
+    stream = engine.open(prompt(0))
+    for final in (False, True):
+        count = longest + (0 if final else LOOKAHEAD_TOKENS)
+        of_limit, beyond = (engine.chunk(stream, ids(0, count + more), final=final) for more in (0, 1))
+        assert engine.is_first_chunk(of_limit) and not engine.is_first_chunk(beyond)
+
+
+@pytest.mark.parametrize("hop", [1, 5])
+def test_the_warm_up_renders_a_first_chunk_of_any_first_hop(
+    dit_network: Any, vocoder: StreamingVocoder, prompts: PromptCaches, hop: int
+) -> None:
+    limits, rendered = replace(LIMITS, first_hop_tokens=hop), list[int]()
+
+    class Noted(DiTStreaming):
+        def render(self, chunks: Any) -> Any:
+            rendered.extend(chunk.new for chunk in chunks)
+            return super().render(chunks)
+
+    Token2Wav(Noted(dit_network, flow_noise(), prompts, limits=limits, steps=1), vocoder).warm_up()
+    assert rendered == [hop]
