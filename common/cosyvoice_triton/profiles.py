@@ -94,10 +94,56 @@ class LimitNumbers:
 class FirstHopNumbers:
     """Which streams begin with a short first hop, see orchestrator/first_hops.py."""
 
+    # A server has slack if the slowest of so many second chunks came early enough. One chunk would be luck: every tenth
+    # of a loaded server's comes early.
+    measured_streams: int = 4
+    # The audio that a player without a buffer has left when the second chunk comes: later chunks vary by as much.
+    margin_seconds: float = 0.04
+    # Streams that may wait for their second chunk after a short first hop: what a crowd that comes at once will wait
+    # for, no earlier stream has measured.
+    max_at_once: int = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class LLMNumbers:
-    """When the engine `cuda` prefills, steps and reports, see llm/engines/cuda/scheduler.py."""
+    """When the engine `cuda` prefills, steps and reports, see llm/engines/cuda/scheduler.py. Measured on H200s with the
+    official network's sizes; simulated in tests/llm/test_cuda_pacing.py with the times of its prefills and steps."""
+
+    # Prompt tokens of one prefill at most; each size is a CUDA graph. On a CPU other requests wait for a prefill.
+    max_prefill_tokens: int = 4096
+    # Prompt tokens that are prefilled before a step: a step takes nearly as long for few requests as for many, so when
+    # many begin together, their prompts come first; but those that run already must not wait for all of them.
+    prefill_tokens_per_step: int = 16384
+    # What a prefill counts for beside its tokens: one of few tokens takes as long as so many more.
+    prefill_launch_tokens: int = 512
+    # When the listeners of so many prefilled requests wait for their first chunk's tokens, no further prompts are
+    # prefilled until all of them have these. Of 256 that begin together the first ones are served earlier, and the last
+    # ones hardly later. Batches of 132 and of 160 requests were not faster.
+    prefill_batch: int = 144
+    # Steps whose tokens are read back together, unless a prompt waits or listeners wait for single tokens: each
+    # read-back is work of the host.
+    steps_per_readback: int = 3
+    # A step of so few rows takes hardly longer than a read-back, so there the steps are always read back together.
+    few_rows: int = 8
+    # The first report of a request, which shows that it runs. A report takes the host half a millisecond in all
+    # processes together.
+    first_report_tokens: int = 3
+    # Tokens that are buffered before a report at most: a second of speech.
+    max_buffered_tokens: int = 25
+    # How often the rows are stepped whose listeners have a first chunk to play: at ten times the rate of speech. A step
+    # of many rows takes hardly longer than one of few, and in between the GPU renders other listeners' first chunks.
+    decode_interval_seconds: float = 0.012
+    # With more rows than this hundreds of people listen, and token2wav needs the GPU most: 6.7 times the rate of
+    # speech. At four times (30 ms), tokens came so late that admission refused most newcomers.
+    crowd_rows: int = 40
+    crowd_decode_interval_seconds: float = 0.018
+    # How long a thread waits for CPython's lock before it asks for it. The default of 5 ms delays the engine's thread
+    # behind the thread that submits a crowd's prompts; 0.05 to 1 ms were equally fast.
+    switch_seconds: float = 3e-4
+    # A thread that submits a crowd gives way to the engine's thread each time so many requests wait. The tokenizer
+    # releases CPython's lock and takes it again before the engine's thread is awake. 2, 4, 16 and 32 were slower.
+    give_way_requests: int = 8
+    give_way_seconds: float = 5e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +159,8 @@ class Profile:
 
 H200 = Profile()
 SMALL_GPU = Profile()
-CPU = Profile()
+# One prefill may take as long as the shortest chunk's audio.
+CPU = Profile(llm=LLMNumbers(max_prefill_tokens=256))
 PROFILES: Mapping[ProfileName, Profile] = {"h200": H200, "small_gpu": SMALL_GPU, "cpu": CPU}
 
 

@@ -6,9 +6,10 @@ import threading
 import numpy as np
 import pytest
 from cosyvoice_triton.errors import FatalError, UnavailableError
-from cosyvoice_triton.llm.engines.batching import BatchingEngine
+from cosyvoice_triton.llm.engines.batching_engine import BatchingEngine
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.interface import Sampling
+from cosyvoice_triton.profiles import LLMNumbers
 
 VOCAB = 100
 CONTEXT = 50
@@ -63,7 +64,8 @@ def model():
 
 @pytest.fixture
 def engine(model):
-    engine = BatchingEngine(model, np.arange(END), 4)
+    engine = BatchingEngine(model, np.zeros(VOCAB, np.float32), 4, LLMNumbers())
+    engine.start()
     yield engine
     model.gate.set()
     engine.close()
@@ -81,16 +83,16 @@ async def collect(engine, request):
 
 def test_requests_of_different_lengths_share_rows_without_mixing(engine):
     async def run():
-        waves = []
-        for wave in range(5):
-            requests = [make_request(wave + 10 * i, max_tokens=1 + (3 * i + wave) % 9) for i in range(4)]
-            waves.append(await asyncio.gather(*(collect(engine, request) for request in requests)))
-        return waves
+        rounds = []
+        for round_ in range(5):
+            requests = [make_request(round_ + 10 * i, max_tokens=1 + (3 * i + round_) % 9) for i in range(4)]
+            rounds.append(await asyncio.gather(*(collect(engine, request) for request in requests)))
+        return rounds
 
-    for wave, results in enumerate(asyncio.run(run())):
+    for round_, results in enumerate(asyncio.run(run())):
         for i, (tokens, reason) in enumerate(results):
-            count = 1 + (3 * i + wave) % 9
-            assert tokens == list(range(wave + 10 * i + 1, wave + 10 * i + 1 + count))
+            count = 1 + (3 * i + round_) % 9
+            assert tokens == list(range(round_ + 10 * i + 1, round_ + 10 * i + 1 + count))
             assert reason == "length"
     assert engine.live == 0
 

@@ -4,25 +4,24 @@ import asyncio
 import dataclasses
 import json
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from cosyvoice_triton.llm.engines.cuda.decoder import Decoder, padded_rows, padded_tokens
-from cosyvoice_triton.llm.engines.cuda.engine import MAX_PREFILL, load_engine
-from cosyvoice_triton.llm.engines.cuda.operations import FAULT, NOTHING, PAGE, Places, Plain
+from cosyvoice_triton.llm.engines.cuda.engine import load_engine
+from cosyvoice_triton.llm.engines.cuda.operations import FAULT, NOTHING, PAGE, Plain
 from cosyvoice_triton.llm.engines.cuda.scheduler import PromptPiece
 from cosyvoice_triton.llm.engines.cuda.weights import Weights
 from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources, candidate_ids
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.profiles import H200
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
 
 from tests.support.llm_fixtures import llm_dir  # noqa: F401
 from tests.support.recorded import Recorded
-from tests.support.sampling_reference import CASES, WINDOWS, deviation, ras_probabilities
 
 GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0}
 RAS = {"temperature": 1.0, "top_p": 0.8, "top_k": 25, "repetition_penalty": 1.0}
@@ -58,13 +57,13 @@ class Scripted(Plain):
         self._logits = torch.zeros(len(weights.bias))
         self._logits[list(columns)] = torch.tensor(list(columns.values()), dtype=torch.float32)
 
-    def project_heads(self, x, weight, bias, eps, places, layer):
+    def project_heads(self, x, weight, bias, eps, metadata, layer):
         return x
 
-    def attend(self, q, places, layer):
+    def attend(self, q, metadata, layer):
         return q
 
-    def project_add(self, y, weight, x, eps):
+    def linear_residual(self, y, weight, x, eps):
         pass
 
     def gated(self, x, weight, eps):
@@ -80,17 +79,17 @@ class Slots:
     def __init__(self, weights, requests, operations=None, prefill=256):
         self.operations = operations or Observed()
         self.decoder = Decoder(weights, self.operations, len(requests), 4 * len(requests) + 1, prefill, graphs=False)
-        self.decoder.place({slot: range(4 * slot + 1, 4 * slot + 5) for slot in range(len(requests))})
+        self.decoder.set_block_tables({slot: range(4 * slot + 1, 4 * slot + 5) for slot in range(len(requests))})
         for slot, request in enumerate(requests):
             ids = request.input_ids[:-1]
             for begin in range(0, len(ids), prefill):
                 self.decoder.prefill([PromptPiece(slot, begin, ids[begin : begin + prefill])])
-        self.decoder.start(dict(enumerate(requests)))
-        self.select(range(len(requests)))
+        self.decoder.fill_slots(dict(enumerate(requests)))
+        self.set_batch(range(len(requests)))
 
-    def select(self, slots):
+    def set_batch(self, slots):
         self._rows = len(slots)
-        self.decoder.select(list(slots))
+        self.decoder.set_batch(list(slots))
 
     def step(self, count=1):
         """(steps, rows)"""
@@ -140,27 +139,6 @@ def test_a_tied_output_head_is_the_embedding(llm_dir, tokenizer, tmp_path):  # n
     assert torch.equal(head, tensors["model.embed_tokens.weight"][candidate_ids(tokenizer)] * norm)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_repetition_aware_sampling_has_upstreams_probabilities(weights, case):
-    requests = [request_of([7], **RAS, ras_window=10, seed=seed, max_tokens=400) for seed in range(6)]
-    logits = dict(enumerate(CASES[case] + 60))  # of the other columns, nothing is left
-    found = Slots(weights, requests, Scripted(weights, logits)).step(250)
-    expected, sampled = [], []
-    for columns in found.T.tolist():
-        rule = {"top_p": 0.8, "top_k": 25, "window": 10, "tau": 0.1}
-        expected += [ras_probabilities(CASES[case], columns[:step], **rule) for step in range(250)]
-        sampled += columns
-    assert deviation(expected, sampled) < 4.5
-
-
-@pytest.mark.parametrize(("window", "tau", "positions"), WINDOWS)
-def test_the_window_ends_after_its_last_token(weights, window, tau, positions):
-    sampling = RAS | {"top_k": 1, "ras_window": window, "ras_tau": tau, "max_tokens": 300}
-    served = Slots(weights, [request_of([7], **sampling)], Scripted(weights, {7: 300.0}))
-    found = served.step(positions[-1] + 1)[:, 0]
-    assert np.flatnonzero(found == 7).tolist() == positions
-
-
 def test_a_row_ends_on_the_device_by_an_end_token_or_its_length(weights):
     """The end token of one request is any other token to another one; none is drawn before min_tokens."""
     end_ids = (weights.first + 7,)
@@ -178,16 +156,16 @@ def test_the_repetition_penalty_counts_prompt_and_drawn_tokens_of_the_slots_own_
     logits = Scripted(weights, {7: 4.0, 8: 3.0, 9: 2.5})
     served = Slots(weights, [penalised, request_of([weights.first + 7], **GREEDY)], logits)
     assert served.step(3).T.tolist() == [[8, 9, 7], [7, 7, 7]]
-    served.decoder.start({0: penalised})  # nothing of the slot's last request is left
+    served.decoder.fill_slots({0: penalised})  # nothing of the slot's last request is left
     assert served.step(3).T.tolist() == [[8, 9, 7], [7, 7, 7]]
 
 
 def test_a_request_with_other_end_tokens_ends_by_its_own(weights):
     served = Slots(weights, [request_of([7], **GREEDY, end_ids=(weights.first + 7,))], Scripted(weights, {7: 5.0}))
     assert served.step(2).T.tolist() == [[7, NOTHING]]
-    served.decoder.start({0: request_of([7], **GREEDY, end_ids=(weights.first + 8,))})
+    served.decoder.fill_slots({0: request_of([7], **GREEDY, end_ids=(weights.first + 8,))})
     assert served.step(2).T.tolist() == [[7, 7]]
-    served.decoder.start({0: request_of([7], **GREEDY, end_ids=(weights.first + 7,))})
+    served.decoder.fill_slots({0: request_of([7], **GREEDY, end_ids=(weights.first + 7,))})
     assert served.step(2).T.tolist() == [[7, NOTHING]]
 
 
@@ -195,7 +173,7 @@ def test_what_the_pages_held_before_does_not_matter(weights):
     request = request_of(list(range(100)), **GREEDY)
     clean, reused = Slots(weights, [request, request]), Slots(weights, [request, request])
     for page in range(1, 9):
-        reused.decoder.spoil(page)
+        reused.decoder.invalidate(page)
     for slot in range(2):
         reused.decoder.prefill([PromptPiece(slot, 0, request.input_ids[:-1])])
     assert (reused.step(9) == clean.step(9)).all()
@@ -206,7 +184,7 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(weights):
     whole, served = Slots(weights, requests), Slots(weights, requests)
     expected = whole.step(8)
     served.step(2)
-    served.decoder.spoil(5)  # of the second slot
+    served.decoder.invalidate(5)  # of the second slot
     found = served.step(6)
     assert found[:, 1].tolist() == [FAULT] + [NOTHING] * 5
     assert (found[:, [0, 2]] == expected[2:, [0, 2]]).all()
@@ -215,11 +193,11 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(weights):
 class FullTables(Plain):
     """Attention that reads as many pages for short sequences as for the longest."""
 
-    def attend(self, q, places, layer):
-        longest = places.tables.shape[1] * PAGE - 1
-        slots = torch.cat([places.slots, places.slots.new_full((1,), len(places.tables) - 1)])
-        positions = torch.cat([places.positions, places.positions.new_full((1,), longest)])
-        whole = Places(slots, positions, places.keys, places.values, places.tables, places.rotary, 1)
+    def attend(self, q, metadata, layer):
+        longest = metadata.block_tables.shape[1] * PAGE - 1
+        slots = torch.cat([metadata.slots, metadata.slots.new_full((1,), len(metadata.block_tables) - 1)])
+        positions = torch.cat([metadata.positions, metadata.positions.new_full((1,), longest)])
+        whole = dataclasses.replace(metadata, slots=slots, positions=positions)
         return super().attend(torch.cat([q, q[:1]]), whole, layer)[:-1]
 
 
@@ -233,7 +211,7 @@ def test_one_recorded_step_serves_every_batch_like_the_plain_one(weights):
     ]
     plain, recorded = Slots(weights, requests), Slots(weights, requests, FullTables())
     for served in (plain, recorded):
-        served.select([3, 3])
+        served.set_batch([3, 3])
     graph = Recorded()
     with graph:
         recorded.decoder._step(2)
@@ -241,7 +219,7 @@ def test_one_recorded_step_serves_every_batch_like_the_plain_one(weights):
     recorded.decoder._run_step = lambda rows: graph.replay()
     for batch in ([0, 1], [2, 3], [1, 0], [3]):
         for served in (plain, recorded):
-            served.select([*batch, *[len(requests)] * (2 - len(batch))])
+            served.set_batch([*batch, *[len(requests)] * (2 - len(batch))])
         expected = plain.step(7)
         assert (recorded.step(7) == expected).all()
     assert (expected[:, 1] == NOTHING).all()
@@ -281,101 +259,6 @@ def test_a_request_waits_until_there_are_pages_for_its_longest_answer(llm_dir, w
         engine.close()
 
 
-def test_a_played_answer_leaves_the_gpu_to_its_first_chunk_and_others_do_not_wait(llm_dir, tokenizer, monkeypatch):  # noqa: F811
-    """There is one beat only: else the test would take a minute."""
-    monkeypatch.setattr("cosyvoice_triton.llm.engines.cuda.engine.BEAT_SECONDS", 60)
-    engine = load(llm_dir, tokenizer, 1.0)
-    sampling = Sampling(max_tokens=100, min_tokens=100, seed=1)
-    request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("Hello")), sampling, tokenizer.end_ids, played=True)
-
-    async def run():
-        arrived = []
-
-        async def read():
-            async for chunk in engine.generate(request):
-                arrived.extend(chunk.tokens)
-
-        reader = asyncio.create_task(read())
-        while len(arrived) < request.urgent_tokens:
-            await asyncio.sleep(0.01)
-        not_played = await collect(engine, replace(request, played=False))
-        await asyncio.sleep(0.3)
-        reader.cancel()
-        return arrived, not_played
-
-    try:
-        arrived, not_played = asyncio.run(run())
-        assert request.urgent_tokens <= len(arrived) < 100
-        assert len(not_played) == 100 and arrived == not_played[: len(arrived)]
-    finally:
-        engine.close()
-
-
-def test_an_engine_that_rests_does_not_spin_while_a_request_waits_for_pages(llm_dir, tokenizer, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("cosyvoice_triton.llm.engines.cuda.engine.BEAT_SECONDS", 0.1)
-    engine = load(llm_dir, tokenizer, 1.0)
-    sampling = Sampling(max_tokens=30, min_tokens=30, seed=1)
-    request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("Hello")), sampling, tokenizer.end_ids, 0, True)
-    engine._pages.take(engine._pages.free - engine._scheduler.pages_of(request))  # for one answer at a time
-    steps, step = [], engine._step
-    monkeypatch.setattr(engine, "_step", lambda: (steps.append(1), step()))
-
-    async def run():
-        return await asyncio.gather(*(collect(engine, request) for _ in range(2)))
-
-    try:
-        first, second = asyncio.run(run())
-        assert first == second and len(first) == 30 and len(steps) < 100
-    finally:
-        engine.close()
-
-
-def test_played_answers_are_computed_at_beats_after_their_first_chunks(llm_dir, tokenizer, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("cosyvoice_triton.llm.engines.cuda.engine.BEAT_SECONDS", 0.1)
-    played = [True] * 5 + [False]
-    engine = load(llm_dir, tokenizer, 1.0, requests=len(played))
-    sampling = Sampling(max_tokens=20, min_tokens=20, seed=1)
-    request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("Hello")), sampling, tokenizer.end_ids)
-    ended = []
-
-    async def speak(played):
-        tokens = await collect(engine, replace(request, urgent_tokens=0, played=played))
-        ended.append(played)
-        return tokens
-
-    async def run():
-        return await asyncio.gather(*map(speak, played))
-
-    try:
-        answers = asyncio.run(run())
-        assert {len(answer) for answer in answers} == {20} and all(answer == answers[0] for answer in answers)
-        assert ended == sorted(played) and engine.live == 0
-    finally:
-        engine.close()
-
-
-@pytest.mark.parametrize("requests", [1, 2])
-def test_the_answers_of_a_crowd_are_computed_at_longer_beats(llm_dir, tokenizer, monkeypatch, requests):  # noqa: F811
-    """Two are a crowd, which has one beat only."""
-    monkeypatch.setattr("cosyvoice_triton.llm.engines.cuda.engine.CROWD_ROWS", 1)
-    monkeypatch.setattr("cosyvoice_triton.llm.engines.cuda.engine.CROWD_BEAT_SECONDS", 60)
-    engine = load(llm_dir, tokenizer, 1.0)
-    sampling = Sampling(max_tokens=50, min_tokens=50, seed=1)
-    request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("Hello")), sampling, tokenizer.end_ids, 0, True)
-
-    async def run():
-        tasks = [asyncio.create_task(collect(engine, request)) for _ in range(requests)]
-        ended, running = await asyncio.wait(tasks, timeout=2)
-        for task in running:
-            task.cancel()
-        return len(ended)
-
-    try:
-        assert asyncio.run(run()) == (1 if requests == 1 else 0)
-    finally:
-        engine.close()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -396,5 +279,5 @@ def test_another_model_is_an_error(llm_dir, tokenizer, tmp_path, change, message
 def test_the_sizes_of_graphs():
     assert [padded_rows(rows) for rows in (1, 3, 17, 32, 33, 65)] == [1, 4, 32, 32, 64, 96]
     assert [padded_tokens(tokens) for tokens in (1, 65, 1024, 1025, 2048, 2049)] == [64, 128, 1024, 1280, 2048, 2304]
-    sizes = {padded_tokens(tokens) for tokens in range(1, MAX_PREFILL["cuda"] + 1)}
-    assert max(sizes) == MAX_PREFILL["cuda"] and len(sizes) == 28
+    sizes = {padded_tokens(tokens) for tokens in range(1, H200.llm.max_prefill_tokens + 1)}
+    assert max(sizes) == H200.llm.max_prefill_tokens and len(sizes) == 28

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import sys
 import time
 from itertools import chain
 
@@ -16,6 +17,7 @@ from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.engines.loading import load_engine
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.profiles import H200
 
 from tests.support.llm_fixtures import llm_dir  # noqa: F401
 
@@ -51,11 +53,11 @@ def prompts(weights):
 
 def started(weights, operations, requests, *, graphs):
     decoder = Decoder(weights, operations, len(requests), 8 * len(requests) + 1, 512, graphs=graphs)
-    decoder.place({slot: range(8 * slot + 1, 8 * slot + 9) for slot in range(len(requests))})
+    decoder.set_block_tables({slot: range(8 * slot + 1, 8 * slot + 9) for slot in range(len(requests))})
     for slot, request in enumerate(requests):
         if len(ids := request.input_ids[:-1]):
             decoder.prefill([PromptPiece(slot, 0, ids)])
-    decoder.start(dict(enumerate(requests)))
+    decoder.fill_slots(dict(enumerate(requests)))
     return decoder
 
 
@@ -74,7 +76,7 @@ class Keeping:
 
 
 def fused():
-    from cosyvoice_triton.llm.engines.cuda.fused import Fused
+    from cosyvoice_triton.llm.engines.cuda.fused_operations import Fused
 
     return Fused(torch.device("cuda"))
 
@@ -86,7 +88,7 @@ def test_logits_of_the_kernels_equal_those_of_plain_torch_up_to_rounding(weights
     found = []
     for of, operations in ((weights, Keeping(fused())), (exact, Keeping(Plain()))):
         decoder = started(of, operations, requests, graphs=False)
-        decoder.select(range(rows))
+        decoder.set_batch(range(rows))
         decoder.step(rows, 1).columns()
         found.append(operations.logits[:rows])
     bounds = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 3e-2}
@@ -108,7 +110,7 @@ def test_captured_steps_draw_the_tokens_of_eager_ones(weights):
         decoder = started(weights, operations, requests, graphs=graphs)
         answers.append([])
         for batch in (range(40), range(5), [39], range(39, 20, -1), range(40)):
-            decoder.select(batch)
+            decoder.set_batch(batch)
             answers[-1] += decoder.step(len(batch), 8).columns().tolist()
     assert all(answer == answers[0] for answer in answers)
 
@@ -133,6 +135,7 @@ def test_an_engine_on_the_gpu_gives_each_request_the_tokens_that_it_gets_alone(l
         assert sum(one[:5] == other[:5] for one, other in pairs) >= 20
         assert sum(one == other for one, other in pairs) >= 4
         assert engine.live == 0 and engine._pages.free == engine._pages.total
+        assert sys.getswitchinterval() == pytest.approx(H200.llm.switch_seconds)
     finally:
         engine.close()
 
@@ -141,9 +144,9 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(weights):
     sampling = dataclasses.replace(Sampling(), seed=1, max_tokens=50)
     requests = [GenerationRequest(ids, sampling, (0,)) for ids in prompts(weights)[2:6]]
     clean, spoilt = (started(weights, fused(), requests, graphs=True) for _ in range(2))
-    spoilt.spoil(9)  # of the second slot
+    spoilt.invalidate(9)  # of the second slot
     for decoder in (clean, spoilt):
-        decoder.select(range(4))
+        decoder.set_batch(range(4))
     expected, found = clean.step(4, 8).columns(), spoilt.step(4, 8).columns()
     assert found[0, 1] == -2 and (found[1:, 1] == -1).all()
     assert (found[:, [0, 2, 3]] == expected[:, [0, 2, 3]]).all()

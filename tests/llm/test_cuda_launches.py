@@ -1,118 +1,115 @@
 """When the engine cuda launches prompts and steps, and what those who submit and those who read see meanwhile."""
 
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from cosyvoice_triton.llm.engines import threaded
-from cosyvoice_triton.llm.engines.cuda.engine import load_engine
-from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources
+from cosyvoice_triton.llm.checkpoint import LLMLimits
+from cosyvoice_triton.llm.engines.cuda.engine import CudaEngine
+from cosyvoice_triton.llm.engines.cuda.page_pool import PagePool
+from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.interface import Sampling
-from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.profiles import LLMNumbers
 
-from tests.support.llm_fixtures import llm_dir  # noqa: F401
+from tests.support.fake_decoder import FakeDecoder
 
 SECONDS = 30
 
 
-@pytest.fixture
-def engine(llm_dir):  # noqa: F811
-    tokenizer = LLMTokenizer.from_dir(llm_dir)
-    engine = load_engine(llm_dir, tokenizer, 32, Resources(1.0, 0.0, "KIND_CPU"))
-    yield engine
-    engine.close()
+class Engine(CudaEngine):
+    """The engine over a fake of the device, with the order of what it does in `events`. before: called before the
+    first launch of that name."""
 
+    def __init__(self, *, hold_submissions=False, numbers=None, before=None, **options):
+        self.events, self._before = [], before or {}
+        decoder = FakeDecoder(lambda: 5, on_launch=self._on_launch)
+        limits, numbers = LLMLimits(1000, 4096), numbers or LLMNumbers()
+        pages = PagePool(1000)
+        super().__init__(decoder, limits, pages, 32, numbers, hold_submissions=hold_submissions, **options)
 
-def submit(engine, max_tokens=2, on_tokens=None):
-    """A request whose answer sets the event that is returned."""
-    ended = threading.Event()
+    def _on_launch(self, name):
+        self.events.append(name)
+        if action := self._before.pop(name, None):
+            action()
 
-    def report(item):
-        if on_tokens:
-            on_tokens(item)
-        if item.finish_reason:
-            ended.set()
+    def send(self, max_tokens=2):
+        """Submit a request; returns an event that its end sets."""
+        ended = threading.Event()
 
-    request = GenerationRequest(np.arange(20), Sampling(max_tokens=max_tokens, min_tokens=max_tokens), (0,))
-    engine.submit(request, report)
-    return ended
+        def report(item):
+            self.events.append("report")
+            if item.finish_reason:
+                ended.set()
+
+        sampling = Sampling(max_tokens=max_tokens, min_tokens=max_tokens)
+        self.submit(GenerationRequest(np.arange(20), sampling, (0,)), report)
+        return ended
 
 
 @pytest.mark.parametrize(("most", "before_the_step"), [(16384, 2), (100, 1)])
-def test_requests_that_come_while_prompts_are_launched_are_prefilled_before_the_step(
-    engine, monkeypatch, most, before_the_step
-):
+def test_requests_that_come_while_prompts_are_launched_are_prefilled_before_the_step(most, before_the_step):
     """Up to so many tokens."""
-    monkeypatch.setattr("cosyvoice_triton.llm.engines.cuda.engine.PREFILL_PER_STEP", most)
-    events, ended = [], []
-    prefill, step = engine._decoder.prefill, engine._decoder.step
-
-    def observed_prefill(pieces):
-        events.append("prefill")
-        if len(events) == 1:
-            ended.append(submit(engine))
-        prefill(pieces)
-
-    def observed_step(rows, count):
-        events.append("step")
-        return step(rows, count)
-
-    engine._decoder.prefill, engine._decoder.step = observed_prefill, observed_step
-    ended.append(submit(engine))
-    assert all(event.wait(SECONDS) for event in ended)
-    assert events.index("step") == before_the_step and events.count("prefill") == 2
+    engine = Engine(
+        numbers=LLMNumbers(prefill_tokens_per_step=most), before={"prefill": lambda: ended.append(engine.send())}
+    )
+    ended = [engine.send()]
+    while not all(event.is_set() for event in ended):
+        engine.step()
+    assert engine.events.index("step") - engine.events.index("prefill") >= before_the_step
+    assert engine.events.count("prefill") == 2
+    assert engine.events[: engine.events.index("step")].count("prefill") == before_the_step
 
 
-def test_what_was_launched_before_prompts_is_reported_before_the_prompts_are_waited_for(engine):
-    events, ended = [], []
-    step = engine._decoder.step
-
-    def observed_step(rows, count):
-        if not ended:
-            ended.append(submit(engine))  # its prompt is launched while the first request's only step is computed
-        return step(rows, count)
-
-    engine._decoder.step = observed_step
-    wake = engine._wake_readers
-    engine._wake_readers = lambda: (events.append("woken"), wake())
-    engine._decoder.await_prefills = lambda: events.append("awaited")
-    first = submit(engine, max_tokens=1, on_tokens=lambda item: events.append("reported"))
-    assert first.wait(SECONDS) and ended[0].wait(SECONDS)
-    reported = events.index("reported")
-    assert events[reported : reported + 3] == ["reported", "woken", "awaited"]
-    assert events[:reported].count("awaited") == 1  # for its own prompt
+def test_what_was_launched_before_prompts_is_reported_before_the_prompts_are_waited_for():
+    engine = Engine(before={"step": lambda: engine.send()})  # its prompt is launched while the only step is computed
+    ended = engine.send(max_tokens=1)
+    engine.step()
+    assert engine.events == ["prefill", "await", "step"] and not ended.is_set()
+    engine.step()
+    assert engine.events[3:6] == ["prefill", "report", "await"] and ended.is_set()
 
 
-@pytest.mark.parametrize(("device", "waits"), [("cuda", True), ("cpu", False)])
+@pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("launch", ["prefill", "step"])
-def test_whoever_submits_waits_for_a_launch_but_not_for_work_of_the_cpu(engine, launch, device, waits):
-    assert submit(engine).wait(SECONDS)  # the engine's thread runs
-    engine._device = torch.device(device)
-    work, others, waited = getattr(engine._decoder, launch), [], []
+def test_whoever_submits_waits_for_a_launch_on_a_gpu_but_not_for_work_of_the_cpu(launch, waits):
+    others, waited, ended = [], [], []
 
-    def observed(*args):
-        if not others:
-            others.append(threading.Thread(target=lambda: ended.append(submit(engine))))
-            others[0].start()
-            others[0].join(0.3)
-            waited.append(others[0].is_alive())
-        return work(*args)
+    def submit_meanwhile():
+        others.append(threading.Thread(target=lambda: ended.append(engine.send())))
+        others[0].start()
+        others[0].join(0.3 if waits else SECONDS)
+        waited.append(others[0].is_alive())
 
-    setattr(engine._decoder, launch, observed)
-    ended = [submit(engine)]
-    assert ended[0].wait(SECONDS)
-    others[0].join(SECONDS)
-    assert waited == [waits] and ended[1].wait(SECONDS)
+    engine = Engine(hold_submissions=waits, before={launch: submit_meanwhile})
+    engine.start()
+    try:
+        assert engine.send().wait(SECONDS)
+        others[0].join(SECONDS)
+        assert waited == [waits] and ended[0].wait(SECONDS)
+    finally:
+        engine.close()
 
 
-def test_whoever_submits_a_crowd_gives_way_to_the_engine(engine, monkeypatch):
+def test_whoever_submits_a_crowd_gives_way_to_the_engine():
+    """After 8 requests, 16, and so on."""
     naps = []
-    monkeypatch.setattr(threaded, "time", SimpleNamespace(sleep=naps.append))
-    with engine._wake:  # the engine cannot take them
-        ended = [submit(engine) for _ in range(threaded.GIVE_WAY_REQUESTS - 1)]
-        assert not naps
-        ended += [submit(engine) for _ in range(threaded.GIVE_WAY_REQUESTS + 2)]
-    assert naps == [threaded.GIVE_WAY_SECONDS] * 2
-    assert all(event.wait(SECONDS) for event in ended)
+    engine = Engine(sleep=naps.append)
+    counts = []
+    for _ in range(17):
+        engine.send()
+        counts.append(len(naps))
+    assert counts == [0] * 7 + [1] * 8 + [2] * 2 and naps == [LLMNumbers().give_way_seconds] * 2
+
+
+def test_an_engine_that_rests_is_woken_by_a_request():
+    """Its only request is paced, and its next step due in a minute."""
+    engine = Engine(numbers=LLMNumbers(decode_interval_seconds=60))
+    paced = GenerationRequest(np.arange(20), Sampling(max_tokens=100), (0,), urgent_tokens=3, played=True)
+    told = threading.Event()
+    engine.submit(paced, lambda item: told.set())
+    engine.start()
+    try:
+        assert told.wait(SECONDS)
+        assert engine.send().wait(SECONDS)
+    finally:
+        engine.close()

@@ -15,7 +15,7 @@ import torch
 from cosyvoice_triton.config import planned_llm_gib
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.engines import loading
-from cosyvoice_triton.llm.engines.batching import BatchingEngine
+from cosyvoice_triton.llm.engines.batching_engine import BatchingEngine
 from cosyvoice_triton.llm.engines.interface import GenerationRequest, candidate_ids
 from cosyvoice_triton.llm.engines.loading import load_engine
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, preset_values

@@ -1,115 +1,142 @@
+"""What the one sampler of all engines samples, against its definition."""
+
 import numpy as np
 import pytest
-from cosyvoice_triton.llm.engines.sampler import TokenSampler
+import torch
+from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.interface import LengthRatios, LLMPrompt, Sampling
+from cosyvoice_triton.llm.sampler import RequestSampler, uniforms
 
-from tests.support.sampling_reference import CASES, WINDOWS, deviation, ras_probabilities
+from tests.support.sampling_reference import CASES, WINDOWS, deviation, ras_probabilities, reference_tokens
 
-CANDIDATES = np.arange(10, 16)
-LOGITS = np.array([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], np.float32)
-
-
-def make_sampler(*, prompt_ids=(), end_ids=(), **sampling):
-    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "seed": 0} | sampling
-    return TokenSampler(Sampling(**sampling), CANDIDATES, prompt_ids=prompt_ids, end_ids=end_ids)
+LOGITS = np.array([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], np.float32)  # of the ids from 10
 
 
-def samples(sampler, n=2000):
-    return np.array([sampler.sample(LOGITS) for _ in range(n)])
+def samples(steps, *, logits=LOGITS, requests=1, prompt=(7,), ends=(), seed=0, **sampling):
+    """(requests, steps) sampled columns: ids less 10. The requests have seeds of their own."""
+    logits = np.asarray(logits, np.float32)
+    bias = torch.full((10 + len(logits),), -torch.inf)
+    bias[10:] = 0
+    sampler = RequestSampler(bias, requests)
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_tokens": 3000} | sampling
+    ends = tuple(10 + end for end in ends)
+    for slot in range(requests):
+        of = Sampling(seed=None if seed is None else seed + slot, **sampling)
+        sampler.start(slot, GenerationRequest(np.array(prompt, np.int64), of, ends))
+    rows = np.tile(logits, (requests, 1))
+    return np.array([sampler.sample(range(requests), rows) for _ in range(steps)]).T - 10
 
 
 def test_frequencies_follow_the_softmax_over_the_candidates():
     expected = np.exp(LOGITS) / np.exp(LOGITS).sum()
-    found = np.bincount(samples(make_sampler(), 20_000), minlength=16)[10:] / 20_000
+    found = np.bincount(samples(100, requests=200).flatten(), minlength=6) / 20_000
     np.testing.assert_allclose(found, expected, atol=0.015)
 
 
 def test_temperature_zero_takes_the_most_probable_token():
-    assert set(samples(make_sampler(temperature=0), 5)) == {15}
+    assert set(samples(5, temperature=0)[0]) == {5}
 
 
 def test_a_high_temperature_flattens_the_distribution():
-    assert np.bincount(samples(make_sampler(temperature=10.0)), minlength=16)[10] > 150
+    assert np.bincount(samples(20, requests=100, temperature=10.0).flatten(), minlength=6)[0] > 150
 
 
 def test_top_k_keeps_the_k_most_probable_tokens():
-    assert set(samples(make_sampler(top_k=2, temperature=5.0))) == {14, 15}
+    assert set(samples(20, requests=100, top_k=2, temperature=5.0).flatten()) == {4, 5}
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.5, {15}), (0.7, {14, 15}), (0.95, {13, 14, 15}), (1e-6, {15})])
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, {5}), (0.7, {4, 5}), (0.95, {3, 4, 5}), (1e-6, {5})])
 def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p, kept):
-    assert set(samples(make_sampler(top_p=top_p))) == kept  # softmax: .63 .23 .09 .03 ...
+    assert set(samples(20, requests=100, top_p=top_p).flatten()) == kept  # softmax: .63 .23 .09 .03 ...
 
 
 def test_repetition_penalty_counts_prompt_and_sampled_tokens():
-    assert make_sampler(temperature=0, repetition_penalty=2.0, prompt_ids=[15]).sample(LOGITS) == 14
-    assert list(samples(make_sampler(temperature=0, repetition_penalty=2.0), 4)) == [15, 14, 13, 15]
+    assert samples(1, temperature=0, repetition_penalty=2.0, prompt=[15]) == 4
+    assert samples(4, temperature=0, repetition_penalty=2.0).tolist() == [[5, 4, 3, 5]]
 
 
 def test_repetition_penalty_lowers_negative_logits_too():
-    sampler = make_sampler(temperature=0, repetition_penalty=2.0, prompt_ids=[15])
-    assert sampler.sample(LOGITS - 60) == 14
+    assert samples(1, logits=LOGITS - 60, temperature=0, repetition_penalty=2.0, prompt=[15]) == 4
 
 
 def test_end_tokens_are_excluded_below_min_tokens():
-    assert list(samples(make_sampler(temperature=0, end_ids=[15], min_tokens=2), 4)) == [14, 14, 15, 15]
+    assert samples(4, temperature=0, ends=[5], min_tokens=2).tolist() == [[4, 4, 5, 5]]
 
 
-def test_the_seed_determines_the_samples():
-    assert (samples(make_sampler(seed=3), 50) == samples(make_sampler(seed=3), 50)).all()
-    assert (samples(make_sampler(seed=3), 50) != samples(make_sampler(seed=4), 50)).any()
+def test_the_seed_determines_the_samples_and_no_seed_does_not():
+    first, other = samples(50, seed=3), samples(50, seed=4)
+    assert (samples(50, seed=3) == first).all() and (other != first).any()
+    assert (samples(50, requests=3, seed=2)[1:] == [first[0], other[0]]).all()  # whatever else is in the batch
+    assert (samples(50, seed=None) != samples(50, seed=None)).any()
 
 
 def test_rounding_of_near_equal_logits_does_not_change_the_sample():
     rng = np.random.default_rng(0)
-    near = LOGITS * 0
-    first, second = make_sampler(seed=1), make_sampler(seed=1)
-    for _ in range(200):
-        assert first.sample(near + rng.normal(0, 1e-7, 6)) == second.sample(near + rng.normal(0, 1e-7, 6))
+    near = [rng.normal(0, 1e-7, 6) for _ in range(2)]
+    assert (samples(100, logits=near[0], requests=2) == samples(100, logits=near[1], requests=2)).all()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"top_k": 3, "temperature": 0.8},
+        {"top_p": 0.5, "repetition_penalty": 1.3},
+        {"top_k": 4, "top_p": 0.5},
+        {"top_p": 0.8, "top_k": 25, "ras_window": 10, "ras_tau": 0.2, "repetition_penalty": 1.1},
+    ],
+)
+def test_the_tokens_are_those_of_the_definition_with_the_same_random_numbers(sampling):
+    logits = np.random.default_rng(3).normal(0, 2, 60).astype(np.float32)
+    numbers = uniforms(torch.full((40,), 5), torch.arange(40))[:, :, 0].T.tolist()
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "min_tokens": 20} | sampling
+    expected = reference_tokens(logits, numbers, Sampling(**sampling), prompt=[4, 9], end=int(logits.argmax()))
+    found = samples(40, logits=logits, seed=5, prompt=[14, 19], ends=[int(logits.argmax())], **sampling)
+    assert found[0].tolist() == expected
+
+
+def test_the_numbers_of_requests_and_positions_are_independent():
+    """Chi-square over a grid of two numbers: of one position, of neighbouring positions and of neighbouring seeds."""
+    keys, positions = torch.arange(400)[:, None], torch.arange(400)
+    one, two = uniforms(keys.expand(400, 400).flatten(), positions.expand(400, 400).flatten())[:, :, 0].numpy()
+    one, two = one.reshape(400, 400), two.reshape(400, 400)
+    for pairs in ((one, two), (one[:, :-1], one[:, 1:]), (one[:-1], one[1:]), (one[:, 1:], two[:, :-1])):
+        counts, *_ = np.histogram2d(*(part.flatten() for part in pairs), bins=20, range=[(0, 1)] * 2)
+        expected = pairs[0].size / 400
+        assert abs(((counts - expected) ** 2 / expected).sum() - 399) < 5 * np.sqrt(2 * 399)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("tau", [0.1, 0.2])
 def test_repetition_aware_sampling_has_upstreams_probabilities(case, tau):
-    ras = {"top_p": 0.8, "top_k": 25}
-    sampler = TokenSampler(
-        Sampling(seed=3, temperature=1.0, repetition_penalty=1.0, ras_window=10, ras_tau=tau, **ras),
-        np.arange(40),
-        prompt_ids=(),
-        end_ids=(),
-    )
+    rule = {"top_p": 0.8, "top_k": 25}
     expected, sampled = [], []
-    for _ in range(1500):
-        expected.append(ras_probabilities(CASES[case], sampled, window=10, tau=tau, **ras))
-        sampled.append(sampler.sample(CASES[case]))
+    for columns in samples(250, logits=CASES[case], requests=6, ras_window=10, ras_tau=tau, **rule).tolist():
+        expected += [ras_probabilities(CASES[case], columns[:n], window=10, tau=tau, **rule) for n in range(250)]
+        sampled += columns
     assert deviation(expected, sampled) < 4.5
 
 
 def test_a_token_of_nine_tenths_is_hardly_repeated():
     """Sampling the replacement from all tokens, the repeated one included, would repeat it 81 % of the time."""
-    sampler = make_sampler(top_p=0.8, ras_window=10)
-    logits = np.log([0.9, *[0.02] * 5])
-    sampled = [sampler.sample(logits) for _ in range(1100)]
-    assert np.flatnonzero(np.array(sampled) == 10).tolist() == list(range(0, 1100, 11))
+    sampled = samples(1100, logits=np.log([0.9, *[0.02] * 5]), top_p=0.8, ras_window=10)
+    assert np.flatnonzero(sampled[0] == 0).tolist() == list(range(0, 1100, 11))
 
 
 @pytest.mark.parametrize(("window", "tau", "positions"), WINDOWS)
 def test_the_window_ends_after_its_last_token(window, tau, positions):
-    sampler = make_sampler(top_k=1, ras_window=window, ras_tau=tau)
-    sampled = samples(sampler, positions[-1] + 1)
-    assert np.flatnonzero(sampled == 15).tolist() == positions
+    sampled = samples(positions[-1] + 1, top_k=1, ras_window=window, ras_tau=tau)
+    assert np.flatnonzero(sampled[0] == 5).tolist() == positions
 
 
 def test_the_replacement_is_found_even_if_it_is_a_trillion_times_less_probable():
-    sampler = make_sampler(top_k=1, ras_window=10)
-    logits = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 2000.0])
-    assert [sampler.sample(logits) == 15 for _ in range(3)] == [True, False, False]
+    logits = [0.0, 0.0, 0.0, 0.0, 0.0, 2000.0]
+    assert (samples(3, logits=logits, top_k=1, ras_window=10) == 5).tolist() == [[True, False, False]]
 
 
 def test_excluded_end_tokens_are_not_chosen_by_the_second_sample_either():
-    sampler = make_sampler(top_p=0.5, ras_window=10, end_ids=[14], min_tokens=200)
-    assert 14 not in samples(sampler, 200)
-    assert 14 in samples(sampler, 200)
+    sampled = samples(400, top_p=0.5, ras_window=10, ends=[4], min_tokens=200)[0]
+    assert 4 not in sampled[:200] and 4 in sampled[200:]
 
 
 @pytest.mark.parametrize(

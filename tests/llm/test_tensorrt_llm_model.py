@@ -136,7 +136,7 @@ def test_a_request_with_stop_ends_the_live_request_with_its_id(decoupled_model, 
     wait_until(lambda: request.sender.responses)
     assert finished(send(decoupled_model, prompt, request_id="a", stop=True)) == []
     assert not any(response.has_error() for response in finished(request))
-    assert tokens_of(other)[-1][0] in tokenizer.end_ids
+    assert tokens_of(other)[-1][-1] in tokenizer.end_ids
     wait_until(lambda: decoupled_model._engine.live == 0)
     assert finished(send(decoupled_model, prompt, request_id="a", stop=True)) == []  # already ended: not an error
 

@@ -9,7 +9,7 @@ import pytest
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.engines.interface import EngineLM, GenerationRequest
 from cosyvoice_triton.llm.engines.loading import load_engine
-from cosyvoice_triton.llm.engines.threaded import ThreadedEngine
+from cosyvoice_triton.llm.engines.threaded_engine import ThreadedEngine
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, TokenChunk
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
@@ -84,6 +84,22 @@ def test_a_seed_repeats_the_answer_and_no_seed_does_not(engine, tokenizer):
     assert run(5) == run(5)
     assert run(5) != run(6)
     assert run(None) != run(None)
+
+
+def test_a_seed_means_the_same_on_each_engine(tokenizer, llm_dir, genai_dir):  # noqa: F811
+    engines = [
+        load_engine("cuda", llm_dir, tokenizer, 1, instance_kind="KIND_CPU"),
+        load_engine("onnxruntime_genai", genai_dir, tokenizer, 1, instance_kind="KIND_CPU"),
+    ]
+    sampling = {"temperature": 0.9, "top_k": 25, "top_p": 0.8, "ras_window": 10, "min_tokens": 20, "max_tokens": 20}
+    try:
+        for seed in range(3):
+            request = make_request(tokenizer, "Hello", seed=seed, **sampling)
+            first, other = (asyncio.run(tokens_of(engine, request)) for engine in engines)
+            assert first == other
+    finally:
+        for engine in engines:
+            engine.close()
 
 
 @pytest.mark.parametrize("prompt", [LLMPrompt("Hello there.", "A reference.", [1, 2, 3]), LLMPrompt("Hello there.")])

@@ -17,21 +17,21 @@ from cosyvoice_triton.bench.kernels import pretended
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS
 from cosyvoice_triton.kernels import tiles
 from cosyvoice_triton.kernels.tiles import MULTIPLY_ADD, ProductTile, Tiles, TmaDecoderTiles
-from cosyvoice_triton.llm.batch_sampler import SamplingRow
-from cosyvoice_triton.llm.engines.cuda.fused import Fused
+from cosyvoice_triton.llm.engines.cuda.fused_operations import Fused
 from cosyvoice_triton.llm.engines.cuda.operations import (
     CONSECUTIVE,
     FAULT,
     NOTHING,
     PAGE,
-    RING,
-    Operations,
-    Places,
+    RING_STEPS,
+    AttentionMetadata,
+    DecoderOperations,
     Plain,
     Requests,
     Residual,
 )
 from cosyvoice_triton.llm.interface import Sampling
+from cosyvoice_triton.llm.sampler import SamplingRow
 from cosyvoice_triton.networks.flow import (
     CosyVoice3Flow,
     CosyVoice3FlowConfig,
@@ -85,7 +85,7 @@ SAMPLING = [
 ]
 
 
-def layer(operations: Operations, T: int, consecutive: int, cast: bool = False) -> list[torch.Tensor]:
+def layer(operations: DecoderOperations, T: int, consecutive: int, cast: bool = False) -> list[torch.Tensor]:
     """What a layer and the head make of T tokens; their sequences begin with 0, 60 and 120 tokens.
 
     consecutive: so many tokens follow each other in one sequence; some of them cross the end of a page. cast: x comes
@@ -105,15 +105,15 @@ def layer(operations: Operations, T: int, consecutive: int, cast: bool = False) 
         for position in range(60 * slot):
             for pool in (keys, values):
                 pool[LAYER, tables[slot, position // PAGE], :, position % PAGE] = normal(KV_HEADS, D)
-    places = Places(slots, positions, keys, values, tables, normal(2, CONTEXT, D // 2), consecutive)
+    metadata = AttentionMetadata(slots, positions, keys, values, tables, normal(2, CONTEXT, D // 2), consecutive)
     x = Residual(normal(T, HIDDEN))
     if cast:
-        x.copied = x.x.clone(), x.x.square().view(T, 3, -1).sum(2)
+        x.for_tma = x.x.clone(), x.x.square().view(T, 3, -1).sum(2)
     heads = (HEADS + 2 * KV_HEADS) * D
-    q = operations.project_heads(x, normal(heads, HIDDEN), normal(heads), 1e-6, places, LAYER)
-    attended = operations.attend(q, places, LAYER)
+    q = operations.project_heads(x, normal(heads, HIDDEN), normal(heads), 1e-6, metadata, LAYER)
+    attended = operations.attend(q, metadata, LAYER)
     gated = [operations.gated(x, normal(2 * MLP, HIDDEN), 1e-6)]
-    operations.project_add(gated[0], normal(HIDDEN, MLP), x, 1e-6)
+    operations.linear_residual(gated[0], normal(HIDDEN, MLP), x, 1e-6)
     gated.append(operations.gated(x, normal(2 * MLP, HIDDEN), 1e-6))  # its norm may be computed already
     return [q, keys, values, attended, *gated, x.x, operations.head(x, normal(70, HIDDEN), 1e-6)]
 
@@ -149,7 +149,7 @@ def compare_steps() -> None:
     C, slots = 90, len(SAMPLING)
     bias = torch.randn(C)
     bias[17] = -torch.inf
-    kinds: list[tuple[Operations, Requests]] = []
+    kinds: list[tuple[DecoderOperations, Requests]] = []
     for operations in (Plain(), Fused(torch.device("cpu"))):
         state = Requests(bias, 100, slots + 1)
         for slot, of in enumerate(SAMPLING):
@@ -163,7 +163,7 @@ def compare_steps() -> None:
         kinds.append((operations, state))
     batch, embedding = torch.tensor([3, 0, slots, 2, 1]), torch.randn(100 + C, HIDDEN)
     fixed = torch.randn(len(batch), C) * 2
-    for step in range(RING + 2):
+    for step in range(RING_STEPS + 2):
         logits = fixed + torch.randn(len(batch), C) / 4
         logits[:, 70:73] = -90  # no row ends by chance
         if step == 5:
@@ -175,7 +175,7 @@ def compare_steps() -> None:
         found = []
         for operations, state in kinds:
             of_slots, positions, x = operations.begin(state, batch, embedding)
-            operations.draw(logits, state, of_slots)
+            operations.sample(logits, state, of_slots)
             found.append([of_slots, positions[2:4], x.x[2:4], state.ended, state.ring, state.steps])
         assert all(map(torch.equal, *found))
     plain, fused = (

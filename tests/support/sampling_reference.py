@@ -9,6 +9,7 @@ paper leaves the token among them, upstream excludes it.
 from collections.abc import Sequence
 
 import numpy as np
+from cosyvoice_triton.llm.interface import Sampling
 
 CASES = {  # logits of 40 tokens
     "spread": np.random.default_rng(1).normal(0, 2, 40),
@@ -56,3 +57,36 @@ def deviation(expected: Sequence[np.ndarray], sampled: Sequence[int]) -> float:
     shares = np.array(expected)
     counts = np.bincount(sampled, minlength=shares.shape[1])
     return float(np.max(np.abs(counts - shares.sum(0)) / np.sqrt(np.maximum((shares * (1 - shares)).sum(0), 1.0))))
+
+
+def reference_tokens(
+    logits: np.ndarray, numbers: Sequence[tuple[float, float]], sampling: Sampling, prompt: Sequence[int], end: int
+) -> list[int]:
+    """The tokens that are sampled from the same logits (C,) at each position, with two random numbers for each."""
+    sampled: list[int] = []
+    for first, second in numbers:
+        scores = logits.astype(np.float64)
+        for token in {*prompt, *sampled}:
+            scores[token] *= (
+                1 / sampling.repetition_penalty if scores[token] > 0 else sampling.repetition_penalty
+            )  # towards minus infinity
+        scores /= sampling.temperature
+        if len(sampled) < sampling.min_tokens:
+            scores[end] = -np.inf
+        weights = np.exp(scores - scores.max())
+        ranks = np.argsort(-weights)[: sampling.top_k or None]
+        whole = weights.sum() if sampling.ras_window else weights[ranks].sum()
+        before = np.cumsum(weights[ranks]) - weights[ranks]  # of the more probable tokens
+        kept = np.sort(ranks[before < sampling.top_p * whole])
+        token = _picked(kept, weights[kept], first)
+        window = sampled[-sampling.ras_window :] if sampling.ras_window else []
+        if window and window.count(token) >= sampling.ras_window * sampling.ras_tau:
+            weights[token] = 0
+            token = _picked(np.arange(len(weights)), weights, second)
+        sampled.append(token)
+    return sampled
+
+
+def _picked(tokens: np.ndarray, weights: np.ndarray, number: float) -> int:
+    sums = np.cumsum(weights)
+    return int(tokens[np.searchsorted(sums, number * sums[-1], side="right")])

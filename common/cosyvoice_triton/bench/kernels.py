@@ -29,8 +29,8 @@ from triton.runtime.jit import JITFunction
 from cosyvoice_triton import kernels
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, OVERLAP_FRAMES, SPEECH_VOCAB, TAIL_FRAMES
 from cosyvoice_triton.demo_checkpoint.llm import OFFICIAL as LLM_SIZES
-from cosyvoice_triton.llm.engines.cuda.fused import Fused
-from cosyvoice_triton.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Places, Requests, Residual
+from cosyvoice_triton.llm.engines.cuda.fused_operations import Fused
+from cosyvoice_triton.llm.engines.cuda.operations import CONSECUTIVE, PAGE, AttentionMetadata, Requests, Residual
 from cosyvoice_triton.networks.flow import (
     CosyVoice3Flow,
     CosyVoice3FlowConfig,
@@ -235,16 +235,16 @@ def _run_decoder(dtype: torch.dtype) -> None:
     requests, fused = Requests(torch.empty(width, device="meta"), 0, 8), Fused(torch.device("meta"))
     for T, consecutive in ((1, 1), (16, 1), (32, 1), (64, 1), (256, 1), (1024, CONSECUTIVE)):
         slots = torch.empty(T, dtype=torch.int64, device="meta")
-        places = Places(slots, slots, keys[None], keys[None], tables, rotary, consecutive)
+        metadata = AttentionMetadata(slots, slots, keys[None], keys[None], tables, rotary, consecutive)
         if consecutive == 1:
             *_, x = fused.begin(requests, slots, embedding)
         else:
             x = Residual(torch.empty(T, sizes.hidden, device="meta"))
         for _ in range(2):
-            q = fused.project_heads(x, weights["qkv"], weights["qkv_bias"], 1e-6, places, 0)
-            fused.project_add(fused.attend(q, places, 0), weights["out"], x, 1e-6)
-            fused.project_add(fused.gated(x, weights["gate_up"], 1e-6), weights["down"], x, 1e-6)
-        fused.draw(fused.head(x, weights["head"], 1e-6), requests, slots)
+            q = fused.project_heads(x, weights["qkv"], weights["qkv_bias"], 1e-6, metadata, 0)
+            fused.linear_residual(fused.attend(q, metadata, 0), weights["out"], x, 1e-6)
+            fused.linear_residual(fused.gated(x, weights["gate_up"], 1e-6), weights["down"], x, 1e-6)
+        fused.sample(fused.head(x, weights["head"], 1e-6), requests, slots)
 
 
 def _every_size(function: Any, inputs: Any, sizes: Any, name: str, worker: int) -> Any:

@@ -61,7 +61,7 @@ def begin(
 
 @triton.jit
 def _mixed(bits):
-    """Hash 32 bits as `batch_sampler` does: Wellons' "hash prospector"."""
+    """Hash 32 bits as `llm.sampler` does: Wellons' "hash prospector"."""
     bits = (bits ^ (bits >> 16)) * 0x21F0AAAD
     bits = (bits ^ (bits >> 15)) * 0x735A2D97
     return bits ^ (bits >> 15)
@@ -178,7 +178,7 @@ def sample(
     ended: Tensor, slots: Tensor, steps: Tensor, ring: Tensor, first: int, nothing: int, fault: int,
 ) -> None:  # fmt: skip
     """Sample from logits (R, C) float32 of requests in these slots (R,), with the results of
-    `batch_sampler.BatchSampler`, and bring their state up to date.
+    `llm.sampler.BatchSampler`, and bring their state up to date.
 
     By slot: seen, ends (slots, C) and ended bool, recent (slots, window), numbers (slots, 5), sampling (slots, 7)
     float32. The sampled columns go to row (steps - 1) % len(ring) of the ring buffer `ring` (steps,

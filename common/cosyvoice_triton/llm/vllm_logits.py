@@ -21,9 +21,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from cosyvoice_triton.llm.batch_sampler import BatchSampler, SamplingRow
 from cosyvoice_triton.llm.checkpoint import speech_bias
 from cosyvoice_triton.llm.interface import Sampling
+from cosyvoice_triton.llm.sampler import BatchSampler, SamplingRow
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
 SAMPLING_KEY = "speech_sampling"  # of a request's `extra_args`: passes its sampling to the process that samples
@@ -46,7 +46,7 @@ class BatchEntry:
 
 
 class SpeechLogits(LogitsProcessor):
-    """Samples like `sampler.TokenSampler`, on the GPU for the whole batch.
+    """Samples with `BatchSampler`, on the GPU for the whole batch.
 
     The ids of speech and end tokens are consecutive: columns `first` to `first + C` of the logits.
     """
@@ -157,7 +157,7 @@ class SpeechLogits(LogitsProcessor):
 
         Must not branch on the content of the batch, because a CUDA graph repeats it for other batches.
         """
-        columns = self._sampler.draw(
+        columns = self._sampler.sample(
             self._logits[:rows],
             self._slots[:rows],
             self._positions[:rows],

@@ -27,7 +27,7 @@ class TritonPythonModel:
         tokenizer = LLMTokenizer.from_dir(config.tokenizer_dir or config.engine_dir)
         self._end_ids = tokenizer.end_ids
         self._decoupled = config.decoupled
-        resources = config.llm_memory_gib, config.gpu_share, config.instance_kind, config.llm_gpu
+        resources = config.llm_memory_gib, config.gpu_share, config.instance_kind, config.llm_gpu, config.profile
         self._engine = load_engine(config.engine, config.engine_dir, tokenizer, config.max_requests, *resources)
         # By request id, for `stop`; only used in the loop's thread.
         self._live: dict[str, asyncio.Task] = {}

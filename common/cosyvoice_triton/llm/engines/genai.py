@@ -11,21 +11,18 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
+from cosyvoice_triton import profiles
 from cosyvoice_triton.llm.checkpoint import MAX_CONTEXT
-from cosyvoice_triton.llm.engines.batching import BatchingEngine
+from cosyvoice_triton.llm.engines.batching_engine import BatchingEngine
 from cosyvoice_triton.llm.engines.interface import Resources, candidate_ids, require_speech_tokens
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
 
 class GenAIModel:
-    """One decoder with `rows` independent sequences in its cache. Not thread-safe: one thread owns it.
-
-    context: maximum number of tokens in one sequence. vocab_size: number of input ids. logit_ids (V,): the id of each
-    logit.
-    """
+    """One decoder with `rows` independent sequences in its cache, see `DecoderModel`. One thread owns it."""
 
     def __init__(self, model_dir: str | Path, rows: int, *, threads: int = 0) -> None:
-        """Load `model_dir`. `threads`: 0 for onnxruntime's default. Raises ValueError for an invalid directory."""
+        """Load `model_dir`. `threads`: 0 for onnxruntime's default. ValueError if the directory is not valid."""
         config = _read_config(Path(model_dir))
         decoder = config["decoder"]
         self.context = min(config["context_length"], MAX_CONTEXT)
@@ -54,11 +51,11 @@ class GenAIModel:
             raise ValueError(f"{path}: its logits are not finite")
 
     def prefill(self, row: int, input_ids: np.ndarray) -> np.ndarray:
-        """Start a sequence in `row` with ids (S,); returns the logits (V,) after its last token."""
+        """Start a sequence in `row` with ids (S,). Returns the logits (V,) after its last token."""
         return self._run(slice(row, row + 1), input_ids[None], np.array([len(input_ids)]))[0]
 
     def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Append tokens (B,) to the first B rows, which then have `lengths` (B,) tokens; returns logits (B, V)."""
+        """Append tokens (B,) to the first B rows, which then have `lengths` (B,) tokens. Returns logits (B, V)."""
         return self._run(slice(0, len(tokens)), tokens[:, None], lengths)
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -67,7 +64,7 @@ class GenAIModel:
             cache[target, :, :length] = cache[source, :, :length]
 
     def _run(self, rows: slice, input_ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Ids (B, S), lengths (B,) including them -> logits (B, V) of the last position."""
+        """Return the logits (B, V) of the last position, for ids (B, S) and the rows' lengths (B,) with them."""
         B, S = input_ids.shape
         mask = np.arange(lengths.max()) < lengths[:, None]  # (B, longest): a row's sum is its length
         logits = np.empty((B, 1 if self._last_logits_only else S, len(self.logit_ids)), np.float32)
@@ -96,7 +93,11 @@ def load_engine(
         raise ValueError(
             f"{model_dir} has no logit for the token {min(absent)}: it was converted with a different tokenizer"
         )
-    return BatchingEngine(model, candidate_ids(tokenizer), max_requests)
+    bias = np.full(model.vocab_size, -np.inf, np.float32)
+    bias[candidate_ids(tokenizer)] = 0  # the conversion has added the head's own bias
+    engine = BatchingEngine(model, bias, max_requests, profiles.CPU.llm)
+    engine.start()
+    return engine
 
 
 def _read_config(model_dir: Path) -> dict:

@@ -21,18 +21,23 @@ from cosyvoice_triton.llm.interface import (
     TokenStream,
 )
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.profiles import ProfileName
 
 WARM_UP_STREAMS, WARM_UP_TOKENS = 32, 4
 
 
 class Resources(NamedTuple):
-    """What an engine may use: GiB of a GPU for everything (vllm, cuda), or the share of what is free for keys and
-    values (tensorrt_llm); the kind of device and the GPU (cuda)."""
+    """What an engine may use.
+
+    gib: GiB of a GPU for everything (vllm, cuda). free_share: the share of what is free for keys and values
+    (tensorrt_llm). instance_kind, gpu: the kind of device and which GPU (cuda). profile: of the numbers (cuda).
+    """
 
     gib: float
     free_share: float
     instance_kind: InstanceKind
     gpu: int = 0
+    profile: ProfileName = "auto"
 
 
 @dataclass(frozen=True)

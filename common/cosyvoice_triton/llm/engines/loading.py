@@ -8,6 +8,7 @@ from pathlib import Path
 from cosyvoice_triton.config import InstanceKind, TensorrtLLMConfig, device_of, has_gpu, planned_llm_gib
 from cosyvoice_triton.llm.engines.interface import Engine, Resources
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.profiles import ProfileName
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +31,12 @@ def load_engine(
     free_share: float = TensorrtLLMConfig.gpu_share,
     instance_kind: InstanceKind = TensorrtLLMConfig.instance_kind,
     gpu: int = TensorrtLLMConfig.llm_gpu,
+    profile: ProfileName = TensorrtLLMConfig.profile,
 ) -> Engine:
-    """Serve `model_dir` with the engine `name` or, for "auto", the best one. memory_gib, free_share,
-    instance_kind, gpu: see `Resources`; None is what is planned beside token2wav.
+    """Serve `model_dir` with the engine `name` or, for "auto", the best one.
+
+    memory_gib, free_share, instance_kind, gpu, profile: see `Resources`; without memory_gib it is what is planned
+    beside token2wav.
 
     Raises ValueError if no engine can, or if the model lacks the speech tokens of `tokenizer`.
     """
@@ -56,7 +60,9 @@ def load_engine(
             raise ValueError(f"parameter 'llm_gpu' {gpu} is for the engine cuda; {engine} has the first GPU it sees")
         logger.info("the LLM in %s is served by %s", model_dir, engine)
         gib = planned_llm_gib(max_requests) if memory_gib is None else memory_gib
-        return module.load_engine(model_dir, tokenizer, max_requests, Resources(gib, free_share, instance_kind, gpu))
+        return module.load_engine(
+            model_dir, tokenizer, max_requests, Resources(gib, free_share, instance_kind, gpu, profile)
+        )
     raise ValueError(
         f"no engine for {model_dir}, a directory of {kind}: {'; '.join(obstacles)}. "
         "docs/llm.md describes how to convert a HuggingFace directory for the CPU"

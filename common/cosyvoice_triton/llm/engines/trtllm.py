@@ -1,7 +1,7 @@
 """The engine `tensorrt_llm`: TensorRT-LLM's LLM API over a HuggingFace directory or built engines, on a GPU.
 
-Written for TensorRT-LLM 1.0 and newer, which is not a dependency of this project: NVIDIA's images have it. Never run
-with it.
+Experimental, not run: it was written for TensorRT-LLM 1.0 and newer, which is not a dependency of this project
+(NVIDIA's images have it), and it is tested against a fake only. It is frozen: it gets no new features.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from tensorrt_llm.sampling_params import LogitsProcessor
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.checkpoint import LLMLimits, read_limits, speech_bias
 from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources, finish_reason, require_speech_tokens
-from cosyvoice_triton.llm.engines.sampler import TokenSampler
 from cosyvoice_triton.llm.engines.trtllm_versions import needs_backend
 from cosyvoice_triton.llm.interface import TokenChunk
+from cosyvoice_triton.llm.sampler import RequestSampler
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
 
@@ -34,14 +34,8 @@ class RepetitionAware(LogitsProcessor):
     """
 
     def __init__(self, request: GenerationRequest, bias: torch.Tensor) -> None:
-        self._candidates = bias.isfinite().nonzero().flatten()  # (C,)
-        self._bias = bias[self._candidates]
-        self._sampler = TokenSampler(
-            request.sampling.seeded(),
-            self._candidates.numpy(),
-            prompt_ids=request.input_ids,
-            end_ids=request.end_ids,
-        )
+        self._sampler = RequestSampler(bias, 1)
+        self._sampler.start(0, dataclasses.replace(request, sampling=request.sampling.seeded()))
 
     def __call__(
         self,
@@ -52,9 +46,9 @@ class RepetitionAware(LogitsProcessor):
         client_id: int | None,
     ) -> None:
         """Logits (1, beam 1, V) of the next token: in place, all but the sampled token's become minus infinity."""
+        first, width = self._sampler.first, self._sampler.width
         with torch.cuda.stream(None if stream_ptr is None else torch.cuda.ExternalStream(stream_ptr)):
-            scores = logits[0, 0, self._candidates.to(logits.device)].float().cpu() + self._bias
-            token = self._sampler.sample(scores.numpy())
+            (token,) = self._sampler.sample([0], logits[0, :, first : first + width].float().cpu().numpy())
             logits.fill_(-torch.inf)
             logits[0, 0, token] = 0.0
 

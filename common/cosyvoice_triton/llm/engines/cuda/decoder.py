@@ -1,6 +1,5 @@
-"""The state of all requests on the device, and the two functions that change it: prefill and step."""
+"""The state of all requests on the device, and the two functions that change it: prefill and decode step."""
 
-import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -10,38 +9,46 @@ import torch
 from torch import Tensor
 
 from cosyvoice_triton.device import on_device
-from cosyvoice_triton.llm.batch_sampler import SamplingRow
-from cosyvoice_triton.llm.engines.cuda.graphs import SizedGraphs
-from cosyvoice_triton.llm.engines.cuda.operations import CONSECUTIVE, PAGE, RING, Operations, Places, Requests, Residual
-from cosyvoice_triton.llm.engines.cuda.pages import SCRATCH
+from cosyvoice_triton.llm.engines.cuda.decode_graphs import SizedGraphs
+from cosyvoice_triton.llm.engines.cuda.operations import (
+    CONSECUTIVE,
+    PAGE,
+    RING_STEPS,
+    AttentionMetadata,
+    DecoderOperations,
+    Requests,
+    Residual,
+)
+from cosyvoice_triton.llm.engines.cuda.page_pool import SCRATCH_PAGE
 from cosyvoice_triton.llm.engines.cuda.scheduler import PromptPiece
 from cosyvoice_triton.llm.engines.cuda.weights import Weights
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
+from cosyvoice_triton.llm.sampler import SamplingRow, random_key
 
 
-class DeviceBurst(NamedTuple):
-    """Tokens of some steps, on their way to the host."""
+class DeviceSteps(NamedTuple):
+    """Steps that were launched, and the copy of their results that is on its way to the host."""
 
-    ring: Tensor
-    steps: list[int]  # their places in the ring
+    ring: Tensor  # a copy of the ring buffer
+    steps: list[int]  # their rows in it
     rows: int
-    arrived: torch.cuda.Event | None
+    copied: torch.cuda.Event | None  # None on a CPU, where it is a copy already
 
     def columns(self) -> np.ndarray:
-        """(steps, rows): columns, NOTHING or FAULT. Waits until the steps have been computed."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        """Return (steps, rows) columns, NOTHING or FAULT. Waits until the steps have been computed."""
+        if self.copied is not None:
+            self.copied.synchronize()
         return self.ring.numpy()[self.steps, : self.rows]
 
 
 class Decoder:
-    """Up to `slots` requests with keys and values in `pages` pages. Owned by one thread.
+    """The network with up to `slots` requests, whose keys and values are in `pages` pages. One thread owns it.
 
-    max_prefill: tokens of a prefill at most. graphs: both functions are captured as CUDA graphs, one for each size.
+    max_prefill: the most tokens of one prefill. graphs: both functions are captured as CUDA graphs for every size.
     """
 
     def __init__(
-        self, weights: Weights, operations: Operations, slots: int, pages: int, max_prefill: int, *, graphs: bool
+        self, weights: Weights, operations: DecoderOperations, slots: int, pages: int, max_prefill: int, *, graphs: bool
     ) -> None:
         self._weights, self._operations, self._scratch = weights, operations, slots
         self.max_prefill, self.first = max_prefill, weights.first
@@ -51,7 +58,7 @@ class Decoder:
         self._keys = torch.zeros(shape, dtype=weights.embedding.dtype, device=device)
         self._values = torch.zeros_like(self._keys)
         # The last slot is for rows without a request.
-        self._tables = self._integers(slots + 1, -(-sizes.context // PAGE)).fill_(SCRATCH)
+        self._block_tables = self._integers(slots + 1, -(-sizes.context // PAGE)).fill_(SCRATCH_PAGE)
         self._requests = Requests(weights.bias, self.first, slots)
         self._end_ids: dict[int, tuple[int, ...]] = {}  # what it has of each slot
         # Inputs at fixed addresses
@@ -68,23 +75,25 @@ class Decoder:
             self._run_prefill = SizedGraphs(self._prefill, prefills, "prompts of the LLM").run
             self._requests.steps.zero_()  # the graphs have been tried
 
-    def place(self, pages: Mapping[int, Sequence[int]]) -> None:
-        """Give slots their pages, for the prefills of requests."""
-        rows = np.full((len(pages), 1 + max(map(len, pages.values()))), SCRATCH)  # a slot, and its pages
+    def set_block_tables(self, pages: Mapping[int, Sequence[int]]) -> None:
+        """Give slots their pages, which the prefills of their requests fill."""
+        rows = np.full((len(pages), 1 + max(map(len, pages.values()))), SCRATCH_PAGE)  # a slot, and its pages
         for row, (slot, of_slot) in zip(rows, pages.items(), strict=True):
             row[0], row[1 : 1 + len(of_slot)] = slot, of_slot
         slots, tables = on_device(rows, self._device).split([1, rows.shape[1] - 1], dim=1)
-        self._tables[:, : tables.shape[1]].index_copy_(0, slots[:, 0], tables)
+        self._block_tables[:, : tables.shape[1]].index_copy_(0, slots[:, 0], tables)
 
-    def start(self, requests: Mapping[int, GenerationRequest]) -> None:
-        """Put requests into their slots, to be in the batch of the next steps: all their tokens but the last one are
-        prefilled. Apart from `place`, because the GPU computes the prefill meanwhile; together, because each operation
-        takes the host as long for one as for many."""
+    def fill_slots(self, requests: Mapping[int, GenerationRequest]) -> None:
+        """Put requests into their slots, so that steps can compute them. All their tokens but the last are prefilled.
+
+        Done after the prefill's launch, because the GPU computes it meanwhile; and for many requests at once, because
+        the host takes as long for an operation on one as on many.
+        """
         state, numbers, sampling = self._requests, [], []
         for slot, request in requests.items():
             self._end_by(slot, request.end_ids)
             ids, seed = request.input_ids, request.sampling.seed
-            seed = random.getrandbits(32) if seed is None else seed
+            seed = random_key() if seed is None else seed
             numbers.append((slot, ids[-1], len(ids) - 1, 0, request.sampling.max_tokens, seed))
             sampling.append(SamplingRow.of(request.sampling, state.ends.shape[1]))
         # One copy to the device for both: the bits of the floats travel as integers.
@@ -97,7 +106,7 @@ class Decoder:
         state.sampler.start({slot: request.input_ids - self.first for slot, request in requests.items()})
 
     def _end_by(self, slot: int, ids: tuple[int, ...]) -> None:
-        """Set the end tokens of a slot, which nearly all requests have in common."""
+        """Set the end tokens of a slot. Nearly all requests have the same, so a slot mostly has them already."""
         if self._end_ids.get(slot) == ids:
             return
         ends = np.zeros(self._requests.ends.shape[1], bool)
@@ -106,7 +115,7 @@ class Decoder:
         self._end_ids[slot] = ids
 
     def prefill(self, pieces: Sequence[PromptPiece]) -> None:
-        """Write the keys and values of these tokens, which are at most `max_prefill` with the padding of each piece."""
+        """Launch the prefill of these tokens: write their keys and values. At most `max_prefill`, padding included."""
         columns, count = np.zeros((3, self.max_prefill), np.int64), 0  # ids, slots, positions
         columns[1] = self._scratch
         for slot, begin, ids in pieces:
@@ -120,31 +129,31 @@ class Decoder:
             self._prefilled.append(_recorded())
 
     def await_prefills(self) -> None:
-        """Wait until the device has computed all prefills but the latest."""
+        """Wait until the device has computed all prefills but the latest one."""
         if len(self._prefilled) == 2:
             self._prefilled[0].synchronize()
 
-    def select(self, slots: Sequence[int]) -> None:
-        """The batch of the next steps."""
+    def set_batch(self, slots: Sequence[int]) -> None:
+        """Set the batch of the next steps: one row for each of these slots."""
         rows = self._padded_rows(len(slots))
         filled = [*slots, *[self._scratch] * (rows - len(slots))]
         self._batch[:rows] = on_device(filled, self._device)
 
-    def step(self, rows: int, count: int) -> DeviceBurst:
-        """Launch `count` steps of the selected batch, which has that many rows."""
-        assert count <= RING
+    def step(self, rows: int, count: int) -> DeviceSteps:
+        """Launch `count` steps of the batch that was set, which has that many rows."""
+        assert count <= RING_STEPS
         for _ in range(count):
             self._run_step(self._padded_rows(rows))
-        steps = [(self._launched + i) % RING for i in range(count)]
+        steps = [(self._launched + i) % RING_STEPS for i in range(count)]
         self._launched += count
         ring = self._requests.ring
         if self._device.type != "cuda":
-            return DeviceBurst(ring.clone(), steps, rows, None)
+            return DeviceSteps(ring.clone(), steps, rows, None)
         copy = torch.empty_like(ring, device="cpu", pin_memory=True).copy_(ring, non_blocking=True)
-        return DeviceBurst(copy, steps, rows, _recorded())
+        return DeviceSteps(copy, steps, rows, _recorded())
 
-    def spoil(self, page: int) -> None:
-        """Make keys and values of a page numbers that are not finite, as a fault of the GPU would."""
+    def invalidate(self, page: int) -> None:
+        """Overwrite a page's keys and values with NaN, as a fault of the GPU might. For tests of such faults."""
         self._keys[:, page] = torch.nan
         self._values[:, page] = torch.nan
 
@@ -153,25 +162,27 @@ class Decoder:
         self._hidden(Residual(self._weights.embedding[ids].float()), slots, positions, CONSECUTIVE)
 
     def _step(self, rows: int) -> None:
-        """One token of each of the first rows of the batch. Must not branch on values of the device."""
+        """Compute one token of each of the batch's first rows. Must not branch on values of the device."""
         operations, weights = self._operations, self._weights
         slots, positions, x = operations.begin(self._requests, self._batch[:rows], weights.embedding)
         self._hidden(x, slots, positions, 1)
-        operations.draw(operations.head(x, weights.head, weights.sizes.eps), self._requests, slots)
+        operations.sample(operations.head(x, weights.head, weights.sizes.eps), self._requests, slots)
 
     def _hidden(self, x: Residual, slots: Tensor, positions: Tensor, consecutive: int) -> None:
-        """All layers, of the embeddings of tokens in these slots (T,) at these positions (T,).
+        """Run all layers on the embeddings of tokens in these slots (T,) at these positions (T,).
 
-        Of prompts, whose last tokens are computed by a step, the last layer's keys and values are all that is needed.
+        A prefill ends at the last layer's keys and values: the prompt's last token is computed by a step.
         """
         weights, operations, eps = self._weights, self._operations, self._weights.sizes.eps
-        places = Places(slots, positions, self._keys, self._values, self._tables, weights.rotary, consecutive)
+        metadata = AttentionMetadata(
+            slots, positions, self._keys, self._values, self._block_tables, weights.rotary, consecutive
+        )
         for index, layer in enumerate(weights.layers):
-            q = operations.project_heads(x, layer.qkv, layer.qkv_bias, eps, places, index)
+            q = operations.project_heads(x, layer.qkv, layer.qkv_bias, eps, metadata, index)
             if consecutive > 1 and index == len(weights.layers) - 1:
                 return
-            operations.project_add(operations.attend(q, places, index), layer.out, x, eps)
-            operations.project_add(operations.gated(x, layer.gate_up, eps), layer.down, x, eps)
+            operations.linear_residual(operations.attend(q, metadata, index), layer.out, x, eps)
+            operations.linear_residual(operations.gated(x, layer.gate_up, eps), layer.down, x, eps)
 
     def _padded_rows(self, rows: int) -> int:
         return min(padded_rows(rows), self._scratch)
@@ -184,19 +195,21 @@ class Decoder:
 
 
 def _recorded() -> torch.cuda.Event:
-    """What has happened when the device has computed all that is launched."""
+    """Return an event that happens when the device has computed all that is launched now."""
     event = torch.cuda.Event()
     event.record()
     return event
 
 
 def padded_rows(rows: int) -> int:
-    """The next power of two up to 32, beyond it the next multiple of 32."""
+    """Return the next power of two up to 32, above it the next multiple of 32."""
     return 1 << (rows - 1).bit_length() if rows <= 32 else -(-rows // 32) * 32
 
 
 def padded_tokens(tokens: int) -> int:
-    """The next multiple of 64 up to 1,024, beyond it the next multiple of 256: the more tokens, the less padding costs,
-    and each size is a CUDA graph."""
+    """Return the next multiple of 64 up to 1,024, above it the next multiple of 256.
+
+    Each size is a CUDA graph, and the more tokens there are, the less padding costs.
+    """
     multiple = 64 if tokens <= 1024 else 256
     return -(-tokens // multiple) * multiple

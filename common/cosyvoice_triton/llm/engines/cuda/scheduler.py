@@ -1,39 +1,19 @@
-"""Which requests are computed next, and in which slots and pages. Knows nothing of tensors, threads and clocks."""
+"""Decides which requests are computed next, in which slots and pages. Knows no tensors, threads or clocks."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.llm.engines.cuda.operations import CONSECUTIVE, FAULT, NOTHING, PAGE
-from cosyvoice_triton.llm.engines.cuda.pages import Pages
+from cosyvoice_triton.llm.engines.cuda.page_pool import PagePool
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
-from cosyvoice_triton.llm.engines.threaded import Generation
+from cosyvoice_triton.llm.engines.threaded_engine import Generation
 from cosyvoice_triton.llm.interface import FinishReason, TokenChunk
-
-STEPS_PER_LOOK = 3  # at what was drawn, where no answer is urgent
-FEW_ROWS = 8  # a step of so few takes hardly longer than a look
-# When so many listeners wait for the tokens of their first chunk, no further prompts are prefilled until all of them
-# have these: of 256 that begin together the first ones are served earlier, and the last ones hardly later
-# (docs/results/speed.md).
-WAVE = 144
-# Each report is work of the host, which has one Python process for all requests: half a millisecond over all processes.
-FIRST_REPORT = 3  # tokens
-MOST_HELD = TOKEN_RATE  # a second of speech
-
-
-def tokens_of_report(reported: int, urgent: int) -> int:
-    """How many new tokens of a request, of which so many are urgent, are reported together, after so many.
-
-    The first ones, so that the request is known to run; then all that the first chunk waits for. After that the tokens
-    held back are at most half of those the listener has already, so the second chunk waits for a few steps at most.
-    """
-    if reported < urgent:
-        return urgent - reported if reported else FIRST_REPORT
-    return min(max(reported // 2, FIRST_REPORT), MOST_HELD)
+from cosyvoice_triton.profiles import LLMNumbers
 
 
 class PromptPiece(NamedTuple):
@@ -44,240 +24,291 @@ class PromptPiece(NamedTuple):
     ids: np.ndarray  # (n,)
 
 
-class Burst(Protocol):
-    """Steps that were launched."""
+class LaunchedSteps(Protocol):
+    """Steps that were launched and may still be running."""
 
     def columns(self) -> np.ndarray:
-        """(steps, rows): a column of the logits, NOTHING or FAULT. Waits until the steps have been computed."""
+        """Return (steps, rows) columns of the logits, NOTHING or FAULT. Waits until the steps have been computed."""
         ...
 
 
 class StepModel(Protocol):
-    """What computes. See `decoder.Decoder`."""
+    """The network on a device, see `decoder.Decoder`. It launches work, and computes it in the order of the launches.
 
-    max_prefill: int  # tokens, each piece padded to a multiple of CONSECUTIVE
+    max_prefill: tokens of one prefill, each piece padded to a multiple of CONSECUTIVE. first: id of column 0.
+    """
+
+    max_prefill: int
     first: int
 
-    def place(self, pages: Mapping[int, Sequence[int]]) -> None: ...
+    def set_block_tables(self, pages: Mapping[int, Sequence[int]]) -> None: ...
     def prefill(self, pieces: Sequence[PromptPiece]) -> None: ...
-    def start(self, requests: Mapping[int, GenerationRequest]) -> None: ...
-    def select(self, slots: Sequence[int]) -> None: ...
-    def step(self, rows: int, count: int) -> Burst: ...
+    def await_prefills(self) -> None: ...
+    def fill_slots(self, requests: Mapping[int, GenerationRequest]) -> None: ...
+    def set_batch(self, slots: Sequence[int]) -> None: ...
+    def step(self, rows: int, count: int) -> LaunchedSteps: ...
+    def invalidate(self, page: int) -> None: ...
+
+
+class SequenceStatus(Enum):
+    """Where a request is on its way."""
+
+    WAITING = "waiting"  # for a slot and pages
+    PREFILLING = "prefilling"  # its prompt, but for the last token, which a step computes
+    RUNNING = "running"  # its next token can be computed by a step
+    FINISHED = "finished"  # it has given back slot and pages; steps for it may still be launched
 
 
 @dataclass(eq=False)
-class SequenceRow(Generation):
-    """A request. slot, pages: while it is computed. prefilled: tokens of its prompt. ready: whether its next token can
-    be computed by a step, because these are all but the last one. launched: steps for it. reported: tokens. held: new
-    ones, until there are as many as `due`. ends: the end ids."""
+class TokenSequence(Generation):
+    """A request as the scheduler sees it.
 
-    slot: int | None = None
+    slot, pages: while it is prefilling or running. prefilled: tokens of its prompt. launched: steps for it, of which
+    the host has not seen all results. reported: tokens. buffered: new tokens that are not reported yet, fewer than
+    `report_size`. ends: the end ids.
+    """
+
+    numbers: LLMNumbers = field(default_factory=LLMNumbers)
+    status: SequenceStatus = SequenceStatus.WAITING
+    slot: int = -1
     pages: list[int] = field(default_factory=list)
     prefilled: int = 0
-    ready: bool = field(init=False)
     launched: int = 0
     reported: int = 0
-    held: list[int] = field(default_factory=list)
-    due: int = field(init=False)
+    buffered: list[int] = field(default_factory=list)
+    report_size: int = field(init=False)
     ends: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ready = len(self.request.input_ids) == 1
         self.ends = frozenset(self.request.end_ids)
-        self.set_due()
+        self._set_report_size()
 
-    def set_due(self) -> None:
-        """As many tokens as the next report has, or as the answer can still have."""
-        request = self.request
-        enough = tokens_of_report(self.reported, request.urgent_tokens)
-        self.due = min(enough, request.sampling.max_tokens - self.reported)
+    def flush(self) -> list[int]:
+        """Return the buffered tokens, which are now reported."""
+        tokens, self.buffered = self.buffered, []
+        self.reported += len(tokens)
+        self._set_report_size()
+        return tokens
+
+    def _set_report_size(self) -> None:
+        """Set how many tokens the next report has, unless the answer ends before.
+
+        The first report shows that the request runs, the next one has all that the first chunk waits for. After that at
+        most half of what the listener has is buffered, so the second chunk waits for a few steps at most.
+        """
+        first_chunk, numbers = self.request.urgent_tokens, self.numbers
+        if self.reported >= first_chunk:
+            size = min(max(self.reported // 2, numbers.first_report_tokens), numbers.max_buffered_tokens)
+        else:
+            size = first_chunk - self.reported if self.reported else numbers.first_report_tokens
+        self.report_size = min(size, self.request.sampling.max_tokens - self.reported)
 
     @property
     def generated(self) -> int:
-        """Tokens of the answer."""
-        return self.reported + len(self.held)
+        """The number of tokens of the answer that the host has seen."""
+        return self.reported + len(self.buffered)
 
     @property
-    def urgent(self) -> int:
-        """How many further steps its listener waits for."""
+    def urgent_steps(self) -> int:
+        """The number of further steps that the listener's first chunk waits for."""
         return max(0, self.request.urgent_tokens - self.launched)
 
     @property
-    def ahead(self) -> bool:
-        """Whether its listener waits for none of its next tokens, and hears them at the rate of speech."""
-        return self.request.played and not self.urgent
+    def paced(self) -> bool:
+        """Whether its listener plays audio already, so that its tokens are needed at the rate of speech only."""
+        return self.request.played and not self.urgent_steps
 
 
-Launched = tuple[Burst, list[SequenceRow]]  # steps, and the rows that they compute
+class LaunchedBatch(NamedTuple):
+    """Launched steps, and the sequences of their rows."""
+
+    steps: LaunchedSteps
+    batch: list[TokenSequence]
 
 
 class Answer(NamedTuple):
     """New tokens of a request, or the error that ends it."""
 
-    sequence: SequenceRow
+    sequence: TokenSequence
     item: TokenChunk | Exception
 
     @property
     def ends(self) -> bool:
+        """Whether it is the request's last answer."""
         return isinstance(self.item, Exception) or self.item.finish_reason is not None
 
 
 class Scheduler:
     """Computes up to `slots` requests at once."""
 
-    def __init__(self, model: StepModel, slots: int, pages: Pages) -> None:
+    def __init__(self, model: StepModel, slots: int, pages: PagePool, numbers: LLMNumbers) -> None:
         self._model = model
-        self._slots = list(reversed(range(slots)))  # free ones
+        self._free_slots = list(reversed(range(slots)))
         self._pages = pages
-        self.rows: list[SequenceRow] = []  # what is computed, oldest first
-        self._selected: list[SequenceRow] = []
-        self._starting: list[SequenceRow] = []  # ready, but not in their slots
-        self._wave = False  # no prompts are prefilled, because so many listeners wait for what was
-        self._launched: list[Launched] = []  # not yet looked at
+        self._numbers = numbers
+        self.live: list[TokenSequence] = []  # prefilling or running, oldest first
+        self._batch: list[TokenSequence] = []  # that the model has
+        self._to_fill: list[TokenSequence] = []  # running, but not in their slots yet
+        self._batch_full = False  # no prompts are prefilled: too many listeners wait for their first chunk
+        self._launched: list[LaunchedBatch] = []  # not read back
 
     @property
     def urgent(self) -> bool:
-        """Whether a listener waits for the next token of a row."""
-        return any(row.urgent for row in self.rows)
+        """Whether a listener waits for the next tokens of a sequence."""
+        return any(sequence.urgent_steps for sequence in self.live)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is launched, and nothing will be before the rows that are ahead are computed again."""
-        return not self._launched and all(row.ready and row.ahead for row in self.rows)
+        """Whether nothing is launched, nor will be before the paced sequences are stepped again."""
+        return not self._launched and all(each.status is SequenceStatus.RUNNING and each.paced for each in self.live)
 
     def pages_of(self, request: GenerationRequest) -> int:
-        """Pages of the longest answer."""
+        """Return the number of pages of the longest answer, which are allocated before the request starts."""
         return -(-(len(request.input_ids) + request.sampling.max_tokens) // PAGE)
 
-    def admit(self, waiting: deque[SequenceRow]) -> None:
-        """Remove what was cancelled, and start waiting requests in their order while there are slots and pages."""
-        for sequence in [row for row in self.rows if row.cancelled]:
+    def admit(self, waiting: deque[TokenSequence]) -> None:
+        """Remove cancelled requests, and start waiting ones in their order while there are slots and pages."""
+        for sequence in [each for each in self.live if each.cancelled]:
             self.remove(sequence)
-        placed: dict[int, list[int]] = {}
-        while waiting and self._slots:
+        block_tables: dict[int, list[int]] = {}
+        while waiting and self._free_slots:
             sequence = waiting[0]
             if sequence.cancelled:
                 waiting.popleft()
                 continue
-            pages = self._pages.take(self.pages_of(sequence.request))
+            pages = self._pages.allocate(self.pages_of(sequence.request))
             if pages is None:
                 break
             waiting.popleft()
-            sequence.slot, sequence.pages = self._slots.pop(), pages
-            self.rows.append(sequence)
-            if sequence.ready:
-                self._starting.append(sequence)
-            placed[sequence.slot] = pages
-        if placed:
-            self._model.place(placed)
+            sequence.slot, sequence.pages = self._free_slots.pop(), pages
+            sequence.status = SequenceStatus.PREFILLING
+            self.live.append(sequence)
+            if len(sequence.request.input_ids) == 1:
+                self._run(sequence)
+            block_tables[sequence.slot] = pages
+        if block_tables:
+            self._model.set_block_tables(block_tables)
 
-    def remove(self, sequence: SequenceRow) -> None:
-        """Free slot and pages: the only place where a request leaves. Steps that are already launched do not disturb
-        the next one there: the device computes everything in the order of the launches."""
-        assert sequence.slot is not None
-        self.rows.remove(sequence)
-        self._slots.append(sequence.slot)
-        self._pages.give_back(sequence.pages)
-        sequence.slot, sequence.pages = None, []
+    def remove(self, sequence: TokenSequence) -> None:
+        """Free slot and pages: the only place where a request leaves.
+
+        Steps that are launched for it do not disturb the next request there: the device computes in the order of the
+        launches.
+        """
+        self.live.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        self._free_slots.append(sequence.slot)
+        self._pages.release(sequence.pages)
 
     def prefill(self) -> int:
-        """Launch prompts; returns how many tokens, at most `max_prefill`. 0: there is nothing to be launched now."""
-        if all(row.ready for row in self.rows):
+        """Launch prompts. Returns how many tokens, at most `max_prefill`; 0 if none are to be launched now."""
+        if all(each.status is SequenceStatus.RUNNING for each in self.live):
             return 0
-        waiting = sum(row.ready and row.urgent > 0 for row in self.rows)
-        self._wave = waiting >= WAVE or (self._wave and waiting > 0)
-        if self._wave:
+        urgent = sum(each.status is SequenceStatus.RUNNING and each.urgent_steps > 0 for each in self.live)
+        self._batch_full = urgent >= self._numbers.prefill_batch or (self._batch_full and urgent > 0)
+        if self._batch_full:
             return 0
-        pieces = self._pieces(WAVE - waiting)
+        pieces = self._pieces(self._numbers.prefill_batch - urgent)
         self._model.prefill(pieces)
-        self._start()
+        self._fill_slots()
         return sum(len(piece.ids) for piece in pieces)
 
-    def launch(self, *, ahead: bool = True) -> list[Launched]:
-        """Launch steps; returns those launched before, so that the device need not wait while the host looks at them.
+    def launch(self, *, paced: bool) -> list[LaunchedBatch]:
+        """Launch steps of the running sequences, of paced ones only if `paced`.
 
-        ahead: also of the rows that are ahead of their listeners.
+        Returns what was launched before, so that the device is never idle while the host reads it back.
         """
-        ready = [row for row in self.rows if row.ready and (ahead or not row.ahead)]
+        running = [each for each in self.live if each.status is SequenceStatus.RUNNING and (paced or not each.paced)]
         before = self.take_launched()
-        if ready:
-            self._launched.append(self._step(ready))
+        if running:
+            self._launched.append(self._step(running))
         return before
 
-    def take_launched(self) -> list[Launched]:
-        """The steps that are launched, none or some, to be looked at by `answers`."""
+    def take_launched(self) -> list[LaunchedBatch]:
+        """Return what is launched and not read back; `answers` is to read it."""
         before, self._launched = self._launched, []
         return before
 
-    def answers(self, launched: list[Launched]) -> list[Answer]:
-        """What these steps have drawn. Waits for the device."""
-        return [answer for burst, rows in launched for answer in self._answers(burst, rows)]
+    def answers(self, launched: list[LaunchedBatch]) -> list[Answer]:
+        """Read back what these steps have sampled. Waits for the device."""
+        return [answer for launch in launched for answer in self._answers(launch)]
 
-    def _pieces(self, most: int) -> list[PromptPiece]:
-        """What is to be prefilled next, of the `most` oldest requests, at most `max_prefill` tokens."""
+    def _run(self, sequence: TokenSequence) -> None:
+        sequence.status = SequenceStatus.RUNNING
+        self._to_fill.append(sequence)
+
+    def _pieces(self, requests: int) -> list[PromptPiece]:
+        """Return what is prefilled next: of so many of the oldest requests, at most `max_prefill` tokens."""
         room = self._model.max_prefill
         pieces: list[PromptPiece] = []
-        for row in self.rows:
-            if row.ready or not room or len(pieces) == most:
+        for sequence in self.live:
+            if sequence.status is SequenceStatus.RUNNING or not room or len(pieces) == requests:
                 continue
-            assert row.slot is not None
-            ids = row.request.input_ids[row.prefilled : -1][:room]
-            pieces.append(PromptPiece(row.slot, row.prefilled, ids))
-            row.prefilled += len(ids)
-            if row.prefilled == len(row.request.input_ids) - 1:
-                row.ready = True
-                self._starting.append(row)
+            ids = sequence.request.input_ids[sequence.prefilled : -1][:room]
+            pieces.append(PromptPiece(sequence.slot, sequence.prefilled, ids))
+            sequence.prefilled += len(ids)
+            if sequence.prefilled == len(sequence.request.input_ids) - 1:
+                self._run(sequence)
             room -= -(-len(ids) // CONSECUTIVE) * CONSECUTIVE
         return pieces
 
-    def _step(self, ready: list[SequenceRow]) -> Launched:
-        self._start()
-        if ready != self._selected:
-            self._selected = ready
-            self._model.select([row.slot for row in ready if row.slot is not None])
-        prefilling = any(not row.ready for row in self.rows)
-        single = (prefilling or (len(ready) > FEW_ROWS and self.urgent)) and not any(row.ahead for row in ready)
-        count = 1 if single else min([STEPS_PER_LOOK, *(row.urgent for row in ready if row.urgent)])
-        for row in ready:
-            row.launched += count
-        return self._model.step(len(ready), count), ready
+    def _step(self, batch: list[TokenSequence]) -> LaunchedBatch:
+        self._fill_slots()
+        if batch != self._batch:
+            self._batch = batch
+            self._model.set_batch([sequence.slot for sequence in batch])
+        count = self._step_count(batch)
+        for sequence in batch:
+            sequence.launched += count
+        return LaunchedBatch(self._model.step(len(batch), count), batch)
 
-    def _start(self) -> None:
-        """Put the requests that are ready into their slots."""
-        starting = {row.slot: row.request for row in self._starting if row.slot is not None}
-        self._starting.clear()
-        if starting:
-            self._model.start(starting)
+    def _step_count(self, batch: list[TokenSequence]) -> int:
+        """Return how many steps are launched together: never more than the next first chunk waits for."""
+        prefilling = any(each.status is SequenceStatus.PREFILLING for each in self.live)
+        many_urgent = len(batch) > self._numbers.few_rows and self.urgent
+        # Paced sequences come once in an interval, and then need all their steps.
+        if (prefilling or many_urgent) and not any(each.paced for each in batch):
+            return 1
+        return min([self._numbers.steps_per_readback, *(each.urgent_steps for each in batch if each.urgent_steps)])
 
-    def _answers(self, burst: Burst, rows: list[SequenceRow]) -> list[Answer]:
+    def _fill_slots(self) -> None:
+        """Put the sequences that became running into their slots."""
+        # One that was cancelled meanwhile has lost its slot.
+        to_fill = {each.slot: each.request for each in self._to_fill if each.status is SequenceStatus.RUNNING}
+        self._to_fill.clear()
+        if to_fill:
+            self._model.fill_slots(to_fill)
+
+    def _answers(self, launch: LaunchedBatch) -> list[Answer]:
         first, answers = self._model.first, []
-        found = (burst.columns().T + first).tolist()  # columns (steps, rows) -> ids (rows, steps)
-        for row, ids in zip(rows, found, strict=True):
-            if row.slot is None:
+        found = (launch.steps.columns().T + first).tolist()  # columns (steps, rows) -> ids (rows, steps)
+        for sequence, ids in zip(launch.batch, found, strict=True):
+            if sequence.status is SequenceStatus.FINISHED:
                 continue
-            # Of hundreds of rows nearly all have only more tokens to hold.
-            if len(row.held) + len(ids) < row.due and min(ids) >= first and row.ends.isdisjoint(ids):
-                row.held += ids
-            elif answer := self._answer(row, ids):
+            # Of hundreds of rows nearly all have only more tokens to buffer.
+            if (
+                len(sequence.buffered) + len(ids) < sequence.report_size
+                and min(ids) >= first
+                and sequence.ends.isdisjoint(ids)
+            ):
+                sequence.buffered += ids
+            elif answer := self._answer(sequence, ids):
                 answers.append(answer)
         return answers
 
-    def _answer(self, row: SequenceRow, ids: list[int]) -> Answer | None:
+    def _answer(self, sequence: TokenSequence, ids: list[int]) -> Answer | None:
         reason: FinishReason | None = None
         for token in ids:
             column = token - self._model.first
             if column == FAULT:
-                return Answer(row, FloatingPointError("the LLM's logits are not finite"))
+                return Answer(sequence, FloatingPointError("the LLM's logits are not finite"))
             if column == NOTHING or reason:
                 break
-            row.held.append(token)
-            if token in row.ends:
+            sequence.buffered.append(token)
+            if token in sequence.ends:
                 reason = "stop"
-            elif row.generated == row.request.sampling.max_tokens:
+            elif sequence.generated == sequence.request.sampling.max_tokens:
                 reason = "length"
-        if not reason and len(row.held) < row.due:
+        if not reason and len(sequence.buffered) < sequence.report_size:
             return None
-        tokens, row.held = row.held, []
-        row.reported += len(tokens)
-        row.set_due()
-        return Answer(row, TokenChunk(tokens, reason))
+        return Answer(sequence, TokenChunk(sequence.flush(), reason))

@@ -11,14 +11,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 from cosyvoice_triton.llm.checkpoint import MAX_CONTEXT, speech_bias
-from cosyvoice_triton.llm.engines.cuda.operations import TURN
+from cosyvoice_triton.llm.engines.cuda.operations import INTERLEAVE
 from cosyvoice_triton.llm.engines.interface import candidate_ids, require_speech_tokens
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2Sizes:
-    """vocab: number of input ids. context: maximum number of tokens in one sequence."""
+    """The sizes of a Qwen2 network.
+
+    vocab: number of input ids. context: maximum number of tokens in one sequence. theta: base of RoPE's frequencies.
+    """
 
     vocab: int
     hidden: int
@@ -36,7 +39,7 @@ class Qwen2Sizes:
 
     @classmethod
     def read(cls, model_dir: Path) -> "Qwen2Sizes":
-        """Of `config.json`. ValueError if it is not a Qwen2 network."""
+        """Read them from `config.json`. ValueError if it is not that of a Qwen2 network."""
         path = model_dir / "config.json"
         if not path.is_file():
             raise ValueError(f"{model_dir} is not a HuggingFace model directory: it has no config.json")
@@ -62,10 +65,10 @@ class Qwen2Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """The weights of the norm before a product are a part of its matrix.
+    """The weights of one layer. The weights of the RMS norm before a product are multiplied into its matrix.
 
-    qkv ((heads + 2 kv_heads) * D, hidden), qkv_bias; out (hidden, heads * D); gate_up (2 * mlp, hidden), TURN gates
-    and TURN ups in turn; down (hidden, mlp).
+    qkv ((heads + 2 kv_heads) * D, hidden), qkv_bias; out (hidden, heads * D); gate_up (2 * mlp, hidden), INTERLEAVE
+    gate rows and INTERLEAVE up rows alternately; down (hidden, mlp).
     """
 
     qkv: Tensor
@@ -77,8 +80,11 @@ class LayerWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """embedding (vocab, hidden); head (C, hidden), for the ids from `first`, and its bias (C,) in float32, which is
-    minus infinity for ids that are not drawn; rotary (2, context, D / 2): cosines and sines, float32."""
+    """The network's weights on a device.
+
+    embedding (vocab, hidden); head (C, hidden) for the ids from `first`, and its bias (C,) in float32, minus infinity
+    for ids that are never sampled; rotary (2, context, D / 2): cosines and sines in float32.
+    """
 
     sizes: Qwen2Sizes
     embedding: Tensor
@@ -92,11 +98,14 @@ class Weights:
     def read(
         cls, model_dir: str | Path, tokenizer: LLMTokenizer, device: torch.device, dtype: torch.dtype
     ) -> "Weights":
-        """ValueError if the directory holds no Qwen2 network, or lacks the speech tokens of `tokenizer`."""
+        """Load a HuggingFace directory.
+
+        ValueError if it holds no Qwen2 network, or lacks the speech tokens of `tokenizer`.
+        """
         directory = Path(model_dir)
         sizes = Qwen2Sizes.read(directory)
-        if sizes.mlp % TURN:
-            raise ValueError(f"{directory}: intermediate_size {sizes.mlp} is not a multiple of {TURN}")
+        if sizes.mlp % INTERLEAVE:
+            raise ValueError(f"{directory}: intermediate_size {sizes.mlp} is not a multiple of {INTERLEAVE}")
         require_speech_tokens(tokenizer, sizes.vocab, directory)
         files: dict[str, Path] = {}  # by tensor
         for path in sorted(directory.glob("*.safetensors")):
@@ -131,7 +140,7 @@ class Weights:
     def _layer(of: Callable[[str], Tensor], dtype: torch.dtype) -> LayerWeights:
         qkv = [of(f"self_attn.{name}_proj.weight") for name in "qkv"]
         qkv_bias = [of(f"self_attn.{name}_proj.bias") for name in "qkv"]
-        gate_up = [of(f"mlp.{name}_proj.weight").unflatten(0, (-1, TURN)) for name in ("gate", "up")]
+        gate_up = [of(f"mlp.{name}_proj.weight").unflatten(0, (-1, INTERLEAVE)) for name in ("gate", "up")]
         return LayerWeights(
             qkv=(torch.cat(qkv) * of("input_layernorm.weight")).to(dtype),
             qkv_bias=torch.cat(qkv_bias).to(dtype),
@@ -142,6 +151,7 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
+        """The memory of all weights in bytes."""
         tensors = [self.embedding, self.head, self.bias, self.rotary]
         for layer in self.layers:
             tensors += vars(layer).values()

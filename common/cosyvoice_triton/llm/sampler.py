@@ -1,8 +1,11 @@
-"""Sampling of a batch by operations on tensors, with the results of `TokenSampler` for each request.
+"""Sampling of the next tokens of a batch: repetition penalty, temperature, top-k, top-p and repetition-aware sampling.
 
-Nothing branches on the content of the batch, because a CUDA graph repeats one batch's operations for others.
+The one sampler of all engines: a seed gives the same tokens on each, wherever their logits agree. The kernel
+`kernels.sampling` computes the same on a GPU in one launch. Nothing branches on the content of the batch, because a
+CUDA graph repeats one batch's operations for others.
 """
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cosyvoice_triton.device import on_device
+from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.interface import MAX_RAS_WINDOW, Sampling
 
 RECENT = MAX_RAS_WINDOW + 1  # sampled tokens that are kept of each request: a window, and the one that is being sampled
@@ -18,7 +22,7 @@ NONE = -1  # no token
 
 
 class SamplingRow(NamedTuple):
-    """One request's sampling as numbers; no value is a special case: greedy is a top_k of 1, no RAS a window of 0."""
+    """One request's sampling as numbers. No value is a special case: greedy is a top_k of 1, no RAS a window of 0."""
 
     temperature: float
     penalty: float
@@ -30,7 +34,7 @@ class SamplingRow(NamedTuple):
 
     @classmethod
     def of(cls, sampling: Sampling, width: int) -> "SamplingRow":
-        """`width`: the number of tokens that can be sampled."""
+        """Return the row of `sampling`; `width` is the number of tokens that can be sampled."""
         greedy = sampling.temperature == 0
         return cls(
             1.0 if greedy else sampling.temperature,
@@ -46,10 +50,10 @@ class SamplingRow(NamedTuple):
 class BatchSampler:
     """Samples from the candidates (C,), and keeps by slot what each request has sampled.
 
-    bias (C,): added to the logits. slots: requests that can have state at once. seen (slots, C): columns of the prompt
-    and of the answer but its last one. recent (slots, RECENT): the columns drawn last, each at its position in the
-    answer modulo the size. If an engine discards a token, the position stays the same, and the next column takes the
-    place of the discarded one.
+    bias (C,): added to the logits, minus infinity for what is never sampled. slots: requests that can have state at
+    once. seen (slots, C): columns of the prompt and of the answer but its last one. recent (slots, RECENT): the columns
+    sampled last, each at its position in the answer modulo the size. If an engine discards a token, the position stays
+    the same, and the next column replaces the discarded one.
     """
 
     def __init__(self, bias: Tensor, slots: int) -> None:
@@ -58,7 +62,7 @@ class BatchSampler:
         self.recent = torch.full((slots, RECENT), NONE, device=bias.device)
 
     def start(self, prompts: Mapping[int, Sequence[int] | np.ndarray]) -> None:
-        """Requests take these slots. prompts: columns of each one's prompt, others than 0..C-1 are ignored."""
+        """Begin requests in these slots, with the columns of their prompts; others than 0..C-1 are ignored."""
         width = self.seen.shape[1]
         columns = np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts.values()])
         own = np.repeat(list(prompts), [len(prompt) for prompt in prompts.values()]) * width + columns
@@ -69,14 +73,14 @@ class BatchSampler:
         self.recent.index_fill_(0, slots, NONE)
 
     def resume(self, slot: int, prompt: Sequence[int], sampled: Sequence[int]) -> None:
-        """A request takes the slot for which these columns were sampled before."""
+        """Begin a request in a slot, for which these columns were sampled before."""
         self.start({slot: [*prompt, *sampled]})
         recent = [NONE] * RECENT
         for position in range(max(0, len(sampled) - MAX_RAS_WINDOW), len(sampled)):
             recent[position % RECENT] = max(NONE, sampled[position])
         self.recent[slot] = on_device(recent, self.bias.device)
 
-    def draw(
+    def sample(
         self,
         logits: Tensor,
         slots: Tensor,
@@ -86,7 +90,7 @@ class BatchSampler:
         ends: Tensor,
         max_top_k: int,
     ) -> Tensor:
-        """Logits (R, C) -> sampled columns (R, 1), at these positions (R,) of the answers in these slots (R,).
+        """Sample columns (R, 1) from logits (R, C), at these positions (R,) of the answers in these slots (R,).
 
         keys (R,): select the random numbers. sampling (7, R, 1): fields of `SamplingRow`, top_k at most `max_top_k`.
         ends (C,) or (R, C): what is not sampled before min_tokens.
@@ -112,10 +116,61 @@ class BatchSampler:
         return columns
 
 
-def _nucleus(scores: Tensor, max_top_k: int, top_ks: Tensor, top_ps: Tensor, ras: Tensor) -> Tensor:
-    """Scores (R, C) -> weights (R, C) of the columns that top_k and top_p (R, 1) keep, 0 for others.
+class RequestSampler:
+    """Samples requests by slot, for engines whose logits are on the CPU."""
 
-    ras (R, 1): with it, top_p is a share of the whole distribution; otherwise of the tokens left by top_k.
+    def __init__(self, bias: Tensor, slots: int) -> None:
+        """bias (V,): added to the logits of ids 0..V-1; minus infinity for those that are never sampled."""
+        candidates = bias.isfinite().nonzero()
+        self.first, last = int(candidates[0]), int(candidates[-1])  # ids
+        self._sampler = BatchSampler(bias[self.first : last + 1], slots)
+        self._positions = torch.zeros(slots, dtype=torch.long)
+        self._keys = torch.zeros(slots, dtype=torch.long)
+        self._sampling = torch.ones(slots, len(SamplingRow._fields))
+        self._ends = torch.zeros(slots, self.width, dtype=torch.bool)
+
+    @property
+    def width(self) -> int:
+        """The number of ids from `first` whose logits `sample` takes."""
+        return len(self._sampler.bias)
+
+    def start(self, slot: int, request: GenerationRequest) -> None:
+        """Begin a request in a slot."""
+        sampling, ends = request.sampling, np.array(request.end_ids) - self.first
+        self._sampler.start({slot: request.input_ids - self.first})
+        self._positions[slot] = 0
+        self._keys[slot] = random_key() if sampling.seed is None else sampling.seed
+        self._sampling[slot] = torch.tensor(SamplingRow.of(sampling, self.width))
+        self._ends[slot] = False
+        self._ends[slot, ends[(ends >= 0) & (ends < self.width)]] = True
+
+    def sample(self, slots: Sequence[int], logits: np.ndarray) -> list[int]:
+        """Return the next ids of the requests in these slots, from logits (R, C)."""
+        at = torch.tensor(slots)
+        rows = self._sampling[at]
+        columns = self._sampler.sample(
+            torch.from_numpy(logits),
+            at,
+            self._positions[at],
+            self._keys[at],
+            rows.T[:, :, None],  # (R, 7) -> (7, R, 1)
+            self._ends[at],
+            int(rows[:, SamplingRow._fields.index("top_k")].max()),
+        )
+        self._positions[at] += 1
+        return (columns[:, 0] + self.first).tolist()
+
+
+def random_key() -> int:
+    """Return what selects the random numbers of a request without a seed."""
+    return random.getrandbits(32)
+
+
+def _nucleus(scores: Tensor, max_top_k: int, top_ks: Tensor, top_ps: Tensor, ras: Tensor) -> Tensor:
+    """Return the weights (R, C) of the columns that top_k and top_p (R, 1) keep of scores (R, C); 0 for others.
+
+    ras (R, 1): with repetition-aware sampling top_p is a share of the whole distribution, otherwise of the tokens left
+    by top_k.
     """
     highest, columns = scores.topk(max_top_k)  # (R, C) -> (R, K), descending
     weights = torch.exp(highest - highest[:, :1]) * (torch.arange(max_top_k, device=scores.device) < top_ks)
@@ -126,10 +181,10 @@ def _nucleus(scores: Tensor, max_top_k: int, top_ks: Tensor, top_ps: Tensor, ras
 
 
 def _pick(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Weights (R, C), numbers (R, 1) in [0, 1) -> columns (R, 1), sampled by weight; the last one if a weight is NaN.
+    """Return columns (R, 1) sampled by weights (R, C) with numbers (R, 1) in [0, 1); the last one if a weight is NaN.
 
-    In order of columns, not of weights, as by `sampler.TokenSampler`: near-equal weights may swap ranks when a batch of
-    another size rounds differently.
+    The sums run in the order of columns, not of weights: near-equal weights may swap ranks when a batch of another size
+    rounds differently.
     """
     cumulative = weights.cumsum(1, dtype=torch.float64)
     columns = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
@@ -137,14 +192,14 @@ def _pick(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Keys (R,) and positions (R,) -> two numbers (2, R, 1) in [0, 1), float64, which depend on nothing else."""
-    draws = torch.arange(2, device=keys.device)[:, None]
-    counters = _mixed(keys + 0x9E3779B9) + 2 * positions + draws  # (R,) -> (2, R)
+    """Return two random numbers (2, R, 1) in [0, 1), float64, which depend on keys (R,) and positions (R,) only."""
+    both = torch.arange(2, device=keys.device)[:, None]
+    counters = _mixed(keys + 0x9E3779B9) + 2 * positions + both  # (R,) -> (2, R)
     return (_mixed(counters).double() / 2**32)[:, :, None]
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    """A 32-bit hash, for each of the integers: Wellons' "hash prospector", whose factors keep products below 2^63."""
+    """Return a 32-bit hash of each integer: Wellons' "hash prospector", whose factors keep products below 2^63."""
     bits = bits & 0xFFFFFFFF
     bits = ((bits ^ (bits >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     bits = ((bits ^ (bits >> 15)) * 0x735A2D97) & 0xFFFFFFFF

@@ -1,20 +1,27 @@
 """Continuous batching: one thread steps all live requests of a model; each may join and leave at any step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from cosyvoice_triton.errors import is_fatal
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
-from cosyvoice_triton.llm.engines.sampler import TokenSampler
-from cosyvoice_triton.llm.engines.threaded import Generation, OnTokens, ThreadedEngine
+from cosyvoice_triton.llm.engines.threaded_engine import Generation, OnTokens, ThreadedEngine
 from cosyvoice_triton.llm.interface import FinishReason, TokenChunk
+from cosyvoice_triton.llm.sampler import RequestSampler
 from cosyvoice_triton.monitoring import faults
+from cosyvoice_triton.profiles import LLMNumbers
 
 
 class DecoderModel(Protocol):
-    """A causal LM whose cache holds independent rows. See `genai.GenAIModel`."""
+    """A causal LM whose cache holds independent rows. See `genai.GenAIModel`.
+
+    context: maximum number of tokens in one sequence. vocab_size: number of input ids. logit_ids (V,): the id of each
+    logit; they are consecutive.
+    """
 
     context: int
     vocab_size: int
@@ -27,37 +34,35 @@ class DecoderModel(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class RowGeneration(Generation):
-    """A request that is computed in a row of the model's cache."""
+    """A request that is computed in a row of the model's cache. slot: of the sampler."""
 
-    sampler: TokenSampler
-    columns: np.ndarray  # of the model's logits that may be sampled
+    slot: int = -1
     generated: int = 0
     length: int = 0  # tokens in its row of the cache
     last_token: int = -1
 
 
 class BatchingEngine(ThreadedEngine[RowGeneration]):
-    """Requests in the rows of one model's cache: a request's index in the list of rows is its row.
+    """Requests in the rows of one model's cache: a request's index in the list of rows is its row."""
 
-    speech_ids: the ids that may be sampled in addition to a request's end ids.
-    """
-
-    def __init__(self, model: DecoderModel, speech_ids: np.ndarray, max_requests: int) -> None:
+    def __init__(self, model: DecoderModel, bias: np.ndarray, max_requests: int, numbers: LLMNumbers) -> None:
+        """bias (vocabulary,): added to the logits; minus infinity for ids that are never sampled."""
         self._model = model
-        self._speech_ids = speech_ids
-        super().__init__(max_requests, [])
+        self._sampler = RequestSampler(torch.from_numpy(bias), max_requests)
+        begin = self._sampler.first - int(model.logit_ids[0])
+        self._columns = slice(begin, begin + self._sampler.width)  # of the logits
+        self._free_slots = list(range(max_requests))
+        super().__init__(max_requests, [], numbers)
 
     def _accept(self, request: GenerationRequest, on_tokens: OnTokens) -> RowGeneration:
         request.check(self._model.vocab_size, self._model.context)
-        allowed = np.union1d(self._speech_ids, np.asarray(request.end_ids))
-        candidates, columns, _ = np.intersect1d(self._model.logit_ids, allowed, assume_unique=True, return_indices=True)
-        sampler = TokenSampler(request.sampling, candidates, prompt_ids=request.input_ids, end_ids=request.end_ids)
-        return RowGeneration(request, on_tokens, sampler=sampler, columns=columns)
+        return RowGeneration(request, on_tokens)
 
-    def _step(self) -> None:
+    def step(self) -> float:
         self._prefill_one()
         self._wake_readers()  # the first token does not wait for the others' next ones
         self._decode_all()
+        return 0.0
 
     def _prefill_one(self) -> None:
         """Prefill the oldest waiting request. One per step, so that many arrivals do not stall running streams."""
@@ -69,6 +74,8 @@ class BatchingEngine(ThreadedEngine[RowGeneration]):
                 return
             generation = self._waiting.popleft()
             self._rows.append(generation)
+        generation.slot = self._free_slots.pop()
+        self._sampler.start(generation.slot, generation.request)
         input_ids = generation.request.input_ids
         row = len(self._rows) - 1
         try:
@@ -79,10 +86,10 @@ class BatchingEngine(ThreadedEngine[RowGeneration]):
             self._drop(row, error)
             return
         generation.length = len(input_ids)
-        self._advance(row, logits)
+        self._advance([row], logits[None])
 
     def _decode_all(self) -> None:
-        """One more token for every row."""
+        """Compute one more token for every row."""
         for row in reversed(range(len(self._rows))):
             if self._rows[row].cancelled:
                 self._release(row)
@@ -97,19 +104,24 @@ class BatchingEngine(ThreadedEngine[RowGeneration]):
             raise RuntimeError("a fault of a test")
         if faults.take("nan_logits"):
             logits[0] = np.nan
-        # From the last row down: a release moves the last row into the gap, and that row has been advanced already.
-        for row in reversed(range(len(self._rows))):
-            self._advance(row, logits[row])
+        self._advance(range(len(self._rows)), logits)
 
-    def _advance(self, row: int, logits: np.ndarray) -> None:
-        """Sample a row's next token and report it; free the row if its request has finished or cannot go on."""
+    def _advance(self, rows: Sequence[int], logits: np.ndarray) -> None:
+        """Sample the next token of these rows, from logits (R, V), and report it."""
+        scores = logits[:, self._columns]
+        finite = np.isfinite(scores.max(1))  # NaN, too
+        tokens = self._sampler.sample([self._rows[row].slot for row in rows], scores)
+        # From the last row down: a release moves the last row into the gap, and that row has been advanced already.
+        for row, token, good in reversed(list(zip(rows, tokens, finite, strict=True))):
+            if good:
+                self._report(row, token)
+            else:
+                self._drop(row, FloatingPointError("the LLM's logits are not finite"))
+
+    def _report(self, row: int, token: int) -> None:
+        """Report a row's next token; free the row if its request has finished."""
         generation = self._rows[row]
         request = generation.request
-        scores = logits[generation.columns]
-        if not np.isfinite(scores.max()):  # NaN, too
-            self._drop(row, FloatingPointError("the LLM's logits are not finite"))
-            return
-        token = generation.sampler.sample(scores)
         generation.last_token = token
         generation.generated += 1
         finish: FinishReason | None = None
@@ -126,6 +138,7 @@ class BatchingEngine(ThreadedEngine[RowGeneration]):
         last = len(self._rows) - 1
         if row != last:
             self._model.move(last, row, self._rows[last].length)
+        self._free_slots.append(self._rows[row].slot)
         with self._wake:
             self._rows[row] = self._rows[last]
             self._rows.pop()

@@ -1,4 +1,4 @@
-"""A function of a batch size as CUDA graphs: captured once per size, replayed as one launch."""
+"""Decoding steps and prefills as CUDA graphs: captured once for each batch size, replayed as one launch."""
 
 from collections.abc import Callable, Iterable
 
@@ -11,10 +11,14 @@ WARM_UPS = 2
 
 
 class SizedGraphs:
-    """One replay at a time. The function reads and writes tensors that it owns; their contents change with each run."""
+    """One function of a batch size as CUDA graphs, one for each size.
+
+    The function reads and writes tensors that it owns, whose contents change between replays. One replay runs at a
+    time.
+    """
 
     def __init__(self, function: Callable[[int], None], sizes: Iterable[int], name: str) -> None:
-        """`name`: for the log."""
+        """Capture `function` for these sizes. `name` is shown while they are captured."""
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         pool, device = torch.cuda.graph_pool_handle(), torch.cuda.current_device()
         stream = new_stream(device, urgent=True)  # every listener waits for tokens; token2wav's batches are long
@@ -28,4 +32,5 @@ class SizedGraphs:
                 function(size)
 
     def run(self, size: int) -> None:
+        """Launch the graph of this size. KeyError if it was not captured."""
         self._graphs[size].replay()
