@@ -1,25 +1,27 @@
-"""A whole stack under plans of GPU memory: first one task, then as many listeners as the plan has streams.
+"""A whole stack under load: rendered, served by a tritonserver of its own, and measured, once for each plan.
 
-    python -m cosyvoice_triton.bench.stack models/full --plans 7.5:4 11.5:16 15.5:32 22.5:64 --output out/plans
-    python -m cosyvoice_triton.bench.stack models/demo --plans :2 --device cpu
-    python -m cosyvoice_triton.bench.stack models/full --plans 7.5:4 --set prompt_device=cpu \\
-        --load='--new-voices --manifest-path voices/manifest.jsonl'
+    cosyvoice-triton bench stack models/full --plans :480 --listeners 1 32 256 512 --output out/dit
+    cosyvoice-triton bench stack models/full --plans 7.5:4 11.5:16 15.5:32 22.5:64
+    cosyvoice-triton bench stack models/demo --plans :2 --device cpu
+    cosyvoice-triton bench stack models/full --plans 7.5:4 --load='--new-voices --manifest-path voices/manifest.jsonl'
 
-A plan is gpu_memory_gib:max_streams. For each, the stack is rendered, served by a tritonserver of its own, measured by
-cosyvoice_triton.cli.benchmark and stopped. The table has the peak of the GPUs' memory, of all processes, as
-nvidia-smi shows it
-every 0.3 s. Where the LLM shares the GPU, start CUDA's MPS before (docs/sizing.md#gpu-memory).
+A plan is gpu_memory_gib:max_streams. One listener is one task that sends its next request when the last one is
+answered; more of them wait until their audio has been played, as people do. By default there is one, then as many as
+the plan has streams. The peak is that of the GPUs' memory, of all processes, as nvidia-smi shows it every 0.3 s. Where
+the LLM shares the GPU, start CUDA's MPS before (docs/sizing.md#gpu-memory).
 
-Writes OUTPUT.md, and OUTPUT_N_one and OUTPUT_N_all (.md, .json, .png) of each plan with N streams.
+Prints a line for each load and writes OUTPUT.json, a list of them with every figure of `cosyvoice-triton bench load`,
+and OUTPUT_STREAMS_LISTENERS.md, .json and .png.
 """
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -27,21 +29,13 @@ from typing import Any, NamedTuple, get_args
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli.arguments import positive_int
 from cosyvoice_triton.cli.stack_options import parse_settings
-from cosyvoice_triton.load.sweep import Sweep
+from cosyvoice_triton.load.host import host_ms
+from cosyvoice_triton.load.sweep import Sweep, with_suffix
 from cosyvoice_triton.server.installation import ServerError
 from cosyvoice_triton.server.rendering import Device, StackOptions, render
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 
 SAMPLE_MILLISECONDS = 300
-COLUMNS = (
-    "plan: GiB, streams",
-    "peak MiB",
-    "one task, first chunk p50 / p95",
-    "all listeners, first chunk p50 / p95",
-    "without a gap",
-    "answered",
-    "refused",
-)
 
 
 class GpuPlan(NamedTuple):
@@ -66,29 +60,31 @@ class GpuPlan(NamedTuple):
 
 
 class PeakMemory:
-    """The most memory of all GPUs that CUDA_VISIBLE_DEVICES names, together, within the block, MiB; None without
-    nvidia-smi."""
+    """Measures, within the block, the most memory that the GPUs of CUDA_VISIBLE_DEVICES use together.
 
-    mib: int | None = None
+    mib: that memory so far; None without nvidia-smi.
+    """
+
     _process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "PeakMemory":
         query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
         if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
             query.append(f"--id={visible}")
-        self._samples = tempfile.TemporaryFile("w+")  # a pipe that nobody reads is full after minutes
+        self._samples = tempfile.NamedTemporaryFile("w+")  # a pipe that nobody reads is full after minutes
         with suppress(FileNotFoundError):
             self._process = subprocess.Popen([*query, f"--loop-ms={SAMPLE_MILLISECONDS}"], stdout=self._samples)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with self._samples as samples:
-            if self._process is None:
-                return
+        if self._process is not None:
             self._process.terminate()
             self._process.wait()
-            samples.seek(0)
-            self.mib = peak(samples.read())
+        self._samples.close()
+
+    @property
+    def mib(self) -> int | None:
+        return peak(Path(self._samples.name).read_text(encoding="utf-8"))
 
 
 def peak(samples: str) -> int | None:
@@ -106,61 +102,62 @@ def peak(samples: str) -> int | None:
     return max(sums, default=None)
 
 
-def measure(plan: GpuPlan, options: StackOptions, requests: int, load: Sequence[str], output: Path) -> list[str]:
-    """A row of the table. load: further options of cosyvoice_triton.cli.benchmark for all listeners."""
+def measure(plan: GpuPlan, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The figures of each load of a plan, as soon as they are known."""
+    options = StackOptions(
+        models_dir=args.models,
+        stack=args.stack,
+        device=args.device,
+        llm_engine=args.llm_engine,
+        settings=parse_settings(args.settings) | plan.settings,
+    )
+    print(f"plan {plan}: loading, which takes a minute or two on a GPU, then measuring", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder, PeakMemory() as memory:
         repository = Path(folder) / "repository"
         render(options, repository)
         with TritonServer(repository, ports=Ports(0, 0, 0)) as server:
-            one, everyone = (
-                benchmark(server, options, output.with_name(f"{output.name}_{plan.streams}_{name}"), arguments)
-                for name, arguments in (
-                    ("one", ["--concurrency", "1", "--num-requests", str(requests)]),
-                    ("all", ["--listeners", str(plan.streams), "--num-requests", str(plan.streams + requests), *load]),
-                )
-            )
-    share, answered = everyone["share_without_gap"], everyone["requests"] - everyone["refused"] - everyone["errors"]
-    return [
-        f"{plan.gib or 'unset'}, {plan.streams}",
-        "" if memory.mib is None else str(memory.mib),
-        first_chunk(one),
-        first_chunk(everyone),
-        "" if share is None else f"{100 * share:.1f} %",
-        str(answered),
-        str(everyone["refused"]),
+            for listeners in args.listeners or sorted({1, plan.streams}):
+                output = args.output.with_name(f"{args.output.name}_{plan.streams}_{listeners}")
+                row = benchmark(server, options, listeners, args.requests, args.load, output)
+                yield {"stack": args.stack, "plan": str(plan), "listeners": listeners, "peak_mib": memory.mib, **row}
+
+
+def benchmark(
+    server: TritonServer, options: StackOptions, listeners: int, requests: int, more: Sequence[str], output: Path
+) -> dict[str, Any]:
+    """The figures of one load, after as many requests of warm-up as there are listeners. more: further options."""
+    command = [sys.executable, "-m", "cosyvoice_triton.load.benchmark", "--servers", server.grpc_url]
+    command += ["--model-name", stacks.named(options.stack).orchestrator, "--warmup-requests", str(listeners)]
+    command += ["--concurrency" if listeners == 1 else "--listeners", str(listeners)]
+    command += ["--num-requests", str(requests + (listeners if listeners > 1 else 0)), "--output", str(output)]
+    subprocess.run([*command, *more], check=True, stdout=subprocess.DEVNULL)
+    return Sweep.read(with_suffix(output, ".json")).rows[0]
+
+
+def line(row: dict[str, Any]) -> str:
+    """One load for people."""
+    first, share, rtf = row["first_chunk_ms"], row["share_without_gap"], row["rtf"]
+    parts = [
+        f"{row['stack']} {row['plan']}, {row['listeners']} listener(s):",
+        f"first chunk p50 {first['p50']:.1f} p95 {first['p95']:.1f} ms;" if first else "no answer;",
+        f"{1 / rtf:.1f} audio-s/s;" if rtf else "",
+        f"{100 * share:.1f} % without a gap;" if share is not None else "",
+        f"{row['requests']} requests, {row['refused']} refused, {row['errors']} failed;",
+        f"peak {row['peak_mib']} MiB" if row["peak_mib"] is not None else "",
     ]
-
-
-def benchmark(server: TritonServer, options: StackOptions, output: Path, load: Sequence[str]) -> dict[str, Any]:
-    """The figures of one run, which has as many requests before it as it has tasks."""
-    model = stacks.named(options.stack).orchestrator
-    where = ["--servers", server.grpc_url, "--model-name", model, "--warmup-requests", load[1]]
-    command = [sys.executable, "-m", "cosyvoice_triton.cli.benchmark", *where, *load, "--output", str(output)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return Sweep.read(output.with_name(f"{output.name}.json")).rows[0]
-
-
-def first_chunk(row: dict[str, Any]) -> str:
-    found = row["first_chunk_ms"]
-    return f"{found['p50']:.1f} / {found['p95']:.1f} ms" if found else ""
+    return " ".join(filter(None, parts)).rstrip(";")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    rows: list[dict[str, Any]] = []
+    print(f"host: {host_ms():.1f} ms for a fixed loop of Python", flush=True)
     try:
         for plan in args.plans:
-            options = StackOptions(
-                models_dir=args.models,
-                stack=args.stack,
-                device=args.device,
-                llm_engine=args.llm_engine,
-                settings=parse_settings(args.settings) | plan.settings,
-            )
-            print(f"plan {plan}: loading, which takes a minute or two on a GPU, then measuring", file=sys.stderr)
-            lines.append("| " + " | ".join(measure(plan, options, args.requests, args.load, args.output)) + " |")
-            print(lines[-1], flush=True)
-            args.output.with_name(f"{args.output.name}.md").write_text("\n".join(lines) + "\n")
+            for row in measure(plan, args):
+                rows.append(row)
+                print(line(row), flush=True)
+                with_suffix(args.output, ".json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError, ServerError, subprocess.CalledProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -172,23 +169,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "models",
         type=Path,
-        help="checkpoints; `cosyvoice_triton.demo_checkpoint.make --weights random-full` has full size",
+        help="checkpoints; `python -m cosyvoice_triton.demo_checkpoint.make DEST --weights random-full` has full size",
     )
     parser.add_argument("--plans", type=GpuPlan.read, nargs="+", required=True, metavar="GIB:STREAMS")
-    parser.add_argument("--stack", choices=[stack.name for stack in stacks.BUILT_IN], default=stacks.DEFAULT.name)
+    parser.add_argument("--listeners", type=positive_int, nargs="+", help="loads of each plan (1 and its streams)")
+    parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name)
     parser.add_argument("--device", choices=get_args(Device), default="gpu")
-    parser.add_argument("--llm-engine", default=StackOptions.llm_engine, help="as of cosyvoice_triton.cli.render")
+    parser.add_argument("--llm-engine", default=StackOptions.llm_engine, help="as of `cosyvoice-triton render`")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="the same")
+    parser.add_argument("--requests", type=positive_int, default=16, help="of one task; more send one each besides")
     parser.add_argument(
-        "--requests", type=positive_int, default=16, help="of one task; others have streams + this many"
+        "--load", type=shlex.split, default=[], help="further options of `cosyvoice-triton bench load`, as one string"
     )
-    parser.add_argument(
-        "--load",
-        type=shlex.split,
-        default=[],
-        help="further options of cosyvoice_triton.cli.benchmark for all listeners, as one string",
-    )
-    parser.add_argument("--output", type=Path, default=Path("out/plans"), help="path without suffix")
+    parser.add_argument("--output", type=Path, default=Path("out/stack"), help="path without suffix")
     return parser.parse_args(argv)
 
 

@@ -1,7 +1,6 @@
 """Speed of token2wav's engine and scheduler, without Triton, LLM or network."""
 
 import argparse
-import copy
 import itertools
 import json
 import platform
@@ -9,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ import torch
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.bench.token2wav_load import LoadResult, Piece, run_load
-from cosyvoice_triton.bench.token2wav_plot import plot
-from cosyvoice_triton.config import AdmissionName, Token2WavConfig
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.networks.flow import (
@@ -50,7 +47,6 @@ from cosyvoice_triton.token2wav.stream import Stream
 from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
 from cosyvoice_triton.voice.prompt import Prompt
-from tests.parity.reference import dit_flow, window_flow
 
 DESCRIPTION = """\
 Time token2wav's engine and scheduler.
@@ -60,12 +56,11 @@ Time token2wav's engine and scheduler.
   bench` runs
 
 Prompts are 5 s, utterances 8.5 s, hops 15, 25, 50, 100 tokens, the first one as long as the stack's boundary demands.
-Each run also times the plain form of the same networks in the same process: eager, in float32, one stream at a time. In
-the load tests utterances start at random times within a window, their tokens arrive at twice real time, and a chunk is
-requested when its tokens and the previous chunk have arrived. Latency is from that moment to audio on the host; a gap
-is an underrun of a player that starts 250 ms after the first audio. "Listeners" are concurrent streams in real time.
-Voices are warm: their prompt caches exist already. "Host" is a fixed loop of Python on this machine's CPU, by which
-runs on several machines can be compared.
+In the load tests utterances start at random times within a window, their tokens arrive at twice real time, and a chunk
+is requested when its tokens and the previous chunk have arrived. Latency is from that moment to audio on the host; a
+gap is an underrun of a player that starts 250 ms after the first audio. "Listeners" are concurrent streams in real
+time. Voices are warm: their prompt caches exist already. "Host" is a fixed loop of Python on this machine's CPU, by
+which runs on several machines can be compared.
 """
 PROMPT_TOKENS, UTTERANCE_TOKENS = 125, 212
 HOPS = (15, 25, 50, 100)
@@ -165,10 +160,11 @@ def randomise(network: torch.nn.Module) -> None:
 
 @dataclass
 class Subject:
-    """What is timed: the flow in float32, the plain form of the vocoder, and the engine."""
+    """What is timed: the engine, with its chunks' lengths.
 
-    flow: Flow
-    vocoder: Vocoder
+    hops: tokens of each chunk but the last. cumulative: whether a chunk carries all tokens of its stream so far.
+    """
+
     engine: Token2Wav
     hops: tuple[int, ...]
     cumulative: bool
@@ -188,11 +184,9 @@ class Subject:
         precision = Precision.named("auto", "auto", device)
         limits = BatchLimits(max_streams=max_streams, chunk_boundary=stack.chunk_boundary)
         noise = case.noise(hift.config.harmonics + 1, device)
-        plain = case.stream_hift(hift, noise, limits=replace(limits, max_streams=1), graphs=False)
-        vocoder = case.stream_hift(copy.deepcopy(hift).body_to(precision.vocoder), noise, limits=limits)
-        streaming = case.stream_flow(copy.deepcopy(flow).to(precision.flow), flow_noise(device), limits)
-        engine = Token2Wav(streaming, vocoder, device)
-        return cls(flow, plain, engine, hops_of(stack), stack.cumulative, torch.device(device))
+        vocoder = case.stream_hift(hift.body_to(precision.vocoder), noise, limits=limits)
+        streaming = case.stream_flow(flow.to(precision.flow), flow_noise(device), limits)
+        return cls(Token2Wav(streaming, vocoder, device), hops_of(stack), stack.cumulative, torch.device(device))
 
     def utterance(self, seed: int) -> list[Piece]:
         return utterance(seed, self.hops, self.cumulative)
@@ -211,30 +205,6 @@ class Subject:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - begun
-
-
-@torch.inference_mode()
-def plain_first_chunk(subject: Subject) -> float:
-    """Median seconds of a first chunk through the plain networks: flow, then vocoder, without caches or graphs."""
-    prompt, chunk, device, hop = voice(0), subject.utterance(0)[0], subject.device, subject.hops[0]
-    tokens, prompt_tokens, mel, embedding = (
-        torch.from_numpy(x)[None].to(device) for x in (chunk.tokens, prompt.tokens, prompt.mel, prompt.embedding)
-    )
-    noise = flow_noise(device).read(0, 2 * (PROMPT_TOKENS + hop + LOOKAHEAD_TOKENS)).T[None]  # (T, C) -> (1, C, T)
-    flow = subject.flow
-    cache = dit_flow.prefill(flow, prompt_tokens, mel, embedding, noise=noise) if isinstance(flow, DiTFlow) else None
-
-    def render() -> None:
-        if isinstance(flow, DiTFlow):
-            assert cache is not None
-            rendered, _ = dit_flow.inference_chunk(flow, tokens, cache, final=False, noise=noise[:, :, : 2 * hop])
-        else:
-            rendered = window_flow.inference(
-                flow, tokens, prompt_tokens, mel, embedding, noise=noise, streaming=True, final=False
-            )
-        subject.vocoder.whole([rendered[0]])
-
-    return statistics.median([subject.seconds(render) for _ in range(5)][2:])
 
 
 def first_chunk(subject: Subject) -> float:
@@ -272,9 +242,7 @@ def steady(listeners: int) -> tuple[int, float]:
     return int(ROUNDS * listeners), ROUNDS * UTTERANCE_SECONDS
 
 
-def loaded(
-    subject: Subject, utterances: int, window: float, admission: AdmissionName = Token2WavConfig.admission
-) -> LoadResult:
+def loaded(subject: Subject, utterances: int, window: float) -> LoadResult:
     return run_load(
         subject.engine,
         [subject.utterance(seed) for seed in range(utterances)],
@@ -282,7 +250,6 @@ def loaded(
         hops=subject.hops,
         tokens=UTTERANCE_TOKENS,
         window=window,
-        admission=admission,
     )
 
 
@@ -291,7 +258,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     parser.add_argument("--models", type=Path, help="checkpoints; without it: full size, RANDOM weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, default=Path("out/bench"), help="OUTPUT.json and OUTPUT.png are written")
+    parser.add_argument("--output", type=Path, default=Path("out/bench"), help="OUTPUT.json is written")
     parser.add_argument("--max-streams", type=int, default=400)
     parser.add_argument(
         "--listeners", type=int, nargs="+", help="measure nothing but loads of this many, such as 256 512 1024"
@@ -313,34 +280,30 @@ def main(argv: list[str] | None = None) -> int:
     result: dict[str, Any] = {"stack": args.stack, "weights": weights, "device": gpu, "torch": torch.__version__}
     result |= {"machine": platform.processor() or platform.machine(), "host_ms": host}
     result |= {"hops": subject.hops, "prompt_tokens": PROMPT_TOKENS}
-    loads: list[LoadResult] = []
     if args.listeners:
         for listeners in args.listeners:
             print(f"  {listeners} listeners: {loaded(subject, *steady(listeners)).line()}", flush=True)
         return 0
-    result["plain_first_chunk_ms"] = 1e3 * plain_first_chunk(subject)
-    print(f"first chunk, plain form: {result['plain_first_chunk_ms']:.1f} ms")
     subject.engine.warm_up()
     result["first_chunk_ms"] = 1e3 * first_chunk(subject)
-    print(f"first chunk, engine:     {result['first_chunk_ms']:.1f} ms", flush=True)
+    print(f"first chunk of one stream: {result['first_chunk_ms']:.1f} ms", flush=True)
     on_cpu = subject.device.type == "cpu"
     if not on_cpu:
         result["batches"] = batches(subject)
         for burst in BURSTS:
-            loads.append(loaded(subject, burst, 1.0, "count"))
-            print(f"  {loads[-1].line()}", flush=True)
-            result.setdefault("bursts", []).append(loads[-1].summary())
+            load = loaded(subject, burst, 1.0)
+            print(f"  {load.line()}", flush=True)
+            result.setdefault("bursts", []).append(load.summary())
     for listeners in CPU_LISTENERS if on_cpu else CASES[stack].listeners:
-        loads.append(loaded(subject, *steady(listeners), "count"))
-        print(f"  {listeners} listeners: {loads[-1].line()}", flush=True)
-        result.setdefault("loads", []).append({"listeners": listeners, **loads[-1].summary()})
+        load = loaded(subject, *steady(listeners))
+        print(f"  {listeners} listeners: {load.line()}", flush=True)
+        result.setdefault("loads", []).append({"listeners": listeners, **load.summary()})
     most = [each["listeners"] for each in result["loads"] if each["share_without_gap"] == 1]
     result["listeners_without_gap"] = max(most, default=0)
     print(f"most listeners without a gap, of those tried: {result['listeners_without_gap']}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    plot(result, loads, args.output.with_suffix(".png"))
-    print(f"written: {args.output.with_suffix('.json')}, {args.output.with_suffix('.png')}")
+    print(f"written: {args.output.with_suffix('.json')}")
     return 0
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cosyvoice_triton.config import AdmissionName
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.load.measure import Player
@@ -67,10 +66,6 @@ class LoadResult:
     window: float
     stats: Stats
 
-    @property
-    def label(self) -> str:
-        return f"{len(self.listeners) / self.window:.0f}"
-
     def summary(self) -> dict[str, float]:
         """`errors` and the times are of the listeners who were admitted, as is `share_without_gap`."""
         first = [1e3 * listener.latencies[0] for listener in self.listeners if listener.latencies]
@@ -116,12 +111,11 @@ def run_load(
     hops: Sequence[int],
     tokens: int,
     window: float,
-    admission: AdmissionName,
 ) -> LoadResult:
     """Render every utterance of `tokens` tokens in `hops` with its voice; they start within `window` seconds."""
     for prompt in voices:  # fill the prompt caches before timing
         engine.close(engine.open(prompt))
-    service = Token2WavService(engine, idle_seconds=600, admission=admission)
+    service = Token2WavService(engine, idle_seconds=600)
     rng, begun = random.Random(0), time.perf_counter() + 0.2
     listeners = []
     for chunks in utterances:

@@ -1,14 +1,34 @@
-"""The steps of a sweep, measured one after another; `cosyvoice-triton bench load` launches it."""
+"""Measures running servers under load; writes tables, figures and a plot.
+
+    cosyvoice-triton bench load --concurrency 1 4 16 --title "2 CPU cores, demo checkpoint"
+    cosyvoice-triton bench load --listeners 1 10 32
+    cosyvoice-triton bench load --request-rates 0.5 1 2 --manifest-path manifest.jsonl
+    cosyvoice-triton bench load --compare out/before.json out/after.json --output out/comparison
+
+Writes OUTPUT.md, OUTPUT.json and OUTPUT.png. The default texts and voices are those of the package's samples.
+The load can be spread over several servers, such as token2wav instances on separate GPUs that share one LLM:
+
+    cosyvoice-triton bench load --servers localhost:18001 localhost:18003 --token2wav-gpus 2 --llm-gpus 1
+
+`--concurrency` is per server; concurrent_tasks_per_gpu = concurrency * servers / (token2wav GPUs + LLM GPUs).
+docs/clients.md defines each figure.
+"""
 
 import argparse
 import platform
 import shlex
+import sys
 import time
+from pathlib import Path
 
 from cosyvoice_triton import samples
+from cosyvoice_triton.cli.arguments import natural_int, positive_int
+from cosyvoice_triton.client.requests import add_voice_arguments, positive_number
+from cosyvoice_triton.constants import GRPC_PORT
+from cosyvoice_triton.load.command import exit_code
 from cosyvoice_triton.load.host import host_ms
-from cosyvoice_triton.load.jobs import Jobs
-from cosyvoice_triton.load.plan import Load
+from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
+from cosyvoice_triton.load.plan import Load, add_load_arguments
 from cosyvoice_triton.load.progress import measured
 from cosyvoice_triton.load.sweep import Sweep, write_comparison
 
@@ -16,23 +36,29 @@ REQUESTS_PER_TASK = 4  # with fewer, start-up and tail dominate the run
 MIN_REQUESTS = 40  # with fewer, the 95th percentile is the second worst value
 
 
-def run(args: argparse.Namespace, command: list[str]) -> int:
-    """Compare two sweeps, or measure one; the exit code. command: the arguments, for the report."""
-    if args.compare:
-        print(write_comparison([Sweep.read(path) for path in args.compare], args.output))
-        return 0
-    return run_sweep(args, command)
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    return exit_code(
+        lambda: compare(args) if args.compare else sweep(args, sys.argv[1:] if argv is None else argv),
+        output_option="--output",
+        interrupted="interrupted before there was anything to report",
+    )
 
 
-def run_sweep(args: argparse.Namespace, command: list[str]) -> int:
-    """Measure until a step is aborted; 0 if every request of every step was answered."""
+def compare(args: argparse.Namespace) -> int:
+    print(write_comparison([Sweep.read(path) for path in args.compare], args.output))
+    return 0
+
+
+def sweep(args: argparse.Namespace, command: list[str]) -> int:
+    """Measures until a step is aborted; returns 0 if every request of every step was answered."""
     if not (args.manifest_path or args.huggingface_dataset or args.target_text):
         args.manifest_path = samples.MANIFEST
     jobs = Jobs.from_arguments(args)
     servers = len(args.servers)
     steps: list[tuple[float | None, int]] = [(rate, servers) for rate in args.request_rates or ()]
     steps = steps or [(None, tasks * servers) for tasks in args.listeners or args.concurrency]
-    sweep = Sweep(
+    found = Sweep(
         title=args.title,
         command=shlex.join(["cosyvoice-triton", "bench", "load", *command]),
         made=time.strftime("%Y-%m-%d %H:%M"),
@@ -46,12 +72,52 @@ def run_sweep(args: argparse.Namespace, command: list[str]) -> int:
         count = args.num_requests or max(len(jobs), MIN_REQUESTS, REQUESTS_PER_TASK * tasks)
         load = Load.from_arguments(args, args.servers, jobs, count, tasks, rate, None, listening=bool(args.listeners))
         run = measured(load, load.shape(), args.log_interval)
-        sweep.add(load, run)
-        sweep.write(args.output)  # after each step, so that an aborted sweep keeps its results
+        found.add(load, run)
+        found.write(args.output)  # after each step, so that an aborted sweep keeps its results
         code = code or (0 if run.complete else 1)
         if run.interrupted or len(run.lost) == len(args.servers):
             code = 130 if run.interrupted else 1
             break
-    print(sweep.markdown())
+    print(found.markdown())
     print(f"written to {args.output}.md, .json and .png")
     return code
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--servers", nargs="+", default=[f"localhost:{GRPC_PORT}"], metavar="HOST:PORT", help="gRPC addresses"
+    )
+    parser.add_argument("--mode", choices=("streaming", "offline"), default="streaming")
+    add_voice_arguments(parser)
+    add_job_arguments(parser)
+    load = add_load_arguments(parser)
+    sweep = load.add_mutually_exclusive_group()
+    sweep.add_argument("--concurrency", type=positive_int, nargs="+", default=[1, 2, 4], help="tasks per server")
+    sweep.add_argument(
+        "--listeners",
+        type=positive_int,
+        nargs="+",
+        help="tasks per server that wait until their audio has been played before the next request, as people do",
+    )
+    sweep.add_argument(
+        "--request-rates",
+        type=positive_number,
+        nargs="+",
+        help="random requests per second (Poisson), over all servers",
+    )
+    load.add_argument("--token2wav-gpus", type=positive_int, default=1, help="GPUs used by the servers")
+    load.add_argument(
+        "--llm-gpus", type=natural_int, default=0, help="GPUs used only by the LLM; 0: it shares the others"
+    )
+    report = parser.add_argument_group("report")
+    report.add_argument("--title", default="", help="what was measured: machine, weights, server settings")
+    report.add_argument("--output", type=Path, default=Path("out/benchmark"), help="path without suffix")
+    report.add_argument("--compare", type=Path, nargs=2, metavar="JSON", help="compare two sweeps instead of measuring")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -41,7 +41,7 @@ class Sweep:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise ClientError(
-                f"{path} is not a benchmark: {error}; give the .json that cosyvoice_triton.cli.benchmark wrote"
+                f"{path} is not a benchmark: {error}; give the .json that `cosyvoice-triton bench load` wrote"
             ) from None
 
     def write(self, output: Path) -> None:

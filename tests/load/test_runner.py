@@ -18,9 +18,9 @@ import pytest
 import soundfile
 import tritonclient.grpc.aio as triton
 from cosyvoice_triton import samples, stacks
-from cosyvoice_triton.cli import benchmark, client_grpc
+from cosyvoice_triton.cli import client_grpc
 from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.load import runner
+from cosyvoice_triton.load import benchmark, runner
 from tritonclient.grpc import InferInput
 
 from tests.conftest import ROOT

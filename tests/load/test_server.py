@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import soundfile
 from cosyvoice_triton import samples
-from cosyvoice_triton.cli import benchmark, client_grpc
+from cosyvoice_triton.cli import client_grpc
+from cosyvoice_triton.load import benchmark
 from cosyvoice_triton.load import perf_analyzer as perf_analyzer_input
 
 pytestmark = pytest.mark.server

@@ -1,9 +1,11 @@
-"""The parts of cosyvoice_triton.bench.stack that need no server; the rest was run by hand."""
+"""The benchmark of a whole stack."""
 
 import argparse
+import json
+from pathlib import Path
 
 import pytest
-from cosyvoice_triton.bench.stack import GpuPlan, main, parse_args, peak
+from cosyvoice_triton.bench.stack import GpuPlan, main, peak
 
 
 def test_the_peak_is_the_largest_sum_over_all_gpus() -> None:
@@ -27,11 +29,6 @@ def test_another_plan_is_refused_by_its_value(text: str) -> None:
         GpuPlan.read(text)
 
 
-def test_options_for_all_listeners_are_one_string() -> None:
-    args = parse_args(["models", "--plans", ":2", "--load=--new-voices --manifest-path 'my voices.jsonl'"])
-    assert args.load == ["--new-voices", "--manifest-path", "my voices.jsonl"]
-
-
 def test_a_plan_that_cannot_be_rendered_ends_with_the_reason(tmp_path, capsys) -> None:
     given = [
         str(tmp_path),
@@ -46,3 +43,13 @@ def test_a_plan_that_cannot_be_rendered_ends_with_the_reason(tmp_path, capsys) -
     ]
     assert main(given) == 1
     assert "streams" in capsys.readouterr().err
+
+
+@pytest.mark.server
+def test_one_server_is_measured_with_each_number_of_listeners(demo_models: Path, tmp_path: Path, capsys) -> None:
+    given = [str(demo_models), "--plans", ":2", "--device", "cpu", "--listeners", "1", "2", "--requests", "1"]
+    assert main([*given, "--output", str(tmp_path / "dit")]) == 0
+    rows = json.loads((tmp_path / "dit.json").read_text())
+    assert [(row["listeners"], row["requests"], row["errors"]) for row in rows] == [(1, 1, 0), (2, 3, 0)]
+    assert all(row["first_chunk_ms"]["p50"] > 0 and row["share_without_gap"] is not None for row in rows)
+    assert "dit :2, 2 listener(s): first chunk p50 " in capsys.readouterr().out
