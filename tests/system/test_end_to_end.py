@@ -220,7 +220,7 @@ def spk2info(request: pytest.FixtureRequest, stack: str, demo_models: Path) -> I
 def test_upstreams_client_without_a_voice_hears_the_speaker_001_of_spk2info(
     stack: str, serve: Serve, spk2info: str
 ) -> None:
-    """It then sends the text alone, see tests/tools/test_load_jobs.py."""
+    """It then sends the text alone, see tests/load/test_jobs.py."""
     address, model = serve(stack=stack, settings=SETTINGS).grpc_url, MODELS[stack]
     unnamed, named = (stream(address, model, Utterance(TEXT, None, None, {"seed": 2}, who)) for who in (None, spk2info))
     assert_speech(unnamed)
