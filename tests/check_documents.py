@@ -52,6 +52,11 @@ def sources() -> dict[Path, str]:
     return {ROOT / name: (ROOT / name).read_text(encoding="utf-8") for name in names if (ROOT / name).exists()}
 
 
+def of_this_version() -> list[tuple[Path, str]]:
+    """Returns the pages without the changelog, which names what earlier versions had."""
+    return [(path, text) for path, text in pages().items() if path.name != "CHANGELOG.md"]
+
+
 def page(name: str) -> str:
     return pages()[ROOT / name]
 
@@ -112,7 +117,7 @@ PATH = re.compile(
 
 def files() -> Findings:
     """Files of the repository that pages name, and pages that code names, with their headings."""
-    for path, text in pages().items():
+    for path, text in of_this_version():
         for named in PATH.findall(text):
             if not (ROOT / named).exists():
                 yield f"{name_of(path)} names {named}, which does not exist"
@@ -184,7 +189,7 @@ def commands() -> Findings:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     listed = (PACKAGE / "cli" / "__init__.py").read_text(encoding="utf-8")
     subcommands = set(re.findall(r'"([a-z][\w-]*)": (?:Command)?\(', listed))
-    for path, text in pages().items():
+    for path, text in of_this_version():
         code = code_of(text)
         unknown = [f"make {name}" for name in re.findall(r"^make ([a-z-]+)", code, re.MULTILINE) if name not in targets]
         named = re.findall(r"\bcosyvoice-triton ([a-z][\w-]*)", code)
@@ -199,7 +204,7 @@ def commands() -> Findings:
 def options_of_commands() -> Findings:
     """Options in commands of this project are defined by one of its programs."""
     defined = "\n".join(text for path, text in sources().items() if path.suffix in (".py", ".sh"))
-    for path, text in pages().items():
+    for path, text in of_this_version():
         for line in code_of(text).splitlines():
             if re.match(r"(?:cosyvoice-triton|python3? -m (?:cosyvoice_triton|demo_voice|tests)) ", line):
                 for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", line.split("#")[0]):
@@ -233,10 +238,9 @@ def metrics() -> Findings:
     models = set(re.findall(r'"(tts_\w+)"', defined))
     stated = {name for name in cells(page("docs/deploy.md")) if name.startswith("tts_")}
     yield from (f"docs/deploy.md does not name the metric {name}" for name in sorted(models - stated))
-    for path, text in pages().items():
+    for path, text in of_this_version():
         for name in sorted(set(re.findall(r"\btts_\w+", text)) - models - {"tts_text"}):
-            if path.name != "CHANGELOG.md":  # it names those of earlier versions, too
-                yield f"{name_of(path)} names the metric {name}, which does not exist"
+            yield f"{name_of(path)} names the metric {name}, which does not exist"
     service = (PACKAGE / "speech_service" / "metrics.py").read_text(encoding="utf-8")
     exported = set(re.findall(r'"(speech_\w+)"', service))  # prometheus_client appends _total to counters
     stated = {name.removesuffix("_total") for name in cells(page("docs/http.md")) if name.startswith("speech_")}
