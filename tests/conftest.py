@@ -111,9 +111,9 @@ def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
     def start(stack: str = "dit", decoupled: bool = True, **options: object) -> TritonServer:
         # See `float32_on_every_cpu`, and `demo_models`: repetition-aware sampling would change the utterances' lengths.
-        # Streams wait for a slot; a machine that runs tests may be too slow for the few that a test needs at once.
+        # A machine that runs tests may be too slow for the few listeners that a test needs at once.
         defaults = {"flow_precision": "float32", "sampling": "triton"}
-        defaults |= {"admission": "count", "max_start_wait_seconds": "30", "model_timeout": "60"}
+        defaults |= {"profile": "unlimited", "model_timeout": "60"}
         options["settings"] = defaults | options.get("settings", {})
         wanted = StackOptions(models_dir=demo_models, stack=stack, decoupled=decoupled, device="cpu", **options)
         current = next((server for known, server in running if known == wanted), None)

@@ -26,7 +26,6 @@ FlowRuntime = Literal["auto", "torch", "cuda_graph", "onnxruntime", "tensorrt"] 
 InstanceKind = Literal["KIND_AUTO", "KIND_CPU", "KIND_GPU"]
 PromptDevice = Literal["auto", "cpu"]  # auto: that of the other models
 SamplingName = Literal["cosyvoice2", "triton"]
-AdmissionName = Literal["measured", "count"]  # see token2wav/policy/admission.py
 
 
 class SamplingPreset(NamedTuple):
@@ -300,9 +299,6 @@ class Token2WavConfig(HopConfig):
     token2wav_gpus: the GPUs of the server's token2wav models, one model for each: this one computes on that of its
         number, see replicas.py. llm_gpu: the GPU of the LLM.
     model_dir: contains flow.pt and hift.pt. n_timesteps: Euler steps. max_streams: live streams.
-    admission: "measured": a new stream is refused if there is no place for it, or one more would cause gaps; "count":
-        only if there is no place. See docs/deploy.md.
-    max_start_wait_seconds: how long a new stream may wait instead; 0: it is refused at once.
     idle_seconds: a stream without requests for this long is freed.
     gpu_memory_gib: GiB of the GPU that all models of the server may take together; None: what is free. What remains
         beside the others and `max_streams` streams is for prompt caches, see token2wav/gpu/memory_plan.py.
@@ -322,8 +318,6 @@ class Token2WavConfig(HopConfig):
     llm_gpu: int = 0
     n_timesteps: int = EULER_STEPS
     max_streams: int = 64
-    admission: AdmissionName = "measured"
-    max_start_wait_seconds: float = 0.0
     idle_seconds: float = 60.0
     gpu_memory_gib: float | None = None
     llm_memory_gib: float | None = None
@@ -340,10 +334,6 @@ class Token2WavConfig(HopConfig):
         check_gpus(self.token2wav_gpus)
         if self.gpu_memory_gib is not None:
             self.require_positive("gpu_memory_gib")
-        if not self.max_start_wait_seconds >= 0:
-            raise ValueError(
-                f"parameter 'max_start_wait_seconds' must not be negative, not {self.max_start_wait_seconds}"
-            )
 
     @property
     def llm_share_gib(self) -> float | None:

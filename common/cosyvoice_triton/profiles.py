@@ -1,16 +1,21 @@
-"""Every tuned number of scheduling, in three named profiles: `h200`, `small_gpu` and `cpu`.
+"""Every tuned number of scheduling, in named profiles for three kinds of machine: `h200`, `small_gpu` and `cpu`.
 
 A model's setting `profile` chooses one; `auto` is `cpu` without a GPU, `small_gpu` below SMALL_GPU_GIB of GPU memory,
 and otherwise `h200`. The defaults below are those of `h200`, and nearly all of them were measured on H200s and H100s
 or chosen by simulation with their costs. The other two profiles name the numbers that differ. No difference has been
 measured on such a machine: where there was no reason for one, the numbers of `h200` stand.
+
+With `unlimited`, which is `auto` but for admission, `max_streams` is the only limit for new listeners, and a server
+with more of them than it can serve leaves gaps. It is for audio that nobody listens to while it is made, for tests and
+for measurements.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-ProfileName = Literal["auto", "h200", "small_gpu", "cpu"]
+ProfileName = Literal["auto", "h200", "small_gpu", "cpu", "unlimited"]
 
 SMALL_GPU_GIB = 40.0  # 24 GB cards are small, the 48 GB ones are not
 
@@ -162,11 +167,15 @@ SMALL_GPU = Profile()
 # One prefill may take as long as the shortest chunk's audio.
 CPU = Profile(llm=LLMNumbers(max_prefill_tokens=256))
 PROFILES: Mapping[ProfileName, Profile] = {"h200": H200, "small_gpu": SMALL_GPU, "cpu": CPU}
+# What the profile `unlimited` replaces: no load is too high, and nobody is ever late.
+UNLIMITED = AdmissionNumbers(headroom=math.inf, burst=math.inf, tight_seconds=-math.inf)
 
 
 def choose(name: ProfileName, device: str | None = None) -> Profile:
     """Return the profile of that name. `auto` is the one for `device`, such as "cuda:1"; without a device it is the one
     for the server's first GPU if there is one."""
+    if name == "unlimited":
+        return replace(choose("auto", device), admission=UNLIMITED)
     if name != "auto":
         return PROFILES[name]
     import torch  # here: programs that only render configurations do without it

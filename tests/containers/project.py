@@ -52,7 +52,7 @@ class Project:
         self._environment = engine.environment | {name: str(port) for name, port in self.ports.items()} | public
         # These tests are not about speed: streams that this machine cannot render in time are served, too.
         patience = ("token_timeout=60", "model_timeout=60")
-        options = " ".join(f"--set {setting}" for setting in ("admission=count", *patience))
+        options = " ".join(f"--set {setting}" for setting in ("profile=unlimited", *patience))
         self._environment |= {"TTS_OPTIONS": options} | settings
         command = compose_command()
         assert command is not None

@@ -97,7 +97,7 @@ def strings_of(name: str, model: Path) -> set[str]:
     common = TEMPLATES.parent
     rooms = {"tensorrt_llm": "llm", "audio_tokenizer": "voice", "speaker_embedding": "voice"}
     rooms |= dict.fromkeys(stacks.orchestrators(), "orchestrator")
-    sources = [model, *(common / "triton_io").glob("*.py"), *(common / rooms.get(name, "token2wav")).rglob("*.py")]
+    sources = [model, *(common / "voice").glob("*.py"), *(common / rooms.get(name, "token2wav")).rglob("*.py")]
     trees = [ast.parse(source.read_text()) for source in sources]
     return {
         node.value

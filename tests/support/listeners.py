@@ -12,7 +12,7 @@ from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, TOKEN_RATE
 from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.token2wav.gpu.limits import DIT_BATCH_TOKENS, DIT_FRAMES, BatchLimits, padding
 from cosyvoice_triton.token2wav.policy.admission import Admission
-from cosyvoice_triton.token2wav.policy.scheduler import Candidate, pick
+from cosyvoice_triton.token2wav.policy.scheduler import Candidate, Scheduler
 
 HOPS = (15, 25, 50, 100, 22)
 UTTERANCE_SECONDS = sum(HOPS) / TOKEN_RATE
@@ -87,7 +87,7 @@ class Listeners:
     def _begin(self, now: float, stream: int) -> None:
         if self._admission:
             self._learn(now)
-            if self._admission.ask(len(self.live), 0, now):
+            if self._admission.ask(len(self.live), now):
                 self.refused.append(stream)
                 return
         self.live.add(stream)
@@ -110,7 +110,9 @@ class Listeners:
 
     def _render(self, now: float) -> None:
         waiting = [Candidate(self._playback[each].left(now), at, self._size(each)) for each, at in self._queue]
-        streams = [self._queue[index][0] for index in pick(waiting, LIMITS.max_chunks, DIT_BATCH_TOKENS, PADDED)]
+        streams = [
+            self._queue[index][0] for index in Scheduler().pick(waiting, LIMITS.max_chunks, DIT_BATCH_TOKENS, PADDED)
+        ]
         self._queue = [each for each in self._queue if each[0] not in streams]
         padded = PADDED(len(streams), max(map(self._size, streams)))
         self._batch = streams, padded, now

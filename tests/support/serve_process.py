@@ -81,8 +81,7 @@ def get(url: str) -> tuple[int, str]:
 
 def rendered(models: Path, directory: Path, **settings: str) -> Path:
     """The dit stack with the demo checkpoint, all models in one tritonserver."""
-    defaults = {"sampling": "triton", "admission": "count"}  # see conftest.py's `serve`
-    defaults |= {"max_start_wait_seconds": "30", "model_timeout": "60"}
+    defaults = {"sampling": "triton", "profile": "unlimited", "model_timeout": "60"}  # see conftest.py's `serve`
     settings = defaults | settings
     render(StackOptions(models_dir=models, stack=stacks.DIT.name, device="cpu", settings=settings), directory)
     return directory

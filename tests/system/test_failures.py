@@ -30,7 +30,7 @@ def voice() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def llm_and_server(serve: Serve) -> Any:
-    settings = {"model_timeout": "3", "max_start_wait_seconds": "1"}
+    settings = {"model_timeout": "3"}
     with failing_llm.failing_llm() as llm:
         yield llm, serve(stack="dit", llm_transport="openai", llm_urls=(llm.url,), settings=settings)
 
@@ -84,7 +84,7 @@ def test_the_death_of_a_models_process_ends_live_streams_and_is_reported(
 
 
 def test_an_llm_model_whose_process_has_died_is_an_error_soon(serve: Serve, voice: np.ndarray) -> None:
-    server = serve(stack="dit", settings={"model_timeout": "3", "max_start_wait_seconds": "1"})
+    server = serve(stack="dit", settings={"model_timeout": "3"})
     os.kill(process_of(server, "tensorrt_llm"), signal.SIGKILL)
     for _ in range(2):  # the first request finds it dead, the second one starts after that
         begun = time.monotonic()

@@ -70,7 +70,7 @@ def clock():
 
 @pytest.fixture
 def service(engine, clock):
-    service = started(engine, clock, max_start_wait_seconds=60.0)
+    service = started(engine, clock)
     yield service
     engine.gate.set()
     service.close()

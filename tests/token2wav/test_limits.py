@@ -6,6 +6,7 @@ import pytest
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import CONTEXT_TOKENS, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
 from cosyvoice_triton.orchestrator.chunking import HopRules
+from cosyvoice_triton.profiles import H200
 from cosyvoice_triton.token2wav.gpu.limits import (
     COSYVOICE3_FRAMES,
     DIT_FRAMES,
@@ -18,7 +19,7 @@ from cosyvoice_triton.token2wav.gpu.limits import (
     BatchLimits,
     padding,
 )
-from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER, START_BATCH
+from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 
 
 def limits_of(stack: str, **values: int) -> BatchLimits:
@@ -90,7 +91,7 @@ def test_a_first_chunk_after_the_longest_prompt_fits_the_graphs_for_starts(first
         assert (
             max(B for B, _ in starts[function])
             <= limits.of_worker(FIRST_CHUNK_WORKER).max_chunks
-            == min(START_BATCH, max_streams)
+            == min(H200.scheduler.first_chunk_batch, max_streams)
         )
 
 
@@ -137,7 +138,7 @@ def test_the_default_sizes():
     starts = limits.of_worker(FIRST_CHUNK_WORKER)
     assert starts.chunk_frames == starts.first_chunk_frames == (32, 40)
     assert starts.window_tokens == (160, 208, 256, 320, 416, 512, 768, 776)
-    assert starts.max_chunks == START_BATCH and starts.prompt_frames == limits.prompt_frames
+    assert starts.max_chunks == H200.scheduler.first_chunk_batch and starts.prompt_frames == limits.prompt_frames
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from cosyvoice_triton.profiles import H200
 from cosyvoice_triton.token2wav.gpu.limits import Size, padding
-from cosyvoice_triton.token2wav.policy import scheduler
-from cosyvoice_triton.token2wav.policy.scheduler import (
-    CROWD_CHUNKS,
-    FIRST_CHUNK_WORKER,
-    GATHER_SECONDS,
-    START_BATCH,
-    Candidate,
-    Start,
-    patience,
-    starts,
-    worker_takes,
-)
+from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER, Candidate, Opening, Scheduler
 
 from tests.support.listeners import Listeners, arrivals, batch_seconds
+
+scheduler, numbers = Scheduler(), H200.scheduler
+patience, opens, worker_takes = scheduler.patience, scheduler.opens, scheduler.worker_takes
 
 
 def pick(
@@ -93,7 +86,7 @@ def test_chunks_that_are_shorter_than_the_most_urgent_one_wait_if_others_of_its_
 
 
 def test_the_worker_of_first_chunks_and_that_of_all_others_take_their_own() -> None:
-    start, whole = chunk()._replace(start=True), chunk(audio_left=0.1, tokens=None)
+    start, whole = chunk()._replace(first=True), chunk(audio_left=0.1, tokens=None)
     waiting = [start, chunk(audio_left=1.0), start, whole, chunk(audio_left=0.2)]
     assert worker_takes(FIRST_CHUNK_WORKER, 2, waiting) == [0, 2]
     assert worker_takes(0, 2, waiting) == [1, 3, 4]
@@ -102,17 +95,17 @@ def test_the_worker_of_first_chunks_and_that_of_all_others_take_their_own() -> N
 
 
 def test_while_a_crowd_waits_first_chunks_do_until_they_fill_a_batch_or_one_has_waited_long() -> None:
-    start = chunk()._replace(start=True)
-    crowd = [chunk(audio_left=1.0, arrived=stream) for stream in range(CROWD_CHUNKS)]
-    few = [start] * (START_BATCH - 1)
+    start = chunk()._replace(first=True)
+    crowd = [chunk(audio_left=1.0, arrived=stream) for stream in range(numbers.crowd_chunks)]
+    few = [start] * (numbers.first_chunk_batch - 1)
     assert worker_takes(FIRST_CHUNK_WORKER, 2, [*crowd, *few]) == []
-    assert worker_takes(FIRST_CHUNK_WORKER, 2, [*few, start, *crowd]) == [*range(START_BATCH)]
-    long = start._replace(waited=GATHER_SECONDS)
+    assert worker_takes(FIRST_CHUNK_WORKER, 2, [*few, start, *crowd]) == [*range(numbers.first_chunk_batch)]
+    long = start._replace(waited=numbers.gather_seconds)
     assert worker_takes(FIRST_CHUNK_WORKER, 2, [start, long, *crowd]) == [0, 1]
     assert worker_takes(FIRST_CHUNK_WORKER, 2, [start, *crowd[1:]]) == [0]
-    wholes = [chunk(tokens=None)] * CROWD_CHUNKS
+    wholes = [chunk(tokens=None)] * numbers.crowd_chunks
     assert worker_takes(FIRST_CHUNK_WORKER, 2, [start, *wholes, *crowd[1:]]) == [0], "what is served alone is no crowd"
-    assert worker_takes(0, 2, [start, *crowd]) == [*range(1, 1 + CROWD_CHUNKS)]
+    assert worker_takes(0, 2, [start, *crowd]) == [*range(1, 1 + numbers.crowd_chunks)]
 
 
 def test_requests_without_a_chunk_are_served_alone() -> None:
@@ -138,28 +131,28 @@ def test_a_first_chunk_is_not_held_up_by_chunks_that_could_wait() -> None:
     assert pick([*late[:8], *idle[8:]]) == list(range(8))
 
 
-def start(voice: bytes, *, frames: int = 250, audio_left: float | None = None, arrived: int = 0) -> Start:
-    return Start(voice, frames, audio_left, arrived)
+def start(voice: bytes, *, frames: int = 250, audio_left: float | None = None, arrived: int = 0) -> Opening:
+    return Opening(voice, frames, audio_left, arrived)
 
 
 def test_new_voices_are_prefilled_together_as_far_as_their_padded_prompts_fit() -> None:
     waiting = [start(b"%d" % voice, frames=200 + 50 * voice, arrived=voice) for voice in range(4)]
-    assert starts(waiting, [], max_frames=2048, free=64) == [0, 1, 2, 3]
-    assert starts(waiting, [], max_frames=3 * 300, free=64) == [0, 1, 2]
-    assert starts(waiting, [], max_frames=10, free=64) == [0]
+    assert opens(waiting, [], max_frames=2048, free=64) == [0, 1, 2, 3]
+    assert opens(waiting, [], max_frames=3 * 300, free=64) == [0, 1, 2]
+    assert opens(waiting, [], max_frames=10, free=64) == [0]
 
 
 def test_one_voice_at_a_time_is_prefilled_while_a_listener_is_nearly_dry() -> None:
     waiting = [start(b"%d" % voice, arrived=voice) for voice in range(32)]
-    assert starts(waiting, [5.0, 0.2], max_frames=4096, free=64) == [0]
-    assert starts(waiting, [5.0, None, -2.0], max_frames=4096, free=64) == [0]
-    assert len(starts(waiting, [5.0, None], max_frames=4096, free=64)) == 16
+    assert opens(waiting, [5.0, 0.2], max_frames=4096, free=64) == [0]
+    assert opens(waiting, [5.0, None, -2.0], max_frames=4096, free=64) == [0]
+    assert len(opens(waiting, [5.0, None], max_frames=4096, free=64)) == 16
 
 
 def test_starts_that_need_no_prefill_of_their_own_are_never_held_back() -> None:
     """The voice of the second is known, that of the third is prefilled for the first."""
     waiting = [start(b"a"), start(b"b", frames=0, arrived=1), start(b"a", arrived=2), start(b"c", arrived=3)]
-    assert starts(waiting, [0.1], max_frames=4096, free=64) == [0, 1, 2]
+    assert opens(waiting, [0.1], max_frames=4096, free=64) == [0, 1, 2]
 
 
 def test_a_whole_utterance_is_as_urgent_as_a_listener_who_is_nearly_dry_at_most() -> None:
@@ -168,14 +161,14 @@ def test_a_whole_utterance_is_as_urgent_as_a_listener_who_is_nearly_dry_at_most(
 
 def test_the_start_of_a_later_segment_comes_after_those_of_listeners_without_audio() -> None:
     waiting = [start(b"a", audio_left=3.0), start(b"b", audio_left=0.5, arrived=1), start(b"c", arrived=2)]
-    assert starts(waiting, [], max_frames=4096, free=64) == [2, 1, 0]
-    assert starts(waiting, [0.0], max_frames=4096, free=64) == [2]
+    assert opens(waiting, [], max_frames=4096, free=64) == [2, 1, 0]
+    assert opens(waiting, [0.0], max_frames=4096, free=64) == [2]
 
 
 def test_a_later_segment_gets_a_slot_before_new_listeners() -> None:
     """They would take it between two segments of a text, as long as new ones arrive."""
     waiting = [start(b"a"), start(b"b", frames=0, audio_left=3.0, arrived=1), start(b"c", arrived=2)]
-    assert [starts(waiting, [], max_frames=4096, free=free) for free in range(4)] == [[], [1], [1, 0], [0, 2, 1]]
+    assert [opens(waiting, [], max_frames=4096, free=free) for free in range(4)] == [[], [1], [1, 0], [0, 2, 1]]
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,24 @@
 """The service: who waits, who is refused, and what is counted. The engine is a fake."""
 
-import queue
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from cosyvoice_triton.constants import HOP_SAMPLES
+from cosyvoice_triton.constants import CALLS_AT_ONCE, HOP_SAMPLES
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.monitoring.metrics import GAP_SECONDS, GAPS, OPENED, OPENED_WAITED, REFUSED
-from cosyvoice_triton.token2wav.serving.request_queue import MAX_WAITING
 
-from tests.support.fake_engine import NEW, PROMPT, Client, queue_behind_a_running_chunk, started
+from tests.support.fake_engine import NEW, PROMPT, queue_behind_a_running_chunk
 
 
 @pytest.mark.parametrize("last", [{}, {"tokens": [5], "final": True}])
-def test_a_new_stream_waits_until_another_has_ended_and_its_requests_keep_their_order(service, client, engine, last):
-    """The new stream is more urgent: none of its audio has been played, and the ending one has audio left."""
+def test_a_later_segment_waits_for_a_slot_and_its_requests_keep_their_order(service, client, engine, last):
+    """Its listener is more urgent: they have no audio left, and the ending one has."""
     replies = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
-    starts = client.post(4, start=True, prompt=PROMPT)
+    starts = client.post(4, start=True, prompt=PROMPT, audio_left=-1.0)
     first_chunk = client.post(4, [4], final=False)
-    waits = client.post("request a", [6], start=None, prompt=PROMPT, final=False)
+    waits = client.post("request a", [6], start=None, prompt=PROMPT, final=False, audio_left=0.0)
     engine.gate.set()
     for reply in replies:
         assert isinstance(reply.get(timeout=10), np.ndarray)
@@ -71,19 +70,22 @@ def test_a_stream_that_is_aborted_while_it_waits_for_room_ends_at_once(service, 
     assert isinstance(waiting.get(timeout=10), UnavailableError) and engine.live == 1
 
 
-def test_the_next_segment_of_a_text_does_not_wait_for_new_streams(service, client):
-    for stream_id in range(4):
-        client.start(stream_id)
-    waiting = [client.post(stream_id, start=True, prompt=PROMPT) for stream_id in (4, 5)]
-    client.post(6, start=True, prompt=PROMPT, audio_left=1.0)
-    client.send(0, end=True)
-    assert len(client.send(6, [6], final=False)) and all(replies.empty() for replies in waiting)
+def test_the_next_segment_of_a_text_does_not_wait_for_new_streams(client, engine):
+    """Both wait for a prefill, and there is one slot."""
+    voices = [replace(PROMPT, embedding=PROMPT.embedding + number) for number in (1, 2)]
+    replies = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2]})
+    new = client.post(4, start=True, prompt=voices[0])
+    segment = client.post(6, [6], start=True, prompt=voices[1], audio_left=1.0, final=False)
+    engine.gate.set()
+    assert all(len(reply.get(timeout=10)) for reply in [*replies, segment]) and new.empty()
+    client.send(6, end=True)
+    assert len(new.get(timeout=10)) == 0
 
 
 def test_a_stream_that_is_aborted_while_it_waits_for_a_slot_ends_at_once(service, client):
     for stream_id in range(4):
         client.start(stream_id)
-    waiting = [client.post(4, start=True, prompt=PROMPT), client.post(4, [4], final=False)]
+    waiting = [client.post(4, **NEW, audio_left=1.0), client.post(4, [4], final=False)]
     assert len(client.send(4, end=True)) == 0
     assert [type(replies.get(timeout=10)) for replies in waiting] == [UnavailableError] * 2
     assert service.stats().queued == 0
@@ -118,8 +120,8 @@ def test_a_place_is_reserved_at_once_and_the_voice_comes_later(service, client, 
     replies = queue_behind_a_running_chunk(client, engine, {1: [1]})
     assert len(client.send(2, start=True)) == 0, "answered while a batch is rendered"
     client.send(3, start=True)
-    with pytest.raises(queue.Empty):  # waits, because four have a place
-        client.post(4, start=True).get(timeout=0.05)
+    with pytest.raises(OverloadedError, match="there is room for 4"):
+        client.post(4, start=True)
     voice, chunk = client.post(2, prompt=PROMPT), client.post(2, [2], final=False)
     engine.gate.set()
     assert all(isinstance(reply.get(timeout=10), np.ndarray) for reply in [*replies, voice, chunk])
@@ -130,42 +132,20 @@ def test_a_place_is_reserved_at_once_and_the_voice_comes_later(service, client, 
 def test_a_place_that_is_not_used_is_free_again(service, client, clock, end):
     for stream_id in range(4):
         client.send(stream_id, start=True)
-    waits = client.post(4, start=True)
+    with pytest.raises(OverloadedError):
+        client.post(4, start=True)
     if end == "nothing comes":
         clock.now += 6
+        client.send(9, end=True)  # the service frees places while it works
     else:
         client.send(0, end=True)
-    assert len(waits.get(timeout=10)) == 0
+    assert len(client.send(4, start=True)) == 0
     with pytest.raises(ValueError, match="sequence 0 is not live"):
         client.send(0, prompt=PROMPT)
 
 
-def test_a_listener_waits_for_a_place_no_longer_than_is_set(engine, clock):
-    service = started(engine, clock, max_start_wait_seconds=3.0)
-    client = Client(service)
-    for stream_id in range(4):
-        client.start(stream_id)
-    waiting = [client.post(4, start=True), client.post(5, **NEW)]
-    clock.now += 2.9
-    client.send(0, [1], final=True, end=True)
-    assert len(waiting[0].get(timeout=10)) == 0 and waiting[1].empty()
-    clock.now += 0.2
-    assert isinstance(waiting[1].get(timeout=10), OverloadedError)
-    assert service.stats().queued == 0
-    service.close()
-
-
-def test_a_listener_whose_wait_would_be_too_long_is_refused_at_once(service, client, monkeypatch):
-    monkeypatch.setattr("cosyvoice_triton.token2wav.serving.request_queue.MAX_WAITING", 2)
-    for stream_id in range(4):
-        client.start(stream_id)
-    [client.post(stream_id, **NEW) for stream_id in (4, 5)]
-    with pytest.raises(OverloadedError):
-        client.post(6, **NEW)
-
-
-def test_a_queue_that_is_full_refuses_all_but_ends(full, engine, monkeypatch):
-    limit = 2 * (4 + MAX_WAITING)
+def test_a_queue_that_is_full_refuses_all_but_ends(full, engine):
+    limit = 2 * 4 + CALLS_AT_ONCE
     replies = [full.post(1, [4], final=False) for _ in range(limit - 3)]
     with pytest.raises(UnavailableError, match=f"queue is full: {limit} requests wait"):
         full.post(1, [4], final=False)

@@ -109,7 +109,7 @@ def test_an_abort_is_served_before_everything_else(client, engine):
     waiting = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
     closed = []
     engine.close = lambda stream, close=engine.close: (closed.append(len(engine.batches)), close(stream))[1]
-    new = client.post(4, start=True, prompt=PROMPT)
+    new = client.post(4, start=True, prompt=PROMPT, audio_left=1.0)
     gone = client.post(5, end=True, final=False)
     aborted = client.post(0, end=True, final=False)
     engine.gate.set()

@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cosyvoice_triton.constants import SPEAKER_DIM
+from cosyvoice_triton.errors import OverloadedError
+from cosyvoice_triton.profiles import UNLIMITED, Profile
 from cosyvoice_triton.token2wav.serving.service import Token2WavService
 
 from tests.support.fake_engine import PROMPT, Client, FakeEngine, FakeWorkers
@@ -51,12 +53,21 @@ class Talker(threading.Thread):
         for number, token in enumerate(tokens):
             final = not aborted and number == len(tokens) - 1
             opening = {"start": True, "prompt": self._voice()} if number == 0 else {}
+            if number == 0 and self._random.random() < 0.2:  # of a later segment, which waits for a slot
+                opening["audio_left"] = 1.0
             length = 30 if self._random.random() < 0.1 else 2
-            chunk = self._client.post(stream, [token] * length, final=final, end=final, **opening)
+            chunk = self._post(stream, [token] * length, final=final, end=final, **opening)
             posted.append((chunk, token))
             if self._random.random() < 0.3:
                 time.sleep(self._random.random() / 500)
         return [*posted, (self._client.post(stream, end=True), None)] if aborted else posted
+
+    def _post(self, *args, **kwargs):
+        while True:
+            try:
+                return self._client.post(*args, **kwargs)
+            except OverloadedError:
+                time.sleep(0.002)
 
     def _check(self, stream, replies, token):
         reply = replies.get(timeout=30)
@@ -76,7 +87,7 @@ def test_many_random_streams_get_their_own_audio_in_order(kind):
     engine.gate.wait = lambda _: time.sleep(random.random() / 1000)
     if kind is FakeWorkers:
         engine.starts_gate.wait = engine.gate.wait
-    service = Token2WavService(engine, idle_seconds=60.0, admission="count", max_start_wait_seconds=60.0)
+    service = Token2WavService(engine, idle_seconds=60.0, profile=Profile(admission=UNLIMITED))
     talkers = [Talker(service, seed, streams=30) for seed in range(32)]
     for talker in talkers:
         talker.start()

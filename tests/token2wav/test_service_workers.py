@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from cosyvoice_triton.constants import SPEAKER_DIM
 from cosyvoice_triton.errors import FatalError, UnavailableError
+from cosyvoice_triton.profiles import H200
 from cosyvoice_triton.token2wav.policy.admission import Admission
-from cosyvoice_triton.token2wav.policy.scheduler import GATHER_SECONDS
-from cosyvoice_triton.token2wav.serving.service import LOOK_SECONDS
 
 from tests.support.fake_engine import NEW, PROMPT, Client, FakeWorkers, ended, started, until, value
 
@@ -89,7 +88,7 @@ def crowd(client, engine):
 def test_while_a_crowd_waits_first_chunks_are_gathered(client, engine, crowd):
     firsts = [client.post(stream, [stream], final=False, **NEW) for stream in range(20, 27)]
     until(lambda: client.service.stats().queued == 23)
-    time.sleep(3 * LOOK_SECONDS)
+    time.sleep(0.06)
     assert engine.starts == []
     firsts.append(client.post(27, [27], final=False, **NEW))
     assert [value(each) for each in firsts] == list(range(20, 28))
@@ -102,9 +101,9 @@ def test_a_first_chunk_waits_no_longer_than_is_set_for_others(client, engine, cr
     monkeypatch.setattr("cosyvoice_triton.token2wav.serving.service.REAP_SECONDS", 1000.0)
     first = client.post(20, [20], final=False, **NEW)
     until(lambda: client.service.stats().queued == 17)
-    time.sleep(3 * LOOK_SECONDS)
+    time.sleep(0.06)
     assert engine.starts == []
-    clock.now += GATHER_SECONDS + 0.01  # nothing else wakes the service's thread
+    clock.now += H200.scheduler.gather_seconds + 0.01  # nothing else wakes the service's thread
     assert value(first) == 20 and engine.starts == [[20]] and engine.batches == []
     engine.gate.set()
     assert [value(each) for each in crowd] == [90, *range(50, 66)]
@@ -360,7 +359,7 @@ def test_whatever_a_batch_raises_every_request_is_answered(client, engine):
 
     engine.audio = broken
     engine.gate.set()
-    until(lambda: client.service._queue.refusal is not None)
+    until(lambda: client.service._sessions.refusal is not None)
     engine.starts_gate.set()
     for each in (batches, starts, waiting):
         with pytest.raises(FatalError, match="token2wav has failed: broken"):

@@ -90,7 +90,7 @@ class Client:
 def server(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """It has the token2wav models of both stacks and nothing else."""
     directory = tmp_path_factory.mktemp("models")
-    settings = {"n_timesteps": "2", "flow_precision": "float32", "admission": "count"}
+    settings = {"n_timesteps": "2", "flow_precision": "float32", "profile": "unlimited"}
     for stack in STACKS:
         options = StackOptions(models_dir=demo_models, stack=stack.name, device="cpu", settings=settings)
         render(options, directory / stack.name)

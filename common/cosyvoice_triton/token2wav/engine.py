@@ -48,8 +48,8 @@ SILENT_MEL = -11.5  # log of the smallest magnitude in a mel
 
 
 @dataclass(frozen=True)
-class Worker:
-    """What renders one batch at a time: a flow and a vocoder with their CUDA graphs, and a CUDA stream."""
+class Renderer:
+    """What one worker renders with: a flow and a vocoder with their CUDA graphs, and a CUDA stream."""
 
     flow: StreamingFlow
     vocoder: Vocoder
@@ -57,7 +57,7 @@ class Worker:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """The body computes on the worker's stream. What it has begun there is done at the end, also after an error, so
+        """The body computes on the CUDA stream. What it has begun there is done at the end, also after an error, so
         that threads and workers need no other order between them."""
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             try:
@@ -88,16 +88,16 @@ class Token2Wav:
         self._flow = flow
         self._vocoder = vocoder
         self._device = device
-        self._workers = [Worker(flow, vocoder, self._new_stream())]
+        self._renderers = [Renderer(flow, vocoder, self._new_stream())]
         for worker in range(1, flow.limits.workers):
             of_worker = flow.for_worker(worker)
             vocoder_of_worker = vocoder.for_worker(worker) if of_worker is not None else None
             if of_worker is None or vocoder_of_worker is None:
                 break
-            self._workers.append(
-                Worker(of_worker, vocoder_of_worker, self._new_stream(urgent=worker == FIRST_CHUNK_WORKER))
+            self._renderers.append(
+                Renderer(of_worker, vocoder_of_worker, self._new_stream(urgent=worker == FIRST_CHUNK_WORKER))
             )
-        starts = self._workers[FIRST_CHUNK_WORKER] if self.workers > 1 else self._workers[0]
+        starts = self._renderers[FIRST_CHUNK_WORKER] if self.workers > 1 else self._renderers[0]
         self._opening = replace(starts, stream=self._new_stream(urgent=True))
         self._lock = threading.Lock()  # of the prompt caches, the slots of streams, and the counts
         self._files = files
@@ -184,7 +184,7 @@ class Token2Wav:
     def workers(self) -> int:
         """How many batches can be rendered at the same time. If there are two, FIRST_CHUNK_WORKER renders first chunks
         only."""
-        return len(self._workers)
+        return len(self._renderers)
 
     def warm_up(self, worker: int = 0) -> None:
         """Render a dummy utterance: initialises what is set up at first use and finds a checkpoint that cannot run.
@@ -255,7 +255,7 @@ class Token2Wav:
 
     def padded(self, chunks: int, tokens: int, worker: int = 0) -> int:
         """See `limits.padding`."""
-        return self._workers[worker].flow.padded(chunks, tokens)
+        return self._renderers[worker].flow.padded(chunks, tokens)
 
     @property
     def cache_bytes(self) -> int:
@@ -301,8 +301,8 @@ class Token2Wav:
         their audio. A batch for which the memory is not enough is rendered in parts. A chunk whose audio is not finite
         is rendered again in float32. FIRST_CHUNK_WORKER renders what `is_first_chunk` only.
         """
-        with self._workers[worker].used():
-            results = self._rendered(self._workers[worker], chunks)
+        with self._renderers[worker].used():
+            results = self._rendered(self._renderers[worker], chunks)
             for index, result in enumerate(results):
                 if isinstance(result, NotFiniteError):
                     with self._lock:
@@ -311,17 +311,17 @@ class Token2Wav:
             self._failed += sum(isinstance(result, Exception) for result in results)
         return [result if isinstance(result, Exception) else result.numpy() for result in results]
 
-    def _rendered(self, worker: Worker, chunks: Sequence[Chunk]) -> list[Tensor | Exception]:
+    def _rendered(self, renderer: Renderer, chunks: Sequence[Chunk]) -> list[Tensor | Exception]:
         def flow(part: Sequence[Chunk]) -> list[Tensor]:
             self._fail_if_asked(part)
-            mels = worker.flow.render(part)
+            mels = renderer.flow.render(part)
             return mels if len(part) == len(chunks) else [mel.clone() for mel in mels]  # the next part overwrites them
 
         mels = isolated(flow, chunks)
         good = [(chunk, mel) for chunk, mel in zip(chunks, mels, strict=True) if isinstance(mel, Tensor)]
         if good and faults.take("nan_mel"):
             good[0][1].fill_(torch.nan)
-        audio = iter(worker.vocoder.step([chunk for chunk, _ in good], [mel for _, mel in good]))
+        audio = iter(renderer.vocoder.step([chunk for chunk, _ in good], [mel for _, mel in good]))
         return [mel if isinstance(mel, Exception) else next(audio) for mel in mels]
 
     def _again(self, chunk: Chunk, reason: NotFiniteError) -> Tensor | Exception:
@@ -362,7 +362,7 @@ class Token2Wav:
             self._flow.check_ids(tokens)
             if len(tokens) == 0:
                 raise ValueError("target_speech_tokens is empty: there is nothing to speak")
-        with self._workers[0].used():
+        with self._renderers[0].used():
             audio = _whole(self._flow, self._vocoder, utterances, speed)
             if not all(row.isfinite().all() for row in audio):
                 logger.warning("the audio is not finite: whole utterances are rendered again in float32")

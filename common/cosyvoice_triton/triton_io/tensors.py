@@ -16,11 +16,11 @@ def read(request: Any, name: str) -> np.ndarray | None:
     return None if tensor is None else tensor.as_numpy()
 
 
-def read_all(request: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """The inputs among `names` that were sent, by name."""
+def read_all(request: Any, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    """The inputs among `names` that were sent, by name; without `names` all of them."""
     # One look at the inputs: looking each name up makes objects of all of them every time.
     sent = {tensor.name(): tensor for tensor in request.inputs()}
-    return {name: sent[name].as_numpy() for name in names if name in sent}
+    return {name: sent[name].as_numpy() for name in (sent if names is None else names) if name in sent}
 
 
 def require(request: Any, name: str) -> np.ndarray:

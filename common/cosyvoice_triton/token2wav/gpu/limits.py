@@ -19,14 +19,13 @@ from cosyvoice_triton.constants import (
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
-from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER, START_BATCH
+from cosyvoice_triton.profiles import H200
+from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 
 Size = tuple[int, ...]  # batch size and length, or a length alone
 
 LONGEST_PROMPT = int(TOKEN_RATE * MAX_REFERENCE_SECONDS) + 2  # tokens; the tokenizer may round up
-WORKERS = (
-    2  # batches that are rendered at the same time on a GPU: one of first chunks, see `scheduler.FIRST_CHUNK_WORKER`
-)
+WORKERS = 2  # batches that are rendered at the same time on a GPU, see `FIRST_CHUNK_WORKER`
 MAX_BATCH = 64  # chunks; larger batches gain nothing
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 64)
 FRAMES = (32, 64, 104, 128)  # length classes of chunks below the largest one, mel frames
@@ -100,7 +99,7 @@ class BatchLimits:
     @property
     def max_chunks(self) -> int:
         """Chunks of one batch."""
-        return min(START_BATCH if self.starts else MAX_BATCH, self.max_streams)
+        return min(H200.scheduler.first_chunk_batch if self.starts else MAX_BATCH, self.max_streams)
 
     @cached_property
     def chunk_frames(self) -> tuple[int, ...]:

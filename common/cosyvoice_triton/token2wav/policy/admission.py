@@ -2,15 +2,15 @@
 
 Pure policy: no streams, and the time is passed in. Three limits, all learned while the model works:
 
-- capacity: what rendering allows. The seconds of a batch are fitted to its tokens, as a fixed part and a part for each
-  token, and extrapolated to the largest batches that still come in time. This is known before the listeners come, so a
-  crowd that arrives within a second is not admitted as a whole.
+- capacity: what rendering allows. A batch costs a fixed part, as much as `batch_start_tokens` tokens, and a part for
+  each token; the measured seconds are extrapolated to the largest batches that still come in time. This is known before
+  the listeners come, so a crowd that arrives within a second is not admitted as a whole.
 - rate: starts are spread over the time that a stream lives, because the long chunks of streams that start together
   come due together.
 - gaps: while listeners nearly run out of audio, whatever the reason (GPU, LLM, host), new ones wait until they have
   recovered. The limit is lowered to fewer streams than were live then, and grows again while all goes well.
 
-The numbers below were chosen by simulation (tests/token2wav/test_admission.py) with the batch costs of an H200.
+Its numbers are in `profiles.AdmissionNumbers`.
 """
 
 import math
@@ -19,60 +19,38 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, get_args
 
-from cosyvoice_triton.config import AdmissionName, Token2WavConfig
 from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.monitoring.metrics import GAP_SECONDS, GAPS, LIMIT, OPENED, OPENED_WAITED, REFUSED, Values
 from cosyvoice_triton.playback import PLAYER_SECONDS
-from cosyvoice_triton.token2wav.policy.scheduler import START_TOKENS
+from cosyvoice_triton.profiles import H200, Profile
 
 Reason = Literal["streams", "capacity", "rate", "gaps", "queue"]
 
-BATCH_SECONDS = 0.1  # a chunk waits for one batch and is rendered in the next: both fit into a player's buffer
-HEADROOM = 0.72  # of what the fitted costs allow: arrivals are random, and batches mix lengths
-MEMORY = 0.98  # weight of the batches, or chunks, so far when another comes
-SPREAD_TOKENS = 30.0  # if the tokens of the batches differ less than this, START_TOKENS decides the fixed part
-MAX_DEMAND = 1.7  # of a live stream, seconds of speech per second
-STREAM_SECONDS = 4.0  # how long a stream is taken to live until streams have ended, and at most
-# Starts at once: BURST, a share of the limit, and one of what is free, the more the faster the tokens come.
-BURST, BURST_SHARE, FREE_SHARE, MAX_FREE_SHARE = 2, 0.025, 0.03, 0.2
-TIGHT_SECONDS = 0.09  # a chunk that leaves less of the player's buffer nearly came too late
-TIGHT_CHUNKS, TIGHT_SHARE = 3, 0.05  # of those of WINDOW_SECONDS: fewer are no overload
-WINDOW_SECONDS = 2.0
-SETTLE_SECONDS = 2.0  # until a change of the limit shows in the listeners' audio
-ABANDONED_SECONDS = 5.0  # a listener without audio for this long has been left by the sender
-BACK_OFF = 0.85  # of the streams that were too many
-CLOSED_SHARE = 0.85  # of the limit: with fewer streams than that, new ones are admitted while others recover
-GROWTH = 0.02  # of a lowered limit per second, more each second
-AVERAGED_SECONDS = 10.0
-MAX_WHOLE_SECONDS = 5.0  # of rendering in the queue of whole utterances
-
 
 class BatchCosts:
-    """Fits the seconds of a batch to its tokens. Older batches count less."""
+    """What the batches so far cost. Older batches count less."""
 
-    def __init__(self) -> None:
-        self._sums = dict.fromkeys(("batches", "chunks", "tokens", "speech", "seconds", "squares", "products"), 0.0)
+    def __init__(self, profile: Profile) -> None:
+        self._start_tokens = profile.scheduler.batch_start_tokens
+        self._numbers = profile.admission
+        self._chunks = self._tokens = self._units = self._speech = self._seconds = 0.0
 
     def add(self, chunks: int, tokens: int, speech: float, seconds: float) -> None:
         """tokens: computed for the batch, padding included. speech: seconds of audio that it made."""
-        added = (1, chunks, tokens, speech, seconds, tokens * tokens, tokens * seconds)
-        for name, value in zip(self._sums, added, strict=True):
-            self._sums[name] = MEMORY * self._sums[name] + value
+        kept = self._numbers.memory
+        self._chunks, self._tokens = kept * self._chunks + chunks, kept * self._tokens + tokens
+        self._units = kept * self._units + self._start_tokens + tokens
+        self._speech, self._seconds = kept * self._speech + speech, kept * self._seconds + seconds
 
     def speech_rate(self, max_tokens: int) -> float:
-        """Seconds of speech per second in batches of BATCH_SECONDS, with `max_tokens` at most and a chunk at least."""
-        batches, chunks, tokens, speech, seconds, squares, products = self._sums.values()
-        if not speech or not seconds:
+        """Seconds of speech per second in batches of `batch_seconds`, with `max_tokens` at most and a chunk at least;
+        infinite before the first batch."""
+        if not self._speech or not self._seconds:
             return math.inf
-        mean = tokens / batches
-        variance = squares / batches - mean**2
-        covariance = (products - mean * seconds) / batches
-        usual = seconds / (START_TOKENS * batches + tokens)
-        per_token = (covariance + SPREAD_TOKENS**2 * usual) / (variance + SPREAD_TOKENS**2)
-        per_token = min(max(per_token, 1e-9), seconds / tokens)
-        fixed = seconds / batches - per_token * mean
-        size = max(min((BATCH_SECONDS - fixed) / per_token, max_tokens), tokens / chunks)
-        return size / (fixed + per_token * size) * speech / tokens
+        per_token = self._seconds / self._units
+        size = min(self._numbers.batch_seconds / per_token - self._start_tokens, max_tokens)
+        size = max(size, self._tokens / self._chunks)
+        return size / (self._start_tokens + size) / per_token * self._speech / self._tokens
 
 
 class State(NamedTuple):
@@ -85,25 +63,24 @@ class State(NamedTuple):
 class Admission:
     """The service's thread reports what happens, any thread may ask.
 
-    max_streams: for which there is room. max_tokens: of a batch. by: "count": `max_streams` is the only limit.
+    max_streams: for which there is room. max_tokens: of a batch.
     """
 
-    def __init__(
-        self, max_streams: int, max_tokens: int, now: float, by: AdmissionName = Token2WavConfig.admission
-    ) -> None:
-        self._by = by
+    def __init__(self, max_streams: int, max_tokens: int, now: float, profile: Profile = H200) -> None:
+        self._numbers = profile.admission
         self._max_streams = max_streams
         self._max_tokens = max_tokens
-        self._costs = BatchCosts()
+        self._costs = BatchCosts(profile)
         self._lock = threading.Lock()
         self._learned = math.inf
         self._lowered = -math.inf
         self._updated = self._refilled = now
         self._chunks: deque[tuple[float, bool]] = deque()  # of the window: when each came, and whether too narrowly
-        self._live: deque[tuple[float, int]] = deque()  # the highest numbers of live streams of SETTLE_SECONDS
-        self._awaited, self._paced = 1.0, MAX_DEMAND  # seconds that chunks' tokens took, and their speech
-        self._seconds, self._other = AVERAGED_SECONDS, 0.0  # and those of the thread that rendered no chunks
-        self._live_seconds, self._ended = AVERAGED_SECONDS, AVERAGED_SECONDS / STREAM_SECONDS
+        self._live: deque[tuple[float, int]] = deque()  # when there were the most live streams lately, and how many
+        self._awaited, self._paced = 1.0, self._numbers.max_demand  # seconds that chunks' tokens took, and their speech
+        averaged = self._numbers.averaged_seconds
+        self._seconds, self._other = averaged, 0.0  # and those of the thread that rendered no chunks
+        self._live_seconds, self._ended = averaged, averaged / self._numbers.stream_seconds
         self._wholes = self._whole_seconds = 0.0
         self._starts = math.inf  # how many could be admitted at once
         self._state = State(math.inf, overloaded=False)
@@ -114,57 +91,60 @@ class Admission:
     # --- what happens ---
 
     def rendered(self, chunks: int, tokens: int, speech: float, seconds: float) -> None:
-        """A batch of chunks; see `BatchCosts.add`."""
+        """Count a batch of chunks; see `BatchCosts.add`."""
         self._costs.add(chunks, tokens, speech, seconds)
 
     def prefilled(self, seconds: float) -> None:
+        """Count the seconds in which streams were opened."""
         self._other += seconds
 
     def rendered_whole(self, seconds: float) -> None:
-        """A whole utterance."""
+        """Count a whole utterance."""
         self._other += seconds
-        self._wholes, self._whole_seconds = MEMORY * self._wholes + 1, MEMORY * self._whole_seconds + seconds
+        kept = self._numbers.memory
+        self._wholes, self._whole_seconds = kept * self._wholes + 1, kept * self._whole_seconds + seconds
 
     def opened(self, waited: float) -> None:
-        """A stream, this many seconds after its request."""
+        """Count a stream that was opened so many seconds after its request."""
         self._opened, self._opened_waited = self._opened + 1, self._opened_waited + waited
 
     def delivered(self, audio_left: float, awaited: float, speech: float, gap: float, now: float) -> None:
-        """A later chunk of a stream, when its listener had `audio_left`. Its tokens came in `awaited` seconds; `gap`:
-        silence before it."""
+        """Count a later chunk of a stream, which came when its listener had `audio_left`. Its tokens came in `awaited`
+        seconds; `gap` is the silence before it."""
         self._gaps, self._gap_seconds = self._gaps + (gap > 0), self._gap_seconds + gap
-        narrow = audio_left + PLAYER_SECONDS < TIGHT_SECONDS
+        narrow = audio_left + PLAYER_SECONDS < self._numbers.tight_seconds
         self._chunks.append((now, narrow))
-        self._awaited, self._paced = MEMORY * self._awaited + awaited, MEMORY * self._paced + speech
+        kept = self._numbers.memory
+        self._awaited, self._paced = kept * self._awaited + awaited, kept * self._paced + speech
 
     def ended(self) -> None:
-        """A stream."""
+        """Count a stream that has ended."""
         self._ended += 1
 
     def update(self, live: int, audio_left: Iterable[float], now: float) -> None:
         """Learn from the last moments. live: streams; audio_left: of their listeners who have heard something."""
-        passed, self._updated = max(0.0, min(now - self._updated, AVERAGED_SECONDS)), now
+        passed, self._updated = max(0.0, min(now - self._updated, self._numbers.averaged_seconds)), now
         overloaded = self._narrow(audio_left, now)
         peak = self._peak(live, now)
         self._average(live, passed)
-        if overloaded and now - self._lowered > SETTLE_SECONDS:
-            self._learned, self._lowered = max(1.0, BACK_OFF * min(peak, self._learned)), now
+        if overloaded and now - self._lowered > self._numbers.settle_seconds:
+            self._learned, self._lowered = max(1.0, self._numbers.back_off * min(peak, self._learned)), now
         elif not overloaded:
-            self._learned *= 1 + GROWTH * passed * (1 + min(now - self._lowered, 60.0) / 10)
-        if self._by == "measured":
-            self._state = State(max(1.0, min(self._capacity, self._learned)), overloaded)
+            self._learned *= 1 + self._numbers.growth * passed * (1 + min(now - self._lowered, 60.0) / 10)
+        self._state = State(max(1.0, min(self._capacity, self._learned)), overloaded)
 
     def _narrow(self, audio_left: Iterable[float], now: float) -> bool:
         """Whether many listeners nearly run, or ran, out of audio."""
-        while self._chunks and self._chunks[0][0] < now - WINDOW_SECONDS:
+        while self._chunks and self._chunks[0][0] < now - self._numbers.window_seconds:
             self._chunks.popleft()
-        late = sum(-ABANDONED_SECONDS < left + PLAYER_SECONDS < TIGHT_SECONDS for left in audio_left)
+        abandoned, tight = -self._numbers.abandoned_seconds, self._numbers.tight_seconds
+        late = sum(abandoned < left + PLAYER_SECONDS < tight for left in audio_left)
         late += sum(narrow for _, narrow in self._chunks)
-        return late >= max(TIGHT_CHUNKS, TIGHT_SHARE * len(self._chunks))
+        return late >= max(self._numbers.tight_chunks, self._numbers.tight_share * len(self._chunks))
 
     def _peak(self, live: int, now: float) -> int:
-        """The most live streams of the last SETTLE_SECONDS."""
-        while self._live and self._live[0][0] < now - SETTLE_SECONDS:
+        """The most live streams of the last `settle_seconds`."""
+        while self._live and self._live[0][0] < now - self._numbers.settle_seconds:
             self._live.popleft()
         while self._live and self._live[-1][1] <= live:
             self._live.pop()
@@ -172,7 +152,7 @@ class Admission:
         return self._live[0][1]
 
     def _average(self, live: int, passed: float) -> None:
-        kept = math.exp(-passed / AVERAGED_SECONDS)
+        kept = math.exp(-passed / self._numbers.averaged_seconds)
         self._seconds, self._other = kept * self._seconds + passed, kept * self._other
         if live:
             self._live_seconds, self._ended = kept * self._live_seconds + live * passed, kept * self._ended
@@ -189,38 +169,38 @@ class Admission:
         Each counts for a second of speech per second, and more in two cases (docs/results/operations.md). Where tokens
         come little faster than they are heard, each chunk is due soon after its tokens, while chunks of a fast LLM can
         wait; it never counts for more than its tokens make. And few streams fluctuate more than many: two standard
-        deviations of their number, as far as HEADROOM does not hold them.
+        deviations of their number, as far as `headroom` does not hold them.
         """
         left = max(0.0, 1 - self._other / self._seconds)
-        speech = max(left, 1e-9) * HEADROOM * self._costs.speech_rate(self._max_tokens)
+        speech = max(left, 1e-9) * self._numbers.headroom * self._costs.speech_rate(self._max_tokens)
         pace = max(self._pace, 1.0)
-        few = max(0.0, 2 / math.sqrt(speech) - (1 / HEADROOM - 1))
-        return speech / min(pace, MAX_DEMAND, 1 + (2 / pace) ** 2 + few)
+        few = max(0.0, 2 / math.sqrt(speech) - (1 / self._numbers.headroom - 1))
+        return speech / min(pace, self._numbers.max_demand, 1 + (2 / pace) ** 2 + few)
 
     # --- who is admitted ---
 
-    def ask(self, live: int, ahead: int, now: float) -> OverloadedError | None:
-        """Admit a listener, or say why not. live: streams and those admitted before; ahead: who waits before them.
+    def ask(self, live: int, now: float) -> OverloadedError | None:
+        """Admit a listener, or say why not. live: streams, and listeners who were admitted before and have none yet.
 
         The first listener of all is always admitted, because no limit is below 1.
         """
         with self._lock:
             limit, overloaded = self._state
-            per_second = limit / min(STREAM_SECONDS, self._live_seconds / self._ended)
-            free = min(MAX_FREE_SHARE, FREE_SHARE * self._pace) * max(0.0, limit - live)
-            burst = BURST + BURST_SHARE * limit + free
+            per_second = limit / min(self._numbers.stream_seconds, self._live_seconds / self._ended)
+            free = min(self._numbers.max_free_share, self._numbers.free_share * self._pace) * max(0.0, limit - live)
+            burst = self._numbers.burst + self._numbers.burst_share * limit + free
             if now > self._refilled:
                 self._starts, self._refilled = self._starts + per_second * (now - self._refilled), now
             self._starts = min(burst, self._starts)
-            reason = self._reason(live, ahead, burst)
+            reason = self._reason(live, burst)
             if reason is None:
                 self._starts = max(0.0, self._starts - 1)
                 return None
-            wait = (ahead + 1) / per_second
+            wait = 1 / per_second
             if reason != "rate":
                 most = min(limit, self._max_streams)
-                wait = (ahead + 1 + max(0.0, live - most)) * self._live_seconds / (self._ended * most)
-            wait += SETTLE_SECONDS if overloaded else 0.0
+                wait = (1 + max(0.0, live - most)) * self._live_seconds / (self._ended * most)
+            wait += self._numbers.settle_seconds if overloaded else 0.0
         ends = live / self._live_seconds * self._ended
         why = {
             "streams": f"there is room for {self._max_streams}",
@@ -232,25 +212,25 @@ class Admission:
             f"listeners: {live}, {ends:.2g} end each second; {why}; try later or on another server", wait, reason
         )
 
-    def _reason(self, live: int, ahead: int, burst: float) -> Reason | None:
+    def _reason(self, live: int, burst: float) -> Reason | None:
         limit, overloaded = self._state
         if live >= self._max_streams:
             return "streams"
-        if overloaded and live > CLOSED_SHARE * limit:
+        if overloaded and live > self._numbers.closed_share * limit:
             return "gaps"
         if live + 1 > limit:
             return "capacity"
         # Streams that are fewer than a burst may all have started together.
-        return "rate" if ahead or (self._starts < 1 and live + 1 > burst) else None
+        return "rate" if self._starts < 1 and live + 1 > burst else None
 
     def ask_whole(self, queued: int) -> OverloadedError | None:
         """The same for a whole utterance, behind that many others: nobody listens yet, so only its wait counts."""
         each = self._whole_seconds / self._wholes if self._wholes else 0.0
-        if not queued or (queued + 1) * each <= MAX_WHOLE_SECONDS:
+        if not queued or (queued + 1) * each <= self._numbers.max_whole_seconds:
             return None
         wait = (queued + 1) * each
         message = f"{queued} whole utterances wait, and each takes {each:.2g} s; try later or on another server"
-        return OverloadedError(message, wait - MAX_WHOLE_SECONDS, "queue")
+        return OverloadedError(message, wait - self._numbers.max_whole_seconds, "queue")
 
     def count(self, refusal: OverloadedError) -> OverloadedError:
         """Count a refusal that reaches a caller."""

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cosyvoice_triton.token2wav.engine import Token2Wav
-from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
-from cosyvoice_triton.token2wav.serving.request_queue import QueuedRequest
+from cosyvoice_triton.token2wav.policy.scheduler import CHUNK_WORKER, FIRST_CHUNK_WORKER
+from cosyvoice_triton.token2wav.serving.session import Session
 
 SWITCH_SECONDS = 0.0005  # until a thread lets another one run Python: 5 ms would delay first chunks
 
@@ -20,28 +20,27 @@ Work = Callable[[], Sequence[np.ndarray | Exception]]
 
 
 class RenderedBatch(NamedTuple):
-    """What became of a batch: a result for each of its requests, and the seconds that it took."""
+    """What became of a batch: a result for the first request of each session, and the seconds that it took."""
 
-    batch: Sequence[QueuedRequest]
+    batch: Sequence[Session]
     results: Sequence[np.ndarray | Exception]
     seconds: float
 
 
-class BatchThread:
-    """The owner gives it a batch, and takes that back with its results when it is done.
+class Worker:
+    """A thread that renders with one of the engine's workers.
 
-    worker: of the engine, which it renders in. batch: the requests in flight, empty if there are none.
+    The service gives it a batch, and takes that back with its results when it is done.
     """
 
-    def __init__(self, worker: int, *, on_done: Callable[[], None], clock: Callable[[], float]):
-        """on_done: called from the thread after each batch."""
-        self.worker = worker
-        self.batch: Sequence[QueuedRequest] = ()
+    def __init__(self, number: int, *, on_done: Callable[[], None], clock: Callable[[], float]):
+        """number: of the engine's worker. on_done: called from the thread after each batch."""
+        self.number = number
         self._on_done = on_done
         self._clock = clock
         self._rendering: Future[RenderedBatch] | None = None
         self._work: SimpleQueue[tuple[Callable[[], object], Future] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"token2wav-worker-{worker}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"token2wav-worker-{number}", daemon=True)
         self._thread.start()
 
     @property
@@ -55,17 +54,17 @@ class BatchThread:
         self._work.put((function, called))
         called.result()
 
-    def render(self, batch: Sequence[QueuedRequest], work: Work) -> None:
+    def render(self, batch: Sequence[Session], work: Work) -> None:
         """Begin a batch. An exception of `work` is the result of all its requests."""
-        self.batch, self._rendering = batch, Future()
+        self._rendering = Future()
         self._work.put((lambda: self._rendered(batch, work), self._rendering))
 
     def take(self) -> RenderedBatch | None:
-        """The batch that is done; None if there is none."""
+        """Return the batch that is done; None if there is none."""
         if self._rendering is None or not self._rendering.done():
             return None
         rendered = self._rendering.result()
-        self.batch, self._rendering = (), None
+        self._rendering = None
         return rendered
 
     def close(self) -> None:
@@ -73,7 +72,7 @@ class BatchThread:
         self._work.put(None)
         self._thread.join()
 
-    def _rendered(self, batch: Sequence[QueuedRequest], work: Work) -> RenderedBatch:
+    def _rendered(self, batch: Sequence[Session], work: Work) -> RenderedBatch:
         begun = self._clock()
         results: Sequence[np.ndarray | Exception]
         try:
@@ -96,43 +95,37 @@ def _call(function: Callable[[], object], done: Future) -> None:
         done.set_exception(error)
 
 
-class BatchThreads:
-    """Those of an engine's workers, in the order in which they choose their batches: that of first chunks first."""
+class Workers:
+    """The workers of an engine, in the order in which they choose their batches: that of first chunks first."""
 
     def __init__(self, engine: Token2Wav, *, on_done: Callable[[], None], clock: Callable[[], float]):
-        """See `BatchThread`."""
+        """See `Worker`."""
         self._engine = engine
-        self._threads = {worker: BatchThread(worker, on_done=on_done, clock=clock) for worker in range(engine.workers)}
+        self._workers = [Worker(number, on_done=on_done, clock=clock) for number in range(engine.workers)]
 
-    def __iter__(self) -> Iterator[BatchThread]:
-        return iter(sorted(self._threads.values(), key=lambda thread: thread.worker != FIRST_CHUNK_WORKER))
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(sorted(self._workers, key=lambda worker: worker.number != FIRST_CHUNK_WORKER))
 
-    @property
-    def prefills(self) -> bool:
-        """Whether a voice can be prefilled: that uses the memory of first chunks."""
-        return self._threads.get(FIRST_CHUNK_WORKER, self._threads[0]).idle
+    def __len__(self) -> int:
+        return len(self._workers)
 
     @property
-    def in_flight(self) -> list[QueuedRequest]:
-        """The requests of the batches that are rendered."""
-        return [queued for thread in self._threads.values() for queued in thread.batch]
-
-    @property
-    def streams(self) -> set[str]:
-        """The streams of these."""
-        return {queued.stream_id for queued in self.in_flight}
+    def can_prefill(self) -> bool:
+        """Whether a voice can be prefilled: that uses the memory of the worker of first chunks, or of the only one."""
+        return self._workers[-1].idle
 
     def warm_up(self) -> None:
-        """In each thread, because the GPU libraries cache per thread."""
-        if self._engine.workers > 1:
+        """Warm the engine up in each thread, because the GPU libraries cache per thread."""
+        if len(self) > 1:
             sys.setswitchinterval(SWITCH_SECONDS)
-        for thread in self._threads.values():
-            thread.call(partial(self._engine.warm_up, thread.worker))
+        for worker in self._workers:
+            worker.call(partial(self._engine.warm_up, worker.number))
 
     def call(self, function: Callable[[], object]) -> None:
-        """In the thread of worker 0: see `BatchThread.call`."""
-        self._threads[0].call(function)
+        """Run a function in the thread of CHUNK_WORKER and wait for it. Raises what it raises."""
+        self._workers[CHUNK_WORKER].call(function)
 
     def close(self) -> None:
-        for thread in self._threads.values():
-            thread.close()
+        """End the threads after what they render."""
+        for worker in self._workers:
+            worker.close()

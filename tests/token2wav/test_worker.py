@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cosyvoice_triton.token2wav.serving.batch_thread import BatchThread, RenderedBatch
+from cosyvoice_triton.token2wav.serving.worker import RenderedBatch, Worker
 
 BATCH: Any = ("one", "two")  # stand for requests, which it only hands back
 AUDIO = np.zeros(3, np.float32)
@@ -34,14 +34,14 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def thread(done: threading.Event, clock: Clock) -> Iterator[BatchThread]:
-    made = BatchThread(0, on_done=done.set, clock=clock)
+def worker(done: threading.Event, clock: Clock) -> Iterator[Worker]:
+    made = Worker(0, on_done=done.set, clock=clock)
     yield made
     made.close()
 
 
 def test_a_batch_is_handed_back_once_with_its_results_and_its_time(
-    thread: BatchThread, done: threading.Event, clock: Clock
+    worker: Worker, done: threading.Event, clock: Clock
 ) -> None:
     gate = threading.Event()
 
@@ -50,38 +50,38 @@ def test_a_batch_is_handed_back_once_with_its_results_and_its_time(
         clock.now += 0.5
         return [AUDIO, AUDIO]
 
-    assert thread.idle and thread.take() is None
-    thread.render(BATCH, work)
-    assert not thread.idle and thread.take() is None and thread.batch == BATCH
+    assert worker.idle and worker.take() is None
+    worker.render(BATCH, work)
+    assert not worker.idle and worker.take() is None
     gate.set()
     assert done.wait(10)
-    rendered = thread.take()
+    rendered = worker.take()
     assert rendered == RenderedBatch(BATCH, [AUDIO, AUDIO], 0.5)
-    assert thread.idle and thread.take() is None and thread.batch == ()
+    assert worker.idle and worker.take() is None
 
 
-def test_an_error_of_the_work_is_the_result_of_each_request(thread: BatchThread, done: threading.Event) -> None:
+def test_an_error_of_the_work_is_the_result_of_each_request(worker: Worker, done: threading.Event) -> None:
     error = RuntimeError("broken")
 
     def work() -> Sequence[np.ndarray]:
         raise error
 
-    thread.render(BATCH, work)
+    worker.render(BATCH, work)
     assert done.wait(10)
-    rendered = thread.take()
+    rendered = worker.take()
     assert rendered and rendered.results == [error, error]
-    thread.call(lambda: None)  # it goes on
+    worker.call(lambda: None)  # it goes on
 
 
-def test_a_call_runs_in_the_thread_and_raises_what_it_raises(thread: BatchThread) -> None:
+def test_a_call_runs_in_the_thread_and_raises_what_it_raises(worker: Worker) -> None:
     names: list[str] = []
-    thread.call(lambda: names.append(threading.current_thread().name))
+    worker.call(lambda: names.append(threading.current_thread().name))
     assert names == ["token2wav-worker-0"]
     with pytest.raises(ZeroDivisionError):
-        thread.call(lambda: 1 / 0)
+        worker.call(lambda: 1 / 0)
     with pytest.raises(KeyboardInterrupt):
-        thread.call(interrupt)
-    thread.call(lambda: None)
+        worker.call(interrupt)
+    worker.call(lambda: None)
 
 
 def interrupt() -> None:
@@ -89,16 +89,16 @@ def interrupt() -> None:
 
 
 def test_it_ends_after_the_batch_which_can_still_be_taken(done: threading.Event, clock: Clock) -> None:
-    gate, thread = threading.Event(), BatchThread(7, on_done=done.set, clock=clock)
-    thread.render(BATCH, lambda: [AUDIO] if gate.wait(10) else [])
+    gate, worker = threading.Event(), Worker(7, on_done=done.set, clock=clock)
+    worker.render(BATCH, lambda: [AUDIO] if gate.wait(10) else [])
     threading.Timer(0.05, gate.set).start()
-    thread.close()
+    worker.close()
     assert not any(each.name == "token2wav-worker-7" for each in threading.enumerate())
-    rendered = thread.take()
+    rendered = worker.take()
     assert rendered and rendered.results == [AUDIO]
 
 
-def test_an_idle_thread_keeps_nothing_of_its_last_batch(thread: BatchThread, done: threading.Event) -> None:
+def test_an_idle_thread_keeps_nothing_of_its_last_batch(worker: Worker, done: threading.Event) -> None:
     """The request holds its chunk, and the chunk its stream's memory."""
 
     class Request:
@@ -107,9 +107,9 @@ def test_an_idle_thread_keeps_nothing_of_its_last_batch(thread: BatchThread, don
     request = Request()
     kept = weakref.ref(request)
     batch: Any = [request]
-    thread.render(batch, lambda: [AUDIO])
+    worker.render(batch, lambda: [AUDIO])
     assert done.wait(10)
-    thread.take()
+    worker.take()
     del request, batch
     deadline = time.monotonic() + 5
     while kept() is not None and time.monotonic() < deadline:  # the thread may still be on its way to rest

@@ -1,0 +1,252 @@
+"""The sessions of a token2wav service: what each stream is doing, and the requests that wait for it."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+import numpy as np
+
+from cosyvoice_triton.constants import CALLS_AT_ONCE
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.playback import Playback
+from cosyvoice_triton.token2wav.policy.admission import Admission
+from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
+from cosyvoice_triton.token2wav.stream import Chunk, Stream
+from cosyvoice_triton.voice.prompt import Prompt
+
+logger = logging.getLogger(__name__)
+
+Reply = Callable[[np.ndarray | BaseException], None]
+
+
+class State(Enum):
+    """What a session is doing."""
+
+    RESERVED = auto()  # a place is kept for its listener, and nothing else is known
+    WAITING = auto()  # it has no stream; its first request waits for one, or is a whole utterance
+    OPENING = auto()  # its stream is being opened
+    READY = auto()  # it has a stream, of which nothing is rendered now
+    RENDERING = auto()  # its first request is rendered by a worker, and nothing else happens to it
+    ENDED = auto()  # it is no longer in the table
+
+
+@dataclass(eq=False)
+class QueuedRequest:
+    """A request that has no reply yet. arrived: its number in the order of arrival."""
+
+    request: Token2WavRequest
+    reply: Reply
+    is_cancelled: Callable[[], bool]
+    arrived: int
+    arrived_at: float
+
+    def client_has_gone(self) -> bool:
+        """Whether Triton says so."""
+        try:
+            return self.is_cancelled()
+        except Exception:  # an error with one request must not end the other streams
+            logger.exception("cannot find out whether a client has disconnected")
+            return False
+
+    def send(self, result: np.ndarray | BaseException) -> None:
+        """Reply; never raises."""
+        try:
+            self.reply(result)
+        except Exception:  # a receiver's error must not end the other streams
+            logger.exception("a reply failed")
+
+
+@dataclass(eq=False)
+class Session:
+    """One stream, from its first request to its end, or a whole utterance.
+
+    listens: whether it counts as a listener before it has a stream. used_at: when its place was reserved, or its last
+    chunk delivered. requests: those without a reply, in order; a request is removed when it gets its reply.
+    stream, voice: of the engine, while it has them. chunk: the first request's, once it is made.
+    """
+
+    id: str
+    state: State
+    listens: bool
+    used_at: float
+    requests: deque[QueuedRequest] = field(default_factory=deque)
+    stream: Stream | None = None
+    voice: Prompt | None = None
+    playback: Playback = field(default_factory=Playback)
+    chunk: Chunk | None = None
+
+    @property
+    def first(self) -> QueuedRequest:
+        """The request whose turn it is."""
+        return self.requests[0]
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether a request waits, and nothing is rendered."""
+        return bool(self.requests) and self.state is not State.RENDERING
+
+    @property
+    def aborts(self) -> bool:
+        """Whether the first request ends the session without audio."""
+        return self.first.request.aborts
+
+    @property
+    def must_open(self) -> bool:
+        """Whether a stream has to be opened for the first request. START on a live stream restarts it."""
+        request = self.first.request
+        if request.start is False or request.whole or request.aborts:
+            return False
+        return bool(request.start) or self.stream is None
+
+    def opened(self, stream: Stream, voice: Prompt, now: float) -> None:
+        """Its stream is open: the first request continues it from now on."""
+        request = self.first.request
+        self.first.request = replace(request, start=False)
+        self.stream, self.voice, self.playback = stream, voice, Playback(request.audio_left, now)
+        self.used_at, self.state = now, State.READY
+
+
+class Sessions:
+    """The table of all sessions.
+
+    Any thread adds requests, and with them new sessions: listeners are admitted here, so that a refusal does not wait
+    for the service's thread. Everything else is done by that thread.
+    """
+
+    def __init__(self, admission: Admission, max_streams: int, clock: Callable[[], float]) -> None:
+        self._admission = admission
+        self._max_streams = max_streams
+        # Each orchestrator has so many calls at once; streams have hardly ever two requests.
+        self._max_requests = 2 * max_streams + CALLS_AT_ONCE
+        self._clock = clock
+        self._table: dict[str, Session] = {}
+        self._idled: deque[str] = deque(maxlen=max_streams)  # those ended last because they were idle
+        self._arrivals = 0
+        self._changed = threading.Condition(threading.RLock())  # reentrant: `add` counts sessions, too
+        self.version = 0  # increases with each change by another thread
+        self.refusal: UnavailableError | None = None  # why requests are refused, once the table is closed
+
+    def __iter__(self) -> Iterator[Session]:
+        with self._changed:
+            return iter(list(self._table.values()))
+
+    @property
+    def streams(self) -> int:
+        """How many sessions have a stream."""
+        return sum(session.stream is not None for session in self)
+
+    @property
+    def free(self) -> int:
+        """How many streams can be opened now."""
+        return self._max_streams - self.streams
+
+    @property
+    def listeners(self) -> int:
+        """Streams, and places of listeners who are admitted and have none yet."""
+        return sum(session.listens or session.stream is not None for session in self)
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait."""
+        return sum(len(session.requests) - (session.state is State.RENDERING) for session in self)
+
+    @property
+    def _wholes(self) -> int:
+        waiting = (session for session in self if session.state is not State.RENDERING)
+        return sum(each.request.whole for session in waiting for each in session.requests)
+
+    def add(self, request: Token2WavRequest, reply: Reply, is_cancelled: Callable[[], bool]) -> bool:
+        """Queue a request. False if there is nothing to do: a place was reserved.
+
+        Raises UnavailableError if the queue is full or closed, OverloadedError for a listener who is not admitted; for
+        an abort only if the queue is closed.
+        """
+        with self._changed:
+            if self.refusal:
+                raise self.refusal
+            session = self._table.get(request.stream_id)
+            new = session is None and request.first_of_listener
+            reserved = session is not None and session.state is State.RESERVED
+            self._check(request, new=new, has_place=new or reserved)
+            now = self._clock()
+            if session is None:
+                session = self._table[request.stream_id] = Session(request.stream_id, State.WAITING, new, now)
+            if (new or reserved) and request.reserves:
+                session.state, session.used_at = State.RESERVED, now
+                return False
+            if reserved:
+                session.state = State.WAITING
+                request = request if request.aborts else replace(request, start=True)
+            self._arrivals += 1
+            session.requests.append(QueuedRequest(request, reply, is_cancelled, self._arrivals, now))
+            self._notify()
+            return True
+
+    def _check(self, request: Token2WavRequest, *, new: bool, has_place: bool) -> None:
+        """Raise the error of a request that cannot be queued."""
+        if new and (refusal := self._admission.ask(self.listeners, self._clock())):
+            raise self._admission.count(refusal)
+        if request.whole:
+            if refusal := self._admission.ask_whole(self._wholes):
+                raise self._admission.count(refusal)
+        if not has_place and not request.aborts and self.queued >= self._max_requests:
+            raise UnavailableError(f"token2wav's queue is full: {self._max_requests} requests wait")
+
+    def answered(self, session: Session) -> QueuedRequest:
+        """Remove the first request of a session, which gets its reply now. The next one has its turn, or the session
+        ends if it has neither requests nor a stream."""
+        with self._changed:
+            queued, session.chunk = session.requests.popleft(), None
+            if session.stream is not None:
+                session.state = State.READY
+            elif session.requests:
+                session.state = State.WAITING
+            else:
+                self._remove(session)
+            return queued
+
+    def expire(self, before: float) -> list[Session]:
+        """End the sessions without requests that nobody has used since then, and return them."""
+        with self._changed:
+            idle = [each for each in self._table.values() if not each.requests and each.used_at < before]
+            for session in idle:
+                self._remove(session)
+                if session.stream is not None:
+                    self._idled.append(session.id)
+            return idle
+
+    def has_idled(self, session: Session) -> bool:
+        """Whether a stream of this id was freed because it was idle: its sender thinks that it is live. True once: the
+        sender knows then, and the next request opens a stream."""
+        if session.id not in self._idled:
+            return False
+        self._idled.remove(session.id)
+        return True
+
+    def _remove(self, session: Session) -> None:
+        session.state = State.ENDED
+        del self._table[session.id]
+
+    def close(self, refusal: UnavailableError) -> None:
+        """Refuse what comes from now on; the first reason stays."""
+        with self._changed:
+            self.refusal = self.refusal or refusal
+            self._notify()
+
+    def wake(self) -> None:
+        """End `wait_for_change`."""
+        with self._changed:
+            self._notify()
+
+    def wait_for_change(self, version: int, seconds: float) -> None:
+        """Return once a request is added, the table is closed or `wake` is called after that version, or after
+        `seconds`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.version != version, seconds)
+
+    def _notify(self) -> None:
+        self.version += 1
+        self._changed.notify()
