@@ -126,7 +126,7 @@ def test_a_cancelled_request_ends_and_frees_its_capacity(decoupled_model, tokeni
     request.sender.cancelled = True
     assert finished(request)[-1].error().code() == TritonError.CANCELLED
     assert len(request.sender.responses) < 1000
-    wait_until(lambda: decoupled_model._engine.live == 0)
+    wait_until(lambda: decoupled_model.engine.live == 0)
 
 
 def test_a_request_with_stop_ends_the_live_request_with_its_id(decoupled_model, tokenizer):
@@ -137,7 +137,7 @@ def test_a_request_with_stop_ends_the_live_request_with_its_id(decoupled_model, 
     assert finished(send(decoupled_model, prompt, request_id="a", stop=True)) == []
     assert not any(response.has_error() for response in finished(request))
     assert tokens_of(other)[-1][-1] in tokenizer.end_ids
-    wait_until(lambda: decoupled_model._engine.live == 0)
+    wait_until(lambda: decoupled_model.engine.live == 0)
     assert finished(send(decoupled_model, prompt, request_id="a", stop=True)) == []  # already ended: not an error
 
 
@@ -151,16 +151,16 @@ def failing_after(tokens):
 
 
 def test_a_failure_during_an_answer_ends_it_with_an_error(decoupled_model, monkeypatch):
-    monkeypatch.setattr(decoupled_model._engine, "generate", failing_after([7, 8, 9, 10]))
+    monkeypatch.setattr(decoupled_model.engine, "generate", failing_after([7, 8, 9, 10]))
     first, last = finished(send(decoupled_model, [1, 2, 3]))
     assert llm_tensors.output_tokens(first.arrays()) == [7, 8, 9]
     assert last.error().code() == TritonError.UNAVAILABLE
 
 
 def test_a_failure_before_the_first_answer_is_an_error(decoupled_model, monkeypatch):
-    monkeypatch.setattr(decoupled_model._engine, "generate", failing_after([]))
+    monkeypatch.setattr(decoupled_model.engine, "generate", failing_after([]))
     assert error_of(send(decoupled_model, [1, 2, 3])).code() == TritonError.UNAVAILABLE
-    monkeypatch.setattr(decoupled_model._engine, "generate", failing_after([7]))
+    monkeypatch.setattr(decoupled_model.engine, "generate", failing_after([7]))
     assert error_of(send(decoupled_model, [1, 2, 3], streaming=False)).code() == TritonError.UNAVAILABLE
 
 

@@ -144,13 +144,13 @@ class Synthesizer:
             raise ValueError(f"speed {request.speed} is for whole utterances; streaming supports speed 1 only")
         first = self._token2wav.open()
         stream: Token2WavStream | None = first
-        start = self._first_hops.start(
-            heard=request.played and request.pieces is None, repeatable=request.sampling.repeatable
+        opening = self._first_hops.open(
+            played=request.played and request.pieces is None, repeatable=request.sampling.repeatable
         )
         try:
             async with TaskScope() as scope:
-                prompt, segments = await self._begin(request, scope, on_warning, on_stage, first, start.short)
-                schedule = self._rules.schedule(len(prompt.tokens), self._clock, short=start.short)
+                prompt, segments = await self._begin(request, scope, on_warning, on_stage, first, opening.short)
+                schedule = self._rules.schedule(len(prompt.tokens), self._clock, short=opening.short)
                 playback = Playback()
                 while (segment := await scope.result(segments.get())) is not None:
                     if (silence := _silence(segment)).size:
@@ -166,13 +166,13 @@ class Synthesizer:
                     async with aclosing(rendered) as chunks:
                         async for hop, waveform in chunks:
                             now = self._clock()
-                            start.sent(hop, now)
+                            opening.sent(hop, now)
                             playback.add(len(waveform) / SAMPLE_RATE, now)
                             yield waveform
                     schedule.begin_segment()
                     stream = None
         finally:  # after the scope, and so after the LLM's request: whoever gets the place needs both
-            start.end()
+            opening.end()
             if stream is not None:
                 await stream.abort()
 
