@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "common" / "cosyvoice_triton"
 MAX_WORDS, MAX_README_WORDS, MAX_PAGES, MAX_TERMS = 30_000, 1_100, 15, 15
 MAX_LINE = 120  # rows of tables may be longer
+OF_TRITON = "doesn't support models with decoupled transaction policy"  # a message that is not ours
 
 Findings = Iterator[str]
 
@@ -273,6 +274,15 @@ def options_of_the_speech_service() -> Findings:
             yield f"docs/http.md names the option --{name}, which the service does not have"
 
 
+def messages() -> Findings:
+    """Messages that the troubleshooting page quotes are in the code, apart from what they name."""
+    said = " ".join("\n".join(text for path, text in sources().items() if "tests" not in path.parts).split())
+    for quoted in re.findall(r'"([^"]+)"', page("docs/troubleshooting.md")):
+        for part in quoted.split("…"):
+            if (words := part.strip()) and words not in said and words not in OF_TRITON:
+                yield f"docs/troubleshooting.md quotes {words!r}, which no message says"
+
+
 def versions_of_clients() -> Findings:
     folder = ROOT / "tests" / "recipes"
     installed = dict(re.findall(r"^([\w-]+)==(.+)$", (folder / "constraints.txt").read_text(), re.MULTILINE))
@@ -306,6 +316,7 @@ CHECKS: tuple[Callable[[], Findings], ...] = (
     metrics,
     requests,
     options_of_the_speech_service,
+    messages,
     versions_of_clients,
     picture,
 )

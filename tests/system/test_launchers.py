@@ -22,7 +22,7 @@ LAUNCHERS = sorted(path for path in (ROOT / "scripts").glob("*.py") if path.stem
 )
 def test_a_launcher_runs_as_a_file_from_any_directory(launcher: Path, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, launcher, "--help"]
+    command = [sys.executable, str(launcher), "--help"]
     finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert finished.returncode == 0 and "usage:" in finished.stdout, finished.stderr
 
