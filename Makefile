@@ -34,6 +34,7 @@ COMMAND := $(VENV)/bin/cosyvoice-triton
 PORTS := --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 PIP := $(IN_VENV) -m pip --disable-pip-version-check --quiet
 # A "+cpu" build there wins over the same version elsewhere.
+LOCKED := --constraint constraints.txt
 EXTRA_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PYTEST := $(IN_VENV) -m pytest --durations=10
 # Two workers, each with its own tritonserver. A file runs in one worker, so that its fixtures are set up once.
@@ -43,7 +44,7 @@ SETUP_GB := 6
 RUN_GB := 1
 export TEXT
 
-.PHONY: help setup setup-dev demo serve free-ports render demo-checkpoint test test-fast test-containers test-recipes check bench soak parity pictures clean
+.PHONY: help setup setup-dev demo serve free-ports render demo-checkpoint test test-fast test-containers test-recipes check lock bench soak parity pictures clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,15 +65,15 @@ $(VENV)/.python:
 	@$(PIP) install pip==26.2
 	@touch $@
 
-$(VENV)/.server: $(VENV)/.python pyproject.toml
+$(VENV)/.server: $(VENV)/.python pyproject.toml constraints.txt
 	@echo 'setup: installing tritonserver, torch, the models'\'' libraries and the clients: 2 GB, a few minutes'
-	@$(PIP) install $(EXTRA_INDEX) -e '.[client,http,server]'
+	@$(PIP) install $(LOCKED) $(EXTRA_INDEX) -e '.[client,http,server]'
 	@$(PIP) install --no-deps --group s3tokenizer
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.server
 	@echo 'setup: installing what tests and checks need'
-	@$(PIP) install $(EXTRA_INDEX) -e '.[client,http,server,dev]'
+	@$(PIP) install $(LOCKED) $(EXTRA_INDEX) -e '.[client,http,server,dev]'
 	@$(PIP) install --no-deps --group qwen-vocabulary
 	@touch $@
 
@@ -151,6 +152,11 @@ check: $(VENV)/.dev ## formatting, lint, layers of the package, documents, types
 
 bench: $(VENV)/.dev demo-checkpoint ## measure token2wav's first chunk and listeners on this CPU, write out/bench.json
 	@$(COMMAND) bench token2wav --models $(MODELS) --device cpu --max-streams 16 --output out/bench
+
+lock: $(VENV)/.dev ## write constraints.txt: the version of every library that make installs
+	@$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 --no-emit-index-url --no-annotate \
+		--custom-compile-command 'make lock' --output-file constraints.txt \
+		$(foreach extra,client http server dev,--extra $(extra)) pyproject.toml
 
 soak: $(VENV)/.server ## mixed load and faults for MINUTES (10), every request accounted for; writes out/soak.md and .png
 	@$(IN_VENV) -m tests.soak --minutes $(MINUTES) $(SOAK_ARGS)

@@ -128,7 +128,7 @@ fi
 
 if stage 6 "offline benchmark, without Triton"; then
     stop_servers # of stage 3
-    if ((${#LLM_COMMAND[@]})); then start_llm; fi
+    start_llm
     for backend in "${BACKENDS[@]}"; do
         "$PYTHON" -m cosyvoice_triton.cli.offline_inference --backend "$backend" --engine-dir "$ENGINE_DIR" \
             --llm-model-name-or-path "$MODELS/cosyvoice2_llm" --token2wav-path "$MODELS/CosyVoice2-0.5B" \

@@ -81,7 +81,7 @@ if stage 2 "render the model repository"; then
 fi
 
 if stage 3 "serve: an LLM server and Triton"; then
-    if ((${#LLM_COMMAND[@]})); then start_llm; fi
+    start_llm
     start triton "$PYTHON" -m cosyvoice_triton.cli.serve "$REPOSITORY" --log-file "$LOGS/tritonserver.log" --http-port "$HTTP_PORT" \
         --grpc-port "$GRPC_PORT" --metrics-port "$METRICS_PORT" --health-port "$HEALTH_PORT"
     await triton "http://127.0.0.1:$HEALTH_PORT/ready"

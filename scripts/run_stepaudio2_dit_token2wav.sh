@@ -53,11 +53,8 @@ if ((LOCAL)); then
     ENGINE=(--kind onnxruntime_genai)
     ENGINE_DIR=$MODELS/cosyvoice2_llm_genai
     ENGINE_PYTHON=$PYTHON
-    # This LLM server answers one request after another: the waiting ones must not time out.
-    RENDER=(--device cpu --set token_timeout=60)
-    LLM_MODEL=$MODELS/cosyvoice2_llm
-    LLM_COMMAND=("$PYTHON" -c "from transformers.cli.transformers import main; main()" serve "$LLM_MODEL"
-        --device cpu --host 127.0.0.1 --port "$LLM_PORT")
+    RENDER=(--device cpu) # each Triton has the LLM itself
+    LLM_COMMAND=()
     LLM_OPTIONS=(--backend onnxruntime_genai --engine-dir "$ENGINE_DIR" --batch-size 4)
     PLANS=(--capability 8.9) # to try it: they do not run on a CPU
 else
@@ -72,8 +69,8 @@ else
     ENGINE=(--kind tensorrt_llm --max-batch-size "$MAX_BATCH_SIZE")
     ENGINE_DIR=$MODELS/trt_engines_bfloat16
     ENGINE_PYTHON=${TRTLLM_PYTHON:-$PYTHON} # in the image another Python has TensorRT-LLM
-    RENDER=(--device gpu)
     LLM_MODEL=trt_engines_bfloat16
+    RENDER=(--device gpu --llm-transport openai --llm-urls "http://127.0.0.1:$LLM_PORT/v1" --llm-model "$LLM_MODEL")
     LLM_COMMAND=("$PYTHON" -m cosyvoice_triton.prepare.trtllm_serve "$ENGINE_DIR" --tokenizer "$MODELS/cosyvoice2_llm"
         --host 127.0.0.1 --port "$LLM_PORT" --max_batch_size "$MAX_BATCH_SIZE" --kv_cache_free_gpu_memory_fraction 0.4)
     LLM_OPTIONS=(--backend trtllm-serve --openai-model-name "$LLM_MODEL" --batch-size 16
@@ -98,7 +95,6 @@ start_triton() { # NAME GPU HTTP GRPC METRICS HEALTH
 }
 
 read_stages -1 9 "$@"
-if ((LOCAL)); then need_packages "3 7" accelerate openai; fi # of `transformers serve`
 
 if stage -1 "check the machine"; then
     "$PYTHON" scripts/check_machine.py
@@ -115,8 +111,7 @@ if stage 1 "build and try the LLM's engine"; then
 fi
 
 if stage 2 "render the model repository"; then
-    "$PYTHON" -m cosyvoice_triton.cli.render "$MODELS" "$REPOSITORY" --stack dit --llm-transport openai \
-        --llm-urls "http://127.0.0.1:$LLM_PORT/v1" --llm-model "$LLM_MODEL" "${RENDER[@]}"
+    "$PYTHON" -m cosyvoice_triton.cli.render "$MODELS" "$REPOSITORY" --stack dit "${RENDER[@]}"
 fi
 
 if stage 3 "serve: an LLM server and Triton"; then

@@ -41,19 +41,6 @@ read_stages() { # FIRST LAST [START STOP ...]
     trap 'exit 143' TERM
 }
 
-# Before anything else: whether the packages are there that the selected ones of some stages need on a CPU.
-need_packages() { # "STAGES" PACKAGE...
-    local number stages=$1
-    shift
-    for number in $stages; do
-        ((number >= STAGE_START && number <= STAGE_STOP)) || continue
-        "$PYTHON" -c 'import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, sys.argv[1:])))' "$@" \
-            && return
-        echo "stage $number needs the Python packages $*; run: make setup-dev" >&2
-        exit 1
-    done
-}
-
 stage() { # NUMBER TITLE: succeeds if the stage is selected
     (($1 >= STAGE_START && $1 <= STAGE_STOP)) || return 1
     STAGE=$1
@@ -76,9 +63,10 @@ await() { # NAME URL: waits until it is ready; if it fails, prints the end of it
     return 1
 }
 
-# The LLM's server, of the settings LLM_COMMAND and LLM_PORT, on GPU 0. One that an earlier stage started is kept.
+# The LLM's server, of the settings LLM_COMMAND (empty: Triton has the LLM itself) and LLM_PORT, on GPU 0. One that an
+# earlier stage started is kept.
 start_llm() {
-    [[ -z ${SERVERS[llm]:-} ]] || return 0
+    [[ -z ${SERVERS[llm]:-} ]] && ((${#LLM_COMMAND[@]})) || return 0
     CUDA_VISIBLE_DEVICES=0 start llm "${LLM_COMMAND[@]}"
     await llm "http://127.0.0.1:$LLM_PORT/health"
 }

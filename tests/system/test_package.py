@@ -1,15 +1,18 @@
-"""The installed package: one import name, its data, one command, and the demo outside of a checkout."""
+"""The installed package: one import name, its data, one command, the demo outside of a checkout, locked versions."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 import soundfile
 from cosyvoice_triton.cli import COMMANDS, main
+from packaging.requirements import Requirement
 
 from tests.conftest import ROOT
 
@@ -115,3 +118,34 @@ def test_unknown_commands_and_none_are_answered_with_the_help(capsys: pytest.Cap
 def test_clients_start_without_torch(module: str) -> None:
     code = f"import sys, cosyvoice_triton.cli.{module}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def pins(text: str) -> Iterator[Requirement]:
+    for line in re.findall(r"^([^#\s].*)$", text, re.MULTILINE):
+        yield Requirement(line)
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12"])
+def test_the_locked_versions_are_those_of_the_project(version: str) -> None:
+    """`make lock` writes them."""
+    machine = {"python_version": version, "python_full_version": f"{version}.0", "platform_machine": "x86_64"}
+    machine |= {"sys_platform": "linux", "extra": ""}
+
+    def here(requirement: Requirement) -> bool:
+        return requirement.marker is None or requirement.marker.evaluate(machine)
+
+    locked = {one.name: str(one.specifier) for one in pins((ROOT / "constraints.txt").read_text()) if here(one)}
+    project = (ROOT / "pyproject.toml").read_text()
+    sections = {
+        name: re.search(rf"^{name} = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+        for name in ("dependencies", "client", "http", "server", "dev")
+    }
+    assert all(sections.values())
+    wanted = [
+        Requirement(line)
+        for section in sections.values()
+        for line in re.findall(r'^    "([^"]+)"', section[1] if section else "", re.MULTILINE)
+    ]
+    ours = [one for one in wanted if here(one) and one.name != "cosyvoice-triton" and "==" in str(one.specifier)]
+    assert len(ours) > 40
+    assert [f"{one.name}{one.specifier}" for one in ours if locked.get(one.name) != str(one.specifier)] == []

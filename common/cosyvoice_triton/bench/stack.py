@@ -28,11 +28,10 @@ from typing import Any, NamedTuple, get_args
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli.arguments import positive_int
-from cosyvoice_triton.cli.stack_options import parse_settings
 from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.load.sweep import Sweep, with_suffix
 from cosyvoice_triton.server.installation import ServerError
-from cosyvoice_triton.server.rendering import Device, StackOptions, render
+from cosyvoice_triton.server.rendering import Device, StackOptions, parse_settings, render
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 
 SAMPLE_MILLISECONDS = 300

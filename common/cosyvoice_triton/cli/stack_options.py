@@ -2,13 +2,12 @@
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.config import LLMBackend, LLMEngine, LLMTransport
-from cosyvoice_triton.server.rendering import Device, StackOptions
+from cosyvoice_triton.server.rendering import Device, StackOptions, parse_settings
 
 _FIELDS = {field.name: field for field in dataclasses.fields(StackOptions)}
 
@@ -78,11 +77,3 @@ def stack_options(models: Path, args: argparse.Namespace) -> StackOptions:
 
 def _values(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in _FIELDS and name != "models_dir"}
-
-
-def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
-    """`key=value` items as a dict; ValueError naming one that is not a pair."""
-    for pair in pairs:
-        if "=" not in pair:
-            raise ValueError(f"--set {pair!r} is not KEY=VALUE")
-    return dict(pair.split("=", 1) for pair in pairs)

@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -147,6 +147,14 @@ def parse(config: str, name: str) -> Any:
     if message.name != name:
         raise ValueError(f"{name}: the template belongs to model {message.name!r}")
     return message
+
+
+def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
+    """`key=value` items as a dict; ValueError naming one that is not a pair."""
+    for pair in pairs:
+        if "=" not in pair:
+            raise ValueError(f"--set {pair!r} is not KEY=VALUE")
+    return dict(pair.split("=", 1) for pair in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
