@@ -301,7 +301,7 @@ class Token2WavConfig(HopConfig):
     model_dir: contains flow.pt and hift.pt. n_timesteps: Euler steps. max_streams: live streams.
     idle_seconds: a stream without requests for this long is freed.
     gpu_memory_gib: GiB of the GPU that all models of the server may take together; None: what is free. What remains
-        beside the others and `max_streams` streams is for prompt caches, see token2wav/gpu/memory_plan.py.
+        beside the others and `max_streams` streams is for prompt caches, see token2wav/gpu/memory.py.
     llm_memory_gib: of the memory of `llm_gpu`, the LLM's; None: `planned_llm_gib`.
     prompt_device: where `audio_tokenizer` and `speaker_embedding` compute.
     flow_runtime: what runs the flow's estimator, see docs/gpu.md; "auto" needs only the checkpoint's files.

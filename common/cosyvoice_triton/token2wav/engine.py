@@ -28,12 +28,11 @@ from cosyvoice_triton.runtimes.loading import flow_runtime
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, Vocoder, VocoderOptions, loader
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
-from cosyvoice_triton.token2wav.gpu.memory_plan import (
-    GIB,
-    PROCESS,
+from cosyvoice_triton.token2wav.gpu.memory import (
     UNPLANNED_VOICES,
+    MemoryPlan,
     Networks,
-    other_models,
+    Reading,
     plan_memory,
     voices_on_host,
 )
@@ -116,20 +115,24 @@ class Token2Wav:
         precision: Precision,
         runtime: FlowRuntime = "auto",
         steps: int = EULER_STEPS,
-        plan: Callable[[Precision], tuple[BatchLimits, int]] | None = None,
+        plan: Callable[[Precision], MemoryPlan | int] = lambda _: UNPLANNED_VOICES,
+        read: Callable[[str], Reading] = Reading.of,
         contexts: int = Token2WavConfig.flow_contexts,
     ) -> "Token2Wav":
         """The networks of a stack from its checkpoint directory, and the runtime's own files.
 
         runtime: of the flow's estimator. "torch" on a GPU captures no CUDA graphs: start-up is fast and most of the
-        memory stays free, which suits whole utterances. plan: makes the limits, and the bytes for prompt caches.
+        memory stays free, which suits whole utterances. plan: returns the bytes for prompt caches or, on a GPU, a plan
+            that has the limits, too, and the rest of the memory for prompt caches, as `read` measures it after loading.
         contexts: execution contexts of each TensorRT plan.
         ValueError for a checkpoint that does not fit, see also `Precision.checked`.
         """
         _use(device)
         runtime = flow_runtime(runtime, device)
         asked, precision = precision, precision.checked(stack, model_dir, device, limits=limits, steps=steps)
-        limits, voice_bytes = plan(precision) if plan else (limits, UNPLANNED_VOICES)
+        planned = plan(precision)
+        if isinstance(planned, MemoryPlan):
+            limits = planned.limits
         options = FlowOptions(
             stack=stack,
             device=device,
@@ -137,7 +140,7 @@ class Token2Wav:
             runtime=runtime,
             steps=steps,
             limits=limits,
-            prompt_cache_bytes=voice_bytes,
+            prompt_cache_bytes=planned if isinstance(planned, int) else 0,
             contexts=contexts,
         )
         files = Path(model_dir) / stack.flow, Path(model_dir) / stack.hift
@@ -149,7 +152,10 @@ class Token2Wav:
             VocoderOptions(device=device, dtype=precision.vocoder, limits=limits, graphs=options.graphs),
         )
         fallbacks = (asked.flow != precision.flow) + (asked.vocoder != precision.vocoder)
-        return cls(flow, vocoder, device, files=files, fallbacks=fallbacks)
+        engine = cls(flow, vocoder, device, files=files, fallbacks=fallbacks)
+        if isinstance(planned, MemoryPlan):
+            flow.reserve_prompts(planned.voices(read(device)))
+        return engine
 
     @classmethod
     def from_config(cls, stack: Stack, config: Token2WavConfig) -> "Token2Wav":
@@ -391,8 +397,8 @@ def _whole(
     return vocoder.whole(mels)
 
 
-def _plan(stack: Stack, config: Token2WavConfig, limits: BatchLimits, precision: Precision) -> tuple[BatchLimits, int]:
-    """The limits, and bytes for prompt caches; on a GPU as the plan has it, which then caps this process."""
+def _plan(stack: Stack, config: Token2WavConfig, limits: BatchLimits, precision: Precision) -> MemoryPlan | int:
+    """Plan a GPU's memory, and cap what torch takes of it in this process; on a CPU, return bytes for prompt caches."""
     networks = Networks.read(
         stack,
         Path(config.model_dir),
@@ -400,21 +406,15 @@ def _plan(stack: Stack, config: Token2WavConfig, limits: BatchLimits, precision:
         vocoder_size=precision.vocoder.itemsize,
         steps=config.n_timesteps,
         prompt_device=config.prompt_device,
-        fused=flow_runtime(config.flow_runtime, config.device) != "torch",
     )
     if torch.device(config.device).type != "cuda":
-        return limits, voices_on_host(networks, limits)
+        return voices_on_host(networks, limits)
     if flow_runtime(config.flow_runtime, config.device) != "cuda_graph":
         limits = replace(limits, workers=1)  # others need CUDA graphs of the flow
-    free, has = torch.cuda.mem_get_info(config.device)
-    if config.gpu_memory_gib is not None:
-        may_take = int(config.gpu_memory_gib * GIB)
-    else:  # of the parts of the plan, this process's own is taken, and the other models' may be
-        may_take = free + PROCESS + sum(other_models(networks, config.max_streams, config.llm_share_gib).values())
-    made = plan_memory(networks, limits, min(may_take, has), config.llm_share_gib)
-    made.log()
-    torch.cuda.set_per_process_memory_fraction(made.own / has, config.device)
-    return replace(limits, workers=made.workers), made.voices
+    reading = Reading.of(config.device)
+    made = plan_memory(networks, limits, reading, config.gpu_memory_gib, config.llm_share_gib)
+    torch.cuda.set_per_process_memory_fraction(made.own / reading.total, config.device)
+    return made
 
 
 def _use(device: torch.device | str) -> None:

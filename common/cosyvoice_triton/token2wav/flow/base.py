@@ -186,6 +186,9 @@ class StreamingFlow(ABC, Generic[StreamT]):
     def _capture(self) -> None:
         """Make the CUDA graphs of the solve, for the sizes of `limits`."""
 
+    def reserve_prompts(self, nbytes: int) -> None:
+        """Let prompt caches take that many bytes, of all workers together."""
+
     def _evict_idle(self) -> None:
         """Free the prompt caches that no stream uses."""
 

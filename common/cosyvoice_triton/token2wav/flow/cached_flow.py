@@ -93,6 +93,9 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
     def evicted(self) -> int:
         return self._prompts.evicted
 
+    def reserve_prompts(self, nbytes: int) -> None:
+        self._prompts.max_bytes = nbytes
+
     def _evict_idle(self) -> None:
         self._prompts.evict_idle()
 

@@ -51,7 +51,7 @@ class PromptCaches:
     """The prompt caches of voices, bounded in bytes. Those without a stream are evicted, least recently used first."""
 
     def __init__(self, max_bytes: int):
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self.nbytes = 0
         self.evicted = 0  # since the start
@@ -63,12 +63,12 @@ class PromptCaches:
         They come in order: after a voice that has to wait, no other one takes the room that it waits for. One that
         could wait for ever counts as fitting: `acquire` refuses it.
         """
-        room = self._max_bytes - self._used
+        room = self.max_bytes - self._used
         fits: list[bool] = []
         added: set[bytes] = set()
         for key, nbytes in wanted:
             entry = self._entries.get(key)
-            taken = 0 if key in added or (entry and entry.streams) or nbytes > self._max_bytes else nbytes
+            taken = 0 if key in added or (entry and entry.streams) or nbytes > self.max_bytes else nbytes
             fits.append(taken <= room)
             room = room - taken if fits[-1] else 0
             added |= {key} if fits[-1] else set()
@@ -80,7 +80,7 @@ class PromptCaches:
             if not self.make_room(nbytes):
                 raise UnavailableError(
                     f"no room for another voice: its prompt cache takes {nbytes / 2**20:.1f} MiB, and the {len(self)} "
-                    f"voices with live streams take {self.nbytes / 2**20:.1f} of {self._max_bytes / 2**20:.1f} MiB"
+                    f"voices with live streams take {self.nbytes / 2**20:.1f} of {self.max_bytes / 2**20:.1f} MiB"
                 )
             self._put(key, prefill())
         entry = self._entries[key]
@@ -126,5 +126,5 @@ class PromptCaches:
 
     def make_room(self, nbytes: int) -> bool:
         """Evict idle voices until that many bytes fit; False if they do not when none is left."""
-        self.evict_idle(self._max_bytes - nbytes)
-        return self.nbytes + nbytes <= self._max_bytes
+        self.evict_idle(self.max_bytes - nbytes)
+        return self.nbytes + nbytes <= self.max_bytes

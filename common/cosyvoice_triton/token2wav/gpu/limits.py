@@ -2,7 +2,7 @@
 
 A CUDA graph has fixed sizes: batches are padded to a batch size and their rows to a length class. The classes cover
 every chunk that the configured hops can make, so that none of them falls back to eager kernels, and no graph is larger
-than what `max_streams` can fill. What they take of the memory is computed in `memory_plan`.
+than what `max_streams` can fill. What they take of the memory is estimated in `memory`.
 """
 
 import math

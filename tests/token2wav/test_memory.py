@@ -1,0 +1,204 @@
+"""The memory of a GPU: what fits is loaded, what does not is refused with what would, the rest is for prompt caches."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cosyvoice_triton import stacks
+from cosyvoice_triton.config import SPARE_REQUESTS, Token2WavConfig, planned_llm_gib
+from cosyvoice_triton.demo_checkpoint.checkpoint import STACKS, TRAINED
+from cosyvoice_triton.networks.flow import (
+    CosyVoice3Flow,
+    CosyVoice3FlowConfig,
+    DiTFlow,
+    DiTFlowConfig,
+    UNetFlow,
+    UNetFlowConfig,
+)
+from cosyvoice_triton.stacks import Stack
+from cosyvoice_triton.token2wav.engine import Precision, Token2Wav
+from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.memory import (
+    GIB,
+    PROCESS,
+    PROMPT_MODELS,
+    RESERVE,
+    SERVER,
+    VOICE_SECONDS,
+    MemoryPlan,
+    Networks,
+    Reading,
+    plan_memory,
+)
+from cosyvoice_triton.voice.prompt import Prompt
+
+FLOAT32 = Precision(torch.float32, torch.float32)
+OFFICIAL = {
+    stacks.DIT: (DiTFlow, DiTFlowConfig()),
+    stacks.UNET: (UNetFlow, UNetFlowConfig()),
+    stacks.COSYVOICE3: (CosyVoice3Flow, CosyVoice3FlowConfig()),
+}
+HIFT_VALUES = 20_806_557
+TOKENIZERS = {"v2": 495_900_000, "v3": 968_000_000}  # bytes
+EMPTY = Reading(free=200 * GIB, total=200 * GIB)
+
+
+def official(stack: Stack, prompt_device: str = "auto") -> Networks:
+    """At the official sizes, in float16."""
+    kind, config = OFFICIAL[stack]
+    with torch.device("meta"):
+        values = HIFT_VALUES + sum(tensor.numel() for tensor in kind(config).parameters())
+    tokenizer = TOKENIZERS[stack.speech_tokenizer.split("_")[2][:2]]
+    return Networks(
+        flow=config,
+        weights=2 * values + stack.vocoder_noise_bytes,
+        vocoder_stream=stack.vocoder_stream_bytes,
+        flow_size=2,
+        vocoder_size=2,
+        steps=10,
+        tokenizer=None if prompt_device == "cpu" else tokenizer,
+    )
+
+
+def limits(stack: Stack, streams: int) -> BatchLimits:
+    return BatchLimits(max_streams=streams, chunk_boundary=stack.chunk_boundary)
+
+
+def plan(stack: Stack, streams: int, gib: float | None, prompt_device: str = "auto") -> MemoryPlan:
+    return plan_memory(official(stack, prompt_device), limits(stack, streams), EMPTY, gib, None)
+
+
+@pytest.mark.parametrize("stack", STACKS, ids=lambda stack: stack.name)
+def test_weights_streams_and_voices_have_the_sizes_that_are_read(stack: Stack) -> None:
+    directory = TRAINED / stack.checkpoint
+    read = Networks.read(stack, directory, flow_size=4, vocoder_size=4, steps=2)
+    engine = Token2Wav.load(
+        stack, directory, device="cpu", limits=limits(stack, 3), precision=FLOAT32, runtime="torch", steps=2
+    )
+    flow, vocoder = engine._flow, engine._vocoder
+    assert engine.cache_bytes == pytest.approx(read.streams(3), rel=0.03)
+    weights = sum(tensor.nbytes for of in (flow._network, vocoder._plain.hift) for tensor in of.parameters())
+    assert read.weights - stack.vocoder_noise_bytes == pytest.approx(weights, rel=0.05)
+    if isinstance(flow, CachedStreaming):
+        stream = engine.open(Prompt(np.arange(30), np.zeros((60, 80), np.float32), np.ones(192, np.float32), text=""))
+        assert stream.prompt.nbytes == read.voice(60 / 50)
+
+
+@pytest.mark.parametrize(
+    ("stack", "gib", "streams", "prompt_device", "workers"),
+    [
+        *((stacks.DIT, gib, streams, "cpu", 2) for gib, streams in ((7.5, 4), (11.5, 16), (15.5, 32), (22.5, 64))),
+        *((stacks.DIT, gib, streams, "auto", 2) for gib, streams in ((10, 4), (13, 16), (17, 32), (46, 128))),
+        *((stacks.UNET, gib, streams, "cpu", 2) for gib, streams in ((7.5, 4), (11.5, 16), (15.5, 32))),
+        *((stacks.UNET, gib, streams, "auto", 2) for gib, streams in ((22.5, 32), (46, 64))),
+        *((stacks.COSYVOICE3, gib, streams, "cpu", 2) for gib, streams in ((11.5, 6), (15.5, 11))),
+        *((stacks.COSYVOICE3, gib, streams, "auto", 2) for gib, streams in ((14, 7), (22.5, 16), (46, 56), (78, 100))),
+        (stacks.DIT, 11.6, 16, "auto", 1),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_the_settings_that_the_documents_name_fit_with_as_many_workers_as_there_is_room_for(
+    stack: Stack, gib: float, streams: int, prompt_device: str, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = plan(stack, streams, gib, prompt_device)
+    assert made.limits.workers == workers and made.lacking <= 0
+    assert caplog.messages[0].splitlines()[-1].split() == ["sum", f"{gib:.2f}", "GiB"]  # whatever other loggers' levels
+    if workers == 1:
+        assert (more := re.fullmatch(r"with (.*) GiB more, first chunks would not wait for .*", caplog.messages[1]))
+        assert plan(stack, streams, gib + float(more[1]) + 0.1, prompt_device).limits.workers == 2
+
+
+def test_streams_that_do_not_fit_are_refused_with_the_numbers_that_do() -> None:
+    with pytest.raises(
+        ValueError, match=r"^max_streams 64 needs [\d.]+ GiB, and gpu_memory_gib is 12.0: set "
+    ) as refused:
+        plan(stacks.DIT, 64, 12)
+    found = re.search(r"max_streams <= (\d+) or gpu_memory_gib >= ([\d.]+)", str(refused.value))
+    assert found is not None
+    fewer, more = int(found[1]), float(found[2])
+    assert 16 <= fewer < 64 and 12 < more < 24
+    plan(stacks.DIT, fewer, 12)
+    plan(stacks.DIT, 64, more)
+    for streams, gib in ((fewer + 1, 12), (64, more - 0.2)):
+        with pytest.raises(ValueError, match="gpu_memory_gib"):
+            plan(stacks.DIT, streams, gib)
+    with pytest.raises(ValueError, match="set gpu_memory_gib >= "):  # no number of streams fits
+        plan(stacks.DIT, 64, 4)
+
+
+def test_without_an_llm_on_the_gpu_its_share_is_this_processs() -> None:
+    networks, own = official(stacks.DIT), limits(stacks.DIT, 64)
+    alone, beside = (plan_memory(networks, own, EMPTY, 24, llm) for llm in (0.0, None))
+    assert alone.own - beside.own == int(planned_llm_gib(64 + SPARE_REQUESTS) * GIB) == beside.parts["LLM"]
+
+
+def test_prompt_models_on_the_cpu_leave_their_share() -> None:
+    there, here = (plan(stacks.DIT, 4, 12, device) for device in ("auto", "cpu"))
+    assert there.parts["prompt models"] == PROMPT_MODELS + TOKENIZERS["v2"] == here.own - there.own
+    assert here.parts["server"] == SERVER
+    with pytest.raises(ValueError, match=r"set prompt_device cpu or gpu_memory_gib >= [\d.]+\n"):
+        plan(stacks.DIT, 4, 7.5)
+    with pytest.raises(ValueError, match=r"set gpu_memory_gib >= [\d.]+\n"):
+        plan(stacks.DIT, 4, 6, "cpu")
+    with pytest.raises(ValueError, match=r"set gpu_memory_gib >= [\d.]+\n"):  # it would not be enough
+        plan(stacks.DIT, 4, 5)
+
+
+def test_without_a_limit_others_may_have_loaded_or_not() -> None:
+    """What is free and the shares of all models are the server's, but no more than the GPU has."""
+    networks, own, total = official(stacks.DIT), limits(stacks.DIT, 4), 24 * GIB
+    shares = sum(plan(stacks.DIT, 4, 12).parts[name] for name in ("server", "LLM", "prompt models"))
+    taken = total - 14 * GIB - PROCESS - shares  # by a stranger, and all models have loaded
+    for free, memory in ((14 * GIB, total - taken), (total, total)):
+        assert plan_memory(networks, own, Reading(free, total), None, None).memory == memory
+
+
+def test_what_loading_leaves_of_the_share_is_for_voices(caplog: pytest.LogCaptureFixture) -> None:
+    """Measured: also where others took what is this process's, and where the graphs took more than was estimated."""
+    made = plan(stacks.DIT, 16, 24)
+    loaded = Reading(free=20 * GIB, total=24 * GIB, reserved=3 * GIB)
+    assert made.voices(loaded) == made.own - 3 * GIB - RESERVE
+    assert made.voices(replace(loaded, free=5 * GIB)) == 5 * GIB - RESERVE
+    assert [record.levelname for record in caplog.records if record.levelname != "INFO"] == []
+    few = replace(loaded, reserved=made.own - RESERVE - made.minimum // 2)
+    assert made.voices(few) == made.minimum // 2
+    assert "new voices may have to wait; set gpu_memory_gib >= " in caplog.messages[-1]
+    with pytest.raises(ValueError, match=rf"one of {VOICE_SECONDS:g} s takes [\d.]+: set max_streams < 16 or gpu_mem"):
+        made.voices(replace(loaded, reserved=made.own))
+
+
+def test_a_loaded_engine_gives_voices_what_is_left() -> None:
+    directory, sizes = TRAINED / stacks.DIT.checkpoint, limits(stacks.DIT, 3)
+    networks = Networks.read(stacks.DIT, directory, flow_size=4, vocoder_size=4, steps=2)
+    made = plan_memory(networks, sizes, EMPTY, 24, 0.0)
+    prompt = Prompt(np.arange(30), np.zeros((60, 80), np.float32), np.ones(192, np.float32), text="")
+    room = networks.voice(60 / 50)
+
+    def fits(voices: int) -> list[bool]:
+        engine = Token2Wav.load(
+            stacks.DIT, directory, device="cpu", limits=sizes, precision=FLOAT32, runtime="torch", steps=2,
+            plan=lambda _: replace(made, voice=0),
+            read=lambda device: Reading(24 * GIB, 24 * GIB, made.own - RESERVE - voices),
+        )  # fmt: skip
+        return engine.fitting([prompt, replace(prompt, embedding=np.zeros(192, np.float32))])
+
+    assert (fits(2 * room), fits(2 * room - 1)) == ([True, True], [True, False])
+
+
+def test_on_a_cpu_the_longest_voice_always_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = TRAINED / stacks.DIT.checkpoint
+    config = Token2WavConfig(model_dir=str(directory), max_streams=2, n_timesteps=1, flow_precision="float32")
+    monkeypatch.setattr("os.sysconf", lambda _: 1)  # a machine with a byte
+    engine = Token2Wav.from_config(stacks.DIT, config)
+    longest = Prompt(np.arange(752), np.zeros((1504, 80), np.float32), np.ones(192, np.float32), text="")
+    assert engine.fitting([longest, replace(longest, embedding=np.zeros(192, np.float32))]) == [True, False]
+    assert (engine.limits.workers, engine.workers) == (2, 1)  # without graphs there is one
+
+
+def test_the_settings_have_the_models_names(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'gpu_memory_gib' must be above 0, not -1"):
+        Token2WavConfig(model_dir=str(tmp_path), gpu_memory_gib=-1)
