@@ -91,12 +91,13 @@ def test_weights_streams_and_voices_have_the_sizes_that_are_read(stack: Stack) -
 @pytest.mark.parametrize(
     ("stack", "gib", "streams", "prompt_device", "workers"),
     [
-        *((stacks.DIT, gib, streams, "cpu", 2) for gib, streams in ((7.5, 4), (11.5, 16), (15.5, 32), (22.5, 64))),
-        *((stacks.DIT, gib, streams, "auto", 2) for gib, streams in ((10, 4), (13, 16), (17, 32), (46, 128))),
-        *((stacks.UNET, gib, streams, "cpu", 2) for gib, streams in ((7.5, 4), (11.5, 16), (15.5, 32))),
-        *((stacks.UNET, gib, streams, "auto", 2) for gib, streams in ((22.5, 32), (46, 64))),
-        *((stacks.COSYVOICE3, gib, streams, "cpu", 2) for gib, streams in ((11.5, 6), (15.5, 11))),
-        *((stacks.COSYVOICE3, gib, streams, "auto", 2) for gib, streams in ((14, 7), (22.5, 16), (46, 56), (78, 100))),
+        *((stacks.DIT, gib, 4 << row, "cpu", 2) for row, gib in ((0, 7.2), (2, 10.7), (3, 14.8), (4, 22.4), (5, 37.5))),
+        (stacks.DIT, 67.7, 256, "cpu", 2),
+        *((stacks.UNET, gib, 4 << row, "cpu", 2) for row, gib in ((0, 5.9), (2, 7.0), (3, 7.7), (4, 8.3), (5, 9.6))),
+        (stacks.UNET, 12.2, 256, "cpu", 2),
+        *((stacks.COSYVOICE3, gib, 4 << row, "cpu", 2) for row, gib in ((0, 10.5), (2, 18.2), (3, 28.6), (4, 48.5))),
+        (stacks.COSYVOICE3, 87.7, 128, "cpu", 2),
+        *((stack, gib, 64, "auto", 2) for stack, gib in ((stacks.DIT, 23.8), (stacks.COSYVOICE3, 50.3))),
         (stacks.DIT, 11.6, 16, "auto", 1),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
@@ -104,6 +105,7 @@ def test_weights_streams_and_voices_have_the_sizes_that_are_read(stack: Stack) -
 def test_the_settings_that_the_documents_name_fit_with_as_many_workers_as_there_is_room_for(
     stack: Stack, gib: float, streams: int, prompt_device: str, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The table of docs/sizing.md."""
     made = plan(stack, streams, gib, prompt_device)
     assert made.limits.workers == workers and made.lacking <= 0
     assert caplog.messages[0].splitlines()[-1].split() == ["sum", f"{gib:.2f}", "GiB"]  # whatever other loggers' levels
