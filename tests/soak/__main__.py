@@ -34,6 +34,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from cosyvoice_triton import samples
@@ -41,7 +42,6 @@ from cosyvoice_triton.cli.arguments import natural_int, positive_int
 from cosyvoice_triton.client.requests import ClientError, positive_number
 from cosyvoice_triton.load.samples import read_manifest
 from cosyvoice_triton.prepare import steps
-from tqdm import tqdm
 
 from tests.soak.faults import KINDS
 from tests.soak.ledger import Ledger
@@ -117,8 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             addresses=None if given == Addresses() else given,
             processes={f"process {pid}": pid for pid in args.processes},
         )
-        with _SoakProgress(60 * args.minutes) as progress:
-            result = asyncio.run(soak(settings, read_manifest(samples.MANIFEST), progress.show))
+        print("starting the servers ...", file=sys.stderr, flush=True)
+        result = asyncio.run(soak(settings, read_manifest(samples.MANIFEST), Progress(60 * args.minutes).show))
     except (ClientError, RuntimeError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -147,38 +147,21 @@ def conditions() -> list[str]:
     ]
 
 
-class _SoakProgress:
-    """How the load gets on, on stderr: a bar in a terminal, otherwise a line every LINE_SECONDS."""
+@dataclass
+class Progress:
+    """Prints how the load gets on to standard error, a line every LINE_SECONDS."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = round(seconds)
-        self._bar: tqdm[None] | None = None
-        self._next_line = 0.0
-
-    def __enter__(self) -> "_SoakProgress":
-        print("starting the servers ...", file=sys.stderr, flush=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    seconds: float
+    next_line: float = 0.0
 
     def show(self, elapsed: float, ledger: Ledger, fault: str) -> None:
+        if elapsed < self.next_line:
+            return
+        self.next_line += LINE_SECONDS
         done, live = ledger.counts()["done"], sum(request.ended is None for request in ledger.requests)
         state = f"{len(ledger.requests)} requests, {live} live, {done} done, {ledger.errors} errors"
-        state += f", {fault}" if fault else ""
-        if sys.stderr.isatty():
-            self._show_bar(min(round(elapsed), self._seconds), state)
-        elif elapsed >= self._next_line:
-            self._next_line += LINE_SECONDS
-            print(f"{elapsed:.0f} of {self._seconds} s: {state}", file=sys.stderr, flush=True)
-
-    def _show_bar(self, elapsed: int, state: str) -> None:
-        if self._bar is None:
-            self._bar = tqdm(total=self._seconds, desc="soak", unit="s")
-        self._bar.set_postfix_str(state, refresh=False)
-        self._bar.update(elapsed - self._bar.n)
-        self._bar.refresh()
+        note = f", {fault}" if fault else ""
+        print(f"{elapsed:.0f} of {self.seconds:.0f} s: {state}{note}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -78,29 +78,27 @@ def _latencies(axes: Any, result: SoakResult) -> None:
 
 
 def _memory(axes: Any, result: SoakResult) -> None:
-    colors: dict[str, str] = {}
-    for process in result.processes:
-        label = "" if process.name in colors else process.name
-        color = colors.setdefault(process.name, f"C{len(colors)}")
-        minutes = np.array(process.at) / 60
-        axes.plot(minutes, process.memory, color=color, label=label)
-    shared = [process for process in result.processes if process.name == "tritonserver"]
-    for index, process in enumerate(shared):
-        axes.plot(
-            np.array(process.at) / 60, process.shared, "--", color="black", label="" if index else "/dev/shm of all"
-        )
+    _of_processes(axes, result, "memory", "-")
+    servers = [process for process in result.processes if process.name == "tritonserver"]
+    for process in servers:
+        label = "/dev/shm of all" if process is servers[0] else ""
+        axes.plot(np.array(process.at) / 60, process.shared, "--", color="black", label=label)
     axes.set(title="anonymous memory of each process", ylabel="MiB", yscale="log")
 
 
 def _handles(axes: Any, result: SoakResult) -> None:
+    _of_processes(axes, result, "threads", "-")
+    _of_processes(axes, result, "files", ":")
+    axes.set(title="threads (lines) and open files (dots) of each process", ylabel="number", yscale="log")
+
+
+def _of_processes(axes: Any, result: SoakResult, measure: str, style: str) -> None:
+    """One line per process; those of one name have one colour, and one entry of the legend."""
     colors: dict[str, str] = {}
     for process in result.processes:
-        label = "" if process.name in colors else process.name
+        label = "" if process.name in colors or style == ":" else process.name
         color = colors.setdefault(process.name, f"C{len(colors)}")
-        minutes = np.array(process.at) / 60
-        axes.plot(minutes, process.threads, color=color, label=label)
-        axes.plot(minutes, process.files, ":", color=color)
-    axes.set(title="threads (lines) and open files (dots) of each process", ylabel="number", yscale="log")
+        axes.plot(np.array(process.at) / 60, getattr(process, measure), style, color=color, label=label)
 
 
 def _faults(axes: Any, result: SoakResult) -> None:

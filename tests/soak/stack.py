@@ -178,8 +178,15 @@ async def local_stack(models: Path, work: Path, clock: Callable[[], float]) -> A
     shutil.copytree(models / "voices", voices)
     faults.mkdir()
     http, grpc, metrics, health, speech, runtime = (free_port() for _ in range(6))
-    python = (sys.executable, "-m")
-    options = ("--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics, "--health-port", health)
+    serve = [str(repository), "--log-file", str(work / "tritonserver.log"), "--http-port", str(http)]
+    serve += ["--grpc-port", str(grpc), "--metrics-port", str(metrics), "--health-port", str(health)]
+    speak = ["--url", f"{LOCAL}:{grpc}", "--ref_audios_dir", str(voices)]
+    speak += ["--port", str(speech), "--runtime_port", str(runtime)]
+
+    def service(name: str, command: str, arguments: list[str], page: str, **environment: str) -> SupervisedService:
+        launched = [sys.executable, "-m", f"cosyvoice_triton.cli.{command}", *arguments]
+        return SupervisedService(name, launched, page, work / f"{name}.log", environment)
+
     stack = LocalStack(
         Addresses(
             grpc=f"{LOCAL}:{grpc}",
@@ -189,37 +196,8 @@ async def local_stack(models: Path, work: Path, clock: Callable[[], float]) -> A
             streaming=STREAMED.orchestrator,
             offline=WHOLE.orchestrator,
         ),
-        SupervisedService(
-            "serve",
-            (
-                *python,
-                "cosyvoice_triton.cli.serve",
-                str(repository),
-                "--log-file",
-                str(work / "tritonserver.log"),
-                *map(str, options),
-            ),
-            f"http://{LOCAL}:{health}/ready",
-            work / "serve.log",
-            {TEST_FAULTS: str(faults)},
-        ),
-        SupervisedService(
-            "speech",
-            (
-                *(
-                    *python,
-                    "cosyvoice_triton.cli.speech_server",
-                    "--url",
-                    f"{LOCAL}:{grpc}",
-                    "--ref_audios_dir",
-                    str(voices),
-                ),
-                *("--port", str(speech), "--runtime_port", str(runtime)),
-            ),
-            f"http://{LOCAL}:{speech}/health",
-            work / "speech.log",
-            {},
-        ),
+        service("serve", "serve", serve, f"http://{LOCAL}:{health}/ready", **{TEST_FAULTS: str(faults)}),
+        service("speech", "speech_server", speak, f"http://{LOCAL}:{speech}/health"),
         faults,
     )
     running = [asyncio.create_task(service.run(clock)) for service in stack.services]
