@@ -1,24 +1,26 @@
 """Listeners in front of a token2wav as fast as the one measured on an H200 (docs/results/speed.md).
 
-Events in the order of their time; no clock is read. The scheduler and, if given, the admission are the real ones.
+Events in the order of their time; no clock is read. The scheduler and, if given, the admission are the real ones. Two
+workers share the GPU evenly while both render.
 """
 
 import heapq
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, TOKEN_RATE
 from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.token2wav.gpu.limits import DIT_BATCH_TOKENS, DIT_FRAMES, BatchLimits, padding
 from cosyvoice_triton.token2wav.policy.admission import Admission
-from cosyvoice_triton.token2wav.policy.scheduler import Candidate, Scheduler
+from cosyvoice_triton.token2wav.policy.scheduler import CHUNK_WORKER, FIRST_CHUNK_WORKER, Candidate, Scheduler
 
 HOPS = (15, 25, 50, 100, 22)
 UTTERANCE_SECONDS = sum(HOPS) / TOKEN_RATE
 WITHHELD = 4  # tokens of the first chunk that are played with the last
-LIMITS = BatchLimits(max_streams=400)
-PADDED = padding(LIMITS.sizes(LIMITS.chunk_frames, DIT_FRAMES))
+LIMITS = [BatchLimits(max_streams=400).of_worker(worker) for worker in (CHUNK_WORKER, FIRST_CHUNK_WORKER)]
+PADDED, FIRST_PADDED = (padding(limits.sizes(limits.chunk_frames, DIT_FRAMES)) for limits in LIMITS)
 
 
 def arrivals(listeners: float, seconds: float, seed: int = 0) -> list[float]:
@@ -34,11 +36,21 @@ def batch_seconds(tokens: int) -> float:
     return 0.012 + 42e-6 * tokens
 
 
+@dataclass
+class Batch:
+    """What a worker renders: the streams, their padded tokens, and the seconds of the GPU that it still takes."""
+
+    streams: list[int]
+    padded: int
+    begun: float
+    left: float
+
+
 class Listeners:
     """Each begins at its time in `begins` and hears one utterance, unless admission refuses it.
 
     token_rate: of each stream's LLM. llm_rate: of all together, divided evenly; None: no limit. cost: seconds of a
-    batch, from its padded tokens and the time.
+    batch, from its padded tokens and the time. workers: 2 if first chunks have a worker of their own.
     """
 
     def __init__(
@@ -48,13 +60,18 @@ class Listeners:
         cost: Callable[[int, float], float] = lambda tokens, now: batch_seconds(tokens),
         admission: Admission | None = None,
         llm_rate: float | None = None,
+        workers: int = 1,
+        scheduler: Scheduler | None = None,
     ) -> None:
         self._begins, self._rate, self._cost = begins, token_rate, cost
         self._admission, self._llm_rate = admission, llm_rate
         self._order = itertools.count()
         self._events: list[tuple[float, int, str, int]] = []
         self._queue: list[tuple[int, int]] = []  # stream and number of arrival
-        self._batch: tuple[list[int], int, float] | None = None  # streams, padded tokens, since when
+        self._scheduler, self._workers = scheduler or Scheduler(), workers
+        self._batches: dict[int, Batch] = {}  # by worker
+        self._progressed = 0.0  # when their `left` was true
+        self._plan = 0  # the number of the event that ends the next batch; earlier ones are out of date
         count = len(begins)
         self._chunk, self._tokens = [0] * count, [0.0] * count
         self._playback = [Playback() for _ in begins]
@@ -76,8 +93,7 @@ class Listeners:
             if now > seconds:
                 break
             getattr(self, f"_{event}")(now, stream)
-            if self._queue and self._batch is None:
-                self._render(now)
+            self._render(now)
         return self
 
     def without_gap(self) -> float:
@@ -109,22 +125,66 @@ class Listeners:
         self._queue.append((stream, next(self._order)))
 
     def _render(self, now: float) -> None:
-        waiting = [Candidate(self._playback[each].left(now), at, self._size(each)) for each, at in self._queue]
-        streams = [
-            self._queue[index][0] for index in Scheduler().pick(waiting, LIMITS.max_chunks, DIT_BATCH_TOKENS, PADDED)
-        ]
-        self._queue = [each for each in self._queue if each[0] not in streams]
-        padded = PADDED(len(streams), max(map(self._size, streams)))
-        self._batch = streams, padded, now
-        self._at(now + self._cost(padded, now), "done", -1)
+        """Give the idle workers their batches."""
+        begun = False
+        for worker in (FIRST_CHUNK_WORKER, CHUNK_WORKER) if self._workers == 2 else (CHUNK_WORKER,):
+            if worker in self._batches or not self._queue:
+                continue
+            waiting = [self._candidate(each, at, now) for each, at in self._queue]
+            if takes := self._scheduler.worker_takes(worker, self._workers, waiting):
+                self._start_batch(now, worker, waiting, takes)
+                begun = True
+            elif worker == FIRST_CHUNK_WORKER and (wait := self._scheduler.gathers(waiting)):
+                self._at(now + wait + 1e-6, "look", -1)
+        if begun:
+            self._plan_end(now)
 
-    def _done(self, now: float, _: int) -> None:
-        assert self._batch
-        (streams, padded, since), self._batch = self._batch, None
-        seconds = [self._receive(now, stream) for stream in streams]
+    def _look(self, now: float, _: int) -> None:
+        """First chunks have waited long enough for others."""
+
+    def _candidate(self, stream: int, at: int, now: float) -> Candidate:
+        left = self._playback[stream].left(now)
+        first = self._workers == 2 and left is None
+        return Candidate(left, at, self._size(stream), first, now - self._requested[stream])
+
+    def _start_batch(self, now: float, worker: int, waiting: list[Candidate], takes: list[int]) -> None:
+        padded = FIRST_PADDED if worker == FIRST_CHUNK_WORKER else PADDED
+        picked = self._scheduler.pick(
+            [waiting[index] for index in takes],
+            LIMITS[worker].max_chunks,
+            DIT_BATCH_TOKENS,
+            padded,
+            waited_for=self._workers == 1,
+        )
+        streams = [self._queue[takes[index]][0] for index in picked]
+        self._queue = [each for each in self._queue if each[0] not in streams]
+        tokens = padded(len(streams), max(map(self._size, streams)))
+        self._progress(now)
+        self._batches[worker] = Batch(streams, tokens, now, self._cost(tokens, now))
+
+    def _progress(self, now: float) -> None:
+        for batch in self._batches.values():
+            batch.left -= (now - self._progressed) / len(self._batches)
+        self._progressed = now
+
+    def _plan_end(self, now: float) -> None:
+        self._plan = next(self._order)
+        if self._batches:
+            left = min(batch.left for batch in self._batches.values()) * len(self._batches)
+            self._at(now + max(0.0, left), "done", self._plan)
+
+    def _done(self, now: float, plan: int) -> None:
+        if plan != self._plan:
+            return
+        self._progress(now)
+        for worker in [worker for worker, batch in self._batches.items() if batch.left < 1e-9]:
+            batch = self._batches.pop(worker)
+            seconds = [self._receive(now, stream) for stream in batch.streams]
+            if self._admission and worker == CHUNK_WORKER:
+                self._admission.rendered(len(batch.streams), batch.padded, sum(seconds), now - batch.begun)
         if self._admission:
-            self._admission.rendered(len(streams), padded, sum(seconds), now - since)
             self._learn(now)
+        self._plan_end(now)
 
     def _receive(self, now: float, stream: int) -> float:
         number, playback = self._chunk[stream], self._playback[stream]
