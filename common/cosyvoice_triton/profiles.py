@@ -71,10 +71,9 @@ class AdmissionNumbers:
     max_free_share: float = 0.2
     # A chunk that leaves less of the player's buffer nearly came too late.
     tight_seconds: float = 0.09
-    # Fewer tight chunks than these, of the chunks of `window_seconds`, are no overload.
+    # Fewer tight chunks than these, of the chunks of `settle_seconds`, are no overload.
     tight_chunks: int = 3
     tight_share: float = 0.05
-    window_seconds: float = 2.0
     # How long a change of the limit takes to show in the listeners' audio.
     settle_seconds: float = 2.0
     # A listener without audio for this long has been left by the sender.

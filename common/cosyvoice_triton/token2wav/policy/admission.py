@@ -75,7 +75,9 @@ class Admission:
         self._learned = math.inf
         self._lowered = -math.inf
         self._updated = self._refilled = now
-        self._chunks: deque[tuple[float, bool]] = deque()  # of the window: when each came, and whether too narrowly
+        self._chunks: deque[tuple[float, bool]] = (
+            deque()
+        )  # of `settle_seconds`: when each came, and whether too narrowly
         self._live: deque[tuple[float, int]] = deque()  # when there were the most live streams lately, and how many
         self._awaited, self._paced = 1.0, self._numbers.max_demand  # seconds that chunks' tokens took, and their speech
         averaged = self._numbers.averaged_seconds
@@ -135,7 +137,7 @@ class Admission:
 
     def _narrow(self, audio_left: Iterable[float], now: float) -> bool:
         """Whether many listeners nearly run, or ran, out of audio."""
-        while self._chunks and self._chunks[0][0] < now - self._numbers.window_seconds:
+        while self._chunks and self._chunks[0][0] < now - self._numbers.settle_seconds:
             self._chunks.popleft()
         abandoned, tight = -self._numbers.abandoned_seconds, self._numbers.tight_seconds
         late = sum(abandoned < left + PLAYER_SECONDS < tight for left in audio_left)
