@@ -14,10 +14,14 @@ import pytest
 import soundfile as sf
 from cosyvoice_triton.cli import client_grpc
 from cosyvoice_triton.client import grpc_client
-from cosyvoice_triton.client.requests import ClientError, Utterance
+from cosyvoice_triton.client.requests import ClientError, TextPieces, Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.server.tritonserver import free_port
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
+from tests.support.speech_fixtures import stub_triton, until
+from tests.support.triton_stub import TritonStub
 
 MODEL = "cosyvoice2_dit"
 
@@ -239,3 +243,63 @@ def test_a_timeout_that_is_not_a_positive_number_is_rejected(value: str, capsys:
 def test_callers_of_the_module_get_a_client_error() -> None:
     with pytest.raises(ClientError, match="no tritonserver answers"):
         asyncio.run(grpc_client.synthesize(f"127.0.0.1:{free_port()}", MODEL, Utterance("hello")))
+
+
+def test_closing_a_stream_cancels_its_request_while_the_connection_stays_open() -> None:
+    stub = TritonStub()
+
+    async def run(address: str) -> None:
+        async with grpc_client.triton.InferenceServerClient(address) as connection:
+            parts = grpc_client.chunks(connection, stub.model, Utterance("endless"), 60.0)
+            await anext(parts)
+            await parts.aclose()
+            await asyncio.to_thread(until, lambda: stub.cancelled == 1)
+
+    with stub_triton(stub) as address:
+        asyncio.run(run(address))
+
+
+def test_a_text_in_pieces_is_a_sequence_that_ends_with_its_last_piece() -> None:
+    stub, pieces = TritonStub(), TextPieces()
+    pieces.add("quick.")
+    pieces.end()
+
+    async def run(address: str) -> None:
+        async with grpc_client.triton.InferenceServerClient(address) as connection:
+            async for _ in grpc_client.chunks(connection, stub.model, Utterance("quick", pieces=pieces), 60.0):
+                pass
+
+    with stub_triton(stub) as address:
+        asyncio.run(run(address))
+    flags = [
+        (one.parameters["sequence_start"].bool_param, one.parameters["sequence_end"].bool_param)
+        for one in stub.requests
+    ]
+    assert flags == [(True, False), (False, False), (False, True)]
+    assert len({one.parameters["sequence_id"].int64_param for one in stub.requests}) == 1
+
+
+class RefusedEarly:
+    """A connection whose call the server has ended before the request was sent."""
+
+    def stream_infer(self, requests: object, stream_timeout: float) -> "RefusedEarly":
+        return self
+
+    def __aiter__(self) -> "RefusedEarly":
+        return self
+
+    async def __anext__(self) -> object:
+        metadata = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, metadata, metadata, details="Internal error from Core")
+
+    def cancel(self) -> None:
+        pass
+
+
+def test_a_call_that_ends_before_its_request_is_sent_says_to_retry() -> None:
+    async def run() -> None:
+        async for _ in grpc_client.chunks(RefusedEarly(), MODEL, Utterance("Hello."), 60.0):  # type: ignore[arg-type]
+            pass
+
+    with pytest.raises(InferenceServerException, match="retry"):
+        asyncio.run(run())

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 
+import async_timeout
 import numpy as np
 import pytest
 from cosyvoice_triton import triton_io
@@ -185,3 +186,20 @@ def test_a_call_whose_thread_cannot_be_started_releases_its_slot(triton_models, 
         with pytest.raises(RuntimeError, match="new thread"):
             asyncio.run(triton_io.call("m", {}, ["y"]))
     assert asyncio.run(triton_io.call("m", {}, ["y"], timeout=5))["y"] == 1
+
+
+def test_a_caller_that_is_cancelled_when_it_gets_its_slot_gives_it_back() -> None:
+    async def run() -> None:
+        slots = calls.CallSlots(1)
+        await slots.acquire()
+        waiting = asyncio.create_task(slots.acquire())
+        await asyncio.sleep(0)  # until it waits
+        slots.release()
+        await asyncio.sleep(0)  # until the slot is passed on, before the task runs
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        async with async_timeout.timeout(5):
+            await slots.acquire()
+
+    asyncio.run(run())
