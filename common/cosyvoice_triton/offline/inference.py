@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -34,20 +34,21 @@ def run(args: argparse.Namespace) -> int:
     samples = in_one_voice(args, read_samples(args))
     read = time.perf_counter() - begun
     sampling = Sampling(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed)
-    with OutputFolder(args.output_dir, settings_of(args, sampling)) as folder:
-        wanted = [sample for sample in samples if not folder.holds(sample)]
-        report_kept(folder, samples, wanted)
-        if not wanted:
-            return 0
-        begun = time.perf_counter()
-        with loaded_pipeline(args, sampling) as pipeline:
-            loaded = time.perf_counter() - begun
-            try:
-                with tqdm(total=len(wanted), desc="synthesizing", unit="sample") as progress:
-                    pipeline.run(wanted, folder, progress)
-            finally:
-                figures = figures_of(args, pipeline, kept=len(samples) - len(wanted), read=read, loaded=loaded)
-                log = folder.log(figures)
+    folder = OutputFolder(args.output_dir, settings_of(args, sampling))
+    wanted = [sample for sample in samples if not folder.holds(sample)]
+    if kept := len(samples) - len(wanted):
+        print(f"{kept} of {len(samples)} samples are finished in {folder.path} and are kept")
+    if not wanted:
+        return 0
+    begun = time.perf_counter()
+    with loaded_pipeline(args, sampling) as pipeline:
+        loaded = time.perf_counter() - begun
+        try:
+            with tqdm(total=len(wanted), desc="synthesizing", unit="sample") as progress:
+                pipeline.run(wanted, folder, progress)
+        finally:
+            figures = figures_of(args, pipeline, kept=kept, read=read, loaded=loaded)
+            log = folder.log(figures)
     show(args, pipeline, figures)
     print(f"figures: {log}")
     show_failures(pipeline.outcome.failures, log.name)
@@ -115,13 +116,6 @@ def backend_of(args: argparse.Namespace, tokenizer: LLMTokenizer) -> BatchLM:
     return load_llm(
         args.backend, args.llm_model_name_or_path, directory, tokenizer, args.batch_size, args.device, share
     )
-
-
-def report_kept(folder: OutputFolder, samples: Sequence[Sample], wanted: Sequence[Sample]) -> None:
-    if kept := len(samples) - len(wanted):
-        print(f"{kept} of {len(samples)} samples are finished in {folder.path} and are kept")
-    if replaced := sum(folder.replaces(sample) for sample in wanted):
-        print(f"{replaced} samples in {folder.path} have other text, recording or settings and are made again")
 
 
 def figures_of(

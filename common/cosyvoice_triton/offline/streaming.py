@@ -19,9 +19,9 @@ from cosyvoice_triton.offline.compare import Difference, compare, plot
 from cosyvoice_triton.offline.inputs import VoicePrompts, read_samples, with_tokens
 from cosyvoice_triton.offline.pipeline import batches
 from cosyvoice_triton.offline.rendering import OfflineToken2Wav, PromptedTokens, Streamed
-from cosyvoice_triton.offline.results import save_wav, write_text
 from cosyvoice_triton.offline.stages import table
 from cosyvoice_triton.offline.tool import Failure, show_failures, show_resynthesis
+from cosyvoice_triton.voice.audio import save_audio
 
 
 class Pass(NamedTuple):
@@ -94,8 +94,8 @@ class Study:
             if isinstance(offline, Exception):
                 raise offline
             difference = compare(sample.id, offline, streamed.waveforms)
-            save_wav(self.output_dir / f"{sample.id}.wav", np.concatenate(streamed.waveforms))
-            save_wav(self.output_dir / "offline" / f"{sample.id}.wav", offline)
+            save_audio(self.output_dir / f"{sample.id}.wav", np.concatenate(streamed.waveforms), SAMPLE_RATE)
+            save_audio(self.output_dir / "offline" / f"{sample.id}.wav", offline, SAMPLE_RATE)
         except Exception as error:
             self._fail(sample, "comparison", error)
             return
@@ -138,7 +138,7 @@ def report(args: argparse.Namespace, study: Study, new: Pass, known: Pass) -> No
         "differences": [asdict(difference) for difference in study.differences],
         "failures": [failure._asdict() for failure in study.failures.values()],
     }
-    write_text(name.with_suffix(".json"), json.dumps(figures, indent=4, default=str) + "\n")
+    name.with_suffix(".json").write_text(json.dumps(figures, indent=4, default=str) + "\n", encoding="utf-8")
     header = ("voices", "seconds", "RTF", "first chunk, median ms", "forward calls", "chunks")
     print(table(header, [(voices, *one.figures().values()) for voices, one in (("new", new), ("known", known))]))
     print(f"Total flow matching forward calls: {known.forward_calls}")

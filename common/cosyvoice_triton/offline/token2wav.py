@@ -14,10 +14,10 @@ from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.offline.inputs import VoicePrompts, read_samples, with_tokens
 from cosyvoice_triton.offline.pipeline import batches
 from cosyvoice_triton.offline.rendering import OfflineToken2Wav, PromptedTokens
-from cosyvoice_triton.offline.results import save_wav, write_text
 from cosyvoice_triton.offline.stages import Stages, table
 from cosyvoice_triton.offline.tool import Failure, show_failures, show_resynthesis
 from cosyvoice_triton.orchestrator.chunking import HopRules
+from cosyvoice_triton.voice.audio import save_audio
 
 STAGES = ("voice", "token2wav")
 
@@ -70,7 +70,7 @@ class Epoch:
             try:
                 if isinstance(audio, Exception):
                     raise audio
-                save_wav(self.output_dir / f"{sample.id}.wav", audio)
+                save_audio(self.output_dir / f"{sample.id}.wav", audio, SAMPLE_RATE)
                 self.audio_seconds += len(audio) / SAMPLE_RATE
             except Exception as error:
                 self.failures.append(Failure.of(sample, "token2wav", error))
@@ -97,7 +97,7 @@ def report(args: argparse.Namespace, samples: Sequence[Sample], token2wav: Offli
         "failures": [failure._asdict() for failure in epoch.failures],
     }
     path = args.output_dir / "token2wav.json"
-    write_text(path, json.dumps(figures, indent=4, default=str) + "\n")
+    path.write_text(json.dumps(figures, indent=4, default=str) + "\n", encoding="utf-8")
     rows = [(stage, figures[f"{stage}_time_seconds"], figures[f"{stage}_rtf"]) for stage in (*STAGES, "pipeline")]
     print(table(("stage", "seconds", "RTF"), rows))
     print(f"Measurement epoch time taken: {total:.4f} seconds")
