@@ -29,26 +29,10 @@ def _on_meta(build: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
         return build().state_dict()
 
 
-def _hift(listed: Shapes) -> Shapes:
-    return _vocoder(listed, HiFTGenerator)
-
-
-def _causal_hift(listed: Shapes) -> Shapes:
-    return _vocoder(listed, CausalHiFTGenerator)
-
-
 def _vocoder(listed: Shapes, network: Callable[[HiFTConfig], nn.Module]) -> Shapes:
     empty = {key: torch.empty(shape, device="meta") for key, shape in listed.items()}
     config = HiFTConfig.from_shapes(shapes_of(fuse_weight_norm(empty)))
     return shapes_of(split_weight_norm(_on_meta(lambda: network(config))))
-
-
-def _unet_flow(listed: Shapes) -> Shapes:
-    return shapes_of(_on_meta(lambda: UNetFlow(UNetFlowConfig.from_shapes(listed))))
-
-
-def _dit_flow(listed: Shapes) -> Shapes:
-    return shapes_of(_on_meta(lambda: DiTFlow(DiTFlowConfig.from_shapes(listed))))
 
 
 def _cosyvoice3_flow(listed: Shapes) -> Shapes:
@@ -58,10 +42,12 @@ def _cosyvoice3_flow(listed: Shapes) -> Shapes:
 
 # Keys and shapes of our network of the listed sizes, by the manifest's file name.
 NETWORKS: dict[str, Callable[[Shapes], Shapes]] = {
-    "cosyvoice2_hift_pt.json": _hift,
-    "cosyvoice2_flow_pt.json": _unet_flow,
-    "stepaudio2_token2wav_flow_pt.instantiated.json": _dit_flow,
-    "cosyvoice3_hift_pt.instantiated.json": _causal_hift,
+    "cosyvoice2_hift_pt.json": lambda listed: _vocoder(listed, HiFTGenerator),
+    "cosyvoice2_flow_pt.json": lambda listed: shapes_of(_on_meta(lambda: UNetFlow(UNetFlowConfig.from_shapes(listed)))),
+    "stepaudio2_token2wav_flow_pt.instantiated.json": lambda listed: shapes_of(
+        _on_meta(lambda: DiTFlow(DiTFlowConfig.from_shapes(listed)))
+    ),
+    "cosyvoice3_hift_pt.instantiated.json": lambda listed: _vocoder(listed, CausalHiFTGenerator),
     "cosyvoice3_flow_pt.instantiated.json": _cosyvoice3_flow,
 }
 # Not loaded by any network of ours: the LLM is served from its Hugging Face form by an engine.

@@ -127,7 +127,7 @@ class SoakCase:
 
     @property
     def what(self) -> str:
-        """In a few words."""
+        """Describes the request in a few words."""
         if self.bad is not None:
             return f"bad: {self.bad.name}"
         voice = self.utterance.speaker or ("zero-shot" if self.utterance.reference_text else "cross-lingual")

@@ -131,8 +131,9 @@ class Injector:
     injected: list[InjectedFault] = field(default_factory=list)
 
     async def run(self) -> None:
-        """Until it is cancelled. Chosen kinds come in their order; all kinds in random order, each once before any
-        comes again.
+        """Injects faults until it is cancelled.
+
+        Chosen kinds come in their order; all kinds in random order, each once before any comes again.
         """
         random = np.random.default_rng((self.seed, 1 << 32))
         begun = self.clock()
@@ -148,17 +149,17 @@ class Injector:
 
     @property
     def present(self) -> str:
-        """The fault that lasts; empty if there is none."""
+        """Returns the name of the fault that lasts; empty if there is none."""
         return self.injected[-1].name if self.injected and self.injected[-1].ended is None else ""
 
     def end(self) -> None:
-        """A fault that lasts ends with the run."""
+        """Ends a fault that lasts, with the run."""
         for fault in self.injected:
             if fault.ended is None:
                 fault.ended = self.clock()
 
     async def inject(self, kind: FaultKind, pause: float) -> None:
-        """One fault, until everything is ready again. pause: for which a process is stopped."""
+        """Injects one fault and waits until everything is ready again. pause: for which a process is stopped."""
         fault = InjectedFault(kind, len(self.injected) + 1, self.clock())
         lives = {service.name: len(service.lives) for service in self.stack.services}
         if kind.ends:
@@ -224,7 +225,7 @@ class Injector:
         return next(service for service in self.stack.services if service.name == name)
 
     def _process(self, target: str) -> int:
-        """The id of a process of the stack. RuntimeError if there is none."""
+        """Returns the id of a process of the stack. RuntimeError if there is none."""
         for pid, name in family(self.stack.roots()).items():
             if name == target:
                 return pid

@@ -90,7 +90,7 @@ class Ledger:
         return self.requests[-1]
 
     def close(self, request: Request, outcome: Outcome | None, reason: str, now: float) -> None:
-        """The request has ended; `outcome` None: with an error."""
+        """Notes that the request has ended; `outcome` None: with an error."""
         if request.ended is not None:
             raise AssertionError(f"request {request.number} ended twice: {request.outcome}, then {outcome} ({reason})")
         if outcome is None and _FULL.search(reason):
@@ -117,5 +117,5 @@ class Ledger:
         return Counter(request.outcome for request in self.requests if request.outcome)
 
     def offenders(self) -> list[Request]:
-        """The lost and hung requests."""
+        """Returns the lost and hung requests."""
         return [request for request in self.requests if request.outcome in BAD_OUTCOMES]

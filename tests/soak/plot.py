@@ -93,7 +93,7 @@ def _handles(axes: Any, result: SoakResult) -> None:
 
 
 def _of_processes(axes: Any, result: SoakResult, measure: str, style: str) -> None:
-    """One line per process; those of one name have one colour, and one entry of the legend."""
+    """Draws one line per process; those of one name have one colour, and one entry of the legend."""
     colors: dict[str, str] = {}
     for process in result.processes:
         label = "" if process.name in colors or style == ":" else process.name

@@ -17,7 +17,7 @@ REASONS = 12  # shown per outcome, most frequent first
 
 
 def markdown(result: SoakResult, command: str, conditions: Sequence[str]) -> str:
-    """The report. conditions: lines about commit and machine."""
+    """Returns the report. conditions: lines about commit and machine."""
     problems = result.problems()
     verdict = f"**{len(problems)} problems**" if problems else "No loss, no hang, no growth."
     settings = result.settings

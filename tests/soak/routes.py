@@ -51,12 +51,12 @@ class Parts(Recorder):
         self.note()
 
     def note(self) -> None:
-        """A part with audio that is not decoded yet."""
+        """Counts a part with audio that is not decoded yet."""
         self.count += 1
         self._changed()
 
     def alive(self) -> None:
-        """A message without audio."""
+        """Notes a message without audio."""
         self._changed()
 
     def check(self) -> None:
@@ -67,7 +67,7 @@ class Parts(Recorder):
 
 @dataclass(frozen=True)
 class Addresses:
-    """Of the servers; empty: there is none. streaming, offline: names of Triton's models of either kind."""
+    """The servers' addresses; empty: there is none. streaming, offline: names of Triton's models of either kind."""
 
     grpc: str = ""
     http: str = ""
@@ -78,7 +78,7 @@ class Addresses:
 
     @property
     def routes(self) -> list[str]:
-        """The routes that lead there."""
+        """Returns the routes that lead there."""
         needs = {
             "grpc": self.grpc and self.streaming,
             "grpc-offline": self.grpc and self.offline,
@@ -103,7 +103,7 @@ class Client:
         await self._http.close()
 
     async def send(self, case: SoakCase, parts: Parts) -> None:
-        """One request of any route but "voices", which is several."""
+        """Sends one request of any route but "voices", which is several."""
         await ROUTES[case.route](self, case, parts)
 
     # --- Triton --------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Client:
     # --- the speech service --------------------------------------------------------------------------------------
 
     async def speech(self, case: SoakCase, parts: Parts) -> None:
-        """One answer in any format, streamed or at once."""
+        """Asks for one answer in any format, streamed or at once."""
         body = _speech_body(case) | {"response_format": FORMATS[case.choice % len(FORMATS)]}
         body |= {} if case.bad is None else case.bad.change
         data = body["body"] if "body" in body else json.dumps(body)
@@ -175,7 +175,7 @@ class Client:
             raise ClientError(f"a batch of {len(items)} items has {len(results)} results")
 
     async def websocket(self, case: SoakCase, parts: Parts) -> None:
-        """An utterance in pieces of text; after a barge-in another one in the same session."""
+        """Sends an utterance in pieces of text; after a barge-in another one in the same session."""
         url = f"{self.addresses.speech}{SPEECH}/stream"
         with _connected():
             async with self._http.ws_connect(url) as socket:

@@ -64,7 +64,7 @@ async def generate(llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> Time
 
 
 async def generate_all(llm: SpeechLM, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[TimedTokens]:
-    """The answers to concurrent requests; prints a line of figures."""
+    """Returns the answers to concurrent requests; prints a line of figures."""
     begun = time.perf_counter()
     answers = await asyncio.gather(*(generate(llm, prompt, sampling) for prompt in prompts))
     seconds = time.perf_counter() - begun
@@ -98,13 +98,13 @@ async def generate_and_print(args: argparse.Namespace, tokenizer: LLMTokenizer, 
 
 
 def padded(prompt: LLMPrompt, ids: int, tokenizer: LLMTokenizer) -> LLMPrompt:
-    """The prompt, with speech tokens of a recording so that it has at least `ids` ids."""
+    """Returns the prompt, with speech tokens of a recording so that it has at least `ids` ids."""
     missing = ids - len(tokenizer.encode_prompt(prompt))
     return LLMPrompt(prompt.target_text, "", [token % 100 for token in range(missing)]) if missing > 0 else prompt
 
 
 def speech_lm(args: argparse.Namespace, tokenizer: LLMTokenizer) -> SpeechLM:
-    """The server or engine that the options select. Raises ValueError."""
+    """Returns the server or engine that the options select. Raises ValueError."""
     if args.urls:
         return OpenAILM(args.urls, args.llm_model, tokenizer, Timeouts(first_token=60), NO_RATIOS, args.llm_dialect)
     share = args.kv_cache_free_gpu_memory_fraction

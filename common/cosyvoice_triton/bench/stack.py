@@ -87,7 +87,7 @@ class PeakMemory:
 
 
 def peak(samples: str) -> int | None:
-    """The largest sum over the GPUs in lines "index, MiB"; the last sample may be incomplete."""
+    """Returns the largest sum over the GPUs in lines "index, MiB"; the last sample may be incomplete."""
     sums: list[int] = []
     first: str | None = None  # GPU of each sample
     for line in samples.splitlines():
@@ -102,7 +102,7 @@ def peak(samples: str) -> int | None:
 
 
 def measure(plan: GpuPlan, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The figures of each load of a plan, as soon as they are known."""
+    """Yields the figures of each load of a plan, as soon as they are known."""
     options = StackOptions(
         models_dir=args.models,
         stack=args.stack,
@@ -124,7 +124,7 @@ def measure(plan: GpuPlan, args: argparse.Namespace) -> Iterator[dict[str, Any]]
 def benchmark(
     server: TritonServer, options: StackOptions, listeners: int, requests: int, more: Sequence[str], output: Path
 ) -> dict[str, Any]:
-    """The figures of one load, after as many requests of warm-up as there are listeners. more: further options."""
+    """Measures one load, after as many requests of warm-up as there are listeners. more: further options."""
     command = [sys.executable, "-m", "cosyvoice_triton.load.benchmark", "--servers", server.grpc_url]
     command += ["--model-name", stacks.named(options.stack).orchestrator, "--warmup-requests", str(listeners)]
     command += ["--concurrency" if listeners == 1 else "--listeners", str(listeners)]
@@ -134,7 +134,7 @@ def benchmark(
 
 
 def line(row: dict[str, Any]) -> str:
-    """One load for people."""
+    """Returns one load as a line for people."""
     first, share, rtf = row["first_chunk_ms"], row["share_without_gap"], row["rtf"]
     parts = [
         f"{row['stack']} {row['plan']}, {row['listeners']} listener(s):",

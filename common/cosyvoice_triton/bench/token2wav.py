@@ -127,13 +127,13 @@ def voice(seed: int) -> Prompt:
 
 
 def hops_of(stack: Stack) -> tuple[int, ...]:
-    """HOPS with the first one as the stack's orchestrator makes it after a prompt of PROMPT_TOKENS."""
+    """Returns HOPS with the first one as the stack's orchestrator makes it after a prompt of PROMPT_TOKENS."""
     rules = HopRules(first_hop=HOPS[0], max_hop=HOPS[-1], boundary=stack.chunk_boundary)
     return rules.first_length(PROMPT_TOKENS), *HOPS[1:]
 
 
 def utterance(seed: int, hops: Sequence[int], cumulative: bool) -> list[Piece]:
-    """Random tokens cut into the hops; the final chunk has the rest. `cumulative`: with all tokens before them."""
+    """Returns random tokens cut into the hops; the last has the rest. `cumulative`: with all tokens before them."""
     tokens = np.random.default_rng(seed).integers(0, SPEECH_VOCAB, UTTERANCE_TOKENS)
     cuts = [0, *(cut for cut in itertools.accumulate(hops) if cut < UTTERANCE_TOKENS)]
     begins = [0 if cumulative else cut for cut in cuts]
@@ -145,7 +145,7 @@ def utterance(seed: int, hops: Sequence[int], cumulative: bool) -> list[Piece]:
 
 
 def randomise(network: torch.nn.Module) -> None:
-    """Random weights that keep signals in range; timing does not depend on them."""
+    """Sets random weights that keep signals in range; timing does not depend on them."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in network.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -197,7 +197,7 @@ class Subject:
         engine.step([engine.chunk(stream, piece.tokens, final=piece.final) for stream, piece in batch])
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Wall time of `work`, including the GPU's."""
+        """Returns the wall time of `work`, including the GPU's."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         begun = time.perf_counter()
@@ -208,7 +208,7 @@ class Subject:
 
 
 def first_chunk(subject: Subject) -> float:
-    """Median seconds of a first chunk of one stream through the engine."""
+    """Returns the median seconds of a first chunk of one stream."""
     times = []
     for seed in range(16):
         stream, chunks = subject.engine.open(voice(seed % VOICES)), subject.utterance(seed)
@@ -218,7 +218,7 @@ def first_chunk(subject: Subject) -> float:
 
 
 def batches(subject: Subject) -> list[dict[str, float]]:
-    """Seconds per batch of equal chunks, by batch size and hop; the faster of two runs."""
+    """Measures seconds per batch of equal chunks, by batch size and hop; the faster of two runs."""
     rows = []
     for size, index in itertools.product(BATCHES, range(len(subject.hops))):
         best = float("inf")
@@ -238,7 +238,7 @@ def batches(subject: Subject) -> list[dict[str, float]]:
 
 
 def steady(listeners: int) -> tuple[int, float]:
-    """Utterances, and the seconds in which they start, so that this many are heard at any moment."""
+    """Returns how many utterances start within how many seconds, so that this many are heard at any moment."""
     return int(ROUNDS * listeners), ROUNDS * UTTERANCE_SECONDS
 
 

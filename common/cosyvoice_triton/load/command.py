@@ -9,7 +9,7 @@ from cosyvoice_triton.load.samples import SampleError
 
 
 def exit_code(run: Callable[[], int], *, output_option: str, interrupted: str) -> int:
-    """What `run` returns; 1 if it cannot start or write its report, 130 if it is interrupted."""
+    """Returns what `run` returns; 1 if it cannot start or write its report, 130 if it is interrupted."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         return run()

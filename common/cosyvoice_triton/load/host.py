@@ -7,7 +7,7 @@ RUNS = 7
 
 
 def host_ms() -> float:
-    """Milliseconds of a fixed loop of integer arithmetic, calls and dictionary accesses: the fastest of RUNS."""
+    """Returns the milliseconds of a fixed loop of arithmetic, calls and dictionary accesses: the fastest of RUNS."""
     return 1e3 * min(_seconds() for _ in range(RUNS))
 
 

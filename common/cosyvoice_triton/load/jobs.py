@@ -67,7 +67,7 @@ class Jobs:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> "Jobs":
-        """The requests that the options select; SampleError or ClientError if they cannot be read."""
+        """Reads the requests that the options select; SampleError or ClientError if they cannot be read."""
         if args.manifest_path is not None:
             split, samples = args.manifest_path.stem, read_manifest(args.manifest_path, limit=args.num_requests)
         elif args.huggingface_dataset is not None:
@@ -88,7 +88,7 @@ class Jobs:
         return len(self.requests)
 
     def take(self, count: int) -> list[LoadJob]:
-        """`count` jobs, cycling through the rows."""
+        """Returns `count` jobs, cycling through the rows."""
         jobs = []
         for index, (base, name) in enumerate(islice(cycle(zip(self.requests, self.ids, strict=True)), count)):
             turn = index // len(self) + 1
@@ -97,7 +97,7 @@ class Jobs:
 
 
 def _utterance(sample: Sample, args: argparse.Namespace) -> Utterance:
-    """A row with its own voice, that of --speaker, or the server's default."""
+    """Returns the request of a row, with its own voice, that of --speaker, or the server's default."""
     text_only = Utterance(
         sample.target_text,
         parameters=request_parameters(args) | {TIMELINE: True},

@@ -66,14 +66,14 @@ class RequestOutcome:
         return sum(self.samples) / SAMPLE_RATE
 
     def played(self, buffer: float = PLAYER_SECONDS) -> Player:
-        """How playback of this answer went."""
+        """Returns how playback of this answer went."""
         player = Player(buffer)
         for arrival, samples in zip(self.arrivals, self.samples, strict=True):
             player.add(arrival, samples / SAMPLE_RATE)
         return player
 
     def audible(self) -> float | None:
-        """Time to the first audible sample, since `begun`, in a player without a buffer; None if there is none."""
+        """Returns the time to the first audible sample, since `begun`, in a player without a buffer; None if silent."""
         if self.silence is None:
             return None
         player, before = Player(0.0), 0.0
@@ -86,7 +86,7 @@ class RequestOutcome:
         return None
 
     def stages(self) -> dict[str, float]:
-        """The first chunk's latency by stage, in the order they were reached.
+        """Returns the first chunk's latency by stage, in the order they were reached.
 
         `TRANSPORT` is the latency that is left after the stages. Empty if the server reported none.
         """
@@ -153,7 +153,7 @@ class Run:
         return not self.failed and not self.unsent
 
     def figures(self) -> dict[str, Any]:
-        """Figures of the requests that were answered completely; JSON-ready."""
+        """Returns the figures of the requests that were answered completely, JSON-ready."""
         good = self.good
         audio = sum(outcome.seconds for outcome in good)
         gaps = [outcome.played().worst_gap for outcome in good]
@@ -191,7 +191,7 @@ class Run:
 
 
 def distribution(values: Any, unit: float = 1000.0) -> dict[str, float] | None:
-    """Mean, variance, percentiles and maximum of seconds, in milliseconds; None if `values` is empty."""
+    """Returns mean, variance, percentiles and maximum of seconds, in milliseconds; None if `values` is empty."""
     scaled = np.fromiter(values, np.float64) * unit
     if not scaled.size:
         return None

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _request(utterance: Utterance) -> dict[str, Any]:
-    """The tensors of one request, without the batch dimension; perf_analyzer adds it."""
+    """Returns the tensors of one request, without the batch dimension; perf_analyzer adds it."""
     return {name: _tensor(datatype, array[0]) for name, (datatype, array) in utterance.arrays().items()}
 
 

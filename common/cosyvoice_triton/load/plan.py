@@ -54,7 +54,7 @@ class Load:
         audio_dir: Path | None,
         listening: bool = False,
     ) -> "Load":
-        """`count` jobs after the warm-up; the other settings are those of `add_load_arguments`."""
+        """Builds a load of `count` jobs after the warm-up; the other settings are those of `add_load_arguments`."""
         warmup = args.warmup_requests
         if warmup is None:
             warmup = max(tasks, min(len(jobs), MIN_WARMUP))
@@ -74,7 +74,7 @@ class Load:
         )
 
     def settings(self) -> dict[str, Any]:
-        """The settings, JSON-ready."""
+        """Returns the settings, JSON-ready."""
         return {
             "servers": list(self.servers),
             "model": self.model,
@@ -88,14 +88,14 @@ class Load:
         }
 
     def shape(self) -> str:
-        """The load as text."""
+        """Describes the load in a few words."""
         if self.rate is not None:
             return f"{self.rate:g} requests per second"
         return f"{self.tasks} listeners" if self.listening else f"{self.tasks} at once"
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
-    """Options of a measurement; the caller adds the concurrency or rate."""
+    """Adds the options of a measurement and returns their group; the caller adds the concurrency or rate."""
     group = parser.add_argument_group("measuring")
     group.add_argument(
         "--warmup-requests",

@@ -14,7 +14,7 @@ SHARES = ("p50", "p95", "p99")
 
 
 def figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
-    """A matplotlib figure and its axes, (rows, columns), for a file."""
+    """Returns a matplotlib figure and its axes, (rows, columns), for a file."""
     import matplotlib  # here, because importing it takes long
 
     matplotlib.use("Agg")
@@ -35,7 +35,7 @@ def save(picture: Any, path: Path) -> None:
 
 
 def plot_run(summary: Figures, title: str, path: Path) -> None:
-    """Latencies, the chunks of each stream over time, and gaps. summary: the result of `report.write_run`."""
+    """Draws latencies, the chunks of each stream over time, and gaps. summary: the result of `report.write_run`."""
     streams = [stream for stream in summary["streams"] if not stream["error"]]
     picture, axes = figure(1, 3, 17, 5)
     picture.suptitle(title)
@@ -105,7 +105,7 @@ def _slack(axes: Any, streams: Sequence[Figures], summary: Figures) -> None:
 
 
 def plot_sweep(sweeps: Mapping[str, Sequence[Figures]], label: str, title: str, path: Path) -> None:
-    """First chunk, whole answer, throughput with gaps, and stages of one sweep or of several side by side.
+    """Draws first chunk, whole answer, throughput with gaps, and stages of one sweep or of several side by side.
 
     sweeps: rows by name; `label` of a row is the swept number. label: of the x axis.
     """
@@ -156,7 +156,7 @@ def _playback_notes(
 
 
 def _stage_bars(axes: Any, sweeps: Mapping[str, Sequence[Figures]]) -> None:
-    """One bar per row, stacked from the mean share of each stage."""
+    """Draws one bar per row, stacked from the mean share of each stage."""
     bars = [
         (f"{name} {row['label']}" if len(sweeps) > 1 else f"{row['label']}", row)
         for name, rows in sweeps.items()

@@ -29,7 +29,7 @@ STAGES = {  # in plotting order; see `orchestrator.callbacks.OnStage` and `measu
 
 
 def write_run(run: Run, settings: Mapping[str, Any], split: str, directory: Path) -> dict[str, Any]:
-    """Write `rtf-<split>.txt`, `stats_summary-<split>.txt` and `summary.json`; returns the content of the last.
+    """Writes `rtf-<split>.txt`, `stats_summary-<split>.txt` and `summary.json`; returns the content of the last.
 
     settings: those of the load, JSON-ready; includes `mode`.
     """
@@ -44,7 +44,10 @@ def write_run(run: Run, settings: Mapping[str, Any], split: str, directory: Path
 
 
 def rtf_text(figures: Figures) -> str:
-    """Upstream's keys. Variances are of milliseconds here; upstream multiplies the variance in s^2 by 1000."""
+    """Returns the figures under upstream's keys.
+
+    Variances are of milliseconds here; upstream multiplies the variance in s^2 by 1000.
+    """
     audio, elapsed = figures["audio_seconds"], figures["processing_seconds"]
     lines = [
         f"Mode: {figures['mode']}",
@@ -76,7 +79,7 @@ def _upstream_lines(values: Mapping[str, float] | None, name: str) -> list[str]:
 
 
 def statistics_text(models: Sequence[ModelTimes]) -> str:
-    """Triton's statistics during the run, in upstream's format."""
+    """Returns Triton's statistics during the run, in upstream's format."""
     lines = ["Triton's statistics during the run, without the warm-up.", ""]
     for model in models:
         each = 1000 / max(model.requests + model.failures, 1)
@@ -93,7 +96,7 @@ def statistics_text(models: Sequence[ModelTimes]) -> str:
 
 
 def closing_lines(figures: Figures) -> list[str]:
-    """Lines printed at the end of a run."""
+    """Returns the lines that are printed at the end of a run."""
     answered = figures["requests"] - figures["errors"] - figures["refused"]
     lines = [f"{answered} requests answered, {figures['errors']} failed, {figures['unsent']} not sent"]
     if refusal := figures["refusal_ms"]:
@@ -130,7 +133,7 @@ def closing_lines(figures: Figures) -> list[str]:
 
 
 def markdown_tables(rows: Sequence[Figures], label: str) -> str:
-    """The tables of upstream's DiT page, and those of playback and stages. label: title of the first column."""
+    """Returns the tables of upstream's DiT page, and those of playback and stages. label: title of the first column."""
     percentiles = [f"{share}th Percentile (ms)" for share in PERCENTILES]
     keys = ["mean", *(f"p{share}" for share in PERCENTILES)]
     parts = [
@@ -215,7 +218,7 @@ def markdown_tables(rows: Sequence[Figures], label: str) -> str:
 
 
 def disaggregated_table(rows: Sequence[Figures], gpus: int) -> str:
-    """The table of upstream's page on disaggregated serving."""
+    """Returns the table of upstream's page on disaggregated serving."""
     keys = ["mean", "p50", "p90", "p99"]
     return table(
         ["token2wav_num_gpu", "concurrent_task_per_instance", "concurrent_tasks_per_gpu"]

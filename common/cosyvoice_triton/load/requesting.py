@@ -16,12 +16,12 @@ LOG_DIR = Path("tmp")  # upstream's
 
 
 def run(args: argparse.Namespace) -> int:
-    """One request, or many if the options ask for a measurement; the exit code."""
+    """Sends one request, or many if the options ask for a measurement; returns the exit code."""
     return measure(args) if is_measured(args) else request_once(args)
 
 
 def request_once(args: argparse.Namespace) -> int:
-    """One request, one file."""
+    """Sends one request and writes one file."""
     request = Utterance.from_arguments(args)
     answer = asyncio.run(synthesize(server_of(args), args.model_name, request, args.mode, args.timeout))
     answer.save(args.output_audio)
@@ -37,7 +37,7 @@ def is_measured(args: argparse.Namespace) -> bool:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Many requests; prints the results and writes them to the log directory."""
+    """Sends many requests; prints the results and writes them to the log directory."""
     jobs = Jobs.from_arguments(args)
     count = args.num_requests or max(len(jobs), args.num_tasks)
     directory = args.log_dir or LOG_DIR

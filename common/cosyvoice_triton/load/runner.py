@@ -49,7 +49,9 @@ class Observer(Protocol):
 
 
 async def run(load: Load, observer: Observer) -> Run:
-    """The whole run. ClientError if a server is not ready at the start or an audio file cannot be written.
+    """Runs a load and returns its results.
+
+    ClientError if a server is not ready at the start or an audio file cannot be written.
 
     Ctrl-C and SIGTERM end the run early; what was measured so far is returned.
     """
@@ -163,7 +165,7 @@ class _Runner:
             await self._finish()
 
     def _connection(self, servers: Sequence[str], index: int) -> tuple[str, Connection]:
-        """Round robin over the servers, and over the connections of each server."""
+        """Chooses in turn among the servers, and among the connections of each."""
         server = servers[index % len(servers)]
         connections = self._connections[server]
         return server, connections[index // len(servers) % len(connections)]
@@ -186,7 +188,7 @@ class _Runner:
                 raise result
 
     def _give_up(self, server: str) -> None:
-        """The server is lost: cancel the tasks that wait for it."""
+        """Cancels the tasks that wait for a lost server."""
         for task, used in self._tasks.items():
             if used == server and task is not asyncio.current_task():
                 task.cancel()

@@ -51,7 +51,7 @@ class Sample:
 
 
 def read_manifest(path: Path, *, limit: int | None = None) -> list[Sample]:
-    """The samples of a manifest: JSON lines, or lines of `id|prompt_text|prompt_audio|target_text` in a `.lst` file.
+    """Reads a manifest: JSON lines, or lines of `id|prompt_text|prompt_audio|target_text` in a `.lst` file.
 
     limit: number of rows to read.
     SampleError names the line and the column.
@@ -77,7 +77,7 @@ def read_manifest(path: Path, *, limit: int | None = None) -> list[Sample]:
 
 
 def read_dataset(name: str, split: str, *, limit: int | None = None) -> list[Sample]:
-    """The samples of a HuggingFace data set, or of a directory that `datasets` can load; parameters as above.
+    """Reads the samples of a HuggingFace data set, or of a directory that `datasets` can load; parameters as above.
 
     SampleError if `datasets` is not installed, the data set cannot be loaded or has other columns.
     """
@@ -165,7 +165,7 @@ def _tokens(where: str, row: Mapping[str, Any], column: str) -> np.ndarray | Non
 
 
 def _embedded_recording(where: str, value: Any) -> np.ndarray:
-    """An undecoded cell of an audio column: {"bytes": ..., "path": ...}."""
+    """Decodes a cell of an audio column: {"bytes": ..., "path": ...}."""
     if not isinstance(value, Mapping) or not (value.get("bytes") or value.get("path")):
         raise SampleError(f"{where}: prompt_audio is {type(value).__name__}, not a column of type Audio")
     source = io.BytesIO(value["bytes"]) if value.get("bytes") else Path(value["path"])

@@ -46,7 +46,7 @@ class ModelTimes:
 
 
 async def model_times(client: triton.InferenceServerClient, server: str) -> list[ModelTimes]:
-    """The counters of every model; empty if the server does not report any."""
+    """Returns the counters of every model; empty if the server does not report any."""
     try:
         answer = await client.get_inference_statistics("", client_timeout=STATISTICS_SECONDS)
     except InferenceServerException:
@@ -71,15 +71,17 @@ def _of(server: str, model: Any) -> ModelTimes:
 
 
 def between(before: Iterable[ModelTimes], after: Iterable[ModelTimes]) -> list[ModelTimes]:
-    """The differences of two readings, for models that had requests."""
+    """Returns the differences of two readings, for models that had requests."""
     known = {model.key: model for model in before}
     added = [model.since(known.get(model.key, ModelTimes(*model.key))) for model in after]
     return [model for model in added if model.requests or model.failures]
 
 
 async def token2wav_counters(pages: Sequence[str]) -> dict[str, float]:
-    """Sums of token2wav's counters over the metrics pages host:port, and of its refusals by the limit that was reached;
-    empty if a page cannot be read."""
+    """Returns sums of token2wav's counters over the metrics pages host:port, and of its refusals by their limit.
+
+    Empty if a page cannot be read.
+    """
     try:
         texts = [await asyncio.to_thread(_page, page) for page in pages]
     except (OSError, ValueError, HTTPException):  # urllib's own errors are OSErrors; the others: not HTTP, not UTF-8
@@ -103,8 +105,10 @@ def _line_of(name: str) -> str:
 
 
 def token2wav_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any] | None:
-    """Mean wait of a chunk for its batch, ms, mean batch size, and how many listeners each limit refused; None without
-    counters or chunks."""
+    """Returns a chunk's mean wait for its batch, ms, the mean batch size, and how many listeners each limit refused.
+
+    None without counters or chunks.
+    """
     added = {name: count - before.get(name, 0.0) for name, count in after.items()}
     if not before or added.get("chunks", 0) <= 0 or added["batches"] <= 0:
         return None

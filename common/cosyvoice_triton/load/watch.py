@@ -69,7 +69,7 @@ class ServerWatch:
 
 @asynccontextmanager
 async def lags() -> AsyncIterator[list[float]]:
-    """A list that fills with the delays of this process's timers, in seconds."""
+    """Yields a list that fills with the delays of this process's timers, in seconds."""
     measured: list[float] = []
 
     async def measure() -> None:
