@@ -80,8 +80,6 @@ class AdmissionNumbers:
     abandoned_seconds: float = 5.0
     # The limit after an overload, of the streams that were too many.
     back_off: float = 0.85
-    # The share of the limit below which new listeners are admitted while others recover.
-    closed_share: float = 0.85
     # The growth of a lowered limit per second, more each second.
     growth: float = 0.02
     averaged_seconds: float = 10.0

@@ -218,10 +218,8 @@ class Admission:
         limit, overloaded = self._state
         if live >= self._max_streams:
             return "streams"
-        if overloaded and live > self._numbers.closed_share * limit:
-            return "gaps"
         if live + 1 > limit:
-            return "capacity"
+            return "gaps" if overloaded else "capacity"
         # Streams that are fewer than a burst may all have started together.
         return "rate" if self._starts < 1 and live + 1 > burst else None
 
