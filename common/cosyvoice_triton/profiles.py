@@ -111,7 +111,7 @@ class LLMNumbers:
     """When the engine `cuda` prefills, steps and reports, see llm/engines/cuda/scheduler.py. Measured on H200s with the
     official network's sizes; simulated in tests/llm/test_cuda_pacing.py with the times of its prefills and steps."""
 
-    # Prompt tokens of one prefill at most; each size is a CUDA graph. On a CPU other requests wait for a prefill.
+    # Prompt tokens of one prefill at most; each size is a CUDA graph.
     max_prefill_tokens: int = 4096
     # Prompt tokens that are prefilled before a step: a step takes nearly as long for few requests as for many, so when
     # many begin together, their prompts come first; but those that run already must not wait for all of them.
@@ -161,7 +161,7 @@ class Profile:
 
 H200 = Profile()
 SMALL_GPU = Profile()
-# One prefill may take as long as the shortest chunk's audio.
+# On a CPU the LLM's attention gathers the pages of each token, so a prefill of many tokens would take much memory.
 CPU = Profile(llm=LLMNumbers(max_prefill_tokens=256))
 PROFILES: Mapping[ProfileName, Profile] = {"h200": H200, "small_gpu": SMALL_GPU, "cpu": CPU}
 # What the profile `unlimited` replaces: no load is too high, and nobody is ever late.

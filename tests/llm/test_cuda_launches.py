@@ -1,5 +1,6 @@
 """When the engine cuda launches prompts and steps, and what those who submit and those who read see meanwhile."""
 
+import asyncio
 import threading
 
 import numpy as np
@@ -60,13 +61,25 @@ def test_requests_that_come_while_prompts_are_launched_are_prefilled_before_the_
     assert engine.events[: engine.events.index("step")].count("prefill") == before_the_step
 
 
-def test_what_was_launched_before_prompts_is_reported_before_the_prompts_are_waited_for():
+def test_readers_have_what_was_launched_before_prompts_before_the_prompts_are_waited_for():
     engine = Engine(before={"step": lambda: engine.send()})  # its prompt is launched while the only step is computed
-    ended = engine.send(max_tokens=1)
-    engine.step()
-    assert engine.events == ["prefill", "await", "step"] and not ended.is_set()
-    engine.step()
-    assert engine.events[3:6] == ["prefill", "report", "await"] and ended.is_set()
+    request = GenerationRequest(np.arange(20), Sampling(max_tokens=1), (0,))
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *call: engine.events.append("woken") or wake(*call)
+        answer = engine.generate(request)
+        reader = asyncio.ensure_future(anext(answer))
+        await asyncio.sleep(0)  # it has submitted the request
+        engine.step()
+        assert engine.events == ["prefill", "await", "step"]
+        engine.step()
+        assert engine.events[3:6] == ["prefill", "woken", "await"]
+        assert (await reader).finish_reason == "length"
+        await answer.aclose()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -98,7 +111,7 @@ def test_whoever_submits_a_crowd_gives_way_to_the_engine():
     for _ in range(17):
         engine.send()
         counts.append(len(naps))
-    assert counts == [0] * 7 + [1] * 8 + [2] * 2 and naps == [LLMNumbers().give_way_seconds] * 2
+    assert counts == [0] * 7 + [1] * 8 + [2] * 2 and naps == [5e-5] * 2
 
 
 def test_an_engine_that_rests_is_woken_by_a_request():

@@ -42,7 +42,7 @@ def follows_instructions(model_dir: str | Path) -> bool:
 
 
 def read_head_bias(model_dir: str | Path) -> np.ndarray | None:
-    """`lm_head.bias` (vocabulary,) of the weights; None if they have none.
+    """Return `lm_head.bias` (vocabulary,) of the weights; None if they have none.
 
     CosyVoice2's output head was trained with a bias, but Qwen2's has none: transformers, vLLM and TensorRT-LLM ignore
     it when they load the directory.
@@ -55,7 +55,10 @@ def read_head_bias(model_dir: str | Path) -> np.ndarray | None:
 
 
 def speech_bias(model_dir: str | Path, tokenizer: LLMTokenizer, vocab_size: int) -> np.ndarray:
-    """(vocabulary,) float32 to add to logits: the head's bias for speech and end tokens, minus infinity for others."""
+    """Return the bias (vocabulary,) of the logits in float32.
+
+    It is the head's for speech and end tokens, and minus infinity for others.
+    """
     candidates, learned = candidate_ids(tokenizer), read_head_bias(model_dir)
     bias = np.full(vocab_size, -np.inf, np.float32)
     bias[candidates] = 0 if learned is None else learned[candidates]

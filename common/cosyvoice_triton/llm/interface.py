@@ -89,7 +89,7 @@ class Sampling:
 
     @property
     def ras_limit(self) -> int:
-        """A sampled token that occurs this often among the last ras_window tokens is replaced."""
+        """How often a token occurs among the last ras_window tokens if it is replaced."""
         return max(1, math.ceil(self.ras_window * self.ras_tau))
 
     @property
@@ -98,12 +98,12 @@ class Sampling:
         return self.seed is not None or self.temperature == 0
 
     def seeded(self) -> "Sampling":
-        """With a random seed if it has none: for runtimes that otherwise give every request the same one."""
+        """Return it with a random seed if it has none: for runtimes that otherwise give every request the same one."""
         return self if self.seed is not None else dataclasses.replace(self, seed=random.randrange(MAX_SEED))
 
 
 def preset_values(name: str) -> dict[str, Any]:
-    """The values of the preset `name` by their names in `Sampling`. ValueError for an unknown one."""
+    """Return the values of the preset `name` by their names in `Sampling`. ValueError for an unknown one."""
     for known, preset in SAMPLING_PRESETS.items():
         if name == known:
             return preset._asdict()
@@ -126,7 +126,7 @@ class LengthRatios:
             raise ValueError(f"token ratios must be numbers with 0 <= min <= max, not {self.min!r} and {self.max!r}")
 
     def bound(self, sampling: Sampling, prompt: LLMPrompt, text_tokens: int) -> Sampling:
-        """`sampling` with its length limits narrowed to the ratios, less what is generated already.
+        """Return `sampling` with its length limits narrowed to the ratios, less what is generated already.
 
         text_tokens: number of LLM tokens in the target text. Never above the request's own max_tokens, and never 0.
         """
@@ -193,7 +193,7 @@ class SpeechLM(Protocol):
     """Generates speech tokens: a client of an LLM server or an engine in this process."""
 
     def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
-        """A stream of the speech tokens of `prompt`. Its first iteration sends the request."""
+        """Return a stream of the speech tokens of `prompt`. Its first iteration sends the request."""
         ...
 
     async def aclose(self) -> None:

@@ -96,7 +96,7 @@ class OpenAILM:
     async def _stream(
         self, endpoint: _Endpoint, request: CompletionRequest, deadline: float
     ) -> AsyncGenerator[TokenChunk, None]:
-        """The answer of one server; its first token must arrive by `deadline` on the loop's clock.
+        """Yield the answer of one server; its first token must arrive by `deadline` on the loop's clock.
 
         Closing the generator early closes the connection, which aborts the request at the server.
         """
@@ -125,7 +125,7 @@ class OpenAILM:
     async def _read(
         self, endpoint: _Endpoint, response: aiohttp.ClientResponse, request: CompletionRequest, watch: "_Deadline"
     ) -> AsyncGenerator[TokenChunk, None]:
-        """The chunks of an answer up to its end. Only tokens extend the deadline; pings and other events do not."""
+        """Yield the chunks of an answer up to its end. Only tokens extend the deadline; pings and others do not."""
         reader = EventReader(self._tokenizer, endpoint.url)
         generated, limit = 0, request.sampling.max_tokens
         async for data in response.content.iter_any():
@@ -177,7 +177,7 @@ class OpenAILM:
 
 
 class _Deadline:
-    """The time by which the next token must arrive. Extending it is cheap: the timer is only replaced when it fires.
+    """A time by which the next token must arrive. Extending it is cheap: the timer is only replaced when it fires.
 
     wait: the seconds allowed, for messages.
     """
@@ -230,7 +230,7 @@ async def _post(session: aiohttp.ClientSession, url: str, body: Body) -> aiohttp
 
 
 async def _error_message(response: aiohttp.ClientResponse) -> str:
-    """The server's error message; closes the response."""
+    """Return the server's error message, and close the response."""
     try:
         content = await response.content.read(500)
     finally:

@@ -73,7 +73,7 @@ def _text(request: CompletionRequest) -> Body:
 
 
 def _transformers(request: CompletionRequest) -> Body:
-    """Sampling as a generation config of transformers in JSON, which replaces the model's own."""
+    """Return the sampling as a generation config of transformers in JSON, which replaces the model's own."""
     _reject_ras(request.sampling)
     sampling, end_ids = request.sampling, request.tokenizer.end_ids
     greedy = sampling.temperature == 0
@@ -100,7 +100,7 @@ def _chat(request: CompletionRequest) -> Body:
 
 
 def _extended(sampling: Sampling, tokenizer: LLMTokenizer) -> Body:
-    """Sampling fields that `vllm serve` and `trtllm-serve` share and OpenAI's API lacks."""
+    """Return the sampling fields that `vllm serve` and `trtllm-serve` share and OpenAI's API lacks."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -143,7 +143,7 @@ class EventReader:
         self._unfinished = b""
 
     def feed(self, data: bytes) -> TokenChunk:
-        """The events that `data` completes. UnavailableError if one is invalid or reports a failure of the server."""
+        """Return the tokens that `data` completes. UnavailableError if an event is invalid or reports a failure."""
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
         if len(self._unfinished) > _LONGEST_LINE:
             raise self._invalid_event(self._unfinished)
@@ -160,7 +160,7 @@ class EventReader:
         return TokenChunk(tokens, finish)
 
     def _read(self, content: bytes) -> tuple[list[int], FinishReason | None]:
-        """Speech ids of one event, and the finish reason if it is the last."""
+        """Return the speech ids of one event, and the finish reason if it is the last."""
         try:
             event = json.loads(content)
             if "error" in event:
@@ -182,7 +182,7 @@ class EventReader:
         return UnavailableError(f"LLM server {self._url} sent an invalid event: {content[:200]!r}")
 
     def _tokens(self, choice: Body) -> tuple[list[int], bool]:
-        """Speech ids of a choice, and whether an end token follows them."""
+        """Return the speech ids of a choice, and whether an end token follows them."""
         if (ids := choice.get("token_ids")) is not None:
             for position, token in enumerate(ids):
                 if token in self._tokenizer.end_ids:

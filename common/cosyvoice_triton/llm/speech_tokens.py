@@ -26,12 +26,12 @@ def chat_template(rules: TokenizerRules = COSYVOICE2) -> str:
 
 
 def speech_token_text(tokens: Sequence[int]) -> str:
-    """Speech ids 0..6560 as text of the LLM: `<|s_5|><|s_17|>`."""
+    """Return speech ids 0..6560 as text of the LLM: `<|s_5|><|s_17|>`."""
     return "".join(f"<|s_{token}|>" for token in tokens)
 
 
 def added_tokens(rules: TokenizerRules = COSYVOICE2) -> list[str]:
-    """The tokens that the LLM adds to Qwen2's vocabulary, in the order of their ids."""
+    """Return the tokens that the LLM adds to Qwen2's vocabulary, in the order of their ids."""
     return [*(f"<|s_{token}|>" for token in range(SPEECH_VOCAB)), *rules.after_speech]
 
 
@@ -84,11 +84,11 @@ class LLMTokenizer:
         return cls(tokenizer, first, end_ids, sos_id, task_id, rules)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, without special tokens."""
+        """Return the text of `ids`, without special tokens."""
         return str(self.tokenizer.decode(list(ids)))
 
     def encode_prompt(self, prompt: LLMPrompt) -> np.ndarray:
-        """Token ids (n,) of the template `<|sos|>{prompt text}{target text}<|task_id|>{speech tokens}`.
+        """Return the token ids (n,) of the template `<|sos|>{prompt text}{target text}<|task_id|>{speech tokens}`.
 
         The prompt text is the transcript or the instruction, after CosyVoice3's system words. It is tokenized apart
         from the target text, as by upstream's `CosyVoiceFrontEnd`: no token spans both.
@@ -100,7 +100,7 @@ class LLMTokenizer:
         return np.concatenate([np.array(text, np.int64), self.to_llm_ids(prompt.speech_tokens)])
 
     def prompt_ids(self, prompt: LLMPrompt) -> tuple[list[int], list[int]]:
-        """Ids of what comes before the target text: CosyVoice3's system words with an instruction, and the rest."""
+        """Return the ids before the target text: CosyVoice3's system words with an instruction, and the rest."""
         ids = self.text_ids(self._texts(prompt)[0])
         if not self.rules.system:
             return [], ids
@@ -108,16 +108,16 @@ class LLMTokenizer:
         return ids[: ids.index(end) + 1], ids[ids.index(end) + 1 :]
 
     def text_length(self, text: str) -> int:
-        """Number of LLM tokens in `text`."""
+        """Return the number of LLM tokens in `text`."""
         return len(self.text_ids(strip_control_tokens(text)))
 
     def prompt_string(self, prompt: LLMPrompt) -> str:
-        """The same template as text, for servers that tokenize themselves."""
+        """Return the same template as text, for servers that tokenize themselves."""
         text = self.joined_text(prompt)
         return f"{self.rules.sos}{text}{self.rules.task}{speech_token_text(prompt.speech_tokens)}"
 
     def joined_text(self, prompt: LLMPrompt) -> str:
-        """Prompt and target text as one, which tokenizes to their ids in `encode_prompt` where that is possible.
+        """Return prompt and target text as one, which tokenizes to their ids in `encode_prompt` where that is possible.
 
         Where a token would span both texts, such as `.The` or a control token, a blank separates them. ValueError for a
         prompt of ids.
@@ -129,7 +129,7 @@ class LLMTokenizer:
         return before + target if self.text_ids(before + target) == apart else f"{before} {target}"
 
     def _texts(self, prompt: LLMPrompt) -> tuple[str, str]:
-        """Prompt and target text, with no control token except the one that ends an instruction."""
+        """Return prompt and target text, with no control token except the one that ends an instruction."""
         instruction, transcript = strip_control_tokens(prompt.instruction), strip_control_tokens(prompt.prompt_text)
         if instruction and self.rules.system:
             instruction = f" {instruction.strip().removeprefix(self.rules.system).strip()}"
@@ -138,11 +138,11 @@ class LLMTokenizer:
         return before + ("" if instruction else transcript), strip_control_tokens(prompt.target_text)
 
     def text_ids(self, text: str) -> list[int]:
-        """Ids of a text without control tokens."""
+        """Return the ids of a text without control tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids if text else []
 
     def to_llm_ids(self, tokens: Sequence[int]) -> np.ndarray:
-        """Speech ids 0..6560 (n,) -> ids of the LLM (n,). Raises ValueError on any other id."""
+        """Return speech ids 0..6560 (n,) as ids of the LLM (n,). ValueError for any other id."""
         ids = np.asarray(tokens, np.int64)
         if len(ids) and not (0 <= ids.min() and ids.max() < SPEECH_VOCAB):
             raise ValueError(
@@ -151,13 +151,13 @@ class LLMTokenizer:
         return ids + self.first_speech_id
 
     def to_speech_ids(self, llm_ids: Sequence[int]) -> list[int]:
-        """Ids of the LLM -> speech ids; text and control tokens are dropped."""
+        """Return ids of the LLM as speech ids, without text and control tokens."""
         first, end = self.first_speech_id, self.first_speech_id + SPEECH_VOCAB
         return [token - first for token in llm_ids if first <= token < end]
 
 
 def read_first_speech_id(tokenizer_dir: str) -> int:
-    """Id of `<|s_0|>` in the LLM's vocabulary; the official one if `tokenizer_dir` is empty."""
+    """Return the id of `<|s_0|>` in the LLM's vocabulary; the official one if `tokenizer_dir` is empty."""
     return LLMTokenizer.from_dir(tokenizer_dir).first_speech_id if tokenizer_dir else OFFICIAL_FIRST_SPEECH_ID
 
 
@@ -173,7 +173,7 @@ class SpeechTokenParser:
         self._pending = ""
 
     def feed(self, text: str) -> list[int]:
-        """The ids 0..6560 that `text` completes."""
+        """Return the ids 0..6560 that `text` completes."""
         text = self._pending + text
         tokens: list[int] = []
         consumed = 0
@@ -188,6 +188,6 @@ class SpeechTokenParser:
         return tokens
 
     def _unfinished_token(self, text: str) -> str:
-        """The end of `text` that may be the start of a token; bounded, so that other text does not accumulate."""
+        """Return the end of `text` that may begin a token; bounded, so that other text does not accumulate."""
         start = text.rfind("<")
         return text[start:] if start >= 0 and len(text) - start < self._longest else ""

@@ -43,7 +43,7 @@ ALL_INPUTS = (*INPUTS, *SAMPLING_INPUTS, *UNSUPPORTED_INPUTS, *NEUTRAL_INPUTS)
 
 
 def request_tensors(input_ids: np.ndarray, sampling: Sampling, end_id: int) -> dict[str, np.ndarray]:
-    """A streaming request for the prompt (n,). Every tensor has a leading dimension of 1."""
+    """Return a streaming request for the prompt (n,). Every tensor has a leading dimension of 1."""
     seeds = () if sampling.seed is None else ("random_seed", "seed")
     return {
         "input_ids": input_ids.astype(np.int32)[None],
@@ -63,7 +63,7 @@ def request_tensors(input_ids: np.ndarray, sampling: Sampling, end_id: int) -> d
 
 
 def request_parameters(prompt: LLMPrompt, sampling: Sampling) -> dict[str, str]:
-    """What has no tensor. As text, because request parameters cannot be floats."""
+    """Return what has no tensor, as text because request parameters cannot be floats."""
     parameters = {"urgent_tokens": str(prompt.urgent_tokens), "played": str(int(prompt.played))}
     if sampling.ras_window:
         parameters |= {"ras_window": str(sampling.ras_window), "ras_tau": str(sampling.ras_tau)}
@@ -73,7 +73,7 @@ def request_parameters(prompt: LLMPrompt, sampling: Sampling) -> dict[str, str]:
 def generation_request(
     tensors: Tensors, parameters: Mapping[str, object], end_ids: tuple[int, ...]
 ) -> GenerationRequest:
-    """The request in tensors and parameters; ValueError names what is missing, invalid or not supported."""
+    """Return the request in tensors and parameters. ValueError names what is missing, invalid or not supported."""
     _reject_unsupported(tensors)
     if "input_ids" not in tensors:
         raise ValueError("input_ids is missing")
@@ -101,7 +101,7 @@ def generation_request(
 
 
 def scalar(tensors: Tensors, name: str, default: object = None) -> Any:
-    """The only element of a tensor as a Python value; `default` if there is no such tensor."""
+    """Return the only element of a tensor as a Python value; `default` if there is no such tensor."""
     if name not in tensors:
         return default
     if tensors[name].size != 1:
@@ -110,7 +110,7 @@ def scalar(tensors: Tensors, name: str, default: object = None) -> Any:
 
 
 def output_tensors(tokens: Sequence[int]) -> dict[str, np.ndarray]:
-    """Ids (n,) -> `output_ids` (1, beam 1, n) and their number (1, 1)."""
+    """Return ids (n,) as `output_ids` (1, beam 1, n), and their number (1, 1)."""
     return {
         "output_ids": np.array([[tokens]], np.int32).reshape(1, 1, -1),
         "sequence_length": np.array([[len(tokens)]], np.int32),
@@ -118,7 +118,7 @@ def output_tensors(tokens: Sequence[int]) -> dict[str, np.ndarray]:
 
 
 def output_tokens(outputs: Tensors) -> list[int]:
-    """New ids in one response: `output_ids` (1, 1, n), padded after `sequence_length` (1, 1)."""
+    """Return the new ids in one response: `output_ids` (1, 1, n), padded after `sequence_length` (1, 1)."""
     length = int(outputs["sequence_length"].reshape(-1)[0])
     return outputs["output_ids"].reshape(-1)[:length].tolist()
 

@@ -140,7 +140,7 @@ class SpeechLogits(LogitsProcessor):
             self._copy(target, list(values))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits (B, V); the logit of each sampled token is set to infinity, in place."""
+        """Sample, and set the logit of each sampled token in logits (B, V) to infinity, in place."""
         if not (count := len(self._batch)):
             return logits
         self._logits[:count] = logits[:, self._first : self._first + self._width]  # (B, V) -> (B, C)
@@ -192,5 +192,5 @@ class SpeechLogits(LogitsProcessor):
 
 
 def _padded(rows: int) -> int:
-    """The number of rows that a step computes: a power of two."""
+    """Return the number of rows that a step computes, a power of two."""
     return 1 << max(0, rows - 1).bit_length()

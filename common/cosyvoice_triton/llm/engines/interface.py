@@ -55,7 +55,7 @@ class GenerationRequest:
     played: bool = False
 
     def check(self, vocab_size: int, context: int) -> None:
-        """ValueError if a model with these limits cannot serve it; `context` counts prompt and new tokens."""
+        """Raise ValueError if a model with these limits cannot serve it; `context` counts prompt and new tokens."""
         prompt, new = len(self.input_ids), self.sampling.max_tokens
         if not prompt:
             raise ValueError("input_ids is empty")
@@ -72,11 +72,11 @@ class Engine(Protocol):
 
     @property
     def live(self) -> int:
-        """Requests that occupy capacity, cancelled ones included until they are released."""
+        """The number of requests that occupy capacity, cancelled ones included until they are released."""
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Ids of the LLM as they are sampled; closing the generator cancels the request.
+        """Yield ids of the LLM as they are sampled; closing the generator cancels the request.
 
         The first iteration raises ValueError if the request cannot be served, UnavailableError if the engine is full;
         every iteration raises UnavailableError if the engine has failed.
@@ -129,7 +129,7 @@ async def speak_once(engine: Engine, tokenizer: LLMTokenizer) -> None:
 
 
 def finish_reason(reason: str | None) -> FinishReason | None:
-    """A GPU engine's finish reason as ours, None while the request runs; UnavailableError for any other reason."""
+    """Return a GPU engine's finish reason as ours, None while the request runs. UnavailableError for any other."""
     known: dict[str | None, FinishReason | None] = {None: None, "stop": "stop", "length": "length"}
     if reason not in known:
         raise UnavailableError(f"the LLM engine ended the answer with {reason!r}")
@@ -137,7 +137,7 @@ def finish_reason(reason: str | None) -> FinishReason | None:
 
 
 def require_speech_tokens(tokenizer: LLMTokenizer, vocab_size: int, source: object) -> None:
-    """ValueError if the vocabulary of the model in `source` is too small for the speech tokens of `tokenizer`."""
+    """Raise ValueError if the vocabulary of the model in `source` is too small for the speech tokens of `tokenizer`."""
     last = max(tokenizer.first_speech_id + SPEECH_VOCAB - 1, *tokenizer.end_ids)
     if vocab_size <= last:
         raise ValueError(
@@ -147,7 +147,7 @@ def require_speech_tokens(tokenizer: LLMTokenizer, vocab_size: int, source: obje
 
 
 def candidate_ids(tokenizer: LLMTokenizer) -> np.ndarray:
-    """The ids (C,), ascending, that may be sampled: speech tokens and end tokens."""
+    """Return the ids (C,), ascending, that may be sampled: speech tokens and end tokens."""
     return np.union1d(
         np.arange(tokenizer.first_speech_id, tokenizer.first_speech_id + SPEECH_VOCAB), np.asarray(tokenizer.end_ids)
     )

@@ -45,7 +45,7 @@ class RepetitionAware(LogitsProcessor):
         stream_ptr: int | None,
         client_id: int | None,
     ) -> None:
-        """Logits (1, beam 1, V) of the next token: in place, all but the sampled token's become minus infinity."""
+        """Set all logits (1, beam 1, V) of the next token but the sampled one to minus infinity, in place."""
         first, width = self._sampler.first, self._sampler.width
         with torch.cuda.stream(None if stream_ptr is None else torch.cuda.ExternalStream(stream_ptr)):
             (token,) = self._sampler.sample([0], logits[0, :, first : first + width].float().cpu().numpy())
@@ -115,7 +115,7 @@ def load_engine(
 
 
 def _engine_llm() -> type[LLM]:
-    """The class that serves built engines. ValueError if this version has none."""
+    """Return the class that serves built engines. ValueError if this version has none."""
     try:
         backend: Any = importlib.import_module("tensorrt_llm._tensorrt_engine")
     except ImportError:
@@ -124,7 +124,7 @@ def _engine_llm() -> type[LLM]:
 
 
 def sampling_params(request: GenerationRequest, bias: torch.Tensor) -> SamplingParams:
-    """A request's sampling as TensorRT-LLM's `SamplingParams`."""
+    """Return a request's sampling as TensorRT-LLM's `SamplingParams`."""
     sampling = request.sampling.seeded()
     greedy = sampling.temperature == 0  # which TensorRT-LLM only supports as top_k 1
     processor = RepetitionAware(request, bias) if sampling.ras_window and not greedy else None

@@ -80,7 +80,7 @@ def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: in
 
 
 def sampling_params(request: GenerationRequest) -> SamplingParams:
-    """A request's sampling as vLLM's `SamplingParams`; `SpeechLogits` does the sampling."""
+    """Return a request's sampling as vLLM's `SamplingParams`; `SpeechLogits` does the sampling."""
     sampling = request.sampling
     return SamplingParams(
         temperature=sampling.temperature,
