@@ -246,9 +246,7 @@ def test_the_mean_rate_is_kept_although_a_step_comes_late():
 
 def test_a_request_that_waits_for_pages_is_started_when_they_are_free_and_costs_nothing_until_then():
     simulation = Simulation(pages=8, decode_interval_seconds=1.0)  # pages of two answers
-    first, longer = (
-        simulation.add(max_tokens=tokens, urgent_tokens=0, played=True)[0] for tokens in (30, 60)
-    )
+    first, longer = (simulation.add(max_tokens=tokens, urgent_tokens=0, played=True)[0] for tokens in (30, 60))
     (third,) = simulation.add(at=0.01, max_tokens=30, played=True)
     simulation.run()
     assert first.ended < third.begins + third.seconds_to(3) < first.ended + 0.1 < longer.ended

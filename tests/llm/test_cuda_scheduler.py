@@ -215,6 +215,14 @@ def test_tokens_are_reported_when_the_listener_can_use_them():
     assert sizes[:3] == [3] * 3 and sizes == sorted(sizes[:-1]) + sizes[-1:]
 
 
+def test_each_of_a_crowd_has_two_reports_until_its_first_chunk():
+    """Although its steps are read back one by one."""
+    served = Served()
+    crowd = [served.add(max_tokens=30) for _ in range(12)]
+    served.run()
+    assert all([len(chunk.tokens) for chunk in served.answers[each]][:2] == [3, 15] for each in crowd)
+
+
 def test_requests_wait_for_pages_in_the_order_of_their_arrival():
     served = Served(pages=4)
     large = [served.add(prompt=2 * PAGE, max_tokens=10) for _ in range(2)]  # three pages each
