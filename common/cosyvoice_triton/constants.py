@@ -27,7 +27,7 @@ EULER_STEPS = 10
 GUIDANCE = 0.7  # classifier-free guidance: (1 + g) * conditional - g * unconditional
 # Generated frames that the DiT's caches keep in addition to the whole prompt. With fewer, the pitch of 30 s streams
 # drifts by more than another noise changes it; more buy little for 0.625 MiB a frame (docs/results/speed.md).
-TAIL_FRAMES = 100
+STREAM_CACHE_FRAMES = 100
 
 # --- limits of an utterance --------------------------------------------------------------------------------------
 MAX_STREAM_TOKENS = 3_000  # two minutes

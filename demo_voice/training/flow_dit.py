@@ -5,7 +5,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
-from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, TAIL_FRAMES, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, STREAM_CACHE_FRAMES, TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.flow import DiTConfig, DiTFlow, DiTFlowConfig, EncoderConfig
 from cosyvoice_triton.networks.flow.dit import DiTEstimator
 from torch import Tensor
@@ -60,7 +60,7 @@ def view(batch: flow.Batch, streaming: bool) -> tuple[Tensor, Tensor, dict]:
 
     key = torch.arange(TOKEN_MEL_RATIO * T, device=device)
     begin, end = (x.repeat_interleave(TOKEN_MEL_RATIO, 1)[:, :, None] * TOKEN_MEL_RATIO for x in (begins, ends))
-    recent = (key < TOKEN_MEL_RATIO * prompt[:, :, None]) | (key >= begin - TAIL_FRAMES)
+    recent = (key < TOKEN_MEL_RATIO * prompt[:, :, None]) | (key >= begin - STREAM_CACHE_FRAMES)
     return ahead, ends, {"valid": recent & (key < end)}  # one row per query instead of one for all
 
 

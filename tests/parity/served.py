@@ -67,8 +67,8 @@ class ServedFlow:
             names = (name for name in ("in/prompt_token", "in/token") if name in fixture)
             frames = TOKEN_MEL_RATIO * sum(fixture[name].shape[-1] for name in names)
             kind: Any = DiTStreaming if isinstance(network, DiTFlow) else CosyVoice3Streaming
-            self.flow = kind(network, tape, PromptCaches(PROMPT_BYTES), tail_frames=frames, **options)
-            self.computed_by += f", tail_frames {frames}"
+            self.flow = kind(network, tape, PromptCaches(PROMPT_BYTES), cache_frames=frames, **options)
+            self.computed_by += f", cache_frames {frames}"
         fixture.computed_by = self.computed_by
 
     def open(self, prompt: Prompt) -> Stream:
@@ -115,7 +115,7 @@ class ServedStream:
         """Keys and values, the prompt's first, (steps, depth, 2, H, T, D), and the convolutions' history
         (steps, depth, convolution, 2, C, frame)."""
         assert isinstance(self._stream, DiTStream) and isinstance(self._served.flow, DiTStreaming)
-        prompt, tail, pool = self._stream.prompt.attention, self._stream.tail, self._served.flow._pool
+        prompt, tail, pool = self._stream.prompt.attention, self._stream.cache, self._served.flow._pool
         attention = (
             torch.cat([of_prompt, ring[tail.slot, ..., : tail.frames, :]], dim=-2)
             for of_prompt, ring in ((prompt.keys, pool.keys), (prompt.values, pool.values))

@@ -55,7 +55,7 @@ from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.encoder_fused import FusedEncoder
 from cosyvoice_triton.token2wav.flow.encoder_window import ABSENT
-from cosyvoice_triton.token2wav.flow.kv_cache import TailPool
+from cosyvoice_triton.token2wav.flow.kv_cache import StreamCachePool
 from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
 from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet
 from cosyvoice_triton.token2wav.gpu.graphs import Graphs
@@ -252,7 +252,7 @@ def compare_dit(extents: "Extents") -> None:
     network = flow_dit.build(Fixture(GOLDEN / f"{DIT}.json"), "stepaudio2_flow_tiny.weights.safetensors")
     compare_streams(
         extents,
-        lambda: DiTStreaming(network, flow_noise(), PromptCaches(1 << 28), limits=TWO, steps=1, tail_frames=6),
+        lambda: DiTStreaming(network, flow_noise(), PromptCaches(1 << 28), limits=TWO, steps=1, cache_frames=6),
         voices=(5, 0),
         hops=((2, 3), (2, 1), (1, 2)),
     )
@@ -273,7 +273,7 @@ def compare_rotary(extents: "Extents") -> None:
         parameter.copy_(torch.randn_like(parameter) * (parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3))
     compare_streams(
         extents,
-        lambda: CosyVoice3Streaming(network, flow_noise(), PromptCaches(1 << 28), limits=TWO, steps=2, tail_frames=6),
+        lambda: CosyVoice3Streaming(network, flow_noise(), PromptCaches(1 << 28), limits=TWO, steps=2, cache_frames=6),
         voices=(8, 1),
         hops=((2, 3), (1, 4), (5, 1)),
     )
@@ -289,15 +289,15 @@ def compare_streams(
     plain, fused = streaming(), streaming()
     network = fused._network
     extents.addressed = [fused._pool.keys, fused._pool.values]
-    empty = TailPool.empty_attention
+    empty = StreamCachePool.empty_attention
 
-    def noted(pool: TailPool, frames: int) -> KeyValues:
+    def noted(pool: StreamCachePool, frames: int) -> KeyValues:
         place = empty(pool, frames)
         extents.addressed += [place.keys, place.values]
         return place
 
     with (
-        patch.object(TailPool, "empty_attention", noted),
+        patch.object(StreamCachePool, "empty_attention", noted),
     ):
         solver = fused._solver(kernels)
         fused._solve = GraphedSolve(

@@ -19,7 +19,7 @@ from cosyvoice_triton.constants import (
     LOOKAHEAD_TOKENS,
     SAMPLE_RATE,
     SPEAKER_DIM,
-    TAIL_FRAMES,
+    STREAM_CACHE_FRAMES,
     TOKEN_MEL_RATIO,
 )
 from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
@@ -169,7 +169,7 @@ def test_streamed_audio_equals_the_whole(token2wav: Token2Wav) -> None:
     to all before it."""
     first = -token2wav.prompt_tokens % STACK.chunk_boundary
     assert first <= STACK.chunk_boundary - LOOKAHEAD_TOKENS  # so all but a chunk of the mask is in the prompt's cache
-    assert TOKEN_MEL_RATIO * 2 * STACK.chunk_boundary <= TAIL_FRAMES
+    assert TOKEN_MEL_RATIO * 2 * STACK.chunk_boundary <= STREAM_CACHE_FRAMES
     tokens = np.random.default_rng(0).integers(0, 6561, first + 65)
     whole = token2wav.spoken(tokens, [])
     streamed = token2wav.spoken(tokens, [first, first + 25])

@@ -61,7 +61,7 @@ def flow(network) -> CosyVoice3Streaming:
 
 def streaming(network: CosyVoice3Flow, **options: Any) -> CosyVoice3Streaming:
     """With two Euler steps, and room for all frames."""
-    given = {"limits": LIMITS, "steps": 2, "tail_frames": 1000, **options}
+    given = {"limits": LIMITS, "steps": 2, "cache_frames": 1000, **options}
     return CosyVoice3Streaming(network, flow_noise(), PromptCaches(VOICES_BYTES), **given)
 
 
@@ -294,14 +294,14 @@ def test_chunks_that_end_elsewhere_leave_nothing_behind_that_later_ones_would_se
 @torch.inference_mode()
 def test_a_long_stream_attends_to_its_prompt_and_the_most_recent_frames_only(network):
     """As the network itself under the mask of what each chunk saw, with the positions of the whole utterance."""
-    flow = streaming(network, steps=1, tail_frames=70)
+    flow = streaming(network, steps=1, cache_frames=70)
     pieces, voice = unet_pieces(ids(0, 195), [20, 25, 50, 50]), 30
     stream, begin, mels, row = flow.open(prompt(0, tokens=voice), VocoderState(0)), 2 * voice, [], []
     frames = torch.arange(2 * (voice + 195))
     seen = frames // 50 <= frames[:, None] // 50
     for piece in pieces:
         chunk = piece.of(flow, stream)
-        first, end = stream.prompt.frames + stream.tail.total, begin + chunk.frames
+        first, end = stream.prompt.frames + stream.cache.total, begin + chunk.frames
         assert chunk.computed == (end - first) // TOKEN_MEL_RATIO
         seen[first:end, stream.prompt.frames : max(stream.prompt.frames, first - 70)] = False
         mels += flow.render([chunk])

@@ -5,7 +5,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from cosyvoice_triton.constants import HOP_SAMPLES, MAX_STREAM_TOKENS, OVERLAP_FRAMES, TAIL_FRAMES, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import (
+    HOP_SAMPLES,
+    MAX_STREAM_TOKENS,
+    OVERLAP_FRAMES,
+    STREAM_CACHE_FRAMES,
+    TOKEN_MEL_RATIO,
+)
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
@@ -193,7 +199,7 @@ def test_a_stream_whose_memory_is_ahead_of_its_audio_cannot_go_on(dit):
     stored twice and then speak from the wrong place."""
     stream = dit.open(prompt(1))
     chunk = Piece(ids(1, 20), final=False).of(dit, stream)
-    dit._flow._pool.advance(stream.tail, dit._flow._pool.row(stream, chunk.new))
+    dit._flow._pool.advance(stream.cache, dit._flow._pool.row(stream, chunk.new))
     with pytest.raises(RuntimeError, match="ahead of its audio"):
         dit.step([chunk])
 
@@ -233,8 +239,8 @@ def test_the_dit_equals_its_reference_also_after_frames_leave_the_cache(dit_netw
         expected, cache = dit_flow.inference_chunk(
             dit_network, torch.from_numpy(chunk.tokens)[None], cache, final=chunk.final, noise=noise
         )
-        cache = cache.trimmed(TAIL_FRAMES)
-        assert stream.complete == (stream.rendered <= TAIL_FRAMES // TOKEN_MEL_RATIO)
+        cache = cache.trimmed(STREAM_CACHE_FRAMES)
+        assert stream.complete == (stream.rendered <= STREAM_CACHE_FRAMES // TOKEN_MEL_RATIO)
         torch.testing.assert_close(flow.render([chunk])[0], expected[0], atol=1e-4, rtol=0)
 
 

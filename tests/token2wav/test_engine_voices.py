@@ -7,7 +7,7 @@ import torch
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
-from cosyvoice_triton.token2wav.flow.kv_cache import TailPool
+from cosyvoice_triton.token2wav.flow.kv_cache import StreamCachePool
 from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
@@ -151,7 +151,7 @@ def test_a_prompt_cache_is_released_if_its_streams_slot_cannot_be_filled(dit_net
     flow = DiTStreaming(dit_network, flow_noise(), prompts, limits=BatchLimits(max_streams=1), steps=4)
     engine, free = Token2Wav(flow, vocoder), len(vocoder.pool._free)
     with monkeypatch.context() as patch:
-        patch.setattr(TailPool, "acquire", lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA error")))
+        patch.setattr(StreamCachePool, "acquire", lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA error")))
         with pytest.raises(RuntimeError, match="CUDA error"):
             engine.open(prompt(0))
     assert [entry.streams for entry in prompts._entries.values()] == [0]

@@ -88,11 +88,11 @@ def subject(request: pytest.FixtureRequest) -> Subject:
         options: dict[str, Any] = {"limits": limits, "steps": 2}
         caches = PromptCaches(VOICES_BYTES)
         if request.param == "dit":
-            flow = make(DiTStreaming)(network, flow_noise(), caches, tail_frames=30, context_tokens=40, **options)
+            flow = make(DiTStreaming)(network, flow_noise(), caches, cache_frames=30, context_tokens=40, **options)
         elif request.param == "unet":
             flow = make(UNetStreaming)(network, flow_noise(), context_tokens=40, **options)
         else:
-            flow = make(CosyVoice3Streaming)(network, flow_noise(), caches, tail_frames=60, **options)
+            flow = make(CosyVoice3Streaming)(network, flow_noise(), caches, cache_frames=60, **options)
         if request.param == "cosyvoice3":
             vocoder = make(CausalVocoder)(hift, uniform_noise(hift.config.harmonics + 1), limits=limits)
         else:

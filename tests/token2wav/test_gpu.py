@@ -361,7 +361,7 @@ def spoken(engine: Token2Wav, spoil: Callable[[Any], None] = lambda stream: None
 def test_a_chunk_that_is_not_finite_beside_graphs_is_rendered_again(dit: DiTFlow, hift: HiFTGenerator) -> None:
     subject: Any = engine(dit, hift, torch.float16)
     expected = spoken(subject)
-    in_ring = spoken(subject, lambda stream: subject._flow._pool.keys[stream.tail.slot].fill_(torch.nan))
+    in_ring = spoken(subject, lambda stream: subject._flow._pool.keys[stream.cache.slot].fill_(torch.nan))
     in_voice = spoken(subject, lambda stream: stream.prompt.attention.keys.fill_(torch.nan))
     for of_stream in zip(expected, in_ring, in_voice, strict=True):
         assert all(relative_error(audio, of_stream[0]) < 0.1 for audio in of_stream)

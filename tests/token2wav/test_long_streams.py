@@ -12,7 +12,7 @@ from cosyvoice_triton.constants import (
     HOP_SAMPLES,
     LOOKAHEAD_TOKENS,
     SAMPLE_RATE,
-    TAIL_FRAMES,
+    STREAM_CACHE_FRAMES,
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
@@ -100,7 +100,9 @@ def dit_reference(network: DiTFlow, plan: Plan, steps: int, tail: int, context: 
     return mels
 
 
-@pytest.mark.parametrize(("tail", "context"), [(TAIL_FRAMES, CONTEXT_TOKENS), (UNLIMITED * TOKEN_MEL_RATIO, UNLIMITED)])
+@pytest.mark.parametrize(
+    ("tail", "context"), [(STREAM_CACHE_FRAMES, CONTEXT_TOKENS), (UNLIMITED * TOKEN_MEL_RATIO, UNLIMITED)]
+)
 @torch.inference_mode()
 def test_streams_of_the_dit_of_different_ages_equal_their_references(
     dit_network: DiTFlow, tail: int, context: int
@@ -116,7 +118,7 @@ def test_streams_of_the_dit_of_different_ages_equal_their_references(
         PromptCaches(VOICES_BYTES),
         limits=LIMITS,
         steps=2,
-        tail_frames=tail,
+        cache_frames=tail,
         context_tokens=context,
     )
     for plan, mels in zip(plans, rendered(flow, plans), strict=True):

@@ -117,8 +117,8 @@ def test_a_chunk_that_is_not_finite_is_rendered_again_and_no_listener_notices(ki
         elif fault == "audio":
             once(monkeypatch, engine._vocoder._renderer.hift, "decode", row=1)
         elif fault == "ring":
-            flow._pool.keys[streams[1].tail.slot] = torch.nan
-            flow._pool.history[streams[1].tail.slot] = torch.nan
+            flow._pool.keys[streams[1].cache.slot] = torch.nan
+            flow._pool.history[streams[1].cache.slot] = torch.nan
         else:
             streams[1].prompt.attention.values[..., 5, :] = torch.nan
 
@@ -209,11 +209,11 @@ def test_a_long_stream_is_rendered_again_from_its_recent_tokens(dit_network, voc
         for piece in pieces(engine, 1, 100, [20, 20, 20, 20])[:-1]:
             engine.step([piece.of(engine, stream)])
         if poisoned:
-            flow._pool.history[stream.tail.slot] = torch.nan
+            flow._pool.history[stream.cache.slot] = torch.nan
         chunk = pieces(engine, 1, 100, [20, 20, 20, 20])[-1].of(engine, stream)
         (mel,) = flow.render([chunk])
         mels.append(flow.again(chunk) if poisoned else mel.clone())
-        assert stream.tail.total == 200
+        assert stream.cache.total == 200
     assert 0 < (mels[1] - mels[0]).norm() / mels[0].norm() < 0.05
 
 
@@ -222,7 +222,7 @@ def test_a_mel_too_short_for_audio_is_not_kept_if_it_is_not_finite(dit):
     plan = pieces(dit, 1, 20, [2])
     expected = spoken_alone(dit, plan)
     stream = dit.open(prompt(1))
-    dit._flow._pool.history[stream.tail.slot] = torch.nan
+    dit._flow._pool.history[stream.cache.slot] = torch.nan
     actual = [dit.step([piece.of(dit, stream)])[0] for piece in plan]
     np.testing.assert_allclose(np.concatenate(actual), expected, atol=TOLERANCE)
 

@@ -27,7 +27,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from cosyvoice_triton import kernels
-from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, OVERLAP_FRAMES, SPEECH_VOCAB, TAIL_FRAMES
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, OVERLAP_FRAMES, SPEECH_VOCAB, STREAM_CACHE_FRAMES
 from cosyvoice_triton.demo_checkpoint.llm import OFFICIAL as LLM_SIZES
 from cosyvoice_triton.llm.engines.cuda.fused_operations import Fused
 from cosyvoice_triton.llm.engines.cuda.operations import CONSECUTIVE, PAGE, AttentionMetadata, Requests, Residual
@@ -44,7 +44,7 @@ from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator
 from cosyvoice_triton.token2wav.flow.cached_graphs import GraphedSolve
 from cosyvoice_triton.token2wav.flow.dit_solver import DiTSolver
 from cosyvoice_triton.token2wav.flow.encoder_fused import FusedEncoder
-from cosyvoice_triton.token2wav.flow.kv_cache import TailPool
+from cosyvoice_triton.token2wav.flow.kv_cache import StreamCachePool
 from cosyvoice_triton.token2wav.flow.rotary_solver import RotarySolver
 from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet
 from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
@@ -173,7 +173,7 @@ def _run_networks(dtype: torch.dtype) -> None:
     fused_unet = FusedUNet(unet.decoder.estimator, [0.0])
     solvers = (DiTSolver(dit, kernels, 1), DIT_FRAMES), (RotarySolver(rotary, kernels, 1), COSYVOICE3_FRAMES)
     pools = [
-        TailPool(sizes, dit.encoder_proj.weight, 1, limits.max_streams, TAIL_FRAMES)
+        StreamCachePool(sizes, dit.encoder_proj.weight, 1, limits.max_streams, STREAM_CACHE_FRAMES)
         for sizes in (dit.config.estimator, rotary.config.estimator)
     ]
     for of in (limits, limits.of_worker(FIRST_CHUNK_WORKER)):

@@ -16,7 +16,7 @@ from cosyvoice_triton.constants import (
     MAX_STREAM_TOKENS,
     MEL_RATE,
     MIN_REFERENCE_SECONDS,
-    TAIL_FRAMES,
+    STREAM_CACHE_FRAMES,
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
@@ -143,7 +143,7 @@ class Serving:
             "chunk": {
                 "rows": rows,
                 "frames": _span(TOKEN_MEL_RATIO * TOKEN_RATE, hop),
-                "cached": Span(0, usual_prompt + TAIL_FRAMES, prompt + TAIL_FRAMES),
+                "cached": Span(0, usual_prompt + STREAM_CACHE_FRAMES, prompt + STREAM_CACHE_FRAMES),
             },
         }
         flows = [

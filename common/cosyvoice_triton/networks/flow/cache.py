@@ -33,7 +33,7 @@ class KeyValues:
         return KeyValues(self.keys[index], self.values[index])
 
     def with_room(self, frames: int) -> "KeyValues":
-        """A copy that is `frames` longer; `write` fills the new frames."""
+        """Return a copy that is `frames` longer; `write` fills the new frames."""
         return KeyValues(_with_room(self.keys, frames), _with_room(self.values, frames))
 
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ class EstimatorCache:
         return EstimatorCache(self.attention[index], self.conv[index])
 
     def with_room(self, frames: int) -> "EstimatorCache":
-        """A copy whose keys and values are `frames` longer."""
+        """Return a copy whose keys and values are `frames` longer."""
         return EstimatorCache(self.attention.with_room(frames), self.conv.clone())
 
 

@@ -30,7 +30,7 @@ def rotary(positions: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """x (B, T, C): the first channels turned by each frame's angles, in pairs of neighbours; the others as they are.
+    """Apply RoPE to x (B, T, C): rotate pairs of neighbouring channels, the first ones only, by each frame's angles.
 
     rotary (2, 1 or B, T, head_dim / 2). Upstream applies the rotary embedding before it splits the heads, so that only
     the first head has positions.
@@ -39,8 +39,8 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     head_dim = 2 * rotary.shape[-1]
     pairs = x[..., :head_dim].float().unflatten(-1, (-1, 2))  # (B, T, head_dim) -> (B, T, head_dim / 2, 2)
     even, odd = pairs.unbind(-1)
-    turned = torch.stack([even * cosine - odd * sine, odd * cosine + even * sine], dim=-1)
-    return torch.cat([turned.flatten(2).to(x.dtype), x[..., head_dim:]], dim=-1)
+    rotated = torch.stack([even * cosine - odd * sine, odd * cosine + even * sine], dim=-1)
+    return torch.cat([rotated.flatten(2).to(x.dtype), x[..., head_dim:]], dim=-1)
 
 
 class TimeEmbedding(nn.Module):

@@ -156,8 +156,8 @@ class DiTEstimator(nn.Module):
     def forward_chunk(
         self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, cache: EstimatorCache
     ) -> Tensor:
-        """The same for the next T frames of streams. `cache` (of one Euler step, so indexed by layer) already has room
-        for them (`with_room`) and is written in place."""
+        """Compute `forward` for the next T frames of streams. `cache` (of one Euler step, so indexed by layer) already
+        has room for them (`with_room`) and is written in place."""
         return self._run(x, t, mu, speaker, condition, cache=cache)
 
     def empty_cache(self, steps: int, rows: int) -> EstimatorCache:

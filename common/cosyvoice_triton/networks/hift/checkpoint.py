@@ -65,7 +65,7 @@ def load_hift(path: str | Path, device: str | torch.device = "cpu") -> HiFTGener
 
 
 def load_causal_hift(path: str | Path, device: str | torch.device = "cpu") -> CausalHiFTGenerator:
-    """The same of CosyVoice3's `hift.pt`."""
+    """Load CosyVoice3's `hift.pt`."""
     fused = _fused(path)
     return build_causal_hift(HiFTConfig.from_shapes(shapes_of(fused)), fused, device)
 

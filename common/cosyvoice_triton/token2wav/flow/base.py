@@ -61,8 +61,9 @@ class FlowOptions:
         return self.dtype == torch.float32 and self.runtime in ("torch", "cuda_graph")
 
     def load(self, load_network: Callable[..., FlowT], path: Path) -> tuple[FlowT, dict[str, Any]]:
-        """The network of a `flow.pt` and the arguments that every `StreamingFlow` takes. Unless torch runs it, the
-        network's estimator is replaced by the runtime's files next to it. ValueError names what does not fit."""
+        """Load the network of a `flow.pt`; return it with the arguments that every `StreamingFlow` takes. Unless torch
+        runs it, the network's estimator is replaced by the runtime's files next to it. ValueError names what does not
+        fit."""
         network = load_network(path, self.device, self.dtype)
         use_runtime(
             network,
@@ -124,7 +125,7 @@ class Vocoder(Protocol):
 
 
 def loader(name: str) -> Callable[..., Any]:
-    """The function that `name`, "module:function", names."""
+    """Import the function that `name`, "module:function", names."""
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
 
@@ -133,7 +134,7 @@ class StreamingFlow(ABC, Generic[StreamT]):
     """A flow network driven chunk by chunk (`open`, `chunk`, `render`, `close`) or on whole utterances (`whole`)."""
 
     cumulative: bool  # a chunk carries all tokens of its stream so far, not only the new ones
-    batch_tokens: int  # of a batch, counted as `Chunk.computed`; see `limits`
+    batch_tokens: int  # the most of a batch, counted as `Chunk.computed`
     padded: Callable[[int, int], int]  # see `limits.padding`
 
     def __init__(
@@ -164,7 +165,7 @@ class StreamingFlow(ABC, Generic[StreamT]):
         self._load_exact = load_exact
 
     def exact(self) -> Self:
-        """The same flow in float32 by plain operations, with room for one stream, loaded for a single use: it is needed
+        """Load the same flow in float32, by plain operations, with room for one stream, for a single use: it is needed
         rarely and the GPU's memory has no place for it. Idle prompt caches make way for it."""
         if self._load_exact is None:
             return self._plain(self._network)
@@ -172,8 +173,8 @@ class StreamingFlow(ABC, Generic[StreamT]):
         return self._plain(self._load_exact())
 
     def for_worker(self, worker: int) -> Self | None:
-        """This flow over the same streams and prompt caches, with CUDA graphs of its own: it computes a batch while
-        this one computes another one. None without graphs."""
+        """Make a form of this flow over the same streams and prompt caches, with CUDA graphs of its own: it computes a
+        batch while this one computes another one. None without graphs."""
         if not self._graphed:
             return None
         flow = copy(self)
@@ -221,13 +222,13 @@ class StreamingFlow(ABC, Generic[StreamT]):
 
     @abstractmethod
     def open(self, prompt: Prompt, vocoder: VocoderState) -> StreamT:
-        """A new stream in the voice of `prompt`. Raises UnavailableError when there is no room for one."""
+        """Begin a stream in the voice of `prompt`. Raises UnavailableError when there is no room for one."""
 
     def close(self, stream: StreamT) -> None:
         """Give back what the stream holds outside of itself."""
 
     def chunk(self, stream: StreamT, tokens: np.ndarray, *, final: bool, offset: int | None = None) -> Chunk[StreamT]:
-        """`tokens`, shaped as in `Chunk`, as the next chunk of `stream`.
+        """Make the next chunk of `stream` of `tokens`, shaped as in `Chunk`.
 
         offset: how many tokens the sender counts as rendered. Raises ValueError if they do not continue the stream.
         """
@@ -245,13 +246,13 @@ class StreamingFlow(ABC, Generic[StreamT]):
         return Chunk(stream, tokens, final, stream.rendered, new, self._computed(stream, new))
 
     def check_ids(self, tokens: np.ndarray) -> None:
-        """Raises ValueError naming a token outside the vocabulary."""
+        """Raise ValueError, naming it, for a token outside the vocabulary."""
         bad = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
         if len(bad):
             raise ValueError(f"speech token {bad[0]} is outside 0..{self.vocab_size - 1}")
 
     def render(self, chunks: Sequence[Chunk[StreamT]]) -> list[Tensor]:
-        """The mels (80, T) that chunks of different streams add."""
+        """Return the mels (80, T) that chunks of different streams add."""
         assert all(chunk.offset == chunk.stream.rendered for chunk in chunks)
         adding = [chunk for chunk in chunks if chunk.new]
         mels = iter(self._render(adding) if adding else [])
@@ -261,12 +262,12 @@ class StreamingFlow(ABC, Generic[StreamT]):
         return rendered
 
     def again(self, chunk: Chunk[StreamT]) -> Tensor:
-        """The mel (80, T) of a chunk that was rendered but is not finite: in float32, from its stream's prompt and
+        """Render a chunk whose mel was not finite again -> (80, T): in float32, from its stream's prompt and
         tokens. It replaces what the stream keeps and, for new streams, the prompt cache of its voice."""
         return self._again(chunk) if chunk.new else torch.zeros(MEL_BINS, 0, device=self._device)
 
     def whole(self, utterances: Sequence[tuple[Prompt, np.ndarray]]) -> list[Tensor]:
-        """The mels (80, 2N) of whole utterances of N tokens each, in one batch, under full attention."""
+        """Render the mels (80, 2N) of whole utterances of N tokens each, in one batch, under full attention."""
         for _, tokens in utterances:
             self._check_length(len(tokens))
         ids = [np.concatenate([prompt.tokens, tokens]) for prompt, tokens in utterances]
@@ -298,7 +299,7 @@ class StreamingFlow(ABC, Generic[StreamT]):
 
     @abstractmethod
     def _plain(self, network: Any) -> Self:
-        """This flow with that network, without graphs, for one stream."""
+        """Make a form of this flow with that network, without graphs, for one stream."""
 
     def _project_speaker(self, prompt: Prompt) -> Tensor:
         """The prompt's x-vector as the estimator takes it, (1, mel)."""

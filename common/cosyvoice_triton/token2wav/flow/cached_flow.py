@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import Self
 
-from cosyvoice_triton.constants import EULER_STEPS, MAX_STREAM_TOKENS, TAIL_FRAMES, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import EULER_STEPS, MAX_STREAM_TOKENS, STREAM_CACHE_FRAMES, TOKEN_MEL_RATIO
 from cosyvoice_triton.device import on_device
 from cosyvoice_triton.monitoring import faults
 from cosyvoice_triton.networks.flow.cache import KeyValues
@@ -22,7 +22,7 @@ from cosyvoice_triton.token2wav.flow import plain_operations
 from cosyvoice_triton.token2wav.flow.base import StreamingFlow
 from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver, Operations
 from cosyvoice_triton.token2wav.flow.encoder_window import Window
-from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, TailPool
+from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, StreamCachePool
 from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCache, PromptCaches
 from cosyvoice_triton.token2wav.flow.solve import GatheredSolve, Solve
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits, padding
@@ -38,10 +38,10 @@ CachedStreamT = TypeVar("CachedStreamT", bound=CachedStream)
 class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
     """Every stream attends to its whole prompt and its most recent frames.
 
-    tail_frames: of a stream, kept for the estimator. graphs: CUDA graphs on a GPU.
+    cache_frames: so many recent frames of a stream are kept. graphs: whether to capture CUDA graphs, on a GPU.
     """
 
-    graph_frames: int  # most of a batch in a graph, padding included; see `limits`
+    graph_frames: int  # the most frames of a batch in a graph, padding included
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         limits: BatchLimits,
         steps: int = EULER_STEPS,
         max_tokens: int = MAX_STREAM_TOKENS,
-        tail_frames: int = TAIL_FRAMES,
+        cache_frames: int = STREAM_CACHE_FRAMES,
         graphs: bool = True,
         load_exact: Callable[[], Any] | None = None,
     ):
@@ -61,7 +61,7 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         )
         self._prompts = prompts
         weight = network.spk_embed_affine_layer.weight
-        self._pool = TailPool(network.config.estimator, weight, steps, limits.max_streams, tail_frames)
+        self._pool = StreamCachePool(network.config.estimator, weight, steps, limits.max_streams, cache_frames)
         self._solve: Solve
         if self._graphed:
             from cosyvoice_triton import kernels  # they need Triton
@@ -76,7 +76,7 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         """The solver of the network's estimator, over these operations."""
 
     def _plain_solve(self) -> Solve:
-        """The one without CUDA graphs."""
+        """Make the solve without CUDA graphs."""
         return GatheredSolve(self._solver(plain_operations), self._pool, self._noise)
 
     def _capture(self) -> None:
@@ -122,18 +122,18 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         key = prompt.digest
         cache = self._prompts.acquire(key, self._prompt_bytes(prompt), lambda: self._made([prompt])[0])
         try:
-            tail = self._pool.acquire(cache)
+            stream_cache = self._pool.acquire(cache)
         except BaseException:
             self._prompts.release(key)
             raise
-        return self._stream(vocoder=vocoder, prompt=cache, prompt_key=key, tail=tail)
+        return self._stream(vocoder=vocoder, prompt=cache, prompt_key=key, cache=stream_cache)
 
     @abstractmethod
     def _stream(self, **parts: Any) -> CachedStreamT:
-        """A new stream, given the parts of a `CachedStream`."""
+        """Make a stream, given the parts of a `CachedStream`."""
 
     def close(self, stream: CachedStreamT) -> None:
-        self._pool.release(stream.tail)
+        self._pool.release(stream.cache)
         self._prompts.release(stream.prompt_key)
         del stream.prompt  # whoever still refers to the stream must not keep a voice that is evicted
 
@@ -142,7 +142,7 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         """The encoder's input for the frames that a voice's prompt cache has, which are at least one token's."""
 
     def _prefill(self, prompts: Sequence[Prompt]) -> list[PromptCache]:
-        """The prompt caches of different voices, by one solve."""
+        """Make the prompt caches of different voices, by one solve."""
         speakers = [self._project_speaker(prompt) for prompt in prompts]
         frames = [self._prompt_frames(prompt) for prompt in prompts]
         attended = [index for index, count in enumerate(frames) if count]
@@ -168,7 +168,8 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         ]
 
     def _made(self, prompts: Sequence[Prompt]) -> list[PromptCache]:
-        """Prompt caches for which there is room. If the free memory is in too small pieces, idle ones are evicted."""
+        """Make prompt caches for which there is room. If the free memory is in too small pieces, idle ones are
+        evicted."""
         try:
             return self._finite(self._prefill(prompts))
         except torch.OutOfMemoryError:
@@ -177,8 +178,8 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         return self._finite(self._prefill(prompts))
 
     def _finite(self, caches: list[PromptCache]) -> list[PromptCache]:
-        """Prompt caches as they were made, or made again in float32 where they are not finite. NotFiniteError if that
-        does not help."""
+        """Check prompt caches, and make those that are not finite again in float32. NotFiniteError if that does not
+        help."""
         checked = []
         for cache, good in zip(caches, _are_finite(caches), strict=True):
             if not good:
@@ -195,7 +196,7 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         """The encoder's input for a chunk, whose last tokens are the row's."""
 
     def _known(self, streams: list[CachedStreamT], rows: list[Row], mu: Tensor) -> Tensor | None:
-        """See `Solve.run`; like mu."""
+        """Return the known mel of the rows for `Solve.run`, of the type of mu."""
         return None
 
     def _render(self, chunks: list[Chunk[CachedStreamT]]) -> list[Tensor]:
@@ -226,8 +227,9 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         return mu.gather(1, frames[:, :, None].expand(-1, -1, mu.shape[2]))
 
     def _replace(self, stream: CachedStreamT, exact: Self, anew: CachedStreamT) -> None:
-        """What the stream keeps, and its voice's prompt cache for new streams, by those of a stream of `exact`."""
-        self._pool.replace(stream.tail, exact._pool, anew.tail)
+        """Replace what the stream keeps, and its voice's prompt cache for new streams, by those of a stream of
+        `exact`."""
+        self._pool.replace(stream.cache, exact._pool, anew.cache)
         dtype = stream.prompt.speaker.dtype
         stream.prompt = self._prompts.replace(stream.prompt_key, stream.prompt, _converted(anew.prompt, dtype))
 
@@ -239,7 +241,7 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
             limits=replace(self.limits, max_streams=1),
             steps=self._steps,
             max_tokens=self._max_tokens,
-            tail_frames=self._pool.frames,
+            cache_frames=self._pool.frames,
             graphs=False,
         )
 
@@ -256,6 +258,6 @@ def _converted(cache: PromptCache, dtype: torch.dtype) -> PromptCache:
 
 
 def _are_finite(caches: list[PromptCache]) -> list[bool]:
-    """Of the convolutions' histories and the last values alone: all others come before one of these."""
+    """Which prompt caches are finite. Histories and the last values are enough to see: all others come before them."""
     last = [(cache.history, cache.attention.values[-1, -1]) for cache in caches]
     return torch.stack([history.isfinite().all() & values.isfinite().all() for history, values in last]).tolist()

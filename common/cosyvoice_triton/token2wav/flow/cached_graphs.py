@@ -9,7 +9,7 @@ from cosyvoice_triton import kernels
 from cosyvoice_triton.device import pinned
 from cosyvoice_triton.networks.flow.cache import KeyValues
 from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver
-from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, TailPool
+from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, StreamCachePool
 from cosyvoice_triton.token2wav.flow.prompt_caches import Prefilled
 from cosyvoice_triton.token2wav.flow.solve import prefilled
 from cosyvoice_triton.token2wav.gpu.graphs import Graphs
@@ -24,7 +24,7 @@ TABLE_ROWS = 12
 class PagedContext:
     """The context of a batch as a table (TABLE_ROWS, B) of addresses and lengths for the kernels."""
 
-    def __init__(self, pool: TailPool, table: Tensor):
+    def __init__(self, pool: StreamCachePool, table: Tensor):
         self._pool = pool
         self._table = table
         self._depth = pool.keys.shape[2]
@@ -48,7 +48,7 @@ class GraphedSolve:
     def __init__(
         self,
         solver: CachedSolver,
-        pool: TailPool,
+        pool: StreamCachePool,
         noise: NoiseTape,
         limits: BatchLimits,
         most: int,
@@ -92,7 +92,7 @@ class GraphedSolve:
             else:
                 mel = self._graphs.run(size, *inputs, self._table(part, computed, size[0]), *others)
             for stream, row in zip(part, computed, strict=True):
-                self._pool.advance(stream.tail, row)
+                self._pool.advance(stream.cache, row)
             return mel[: len(part), :T]
 
         return self._graphs.run_rows(B, T, compute)
@@ -119,9 +119,9 @@ class GraphedSolve:
     def _table(self, streams: Sequence[CachedStream], rows: Sequence[Row], batch: int) -> Tensor:
         columns = []
         for stream, row in zip(streams, rows, strict=True):
-            prompt, tail = stream.prompt.attention, stream.tail
-            lengths = prompt.frames, tail.slot, tail.frames, row.frames, tail.next, row.start
-            columns.append([*_addresses(prompt), *lengths, *self._ring(tail.slot), row.kept])
+            prompt, stream_cache = stream.prompt.attention, stream.cache
+            lengths = prompt.frames, stream_cache.slot, stream_cache.frames, row.frames, stream_cache.next, row.start
+            columns.append([*_addresses(prompt), *lengths, *self._ring(stream_cache.slot), row.kept])
         return self._padded(columns, batch)
 
     def _padded(self, columns: list[list[int]], batch: int) -> Tensor:

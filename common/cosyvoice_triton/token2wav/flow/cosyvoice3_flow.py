@@ -37,8 +37,11 @@ def load(path: Path, options: FlowOptions) -> "CosyVoice3Streaming":
 
 
 class CosyVoice3Streaming(CachedStreaming[CachedStream]):
-    """Where no frame has left the tail yet, the mel of whole chunks of the mask equals that of the finished utterance,
-    rendered at once under the mask."""
+    """Streams CosyVoice3's flow.
+
+    Until a frame leaves the stream cache, the mel of whole chunks of the mask equals that of the finished utterance,
+    rendered at once under the mask.
+    """
 
     cumulative = True
     batch_tokens = COSYVOICE3_BATCH_TOKENS
@@ -52,12 +55,12 @@ class CosyVoice3Streaming(CachedStreaming[CachedStream]):
         return CachedStream(**parts)
 
     def _prompt_frames(self, prompt: Prompt) -> int:
-        """Those of whole chunks of the mask whose look-ahead is in the prompt."""
+        """The prompt cache has the whole chunks of the mask whose look-ahead is in the prompt."""
         return self._pool.whole(TOKEN_MEL_RATIO * max(0, len(prompt.tokens) - LOOKAHEAD_TOKENS))
 
     def _computed(self, stream: CachedStream, new: int) -> int:
         tokens = len(stream.prompt.voice.tokens) + stream.rendered + new
-        return tokens - (stream.prompt.frames + stream.tail.total) // TOKEN_MEL_RATIO
+        return tokens - (stream.prompt.frames + stream.cache.total) // TOKEN_MEL_RATIO
 
     def _prompt_window(self, prompt: Prompt) -> Window:
         return _window(prompt.tokens, self._prompt_frames(prompt) // TOKEN_MEL_RATIO)
@@ -76,13 +79,13 @@ class CosyVoice3Streaming(CachedStreaming[CachedStream]):
         return known
 
     def _again(self, chunk: CachedChunk) -> Tensor:
-        """With all frames that its row attended to, in one row."""
+        """Render it with all frames that its row attended to, in one row."""
         exact, stream = self.exact(), chunk.stream
         (prompt,) = exact._prefill([stream.prompt.voice])
-        tail = exact._pool.acquire(prompt)
+        stream_cache = exact._pool.acquire(prompt)
         before = TOKEN_MEL_RATIO * (len(prompt.voice.tokens) + chunk.offset) - prompt.frames
-        tail.total = self._pool.whole(max(0, before - self._pool.frames))
-        anew = replace(stream, prompt=prompt, tail=tail, rendered=chunk.offset)
+        stream_cache.total = self._pool.whole(max(0, before - self._pool.frames))
+        anew = replace(stream, prompt=prompt, cache=stream_cache, rendered=chunk.offset)
         (mel,) = exact.render([replace(chunk, stream=anew)])
         self._replace(stream, exact, anew)
         return mel

@@ -40,15 +40,15 @@ class DiTStream(CachedStream):
 
     @property
     def complete(self) -> bool:
-        """Whether the tail still holds every frame."""
-        return self.tail.frames == TOKEN_MEL_RATIO * self.rendered
+        """Whether the stream cache still holds every frame."""
+        return self.cache.frames == TOKEN_MEL_RATIO * self.rendered
 
 
 DiTChunk = Chunk[DiTStream]
 
 
 class DiTStreaming(CachedStreaming[DiTStream]):
-    """context_tokens: of a stream, kept for the encoder."""
+    """Streams Step-Audio2's flow. context_tokens: so many recent tokens of a stream are kept for the encoder."""
 
     cumulative = False
     batch_tokens = DIT_BATCH_TOKENS
@@ -105,9 +105,11 @@ class DiTStreaming(CachedStreaming[DiTStream]):
         (prompt,) = exact._prefill([stream.prompt.voice])
         before = stream.context[: max(0, len(stream.context) - chunk.new)]
         begin = chunk.offset - len(before)
-        tail = exact._pool.acquire(prompt)
-        tail.total = TOKEN_MEL_RATIO * begin
-        anew = replace(stream, prompt=prompt, tail=tail, context=np.zeros(0, np.int64), chunk_ends=[], rendered=begin)
+        stream_cache = exact._pool.acquire(prompt)
+        stream_cache.total = TOKEN_MEL_RATIO * begin
+        anew = replace(
+            stream, prompt=prompt, cache=stream_cache, context=np.zeros(0, np.int64), chunk_ends=[], rendered=begin
+        )
         tokens = np.concatenate([before, chunk.tokens])
         for end in [end for end in stream.chunk_ends if end > begin]:
             offset = anew.rendered

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cosyvoice_triton.networks.flow.cache import EstimatorCache, KeyValues
 from cosyvoice_triton.networks.flow.dit import DiTFlow
-from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, TailPool
+from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, StreamCachePool
 from cosyvoice_triton.token2wav.flow.prompt_caches import Prefilled
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 
@@ -16,7 +16,7 @@ from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 class ChunkwiseSolve:
     """The solve with an estimator that another runtime computes: rows of equal sizes share a batch."""
 
-    def __init__(self, network: DiTFlow, pool: TailPool, noise: NoiseTape):
+    def __init__(self, network: DiTFlow, pool: StreamCachePool, noise: NoiseTape):
         self._decoder = network.decoder
         self._pool = pool
         self._noise = noise
@@ -36,7 +36,7 @@ class ChunkwiseSolve:
         mel = torch.zeros(mu.shape, device=mu.device)
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
         for index, (stream, row) in enumerate(zip(streams, rows, strict=True)):
-            groups[stream.prompt.frames + stream.tail.frames, row.frames].append(index)
+            groups[stream.prompt.frames + stream.cache.frames, row.frames].append(index)
         for (_, frames), members in groups.items():
             of = [streams[index] for index in members], [rows[index] for index in members]
             mel[members, :frames] = self._solve(*of, mu[members, :frames])
@@ -45,7 +45,7 @@ class ChunkwiseSolve:
     def _solve(self, streams: Sequence[CachedStream], rows: Sequence[Row], mu: Tensor) -> Tensor:
         """(B, T, mel) -> (B, T, mel)"""
         T, pool = mu.shape[1], self._pool
-        slots = torch.tensor([stream.tail.slot for stream in streams], device=mu.device)
+        slots = torch.tensor([stream.cache.slot for stream in streams], device=mu.device)
         starts = torch.tensor([row.start for row in rows], device=mu.device)
         history = pool.history_of(slots).transpose(-1, -2)  # (.., R, frame, C) -> (.., R, C, frame)
         caches = EstimatorCache(self._context(streams), history).with_room(T)
@@ -55,8 +55,8 @@ class ChunkwiseSolve:
         keys, values = (x[..., -T:, :] for x in (caches.attention.keys, caches.attention.values))
         for index, (stream, row) in enumerate(zip(streams, rows, strict=True)):
             for step in range(len(keys)):
-                pool.append(stream.tail, row, index, step, keys[step], values[step])
-            pool.advance(stream.tail, row)
+                pool.append(stream.cache, row, index, step, keys[step], values[step])
+            pool.advance(stream.cache, row)
         return mel
 
     def _advance(self, caches: EstimatorCache, starts: Tensor, mu: Tensor, speaker: Tensor, known: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class ChunkwiseSolve:
         return mel.transpose(1, 2)  # (B, mel, T) -> (B, T, mel)
 
     def _context(self, streams: Sequence[CachedStream]) -> KeyValues:
-        """Keys and values of the prompts and tails, gathered: (steps, depth, 2 B, H, K, D)."""
+        """Keys and values of the prompts and streams, gathered: (steps, depth, 2 B, H, K, D)."""
         prompts, pool = [stream.prompt.attention for stream in streams], self._pool
         return KeyValues(
             _gathered(streams, [prompt.keys for prompt in prompts], pool.keys),
@@ -84,7 +84,7 @@ class ChunkwiseSolve:
 def _gathered(streams: Sequence[CachedStream], prompts: list[Tensor], rings: Tensor) -> Tensor:
     """(steps, depth, 2, H, K, D) of each stream -> (steps, depth, 2 B, H, K, D), the conditional rows first"""
     contexts = [
-        torch.cat([prompt, rings[stream.tail.slot, ..., : stream.tail.frames, :]], dim=-2)
+        torch.cat([prompt, rings[stream.cache.slot, ..., : stream.cache.frames, :]], dim=-2)
         for stream, prompt in zip(streams, prompts, strict=True)
     ]
     return torch.stack(contexts, dim=3).flatten(2, 3)

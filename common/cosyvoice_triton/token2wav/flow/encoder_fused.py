@@ -63,7 +63,7 @@ class FusedEncoder:
         self._last_norm, self._projection = encoder.after_norm, network.encoder_proj
 
     def __call__(self, tokens: Tensor, visible: Tensor) -> Tensor:
-        """See `MelFlow.encode_window`; what comes after a window, as far as its last token sees, is 0."""
+        """Compute `MelFlow.encode_window`; what comes after a window, as far as its last token sees, is 0."""
         B, T, _ = tokens.shape
         frames = visible.amax(1)
         x = self._tokens[tokens]  # (B, T, 1 + lookahead, C)
@@ -95,7 +95,7 @@ class FusedEncoder:
 
 
 def _embedded(embedding: InputEmbedding, x: Tensor) -> Tensor:
-    """What an `InputEmbedding` makes of x (..., C)."""
+    """Compute what an `InputEmbedding` makes of x (..., C)."""
     return embedding.out(x) * embedding.scale
 
 

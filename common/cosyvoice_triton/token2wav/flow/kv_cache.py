@@ -1,7 +1,7 @@
-"""Keys and values of an estimator: a prompt cache per voice, shared by its streams, and a bounded tail per stream.
+"""Keys and values of an estimator: a prompt cache per voice, shared by its streams, and a bounded one per stream.
 
-A tail is a ring: new frames overwrite the oldest ones in place, so their order there is not that of time. Positions, if
-the estimator has any, are in the keys.
+The cache of a stream is a ring: new frames overwrite the oldest ones in place, so their order there is not that of
+time. Positions, if the estimator has any, are in the keys.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ CachedConfig = DiTConfig | RotaryDiTConfig
 
 
 @dataclass
-class Tail:
-    """The recent frames of one stream: a slot of the pool, and how much of its ring is written."""
+class StreamCache:
+    """Where the recent frames of one stream are: a slot of the pool, and how much of its ring is written."""
 
     slot: int
     frames: int = 0  # written, at most the ring's length
@@ -32,18 +32,18 @@ class Tail:
 
 @dataclass(kw_only=True)
 class CachedStream(Stream):
-    """A stream of a flow that keeps keys and values."""
+    """The state of a stream of a flow that keeps keys and values."""
 
     prompt: PromptCache
     prompt_key: bytes
-    tail: Tail
+    cache: StreamCache
 
 
 CachedChunk = Chunk[CachedStream]
 
 
 class Row(NamedTuple):
-    """What is computed for a chunk: the frames after those that are kept.
+    """The frames that are computed for a chunk: those after the ones that are kept.
 
     start: index of the first one, counted from the prompt's; its noise and position are those of that index.
     frames: how many. kept: how many of them, from the first on, later chunks attend to.
@@ -54,7 +54,7 @@ class Row(NamedTuple):
     kept: int
 
 
-class TailPool:
+class StreamCachePool:
     """One ring and one convolution history per live stream, allocated once.
 
     The last slot is scratch: padding rows of a batch write to it.
@@ -77,68 +77,68 @@ class TailPool:
         return self.keys.nbytes + self.values.nbytes + self.history.nbytes
 
     def prompt_bytes(self, frames: int) -> int:
-        """Size of the `PromptCache` of a voice of that many frames."""
+        """Bytes of the `PromptCache` of a voice of that many frames."""
         keys, history = self.keys[0], self.history[0]
         return 2 * keys.nbytes // self.frames * frames + history.nbytes
 
     def empty_attention(self, frames: int) -> KeyValues:
-        """Memory for the keys and values of a prompt."""
+        """Allocate the keys and values of a prompt."""
         *shape, _, D = self.keys.shape[1:]
         return KeyValues(*(self.keys.new_empty(*shape, frames, D) for _ in range(2)))
 
     def empty_prompt(self) -> Prefilled:
-        """What `Solve.prefill` would leave of a prompt without frames."""
+        """Return what `Solve.prefill` would leave of a prompt without frames."""
         return Prefilled(self.empty_attention(0), torch.zeros_like(self.history[0]))
 
-    def acquire(self, prompt: PromptCache) -> Tail:
-        """A slot for a stream that begins after its prompt. UnavailableError when all are taken."""
+    def acquire(self, prompt: PromptCache) -> StreamCache:
+        """Take a slot for a stream that begins after its prompt. UnavailableError when all are taken."""
         if not self._free:
             raise UnavailableError(f"all {self.slots} streams of the flow are taken")
         self.history[self._free[-1]] = prompt.history
-        return Tail(self._free.pop())
+        return StreamCache(self._free.pop())
 
-    def release(self, tail: Tail) -> None:
-        self._free.append(tail.slot)
+    def release(self, stream_cache: StreamCache) -> None:
+        self._free.append(stream_cache.slot)
 
-    def replace(self, tail: Tail, other: "TailPool", theirs: Tail) -> None:
+    def replace(self, stream_cache: StreamCache, other: "StreamCachePool", theirs: StreamCache) -> None:
         """Copy what a stream of another pool, with rings of the same length, keeps over what this one does."""
         for ours, source in ((self.keys, other.keys), (self.values, other.values), (self.history, other.history)):
-            ours[tail.slot] = source[theirs.slot]
-        tail.frames, tail.next, tail.total = theirs.frames, theirs.next, theirs.total
+            ours[stream_cache.slot] = source[theirs.slot]
+        stream_cache.frames, stream_cache.next, stream_cache.total = theirs.frames, theirs.next, theirs.total
 
     def history_of(self, slots: Tensor) -> Tensor:
-        """Convolution histories of B streams, slots (B,) -> (steps, pair, convolution, R, frame, C)."""
+        """Read the convolution histories of B streams, slots (B,) -> (steps, pair, convolution, R, frame, C)."""
         history = self.history[slots]  # (B, steps, pair, convolution, guidance row, frame, C)
         return history.permute(1, 2, 3, 4, 0, 5, 6).flatten(3, 4)
 
     def keep_history(self, slots: Tensor, history: Tensor) -> None:
-        """Store them, shaped as `history_of` returns them."""
+        """Store convolution histories, shaped as `history_of` returns them."""
         self.history.index_copy_(0, slots, history.unflatten(3, (2, -1)).permute(4, 0, 1, 2, 3, 5, 6))
 
     def row(self, stream: CachedStream, rendered: int) -> Row:
-        """The row of a stream's chunk, given how many of its tokens are rendered then. Where the mask has chunks, only
-        whole ones are kept: later frames of the same one change a frame."""
-        start = stream.prompt.frames + stream.tail.total
+        """Return the row of a stream's chunk, given how many of its tokens are rendered then. Where the mask has
+        chunks, only whole ones are kept: later frames of the same one change a frame."""
+        start = stream.prompt.frames + stream.cache.total
         end = TOKEN_MEL_RATIO * (len(stream.prompt.voice.tokens) + rendered)
         return Row(start, end - start, self.whole(end) - start)
 
     def whole(self, frames: int) -> int:
-        """Frames of the whole chunks of the attention mask, of that many from the prompt's first on."""
+        """Of so many frames from the prompt's first on, count those of whole chunks of the attention mask."""
         return frames - frames % self.mask_chunk if self.mask_chunk else frames
 
-    def append(self, tail: Tail, row: Row, index: int, step: int, keys: Tensor, values: Tensor) -> None:
+    def append(self, stream_cache: StreamCache, row: Row, index: int, step: int, keys: Tensor, values: Tensor) -> None:
         """Copy what row `index` of one step of a solve keeps, of (depth, 2 B, H, T, D), into its stream's ring."""
         B = keys.shape[1] // 2  # the two guidance rows of a stream are B apart
         count = min(row.kept, self.frames)
-        first = min(count, self.frames - tail.next)  # up to the ring's end; the rest goes to its start
+        first = min(count, self.frames - stream_cache.next)  # up to the ring's end; the rest goes to its start
         for ring, new in ((self.keys, keys), (self.values, values)):
-            slot, new = ring[tail.slot, step], new[:, index::B, :, row.kept - count : row.kept]
-            slot[..., tail.next : tail.next + first, :] = new[..., :first, :]
+            slot, new = ring[stream_cache.slot, step], new[:, index::B, :, row.kept - count : row.kept]
+            slot[..., stream_cache.next : stream_cache.next + first, :] = new[..., :first, :]
             slot[..., : count - first, :] = new[..., first:, :]
 
-    def advance(self, tail: Tail, row: Row) -> None:
+    def advance(self, stream_cache: StreamCache, row: Row) -> None:
         """Count the frames that were copied into the ring."""
         count = min(row.kept, self.frames)
-        tail.next = (tail.next + count) % self.frames
-        tail.frames = min(tail.frames + count, self.frames)
-        tail.total += row.kept
+        stream_cache.next = (stream_cache.next + count) % self.frames
+        stream_cache.frames = min(stream_cache.frames + count, self.frames)
+        stream_cache.total += row.kept

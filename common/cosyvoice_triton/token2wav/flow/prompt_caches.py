@@ -1,4 +1,4 @@
-"""What is computed once for a voice and shared by its streams: keys and values of its prompt."""
+"""Prompt caches: the keys and values of a voice's prompt, computed once and shared by its streams."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from cosyvoice_triton.voice.prompt import Prompt
 
 
 class Prefilled(NamedTuple):
-    """What running the estimator over a prompt leaves."""
+    """The keys, values and history that the estimator leaves of a prompt."""
 
     attention: KeyValues  # (steps, depth, 2, H, P, D): keys and values of the prompt
     history: Tensor  # (steps, pair, convolution, guidance row, frame, C): the convolutions' at the prompt's end
@@ -21,7 +21,7 @@ class Prefilled(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptCache:
-    """What prefill leaves of a voice's prompt: shared by all streams of the voice, never changed.
+    """The estimator's memory of a voice's prompt: shared by all streams of the voice, never changed.
 
     P: frames whose keys and values are final, of 2 for each token. The others are computed with a stream's first ones.
     """
@@ -75,7 +75,8 @@ class PromptCaches:
         return fits
 
     def acquire(self, key: bytes, nbytes: int, prefill: Callable[[], PromptCache]) -> PromptCache:
-        """The cache for one more stream, made by `prefill` if it is not there; UnavailableError if it does not fit."""
+        """Return the cache for one more stream, made by `prefill` if it is not there; UnavailableError if it does not
+        fit."""
         if key not in self._entries:
             if not self.make_room(nbytes):
                 raise UnavailableError(
@@ -102,7 +103,7 @@ class PromptCaches:
         return entry.cache
 
     def release(self, key: bytes) -> None:
-        """One of its streams has ended."""
+        """Count one stream of the cache less."""
         entry = self._entries[key]
         entry.streams -= 1
         self._used -= 0 if entry.streams else entry.cache.nbytes

@@ -1,4 +1,4 @@
-"""Ways to run the solve of a batch whose streams keep their keys and values apart; `graphs` has the one for GPUs."""
+"""Ways to run the solve of a batch whose streams keep their keys and values apart; `cached_graphs` has that of GPUs."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,7 +10,7 @@ from torch import Tensor
 from cosyvoice_triton.networks.flow.cache import KeyValues
 from cosyvoice_triton.networks.flow.layers import attention_mask, merge_heads
 from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver
-from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, TailPool
+from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, StreamCachePool
 from cosyvoice_triton.token2wav.flow.prompt_caches import Prefilled
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 
@@ -19,7 +19,7 @@ class Solve(Protocol):
     """A way to run the Euler solve of a batch whose streams keep their keys and values apart."""
 
     def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor, frames: Sequence[int]) -> list[Prefilled]:
-        """Of each prompt.
+        """Run the estimator over prompts, and return what each leaves.
 
         mu (B, T, mel): encoder output, speaker (B, mel): projected x-vectors, mel (B, T, mel): the prompts' own.
         frames (B): length of each; the rest of a row is padding.
@@ -38,7 +38,7 @@ class Solve(Protocol):
 class GatheredSolve:
     """The solve on any device: the context of a batch is gathered into one padded tensor."""
 
-    def __init__(self, solver: CachedSolver, pool: TailPool, noise: NoiseTape):
+    def __init__(self, solver: CachedSolver, pool: StreamCachePool, noise: NoiseTape):
         self._solver = solver
         self._pool = pool
         self._noise = noise
@@ -57,19 +57,19 @@ class GatheredSolve:
         starts = torch.tensor([row.start for row in rows], device=device)
         frames = torch.tensor([row.frames for row in rows], device=device)
         kept = torch.tensor([row.kept for row in rows], device=device)
-        slots = torch.tensor([stream.tail.slot for stream in streams], device=device)
+        slots = torch.tensor([stream.cache.slot for stream in streams], device=device)
         conditions = solver.conditions(mu, torch.cat([stream.prompt.speaker for stream in streams]), known)
         context = GatheredContext(self._pool, streams, rows, T)
         computed = solver.rows(starts, frames, kept, T, context, self._pool.history_of(slots))
         mel = solver.solve(self._noise.gather(starts, T), conditions, computed)
         self._pool.keep_history(slots, computed.scratch.next_history)
         for stream, row in zip(streams, rows, strict=True):
-            self._pool.advance(stream.tail, row)
+            self._pool.advance(stream.cache, row)
         return mel
 
 
 def prefilled(prompts: Sequence[KeyValues], history: Tensor) -> list[Prefilled]:
-    """What a prefill of B prompts, or more rows of which the first B count, leaves of each: its keys and values, and
+    """Return what a prefill of B prompts, or more rows of which the first B count, leaves of each: keys and values, and
     its part of the convolutions' history (steps, pairs, convolution, R, frame, C), copied."""
     B = history.shape[3] // 2
     return [
@@ -85,7 +85,7 @@ def own_mask(frames: Tensor, longest: int, mask_chunk: int) -> Tensor:
 
 
 class NoContext:
-    """For prefill: prompts attend to themselves only, and are kept in `prompts`.
+    """The context of a prefill: prompts attend to themselves only, and are kept in `prompts`.
 
     frames (B,): their lengths in rows of `longest` frames.
     """
@@ -108,10 +108,10 @@ class NoContext:
 class GatheredContext:
     """Context copied into one padded tensor per solve: for CPUs, and the reference of the fused kernel's tests."""
 
-    def __init__(self, pool: TailPool, streams: Sequence[CachedStream], rows: Sequence[Row], frames: int):
+    def __init__(self, pool: StreamCachePool, streams: Sequence[CachedStream], rows: Sequence[Row], frames: int):
         B = len(streams)
         self._pool, self._streams, self._rows = pool, streams, rows
-        lengths = [stream.prompt.frames + stream.tail.frames for stream in streams]
+        lengths = [stream.prompt.frames + stream.cache.frames for stream in streams]
         steps, depth, _, H, _, D = streams[0].prompt.attention.keys.shape
         shape = (steps, depth, 2 * B, H, max(lengths), D)
         self._keys = pool.keys.new_zeros(shape)
@@ -119,14 +119,14 @@ class GatheredContext:
         before = torch.zeros(2 * B, 1, max(lengths), dtype=torch.bool, device=pool.keys.device)
         for index, stream in enumerate(streams):
             both = [index, B + index]
-            prompt, tail = stream.prompt, stream.tail
+            prompt, stream_cache = stream.prompt, stream.cache
             P, length = prompt.frames, lengths[index]
-            for out, of_prompt, of_tail in (
+            for out, of_prompt, of_ring in (
                 (self._keys, prompt.attention.keys, pool.keys),
                 (self._values, prompt.attention.values, pool.values),
             ):
                 out[:, :, both, :, :P] = of_prompt
-                out[:, :, both, :, P:length] = of_tail[tail.slot, ..., : tail.frames, :]
+                out[:, :, both, :, P:length] = of_ring[stream_cache.slot, ..., : stream_cache.frames, :]
             before[both, :, :length] = True
         own = own_mask(torch.tensor([row.frames for row in rows], device=before.device), frames, pool.mask_chunk)
         visible = torch.cat([before.expand(-1, own.shape[1], -1), own], dim=2)
@@ -139,4 +139,4 @@ class GatheredContext:
 
     def keep(self, step: int, keys: Tensor, values: Tensor) -> None:
         for index, (stream, row) in enumerate(zip(self._streams, self._rows, strict=True)):
-            self._pool.append(stream.tail, row, index, step, keys, values)
+            self._pool.append(stream.cache, row, index, step, keys, values)

@@ -41,7 +41,9 @@ class WindowSolve(Protocol):
 
 
 class UNetStreaming(StreamingFlow[WindowStream]):
-    """Where chunks end on 25-token boundaries counted from the prompt's start and no token has left the window yet, the
+    """Streams CosyVoice2's flow.
+
+    Where chunks end on 25-token boundaries counted from the prompt's start and no token has left the window yet, the
     mel equals that of the finished utterance rendered at once under the training masks.
 
     On a GPU with `graphs`, the solve is one of fused kernels in CUDA graphs, unless a runtime has the estimator.

@@ -29,9 +29,9 @@ WORKERS = 2  # batches that are rendered at the same time on a GPU, see `FIRST_C
 MAX_BATCH = 64  # chunks; larger batches gain nothing
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 64)
 FRAMES = (32, 64, 104, 128)  # length classes of chunks below the largest one, mel frames
-PROMPT_FRAMES = (128, 256, 384, 512, 768, 1024)  # the same of prompts
-WINDOW_TOKENS = (160, 208, 256, 320, 416, 512, 768, 1024)  # of encoder windows
-WINDOW_FRAMES = (320, 416, 512, 640, 832, 1024, 1536)  # of the same windows in the estimator
+PROMPT_FRAMES = (128, 256, 384, 512, 768, 1024)  # length classes of prompts, mel frames
+WINDOW_TOKENS = (160, 208, 256, 320, 416, 512, 768, 1024)  # length classes of encoder windows
+WINDOW_FRAMES = (320, 416, 512, 640, 832, 1024, 1536)  # length classes of the same windows in the estimator
 STEP = 8  # the largest class of each kind is a multiple of it
 
 # Most of a whole batch, padding included: larger ones gain no speed, and their temporary tensors take 0.5 to 1 GB.
@@ -108,8 +108,9 @@ class BatchLimits:
 
     @cached_property
     def row_frames(self) -> tuple[int, ...]:
-        """The same of what a flow that keeps keys and values computes for a chunk: also the tokens before it that are
-        not kept, see `cached.memory.Row`. After a prompt these are up to a boundary and the look-ahead."""
+        """Length classes, mel frames, of what a flow that keeps keys and values computes for a chunk: also the tokens
+        before it that are not kept, see `kv_cache.Row`. After a prompt these are up to a boundary and the
+        look-ahead."""
         before = self.chunk_boundary - 1 + LOOKAHEAD_TOKENS if self.chunk_boundary > 1 else 0
         longest = TOKEN_MEL_RATIO * (self._longest_hop + LOOKAHEAD_TOKENS - 1 + before)
         return _classes((*FRAMES, *(c for c in self.chunk_frames if c > FRAMES[-1])), longest)
@@ -126,7 +127,7 @@ class BatchLimits:
 
     @cached_property
     def window_frames(self) -> tuple[int, ...]:
-        """The same in mel frames, for the estimators that compute windows."""
+        """Length classes of windows in mel frames, for the estimators that compute them."""
         return _classes(WINDOW_FRAMES, TOKEN_MEL_RATIO * self._longest_window)
 
     @cached_property

@@ -17,7 +17,7 @@ import torch
 
 from cosyvoice_triton.checkpoint import read_state, shapes_of
 from cosyvoice_triton.config import SPARE_REQUESTS, PromptDevice, planned_llm_gib
-from cosyvoice_triton.constants import HOP_SAMPLES, MEL_RATE, TAIL_FRAMES
+from cosyvoice_triton.constants import HOP_SAMPLES, MEL_RATE, STREAM_CACHE_FRAMES
 from cosyvoice_triton.networks.flow.config import (
     CosyVoice3FlowConfig,
     DiTConfig,
@@ -138,7 +138,7 @@ class Networks:
     def streams(self, count: int) -> int:
         """Bytes of that many streams: the most recent frames, history, and the vocoder's part. One slot more is for the
         padding of batches."""
-        return (count + 1) * (TAIL_FRAMES * self.frame + self.history + self.vocoder_stream)
+        return (count + 1) * (STREAM_CACHE_FRAMES * self.frame + self.history + self.vocoder_stream)
 
     def batches(self, limits: BatchLimits) -> int:
         """Bytes of CUDA graphs' tensors, about: those of each worker's largest batch, with the keys and values of a

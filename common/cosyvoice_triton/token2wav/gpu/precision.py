@@ -1,4 +1,4 @@
-"""In which number formats the networks of token2wav compute: as settings name them, or as fast as is safe.
+"""The number formats in which the networks of token2wav compute: as settings name them, or as fast as is safe.
 
 A network that is to compute in less than float32 is compared with float32 when it is loaded, on a fixed utterance. If
 its error is beyond a limit, it computes in float32 instead.
@@ -42,7 +42,7 @@ class Precision:
 
     @classmethod
     def named(cls, flow: str, vocoder: str, device: str, runtime: FlowRuntime = "auto") -> "Precision":
-        """From names of torch's dtypes. "auto" is the fastest that does not harm the audio (docs/gpu.md):
+        """Make it from names of torch's dtypes. "auto" is the fastest that does not harm the audio (docs/gpu.md):
         float16 on a GPU; on a CPU float32, except for a flow in torch, which uses bfloat16 if the CPU supports it.
 
         runtime: of the flow's estimator, as the setting names it. ValueError for bfloat16 on a GPU without it.

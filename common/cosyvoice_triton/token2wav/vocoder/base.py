@@ -1,4 +1,4 @@
-"""What the vocoders' streaming forms share: slots of streams, and chunks that are rendered in batches."""
+"""The base of the streaming vocoders: slots of streams, and chunks that are rendered in batches."""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -47,19 +47,20 @@ class BatchVocoder(ABC):
     def _pass(
         self, begun: bool, mel: Tensor, slots: Tensor, starts: Tensor, frames: Tensor, ends: Sequence[bool]
     ) -> Tensor:
-        """The speech (B, N) of one batch of chunks that all continue their streams (`begun`) or all begin them: mel
-        (B, 80, T) of which a row has `frames` (B,), starts (B,): `VocoderState.frame`; ends: rows that are final."""
+        """Render the speech (B, N) of one batch of chunks that all continue their streams (`begun`) or all begin them:
+        mel (B, 80, T) of which a row has `frames` (B,), starts (B,): `VocoderState.frame`; ends: rows that are
+        final."""
 
     @abstractmethod
     def _sent(self, frames: int, *, begun: bool, final: bool) -> tuple[int, int]:
-        """(mel frames, samples) that a chunk of so many new frames completes."""
+        """Return the (mel frames, samples) that a chunk of so many new frames completes."""
 
     @abstractmethod
     def _whole(self, mel: Tensor, frames: Tensor) -> Tensor:
-        """The speech (B, N) of whole utterances."""
+        """Render the speech (B, N) of whole utterances."""
 
     def open(self) -> VocoderState:
-        """Raises UnavailableError when all streams are taken."""
+        """Begin a stream. Raises UnavailableError when all are taken."""
         return VocoderState(self._slots.acquire())
 
     def close(self, state: VocoderState) -> None:
@@ -67,7 +68,7 @@ class BatchVocoder(ABC):
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> list[Tensor | Exception]:
-        """The audio (N,) of chunks of different streams on the CPU, given their new mel frames (80, T) each; an
+        """Render the audio (N,) of chunks of different streams, on the CPU, given their new mel frames (80, T) each; an
         exception for a chunk that cannot be rendered. NotFiniteError leaves the stream as it was before.
 
         N is less than that of the frames while a part is withheld. Chunks of a length class share a pass.
@@ -94,7 +95,7 @@ class BatchVocoder(ABC):
         return audio
 
     def _rest(self, chunk: Chunk, mel: Tensor) -> Tensor | Exception:
-        """The audio (N,) that is withheld of a stream that ends with no new frame: mel (80, 0)."""
+        """Return the audio (N,) that is withheld of a stream that ends with no new frame: mel (80, 0)."""
         return self._render(True, [(chunk, mel)])[0]
 
     def _render(self, begun: bool, rows: Sequence[tuple[Chunk, Tensor]]) -> list[Tensor | Exception]:
@@ -125,7 +126,7 @@ class BatchVocoder(ABC):
 
     @torch.inference_mode()
     def whole(self, mels: Sequence[Tensor]) -> list[Tensor]:
-        """The audio (N,) of whole utterances on the CPU, given their mels (80, T)."""
+        """Render the audio (N,) of whole utterances, on the CPU, given their mels (80, T)."""
         lengths = [mel.shape[1] for mel in mels]
         mel = torch.stack([F.pad(mel, (0, max(lengths) - mel.shape[1])) for mel in mels])
         (speech,) = on_host(self._whole(mel, on_device(lengths, mel.device)))

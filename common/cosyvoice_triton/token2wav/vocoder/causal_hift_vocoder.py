@@ -41,7 +41,7 @@ class PastPool(StreamSlots):
 
 @torch.inference_mode()
 def empty_past(hift: CausalHiFTGenerator) -> KeptPast:
-    """What a stream keeps after its first frames, for its sizes."""
+    """Make what a stream keeps after its first frames, for its sizes."""
     weight = hift.conv_pre.weight
     mel = torch.zeros(1, hift.config.mel_bins, WITHHELD_FRAMES + 1, device=weight.device)
     frames, ends = torch.tensor([mel.shape[2]], device=weight.device), torch.tensor([False], device=weight.device)
@@ -63,7 +63,8 @@ class CausalRenderer:
         self._noise = noise
 
     def render(self, begun: bool, mel: Tensor, slots: Tensor, *others: Tensor, ending: bool = True) -> Tensor:
-        """Speech (B, N). ending: whether a row may end, for which there must be room; a CUDA graph always has it."""
+        """Render the speech (B, N). ending: whether a row may end, for which there must be room; a CUDA graph always
+        has it."""
         starts, frames, ends = others
         past = KeptPast(*(x[slots] for x in self.pool.past)) if begun else None
         first = (starts + 1) * self.hift.config.hop if begun else starts
@@ -77,7 +78,7 @@ class CausalRenderer:
         return speech
 
     def inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
-        """Those of a batch of padding rows."""
+        """Make the inputs of a batch of padding rows."""
         device = self.hift.conv_pre.weight.device
         scratch = torch.full((B,), self.scratch, device=device)
         mel = torch.zeros(B, self.hift.config.mel_bins, T, device=device)
@@ -85,8 +86,8 @@ class CausalRenderer:
 
 
 class CausalVocoder(BatchVocoder):
-    """graphs: by CUDA graphs on a GPU. load_exact: loads the network in float32; without it, `hift` is that. pool: of
-    another vocoder, whose streams are rendered.
+    """Streams the causal HiFT. graphs: by CUDA graphs on a GPU. load_exact: loads the network in float32; without it,
+    `hift` is that. pool: of another vocoder, whose streams are rendered.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class CausalVocoder(BatchVocoder):
         return vocoder
 
     def exact(self) -> "CausalVocoder":
-        """The same vocoder in float32 by plain operations, over the same streams, loaded for a single use."""
+        """Load the same vocoder in float32, by plain operations, over the same streams, for a single use."""
         hift = self._load_exact() if self._load_exact else self._hift
         return CausalVocoder(hift, self._noise, limits=self._limits, graphs=False, pool=self.pool)
 

@@ -22,7 +22,8 @@ def fused_body(hift: HiFTGenerator) -> "FusedBody | None":
 
 
 class Pair(NamedTuple):
-    """Of one residual block or of parallel ones: convolutions, and factors (blocks, 2, C) of the snakes before them."""
+    """The weights of one residual block or of parallel ones: convolutions, and factors (blocks, 2, C) of the snakes
+    before them."""
 
     dilation: int
     snake1: Tensor
@@ -43,7 +44,7 @@ class VocoderStage(NamedTuple):
 
 
 class FusedBody:
-    """In place of `HiFTGenerator.body`. Its weights are a copy, in the type of the network's."""
+    """Computes `HiFTGenerator.body` by fused kernels. Its weights are a copy, in the type of the network's."""
 
     @torch.no_grad()
     def __init__(self, hift: HiFTGenerator):
@@ -68,7 +69,7 @@ class FusedBody:
         ]
 
     def __call__(self, mel: Tensor, excitation: Tensor, frames: Tensor | None = None) -> Tensor:
-        """As `HiFTGenerator.body`, but the spectrum is float32. What is after a row's end is not read."""
+        """Compute `HiFTGenerator.body`, but the spectrum is float32. What is after a row's end is not read."""
         config, (B, _, T) = self._config, mel.shape
         if frames is None:
             frames = torch.full((B,), T, device=mel.device)
@@ -139,7 +140,7 @@ def _until_last(
 
 
 def _convolution(convs: Sequence[Any], *, merged: bool = False) -> FrameConvolution:
-    """Of `nn.Conv1d`s with equal channels. merged: their results are added."""
+    """Join `nn.Conv1d`s with equal channels. merged: their results are added."""
     # (C_out, C_in, taps) -> (C_out, taps, C_in)
     weight = torch.cat([conv.weight.transpose(1, 2) for conv in convs], dim=1).flatten(1).contiguous()
     bias = torch.stack([conv.bias for conv in convs])
@@ -167,7 +168,8 @@ def _upsampling(up: Any) -> FrameConvolution:
 
 
 def _pairs(blocks: Sequence[ResBlock]) -> list[Pair]:
-    """Of parallel blocks, whose pairs have equal dilations. The mean of their last results is one convolution."""
+    """Make the pairs of parallel blocks, which have equal dilations. The mean of their last results is one
+    convolution."""
     made = []
     columns: Any = zip(*(_parts(block) for block in blocks), strict=True)
     for index, parts in enumerate(columns):

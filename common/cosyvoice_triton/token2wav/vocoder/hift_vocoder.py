@@ -34,8 +34,8 @@ def load(path: Path, options: VocoderOptions) -> "StreamingVocoder":
 
 
 class StreamingVocoder(BatchVocoder):
-    """graphs: by CUDA graphs on a GPU. load_exact: loads the network in float32; without it, `hift` is that. pool: of
-    another vocoder, whose streams are rendered.
+    """Streams HiFT. graphs: by CUDA graphs on a GPU. load_exact: loads the network in float32; without it, `hift` is
+    that. pool: of another vocoder, whose streams are rendered.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StreamingVocoder(BatchVocoder):
         return vocoder
 
     def exact(self) -> "StreamingVocoder":
-        """The same vocoder in float32 by plain operations, over the same streams, loaded for a single use."""
+        """Load the same vocoder in float32, by plain operations, over the same streams, for a single use."""
         hift = self._load_exact() if self._load_exact else self._hift
         return StreamingVocoder(hift, self._noise, limits=self._limits, graphs=False, pool=self.pool)
 

@@ -61,24 +61,24 @@ class OverlapRenderer:
         self._falling = falling_half(pool.speech.shape[1]).to(pool.speech.device)
 
     def render(self, begun: bool, mel: Tensor, slots: Tensor, *others: Tensor) -> Tensor:
-        """`later` for chunks of streams that have `begun`, otherwise `first`."""
+        """Call `later` for chunks of streams that have `begun`, otherwise `first`."""
         return (self.later if begun else self.first)(mel, slots, *others)
 
     def inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
-        """Those of a batch of padding rows."""
+        """Make the inputs of a batch of padding rows."""
         device = self.pool.mel.device
         scratch = torch.full((B,), self.scratch, device=device)
         mel = torch.zeros(B, self.hift.config.mel_bins, T, device=device)
         return mel, scratch, torch.zeros_like(scratch), torch.full_like(scratch, T)
 
     def first(self, mel: Tensor, slots: Tensor, starts: Tensor, frames: Tensor) -> Tensor:
-        """Speech (B, T * hop) of chunks that begin their streams."""
+        """Render the speech (B, T * hop) of chunks that begin their streams."""
         speech, phases = self.hift(mel, self._noise_of(starts, mel.shape[2]), frames, body=self._body)
         self._keep(slots, mel, speech, phases, frames)
         return speech
 
     def later(self, mel: Tensor, slots: Tensor, starts: Tensor, frames: Tensor) -> Tensor:
-        """Speech (B, (OVERLAP_FRAMES + T) * hop) of chunks that continue their streams, faded in."""
+        """Render the speech (B, (OVERLAP_FRAMES + T) * hop) of chunks that continue their streams, faded in."""
         pool = self.pool
         mel, frames = torch.cat([pool.mel[slots], mel], dim=2), frames + OVERLAP_FRAMES
         past = Past(starts.clamp(max=F0_REACH), pool.phases[slots])

@@ -19,12 +19,12 @@ class Renderer(Protocol):
     scratch: int  # the slot that padding rows write to
 
     def render(self, begun: bool, mel: Tensor, slots: Tensor, *others: Tensor) -> Tensor:
-        """The speech (B, N) of chunks that all continue their streams (`begun`) or all begin them: mel (B, 80, T),
-        slots (B,), and what else the vocoder needs of each row."""
+        """Render the speech (B, N) of chunks that all continue their streams (`begun`) or all begin them: mel (B, 80,
+        T), slots (B,), and what else the vocoder needs of each row."""
         ...
 
     def inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
-        """Those tensors for a batch of that size, of padding rows."""
+        """Make those tensors for a batch of that size, of padding rows."""
         ...
 
 
