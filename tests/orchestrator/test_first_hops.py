@@ -5,7 +5,7 @@ import random
 import pytest
 from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.orchestrator.chunking import WITHHELD_TOKENS, Hop, HopRules
-from cosyvoice_triton.orchestrator.first_hops import FirstHops, Opening
+from cosyvoice_triton.orchestrator.first_hops import FirstHops, StreamOpening
 from cosyvoice_triton.profiles import FirstHopNumbers
 
 RULES = HopRules(first_hop=15, short_first_hop=10)
@@ -13,7 +13,7 @@ AUDIO_SECONDS = (10 - WITHHELD_TOKENS) / TOKEN_RATE  # of a short first hop
 FIRST, SECOND, FINAL = Hop(0, 15, final=False), Hop(15, 30, final=False), Hop(15, 30, final=True)
 
 
-def begin(first_hops: FirstHops, *, played: bool = True, repeatable: bool = False) -> Opening:
+def begin(first_hops: FirstHops, *, played: bool = True, repeatable: bool = False) -> StreamOpening:
     return first_hops.open(played=played, repeatable=repeatable)
 
 

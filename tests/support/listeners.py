@@ -14,7 +14,7 @@ from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, TOKEN_RATE
 from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.token2wav.gpu.limits import DIT_BATCH_TOKENS, DIT_FRAMES, BatchLimits, padding
 from cosyvoice_triton.token2wav.policy.admission import Admission
-from cosyvoice_triton.token2wav.policy.scheduler import CHUNK_WORKER, FIRST_CHUNK_WORKER, Candidate, Scheduler
+from cosyvoice_triton.token2wav.policy.scheduler import CHUNK_WORKER, FIRST_CHUNK_WORKER, Candidate, ChunkScheduler
 
 HOPS = (15, 25, 50, 100, 22)
 UTTERANCE_SECONDS = sum(HOPS) / TOKEN_RATE
@@ -61,14 +61,14 @@ class Listeners:
         admission: Admission | None = None,
         llm_rate: float | None = None,
         workers: int = 1,
-        scheduler: Scheduler | None = None,
+        scheduler: ChunkScheduler | None = None,
     ) -> None:
         self._begins, self._rate, self._cost = begins, token_rate, cost
         self._admission, self._llm_rate = admission, llm_rate
         self._order = itertools.count()
         self._events: list[tuple[float, int, str, int]] = []
         self._queue: list[tuple[int, int]] = []  # stream and number of arrival
-        self._scheduler, self._workers = scheduler or Scheduler(), workers
+        self._scheduler, self._workers = scheduler or ChunkScheduler(), workers
         self._batches: dict[int, Batch] = {}  # by worker
         self._progressed = 0.0  # when their `left` was true
         self._plan = 0  # the number of the event that ends the next batch; earlier ones are out of date

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from cosyvoice_triton.profiles import H200
 from cosyvoice_triton.token2wav.gpu.limits import Size, padding
-from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER, Candidate, Opening, Scheduler
+from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER, Candidate, ChunkScheduler, Opening
 
 from tests.support.listeners import Listeners, arrivals, batch_seconds
 
-scheduler, numbers = Scheduler(), H200.scheduler
+scheduler, numbers = ChunkScheduler(), H200.scheduler
 patience, opens, worker_takes = scheduler.patience, scheduler.opens, scheduler.worker_takes
 
 
@@ -187,7 +187,7 @@ def test_hundreds_of_listeners_have_no_gap(count, token_rate, slower, most_ms) -
 def apart(count: int, gather_seconds: float = numbers.gather_seconds) -> tuple[float, float]:
     """The share of listeners without a gap, and the 95th percentile of first chunks in seconds, where these have a
     worker of their own."""
-    changed = Scheduler(replace(numbers, gather_seconds=gather_seconds))
+    changed = ChunkScheduler(replace(numbers, gather_seconds=gather_seconds))
     listeners = Listeners(arrivals(count, 20.0), 300, workers=2, scheduler=changed).simulate(30.0)
     return listeners.without_gap(), float(np.percentile(list(listeners.first.values()), 95))
 

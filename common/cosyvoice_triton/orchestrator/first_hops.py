@@ -29,7 +29,7 @@ class FirstHops:
         self._seconds: deque[float] = deque(maxlen=numbers.measured_streams)
         self._waiting = 0
 
-    def open(self, *, played: bool, repeatable: bool) -> "Opening":
+    def open(self, *, played: bool, repeatable: bool) -> "StreamOpening":
         """Return the opening of a new stream.
 
         played: somebody plays the stream while it is made, of a text that is complete; others are not measured.
@@ -39,19 +39,19 @@ class FirstHops:
         possible = played and not repeatable and self._possible
         short = possible and self._waiting < self._numbers.max_at_once and self._has_slack()
         self._waiting += short
-        return Opening(self, short=short, measured=played)
+        return StreamOpening(self, short=short, measured=played)
 
     def _has_slack(self) -> bool:
         return len(self._seconds) == self._seconds.maxlen and max(self._seconds) <= self._limit_seconds
 
-    def ended(self, opening: "Opening", seconds: float | None) -> None:
+    def ended(self, opening: "StreamOpening", seconds: float | None) -> None:
         """Take note that an opening has ended, with the seconds between the first two chunks if they were measured."""
         self._waiting -= opening.short
         if seconds is not None:
             self._seconds.append(seconds)
 
 
-class Opening:
+class StreamOpening:
     """The first two chunks of a stream. `short` says whether its first hop is short."""
 
     def __init__(self, first_hops: FirstHops, *, short: bool, measured: bool) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import cosyvoice_triton
 from cosyvoice_triton import stacks
 from cosyvoice_triton.prepare import engine, hub, transfer
 from cosyvoice_triton.voice.book import SPK2INFO
@@ -87,7 +86,7 @@ def copy_package(directory: Path) -> None:
 
     `vllm serve` imports our logits processor, but its image does not have this package.
     """
-    package = Path(cosyvoice_triton.__file__).parent
+    package = Path(__file__).resolve().parents[1]
     shutil.rmtree(directory, ignore_errors=True)
     for path in package.rglob("*.py"):
         copy = directory / package.name / path.relative_to(package)

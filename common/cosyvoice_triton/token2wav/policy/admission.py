@@ -53,7 +53,7 @@ class BatchCosts:
         return size / (self._start_tokens + size) / per_token * self._speech / self._tokens
 
 
-class State(NamedTuple):
+class AdmissionState(NamedTuple):
     """What new listeners are admitted by: a limit of live streams, and whether listeners nearly run out of audio."""
 
     limit: float
@@ -85,7 +85,7 @@ class Admission:
         self._live_seconds, self._ended = averaged, averaged / self._numbers.stream_seconds
         self._wholes = self._whole_seconds = 0.0
         self._starts = math.inf  # how many could be admitted at once
-        self._state = State(math.inf, overloaded=False)
+        self._state = AdmissionState(math.inf, overloaded=False)
         self._refused = dict.fromkeys(get_args(Reason), 0)
         self._opened, self._opened_waited = 0, 0.0
         self._gaps, self._gap_seconds = 0, 0.0
@@ -133,7 +133,7 @@ class Admission:
             self._learned, self._lowered = max(1.0, self._numbers.back_off * min(peak, self._learned)), now
         elif not overloaded:
             self._learned *= 1 + self._numbers.growth * passed * (1 + min(now - self._lowered, 60.0) / 10)
-        self._state = State(max(1.0, min(self._capacity, self._learned)), overloaded)
+        self._state = AdmissionState(max(1.0, min(self._capacity, self._learned)), overloaded)
 
     def _narrow(self, audio_left: Iterable[float], now: float) -> bool:
         """Whether many listeners nearly run, or ran, out of audio."""

@@ -42,7 +42,7 @@ class Candidate(NamedTuple):
     waited: float = 0.0
 
 
-class Scheduler:
+class ChunkScheduler:
     """The decisions with the numbers of a profile."""
 
     def __init__(self, numbers: SchedulerNumbers = H200.scheduler) -> None:

@@ -2,7 +2,7 @@
 
 `Token2WavService` has a thread that decides, one for each worker that renders, and one that sends replies. Each session
 has one `State`, which the first of them sets; `submit` only adds to the table. A session ends with its final chunk, an
-abort, an error, a cancellation, or `idle_seconds` without a request. `Scheduler` picks the streams to open and the
+abort, an error, a cancellation, or `idle_seconds` without a request. `ChunkScheduler` picks the streams to open and the
 chunks of a batch.
 """
 
@@ -23,7 +23,7 @@ from cosyvoice_triton.monitoring import faults
 from cosyvoice_triton.profiles import H200, Profile
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.policy.admission import Admission
-from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER, Candidate, Opening, Scheduler
+from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER, Candidate, ChunkScheduler, Opening
 from cosyvoice_triton.token2wav.serving.batch_costs import costs, measure
 from cosyvoice_triton.token2wav.serving.requests import TEST_STREAM, Token2WavRequest
 from cosyvoice_triton.token2wav.serving.session import Reply, Session, Sessions, State
@@ -59,7 +59,7 @@ class Token2WavService:
         self._limits = engine.limits
         self._idle_seconds = idle_seconds
         self._clock = clock
-        self._scheduler = Scheduler(profile.scheduler)
+        self._scheduler = ChunkScheduler(profile.scheduler)
         self._admission = Admission(self._limits.max_streams, engine.batch_tokens, clock(), profile)
         self._sessions = Sessions(self._admission, self._limits.max_streams, clock)
         self._workers = Workers(engine, on_done=self._sessions.wake, clock=clock)

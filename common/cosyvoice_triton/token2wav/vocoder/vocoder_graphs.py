@@ -13,7 +13,7 @@ from cosyvoice_triton.token2wav.gpu.graphs import Graphs
 from cosyvoice_triton.token2wav.gpu.limits import HIFT_FRAMES, BatchLimits, Size
 
 
-class Renderer(Protocol):
+class VocoderRenderer(Protocol):
     """One pass of a vocoder over a batch of chunks, which reads what is kept of their streams and replaces it."""
 
     scratch: int  # the slot that padding rows write to
@@ -32,7 +32,12 @@ class GraphedRenderer:
     """A renderer by CUDA graphs; batches that no graph holds are split."""
 
     def __init__(
-        self, plain: Renderer, limits: BatchLimits, *, most: int = HIFT_FRAMES, make: Callable[..., Graphs] = Graphs
+        self,
+        plain: VocoderRenderer,
+        limits: BatchLimits,
+        *,
+        most: int = HIFT_FRAMES,
+        make: Callable[..., Graphs] = Graphs,
     ):
         """most: frames of a batch, padding included. make: makes the graphs."""
         self._plain = plain
