@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,6 @@ class FakeModels:
 
     pause: float = 0.0
     token2wav_fails: bool = False
-    token2wav_refuses: bool = False
     llm_tokens: int = TOKENS
     llm_ends: bool = True  # with an end token; otherwise by reaching max_tokens
     llm_requests: list[dict[str, np.ndarray]] = field(default_factory=list)
@@ -111,9 +111,6 @@ class FakeModels:
         end = request.flags() & fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
         if start:
             assert sequence not in self.sequences
-            if self.token2wav_refuses:
-                message = "unavailable: overloaded, retry after 3 s: 9 listeners are served"
-                return InferenceResponse(error=TritonError(message, TritonError.UNAVAILABLE))
             self.sequences[sequence] = 0.0
         if "prompt_spk_embedding" in inputs:
             self.sequences[sequence] = float(inputs["prompt_spk_embedding"][0, 0])
@@ -131,9 +128,9 @@ class FakeModels:
 
 
 @contextmanager
-def started(name: str, tokenizer_dir: Path, decoupled: bool = True, **settings: str) -> Iterator[Any]:
+def started(name: str, decoupled: bool = True, **settings: str) -> Iterator[Any]:
     """The model of that name, initialized; finalized at the end."""
-    parameters = {"model_dir": "unused", "llm_tokenizer_dir": str(tokenizer_dir)} | settings
+    parameters = {"model_dir": "unused"} | settings
     config = {
         "parameters": {key: {"string_value": value} for key, value in parameters.items()},
         "model_transaction_policy": {"decoupled": decoupled},
@@ -184,113 +181,100 @@ def failure(request: InferenceRequest) -> tuple[int, str]:
     return error.code(), error.message()
 
 
-@pytest.mark.parametrize("name", MODEL_FILES)
-def test_a_decoupled_model_streams_every_token_once(
-    name: str, tokenizer_dir: Path, triton_models: dict[str, Callee]
-) -> None:
+@dataclass(frozen=True)
+class Bench:
+    """Orchestrators over `models`."""
+
+    models: FakeModels
+    tokenizer_dir: Path
+
+    def started(self, name: str = "cosyvoice2_dit", decoupled: bool = True, **settings: str) -> Any:
+        return started(name, decoupled=decoupled, **{"llm_tokenizer_dir": str(self.tokenizer_dir)} | settings)
+
+    def answer(self, *requests: InferenceRequest, **how: Any) -> None:
+        """Serve the requests one after another by a model that is started for them."""
+        with self.started(**how) as model:
+            for request in requests:
+                serve(model, request)
+
+
+@pytest.fixture
+def bench(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> Bench:
     models = FakeModels()
     models.install(triton_models)
-    request = client_request()
-    with started(name, tokenizer_dir) as model:
-        serve(model, request)
+    return Bench(models, tokenizer_dir)
+
+
+def responses(request: InferenceRequest) -> list[dict[str, np.ndarray]]:
+    return [response.arrays() for response in request.sender.responses if response.arrays()]
+
+
+@pytest.mark.parametrize("name", MODEL_FILES)
+@pytest.mark.parametrize(("decoupled", "chunks"), [(True, 3), (False, 1)])
+def test_every_token_is_heard_once(name: str, decoupled: bool, chunks: int, bench: Bench) -> None:
+    request = client_request(decoupled)
+    bench.answer(request, name=name, decoupled=decoupled)
     np.testing.assert_array_equal(audio(request), 1000 + np.arange(TOKENS))
-    assert len(request.sender.responses) == 3
-    assert len(models.ended) == 1 and not models.sequences
+    assert len(request.sender.responses) == chunks
+    assert len(bench.models.ended) == 1 and not bench.models.sequences
 
 
-def test_a_timeline_is_sent_only_if_the_request_asks_for_it(
-    tokenizer_dir: Path, triton_models: dict[str, Callee]
-) -> None:
-    FakeModels().install(triton_models)
+def test_a_timeline_is_sent_only_if_the_request_asks_for_it(bench: Bench) -> None:
     with_timeline, without = client_request(parameters={"timeline": True}), client_request()
-    with started("cosyvoice2_dit", tokenizer_dir) as model:
-        serve(model, with_timeline, without)
-    timelines = [json.loads(r.arrays()["timeline"].item()) for r in with_timeline.sender.responses if r.arrays()]
+    bench.answer(with_timeline, without)
+    timelines = [json.loads(outputs["timeline"].item()) for outputs in responses(with_timeline)]
     assert len(timelines) > 1, "a chunk's stages are sent with it"
     assert {stage for stage, _ in timelines[0]} == {"voice", "llm", "prompt_cache", "tokens", "audio"}
     times = [at for stages in timelines for _, at in stages]
     assert times == sorted(times) and times[0] >= 0
     assert all([stage for stage, _ in stages][-2:] == ["tokens", "audio"] for stages in timelines)
-    assert not any({"timeline", "segments"} & r.arrays().keys() for r in without.sender.responses)
+    assert not any({"timeline", "segments"} & outputs.keys() for outputs in responses(without))
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_the_segments_are_sent_with_their_samples(
-    tokenizer_dir: Path, triton_models: dict[str, Callee], decoupled: bool
-) -> None:
-    FakeModels().install(triton_models)
-    request = client_request(parameters={"segments": True}, decoupled=decoupled)
-    with started("cosyvoice2_dit", tokenizer_dir, decoupled=decoupled) as model:
-        serve(model, request)
-    responses = [each.arrays() for each in request.sender.responses if each.arrays()]
-    ((_, samples),) = json.loads(responses[-1]["segments"].item())
-    assert samples == sum(each["waveform"].size for each in responses) == TOKENS
-    assert not any("segments" in each for each in responses[:-1])
+def test_the_segments_are_sent_with_their_samples(bench: Bench, decoupled: bool) -> None:
+    request = client_request(decoupled, {"segments": True})
+    bench.answer(request, decoupled=decoupled)
+    *others, last = responses(request)
+    ((_, samples),) = json.loads(last["segments"].item())
+    assert samples == audio(request).size == TOKENS
+    assert not any("segments" in outputs for outputs in others)
 
 
-@pytest.mark.parametrize("name", MODEL_FILES)
-def test_a_model_that_is_not_decoupled_answers_once(
-    name: str, tokenizer_dir: Path, triton_models: dict[str, Callee]
-) -> None:
-    FakeModels().install(triton_models)
-    request = client_request(decoupled=False)
-    with started(name, tokenizer_dir, decoupled=False) as model:
-        serve(model, request)
-    assert len(request.sender.responses) == 1
-    np.testing.assert_array_equal(audio(request), 1000 + np.arange(TOKENS))
-
-
-def test_settings_of_the_model_and_parameters_of_the_request_reach_the_llm(
-    tokenizer_dir: Path, triton_models: dict[str, Callee]
-) -> None:
-    models = FakeModels()
-    models.install(triton_models)
-    request = client_request(parameters={"top_k": 5, "seed": 11, "triton_enable_empty_final_response": True})
-    with started("cosyvoice2_dit", tokenizer_dir, sampling="triton", max_tokens="12") as model:
-        serve(model, request)
-    (llm,) = models.llm_requests
+def test_settings_of_the_model_and_parameters_of_the_request_reach_the_llm(bench: Bench) -> None:
+    parameters = {"top_k": 5, "seed": 11, "triton_enable_empty_final_response": True}
+    bench.answer(client_request(parameters=parameters), sampling="triton", max_tokens="12")
+    (llm,) = bench.models.llm_requests
     names = ("temperature", "runtime_top_k", "request_output_len", "min_length", "random_seed")
     assert [llm[name].item() for name in names] == [pytest.approx(0.8), 5, 12, 4, 11]
     # <|sos|> the texts <|task_id|> and the prompt's tokens
     assert llm["input_ids"][0, -PROMPT:].tolist() == list(range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + PROMPT))
 
 
-def test_a_registered_voice_and_an_instruction_reach_the_llm_and_token2wav(
-    tokenizer_dir: Path, triton_models: dict[str, Callee], tmp_path: Path
-) -> None:
-    models = FakeModels()
-    models.install(triton_models)
+def test_a_registered_voice_and_an_instruction_reach_the_llm_and_token2wav(bench: Bench, tmp_path: Path) -> None:
     save_voice(tmp_path / "anna.safetensors", fake_prompt(2, "word7"))
     by_name = client_request(reference_wav=None, speaker="anna", reference_text="")
     by_default = client_request(reference_wav=None, reference_text="", instruct_text="word8")
-    with started("cosyvoice2_dit", tokenizer_dir, voices_dir=str(tmp_path), default_speaker="anna") as model:
-        serve(model, by_name)
-        serve(model, by_default)
+    bench.answer(by_name, by_default, voices_dir=str(tmp_path), default_speaker="anna")
     for request in (by_name, by_default):
         np.testing.assert_array_equal(audio(request), 2000 + np.arange(TOKENS))
-    zero_shot, instructed = (request["input_ids"][0].tolist() for request in models.llm_requests)
+    zero_shot, instructed = (request["input_ids"][0].tolist() for request in bench.models.llm_requests)
     assert zero_shot[-PROMPT_TOKENS:] == [FIRST_SPEECH_ID + 2] * PROMPT_TOKENS
-    assert instructed[-1] == LLMTokenizer.from_dir(tokenizer_dir).task_id
+    assert instructed[-1] == LLMTokenizer.from_dir(bench.tokenizer_dir).task_id
 
 
-def test_an_llm_that_does_not_follow_instructions_never_gets_one(
-    tokenizer_dir: Path, triton_models: dict[str, Callee], tmp_path: Path
-) -> None:
-    models = FakeModels()
-    models.install(triton_models)
-    shutil.copytree(tokenizer_dir, tmp_path / "llm")
+def test_an_llm_that_does_not_follow_instructions_never_gets_one(bench: Bench, tmp_path: Path) -> None:
+    shutil.copytree(bench.tokenizer_dir, tmp_path / "llm")
     (tmp_path / "llm" / "config.json").write_text('{"follows_instructions": false}')
     save_voice(tmp_path / "anna.safetensors", fake_prompt(2, "word7"))
     asked, plain = (
         client_request(reference_wav=None, speaker="anna", reference_text="", instruct_text=words)
         for words in ("word8", "")
     )
-    with started("cosyvoice2_dit", tmp_path / "llm", voices_dir=str(tmp_path)) as model:
-        serve(model, asked)
-        serve(model, plain)
-    first, second = (request["input_ids"].tolist() for request in models.llm_requests)
+    bench.answer(asked, plain, llm_tokenizer_dir=str(tmp_path / "llm"), voices_dir=str(tmp_path))
+    first, second = (request["input_ids"].tolist() for request in bench.models.llm_requests)
     assert first == second
-    warnings = [r.arrays()["warning"].item() for r in asked.sender.responses if "warning" in r.arrays()]
+    warnings = [outputs["warning"].item() for outputs in responses(asked) if "warning" in outputs]
     assert warnings == ["instruct_text was left out: this LLM does not follow instructions"]
     assert not follows_instructions(ROOT / "common/cosyvoice_triton/demo_checkpoint/trained/cosyvoice2_llm")
 
@@ -300,62 +284,45 @@ def test_an_llm_that_does_not_follow_instructions_never_gets_one(
     [
         ({"default_speaker": "bert"}, "unknown speaker 'bert'; known speakers: anna"),
         ({"default_speaker": "damaged"}, "speaker 'damaged' cannot be used"),
+        ({"max_hop_tokens": "60"}, "largest hop of 60"),
     ],
 )
-def test_a_default_speaker_that_cannot_be_used_stops_the_model_from_loading(
-    settings: dict[str, str], message: str, tokenizer_dir: Path, tmp_path: Path
+def test_settings_that_cannot_be_used_stop_the_model_from_loading(
+    settings: dict[str, str], message: str, bench: Bench, tmp_path: Path
 ) -> None:
     save_voice(tmp_path / "anna.safetensors", fake_prompt(2))
-    if settings["default_speaker"] == "damaged":
+    if settings.get("default_speaker") == "damaged":
         (tmp_path / "damaged.wav").write_bytes(b"no audio")
-    with (
-        pytest.raises((ValueError, UnavailableError), match=message),
-        started("cosyvoice2", tokenizer_dir, voices_dir=str(tmp_path), **settings),
-    ):
-        pass
+    with pytest.raises((ValueError, UnavailableError), match=message):
+        bench.answer(name="cosyvoice2", voices_dir=str(tmp_path), **settings)
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_speech_that_is_cut_short_reaches_the_caller_with_a_warning(
-    tokenizer_dir: Path, triton_models: dict[str, Callee], decoupled: bool
-) -> None:
-    FakeModels(llm_tokens=20, llm_ends=False).install(triton_models)
+def test_speech_that_is_cut_short_reaches_the_caller_with_a_warning(bench: Bench, decoupled: bool) -> None:
+    bench.models.llm_tokens, bench.models.llm_ends = 20, False
     request = client_request(decoupled)
-    with started("cosyvoice2_dit", tokenizer_dir, decoupled, max_token_ratio="5") as model:
-        serve(model, request)
-    answers = [response.arrays() for response in request.sender.responses]
-    (warning,) = (outputs["warning"].item() for outputs in answers if "warning" in outputs)
+    bench.answer(request, decoupled=decoupled, max_token_ratio="5")
+    (warning,) = (outputs["warning"].item() for outputs in responses(request) if "warning" in outputs)
     assert warning.startswith("speech was cut short after 20 tokens") and warning.endswith("'word five.'")
 
 
-def test_the_chunk_strategy_is_a_setting(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> None:
-    FakeModels().install(triton_models)
+def test_the_chunk_strategy_is_a_setting(bench: Bench) -> None:
     request = client_request()
-    with started("cosyvoice2_dit", tokenizer_dir, dynamic_chunk_strategy="equal", first_hop_tokens="20") as model:
-        serve(model, request)
-    assert [response.arrays()["waveform"].shape[1] for response in request.sender.responses] == [20] * 5
+    bench.answer(request, dynamic_chunk_strategy="equal", first_hop_tokens="20")
+    assert [outputs["waveform"].shape[1] for outputs in responses(request)] == [20] * 5
 
 
-def test_runs_of_the_stacks_silent_tokens_are_shortened(
-    tokenizer_dir: Path, triton_models: dict[str, Callee], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    FakeModels().install(triton_models)
+def test_runs_of_the_stacks_silent_tokens_are_shortened(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "DIT", dataclasses.replace(stacks.DIT, silent_tokens=frozenset(range(10, 16))))
     request = client_request()
-    silent = dataclasses.replace(stacks.DIT, silent_tokens=frozenset(range(10, 16)))
-    monkeypatch.setattr(stacks, "DIT", silent)
-    with started("cosyvoice2_dit", tokenizer_dir) as model:
-        serve(model, request)
+    bench.answer(request)
     assert np.setdiff1d(np.arange(TOKENS), audio(request) % 1000).tolist() == [15]
 
 
-def test_padding_of_the_reference_is_not_sent_to_any_model(
-    tokenizer_dir: Path, triton_models: dict[str, Callee]
-) -> None:
-    FakeModels().install(triton_models)
+def test_padding_of_the_reference_is_not_sent_to_any_model(bench: Bench) -> None:
     padded = np.concatenate([WAV, np.full(PROMPT_SAMPLE_RATE, 9, np.float32)])
     request = client_request(reference_wav=padded, length=len(WAV))
-    with started("cosyvoice2", tokenizer_dir) as model:
-        serve(model, request)
+    bench.answer(request, name="cosyvoice2")
     np.testing.assert_array_equal(audio(request), 1000 + np.arange(TOKENS))
 
 
@@ -363,19 +330,15 @@ def test_padding_of_the_reference_is_not_sent_to_any_model(
     ("inputs", "message"),
     [
         ({"target_text": "<|s_1|><|eos1|>"}, "target_text has nothing to speak"),
-        ({"speaker": "anna"}, "speaker 'anna' with a reference_wav"),
         ({"length": 10**6}, "reference_wav_len 1000000"),
         ({"parameters": {"top_p": 2}}, "top_p"),
     ],
 )
 def test_bad_input_is_the_callers_error_and_the_next_request_is_served(
-    inputs: dict[str, Any], message: str, tokenizer_dir: Path, triton_models: dict[str, Callee]
+    inputs: dict[str, Any], message: str, bench: Bench
 ) -> None:
-    FakeModels().install(triton_models)
     bad, good = client_request(**inputs), client_request()
-    with started("cosyvoice2_dit", tokenizer_dir) as model:
-        serve(model, bad)
-        serve(model, good)
+    bench.answer(bad, good)
     assert failure(bad)[0] == TritonError.INVALID_ARG and message in failure(bad)[1]
     assert len(audio(good)) == TOKENS
 
@@ -383,43 +346,33 @@ def test_bad_input_is_the_callers_error_and_the_next_request_is_served(
 @pytest.mark.parametrize(
     ("fault", "code", "message"),
     [
-        ({"token2wav_fails": True}, TritonError.UNAVAILABLE, "out of memory"),
-        ({"llm_tokens": 0}, TritonError.INVALID_ARG, "the LLM returned no speech token for the text 'word five.'"),
+        ("token2wav_fails", TritonError.UNAVAILABLE, "out of memory"),
+        ("llm_is_silent", TritonError.INVALID_ARG, "the LLM returned no speech token for the text 'word five.'"),
     ],
 )
 def test_a_failing_model_fails_the_request_and_leaves_no_sequence(
-    fault: dict[str, Any], code: Any, message: str, tokenizer_dir: Path, triton_models: dict[str, Callee]
+    fault: str, code: Any, message: str, bench: Bench
 ) -> None:
-    models = FakeModels(**fault)
-    models.install(triton_models)
-    request = client_request()
-    with started("cosyvoice2_dit", tokenizer_dir) as model:
-        serve(model, request)
+    models, request = bench.models, client_request()
+    models.token2wav_fails, models.llm_tokens = fault == "token2wav_fails", 0 if fault == "llm_is_silent" else TOKENS
+    bench.answer(request)
     assert failure(request)[0] == code and message in failure(request)[1]
     assert len(models.ended) <= 1  # the LLM may fail before one is started
     assert not models.sequences
 
 
-def test_an_llm_server_that_is_down_is_an_error_naming_it(
-    tokenizer_dir: Path, triton_models: dict[str, Callee]
-) -> None:
-    FakeModels().install(triton_models)
+def test_an_llm_server_that_is_down_is_an_error_naming_it(bench: Bench) -> None:
     request = client_request()
-    settings = {"llm_transport": "openai", "llm_urls": "http://127.0.0.1:9"}
-    with started("cosyvoice2_dit", tokenizer_dir, **settings) as model:
-        serve(model, request)
+    bench.answer(request, llm_transport="openai", llm_urls="http://127.0.0.1:9")
     assert failure(request)[0] == TritonError.UNAVAILABLE and "http://127.0.0.1:9" in failure(request)[1]
 
 
 @pytest.mark.parametrize("llm_pause", [0.02, 1.0])
-def test_the_sequence_of_a_client_that_disconnects_is_ended(
-    llm_pause: float, tokenizer_dir: Path, triton_models: dict[str, Callee]
-) -> None:
+def test_the_sequence_of_a_client_that_disconnects_is_ended(llm_pause: float, bench: Bench) -> None:
     """During generation, and before the first token."""
-    models = FakeModels(pause=llm_pause)
-    models.install(triton_models)
-    request = client_request()
-    with started("cosyvoice2_dit", tokenizer_dir) as model:
+    models, request = bench.models, client_request()
+    models.pause = llm_pause
+    with bench.started() as model:
         model.execute([request])
         wait(lambda: bool(models.sequences))
         request.sender.cancelled = True
@@ -428,50 +381,41 @@ def test_the_sequence_of_a_client_that_disconnects_is_ended(
     assert len(models.ended) == 1 and not models.sequences
 
 
-def test_eight_concurrent_requests_keep_their_voices(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> None:
-    models = FakeModels(pause=0.001)
-    models.install(triton_models)
+def test_eight_concurrent_requests_keep_their_voices(bench: Bench) -> None:
+    bench.models.pause = 0.001
     requests = [client_request(reference_wav=WAV * 2**-voice) for voice in range(8)]
-    with started("cosyvoice2_dit", tokenizer_dir) as model:
+    with bench.started() as model:
         serve(model, *requests)
     for voice, request in enumerate(requests):
         np.testing.assert_allclose(audio(request), 1000 * 2.0**-voice + np.arange(TOKENS), atol=0.1)
-    assert len(set(models.ended)) == 8
+    assert len(set(bench.models.ended)) == 8
 
 
 def test_finalize_ends_live_requests_before_their_connections_and_closes_the_loop_in_any_case(
-    tokenizer_dir: Path, triton_models: dict[str, Callee], monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = FakeModels(pause=0.02)
-    models.install(triton_models)
-    request = client_request()
-    ended = []
+    bench.models.pause = 0.02
+    request, ended = client_request(), []
 
     async def fail_to_close(orchestrator: Orchestrator) -> None:
         ended.append(request.sender.final)
         raise RuntimeError("cannot close")
 
     monkeypatch.setattr(Orchestrator, "aclose", fail_to_close)
-    with pytest.raises(RuntimeError, match="cannot close"), started("cosyvoice2_dit", tokenizer_dir) as model:
+    with pytest.raises(RuntimeError, match="cannot close"), bench.started() as model:
         model.execute([request])
-        wait(lambda: bool(models.sequences))
+        wait(lambda: bool(bench.models.sequences))
     assert ended == [True]
     assert failure(request)[0] == TritonError.UNAVAILABLE
     assert model._loop.loop.is_closed()
 
 
-def test_a_blocked_loop_fails_the_models_own_test(tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cosyvoice_triton.orchestrator.model.TEST_SECONDS", 0.1)
-    with started("cosyvoice2_dit", tokenizer_dir) as model:
+def test_a_blocked_loop_fails_the_models_own_test(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = Event()
+    with bench.started() as model:
         model._test()
-        model._loop.loop.call_soon_threadsafe(time.sleep, 0.5)
+        monkeypatch.setattr("cosyvoice_triton.orchestrator.model.TEST_SECONDS", 0.1)
+        model._loop.loop.call_soon_threadsafe(free.wait, 60)
         with pytest.raises(TimeoutError):
             model._test()
-
-
-def test_hops_that_the_flow_cannot_render_stop_the_model_from_loading(tokenizer_dir: Path) -> None:
-    with (
-        pytest.raises(ValueError, match="largest hop of 60"),
-        started("cosyvoice2", tokenizer_dir, max_hop_tokens="60"),
-    ):
-        pass
+        free.set()

@@ -16,6 +16,8 @@ from cosyvoice_triton.orchestrator.ports import (
 )
 from cosyvoice_triton.voice.prompt import Prompt
 
+from tests.support.pipeline import settle
+
 FIRST_SPEECH_ID = 1000
 PROMPT = Prompt(
     tokens=np.array([7, 8]),
@@ -257,10 +259,10 @@ def test_an_abort_waits_for_the_chunk_in_flight() -> None:
         call = FakeCall(gate=asyncio.Event())
         stream = token2wav(call, cumulative=False).open()
         starting = asyncio.create_task(stream.start(PROMPT, None))
-        await asyncio.sleep(0.01)
+        await settle()
         starting.cancel()
         aborting = asyncio.create_task(stream.abort())
-        await asyncio.sleep(0.01)
+        await settle()
         assert [sent.end for sent in call.sent] == [False]
         assert call.gate is not None
         call.gate.set()
@@ -277,15 +279,15 @@ def test_a_client_who_leaves_during_an_abort_does_not_keep_the_stream_open() -> 
         models = token2wav(call, cumulative=False)
         stream = models.open()
         starting = asyncio.create_task(stream.start(PROMPT, None))
-        await asyncio.sleep(0.01)
+        await settle()
         starting.cancel()
         aborting = asyncio.create_task(stream.abort())
-        await asyncio.sleep(0.01)
+        await settle()
         aborting.cancel()
         await asyncio.wait({aborting})
         assert call.gate is not None
         call.gate.set()
-        await asyncio.sleep(0.01)
+        await settle()
         assert [sent.end for sent in call.sent] == [False, True] and not any(models.live.values())
 
     asyncio.run(main())

@@ -8,7 +8,7 @@ from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.orchestrator.synthesis import CAREFUL_SECONDS
 
 from tests.support.fakes import FakeLM, FakeToken2Wav, FakeToken2WavStream
-from tests.support.pipeline import Pipeline, one_by_one, run_until
+from tests.support.pipeline import Pipeline, one_by_one, run_until, settle
 
 
 def test_a_place_is_given_up_after_the_llms_request_has_ended() -> None:
@@ -78,7 +78,7 @@ def test_the_voice_is_sent_after_its_place_is_reserved(monkeypatch: pytest.Monke
     async def scenario() -> list[np.ndarray]:
         synthesis = asyncio.create_task(pipeline.synthesize())
         await run_until(lambda: len(pipeline.encoder.ended) == 3 and len(pipeline.llm.prompts) == 1)
-        await asyncio.sleep(0.01)
+        await settle()
         assert not any(stream.started for stream in pipeline.token2wav.streams)
         place.set()
         return await synthesis
@@ -115,7 +115,7 @@ def test_a_refusal_is_the_reason_where_the_llm_has_no_place_either(monkeypatch: 
 
     async def refused_later(stream: FakeToken2WavStream) -> None:
         await run_until(lambda: len(pipeline.llm.prompts) == 1)
-        await asyncio.sleep(0.05)
+        await settle()
         raise OverloadedError("9 listeners are served", 3.0)
 
     monkeypatch.setattr(FakeToken2WavStream, "reserve", refused_later)

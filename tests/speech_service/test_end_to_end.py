@@ -6,7 +6,6 @@ import base64
 import contextlib
 import json
 import subprocess
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 import tritonclient.grpc.aio as triton
 from cosyvoice_triton.client.requests import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from cosyvoice_triton.speech_service.audio.encoding import FORMATS, AudioEncoder
+from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
 from cosyvoice_triton.voice.audio import load_audio
 from tritonclient.grpc import InferInput
@@ -28,7 +27,7 @@ from tritonclient.utils import InferenceServerException
 from websockets.sync.client import connect
 
 from tests.speech_service.test_encoding import decoded
-from tests.support.speech_fixtures import MAX_STREAMS, RECORDING, SpeechStack, transcript
+from tests.support.speech_fixtures import MAX_STREAMS, RECORDING, SpeechStack, transcript, until
 
 pytestmark = pytest.mark.server
 
@@ -47,22 +46,19 @@ def pcm(speech_stack: SpeechStack) -> np.ndarray:
     return samples
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_sdk_streams_every_format_to_a_file_of_the_right_length(
+@pytest.mark.parametrize("name", [None, "opus", "wav"])
+def test_the_sdk_streams_a_file_of_the_right_length(
     speech_stack: SpeechStack, pcm: np.ndarray, tmp_path: Path, name: Any
 ) -> None:
+    """Its default is an mp3; test_encoding.py has all formats."""
     path = tmp_path / "speech"
     create = speech_stack.client.audio.speech.with_streaming_response.create
-    with create(**REQUEST, response_format=name, extra_body=SEED) as answer:
+    with create(**REQUEST, response_format=name or openai.NOT_GIVEN, extra_body=SEED) as answer:
         assert answer.headers["transfer-encoding"] == "chunked"
         answer.stream_to_file(path)
+    name = name or "mp3"
     wav, rate = decoded(name, path.read_bytes(), AudioEncoder(name).rate)
     assert wav.size / rate == pytest.approx(pcm.size / SAMPLE_RATE, abs=0.15)
-
-
-def test_the_sdks_default_is_an_mp3(speech_stack: SpeechStack) -> None:
-    wav, rate = decoded("mp3", speech_stack.client.audio.speech.create(**REQUEST).content, SAMPLE_RATE)
-    assert rate == SAMPLE_RATE and wav.size > rate / 2
 
 
 def test_the_asynchronous_sdk_gets_the_first_chunk_long_before_the_last(speech_stack: SpeechStack) -> None:
@@ -134,17 +130,6 @@ def test_a_later_part_without_a_voice_is_refused_before_any_audio(speech_stack: 
     assert httpx.post(url, json={**body, "voice": "anna"}, timeout=60).status_code == 200
 
 
-def test_uploaded_voices_are_mixed(speech_stack: SpeechStack) -> None:
-    url, body = f"{speech_stack.url}/v1/audio/speech", {"input": TEXT, "response_format": "pcm", **SEED}
-    mixes = [httpx.post(url, json={**body, "voice": name}, timeout=60) for name in ("anna+anna", "anna(2)+alloy(0.5)")]
-    assert [answer.status_code for answer in mixes] == [200, 200], mixes[0].text
-    assert len(mixes[0].content) == len(mixes[1].content) > SAMPLE_RATE
-    for name, words in {"anna+nobody": "unknown speaker 'nobody'", "anna(0)+anna": "the weight '0' of 'anna'"}.items():
-        refused = httpx.post(url, json={**body, "voice": name}, timeout=60)
-        assert refused.status_code == 400 and words in refused.json()["error"]["message"]
-        assert refused.json()["error"]["param"] == "voice"
-
-
 def test_segments_have_exact_times_and_words_inside_them(speech_stack: SpeechStack) -> None:
     body = {**REQUEST, "input": "Hello there. [pause 0.5s] You have 3 days.", "response_format": "pcm"}
     answer = httpx.post(
@@ -167,27 +152,11 @@ def test_segments_have_exact_times_and_words_inside_them(speech_stack: SpeechSta
     assert answer.json()["subtitles"].splitlines()[2::4] == ["Hello there.", "You have three days."]
 
 
-def test_openais_voices_speak_with_a_registered_one(speech_stack: SpeechStack, pcm: np.ndarray) -> None:
-    spoken = [
-        speech_stack.client.audio.speech.create(
-            **{**REQUEST, "voice": name}, response_format="pcm", extra_body=SEED
-        ).content
-        for name in ("alloy", "shimmer")
-    ]
-    assert spoken == [pcm.tobytes()] * 2
-
-
 def test_the_sdk_streams_events(speech_stack: SpeechStack) -> None:
     with speech_stack.client.audio.speech.with_streaming_response.create(**REQUEST, stream_format="sse") as answer:
         events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: ")]
     assert [event["type"] for event in events[-2:]] == ["speech.audio.delta", "speech.audio.done"]
     assert events[-1]["usage"]["output_tokens"] > 10
-
-
-def test_speed_and_rate_while_streaming(speech_stack: SpeechStack, pcm: np.ndarray) -> None:
-    body = {**SEED, "sample_rate": PROMPT_SAMPLE_RATE}
-    data = speech_stack.client.audio.speech.create(**REQUEST, response_format="pcm", speed=2.0, extra_body=body).content
-    assert len(data) / 2 / PROMPT_SAMPLE_RATE == pytest.approx(pcm.size / SAMPLE_RATE / 2, abs=0.1)
 
 
 def test_curl_uploads_a_recording_and_gets_a_wav(speech_stack: SpeechStack, tmp_path: Path) -> None:
@@ -200,33 +169,15 @@ def test_curl_uploads_a_recording_and_gets_a_wav(speech_stack: SpeechStack, tmp_
 
 
 def test_clients_that_disconnect_free_their_streams_in_triton(speech_stack: SpeechStack) -> None:
-    """token2wav has few slots and no stream in it expires by itself, so one that kept its slot would delay the next
-    until its long text has been rendered."""
-
-    create = speech_stack.client.with_options(max_retries=0).audio.speech.with_streaming_response.create
-
-    def first_byte(text: str) -> tuple[contextlib.ExitStack, float]:
-        """A client that has its first bytes, and after how many seconds it got them; retries 503 for lack of a slot."""
-        started = time.monotonic()
-        while True:
-            with contextlib.suppress(openai.InternalServerError), contextlib.ExitStack() as client:
-                answer = client.enter_context(create(**{**REQUEST, "input": text}, response_format="pcm"))
-                parts = answer.iter_bytes(4096)
-                client.callback(parts.close)
-                next(parts)
-                return client.pop_all(), time.monotonic() - started
-
-    def freed_after() -> float:
-        """How much longer a new client waits for slots that were just freed than for a free one."""
-        alone, usual = first_byte("Hi.")
-        alone.close()
-        for other in [first_byte(LONG * 4)[0] for _ in range(MAX_STREAMS)]:
-            other.close()
-        client, waited = first_byte("Hi.")
-        client.close()
-        return waited - usual
-
-    assert any(freed_after() < 2.0 for _ in range(3))  # the best of three, because the machine may be busy
+    """token2wav has few slots and no stream in it expires by itself: one that kept its slot would be in the way."""
+    create = speech_stack.client.audio.speech.with_streaming_response.create
+    before = speech_stack.cancelled()
+    with contextlib.ExitStack() as clients:
+        for _ in range(MAX_STREAMS):
+            answer = clients.enter_context(create(**{**REQUEST, "input": LONG * 4}, response_format="pcm"))
+            next(answer.iter_bytes(4096))
+    until(lambda: speech_stack.cancelled() == before + MAX_STREAMS, 60)
+    assert len(speech_stack.client.audio.speech.create(**REQUEST, response_format="pcm").content) > SAMPLE_RATE
 
 
 def test_the_socket_speaks_a_text_that_arrives_in_pieces(speech_stack: SpeechStack) -> None:
@@ -400,15 +351,14 @@ def test_the_socket_survives_tokens_that_stop_fail_or_are_cancelled(speech_stack
         assert receive("session.done")[-1] == {"type": "session.done", "utterance_index": 2, "total_sentences": 0}
 
 
-@pytest.mark.parametrize("method", ["GET", "POST"])
 @pytest.mark.parametrize(
-    ("route", "fields"),
+    ("method", "route", "fields"),
     [
-        ("sft", {"spk_id": "anna"}),
-        ("zero_shot", {"prompt_text": "Your call.", "prompt_wav": True}),
-        ("cross_lingual", {"prompt_wav": True}),
-        ("instruct", {"spk_id": "anna", "instruct_text": "Speak slowly."}),
-        ("instruct2", {"instruct_text": "Speak slowly.", "prompt_wav": True}),
+        ("GET", "sft", {"spk_id": "anna"}),
+        ("GET", "zero_shot", {"prompt_text": "Your call.", "prompt_wav": True}),
+        ("GET", "cross_lingual", {"prompt_wav": True}),
+        ("GET", "instruct", {"spk_id": "anna", "instruct_text": "Speak slowly."}),
+        ("POST", "instruct2", {"instruct_text": "Speak slowly.", "prompt_wav": True}),
     ],
 )
 def test_the_plain_runtimes_http_clients_work(
@@ -464,18 +414,3 @@ def test_the_wire_format_is_that_of_the_plain_runtime() -> None:
     request = messages.Request(instruct_request={"tts_text": "a", "spk_id": "b", "instruct_text": "c"})
     assert request.SerializeToString() == b"\x22\x09\x0a\x01a\x12\x01b\x1a\x01c"
     assert messages.Response(tts_audio=b"a").SerializeToString() == b"\x0a\x01a"
-
-
-def test_concurrent_clients_all_get_the_whole_audio(speech_stack: SpeechStack, pcm: np.ndarray) -> None:
-    received: list[int] = []
-
-    def listen() -> None:
-        answer = speech_stack.client.audio.speech.create(**REQUEST, response_format="pcm", extra_body=SEED)
-        received.append(len(answer.content) // 2)
-
-    threads = [threading.Thread(target=listen) for _ in range(MAX_STREAMS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert received == [pcm.size] * MAX_STREAMS

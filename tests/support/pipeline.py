@@ -92,5 +92,11 @@ async def run_until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
+async def settle() -> None:
+    """Let every task go on as far as it can without other threads."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
 def one_by_one(total: int) -> list[Step]:
     return [[token] for token in range(total)]

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -15,6 +17,7 @@ from typing import Any
 import httpx2 as httpx
 import openai
 from cosyvoice_triton import samples
+from cosyvoice_triton.monitoring import metrics
 from cosyvoice_triton.server.tritonserver import TritonServer, free_port
 from cosyvoice_triton.speech_service.command import http_server
 from cosyvoice_triton.speech_service.settings import Settings
@@ -35,7 +38,16 @@ class SpeechStack:
     url: str
     runtime_port: int
     client: openai.OpenAI
-    grpc_url: str
+    triton: TritonServer
+
+    @property
+    def grpc_url(self) -> str:
+        return self.triton.grpc_url
+
+    def cancelled(self) -> int:
+        """How many requests to the orchestrator were cancelled so far."""
+        page = metrics.page(self.triton.metrics_directory)
+        return sum(int(found) for found in re.findall(r'outcome="cancelled"[^}]*\} (\d+)', page))
 
 
 def transcript(recording: Path) -> str:
@@ -55,7 +67,7 @@ def speech_stack_over(triton: TritonServer, voices: Path) -> Iterator[SpeechStac
         words = {"name": VOICE, "ref_text": transcript(RECORDING)}
         assert httpx.post(f"{url}/v1/audio/voices", data=words, files=files).status_code == 201
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5) as client:
-            yield SpeechStack(url, port, client, triton.grpc_url)
+            yield SpeechStack(url, port, client, triton)
     shutil.rmtree(voices)
 
 
@@ -114,6 +126,17 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> float:
         assert time.monotonic() - started < seconds, "the condition did not become true in time"
         time.sleep(0.01)
     return time.monotonic() - started
+
+
+@contextlib.contextmanager
+def client_that_leaves(url: str, body: Any, path: str = SPEECH) -> Iterator[None]:
+    """Sends a request, and disconnects after the block without having read an answer."""
+    host, port = url.removeprefix("http://").split(":")
+    content = json.dumps(body)
+    kind = "Host: localhost\r\nContent-Type: application/json"
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(f"POST {path} HTTP/1.1\r\n{kind}\r\nContent-Length: {len(content)}\r\n\r\n{content}".encode())
+        yield
 
 
 @dataclass
