@@ -1,6 +1,7 @@
 """Requests to the real server, for the end-to-end tests."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.client import grpc_client
 from cosyvoice_triton.client.requests import WARNING, SpeechResult, Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.monitoring import metrics
 from cosyvoice_triton.voice.audio import resample
 from tritonclient.utils import np_to_triton_dtype
 
@@ -94,6 +96,12 @@ async def collect(address: str, model: str, inputs: list[Any], parameters: dict[
 
 def wav_of(values: np.ndarray) -> dict[str, np.ndarray]:
     return {"reference_wav": values[None], "reference_wav_len": np.array([[values.size]], np.int32)}
+
+
+def cancelled_requests(server: Any) -> int:
+    """How many requests to the orchestrators were cancelled so far; each has given its stream of token2wav back."""
+    page = metrics.page(server.metrics_directory)
+    return sum(int(found) for found in re.findall(r'outcome="cancelled"[^}]*\} (\d+)', page))
 
 
 def process_of(server: Any, model: str) -> int:

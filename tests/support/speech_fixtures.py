@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import re
 import shutil
 import socket
 import threading
@@ -17,11 +16,11 @@ from typing import Any
 import httpx2 as httpx
 import openai
 from cosyvoice_triton import samples
-from cosyvoice_triton.monitoring import metrics
 from cosyvoice_triton.server.tritonserver import TritonServer, free_port
 from cosyvoice_triton.speech_service.command import http_server
 from cosyvoice_triton.speech_service.settings import Settings
 
+from tests.support.server_requests import cancelled_requests
 from tests.support.triton_stub import TritonStub
 
 RECORDING = samples.FOLDER / "reference_en.wav"
@@ -45,9 +44,7 @@ class SpeechStack:
         return self.triton.grpc_url
 
     def cancelled(self) -> int:
-        """How many requests to the orchestrator were cancelled so far."""
-        page = metrics.page(self.triton.metrics_directory)
-        return sum(int(found) for found in re.findall(r'outcome="cancelled"[^}]*\} (\d+)', page))
+        return cancelled_requests(self.triton)
 
 
 def transcript(recording: Path) -> str:

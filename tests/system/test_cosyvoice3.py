@@ -24,7 +24,17 @@ from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
 from cosyvoice_triton.voice.encoders import ReferenceEncoder
 from cosyvoice_triton.voice.prompt import Prompt
 
-from tests.support.server_requests import TEXT, VOICE, VOICE_TEXT, Serve, assert_speech, inputs_of, stream
+from tests.support.server_requests import (
+    TEXT,
+    VOICE,
+    VOICE_TEXT,
+    Serve,
+    assert_speech,
+    cancelled_requests,
+    inputs_of,
+    stream,
+)
+from tests.support.speech_fixtures import until
 
 pytestmark = pytest.mark.server
 
@@ -73,7 +83,7 @@ def test_two_streams_at_once_equal_the_same_streams_alone(server: Any, voice: np
 
 
 def test_cancelled_streams_free_their_slots(server: Any, voice: np.ndarray) -> None:
-    """There are two. A stream without a slot waits, so one that kept its slot would block the last."""
+    """There are two, so a stream that kept its slot would have the next ones refused."""
     long = Utterance("word " * 100, voice, VOICE_TEXT)
 
     async def cancel() -> None:
@@ -85,7 +95,9 @@ def test_cancelled_streams_free_their_slots(server: Any, voice: np.ndarray) -> N
         await asyncio.gather(*(cancel() for _ in range(STREAMS)))
 
     for _ in range(2):
+        cancelled = cancelled_requests(server)
         asyncio.run(cancel_all_at_once())
+        until(lambda: cancelled_requests(server) == cancelled + STREAMS, 60)  # noqa: B023 awaited in the loop
     assert_speech(stream(server.grpc_url, MODEL, Utterance(TEXT, voice, VOICE_TEXT)))
 
 

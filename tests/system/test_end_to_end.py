@@ -37,6 +37,7 @@ from tests.support.server_requests import (
     Serve,
     assert_speech,
     at_rate,
+    cancelled_requests,
     inputs_of,
     process_of,
     request_arrays,
@@ -347,12 +348,17 @@ def test_cancelled_streams_free_their_slots_their_threads_and_leave_every_proces
     async def four_at_once() -> None:
         await asyncio.gather(*map(cancel_after, (1, 2, 3, 4)))
 
-    asyncio.run(four_at_once())  # threads that start once have started now
+    def cancel_four() -> None:
+        cancelled = cancelled_requests(server.triton)
+        asyncio.run(four_at_once())
+        until(lambda: cancelled_requests(server.triton) == cancelled + 4, 60)
+
+    cancel_four()  # threads that start once have started now
     before, pool = threads(), min(32, (os.cpu_count() or 1) + 4)
     rounds = max(8, (pool + 20) // 4)
     assert 4 * rounds > 2 * STREAMS
     for _ in range(rounds):
-        asyncio.run(four_at_once())
+        cancel_four()
     until(lambda: threads() <= before + pool + 2, 60)  # the last threads may still be ending
     assert_speech(server.stream(TEXT, voice, VOICE_TEXT))
     assert server.triton.model_processes() == processes
