@@ -1,9 +1,9 @@
-"""Every tuned number of scheduling, in named profiles for three kinds of machine: `h200`, `small_gpu` and `cpu`.
+"""Every tuned number of scheduling, in a named profile for each kind of machine: `h200` and `cpu`.
 
-A model's setting `profile` chooses one; `auto` is `cpu` without a GPU, `small_gpu` below SMALL_GPU_GIB of GPU memory,
-and otherwise `h200`. The defaults below are those of `h200`, and nearly all of them were measured on H200s and H100s
-or chosen by simulation with their costs. The other two profiles name the numbers that differ. No difference has been
-measured on such a machine: where there was no reason for one, the numbers of `h200` stand.
+A model's setting `profile` chooses one; `auto` is `h200` where there is a GPU, and otherwise `cpu`. The defaults below
+are those of `h200`, and nearly all of them were measured on H200s and H100s or chosen by simulation with their costs;
+`cpu` names the numbers that differ. There is no profile for smaller GPUs: nothing has been measured on one, admission
+measures how fast the GPU is, and what a small memory holds is planned from its size (token2wav/gpu/memory.py).
 
 With `unlimited`, which is `auto` but for admission, `max_streams` is the only limit for new listeners, and a server
 with more of them than it can serve leaves gaps. It is for audio that nobody listens to while it is made, for tests and
@@ -15,9 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-ProfileName = Literal["auto", "h200", "small_gpu", "cpu", "unlimited"]
-
-SMALL_GPU_GIB = 40.0  # 24 GB cards are small, the 48 GB ones are not
+ProfileName = Literal["auto", "h200", "cpu", "unlimited"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +87,16 @@ class AdmissionNumbers:
 
 @dataclass(frozen=True, kw_only=True)
 class LimitNumbers:
-    """The largest batches of token2wav's networks, see token2wav/gpu/limits.py."""
+    """The largest batches of token2wav, see token2wav/gpu/limits.py.
+
+    A batch of this many tokens takes about 100 ms on an H200 (docs/results/speed.md), which bounds how long a chunk
+    waits for the batch before its own. Each flow counts what it computes: new tokens (dit), or those of windows.
+    """
+
+    dit_batch_tokens: int = 2048
+    unet_batch_tokens: int = 2500
+    cosyvoice3_batch_tokens: int = 1000  # an estimate from its 7.4 GFLOP per frame
+    max_batch: int = 64  # chunks; larger batches gain nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,24 +167,20 @@ class Profile:
 
 
 H200 = Profile()
-SMALL_GPU = Profile()
 # On a CPU the LLM's attention gathers the pages of each token, so a prefill of many tokens would take much memory.
 CPU = Profile(llm=LLMNumbers(max_prefill_tokens=256))
-PROFILES: Mapping[ProfileName, Profile] = {"h200": H200, "small_gpu": SMALL_GPU, "cpu": CPU}
+PROFILES: Mapping[ProfileName, Profile] = {"h200": H200, "cpu": CPU}
 # What the profile `unlimited` replaces: no load is too high, and nobody is ever late.
 UNLIMITED = AdmissionNumbers(headroom=math.inf, burst=math.inf, tight_seconds=-math.inf)
 
 
 def choose(name: ProfileName, device: str | None = None) -> Profile:
-    """Return the profile of that name. `auto` is the one for `device`, such as "cuda:1"; without a device it is the one
-    for the server's first GPU if there is one."""
+    """Return the profile of that name. `auto` is the one for `device`, such as "cuda:1"; without a device it is `h200`
+    if there is a GPU."""
     if name == "unlimited":
         return replace(choose("auto", device), admission=UNLIMITED)
     if name != "auto":
         return PROFILES[name]
     import torch  # here: programs that only render configurations do without it
 
-    if device == "cpu" or not torch.cuda.is_available():
-        return CPU
-    memory = torch.cuda.get_device_properties(device or 0).total_memory
-    return SMALL_GPU if memory < SMALL_GPU_GIB * 2**30 else H200
+    return CPU if device == "cpu" or not torch.cuda.is_available() else H200

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, TOKEN_RATE
 from cosyvoice_triton.playback import Playback
-from cosyvoice_triton.token2wav.gpu.limits import DIT_BATCH_TOKENS, DIT_FRAMES, BatchLimits, padding
+from cosyvoice_triton.profiles import H200
+from cosyvoice_triton.token2wav.gpu.limits import DIT_FRAMES, BatchLimits, padding
 from cosyvoice_triton.token2wav.policy.admission import Admission
 from cosyvoice_triton.token2wav.policy.scheduler import CHUNK_WORKER, FIRST_CHUNK_WORKER, Candidate, ChunkScheduler
 
@@ -152,7 +153,7 @@ class Listeners:
         picked = self._scheduler.pick(
             [waiting[index] for index in takes],
             LIMITS[worker].max_chunks,
-            DIT_BATCH_TOKENS,
+            H200.limits.dit_batch_tokens,
             padded,
             waited_for=self._workers == 1,
         )

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.monitoring.metrics import LIMIT
-from cosyvoice_triton.profiles import UNLIMITED, Profile
-from cosyvoice_triton.token2wav.gpu.limits import DIT_BATCH_TOKENS
+from cosyvoice_triton.profiles import H200, UNLIMITED, Profile
 from cosyvoice_triton.token2wav.policy.admission import Admission
 
 from tests.support.listeners import HOPS, PADDED, UTTERANCE_SECONDS, Listeners, arrivals, batch_seconds
@@ -18,7 +17,7 @@ CAPACITY = {50: 384, 300: 512}
 def admission(times: float = 1, max_streams: int = 10_000) -> Admission:
     """What the service knows after it has measured a chunk alone and eight together, on a device so many times slower
     than an H200."""
-    made, tokens = Admission(max_streams, DIT_BATCH_TOKENS, 0.0), HOPS[0]
+    made, tokens = Admission(max_streams, H200.limits.dit_batch_tokens, 0.0), HOPS[0]
     for chunks in (1, 8):
         padded = PADDED(chunks, tokens)
         made.rendered(chunks, padded, chunks * tokens / TOKEN_RATE, times * batch_seconds(padded))
@@ -120,7 +119,7 @@ def test_the_first_listener_is_always_admitted() -> None:
 
 
 def test_unlimited_streams_are_refused_by_their_number_alone() -> None:
-    slow = Admission(8, DIT_BATCH_TOKENS, 0.0, Profile(admission=UNLIMITED))
+    slow = Admission(8, H200.limits.dit_batch_tokens, 0.0, Profile(admission=UNLIMITED))
     slow.rendered(1, 18, 0.6, 5.0)
     for _ in range(10):
         slow.delivered(-1.0, 0.1, 1.0, 1.0, 1.0)
@@ -201,7 +200,7 @@ if __name__ == "__main__":
 def test_three_chunks_that_nearly_came_too_late_within_two_seconds_are_an_overload() -> None:
     """One alone may be the host's fault, and those of longer ago are over."""
     for seconds, overloaded in ((0.7, True), (1.5, False)):
-        admission = Admission(100, DIT_BATCH_TOKENS, 0.0)
+        admission = Admission(100, H200.limits.dit_batch_tokens, 0.0)
         for index in range(3):
             admission.delivered(audio_left=-0.2, awaited=0.1, speech=1.0, gap=0.0, now=10.0 + index * seconds)
         admission.update(40, [], now=10.0 + 2 * seconds)

@@ -6,7 +6,7 @@ import pytest
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import CONTEXT_TOKENS, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
 from cosyvoice_triton.orchestrator.chunking import HopRules
-from cosyvoice_triton.profiles import H200
+from cosyvoice_triton.profiles import H200, LimitNumbers, Profile, SchedulerNumbers
 from cosyvoice_triton.token2wav.gpu.limits import (
     COSYVOICE3_FRAMES,
     DIT_FRAMES,
@@ -125,6 +125,13 @@ def test_a_first_chunk_is_at_most_the_longest_first_hop_and_what_the_final_one_a
     limits = BatchLimits(first_hop_tokens=15, chunk_boundary=25)
     assert limits.first_chunk_tokens == 39 + LOOKAHEAD_TOKENS - 1
     assert limits.of_worker(FIRST_CHUNK_WORKER).first_chunk_tokens == limits.first_chunk_tokens
+
+
+def test_a_batch_is_as_large_as_the_profile_says():
+    numbers = Profile(scheduler=SchedulerNumbers(first_chunk_batch=3), limits=LimitNumbers(max_batch=5))
+    limits = BatchLimits(profile=numbers)
+    assert [of.max_chunks for of in limits.of_each_worker] == [5, 3]
+    assert limits.sizes((32,), 1 << 20) == [(batch, 32) for batch in (1, 2, 4, 5)]
 
 
 def test_the_default_sizes():

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cosyvoice_triton import stacks
+from cosyvoice_triton import profiles, stacks
 from cosyvoice_triton.config import SPARE_REQUESTS, Token2WavConfig, planned_llm_gib
 from cosyvoice_triton.demo_checkpoint.checkpoint import STACKS, TRAINED
 from cosyvoice_triton.networks.flow import (
@@ -199,6 +199,7 @@ def test_on_a_cpu_the_longest_voice_always_has_room(monkeypatch: pytest.MonkeyPa
     longest = Prompt(np.arange(752), np.zeros((1504, 80), np.float32), np.ones(192, np.float32), text="")
     assert engine.fitting([longest, replace(longest, embedding=np.zeros(192, np.float32))]) == [True, False]
     assert (engine.limits.workers, engine.workers) == (2, 1)  # without graphs there is one
+    assert engine.limits.profile is profiles.CPU
 
 
 def test_the_settings_have_the_models_names(tmp_path: Path) -> None:

@@ -83,11 +83,12 @@ class Talker(threading.Thread):
 @pytest.mark.parametrize("kind", [FakeEngine, FakeWorkers])
 def test_many_random_streams_get_their_own_audio_in_order(kind):
     """More clients than slots; random lengths of batches, failures and aborts."""
-    engine, random, interval = kind(), np.random.default_rng(0), sys.getswitchinterval()
+    limits = replace(kind.limits, profile=Profile(admission=UNLIMITED))
+    engine, random, interval = kind(limits=limits), np.random.default_rng(0), sys.getswitchinterval()
     engine.gate.wait = lambda _: time.sleep(random.random() / 1000)
     if kind is FakeWorkers:
         engine.starts_gate.wait = engine.gate.wait
-    service = Token2WavService(engine, idle_seconds=60.0, profile=Profile(admission=UNLIMITED))
+    service = Token2WavService(engine, idle_seconds=60.0)
     talkers = [Talker(service, seed, streams=30) for seed in range(32)]
     for talker in talkers:
         talker.start()

@@ -24,6 +24,7 @@ from cosyvoice_triton.device import new_stream
 from cosyvoice_triton.errors import is_fatal
 from cosyvoice_triton.monitoring import faults
 from cosyvoice_triton.monitoring.metrics import EVICTED, FAILED, FALLBACKS, RETRIED, Values
+from cosyvoice_triton.profiles import choose
 from cosyvoice_triton.runtimes.loading import flow_runtime
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, Vocoder, VocoderOptions, loader
@@ -168,6 +169,7 @@ class Token2Wav:
             first_hop_tokens=config.first_hop_tokens,
             max_hop_tokens=config.max_hop_tokens,
             chunk_boundary=stack.chunk_boundary,
+            profile=choose(config.profile, config.device),
         )
         names = config.flow_precision, config.vocoder_precision
         return cls.load(

@@ -134,7 +134,6 @@ class StreamingFlow(ABC, Generic[StreamT]):
     """A flow network driven chunk by chunk (`open`, `chunk`, `render`, `close`) or on whole utterances (`whole`)."""
 
     cumulative: bool  # a chunk carries all tokens of its stream so far, not only the new ones
-    batch_tokens: int  # the most of a batch, counted as `Chunk.computed`
     padded: Callable[[int, int], int]  # see `limits.padding`
 
     def __init__(
@@ -163,6 +162,11 @@ class StreamingFlow(ABC, Generic[StreamT]):
         self._steps = steps
         self._max_tokens = max_tokens
         self._load_exact = load_exact
+
+    @property
+    @abstractmethod
+    def batch_tokens(self) -> int:
+        """The most of a batch, counted as `Chunk.computed`."""
 
     def exact(self) -> Self:
         """Load the same flow in float32, by plain operations, with room for one stream, for a single use: it is needed

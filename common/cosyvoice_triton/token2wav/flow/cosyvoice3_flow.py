@@ -23,7 +23,7 @@ from cosyvoice_triton.token2wav.flow.encoder_window import Window, with_ahead
 from cosyvoice_triton.token2wav.flow.kv_cache import CachedChunk, CachedStream, Row
 from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
 from cosyvoice_triton.token2wav.flow.rotary_solver import RotarySolver
-from cosyvoice_triton.token2wav.gpu.limits import COSYVOICE3_BATCH_TOKENS, COSYVOICE3_FRAMES
+from cosyvoice_triton.token2wav.gpu.limits import COSYVOICE3_FRAMES
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.voice.prompt import Prompt
 
@@ -44,9 +44,12 @@ class CosyVoice3Streaming(CachedStreaming[CachedStream]):
     """
 
     cumulative = True
-    batch_tokens = COSYVOICE3_BATCH_TOKENS
     graph_frames = COSYVOICE3_FRAMES
     _network: CosyVoice3Flow
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.limits.profile.limits.cosyvoice3_batch_tokens
 
     def _solver(self, operations: Operations) -> CachedSolver:
         return RotarySolver(self._network, operations, self._steps)

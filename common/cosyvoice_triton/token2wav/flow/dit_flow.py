@@ -19,7 +19,7 @@ from cosyvoice_triton.token2wav.flow.encoder_window import Window, with_ahead
 from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row
 from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
 from cosyvoice_triton.token2wav.flow.solve import Solve
-from cosyvoice_triton.token2wav.gpu.limits import DIT_BATCH_TOKENS, DIT_FRAMES
+from cosyvoice_triton.token2wav.gpu.limits import DIT_FRAMES
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.token2wav.stream import Chunk
 from cosyvoice_triton.voice.prompt import Prompt
@@ -51,7 +51,6 @@ class DiTStreaming(CachedStreaming[DiTStream]):
     """Streams Step-Audio2's flow. context_tokens: so many recent tokens of a stream are kept for the encoder."""
 
     cumulative = False
-    batch_tokens = DIT_BATCH_TOKENS
     graph_frames = DIT_FRAMES
     _network: DiTFlow
 
@@ -60,6 +59,10 @@ class DiTStreaming(CachedStreaming[DiTStream]):
     ):  # fmt: skip
         self._context = context_tokens
         super().__init__(network, *shared, **options)
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.limits.profile.limits.dit_batch_tokens
 
     def _solver(self, operations: Operations) -> CachedSolver:
         return DiTSolver(self._network, operations, self._steps)

@@ -22,7 +22,7 @@ from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow
 from cosyvoice_triton.token2wav.flow.encoder_window import Window, with_ahead
 from cosyvoice_triton.token2wav.flow.unet_graphs import FusedEstimator, GraphedWindowSolve
 from cosyvoice_triton.token2wav.flow.unet_window import WindowChunk, WindowStream, forgotten_tokens, noise_indices
-from cosyvoice_triton.token2wav.gpu.limits import UNET_BATCH_TOKENS, UNET_FRAMES, BatchLimits, padding
+from cosyvoice_triton.token2wav.gpu.limits import UNET_FRAMES, BatchLimits, padding
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape, flow_noise
 from cosyvoice_triton.token2wav.stream import VocoderState
 from cosyvoice_triton.voice.prompt import Prompt
@@ -50,7 +50,6 @@ class UNetStreaming(StreamingFlow[WindowStream]):
     """
 
     cumulative = True
-    batch_tokens = UNET_BATCH_TOKENS
 
     def __init__(
         self,
@@ -74,6 +73,10 @@ class UNetStreaming(StreamingFlow[WindowStream]):
         if self._graphed:
             self._estimator = self._fused(network.decoder.estimator, time_schedule(steps)[0])
             self._capture()
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.limits.profile.limits.unet_batch_tokens
 
     def _capture(self) -> None:
         sizes = self.limits.sizes(self.limits.window_frames, UNET_FRAMES)

@@ -19,14 +19,13 @@ from cosyvoice_triton.constants import (
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
-from cosyvoice_triton.profiles import H200
+from cosyvoice_triton.profiles import H200, Profile
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 
 Size = tuple[int, ...]  # batch size and length, or a length alone
 
 LONGEST_PROMPT = int(TOKEN_RATE * MAX_REFERENCE_SECONDS) + 2  # tokens; the tokenizer may round up
 WORKERS = 2  # batches that are rendered at the same time on a GPU, see `FIRST_CHUNK_WORKER`
-MAX_BATCH = 64  # chunks; larger batches gain nothing
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 64)
 FRAMES = (32, 64, 104, 128)  # length classes of chunks below the largest one, mel frames
 PROMPT_FRAMES = (128, 256, 384, 512, 768, 1024)  # length classes of prompts, mel frames
@@ -41,11 +40,6 @@ UNET_FRAMES = 13_312
 COSYVOICE3_FRAMES = 4096  # of twice the width of the others; not tuned on a GPU
 HIFT_FRAMES = 4096
 PREFILL_FRAMES = 2048  # one prompt of the longest, or several shorter ones
-# A batch of this many new tokens takes about 100 ms on an H200 (docs/results/speed.md), which bounds how long a
-# first chunk may wait.
-DIT_BATCH_TOKENS = 2048
-UNET_BATCH_TOKENS = 2500  # of windows
-COSYVOICE3_BATCH_TOKENS = 1000  # of windows; an estimate from its 7.4 GFLOP per frame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +48,8 @@ class BatchLimits:
 
     max_streams: live streams. first_hop_tokens, max_hop_tokens: hops of the orchestrator's schedule. chunk_boundary:
     chunks end on its multiples (`Stack.chunk_boundary`). workers: how many there are with CUDA graphs.
-    worker: the one that is limited; FIRST_CHUNK_WORKER has small batches. ValueError if a chunk of the largest hop
+    worker: the one that is limited; FIRST_CHUNK_WORKER has small batches. profile: the numbers of scheduling, of which
+    some are limits. ValueError if a chunk of the largest hop
     alone is beyond the limits.
     """
 
@@ -64,6 +59,7 @@ class BatchLimits:
     chunk_boundary: int = 1
     workers: int = WORKERS
     worker: int = 0
+    profile: Profile = H200
     prefill_frames = PREFILL_FRAMES
 
     def __post_init__(self) -> None:
@@ -99,7 +95,9 @@ class BatchLimits:
     @property
     def max_chunks(self) -> int:
         """Chunks of one batch."""
-        return min(H200.scheduler.first_chunk_batch if self.starts else MAX_BATCH, self.max_streams)
+        numbers = self.profile
+        most = numbers.scheduler.first_chunk_batch if self.starts else numbers.limits.max_batch
+        return min(most, self.max_streams)
 
     @cached_property
     def chunk_frames(self) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ from cosyvoice_triton import triton_io
 from cosyvoice_triton.config import Token2WavConfig
 from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
 from cosyvoice_triton.monitoring.health import ModelMonitor
-from cosyvoice_triton.profiles import choose
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.serving.requests import Tensors, read_request
@@ -29,9 +28,7 @@ class Token2WavModel:
         # Loads its networks at the first request with a recording; the orchestrator sends tensors instead.
         self._reference = ReferenceEncoder(self.stack, config.model_dir, config.device)
         engine = Token2Wav.from_config(self.stack, config)
-        self._service = Token2WavService(
-            engine, idle_seconds=config.idle_seconds, profile=choose(config.profile, config.device)
-        )
+        self._service = Token2WavService(engine, idle_seconds=config.idle_seconds)
         self._monitor = ModelMonitor(
             args, test=self._service.test, read=lambda: {**self._service.stats().values(), **engine.counts}
         )

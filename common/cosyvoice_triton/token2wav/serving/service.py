@@ -20,7 +20,6 @@ import numpy as np
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.monitoring import faults
-from cosyvoice_triton.profiles import H200, Profile
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.policy.admission import Admission
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER, Candidate, ChunkScheduler, Opening
@@ -52,15 +51,14 @@ class Token2WavService:
         engine: Token2Wav,
         *,
         idle_seconds: float,
-        profile: Profile = H200,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._engine = engine
         self._limits = engine.limits
         self._idle_seconds = idle_seconds
         self._clock = clock
-        self._scheduler = ChunkScheduler(profile.scheduler)
-        self._admission = Admission(self._limits.max_streams, engine.batch_tokens, clock(), profile)
+        self._scheduler = ChunkScheduler(self._limits.profile.scheduler)
+        self._admission = Admission(self._limits.max_streams, engine.batch_tokens, clock(), self._limits.profile)
         self._sessions = Sessions(self._admission, self._limits.max_streams, clock)
         self._workers = Workers(engine, on_done=self._sessions.wake, clock=clock)
         self._gathering = 0.0  # seconds that first chunks still wait for others, although their worker is idle
