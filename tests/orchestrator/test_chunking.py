@@ -25,8 +25,9 @@ def lengths(rules: HopRules, total: int, prompt_tokens: int = 0) -> list[int]:
     return [hop.length for hop in drain(rules.schedule(prompt_tokens), total)]
 
 
-def test_exponential_hops_double_up_to_the_cap() -> None:
+def test_exponential_hops_double_up_to_the_cap_and_equal_ones_stay_the_same() -> None:
     assert lengths(HopRules(), 400) == [15, 30, 60, 100, 100, 95]
+    assert lengths(HopRules(strategy="equal"), 70) == [15, 15, 15, 15, 10]
 
 
 def test_after_a_short_first_hop_the_doubling_starts_at_the_first_hop() -> None:
@@ -40,10 +41,6 @@ def test_with_a_boundary_a_short_first_hop_reaches_it(prompt_tokens: int, expect
     assert [hop.length for hop in drain(rules.schedule(prompt_tokens, short=True), 130)][:3] == expected
     assert rules.first_context(prompt_tokens, short=True) == expected[0] + LOOKAHEAD_TOKENS
     assert rules.first_context(None, short=True) == 34 + LOOKAHEAD_TOKENS
-
-
-def test_equal_hops_stay_the_same() -> None:
-    assert lengths(HopRules(strategy="equal"), 70) == [15, 15, 15, 15, 10]
 
 
 @pytest.mark.parametrize(("prompt_tokens", "first"), [(0, 25), (10, 15), (11, 39), (25, 25), (99, 26)])
@@ -83,44 +80,32 @@ def test_a_hop_waits_for_its_look_ahead() -> None:
 
 
 def test_the_final_hop_takes_the_tokens_that_have_no_look_ahead_after_them() -> None:
+    assert drain(HopRules().schedule(0), 0) == []
     assert drain(HopRules().schedule(0), 17) == [Hop(0, 17, final=True)]
     assert drain(HopRules().schedule(0), 18) == [Hop(0, 15, final=False), Hop(15, 3, final=True)]
     assert drain(HopRules().schedule(0), 1) == [Hop(0, 1, final=True)]
 
 
-def test_without_tokens_there_is_no_hop() -> None:
-    assert HopRules().schedule(0).next_hop(0, ended=True) is None
-
-
-def test_time_based_waits_for_one_more_unit_while_the_listener_has_enough_audio() -> None:
-    clock = Clock()
-    rules = HopRules(strategy="time_based")
-    schedule = rules.schedule(0, clock)
-    assert schedule.next_hop(18, ended=False) == Hop(0, 15, final=False)
-    clock.now = 0.05  # 11 audible tokens are 0.44 s, nearly nine hops of 0.05 s
-    assert schedule.next_hop(15 + 30 + LOOKAHEAD_TOKENS, ended=False) is None
-    assert schedule.next_hop(15 + 45 + LOOKAHEAD_TOKENS, ended=False) == Hop(15, 45, final=False)
-
-
-def test_time_based_stops_waiting_once_the_listener_has_little_left() -> None:
+@pytest.mark.parametrize(
+    "asked",  # (time, tokens ready after those of the hops before, length of the next hop or None)
+    [
+        [(0.05, 30, None), (0.05, 45, 45)],  # 11 audible tokens are 0.44 s, nearly nine hops of 0.05 s: one unit more
+        [(0.05, 30, None), (0.45, 30, 30)],  # the listener has little left
+        [(0.4, 40, 30), (1.6, 77, 75)],  # rendering is slow: all that is ready
+    ],
+)
+def test_time_based_waits_for_one_more_unit_while_the_listener_has_enough_audio(
+    asked: list[tuple[float, int, int | None]],
+) -> None:
     clock = Clock()
     schedule = HopRules(strategy="time_based").schedule(0, clock)
-    schedule.next_hop(18, ended=False)
-    clock.now = 0.05
-    available = 15 + 30 + LOOKAHEAD_TOKENS
-    assert schedule.next_hop(available, ended=False) is None
-    clock.now = 0.45
-    assert schedule.next_hop(available, ended=False) == Hop(15, 30, final=False)
-
-
-def test_time_based_takes_all_that_is_ready_when_rendering_is_slow() -> None:
-    clock = Clock()
-    schedule = HopRules(strategy="time_based").schedule(0, clock)
-    schedule.next_hop(18, ended=False)
-    clock.now = 0.4
-    assert schedule.next_hop(15 + 40 + LOOKAHEAD_TOKENS, ended=False) == Hop(15, 30, final=False)
-    clock.now = 1.6
-    assert schedule.next_hop(45 + 77 + LOOKAHEAD_TOKENS, ended=False) == Hop(45, 75, final=False)
+    hop = schedule.next_hop(18, ended=False)
+    assert hop == Hop(0, 15, final=False)
+    end = hop.end
+    for clock.now, ready, length in asked:
+        hop = schedule.next_hop(end + ready + LOOKAHEAD_TOKENS, ended=False)
+        assert hop == (None if length is None else Hop(end, length, final=False))
+        end += length or 0
 
 
 @settings(deadline=None)

@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,90 +76,44 @@ def token2wav(call: FakeCall, *, cumulative: bool) -> TritonToken2Wav:
 
 
 async def two_chunks(stream: TritonToken2WavStream) -> None:
-    """An utterance of 13 tokens: 6, then 7."""
+    """An utterance of 13 tokens: 6, then 7. The LLM is further ahead than the look-ahead of the first chunk."""
     await stream.start(PROMPT, None)
-    await stream.render(list(range(9)), Hop(0, 6, final=False))
+    await stream.render(list(range(12)), Hop(0, 6, final=False))
     await stream.render(list(range(13)), Hop(6, 7, final=True))
     await stream.abort()
 
 
-@pytest.mark.parametrize("cumulative", [True, False])
-def test_a_stream_is_one_sequence_with_the_voice_at_its_start_and_end_on_its_final_chunk(cumulative: bool) -> None:
-    call = FakeCall()
-    asyncio.run(two_chunks(token2wav(call, cumulative=cumulative).open()))
-    assert [(sent.start, sent.end, sent["finalize"]) for sent in call.sent] == [
-        (True, False, [False]),
-        (False, False, [False]),
-        (False, True, [True]),
-    ]
-    assert len({sent.correlation_id for sent in call.sent}) == 1
-    assert ["prompt_speech_tokens" in sent.inputs for sent in call.sent] == [True, False, False]
-
-
-def test_the_unet_model_gets_all_tokens_so_far_and_the_offset() -> None:
-    call = FakeCall()
-    asyncio.run(two_chunks(token2wav(call, cumulative=True).open()))
-    assert [sent["target_speech_tokens"] for sent in call.sent] == [
-        [],
-        list(range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + 9)),
-        list(range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + 13)),
-    ]
-    assert [sent["token_offset"] for sent in call.sent] == [[0], [0], [6]]
-
-
-def test_the_dit_model_gets_the_new_tokens_and_their_look_ahead() -> None:
-    call = FakeCall()
-    asyncio.run(two_chunks(token2wav(call, cumulative=False).open()))
-    assert [sent["target_speech_tokens"] for sent in call.sent] == [
-        [],
-        list(range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + 9)),
-        list(range(FIRST_SPEECH_ID + 6, FIRST_SPEECH_ID + 13)),
-    ]
-    assert all("token_offset" not in sent.inputs for sent in call.sent)
-
-
-@pytest.mark.parametrize("cumulative", [True, False])
-def test_tokens_beyond_the_look_ahead_are_not_sent(cumulative: bool) -> None:
+@pytest.mark.parametrize("reserved", [False, True])
+@pytest.mark.parametrize(
+    ("cumulative", "last", "offsets"), [(True, range(13), [[0], [0], [6]]), (False, range(6, 13), [None] * 3)]
+)
+def test_a_stream_is_one_sequence_of_chunks_with_their_look_ahead(
+    reserved: bool, cumulative: bool, last: range, offsets: list[list[int] | None]
+) -> None:
+    """The UNet's model gets all tokens so far and the offset, that of the DiT the new ones. A new listener has a place
+    before the voice is known."""
     call = FakeCall()
     stream = token2wav(call, cumulative=cumulative).open()
 
     async def main() -> None:
-        await stream.start(PROMPT, None)
-        await stream.render(list(range(50)), Hop(0, 6, final=False))
-        await stream.abort()
-
-    asyncio.run(main())
-    assert len(call.sent[1]["target_speech_tokens"]) == 9
-
-
-def test_a_new_listener_has_a_place_before_the_voice_is_known() -> None:
-    call = FakeCall()
-    stream = token2wav(call, cumulative=False).open()
-
-    async def main() -> None:
-        await stream.reserve()
+        if reserved:
+            await stream.reserve()
         await two_chunks(stream)
 
     asyncio.run(main())
-    assert [(sent.start, sent.end, "prompt_speech_tokens" in sent.inputs) for sent in call.sent] == [
-        (True, False, False),
-        (False, False, True),
-        (False, False, False),
-        (False, True, False),
+    if reserved:
+        place = call.sent.pop(0)
+        assert place.start and place["target_speech_tokens"] == [] and "prompt_speech_tokens" not in place.inputs
+        assert place.correlation_id == call.sent[0].correlation_id
+    assert [(sent.start, sent.end, sent["finalize"], "prompt_speech_tokens" in sent.inputs) for sent in call.sent] == [
+        (not reserved, False, [False], True),
+        (False, False, [False], False),
+        (False, True, [True], False),
     ]
-
-
-def test_a_refused_listener_is_told_without_another_call() -> None:
-    call = FakeCall(failing={0: OverloadedError("9 listeners are served", 3.0)})
-    stream = token2wav(call, cumulative=False).open()
-
-    async def main() -> None:
-        with pytest.raises(OverloadedError):
-            await stream.reserve()
-        await stream.abort()
-
-    asyncio.run(main())
-    assert len(call.sent) == 1
+    assert len({sent.correlation_id for sent in call.sent}) == 1
+    tokens = [[token - FIRST_SPEECH_ID for token in sent["target_speech_tokens"]] for sent in call.sent]
+    assert tokens == [[], list(range(9)), list(last)]
+    assert [sent["token_offset"] if "token_offset" in sent.inputs else None for sent in call.sent] == offsets
 
 
 def test_a_later_segment_tells_token2wav_how_much_audio_its_listener_has_left() -> None:
@@ -197,83 +151,40 @@ def test_offline_is_one_request_that_starts_and_ends_a_sequence() -> None:
     assert sent["speed"] == [1.25]
 
 
-def test_a_failure_that_the_response_cache_kept_does_not_disable_a_voice() -> None:
-    """Triton caches the error of a prompt model as an answer without outputs."""
-    answers = {"prompt_spk_embedding": np.ones((1, SPEAKER_DIM), np.float16)}
-    call = FakeCall(answers, failing={0: LostAnswerError("answered without prompt_spk_embedding")})
-    wav = np.ones(100, np.float32)
-    assert len(asyncio.run(TritonPromptEncoder(call, FIRST_SPEECH_ID, 8000.0).embedding(wav))) == SPEAKER_DIM
-    assert [sent["reference_wav_len"] for sent in call.sent] == [[100], [100]]
-    assert [sent.inputs["reference_wav"].shape for sent in call.sent] == [(1, 100), (1, 101)]
+OUT_OF_MEMORY = RuntimeError("out of memory")
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_stream_whose_request_failed_is_still_ended_once(failing: int) -> None:
-    call = FakeCall(failing={failing: RuntimeError("out of memory")})
+@pytest.mark.parametrize(
+    ("failing", "ends"),
+    [
+        ({0: OUT_OF_MEMORY}, [False, True]),
+        ({1: OUT_OF_MEMORY}, [False, False, True]),
+        ({2: OUT_OF_MEMORY}, [False, False, True]),
+        ({0: OUT_OF_MEMORY, 1: ValueError("not live")}, [False, True]),
+    ],
+    ids=["voice", "chunk", "final chunk", "abort"],
+)
+def test_a_stream_whose_request_failed_is_ended_once_and_a_failing_end_is_logged(
+    failing: dict[int, Exception], ends: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    call = FakeCall(failing=failing)
     stream = token2wav(call, cumulative=False).open()
 
     async def main() -> None:
+        await stream.abort()  # it has never started
         with pytest.raises(RuntimeError, match="out of memory"):
             await two_chunks(stream)
         await stream.abort()
         await stream.abort()
 
     asyncio.run(main())
-    assert [sent.end for sent in call.sent] == [False] * (failing + 1) + [True]
-    assert call.sent[-1]["finalize"] == [False] and call.sent[-1]["target_speech_tokens"] == []
+    assert [sent.end for sent in call.sent] == ends
+    assert call.sent[-1]["target_speech_tokens"] == [] or 2 in failing
+    assert ("not live" in caplog.text) == (len(failing) == 2)
 
 
-def test_end_is_not_repeated_after_a_final_chunk_that_failed() -> None:
-    call = FakeCall(failing={2: RuntimeError("out of memory")})
-    stream = token2wav(call, cumulative=False).open()
-
-    async def main() -> None:
-        with pytest.raises(RuntimeError, match="out of memory"):
-            await two_chunks(stream)
-        await stream.abort()
-
-    asyncio.run(main())
-    assert [sent.end for sent in call.sent] == [False, False, True]
-
-
-def test_aborting_a_stream_that_never_started_sends_nothing() -> None:
-    call = FakeCall()
-    asyncio.run(token2wav(call, cumulative=False).open().abort())
-    assert call.sent == []
-
-
-def test_an_abort_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
-    call = FakeCall(failing={1: ValueError("stream is not live")})
-    stream = token2wav(call, cumulative=False).open()
-
-    async def main() -> None:
-        await stream.start(PROMPT, None)
-        await stream.abort()
-
-    asyncio.run(main())
-    assert "stream is not live" in caplog.text
-
-
-def test_an_abort_waits_for_the_chunk_in_flight() -> None:
-    async def main() -> None:
-        call = FakeCall(gate=asyncio.Event())
-        stream = token2wav(call, cumulative=False).open()
-        starting = asyncio.create_task(stream.start(PROMPT, None))
-        await settle()
-        starting.cancel()
-        aborting = asyncio.create_task(stream.abort())
-        await settle()
-        assert [sent.end for sent in call.sent] == [False]
-        assert call.gate is not None
-        call.gate.set()
-        await aborting
-        assert [sent.end for sent in call.sent] == [False, True]
-        assert call.answered == 2
-
-    asyncio.run(main())
-
-
-def test_a_client_who_leaves_during_an_abort_does_not_keep_the_stream_open() -> None:
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves meanwhile"])
+def test_an_abort_waits_for_the_chunk_in_flight_also_without_its_client(leaves: bool) -> None:
     async def main() -> None:
         call = FakeCall(gate=asyncio.Event())
         models = token2wav(call, cumulative=False)
@@ -283,12 +194,15 @@ def test_a_client_who_leaves_during_an_abort_does_not_keep_the_stream_open() -> 
         starting.cancel()
         aborting = asyncio.create_task(stream.abort())
         await settle()
-        aborting.cancel()
-        await asyncio.wait({aborting})
+        assert [sent.end for sent in call.sent] == [False]
+        if leaves:
+            aborting.cancel()
+            await asyncio.wait({aborting})
         assert call.gate is not None
         call.gate.set()
         await settle()
-        assert [sent.end for sent in call.sent] == [False, True] and not any(models.live.values())
+        assert [sent.end for sent in call.sent] == [False, True] and call.answered == 2
+        assert aborting.done() and not any(models.live.values())
 
     asyncio.run(main())
 
@@ -299,33 +213,32 @@ def test_correlation_ids_are_63_bits_and_differ() -> None:
     assert all(0 < correlation_id < 2**63 for correlation_id in ids)
 
 
-def encode(work: Coroutine[Any, Any, np.ndarray]) -> np.ndarray:
-    return asyncio.run(work)
-
-
 WAV = np.linspace(-0.5, 0.5, 16_000, dtype=np.float32)
 
 
-def test_prompt_tokens_become_speech_ids() -> None:
-    call = FakeCall(answers={"prompt_speech_tokens": np.array([[FIRST_SPEECH_ID, FIRST_SPEECH_ID + 5]], np.int32)})
-    tokens = encode(TritonPromptEncoder(call, FIRST_SPEECH_ID, 8000.0).tokens(WAV))
+def test_the_parts_of_a_prompt_come_from_the_whole_reference_and_the_mel_from_no_model() -> None:
+    ids = np.array([[FIRST_SPEECH_ID, FIRST_SPEECH_ID + 5]], np.int32)
+    x_vector = np.ones((1, SPEAKER_DIM), np.float16)
+    call = FakeCall(answers={"prompt_speech_tokens": ids, "prompt_spk_embedding": x_vector})
+    encoder = TritonPromptEncoder(call, FIRST_SPEECH_ID, 8000.0)
+    tokens = asyncio.run(encoder.tokens(WAV))
     assert tokens.tolist() == [0, 5] and tokens.dtype == np.int64
-    (sent,) = call.sent
-    assert sent.model == "audio_tokenizer"
-    assert sent.inputs["reference_wav"].shape == (1, len(WAV)) and sent["reference_wav_len"] == [len(WAV)]
-
-
-def test_the_x_vector_is_computed_from_the_whole_reference() -> None:
-    call = FakeCall(answers={"prompt_spk_embedding": np.ones((1, SPEAKER_DIM), np.float16)})
-    assert encode(TritonPromptEncoder(call, FIRST_SPEECH_ID, 8000.0).embedding(WAV)).shape == (SPEAKER_DIM,)
-    assert call.sent[0].model == "speaker_embedding"
-
-
-def test_the_mel_has_fifty_frames_per_second_and_calls_no_model() -> None:
-    call = FakeCall()
-    mel = encode(TritonPromptEncoder(call, FIRST_SPEECH_ID, 8000.0).mel(WAV))
+    assert asyncio.run(encoder.embedding(WAV)).shape == (SPEAKER_DIM,)
+    mel = asyncio.run(encoder.mel(WAV))
     assert mel.shape == (50, MEL_BINS) and mel.dtype == np.float32
-    assert call.sent == []
+    assert [sent.model for sent in call.sent] == ["audio_tokenizer", "speaker_embedding"]
+    for sent in call.sent:
+        assert sent.inputs["reference_wav"].shape == (1, len(WAV)) and sent["reference_wav_len"] == [len(WAV)]
+
+
+def test_a_failure_that_the_response_cache_kept_does_not_disable_a_voice() -> None:
+    """Triton caches the error of a prompt model as an answer without outputs."""
+    answers = {"prompt_spk_embedding": np.ones((1, SPEAKER_DIM), np.float16)}
+    call = FakeCall(answers, failing={0: LostAnswerError("answered without prompt_spk_embedding")})
+    wav = np.ones(100, np.float32)
+    assert len(asyncio.run(TritonPromptEncoder(call, FIRST_SPEECH_ID, 8000.0).embedding(wav))) == SPEAKER_DIM
+    assert [sent["reference_wav_len"] for sent in call.sent] == [[100], [100]]
+    assert [sent.inputs["reference_wav"].shape for sent in call.sent] == [(1, 100), (1, 101)]
 
 
 def two_models(call: FakeCall, failed: set[str] | None = None) -> TritonToken2Wav:
@@ -375,29 +288,29 @@ def test_a_listener_whom_one_model_refuses_is_served_by_the_other(error: Excepti
     assert models.live == {"a": 0, "a_1": 0}
 
 
-def test_a_listener_whom_all_models_refuse_is_told_so() -> None:
-    call = FakeCall(failing={0: ModelDownError("it has died"), 1: OverloadedError("9 listeners are served", 3.0)})
+@pytest.mark.parametrize(
+    ("errors", "raised"),
+    [
+        ([ModelDownError("it has died"), OverloadedError("9 listeners are served", 3.0)], OverloadedError),
+        ([UnavailableError("did not answer within 15 s")], UnavailableError),
+    ],
+    ids=["all refuse", "another reason"],
+)
+def test_a_listener_is_told_why_nobody_serves_it(errors: list[Exception], raised: type[Exception]) -> None:
+    """A request that fails for another reason than a refusal or the model's end is not repeated."""
+    call = FakeCall(failing=dict(enumerate(errors)))
     models = two_models(call)
 
     async def main() -> None:
         stream = models.open()
-        with pytest.raises(OverloadedError):
+        with pytest.raises(raised):
             await stream.reserve()
-        await stream.abort()
+        if len(errors) > 1:
+            await stream.abort()
+            assert models.live == {"a": 0, "a_1": 0}
 
     asyncio.run(main())
-    assert len(call.sent) == 2 and models.live == {"a": 0, "a_1": 0}
-
-
-def test_a_request_that_fails_for_another_reason_is_not_repeated() -> None:
-    call = FakeCall(failing={0: UnavailableError("did not answer within 15 s")})
-
-    async def main() -> None:
-        with pytest.raises(UnavailableError, match="did not answer"):
-            await two_models(call).open().reserve()
-
-    asyncio.run(main())
-    assert len(call.sent) == 1
+    assert len(call.sent) == len(errors)
 
 
 def test_a_model_that_fails_ends_the_calls_in_flight_and_gets_no_further_listeners() -> None:

@@ -1,8 +1,8 @@
 """A listener's place in token2wav is reserved while the LLM starts; after a refusal before that."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
-import numpy as np
 import pytest
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.orchestrator.synthesis import CAREFUL_SECONDS
@@ -33,28 +33,36 @@ def test_a_place_is_given_up_after_the_llms_request_has_ended() -> None:
     assert live == [0]
 
 
-def test_the_llm_starts_while_a_place_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = Pipeline(FakeLM(*one_by_one(18)))
+Install = Callable[[Callable[[], Awaitable[None]]], None]
+
+
+@pytest.fixture
+def before_a_place(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """`before_a_place(wait)`: a place is only given after `wait`."""
     reserve = FakeToken2WavStream.reserve
 
-    async def slow(stream: FakeToken2WavStream) -> None:
-        await run_until(lambda: len(pipeline.llm.prompts) == 1)
-        assert not stream.started
-        await reserve(stream)
+    def install(wait: Callable[[], Awaitable[None]]) -> None:
+        async def waiting(stream: FakeToken2WavStream) -> None:
+            await wait()
+            assert not stream.started
+            await reserve(stream)
 
-    monkeypatch.setattr(FakeToken2WavStream, "reserve", slow)
-    assert pipeline.run()
+        monkeypatch.setattr(FakeToken2WavStream, "reserve", waiting)
+
+    return install
 
 
-def test_a_known_voices_place_is_asked_for_once_the_llm_has_been_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a new voice while it is encoded, so that a refusal ends that early."""
-    pipeline, before, reserve = Pipeline(FakeLM(*one_by_one(18))), list[tuple[int, int]](), FakeToken2WavStream.reserve
+def test_the_llm_starts_while_a_place_is_reserved_and_the_voice_is_sent_after_that(before_a_place: Install) -> None:
+    """A known voice's place is asked for once the LLM has been asked; that of a new voice while it is encoded, so that
+    a refusal ends that early."""
+    pipeline, before = Pipeline(FakeLM(*one_by_one(18))), list[tuple[int, int]]()
 
-    async def noted(stream: FakeToken2WavStream) -> None:
+    async def wait() -> None:
         before.append((len(pipeline.encoder.ended), len(pipeline.llm.prompts)))
-        await reserve(stream)
+        await run_until(lambda: len(pipeline.encoder.ended) == 3 and len(pipeline.llm.prompts) == len(before))
+        await settle()
 
-    monkeypatch.setattr(FakeToken2WavStream, "reserve", noted)
+    before_a_place(wait)
     assert pipeline.run() and pipeline.run()
     assert before == [(0, 0), (3, 2)]
 
@@ -67,24 +75,6 @@ def test_a_refusal_of_a_known_voice_ends_the_llms_request() -> None:
     with pytest.raises(OverloadedError, match="9 listeners"):
         pipeline.run()
     assert len(pipeline.llm.prompts) == 2 and [stream.aborts for stream in pipeline.token2wav.streams][1:] == [0]
-
-
-def test_the_voice_is_sent_after_its_place_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline, place = Pipeline(FakeLM(*one_by_one(18))), asyncio.Event()
-
-    async def slow(stream: FakeToken2WavStream) -> None:
-        await place.wait()
-
-    async def scenario() -> list[np.ndarray]:
-        synthesis = asyncio.create_task(pipeline.synthesize())
-        await run_until(lambda: len(pipeline.encoder.ended) == 3 and len(pipeline.llm.prompts) == 1)
-        await settle()
-        assert not any(stream.started for stream in pipeline.token2wav.streams)
-        place.set()
-        return await synthesis
-
-    monkeypatch.setattr(FakeToken2WavStream, "reserve", slow)
-    assert pipeline.run(scenario())
 
 
 def refused(now: list[float]) -> Pipeline:
@@ -110,38 +100,37 @@ def test_after_a_refusal_others_cost_neither_the_llm_nor_the_prompt_models_anyth
     assert pipeline.llm.prompts == [] and pipeline.encoder.started == []
 
 
-def test_a_refusal_is_the_reason_where_the_llm_has_no_place_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = Pipeline(FakeLM(UnavailableError("the LLM already serves its maximum")))
+def test_a_refusal_is_the_reason_where_the_llm_has_no_place_either(before_a_place: Install) -> None:
+    refusal = {"reserve": OverloadedError("9 listeners are served", 3.0)}
+    llm = FakeLM(UnavailableError("the LLM already serves its maximum"))
+    pipeline = Pipeline(llm, token2wav=FakeToken2Wav(failures=refusal))
 
-    async def refused_later(stream: FakeToken2WavStream) -> None:
+    async def wait() -> None:
         await run_until(lambda: len(pipeline.llm.prompts) == 1)
         await settle()
-        raise OverloadedError("9 listeners are served", 3.0)
 
-    monkeypatch.setattr(FakeToken2WavStream, "reserve", refused_later)
+    before_a_place(wait)
     with pytest.raises(OverloadedError, match="9 listeners"):
         pipeline.run()
 
 
-def test_some_time_after_a_refusal_the_llm_starts_early_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("later", [False, True])
+def test_after_a_refusal_only_the_text_is_prepared_while_a_place_is_reserved_for_some_time(
+    later: bool, monkeypatch: pytest.MonkeyPatch, before_a_place: Install
+) -> None:
     now = [100.0]
-    pipeline = refused(now)
-    now[0] += CAREFUL_SECONDS
-
-    async def slow(stream: FakeToken2WavStream) -> None:
-        await run_until(lambda: len(pipeline.llm.prompts) == 1)
-
-    monkeypatch.setattr(FakeToken2WavStream, "reserve", slow)
-    assert pipeline.run()
-
-
-def test_after_a_refusal_the_text_is_prepared_while_a_place_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline, prepared = refused([100.0]), list[str]()
+    pipeline, prepared = refused(now), list[str]()
     monkeypatch.setattr(pipeline.texts, "transcript", lambda text, normalize: prepared.append(text) or text)
+    pipeline.token2wav.failures = {}
 
-    async def slow(stream: FakeToken2WavStream) -> None:
+    async def wait() -> None:
+        if later:  # the LLM starts early again
+            await run_until(lambda: len(pipeline.llm.prompts) == 1)
+            return
         await run_until(lambda: bool(prepared))
+        await settle()
         assert pipeline.llm.prompts == [] and pipeline.encoder.started == []
 
-    monkeypatch.setattr(FakeToken2WavStream, "reserve", slow)
+    now[0] += CAREFUL_SECONDS if later else 0.9 * CAREFUL_SECONDS
+    before_a_place(wait)
     assert pipeline.run()

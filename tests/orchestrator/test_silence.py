@@ -44,11 +44,7 @@ def test_dropped_tokens_reach_no_chunk_and_every_segment_counts_anew() -> None:
     spoken = [1] * 5 + [9] * 12 + [7] * 8 + [1] * 2
     assert [len(waveform) for waveform in audio] == [15, 12] * 2
     np.testing.assert_array_equal(np.concatenate(audio), spoken * 2)
-
-    async def offline() -> list[np.ndarray]:
-        return [await pipeline.synthesizer.offline(speech_request(text="one"))]
-
-    pipeline.run(offline())
+    pipeline.run(pipeline.offline(speech_request(text="one")))
     assert pipeline.token2wav.offline_calls == [(spoken, 1.0)]
 
 

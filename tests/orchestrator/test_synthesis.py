@@ -1,6 +1,6 @@
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 
 import numpy as np
@@ -10,6 +10,7 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
+from cosyvoice_triton.orchestrator.text_stream import TextStream
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 
@@ -23,7 +24,7 @@ from tests.support.fakes import (
     fake_prompt,
     speech_request,
 )
-from tests.support.pipeline import Pipeline, one_by_one, run_until
+from tests.support.pipeline import Pipeline, Speak, one_by_one, run_until
 
 
 @pytest.mark.parametrize("strategy", ["exponential", "equal", "time_based"])
@@ -33,16 +34,6 @@ def test_every_token_is_rendered_once_and_in_order(strategy: str, total: int) ->
     audio = pipeline.run()
     np.testing.assert_array_equal(np.concatenate(audio), np.arange(total))
     assert [hop.final for hop in pipeline.hops] == [False] * (len(audio) - 1) + [True]
-
-
-def test_exponential_chunks_have_exactly_their_tokens() -> None:
-    pipeline = Pipeline(FakeLM(*one_by_one(220)))
-    assert [len(waveform) for waveform in pipeline.run()] == [15, 30, 60, 100, 15]
-
-
-def test_equal_chunks_have_exactly_their_tokens() -> None:
-    pipeline = Pipeline(FakeLM(*one_by_one(50)), rules=HopRules(strategy="equal"))
-    assert [len(waveform) for waveform in pipeline.run()] == [15, 15, 15, 5]
 
 
 def test_time_based_chunks_use_the_tokens_that_arrived_while_a_chunk_was_rendered() -> None:
@@ -58,46 +49,31 @@ def test_hops_of_the_unet_flow_end_on_its_boundaries_counted_from_the_prompt() -
     assert [PROMPT_TOKENS + hop.end for hop in pipeline.hops] == [50, 75, 125, PROMPT_TOKENS + 120]
 
 
-def test_the_three_parts_of_the_prompt_are_requested_concurrently() -> None:
-    gate = asyncio.Event()
-    pipeline = Pipeline(FakeLM([1]), FakePromptEncoder(gates=dict.fromkeys(("tokens", "mel", "embedding"), gate)))
+PARTS = ("tokens", "mel", "embedding")
+# What waits -> what has been reached nevertheless, by a request with or without a transcript.
+CONCURRENT: dict[str, tuple[tuple[str, ...], str, Callable[[Pipeline], bool]]] = {
+    "the parts of a prompt are requested together": (PARTS, "known", lambda each: len(each.encoder.started) == 3),
+    "the LLM starts before the x-vector is ready": (("embedding",), "known", lambda each: len(each.llm.prompts) == 1),
+    "without a transcript the LLM waits for no prompt": (PARTS, "", lambda each: len(each.llm.prompts) == 1),
+    "token2wav starts before the first token": (("token",), "known", lambda each: each.token2wav.live == 1),
+}
+
+
+@pytest.mark.parametrize("what", CONCURRENT)
+def test_nothing_waits_for_what_it_does_not_need(what: str) -> None:
+    waiting, transcript, reached = CONCURRENT[what]
+    gate, first = asyncio.Event(), [asyncio.Event()] if waiting == ("token",) else []
+    pipeline = Pipeline(FakeLM(*first, [1]), FakePromptEncoder(gates=dict.fromkeys(waiting, gate)))
 
     async def scenario() -> list[np.ndarray]:
-        synthesis = asyncio.create_task(pipeline.synthesize())
-        await run_until(lambda: len(pipeline.encoder.started) == 3)
-        assert pipeline.encoder.ended == []
-        gate.set()
+        synthesis = asyncio.create_task(pipeline.synthesize(speech_request(reference_text=transcript)))
+        await run_until(lambda: reached(pipeline))
+        assert not any(stream.hops or (stream.started and not first) for stream in pipeline.token2wav.streams)
+        for event in (gate, *first):
+            event.set()
         return await synthesis
 
     assert len(pipeline.run(scenario())) == 1
-
-
-def test_the_llm_starts_before_the_x_vector_is_ready() -> None:
-    gate = asyncio.Event()
-    pipeline = Pipeline(FakeLM([1]), FakePromptEncoder(gates={"embedding": gate}))
-
-    async def scenario() -> list[np.ndarray]:
-        synthesis = asyncio.create_task(pipeline.synthesize())
-        await run_until(lambda: len(pipeline.llm.prompts) == 1)
-        assert not any(stream.started for stream in pipeline.token2wav.streams)
-        gate.set()
-        return await synthesis
-
-    assert len(pipeline.run(scenario())) == 1
-
-
-def test_token2wav_starts_before_the_first_token() -> None:
-    first_token = asyncio.Event()
-    pipeline = Pipeline(FakeLM(first_token, *one_by_one(20)))
-
-    async def scenario() -> list[np.ndarray]:
-        synthesis = asyncio.create_task(pipeline.synthesize())
-        await run_until(lambda: pipeline.token2wav.live == 1)
-        assert pipeline.hops == []
-        first_token.set()
-        return await synthesis
-
-    assert len(pipeline.run(scenario())) == 2
 
 
 def test_chunks_are_rendered_while_the_llm_still_generates() -> None:
@@ -122,30 +98,14 @@ def test_the_llm_continues_the_reference_with_the_requested_sampling() -> None:
     assert len(pipeline.token2wav.streams[0].prompt.tokens) == PROMPT_TOKENS
 
 
-def test_without_a_transcript_the_llm_gets_only_the_text_and_the_flow_reproduces_the_voice() -> None:
+@pytest.mark.parametrize(("transcript", "instruction"), [("", ""), ("reference", "sadly")])
+def test_across_languages_and_with_an_instruction_only_the_flow_reproduces_the_voice(
+    transcript: str, instruction: str
+) -> None:
     pipeline = Pipeline(FakeLM([1]))
-    pipeline.run(pipeline.synthesize(speech_request(voice=7, reference_text="")))
-    assert pipeline.llm.prompts == [LLMPrompt("hello")]
-    assert set(pipeline.token2wav.streams[0].prompt.tokens) == {7}
-
-
-def test_without_a_transcript_the_llm_does_not_wait_for_the_prompt_models() -> None:
-    gate = asyncio.Event()
-    pipeline = Pipeline(FakeLM([1]), FakePromptEncoder(gates=dict.fromkeys(("tokens", "mel", "embedding"), gate)))
-
-    async def scenario() -> list[np.ndarray]:
-        synthesis = asyncio.create_task(pipeline.synthesize(speech_request(reference_text="")))
-        await run_until(lambda: len(pipeline.llm.prompts) == 1)
-        gate.set()
-        return await synthesis
-
-    assert len(pipeline.run(scenario())) == 1
-
-
-def test_an_instruction_replaces_the_recording_in_the_llm_and_the_flow_reproduces_the_voice() -> None:
-    pipeline = Pipeline(FakeLM([1]))
-    pipeline.run(pipeline.synthesize(dataclasses.replace(speech_request(voice=7), instruct_text="sadly")))
-    assert pipeline.llm.prompts == [LLMPrompt("hello", instruction="sadly")]
+    request = dataclasses.replace(speech_request(voice=7, reference_text=transcript), instruct_text=instruction)
+    pipeline.run(pipeline.synthesize(request))
+    assert pipeline.llm.prompts == [LLMPrompt("hello", instruction=instruction)]
     assert set(pipeline.token2wav.streams[0].prompt.tokens) == {7}
 
 
@@ -195,30 +155,22 @@ def test_a_mix_is_an_x_vector_alone_of_which_the_recordings_are_encoded() -> Non
 
 
 def test_text_and_transcript_are_spelled_out_if_the_request_enables_it() -> None:
-    class UpperCase(FakeTextPreparer):
+    """Segments fit what one request to the LLM can speak: 100 tokens are 4 s."""
+
+    class Noting(FakeTextPreparer):
         def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[str]:
-            yield text.upper() if normalize else text
+            yield f"{text.upper() if normalize else text} in {request_seconds:g} s"
 
         def transcript(self, text: str, normalize: bool) -> str:
             return text.upper() if normalize else text
 
     pipeline = Pipeline(FakeLM([1]))
-    pipeline.texts = UpperCase()
-    for normalize in (True, False):
-        pipeline.run(pipeline.synthesize(dataclasses.replace(speech_request(), normalize=normalize)))
-    texts = [(prompt.target_text, prompt.prompt_text) for prompt in pipeline.llm.prompts]
-    assert texts == [("HELLO", "REFERENCE"), ("hello", "reference")]
-
-
-def test_the_segments_of_a_text_fit_what_one_llm_request_can_speak() -> None:
-    class Noting(FakeTextPreparer):
-        def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[str]:
-            yield f"{request_seconds:g}"
-
-    pipeline = Pipeline(FakeLM([1]))
     pipeline.texts = Noting()
-    pipeline.run(pipeline.synthesize(dataclasses.replace(speech_request(), sampling=Sampling(max_tokens=100))))
-    assert [prompt.target_text for prompt in pipeline.llm.prompts] == ["4"]
+    request = dataclasses.replace(speech_request(), sampling=Sampling(max_tokens=100))
+    for normalize in (True, False):
+        pipeline.run(pipeline.synthesize(dataclasses.replace(request, normalize=normalize)))
+    texts = [(prompt.target_text, prompt.prompt_text) for prompt in pipeline.llm.prompts]
+    assert texts == [("HELLO in 4 s", "REFERENCE"), ("hello in 4 s", "reference")]
 
 
 def test_an_unknown_voice_ends_the_request_and_leaves_nothing_behind() -> None:
@@ -228,41 +180,25 @@ def test_an_unknown_voice_ends_the_request_and_leaves_nothing_behind() -> None:
     assert pipeline.llm.prompts == [] and [stream.live for stream in pipeline.token2wav.streams] == [False]
 
 
-def test_offline_makes_one_waveform_in_one_call() -> None:
+@pytest.mark.parametrize("speed", [1.0, 1.5])
+def test_offline_makes_one_waveform_in_one_call_at_any_speed(speed: float) -> None:
     pipeline = Pipeline(FakeLM(*one_by_one(40)))
-
-    async def scenario() -> list[np.ndarray]:
-        return [await pipeline.synthesizer.offline(speech_request(voice=2))]
-
-    np.testing.assert_array_equal(pipeline.run(scenario())[0], 20_000 + np.arange(40))
-    assert pipeline.token2wav.offline_calls == [(list(range(40)), 1.0)]
-    assert pipeline.token2wav.streams == []
-
-
-def test_speed_is_for_whole_utterances() -> None:
-    pipeline = Pipeline(FakeLM(*one_by_one(40)))
-    fast = dataclasses.replace(speech_request(), speed=1.5)
-
-    async def scenario() -> list[np.ndarray]:
-        return [await pipeline.synthesizer.offline(fast)]
-
-    pipeline.run(scenario())
-    assert pipeline.token2wav.offline_calls == [(list(range(40)), 1.5)]
-    with pytest.raises(ValueError, match="speed 1.5 is for whole utterances"):
-        pipeline.run(pipeline.synthesize(fast))
+    request = dataclasses.replace(speech_request(voice=2), speed=speed)
+    np.testing.assert_array_equal(pipeline.run(pipeline.offline(request))[0], 20_000 + np.arange(40))
+    assert pipeline.token2wav.offline_calls == [(list(range(40)), speed)] and pipeline.token2wav.streams == []
+    if speed != 1.0:
+        with pytest.raises(ValueError, match="speed 1.5 is for whole utterances"):
+            pipeline.run(pipeline.synthesize(request))
 
 
-@pytest.mark.parametrize("tokens_before", [0, 5, 18, 60])
-def test_an_error_of_the_llm_ends_the_stream_with_that_error(tokens_before: int) -> None:
-    pipeline = Pipeline(FakeLM(*one_by_one(tokens_before), UnavailableError("the LLM is down")))
-    with pytest.raises(UnavailableError, match="the LLM is down"):
-        pipeline.run()
-
-
-def test_an_error_of_the_llm_is_raised_while_a_chunk_is_being_rendered() -> None:
-    pipeline = Pipeline(
-        FakeLM(*one_by_one(18), UnavailableError("the LLM is down")), token2wav=FakeToken2Wav(gate=asyncio.Event())
-    )
+@pytest.mark.parametrize("tokens_before", [0, 18, 60])
+@pytest.mark.parametrize("rendering", [False, True])
+def test_an_error_of_the_llm_ends_the_stream_also_while_a_chunk_is_rendered(
+    tokens_before: int, rendering: bool
+) -> None:
+    """The gate of token2wav is never opened."""
+    llm = FakeLM(*one_by_one(tokens_before), UnavailableError("the LLM is down"))
+    pipeline = Pipeline(llm, token2wav=FakeToken2Wav(gate=asyncio.Event() if rendering else None))
     with pytest.raises(UnavailableError, match="the LLM is down"):
         pipeline.run()
     assert pipeline.token2wav.streams[0].aborts == 1
@@ -285,17 +221,11 @@ def test_an_error_of_token2wav_closes_the_llm_stream_and_aborts_its_own_once(fai
     assert token2wav.streams[0].aborts == 1
 
 
-@pytest.mark.parametrize("offline", [False, True])
-def test_an_llm_without_speech_tokens_is_an_error_naming_the_text(offline: bool) -> None:
+@pytest.mark.parametrize("speak", [Pipeline.synthesize, Pipeline.offline])
+def test_an_llm_without_speech_tokens_is_an_error_naming_the_text(speak: Speak) -> None:
     pipeline = Pipeline(FakeLM())
-
-    async def scenario() -> list[np.ndarray]:
-        if offline:
-            return [await pipeline.synthesizer.offline(speech_request(text="quiet"))]
-        return await pipeline.synthesize(speech_request(text="quiet"))
-
     with pytest.raises(ValueError, match="no speech token for the text 'quiet'"):
-        pipeline.run(scenario())
+        pipeline.run(speak(pipeline, speech_request(text="quiet")))
 
 
 STAGES: dict[str, Callable[[Pipeline], bool]] = {
@@ -359,12 +289,10 @@ def test_eight_concurrent_streams_do_not_mix() -> None:
         np.testing.assert_array_equal(audio, 10_000 * voice + np.arange(100 * voice, 101 * voice + 100))
 
 
-async def _pieces() -> AsyncIterator[str]:
-    yield "hello"
-
-
 def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_came_soon() -> None:
     pipeline = Pipeline(FakeLM(*one_by_one(60)))
+    text = TextStream(max_chars=100, idle_seconds=60)
+    text.add("hello", end=True)
     synthesizer = pipeline.synthesizer
     seeded = speech_request()
     request = dataclasses.replace(seeded, sampling=Sampling())
@@ -378,9 +306,7 @@ def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_came_s
             assert await chunks(request) == [15, 30, 15]
         assert await chunks(request) == [10, 15, 30, 5]
         greedy = dataclasses.replace(request, sampling=Sampling(temperature=0.0))
-        unheard, in_pieces = (
-            dataclasses.replace(request, **kind) for kind in ({"played": False}, {"pieces": _pieces()})
-        )
+        unheard, in_pieces = (dataclasses.replace(request, **kind) for kind in ({"played": False}, {"pieces": text}))
         assert [(await chunks(other))[0] for other in (seeded, greedy, unheard, in_pieces)] == [15] * 4
         assert await chunks(request) == [10, 15, 30, 5]
         return []

@@ -84,16 +84,13 @@ def test_an_answer_that_the_llm_cannot_continue_is_spoken_with_a_warning() -> No
     assert "cut short after 40 tokens, because the LLM cannot continue it (the prompt is too long)" in warning
 
 
-def test_a_rejected_first_request_is_an_error() -> None:
-    with pytest.raises(ValueError, match="too long"):
-        speak(Pipeline(CountingLM(80, context=50)), with_sampling())
-
-
-def test_an_llm_that_fails_while_it_continues_is_an_error() -> None:
+def test_a_rejected_first_request_and_an_llm_that_fails_while_it_continues_are_errors() -> None:
     class Failing(CountingLM):
         def script(self, prompt: LLMPrompt) -> Sequence[Step]:
             return [UnavailableError("the LLM is down")] if prompt.generated else super().script(prompt)
 
+    with pytest.raises(ValueError, match="too long"):
+        speak(Pipeline(CountingLM(80, context=50)), with_sampling())
     with pytest.raises(UnavailableError, match="the LLM is down"):
         speak(Pipeline(Failing(80)), with_sampling(max_tokens=20))
 

@@ -23,7 +23,7 @@ from tests.support.fakes import (
     fake_prompt,
     speech_request,
 )
-from tests.support.pipeline import Pipeline, run_until
+from tests.support.pipeline import Pipeline, Speak, run_until, settle
 
 
 class CountingLM(FakeLM):
@@ -39,21 +39,21 @@ class CountingLM(FakeLM):
         return [[1], self.events[prompt.target_text], [2]]
 
 
-@pytest.mark.parametrize(("offline", "played"), [(False, True), (False, False), (True, True)])
-def test_segments_are_rendered_in_order_in_one_voice_with_the_same_sampling(offline: bool, played: bool) -> None:
+@pytest.mark.parametrize(
+    ("speak", "played"), [(Pipeline.synthesize, True), (Pipeline.synthesize, False), (Pipeline.offline, True)]
+)
+def test_segments_are_rendered_in_order_in_one_voice_with_the_same_sampling(speak: Speak, played: bool) -> None:
     pipeline = Pipeline(CountingLM())
     request = replace(speech_request(voice=3, text="0-40|100-101|200-260"), played=played)
-
-    async def scenario() -> list[np.ndarray]:
-        return [await pipeline.synthesizer.offline(request)] if offline else await pipeline.synthesize(request)
-
-    audio = np.concatenate(pipeline.run(scenario()))
+    audio = np.concatenate(pipeline.run(speak(pipeline, request)))
     np.testing.assert_array_equal(audio, 30_000 + np.concatenate([np.arange(40), [100], np.arange(200, 260)]))
     voice = ("reference", [3] * PROMPT_TOKENS)
     assert pipeline.llm.prompts == [LLMPrompt(text, *voice) for text in ("0-40", "100-101", "200-260")]
     hints = [(prompt.urgent_tokens, prompt.played) for prompt in pipeline.llm.prompts]
-    assert hints == ([(0, False)] * 3 if offline or not played else [(URGENT_TOKENS, True), (0, True), (0, True)])
+    heard = played and speak is Pipeline.synthesize
+    assert hints == ([(URGENT_TOKENS, True), (0, True), (0, True)] if heard else [(0, False)] * 3)
     assert pipeline.llm.samplings == [request.sampling] * 3
+    pipeline.run(speak(pipeline, request))
     assert len(pipeline.encoder.started) == 3  # the voice is encoded once
 
 
@@ -77,21 +77,6 @@ def test_a_later_segment_starts_with_the_audio_that_its_listener_has_left_and_wi
     assert [[hop.length for hop in stream.hops][0] for stream in (first, second, third)] == [15, 60, 100]
 
 
-def test_a_recording_that_was_encoded_before_is_not_encoded_again() -> None:
-    pipeline = Pipeline(CountingLM())
-    request = speech_request(voice=3, text="0-40")
-
-    synthesizer = pipeline.synthesizer
-
-    async def scenario() -> list[np.ndarray]:
-        return [await synthesizer.offline(request) for _ in range(2)]
-
-    first, second = pipeline.run(scenario())
-    np.testing.assert_array_equal(first, second)
-    assert len(pipeline.encoder.started) == 3
-    assert pipeline.llm.prompts[0] == pipeline.llm.prompts[1]
-
-
 def test_the_llm_is_one_segment_ahead_of_token2wav_and_no_further() -> None:
     gate = asyncio.Event()
     pipeline = Pipeline(CountingLM(), token2wav=FakeToken2Wav(gate=gate))
@@ -99,7 +84,7 @@ def test_the_llm_is_one_segment_ahead_of_token2wav_and_no_further() -> None:
     async def scenario() -> list[np.ndarray]:
         synthesis = asyncio.create_task(pipeline.synthesize(speech_request(text="0-20|20-40|40-60|60-80")))
         await run_until(lambda: len(pipeline.llm.prompts) == 2 and pipeline.llm.unclosed == 0)
-        await asyncio.sleep(0.1)  # enough time to continue if it did
+        await settle()
         assert [prompt.target_text for prompt in pipeline.llm.prompts] == ["0-20", "20-40"]
         gate.set()
         return await synthesis
@@ -110,14 +95,13 @@ def test_the_llm_is_one_segment_ahead_of_token2wav_and_no_further() -> None:
 def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented() -> None:
     released = threading.Event()
 
-    class Slow(FakeTextPreparer):
-        def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[str]:
-            yield "0-40"
-            assert released.wait(10)
-            yield "40-60"
+    def parts() -> Iterator[str]:
+        yield "0-40"
+        assert released.wait(10)
+        yield "40-60"
 
     pipeline = Pipeline(CountingLM())
-    pipeline.texts = Slow()
+    pipeline.texts = FakeTextPreparer(parts())
 
     async def scenario() -> list[np.ndarray]:
         async with aclosing(pipeline.synthesizer.stream(speech_request())) as waveforms:
@@ -128,14 +112,14 @@ def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented() -> N
     np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), np.arange(60))
 
 
+PAUSES = (Pause(0.1), "0-20", Pause(0.5), Pause(0.5), "20-40", Pause(0.02))
+
+
 @pytest.mark.parametrize("offline", [False, True])
 def test_segments_and_pauses_are_reported_with_their_samples_before_their_last_waveform(offline: bool) -> None:
-    class Pausing(FakeTextPreparer):
-        def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[Any]:
-            yield from ("0-40", Pause(0.1), "100-101", Pause(0.02))
-
+    """Pauses are silence between segments and hold up no work."""
     pipeline = Pipeline(CountingLM())
-    pipeline.texts = Pausing()
+    pipeline.texts = FakeTextPreparer(PAUSES)
     reported: list[tuple[str, int]] = []
     synthesizer, received = pipeline.synthesizer, 0
 
@@ -155,50 +139,26 @@ def test_segments_and_pauses_are_reported_with_their_samples_before_their_last_w
         return waveforms
 
     audio = np.concatenate(pipeline.run(scenario()))
-    assert reported == [("0-40", 40), ("", 2400), ("100-101", 1), ("", 480)]
+    parts = [np.zeros(2400), np.arange(20), np.zeros(24_000), np.arange(20, 40), np.zeros(480)]
+    np.testing.assert_array_equal(audio, np.concatenate(parts))
+    assert reported == [("", 2400), ("0-20", 20), ("", 24_000), ("20-40", 20), ("", 480)]
     assert audio.size == sum(samples for _, samples in reported)
-
-
-@pytest.mark.parametrize("offline", [False, True])
-def test_pauses_are_silence_between_segments_and_hold_up_no_work(offline: bool) -> None:
-    class Pausing(FakeTextPreparer):
-        def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[str | Pause]:
-            yield from (Pause(0.1), "1-21", Pause(0.5), Pause(0.5), "21-41", Pause(0.02))
-
-    pipeline = Pipeline(CountingLM())
-    pipeline.texts = Pausing()
-
-    async def scenario() -> list[np.ndarray]:
-        request = speech_request()
-        return [await pipeline.synthesizer.offline(request)] if offline else await pipeline.synthesize(request)
-
-    first, second = np.arange(1, 21), np.arange(21, 41)
-    silence = {seconds: np.zeros(round(seconds * SAMPLE_RATE)) for seconds in (0.1, 1.0, 0.02)}
-    expected = np.concatenate([silence[0.1], first, silence[1.0], second, silence[0.02]])
-    np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), expected)
     if not offline:  # the listener still has the silence when the second segment starts
         assert pipeline.token2wav.streams[1].audio_left > 1.0
 
 
 def test_a_text_of_pauses_alone_is_silence_and_frees_its_place() -> None:
-    class Pausing(FakeTextPreparer):
-        def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[str | Pause]:
-            yield Pause(1.0)
-
     pipeline = Pipeline(CountingLM())
-    pipeline.texts = Pausing()
-    np.testing.assert_array_equal(
-        np.concatenate(pipeline.run(pipeline.synthesize(speech_request()))), np.zeros(SAMPLE_RATE)
-    )
+    pipeline.texts = FakeTextPreparer([Pause(1.0)])
+    np.testing.assert_array_equal(np.concatenate(pipeline.run()), np.zeros(SAMPLE_RATE))
     assert pipeline.llm.prompts == []
 
 
 @pytest.mark.parametrize("failing", ["llm", "token2wav", "segments"])
 def test_an_error_in_a_later_segment_ends_the_stream_with_that_error(failing: str) -> None:
-    class FailingTexts(FakeTextPreparer):
-        def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[str]:
-            yield from ("0-20", "20-40")
-            raise ValueError("segments")
+    def failing_parts() -> Iterator[str]:
+        yield from ("0-20", "20-40")
+        raise ValueError("segments")
 
     class Failing(CountingLM):
         def script(self, prompt: LLMPrompt) -> Sequence[Step]:
@@ -213,7 +173,7 @@ def test_an_error_in_a_later_segment_ends_the_stream_with_that_error(failing: st
         Failing() if failing == "llm" else CountingLM(),
         token2wav=FailingToken2Wav() if failing == "token2wav" else FakeToken2Wav(),
     )
-    pipeline.texts = FailingTexts() if failing == "segments" else FakeTextPreparer()
+    pipeline.texts = FakeTextPreparer(failing_parts() if failing == "segments" else None)
     with pytest.raises((ValueError, UnavailableError, RuntimeError), match=failing):
         pipeline.run(pipeline.synthesize(speech_request(text="0-20|20-40|40-60")))
 

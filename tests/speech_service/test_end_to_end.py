@@ -5,7 +5,6 @@ import asyncio
 import base64
 import contextlib
 import json
-import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ from tritonclient.utils import InferenceServerException
 from websockets.sync.client import connect
 
 from tests.speech_service.test_encoding import decoded
-from tests.support.speech_fixtures import MAX_STREAMS, RECORDING, SpeechStack, transcript, until
+from tests.support.speech_fixtures import MAX_STREAMS, RECORDING, SpeechStack, until
 
 pytestmark = pytest.mark.server
 
@@ -61,22 +60,6 @@ def test_the_sdk_streams_a_file_of_the_right_length(
     assert wav.size / rate == pytest.approx(pcm.size / SAMPLE_RATE, abs=0.15)
 
 
-def test_the_asynchronous_sdk_gets_the_first_chunk_long_before_the_last(speech_stack: SpeechStack) -> None:
-    async def listen() -> tuple[float, float, int]:
-        async with openai.AsyncOpenAI(base_url=f"{speech_stack.url}/v1", api_key="none") as client:
-            started, first, size = time.monotonic(), 0.0, 0
-            async with client.audio.speech.with_streaming_response.create(
-                **{**REQUEST, "input": LONG}, response_format="pcm"
-            ) as answer:
-                async for part in answer.iter_bytes(4096):
-                    first = first or time.monotonic() - started
-                    size += len(part)
-            return first, time.monotonic() - started, size
-
-    first, total, size = asyncio.run(listen())
-    assert first < total / 2 and size > 2 * SAMPLE_RATE
-
-
 def test_the_sdk_lists_models_and_raises_the_right_errors(speech_stack: SpeechStack) -> None:
     listed = [model.id for model in speech_stack.client.models.list()]
     assert listed == ["cosyvoice2_dit", "tts-1", "tts-1-hd", "gpt-4o-mini-tts"]
@@ -87,35 +70,6 @@ def test_the_sdk_lists_models_and_raises_the_right_errors(speech_stack: SpeechSt
         speech_stack.client.audio.speech.create(**{**REQUEST, "voice": "alice"})
     with pytest.raises(openai.BadRequestError, match="temperature"):
         speech_stack.client.audio.speech.create(**REQUEST, extra_body={"temperature": -1.5})
-
-
-def longest_silence(samples: np.ndarray) -> int:
-    """Samples of the longest run of zeros."""
-    sounding = np.flatnonzero(np.concatenate([[1], samples, [1]]))
-    return int(np.diff(sounding).max()) - 1
-
-
-def test_a_pause_is_exact_to_a_frame_in_every_route(speech_stack: SpeechStack) -> None:
-    text = "Hello [pause 1.26s] there."
-    http = httpx.post(
-        f"{speech_stack.url}/v1/audio/speech", json={**REQUEST, "input": text, "response_format": "pcm"}, timeout=60
-    )
-    assert http.status_code == 200, http.text
-    plain = httpx.post(f"{speech_stack.url}/inference_sft", data={"tts_text": text, "spk_id": "anna"}, timeout=60)
-    with connect(speech_stack.url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
-        socket.send(json.dumps({"type": "session.config", "voice": "anna"}))
-        socket.send(json.dumps({"type": "input.text", "text": text}))
-        socket.send(json.dumps({"type": "input.done"}))
-        received: list[Any] = []
-        while not received or "session.done" not in str(received[-1]):
-            received.append(socket.recv(30))
-    spoken = b"".join(message for message in received if isinstance(message, bytes))
-    for data in (http.content, plain.content, spoken):
-        samples = np.frombuffer(data, "<i2")
-        assert round(1.26 * SAMPLE_RATE) <= longest_silence(samples) < round(1.28 * SAMPLE_RATE)
-        assert samples.size > 2 * 1.26 * SAMPLE_RATE
-    error = httpx.post(f"{speech_stack.url}/v1/audio/speech", json={**REQUEST, "input": "<prosody>a</prosody>"})
-    assert error.status_code == 400 and "the tag <prosody>" in error.json()["error"]["message"]
 
 
 def test_a_later_part_without_a_voice_is_refused_before_any_audio(speech_stack: SpeechStack) -> None:
@@ -152,22 +106,6 @@ def test_segments_have_exact_times_and_words_inside_them(speech_stack: SpeechSta
     assert answer.json()["subtitles"].splitlines()[2::4] == ["Hello there.", "You have three days."]
 
 
-def test_the_sdk_streams_events(speech_stack: SpeechStack) -> None:
-    with speech_stack.client.audio.speech.with_streaming_response.create(**REQUEST, stream_format="sse") as answer:
-        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: ")]
-    assert [event["type"] for event in events[-2:]] == ["speech.audio.delta", "speech.audio.done"]
-    assert events[-1]["usage"]["output_tokens"] > 10
-
-
-def test_curl_uploads_a_recording_and_gets_a_wav(speech_stack: SpeechStack, tmp_path: Path) -> None:
-    path = tmp_path / "said.wav"
-    fields = {"input": TEXT, "response_format": "wav", "ref_audio": f"@{RECORDING}", "ref_text": transcript(RECORDING)}
-    forms = [part for name, value in fields.items() for part in ("-F", f"{name}={value}")]
-    command = ["curl", "-sS", "--fail-with-body", "-o", str(path), f"{speech_stack.url}/v1/audio/speech", *forms]
-    subprocess.run(command, check=True, timeout=60)
-    assert load_audio(path, SAMPLE_RATE).size > SAMPLE_RATE / 2
-
-
 def test_clients_that_disconnect_free_their_streams_in_triton(speech_stack: SpeechStack) -> None:
     """token2wav has few slots and no stream in it expires by itself: one that kept its slot would be in the way."""
     create = speech_stack.client.audio.speech.with_streaming_response.create
@@ -178,20 +116,6 @@ def test_clients_that_disconnect_free_their_streams_in_triton(speech_stack: Spee
             next(answer.iter_bytes(4096))
     until(lambda: speech_stack.cancelled() == before + MAX_STREAMS, 60)
     assert len(speech_stack.client.audio.speech.create(**REQUEST, response_format="pcm").content) > SAMPLE_RATE
-
-
-def test_the_socket_speaks_a_text_that_arrives_in_pieces(speech_stack: SpeechStack) -> None:
-    with connect(speech_stack.url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
-        socket.send(json.dumps({"type": "session.config", "voice": "anna"}))
-        for word in TEXT.split(" "):
-            socket.send(json.dumps({"type": "input.text", "text": f"{word} "}))
-        socket.send(json.dumps({"type": "input.done"}))
-        received: list[Any] = []
-        while not received or received[-1] != {"type": "session.done", "utterance_index": 0, "total_sentences": 2}:
-            message = socket.recv(30)
-            received.append(message if isinstance(message, bytes) else json.loads(message))
-    audio = b"".join(message for message in received if isinstance(message, bytes))
-    assert len(audio) > SAMPLE_RATE and np.abs(np.frombuffer(audio, "<i2")).max() > 100
 
 
 def pieces_of(text: str, size: int) -> list[str]:

@@ -1,8 +1,9 @@
 """Typed fake ports of the pipeline. Each records its calls; audio encodes the tokens that it was made from."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, TOKEN_MEL_RATIO
@@ -31,11 +32,14 @@ def fake_prompt(voice: int, text: str = "reference") -> Prompt:
     )
 
 
+@dataclass
 class FakeTextPreparer:
-    """Segments of a text are separated by bars; transcripts stay unchanged."""
+    """Segments of a text are separated by bars, or are `parts` whatever the text; transcripts stay unchanged."""
 
-    def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[str]:
-        yield from text.split("|")
+    parts: Iterable[Any] | None = None
+
+    def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[Any]:
+        yield from text.split("|") if self.parts is None else self.parts
 
     def transcript(self, text: str, normalize: bool) -> str:
         return text

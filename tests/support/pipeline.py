@@ -64,6 +64,10 @@ class Pipeline:
         async with aclosing(self.synthesizer.stream(request or speech_request())) as waveforms:
             return [waveform async for waveform in waveforms]
 
+    async def offline(self, request: SynthesisRequest | None = None) -> list[np.ndarray]:
+        """The same as one waveform."""
+        return [await self.synthesizer.offline(request or speech_request())]
+
     def run(self, scenario: Coroutine[None, None, list[np.ndarray]] | None = None) -> list[np.ndarray]:
         async def main() -> list[np.ndarray]:
             try:
@@ -82,6 +86,9 @@ class Pipeline:
     @property
     def hops(self) -> list[Hop]:
         return self.token2wav.streams[0].hops
+
+
+Speak = Callable[[Pipeline, SynthesisRequest], Coroutine[None, None, list[np.ndarray]]]
 
 
 async def run_until(condition: Callable[[], bool]) -> None:

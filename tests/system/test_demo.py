@@ -1,6 +1,5 @@
 """The demo as run by `make demo`, on free ports: speech recognition finds its sentence."""
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -29,11 +28,3 @@ def test_the_sentence_of_the_demo_is_recognised(stack: str, tmp_path: Path, caps
         assert promised in printed
     recognised = Recognizer().transcribe(soundfile.read(output, dtype="float32")[0], SAMPLE_RATE)
     assert word_errors(TEXT, recognised).rate <= MAX_WORD_ERRORS, recognised
-
-
-def test_a_busy_port_ends_the_demo_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert demo.main(["--output", str(tmp_path / "demo.wav"), *PORTS, "--grpc-port", port]) == 1
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and f"port {port} is in use" in error

@@ -140,13 +140,6 @@ def test_a_stack_of_another_package_is_rendered_and_valid(
     assert "stack = THIRD" in (tmp_path / "out" / "speech3" / "1" / "model.py").read_text()
 
 
-def test_missing_files_of_its_checkpoint_are_named(third: Stack, models: Path, tmp_path: Path) -> None:
-    (models / "Third" / "speech_tokenizer_v3.onnx").unlink()
-    options = StackOptions(models_dir=models, stack="third", device="cpu")
-    assert options.missing_files() == [models / "Third" / "speech_tokenizer_v3.onnx"]
-    assert options.orchestrator == "speech3"
-
-
 def test_its_template_of_a_shared_model_replaces_the_default_one(third: Stack, models: Path) -> None:
     own = Path(third.templates) / "audio_tokenizer"
     shutil.copytree(TEMPLATES / stacks.SHARED_TEMPLATES / "audio_tokenizer", own)
@@ -161,11 +154,6 @@ def test_fill_template_fills_its_templates(third: Stack, capsys: pytest.CaptureF
         fill_template.main([str(template), "model_dir:/m,triton_max_batch_size:16,max_queue_delay_microseconds:0"]) == 0
     )
     assert parse(capsys.readouterr().out, "sound3").parameters["max_streams"].string_value == "7"
-
-
-def test_its_orchestrator_uses_the_shared_code(third: Stack) -> None:
-    model = load_model(Path(third.templates) / "speech3" / "1" / "model.py").TritonPythonModel
-    assert model.stack is third and model.stack.token2wav == "sound3"
 
 
 def test_its_networks_are_loaded_by_its_own_loader(third: Stack) -> None:
