@@ -49,23 +49,17 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "estimator.onnx"
 
 
-def test_float16_equals_float32_up_to_rounding(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "bound"), [("float16", np.float16, 1e-3), ("bfloat16", ml_dtypes.bfloat16, 1e-2)]
+)
+def test_half_precision_equals_float32_up_to_rounding(path: Path, name: str, dtype: type, bound: float) -> None:
     values = feeds(30)
     (expected,) = onnxruntime.InferenceSession(str(path)).run(None, values)
-    session = onnxruntime.InferenceSession(precision.read(path, "float16"))
-    (found,) = session.run(None, cast(values, np.float16))
-    assert found.dtype == np.float16
-    assert error(found, expected) < 1e-3
-
-
-def test_bfloat16_equals_float32_up_to_rounding(path: Path) -> None:
-    values = feeds(30)
-    (expected,) = onnxruntime.InferenceSession(str(path)).run(None, values)
-    model = onnx.load_from_string(precision.read(path, "bfloat16"))
+    model = onnx.load_from_string(precision.read(path, name))
     onnx.checker.check_model(model, full_check=True)
-    (found,) = ReferenceEvaluator(model).run(None, cast(values, ml_dtypes.bfloat16))
-    assert found.dtype == ml_dtypes.bfloat16
-    assert error(found, expected) < 1e-2
+    (found,) = ReferenceEvaluator(model).run(None, cast(values, dtype))
+    assert found.dtype == dtype
+    assert error(found, expected) < bound
 
 
 def test_neighbouring_flow_times_stay_distinct(path: Path) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from cosyvoice_triton.errors import UnavailableError
@@ -29,33 +29,20 @@ class Slot:
     context: Any = None
 
 
-@dataclass(frozen=True)
-class PoolStatistics:
-    """`size` contexts, `free` of them now. Since the pool was created: times that one was acquired, total and longest
-    wait, waits that timed out, and contexts replaced after an error."""
-
-    size: int
-    free: int
-    lent: int = 0
-    waited_seconds: float = 0.0
-    longest_wait_seconds: float = 0.0
-    timeouts: int = 0
-    replaced: int = 0
-
-
 class ContextPool:
-    """make: returns a new context that runs on the given stream; streams: one per context."""
+    """Lends `size` contexts. waited_seconds: how long all users together have waited for a free one.
+
+    make: returns a new context that runs on the given stream; streams: one per context.
+    """
 
     def __init__(self, make: Callable[[WorkStream], Any], streams: list[WorkStream], limits: ShapeLimits) -> None:
-        if not streams:
-            raise ValueError("a pool needs at least 1 context, not 0")
         self.limits = limits
         self._make = make
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for stream in streams:
             self._free.put(Slot(stream, make(stream)))
         self._lock = threading.Lock()
-        self._statistics = PoolStatistics(size=len(streams), free=len(streams))
+        self.size, self.waited_seconds = len(streams), 0.0
 
     @contextmanager
     def context(self, shapes: Mapping[str, Shape], *, timeout: float) -> Iterator[Slot]:
@@ -65,13 +52,10 @@ class ContextPool:
         within `timeout` seconds.
         """
         self.limits.check(shapes)
-        began = time.monotonic()
         slot = self._take(timeout)
         try:
-            self._count(waited=time.monotonic() - began, lent=1)
             if slot.context is None:
                 slot.context = self._make(slot.stream)
-                self._count(replaced=1)
             yield slot
         except BaseException:
             self._discard(slot)
@@ -79,19 +63,18 @@ class ContextPool:
         finally:
             self._free.put(slot)
 
-    def statistics(self) -> PoolStatistics:
-        with self._lock:
-            return replace(self._statistics, free=self._free.qsize())
-
     def _take(self, timeout: float) -> Slot:
+        began = time.monotonic()
         try:
             return self._free.get(timeout=timeout)
         except queue.Empty:
-            self._count(waited=timeout, timeouts=1)
-            size = self._statistics.size
             raise UnavailableError(
-                f"no TensorRT context became free within {timeout:g} s; there are {size}, all in use (flow_contexts)"
+                f"no TensorRT context became free within {timeout:g} s; there are {self.size}, all in use "
+                "(flow_contexts)"
             ) from None
+        finally:
+            with self._lock:
+                self.waited_seconds += time.monotonic() - began
 
     def _discard(self, slot: Slot) -> None:
         """Drop the context, after its work has ended: TensorRT does not allow it earlier."""
@@ -100,15 +83,3 @@ class ContextPool:
         except RuntimeError as error:  # CUDA's own; the caller's exception is being raised already
             logger.error("a TensorRT context's stream failed: %s", error)
         slot.context = None
-
-    def _count(self, *, waited: float = 0.0, lent: int = 0, timeouts: int = 0, replaced: int = 0) -> None:
-        with self._lock:
-            before = self._statistics
-            self._statistics = replace(
-                before,
-                lent=before.lent + lent,
-                waited_seconds=before.waited_seconds + waited,
-                longest_wait_seconds=max(before.longest_wait_seconds, waited),
-                timeouts=before.timeouts + timeouts,
-                replaced=before.replaced + replaced,
-            )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.runtimes import editions, plans
-from cosyvoice_triton.runtimes.contexts import ContextPool, PoolStatistics
+from cosyvoice_triton.runtimes.contexts import ContextPool
 from cosyvoice_triton.runtimes.network import Network, ShapeLimits
 from cosyvoice_triton.runtimes.plans import Machine, PlanError
 from cosyvoice_triton.runtimes.streams import WorkStream, current_on, stream_on
@@ -109,12 +109,8 @@ class TensorRTNetwork(Network):
             logger.warning("%s was never compared with its ONNX file, see docs/gpu.md", plan.path.name)
         return cls(plan.read(), f"{workload.onnx} ({workload.use})", device, contexts=contexts, timeout=timeout)
 
-    def statistics(self) -> PoolStatistics:
-        return self._pool.statistics()
-
     def contexts(self) -> tuple[int, float]:
-        statistics = self._pool.statistics()
-        return statistics.size, statistics.waited_seconds
+        return self._pool.size, self._pool.waited_seconds
 
     def run(self, inputs: Mapping[str, Tensor], stream: torch.cuda.Stream | None = None) -> dict[str, Tensor]:
         shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
