@@ -2,16 +2,17 @@
 
 from pathlib import Path
 
-from cosyvoice_triton.server.logs import KEPT, rotate
+from cosyvoice_triton.server.logs import KEPT, LogRotation
 
 
 def test_the_log_of_an_earlier_server_is_kept_and_the_oldest_one_goes(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    rotate(log)
+    rotation = LogRotation(log)
+    rotation.rotate()
     with log.open("ab", buffering=0) as written:
         for run in range(KEPT + 2):
             written.write(b"crash %d" % run)
-            rotate(log)
+            rotation.rotate()
             assert log.stat().st_size == 0  # the open file goes on at its beginning
     kept = [log.with_name(f"log.{number}").read_text() for number in range(1, KEPT + 1)]
     assert kept == [f"crash {run}" for run in range(KEPT + 1, 1, -1)]
@@ -21,7 +22,7 @@ def test_the_log_of_an_earlier_server_is_kept_and_the_oldest_one_goes(tmp_path: 
 def test_a_log_below_its_limit_is_left_alone(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("abc")
-    rotate(log, above=3)
+    LogRotation(log).rotate(above=3)
     assert log.read_text() == "abc" and list(tmp_path.iterdir()) == [log]
-    rotate(log, above=2)
+    LogRotation(log).rotate(above=2)
     assert log.read_text() == "" and log.with_name("log.1").read_text() == "abc"

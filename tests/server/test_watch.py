@@ -9,7 +9,8 @@ from cosyvoice_triton.errors import FatalError
 from cosyvoice_triton.monitoring import health as process_health
 from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
 from cosyvoice_triton.monitoring.health import SUCCESS_AGE, Health, has_failed, report_failure
-from cosyvoice_triton.monitoring.metrics import QUEUED, MetricsPublisher, page, sum_of
+from cosyvoice_triton.monitoring.metrics import ENDING, QUEUED, MetricsPublisher, page, sum_of, to_bytes
+from cosyvoice_triton.monitoring.metrics_file import MetricsFile
 from cosyvoice_triton.server.watch import (
     HUNG_SECONDS,
     IDLE_SECONDS,
@@ -27,16 +28,13 @@ class Model:
     def __init__(self, name: str) -> None:
         self.now = 0.0
         self.health = Health(lambda: self.now)
-        self._publisher = MetricsPublisher(
-            lambda: {**self.health.values()}, {"model_name": name, "model_instance_name": f"{name}_0"}
-        )
-        self._publisher.close()
+        self._labels = {"model": name, "model_instance": f"{name}_0"}
+        directory = Path(os.environ[METRICS_DIRECTORY])
+        self._file = MetricsFile(directory / f"{name}_0{ENDING}", to_bytes(self._labels, self.health.values()))
 
     def publish(self, success_age: float = 0.0) -> None:
         self.now = success_age
-        self._publisher._write()
-        path = self._publisher._path
-        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # a file system may keep time in coarser steps
+        self._file.write(to_bytes(self._labels, self.health.values()))
 
 
 @pytest.fixture

@@ -172,12 +172,12 @@ def shared_memory(prefix: str) -> float:
 def _parents() -> Iterator[tuple[int, int]]:
     for directory in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            yield int(directory.name), int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+            yield int(directory.name), int((directory / "stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
 def _started(pid: int) -> str:
     """Distinguishes processes that have had the same id."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
 
 
 def _command(pid: int) -> str:

@@ -64,7 +64,7 @@ class ServeProcess:
 def dead(process: int) -> bool:
     """Whether the process has ended, and with it its sockets."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
     except FileNotFoundError:
         return True
 

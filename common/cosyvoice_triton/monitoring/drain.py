@@ -16,9 +16,18 @@ class DrainFile:
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
-    def create(self) -> None:
+    def reserve(self) -> None:
+        """Make the file under another name, so that `create` needs no inode, of which a full disk has none."""
         if self._path:
-            self._path.touch()
+            self._path.with_suffix(".reserved").touch()
+
+    def create(self) -> None:
+        """Let `check` raise from now on. OSError if nothing was reserved and the disk is full."""
+        if self._path:
+            try:
+                self._path.with_suffix(".reserved").rename(self._path)
+            except FileNotFoundError:
+                self._path.touch()
 
     def check(self) -> None:
         """Raise UnavailableError once the file exists."""

@@ -2,7 +2,7 @@
 
 A model proves it with every request that succeeds. Without one for TEST_SECONDS, or after an unexpected error, it tests
 itself: a small job through its own queue and engine. The result is published with the model's metrics, whose file also
-shows by its age that the process is not stopped. If the process cannot recover, a file names the reason.
+shows by its changes that the process is not stopped. If the process cannot recover, a file names the reason.
 """
 
 import faulthandler
@@ -25,6 +25,7 @@ TEST_SECONDS = 10.0
 POLL_SECONDS = 1.0
 RETURN_SECONDS = 30.0  # between two times that freed memory is given back
 FAILED = ".failed"  # ending of the file that names the reason
+REASON_BYTES = 1024  # of the reason, at most
 STACKS_SIGNAL = signal.SIGUSR1  # a model writes the Python stacks of all its threads to the log
 
 SUCCESS_AGE = Metric(
@@ -99,6 +100,8 @@ class ModelMonitor:
         faulthandler.register(
             STACKS_SIGNAL
         )  # before the first metrics, which tell the server that the process has this
+        if directory := ModelEnvironment.read().metrics_directory:
+            reserve_failure(directory, self._model)
         self._publisher = MetricsPublisher(lambda: {**read(), **health.values()}, args)
         if ModelEnvironment.read().metrics_directory:
             gc.collect()
@@ -129,11 +132,21 @@ def report_failure(model: str, error: BaseException) -> None:
             logger.exception("the failure of %s cannot be reported", model)
 
 
+def reserve_failure(directory: Path, model: str) -> None:
+    """Take the disk's bytes for `write_failure` now: later it may be full."""
+    _reason(directory, model).write_text(" " * REASON_BYTES)
+
+
 def write_failure(directory: Path, model: str, reason: str) -> None:
-    """Let `reported_failures` have this model from now on."""
-    work = directory / f"{model}.new"
-    work.write_text(reason)
+    """Let `reported_failures` have this model from now on. OSError if nothing was reserved and the disk is full."""
+    work = _reason(directory, model)
+    with work.open("r+b" if work.exists() else "wb") as reserved:
+        reserved.write(reason.encode()[:REASON_BYTES].ljust(REASON_BYTES))
     work.rename(directory / f"{model}{FAILED}")
+
+
+def _reason(directory: Path, model: str) -> Path:
+    return directory / f"{model}.reason"
 
 
 def has_failed(model: str) -> bool:
@@ -144,4 +157,4 @@ def has_failed(model: str) -> bool:
 
 def reported_failures(directory: Path) -> dict[str, str]:
     """Return what `report_failure` has written: the reasons by model."""
-    return {path.stem: path.read_text() for path in directory.glob(f"*{FAILED}")}
+    return {path.stem: path.read_text(errors="replace").strip() for path in directory.glob(f"*{FAILED}")}

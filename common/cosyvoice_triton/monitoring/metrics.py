@@ -1,6 +1,6 @@
 """Our models' metrics, in addition to Triton's own `nv_...`: counted in each model's process, shown on one page.
 
-Each process writes its numbers to a file, and `page` combines the files. Triton's custom metrics would work too, but
+Each process writes its numbers to a file (`metrics_file.py`), and `page` combines the files. Triton's custom metrics would work too, but
 each update is a blocking message to tritonserver over the shared memory that the streams use, and the number that
 decides whether a server may be stopped should not depend on that.
 """
@@ -15,15 +15,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
+from cosyvoice_triton.monitoring import metrics_file
 from cosyvoice_triton.monitoring.environment import ModelEnvironment
+from cosyvoice_triton.monitoring.metrics_file import MetricsFile
 
 logger = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 0.25
+ENDING = ".metrics"  # of the file of each model instance
 
 RequestStatus = Literal["ok", "invalid", "refused", "unavailable", "cancelled", "error"]
 OUTCOMES: tuple[RequestStatus, ...] = get_args(RequestStatus)
@@ -177,9 +180,10 @@ class MetricsPublisher:
         self._labels = {"model": args["model_name"], "model_instance": args["model_instance_name"]}
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._fails = False
         if directory := ModelEnvironment.read().metrics_directory:
-            self._path = directory / f"{args['model_instance_name']}.json"
-            self._write()  # so that every sample exists before the first request
+            path = directory / f"{args['model_instance_name']}{ENDING}"
+            self._file = MetricsFile(path, self._content())  # so that every sample exists before the first request
             self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
             self._thread.start()
 
@@ -191,31 +195,45 @@ class MetricsPublisher:
 
     def _run(self) -> None:
         while not self._ended.wait(PERIOD_SECONDS):
-            try:
-                self._write()
-            except Exception:  # metrics must not end a model
+            self.publish()
+        self._file.close()
+
+    def publish(self) -> None:
+        """Write the current numbers; never raises, because metrics must not end a model. A failure is logged once,
+        until the next success: the next attempt is a quarter of a second away."""
+        try:
+            self._file.write(self._content())
+            self._fails = False
+        except Exception:
+            if not self._fails:
                 logger.exception("cannot write the metrics")
+            self._fails = True
 
-    def _write(self) -> None:
-        write(self._path, self._labels, self._read())
+    def _content(self) -> bytes:
+        return to_bytes(self._labels, self._read())
 
 
-def write(path: Path, labels: Mapping[str, str], values: Values) -> None:
-    """Replace the file of a model instance. Readers see the earlier numbers or these, never a part."""
+def to_bytes(labels: Mapping[str, str], values: Values) -> bytes:
+    """Return the content of a model instance's file; `read_samples` reads it."""
     samples = [
         [metric.name, metric.kind, metric.help, metric.suffix, dict(metric.labels) | dict(labels), value]
         for metric, value in values.items()
     ]
-    work = path.with_suffix(".new")
-    work.write_text(json.dumps(samples))
-    work.rename(path)
+    return json.dumps(samples).encode()
+
+
+def read_samples(path: Path) -> tuple[int, list[Any]]:
+    """Return which version of a model instance's file it is, and its samples: name, kind, help, suffix, labels,
+    value."""
+    version, content = metrics_file.read(path)
+    return version, json.loads(content)
 
 
 def page(directory: Path) -> str:
     """The numbers of all model instances in Prometheus' text format."""
     families: dict[str, list[str]] = {}
-    for path in sorted(directory.glob("*.json")):
-        for name, kind, text, suffix, labels, value in json.loads(path.read_text()):
+    for path in sorted(directory.glob(f"*{ENDING}")):
+        for name, kind, text, suffix, labels, value in read_samples(path)[1]:
             family = families.setdefault(name, [f"# HELP {name} {text}", f"# TYPE {name} {kind}"])
             pairs = ",".join(f'{key}="{labels[key]}"' for key in sorted(labels))
             family.append(f"{name}{suffix}{{{pairs}}} {value}")

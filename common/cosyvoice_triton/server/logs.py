@@ -1,24 +1,55 @@
 """The log file of tritonserver: earlier ones are kept, and none grows without bound."""
 
+import logging
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 MAX_BYTES = 64 << 20
 KEPT = 3  # earlier files: log.1, the most recent, to log.3
 
 
-def rotate(log: Path, above: int = 0) -> None:
-    """Move the content of `log` to log.1, and older files on by one, if it has more than `above` bytes.
+class LogRotation:
+    """Moves the content of a log on to log.1, and older files by one, while tritonserver appends to it."""
 
-    The file stays the same, because tritonserver has it open (for appending). Lines that it writes during the copy may
-    be lost.
-    """
-    if not log.is_file() or log.stat().st_size <= above:
-        return
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._failed_at = 0  # bytes of the log when the last attempt failed
+
+    def rotate(self, above: int = 0) -> None:
+        """Rotate a log of more than `above` bytes; never raises.
+
+        The log stays the same file, because tritonserver has it open. Lines that it writes during the copy may be lost.
+        A disk without room for the copy is warned of once: the log grows on, and the next attempt is made when it has
+        grown by MAX_BYTES, because an attempt may take seconds of a disk.
+        """
+        size = 0
+        try:
+            size = self._log.stat().st_size if self._log.is_file() else 0
+            if size <= above or self._failed_at and size < self._failed_at + MAX_BYTES:
+                return
+            _move_on(self._log)
+            self._failed_at = 0
+        except OSError as error:
+            if not self._failed_at:
+                logger.warning("the log %s is not rotated and grows on: %s", self._log, error)
+            self._failed_at = size or 1
+
+
+def _move_on(log: Path) -> None:
     names = [log.with_name(f"{log.name}.{number}") for number in range(1, KEPT + 1)]
-    for older, newer in zip(reversed(names), reversed(names[:-1]), strict=False):
-        if newer.exists():
-            newer.rename(older)
-    shutil.copyfile(log, names[0])
+    copy = log.with_name(f"{log.name}.new")
+    try:
+        shutil.copyfile(log, copy)  # first of all: if it fails, nothing has changed
+        for older, newer in zip(reversed(names), reversed(names[:-1]), strict=False):
+            if newer.exists():
+                newer.rename(older)
+        copy.rename(names[0])
+    except OSError:
+        with suppress(OSError):
+            copy.unlink(missing_ok=True)
+        raise
     os.truncate(log, 0)

@@ -44,6 +44,6 @@ def wait(urls: Sequence[str], seconds: float, process: int | None = None) -> lis
 def is_alive(process: int) -> bool:
     """Whether the process is running; a zombie is not."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
     except OSError:
         return False

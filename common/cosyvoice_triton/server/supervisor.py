@@ -111,7 +111,10 @@ def drain(server: TritonServer, health: HealthPage, notice: float, limit: float)
     health.state = "stopping"
     logger.warning("stopping: new requests are refused in %g s, running ones have %g s to end", notice, limit)
     time.sleep(notice)
-    server.refuse_new()
+    try:
+        server.refuse_new()
+    except OSError as error:
+        logger.warning("new requests cannot be refused: %s", error)
     begun = reported = time.monotonic()
     live, empty = 0, 0
     while time.monotonic() - begun < limit:

@@ -29,7 +29,7 @@ from cosyvoice_triton.monitoring.environment import ModelEnvironment, tritonserv
 from cosyvoice_triton.monitoring.health import STACKS_SIGNAL
 from cosyvoice_triton.replicas import first_replica
 from cosyvoice_triton.server.installation import Installation, ServerError
-from cosyvoice_triton.server.logs import MAX_BYTES, rotate
+from cosyvoice_triton.server.logs import MAX_BYTES, LogRotation
 from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.watch import WATCH_SECONDS, ModelWatch
 
@@ -146,6 +146,7 @@ class TritonServer:
         self._cache = cache
         self._work = Path(tempfile.mkdtemp(prefix="tritonserver-"))
         self.log_file = log_file or self._work / "server.log"
+        self._rotation = LogRotation(self.log_file)
         self.metrics_directory = self._work / "metrics"  # of our models, see monitoring/metrics.py
         self._environment = ModelEnvironment(
             metrics_directory=self.metrics_directory, drain_file=self._work / "draining", grpc_address=self.grpc_url
@@ -192,9 +193,10 @@ class TritonServer:
         self._work.mkdir(exist_ok=True)
         backends = installation.backend_directory(self._work)
         self.metrics_directory.mkdir()
+        DrainFile(self._environment.drain_file).reserve()
         command = [str(installation.binary), *self._options(backends, installation.caches)]
         with ExitStack() as files:
-            rotate(self.log_file)  # what an earlier server wrote before it ended
+            self._rotation.rotate()  # what an earlier server wrote before it ended
             log = None if self.log_file == INHERITED else files.enter_context(self.log_file.open("ab"))
             self._process = subprocess.Popen(
                 command,
@@ -248,7 +250,7 @@ class TritonServer:
 
     def _loaded_instances(self) -> set[str]:
         """Instances of our models that publish their metrics, which is the last thing they do to be loaded."""
-        return {path.stem for path in self.metrics_directory.glob("*.json")}
+        return {path.stem for path in self.metrics_directory.glob(f"*{metrics.ENDING}")}
 
     def _all_loaded(self, instances: set[str]) -> bool:
         """Whether there is one of each model. Others than ours, such as C++ ones, publish nothing."""
@@ -290,7 +292,7 @@ class TritonServer:
     def check_models(self) -> None:
         """To be called every WATCH_SECONDS: kills the server and raises ServerError if a model has died, hangs or has
         failed, unless a replica of it works."""
-        rotate(self.log_file, above=MAX_BYTES)
+        self._rotation.rotate(above=MAX_BYTES)
         faults = self._watch.look()
         running = self.model_processes()
         if dead := self._models.keys() - running.keys():
@@ -347,12 +349,13 @@ class TritonServer:
         found = {}
         for directory in Path("/proc").glob("[0-9]*"):
             try:
-                parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+                # In bytes: the kernel cuts names at 15 bytes, within a character if it comes to that.
+                parent = int((directory / "stat").read_bytes().rpartition(b")")[2].split()[1])
                 command = (directory / "cmdline").read_bytes().split(b"\0")
             except OSError:  # it has ended in the meantime
                 continue
             if parent == self._process.pid and len(command) > 1:  # stub .../MODEL/1/model.py ...
-                found[int(directory.name)] = Path(command[1].decode()).parent.parent.name
+                found[int(directory.name)] = Path(os.fsdecode(command[1])).parent.parent.name
         return found
 
     def stop(self) -> None:

@@ -4,12 +4,15 @@ Each of our models publishes a file four times a second (`monitoring/health.py`)
 whose interpreter is blocked, stops renewing it; a model whose engine is stuck renews it, but completes nothing.
 """
 
-import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from cosyvoice_triton.monitoring import metrics
 from cosyvoice_triton.monitoring.health import FAILING, SUCCESS_AGE, reported_failures, write_failure
+from cosyvoice_triton.monitoring.metrics_file import MetricsFile
+
+logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5  # between two looks
 # After the first, the server is not ready; after the second it has to be restarted, because neither heals by itself.
@@ -22,10 +25,10 @@ STUCK_SECONDS = 600.0
 
 @dataclass
 class _Instance:
-    """What is known of a model instance. `silent`: seconds for which its file has been the same."""
+    """What is known of a model instance. version: of its file. silent: seconds for which that has been the same."""
 
     model: str
-    written: int
+    version: int
     success_age: float
     failing: bool
     silent: float = 0.0
@@ -42,7 +45,7 @@ class ModelWatch:
     def look(self) -> dict[str, str]:
         """To be called every WATCH_SECONDS. The models that have to be restarted, apart from those that are lost, and
         why."""
-        for path in self._directory.glob("*.json"):
+        for path in self._directory.glob(f"*{metrics.ENDING}"):
             self._read(path)
         faults = {}
         for instance in self._instances.values():
@@ -64,11 +67,15 @@ class ModelWatch:
     def lose(self, model: str, reason: str) -> None:
         """From now on the server goes on without a model, whose processes have ended. Others ask `has_failed`."""
         self.lost[model] = reason
-        write_failure(self._directory, model, reason)
+        try:
+            write_failure(self._directory, model, reason)
+        except OSError as error:
+            logger.warning("others cannot be told that %s is lost: %s", model, error)
         for name in [name for name, instance in self._instances.items() if instance.model == model]:
             del self._instances[name]
             labels = {"model": model, "model_instance": Path(name).stem}
-            metrics.write(self._directory / name, labels, {FAILING: 1})  # in place of its last numbers
+            # In place of its last numbers.
+            MetricsFile(self._directory / name, metrics.to_bytes(labels, {FAILING: 1})).close()
 
     def doubts(self) -> str:
         """Why the server is not ready, in a few words for each model concerned; empty if it is."""
@@ -83,11 +90,11 @@ class ModelWatch:
         return ", ".join(found)
 
     def _read(self, path: Path) -> None:
-        known, written = self._instances.get(path.name), path.stat().st_mtime_ns
-        if known is not None and known.written == written:
+        known, (version, lines) = self._instances.get(path.name), metrics.read_samples(path)
+        if known is not None and known.version == version:
             known.silent += WATCH_SECONDS
             return
-        samples = {name: (value, labels["model"]) for name, *_, labels, value in json.loads(path.read_text())}
+        samples = {name: (value, labels["model"]) for name, *_, labels, value in lines}
         if SUCCESS_AGE.name in samples:
             success_age, model = samples[SUCCESS_AGE.name]
-            self._instances[path.name] = _Instance(model, written, success_age, bool(samples[FAILING.name][0]))
+            self._instances[path.name] = _Instance(model, version, success_age, bool(samples[FAILING.name][0]))

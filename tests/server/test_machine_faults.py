@@ -1,0 +1,125 @@
+"""What a machine can do to a healthy server: full disks, odd processes, proxies, signals, addresses."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cosyvoice_triton.errors import FatalError, UnavailableError
+from cosyvoice_triton.monitoring.drain import DrainFile
+from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
+from cosyvoice_triton.monitoring.health import ModelMonitor, has_failed, report_failure
+from cosyvoice_triton.monitoring.metrics import LIVE, PERIOD_SECONDS, page, sum_of
+from cosyvoice_triton.server import logs, readiness
+from cosyvoice_triton.server.logs import LogRotation
+from cosyvoice_triton.server.tritonserver import Ports, TritonServer
+from cosyvoice_triton.server.watch import HUNG_SECONDS, WATCH_SECONDS, ModelWatch
+
+ARGS = {"model_name": "m", "model_instance_name": "m_0"}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB with 64 inodes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=64", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root mounts file systems")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Take all bytes and all inodes."""
+    with pytest.raises(OSError, match="No space left"), (disk / "ballast").open("wb", buffering=0) as ballast:
+        while True:
+            ballast.write(bytes(4096))
+    with pytest.raises(OSError, match="No space left"):
+        for number in range(100):
+            (disk / f"{number}").touch()
+
+
+def test_a_full_disk_stops_no_sign_of_life_no_number_no_drain_and_no_report_of_a_failure(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(METRICS_DIRECTORY, str(disk))
+    drain, live = DrainFile(disk / "draining"), 1
+    drain.reserve()
+    monitor = ModelMonitor(ARGS, test=dict, read=lambda: {LIVE: live})
+    try:
+        watch = ModelWatch(disk)
+        fill(disk)
+        live = 10**6
+        for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 1):
+            time.sleep(1.1 * PERIOD_SECONDS)
+            assert watch.look() == {} and watch.doubts() == ""
+        assert sum_of(page(disk), LIVE.name) == live
+        drain.create()
+        with pytest.raises(UnavailableError, match="shutting down"):
+            DrainFile(disk / "draining").check()
+        assert not caplog.records
+        report_failure("m", FatalError("the engine is dead"))
+        assert watch.look() == {"m": "model m has failed and cannot recover: the engine is dead"} and has_failed("m")
+    finally:
+        monitor.close()
+
+
+def test_numbers_that_cannot_be_written_are_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+    broken = False
+
+    def read() -> dict[object, float]:
+        if broken:
+            raise OSError("the disk is gone")
+        return {}
+
+    monitor = ModelMonitor(ARGS, test=dict, read=read)  # type: ignore[arg-type]
+    broken = True
+    time.sleep(5 * PERIOD_SECONDS)
+    monitor.close()
+    assert [record.message for record in caplog.records] == ["cannot write the metrics"]
+
+
+def test_a_log_that_cannot_be_rotated_grows_on_with_one_warning_and_loses_nothing(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logs, "MAX_BYTES", 100_000)
+    log, earlier = disk / "log", disk / "log.1"
+    log.write_bytes(bytes(600_000))  # its copy does not fit
+    earlier.write_text("earlier")
+    rotation = LogRotation(log)
+    for _ in range(5):
+        rotation.rotate(above=1)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert log.stat().st_size == 600_000 and earlier.read_text() == "earlier"
+    assert {path.name for path in disk.iterdir()} == {"log", "log.1"}
+    os.truncate(log, 750_000)
+    monkeypatch.setattr(logs, "_move_on", lambda log: os.truncate(log, 0))  # there is room again
+    rotation.rotate(above=1)
+    assert log.stat().st_size == 0 and len(caplog.records) == 1
+
+
+def test_a_process_whose_name_is_not_utf8_disturbs_nobody(tmp_path: Path) -> None:
+    """The kernel keeps 15 bytes of a name, and cuts within a character."""
+    code = (
+        "import ctypes; ctypes.CDLL(None).prctl(15, b'worker-\\xc3\\xa4\\xe2\\x82) \\xff'); print(flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as odd:
+        assert odd.stdin is not None and odd.stdout is not None and odd.stdout.readline()
+        server = TritonServer(tmp_path, ports=Ports(0, 0, 0))
+        try:
+            with subprocess.Popen(["sleep", "60"]) as stand_in:
+                server._process = stand_in  # type: ignore[assignment]
+                assert server.model_processes() == {} and readiness.is_alive(odd.pid)
+                server._process = None
+                stand_in.kill()
+        finally:
+            server.stop()
+        odd.stdin.close()
