@@ -1,23 +1,33 @@
 """What a machine can do to a healthy server: full disks, odd processes, proxies, signals, addresses."""
 
+import asyncio
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
+import grpc
 import pytest
+from cosyvoice_triton.client.grpc_client import AsyncConnection, ThreadConnection
+from cosyvoice_triton.client.requests import ClientError, Recorder, Utterance
 from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.monitoring.drain import DrainFile
-from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
+from cosyvoice_triton.monitoring.environment import GRPC_ADDRESS, METRICS_DIRECTORY
 from cosyvoice_triton.monitoring.health import ModelMonitor, has_failed, report_failure
 from cosyvoice_triton.monitoring.metrics import LIVE, PERIOD_SECONDS, page, sum_of
 from cosyvoice_triton.server import logs, readiness
 from cosyvoice_triton.server.logs import LogRotation
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 from cosyvoice_triton.server.watch import HUNG_SECONDS, WATCH_SECONDS, ModelWatch
+from cosyvoice_triton.triton_io.streams import Streams
 
 ARGS = {"model_name": "m", "model_instance_name": "m_0"}
 
@@ -123,3 +133,76 @@ def test_a_process_whose_name_is_not_utf8_disturbs_nobody(tmp_path: Path) -> Non
         finally:
             server.stop()
         odd.stdin.close()
+
+
+DEAD = "http://127.0.0.1:9"  # nothing listens there
+
+
+@pytest.fixture(params=["no_proxy is unset", "no_proxy names another host"])
+def dead_proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy"):
+        monkeypatch.setenv(name, DEAD)
+        monkeypatch.setenv(name.upper(), DEAD)
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        if "another" in request.param:
+            monkeypatch.setenv(name, "example.com")
+
+
+@contextmanager
+def pages(host: str) -> Iterator[int]:
+    """A server whose every page is empty; yields its port."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    class Server(HTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    with Server((host, 0), Page) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.1.2.3", "[::1]"])
+def test_pages_of_this_machine_are_read_without_a_proxy(host: str, dead_proxy: None) -> None:
+    with pages("127.0.0.1" if host == "localhost" else host.strip("[]")) as port:
+        assert readiness.fault(f"http://{host}:{port}/") is None
+
+
+def test_pages_of_other_machines_are_read_through_the_proxy(dead_proxy: None) -> None:
+    assert "refused" in str(readiness.fault("http://192.0.2.1/"))  # by the proxy; that address answers nobody
+
+
+@pytest.mark.parametrize("connect", [AsyncConnection, ThreadConnection, Streams], ids=lambda connect: connect.__name__)
+def test_grpc_to_this_machine_goes_through_no_proxy(
+    connect: type, dead_proxy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of our clients, with a server that does not know the method: UNIMPLEMENTED comes from there."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    address = f"localhost:{server.add_insecure_port('localhost:0')}"
+    server.start()
+    monkeypatch.setenv(GRPC_ADDRESS, address)
+
+    async def ask() -> None:
+        if connect is Streams:
+            async for _ in Streams("m", ["y"]).ask({}, {}):
+                pass
+            return
+        connection = connect(address)
+        try:
+            await connection.record("m", Utterance("a"), "streaming", 10.0, Recorder())
+        finally:
+            await connection.aclose()
+
+    try:
+        with pytest.raises((ClientError, UnavailableError), match="UNIMPLEMENTED|[Mm]ethod not found"):
+            asyncio.run(asyncio.wait_for(ask(), 30))
+    finally:
+        server.stop(None).wait()

@@ -20,6 +20,7 @@ from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
 
 from cosyvoice_triton import stacks
+from cosyvoice_triton.addresses import channel_options
 from cosyvoice_triton.client import requests as speech
 
 CONNECT_SECONDS = 10.0
@@ -59,7 +60,7 @@ class AsyncConnection:
 
     def __init__(self, server: str) -> None:
         self._server = server
-        self.client = triton.InferenceServerClient(server)
+        self.client = triton.InferenceServerClient(server, channel_args=channel_options(server))
 
     async def record(
         self, model: str, request: speech.Utterance, mode: str, timeout: float, recorder: speech.Recorder
@@ -176,7 +177,7 @@ class ThreadConnection:
 
     def __init__(self, server: str) -> None:
         self._server = server
-        self._client = threads.InferenceServerClient(server)
+        self._client = threads.InferenceServerClient(server, channel_args=channel_options(server))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grpc-client")
 
     async def record(

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import tritonclient.grpc.aio as triton
 
+from cosyvoice_triton.addresses import channel_options
 from cosyvoice_triton.client.grpc_client import AsyncConnection, Connection, ThreadConnection, require_model
 from cosyvoice_triton.client.requests import ClientError, Recorder
 from cosyvoice_triton.load.audible import leading_silence
@@ -58,7 +59,9 @@ async def run(load: Load, observer: Observer) -> Run:
     async with AsyncExitStack() as stack:
         probes, connections = {}, {}
         for server in load.servers:
-            probes[server] = await stack.enter_async_context(triton.InferenceServerClient(server))
+            probes[server] = await stack.enter_async_context(
+                triton.InferenceServerClient(server, channel_args=channel_options(server))
+            )
             await require_model(probes[server], server, load.model, load.mode)
             connections[server] = _connections(load, server)
             for connection in connections[server]:

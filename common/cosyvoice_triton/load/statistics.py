@@ -7,7 +7,6 @@ Triton's statistics have the queue and compute times of each model. Models that 
 
 import asyncio
 import re
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from http.client import HTTPException
@@ -15,6 +14,8 @@ from typing import Any
 
 import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
+
+from cosyvoice_triton.addresses import open_page
 
 STATISTICS_SECONDS = 10.0
 TOKEN2WAV_COUNTERS = ("chunks", "batches", "waited_seconds")  # tts_token2wav_..._total
@@ -96,7 +97,7 @@ async def token2wav_counters(pages: Sequence[str]) -> dict[str, float]:
 
 
 def _page(address: str) -> str:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=STATISTICS_SECONDS) as answer:
+    with open_page(f"http://{address}/metrics", STATISTICS_SECONDS) as answer:
         return str(answer.read().decode())
 
 

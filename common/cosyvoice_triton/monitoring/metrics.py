@@ -1,8 +1,8 @@
 """Our models' metrics, in addition to Triton's own `nv_...`: counted in each model's process, shown on one page.
 
-Each process writes its numbers to a file (`metrics_file.py`), and `page` combines the files. Triton's custom metrics would work too, but
-each update is a blocking message to tritonserver over the shared memory that the streams use, and the number that
-decides whether a server may be stopped should not depend on that.
+Each process writes its numbers to a file (`metrics_file.py`), and `page` combines the files. Triton's custom metrics
+would work too, but each update is a blocking message to tritonserver over the shared memory that the streams use, and
+the number that decides whether a server may be stopped should not depend on that.
 """
 
 import bisect

@@ -3,9 +3,10 @@
 import http.client
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
+
+from cosyvoice_triton.addresses import open_page
 
 POLL_SECONDS = 0.5
 ANSWER_SECONDS = 5.0
@@ -14,7 +15,7 @@ ANSWER_SECONDS = 5.0
 def fault(url: str) -> str | None:
     """Why a page is not ready; None if it is."""
     try:
-        with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as answer:
+        with open_page(url, ANSWER_SECONDS) as answer:
             return None if answer.status == 200 else f"HTTP {answer.status}"
     except urllib.error.HTTPError as error:
         with error:

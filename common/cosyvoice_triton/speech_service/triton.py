@@ -11,6 +11,7 @@ import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
 from cosyvoice_triton import stacks
+from cosyvoice_triton.addresses import channel_options
 from cosyvoice_triton.client.grpc_client import chunks, complete
 from cosyvoice_triton.client.requests import AudioPart, Utterance
 from cosyvoice_triton.speech_service.errors import ApiError, from_triton, invalid
@@ -20,9 +21,7 @@ logger = logging.getLogger(__name__)
 PROBE_SECONDS = 2.0
 PROBE_TIMEOUT = 3.0
 MISSES = 3  # failed probes in a row before a backend counts as down
-_CHANNEL = [
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
+_RECONNECTION = [
     # Reconnect to a restarted Triton quickly; gRPC's default backoff grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2000),
@@ -88,6 +87,10 @@ class Backend:
             raise from_triton(error.status(), error.message()) from None
 
 
+def _connect(url: str) -> triton.InferenceServerClient:
+    return triton.InferenceServerClient(url, channel_args=[*channel_options(url), *_RECONNECTION])
+
+
 def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
@@ -101,7 +104,7 @@ class TritonPool:
         self._watch: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "TritonPool":
-        self.backends = [Backend(url, triton.InferenceServerClient(url, channel_args=_CHANNEL)) for url in self._urls]
+        self.backends = [Backend(url, _connect(url)) for url in self._urls]
         await self.probe()
         self._watch = asyncio.create_task(self._keep_probing())
         return self

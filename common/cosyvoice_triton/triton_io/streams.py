@@ -15,6 +15,7 @@ import tritonclient.grpc.aio as triton
 from tritonclient.grpc import InferInput, InferRequestedOutput
 from tritonclient.utils import np_to_triton_dtype
 
+from cosyvoice_triton.addresses import channel_options
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.monitoring.environment import ModelEnvironment
 from cosyvoice_triton.triton_io.errors import exception_of
@@ -38,7 +39,7 @@ class Streams:
         Raises the exception that the model's error stands for, UnavailableError if the server does not answer.
         """
         if self._connection is None:
-            self._connection = triton.InferenceServerClient(self._address)
+            self._connection = triton.InferenceServerClient(self._address, channel_args=channel_options(self._address))
 
         async def requests() -> AsyncGenerator[dict[str, Any], None]:
             # The end of this generator half-closes the call: the server closes its side after the last response.
