@@ -6,5 +6,5 @@ ledger.py   how each request ended, and which fault explains an error
 stack.py    a stack of our own: started, restarted when it ends, as a supervisor does
 faults.py   processes killed and stopped, faults inside the models
 sampling.py memory, threads, files and shared memory of every process, and whether they grow
-runner.py   one run; report.py and plot.py write it down
+runner.py   one run; report.py writes it down
 """

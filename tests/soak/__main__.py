@@ -19,7 +19,7 @@ says so); failed (an error that one of the injected faults explains). Anything e
 part of its answer for --patience seconds has hung. The requests are the same for the same --seed, though their times
 are not.
 
-Writes OUTPUT.md, OUTPUT.json (every request), OUTPUT.png and the servers' logs to OUTPUT.files/. A stack of its own
+Writes OUTPUT.md, OUTPUT.json (every request and sample) and the servers' logs to OUTPUT.files/. A stack of its own
 needs two CPU cores, 4 GB of memory and one or two minutes more than --minutes, ten if they hang.
 docs/clients.md explains the figures.
 """
@@ -45,7 +45,6 @@ from cosyvoice_triton.prepare import steps
 
 from tests.soak.faults import KINDS
 from tests.soak.ledger import Ledger
-from tests.soak.plot import plot_soak
 from tests.soak.report import write
 from tests.soak.routes import Addresses
 from tests.soak.runner import SoakSettings, soak
@@ -89,9 +88,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     running.add_argument("--speech", default="", metavar="URL", help="the speech service")
     running.add_argument("--runtime", default="", metavar="HOST:PORT", help="its gRPC service of the plain runtime")
-    running.add_argument(
-        "--processes", type=positive_int, nargs="+", default=[], metavar="PID", help="to sample, with their models"
-    )
     return parser
 
 
@@ -115,7 +111,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             models=args.models or steps.DEMO,
             work=work,
             addresses=None if given == Addresses() else given,
-            processes={f"process {pid}": pid for pid in args.processes},
         )
         print("starting the servers ...", file=sys.stderr, flush=True)
         result = asyncio.run(soak(settings, read_manifest(samples.MANIFEST), Progress(60 * args.minutes).show))
@@ -125,26 +120,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except asyncio.CancelledError:
         print("soak interrupted: there is no report; its servers have ended", file=sys.stderr)
         return 130
-    print(write(result, args.output, command, conditions()))
-    plot_soak(
-        result, f"soak of {args.minutes:g} minutes, seed {args.seed}", args.output.with_name(f"{args.output.name}.png")
-    )
+    print(write(result, args.output, [f"`{command}`\n", conditions()]))
     problems = len(result.problems())
     verdict = "interrupted" if result.interrupted else "failed" if problems else "passed"
     counts = ", ".join(f"{count} {outcome}" for outcome, count in result.ledger.counts().most_common())
-    print(f"soak {verdict}: {problems} problems; {counts}; written to {args.output}.md, .json and .png")
+    print(f"soak {verdict}: {problems} problems; {counts}; written to {args.output}.md and .json")
     return 130 if result.interrupted else 1 if problems else 0
 
 
-def conditions() -> list[str]:
-    """Commit and machine."""
+def conditions() -> str:
+    """Returns commit and machine."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
-    return [
+    return (
         f"Commit {described.stdout.strip() or 'unknown'}, {time.strftime('%Y-%m-%d %H:%M')}, "
         f"{os.cpu_count()} CPU cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}."
-    ]
+    )
 
 
 @dataclass

@@ -13,7 +13,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from tests.soak.faults import InjectedFault
 
 Outcome = Literal["done", "cancelled", "rejected", "refused", "failed", "lost", "hung"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -24,22 +27,6 @@ _FULL = re.compile(
     r"HTTP 429|RESOURCE_EXHAUSTED|overloaded, retry after|try later or on another server|the limit of open sessions"
     r"|already serves its maximum|queue is full|no room for another voice",
 )
-
-
-class Explanation(Protocol):
-    """An injected fault, as far as it explains errors."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def limited(self) -> bool:
-        """Whether it explains a certain number of errors only."""
-        ...
-
-    def explains(self, request: "Request") -> bool:
-        """Whether the error of this request is due to the fault."""
-        ...
 
 
 @dataclass
@@ -65,19 +52,6 @@ class Request:
         """Whether the server is up and not full."""
         return self.outcome not in (None, "refused")
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "number": self.number,
-            "route": self.route,
-            "what": self.what,
-            "begun_s": round(self.begun, 3),
-            "first_s": None if self.first is None else round(self.first, 3),
-            "ended_s": None if self.ended is None else round(self.ended, 3),
-            "outcome": self.outcome,
-            "reason": self.reason,
-            "fault": self.fault,
-        }
-
 
 @dataclass
 class Ledger:
@@ -97,7 +71,7 @@ class Ledger:
             outcome = "refused"
         request.ended, request.outcome, request.reason = now, outcome, reason
 
-    def settle(self, faults: Iterable[Explanation]) -> None:
+    def settle(self, faults: "Iterable[InjectedFault]") -> None:
         """Settle every error: failed if one of the faults explains it, otherwise lost. What never ended has hung."""
         faults = sorted(faults, key=lambda fault: fault.limited)
         for request in self.requests:

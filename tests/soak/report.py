@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from cosyvoice_triton.load.report import table
@@ -16,16 +15,15 @@ from tests.soak.sampling import JUDGED_SECONDS, LONG_SECONDS, SHORT_FACTOR, TOLE
 REASONS = 12  # shown per outcome, most frequent first
 
 
-def markdown(result: SoakResult, command: str, conditions: Sequence[str]) -> str:
-    """Returns the report. conditions: lines about commit and machine."""
+def markdown(result: SoakResult, conditions: Sequence[str]) -> str:
+    """Returns the report. conditions: lines about command, commit and machine."""
     problems = result.problems()
     verdict = f"**{len(problems)} problems**" if problems else "No loss, no hang, no growth."
     settings = result.settings
     parts = [
         f"{verdict} {len(result.ledger.requests)} requests in {(result.seconds - result.loaded) / 60:.1f} minutes, "
         f"{settings.tasks} at a time, seed {settings.seed}, {len(result.faults)} faults"
-        + (", interrupted." if result.interrupted else "."),
-        f"\n`{command}`\n",
+        + (", interrupted.\n" if result.interrupted else ".\n"),
         *conditions,
         "\n## Problems\n" if problems else "",
         *(f"- {line}" for line in problems),
@@ -48,21 +46,13 @@ def markdown(result: SoakResult, command: str, conditions: Sequence[str]) -> str
 
 
 def _requests(result: SoakResult) -> str:
-    rows = []
-    by_route: dict[str, Counter[str]] = {}
-    for request in result.ledger.requests:
-        by_route.setdefault(request.route, Counter())[request.outcome or ""] += 1
-    for route in sorted(by_route):
-        firsts = [
-            1000 * (request.first - request.begun)
-            for request in result.ledger.requests
-            if request.route == route and request.first is not None
-        ]
+    rows, requests = [], result.ledger.requests
+    for route in (*sorted({request.route for request in requests}), "all"):
+        chosen = [request for request in requests if route in (request.route, "all")]
+        firsts = [1000 * (request.first - request.begun) for request in chosen if request.first is not None]
         p50, p95 = (f"{value:.0f}" for value in np.percentile(firsts, (50, 95))) if firsts else ("", "")
-        counts = by_route[route]
-        rows.append([route, sum(counts.values()), *(counts[outcome] or "" for outcome in OUTCOMES), p50, p95])
-    total = result.ledger.counts()
-    rows.append(["all", sum(total.values()), *(total[outcome] or "" for outcome in OUTCOMES), "", ""])
+        counts = Counter(request.outcome for request in chosen)
+        rows.append([route, len(chosen), *(counts[outcome] or "" for outcome in OUTCOMES), p50, p95])
     return table(["route", "requests", *OUTCOMES, "first part p50 (ms)", "p95"], rows)
 
 
@@ -104,29 +94,21 @@ def _growths(result: SoakResult) -> str:
     return table(["process", "id", "measure", "seconds", "middle third", "last third", "limit", "grows"], rows)
 
 
-def as_json(result: SoakResult, command: str, conditions: Sequence[str]) -> dict[str, Any]:
-    return {
-        "command": command,
+def write(result: SoakResult, output: Path, conditions: Sequence[str]) -> str:
+    """Writes OUTPUT.md and OUTPUT.json; returns the Markdown."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    text = markdown(result, conditions)
+    output.with_name(f"{output.name}.md").write_text(text, encoding="utf-8")
+    content = {
         "conditions": list(conditions),
-        "loaded_s": round(result.loaded, 3),
-        "ended_s": round(result.seconds, 3),
+        "loaded": result.loaded,
+        "ended": result.seconds,
         "problems": result.problems(),
-        "requests": [request.as_json() for request in result.ledger.requests],
-        "faults": [
-            {"name": each.name, "begun_s": each.begun, "ended_s": each.ended, "note": each.note}
-            for each in result.faults
-        ],
+        "requests": [vars(request) for request in result.ledger.requests],
+        "faults": [vars(fault) | {"kind": fault.kind.name, "name": fault.name} for fault in result.faults],
         "lives": [vars(life) for life in result.lives],
-        "processes": [process.as_json() for process in result.processes],
+        "processes": [vars(process) for process in result.processes],
         "growth": [vars(growth) | {"grows": growth.grows} for growth in result.growths],
     }
-
-
-def write(result: SoakResult, output: Path, command: str, conditions: Sequence[str]) -> str:
-    """OUTPUT.md and OUTPUT.json; returns the Markdown."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    text = markdown(result, command, conditions)
-    output.with_name(f"{output.name}.md").write_text(text, encoding="utf-8")
-    content = json.dumps(as_json(result, command, conditions), ensure_ascii=False)
-    output.with_name(f"{output.name}.json").write_text(content, encoding="utf-8")
+    output.with_name(f"{output.name}.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
     return text

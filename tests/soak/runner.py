@@ -6,7 +6,7 @@ import itertools
 import re
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,7 @@ Observe = Callable[[float, Ledger, str], None]  # seconds of load, the requests 
 @dataclass(frozen=True)
 class SoakSettings:
     """faults: whether to inject any; chosen: these kinds instead of all. addresses: of running servers; None: a stack
-    of our own, on the checkpoint in `models`. work: a directory for its files. processes: of running servers, by name,
-    to be sampled.
+    of our own, on the checkpoint in `models`. work: a directory for its files.
     """
 
     minutes: float
@@ -52,7 +51,6 @@ class SoakSettings:
     work: Path
     chosen: Sequence[FaultKind] = ()
     addresses: Addresses | None = None
-    processes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -262,7 +260,7 @@ async def _soak(
     addresses: Addresses,
     local: LocalStack | None,
 ) -> SoakResult:
-    sampler = Sampler((lambda: settings.processes) if local is None else local.roots, clock)
+    sampler = Sampler(dict if local is None else local.roots, clock)
     result = SoakResult(settings, Ledger(), loaded=clock())
     until = clock() + 60 * settings.minutes
     injector = None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -29,7 +29,7 @@ TOLERANCES: Mapping[Measure, tuple[float, float]] = {
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = re.compile(r"shm-region-prefix-name=(\w+)")
 _MODEL = re.compile(r"/(\w+)/1/model\.py")
-_SIZES = re.compile(r"^(Pss_Anon|Rss): +(\d+) kB", re.MULTILINE)
+_MEMORY = re.compile(r"^Pss_Anon: +(\d+) kB", re.MULTILINE)
 
 
 @dataclass
@@ -37,8 +37,7 @@ class ProcessHistory:
     """The measures of one process. at: seconds of the run's clock.
 
     memory: anonymous memory in MiB, that is, without files and shared memory, which would depend on the other processes
-    that map them; resident: RSS. shared: MiB in
-    /dev/shm in files that begin with `prefix`, which tritonserver and its models share; 0 for other processes.
+    that map them. shared: MiB in /dev/shm in files that begin with `prefix`, which tritonserver and its models share.
     """
 
     name: str
@@ -46,20 +45,17 @@ class ProcessHistory:
     prefix: str = ""
     at: list[float] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
-    resident: list[float] = field(default_factory=list)
     threads: list[float] = field(default_factory=list)
     files: list[float] = field(default_factory=list)
     shared: list[float] = field(default_factory=list)
 
     def add(self, now: float) -> None:
-        """Read all measures. OSError or LookupError if the process has ended."""
+        """Reads all measures. OSError or LookupError if the process has ended."""
         directory = Path("/proc", str(self.pid))
-        sizes = {name: int(kib) / 1024 for name, kib in _SIZES.findall((directory / "smaps_rollup").read_text())}
-        memory, resident = sizes["Pss_Anon"], sizes["Rss"]
+        memory = int(_MEMORY.findall((directory / "smaps_rollup").read_text())[0]) / 1024
         threads, files = len(list((directory / "task").iterdir())), len(list((directory / "fd").iterdir()))
         self.at.append(now)
         self.memory.append(memory)
-        self.resident.append(resident)
         self.threads.append(threads)
         self.files.append(files)
         self.shared.append(shared_memory(self.prefix) if self.prefix else 0.0)
@@ -80,10 +76,6 @@ class ProcessHistory:
         thirds = np.floor(3 * (np.array(self.at) - begin) / judged)
         middle, last = values[thirds == 1], values[thirds >= 2]
         return Growth(self.name, self.pid, measure, judged, _level(measure, middle), _level(measure, last))
-
-    def as_json(self) -> dict[str, Any]:
-        lists = {name: [round(value, 1) for value in getattr(self, name)] for name in ("at", "resident", *MEASURES)}
-        return {"name": self.name, "pid": self.pid, **lists}
 
 
 @dataclass(frozen=True)

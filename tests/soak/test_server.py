@@ -29,7 +29,6 @@ def test_a_short_soak_accounts_for_every_request(tmp_path: Path, capsys: pytest.
     assert report["faults"][0]["name"] == f"1. {FAULT}"
     assert "failed" in {request["outcome"] for request in report["requests"]}
     assert {process["name"] for process in report["processes"]} >= {"serve", "speech", "tritonserver", "cosyvoice2"}
-    assert (tmp_path / "soak.png").stat().st_size > 10_000
     assert "the process of model token2wav_dit has died" in (tmp_path / "soak.md").read_text()
 
 
