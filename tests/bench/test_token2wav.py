@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.bench.token2wav import CASES, Subject, first_chunk
+from cosyvoice_triton.bench.token2wav import LISTENERS, Subject, first_chunk
 
 
 def test_every_stack_can_be_measured_and_cosyvoice3_is(demo_models: Path) -> None:
-    assert CASES.keys() == set(stacks.BUILT_IN)
+    assert LISTENERS.keys() == set(stacks.BUILT_IN)
     subject = Subject.build(stacks.COSYVOICE3, demo_models, "cpu", max_streams=1)
     assert 0 < first_chunk(subject) < 60

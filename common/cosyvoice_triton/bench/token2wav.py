@@ -6,6 +6,7 @@ import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,33 +20,14 @@ import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.bench.token2wav_load import LoadResult, Piece, run_load
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
+from cosyvoice_triton.demo_checkpoint.make import OFFICIAL, parts
 from cosyvoice_triton.load.host import host_ms
-from cosyvoice_triton.networks.flow import (
-    CosyVoice3Flow,
-    CosyVoice3FlowConfig,
-    DiTFlow,
-    DiTFlowConfig,
-    UNetFlow,
-    UNetFlowConfig,
-    load_cosyvoice3_flow,
-    load_dit_flow,
-    load_unet_flow,
-)
-from cosyvoice_triton.networks.hift import CausalHiFTGenerator, HiFTConfig, HiFTGenerator, load_causal_hift, load_hift
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import Token2Wav
-from cosyvoice_triton.token2wav.flow.base import StreamingFlow, Vocoder
-from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
-from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
-from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
-from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
-from cosyvoice_triton.token2wav.gpu.noise import NoiseTape, flow_noise, source_noise, uniform_noise
 from cosyvoice_triton.token2wav.gpu.precision import Precision
 from cosyvoice_triton.token2wav.stream import Stream
-from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
-from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
 from cosyvoice_triton.voice.prompt import Prompt
 
 DESCRIPTION = """\
@@ -70,53 +52,12 @@ BURSTS = (1, 4, 16, 32)  # utterances that start within one second
 ROUNDS = 1.5  # duration of the load, in lengths of an utterance
 BATCHES = (1, 4, 16, 32, 64)
 CPU_LISTENERS = (1, 2, 3, 4, 6, 8)
-
-
-Flow = CosyVoice3Flow | DiTFlow | UNetFlow
-HiFT = CausalHiFTGenerator | HiFTGenerator
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A stack's networks at the official size, how their files are loaded, and their streaming forms.
-
-    listeners: at the same time, of the loads.
-    """
-
-    flow: Callable[[], Flow]
-    load_flow: Callable[[Path, str], Flow]
-    stream_flow: Callable[[Any, NoiseTape, BatchLimits], StreamingFlow]
-    hift: Callable[[], HiFT] = HiFTGenerator
-    load_hift: Callable[[Path, str], HiFT] = load_hift
-    stream_hift: Callable[..., Vocoder] = StreamingVocoder
-    noise: Callable[[int, str], NoiseTape] = source_noise
-    listeners: tuple[int, ...]
-
-
-CASES = {
-    stacks.DIT: Case(
-        flow=lambda: DiTFlow(DiTFlowConfig()),
-        load_flow=load_dit_flow,
-        stream_flow=lambda flow, noise, limits: DiTStreaming(flow, noise, PromptCaches(32 << 30), limits=limits),
-        listeners=(64, 128, 256, 320, 352, 384),
-    ),
-    stacks.UNET: Case(
-        flow=lambda: UNetFlow(UNetFlowConfig()),
-        load_flow=load_unet_flow,
-        stream_flow=lambda flow, noise, limits: UNetStreaming(flow, noise, limits=limits),
-        listeners=(32, 64, 80, 96),
-    ),
-    stacks.COSYVOICE3: Case(
-        flow=lambda: CosyVoice3Flow(CosyVoice3FlowConfig()),
-        load_flow=load_cosyvoice3_flow,
-        stream_flow=lambda flow, noise, limits: CosyVoice3Streaming(flow, noise, PromptCaches(32 << 30), limits=limits),
-        hift=lambda: CausalHiFTGenerator(HiFTConfig()),
-        load_hift=load_causal_hift,
-        stream_hift=CausalVocoder,
-        noise=uniform_noise,
-        listeners=(64, 128, 192, 256),
-    ),
+LISTENERS = {  # at the same time, of the loads on a GPU
+    stacks.DIT: (64, 128, 256, 320, 352, 384),
+    stacks.UNET: (32, 64, 80, 96),
+    stacks.COSYVOICE3: (64, 128, 192, 256),
 }
+PROMPT_CACHES = 32 << 30  # bytes: the voices of a load are all kept
 
 
 def voice(seed: int) -> Prompt:
@@ -144,20 +85,6 @@ def utterance(seed: int, hops: Sequence[int], cumulative: bool) -> list[Piece]:
     return [*chunks, Piece(tokens[begins[-1] :], final=True)]
 
 
-def randomise(network: torch.nn.Module) -> None:
-    """Sets random weights that keep signals in range; timing does not depend on them."""
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in network.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim >= 2:
-            noise *= parameter[0].numel() ** -0.5
-        elif name.endswith("alpha") or ("norm" in name and name.endswith("weight")):
-            noise = 1 + 0.1 * noise.abs()
-        else:
-            noise *= 0.1
-        parameter.data = noise.to(parameter.dtype)
-
-
 @dataclass
 class Subject:
     """What is timed: the engine, with its chunks' lengths.
@@ -172,21 +99,21 @@ class Subject:
 
     @classmethod
     def build(cls, stack: Stack, models: Path | None, device: str, max_streams: int) -> "Subject":
-        case = CASES[stack]
-        if models is None:
-            flow, hift = case.flow(), case.hift()
-            for network in (flow, hift):
-                randomise(network)
-                network.to(device).eval().requires_grad_(False)
-        else:
-            directory = models / stack.checkpoint
-            flow, hift = case.load_flow(directory / stack.flow, device), case.load_hift(directory / stack.hift, device)
-        precision = Precision.named("auto", "auto", device)
-        limits = BatchLimits(max_streams=max_streams, chunk_boundary=stack.chunk_boundary)
-        noise = case.noise(hift.config.harmonics + 1, device)
-        vocoder = case.stream_hift(hift.body_to(precision.vocoder), noise, limits=limits)
-        streaming = case.stream_flow(flow.to(precision.flow), flow_noise(device), limits)
-        return cls(Token2Wav(streaming, vocoder, device), hops_of(stack), stack.cumulative, torch.device(device))
+        with tempfile.TemporaryDirectory() as folder:
+            if models is None:
+                models = Path(folder)
+                (models / stack.checkpoint).mkdir(parents=True)
+                for name in (stack.checkpoint / stack.flow, stack.checkpoint / stack.hift):
+                    parts(OFFICIAL, seed=0)[str(name)](models / name)
+            engine = Token2Wav.load(
+                stack,
+                models / stack.checkpoint,
+                device=device,
+                limits=BatchLimits(max_streams=max_streams, chunk_boundary=stack.chunk_boundary),
+                precision=Precision.named("auto", "auto", device),
+                plan=lambda _: PROMPT_CACHES,
+            )
+        return cls(engine, hops_of(stack), stack.cumulative, torch.device(device))
 
     def utterance(self, seed: int) -> list[Piece]:
         return utterance(seed, self.hops, self.cumulative)
@@ -294,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
             load = loaded(subject, burst, 1.0)
             print(f"  {load.line()}", flush=True)
             result.setdefault("bursts", []).append(load.summary())
-    for listeners in CPU_LISTENERS if on_cpu else CASES[stack].listeners:
+    for listeners in CPU_LISTENERS if on_cpu else LISTENERS[stack]:
         load = loaded(subject, *steady(listeners))
         print(f"  {listeners} listeners: {load.line()}", flush=True)
         result.setdefault("loads", []).append({"listeners": listeners, **load.summary()})
