@@ -246,15 +246,3 @@ def test_an_invalid_command_line_is_reported_in_one_line(
     assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 1
     message = capsys.readouterr().err
     assert words in message and message.startswith("error: ") and message.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "option",
-    [("--num-tasks", "0"), ("--request-rate", "-1"), ("--parameter", "seed"), ("--warmup-requests", "-1")],
-)
-def test_an_invalid_option_value_is_refused_with_the_name_of_the_option(
-    option: tuple[str, str], stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        client_grpc.main(command(stub, tmp_path, *option))
-    assert option[0] in capsys.readouterr().err

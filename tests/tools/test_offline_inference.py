@@ -77,9 +77,8 @@ def test_an_audio_file_per_sample_and_the_figures_are_written(synthesize, tmp_pa
     assert 0 < stages <= log["pipeline_time_seconds"]
     assert log["llm_rtf"] == pytest.approx(log["llm_time_seconds"] / log["total_audio_duration_seconds"])
     printed = capsys.readouterr().out
-    width = max(map(len, ("Backend", backend)))
-    assert f"| {'Backend':<{width}} | Batch Size | llm_time_seconds | total_time_seconds | RTF" in printed
-    assert f"| {backend:<{width}} | 2          |" in printed
+    assert "| Backend | Batch Size | llm_time_seconds | total_time_seconds | RTF |" in printed
+    assert f"| {backend} | 2 | " in printed
 
 
 def test_the_batch_size_does_not_change_the_samples(synthesize, tmp_path):
@@ -132,11 +131,6 @@ def test_one_recording_can_replace_the_voices_of_all_samples(synthesize, tmp_pat
     assert synthesize(*options, rows=ROWS[:1]) == 0
     assert synthesize(rows=[{**ROWS[0], "prompt_audio": "other.wav"}]) == 0
     assert "1 of 1 samples are finished" in capsys.readouterr().out
-
-
-def test_the_transformers_backend_needs_no_conversion(synthesize, tmp_path):
-    assert synthesize(rows=ROWS[:1], backend="hf") == 0
-    assert sorted(records(tmp_path / "out")) == ["first"]
 
 
 @pytest.mark.parametrize("backend", sorted(GPU_ENGINES))

@@ -8,7 +8,7 @@ import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.samples import Sample, SampleError
 from cosyvoice_triton.offline.results import JOURNAL, OutputFolder, identity
-from cosyvoice_triton.offline.stages import Stages, table
+from cosyvoice_triton.offline.stages import Stages
 from cosyvoice_triton.voice.audio import load_audio
 
 SETTINGS = {"backend": "hf", "seed": 0}
@@ -103,12 +103,3 @@ def test_the_time_of_each_stage_is_reported_also_per_second_of_audio():
         "pipeline_rtf": 0.5,
     }
     assert stages.figures(0.0, 1.0)["llm_rtf"] is None
-
-
-def test_the_columns_of_a_table_are_aligned():
-    assert table(("stage", "RTF"), [("llm", 0.5), ("longer", None)]).splitlines() == [
-        "| stage  | RTF    |",
-        "|--------|--------|",
-        "| llm    | 0.5000 |",
-        "| longer | -      |",
-    ]

@@ -121,7 +121,6 @@ def test_streaming_reports_calls_times_and_differences(run, tmp_path, stack, str
     for name, tokens in LENGTHS.items():
         assert samples_of(tmp_path / "out" / f"{name}.wav") == TOKEN_SAMPLES * tokens
         assert samples_of(tmp_path / "out" / "offline" / f"{name}.wav") == TOKEN_SAMPLES * tokens
-    assert (tmp_path / "out" / f"streaming-{strategy}.png").stat().st_size > 20_000
 
 
 @pytest.mark.parametrize("stack", sorted(STACKS))

@@ -11,9 +11,8 @@ The speech tokens come from the data set's column target_audio_cosy2_tokens, or 
 --tokens-path, which `cosyvoice-triton offline` writes as samples.jsonl. A sample without tokens resynthesizes its own
 recording.
 
-The folder gets <id>.wav (streamed), offline/<id>.wav (rendered at once), streaming-<strategy>.json, and
-streaming-<strategy>.png for the sample whose mels differ most. They differ by design: a chunk has no right context
-beyond the look-ahead.
+The folder gets <id>.wav (streamed), offline/<id>.wav (rendered at once) and streaming-<strategy>.json. They differ by
+design: a chunk has no right context beyond the look-ahead.
 
 Figures: the first pass uses new voices (it encodes the recordings and fills the flow's prompt caches), the second pass
 the same voices again. A forward call renders one chunk of each stream of a batch. First chunk: from the prompts of a

@@ -237,9 +237,14 @@ def stage_names(rows: Sequence[Figures]) -> list[str]:
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
-    lines = [[str(cell) for cell in line] for line in (head, *rows)]
+    """Returns a Markdown table. Cells of type float have four digits; None is an empty cell."""
+    lines = [[_cell(cell) for cell in line] for line in (head, *rows)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def _values(values: Mapping[str, float] | None, keys: Sequence[str]) -> list[str]:

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.load.report import table
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.offline.batch_lm import BatchLM
 from cosyvoice_triton.offline.inputs import VoicePrompts, read_samples
@@ -19,7 +20,6 @@ from cosyvoice_triton.offline.llm import connect, engine_dir, load_llm
 from cosyvoice_triton.offline.pipeline import Pipeline
 from cosyvoice_triton.offline.rendering import OfflineToken2Wav
 from cosyvoice_triton.offline.results import OutputFolder, identity
-from cosyvoice_triton.offline.stages import table
 from cosyvoice_triton.offline.tool import show_failures
 from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.voice.audio import load_audio

@@ -34,19 +34,3 @@ class Stages:
             figures[stage + AFTER_STAGE] = seconds
             figures[stage + "_rtf"] = seconds / audio_seconds if audio_seconds else None
         return figures
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table with aligned columns."""
-    cells = [[_shown(value) for value in row] for row in (header, *rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
-    ]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -14,12 +14,12 @@ from tqdm import tqdm
 
 from cosyvoice_triton.config import ChunkStrategy
 from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.load.report import table
 from cosyvoice_triton.load.samples import Sample
-from cosyvoice_triton.offline.compare import Difference, compare, plot
+from cosyvoice_triton.offline.compare import Difference, compare
 from cosyvoice_triton.offline.inputs import VoicePrompts, read_samples, with_tokens
 from cosyvoice_triton.offline.pipeline import batches
 from cosyvoice_triton.offline.rendering import OfflineToken2Wav, PromptedTokens, Streamed
-from cosyvoice_triton.offline.stages import table
 from cosyvoice_triton.offline.tool import Failure, show_failures, show_resynthesis
 from cosyvoice_triton.voice.audio import save_audio
 
@@ -55,7 +55,6 @@ class Study:
     output_dir: Path
     failures: dict[str, Failure] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
-    worst: tuple[Difference, np.ndarray, list[np.ndarray]] | None = None
 
     def stream(self, progress: "tqdm[Any]", compared: bool) -> Pass:
         """One pass. compared: write the audio and compare it with offline rendering."""
@@ -100,8 +99,6 @@ class Study:
             self._fail(sample, "comparison", error)
             return
         self.differences.append(difference)
-        if self.worst is None or difference.mel_db > self.worst[0].mel_db:
-            self.worst = difference, offline, streamed.waveforms
 
     def _fail(self, sample: Sample, stage: str, error: Exception) -> None:
         self.failures.setdefault(sample.id, Failure.of(sample, stage, error))
@@ -123,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace, study: Study, new: Pass, known: Pass) -> None:
-    """Print the figures, write them as JSON and plot the sample that differs most."""
+    """Prints the figures and writes them as JSON."""
     name = args.output_dir / f"streaming-{args.strategy}"
     size = f"batches of {args.batch_size}"
     print(f"{study.token2wav.name}, {args.strategy}, {size}: {known.audio_seconds:.1f} s of audio")
@@ -142,12 +139,11 @@ def report(args: argparse.Namespace, study: Study, new: Pass, known: Pass) -> No
     header = ("voices", "seconds", "RTF", "first chunk, median ms", "forward calls", "chunks")
     print(table(header, [(voices, *one.figures().values()) for voices, one in (("new", new), ("known", known))]))
     print(f"Total flow matching forward calls: {known.forward_calls}")
-    if study.differences and study.worst is not None:
+    if study.differences:
         mels = [difference.mel_db for difference in study.differences]
         joint_dbs = [difference.joint_db for difference in study.differences if difference.joint_db is not None]
         joints = f", in cross-fades {statistics.mean(joint_dbs):.2f} dB" if joint_dbs else ""
         print(f"streamed against offline: mean distance of the mels {statistics.mean(mels):.2f} dB{joints}")
-        title = f"{study.token2wav.name}, {args.strategy}"
-        plot(*study.worst, title, name.with_suffix(".png"))
-        print(f"largest: {study.worst[0].mel_db:.2f} dB in {study.worst[0].id}, see {name.with_suffix('.png')}")
+        worst = max(study.differences, key=lambda difference: difference.mel_db)
+        print(f"largest: {worst.mel_db:.2f} dB in {worst.id}")
     show_failures(list(study.failures.values()), name.with_suffix(".json").name)

@@ -10,11 +10,12 @@ import numpy as np
 from tqdm import tqdm
 
 from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.load.report import table
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.offline.inputs import VoicePrompts, read_samples, with_tokens
 from cosyvoice_triton.offline.pipeline import batches
 from cosyvoice_triton.offline.rendering import OfflineToken2Wav, PromptedTokens
-from cosyvoice_triton.offline.stages import Stages, table
+from cosyvoice_triton.offline.stages import Stages
 from cosyvoice_triton.offline.tool import Failure, show_failures, show_resynthesis
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.voice.audio import save_audio
