@@ -28,11 +28,16 @@ from cosyvoice_triton.speech_service.sidecar import speech_sidecar
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repository", type=Path, nargs="?", help="a rendered repository; default: render one first")
-    parser.add_argument("--host", default=LOOPBACK, help="0.0.0.0 to accept connections from other machines")
+    parser.add_argument(
+        "--host", default=LOOPBACK, help="0.0.0.0 to accept connections to all but Triton's own endpoints"
+    )
     parser.add_argument(
         "--http-host",
         default=LOOPBACK,
         help="address of Triton's HTTP endpoint; another one only behind the gateway, see docs/security.md",
+    )
+    parser.add_argument(
+        "--grpc-host", default=LOOPBACK, help="address of Triton's gRPC endpoint; another one only behind the gateway"
     )
     parser.add_argument(
         "--http-port", type=int, default=Ports.http, help="0: any free port, also for the others (%(default)s)"
@@ -76,6 +81,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     voices = args.voices or args.models / "voices"
     serving.raise_on_sigterm()
+    if args.grpc_host != LOOPBACK:
+        logging.warning(
+            "tritonserver's gRPC port %s:%d ends the server if a client sends the header triton_grpc_error: offer it "
+            "through the gateway only, which removes this header (docs/security.md)",
+            args.grpc_host,
+            args.grpc_port,
+        )
+    elif args.host != LOOPBACK:
+        logging.warning(
+            "tritonserver's gRPC and HTTP ports accept connections of this machine only; others use the speech service "
+            "or the gateway (docs/security.md)"
+        )
     try:
         repository = rendered_repository(args)
         print(f"starting tritonserver over {repository}, log in {args.log_file} ...", flush=True)
@@ -84,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ports=Ports(args.http_port, args.grpc_port, args.metrics_port),
             host=args.host,
             http_host=args.http_host,
+            grpc_host=args.grpc_host,
             cache=serving.cache_option(args.redis, args.cache_mib),
             log_file=args.log_file,
         )

@@ -120,8 +120,9 @@ def require_free(port: int, host: str) -> None:
 class TritonServer:
     """`with TritonServer(repository, ports=Ports(0, 0, 0)) as server: ... server.grpc_url`.
 
-    http_host: the address of Triton's HTTP endpoint, which one request of many small parts can crash (CVE-2025-23310):
-    only where a gateway collects requests in front of it should it be another than this machine's own.
+    http_host, grpc_host: addresses of Triton's endpoints. One request of many small parts can crash the first
+    (CVE-2025-23310), and the header `triton_grpc_error` the second: only behind the gateway, which forwards neither,
+    should they be others than this machine's own. host: of everything else.
 
     cache: Triton's --cache-config, for the response cache of the prompt models. log_file: the server's output; by
     default in a temporary directory that `stop` removes; INHERITED: this process's output. The server and its stubs are
@@ -135,12 +136,14 @@ class TritonServer:
         ports: Ports = Ports(),
         host: str = LOOPBACK,
         http_host: str = LOOPBACK,
+        grpc_host: str = LOOPBACK,
         cache: str = f"local,size={CACHE_MIB << 20}",
         log_file: Path | None = None,
     ) -> None:
         self.repository = repository
         self.host = host
         self.http_host = http_host
+        self.grpc_host = grpc_host
         chosen = [port or free_port() for port in (ports.http, ports.grpc, ports.metrics)]
         self.ports = Ports(*chosen)
         self._cache = cache
@@ -164,7 +167,7 @@ class TritonServer:
 
     @property
     def grpc_url(self) -> str:
-        return f"{self.host}:{self.ports.grpc}"
+        return f"{self.grpc_host}:{self.ports.grpc}"
 
     @property
     def metrics_url(self) -> str:
@@ -188,8 +191,8 @@ class TritonServer:
         """Start the process. ServerError if a port is in use or something is missing on this machine."""
         installation = Installation.find()
         require_free(self.ports.http, self.http_host)
-        for port in (self.ports.grpc, self.ports.metrics):
-            require_free(port, self.host)
+        require_free(self.ports.grpc, self.grpc_host)
+        require_free(self.ports.metrics, self.host)
         self._work.mkdir(exist_ok=True)
         backends = installation.backend_directory(self._work)
         self.metrics_directory.mkdir()
@@ -386,7 +389,7 @@ class TritonServer:
             f"--cache-config={self._cache}",
             f"--http-address={self.http_host}",
             f"--http-port={self.ports.http}",
-            f"--grpc-address={self.host}",
+            f"--grpc-address={self.grpc_host}",
             f"--grpc-port={self.ports.grpc}",
             f"--metrics-address={self.host}",
             f"--metrics-port={self.ports.metrics}",

@@ -14,7 +14,8 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.speech_service.dispatcher import Dispatcher
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.metrics import Metrics
-from cosyvoice_triton.speech_service.routes import runtime_grpc, runtime_http, socket, speech, voices
+from cosyvoice_triton.speech_service.routes import runtime_grpc, runtime_http, socket, speech, triton_http, voices
+from cosyvoice_triton.speech_service.security.budget import ByteBudget
 from cosyvoice_triton.speech_service.security.guard import Guard
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.speech_service.settings import Settings
@@ -45,12 +46,13 @@ def build(settings: Settings) -> FastAPI:
 
     # Without FastAPI's documentation pages, which load scripts from other hosts.
     app = FastAPI(title="CosyVoice2 speech", version="1", docs_url=None, redoc_url=None, lifespan=running)
-    for routes in (speech, voices, socket, runtime_http):
+    for routes in (speech, voices, socket, runtime_http, triton_http):
         app.include_router(routes.router)
     app.mount("/static", StaticFiles(directory=PAGE), name="static")
     _add_service_routes(app)
     _add_errors(app)
-    app.add_middleware(Guard, settings=settings, metrics=metrics)
+    app.state.budget = ByteBudget(settings.max_unanswered_bytes)
+    app.add_middleware(Guard, settings=settings, metrics=metrics, budget=app.state.budget)
     if settings.cors_origins:  # outside the guard, because preflight requests have no key
         app.add_middleware(
             CORSMiddleware,

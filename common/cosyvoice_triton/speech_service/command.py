@@ -78,20 +78,23 @@ def http_server(settings: Settings, drain_seconds: int = DRAIN_SECONDS) -> "uvic
     import uvicorn
 
     from cosyvoice_triton.speech_service.app import build
-    from cosyvoice_triton.speech_service.security.connection_limits import LimitedProtocol
+    from cosyvoice_triton.speech_service.security.connection_limits import LimitedProtocol, LimitedSocket
+
+    app = build(settings)
 
     return uvicorn.Server(
         uvicorn.Config(
-            build(settings),
+            app,
             host=settings.host,
             port=settings.port,
             access_log=False,  # see /metrics instead
             log_config=None,
             http=cast(type[asyncio.Protocol], partial(LimitedProtocol, settings)),
             limit_concurrency=settings.max_connections,
-            ws="websockets-sansio",
+            ws=cast(type[asyncio.Protocol], partial(LimitedSocket, settings, app.state.budget)),
             ws_max_size=settings.max_body_bytes,
             ws_per_message_deflate=False,  # a few kilobytes could become a message of the largest size
+            timeout_keep_alive=settings.keep_alive,  # type: ignore[arg-type]  # a part of a second works, too
             timeout_graceful_shutdown=drain_seconds,
         )
     )

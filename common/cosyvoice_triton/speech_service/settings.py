@@ -63,6 +63,7 @@ class Settings:
     timeout: float = _option(300.0, "seconds for a whole answer")
     stall: float = _option(60.0, "seconds that a client may leave its audio unread")
     receive_timeout: float = _option(60.0, "seconds in which a request must have arrived")
+    keep_alive: float = _option(75.0, "seconds that an HTTP connection is kept between two requests")
     idle: float = _option(300.0, "seconds that a WebSocket may be silent, or a gRPC connection without calls")
 
     def __post_init__(self) -> None:
@@ -92,6 +93,11 @@ class Settings:
     def max_body_bytes(self) -> int:
         """Limit for a request body: one recording in base64, and the texts."""
         return self.max_reference_bytes * 4 // 3 + 2 * MIB
+
+    @property
+    def max_unanswered_bytes(self) -> int:
+        """Limit for all bodies and WebSocket messages that have begun to arrive: a quarter of `max_streams`."""
+        return self.max_body_bytes * max(self.max_streams // 4, 1)
 
     @property
     def max_json_chars(self) -> int:

@@ -1,12 +1,15 @@
 """The gRPC service of CosyVoice's plain runtime."""
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+from async_timeout import timeout
 
+from cosyvoice_triton.constants import MAX_REFERENCE_SECONDS, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.speech_service.audio.recordings import from_pcm16
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
@@ -14,6 +17,7 @@ from cosyvoice_triton.speech_service.dispatcher import SpeechJob
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.security.guard import check_key
 from cosyvoice_triton.speech_service.service import Service
+from cosyvoice_triton.speech_service.settings import MAX_CHAR_BYTES, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +42,9 @@ async def serving(service: Service) -> AsyncIterator[None]:
     if wanted is None:
         yield
         return
-    _, services = grpc.protos_and_services(PROTO)  # compiled at run time: no generated code to keep up to date
-    server = grpc.aio.server(options=_options(service), maximum_concurrent_rpcs=service.settings.max_connections)
-    services.add_CosyVoiceServicer_to_server(RuntimeServicer(service), server)
+    settings = service.settings
+    server = grpc.aio.server(options=_options(settings), maximum_concurrent_rpcs=settings.max_connections)
+    server.add_generic_rpc_handlers((RuntimeServicer(service).handler(),))
     try:
         port = server.add_insecure_port(f"{host}:{wanted}")
     except RuntimeError as error:
@@ -53,10 +57,14 @@ async def serving(service: Service) -> AsyncIterator[None]:
         await server.stop(GRACE_SECONDS)
 
 
-def _options(service: Service) -> list[tuple[str, int]]:
+def _options(settings: Settings) -> list[tuple[str, int]]:
+    recording = 2 * 2 * int(MAX_REFERENCE_SECONDS * PROMPT_SAMPLE_RATE)  # twice the longest, for an error that says so
     return [
-        ("grpc.max_receive_message_length", service.settings.max_body_bytes),
-        ("grpc.max_connection_idle_ms", round(1000 * service.settings.idle)),
+        # gRPC collects a message before anything of ours sees it: as little as the texts and the recording need.
+        ("grpc.max_receive_message_length", recording + 3 * MAX_CHAR_BYTES * settings.max_input_chars),
+        # Of a connection: one that has more calls than streams is told so, and none can take the calls of all.
+        ("grpc.max_concurrent_streams", 2 * settings.max_streams),
+        ("grpc.max_connection_idle_ms", round(1000 * settings.idle)),
         ("grpc.so_reuseport", 0),  # otherwise a second service could silently share the port
     ]
 
@@ -66,19 +74,41 @@ class RuntimeServicer:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        # Compiled at run time: no generated code to keep up to date.
         self._messages, _ = grpc.protos_and_services(PROTO)
 
-    async def Inference(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:  # noqa: N802
-        """Answer one request with a stream of 16-bit samples."""
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Return the handler of all its methods.
+
+        `Inference` has one request. To the server it is a stream of them, because otherwise gRPC waits for the request,
+        for as long as the caller likes, before it calls anything of ours.
+        """
+        method = grpc.stream_stream_rpc_method_handler(
+            self.Inference, self._messages.Request.FromString, self._messages.Response.SerializeToString
+        )
+        return grpc.method_handlers_generic_handler("cosyvoice.CosyVoice", {"Inference": method})
+
+    async def Inference(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:  # noqa: N802
+        """Answer one request with a stream of 16-bit samples. The key is checked before the request is read."""
         try:
             metadata = dict(context.invocation_metadata() or ())
             check_key(str(metadata.get("authorization", "")), self._service.settings.api_keys)
-            job = await self._job(request)
+            job = await self._job(await self._first(requests))
             async with contextlib.aclosing(self._service.audio(job, AudioEncoder("pcm"))) as parts:
                 async for part in parts:
                     yield self._messages.Response(tts_audio=part)
         except ApiError as error:
             await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message)
+
+    async def _first(self, requests: AsyncIterator[Any]) -> Any:
+        seconds = self._service.settings.receive_timeout
+        try:
+            async with timeout(seconds):
+                return await anext(requests)
+        except asyncio.TimeoutError:
+            raise ApiError(504, f"the request did not arrive within {seconds:g} s") from None
+        except StopAsyncIteration:
+            raise invalid("the call has no request") from None
 
     async def _job(self, request: Any) -> SpeechJob:
         kind = request.WhichOneof("RequestPayload")

@@ -133,6 +133,13 @@ def _models(service: Service) -> dict[str, dict[str, Any]]:
     return listed
 
 
+async def read_body(request: Request) -> bytes:
+    """Return the body. ApiError for a compressed one, which could become any size."""
+    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("", "identity"):
+        raise ApiError(415, f"content encoding {encoding!r} is not supported: send the body as it is")
+    return await request.body()
+
+
 async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any], bytes | None]:
     """Return the fields of a JSON object or a form, and the content of the file in the field `upload`, if any.
     ApiError."""
@@ -140,9 +147,9 @@ async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any
     content_type = request.headers.get("content-type", "application/json").lower()
     kind = content_type.partition(";")[0].strip()
     if kind == "application/json":
-        return read_json(await request.body(), "the body", settings), None
+        return read_json(await read_body(request), "the body", settings), None
     if kind == "application/x-www-form-urlencoded":
-        return _read_urlencoded(await request.body(), settings), None
+        return _read_urlencoded(await read_body(request), settings), None
     if kind != "multipart/form-data":
         raise ApiError(415, f"content type {kind!r} is not supported: send application/json or multipart/form-data")
     if "charset" in content_type and "charset=utf-8" not in content_type:  # some of Python's codecs take minutes

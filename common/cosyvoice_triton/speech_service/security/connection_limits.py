@@ -1,8 +1,9 @@
-"""uvicorn's HTTP protocol with limits for what arrives before a request reaches the application, and for what a client
-leaves unread.
+"""uvicorn's protocols with limits for what arrives before the application sees it, and for what a client leaves unread.
 
 uvicorn with httptools collects headers of any size and waits for the rest of a request for as long as the client likes.
-It closes a connection only once the client has read everything, so one that stops reading keeps it, and its memory.
+It closes a connection only once the client has read everything, so one that stops reading keeps it, and its memory. It
+drops the body of a request that offers an upgrade, and answers what follows as a second request. A WebSocket collects
+an unfinished message for as long as the client likes, and answers the pings of a client that reads nothing.
 """
 
 import asyncio
@@ -10,13 +11,23 @@ import logging
 import socket
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
 
+from cosyvoice_triton.speech_service.security.budget import ByteBudget, Claim
 from cosyvoice_triton.speech_service.settings import Settings
 
 MAX_HEADER_BYTES = 64 << 10
 HEADER_SECONDS = 10.0
 MAX_MILLISECONDS = (1 << 31) - 1  # of a socket option
+
+SOCKET_PATH = b"/v1/audio/speech/stream"
+# Headers of an offer to upgrade, which a server that does not take it ignores (RFC 9110, 7.8).
+_OFFER = (b"upgrade", b"http2-settings")
+_FRAGMENT_BYTES = 128  # of memory for a piece of a message, however short
+_PONG = 0x8A  # first byte of its frame
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +48,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._max_bytes = MAX_HEADER_BYTES + 2 * settings.max_body_bytes  # of a request: its chunks have headers too
         self._deadline: asyncio.TimerHandle | None = None
         self._in_headers = True
+        self._declines = False  # the request offers an upgrade that is not taken
         self._received = 0  # bytes of these headers, or of this body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # of TCP only
@@ -52,12 +64,45 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
-        super().data_received(data)  # calls the methods below, which begin to count anew
+        self._parse(data)  # calls the methods below, which begin to count anew
         if self._received > (MAX_HEADER_BYTES if self._in_headers else self._max_bytes):
             status = 431 if self._in_headers else 413
             logger.info("a request was refused with status %d after %d bytes", status, self._received)
             self.transport.write(STATUS_LINE[status] + b"connection: close\r\ncontent-length: 0\r\n\r\n")
             self.transport.close()
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            if self._declines:
+                self._parse_without_offer(data[offer.args[0] :])
+            elif self._should_upgrade():
+                self.handle_websocket_upgrade()
+            else:  # HTTP/2 without an upgrade
+                self.send_400_response("Only HTTP/1.1 is served.")
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        finally:
+            self._unset_keepalive_if_required()
+
+    def _parse_without_offer(self, rest: bytes) -> None:
+        """Parse the request anew without its offer: httptools takes what follows an offer for another protocol."""
+        self._declines = False
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b",".join(each for each in value.split(b",") if each.strip().lower() not in _OFFER)
+            if name not in _OFFER:
+                lines.append(b"%s: %s" % (name, value))
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self._parse(b"\r\n".join([*lines, b"", b""]) + rest)
+
+    def _should_upgrade(self) -> bool:
+        """Return whether the offer is taken: a WebSocket at the route that has one."""
+        path = self.url.partition(b"?")[0]
+        return bool(super()._should_upgrade() and self.parser.get_method() == b"GET" and path == SOCKET_PATH)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -65,11 +110,18 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect_within(self._header_seconds)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and self.parser.get_method() == b"CONNECT":
+            return  # no proxy: `_parse` refuses it
+        if self.parser.should_upgrade() and not self._should_upgrade():
+            self._declines = True
+            return
         self._in_headers, self._received = False, 0
         self._expect_within(self._receive_timeout)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self._declines:
+            return
         self._in_headers, self._received = True, 0
         self._forget_deadline()
         super().on_message_complete()
@@ -88,3 +140,83 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect_within(seconds)
         else:
             self.transport.abort()
+
+
+class LimitedSocket(WebSocketsSansIOProtocol):
+    """One WebSocket.
+
+    A message must be complete `receive_timeout` seconds after its first byte, and all that are not share a budget with
+    the unfinished bodies. Pings of a client that reads nothing are not answered.
+    """
+
+    def __init__(self, settings: Settings, budget: ByteBudget, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._receive_timeout = settings.receive_timeout
+        self._claim = Claim(budget)
+        self._fragments = 0  # bytes of the pieces of an unfinished message
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._finished()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        unfinished = len(self.conn.reader.buffer) + self._fragments
+        if not unfinished:
+            self._finished()
+        elif not self._claim.covers(unfinished):
+            self._refuse(1013, "too many unfinished messages: try again")
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(
+                self._receive_timeout, self._refuse, 1008, "a message did not arrive in time"
+            )
+
+    def handle_cont(self, event: Frame) -> None:
+        self._count(event)
+        super().handle_cont(event)
+
+    def handle_text(self, event: Frame) -> None:
+        self._count(event)
+        super().handle_text(event)
+
+    def handle_bytes(self, event: Frame) -> None:
+        self._count(event)
+        super().handle_bytes(event)
+
+    def handle_pong(self, event: Frame) -> None:
+        self._control_frame()
+        super().handle_pong(event)
+
+    def handle_ping(self) -> None:
+        self._control_frame()
+        output = self.conn.data_to_send()
+        if not self.writable.is_set():  # RFC 6455, 5.5.3: not every ping needs an answer
+            output = [frame for frame in output if frame[:1] != bytes([_PONG])]
+        self.transport.write(b"".join(output))
+
+    def _control_frame(self) -> None:
+        if not self._fragments:  # what had begun to arrive was this frame, and no message
+            self._finished()
+
+    def _count(self, event: Frame) -> None:
+        if event.fin:
+            self._finished()
+        else:
+            self._fragments += len(event.data) + _FRAGMENT_BYTES
+
+    def _finished(self) -> None:
+        """Forget the message that was unfinished."""
+        self._fragments = 0
+        self._claim.release()
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _refuse(self, code: int, reason: str) -> None:
+        self._finished()
+        if not self.close_sent and not self.transport.is_closing():
+            self.conn.fail(code, reason)
+            self.handle_parser_exception()
+        self.frames = []
+        self.conn.reader.buffer.clear()

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.metrics import Metrics
+from cosyvoice_triton.speech_service.security.budget import ByteBudget, Claim
 from cosyvoice_triton.speech_service.settings import Settings
 
 # Paths that need no key: the page, and what monitoring reads.
@@ -39,8 +40,9 @@ class RequestIdFilter(logging.Filter):
 class Guard:
     """ASGI middleware around the application."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, budget: ByteBudget) -> None:
         self._app = app
+        self._budget = budget
         self._settings = settings
         self._metrics = metrics
 
@@ -48,12 +50,13 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        status, name = "gone", uuid.uuid4().hex[:16]
+        status, name, claim = "gone", uuid.uuid4().hex[:16], Claim(self._budget)
         REQUEST_ID.set(name)
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
+                claim.release()  # its body has been decoded
                 status = str(message["status"])
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", name.encode())]}
             elif message["type"] == "websocket.accept":
@@ -66,13 +69,14 @@ class Guard:
             except ApiError as error:
                 await self._reject(error, scope, receive, watched)
                 return
-            await self._app(scope, _LimitedReceive(receive, self._settings.max_body_bytes), watched)
+            await self._app(scope, _LimitedReceive(receive, self._settings.max_body_bytes, claim), watched)
         except ClientDisconnect:  # while its request was read
             status = "gone"
         except BaseException:  # also CancelledError, as at the end of the drain: the client is still there
             status = "500" if status == "gone" else "aborted"
             raise
         finally:
+            claim.release()
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(route, scope.get("speech.outcome", status)).inc()
 
@@ -153,17 +157,20 @@ def too_large(limit: int) -> ApiError:
 
 
 class _LimitedReceive:
-    """`receive` that raises once a body without content-length exceeds `limit` bytes."""
+    """`receive` that raises once a body without content-length exceeds `limit` bytes, or all bodies their budget."""
 
-    def __init__(self, receive: Receive, limit: int) -> None:
+    def __init__(self, receive: Receive, limit: int, claim: Claim) -> None:
         self._receive = receive
         self._limit = limit
-        self._left = limit
+        self._claim = claim
+        self._received = 0
 
     async def __call__(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
-            self._left -= len(message.get("body", b""))
-            if self._left < 0:
+            self._received += len(message.get("body", b""))
+            if self._received > self._limit:
                 raise too_large(self._limit)
+            if not self._claim.covers(self._received):
+                raise ApiError(503, "too many large bodies arrive at once", code="unavailable", retry_after=1)
         return message

@@ -1,0 +1,191 @@
+"""Connections that offer what is not taken, or begin what they do not end, over raw sockets, with a stub Triton."""
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Iterator
+
+import httpx2 as httpx
+import pytest
+from cosyvoice_triton.speech_service.settings import Settings
+
+from tests.support.speech_fixtures import SPEECH, TEXT, serving, stub_triton, until
+from tests.support.triton_stub import TritonStub
+
+KEY = b"Authorization: Bearer key\r\n"
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA\r\n"
+WEBSOCKET = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n" + (
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+)
+SECONDS = 1.0  # receive_timeout
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with stub_triton(TritonStub()) as address:
+        settings = Settings(urls=(address,), api_keys=("key",), receive_timeout=SECONDS, max_streams=4)
+        with serving(settings) as served:
+            yield served
+
+
+def opened(url: str, data: bytes, receive_buffer: int = 0) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    client = socket.socket()
+    client.settimeout(10)
+    if receive_buffer:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    client.connect((host, int(port)))
+    client.sendall(data)
+    return client
+
+
+def request(headers: bytes, body: bytes = b"", line: bytes = f"POST {SPEECH} HTTP/1.1".encode()) -> bytes:
+    kind = b"Host: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % len(body)
+    return line + b"\r\n" + kind + headers + b"\r\n" + body
+
+
+def answers(client: socket.socket) -> list[bytes]:
+    """The status lines of all that the server sends until it has been silent for a while."""
+    client.settimeout(0.5)
+    received = b""
+    try:
+        while data := client.recv(1 << 16):
+            received += data
+    except TimeoutError:
+        pass
+    return [line for line in received.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
+
+
+@pytest.mark.parametrize("offer", [H2C, WEBSOCKET, b"Connection: upgrade\r\nUpgrade: TLS/1.0, foo\r\n"])
+@pytest.mark.parametrize("in_one_piece", [True, False])
+def test_an_offer_to_upgrade_that_is_not_taken_is_ignored(url: str, offer: bytes, in_one_piece: bool) -> None:
+    wanted = request(KEY + offer, json.dumps({**TEXT, "stream": False}).encode())
+    cut = len(wanted) if in_one_piece else wanted.index(b"\r\n\r\n") + 4
+    with opened(url, wanted[:cut]) as client:
+        client.sendall(wanted[cut:])
+        assert answers(client) == [b"HTTP/1.1 200 OK"]
+        client.sendall(request(KEY, json.dumps(TEXT).encode()))  # the connection can be used again
+        assert answers(client) == [b"HTTP/1.1 200 OK"]
+
+
+def test_a_body_in_chunks_is_read_after_an_offer(url: str) -> None:
+    body = json.dumps({**TEXT, "stream": False}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % each for each in body) + b"0\r\n\r\n"
+    headers = request(KEY + H2C).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    with opened(url, headers + chunks) as client:
+        assert answers(client) == [b"HTTP/1.1 200 OK"]
+
+
+@pytest.mark.parametrize("offer", [H2C, WEBSOCKET])
+def test_keys_and_limits_apply_to_requests_with_an_offer(url: str, offer: bytes) -> None:
+    with opened(url, request(offer, b"{}")) as client:
+        assert answers(client) == [b"HTTP/1.1 401 Unauthorized"]
+    with opened(url, request(KEY + offer, b"{}").replace(b"Length: 2", b"Length: 99999999")) as client:
+        assert [line[:12] for line in answers(client)] == [b"HTTP/1.1 413"]
+    with opened(url, request(KEY + offer, b"{}").replace(b"Length: 2", b"Length: 100")) as client:
+        while client.recv(1 << 16):  # closed once the body should have arrived
+            pass
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/audio/speech/stream", "/nowhere"])
+def test_a_get_request_with_an_offer_is_answered_like_one_without(url: str, path: str) -> None:
+    line = f"GET {path} HTTP/1.1".encode()
+    with opened(url, request(KEY, line=line)) as client:
+        expected = answers(client)
+    with opened(url, request(KEY + H2C, line=line)) as client:
+        assert answers(client) == expected
+    if not path.endswith("/stream"):
+        with opened(url, request(KEY + WEBSOCKET, line=line)) as client:
+            assert answers(client) == expected
+
+
+@pytest.mark.parametrize("data", [b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"])
+def test_other_protocols_are_refused_at_once(url: str, data: bytes) -> None:
+    with opened(url, data) as client:
+        assert [line[:12] for line in answers(client)] == [b"HTTP/1.1 400"]
+
+
+def frame(opcode: int, data: bytes, length: int | None = None, fin: bool = True) -> bytes:
+    """A frame of a client, masked with zeros; `length`: what it says, if it is longer than `data`."""
+    size = len(data) if length is None else length
+    sizes = bytes([0x80 | size]) if size < 126 else b"\xff" + struct.pack(">Q", size)
+    return bytes([opcode | (0x80 if fin else 0)]) + sizes + bytes(4) + data
+
+
+def socket_of(url: str, receive_buffer: int = 0) -> socket.socket:
+    client = opened(url, request(KEY + WEBSOCKET, line=f"GET {SPEECH}/stream HTTP/1.1".encode()), receive_buffer)
+    received = b""
+    while not received.endswith(b"\r\n\r\n"):
+        received += client.recv(1)
+    assert received.startswith(b"HTTP/1.1 101")
+    return client
+
+
+def closed_with(client: socket.socket) -> int:
+    """The code of the close frame that the server sends, after which it closes the connection; 0 for a reset, which a
+    client gets that was still sending."""
+    received = b""
+    try:
+        while data := client.recv(1 << 16):
+            received += data
+    except ConnectionError:
+        return 0
+    assert received[0] == 0x88, received[:20]
+    return int(struct.unpack(">H", received[2:4])[0])
+
+
+@pytest.mark.parametrize(
+    "data", [frame(1, b"{", length=100), frame(1, b"{", fin=False), b"\x81"], ids=["frame", "fragment", "header"]
+)
+def test_a_message_that_does_not_end_in_time_closes_its_websocket(url: str, data: bytes) -> None:
+    with socket_of(url) as client:
+        client.sendall(data)
+        assert closed_with(client) == 1008
+
+
+def test_pings_are_no_unfinished_message(url: str) -> None:
+    with socket_of(url) as client:
+        for _ in range(8):
+            client.sendall(frame(9, b"x"))
+            assert client.recv(3) == b"\x8a\x01x"
+            client.settimeout(SECONDS / 4)
+            with pytest.raises(TimeoutError):
+                client.recv(1)
+
+
+def test_unfinished_messages_share_a_budget(url: str) -> None:
+    """It is that of one body with four streams; texts are served in the meantime."""
+    half = 9 << 20
+    with socket_of(url) as first, socket_of(url) as second:
+        first.sendall(frame(1, b" " * half, length=half + 1))
+        second.sendall(frame(1, b" " * half, length=half + 1))
+        assert closed_with(second) in (1013, 0)
+        spoken = httpx.post(f"{url}{SPEECH}", json=TEXT, headers={"authorization": "Bearer key"})
+        assert spoken.status_code == 200
+    with socket_of(url) as client:  # what the others held is given back
+        client.sendall(frame(1, b" " * half))
+        assert b"characters besides letters" in client.recv(1 << 16)
+
+
+def test_unfinished_bodies_share_a_budget_which_is_given_back(url: str) -> None:
+    half = 9 << 20
+    wanted = request(KEY, b" " * half)
+    with opened(url, wanted[:-1]), opened(url, wanted[:-1]) as second:
+        assert answers(second) == [b"HTTP/1.1 503 Service Unavailable"]
+        spoken = httpx.post(f"{url}{SPEECH}", json=TEXT, headers={"authorization": "Bearer key"})
+        assert spoken.status_code == 200
+    key = {"authorization": "Bearer key"}
+    until(lambda: httpx.post(f"{url}{SPEECH}", content=b" " * half, headers=key).status_code == 400)
+
+
+def test_pings_of_a_client_that_does_not_read_are_not_collected(url: str) -> None:
+    def resident() -> int:
+        with open("/proc/self/statm") as pages:
+            return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    with socket_of(url, receive_buffer=4096) as client:
+        before, pings = resident(), frame(9, bytes(125)) * 1000
+        for _ in range(400):  # 52 MB
+            client.sendall(pings)
+        assert resident() - before < 25 << 20
