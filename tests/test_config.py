@@ -23,15 +23,16 @@ def triton_args(parameters: dict[str, str], *, decoupled: bool = False, kind: st
     return {"model_config": json.dumps(config), "model_instance_kind": kind, "model_instance_device_id": "1"}
 
 
-def test_parameters_take_the_types_of_their_fields():
+def test_parameters_take_the_types_of_their_fields_and_others_come_from_the_instance():
     config = Token2WavConfig.from_triton(
         triton_args({"model_dir": "/m", "n_timesteps": "5", "idle_seconds": "1.5"}, kind="GPU")
     )
     assert config == Token2WavConfig(model_dir="/m", n_timesteps=5, idle_seconds=1.5, device="cuda:1")
-
-
-def test_an_instance_on_the_cpu_uses_the_cpu():
     assert AudioTokenizerConfig.from_triton(triton_args({"model_dir": "/m"})).device == "cpu"
+    for decoupled in (True, False):
+        assert (
+            OrchestratorConfig.from_triton(triton_args({"model_dir": "/m"}, decoupled=decoupled)).decoupled is decoupled
+        )
 
 
 @pytest.mark.parametrize(
@@ -53,11 +54,6 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch):
     given = {"model_dir": "/m", "instance_kind": "KIND_GPU", "token2wav_gpus": "2"}
     with pytest.raises(ValueError, match="there is no GPU 2: this server sees 2"):
         Token2WavConfig.from_triton(triton_args(given))
-
-
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_decoupled_follows_the_transaction_policy(decoupled):
-    assert OrchestratorConfig.from_triton(triton_args({"model_dir": "/m"}, decoupled=decoupled)).decoupled is decoupled
 
 
 @pytest.mark.parametrize("text", ["http://a:8000/v1 http://b", "http://a:8000/v1, http://b "])
@@ -91,21 +87,11 @@ def test_the_llm_model_ignores_parameters_of_the_cpp_backend():
     assert config.engine_dir == "/e"
 
 
-@pytest.mark.parametrize("value", [True, False])
-def test_booleans_are_read_back_from_their_text(value):
-    assert parse_setting("flag", format_setting(value), bool) is value
-
-
-def test_an_optional_setting_is_none_if_it_is_empty():
-    assert parse_setting("n", format_setting(None), int | None) is None
-    assert parse_setting("n", "3", int | None) == 3
-    with pytest.raises(ValueError, match="'n' must be an integer, not 'x'"):
-        parse_setting("n", "x", int | None)
-
-
-def test_other_words_are_not_booleans():
-    with pytest.raises(ValueError, match="'flag' must be true or false, not 'maybe'"):
-        parse_setting("flag", "maybe", bool)
+@pytest.mark.parametrize(("value", "kind"), [(True, bool), (False, bool), (3, int | None), (None, int | None)])
+def test_values_are_read_back_from_their_text(value, kind):
+    assert parse_setting("name", format_setting(value), kind) == value
+    with pytest.raises(ValueError, match="'name' must be (true or false|an integer), not 'maybe'"):
+        parse_setting("name", "maybe", kind)
 
 
 def test_policy_objects_have_the_defaults_of_the_settings() -> None:

@@ -3,6 +3,8 @@ import asyncio
 import pytest
 from cosyvoice_triton.tasks import TaskScope
 
+from tests.support.pipeline import settle
+
 
 async def value(number: int) -> int:
     await asyncio.sleep(0)
@@ -44,32 +46,24 @@ def test_waiting_ends_with_the_error_of_another_task_that_fails() -> None:
     assert ended == ["forever"]
 
 
-def test_leaving_the_block_waits_until_its_tasks_have_cleaned_up() -> None:
-    ended: list[str] = []
-
-    async def main() -> None:
-        async with TaskScope() as scope:
-            scope.spawn(forever(ended))
-            await asyncio.sleep(0)
-        assert ended == ["forever"]
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(main())
-
-
-def test_cancelling_the_owner_cancels_its_tasks() -> None:
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_leaving_the_block_and_cancelling_its_owner_wait_until_its_tasks_have_cleaned_up(cancelled: bool) -> None:
     ended: list[str] = []
 
     async def owner() -> None:
         async with TaskScope() as scope:
-            await scope.result(forever(ended))
+            task = scope.spawn(forever(ended))
+            await asyncio.sleep(0)
+            if cancelled:
+                await scope.result(task)
 
     async def main() -> None:
         task = asyncio.create_task(owner())
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert ended == ["forever"]
+        await settle()
+        if cancelled:
+            task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled() == cancelled and ended == ["forever"]
+        assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(main())

@@ -160,33 +160,30 @@ async def speak_sequence(
     return samples
 
 
-def test_a_sequence_speaks_a_text_before_it_has_ended(speech_stack: SpeechStack) -> None:
-    async def run() -> int:
-        return await speak_sequence(speech_stack.grpc_url, pieces_of(TEXT, 4), heard=asyncio.Event())
-
-    assert asyncio.run(run()) > SAMPLE_RATE
-
-
+@pytest.mark.parametrize("before", [False, True], ids=["whole", "before its end"])
 @pytest.mark.parametrize("pieces", [["", "H", "", "i", "."], list(TEXT)], ids=["short", "characters"])
-def test_a_sequence_of_any_pieces_is_spoken_completely(speech_stack: SpeechStack, pieces: list[str]) -> None:
-    # Random weights: about three seconds, whatever the text.
-    assert asyncio.run(speak_sequence(speech_stack.grpc_url, pieces)) > SAMPLE_RATE
+def test_a_sequence_is_spoken_completely_and_begins_before_its_end(
+    speech_stack: SpeechStack, pieces: list[str], before: bool
+) -> None:
+    async def run() -> int:
+        return await speak_sequence(speech_stack.grpc_url, pieces, heard=asyncio.Event() if before else None)
+
+    assert asyncio.run(run()) > SAMPLE_RATE  # random weights: about three seconds, whatever the text
 
 
 @pytest.mark.parametrize(
-    ("pieces", "end", "message"),
+    ("pieces", "message"),
     [
-        ([TEXT], False, "target_text has not ended, and there was no further piece of it for 2 s"),
-        (["", " ?! "], True, "target_text has nothing to speak"),
-        (["a" * 4000, "b" * 100], True, "4100 characters in its pieces so far, more than the limit of 4096"),
+        (["", " ?! "], "target_text has nothing to speak"),
+        (["a" * 4000, "b" * 100], "4100 characters in its pieces so far, more than the limit of 4096"),
     ],
-    ids=["stops", "silent", "long"],
+    ids=["silent", "long"],
 )
 def test_a_sequence_that_cannot_be_spoken_is_an_error(
-    speech_stack: SpeechStack, pieces: list[str], end: bool, message: str
+    speech_stack: SpeechStack, pieces: list[str], message: str
 ) -> None:
     with pytest.raises(InferenceServerException, match=message):
-        asyncio.run(speak_sequence(speech_stack.grpc_url, pieces, end=end, sequence=len(message)))
+        asyncio.run(speak_sequence(speech_stack.grpc_url, pieces, sequence=len(message)))
 
 
 def test_a_sequence_is_cancelled_with_its_stream_and_its_id_is_checked(speech_stack: SpeechStack) -> None:

@@ -43,25 +43,23 @@ def test_speech_is_streamed(client: Any, stub: TritonStub) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "metadata", "code"),
+    ("request_", "metadata", "code", "words"),
     [
-        ("Hello.", (), grpc.StatusCode.UNAUTHENTICATED),
-        ("", KEY, grpc.StatusCode.INVALID_ARGUMENT),
-        ("refuse", KEY, grpc.StatusCode.INVALID_ARGUMENT),
-        ("lost", KEY, grpc.StatusCode.UNAVAILABLE),
-        ("break", KEY, grpc.StatusCode.INTERNAL),
+        (("Hello.",), (), grpc.StatusCode.UNAUTHENTICATED, ""),
+        (("",), KEY, grpc.StatusCode.INVALID_ARGUMENT, ""),
+        (("Hello.", "a" * 300), KEY, grpc.StatusCode.INVALID_ARGUMENT, "voice"),
+        (("refuse",), KEY, grpc.StatusCode.INVALID_ARGUMENT, ""),
+        (("lost",), KEY, grpc.StatusCode.UNAVAILABLE, ""),
+        (("break",), KEY, grpc.StatusCode.INTERNAL, ""),
     ],
 )
-def test_an_error_ends_the_call_with_its_status(client: Any, text: str, metadata: Any, code: grpc.StatusCode) -> None:
+def test_an_error_ends_the_call_with_its_status(
+    client: Any, request_: tuple[str, ...], metadata: Any, code: grpc.StatusCode, words: str
+) -> None:
     with pytest.raises(grpc.RpcError) as error:
-        list(client(sft(text), metadata=metadata, timeout=20))
-    assert error.value.code() == code and error.value.details()
-
-
-def test_an_invalid_field_is_the_callers_error(client: Any) -> None:
-    with pytest.raises(grpc.RpcError) as error:
-        list(client(sft("Hello.", "a" * 300), metadata=KEY, timeout=20))
-    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT and "voice" in str(error.value.details())
+        list(client(sft(*request_), metadata=metadata, timeout=20))
+    details = error.value.details()
+    assert error.value.code() == code and details and words in details
 
 
 def test_one_stream_too_many_is_rejected_and_a_cancelled_call_ends_its_stream(client: Any, stub: TritonStub) -> None:

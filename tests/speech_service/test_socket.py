@@ -97,15 +97,6 @@ def test_a_cancel_stops_the_current_sentence_and_discards_the_waiting_ones(url: 
         assert sentences(after) == ["Yes?"] and after[-1]["utterance_index"] == 1
 
 
-def test_a_client_that_disconnects_ends_the_work(url: str, stub: TritonStub) -> None:
-    cancelled = stub.cancelled
-    socket = connect(url)
-    send(socket, "input.text", text="endless talk. And")
-    until(lambda: stub.live == 1)
-    socket.close()
-    assert until(lambda: stub.cancelled > cancelled and stub.live == 0) < 1.0
-
-
 @pytest.mark.parametrize(
     ("message", "error"),
     [

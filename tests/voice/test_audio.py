@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import soundfile as sf
 import torch
-from cosyvoice_triton.constants import HOP_SAMPLES, MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.voice.audio import (
     MelConfig,
     fbank,
@@ -75,24 +75,16 @@ def test_samples_beyond_the_length_are_neither_checked_nor_used(padding):
     wav = tone(SECOND)
     padded = np.concatenate([wav, np.full(40 * SECOND, padding, np.float32)])
     np.testing.assert_array_equal(validate_reference(padded, SECOND), wav)
-
-
-def test_silence_is_not_hidden_by_sound_in_the_padding():
-    padded = np.concatenate([np.zeros(SECOND, np.float32), tone(SECOND)])
-    with pytest.raises(ValueError, match="silent"):
-        validate_reference(padded, SECOND)
+    batch = validate_reference(padded[None].astype(np.float64), SECOND)  # the batch dimension is removed
+    assert (batch.shape, batch.dtype) == ((SECOND,), np.float32)
+    with pytest.raises(ValueError, match="silent"):  # also with sound in the padding
+        validate_reference(np.concatenate([np.zeros(SECOND, np.float32), wav]), SECOND)
 
 
 @pytest.mark.parametrize("seconds", [0.5, 30.0])
 def test_recordings_of_exactly_the_limits_are_allowed(seconds):
     samples = int(seconds * SECOND)
     assert validate_reference(tone(samples)).shape == (samples,)
-
-
-def test_a_batch_dimension_of_one_is_removed():
-    wav = validate_reference(tone(SECOND)[None].astype(np.float64), SECOND // 2)
-    assert wav.shape == (SECOND // 2,)
-    assert wav.dtype == np.float32
 
 
 @pytest.mark.parametrize(
@@ -104,28 +96,6 @@ def test_resampling_keeps_the_duration(from_rate, to_rate, samples):
     assert resampled.shape == (-(-samples * to_rate // from_rate),)
 
 
-def test_resampling_keeps_a_tone():
-    resampled = resample(torch.from_numpy(tone(SECOND)), PROMPT_SAMPLE_RATE, SAMPLE_RATE).numpy()
-    inside = slice(100, -100)
-    np.testing.assert_allclose(resampled[inside], tone(SAMPLE_RATE, rate=SAMPLE_RATE)[inside], atol=2e-3)
-
-
-def test_resampling_to_the_same_rate_changes_nothing():
-    wav = torch.from_numpy(tone(100))
-    assert torch.equal(resample(wav, 16000, 16000), wav)
-
-
-def test_resampling_a_batch_equals_resampling_its_rows():
-    wavs = torch.from_numpy(np.stack([tone(900), tone(900, 440)]))
-    both = resample(wavs, 16000, 24000)
-    for row, wav in zip(both, wavs, strict=True):
-        torch.testing.assert_close(row, resample(wav, 16000, 24000))
-
-
-def test_mel_has_one_frame_per_hop():
-    assert mel_spectrogram(torch.from_numpy(tone(5 * HOP_SAMPLES + 7))[None]).shape == (1, MEL_BINS, 5)
-
-
 def test_features_of_other_sizes_follow_the_configuration():
     wav = torch.from_numpy(tone(4000))
     config = MelConfig(sample_rate=16_000, n_fft=1024, window=800, hop=200, bins=40, min_hz=50, max_hz=7600)
@@ -133,12 +103,9 @@ def test_features_of_other_sizes_follow_the_configuration():
     assert fbank(wav, bins=23, rate=8000).shape == (48, 23)
 
 
-def test_a_wave_too_short_for_a_mel_is_rejected():
+def test_a_wave_too_short_for_features_is_rejected():
     with pytest.raises(ValueError, match="a wave of 720 samples has no mel spectrogram"):
         mel_spectrogram(torch.zeros(1, 720))
-
-
-def test_a_wave_too_short_for_a_filter_bank_is_rejected():
     with pytest.raises(ValueError, match="a wave of 399 samples is shorter"):
         fbank(torch.zeros(399))
 
@@ -154,34 +121,23 @@ def test_filters_first_used_in_inference_mode_serve_training_too() -> None:
     assert wave.grad is not None and wave.grad.abs().sum() > 0
 
 
-def test_a_saved_wave_is_read_back_within_one_16_bit_step(tmp_path):
-    wav = tone(1000, rate=SAMPLE_RATE)
+def test_a_saved_wave_is_read_back_within_one_16_bit_step_and_within_full_scale(tmp_path):
+    wav = 3 * tone(1000, rate=SAMPLE_RATE)
     save_audio(tmp_path / "a.wav", wav, SAMPLE_RATE)
     info = sf.info(tmp_path / "a.wav")
     assert (info.samplerate, info.channels, info.subtype) == (SAMPLE_RATE, 1, "PCM_16")
-    np.testing.assert_allclose(load_audio(tmp_path / "a.wav", SAMPLE_RATE), wav, atol=1 / 32767)
+    np.testing.assert_allclose(load_audio(tmp_path / "a.wav", SAMPLE_RATE), wav.clip(-1, 1), atol=1 / 16384)
 
 
-def test_samples_beyond_full_scale_are_clipped(tmp_path):
-    save_audio(tmp_path / "a.wav", np.array([2.0, -2.0, 0.5], np.float32), SAMPLE_RATE)
-    loaded = load_audio(tmp_path / "a.wav", SAMPLE_RATE)
-    np.testing.assert_allclose(loaded, [1.0, -1.0, 0.5], atol=1e-4)
-
-
-@pytest.mark.parametrize(("rate", "channels"), [(8000, 1), (44100, 2), (48000, 6)])
+@pytest.mark.parametrize(("rate", "channels"), [(8000, 1), (16000, 2), (44100, 2), (48000, 6)])
 def test_a_file_of_any_rate_and_channel_count_becomes_mono_at_the_requested_rate(tmp_path, rate, channels):
-    wav = tone(rate, rate=rate)
-    sf.write(tmp_path / "a.flac", np.stack([wav] * channels, axis=1), rate)
-    loaded = load_audio(tmp_path / "a.flac", PROMPT_SAMPLE_RATE)
+    """A client may send a file of exactly the limit. Channels are averaged: only the first one has the tone."""
+    others = [np.zeros(rate)] * (channels - 1)
+    sf.write(tmp_path / "a.flac", np.stack([tone(rate, rate=rate), *others], axis=1), rate)
+    loaded = channels * load_audio(tmp_path / "a.flac", PROMPT_SAMPLE_RATE, max_seconds=1.0)
     assert loaded.shape == (PROMPT_SAMPLE_RATE,)
     assert loaded.dtype == np.float32
-    np.testing.assert_allclose(loaded[200:-200], tone(PROMPT_SAMPLE_RATE)[200:-200], atol=2e-3)
-
-
-def test_channels_are_averaged(tmp_path):
-    wav = tone(800)
-    sf.write(tmp_path / "a.wav", np.stack([wav, -wav], axis=1), PROMPT_SAMPLE_RATE, subtype="FLOAT")
-    np.testing.assert_allclose(load_audio(tmp_path / "a.wav", PROMPT_SAMPLE_RATE), np.zeros(800), atol=1e-7)
+    np.testing.assert_allclose(loaded[200:-200], tone(PROMPT_SAMPLE_RATE)[200:-200], atol=4e-3)
 
 
 def test_a_file_that_is_not_audio_is_an_error_naming_it(tmp_path):
@@ -225,8 +181,3 @@ def test_a_registered_recording_whose_rate_needs_gigabytes_to_resample_is_an_err
     sf.write(tmp_path / "a.wav", tone(48_001, rate=48_001), 48_001)
     with pytest.raises(ValueError, match="sample rate is 48001"):
         load_reference(tmp_path / "a.wav")
-
-
-def test_a_client_may_send_a_file_of_exactly_the_limit(tmp_path):
-    sf.write(tmp_path / "a.wav", tone(2 * SECOND), SECOND)
-    assert load_audio(tmp_path / "a.wav", PROMPT_SAMPLE_RATE, max_seconds=2.0).shape == (2 * SECOND,)

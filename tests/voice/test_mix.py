@@ -10,7 +10,7 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.files import save_voice
 from cosyvoice_triton.voice.mix import MAX_MIX_CHARS, Mix, mixed_voices
-from cosyvoice_triton.voice.prompt import Prompt, Recording
+from cosyvoice_triton.voice.prompt import Prompt
 
 from tests.support.fakes import fake_prompt
 
@@ -77,14 +77,6 @@ def test_the_x_vector_is_the_weighted_mean_of_unit_vectors(
     np.testing.assert_allclose(
         asyncio.run(Mix(parts).embedding(no_encoder)), x_vector(*expected), atol=1e-12, rtol=1e-6
     )
-
-
-def test_recordings_of_a_mix_are_encoded(tmp_path: Path) -> None:
-    async def encode(wav: np.ndarray) -> np.ndarray:
-        return x_vector(0, wav[0])
-
-    mix = Mix([(voice(1), 1.0), (Recording(np.full(9, 0.5, np.float32)), 1.0)])
-    np.testing.assert_allclose(asyncio.run(mix.embedding(encode)), x_vector(0.5, 0.5), rtol=1e-6)
 
 
 def test_a_mix_is_looked_up_voice_by_voice_and_a_registered_name_comes_first(tmp_path: Path) -> None:

@@ -262,40 +262,31 @@ def test_a_damaged_voice_is_unavailable_with_the_reason(
     assert isinstance(book.get("anna"), Prompt)
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("anna.safetensors", b"", "anna.safetensors"),
-        ("anna.safetensors", b"\xff" * 100, "anna.safetensors"),
-        ("anna.wav", b"RIFF no audio", "anna.wav"),
-        ("spk2info.pt", b"no archive", "spk2info.pt cannot be read"),
-        ("spk2info.pt", b"", "spk2info.pt cannot be read"),
-    ],
-)
-def test_a_file_with_other_content_is_unavailable(
-    file: str, content: bytes, message: str, folder: Path, book: VoiceBook
-) -> None:
+UNUSABLE = {
+    "anna.safetensors": (b"", "anna.safetensors"),
+    "anna.wav": (b"RIFF no audio", "anna.wav"),
+    "spk2info.pt": (b"no archive", "spk2info.pt cannot be read"),
+}
+
+
+@pytest.mark.parametrize("file", UNUSABLE)
+def test_a_file_with_other_content_is_unavailable(file: str, folder: Path, book: VoiceBook) -> None:
     folder.mkdir()
-    (folder / file).write_bytes(content)
-    with pytest.raises(UnavailableError, match=f"speaker 'anna' cannot be used: .*{message}"):
+    (folder / file).write_bytes(UNUSABLE[file][0])
+    with pytest.raises(UnavailableError, match=f"speaker 'anna' cannot be used: .*{UNUSABLE[file][1]}"):
         book.get("anna")
 
 
-@pytest.mark.parametrize(
-    ("wav", "message"), [(TONE[:100], "100 samples"), (0 * TONE, "silent"), (np.tile(TONE, 31), "longer than 30 s")]
-)
-def test_a_bad_recording_is_validated_like_that_of_a_request(
-    wav: np.ndarray, message: str, folder: Path, book: VoiceBook
+def test_recordings_are_validated_and_limited_like_those_of_requests(
+    folder: Path, book: VoiceBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder.mkdir()
-    save_audio(folder / "anna.wav", wav, PROMPT_SAMPLE_RATE)
-    with pytest.raises(UnavailableError, match=f"anna.wav: .*{message}"):
-        book.get("anna")
-
-
-def test_a_file_that_is_too_large_is_not_read(folder: Path, book: VoiceBook, monkeypatch: pytest.MonkeyPatch) -> None:
+    for wav, message in ((TONE[:100], "100 samples"), (0 * TONE, "silent"), (np.tile(TONE, 31), "longer than 30 s")):
+        save_audio(folder / "anna.wav", wav, PROMPT_SAMPLE_RATE)
+        with pytest.raises(UnavailableError, match=f"anna.wav: .*{message}"):
+            book.get("anna")
     monkeypatch.setattr(voices, "MAX_FILE_BYTES", 1000)
-    save_voice(folder / "anna.safetensors", fake_prompt(1))
+    save_audio(folder / "anna.wav", TONE, PROMPT_SAMPLE_RATE)
     with pytest.raises(UnavailableError, match="more than the limit of 1000"):
         book.get("anna")
 
