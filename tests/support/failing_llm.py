@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-Mode = Literal["good", "error 500", "ends in the middle", "goes silent", "never answers", "no speech token"]
+Mode = Literal["good", "error 500", "ends in the middle", "goes silent"]
 TOKENS = 60  # of a good answer
 
 
@@ -42,11 +42,10 @@ class FailingLLM:
 
     def body(self) -> Iterator[bytes]:
         """The events of one answer."""
-        if self.mode != "no speech token":
-            for token in range(TOKENS):
-                yield self.event(f"<|s_{token * 7}|>", None)
-                if self.mode in ("ends in the middle", "goes silent") and token == 5:
-                    return
+        for token in range(TOKENS):
+            yield self.event(f"<|s_{token * 7}|>", None)
+            if self.mode in ("ends in the middle", "goes silent") and token == 5:
+                return
         yield self.event("<|eos1|>", "stop")
         yield b"data: [DONE]\n\n"
 
@@ -61,9 +60,6 @@ class FailingLLM:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
-                if llm.mode == "never answers":
-                    llm.release.wait(30)
-                    return
                 if llm.mode == "error 500":
                     self.send_error(500, "out of memory")
                     return
