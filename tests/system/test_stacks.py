@@ -29,7 +29,7 @@ from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.precision import Precision
 from google.protobuf import json_format
 
-from tests.conftest import load_model
+from tests.conftest import ROOT, load_model
 from tests.support.speech_fixtures import stub_triton
 from tests.support.triton_stub import TritonStub
 
@@ -65,14 +65,14 @@ THIRD = Stack(
     cumulative=True,
     chunk_boundary=5,
     loader="third_stack:load",
-    settings={"top_p": "0.8", "top_k": "25", "max_streams": "7"},
+    settings={"sampling": "triton", "max_streams": "7"},
 )
 
 
 def load(path, options):
-    from cosyvoice_triton.token2wav.flow import streaming
+    from cosyvoice_triton.token2wav.flow import unet_flow
 
-    return streaming.load(path, options)
+    return unet_flow.load(path, options)
 """
 
 
@@ -135,8 +135,8 @@ def test_a_stack_of_another_package_is_rendered_and_valid(
     assert parameters["tensorrt_llm"]["gpt_model_path"] == str(models / "third_llm_genai")
     assert json.loads((tmp_path / "out" / MARKER).read_text())["stack"] == "third"
     # The stack's own defaults, in the models that have the setting.
-    assert (parameters["speech3"]["top_p"], parameters["speech3"]["top_k"]) == ("0.8", "25")
-    assert parameters["sound3"]["max_streams"] == "7" and "temperature" not in parameters["speech3"]
+    assert parameters["speech3"]["sampling"] == "triton" and "max_streams" not in parameters["speech3"]
+    assert parameters["sound3"]["max_streams"] == "7" and "sampling" not in parameters["sound3"]
     assert "stack = THIRD" in (tmp_path / "out" / "speech3" / "1" / "model.py").read_text()
 
 
@@ -231,16 +231,15 @@ def test_names_of_another_stack_cannot_be_registered(third: Stack) -> None:
 
 # --- names in one file --------------------------------------------------------------------------------------------
 
-SOURCES = sorted(path for room in ("common", "tools", "scripts") for path in (TEMPLATES / room).rglob("*.py"))
+SOURCES = sorted(path for folder in ("common", "scripts") for path in (ROOT / folder).rglob("*.py"))
 TOKEN2WAV = "the stage, program or thread of that name, not the model"
 ALLOWED = {
     ("common/cosyvoice_triton/token2wav/serving/service.py", "token2wav"): TOKEN2WAV,
     ("common/cosyvoice_triton/offline/pipeline.py", "token2wav"): TOKEN2WAV,
     ("common/cosyvoice_triton/offline/token2wav.py", "token2wav"): TOKEN2WAV,
+    ("common/cosyvoice_triton/cli/__init__.py", "token2wav"): TOKEN2WAV,
     ("common/cosyvoice_triton/cli/token2wav.py", "token2wav"): TOKEN2WAV,
     ("common/cosyvoice_triton/config.py", "cosyvoice2"): "a preset of sampling parameters",
-    ("tests/parity/streaming.py", "dit"): "a part of a recorded fixture",
-    ("tests/parity/runner.py", "cosyvoice3"): "a module",
 }
 
 
@@ -268,7 +267,7 @@ def test_only_one_file_contains_the_names_of_stacks() -> None:
     assert names > {"dit", "unet", "cosyvoice2_dit", "model_repo", "Step-Audio-2-mini/token2wav", "cosyvoice2_llm"}
     found = set()
     for path in SOURCES:
-        file = path.relative_to(TEMPLATES).as_posix()
+        file = path.relative_to(ROOT).as_posix()
         if file != "common/cosyvoice_triton/stacks.py":
             parts = {part for literal in literals_of(path) for part in (literal, *literal.split("/"))}
             found |= {(file, name) for name in names & parts}
