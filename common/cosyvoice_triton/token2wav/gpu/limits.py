@@ -167,7 +167,7 @@ def batch_parts(sizes: Collection[Size], rows: int, length: int) -> list[tuple[s
     def halved(begin: int, end: int) -> list[tuple[slice, Size | None]]:
         size = smallest(sizes, end - begin, length)
         if size is None and end - begin > 1:
-            middle = begin + (end - begin) // 2
+            middle = end - (end - begin) // 2
             return halved(begin, middle) + halved(middle, end)
         return [(slice(begin, end), size)]
 
