@@ -66,6 +66,12 @@ def unet_pieces(tokens: np.ndarray, hops: list[int]) -> list[Piece]:
     ]
 
 
+def pieces(of: Token2Wav | StreamingFlow, tokens: np.ndarray, hops: list[int]) -> list[Piece]:
+    """The chunks as the flow of `of` takes them."""
+    flow = of._flow if isinstance(of, Token2Wav) else of
+    return (unet_pieces if flow.cumulative else dit_pieces)(tokens, hops)
+
+
 def step(engine: Token2Wav, stream: Stream, piece: Piece) -> np.ndarray:
     (audio,) = engine.step([piece.of(engine, stream)])
     return audio

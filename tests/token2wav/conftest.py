@@ -2,14 +2,17 @@
 
 import pytest
 from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
 from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
-from cosyvoice_triton.token2wav.gpu.noise import flow_noise, source_noise
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise, source_noise, uniform_noise
+from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
 
-from tests.parity import cosyvoice3, flow_dit, flow_unet, hift
+from tests.parity import cosyvoice3 as cosyvoice3_parity
+from tests.parity import flow_dit, flow_unet, hift
 from tests.parity.fixture import Fixture
 from tests.support.fake_engine import Client, Clock, FakeEngine, queue_behind_a_running_chunk, started
 from tests.support.streams import COSYVOICE3, DIT, GOLDEN, GOLDEN3, UNET, VOICES_BYTES
@@ -33,12 +36,14 @@ def unet_network():
 
 @pytest.fixture(scope="module")
 def rotary_network():
-    return cosyvoice3.build(Fixture(GOLDEN3 / f"{COSYVOICE3}.json"), "cosyvoice3_flow_tiny.weights.safetensors")
+    return cosyvoice3_parity.build(Fixture(GOLDEN3 / f"{COSYVOICE3}.json"), "cosyvoice3_flow_tiny.weights.safetensors")
 
 
 @pytest.fixture(scope="module")
 def causal_hift():
-    return cosyvoice3.tiny_vocoder(Fixture(GOLDEN3 / f"{COSYVOICE3}.json"), "cosyvoice3_hift_tiny.weights.safetensors")
+    return cosyvoice3_parity.tiny_vocoder(
+        Fixture(GOLDEN3 / f"{COSYVOICE3}.json"), "cosyvoice3_hift_tiny.weights.safetensors"
+    )
 
 
 @pytest.fixture
@@ -56,6 +61,15 @@ def dit(dit_network, vocoder, prompts):
 @pytest.fixture
 def unet(unet_network, vocoder):
     return Token2Wav(UNetStreaming(unet_network, flow_noise(), limits=BatchLimits(), steps=4, max_tokens=200), vocoder)
+
+
+@pytest.fixture
+def cosyvoice3(rotary_network, causal_hift, prompts):
+    limits = BatchLimits(max_streams=8)
+    flow = CosyVoice3Streaming(
+        rotary_network, flow_noise(), prompts, limits=limits, steps=2, max_tokens=200, cache_frames=1000
+    )
+    return Token2Wav(flow, CausalVocoder(causal_hift, uniform_noise(causal_hift.config.harmonics + 1), limits=limits))
 
 
 @pytest.fixture

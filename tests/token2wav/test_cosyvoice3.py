@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cosyvoice_triton import stacks
-from cosyvoice_triton.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
 from cosyvoice_triton.monitoring.metrics import FAILED, RETRIED
 from cosyvoice_triton.networks.flow import CosyVoice3Flow, CosyVoice3FlowConfig, load_cosyvoice3_flow
 from cosyvoice_triton.networks.flow.checkpoint import ROTARY_KEY, with_rotary
@@ -16,12 +16,11 @@ from cosyvoice_triton.networks.hift import CausalHiFTGenerator, load_causal_hift
 from cosyvoice_triton.networks.hift.causal import WITHHELD_FRAMES
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
-from cosyvoice_triton.token2wav.flow.encoder_window import with_ahead
 from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise, uniform_noise
 from cosyvoice_triton.token2wav.gpu.precision import Precision
-from cosyvoice_triton.token2wav.stream import Chunk, Stream, VocoderState
+from cosyvoice_triton.token2wav.stream import Chunk, Stream
 from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from torch import Tensor
 
@@ -31,7 +30,6 @@ from tests.support.streams import GOLDEN3, VOICES_BYTES, ids, prompt, unet_piece
 
 LIMITS = BatchLimits(max_streams=4)
 AUDIO = 1e-4  # largest difference of streamed audio from the whole's, which is in -0.99..0.99
-MEL = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -214,102 +212,6 @@ def test_another_runtime_than_torch_is_refused(checkpoint):
             runtime="onnxruntime",
             steps=2,
         )
-
-
-def rendered(
-    flow: CosyVoice3Streaming, seeds: Sequence[int], hops: list[int], tokens: int, voice: int = 13
-) -> list[Tensor]:
-    """The mels (80, T) of streams whose chunks are batched. voice: tokens of the first one's prompt."""
-    pieces = [unet_pieces(ids(seed, tokens), hops) for seed in seeds]
-    streams = [flow.open(prompt(seed, tokens=voice + 7 * seed), VocoderState(0)) for seed in seeds]
-    parts: list[list[Tensor]] = [[] for _ in seeds]
-    for turn in range(len(pieces[0])):
-        chunks = [plan[turn].of(flow, stream) for plan, stream in zip(pieces, streams, strict=True)]
-        for index, mel in enumerate(flow.render(chunks)):
-            parts[index].append(mel.clone())
-    for stream in streams:
-        flow.close(stream)
-    return [torch.cat(part, dim=1) for part in parts]
-
-
-@torch.inference_mode()
-def test_streams_in_a_batch_equal_each_alone(flow):
-    together = rendered(flow, [0, 1, 2], [15, 25], 60)
-    for seed, mel in enumerate(together):
-        (alone,) = rendered(flow, [seed], [15, 25], 60)
-        torch.testing.assert_close(mel, alone, atol=MEL, rtol=0)
-
-
-@torch.inference_mode()
-def test_chunks_that_end_on_boundaries_equal_the_finished_utterance_under_the_chunk_mask(flow):
-    """The prompt of 13 tokens and 12 more end on the first boundary; another division agrees as far as it does too."""
-    (streamed,) = rendered(flow, [0], [12, 25, 25], 70)
-    (at_once,) = rendered(flow, [0], [], 70)
-    torch.testing.assert_close(streamed, at_once, atol=MEL, rtol=0)
-    torch.testing.assert_close(at_once, under_the_mask(flow, 13, 70), atol=MEL, rtol=0)
-    (elsewhere,) = rendered(flow, [0], [20], 70)
-    assert (elsewhere - at_once)[:, TOKEN_MEL_RATIO * 12 : TOKEN_MEL_RATIO * 20].abs().max() > 0.01
-
-
-def under_the_mask(flow: CosyVoice3Streaming, voice: int, count: int, seen: Tensor | None = None) -> Tensor:
-    """The mel (80, T) of a whole utterance by the network itself. seen (1, T, T) bool: in place of its own mask."""
-    of, tokens, network = prompt(0, tokens=voice), ids(0, count), flow._network
-    row = np.concatenate([of.tokens, tokens])
-    window = torch.from_numpy(with_ahead(row, len(row)).copy())[None]
-    mu = network.encode_window(window, torch.zeros(1)).transpose(1, 2)  # (B, T, C) -> (B, C, T)
-    valid = torch.ones(2, 1, mu.shape[2], dtype=torch.bool) if seen is None else seen.repeat(2, 1, 1)
-    mel = network.decoder.solve(
-        lambda _, *inputs: network.decoder.estimator(*inputs, valid=valid, streaming=seen is None),
-        flow_noise().read(0, mu.shape[2]).T[None],  # (T, C) -> (1, C, T)
-        mu,
-        network.project_speaker(torch.from_numpy(of.embedding)[None]),
-        network.prompt_condition(torch.from_numpy(of.mel)[None], mu.shape[2]),
-        flow._steps,
-    )
-    return mel[0, :, TOKEN_MEL_RATIO * voice :]
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("voice", [0, 2, 25, 27, 28, 49, 53, 75])
-def test_chunks_that_end_on_boundaries_equal_the_whole_after_a_prompt_of_any_length(flow, voice):
-    """Of a prompt the whole chunks of the mask are kept whose look-ahead it has; the rest is computed again."""
-    stream = flow.open(prompt(0, tokens=voice), VocoderState(0))
-    assert stream.prompt.frames == max(0, voice - LOOKAHEAD_TOKENS) // 25 * 50
-    flow.close(stream)
-    first = 50 - voice % 25
-    (streamed,) = rendered(flow, [0], [first, 25, 50], first + 75 + 9, voice)
-    torch.testing.assert_close(streamed, under_the_mask(flow, voice, first + 84), atol=MEL, rtol=0)
-
-
-@torch.inference_mode()
-def test_chunks_that_end_elsewhere_leave_nothing_behind_that_later_ones_would_see(flow):
-    """What is rendered of a chunk of the mask before it is whole differs, what comes after it does not."""
-    (streamed,) = rendered(flow, [0], [5, 9, 4, 3, 30, 2, 17], 80)
-    expected = under_the_mask(flow, 13, 80)
-    last = TOKEN_MEL_RATIO * 70  # tokens are rendered before the final chunk
-    assert (streamed - expected)[:, : TOKEN_MEL_RATIO * 5].abs().max() > 0.01
-    torch.testing.assert_close(streamed[:, last:], expected[:, last:], atol=MEL, rtol=0)
-
-
-@torch.inference_mode()
-def test_a_long_stream_attends_to_its_prompt_and_the_most_recent_frames_only(network):
-    """As the network itself under the mask of what each chunk saw, with the positions of the whole utterance."""
-    flow = streaming(network, steps=1, cache_frames=70)
-    pieces, voice = unet_pieces(ids(0, 195), [20, 25, 50, 50]), 30
-    stream, begin, mels, row = flow.open(prompt(0, tokens=voice), VocoderState(0)), 2 * voice, [], []
-    frames = torch.arange(2 * (voice + 195))
-    seen = frames // 50 <= frames[:, None] // 50
-    for piece in pieces:
-        chunk = piece.of(flow, stream)
-        first, end = stream.prompt.frames + stream.cache.total, begin + chunk.frames
-        assert chunk.computed == (end - first) // TOKEN_MEL_RATIO
-        seen[first:end, stream.prompt.frames : max(stream.prompt.frames, first - 70)] = False
-        mels += flow.render([chunk])
-        row.append(chunk.computed)
-        begin = end
-    assert row[1:-1] == [25, 50, 50]
-    expected = under_the_mask(flow, voice, 195, seen[None])
-    torch.testing.assert_close(torch.cat(mels, dim=1), expected, atol=MEL, rtol=0)
 
 
 @torch.inference_mode()

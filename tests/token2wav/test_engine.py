@@ -9,12 +9,10 @@ from cosyvoice_triton.constants import (
     HOP_SAMPLES,
     MAX_STREAM_TOKENS,
     OVERLAP_FRAMES,
-    STREAM_CACHE_FRAMES,
     TOKEN_MEL_RATIO,
 )
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
-from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
 from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape, flow_noise
@@ -23,19 +21,16 @@ from cosyvoice_triton.voice.prompt import Prompt
 
 from tests.parity import streaming
 from tests.parity.fixture import Fixture
-from tests.parity.reference import dit_flow
 from tests.parity.runner import run_fixture
 from tests.support.streams import (
     DIT,
     GOLDEN,
     UNET,
-    VOICES_BYTES,
     Piece,
     dit_pieces,
     ids,
     prompt,
     step,
-    tensors,
     unet_pieces,
 )
 
@@ -52,70 +47,6 @@ def test_the_streaming_loop_equals_that_of_upstream(name):
     results = list(run_fixture(Fixture(GOLDEN / f"{name}.json"), streaming.CHECKS[name]))
     assert len(results) >= 4
     assert [result for result in results if result.verdict != "PASS"] == []
-
-
-@pytest.mark.parametrize("hops", [[], [5], [15, 20], [1, 1, 2, 3], [3, 40]])
-@pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_all_audio_is_returned_for_any_division_into_chunks(kind, hops, request):
-    engine = request.getfixturevalue(kind)
-    tokens = ids(1, 47)
-    chunks = (dit_pieces if kind == "dit" else unet_pieces)(tokens, hops)
-    audio = synthesize(engine, prompt(1, tokens=12 if len(hops) % 2 else 0), chunks)
-    assert audio.dtype == np.float32
-    assert len(audio) == len(tokens) * TOKEN_MEL_RATIO * HOP_SAMPLES
-    assert np.isfinite(audio).all() and audio.std() > 1e-4
-
-
-@pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_interleaved_streams_equal_the_same_streams_alone(kind, request):
-    engine = request.getfixturevalue(kind)
-    split = dit_pieces if kind == "dit" else unet_pieces
-    plans = {seed: (prompt(seed), split(ids(seed, 40), [10, 10 + seed])) for seed in range(4)}
-    alone = {seed: synthesize(engine, *plan) for seed, plan in plans.items()}
-    streams = {seed: engine.open(voice) for seed, (voice, _) in plans.items()}
-    parts: dict[int, list[np.ndarray]] = {seed: [] for seed in plans}
-    for turn in range(3):
-        for seed, (_, chunks) in plans.items():
-            parts[seed].append(step(engine, streams[seed], chunks[turn]))
-    for seed in plans:
-        np.testing.assert_array_equal(np.concatenate(parts[seed]), alone[seed])
-    assert np.abs(alone[0][: len(alone[1])] - alone[1][: len(alone[0])]).max() > 1e-3
-
-
-@pytest.mark.parametrize(("prompt_tokens", "hops"), [(8, [12, 5, 10]), (0, [10, 5, 15])])
-def test_unet_chunks_on_training_boundaries_equal_the_utterance_at_once(unet_network, prompt_tokens, hops):
-    """Boundaries count from the prompt's start: here every 5 tokens, the small network's chunk."""
-    flow = UNetStreaming(unet_network, flow_noise(), limits=BatchLimits(), steps=4)
-    tokens = ids(3, 40)
-
-    def mel(pieces):
-        stream = flow.open(prompt(3, prompt_tokens), VocoderState(0))
-        return torch.cat([flow.render([piece.of(flow, stream)])[0] for piece in pieces], dim=1)
-
-    whole = mel([Piece(tokens, final=True)])
-    torch.testing.assert_close(mel(unet_pieces(tokens, hops)), whole, atol=1e-4, rtol=0)
-    assert (mel(unet_pieces(tokens, [hops[0] - 1, *hops[1:]])) - whole).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_a_batch_of_streams_equals_each_stream_alone(kind, request):
-    """Voices, histories and chunk sizes differ; streams begin and end in different batches. Two have no prompt."""
-    engine = request.getfixturevalue(kind)
-    split = dit_pieces if kind == "dit" else unet_pieces
-    lengths = [0, 10, 11, 0, 13]
-    plans = {
-        seed: (prompt(seed, lengths[seed]), split(ids(seed, 70), [10 + seed, 30, 4 * seed + 1])) for seed in range(5)
-    }
-    alone = {seed: synthesize(engine, *plan) for seed, plan in plans.items()}
-    streams, parts = {}, {seed: [] for seed in plans}
-    for turn in range(9):
-        due = [seed for seed in plans if 0 <= turn - seed < 4]
-        streams |= {seed: engine.open(plans[seed][0]) for seed in due if turn == seed}
-        batch = [plans[seed][1][turn - seed].of(engine, streams[seed]) for seed in due]
-        for seed, audio in zip(due, engine.step(batch), strict=True):
-            parts[seed].append(audio)
-    for seed in plans:
-        np.testing.assert_allclose(np.concatenate(parts[seed]), alone[seed], atol=1e-3)
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, subject: object, name: str, fails: Callable[..., Exception | None]) -> None:
@@ -223,25 +154,6 @@ def test_of_two_chunks_made_from_the_same_state_only_one_can_be_rendered(kind, r
     engine.step([first])
     with pytest.raises(AssertionError):
         engine.step([second])
-
-
-@pytest.mark.parametrize("prompt_tokens", [12, 0])
-def test_the_dit_equals_its_reference_also_after_frames_leave_the_cache(dit_network, prompt_tokens):
-    limits = BatchLimits(max_streams=1)
-    flow = DiTStreaming(dit_network, flow_noise(), PromptCaches(VOICES_BYTES), limits=limits, steps=3)
-    voice, tokens = prompt(4, prompt_tokens), ids(4, 160)
-    stream = flow.open(voice, VocoderState(0))
-    noise = flow_noise().read(0, 24).T[None]
-    cache = dit_flow.prefill(dit_network, *tensors(voice), noise=noise, steps=3)
-    for piece in dit_pieces(tokens, [20, 25, 30, 60, 3]):
-        chunk = piece.of(flow, stream)
-        noise = flow_noise().read(cache.frames, chunk.frames).T[None]
-        expected, cache = dit_flow.inference_chunk(
-            dit_network, torch.from_numpy(chunk.tokens)[None], cache, final=chunk.final, noise=noise
-        )
-        cache = cache.trimmed(STREAM_CACHE_FRAMES)
-        assert stream.complete == (stream.rendered <= STREAM_CACHE_FRAMES // TOKEN_MEL_RATIO)
-        torch.testing.assert_close(flow.render([chunk])[0], expected[0], atol=1e-4, rtol=0)
 
 
 def test_audio_too_short_for_the_overlap_is_kept_for_the_next_chunk(vocoder):

@@ -1,0 +1,189 @@
+"""Streams in chunks equal the networks' own computation of the whole, for all stacks and divisions into chunks."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cosyvoice_triton.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, STREAM_CACHE_FRAMES, TOKEN_MEL_RATIO
+from cosyvoice_triton.networks.flow import CosyVoice3Flow, DiTFlow, UNetFlow
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.flow.base import StreamingFlow
+from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
+from cosyvoice_triton.token2wav.flow.encoder_window import with_ahead
+from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise
+from cosyvoice_triton.token2wav.stream import Stream, VocoderState
+from cosyvoice_triton.voice.prompt import Prompt
+from torch import Tensor
+
+from tests.parity.reference import dit_flow, window_flow
+from tests.support.streams import VOICES_BYTES, ids, pieces, prompt, step, tensors
+
+NOISE = flow_noise()
+BOUNDARY = {"dit": 5, "unet": 5, "cosyvoice3": 25}  # chunks of the mask of the small networks; dit has none
+
+
+def dit_reference(network: DiTFlow, voice: Prompt, tokens: np.ndarray, ends: list[int], steps: int) -> Tensor:
+    """Upstream's loop over the chunks: each sees those before it, as far as the stream cache goes, and no later one."""
+    noise = NOISE.read(0, TOKEN_MEL_RATIO * len(voice.tokens)).T[None]
+    cache, mels = dit_flow.prefill(network, *tensors(voice), noise=noise, steps=steps), []
+    for begin, end in pairwise([0, *ends]):
+        final = end == len(tokens)
+        chunk = torch.from_numpy(tokens[begin : end + (0 if final else LOOKAHEAD_TOKENS)])[None]
+        noise = NOISE.read(TOKEN_MEL_RATIO * (len(voice.tokens) + begin), TOKEN_MEL_RATIO * (end - begin)).T[None]
+        mel, cache = dit_flow.inference_chunk(network, chunk, cache, final=final, noise=noise)
+        cache = cache.trimmed(STREAM_CACHE_FRAMES)
+        mels.append(mel[0])
+    return torch.cat(mels, dim=1)
+
+
+def unet_reference(network: UNetFlow, voice: Prompt, tokens: np.ndarray, _: list[int], steps: int) -> Tensor:
+    """The utterance at once under the training masks."""
+    noise = NOISE.read(0, TOKEN_MEL_RATIO * (len(voice.tokens) + len(tokens))).T[None]
+    options: dict[str, Any] = {"noise": noise, "streaming": True, "final": True, "steps": steps}
+    return window_flow.inference(network, torch.from_numpy(tokens)[None], *tensors(voice), **options)[0]
+
+
+def cosyvoice3_reference(
+    network: CosyVoice3Flow, voice: Prompt, tokens: np.ndarray, _: list[int], steps: int, seen: Tensor | None = None
+) -> Tensor:
+    """The utterance at once under the network's own mask, or under `seen` (1, T, T)."""
+    row = np.concatenate([voice.tokens, tokens])
+    mu = network.encode_window(torch.from_numpy(with_ahead(row, len(row)).copy())[None], torch.zeros(1)).transpose(1, 2)
+    valid = torch.ones(2, 1, mu.shape[2], dtype=torch.bool) if seen is None else seen.repeat(2, 1, 1)
+    mel = network.decoder.solve(
+        lambda _, *inputs: network.decoder.estimator(*inputs, valid=valid, streaming=seen is None),
+        NOISE.read(0, mu.shape[2]).T[None],  # (T, C) -> (1, C, T)
+        mu,
+        network.project_speaker(torch.from_numpy(voice.embedding)[None]),
+        network.prompt_condition(torch.from_numpy(voice.mel)[None], mu.shape[2]),
+        steps,
+    )
+    return mel[0, :, TOKEN_MEL_RATIO * len(voice.tokens) :]
+
+
+REFERENCES: dict[str, Callable[..., Tensor]] = {
+    "dit": dit_reference,
+    "unet": unet_reference,
+    "cosyvoice3": cosyvoice3_reference,
+}
+
+
+@pytest.fixture(params=REFERENCES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def engine(kind: str, request: pytest.FixtureRequest) -> Token2Wav:
+    return request.getfixturevalue(kind)
+
+
+def mel(flow: StreamingFlow, voice: Prompt, tokens: np.ndarray, hops: list[int]) -> Tensor:
+    """The mel (80, T) of a stream in chunks of so many tokens, and a final one."""
+    stream = flow.open(voice, VocoderState(0))
+    parts = [flow.render([piece.of(flow, stream)])[0].clone() for piece in pieces(flow, tokens, hops)]
+    flow.close(stream)
+    return torch.cat(parts, dim=1)
+
+
+@pytest.mark.parametrize("voice", [0, 3, 8, 25, 27, 28, 53, 75])
+@pytest.mark.parametrize(("chunks", "rest"), [([], 40), ([2, 1, 2], 3), ([1, 4], 21)], ids=["one", "tail", "growing"])
+@torch.inference_mode()
+def test_chunks_that_end_on_boundaries_equal_the_whole_after_a_prompt_of_any_length(
+    kind: str, engine: Token2Wav, voice: int, chunks: list[int], rest: int
+) -> None:
+    """Boundaries count from the prompt's start."""
+    flow, boundary = engine._flow, BOUNDARY[kind]
+    hops = [count * boundary for count in chunks]
+    if hops:
+        hops[0] += boundary - voice % boundary
+    spoken_in, tokens = prompt(4, voice), ids(4, sum(hops) + rest)
+    expected = REFERENCES[kind](flow._network, spoken_in, tokens, [*np.cumsum(hops), len(tokens)], flow._steps)
+    streamed = mel(flow, spoken_in, tokens, hops)
+    torch.testing.assert_close(streamed, expected, atol=1e-4, rtol=0)
+    if hops and kind != "dit":  # and under the mask one that ends elsewhere does not
+        elsewhere = mel(flow, spoken_in, tokens, [hops[0] - 1, *hops[1:]])
+        assert (elsewhere - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("prompt_tokens", [12, 0])
+@torch.inference_mode()
+def test_the_dit_equals_its_reference_also_after_frames_leave_the_cache(dit: Token2Wav, prompt_tokens: int) -> None:
+    hops, voice, tokens = [20, 25, 30, 60, 3], prompt(4, prompt_tokens), ids(4, 160)
+    expected = dit_reference(dit._flow._network, voice, tokens, [*np.cumsum(hops), 160], dit._flow._steps)
+    torch.testing.assert_close(mel(dit._flow, voice, tokens, hops), expected, atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+def test_chunks_that_end_elsewhere_leave_nothing_behind_that_later_ones_would_see(cosyvoice3: Token2Wav) -> None:
+    """What is rendered of a chunk of the mask before it is whole differs, what comes after it does not."""
+    flow, voice, tokens = cosyvoice3._flow, prompt(0, tokens=13), ids(0, 80)
+    streamed = mel(flow, voice, tokens, [5, 9, 4, 3, 30, 2, 17])
+    expected = cosyvoice3_reference(flow._network, voice, tokens, [], flow._steps)
+    last = TOKEN_MEL_RATIO * 70  # tokens are rendered before the final chunk
+    assert (streamed - expected)[:, : TOKEN_MEL_RATIO * 5].abs().max() > 0.01
+    torch.testing.assert_close(streamed[:, last:], expected[:, last:], atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+def test_a_long_stream_attends_to_its_prompt_and_the_most_recent_frames_only(rotary_network: CosyVoice3Flow) -> None:
+    """As the network itself under the mask of what each chunk saw, with the positions of the whole utterance."""
+    options: dict[str, Any] = {"limits": BatchLimits(max_streams=1), "steps": 1, "cache_frames": 70}
+    flow = CosyVoice3Streaming(rotary_network, NOISE, PromptCaches(VOICES_BYTES), **options)
+    voice, tokens, mels, row = prompt(0, tokens=30), ids(0, 195), [], []
+    stream, begin = flow.open(voice, VocoderState(0)), 2 * 30
+    frames = torch.arange(2 * (30 + 195))
+    seen = frames // 50 <= frames[:, None] // 50
+    for piece in pieces(flow, tokens, [20, 25, 50, 50]):
+        chunk = piece.of(flow, stream)
+        first, end = stream.prompt.frames + stream.cache.total, begin + chunk.frames
+        assert chunk.computed == (end - first) // TOKEN_MEL_RATIO
+        seen[first:end, stream.prompt.frames : max(stream.prompt.frames, first - 70)] = False
+        mels += flow.render([chunk])
+        row.append(chunk.computed)
+        begin = end
+    assert row[1:-1] == [25, 50, 50]
+    expected = cosyvoice3_reference(rotary_network, voice, tokens, [], 1, seen[None])
+    torch.testing.assert_close(torch.cat(mels, dim=1), expected, atol=1e-4, rtol=0)
+
+
+def spoken(engine: Token2Wav, voice: Prompt, tokens: np.ndarray, hops: list[int]) -> np.ndarray:
+    stream = engine.open(voice)
+    audio = np.concatenate([step(engine, stream, piece) for piece in pieces(engine, tokens, hops)])
+    engine.close(stream)
+    return audio
+
+
+@pytest.mark.parametrize("hops", [[], [5], [15, 20], [1, 1, 2, 3], [3, 40]])
+def test_all_audio_is_returned_for_any_division_into_chunks(engine: Token2Wav, hops: list[int]) -> None:
+    tokens = ids(1, 47)
+    audio = spoken(engine, prompt(1, tokens=12 if len(hops) % 2 else 0), tokens, hops)
+    assert audio.dtype == np.float32
+    assert len(audio) == len(tokens) * TOKEN_MEL_RATIO * HOP_SAMPLES
+    assert np.isfinite(audio).all() and audio.std() > 1e-4
+
+
+def test_a_batch_of_streams_equals_each_stream_alone(engine: Token2Wav) -> None:
+    """Voices, histories and chunk sizes differ; streams begin and end in different batches. Two have no prompt."""
+    plans = {
+        seed: (prompt(seed, length), ids(seed, 70), [10 + seed, 30, 4 * seed + 1])
+        for seed, length in enumerate((0, 10, 11, 0, 13))
+    }
+    alone = {seed: spoken(engine, *plan) for seed, plan in plans.items()}
+    assert np.abs(alone[0] - alone[1]).max() > 1e-3
+    left = {seed: pieces(engine, tokens, hops) for seed, (_, tokens, hops) in plans.items()}
+    streams: dict[int, Stream] = {}
+    parts: dict[int, list[np.ndarray]] = {seed: [] for seed in plans}
+    for turn in range(9):
+        if turn in plans:
+            streams[turn] = engine.open(plans[turn][0])
+        batch = {seed: left[seed].pop(0).of(engine, stream) for seed, stream in streams.items() if left[seed]}
+        for seed, audio in zip(batch, engine.step(list(batch.values())), strict=True):
+            parts[seed].append(audio)
+    for seed, whole in alone.items():
+        np.testing.assert_allclose(np.concatenate(parts[seed]), whole, atol=1e-3)
