@@ -19,7 +19,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @dataclass
 class FakeHub:
     """`files`: content by name, served as LFS files. `cut`: bytes of a file after which the connection breaks, once.
-    `damage`: names of files to send with a changed byte. `requested`: paths. `ranges`: Range headers.
+    `damage`: names of files to send with a changed byte. `requested`: paths. `ranges`: Range headers, which it follows
+    if it `continues` files.
     """
 
     url: str = ""
@@ -28,6 +29,7 @@ class FakeHub:
     damage: set[str] = field(default_factory=set)
     requested: list[str] = field(default_factory=list)
     ranges: list[str] = field(default_factory=list)
+    continues: bool = True
 
     def listing(self) -> dict[str, Any]:
         siblings = []
@@ -77,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
         if name in self.hub.damage:
             content = bytes([content[0] ^ 1]) + content[1:]
         begin, status = 0, 200
-        if with_body and (requested := self.headers.get("Range")):
+        if with_body and self.hub.continues and (requested := self.headers.get("Range")):
             self.hub.ranges.append(requested)
             begin, status = int(requested.removeprefix("bytes=").split("-")[0]), 206
             headers["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"

@@ -163,9 +163,12 @@ def compare_steps() -> None:
         kinds.append((operations, state))
     batch, embedding = torch.tensor([3, 0, slots, 2, 1]), torch.randn(100 + C, HIDDEN)
     fixed = torch.randn(len(batch), C) * 2
+    fixed[1] -= 20  # negative ones, which a penalty lowers, too
     for step in range(RING_STEPS + 2):
         logits = fixed + torch.randn(len(batch), C) / 4
         logits[:, 70:73] = -90  # no row ends by chance
+        if step == 1:
+            logits[1, 71] = 90  # an end token below min_tokens, of slot 0
         if step == 5:
             logits[1, 3] = torch.nan  # of slot 0
         if step == 7:

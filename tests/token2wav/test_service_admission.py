@@ -107,6 +107,19 @@ def test_a_new_listener_who_would_be_too_many_is_refused_while_a_batch_is_render
     assert not engine.gate.is_set()
 
 
+def test_the_more_streams_have_ended_the_sooner_a_refused_listener_may_try_again(client):
+    def wait() -> float:
+        for stream_id in range(4):
+            client.start(stream_id)
+        with pytest.raises(OverloadedError) as refused:
+            client.post(5, **NEW)
+        for stream_id in range(4):
+            client.send(stream_id, end=True)
+        return refused.value.retry_after
+
+    assert wait() > 1.5 * wait()
+
+
 def test_those_who_listen_already_are_never_refused(full, engine):
     """A later segment, a stream that is begun again, the requests of one, and its end."""
     replies = [full.post(5, [5], **NEW, final=True, end=True, audio_left=1.0), full.post(3, [7], **NEW, final=False)]

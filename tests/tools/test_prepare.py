@@ -15,7 +15,7 @@ import pytest
 import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import prepare, render
-from cosyvoice_triton.prepare import engine, hub, share_tensorrt, steps
+from cosyvoice_triton.prepare import engine, hub, share_tensorrt, steps, transfer
 from cosyvoice_triton.voice.files import read_spk2info
 
 from tests.conftest import ROOT
@@ -59,6 +59,14 @@ def test_an_interrupted_download_is_resumed(remote: FakeHub, tmp_path: Path) -> 
         hub.fetch(SOURCE, tmp_path)
     assert (tmp_path / "CosyVoice2-0.5B/flow.pt").read_bytes() == BIG
     assert any(int(header.removeprefix("bytes=").split("-")[0]) > 0 for header in remote.ranges)
+
+
+def test_a_server_that_ignores_where_to_go_on_sends_the_whole_file(remote: FakeHub, tmp_path: Path) -> None:
+    path = tmp_path / "flow.pt"
+    path.with_name("flow.pt.part").write_bytes(b"begun")
+    remote.continues = False
+    transfer.download(f"{remote.url}/any/resolve/{COMMIT}/flow.pt", path)
+    assert path.read_bytes() == BIG
 
 
 def test_a_damaged_file_is_removed_and_downloaded_by_the_next_run(remote: FakeHub, tmp_path: Path) -> None:
