@@ -6,9 +6,11 @@ import pytest
 from cosyvoice_triton.prepare.huggingface_llm import PHONEMES, TEXT_SPECIALS
 from cosyvoice_triton.text import TextFrontend, clean_text, is_speakable
 from cosyvoice_triton.text.duration import expected_seconds
+from cosyvoice_triton.text.language import language_of
 from cosyvoice_triton.text.markdown import spoken
-from cosyvoice_triton.text.normalization import half_width, language_of, normalized
+from cosyvoice_triton.text.normalization import normalized
 from cosyvoice_triton.text.segments import SEGMENT_SECONDS, segments, sentences
+from cosyvoice_triton.text.signs import plain_signs
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +28,13 @@ def frontend() -> TextFrontend:
             "It costs $12.50, and 3.5% more.",
             "It costs twelve dollars and fifty cents, and three point five percent more.",
         ),
-        ("On 2023-11-05 at 5:30 p.m.", "On the fifth of november twenty twenty three at five thirty PM"),
+        ("On 2023-11-05 at 5:30 p.m.", "On November fifth, twenty twenty three at five thirty p.m."),
         ("Dr. Smith ran 5 km at 20°C.", "doctor Smith ran five kilometers at twenty degrees Celsius."),
         (
             "I have 1,234,567 items.",
-            "I have one million two hundred thirty four thousand five hundred and sixty seven items.",
+            "I have one million two hundred thirty four thousand five hundred sixty seven items.",
         ),
-        ("We are #1 for 100€.", "We are number one for one hundred euro."),
+        ("We are #1 for 100€.", "We are number one for one hundred euros."),
         ("$5.50, $0.99, £2.01.", "five dollars and fifty cents, ninety nine cents, two pounds and one penny."),
         ("$1.50 million, $3.00, $2.5.", "one point five million dollars, three dollars, two point five dollars."),
         ("Call 555-1234.", "Call five five five, one two three four."),
@@ -45,23 +47,20 @@ def frontend() -> TextFrontend:
         ("价格是13.5元，涨了3.5%。", "价格是十三点五元，涨了百分之三点五。"),
         ("价格是￥１３．５，涨了３．５％。", "价格是十三点五元，涨了百分之三点五。"),
         ("会议在2023年11月5日12：30开始。", "会议在二零二三年十一月五日十二点三十分开始。"),
-        ("他买了3个apple，25kg。", "他买了三个apple，二十五千克。"),
+        ("他买了3个apple，25kg。", "他买了三个apple，二十五公斤。"),
         ("電話は3個で¥500です。", "電話は三個で五百円です。"),
     ],
 )
 def test_numbers_dates_units_and_currencies_become_words(text: str, spoken: str) -> None:
     language = language_of(text)
     assert language is not None
-    assert normalized(half_width(text), language) == spoken
+    assert normalized(plain_signs(text), language) == spoken
 
 
 @pytest.mark.parametrize(
     "text",
     [
         '"[laughter]" and <strong>so</strong> on \\ "',
-        "in the 1990s",
-        "version 2.0.1",
-        "版2.0.1",
         "  blanks at both ends ",
         "",
         "“quoted” – café… 😀",
@@ -75,12 +74,20 @@ def test_what_a_request_wants_unchanged_is_not_spelled_out() -> None:
     text = "See https://a.org/b or bob@a.org, 555-1234."
     assert normalized(text, "en", ("urls",)).startswith("See https://a.org/b or bob at a dot org, five five five")
     assert normalized(text, "en", ("emails",)).startswith("See a dot org slash b or bob@a.org, five five five")
-    assert "five hundred and fifty five to" in normalized(text, "en", ("phones",))
+    assert normalized(text, "en", ("phones",)).endswith(", 555-1234.")
 
 
 @pytest.mark.parametrize(
     ("text", "language"),
-    [("Hello 3", "en"), ("12345", "en"), ("你好 ok", "zh"), ("3個の", "ja"), ("사과 3", None), ("Привет 3", None)],
+    [
+        ("Hello 3", "en"),
+        ("12345", "en"),
+        ("你好 ok", "zh"),
+        ("3個の", "ja"),
+        ("사과 3", "ko"),
+        ("Привет 3", "ru"),
+        ("สวัสดี 3", None),
+    ],
 )
 def test_the_script_decides_the_grammar(text: str, language: str | None) -> None:
     assert language_of(text) == language
@@ -209,7 +216,7 @@ def test_segments_are_generated_lazily() -> None:
 def test_no_word_is_lost_and_every_segment_fits_the_limit(text: str, normalize: bool, frontend: TextFrontend) -> None:
     made = list(frontend.segments(clean_text(text, name="t", max_chars=4096), normalize))
     japanese = "は" in text
-    assert all(expected_seconds(segment, japanese) <= SEGMENT_SECONDS for segment in made)
+    assert all(expected_seconds(segment, japanese) <= SEGMENT_SECONDS + 1e-9 for segment in made)
     if not normalize:
         letters = [char for char in "".join(made) if char.isalnum()]
         assert letters == [char for char in text if char.isalnum()]
@@ -264,7 +271,7 @@ def test_a_number_without_letters_is_read_in_the_language_of_the_text(frontend: 
         ("<b>Hi</b> <br/>you <!-- no --><a href='x'>there</a> &amp; me", "Hi you there and me."),
         ("Good 😀 morning 👍🏽! 👨‍👩‍👧 🇩🇪 1️⃣", "Good morning! one."),
         ("这是**重点。**好😀", "这是重点。好。"),
-        ("[laughter] <strong>so</strong> a < b", "[laughter] <strong>so</strong> a < b."),
+        ("[laughter] <strong>so</strong> a < b", "[laughter] <strong>so</strong> a is less than b."),
         ("Two * three, 2 * 3, C# and #fun", "Two three, two times three, C hash and fun."),
         ("brand™ name", "brand trademark name."),
     ],
@@ -311,7 +318,7 @@ def test_emoji_and_blanks_take_linear_time(pattern: str) -> None:
         ("苹果，香蕉、", "苹果，香蕉。"),
         ("苹果，\n香蕉, ", "苹果，香蕉。"),
         ("他走了.然后...好", "他走了。然后。好。"),
-        ("版本2.0.1在 example.com 上", "版本2.0.1在example.com上。"),
+        ("版本2.0.1在 example.com 上", "版本二点零点一在example.com上。"),
         ("[laughter] 好", "[laughter]好。"),
         ("Hello ( world ) - you", "Hello ( world ) - you."),  # not Chinese
         ("日本 （にほん）と", "日本 （にほん）と。"),

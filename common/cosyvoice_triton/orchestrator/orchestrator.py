@@ -45,7 +45,7 @@ class Orchestrator:
         if config.default_speaker:
             voices.get()  # fail now rather than in a request
         self._synthesizer = Synthesizer(
-            TextFrontend(),
+            TextFrontend(stack.name),
             voices.get,
             TritonPromptEncoder(call, tokenizer.first_speech_id, stack.mel_max_hz),
             self._llm,

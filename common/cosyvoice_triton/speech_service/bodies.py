@@ -16,8 +16,8 @@ from cosyvoice_triton.speech_service.errors import invalid
 from cosyvoice_triton.speech_service.fields import SAMPLING
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
+from cosyvoice_triton.text.language import language_of
 from cosyvoice_triton.text.markup import by_voice
-from cosyvoice_triton.text.normalization import language_of
 from cosyvoice_triton.voice.mix import mixed_voices
 from cosyvoice_triton.voice.prompt import Recording
 

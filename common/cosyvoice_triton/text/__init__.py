@@ -1,9 +1,14 @@
 """Text before it reaches the LLM: cleaned, normalized, and split into segments that are synthesized one after another.
 
 cleaning.py        whitespace and control tokens; text with nothing to speak is an error
+signs.py           invisible characters, and the dress of letters, digits and blanks
 markup.py          pauses, changes of the voice, and the part of SSML that is supported
-markdown.py        Markdown, HTML and emoji, which are not spoken
-normalization.py   numbers, dates, units and currencies as words
+markdown.py        Markdown, HTML, emoji and footnote marks, which are not spoken
+language.py        the language of a text and of its sentences
+normalization.py   numbers, dates, units and currencies as words: the rules of the language, then its grammar
+*_reading.py       the rules of a language; numbers.py has the words of numbers
+kana.py            Japanese kanji as kana, by an optional package
+endings.py         full stops at the ends of lines, and those that a grammar took
 sentences.py       sentences of a text that arrives in pieces
 chinese.py         marks and blanks of Chinese text that are not spoken
 duration.py        how many seconds a text takes to speak

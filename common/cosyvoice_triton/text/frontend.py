@@ -6,25 +6,34 @@ from functools import lru_cache, partial
 
 from cosyvoice_triton.text import chinese
 from cosyvoice_triton.text.duration import expected_seconds
+from cosyvoice_triton.text.endings import closed, ended_as
+from cosyvoice_triton.text.kana import in_kana
+from cosyvoice_triton.text.language import EVERY, OF_COSYVOICE2, Language, language_of, language_of_sentence, named
 from cosyvoice_triton.text.markdown import spoken
 from cosyvoice_triton.text.markup import Pause, is_heard, parts
-from cosyvoice_triton.text.normalization import Language, Spelled, half_width, language_of, normalized
+from cosyvoice_triton.text.normalization import Spelled, normalized
 from cosyvoice_triton.text.segments import Seconds, fitting, segment_limit, segments, sentences
+from cosyvoice_triton.text.signs import plain_signs
 
 CACHED_TRANSCRIPTS = 256  # voices are used repeatedly, and normalizing a transcript takes about 10 ms
+COSYVOICE3 = "cosyvoice3"
 
 
 class TextFrontend:
     """Splits texts into segments. Texts must come from `clean_text`.
 
-    `normalize`: leave out Markdown, HTML and emoji, spell out numbers and symbols, clean Chinese as CosyVoice2 does.
-    `as_is`: what stays as it is written. Safe to use from several threads.
+    `stack`: the stack that speaks them; CosyVoice3 speaks nine languages and reads digits in most of them, the others
+    four. `normalize`: leave out Markdown, HTML and emoji, spell out numbers and symbols, clean Chinese as CosyVoice2
+    does. `as_is`: what stays as it is written. Safe to use from several threads.
     """
 
-    def __init__(self) -> None:
-        self._transcript = lru_cache(CACHED_TRANSCRIPTS)(_transcript)
+    def __init__(self, stack: str = "") -> None:
+        self.languages = EVERY if stack == COSYVOICE3 else OF_COSYVOICE2
+        self._korean_words = stack != COSYVOICE3
+        self._kana = stack == COSYVOICE3
+        self._transcript = lru_cache(CACHED_TRANSCRIPTS)(self._transcribed)
         for language in ("zh", "en", "ja"):
-            normalized("1", language)  # loads the grammar: half a second that no request should wait for
+            normalized("1 &", language)  # loads the grammar: half a second that no request should wait for
 
     def segments(
         self,
@@ -32,25 +41,33 @@ class TextFrontend:
         normalize: bool = True,
         request_seconds: float = math.inf,
         as_is: Collection[Spelled] = (),
+        language: str = "",
+        voice_language: Language | None = None,
     ) -> Iterator[str | Pause]:
         """Yield segments and pauses, at least one; lazy. `request_seconds`: how much speech one LLM request can
-        produce.
+        produce. `language`: a name of one, else it is guessed; `voice_language`: of a text too short for a guess.
 
-        ValueError if the text has nothing of either, and if its markup is not supported.
+        ValueError if the text has nothing of either, if its markup is not supported, and for an unknown language.
         """
+        given = named(language, self.languages)
         try:
-            whole = list(parts(text))
+            whole = list(parts(plain_signs(text) if normalize else text))
         except ValueError as error:
             raise ValueError(f"target_text: {error}") from None
         words = "".join(part for part in whole if isinstance(part, str))
-        seconds, language = _seconds_in(words), language_of(words)
+        of_text = given or language_of(words, voice_language)
+        seconds = partial(expected_seconds, japanese=of_text == "ja")
         some, pauses = False, 0.0
         for part in whole:
             if isinstance(part, Pause):
                 pauses += part.seconds
                 found: Iterable[str | Pause] = (part,)
             else:
-                spoken_words = _normalized(part, seconds, language, as_is=as_is) if normalize else sentences(part)
+                spoken_words = (
+                    self._read(part, seconds, of_text, fixed=given is not None, as_is=as_is)
+                    if normalize
+                    else sentences(part)
+                )
                 found = segments(spoken_words, seconds, segment_limit(request_seconds))
             for each in found:
                 yield each
@@ -63,26 +80,44 @@ class TextFrontend:
         end."""
         return self._transcript(text) if normalize else text
 
+    def _transcribed(self, text: str) -> str:
+        language = language_of(text)
+        seconds = partial(expected_seconds, japanese=language == "ja")
+        return "".join(self._read(plain_signs(text), seconds, language, close=False)).strip()
 
-def _transcript(text: str) -> str:
-    return "".join(_normalized(text, _seconds_in(text), language_of(text), close=False)).strip()
+    def _read(
+        self,
+        text: str,
+        seconds: Seconds,
+        language: Language | None,
+        fixed: bool = False,
+        close: bool = True,
+        as_is: Collection[Spelled] = (),
+    ) -> Iterator[str]:
+        """Yield the sentences of `text` in words. `fixed`: all of them are in `language`, which the request named.
+        `close`: end each line with a full stop if it has none."""
+        text = spoken(text)
+        if language == "zh":
+            text = chinese.closed(text)
+        for line in text.split("\n"):
+            last = ""  # read one sentence late: only the last of a line is closed
+            for sentence in sentences(line, close=False):
+                if last:
+                    yield self._in_words(last, seconds, language, fixed, as_is)[0]
+                last = sentence
+            if last:
+                words, own = self._in_words(last, seconds, language, fixed, as_is)
+                yield closed(words, own) if close else words
 
-
-def _seconds_in(text: str) -> Seconds:
-    """Return the estimate for parts of `text`: a part without kana does not show that its Han characters are
-    Japanese."""
-    return partial(expected_seconds, japanese=language_of(text) == "ja")
-
-
-def _normalized(
-    text: str, seconds: Seconds, language: Language | None, close: bool = True, as_is: Collection[Spelled] = ()
-) -> Iterator[str]:
-    """Yield the sentences of `text` in words, those of `sentences` with the same `close`. language: without letters."""
-    text = half_width(spoken(text))
-    if language == "zh":
-        text = chinese.closed(text)
-    for sentence in sentences(text, close):
-        own = language_of(sentence) if any(char.isalpha() for char in sentence) else language
-        # In parts that fit a segment: normalizing a long sentence at once would block every stream of the process.
-        words = "".join(normalized(part, own, as_is) for part in fitting(sentence, seconds)) if own else sentence
-        yield chinese.cleaned(words) if own == "zh" else words
+    def _in_words(
+        self, sentence: str, seconds: Seconds, language: Language | None, fixed: bool, as_is: Collection[Spelled]
+    ) -> tuple[str, Language | None]:
+        """Return a sentence in words, and its language."""
+        own = language if fixed else language_of_sentence(sentence, language)
+        if own is None:
+            return sentence, own
+        # In parts that fit a segment: reading a long sentence at once would block every stream of the process.
+        words = "".join(normalized(part, own, as_is, self._korean_words) for part in fitting(sentence, seconds))
+        if own == "ja" and self._kana:
+            words = in_kana(words)
+        return ended_as(sentence, chinese.cleaned(words) if own == "zh" else words, own), own

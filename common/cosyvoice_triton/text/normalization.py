@@ -9,48 +9,37 @@ from collections.abc import Collection
 from functools import cache
 from typing import Any, Literal
 
+from cosyvoice_triton.text.chinese_reading import read_chinese
 from cosyvoice_triton.text.cleaning import is_speakable
+from cosyvoice_triton.text.english_reading import read_english
+from cosyvoice_triton.text.japanese_reading import read_japanese
+from cosyvoice_triton.text.korean_reading import read_korean
+from cosyvoice_triton.text.language import Language
 
 logger = logging.getLogger(__name__)
 
-Language = Literal["zh", "en", "ja"]
 Spelled = Literal["urls", "emails", "phones"]  # what a request can have left as it is
 
-_HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]")
-_KANA = re.compile(r"[\u3040-\u30ff]")
-# Scripts without a grammar: English words for the numbers in a Korean sentence would be wrong.
-_OTHER_SCRIPT = re.compile(r"[\u0370-\u03ff\u0400-\u052f\u0590-\u08ff\u0900-\u0fff\u1100-\u11ff\uac00-\ud7af]")
-
-# Left unchanged: the LLM's tags of sounds ("[laughter]", "<strong>") and phonemes ("[AH0]", "[ǐ]"), characters that the
-# package would escape (quotation marks, backslashes), and text that its grammar misreads ("1990s" as seconds, "2.0.1"
-# as two decimals).
-_AS_IS = r"""\[(?:[a-z_à-ǜ-]+|[A-Z]{1,2}[0-2]?)\]|</?[a-z]+>|["\\]|\b\d+0s\b|(?<!\d)\d+(?:\.\d+){2,}"""
-
-# Full-width forms, which the grammars do not read as numbers. Other full-width punctuation is Chinese and stays.
-_FULL_WIDTH = "０１２３４５６７８９ＡＢＣＤＥＦＧＨＩＪＫＬＭＮＯＰＱＲＳＴＵＶＷＸＹＺ％＄￥"
-_HALF_WIDTH = str.maketrans(_FULL_WIDTH, "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ%$¥")
-_IN_NUMBER = re.compile(r"(?<=\d)[：．](?=\d)")
+# Left unchanged: the LLM's tags of sounds ("[laughter]", "<strong>") and phonemes ("[AH0]", "[ǐ]"), and characters that
+# the package would escape (quotation marks, backslashes).
+_AS_IS = r"""\[(?:[a-z_à-ǜ-]+|[A-Z]{1,2}[0-2]?)\]|</?[a-z]+>|["\\]"""
 
 # The English grammar cannot read a number with a symbol on the wrong side: "#1", "100€".
 _TOUCHING = re.compile(r"(?<=\d)(?=[^\w\s.,:])|(?<=[^\w\s.,:])(?=\d)")
 
 # What requests can ask to have left unchanged, too.
-_KINDS = {"urls": r"(?:https?://|www\.)[^\s<>\"]*[^\s<>\".,;:!?)\]']", "emails": r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"}
+_PHONE = r"(?<![\w.,-])\+?\(?\d[\d ().-]{5,}\d(?![\w-])"
+_KINDS = {
+    "phones": _PHONE,
+    "urls": r"(?:https?://|www\.)[^\s<>\"]*[^\s<>\".,;:!?)\]']",
+    "emails": r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+",
+}
+_WEB = re.compile(f"({_KINDS['urls']}|{_KINDS['emails']})")
+_FOR_GRAMMAR = re.compile(r"[0-9$€£%&@+=<>℃℉°]")  # what the rules of Chinese and Japanese left
 _PROTOCOL = re.compile(r"\bhttps?://(?=\w)", re.IGNORECASE)
 
 # The English grammar gives up on a sentence with such an address beside a comma or another address.
 _ADDRESS = re.compile(r"((?:[\w-]+[.@/:])+[\w/?=&%#~-]*\w)", re.ASCII)
-
-# Telephone numbers: with a country code, in American groups, or with a leading zero.
-_PHONE = re.compile(
-    r"(?<![\w.,-])(?:\+\d[\d ().-]{5,}\d|(?:\(\d{3}\) ?|\d{3}-)?[2-9]\d\d-\d{4}"
-    r"|\(?0\d{1,4}\)?[ -]\d{3,}(?:[ -]\d{2,})*)(?![\w-])"
-)
-# Dollars and cents; not "$1.50 million", which is a decimal.
-_PRICE = re.compile(
-    r"([$€£])(\d{1,3}(?:,\d{3})+|\d+)\.(\d\d)(?![\d%]|\.\d| ?(?:[kmbt]n?|\w+illion|thousand)\b)", re.IGNORECASE
-)
-_HUNDREDTHS = {"$": ("cent", "cents"), "€": ("cent", "cents"), "£": ("penny", "pence")}
 
 # Plain words that need no normalization: letters and clause punctuation, no full stop except the last.
 _PLAIN = {
@@ -59,31 +48,14 @@ _PLAIN = {
 }
 
 
-def language_of(text: str) -> Language | None:
-    """Return the grammar for `text`, by its script; None if there is none. Text without letters counts as English."""
-    if _KANA.search(text):
-        return "ja"
-    if _HAN.search(text):
-        return "zh"
-    return None if _OTHER_SCRIPT.search(text) else "en"
-
-
-def half_width(text: str) -> str:
-    """Return `text` with the full-width forms in numbers replaced: "３．５％" -> "3.5%"."""
-    text = text.translate(_HALF_WIDTH)
-    return _IN_NUMBER.sub(lambda match: {"：": ":", "．": "."}[match[0]], text)
-
-
-def normalized(sentence: str, language: Language, as_is: Collection[Spelled] = ()) -> str:
+def normalized(sentence: str, language: Language, as_is: Collection[Spelled] = (), korean_words: bool = True) -> str:
     """Return `sentence` with its numbers and symbols as words, surrounding whitespace kept; unreadable parts and those
     in `as_is` stay unchanged.
 
     Anything but plain words takes about 0.1 ms per character and holds the GIL, so callers go sentence by sentence.
     """
     parts = _unchanged(frozenset(as_is)).split(sentence)  # every second part matched and stays unchanged
-    if language == "en":
-        parts[::2] = [_english(part, phones="phones" not in as_is) for part in parts[::2]]
-    parts[::2] = [_in_words(part, language) for part in parts[::2]]
+    parts[::2] = [_read(part, language, korean_words) for part in parts[::2]]
     return "".join(parts)
 
 
@@ -92,23 +64,22 @@ def _unchanged(as_is: frozenset[Spelled]) -> re.Pattern[str]:
     return re.compile("|".join([f"({_AS_IS}", *(_KINDS[kind] for kind in sorted(as_is & _KINDS.keys()))]) + ")")
 
 
-def _english(text: str, phones: bool) -> str:
-    """Return `text` in forms that the English grammar reads well: prices, telephone numbers, web addresses."""
-    text = _PROTOCOL.sub("", _PRICE.sub(_price, text))
-    return _PHONE.sub(_digit_by_digit, text) if phones else text
-
-
-def _price(match: re.Match[str]) -> str:
-    sign, whole, hundredths = match[1], match[2], int(match[3])
-    small = f"{hundredths} {_HUNDREDTHS[sign][hundredths != 1]}"
-    if not hundredths:
-        return sign + whole
-    return small if not int(whole.replace(",", "")) else f"{sign}{whole} and {small}"
-
-
-def _digit_by_digit(match: re.Match[str]) -> str:
-    plus = "plus " if match[0].startswith("+") else ""
-    return plus + ", ".join(" ".join(group) for group in re.findall(r"\d+", match[0]))
+def _read(text: str, language: Language, korean_words: bool) -> str:
+    """Return `text` by the rules of its language, and by the grammar what they leave."""
+    if language == "zh":
+        text = read_chinese(text)
+    elif language == "ja":
+        text = read_japanese(text)
+    elif language == "en":
+        # Addresses stay as they are; the rules would read their digits.
+        parts = _WEB.split(_PROTOCOL.sub("", text))
+        parts[::2] = map(read_english, parts[::2])
+        return _in_words("".join(parts), "en")
+    elif language == "ko" and korean_words:
+        return read_korean(text)
+    else:
+        return text  # the LLM reads digits in these languages
+    return _in_words(text, language) if _FOR_GRAMMAR.search(text) else text
 
 
 def _in_words(text: str, language: Language) -> str:

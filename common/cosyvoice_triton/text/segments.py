@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from cosyvoice_triton.text.cleaning import is_speakable
+from cosyvoice_triton.text.endings import closed
 from cosyvoice_triton.text.sentences import SentenceSplitter
 
 # Seconds of expected speech. CosyVoice2's own limit is 80 Chinese characters, about 17 s.
@@ -24,8 +25,6 @@ Seconds = Callable[[str], float]  # expected_seconds, with the language of the w
 _CLAUSE_END = re.compile(r"(?<=[，；：、…—])|(?<=[,;:])\s")
 _WORD_END = re.compile(r"(?<=\s)")
 _ANYWHERE = re.compile(r"[^\W\d_]{1,8}|.", re.DOTALL)  # a few letters at a time: a letter alone says little of a word
-
-_CJK = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uff00-\uffef]")
 
 
 def segment_limit(request_seconds: float) -> float:
@@ -43,7 +42,7 @@ def sentences(text: str, close: bool = True) -> Iterator[str]:
         splitter = SentenceSplitter()
         found = [sentence for sentence in (*splitter.push(line), splitter.finish()) if is_speakable(sentence)]
         if found and close:
-            found[-1] = _closed(found[-1])
+            found[-1] = closed(found[-1], None)
         yield from found
 
 
@@ -121,15 +120,3 @@ def _units(piece: str, end: re.Pattern[str]) -> Iterator[str]:
             begin = match.end()
     if begin < len(piece):
         yield piece[begin:]
-
-
-def _closed(sentence: str) -> str:
-    """Return the last sentence of a line, with a final punctuation mark if it has none, and a space after it.
-
-    Chinese and Japanese have no space between sentences.
-    """
-    sentence = sentence.rstrip()
-    wide = _CJK.search(sentence)
-    if sentence[-1].isalnum():
-        sentence += "。" if wide else "."
-    return sentence if wide else sentence + " "

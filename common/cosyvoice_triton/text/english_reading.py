@@ -1,0 +1,337 @@
+"""What the English grammar misreads: money, thousands, dates, clock times, ranges, units, names with numbers."""
+
+import re
+from collections.abc import Callable
+
+from cosyvoice_triton.text.numbers import LONGEST, english, english_digits, english_ordinal, english_year
+
+_N = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+_ND = rf"(?:{_N}(?:\.\d+)?|\.\d+)"
+_FIRST = r"(?<![\w.,])(?<!\d-)"
+_DASH = r"\s?[-–—~]\s?"
+
+_MONTHS = "January February March April May June July August September October November December".split()
+_MONTH_NAMES = {name[:length].lower(): name for name in _MONTHS for length in (3, len(name))} | {"sept": "September"}
+_MONTH = "|".join(
+    sorted((*_MONTHS, *(rf"{name[:3]}\b\.?" for name in _MONTHS if name != "May"), r"Sept\b\.?"), key=len, reverse=True)
+)
+_DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+_DAY_NAMES = {name[:3]: name for name in _DAYS} | {"Tues": "Tuesday", "Thur": "Thursday", "Thurs": "Thursday"}
+
+_CURRENCIES = {  # one, many, one hundredth, many of these
+    "$": ("dollar", "dollars", "cent", "cents"), "US$": ("US dollar", "US dollars", "cent", "cents"),
+    "C$": ("Canadian dollar", "Canadian dollars", "cent", "cents"), "A$": ("Australian dollar", "Australian dollars", "cent", "cents"),
+    "HK$": ("Hong Kong dollar", "Hong Kong dollars", "cent", "cents"), "€": ("euro", "euros", "cent", "cents"),
+    "£": ("pound", "pounds", "penny", "pence"), "¥": ("yen", "yen", "", ""), "￥": ("yuan", "yuan", "", ""), "₹": ("rupee", "rupees", "paisa", "paise"),
+    "₩": ("won", "won", "", ""), "₽": ("ruble", "rubles", "kopeck", "kopecks"),
+}  # fmt: skip
+_SIGN = "|".join(re.escape(sign) for sign in sorted(_CURRENCIES, key=len, reverse=True))
+_CODES = {"USD": "$", "EUR": "€", "GBP": "£", "JPY": "¥", "CAD": "C$", "AUD": "A$", "INR": "₹", "HKD": "HK$"}
+_SCALES = {"k": "thousand", "m": "million", "mn": "million", "mm": "million", "b": "billion", "bn": "billion"}
+_SCALES |= {"t": "trillion", "tn": "trillion"}
+_SCALE = r"(?:\s?(thousand|million|billion|trillion)\b|([kKmMbBtT]n?)\b)"
+
+_UNITS = {
+    "km/h": "kilometers per hour", "kph": "kilometers per hour", "kmh": "kilometers per hour", "m/s": "meters per second",
+    "mph": "miles per hour", "km²": "square kilometers", "m²": "square meters", "m2": "square meters", "cm²": "square centimeters",
+    "m³": "cubic meters", "sq ft": "square feet", "sq. ft.": "square feet", "km": "kilometers", "cm": "centimeters",
+    "mm": "millimeters", "nm": "nanometers", "m": "meters", "mi": "miles", "ft": "feet", "yd": "yards", "kg": "kilograms",
+    "mg": "milligrams", "g": "grams", "lb": "pounds", "lbs": "pounds", "oz": "ounces", "ml": "milliliters", "mL": "milliliters",
+    "l": "liters", "L": "liters", "gal": "gallons", "TB": "terabytes", "GB": "gigabytes", "MB": "megabytes", "KB": "kilobytes",
+    "kB": "kilobytes", "Mbps": "megabits per second", "Gbps": "gigabits per second", "GHz": "gigahertz", "MHz": "megahertz",
+    "kHz": "kilohertz", "Hz": "hertz", "kWh": "kilowatt hours", "kW": "kilowatts", "MW": "megawatts", "W": "watts", "V": "volts",
+    "mAh": "milliamp hours", "dB": "decibels", "kcal": "kilocalories", "rpm": "revolutions per minute", "ms": "milliseconds",
+    "sec": "seconds", "secs": "seconds", "s": "seconds", "min": "minutes", "mins": "minutes", "hr": "hours", "hrs": "hours",
+    "h": "hours", "yrs": "years", "yr": "years", "pts": "points", "psi": "pounds per square inch", "px": "pixels", "ppm": "parts per million",
+}  # fmt: skip
+_ONE = {"feet": "foot", "hertz": "hertz", "gigahertz": "gigahertz", "megahertz": "megahertz", "kilohertz": "kilohertz"}
+_UNIT = "|".join(re.escape(unit) for unit in sorted(_UNITS, key=len, reverse=True))
+
+_DENOMINATORS = {2: ("half", "halves"), 4: ("quarter", "quarters")}
+_ROMAN = r"(?=[IVXL])(?:XL|L?X{0,3})(?:IX|IV|V?I{0,3})"
+_ROMAN_VALUES = {"I": 1, "V": 5, "X": 10, "L": 50}
+_TITLES = "King|Queen|Pope|Emperor|Empress|Tsar|Czar|Prince|Princess|Kaiser|Sultan|Duke|Pharaoh|Saint"
+_MONARCHS = (
+    "Albert|Alexander|Alfonso|Amenhotep|Anne|Benedict|Boniface|Catherine|Charles|Christian|Clement|Constantine|Darius|Edward|"
+    "Elizabeth|Ferdinand|Francis|Franz|Frederick|Friedrich|George|Gregory|Gustav|Harald|Henri|Henry|Innocent|Isabella|Ivan|"
+    "James|John|Joseph|Julius|Justinian|Leo|Leopold|Louis|Ludwig|Margaret|Margrethe|Mary|Maximilian|Mehmed|Mohammed|Napoleon|"
+    "Nicholas|Otto|Paul|Pedro|Peter|Philip|Pius|Ptolemy|Rama|Ramesses|Ramses|Richard|Rudolf|Sixtus|Stephen|Urban|Victor|"
+    "Vittorio|Wilhelm|William|Xerxes"
+)
+
+Rule = tuple[re.Pattern[str], Callable[[re.Match[str]], str] | str]
+
+
+def number(digits: str) -> str:
+    """Return the words of a whole or decimal number; of a very long one, and after a leading zero, its digits."""
+    whole, _, decimals = digits.replace(",", "").partition(".")
+    spelled = len(whole) > LONGEST or (len(whole) > 1 and whole.startswith("0"))
+    words = english_digits(whole) if spelled else english(int(whole or 0))
+    return words + (f" point {english_digits(decimals)}" if decimals else "")
+
+
+def _plain(digits: str) -> str:
+    """Return a number without commas: one of four digits that may be a year as one."""
+    if len(digits) == 4 and 1010 <= int(digits) <= 2099:
+        return english_year(int(digits))
+    return number(digits)
+
+
+def _groups(match: re.Match[str]) -> str:
+    plus = "plus " if match[0].lstrip().startswith("+") else ""
+    return plus + ", ".join(english_digits(group) for group in re.findall(r"\d+", match[0]))
+
+
+def _money(match: re.Match[str]) -> str:
+    sign, whole, cents = match[2], match[3].replace(",", ""), match[4]
+    one, many, hundredth, hundredths = _CURRENCIES[sign]
+    about = "about " if match[1] and match[1] in "~≈" else "minus " if match[1] else ""
+    scale = match[5] or _SCALES.get((match[6] or "").lower())
+    if scale:
+        decimals = f".{cents}".rstrip(".0") if cents else ""
+        return f"{about}{number(whole + decimals)} {scale} {many}"
+    if cents is None or not hundredth or len(cents) != 2:
+        amount = number(whole + ("." + cents if cents else ""))
+        return f"{about}{amount} {one if whole == '1' and not cents else many}"
+    small = f"{english(int(cents))} {hundredth if int(cents) == 1 else hundredths}"
+    big = f"{number(whole)} {one if whole == '1' else many}"
+    if not int(cents):
+        return about + big
+    return about + (small if not int(whole) else f"{big} and {small}")
+
+
+def _amount_range(match: re.Match[str]) -> str:
+    scale = match[4] or _SCALES.get((match[5] or "").lower(), "")
+    return f"{number(match[2])} to {number(match[3])} {scale + ' ' if scale else ''}{_CURRENCIES[match[1]][1]}"
+
+
+def _after(match: re.Match[str], sign: str) -> str:
+    one, many, *_ = _CURRENCIES[sign]
+    return f"{number(match[1])} {one if match[1] == '1' else many}"
+
+
+def _date(month: str, day: str, year: str | None) -> str:
+    name = _MONTHS[int(month) - 1] if month.isdigit() else _MONTH_NAMES[month.rstrip(".").lower()]
+    return f"{name} {english_ordinal(int(day))}" + (f", {_plain(year)}" if year else "")
+
+
+def _clock(hour: str, minute: str, alone: bool) -> str:
+    if int(minute):
+        return f"{english(int(hour))} {'oh ' if minute[0] == '0' else ''}{english(int(minute))}"
+    if not int(hour):
+        return "midnight"
+    return f"{english(int(hour))}{' oclock' if alone and int(hour) <= 12 else ''}".replace("oclock", "o'clock")
+
+
+def _time(match: re.Match[str]) -> str:
+    half = match[3]
+    return _clock(match[1], match[2], not half) + (f" {half.lstrip()}" if half else "")
+
+
+def _duration(match: re.Match[str]) -> str:
+    units = zip(match.groups(), ("hour", "minute", "second"), strict=True)
+    return " ".join(
+        f"{english(int(count))} {unit}{'' if int(count) == 1 else 's'}" for count, unit in units if int(count)
+    )
+
+
+def _fraction(over: int, under: int) -> str:
+    if under == 1:
+        return english(over)
+    one, many = _DENOMINATORS.get(under) or (english_ordinal(under), english_ordinal(under) + "s")
+    return f"{english(over)} {one if over == 1 else many}"
+
+
+def _fractions(match: re.Match[str]) -> str:
+    whole, over, under = match[1], int(match[2]), int(match[3])
+    if not under:
+        return match[0]
+    if whole:
+        part = f"a {_fraction(1, under).removeprefix('one ')}" if over == 1 else _fraction(over, under)
+        return f"{number(whole)} and {part}"
+    if under in (10, 100) and over > 1:
+        return f"{english(over)} out of {english(under)}"
+    return _fraction(over, under) if over < under else f"{english(over)} over {english(under)}"
+
+
+def _unit(match: re.Match[str]) -> str:
+    digits, unit = match[1], _UNITS[match[2]]
+    if digits == "1":
+        first, blank, rest = unit.partition(" ")
+        last = rest.startswith(("feet", "meters", "kilometers", "centimeters", "hours")) and not rest.startswith("per")
+        unit = (
+            f"{first} {_ONE.get(rest) or rest[:-1]}"
+            if last
+            else (_ONE.get(first) or first.removesuffix("s")) + blank + rest
+        )
+    return f"{number(digits)} {unit}"
+
+
+def _degrees(match: re.Match[str]) -> str:
+    scale = {"C": " Celsius", "℃": " Celsius", "F": " Fahrenheit", "℉": " Fahrenheit"}.get(match[3][-1], "")
+    return f"{'minus ' if match[1] else ''}{number(match[2])} degree{'' if match[2] == '1' else 's'}{scale}"
+
+
+def _roman(letters: str) -> int:
+    values = [_ROMAN_VALUES[letter] for letter in letters]
+    return sum(-value if value < max(values[index:]) else value for index, value in enumerate(values))
+
+
+def _attached(match: re.Match[str]) -> str:
+    """Digits that touch letters: short ones as a number, long ones one by one."""
+    digits = match[0]
+    words = number(digits) if len(digits) <= 2 else english_digits(digits)
+    before = match.string[match.start() - 1 : match.start()].isalpha()
+    after = match.string[match.end() : match.end() + 1].isalpha()
+    return f"{' ' if before else ''}{words}{' ' if after else ''}"
+
+
+def _room(match: re.Match[str]) -> str:
+    return match[1] + (english_digits(match[2], "oh") if len(match[2]) >= 3 else english(int(match[2])))
+
+
+def _decade(match: re.Match[str]) -> str:
+    tens = english(int(match[2])).removesuffix("y") + "ies" if match[2] != "00" else "hundreds"
+    if match[1]:
+        century = english(int(match[1]))
+        return "two thousands" if match[1] + match[2] == "2000" else f"{century} {tens}"
+    return "two thousands" if match[2] == "00" else tens
+
+
+def _year_or_number(match: re.Match[str]) -> str:
+    digits, after = match[0], match.string[match.end() :]
+    counted = re.match(
+        r"\s+(?:(?:more|other|new|different|of)\s+)?(?!was\b|is\b|has\b|his\b|its\b|this\b)(?:[a-z]+(?<!s)s\b|people|men|women|children)",
+        after,
+    )
+    if counted and int(digits) % 100:
+        return number(digits)
+    return _plain(digits)
+
+
+_CODE = (
+    r"\b(?:(?:pass|area |zip |postal |dial(?:ing)? |access |security |verification |confirmation )?code|pin|password|passcode|"
+    r"(?:order|account|tracking|ticket|card|serial|reference|invoice|case|model|part|id|phone|telephone|member|customer|policy|booking|confirmation)"
+    r"(?:\s(?:number|no\.?|id|code))?|number|ID|extension|ext\.|otp)(?:\s?(?:is|:|=|was)|\s?#)?\s+#?"
+)
+_TO_CALL = r"\b(?:dial|call|phone|ring|text|calling|dialing|dialed|called)\s"
+
+_RULES: list[Rule] = [
+    # Numbers that are said digit by digit.
+    (re.compile(r"(?<![\w.,-])(?:\+\d[\d ().-]{5,}\d|(?:1[-. ])?(?:\(\d{3}\) ?|\d{3}[-. ])\d{3}[-. ]\d{4}|[2-9]\d\d-\d{4}"
+                r"|1-\d{3}-\d{4}|\(?0\d{1,4}\)?[ -]\d{3,}(?:[ -]\d{2,})*)(?![\w-])"), _groups),
+    (re.compile(rf"({_TO_CALL})(\d{{3,4}})(?![\d,:/-]|\.\d|\s(?:times|people|[a-z]+s\b))", re.IGNORECASE),
+     lambda match: match[1] + english_digits(match[2])),
+    (re.compile(r"(?<![\d.,$£€#-])911(?![\d.,-]*\d)"), "nine one one"),
+    (re.compile(rf"({_CODE})(\d{{3,}})(?![\d,.:/-]*\d|\s?%)", re.IGNORECASE), lambda match: match[1] + english_digits(match[2])),
+    (re.compile(r"(?<![\w#])#(\d{4,})(?!\d)"), lambda match: f"number {english_digits(match[1])}"),
+    (re.compile(r"\b((?:rooms?|flights?|suite|route|bus|train|highway|interstate|channel|unit|gate|apartment|locker|seat)\s)(\d{2,4})(?![\d,.:/-]*\d|[A-Za-z])",
+                re.IGNORECASE), _room),
+    (re.compile(r"\b([A-Z]{2} )(\d{3,4})(?![\d,.:/%-]*\d|\s?%)"), lambda match: match[1] + english_digits(match[2])),
+    # Set phrases.
+    (re.compile(r"(?<![\d/])24/7(?:/365)?(?![\d/])"), "twenty four seven"),
+    (re.compile(r"(?<![\d/])9/11(?![\d/])"), "nine eleven"),
+    (re.compile(r"(?<![\d/])(50/50|80/20|20/20|60/40|70/30)(?![\d/])"),
+     lambda match: " ".join(english(int(part)) for part in match[1].split("/"))),
+    # Money.
+    (re.compile(rf"({_SIGN})({_ND}){_DASH}(?:{_SIGN})?({_ND}){_SCALE}?(?![\d])"), _amount_range),
+    (re.compile(rf"([-~≈])?({_SIGN})\s?({_N})(?:\.(\d+))?{_SCALE}?"), _money),
+    (re.compile(rf"(?<![\w.,])({_ND})\s?(US\$|€|£|\$)(?!\d)"), lambda match: _after(match, match[2])),
+    (re.compile(rf"(?<![\w.,])({_ND})\s(USD|EUR|GBP|JPY|CAD|AUD|INR|HKD)\b"), lambda match: _after(match, _CODES[match[2]])),
+    (re.compile(rf"\b(USD|EUR|GBP|JPY|CAD|AUD|INR|HKD)\s({_ND})"),
+     lambda match: f"{number(match[2])} {_CURRENCIES[_CODES[match[1]]][1]}"),
+    (re.compile(rf"({_ND})\s?¢"), lambda match: f"{number(match[1])} cent{'' if match[1] == '1' else 's'}"),
+    # Dates.
+    (re.compile(r"(?<![\d-])(\d{4})([-/.])(1[0-2]|0?[1-9])\2(3[01]|[12]\d|0?[1-9])(?![\d-])"),
+     lambda match: _date(match[3], match[4], match[1])),
+    (re.compile(r"(?<![\d/])(1[0-2]|0?[1-9])/(3[01]|[12]\d|0?[1-9])/(\d{4})(?![\d/])"),
+     lambda match: _date(match[1], match[2], match[3])),
+    (re.compile(r"\b((?:on|by|until|till|before|after|from|since|due) )(1[0-2]|0?[1-9])/(3[01]|[12]\d|0?[1-9])(?![\d/])", re.IGNORECASE),
+     lambda match: match[1] + _date(match[2], match[3], None)),
+    (re.compile(rf"\b({_MONTH}) (3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?{_DASH}(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?(?!\d)(?:,? (\d{{4}})(?!\d))?"),
+     lambda match: f"{_date(match[1], match[2], None)} to {english_ordinal(int(match[3]))}" + (f", {_plain(match[4])}" if match[4] else "")),
+    (re.compile(rf"\b({_MONTH}) (3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?(?![\d:]|[.,]\d|\s?[%°])(?:,? (\d{{4}})(?!\d))?"),
+     lambda match: _date(match[1], match[2], match[3])),
+    (re.compile(rf"(?<![\d.,/-])(3[01]|[12]\d|[1-9])(?:st|nd|rd|th)?(?: of)? ({_MONTH})(?![a-z])(?:,? (\d{{4}})(?!\d))?"),
+     lambda match: f"the {english_ordinal(int(match[1]))} of {_MONTH_NAMES[match[2].rstrip('.').lower()]}"
+     + (f", {_plain(match[3])}" if match[3] else "") if not match.string[: match.start()].rstrip().lower().endswith("the")
+     else f"{english_ordinal(int(match[1]))} of {_MONTH_NAMES[match[2].rstrip('.').lower()]}" + (f", {_plain(match[3])}" if match[3] else "")),
+    (re.compile(rf"\b({'|'.join(sorted(_DAY_NAMES, key=len, reverse=True))})\.?(?=,? (?:{'|'.join(_MONTHS)}|the \w+ of))"),
+     lambda match: _DAY_NAMES[match[1]]),
+    # Clock times.
+    (re.compile(r"(?<![\d:])(\d{1,2}):([0-5]\d):([0-5]\d)(?![\d:])"), _duration),
+    (re.compile(r"(?<![\d:])([01]?\d|2[0-4]):([0-5]\d)\s?[-–—]\s?([01]?\d|2[0-4]):([0-5]\d)(?![\d:])"),
+     lambda match: f"{_clock(match[1], match[2], False)} to {_clock(match[3], match[4], False)}"),
+    (re.compile(r"(?<![\d:])([01]?\d|2[0-4]):([0-5]\d)(?![\d:])(\s?[ap]\.?\s?m\b)?", re.IGNORECASE), _time),
+    (re.compile(r"(?<![\d:.,$])(1[0-2]|[1-9])\s?[-–—]\s?(1[0-2]|[1-9])(?=\s?[ap]\.?m\b)", re.IGNORECASE),
+     lambda match: f"{english(int(match[1]))} to {english(int(match[2]))} "),
+    (re.compile(r"(?<![\d:.,$])(1[0-2]|[1-9])\s?([ap]\.?m)\b", re.IGNORECASE), lambda match: f"{english(int(match[1]))} {match[2]}"),
+    # Order.
+    (re.compile(r"\b[Nn](?:o|r|um)\.\s?(?=\d)|№\s?|(?<![\w#&])#(?=\d)"), "number "),
+    (re.compile(rf"(?<![\w.,])({_N})(?:st|nd|rd|th)(?:-(?=[a-z]))?(?![A-Za-z])"),
+     lambda match: english_ordinal(int(match[1].replace(",", ""))) + (" " if match[0].endswith("-") else "")),
+    (re.compile(r"(?<![\w.,])['’]?((?:1\d|20)?)(\d0)['’]?s\b"), _decade),
+    (re.compile(rf"\b((?:{_TITLES}) [A-Z][a-z]+(?: [A-Z][a-z]+)?|{_MONARCHS}) ({_ROMAN})\b(?!['’.]?[A-Z])"),
+     lambda match: f"{match[1]} the {english_ordinal(_roman(match[2]))}"),
+    (re.compile(rf"(?<=\bWar )({_ROMAN})\b"),
+     lambda match: english(_roman(match[1]))),
+    (re.compile(rf"\b(Part|Type|Book|Chapter|Act|Scene|Phase|Volume|Vol\.|Stage|Class|Title|Article|Section|Level|Grade|Round|Bowl|Appendix|Mark|Apollo|Episode) ({_ROMAN})\b"),
+     lambda match: f"{match[1]} {english(_roman(match[2]))}"),
+    (re.compile(rf"(?<=[a-z] )((?=[IVX]{{2}})(?!MIX\b){_ROMAN})(?![\w'’])"), lambda match: english(_roman(match[1]))),
+    # Shares, temperatures, fractions, arithmetic.
+    (re.compile(rf"(?<![\w.,])({_ND})\s?%?\s?[-–—~]\s?({_ND})\s?%"), lambda match:
+     f"{number(match[1])}{' percent' if '%' in match[0][:-1] else ''} to {number(match[2])} percent"),
+    (re.compile(rf"(?<![\w)%-])-({_ND})\s?%"), lambda match: f"minus {number(match[1])} percent"),
+    (re.compile(rf"({_ND})\s?%"), lambda match: f"{number(match[1])} percent"),
+    (re.compile(rf"(?<![\w.,])()({_ND})\s?[-–—]\s?(?={_ND}\s?°)"), lambda match: f"{number(match[2])} to "),
+    (re.compile(rf"(?<![\w.,])(-)?({_ND})\s?(℃|℉|°\s?[CF]\b|°)"), _degrees),
+    (re.compile(r"(?<=[\d)]) / (?=[\d(])"), " divided by "),
+    (re.compile(r"(?<![\w/.])(?:(\d+)[ -])?(\d{1,3})/(\d{1,3})(?:ths|rds|nds)?(?![\w/])"), _fractions),
+    (re.compile(r"(?<=[\w)])\s?(?:!=|≠)\s?(?=[\w(-])"), " is not equal to "),
+    (re.compile(r"(?<=[\w)])\s?(?:>=|≥)\s?(?=[\w(-])"), " is greater than or equal to "),
+    (re.compile(r"(?<=[\w)])\s?(?:<=|≤)\s?(?=[\w(-])"), " is less than or equal to "),
+    (re.compile(r"(?<=\d)\s?>\s?(?=\d)"), " is greater than "), (re.compile(r"(?<=\d)\s?<\s?(?=\d)"), " is less than "),
+    (re.compile(r"(?<![\w-])([a-z]) (<|>) (?=[\w-])"), lambda match: f"{match[1]} is {'less' if match[2] == '<' else 'greater'} than "),
+    (re.compile(r"(?<=[\w)])\s?(?:≈)\s?(?=[\w(-])"), " is about "), (re.compile(r"±\s?"), "plus or minus "),
+    (re.compile(r"(?<=\w)\s+[-–]\s+(?=\d[\d.,]*\s*=)"), " minus "),
+    (re.compile(r"(?<=\d)\s?(?:[×*]|(?<=\s)x(?=\s))\s?(?=\d)"), " times "), (re.compile(r"(?<=\d)\s?x\s?(?=\d)"), " by "),
+    (re.compile(r"(?<=\d)\s?÷\s?(?=\d)"), " divided by "), (re.compile(r"(?<=[\d)])\s?\+\s?(?=[\d(])"), " plus "),
+    (re.compile(r"(?<=[\w)])\s?=\s?(?=[\w(-])"), " equals "), (re.compile(r"(?<![\w~])~\s?(?=\d)"), "about "),
+    # Ranges.
+    (re.compile(r"(?<![\w.,-])(1[0-9]\d\d|20\d\d)\s?[-–—]\s?(1[0-9]\d\d|20\d\d|\d\d)(?![\w-]|[.,]\d)"),
+     lambda match: f"{_plain(match[1])} to {_plain(match[2])}"),
+    (re.compile(rf"(?<![\w.,/-])({_ND})\s?[–—~]\s?({_ND})(?![\d/–-])"), lambda match: f"{match[1]} to {match[2]}"),
+    (re.compile(rf"(?<![\w.,/-])({_ND})-({_ND})(?![\d/-]|\.\d)"), lambda match: f"{match[1]} to {match[2]}"),
+    # Units, versions, scales.
+    (re.compile(rf"(?<![\w.,])({_ND})[ -]?({_UNIT})(?![\w²³/°]|['’][a-z])"), _unit),
+    (re.compile(rf"(?<![\w.,])({_ND})([kKM])\+?(?![\w])"), lambda match: f"{number(match[1])} {_SCALES[match[2].lower()]}"),
+    (re.compile(r"\b[vV](?=\d+\.\d)"), "version "),
+    (re.compile(r"(?<![\d.])\d+(?:\.\d+){2,}(?!\d)"), lambda match: " point ".join(number(part) for part in match[0].split("."))),
+    # Numbers in names, and all others.
+    (re.compile(r"(?<=[A-Za-z])-(?=\d{1,4}\b(?![-.]\d))"), " "),
+    (re.compile(r"(?<=[A-Za-z])\d+(?![\d.,]*\d)|(?<![\w.,])\d+(?=[A-Za-z])|(?<=[A-Za-z])\d+(?=[A-Za-z])"), _attached),
+    (re.compile(rf"(?<![\w.,)-])-({_ND})"), lambda match: f"minus {number(match[1])}"),
+    (re.compile(r"(?<![\w.,])(?:1\d\d\d|20\d\d)(?![\w]|[.,]\d)"), _year_or_number),
+    (re.compile(r"(?<![\w.,])\d{7,}(?![\w]|[.,]\d)"), lambda match: english_digits(match[0])),
+    (re.compile(rf"(?<![\d.]){_ND}"), lambda match: number(match[0])),
+]  # fmt: skip
+
+_WORDS: list[Rule] = [
+    (re.compile(r"(?<=[a-z] )St\.(?=\s+[a-z]|[,;:]|\s*$|\s+(?:and|at|in|near)\b)"), "Street"),
+    (re.compile(r"\bSt\. (?=[A-Z])"), "Saint "),
+    (re.compile(r"(?<=[a-z0-9] )(Ave|Blvd|Rd|Ln|Hwy)\b\.?(?=\s|[,;:]|$)"),
+     lambda match: {"Ave": "Avenue", "Blvd": "Boulevard", "Rd": "Road", "Ln": "Lane", "Hwy": "Highway"}[match[1]]),
+    (re.compile(r"\b(Apt)\.?(?=\s\w)"), "Apartment"), (re.compile(r"\bapprox\.\s"), "approximately "),
+    (re.compile(r"\bw/o\b"), "without"), (re.compile(r"\bw/(?=\s)"), "with"),
+]  # fmt: skip
+
+
+def read_english(text: str) -> str:
+    """Return `text` with its numbers, and the signs beside them, in words."""
+    for pattern, replacement in _WORDS:
+        text = pattern.sub(replacement, text)
+    if not any(char.isdigit() or char in "<>=≠≥≤≈±IVXL" for char in text):
+        return text
+    for pattern, replacement in _RULES:
+        text = pattern.sub(replacement, text)
+    return text
