@@ -4,8 +4,8 @@
 
 Synthesises every sentence with both stacks, in each voice, streamed and offline, with the server's default sampling and
 the sentence's number as seed; then in the voice of a recording of a human. A recogniser (pocketsphinx) counts word
-errors. The teacher's recordings are DIR/VOICE/NN.wav, NN the line of the sentence from 00; without them, comparisons
-with the teacher are omitted. Writes report.md, figures.json, spectrogram.png and every waveform.
+errors. The teacher's recordings are DIR/VOICE/NN.wav, NN the line of the sentence from 00. Writes report.md,
+figures.json and every waveform.
 """
 
 import argparse
@@ -30,17 +30,19 @@ from cosyvoice_triton.voice.encoders import ReferenceEncoder, SpeakerEncoder
 from demo_voice.evaluation import HELD_OUT, HUMAN, HUMAN_TEXT, measures, report
 from demo_voice.evaluation.takes import Series, Take, copy_synthesis, from_tokens, read_teacher, request_takes, seeded
 
+VOICES = ("slt", "rms")  # names in the folder voices of the models
+
 
 class Evaluation:
     """One evaluation; its methods append to `series`."""
 
-    def __init__(self, models: Path, voices: Sequence[str], sentences: Sequence[str], teacher: Path | None) -> None:
+    def __init__(self, models: Path, sentences: Sequence[str], teacher: Path) -> None:
         self.models = models
         self.sentences = sentences
         self.series: list[Series] = []
         self.nearness: dict[str, tuple[int, int]] = {}
-        self._recordings = {name: self._registered(name) for name in voices}
-        self._teachers = {name: read_teacher(teacher, name, sentences) for name in voices} if teacher else {}
+        self._recordings = {name: self._registered(name) for name in VOICES}
+        self._teachers = {name: read_teacher(teacher, name, sentences) for name in VOICES}
         self.series += self._teachers.values()
 
     def _registered(self, voice: str) -> Take:
@@ -77,13 +79,12 @@ class Evaluation:
                 self._prompting(stack, server.grpc_url, options.orchestrator)
 
     def _prompting(self, stack: str, address: str, model: str) -> None:
-        """Speaker similarity. The prompt of each sentence is a recording of one of the voices in turn: the teacher's of
-        another sentence, if there are such."""
-        names = list(self._recordings)
-        voices = {name: self._teachers[name].takes if self._teachers else [self._recordings[name]] for name in names}
+        """Speaker similarity. The prompt of each sentence is the teacher's recording of another sentence, in each of
+        the voices in turn."""
+        voices = {name: teacher.takes for name, teacher in self._teachers.items()}
         wanted, requests = [], []
         for number, text in enumerate(self.sentences):
-            voice = names[number % len(names)]
+            voice = VOICES[number % len(VOICES)]
             reference = voices[voice][(number + 1) % len(voices[voice])]
             wanted.append(voice)
             requests.append(Utterance(text, reference.waveform, reference.text, seeded(number)))
@@ -100,18 +101,13 @@ class Evaluation:
                 save_audio(output / "wav" / each.name / f"{number:02d}.wav", take.waveform, take.rate)
         recognised = measures.recognise(self.series)
         rows = [
-            measures.figures(each, words, self._teachers.get(each.voice))
+            measures.figures(each, words, self._teachers.get(each.voice))  # there is none of the human
             for each, words in zip(self.series, recognised, strict=True)
         ]
         text = report.markdown(rows, self.nearness, about)
         (output / "report.md").write_text(text, encoding="utf-8")
         content = {"about": about, "nearness": self.nearness, "rows": rows}
         (output / "figures.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        first = next(iter(self._recordings))
-        systems = ("teacher", report.STREAMED)
-        drawn = [each for each in self.series if each.voice == first and each.system in systems]
-        takes = {f"{each.system} {each.stack}".strip(): each.takes[0] for each in drawn}
-        report.draw(takes, output / "spectrogram.png")
         return text
 
 
@@ -120,12 +116,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--models", type=Path, default=Path("models/demo"), help="as cosyvoice_triton.demo_checkpoint.make writes it"
     )
-    parser.add_argument("--sentences", type=Path, default=HELD_OUT, help="one per line")
-    parser.add_argument("--teacher", type=Path, metavar="DIR", help="the teacher's recordings of the sentences")
     parser.add_argument(
-        "--stacks", nargs="+", choices=[stack.name for stack in STACKS], default=[stack.name for stack in STACKS]
+        "--teacher", type=Path, required=True, metavar="DIR", help="the teacher's recordings of the sentences"
     )
-    parser.add_argument("--voices", nargs="+", default=("slt", "rms"), help="names in the folder voices of the models")
     parser.add_argument("--output", type=Path, default=Path("out/evaluation"))
     return parser
 
@@ -135,16 +128,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     begun = time.monotonic()
     try:
-        sentences = args.sentences.read_text(encoding="utf-8").splitlines()
-        evaluation = Evaluation(args.models, args.voices, sentences, args.teacher)
+        sentences = HELD_OUT.read_text(encoding="utf-8").splitlines()
+        evaluation = Evaluation(args.models, sentences, args.teacher)
         args.output.mkdir(parents=True, exist_ok=True)
-        for stack in args.stacks:
+        for stack in (each.name for each in STACKS):
             for mode in ("streaming", "offline"):
                 print(f"{stack}, {mode}: {len(sentences)} sentences in each voice", flush=True)
                 evaluation.whole(stack, mode, args.output)
             evaluation.parts(stack)
         print("recognising", flush=True)
-        about = f"{len(sentences)} sentences, {os.cpu_count()} CPU cores. Teacher: {args.teacher or report.NOT_GIVEN}."
+        about = f"{len(sentences)} sentences, {os.cpu_count()} CPU cores. Teacher: {args.teacher}."
         print(evaluation.write(args.output, about))
     except (ValueError, RuntimeError, OSError) as error:  # ClientError and ServerError are RuntimeErrors
         print(f"demo_voice.evaluation: {error}", file=sys.stderr)

@@ -43,7 +43,6 @@ from pathlib import Path
 import torch
 
 from demo_voice.evaluation import HELD_OUT
-from demo_voice.training.training import CapturedStep
 
 WHOLE = 19 * 60.0  # seconds in all that the seconds below are for
 SECONDS = {
@@ -57,7 +56,6 @@ SECONDS = {
     "llm": 500.0,
 }
 EXPORT_SECONDS = 30.0  # including process start
-POLL_SECONDS = 0.5
 NETWORKS = ("vocoder", "flow_dit", "flow_unet", "llm")  # trained at the same time, on one GPU
 
 log = logging.getLogger("demo_voice.training")
@@ -137,8 +135,6 @@ class Processes:
 
     job: TrainingJob
     running: dict[str, subprocess.Popen] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    again: set[str] = field(default_factory=set)
 
     def __enter__(self) -> "Processes":
         return self
@@ -152,41 +148,22 @@ class Processes:
         """Start a stage unless it is done."""
         if self.job.is_done(stage):
             return
-        self.seconds[stage] = seconds
-        self._launch(stage)
+        job, path = self.job, self.job.work / f"{stage}.log"
+        command = [sys.executable, "-m", "demo_voice.training", "--stages", stage, "--seconds", f"{seconds:.0f}"]
+        command += ["--work", str(job.work), "--flite", str(job.flite), "--texts", str(job.texts)]
+        command += ["--device", job.device]
+        log.info("%s: %.0f s, log in %s", stage, seconds, path)
+        with path.open("ab") as output:
+            self.running[stage] = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
     def wait(self, *stages: str) -> None:
-        """Wait until these stages have ended. RuntimeError if one failed, also on its second start.
-
-        If a GPU fails to capture or replay a CUDA graph, the process cannot continue. The stage is started once more
-        without graphs (`--eager`), resumes from what was saved, and ends later by the time that was lost.
-        """
+        """Wait until these stages have ended. RuntimeError if one failed; the same command again resumes it."""
         waiting = [stage for stage in stages if stage in self.running]
-        while True:
-            for stage, process in list(self.running.items()):  # also those that are not waited for
-                if process.poll() and stage not in self.again:
-                    log.warning("%s: failed; continuing without CUDA graphs; see %s", stage, self._log(stage))
-                    self.again.add(stage)
-                    self._launch(stage, "--eager")
-            if all(self.running[stage].poll() is not None for stage in waiting):
-                break
-            time.sleep(POLL_SECONDS)
-        failed = [stage for stage in waiting if self.running.pop(stage).returncode]
+        failed = [stage for stage in waiting if self.running[stage].wait()]
+        for stage in waiting:
+            del self.running[stage]
         if failed:
             raise RuntimeError(f"{', '.join(failed)} failed: see {self.job.work}/*.log")
-
-    def _launch(self, stage: str, *options: str) -> None:
-        job, seconds = self.job, self.seconds[stage]
-        command = [sys.executable, "-m", "demo_voice.training", "--stages", stage, "--seconds", f"{seconds:.0f}"]
-        command += ["--work", str(job.work), "--flite", str(job.flite), "--texts", str(job.texts), *options]
-        log.info("%s: %.0f s, log in %s", stage, seconds, self._log(stage))
-        with self._log(stage).open("ab") as output:
-            self.running[stage] = subprocess.Popen(
-                [*command, "--device", job.device], stdout=output, stderr=subprocess.STDOUT
-            )
-
-    def _log(self, stage: str) -> Path:
-        return self.job.work / f"{stage}.log"
 
 
 def train_all(job: TrainingJob, seconds: float) -> None:
@@ -225,7 +202,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 8))  # several stages share the cores
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     job = TrainingJob(args.work, args.flite, args.texts, args.device)
-    CapturedStep.enabled = not args.eager
     try:
         if args.stages:
             for stage in args.stages:
@@ -251,7 +227,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="of training for each of --stages")
     parser.add_argument("--flite", type=Path, default=Path("/usr/lib"), help="folder that contains libflite1")
     parser.add_argument("--texts", type=Path, default=Path("/"), help="root of the Debian packages with the texts")
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(argv)
 

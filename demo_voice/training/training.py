@@ -90,11 +90,9 @@ class CapturedStep:
     random numbers on the host, which would be the same in every replay. On a CPU nothing is captured.
     """
 
-    enabled = True  # False: capture nothing on a GPU either
-
     def __init__(self, step: Callable[..., dict[str, Tensor]], device: torch.device) -> None:
         self._step = step
-        self._captures = self.enabled and device.type == "cuda"
+        self._captures = device.type == "cuda"
         self._taken: dict[tuple[Hashable, ...], int] = {}
         self._graphs: dict[tuple[Hashable, ...], tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]] = {}
         # One memory pool for all graphs: only the losses of the latest step are read outside of them.

@@ -49,27 +49,7 @@ def generated(llm, demo_models: Path, text: str, prompt_tokens: list[int], count
     return speech_ids
 
 
-def test_the_layout_is_the_official_one_and_files_are_marked_as_random(demo_models: Path) -> None:
-    for name in (
-        "cosyvoice2_llm/config.json",
-        "cosyvoice2_llm/generation_config.json",
-        "cosyvoice2_llm/model.safetensors",
-        "cosyvoice2_llm/tokenizer.json",
-        "cosyvoice2_llm/tokenizer_config.json",
-        "CosyVoice2-0.5B/campplus.onnx",
-        "CosyVoice2-0.5B/flow.pt",
-        "CosyVoice2-0.5B/hift.pt",
-        "CosyVoice2-0.5B/speech_tokenizer_v2.onnx",
-        "Step-Audio-2-mini/token2wav/campplus.onnx",
-        "Step-Audio-2-mini/token2wav/flow.pt",
-        "Step-Audio-2-mini/token2wav/hift.pt",
-        "Step-Audio-2-mini/token2wav/speech_tokenizer_v2_25hz.onnx",
-        "cosyvoice3_llm/model.safetensors",
-        "Fun-CosyVoice3-0.5B-2512/speech_tokenizer_v3.onnx",
-        "Fun-CosyVoice3-0.5B-2512/flow.pt",
-        "Fun-CosyVoice3-0.5B-2512/hift.pt",
-    ):
-        assert (demo_models / name).is_file(), name
+def test_the_files_are_marked_as_random(demo_models: Path) -> None:
     assert "random" in (demo_models / "README.md").read_text(encoding="utf-8")
     assert json.loads((demo_models / "demo_model.json").read_text(encoding="utf-8"))["weights"] == "random"
 

@@ -122,7 +122,7 @@ def test_streamed_takes_have_joints_and_times() -> None:
 # --- the report ----------------------------------------------------------------------------------------------------
 
 
-def rows(teacher: Series | None) -> list[dict]:
+def rows(teacher: Series) -> list[dict]:
     wave = np.sin(np.arange(SAMPLE_RATE) * 0.05).astype(np.float32)
     take = Take("One two three four five.", wave, SAMPLE_RATE, (12000,), first_chunk=0.3, total=0.6)
     transcripts = {report.STREAMED: "one two three four", report.OFFLINE: "one two three four five"}
@@ -144,10 +144,6 @@ def test_the_report_shows_which_targets_were_reached() -> None:
         "| RTF, dit, at most 0.5 | 0.60 | **missed** |",
     ):
         assert line in text
-
-
-def test_without_a_teacher_its_figures_are_marked_as_not_given() -> None:
-    assert "| lengths 0.6–1.6× the teacher's | not given |  |" in report.markdown(rows(None), {}, "one sentence")
 
 
 def test_a_missing_recording_of_the_teacher_is_reported_in_one_line(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.audible import leading_silence
-from cosyvoice_triton.load.measure import Player, RequestOutcome, Run, distribution
+from cosyvoice_triton.load.measure import RequestOutcome, Run, distribution
 from cosyvoice_triton.playback import PLAYER_SECONDS
 
 
@@ -21,20 +21,18 @@ def outcome(
     return RequestOutcome("a", "s:1", 0.0, arrivals, samples, total, error, timeline, silence)
 
 
-def test_a_player_that_always_has_audio_has_no_gap() -> None:
-    player = outcome((0.1, 0.6, 1.2), (0.5, 0.5, 0.5)).played()
-    assert player.worst_gap == 0
-    assert player.least_slack == pytest.approx(PLAYER_SECONDS - 0.1)
-
-
-def test_a_late_chunk_makes_a_gap_as_long_as_its_delay() -> None:
-    player = outcome((0.1, 1.0, 1.2), (0.5, 0.5, 0.5)).played()
-    assert player.worst_gap == pytest.approx(0.9 - 0.5 - PLAYER_SECONDS)
-    assert player.least_slack == pytest.approx(-player.worst_gap)
-
-
-def test_gaps_do_not_add_up_because_playback_is_delayed_by_each() -> None:
-    assert outcome((0.0, 1.0, 1.75), (0.5, 0.5, 0.5)).played().worst_gap == pytest.approx(0.25)
+@pytest.mark.parametrize(
+    ("arrivals", "gap", "slack"),
+    [
+        ((0.1, 0.6, 1.2), 0.0, PLAYER_SECONDS - 0.1),
+        ((0.1, 1.0, 1.2), 0.4 - PLAYER_SECONDS, PLAYER_SECONDS - 0.4),  # as long as the chunk's delay
+        ((0.0, 1.0, 1.75), 0.25, -0.25),  # gaps do not add up: each delays what follows
+        ((3.0,), 0.0, np.inf),  # a single chunk
+    ],
+)
+def test_a_late_chunk_makes_a_gap(arrivals: tuple[float, ...], gap: float, slack: float) -> None:
+    player = outcome(arrivals, (0.5,) * len(arrivals)).played()
+    assert (player.worst_gap, player.least_slack) == (pytest.approx(gap), pytest.approx(slack))
 
 
 def test_without_a_buffer_every_late_chunk_is_a_gap() -> None:
@@ -63,12 +61,6 @@ def test_audible_is_what_stays_above_45_dbfs_for_two_windows(level: float, begin
     waveform[SAMPLE_RATE // 2 :] += level * np.sin(np.arange(SAMPLE_RATE // 2) * 0.1, dtype=np.float32)
     silence = leading_silence(waveform)
     assert silence == begins if begins is None else silence == pytest.approx(begins, abs=0.011)
-
-
-def test_a_single_chunk_has_no_gap() -> None:
-    player = Player()
-    player.add(3.0, 0.5)
-    assert player.worst_gap == 0 and player.least_slack == np.inf
 
 
 def test_the_stages_sum_to_the_latency_of_the_first_chunk() -> None:
