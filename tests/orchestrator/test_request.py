@@ -16,28 +16,19 @@ def check(defaults: Sampling | None = None, **inputs: Any) -> SynthesisRequest:
     return RequestInputs(**given).check(defaults or Sampling(), 100)
 
 
-def test_a_request_without_parameters_samples_by_the_defaults() -> None:
+def test_parameters_replace_the_defaults_and_those_of_triton_are_ignored() -> None:
     defaults = Sampling(temperature=0.5, max_tokens=99)
     assert check(defaults).sampling == defaults
-
-
-def test_parameters_replace_the_defaults_and_those_of_triton_are_ignored() -> None:
     parameters = {"seed": 7, "temperature": 0, "top_p": "0.5", "top_k": 3, "repetition_penalty": 1.5, "max_tokens": "9"}
     sampling = check(parameters=parameters | {"triton_enable_empty_final_response": True, "speed": 1}).sampling
     assert sampling == Sampling(seed=7, temperature=0.0, top_p=0.5, top_k=3, repetition_penalty=1.5, max_tokens=9)
 
-
-def test_an_unknown_parameter_is_an_error_that_names_it_and_the_known_ones() -> None:
     with pytest.raises(ValueError, match="request parameter 'temprature' is unknown; known: .*temperature"):
         check(parameters={"temprature": 0.5})
 
 
-def test_an_answer_is_played_unless_the_request_says_otherwise() -> None:
-    assert check().played and not check(parameters={"played": False}).played
-
-
-def test_what_is_not_to_be_spelled_out_is_chosen_by_flags() -> None:
-    assert check().as_is == frozenset()
+def test_what_is_not_to_be_spelled_out_or_not_played_is_chosen_by_flags() -> None:
+    assert check().as_is == frozenset() and check().played and not check(parameters={"played": False}).played
     assert check(parameters={"url_normalization": "false", "phone_normalization": False}).as_is == {"urls", "phones"}
     with pytest.raises(ValueError, match="email_normalization must be true or false"):
         check(parameters={"email_normalization": "no"})
@@ -109,12 +100,8 @@ def test_the_padding_after_the_reference_is_cut_off() -> None:
     np.testing.assert_array_equal(check(reference_wav=WAV, reference_wav_len=None).voice.wav, WAV)
 
 
-@pytest.mark.parametrize("text", [None, "", "  \n"])
-def test_a_reference_without_a_transcript_is_cross_lingual(text: str | None) -> None:
-    assert check(reference_text=text).voice.text == ""
-
-
-def test_every_text_is_cleaned() -> None:
+def test_every_text_is_cleaned_and_a_reference_without_a_transcript_is_cross_lingual() -> None:
+    assert [check(reference_text=text).voice.text for text in (None, "", "  \n")] == [""] * 3
     request = check(target_text=" one\n two<|eos1|> ", reference_text="three\t\nfour")
     assert (request.target_text, request.voice.text) == ("one\ntwo", "three four")
     assert check(instruct_text="<|endofprompt|>slowly\n please", reference_text="").instruct_text == "slowly please"
@@ -135,11 +122,9 @@ def test_an_instruction_before_the_text_is_the_request_s_instruction() -> None:
             check(target_text=text, **other)
 
 
-@pytest.mark.parametrize(("speaker", "voice"), [("anna", "anna"), ("", None), (None, None)])
-def test_a_request_without_a_recording_names_a_speaker_or_means_the_default_voice(
-    speaker: str | None, voice: str | None
-) -> None:
-    assert RequestInputs(target_text="hello", speaker=speaker).check(Sampling(), 100).voice == voice
+def test_a_request_without_a_recording_names_a_speaker_or_means_the_default_voice() -> None:
+    for speaker, voice in (("anna", "anna"), ("", None), (None, None)):
+        assert RequestInputs(target_text="hello", speaker=speaker).check(Sampling(), 100).voice == voice
 
 
 @pytest.mark.parametrize(("value", "flag"), [(True, True), ("false", False), ("True", True), (0, False), ("1", True)])

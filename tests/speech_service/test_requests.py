@@ -20,7 +20,7 @@ from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.voice.files import read_voice
 from cosyvoice_triton.voice.prompt import Recording
 
-from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, service_with_stub, serving
+from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, serving
 from tests.support.triton_stub import texts_of
 
 
@@ -36,12 +36,6 @@ def recording(
 
 def in_base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubbedService]:
-    with service_with_stub(tmp_path_factory.mktemp("voices")) as service:
-        yield service
 
 
 BAD_BODIES = {

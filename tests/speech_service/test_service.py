@@ -20,18 +20,11 @@ from tests.support.speech_fixtures import (
     TEXT,
     StubbedService,
     client_that_leaves,
-    service_with_stub,
     serving,
     stub_triton,
     until,
 )
 from tests.support.triton_stub import TritonStub
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubbedService]:
-    with service_with_stub(tmp_path_factory.mktemp("voices")) as service:
-        yield service
 
 
 @pytest.mark.parametrize(("words", "status"), [("refuse", 400), ("lost", 503), ("silent", 502)])

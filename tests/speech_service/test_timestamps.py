@@ -3,7 +3,6 @@
 import base64
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2 as httpx
@@ -15,7 +14,7 @@ from cosyvoice_triton.speech_service.audio.timestamps import Timestamps, subtitl
 from cosyvoice_triton.speech_service.audio.word_times import word_times
 from websockets.sync.client import connect
 
-from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, service_with_stub
+from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService
 
 
 def sound(seconds: float) -> np.ndarray:
@@ -106,12 +105,6 @@ def test_subtitles_are_cues_of_words() -> None:
     assert srt.startswith("1\n00:00:00,000 --> 00:00:06,750\nword0, word1, word2, word3, word4, word5, word6,\n\n2\n")
     assert srt.endswith("3\n01:00:00,000 --> 01:00:00,500\nNew.\n\n")
     assert vtt.startswith("WEBVTT\n\n1\n00:00:00.000 --> 00:00:06.750\nword0,")
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubbedService]:
-    with service_with_stub(tmp_path_factory.mktemp("voices")) as service:
-        yield service
 
 
 WORDS = {**TEXT, "input": "Hello, world.", "timestamps": "word"}

@@ -116,13 +116,12 @@ def serving(settings: Settings) -> Iterator[str]:
         assert not thread.is_alive()
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> float:
-    """Wait until `condition` holds and return how many seconds that took."""
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until `condition` holds; fails after so many seconds."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < seconds, "the condition did not become true in time"
         time.sleep(0.01)
-    return time.monotonic() - started
 
 
 @contextlib.contextmanager

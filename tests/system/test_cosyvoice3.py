@@ -12,7 +12,7 @@ import pytest
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import client_grpc
 from cosyvoice_triton.client import grpc_client
-from cosyvoice_triton.client.requests import SpeechResult, Utterance, read_reference
+from cosyvoice_triton.client.requests import SpeechResult, Utterance
 from cosyvoice_triton.constants import (
     SAMPLE_RATE,
 )
@@ -39,11 +39,6 @@ def server(serve: Serve) -> Any:
     are fewer than the tests' streams."""
     settings = {"max_streams": str(STREAMS), "idle_seconds": "600", "n_timesteps": "4"}
     return serve(stack=STACK.name, llm_engine="cuda", settings=settings)
-
-
-@pytest.fixture(scope="module")
-def voice() -> np.ndarray:
-    return read_reference(VOICE)
 
 
 def test_upstreams_client_command_writes_the_speech(server: Any, tmp_path: Path) -> None:

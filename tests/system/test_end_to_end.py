@@ -85,11 +85,6 @@ def server(stack: str, serve: Serve) -> Server:
     return Server(MODELS[stack], serve(stack=stack, settings=SETTINGS))
 
 
-@pytest.fixture(scope="module")
-def voice() -> np.ndarray:
-    return read_reference(VOICE)
-
-
 # --- valid requests -----------------------------------------------------------------------------------------------
 
 

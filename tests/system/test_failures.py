@@ -9,22 +9,17 @@ import grpc
 import numpy as np
 import pytest
 from cosyvoice_triton.client import grpc_client
-from cosyvoice_triton.client.requests import ClientError, Utterance, read_reference
+from cosyvoice_triton.client.requests import ClientError, Utterance
 from cosyvoice_triton.server.tritonserver import ServerError
 from tritonclient.utils import InferenceServerException
 
 from tests.support import failing_llm
-from tests.support.server_requests import MODELS, TEXT, VOICE, VOICE_TEXT, Serve, assert_speech, process_of, stream
+from tests.support.server_requests import MODELS, TEXT, VOICE_TEXT, Serve, assert_speech, process_of, stream
 
 pytestmark = [pytest.mark.server, pytest.mark.serial]
 
 # An error comes after a timeout of 3 s, on a slow machine somewhat later. The client gives up then, with another error.
 SOON_SECONDS = 30.0
-
-
-@pytest.fixture(scope="module")
-def voice() -> np.ndarray:
-    return read_reference(VOICE)
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,13 @@ import soundfile as sf
 from cosyvoice_triton import samples
 from cosyvoice_triton.cli import client_grpc
 from cosyvoice_triton.client import grpc_client, http_client
-from cosyvoice_triton.client.requests import Utterance, read_reference
+from cosyvoice_triton.client.requests import Utterance
 from cosyvoice_triton.speech_service.settings import Settings
 
 from tests.support.server_requests import (
     MODELS,
     STACKS,
     TEXT,
-    VOICE,
     VOICE_TEXT,
     Serve,
     assert_speech,
@@ -36,11 +35,6 @@ pytestmark = pytest.mark.server
 @pytest.fixture(scope="module", params=STACKS)
 def stack(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def voice() -> np.ndarray:
-    return read_reference(VOICE)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from cosyvoice_triton.server.tritonserver import ServerError
 from tests.support.serve_process import StreamResult, synthesize
 from tests.support.serve_process import triton as grpc
 from tests.support.server_requests import Serve, process_of
+from tests.support.speech_fixtures import until
 
 pytestmark = [pytest.mark.server, pytest.mark.serial]
 
@@ -64,26 +64,19 @@ async def speak(server: Any, count: int, text: str, when_begun: Callable[[], Non
         return await asyncio.gather(*tasks)
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_a_replica_that_dies_takes_only_its_own_streams_and_the_last_one_the_server(supervised: Supervised) -> None:
     server, health = supervised.server, supervised.health
     assert health.readiness() == (200, "ready")
 
     def spread() -> None:
-        eventually(lambda: all(supervised.metric(STREAMS.name, model) == 2 for model in (FIRST, SECOND)))
+        until(lambda: all(supervised.metric(STREAMS.name, model) == 2 for model in (FIRST, SECOND)))
         os.kill(process_of(server, SECOND), signal.SIGKILL)
 
     results = asyncio.run(speak(server, 4, LONG, spread))
     errors = [result.error for result in results if result.error]
     assert len(errors) == 2 and all(SECOND in error for error in errors), errors
     lost = f"the process of model {SECOND} has died"
-    eventually(lambda: health.readiness() == (200, f"ready\n{lost}"))
+    until(lambda: health.readiness() == (200, f"ready\n{lost}"))
     assert supervised.metric(FAILING.name, SECOND) == 1 and supervised.metric(FAILING.name, FIRST) == 0
     assert [result.error for result in asyncio.run(speak(server, 3, TEXT, lambda: None))] == [None] * 3
     os.kill(process_of(server, FIRST), signal.SIGKILL)
