@@ -101,11 +101,6 @@ def test_an_end_token_is_the_last_one(engine):
     assert asyncio.run(collect(engine, make_request(95))) == ([96, 97, 98, 99], "stop")
 
 
-def test_there_is_no_end_token_below_min_tokens(engine):
-    tokens, _ = asyncio.run(collect(engine, make_request(98, max_tokens=1, min_tokens=1)))
-    assert tokens != [END]
-
-
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

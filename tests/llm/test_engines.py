@@ -4,10 +4,8 @@ import asyncio
 import importlib
 import importlib.util
 import json
-import shutil
 import sys
 from contextlib import aclosing
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,22 +91,20 @@ def test_a_request_beyond_the_context_is_an_error_with_the_numbers(engine, token
     assert engine.live == 0
 
 
-@pytest.mark.parametrize("kind", ["EngineDeadError", "EngineGenerateError"])
-def test_a_dead_vllm_is_unavailable(install, llm_dir, tokenizer, kind):  # noqa: F811
-    install("vllm")
-    engine = load_engine("vllm", llm_dir, tokenizer, MAX_REQUESTS)
-    engine._llm.fails = getattr(fake_vllm, kind)("the core has died")
-    with pytest.raises(UnavailableError, match="the core has died"):
-        asyncio.run(collect(engine, make_request(tokenizer)))
-    assert engine.live == 0
-
-
-@pytest.mark.parametrize("when", ["fails", "refuses"])
-def test_a_dead_tensorrt_llm_is_unavailable(install, llm_dir, tokenizer, when):  # noqa: F811
-    install("tensorrt_llm")
-    engine = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS)
-    setattr(engine._llm, when, RuntimeError("the worker has died"))
-    with pytest.raises(UnavailableError, match="the worker has died"):
+@pytest.mark.parametrize(
+    ("name", "when", "error"),
+    [
+        ("vllm", "fails", fake_vllm.EngineDeadError),
+        ("vllm", "fails", fake_vllm.EngineGenerateError),
+        ("tensorrt_llm", "fails", RuntimeError),
+        ("tensorrt_llm", "refuses", RuntimeError),
+    ],
+)
+def test_a_dead_engine_is_unavailable(install, llm_dir, tokenizer, name, when, error):  # noqa: F811
+    install(name)
+    engine = load_engine(name, llm_dir, tokenizer, MAX_REQUESTS)
+    setattr(engine._llm, when, error("it has died"))
+    with pytest.raises(UnavailableError, match="it has died"):
         asyncio.run(collect(engine, make_request(tokenizer)))
     assert engine.live == 0
 
@@ -146,9 +142,7 @@ def test_tensorrt_llm_gets_the_sampling_and_a_bias_that_excludes_text(install, l
     assert engine._llm.requests[1].sampling.seed != engine._llm.requests[2].sampling.seed  # its default is a constant
 
 
-@pytest.fixture
-def ras_in_tensorrt_llm(install, llm_dir, tokenizer):  # noqa: F811
-    """Speech tokens of a request with RAS, and its `SamplingParams`."""
+def test_repetition_aware_sampling_in_tensorrt_llm_has_upstreams_probabilities(install, llm_dir, tokenizer):  # noqa: F811
     install("tensorrt_llm")
     engine = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS)
     engine._llm.logits = torch.full((engine._limits.vocab_size,), -60.0)
@@ -160,26 +154,18 @@ def ras_in_tensorrt_llm(install, llm_dir, tokenizer):  # noqa: F811
     )
 
     def run(**sampling):
-        ras = preset_values("cosyvoice2") | sampling
-        chunks = asyncio.run(collect(engine, make_request(tokenizer, **ras)))
-        ids = tokenizer.to_speech_ids([token for chunk in chunks for token in chunk.tokens])
-        return ids, engine._llm.requests[-1].sampling
+        chunks = asyncio.run(collect(engine, make_request(tokenizer, **preset_values("cosyvoice2") | sampling)))
+        return tokenizer.to_speech_ids([token for chunk in chunks for token in chunk.tokens])
 
-    return run
-
-
-def test_repetition_aware_sampling_in_tensorrt_llm_has_upstreams_probabilities(ras_in_tensorrt_llm):
-    sampled, params = ras_in_tensorrt_llm(seed=1, max_tokens=700)
+    sampled = run(seed=1, max_tokens=700)
     rule = {"top_p": 0.8, "top_k": 25, "window": 10, "tau": 0.1}
     expected = [ras_probabilities(CASES["spread"], sampled[:step], **rule) for step in range(700)]
     assert len(sampled) == 700 and deviation(expected, sampled) < 4.5
     # Nothing else changes the logits: whether that would be before or after the processor is up to TensorRT-LLM.
+    params = engine._llm.requests[-1].sampling
     assert (params.embedding_bias, params.repetition_penalty, params.min_tokens, params.top_k) == (None, 1.0, 0, 1)
-
-
-def test_the_seed_of_a_request_with_repetition_aware_sampling_in_tensorrt_llm(ras_in_tensorrt_llm):
-    first, second, other, unseeded = (ras_in_tensorrt_llm(seed=seed, max_tokens=20)[0] for seed in (1, 1, None, None))
-    assert first == second and len({tuple(first), tuple(other), tuple(unseeded)}) == 3
+    short = [tuple(run(seed=seed, max_tokens=20)) for seed in (1, None, None)]
+    assert list(short[0]) == sampled[:20] and len({*short}) == 3
 
 
 # --- choice of the engine ------------------------------------------------------------------------------------------
@@ -254,20 +240,8 @@ def test_a_checkpoint_without_speech_tokens_is_an_error_at_load(name, install, l
         load_engine(name, tmp_path, tokenizer, 1)
 
 
-def test_built_engines_have_their_own_limits(install, llm_dir, tokenizer, tmp_path):  # noqa: F811
-    install("tensorrt_llm")
-    build = {"pretrained_config": {"vocab_size": 6826}, "build_config": {"max_seq_len": 100}}
-    (tmp_path / "config.json").write_text(json.dumps(build))
-    shutil.copy(Path(__file__), tmp_path / "rank0.engine")
-    engine = load_engine("auto", tmp_path, tokenizer, 1)
-    assert isinstance(engine._llm, fake_tensorrt_llm.BuiltLLM)
-    with pytest.raises(ValueError, match="context of 100"):
-        asyncio.run(collect(engine, make_request(tokenizer)))
-
-
-def test_built_engines_are_served_as_the_version_of_tensorrt_llm_can(
+def test_built_engines_are_served_with_their_own_limits_as_the_version_of_tensorrt_llm_can(
     install,  # noqa: F811
-    llm_dir,  # noqa: F811
     tokenizer,
     tmp_path,
     monkeypatch,
@@ -277,6 +251,10 @@ def test_built_engines_are_served_as_the_version_of_tensorrt_llm_can(
     build = {"pretrained_config": {"vocab_size": 6826}, "build_config": {"max_seq_len": 100}}
     (tmp_path / "config.json").write_text(json.dumps(build))
     (tmp_path / "rank0.engine").touch()
+    engine = load_engine("auto", tmp_path, tokenizer, 1)
+    assert isinstance(engine._llm, fake_tensorrt_llm.BuiltLLM)
+    with pytest.raises(ValueError, match="context of 100"):
+        asyncio.run(collect(engine, make_request(tokenizer)))
     monkeypatch.setattr(sys.modules["tensorrt_llm"], "__version__", "0.20.0")
     assert type(load_engine("tensorrt_llm", tmp_path, tokenizer, 1)._llm) is fake_tensorrt_llm.LLM
     monkeypatch.setattr(sys.modules["tensorrt_llm"], "__version__", "1.3.0")

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,30 @@ async def speak(llm, prompt=PROMPT, **sampling):
     return tokens, stream.finish_reason
 
 
+def over(tokenizer, scripts, scenario, dialect="auto", urls=(), timeouts=QUICK):
+    """What `scenario(llm, servers)` returns over a server for each script, beside other `urls`; and the servers."""
+
+    async def run():
+        servers = [RawHttpServer(*script) for script in scripts]
+        async with AsyncExitStack() as stack:
+            own = [await stack.enter_async_context(server.running()) for server in servers]
+            llm = OpenAILM([*urls, *own], "model", tokenizer, timeouts, dialect=dialect)
+            stack.push_async_callback(llm.aclose)
+            return await asyncio.wait_for(scenario(llm, servers), 20), servers
+
+    return asyncio.run(run())
+
+
+def ask(tokenizer, *answers, dialect="auto", **sampling):
+    """One utterance from a server that gives these answers; returns the result and the server."""
+    result, (server,) = over(tokenizer, [answers], lambda llm, _: speak(llm, **sampling), dialect)
+    return result, server
+
+
+GOOD = (STREAM, event("<|s_1|><|s_"), event("2|>"), event("", "stop"), b"data: [DONE]\n\n")
+SPOKEN = ([1, 2], "stop")  # what GOOD says
+
+
 # --- a real server ------------------------------------------------------------------------------------------------
 
 
@@ -64,71 +89,24 @@ def transformers_url(llm_dir, tmp_path_factory):  # noqa: F811
             server.terminate()
 
 
-def run_against(url, tokenizer, model, scenario):
+@pytest.mark.slow
+def test_transformers_serve_speaks_by_the_requested_sampling_up_to_its_limit(transformers_url, tokenizer, llm_dir):  # noqa: F811
     async def run():
-        llm = OpenAILM([url], model, tokenizer)
+        llm = OpenAILM([transformers_url], str(llm_dir), tokenizer)
         try:
-            return await scenario(llm)
+            seeded = [await speak(llm, seed=seed) for seed in (1, 1, 2)]
+            greedy = [await speak(llm, seed=seed, temperature=0.0, max_tokens=40) for seed in (1, 2)]
+            return seeded, greedy, await speak(llm, seed=1, max_tokens=7)
         finally:
             await llm.aclose()
 
-    return asyncio.run(run())
-
-
-@pytest.mark.slow
-def test_transformers_serve_generates_speech_and_repeats_a_seed(transformers_url, tokenizer, llm_dir):  # noqa: F811
-    async def scenario(llm):
-        return [await speak(llm, seed=seed) for seed in (1, 1, 2)]
-
-    first, again, other = run_against(transformers_url, tokenizer, str(llm_dir), scenario)
-    assert len(first[0]) > 10
-    assert first[1] == "stop"
-    assert first == again
-    assert first != other
-
-
-@pytest.mark.slow
-def test_transformers_serve_reports_the_cut_by_max_tokens(transformers_url, tokenizer, llm_dir):  # noqa: F811
-    async def scenario(llm):
-        return await speak(llm, seed=1, max_tokens=7)
-
-    tokens, reason = run_against(transformers_url, tokenizer, str(llm_dir), scenario)
+    (first, again, other), greedy, (tokens, reason) = asyncio.run(run())
+    assert len(first[0]) > 10 and first[1] == "stop"
+    assert first == again != other and greedy[0] == greedy[1]
     assert (len(tokens), reason) == (7, "length")
 
 
-@pytest.mark.slow
-def test_transformers_serve_uses_the_requested_sampling(transformers_url, tokenizer, llm_dir):  # noqa: F811
-    async def scenario(llm):
-        return [await speak(llm, seed=seed, temperature=0.0, max_tokens=40) for seed in (1, 2)]
-
-    first, other = run_against(transformers_url, tokenizer, str(llm_dir), scenario)
-    assert first == other
-
-
 # --- a faulty server -------------------------------------------------------------------------------------
-
-
-def ask(tokenizer, *answers, dialect="auto", **sampling):
-    """One utterance from a server that gives these answers; returns the result and the server."""
-
-    async def run():
-        server = RawHttpServer(*answers)
-        async with server.running() as url:
-            llm = OpenAILM([url], "model", tokenizer, QUICK, dialect=dialect)
-            try:
-                return await asyncio.wait_for(speak(llm, **sampling), 5), server
-            finally:
-                await llm.aclose()
-
-    return asyncio.run(run())
-
-
-GOOD = (STREAM, event("<|s_1|><|s_"), event("2|>"), event("", "stop"), b"data: [DONE]\n\n")
-
-
-def test_tokens_are_read_across_events(tokenizer):
-    result, _ = ask(tokenizer, GOOD)
-    assert result == ([1, 2], "stop")
 
 
 def test_an_end_token_in_the_text_ends_the_answer(tokenizer):
@@ -202,26 +180,23 @@ def test_servers_that_accept_no_connection_share_one_deadline(tokenizer):
         full.listen(0)
         waiting.connect(full.getsockname())  # the backlog is full: further connections get no answer
         url = f"http://127.0.0.1:{full.getsockname()[1]}"
-
-        async def run():
-            llm = OpenAILM([url] * 4, "model", tokenizer, Timeouts(connect=0.3, first_token=0.6, token=0.6))
-            try:
-                await speak(llm)
-            finally:
-                await llm.aclose()
-
+        hurried = dataclasses.replace(QUICK, connect=0.3)
         started = time.monotonic()
         with pytest.raises(UnavailableError, match=url):
-            asyncio.run(run())
+            over(tokenizer, [], lambda llm, _: speak(llm), urls=[url] * 4, timeouts=hurried)
         assert 0.55 < time.monotonic() - started < 1.1
 
 
-def test_a_refused_connection_is_an_error_with_the_url(tokenizer):
+def test_a_refused_connection_is_an_error_with_the_url_unless_there_is_another_server(tokenizer):
+    async def twice(llm, servers):
+        return [await speak(llm) for _ in range(2)]
+
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, not listening
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(UnavailableError, match=f"LLM server {url} cannot be reached"):
-            run_against(url, tokenizer, "model", speak)
+            over(tokenizer, [], twice, urls=[url])
+        assert over(tokenizer, [[GOOD]], twice, urls=[url])[0] == [SPOKEN] * 2
 
 
 def test_a_rejected_request_is_a_value_error_with_the_servers_message(tokenizer):
@@ -230,20 +205,15 @@ def test_a_rejected_request_is_a_value_error_with_the_servers_message(tokenizer)
 
 
 def test_the_dialect_is_learned_once(tokenizer):
-    async def run():
-        rejection = (reply("422 Unprocessable", b"Unexpected fields: top_k"),)
-        server = RawHttpServer(rejection, rejection, rejection, GOOD)
-        async with server.running() as url:
-            llm = OpenAILM([url], "model", tokenizer, QUICK)
-            results = [await speak(llm, top_k=9), await speak(llm, top_k=9)]
-            await llm.aclose()
-            return results, server.bodies
+    async def twice(llm, servers):
+        return [await speak(llm, top_k=9) for _ in range(2)]
 
-    results, bodies = asyncio.run(run())
-    assert results == [([1, 2], "stop")] * 2
-    kinds = [(type(body["prompt"]), "top_k" in body, "generation_config" in body) for body in bodies]
+    rejection = (reply("422 Unprocessable", b"Unexpected fields: top_k"),)
+    results, (server,) = over(tokenizer, [[rejection, rejection, rejection, GOOD]], twice)
+    assert results == [SPOKEN] * 2
+    kinds = [(type(body["prompt"]), "top_k" in body, "generation_config" in body) for body in server.bodies]
     assert kinds == [(list, True, False)] * 2 + [(str, True, False)] + [(str, False, True)] * 2
-    config = json.loads(bodies[-1]["generation_config"])
+    config = json.loads(server.bodies[-1]["generation_config"])
     assert (config["top_k"], config["eos_token_id"]) == (9, list(tokenizer.end_ids))
 
 
@@ -261,38 +231,28 @@ def test_events_may_arrive_in_pieces_of_any_size(tokenizer):
     assert result == ([1, 22], "stop")
 
 
-def test_a_chat_server_gets_the_template_as_messages(tokenizer):
-    delta = {"choices": [{"index": 0, "delta": {"content": "<|s_4|>"}, "finish_reason": None}]}
-    last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
-    events = [b"data: " + json.dumps(content).encode() + b"\n\n" for content in (delta, last)]
-    continued = dataclasses.replace(PROMPT, generated=(9,))
-    result, server = ask(tokenizer, (STREAM, *events), prompt=continued, dialect="chat")
-    assert result == ([4], "length")
-    assert server.bodies[0]["messages"] == [
-        {"role": "user", "content": "A reference.Hello there."},
-        {"role": "assistant", "content": speech_token_text([1, 2, 3, 9])},
-    ]
+def chat_event(reason=None, **delta):
+    choice = {"index": 0, "delta": delta, "finish_reason": reason}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
 
 
 @pytest.mark.parametrize(
-    ("prompt", "content"),
+    ("prompt", "user", "spoken"),
     [
-        (LLMPrompt("|>Hello<|eos1|>", "A <|s_1"), "A <|s_1 |>Hello "),
-        (LLMPrompt("Hello<|eos1|>", instruction="sadly<|s_1|>"), "sadly <|endofprompt|>Hello "),
+        (dataclasses.replace(PROMPT, generated=(9,)), "A reference.Hello there.", [1, 2, 3, 9]),
+        (LLMPrompt("|>Hello<|eos1|>", "A <|s_1"), "A <|s_1 |>Hello ", []),
+        (LLMPrompt("Hello<|eos1|>", instruction="sadly<|s_1|>"), "sadly <|endofprompt|>Hello ", []),
     ],
 )
-def test_the_token_that_ends_an_instruction_is_the_only_control_token_in_a_chat(tokenizer, prompt, content):
-    async def run():
-        server = RawHttpServer((STREAM, event("<|s_1|>", "stop")))
-        async with server.running() as url:
-            llm = OpenAILM([url], "model", tokenizer, QUICK, dialect="chat")
-            stream = llm.generate(prompt, Sampling())
-            await anext(stream)
-            await stream.aclose()
-            await llm.aclose()
-        return server.bodies[0]["messages"]
-
-    assert asyncio.run(run()) == [{"role": "user", "content": content}]
+def test_a_chat_server_gets_the_template_as_messages_without_control_tokens(tokenizer, prompt, user, spoken):
+    """Except the token that ends an instruction."""
+    answer = (STREAM, chat_event(content="<|s_4|>"), chat_event("length"))
+    result, server = ask(tokenizer, answer, prompt=prompt, dialect="chat")
+    assert result == ([4], "length")
+    messages = [{"role": "user", "content": user}]
+    if spoken:
+        messages.append({"role": "assistant", "content": speech_token_text(spoken)})
+    assert server.bodies[0]["messages"] == messages
 
 
 def test_the_control_tokens_of_a_chat_are_those_of_the_tokenizers_rules(tokenizer):
@@ -307,8 +267,7 @@ def test_the_control_tokens_of_a_chat_are_those_of_the_tokenizers_rules(tokenize
 
 def test_the_chat_api_is_used_if_a_server_has_no_completions(tokenizer):
     absent = (reply("404 Not Found", b"no such path"),)
-    answer = (STREAM, b'data: {"choices": [{"delta": {"content": "<|s_4|>"}, "finish_reason": "stop"}]}\n\n')
-    result, server = ask(tokenizer, absent, absent, absent, absent, answer)
+    result, server = ask(tokenizer, *[absent] * 4, (STREAM, chat_event("stop", content="<|s_4|>")))
     assert result == ([4], "stop")
     assert "messages" in server.bodies[-1]
 
@@ -320,113 +279,65 @@ def test_repetition_aware_sampling_is_sent_to_vllm_only(tokenizer):
         ask(tokenizer, GOOD, dialect="trtllm", ras_window=10)
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
-        (reply("503 Service Unavailable", b"loading"),),
-        (STREAM,),
-        (STREAM, event("")),
-    ],
-)
+@pytest.mark.parametrize("failure", [(reply("503 Service Unavailable", b"loading"),), (STREAM,), (STREAM, event(""))])
 def test_another_server_is_tried_if_no_token_has_arrived(tokenizer, failure):
-    async def run():
-        servers = RawHttpServer(failure), RawHttpServer(GOOD)
-        async with servers[0].running() as first, servers[1].running() as second:
-            llm = OpenAILM([first, second], "model", tokenizer, QUICK)
-            results = [await speak(llm) for _ in range(3)]
-            await llm.aclose()
-        return results, [len(server.bodies) for server in servers]
+    async def thrice(llm, servers):
+        return [await speak(llm) for _ in range(3)]
 
+    results, servers = over(tokenizer, [[failure], [GOOD]], thrice)
     # The one that failed is not tried again while there is another.
-    assert asyncio.run(run()) == ([([1, 2], "stop")] * 3, [1, 3])
+    assert results == [SPOKEN] * 3 and [len(server.bodies) for server in servers] == [1, 3]
+
+
+def test_no_other_server_is_tried_after_the_first_token(tokenizer):
+    async def fails(llm, servers):
+        with pytest.raises(UnavailableError):
+            await speak(llm)
+
+    _, servers = over(tokenizer, [[(STREAM, event("<|s_1|>"))], [GOOD]], fails)
+    assert [len(server.bodies) for server in servers] == [1, 0]
 
 
 def test_a_pooled_connection_that_the_server_closed_is_not_an_error(tokenizer):
     result, server = ask(tokenizer, (b"",), GOOD, dialect="vllm")
-    assert result == ([1, 2], "stop")
+    assert result == SPOKEN
     assert len(server.bodies) == 2
 
 
-def test_two_hundred_cancellations_leave_no_request_at_the_server(tokenizer):
-    async def run():
-        server = RawHttpServer((STREAM, event("<|s_1|>"), 30.0))
-        async with server.running() as url:
-            llm = OpenAILM([url], "model", tokenizer, QUICK)
-            for i in range(200):
-                stream = llm.generate(PROMPT, Sampling())
-                reader = asyncio.create_task(anext(stream))
-                await asyncio.sleep(0.001 * (i % 4))
-                reader.cancel()
-                await asyncio.wait({reader})
-                await stream.aclose()
-            deadline = time.monotonic() + 5
-            while server.live:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.01)
-            outstanding = llm._endpoints[0].outstanding
-            await llm.aclose()
-        return outstanding
-
-    assert asyncio.run(run()) == 0
-
-
-def test_another_server_is_tried_if_one_cannot_be_reached(tokenizer):
-    async def run():
-        server = RawHttpServer(GOOD)
-        with socket.socket() as unused:
-            unused.bind(("127.0.0.1", 0))
-            async with server.running() as url:
-                llm = OpenAILM([f"http://127.0.0.1:{unused.getsockname()[1]}", url], "model", tokenizer, QUICK)
-                results = [await speak(llm) for _ in range(2)]
-                await llm.aclose()
+def test_the_least_busy_server_is_used(tokenizer):
+    async def scenario(llm, servers):
+        busy = llm.generate(PROMPT, Sampling())
+        await anext(busy)
+        results = [await speak(llm) for _ in range(3)]
+        await busy.aclose()
         return results
 
-    assert asyncio.run(run()) == [([1, 2], "stop")] * 2
+    results, servers = over(tokenizer, [[(STREAM, event("<|s_1|>"), 30.0)], [GOOD]], scenario)
+    assert results == [SPOKEN] * 3 and len(servers[0].bodies) == 1
 
 
-def test_no_other_server_is_tried_after_the_first_token(tokenizer):
-    async def run():
-        servers = RawHttpServer((STREAM, event("<|s_1|>"))), RawHttpServer(GOOD)
-        async with servers[0].running() as first, servers[1].running() as second:
-            llm = OpenAILM([first, second], "model", tokenizer, QUICK)
-            with pytest.raises(UnavailableError):
-                await speak(llm)
-            await llm.aclose()
-        return [len(server.bodies) for server in servers]
+def test_two_hundred_readers_that_leave_leave_no_request_at_the_server(tokenizer):
+    """Cancelled before or around the first token, or closed after it."""
 
-    assert asyncio.run(run()) == [1, 0]
-
-
-def test_the_least_busy_server_is_used(tokenizer):
-    async def run():
-        servers = RawHttpServer((STREAM, event("<|s_1|>"), 30.0)), RawHttpServer(GOOD)
-        async with servers[0].running() as first, servers[1].running() as second:
-            llm = OpenAILM([first, second], "model", tokenizer, QUICK)
-            busy = llm.generate(PROMPT, Sampling())
-            await anext(busy)
-            results = [await speak(llm) for _ in range(3)]
-            await busy.aclose()
-            await llm.aclose()
-        return results, len(servers[0].bodies)
-
-    assert asyncio.run(run()) == ([([1, 2], "stop")] * 3, 1)
-
-
-def test_closing_the_stream_aborts_the_request(tokenizer):
-    async def run():
-        server = RawHttpServer((STREAM, event("<|s_1|>"), 30.0))
-        async with server.running() as url:
-            llm = OpenAILM([url], "model", tokenizer, QUICK)
+    async def scenario(llm, servers):
+        for i in range(200):
             stream = llm.generate(PROMPT, Sampling())
-            assert await anext(stream) == [1]
+            reader = asyncio.create_task(anext(stream))
+            if i % 4:
+                await asyncio.sleep(0.001 * (i % 4))
+                reader.cancel()
+            await asyncio.wait({reader})
             await stream.aclose()
-            await asyncio.wait_for(server.closed_by_client.wait(), 1)
-            await llm.aclose()
+        deadline = time.monotonic() + 5
+        while servers[0].live:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        return llm._endpoints[0].outstanding
 
-    asyncio.run(run())
+    assert over(tokenizer, [[(STREAM, event("<|s_1|>"), 30.0)]], scenario)[0] == 0
 
 
-@pytest.mark.parametrize("suffix", ["/", "/v1", "/v1/"])
+@pytest.mark.parametrize("suffix", ["/", "/v1/"])
 def test_a_url_may_end_with_the_version(tokenizer, suffix):
     async def run():
         async with RawHttpServer(GOOD).running() as url:
@@ -435,7 +346,7 @@ def test_a_url_may_end_with_the_version(tokenizer, suffix):
             await llm.aclose()
         return result
 
-    assert asyncio.run(run()) == ([1, 2], "stop")
+    assert asyncio.run(run()) == SPOKEN
 
 
 @pytest.mark.parametrize("urls", [[], ["localhost:8000"], ["ftp://host"]])

@@ -27,40 +27,16 @@ def samples(steps, *, logits=LOGITS, requests=1, prompt=(7,), ends=(), seed=0, *
     return np.array([sampler.sample(range(requests), rows) for _ in range(steps)]).T - 10
 
 
-def test_frequencies_follow_the_softmax_over_the_candidates():
-    expected = np.exp(LOGITS) / np.exp(LOGITS).sum()
-    found = np.bincount(samples(100, requests=200).flatten(), minlength=6) / 20_000
-    np.testing.assert_allclose(found, expected, atol=0.015)
-
-
-def test_temperature_zero_takes_the_most_probable_token():
+def test_temperature_zero_takes_the_most_probable_token_after_penalties_and_exclusions():
     assert set(samples(5, temperature=0)[0]) == {5}
-
-
-def test_a_high_temperature_flattens_the_distribution():
-    assert np.bincount(samples(20, requests=100, temperature=10.0).flatten(), minlength=6)[0] > 150
-
-
-def test_top_k_keeps_the_k_most_probable_tokens():
-    assert set(samples(20, requests=100, top_k=2, temperature=5.0).flatten()) == {4, 5}
+    assert samples(1, temperature=0, repetition_penalty=2.0, prompt=[15]) == 4
+    assert samples(4, temperature=0, repetition_penalty=2.0).tolist() == [[5, 4, 3, 5]]
+    assert samples(4, temperature=0, ends=[5], min_tokens=2).tolist() == [[4, 4, 5, 5]]
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.5, {5}), (0.7, {4, 5}), (0.95, {3, 4, 5}), (1e-6, {5})])
 def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p, kept):
     assert set(samples(20, requests=100, top_p=top_p).flatten()) == kept  # softmax: .63 .23 .09 .03 ...
-
-
-def test_repetition_penalty_counts_prompt_and_sampled_tokens():
-    assert samples(1, temperature=0, repetition_penalty=2.0, prompt=[15]) == 4
-    assert samples(4, temperature=0, repetition_penalty=2.0).tolist() == [[5, 4, 3, 5]]
-
-
-def test_repetition_penalty_lowers_negative_logits_too():
-    assert samples(1, logits=LOGITS - 60, temperature=0, repetition_penalty=2.0, prompt=[15]) == 4
-
-
-def test_end_tokens_are_excluded_below_min_tokens():
-    assert samples(4, temperature=0, ends=[5], min_tokens=2).tolist() == [[4, 4, 5, 5]]
 
 
 def test_the_seed_determines_the_samples_and_no_seed_does_not():

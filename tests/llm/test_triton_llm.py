@@ -59,10 +59,18 @@ def speak(model, tokenizer, generated=(), **sampling):
     return asyncio.run(run())
 
 
-def test_speech_ids_are_yielded_as_they_arrive_up_to_the_end_token(tokenizer):
-    o, end = tokenizer.first_speech_id, tokenizer.end_ids[0]
-    model = ScriptedModel([o + 1], [o + 2, o + 3], [end])
-    assert speak(model, tokenizer) == ([[1], [2, 3]], "stop")
+@pytest.mark.parametrize(
+    ("answers", "max_tokens", "expected"),
+    [
+        ([[1], [2, 3], ["end"]], 30, ([[1], [2, 3]], "stop")),
+        ([[0], [0]], 2, ([[0], [0]], "length")),
+        ([[0, "end"]], 2, ([[0]], "stop")),  # not a cut, although it is at max_tokens
+    ],
+)
+def test_speech_ids_are_yielded_as_they_arrive_up_to_the_end(tokenizer, answers, max_tokens, expected):
+    first, end = tokenizer.first_speech_id, tokenizer.end_ids[0]
+    model = ScriptedModel(*[[end if token == "end" else first + token for token in answer] for answer in answers])
+    assert speak(model, tokenizer, max_tokens=max_tokens) == expected
     assert model.open_streams == 0
 
 
@@ -71,16 +79,6 @@ def test_a_stream_that_does_not_end_after_its_last_token_ends_the_answer(tokeniz
     model = ScriptedModel([tokenizer.first_speech_id, tokenizer.end_ids[0]], 60.0)
     assert speak(model, tokenizer) == ([[0]], "stop")
     assert model.open_streams == 0 and "did not end its stream" in caplog.text
-
-
-def test_reaching_max_tokens_is_reported(tokenizer):
-    model = ScriptedModel([tokenizer.first_speech_id], [tokenizer.first_speech_id])
-    assert speak(model, tokenizer, max_tokens=2) == ([[0], [0]], "length")
-
-
-def test_an_end_token_at_max_tokens_is_not_reported_as_a_cut(tokenizer):
-    model = ScriptedModel([tokenizer.first_speech_id, tokenizer.end_ids[0]])
-    assert speak(model, tokenizer, max_tokens=2) == ([[0]], "stop")
 
 
 def test_the_request_carries_prompt_and_sampling_in_trt_llms_tensors(tokenizer):
@@ -112,6 +110,7 @@ def test_what_has_no_tensor_is_sent_as_request_parameters(tokenizer):
     model = ScriptedModel([tokenizer.end_ids[0]])
     speak(model, tokenizer)
     speak(model, tokenizer, ras_window=10)
+    assert not {"seed", "random_seed"} & set(model.requests[0])
     hints = {"urgent_tokens": "18", "played": "0"}
     assert model.parameters == [hints, {**hints, "ras_window": "10", "ras_tau": "0.1"}]
 
@@ -135,12 +134,6 @@ def test_the_c_plus_plus_backend_gets_a_bias_and_a_seed_and_no_repetition_aware_
         asyncio.run(run(ras_window=10))
 
 
-def test_without_a_seed_none_is_sent(tokenizer):
-    model = ScriptedModel([tokenizer.end_ids[0]])
-    speak(model, tokenizer)
-    assert not {"seed", "random_seed"} & set(model.requests[0])
-
-
 @pytest.mark.parametrize("error", [RuntimeError("stub died"), UnavailableError("full")])
 def test_a_failing_model_is_unavailable(tokenizer, error):
     with pytest.raises(UnavailableError, match=str(error)):
@@ -160,22 +153,13 @@ def test_a_silent_model_is_an_error_in_time_and_its_request_is_stopped(tokenizer
     assert model.open_streams == 0
 
 
-def test_closing_the_stream_stops_the_request_at_the_model(tokenizer):
+@pytest.mark.parametrize("before", [0, 1])
+def test_cancelling_the_reader_stops_the_request_at_the_model(tokenizer, before):
     async def run():
-        model = ScriptedModel([tokenizer.first_speech_id], 30.0)
+        model = ScriptedModel(*[[tokenizer.first_speech_id]] * before, 30.0)
         stream = TritonLM(model, tokenizer).generate(LLMPrompt("Hi"), Sampling())
-        assert await anext(stream) == [0]
-        await stream.aclose()
-        return model
-
-    model = asyncio.run(run())
-    assert model.open_streams == 0
-
-
-def test_cancelling_the_reader_stops_the_request_at_the_model(tokenizer):
-    async def run():
-        model = ScriptedModel(30.0)
-        stream = TritonLM(model, tokenizer).generate(LLMPrompt("Hi"), Sampling())
+        for _ in range(before):
+            assert await anext(stream) == [0]
         reader = asyncio.create_task(anext(stream))
         await asyncio.sleep(0.02)
         reader.cancel()

@@ -90,16 +90,6 @@ def peaked(batch, *columns):
     return logits
 
 
-def test_text_is_never_sampled_and_speech_by_its_weight(batch):
-    for _ in range(8):
-        batch.add(**FREE)
-    logits = np.full(batch.width, -40.0)
-    logits[:6] = [0, 1, 2, 3, 4, 5]  # all ids that are not candidates have 0
-    sampled = np.concatenate([batch.step(logits) for _ in range(250)])
-    expected = np.exp(np.arange(6)) / np.exp(np.arange(6)).sum()
-    np.testing.assert_allclose(np.bincount(sampled, minlength=6) / 2000, expected, atol=0.04)
-
-
 def test_the_learned_bias_of_the_head_is_added(processor_class, llm_dir, tmp_path):  # noqa: F811
     for file in llm_dir.iterdir():
         (tmp_path / file.name).symlink_to(file)
