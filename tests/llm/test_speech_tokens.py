@@ -90,17 +90,17 @@ def test_an_end_token_longer_than_any_speech_token_may_arrive_in_pieces():
     assert parser.feed("ech|><|s_6|>") == [] and parser.ended
 
 
-def test_the_first_speech_id_is_read_from_the_tokenizer(tokenizer_dir, tokenizer):
+def test_the_first_speech_id_is_read_from_the_tokenizer_or_the_official_one(tokenizer_dir, tokenizer):
+    assert read_first_speech_id("") == OFFICIAL_FIRST_SPEECH_ID
     assert read_first_speech_id(str(tokenizer_dir)) == tokenizer.first_speech_id
     assert tokenizer.first_speech_id == build_tokenizer().token_to_id("<|s_0|>")
 
 
-def test_without_a_tokenizer_the_first_speech_id_is_the_official_one():
-    assert read_first_speech_id("") == OFFICIAL_FIRST_SPEECH_ID
-
-
-def test_a_directory_without_a_tokenizer_is_an_error_with_the_path(tmp_path):
+def test_a_missing_or_damaged_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"no file {tmp_path}/tokenizer.json"):
+        LLMTokenizer.from_dir(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "trunc')
+    with pytest.raises(ValueError, match=f"{tmp_path}/tokenizer.json is not a tokenizer, or is damaged: EOF"):
         LLMTokenizer.from_dir(tmp_path)
 
 
@@ -191,12 +191,9 @@ def test_text_is_counted_in_tokens_and_decoded_from_them(tokenizer):
     assert tokenizer.decode(ids) == "Text 文本"
 
 
-def test_speech_ids_survive_conversion_to_llm_ids_and_back(tokenizer):
+def test_speech_ids_survive_conversion_and_what_is_not_speech_is_dropped(tokenizer):
     ids = [0, 17, SPEECH_VOCAB - 1]
     assert tokenizer.to_speech_ids(tokenizer.to_llm_ids(ids)) == ids
-
-
-def test_tokens_that_are_not_speech_are_dropped_from_an_answer(tokenizer):
     assert tokenizer.to_speech_ids([3, tokenizer.first_speech_id + 7, *tokenizer.end_ids]) == [7]
 
 
@@ -206,7 +203,7 @@ def test_a_prompt_token_outside_the_codebook_is_an_error(tokenizer, token):
         tokenizer.encode_prompt(LLMPrompt("Hi", "", [token]))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_the_parser_reads_the_same_tokens_however_the_text_is_split(seed):
     rng = random.Random(seed)
     tokens = [rng.randrange(SPEECH_VOCAB) for _ in range(50)]
@@ -226,24 +223,11 @@ def test_the_parser_skips_text_that_is_not_a_speech_token():
     assert not parser.ended
 
 
-def test_the_parser_stops_at_an_end_token():
-    parser = SpeechTokenParser()
-    assert parser.feed("<|s_1|><|eo") == [1]
-    assert parser.feed("s1|><|s_2|>") == []
-    assert parser.ended
-
-
 def test_unfinished_text_does_not_accumulate():
     parser = SpeechTokenParser()
     for _ in range(100):
         parser.feed("<|never a token ")
     assert len(parser._pending) < 20
-
-
-def test_a_damaged_tokenizer_is_named(tmp_path):
-    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "trunc')
-    with pytest.raises(ValueError, match=f"{tmp_path}/tokenizer.json is not a tokenizer, or is damaged: EOF"):
-        LLMTokenizer.from_dir(tmp_path)
 
 
 def test_a_prompt_of_ids_is_no_text(tokenizer):

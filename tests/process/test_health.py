@@ -20,7 +20,6 @@ from cosyvoice_triton.monitoring.health import (
     report_failure,
     reported_failures,
 )
-from cosyvoice_triton.monitoring.metrics import page, sum_of
 
 
 class Clock:
@@ -167,10 +166,3 @@ def test_what_was_loaded_is_not_scanned_for_garbage_again(tmp_path: Path, monkey
         assert all(each is not loaded for each in gc.get_objects())
     finally:
         gc.unfreeze()
-
-
-def test_the_health_is_numbers_on_the_metrics_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
-    ModelMonitor({"model_name": "m", "model_instance_name": "m_0"}, test=dict).close()
-    published = page(tmp_path)
-    assert sum_of(published, FAILING.name) == 0 and 0 <= sum_of(published, SUCCESS_AGE.name) < 5

@@ -119,20 +119,18 @@ def test_token2wav_is_one_process_wherever_it_computes(stack, tmp_path):
     assert settings_of(stack.token2wav).from_triton(as_args(config)).device == "cuda:0"
 
 
-def test_the_llms_requests_and_token2wavs_streams_have_separate_limits(tmp_path):
-    configs = rendering._filled_configs(options(tmp_path, stack="dit", settings={"max_requests": "5"}))
-    llm = TensorrtLLMConfig.from_triton(as_args(parse(configs["tensorrt_llm"], "tensorrt_llm")))
-    token2wav = Token2WavConfig.from_triton(as_args(parse(configs["token2wav_dit"], "token2wav_dit")))
-    assert (llm.max_requests, token2wav.max_streams) == (5, 64)
-
-
 def test_the_llm_accepts_a_few_requests_more_than_token2wav_has_streams_and_both_know_its_memory(tmp_path):
     streams = int(defaults("token2wav")["max_streams"])
     assert int(defaults("tensorrt_llm")["max_requests"]) == streams + SPARE_REQUESTS
-    given = {"max_streams": "7", "gpu_memory_gib": "8", "llm_memory_gib": "2.5"}
-    configs = rendering._filled_configs(options(tmp_path, stack="dit", settings=given))
-    llm = TensorrtLLMConfig.from_triton(as_args(parse(configs["tensorrt_llm"], "tensorrt_llm")))
-    token2wav = Token2WavConfig.from_triton(as_args(parse(configs["token2wav_dit"], "token2wav_dit")))
+
+    def filled(**given):
+        configs = rendering._filled_configs(options(tmp_path, stack="dit", settings=given))
+        llm = TensorrtLLMConfig.from_triton(as_args(parse(configs["tensorrt_llm"], "tensorrt_llm")))
+        return llm, Token2WavConfig.from_triton(as_args(parse(configs["token2wav_dit"], "token2wav_dit")))
+
+    llm, token2wav = filled(max_requests="5")
+    assert (llm.max_requests, token2wav.max_streams) == (5, streams)
+    llm, token2wav = filled(max_streams="7", gpu_memory_gib="8", llm_memory_gib="2.5")
     assert (llm.max_requests, token2wav.max_streams) == (7 + SPARE_REQUESTS, 7)
     assert llm.llm_memory_gib == token2wav.llm_memory_gib == 2.5 and token2wav.gpu_memory_gib == 8
 

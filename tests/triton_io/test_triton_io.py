@@ -95,12 +95,7 @@ def test_one_bad_request_does_not_fail_the_others_of_its_batch():
     assert [response.has_error() for response in responses] == [False, True, False]
     assert responses[2].arrays()["y"] == 6
     assert responses[1].error().code() == TritonError.INVALID_ARG and "x is missing" in responses[1].error().message()
-    assert sizes == [2]
-
-
-def test_nothing_is_computed_if_no_request_is_valid():
-    responses, sizes = double([request(), request()])
-    assert all(response.has_error() for response in responses) and sizes == []
+    assert sizes == [2] and double([request()])[1] == []
 
 
 @pytest.mark.parametrize("results", [[], None])
@@ -161,12 +156,6 @@ async def send_audio(sent, responder) -> None:
 
 async def wait_forever(sent, responder) -> None:
     await asyncio.Event().wait()
-
-
-def test_a_request_is_answered_and_ended(serve, decoupled):
-    sender = submit(serve(send_audio), decoupled)
-    wait_until(lambda: sender.final)
-    assert [response.arrays()["waveform"].shape for response in sender.responses] == [(1, 4)]
 
 
 @pytest.mark.parametrize(
@@ -232,15 +221,9 @@ def test_is_cancelled_is_not_called_after_the_final_response(serve, decoupled):
 
     sender = submit(serve(keep), decoupled)
     wait_until(lambda: sender.final)
+    assert [response.arrays()["waveform"].shape for response in sender.responses] == [(1, 4)]
     assert not kept[0].is_cancelled()
     assert not sender.cancellation_checked_after_final
-
-
-def test_a_handler_is_cancelled_when_its_client_disconnects(serve, decoupled):
-    sender = submit(serve(wait_forever), decoupled)
-    sender.cancelled = True
-    wait_until(lambda: sender.final)
-    assert sender.responses[0].error().code() == TritonError.CANCELLED
 
 
 def test_an_error_while_polling_one_request_does_not_stop_the_polling_of_others(serve, decoupled, caplog):
@@ -250,7 +233,7 @@ def test_an_error_while_polling_one_request_does_not_stop_the_polling_of_others(
     wait_until(lambda: "cannot find out whether a client has disconnected" in caplog.text)
     other.cancelled = True
     wait_until(lambda: other.final)
-    assert not odd.final
+    assert other.responses[0].error().code() == TritonError.CANCELLED and not odd.final
 
 
 def test_many_live_requests_are_asked_in_turn(serve, decoupled):
