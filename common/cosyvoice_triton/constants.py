@@ -45,6 +45,7 @@ MAX_SPEED = 4.0
 MIN_REFERENCE_SECONDS = 0.5
 MAX_REFERENCE_SECONDS = 30.0
 MAX_TRANSCRIPT_CHARS = 2_000  # of a registered voice
+MAX_PROMPT_TOKENS = int(TOKEN_RATE * MAX_REFERENCE_SECONDS) + 2  # the tokenizer may round up
 
 # --- calls between models ------------------------------------------------------------------------------------------
 # Calls of other models that one model instance may wait for at once. Each occupies a thread of the instance's pool in

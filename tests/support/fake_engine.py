@@ -109,7 +109,7 @@ class FakeEngine:
             for c in chunks
         ]
 
-    def whole(self, prompt, tokens, speed):
+    def whole(self, prompt, tokens, speed, before_step=lambda: None):
         return np.full(int(len(tokens) * 2 * HOP_SAMPLES / speed), tokens[0], np.float32)
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from cosyvoice_triton import stacks
-from cosyvoice_triton.constants import CONTEXT_TOKENS, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import CONTEXT_TOKENS, LOOKAHEAD_TOKENS, MAX_PROMPT_TOKENS, TOKEN_MEL_RATIO
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.profiles import H200, LimitNumbers, Profile, SchedulerNumbers
 from cosyvoice_triton.token2wav.gpu.limits import (
@@ -12,7 +12,6 @@ from cosyvoice_triton.token2wav.gpu.limits import (
     DIT_FRAMES,
     ENCODER_TOKENS,
     HIFT_FRAMES,
-    LONGEST_PROMPT,
     PREFILL_FRAMES,
     STEP,
     UNET_FRAMES,
@@ -84,7 +83,7 @@ def test_a_first_chunk_after_the_longest_prompt_fits_the_graphs_for_starts(first
         max_streams=max_streams, first_hop_tokens=first_hop, max_hop_tokens=100, chunk_boundary=boundary
     )
     starts, others = graph_sizes(limits.of_worker(FIRST_CHUNK_WORKER)), graph_sizes(limits)
-    for function, needed in lengths(LONGEST_PROMPT, 0, limits.first_chunk_tokens, first=True).items():
+    for function, needed in lengths(MAX_PROMPT_TOKENS, 0, limits.first_chunk_tokens, first=True).items():
         for sizes in (starts[function], others[function]):  # the other thread renders first chunks when it is idle
             assert any(T >= needed for B, T in sizes if B == 1), function
         assert max(T for _, T in starts[function]) < needed + STEP, function  # and no graph is larger than that
@@ -111,7 +110,7 @@ def test_both_lanes_have_graphs_for_all_that_they_are_sent(stack, first_hop, max
     limits = limits_of(stack, first_hop_tokens=first_hop, max_hop_tokens=max_hop)
     starts, others = graph_sizes(limits.of_worker(FIRST_CHUNK_WORKER)), graph_sizes(limits)
     rules = HopRules(first_hop=first_hop, max_hop=max_hop, boundary=limits.chunk_boundary)
-    for prompt, length in itertools.product((0, 3, 26, LONGEST_PROMPT), (3, first_hop + 2, first_hop + 26, 900)):
+    for prompt, length in itertools.product((0, 3, 26, MAX_PROMPT_TOKENS), (3, first_hop + 2, first_hop + 26, 900)):
         schedule = rules.schedule(prompt)
         while (hop := schedule.next_hop(length, ended=True)) is not None:
             first = hop.offset == 0

@@ -252,7 +252,7 @@ def test_a_first_chunk_that_fails_ends_no_stream_of_the_other_thread(service, cl
 def test_a_first_chunk_does_not_wait_for_a_whole_utterance(client, engine):
     gate, entered = threading.Event(), threading.Event()
 
-    def whole(prompt, tokens, speed):
+    def whole(prompt, tokens, speed, before_step):
         entered.set()
         gate.wait(10)
         return np.full(3, tokens[0], np.float32)

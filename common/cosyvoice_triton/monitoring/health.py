@@ -63,7 +63,7 @@ class Health:
         self._suspected = False
         try:
             test()
-        except Exception as error:
+        except BaseException as error:  # of any kind: the thread that tests must go on
             if is_fatal(error):
                 report_failure(model, error)
             elif isinstance(error, UnavailableError):  # full: the requests that fill it prove that it works, or do not

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -148,6 +148,7 @@ class TritonToken2Wav:
 
     async def _unless_failed(self, model: str, answer: Awaitable[Tensors]) -> Tensors:
         waiting = asyncio.ensure_future(answer)
+        waiting.add_done_callback(_look_at)
         try:
             while not waiting.done():
                 if self.failed(model):
@@ -185,6 +186,12 @@ def new_correlation_id() -> int:
     return 1 + secrets.randbelow(2**63 - 1)
 
 
+def _look_at(answer: "asyncio.Future[Any]") -> None:
+    """Look at an answer's error, which asyncio otherwise logs with a traceback: "exception was never retrieved"."""
+    if not answer.cancelled():
+        answer.exception()
+
+
 NO_TOKENS = Hop(0, 0, final=False)
 
 
@@ -213,7 +220,7 @@ class TritonToken2WavStream:
     async def start(self, prompt: Prompt, audio_left: float | None) -> None:
         inputs = self._token2wav.hop_inputs([], NO_TOKENS) | self._token2wav.prompt_inputs(prompt)
         if audio_left is not None:
-            inputs["audio_left"] = np.array([[audio_left]], np.float32)
+            inputs["audio_left"] = np.array([[max(0.0, audio_left)]], np.float32)
         await self._send(inputs, start=not self._open)
 
     async def render(self, tokens: Sequence[int], hop: Hop) -> np.ndarray:
@@ -247,6 +254,7 @@ class TritonToken2WavStream:
         self._in_flight = asyncio.ensure_future(
             self._token2wav.request(self.model, inputs, self._correlation_id, start=start, end=end)
         )
+        self._in_flight.add_done_callback(_look_at)  # its waiter may have been cancelled
         return await asyncio.shield(self._in_flight)
 
     def _set_open(self, is_open: bool) -> None:

@@ -355,15 +355,27 @@ class Token2Wav:
         if self._bad_chunk in chunks:
             raise RuntimeError("a bad chunk")
 
-    def whole(self, prompt: Prompt, tokens: np.ndarray, speed: float = 1.0) -> np.ndarray:
+    def whole(
+        self,
+        prompt: Prompt,
+        tokens: np.ndarray,
+        speed: float = 1.0,
+        before_step: Callable[[], object] = lambda: None,
+    ) -> np.ndarray:
         """A whole utterance at once (full attention, no chunks), float32 (N,) at 24 kHz.
 
-        speed: its mel is stretched to 1 / speed of its length, as CosyVoice2 does, which keeps the pitch.
+        speed: its mel is stretched to 1 / speed of its length, as CosyVoice2 does, which keeps the pitch. before_step:
+        called before each step of the solve, which on a CPU may take a minute in all; its exception ends it.
         """
-        (audio,) = self.whole_batch([(prompt, tokens)], speed)
+        (audio,) = self.whole_batch([(prompt, tokens)], speed, before_step)
         return audio
 
-    def whole_batch(self, utterances: Sequence[tuple[Prompt, np.ndarray]], speed: float = 1.0) -> list[np.ndarray]:
+    def whole_batch(
+        self,
+        utterances: Sequence[tuple[Prompt, np.ndarray]],
+        speed: float = 1.0,
+        before_step: Callable[[], object] = lambda: None,
+    ) -> list[np.ndarray]:
         """Whole utterances in one batch, each as `whole` renders it alone. ValueError if one of them is invalid."""
         for prompt, tokens in utterances:
             self._check(prompt)
@@ -371,12 +383,12 @@ class Token2Wav:
             if len(tokens) == 0:
                 raise ValueError("target_speech_tokens is empty: there is nothing to speak")
         with self._renderers[0].used():
-            audio = _whole(self._flow, self._vocoder, utterances, speed)
+            audio = _whole(self._flow, self._vocoder, utterances, speed, before_step)
             if not all(row.isfinite().all() for row in audio):
                 logger.warning("the audio is not finite: whole utterances are rendered again in float32")
                 with self._lock:
                     self._retried += len(utterances)
-                    audio = _whole(self._flow.exact(), self._vocoder.exact(), utterances, speed)
+                    audio = _whole(self._flow.exact(), self._vocoder.exact(), utterances, speed, before_step)
             if not all(row.isfinite().all() for row in audio):
                 with self._lock:
                     self._failed += len(utterances)
@@ -391,9 +403,14 @@ class Token2Wav:
 
 
 def _whole(
-    flow: StreamingFlow, vocoder: Vocoder, utterances: Sequence[tuple[Prompt, np.ndarray]], speed: float
+    flow: StreamingFlow,
+    vocoder: Vocoder,
+    utterances: Sequence[tuple[Prompt, np.ndarray]],
+    speed: float,
+    before_step: Callable[[], object],
 ) -> list[Tensor]:
-    mels = flow.whole(utterances)
+    mels = flow.whole(utterances, before_step)
+    before_step()
     if speed != 1.0:
         mels = [F.interpolate(mel[None], size=max(1, int(mel.shape[1] / speed)), mode="linear")[0] for mel in mels]
     return vocoder.whole(mels)

@@ -15,7 +15,7 @@ import uvloop
 
 from cosyvoice_triton.batches import isolated
 from cosyvoice_triton.errors import UnavailableError
-from cosyvoice_triton.monitoring.health import health
+from cosyvoice_triton.monitoring.health import health, report_failure
 from cosyvoice_triton.monitoring.logs import request_id
 from cosyvoice_triton.triton_io.errors import error_response
 from cosyvoice_triton.triton_io.tensors import to_response
@@ -181,7 +181,7 @@ class RequestLoop:
         self._closing = False
         self._closed = threading.Event()
         self.loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=f"loop-{model}", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name=f"loop-{model}", daemon=True)
         self._thread.start()
         self._watcher = threading.Thread(target=self._watch, name=f"watch-{model}", daemon=True)
         self._watcher.start()
@@ -219,6 +219,12 @@ class RequestLoop:
         self._thread.join(SHUTDOWN_SECONDS)
         if not self._thread.is_alive():
             self.loop.close()
+
+    def _run_loop(self) -> None:
+        try:
+            self.loop.run_forever()
+        except BaseException as error:  # SystemExit of a task leaves the loop, and nobody else would answer
+            report_failure(self._model, error)
 
     def _start(self, request: Any, responder: Responder) -> None:
         task = self.loop.create_task(self._serve(request, responder))

@@ -26,6 +26,8 @@ from cosyvoice_triton.constants import (
 
 SILENCE_PEAK = 1e-4  # -80 dB of full scale: about three steps of 16-bit audio
 _INT16_PEAK = 32767
+# Decoding and resampling exceed full scale by less than 6 dB. Beyond this, samples are integers or not audio.
+MAX_PEAK = 4.0
 
 _MEL_FLOOR = 1e-5
 
@@ -69,6 +71,10 @@ def validate_reference(wav: np.ndarray, length: int | None = None) -> np.ndarray
     if bad.size:
         raise ValueError(f"reference_wav is {wav[bad[0]]} at sample {bad[0]}: every sample must be finite")
     peak = float(np.abs(wav).max())
+    if peak > MAX_PEAK:
+        raise ValueError(
+            f"reference_wav holds a sample of {peak:g}: samples are -1..1; divide 16-bit ones by {_INT16_PEAK + 1}"
+        )
     if peak < SILENCE_PEAK:
         raise ValueError(f"reference_wav is silent: its largest sample is {peak:.1e}, below {SILENCE_PEAK:.0e}")
     return wav
@@ -184,16 +190,32 @@ def load_audio(source: str | Path | BinaryIO, rate: int, *, max_seconds: float |
     """
     import soundfile as sf  # here: the models' processes read no sound files unless recordings are registered
 
-    with sf.SoundFile(source) as file:
+    with sf.SoundFile(source if isinstance(source, (str, Path)) else _Lenient(source)) as file:
         limit = -1
         if max_seconds is not None:
             _require_cheap(file.format, file.channels, file.samplerate)
             limit = int(max_seconds * file.samplerate) + 1
         blocks = file.blocks(_BLOCK_FRAMES, frames=limit, dtype="float32", always_2d=True)  # (n, channels) each
-        samples = np.concatenate([np.zeros(0, np.float32), *(block.mean(axis=1) for block in blocks)])
+        with np.errstate(all="ignore"):  # a file of floats may hold any; `validate_reference` names them
+            samples = np.concatenate([np.zeros(0, np.float32), *(block.mean(axis=1) for block in blocks)])
         if max_seconds is not None and len(samples) == limit:
             raise ValueError(f"the recording is longer than {max_seconds:g} s")
         return resample(torch.from_numpy(samples), file.samplerate, rate).numpy()
+
+
+class _Lenient:
+    """An open file for libsndfile, whose calls must not raise: cffi prints a traceback for each that does. A seek to
+    where no file can be, which a malformed header asks for, leaves the position; libsndfile notices that."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.tell, self.read, self.readinto = file.tell, file.read, file.readinto  # type: ignore[attr-defined]
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        try:
+            return self._file.seek(offset, whence)
+        except (ValueError, OverflowError, OSError):
+            return self._file.tell()
 
 
 def _require_cheap(kind: str, channels: int, rate: int) -> None:

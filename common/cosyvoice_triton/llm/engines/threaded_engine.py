@@ -200,9 +200,9 @@ class ThreadedEngine(ABC, Generic[GenerationT]):
                 self._wake_readers()
                 if seconds > 0:
                     self._rest(seconds)
-        except Exception as error:
+        except BaseException as error:  # of any kind: nobody else would answer the requests
             logger.exception("the LLM engine failed")
-            self._fail(FatalError(f"the LLM engine failed: {error}"))
+            self._fail(FatalError(f"the LLM engine failed: {type(error).__name__}: {error}"))
         finally:
             with self._wake:
                 self._rows.clear()

@@ -1,6 +1,7 @@
 """What the flows share: token embedding, speaker projection, prompt condition; two of them also the encoder."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Generic
 
 import torch
@@ -32,7 +33,15 @@ class MelFlow(nn.Module, Generic[Estimator]):
         """
 
     def solve(
-        self, mu: Tensor, valid: Tensor, prompt_feat: Tensor, embedding: Tensor, *, noise: Tensor, steps: int
+        self,
+        mu: Tensor,
+        valid: Tensor,
+        prompt_feat: Tensor,
+        embedding: Tensor,
+        *,
+        noise: Tensor,
+        steps: int,
+        before_step: Callable[[], object] = lambda: None,
     ) -> Tensor:
         """The mel (B, mel, T) of whole utterances, prompt included; rows do not affect each other.
 
@@ -48,6 +57,7 @@ class MelFlow(nn.Module, Generic[Estimator]):
             self.project_speaker(embedding),
             self.prompt_condition(prompt_feat, mu.shape[2]),
             steps,
+            before_step,
         )
 
     def project_speaker(self, embedding: Tensor) -> Tensor:

@@ -39,12 +39,19 @@ class FlowMatching(nn.Module, Generic[Estimator]):
         self.guidance = guidance
 
     def solve(
-        self, velocity: Velocity, noise: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, steps: int
+        self,
+        velocity: Velocity,
+        noise: Tensor,
+        mu: Tensor,
+        speaker: Tensor,
+        condition: Tensor,
+        steps: int,
+        before_step: Callable[[], object] = lambda: None,
     ) -> Tensor:
         """noise (1 or B, C, T), mu and condition (B, C, T), speaker (B, C) -> mel (B, C, T).
 
         Conditional and unconditional rows are one batch, conditional rows first. The state keeps the dtype of the
-        noise (float32), whatever the estimator computes in.
+        noise (float32), whatever the estimator computes in. An exception of `before_step` ends the solve.
         """
         B = mu.shape[0]
         times, widths = time_schedule(steps)
@@ -53,6 +60,7 @@ class FlowMatching(nn.Module, Generic[Estimator]):
         mu, speaker, condition = (torch.cat([part, torch.zeros_like(part)]) for part in (mu, speaker, condition))
         x = noise.expand(B, -1, -1)
         for step, width in enumerate(widths):
+            before_step()
             rows = torch.cat([x, x]).to(mu.dtype)
             conditional, unconditional = velocity(step, rows, time_rows[step], mu, speaker, condition).chunk(2)
             x = x + width * ((1 + self.guidance) * conditional - self.guidance * unconditional)

@@ -270,8 +270,11 @@ class StreamingFlow(ABC, Generic[StreamT]):
         tokens. It replaces what the stream keeps and, for new streams, the prompt cache of its voice."""
         return self._again(chunk) if chunk.new else torch.zeros(MEL_BINS, 0, device=self._device)
 
-    def whole(self, utterances: Sequence[tuple[Prompt, np.ndarray]]) -> list[Tensor]:
-        """Render the mels (80, 2N) of whole utterances of N tokens each, in one batch, under full attention."""
+    def whole(
+        self, utterances: Sequence[tuple[Prompt, np.ndarray]], before_step: Callable[[], object] = lambda: None
+    ) -> list[Tensor]:
+        """Render the mels (80, 2N) of whole utterances of N tokens each, in one batch, under full attention. An
+        exception of `before_step` ends the solve."""
         for _, tokens in utterances:
             self._check_length(len(tokens))
         ids = [np.concatenate([prompt.tokens, tokens]) for prompt, tokens in utterances]
@@ -285,6 +288,7 @@ class StreamingFlow(ABC, Generic[StreamT]):
             torch.stack([torch.from_numpy(prompt.embedding) for prompt, _ in utterances]).to(mu.device),
             noise=self._noise_of(0, mu.shape[2]),
             steps=self._steps,
+            before_step=before_step,
         )
         return [
             row[:, len(prompt.mel) : TOKEN_MEL_RATIO * len(tokens)]

@@ -15,16 +15,14 @@ from cosyvoice_triton.config import Token2WavConfig
 from cosyvoice_triton.constants import (
     CONTEXT_TOKENS,
     LOOKAHEAD_TOKENS,
-    MAX_REFERENCE_SECONDS,
+    MAX_PROMPT_TOKENS,
     TOKEN_MEL_RATIO,
-    TOKEN_RATE,
 )
 from cosyvoice_triton.profiles import H200, Profile
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 
 Size = tuple[int, ...]  # batch size and length, or a length alone
 
-LONGEST_PROMPT = int(TOKEN_RATE * MAX_REFERENCE_SECONDS) + 2  # tokens; the tokenizer may round up
 WORKERS = 2  # batches that are rendered at the same time on a GPU, see `FIRST_CHUNK_WORKER`
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 64)
 FRAMES = (32, 64, 104, 128)  # length classes of chunks below the largest one, mel frames
@@ -131,7 +129,7 @@ class BatchLimits:
     @cached_property
     def prompt_frames(self) -> tuple[int, ...]:
         """Length classes of prompts, mel frames."""
-        return _classes(PROMPT_FRAMES, TOKEN_MEL_RATIO * LONGEST_PROMPT)
+        return _classes(PROMPT_FRAMES, TOKEN_MEL_RATIO * MAX_PROMPT_TOKENS)
 
     @property
     def _longest_first_hop(self) -> int:
@@ -144,7 +142,7 @@ class BatchLimits:
 
     @property
     def _longest_window(self) -> int:
-        return LONGEST_PROMPT + (0 if self.starts else CONTEXT_TOKENS) + self._longest_hop + LOOKAHEAD_TOKENS - 1
+        return MAX_PROMPT_TOKENS + (0 if self.starts else CONTEXT_TOKENS) + self._longest_hop + LOOKAHEAD_TOKENS - 1
 
     def sizes(self, lengths: tuple[int, ...], most: int) -> list[Size]:
         """Batch sizes and lengths of graphs: batches that `max_streams` can fill, of at most `most` in all, or an

@@ -9,9 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from cosyvoice_triton.constants import MAX_SPEED, MIN_SPEED
+from cosyvoice_triton.constants import (
+    MAX_PROMPT_TOKENS,
+    MAX_REFERENCE_SECONDS,
+    MAX_SPEED,
+    MAX_STREAM_TOKENS,
+    MIN_SPEED,
+    TOKEN_MEL_RATIO,
+    TOKEN_RATE,
+)
 from cosyvoice_triton.voice.prompt import Prompt
 
+# Seconds of audio that a listener may still have: far above what any has, because it goes into sums that are published.
+MAX_AUDIO_LEFT = 3600.0
 TEST_STREAM = "test"  # the id of a service's own tests; no client can name it
 
 Tensors = Mapping[str, np.ndarray]
@@ -133,13 +143,33 @@ def read_request(
         stream_id=stream_id,
         start=opens,
         end=end,
-        tokens=_ids(tensors, "target_speech_tokens", first_speech_id),
+        tokens=_target(tensors, first_speech_id),
         prompt=prompt or _prompt(tensors, first_speech_id),
         offset=offset,
         final=final,
         speed=speed,
-        audio_left=float(_one(tensors, "audio_left")) if "audio_left" in tensors else None,
+        audio_left=_audio_left(tensors) if "audio_left" in tensors else None,
     )
+
+
+def _audio_left(tensors: Tensors) -> float:
+    seconds = float(_one(tensors, "audio_left"))
+    if not 0 <= seconds <= MAX_AUDIO_LEFT:  # also what is not a number
+        raise ValueError(
+            f"audio_left {seconds} is not in 0..{MAX_AUDIO_LEFT:g}, the seconds of audio that a listener still has"
+        )
+    return seconds
+
+
+def _target(tensors: Tensors, first_speech_id: int) -> np.ndarray:
+    """Return the tokens to render. Bounded, because one utterance of any length would hold up all others."""
+    tokens = _ids(tensors, "target_speech_tokens", first_speech_id)
+    if len(tokens) > MAX_STREAM_TOKENS:
+        raise ValueError(
+            f"target_speech_tokens holds {len(tokens)} tokens; at most {MAX_STREAM_TOKENS} are rendered, "
+            f"{MAX_STREAM_TOKENS // TOKEN_RATE} s of speech: send a longer text as several utterances"
+        )
+    return tokens
 
 
 def _one(tensors: Tensors, name: str) -> Any:
@@ -165,6 +195,12 @@ def _prompt(tensors: Tensors, first_speech_id: int) -> Prompt | None:
     if missing:
         raise ValueError(f"a voice needs {', '.join(PROMPT_TENSORS)}; {', '.join(missing)} is missing")
     mel, embedding = tensors["prompt_speech_feat"], tensors["prompt_spk_embedding"]
+    count, frames = tensors["prompt_speech_tokens"].size, mel.size // max(1, mel.shape[-1])
+    if min(count, frames // TOKEN_MEL_RATIO) > MAX_PROMPT_TOKENS:
+        raise ValueError(
+            f"a voice of {count} prompt_speech_tokens and {frames} frames of prompt_speech_feat; at most "
+            f"{MAX_PROMPT_TOKENS} tokens are used, {MAX_REFERENCE_SECONDS:g} s: send a shorter recording"
+        )
     return Prompt.aligned(
         _ids(tensors, "prompt_speech_tokens", first_speech_id),
         mel.reshape(-1, mel.shape[-1]).astype(np.float32),  # (1, T, 80) -> (T, 80)

@@ -25,7 +25,7 @@ from cosyvoice_triton.token2wav.policy.admission import Admission
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER, Candidate, ChunkScheduler, Opening
 from cosyvoice_triton.token2wav.serving.batch_costs import costs, measure
 from cosyvoice_triton.token2wav.serving.requests import TEST_STREAM, Token2WavRequest
-from cosyvoice_triton.token2wav.serving.session import Reply, Session, Sessions, State
+from cosyvoice_triton.token2wav.serving.session import QueuedRequest, Reply, Session, Sessions, State
 from cosyvoice_triton.token2wav.serving.stats import Stats
 from cosyvoice_triton.token2wav.serving.worker import RenderedBatch, Worker, Workers
 from cosyvoice_triton.token2wav.stream import Chunk
@@ -62,6 +62,7 @@ class Token2WavService:
         self._sessions = Sessions(self._admission, self._limits.max_streams, clock)
         self._workers = Workers(engine, on_done=self._sessions.wake, clock=clock)
         self._gathering = 0.0  # seconds that first chunks still wait for others, although their worker is idle
+        self._client_checked_at = clock()
         self._batches = 0
         self._chunks = 0
         self._waited_seconds = 0.0
@@ -190,7 +191,7 @@ class Token2WavService:
 
     def _answer_whole(self, rendered: RenderedBatch) -> None:
         (session,), (result,) = rendered.batch, rendered.results
-        if not isinstance(result, Exception):
+        if not isinstance(result, BaseException):
             self._admission.rendered_whole(rendered.seconds)
         self._reply(session, result)
 
@@ -375,7 +376,8 @@ class Token2WavService:
             session.state = State.RENDERING
         request = batch[0].first.request
         if request.whole:
-            worker.render(batch, lambda: [self._engine.whole(request.voice, request.tokens, request.speed)])
+            go_on = partial(self._check_client, batch[0].first)
+            worker.render(batch, lambda: [self._engine.whole(request.voice, request.tokens, request.speed, go_on)])
             return
         self._batches += 1
         self._chunks += len(batch)
@@ -397,6 +399,15 @@ class Token2WavService:
             return False
         self._fail(session, asyncio.CancelledError())
         return True
+
+    def _check_client(self, queued: QueuedRequest) -> None:
+        """Raise CancelledError if the client has gone, between the steps of a whole utterance, which may take a minute
+        on a CPU. Triton is asked every CANCEL_CHECK_SECONDS: a GPU needs less for all the steps."""
+        if (now := self._clock()) - self._client_checked_at < CANCEL_CHECK_SECONDS:
+            return
+        self._client_checked_at = now
+        if queued.client_has_gone():
+            raise asyncio.CancelledError
 
     def _fail(self, session: Session, error: BaseException) -> None:
         """Reply with an error that ends the stream."""

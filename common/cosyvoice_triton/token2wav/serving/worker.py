@@ -1,5 +1,6 @@
 """The threads of a token2wav service that render, each one batch at a time."""
 
+import asyncio
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ class RenderedBatch(NamedTuple):
     """What became of a batch: a result for the first request of each session, and the seconds that it took."""
 
     batch: Sequence[Session]
-    results: Sequence[np.ndarray | Exception]
+    results: Sequence[np.ndarray | BaseException]
     seconds: float
 
 
@@ -74,10 +75,10 @@ class Worker:
 
     def _rendered(self, batch: Sequence[Session], work: Work) -> RenderedBatch:
         begun = self._clock()
-        results: Sequence[np.ndarray | Exception]
+        results: Sequence[np.ndarray | BaseException]
         try:
             results = work()
-        except Exception as error:  # one that no batch would survive
+        except (Exception, asyncio.CancelledError) as error:  # one that no batch would survive
             results = [error] * len(batch)
         return RenderedBatch(batch, results, self._clock() - begun)
 
