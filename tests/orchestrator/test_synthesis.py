@@ -158,7 +158,7 @@ def test_text_and_transcript_are_spelled_out_if_the_request_enables_it() -> None
     """Segments fit what one request to the LLM can speak: 100 tokens are 4 s."""
 
     class Noting(FakeTextPreparer):
-        def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[str]:
+        def segments(self, text: str, normalize: bool, request_seconds: float, *rest: object) -> Iterator[str]:
             yield f"{text.upper() if normalize else text} in {request_seconds:g} s"
 
         def transcript(self, text: str, normalize: bool) -> str:

@@ -59,6 +59,7 @@ BAD_BODIES = {
     "an unknown sampling": ({**TEXT, "sampling": "best"}, "sampling"),
     "max_tokens with a fraction": ({**TEXT, "max_tokens": 1.5}, "max_tokens"),
     "an invalid language": ({**TEXT, "language": "<en>"}, "language"),
+    "an unknown language": ({**TEXT, "language": "tlh"}, "language"),
     "a voice that is a number": ({**TEXT, "voice": 3}, "voice"),
     "a voice object without an id": ({**TEXT, "voice": {"name": "anna"}}, "voice"),
     "the URL of a recording": ({**TEXT, "ref_audio": "http://127.0.0.1:1/a.wav"}, "ref_audio"),
@@ -239,6 +240,7 @@ def test_fields_of_peers_have_their_meaning(served: StubbedService) -> None:
         "url_normalization": False,
         "phone_normalization": False,
     }
+    assert parameters["language"].string_param == "zh"
     assert "email_normalization" not in parameters and "text_frontend" not in parameters
     assert "played" in parameters and not parameters["played"].bool_param  # the answer is sent when it is complete
     served.post({**TEXT, "normalization_options": {"normalize": False}})

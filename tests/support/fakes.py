@@ -38,7 +38,7 @@ class FakeTextPreparer:
 
     parts: Iterable[Any] | None = None
 
-    def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[Any]:
+    def segments(self, text: str, normalize: bool, request_seconds: float, *rest: object) -> Iterator[Any]:
         yield from text.split("|") if self.parts is None else self.parts
 
     def transcript(self, text: str, normalize: bool) -> str:

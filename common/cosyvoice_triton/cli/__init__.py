@@ -23,6 +23,7 @@ _PREPARE = "cosyvoice_triton.cli.prepare"
 COMMANDS: dict[str, dict[str, Command]] = {
     "speak": {
         "demo": Command("cosyvoice_triton.cli.demo", "serve the demo voice, speak one text, write a wav file, stop"),
+        "text": Command("cosyvoice_triton.cli.text", "print what will be spoken of a text, segment by segment"),
         "say": Command("cosyvoice_triton.cli.say", "speak a text at a running server: write it, or play it"),
     },
     "serve": {

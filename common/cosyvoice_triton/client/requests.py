@@ -294,6 +294,7 @@ def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--speaker", help="a registered voice, instead of --reference-audio")
     parser.add_argument("--instruct-text", help='how to speak, e.g. "Speak slowly."; not with --reference-text')
     parser.add_argument("--cross-lingual", action="store_true", help="keep a --speaker's timbre but not their language")
+    parser.add_argument("--language", help="of the text: zh, en, ja, ko, de, fr, es, it, ru; without it: guessed")
     default, others = stacks.DEFAULT.orchestrator, stacks.orchestrators()[1:]
     parser.add_argument("--model-name", default=default, help=" or ".join([f"{default} (default)", *others]))
     parser.add_argument("--seed", type=int, help="makes the speech tokens reproducible")
@@ -314,6 +315,7 @@ def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
 def request_parameters(args: argparse.Namespace) -> Parameters:
     """The request parameters of a command line, see `add_voice_arguments`."""
     named = {"seed": args.seed, "sampling": args.sampling, "cross_lingual": args.cross_lingual or None}
+    named["language"] = args.language
     return {name: value for name, value in named.items() if value is not None} | dict(args.parameter)
 
 

@@ -67,7 +67,7 @@ def loaded_pipeline(args: argparse.Namespace, sampling: Sampling) -> Iterator[Pi
         llm.generate([WARM_UP], Sampling(max_tokens=8, seed=0))
         yield Pipeline(
             voices=voices,
-            texts=TextFrontend(),
+            texts=TextFrontend(token2wav.stack.name),
             llm=llm,
             token2wav=token2wav,
             batch_size=args.batch_size,

@@ -76,7 +76,13 @@ class TextPreparer(Protocol):
     """Makes the texts for the LLM, see `text.TextFrontend`. Called in a thread."""
 
     def segments(
-        self, text: str, normalize: bool, request_seconds: float, as_is: Collection[Spelled]
+        self,
+        text: str,
+        normalize: bool,
+        request_seconds: float,
+        as_is: Collection[Spelled],
+        language: str,
+        voice_text: str,
     ) -> Iterator[str | Pause]: ...
 
     def transcript(self, text: str, normalize: bool) -> str: ...
@@ -222,7 +228,12 @@ class Synthesizer:
         else:
             voice = await scope.result(asyncio.to_thread(self._voices, request.voice))
         texts = self._texts.segments(
-            request.target_text, request.normalize, request.sampling.max_tokens / TOKEN_RATE, request.as_is
+            request.target_text,
+            request.normalize,
+            request.sampling.max_tokens / TOKEN_RATE,
+            request.as_is,
+            request.language,
+            voice.text,
         )
         prepared = scope.spawn(asyncio.to_thread(self._prepared, request, voice.text, texts))
         known = self._prompts.get(voice) if isinstance(voice, Recording) else None

@@ -16,7 +16,7 @@ from cosyvoice_triton.speech_service.errors import invalid
 from cosyvoice_triton.speech_service.fields import SAMPLING
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
-from cosyvoice_triton.text.language import language_of
+from cosyvoice_triton.text.language import language_of, named
 from cosyvoice_triton.text.markup import by_voice
 from cosyvoice_triton.voice.mix import mixed_voices
 from cosyvoice_triton.voice.prompt import Recording
@@ -25,7 +25,7 @@ from cosyvoice_triton.voice.prompt import Recording
 OPENAI_MODELS = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts")
 
 # Kokoro's letters for languages -> those that `language` knows.
-_LANG_CODES = {"a": "en", "b": "en", "j": "ja", "z": "zh", **dict.fromkeys("efhip", "")}
+_LANG_CODES = {"a": "en", "b": "en", "j": "ja", "z": "zh", "e": "es", "f": "fr", "i": "it", "h": "", "p": ""}
 
 # What a JSON body may consist of besides base64: punctuation, which takes the parser a hundred times as long per byte.
 _BASE64 = bytes(range(ord("0"), ord("9") + 1)) + bytes(range(ord("A"), ord("Z") + 1)) + b"+/="
@@ -103,8 +103,8 @@ class SpeechRequest(BaseModel):
     normalization_options: NormalizationOptions = NormalizationOptions()
     ref_audio: str = Field("", description="the voice: an audio file in base64, or an upload of a multipart request")
     ref_text: Text = Field("", description="transcript of ref_audio; without it, cross-lingual cloning is used")
-    language: Name = Field("", description="of the input: zh, en, ja; a voice of another one is cloned cross-lingually")
-    lang_code: Name = Field("", description="Kokoro's name of the field language, or its letters: a, b, j, z")
+    language: Name = Field("", description="of the input; else guessed; a voice of another is cloned cross-lingually")
+    lang_code: Name = Field("", description="Kokoro's name of the field language, or its letters: a, b, e, f, i, j, z")
     sample_rate: Int64 | None = Field(None, description="of the answer, in Hz")
     seed: Int64 | None = Field(None, description="the same seed gives the same speech tokens")
     sampling: Name | None = Field(None, description="preset of the next six fields: cosyvoice2 or triton")
@@ -116,10 +116,16 @@ class SpeechRequest(BaseModel):
     ras_tau: Finite | None = Field(None, description="share of these from which a token is replaced")
     max_tokens: Int64 | None = Field(None, description="speech tokens per request to the LLM, 25 per second")
 
-    def flags(self) -> dict[str, bool]:
-        """Return the flags among a model's request parameters that differ from their defaults."""
+    @property
+    def named_language(self) -> str:
+        """Return the language that the request names; "" if it is to be guessed."""
+        return self.language or self.lang_code
+
+    def flags(self) -> dict[str, bool | str]:
+        """Return a model's request parameters, but the sampling, that differ from their defaults."""
+        language: dict[str, bool | str] = {"language": self.named_language} if self.named_language else {}
         whole = not self.stream or self.stream_format == "json"
-        return self.normalization_options.parameters() | ({"played": False} if whole else {})
+        return language | self.normalization_options.parameters() | ({"played": False} if whole else {})
 
     @field_validator("sampling")
     @classmethod
@@ -135,9 +141,7 @@ class SpeechRequest(BaseModel):
     @field_validator("language", "lang_code")
     @classmethod
     def _is_language_tag(cls, language: str) -> str:
-        if language and not language.replace("-", "").isalnum():
-            raise ValueError(f"{language!r} is not a language tag such as en or zh-CN")
-        return language
+        return named(language) or ""
 
     def served_model(self, default: str) -> str:
         """Return the model to call; empty: any that is served."""
@@ -265,9 +269,7 @@ def utterance(
     sampling = {name: value for name in SAMPLING if (value := getattr(wanted, name)) is not None}
     parameters = {name: str(value) if isinstance(value, float) else value for name, value in sampling.items()}
     parameters |= wanted.flags()
-    if _other_language(
-        wanted.language or wanted.lang_code, voice.pop("transcript", "") or voice.get("reference_text") or ""
-    ):
+    if _other_language(wanted.named_language, voice.pop("transcript", "") or voice.get("reference_text") or ""):
         if voice.pop("reference_text", None) is None:
             parameters["cross_lingual"] = True
     instructions = wanted.instructions.strip() or None
@@ -317,6 +319,5 @@ def _refuse_mix(name: str, voices: VoiceFolder) -> None:
 
 def _other_language(language: str, transcript: str) -> bool:
     """Return whether the language of a voice's transcript is known and differs from `language`."""
-    wanted = language.lower().partition("-")[0]
     known = language_of(transcript) if transcript else None
-    return wanted in ("zh", "en", "ja") and known is not None and known != wanted
+    return bool(language) and known is not None and known != language

@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 from cosyvoice_triton.text import chinese
 from cosyvoice_triton.text.duration import expected_seconds
 from cosyvoice_triton.text.endings import closed, ended_as
-from cosyvoice_triton.text.kana import in_kana
+from cosyvoice_triton.text.kana import has_kanji, in_kana, kana_available, warn_once
 from cosyvoice_triton.text.language import EVERY, OF_COSYVOICE2, Language, language_of, language_of_sentence, named
 from cosyvoice_triton.text.markdown import spoken
 from cosyvoice_triton.text.markup import Pause, is_heard, parts
@@ -42,10 +42,11 @@ class TextFrontend:
         request_seconds: float = math.inf,
         as_is: Collection[Spelled] = (),
         language: str = "",
-        voice_language: Language | None = None,
+        voice_text: str = "",
     ) -> Iterator[str | Pause]:
         """Yield segments and pauses, at least one; lazy. `request_seconds`: how much speech one LLM request can
-        produce. `language`: a name of one, else it is guessed; `voice_language`: of a text too short for a guess.
+        produce. `language`: a name of one, else it is guessed; `voice_text`: the transcript of the voice,
+        whose language a text has that is too short for a guess.
 
         ValueError if the text has nothing of either, if its markup is not supported, and for an unknown language.
         """
@@ -55,7 +56,7 @@ class TextFrontend:
         except ValueError as error:
             raise ValueError(f"target_text: {error}") from None
         words = "".join(part for part in whole if isinstance(part, str))
-        of_text = given or language_of(words, voice_language)
+        of_text = given or language_of(words, language_of(voice_text[:400]) if voice_text else None)
         seconds = partial(expected_seconds, japanese=of_text == "ja")
         some, pauses = False, 0.0
         for part in whole:
@@ -119,5 +120,7 @@ class TextFrontend:
         # In parts that fit a segment: reading a long sentence at once would block every stream of the process.
         words = "".join(normalized(part, own, as_is, self._korean_words) for part in fitting(sentence, seconds))
         if own == "ja" and self._kana:
+            if has_kanji(words) and not kana_available():
+                warn_once()
             words = in_kana(words)
         return ended_as(sentence, chinese.cleaned(words) if own == "zh" else words, own), own

@@ -68,7 +68,8 @@ function say(text, wrong = false) {
 
 function bodyOf(text) {
   const fields = new FormData();
-  const put = { input: text, response_format: "pcm", speed: $("speed").value, instructions: $("instructions").value };
+  const put = { input: text, response_format: "pcm" };
+  ["speed", "instructions", "language"].forEach((name) => { put[name] = $(name).value; });
   Object.entries(put).forEach(([name, value]) => fields.append(name, value));
   if ($("voice").value !== OWN) {
     fields.append("voice", $("voice").value);
