@@ -9,6 +9,7 @@ import pytest
 import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
+from cosyvoice_triton.demo_checkpoint.checkpoint import STACKS, TRAINED
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.base import VocoderOptions
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
@@ -17,9 +18,6 @@ from cosyvoice_triton.token2wav.stream import Chunk, VocoderState
 from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 
-from tests.conftest import ROOT
-
-MODELS = ROOT / "tools" / "demo_model" / "trained"
 FLOAT32 = Precision(torch.float32, torch.float32)
 
 
@@ -56,10 +54,10 @@ def load(path: Path, options: VocoderOptions) -> ConstantVocoder:
     return loaded[-1][1]
 
 
-@pytest.mark.parametrize("name", [stack.name for stack in stacks.BUILT_IN if (MODELS / stack.checkpoint).exists()])
+@pytest.mark.parametrize("name", [stack.name for stack in STACKS])
 def test_a_stack_can_have_another_vocoder(name: str) -> None:
     stack = replace(stacks.named(name), hift="other.pt", vocoder_loader=f"{__name__}:load")
-    directory = MODELS / stack.checkpoint
+    directory = TRAINED / stack.checkpoint
     limits = BatchLimits(max_streams=2)
     engine = Token2Wav.load(stack, directory, device="cpu", limits=limits, precision=FLOAT32, steps=1)
     path, vocoder = loaded.pop()

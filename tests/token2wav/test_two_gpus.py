@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 import torch
 from cosyvoice_triton import stacks
+from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.precision import Precision
 from cosyvoice_triton.voice.prompt import Prompt
-
-from tests.conftest import ROOT
-
-MODELS = ROOT / "tools" / "demo_model" / "trained"
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +24,7 @@ def spoken(stack: stacks.Stack, device: str) -> list[np.ndarray]:
     torch.cuda.graph.default_capture_stream = None
     precision = Precision.named("float16", "float16", device)
     engine = Token2Wav.load(
-        stack, MODELS / stack.checkpoint, device=device, limits=BatchLimits(max_streams=2), precision=precision
+        stack, TRAINED / stack.checkpoint, device=device, limits=BatchLimits(max_streams=2), precision=precision
     )
     audio: list[np.ndarray] = []
 
