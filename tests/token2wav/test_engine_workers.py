@@ -29,7 +29,7 @@ from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
 from cosyvoice_triton.voice.prompt import Prompt
 
-from tests.support.streams import VOICES_BYTES, Piece, dit_pieces, ids, prompt, unet_pieces
+from tests.support.streams import VOICES_BYTES, Piece, ids, pieces, prompt
 
 LIMITS = BatchLimits(max_streams=4, first_hop_tokens=10, max_hop_tokens=20)
 TOLERANCE = 1e-3  # between batches, as in test_engine
@@ -131,10 +131,6 @@ PLANS = [
     Plan(2, prompt(1, tokens=0), 15, [2, 1, 9]),
     Plan(4, prompt(4), 42, [20]),
 ]
-
-
-def pieces(engine: Token2Wav, tokens: np.ndarray, hops: list[int]) -> list[Piece]:
-    return (unet_pieces if engine._flow.cumulative else dit_pieces)(tokens, hops)
 
 
 def spoken(engine: Token2Wav, used: Used | None = None) -> list[np.ndarray]:

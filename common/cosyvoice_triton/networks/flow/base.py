@@ -43,7 +43,7 @@ class MelFlow(nn.Module, Generic[Estimator]):
         steps: int,
         before_step: Callable[[], object] = lambda: None,
     ) -> Tensor:
-        """The mel (B, mel, T) of whole utterances, prompt included; rows do not affect each other.
+        """Return the mel (B, mel, T) of whole utterances, prompt included; rows do not affect each other.
 
         mu (B, mel, T): encoder output; valid (B, 1, T) bool: frames that are not padding; prompt_feat (B, P, mel): the
         prompt's mel, zero-padded; embedding (B, speaker_dim): x-vector; noise (1 or B, mel, T).

@@ -55,7 +55,7 @@ class EstimatorCache:
     def empty(
         cls, config: DiTConfig, steps: int, rows: int, device: torch.device, dtype: torch.dtype
     ) -> "EstimatorCache":
-        """The cache of streams that have no frames yet."""
+        """Return the cache of streams that have no frames yet."""
         keys = torch.empty(steps, config.depth, rows, config.heads, 0, config.head_dim, device=device, dtype=dtype)
         conv = torch.zeros(steps, config.depth, 2, rows, config.width, CONV_HISTORY, device=device, dtype=dtype)
         return cls(KeyValues(keys, keys), conv)

@@ -54,5 +54,5 @@ def without_rotary(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def with_rotary(state: Mapping[str, Tensor], config: CosyVoice3FlowConfig) -> dict[str, Tensor]:
-    """The reverse, as in the official file."""
+    """Return the state_dict with the rotary frequencies, as the official file has it."""
     return {**state, ROTARY_KEY: rotary_frequencies(config.estimator.head_dim)}

@@ -161,7 +161,7 @@ class DiTEstimator(nn.Module):
         return self._run(x, t, mu, speaker, condition, cache=cache)
 
     def empty_cache(self, steps: int, rows: int) -> EstimatorCache:
-        """The cache of streams that have no frames yet; `rows` counts both halves of the guidance batch."""
+        """Return the cache of streams that have no frames yet; `rows` counts both halves of the guidance batch."""
         weight = self.in_proj.weight
         return EstimatorCache.empty(self.config, steps, rows, weight.device, weight.dtype)
 

@@ -41,7 +41,7 @@ class LookaheadLayer(nn.Module):
         self.conv2 = CausalConv1d(hidden, width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each token followed by the tokens ahead of it, (B, T, 1 + lookahead, C) -> (B, T, C)"""
+        """Convolve each token followed by the tokens ahead of it, (B, T, 1 + lookahead, C) -> (B, T, C)"""
         y = F.linear(x.flatten(2), by_taps(self.conv1.weight), self.conv1.bias)
         y = self.conv2(F.leaky_relu(y).transpose(1, 2))  # (B, T, C) -> (B, C, T)
         return x[:, :, 0] + y.transpose(1, 2)  # (B, C, T) -> (B, T, C)
@@ -114,7 +114,7 @@ class ConformerLayer(nn.Module):
         self.norm_ff = nn.LayerNorm(config.width, eps=NORM_EPS)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """As `RelativeAttention.forward`."""
+        """Compute the layer; the arguments are those of `RelativeAttention.forward`."""
         x = x + self.self_attn(self.norm_mha(x), positions, mask)
         return x + self.feed_forward(self.norm_ff(x))
 

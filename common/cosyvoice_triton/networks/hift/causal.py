@@ -176,7 +176,7 @@ class CausalHiFTGenerator(nn.Module):
         return self
 
     def vocoded(self, frames: int, *, begins: bool, ends: bool) -> int:
-        """Mel frames that a row of `frames` new ones vocodes."""
+        """Return the mel frames that a row of `frames` new ones vocodes."""
         return frames + (0 if begins else WITHHELD_FRAMES) - (0 if ends else WITHHELD_FRAMES)
 
     def samples(self, frames: int, *, begins: bool, ends: bool) -> int:

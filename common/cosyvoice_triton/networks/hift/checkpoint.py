@@ -42,7 +42,7 @@ def fuse_weight_norm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split_weight_norm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The reverse: in the official form all convolutions have weight norm except those of `source_downs`."""
+    """Return the state_dict in the official form: all convolutions have weight norm except those of `source_downs`."""
     split: dict[str, Tensor] = {}
     for key, value in state.items():
         if value.ndim == 3 and not key.startswith("source_downs."):
@@ -55,7 +55,7 @@ def split_weight_norm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_hift(path: str | Path, device: str | torch.device = "cpu") -> HiFTGenerator:
-    """The network of a `hift.pt`, with sizes read from its tensors, in eval mode and without gradients.
+    """Return the network of a `hift.pt`, with sizes read from its tensors, in eval mode and without gradients.
 
     ValueError if the file is missing or no HiFT checkpoint, or naming every key and shape that does not fit.
     """
@@ -73,7 +73,8 @@ def load_causal_hift(path: str | Path, device: str | torch.device = "cpu") -> Ca
 def build_causal_hift(
     config: HiFTConfig, fused: Mapping[str, Tensor], device: str | torch.device = "cpu"
 ) -> CausalHiFTGenerator:
-    """The network with the weights of `fuse_weight_norm`. ValueError naming every key and shape that does not fit."""
+    """Return the network with the weights of `fuse_weight_norm`. Raises ValueError with every key and shape that does
+    not fit."""
     hift = load_strict(CausalHiFTGenerator(config), fused, device, torch.float32).to(device)
     hift.f0_predictor.double()
     return hift

@@ -139,7 +139,7 @@ class HiFTGenerator(nn.Module):
         return wave.clamp(-config.audio_limit, config.audio_limit)
 
     def body(self, mel: Tensor, excitation: Tensor, frames: Tensor | None = None) -> Tensor:
-        """The convolutions: mel (B, mel_bins, T), the source's STFT (B, n_fft + 2, bins) -> spectrum of its shape.
+        """Compute the convolutions: mel (B, mel_bins, T), source STFT (B, n_fft + 2, bins) -> spectrum of its shape.
 
         bins: T * hop / istft_hop + 1. frames (B,): length of each row, as in `forward`.
         """

@@ -36,7 +36,8 @@ class HarmonicSource(nn.Module):
         return torch.tanh(self.l_linear(waves)).transpose(1, 2), middles  # (B, T*hop, 1) -> (B, 1, T*hop)
 
     def sines(self, f0: Tensor, noise: Tensor, carried: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The harmonics before they are mixed, (B, T*hop, harmonics+1), noise alone in unvoiced frames; the phases."""
+        """Return the harmonics before they are mixed, (B, T*hop, harmonics+1), noise alone in unvoiced frames, and the
+        phases."""
         config = self.config
         voiced = (f0 > config.voiced_threshold).repeat_interleave(config.hop, dim=1)[..., None]  # (B, T*hop, 1)
         phase, middles = self._phase(f0, carried)

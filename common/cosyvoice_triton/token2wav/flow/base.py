@@ -52,12 +52,12 @@ class FlowOptions:
 
     @property
     def graphs(self) -> bool:
-        """Whether to capture CUDA graphs, on a GPU."""
+        """Return whether to capture CUDA graphs, on a GPU."""
         return self.runtime != "torch"
 
     @property
     def exact(self) -> bool:
-        """Whether the network that is served is the checkpoint's own in float32."""
+        """Return whether the network that is served is the checkpoint's own in float32."""
         return self.dtype == torch.float32 and self.runtime in ("torch", "cuda_graph")
 
     def load(self, load_network: Callable[..., FlowT], path: Path) -> tuple[FlowT, dict[str, Any]]:
@@ -103,11 +103,11 @@ class Vocoder(Protocol):
         ...
 
     def exact(self) -> "Vocoder":
-        """The same vocoder in float32, over the same streams, loaded for a single use."""
+        """Return the same vocoder in float32, over the same streams, loaded for a single use."""
         ...
 
     def open(self) -> VocoderState:
-        """The vocoder's part of a new stream. Raises UnavailableError when all streams are taken."""
+        """Return the vocoder's part of a new stream. Raises UnavailableError when all streams are taken."""
         ...
 
     def close(self, state: VocoderState) -> None:
@@ -120,7 +120,7 @@ class Vocoder(Protocol):
         ...
 
     def whole(self, mels: Sequence[Tensor]) -> list[Tensor]:
-        """The audio (N,) of whole utterances on the CPU, given their mels (80, T)."""
+        """Return the audio (N,) of whole utterances on the CPU, given their mels (80, T)."""
         ...
 
 
@@ -166,7 +166,7 @@ class StreamingFlow(ABC, Generic[StreamT]):
     @property
     @abstractmethod
     def batch_tokens(self) -> int:
-        """The most of a batch, counted as `Chunk.computed`."""
+        """Return how much a batch has at most, counted as `Chunk.computed`."""
 
     def exact(self) -> Self:
         """Load the same flow in float32, by plain operations, with room for one stream, for a single use: it is needed
@@ -214,7 +214,7 @@ class StreamingFlow(ABC, Generic[StreamT]):
         """Memory reserved for streams and taken by prompt caches."""
 
     def prefill_frames(self, prompt: Prompt) -> int:
-        """Mel frames that `open` has to prefill for a stream in that voice."""
+        """Return the mel frames that `open` has to prefill for a stream in that voice."""
         return 0
 
     def fitting(self, prompts: Sequence[Prompt]) -> list[bool]:

@@ -141,7 +141,7 @@ class CachedSolver(ABC):
         return torch.cat([conditional, self._ends.input_bias.expand_as(conditional)])
 
     def no_history(self, rows: int) -> Tensor:
-        """The convolution history of streams that begin: zeros."""
+        """Return the convolution history of streams that begin: zeros."""
         pairs, reach = self._histories
         return self._static.new_zeros(self.steps, pairs, 2, rows, reach, len(self._static))
 

@@ -40,7 +40,7 @@ class DiTStream(CachedStream):
 
     @property
     def complete(self) -> bool:
-        """Whether the stream cache still holds every frame."""
+        """Return whether the stream cache still holds every frame."""
         return self.cache.frames == TOKEN_MEL_RATIO * self.rendered
 
 

@@ -21,7 +21,7 @@ WindowChunk = Chunk[WindowStream]
 
 
 def forgotten_tokens(chunk: WindowChunk) -> int:
-    """Tokens of the stream that are older than the chunk's window."""
+    """Return how many tokens of the stream are older than the chunk's window."""
     return len(chunk.stream.prompt.tokens) + chunk.offset + chunk.new - chunk.computed
 
 

@@ -148,11 +148,11 @@ class Graphs:
         return self._graphs.keys()
 
     def inputs(self, size: Size) -> tuple[Tensor, ...]:
-        """The input tensors of that size; the next `run` fills them partly or wholly."""
+        """Return the input tensors of that size; the next `run` fills them partly or wholly."""
         return self._graphs[size].inputs
 
     def parts(self, rows: int, length: int, *, warn: bool = True) -> list[tuple[slice, Size | None]]:
-        """How a batch is computed, see `limits.batch_parts`. A row without a size is computed by eager kernels.
+        """Return how a batch is computed, see `limits.batch_parts`. A row without a size is computed by eager kernels.
 
         warn: log, once, that the length alone is beyond every graph, so that not even splitting the batch helps.
         """

@@ -36,7 +36,7 @@ class NoiseTape:
 
 
 def flow_noise(device: torch.device | str = "cpu") -> NoiseTape:
-    """The initial state of the flow's ODE by mel frame, (15000, 80).
+    """Return the initial state of the flow's ODE by mel frame, (15000, 80).
 
     The values of upstream's CosyVoice2 `rand_noise` buffer: (1, 80, 15000) drawn on the CPU after seeding with 0.
     """
