@@ -69,7 +69,7 @@ BAD_BODIES = {
     "a recording too long": ({**TEXT, "ref_audio": in_base64(recording(31, 8000))}, "ref_audio"),
     "a silent recording": ({**TEXT, "ref_audio": in_base64(recording(level=0))}, "ref_audio"),
     "a recording of 64 channels": ({**TEXT, "ref_audio": in_base64(recording(channels=64, kind="OGG"))}, "ref_audio"),
-    "a recording in a rare format": ({**TEXT, "ref_audio": in_base64(recording(kind="AIFF"))}, "ref_audio"),
+    "a recording in a rare format": ({**TEXT, "ref_audio": in_base64(recording(kind="AU"))}, "ref_audio"),
     "a recording at an odd rate": ({**TEXT, "ref_audio": in_base64(recording(1, 15_999))}, "ref_audio"),
     "a sample rate of 0": ({**TEXT, "sample_rate": 0}, "sample_rate"),
     "a transcript that is too long": ({**TEXT, "ref_text": "a" * 4097}, "ref_text"),

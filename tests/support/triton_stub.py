@@ -8,6 +8,7 @@ If the text begins with one of these words, the answer is a different one:
     refuse   an error about the request              lost     a model that is not available
     break    one chunk, then an error                silent   no audio at all
     endless  chunks until the client disconnects     stall    nothing until the client disconnects
+    warn     a warning with each chunk
     quick    three chunks at once                    fail     an error; further requests of the stream are answered
 """
 
@@ -30,6 +31,7 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
 REQUESTS_KEPT = 64
+WARNING = b"speech was cut short"
 
 
 def texts_of(request: Any) -> dict[str, str]:
@@ -125,6 +127,9 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
             segments = json.dumps([[texts_of(request)["target_text"], waveform.size]]).encode()
             infer.outputs.add(name="segments", datatype="BYTES", shape=[1, 1])
             infer.raw_output_contents.append(len(segments).to_bytes(4, "little") + segments)
+        if _first_word(request) == "warn":
+            infer.outputs.add(name="warning", datatype="BYTES", shape=[1, 1])
+            infer.raw_output_contents.append(len(WARNING).to_bytes(4, "little") + WARNING)
         return service_pb2.ModelStreamInferResponse(infer_response=infer)
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> tuple[grpc.aio.Server, str]:

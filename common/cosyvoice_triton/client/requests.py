@@ -172,14 +172,17 @@ class AudioPart:
 
     waveform: np.ndarray
     segments: list[tuple[str, int]] = field(default_factory=list)
+    warning: str = ""
 
     @classmethod
     def of(cls, result: Any) -> "AudioPart":
         """Of a response of tritonclient; its warning is logged."""
         waveform, segments = waveform_of(result), result.as_numpy(SEGMENTS)
+        warning = result.as_numpy(WARNING)
         return cls(
             np.zeros(0, np.float32) if waveform is None else waveform.reshape(-1),  # (1, N) -> (N,)
             [] if segments is None else [(text, samples) for text, samples in json.loads(segments.item())],
+            "" if warning is None else warning.item().decode(),
         )
 
 

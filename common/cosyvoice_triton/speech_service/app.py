@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -16,7 +17,7 @@ from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.routes import runtime_grpc, runtime_http, socket, speech, triton_http, voices
 from cosyvoice_triton.speech_service.security.budget import ByteBudget
-from cosyvoice_triton.speech_service.security.guard import Guard
+from cosyvoice_triton.speech_service.security.guard import Guard, check_key
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.triton import TritonPool
@@ -58,8 +59,8 @@ def build(settings: Settings) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["authorization", "content-type"],
-            expose_headers=["x-sample-rate", "retry-after"],
+            allow_headers=["*"],  # SDKs send many of their own, and an allowed site may send any
+            expose_headers=["x-sample-rate", "x-speech-warning", "x-request-id", "retry-after"],
         )
     return app
 
@@ -71,11 +72,14 @@ def _add_service_routes(app: FastAPI) -> None:
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health(request: Request) -> Response:
-        """200 if at least one Triton serves a speech model."""
-        pool = Service.of(request).dispatcher.pool
-        tritons = [{"address": each.url, "models": sorted(each.models)} for each in pool.backends]
-        status = 200 if pool.models else 503
-        return JSONResponse({"status": "ok" if pool.models else "unavailable", "tritons": tritons}, status)
+        """200 if at least one Triton serves a speech model. Their addresses are for callers with a key."""
+        service = Service.of(request)
+        pool = service.dispatcher.pool
+        about: dict[str, Any] = {"status": "ok" if pool.models else "unavailable"}
+        with contextlib.suppress(ApiError):
+            check_key(request.headers.get("authorization", ""), service.settings.api_keys)
+            about["tritons"] = [{"address": each.url, "models": sorted(each.models)} for each in pool.backends]
+        return JSONResponse(about, 200 if pool.models else 503)
 
     @app.api_route("/metrics", methods=["GET", "HEAD"], include_in_schema=False)
     async def metrics(request: Request) -> Response:

@@ -1,6 +1,7 @@
 """Request bodies: OpenAI's fields and our extensions."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -23,12 +24,13 @@ from cosyvoice_triton.voice.prompt import Recording
 
 # OpenAI's model names are accepted for the default model, so that programs work unchanged.
 OPENAI_MODELS = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts")
+_VERSION = re.compile(r"-(\d{4}-\d{2}-\d{2}|\d{4})$")  # tts-1-1106, gpt-4o-mini-tts-2025-12-15
 
 # Kokoro's letters for languages -> those that `language` knows.
 _LANG_CODES = {"a": "en", "b": "en", "j": "ja", "z": "zh", "e": "es", "f": "fr", "i": "it", "h": "", "p": ""}
 
 # What a JSON body may consist of besides base64: punctuation, which takes the parser a hundred times as long per byte.
-_BASE64 = bytes(range(ord("0"), ord("9") + 1)) + bytes(range(ord("A"), ord("Z") + 1)) + b"+/="
+_BASE64 = bytes(range(ord("0"), ord("9") + 1)) + bytes(range(ord("A"), ord("Z") + 1)) + b"+/=-_\\"
 _CHEAP = _BASE64 + _BASE64.lower() + bytes(range(128, 256))
 
 
@@ -47,6 +49,11 @@ Text = Annotated[str, AfterValidator(_encodable)]
 Name = Annotated[str, Field(max_length=256)]  # also rejects what cannot be encoded
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]  # what Triton's protocol can carry
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def is_openai_model(name: str) -> bool:
+    """Return whether `name` is one of OPENAI_MODELS, perhaps with a date."""
+    return _VERSION.sub("", name) in OPENAI_MODELS
 
 
 class VoiceId(BaseModel):
@@ -145,7 +152,7 @@ class SpeechRequest(BaseModel):
 
     def served_model(self, default: str) -> str:
         """Return the model to call; empty: any that is served."""
-        return default if not self.model or self.model in OPENAI_MODELS else self.model
+        return default if not self.model or is_openai_model(self.model) else self.model
 
     @property
     def voice_name(self) -> str:

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ class SpeechJob:
     """A text to generate as utterances, one after another. `chars`: of the text, with markup.
 
     `samples`: generated so far, at the models' rate and normal speed. `timestamps`: of what was generated so far, if
-    they are wanted; then the utterances ask for segments.
+    they are wanted; then the utterances ask for segments. `warnings`: of the models, such as speech cut short.
     """
 
     utterances: tuple[Utterance, ...]
@@ -46,6 +46,12 @@ class SpeechJob:
     model: str = ""
     samples: int = 0
     timestamps: Timestamps | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def warned(self) -> dict[str, list[str]]:
+        """Return the models' warnings so far as a field of an answer; no field without warnings."""
+        return {"warnings": self.warnings} if self.warnings else {}
 
     def ended(self) -> list[dict[str, Any]]:
         """Return the timestamps of the segments that ended since the last call; none if they are not wanted."""
@@ -83,6 +89,8 @@ class Dispatcher:
             for utterance in job.utterances:
                 async with contextlib.aclosing(self._generated(job, utterance)) as parts:
                     async for part in parts:
+                        if part.warning and part.warning not in job.warnings:
+                            job.warnings.append(part.warning)
                         if job.timestamps is not None:
                             await self._add_times(job.timestamps, part)
                         if not part.waveform.size:

@@ -1,5 +1,6 @@
 """Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}} and an HTTP status."""
 
+import re
 from typing import Any
 
 import grpc
@@ -22,6 +23,9 @@ _SERVER_ERRORS = {
 # Triton's words for a model that it does not serve at the moment: it starts, stops or reloads. (Requests name only
 # models that it reported as ready.)
 _NOT_SERVED = ("Request for unknown model", "Server is stopping")
+
+# Triton's words for a full /dev/shm, with the name of a region, which is not for callers.
+_NO_SHARED_MEMORY = re.compile(r"\bshared memory (pool|region)|No space left on device", re.IGNORECASE)
 
 OVERLOADED = "overloaded"  # code of the refusal of a Triton that has as many listeners as it can serve
 MESSAGE_CHARS = 1000  # messages quote what clients send
@@ -52,7 +56,9 @@ class ApiError(Exception):
 
     @property
     def response(self) -> JSONResponse:
-        headers = {"Retry-After": str(self.retry_after)} if self.retry_after else None
+        headers = {"Retry-After": str(self.retry_after)} if self.retry_after else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"  # RFC 9110, 11.6.1: required
         return JSONResponse(self.body, self.status, headers)
 
 
@@ -74,6 +80,8 @@ def from_triton(status: str | None, message: str | None) -> ApiError:
         if isinstance(error, OverloadedError):
             return ApiError(429, str(error), code=OVERLOADED, retry_after=round(error.retry_after))
         status, text = str(grpc.StatusCode.UNAVAILABLE), text.removeprefix(UNAVAILABLE)
+    if _NO_SHARED_MEMORY.search(text):
+        status, text = str(grpc.StatusCode.UNAVAILABLE), "the server has no shared memory left (/dev/shm)"
     if text.startswith(_NOT_SERVED):
         status = str(grpc.StatusCode.UNAVAILABLE)
     if status in _CLIENT_ERRORS:

@@ -13,7 +13,7 @@ from cosyvoice_triton.speech_service.audio.recordings import decode
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.voice.book import VoiceBook
-from cosyvoice_triton.voice.files import is_voice_name, save_recording
+from cosyvoice_triton.voice.files import RECORDINGS, is_voice_name, normalized, save_recording
 from cosyvoice_triton.voice.mix import Mix, mixed_voices
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 
@@ -44,6 +44,8 @@ class VoiceFolder:
 
     def resolve(self, name: str) -> str:
         """Return the name of the voice that `name`, perhaps an alias or a mix of aliases, stands for."""
+        if not name.isascii() and name not in self.names():
+            name = normalized(name)
         try:
             parts = mixed_voices(name)
         except ValueError:  # the lookup says what is wrong with it
@@ -90,9 +92,10 @@ class VoiceFolder:
 
     def remove(self, name: str) -> None:
         """Delete a voice's files. ApiError if it has none."""
+        name = name if name in self.names() else normalized(name)
         if name not in self.names():
             raise ApiError(404, f"there is no voice {name!r}", code="voice_not_found", param="name")
-        files = [self._folder / f"{name}{ending}" for ending in (".safetensors", ".wav", ".txt")]
+        files = [self._folder / f"{name}{ending}" for ending in (".safetensors", *RECORDINGS, ".txt")]
         if not is_voice_name(name) or not any(file.exists() for file in files):
             raise invalid(f"the voice {name!r} is part of a spk2info.pt and has no file of its own", "name")
         for file in files:

@@ -5,10 +5,12 @@ Matcha's mel spectrogram, torchaudio's resampling, Kaldi's filter bank.
 """
 
 import math
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -191,13 +193,12 @@ def load_audio(source: str | Path | BinaryIO, rate: int, *, max_seconds: float |
     import soundfile as sf  # here: the models' processes read no sound files unless recordings are registered
 
     with sf.SoundFile(source if isinstance(source, (str, Path)) else _Lenient(source)) as file:
-        limit = -1
+        limit = sys.maxsize
         if max_seconds is not None:
             _require_cheap(file.format, file.channels, file.samplerate)
             limit = int(max_seconds * file.samplerate) + 1
-        blocks = file.blocks(_BLOCK_FRAMES, frames=limit, dtype="float32", always_2d=True)  # (n, channels) each
         with np.errstate(all="ignore"):  # a file of floats may hold any; `validate_reference` names them
-            samples = np.concatenate([np.zeros(0, np.float32), *(block.mean(axis=1) for block in blocks)])
+            samples = np.concatenate([np.zeros(0, np.float32), *_mono_blocks(file, limit)])
         if max_seconds is not None and len(samples) == limit:
             raise ValueError(f"the recording is longer than {max_seconds:g} s")
         return resample(torch.from_numpy(samples), file.samplerate, rate).numpy()
@@ -216,6 +217,14 @@ class _Lenient:
             return self._file.seek(offset, whence)
         except (ValueError, OverflowError, OSError):
             return self._file.tell()
+
+
+def _mono_blocks(file: Any, limit: int) -> Iterator[np.ndarray]:
+    """Yield up to `limit` frames of an open sound file as float32 (N,). `SoundFile.blocks` does not find the end of
+    files that cannot seek, such as those of GSM 06.10."""
+    while limit > 0 and len(block := file.read(min(_BLOCK_FRAMES, limit), dtype="float32", always_2d=True)):
+        limit -= len(block)
+        yield block.mean(axis=1)
 
 
 def _require_cheap(kind: str, channels: int, rate: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.voice.files import (
+    RECORDINGS,
     Decode,
     is_voice_name,
     read_recording,
@@ -92,7 +93,8 @@ class VoiceBook:
     def _find(self, name: str) -> Voice | None:
         if self._folder is not None and is_voice_name(name):
             voice = self._cached(self._folder / f"{name}.safetensors", read_voice)
-            voice = voice or self._cached(self._folder / f"{name}.wav", read_recording)
+            for ending in RECORDINGS:
+                voice = voice or self._cached(self._folder / f"{name}{ending}", read_recording)
             if voice is not None:
                 return voice
         return self._of_spk2info(name)
@@ -114,7 +116,7 @@ class VoiceBook:
         if self._folder is not None and self._folder.is_dir():
             files = (Path(entry.name) for entry in os.scandir(self._folder))
             found |= {
-                file.stem for file in files if file.suffix in (".safetensors", ".wav") and is_voice_name(file.stem)
+                file.stem for file in files if file.suffix in (".safetensors", *RECORDINGS) and is_voice_name(file.stem)
             }
         return sorted(found)
 

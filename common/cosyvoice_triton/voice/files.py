@@ -1,13 +1,15 @@
 """The file formats of registered voices. Each is read here and nowhere else.
 
 NAME.safetensors   a Prompt, encoded in advance, or an uploaded recording with its transcript
-NAME.wav           a recording, and its transcript in NAME.txt (without one the voice is cloned cross-lingually)
+NAME.wav           a recording (also .flac, .mp3, .ogg), and its transcript in NAME.txt (without one the voice is cloned
+                   cross-lingually)
 spk2info.pt        upstream's speakers by name: with a recording's tokens and mel, or an x-vector alone
 """
 
 import contextlib
 import io
 import os
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,9 @@ from cosyvoice_triton.voice.audio import load_reference, validate_reference
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 
 MAX_NAME_BYTES = 128
+RECORDINGS = tuple(
+    case for each in (".wav", ".flac", ".mp3", ".ogg") for case in (each, each.upper())
+)  # that libsndfile reads, from the first one looked up to the last
 
 # The tensors of a voice file are named like those of a token2wav request; the transcript is UTF-8.
 TOKENS, MEL, EMBEDDING, TRANSCRIPT = (
@@ -55,10 +60,18 @@ def is_voice_name(name: str) -> bool:
     return (
         0 < len(name.encode(errors="replace")) <= MAX_NAME_BYTES
         and name.isprintable()
+        and not set(normalized(name)) & set("/\\")
+        and not normalized(name).startswith(".")
         and name == name.strip()
         and not name.startswith(".")
         and not set(name) & set("/\\")
     )
+
+
+def normalized(name: str) -> str:
+    """Return a voice's name in Unicode's form NFKC, in which names that look alike are the same, and what looks like
+    the characters of a path is one."""
+    return unicodedata.normalize("NFKC", name)
 
 
 def read_voice(path: Path) -> Prompt | Recording:
@@ -154,6 +167,8 @@ def spk2info_prompt(entry: Any, where: str, decode: Decode) -> Prompt:
         raise ValueError(f"{where} has no {', no '.join(missing)}: a speaker has all three, or an x-vector alone")
     if isinstance(transcript, Tensor):
         ids = transcript.flatten().tolist()
+        if any(each < 0 for each in ids):
+            raise ValueError(f"{where}: its transcript has the token id {min(ids)}")
         return _prompt(tensors, lambda: decode(ids), where)
     return _prompt(tensors, lambda: str(transcript or ""), where)
 
@@ -177,6 +192,8 @@ def _prompt(tensors: Mapping[str, Tensor], transcript: Callable[[], str], where:
         tokens, embedding = tensors[TOKENS].long().reshape(-1).numpy(), tensors[EMBEDDING].float().reshape(-1).numpy()
         mel = tensors[MEL].float().reshape(-1, tensors[MEL].shape[-1]).numpy()
         text = clean_line(transcript(), name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS)
+        if tokens.size and tokens.min() < 0:
+            raise ValueError(f"it has the speech token {tokens.min()}")
         _check_lengths(len(tokens), len(mel), text)
         prompt = Prompt.aligned(tokens, mel, embedding, text)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:  # of torch, for tensors of unusable shapes

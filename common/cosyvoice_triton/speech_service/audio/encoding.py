@@ -103,6 +103,7 @@ class AudioEncoder:
         self.frame_bytes = rate * (frame_ms or 0) // 1000 * len(self.format.silence)  # 0: no frames
         self.rate = rate
         self._volume = volume
+        self._samples = 0  # encoded so far
         self._filter = _filter_of(rate, speed)
         self.direct = self._filter is None and self.format.codec in ("", "pcm_s16le")
         self._writer = _ContainerWriter(self.format, rate) if self.format.container else None
@@ -117,8 +118,11 @@ class AudioEncoder:
         return rest if self._writer is None else rest + self._writer.close()
 
     def complete(self, audio: bytes) -> bytes:
-        """Return all bytes of an answer, with the lengths in a WAV file's header, which are not known while it is
-        streamed."""
+        """Return all bytes of an answer, with the length in the header of a WAV or FLAC file, which is not known while
+        it is streamed."""
+        if self.format.container == "flac":  # 36 bits of the first block: see RFC 9639, 8.2
+            about = int.from_bytes(audio[18:26], "big") >> 36 << 36 | self._samples
+            return audio[:18] + about.to_bytes(8, "big") + audio[26:]
         if self.format.container != "wav":
             return audio
         samples = audio.index(b"data") + 8  # a chunk begins with its name and its length
@@ -141,6 +145,7 @@ class AudioEncoder:
 
     def _bytes(self, wave: np.ndarray) -> bytes:
         pcm = np.rint(np.clip(wave * self._volume, -1.0, 1.0) * _INT16_PEAK).astype("<i2")
+        self._samples += len(pcm)
         return pcm.tobytes() if self._writer is None else self._writer.write(pcm)
 
 

@@ -3,11 +3,21 @@
 import base64
 import binascii
 import io
+import itertools
 
+import av
 import numpy as np
 
 from cosyvoice_triton.constants import MAX_REFERENCE_SECONDS, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.voice.audio import load_audio, validate_reference
+
+MAX_CHANNELS = 8
+_MAGIC = {b"\x1aE\xdf\xa3": "matroska", b"FORM": "aiff", b"caff": "caf", b"#!AM": "amr"}  # matroska: WebM, too
+_CODECS = (
+    *("aac", "alac", "flac", "mp3", "mp3float", "opus", "libopus", "vorbis", "amrnb", "amrwb"),
+    *("pcm_s16be", "pcm_s16le", "pcm_s24be", "pcm_s24le", "pcm_s32be", "pcm_f32be", "pcm_f32le", "pcm_alaw"),
+    *("pcm_mulaw", "pcm_s8"),
+)
 
 
 def decode(data: bytes, max_bytes: int) -> np.ndarray:
@@ -15,11 +25,57 @@ def decode(data: bytes, max_bytes: int) -> np.ndarray:
     invalid."""
     if len(data) > max_bytes:
         raise ValueError(f"the recording has {len(data)} bytes, more than the limit of {max_bytes}")
+    if (container := _container(data)) is not None:
+        return validate_reference(_load_with_ffmpeg(data, container))
     try:
         wav = load_audio(io.BytesIO(data), PROMPT_SAMPLE_RATE, max_seconds=MAX_REFERENCE_SECONDS)
     except RuntimeError:  # libsndfile's errors
-        raise ValueError("the recording is not a readable audio file: send WAV, FLAC, OGG or MP3") from None
+        raise ValueError(
+            "the recording is not a readable audio file: send WAV, FLAC, OGG, MP3, M4A, AAC, WebM, AIFF or CAF"
+        ) from None
     return validate_reference(wav)
+
+
+def _container(data: bytes) -> str | None:
+    """Return FFmpeg's name of a file's format, for formats that phones and browsers record and libsndfile does not
+    read or is not trusted with."""
+    if data[4:8] == b"ftyp":
+        return "mov"  # MP4, M4A, 3GP
+    if data[:2] in (b"\xff\xf1", b"\xff\xf9"):  # ADTS; MP3 has other bits of the layer
+        return "aac"
+    if data[:4] == b"fLaC" and not int.from_bytes(data[18:26], "big") % (1 << 36):
+        return "flac"  # of unknown length, as an encoder that streams writes it
+    return _MAGIC.get(data[:4])
+
+
+def _load_with_ffmpeg(data: bytes, container: str) -> np.ndarray:
+    """Return the first sound of a file as float32 (T,) at 16 kHz. ValueError.
+
+    FFmpeg opens nothing but these bytes: the demuxer is named, no protocol is allowed, and only common codecs are.
+    """
+    options = {"protocol_whitelist": "none", "codec_whitelist": ",".join(_CODECS)}
+    resampler = av.AudioResampler(format="flt", layout="mono", rate=PROMPT_SAMPLE_RATE)
+    parts: list[np.ndarray] = []
+    left = int(MAX_REFERENCE_SECONDS * PROMPT_SAMPLE_RATE)
+    try:
+        with av.open(io.BytesIO(data), "r", format=container, options=options, metadata_errors="ignore") as file:
+            if not file.streams.audio:
+                raise ValueError("the recording has no sound")
+            stream = file.streams.audio[0]
+            if stream.codec_context.name not in _CODECS or not 0 < stream.codec_context.channels <= MAX_CHANNELS:
+                raise ValueError(
+                    f"the recording's codec is {stream.codec_context.name} with {stream.codec_context.channels} "
+                    f"channels: send one of {', '.join(_CODECS)} with up to {MAX_CHANNELS}"
+                )
+            for frame in itertools.chain(file.decode(stream), [None]):
+                for part in resampler.resample(frame):
+                    parts.append(part.to_ndarray().reshape(-1))
+                    left -= parts[-1].size
+                if left < 0:
+                    raise ValueError(f"the recording is longer than {MAX_REFERENCE_SECONDS:g} s")
+    except (av.FFmpegError, OSError) as error:
+        raise ValueError(f"the recording is a damaged file of the format {container}: {error}") from None
+    return np.concatenate([np.zeros(0, np.float32), *parts])
 
 
 def decode_base64(text: str, max_bytes: int) -> np.ndarray:
@@ -28,6 +84,9 @@ def decode_base64(text: str, max_bytes: int) -> np.ndarray:
         text = text.partition(",")[2]
     elif "://" in text[:16]:
         raise ValueError("ref_audio is a URL, and URLs are not fetched: send the file itself in base64")
+    # Lines, the alphabet for URLs and missing padding are variants of base64 (RFC 4648), which many encoders write.
+    text = text.strip().translate({ord("-"): "+", ord("_"): "/", **dict.fromkeys(map(ord, "\r\n\t"))}).rstrip("=")
+    text += "=" * (-len(text) % 4)
     if len(text) > max_bytes * 4 // 3 + 4:
         raise ValueError(f"ref_audio is longer than {max_bytes} bytes in base64")
     try:

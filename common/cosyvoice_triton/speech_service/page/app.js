@@ -115,7 +115,8 @@ async function speak() {
     $("factor").textContent = (seconds / player.seconds).toFixed(2);
     offer();
     while (player.sounding && !current.signal.aborted) await new Promise((wait) => setTimeout(wait, 50));
-    say(current.signal.aborted ? "Stopped." : `Done: ${player.seconds.toFixed(1)} seconds.`);
+    const warning = decodeURIComponent(answer.headers.get("x-speech-warning") ?? "");
+    say(current.signal.aborted ? "Stopped." : `Done: ${player.seconds.toFixed(1)} seconds. ${warning}`.trim());
   } catch (error) {
     if (current.signal.aborted) say("Stopped.");
     else say(player?.samples ? `The answer was cut off: ${error.message}` : error.message, true);

@@ -9,9 +9,10 @@ import asyncio
 import base64
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
+from urllib.parse import quote
 
 from async_timeout import timeout
 from starlette.responses import Response
@@ -25,13 +26,15 @@ from cosyvoice_triton.tasks import TaskScope
 
 logger = logging.getLogger(__name__)
 
+WARNING_CHARS = 300  # in a header: warnings quote texts
 _STREAMING_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second one is for nginx
 
 
 class AudioResponse(Response):
     """Sends the bytes of `parts` as they are produced, or, once all are there, what `whole` makes of them.
 
-    stall: seconds that a client may leave them unread.
+    stall: seconds that a client may leave them unread. warnings: filled while the parts are made; the headers have
+    those that are known by the first part that is sent.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class AudioResponse(Response):
         media_type: str,
         stall: float,
         rate: int,
+        warnings: Sequence[str],
         whole: Callable[[bytes], bytes] | None = None,
     ) -> None:
         super().__init__(media_type=media_type, headers={"X-Sample-Rate": str(rate), **_STREAMING_HEADERS})
@@ -47,6 +51,7 @@ class AudioResponse(Response):
         self._parts = parts
         self._stall = stall
         self._whole = whole
+        self._warnings = warnings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with TaskScope() as tasks:
@@ -68,6 +73,8 @@ class AudioResponse(Response):
             except ApiError as error:
                 await error.response(scope, receive, send)
                 return
+            if self._warnings:
+                self.headers["x-speech-warning"] = _header("; ".join(self._warnings))
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 await self._send_part(send, first)
@@ -83,6 +90,11 @@ class AudioResponse(Response):
     async def _send_part(self, send: Send, part: bytes) -> None:
         async with timeout(self._stall):
             await send({"type": "http.response.body", "body": part, "more_body": True})
+
+
+def _header(text: str) -> str:
+    """Return `text` as the value of a header: visible ASCII, the rest percent-encoded."""
+    return quote(text[:WARNING_CHARS], safe=" !#$&'()*+,/:;=?@[]\"<>^`{|}~")
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -101,6 +113,7 @@ async def whole(
         "media_type": encoder.format.media_type,
         "sample_rate": encoder.rate,
         "usage": job.usage,
+        **job.warned,
         **({"segments": job.timestamps.segments} if job.timestamps is not None else {}),
         **_subtitles(job, kind),
     }
@@ -138,7 +151,7 @@ async def events(
         return
     if segments := job.ended():  # of a last part without audio
         yield _event({"type": "speech.audio.timestamps", "segments": segments})
-    yield _event({"type": "speech.audio.done", "usage": job.usage, **_subtitles(job, kind)})
+    yield _event({"type": "speech.audio.done", "usage": job.usage, **job.warned, **_subtitles(job, kind)})
 
 
 def _event(content: dict[str, Any]) -> bytes:

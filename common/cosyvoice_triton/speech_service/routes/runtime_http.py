@@ -45,7 +45,9 @@ async def infer(request: Request) -> Response:
             values[name] = str(fields[field])
     job = await service.job(parse(SpeechRequest, values), upload)
     encoder = AudioEncoder("pcm")
-    return AudioResponse(service.audio(job, encoder), encoder.format.media_type, service.settings.stall, encoder.rate)
+    return AudioResponse(
+        service.audio(job, encoder), encoder.format.media_type, service.settings.stall, encoder.rate, job.warnings
+    )
 
 
 for path in ROUTES:

@@ -3,6 +3,7 @@
     client  session.config {mode, and fields of /v1/audio/speech}   input.text {text}
             input.done   input.cancel   session.close
     server  audio.start {utterance_index, sentence_index, sentence_text, format, sample_rate}, binary frames, audio.done
+            warning {utterance_index, sentence_index, message}
             audio.timestamps {utterance_index, sentence_index, segments}
             session.done {utterance_index, total_sentences}   audio.cancelled {utterance_index}   error {error}
 
@@ -27,6 +28,7 @@ from starlette.websockets import WebSocketDisconnect
 from cosyvoice_triton.client.requests import TextPieces
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse, read_json
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
+from cosyvoice_triton.speech_service.security.guard import KEY_PROTOCOL
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.text import is_speakable
 from cosyvoice_triton.text.markup import without_voices
@@ -54,7 +56,11 @@ router = APIRouter()
 async def speech_socket(socket: WebSocket) -> None:
     """One connection, any number of utterances."""
     service = Service.of(socket)
-    await socket.accept()
+    # Browsers require one of those that they offer.
+    offered: list[str] = socket.scope["subprotocols"]
+    await socket.accept(
+        next((each for each in offered if not each.startswith(KEY_PROTOCOL)), next(iter(offered), None))
+    )
     sessions = service.metrics.sessions
     if service.sessions >= service.settings.max_sessions:
         await socket.close(_TRY_AGAIN_LATER, "the limit of open sessions is reached")
@@ -306,6 +312,8 @@ class SocketSession:
                         await self._send("audio.timestamps", **index, segments=segments)
             if segments := job.ended():  # of a last part without audio
                 await self._send("audio.timestamps", **index, segments=segments)
+            for message in job.warnings:
+                await self._send("warning", **index, message=message)
         except ApiError as error:
             failed = True
             await self._send_error(error)

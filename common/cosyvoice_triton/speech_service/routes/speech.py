@@ -1,14 +1,24 @@
 """POST /v1/audio/speech and its batch; GET /v1/models."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Request
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import JSONResponse, Response
 
-from cosyvoice_triton.speech_service.bodies import OPENAI_MODELS, BatchRequest, SpeechRequest, parse, read_json
+from cosyvoice_triton.speech_service.bodies import (
+    OPENAI_MODELS,
+    BatchRequest,
+    SpeechRequest,
+    is_openai_model,
+    parse,
+    read_json,
+)
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.routes.responses import AudioResponse, events, whole, whole_json
 from cosyvoice_triton.speech_service.service import Service
@@ -44,13 +54,15 @@ async def speech(request: Request) -> Response:
     audio = service.audio(job, encoder)
     if wanted.stream_format == "sse":
         answer = events(audio, job, wanted.subtitles)
-        return AudioResponse(answer, "text/event-stream", service.settings.stall, encoder.rate)
+        return AudioResponse(answer, "text/event-stream", service.settings.stall, encoder.rate, job.warnings)
     if wanted.stream_format == "json":
         answer = whole_json(audio, job, encoder, wanted.subtitles)
-        return AudioResponse(answer, "application/json", service.settings.stall, encoder.rate, whole=bytes)
+        return AudioResponse(
+            answer, "application/json", service.settings.stall, encoder.rate, job.warnings, whole=bytes
+        )
     kind = encoder.format.media_type
     complete = None if wanted.stream else encoder.complete
-    return AudioResponse(audio, kind, service.settings.stall, encoder.rate, complete)
+    return AudioResponse(audio, kind, service.settings.stall, encoder.rate, job.warnings, complete)
 
 
 @router.post("/v1/audio/speech/batch", openapi_extra=_body(BatchRequest))
@@ -109,6 +121,8 @@ async def models(request: Request) -> dict[str, Any]:
 async def model(name: str, request: Request) -> dict[str, Any]:
     """One of the models that `models` lists."""
     listed = _models(Service.of(request))
+    if is_openai_model(name) and OPENAI_MODELS[0] in listed:
+        return {**listed[OPENAI_MODELS[0]], "id": name}
     if name not in listed:
         raise ApiError(404, f"the model {name!r} is not served", code="model_not_found", param="model")
     return listed[name]
@@ -149,13 +163,16 @@ async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any
     if kind == "application/json":
         return read_json(await read_body(request), "the body", settings), None
     if kind == "application/x-www-form-urlencoded":
-        return _read_urlencoded(await read_body(request), settings), None
+        body = await read_body(request)
+        if body.lstrip()[:1] == b"{":
+            raise ApiError(415, f"the body is JSON, but its header is 'Content-Type: {kind}': send application/json")
+        return _read_urlencoded(body, settings), None
     if kind != "multipart/form-data":
         raise ApiError(415, f"content type {kind!r} is not supported: send application/json or multipart/form-data")
     if "charset" in content_type and "charset=utf-8" not in content_type:  # some of Python's codecs take minutes
         raise ApiError(415, "forms must be in UTF-8")
-    async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=settings.max_body_bytes) as form:
-        fields: dict[str, Any] = dict(form)
+    async with _closing(await _form(request, settings)) as form:
+        fields: dict[str, Any] = {name: value for name, value in form.items() if not _is_empty_file(value)}
         data = None
         if isinstance(file := fields.get(upload), UploadFile):
             data = await file.read()
@@ -163,6 +180,42 @@ async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any
     if unexpected := [name for name, value in fields.items() if isinstance(value, UploadFile)]:
         raise invalid(f"{unexpected[0]} must not be a file", unexpected[0])
     return fields, data
+
+
+class _CompleteForm(MultiPartParser):
+    """Knows whether a form has its last boundary. The field that is cut off is not among the others."""
+
+    complete = False
+
+    def on_end(self) -> None:
+        self.complete = True
+
+
+async def _form(request: Request, settings: Settings) -> FormData:
+    parser = _CompleteForm(
+        request.headers, request.stream(), max_files=1, max_fields=MAX_FIELDS, max_part_size=settings.max_body_bytes
+    )
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise invalid(f"the form cannot be read: {error.message}") from None
+    if not parser.complete:
+        await form.close()
+        raise invalid("the form is cut off: its last boundary is missing")
+    return form
+
+
+@contextlib.asynccontextmanager
+async def _closing(form: FormData) -> AsyncIterator[FormData]:
+    try:
+        yield form
+    finally:
+        await form.close()
+
+
+def _is_empty_file(value: Any) -> bool:
+    """Return whether a page sent a field for a file in which none was chosen."""
+    return isinstance(value, UploadFile) and not value.filename and not value.size
 
 
 def _read_urlencoded(body: bytes, settings: Settings) -> dict[str, Any]:

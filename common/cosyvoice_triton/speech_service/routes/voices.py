@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from cosyvoice_triton.speech_service.errors import invalid
 from cosyvoice_triton.speech_service.routes.speech import read_fields
 from cosyvoice_triton.speech_service.service import Service
+from cosyvoice_triton.voice.files import normalized
 
 router = APIRouter()
 
@@ -32,7 +33,7 @@ async def add(request: Request) -> Response:
     fields, data = await read_fields(request, "audio_sample")
     if data is None:
         raise invalid("audio_sample is missing: upload the recording as a file in a multipart form", "audio_sample")
-    name, text = str(fields.get("name", "")), str(fields.get("ref_text", ""))
+    name, text = normalized(str(fields.get("name", ""))), str(fields.get("ref_text", ""))
     seconds = await asyncio.to_thread(Service.of(request).voices.add, name, data, text)
     return JSONResponse({**_voice(name), "ref_text": text, "seconds": round(seconds, 3)}, 201)
 

@@ -22,8 +22,8 @@ from cosyvoice_triton.speech_service.settings import Settings
 
 # Paths that need no key: the page, and what monitoring reads.
 OPEN_PATHS = ("/", "/health", "/metrics", "/static", "/favicon.ico")
-_POLICY_VIOLATION = 1008
-
+# OpenAI's subprotocol for pages, which cannot give a WebSocket headers: the key follows.
+KEY_PROTOCOL = "openai-insecure-api-key."
 
 # Id of the request that a task works for, part of every log line; clients get it as x-request-id.
 REQUEST_ID: ContextVar[str] = ContextVar("request", default="-")
@@ -55,7 +55,7 @@ class Guard:
 
         async def watched(message: Message) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
+            if message["type"] in ("http.response.start", "websocket.http.response.start"):
                 claim.release()  # its body has been decoded
                 status = str(message["status"])
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", name.encode())]}
@@ -69,6 +69,8 @@ class Guard:
             except ApiError as error:
                 await self._reject(error, scope, receive, watched)
                 return
+            if scope.get("method") == "HEAD" and not scope["path"].startswith("/inference_"):  # which would speak
+                scope = {**scope, "method": "GET"}  # uvicorn drops the body
             await self._app(scope, _LimitedReceive(receive, self._settings.max_body_bytes, claim), watched)
         except ClientDisconnect:  # while its request was read
             status = "gone"
@@ -83,12 +85,12 @@ class Guard:
     async def _reject(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await receive()  # the connect message
-            await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": error.message})
-        else:
-            await error.response(scope, receive, send)
+        await error.response(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
+        if len(headers.getlist("host")) != 1 and scope["http_version"] != "1.0":
+            raise ApiError(400, "a request has one Host header", code="host")
         self._check_host(headers.get("host", ""))
         self._check_origin(headers, scope.get("method", "websocket"))
         length = headers.get("content-length", "0")
@@ -96,7 +98,7 @@ class Guard:
             raise too_large(self._settings.max_body_bytes)
         path = scope["path"]
         if not any(path == each or path.startswith(f"{each}/") and each != "/" for each in OPEN_PATHS):
-            check_key(headers.get("authorization", ""), self._settings.api_keys)
+            check_key(headers.get("authorization") or _protocol_key(scope), self._settings.api_keys)
 
     def _check_host(self, host: str) -> None:
         """Reject a name that is not ours: a page of that name, which its owner points at this machine (DNS rebinding),
@@ -140,10 +142,17 @@ def _matches(name: str, pattern: str) -> bool:
     return name.endswith(pattern[1:].lower()) if pattern.startswith("*.") else name == pattern.lower()
 
 
+def _protocol_key(scope: Scope) -> str:
+    """Return the key among a WebSocket's subprotocols as an Authorization header has it, empty without one."""
+    keys = [each for each in scope.get("subprotocols", ()) if each.startswith(KEY_PROTOCOL)]
+    return f"Bearer {keys[0].removeprefix(KEY_PROTOCOL)}" if keys else ""
+
+
 def check_key(authorization: str, keys: Iterable[str]) -> None:
     """Raise ApiError 401 unless `authorization` is "Bearer KEY" with one of `keys`, or `keys` is empty."""
     keys = tuple(keys)
-    scheme, _, given = authorization.partition(" ")
+    scheme, _, given = authorization.strip().partition(" ")
+    given = given.strip()
     if keys and not any(
         scheme.lower() == "bearer" and secrets.compare_digest(given.encode(), key.encode()) for key in keys
     ):

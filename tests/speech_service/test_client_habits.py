@@ -1,0 +1,277 @@
+"""What the SDKs, browsers, proxies and phones of callers send."""
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import av
+import httpx2 as httpx
+import numpy as np
+import pytest
+import soundfile as sf
+import torch
+from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
+from cosyvoice_triton.speech_service.audio.recordings import decode, decode_base64
+from cosyvoice_triton.speech_service.errors import ApiError, from_triton
+from cosyvoice_triton.speech_service.settings import Settings
+from cosyvoice_triton.speech_service.voices import VoiceFolder
+from cosyvoice_triton.voice.files import is_voice_name, spk2info_prompt
+from cosyvoice_triton.voice.prompt import Recording
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from tests.speech_service.test_hostile_connections import KEY, answers, opened
+from tests.support.speech_fixtures import SPEECH, TEXT, serving, stub_triton
+from tests.support.triton_stub import TritonStub
+
+BEARER = {"authorization": "Bearer key"}
+SITE = "https://site.example"
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with stub_triton(TritonStub()) as address:
+        settings = Settings(urls=(address,), api_keys=("key",), cors_origins=(SITE,))
+        with serving(settings) as served:
+            yield served
+
+
+def test_a_preflight_of_openais_sdk_is_allowed(url: str) -> None:
+    names = "authorization,content-type,x-stainless-os,x-stainless-retry-count,openai-organization"
+    headers = {"origin": SITE, "access-control-request-method": "POST", "access-control-request-headers": names}
+    answer = httpx.options(url + SPEECH, headers=headers)
+    assert answer.status_code == 200
+    assert set(names.split(",")) <= set(answer.headers["access-control-allow-headers"].replace(" ", "").split(","))
+
+
+def test_a_page_gives_its_websocket_the_key_as_a_subprotocol(url: str) -> None:
+    address = url.replace("http", "ws") + f"{SPEECH}/stream"
+    for protocols in (["realtime", "openai-insecure-api-key.key"], ["openai-insecure-api-key.key"]):
+        with connect(address, subprotocols=protocols) as client:  # type: ignore[arg-type]
+            assert client.subprotocol == protocols[0]
+    with pytest.raises(InvalidStatus) as refused:
+        connect(address, subprotocols=["openai-insecure-api-key.other"])  # type: ignore[list-item]
+    assert refused.value.response.status_code == 401
+
+
+@pytest.mark.parametrize("model", ["gpt-4o-mini-tts-2025-12-15", "tts-1-1106", "tts-1-hd-2030-01-01"])
+def test_a_dated_model_of_openai_is_the_default_one(url: str, model: str) -> None:
+    assert httpx.post(url + SPEECH, json={**TEXT, "model": model}, headers=BEARER).status_code == 200
+    assert httpx.get(f"{url}/v1/models/{model}", headers=BEARER).json()["id"] == model
+
+
+@pytest.mark.parametrize("authorization", ["Bearer  key", "bearer  key", "BEARER   key"])
+def test_blanks_around_a_key_do_not_matter(url: str, authorization: str) -> None:
+    assert httpx.get(f"{url}/v1/models", headers={"authorization": authorization}).status_code == 200
+
+
+def test_a_request_without_a_key_is_told_how_to_send_one(url: str) -> None:
+    answer = httpx.get(f"{url}/v1/models")
+    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models", "/v1/audio/voices", "/static/app.js"])
+def test_head_is_get_without_the_body(url: str, path: str) -> None:
+    head, get = httpx.head(url + path, headers=BEARER), httpx.get(url + path, headers=BEARER)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+@pytest.mark.parametrize("hosts", [b"", b"Host: localhost\r\nHost: localhost\r\n", b"Host: a\r\nhost: b\r\n"])
+def test_a_request_has_one_host(url: str, hosts: bytes) -> None:
+    with opened(url, b"GET /v1/models HTTP/1.1\r\n" + hosts + KEY + b"\r\n") as client:
+        assert [line[:12] for line in answers(client)] == [b"HTTP/1.1 400"]
+
+
+def test_health_shows_addresses_only_to_callers_with_a_key(url: str) -> None:
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{url}/health", headers=BEARER).json()["tritons"]
+
+
+def form(*parts: tuple[str, bytes], end: bytes = b"--b--\r\n") -> dict[str, Any]:
+    body = b"".join(
+        b"--b\r\nContent-Disposition: form-data; %s\r\n\r\n%s\r\n" % (about.encode(), value) for about, value in parts
+    )
+    return {"content": body + end, "headers": {**BEARER, "content-type": "multipart/form-data; boundary=b"}}
+
+
+FIELDS = ('name="input"', b"Hello."), ('name="response_format"', b"pcm")
+
+
+@pytest.mark.parametrize("end", [b"", b'--b\r\nContent-Disposition: form-data; name="seed"\r\n\r\n1', b"--b"])
+def test_a_form_that_is_cut_off_is_an_error(url: str, end: bytes) -> None:
+    answer = httpx.post(url + SPEECH, **form(*FIELDS, end=end))
+    assert answer.status_code == 400 and "cut off" in answer.json()["error"]["message"]
+
+
+def test_a_file_field_in_which_nothing_was_chosen_is_none(url: str) -> None:
+    empty = 'name="ref_audio"; filename=""\r\nContent-Type: application/octet-stream', b""
+    assert httpx.post(url + SPEECH, **form(*FIELDS, empty)).status_code == 200
+
+
+def test_json_without_its_header_is_told_so(url: str) -> None:
+    headers = {**BEARER, "content-type": "application/x-www-form-urlencoded"}  # curl -d
+    answer = httpx.post(url + SPEECH, content=json.dumps(TEXT), headers=headers)
+    assert answer.status_code == 415 and "send application/json" in answer.json()["error"]["message"]
+
+
+def tone(seconds: float = 1.0, rate: int = 16_000) -> np.ndarray:
+    return (0.3 * np.sin(2 * np.pi * 440 * np.arange(int(seconds * rate)) / rate)).astype(np.float32)
+
+
+def encoded(container: str, codec: str, rate: int = 48_000, seconds: float = 1.0, layout: str = "mono") -> bytes:
+    sink = io.BytesIO()
+    with av.open(sink, "w", format=container) as file:
+        stream: Any = file.add_stream(codec, rate=rate, layout=layout)
+        wave = np.tile(tone(seconds, rate), (len(av.AudioLayout(layout).channels), 1))
+        kind = stream.codec_context.format.name
+        frame = av.AudioFrame.from_ndarray(wave, format="fltp", layout=layout)
+        frame.sample_rate = rate
+        for part in av.AudioResampler(format=kind, layout=layout, rate=rate, frame_size=1024).resample(frame):
+            file.mux(stream.encode(part))
+        file.mux(stream.encode(None))
+    return sink.getvalue()
+
+
+KINDS = {
+    "m4a": ("ipod", "aac"),
+    "mp4": ("mp4", "aac"),
+    "3gp": ("3gp", "aac"),
+    "webm": ("webm", "libopus"),
+    "mkv": ("matroska", "libopus"),
+    "aac": ("adts", "aac"),
+    "aiff": ("aiff", "pcm_s16be"),
+    "caf": ("caf", "pcm_s16le"),
+    "caf, alac": ("caf", "alac"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_recordings_of_phones_and_browsers_are_read(kind: tuple[str, str]) -> None:
+    wav = decode(encoded(*kind), MIB)
+    assert abs(len(wav) - 16_000) < 1_500
+    middle = wav[4_000:12_000]
+    spectrum = np.abs(np.fft.rfft(middle))
+    assert abs(int(spectrum.argmax()) * 16_000 / len(middle) - 440) < 4 and 0.2 < np.abs(middle).max() < 0.45
+
+
+def test_a_recording_in_a_container_has_the_same_limits() -> None:
+    with pytest.raises(ValueError, match="longer than 30 s"):
+        decode(encoded("webm", "libopus", seconds=31), MIB)
+    with pytest.raises(ValueError, match="damaged file"):
+        decode(encoded("mp4", "aac")[:200], MIB)
+    with pytest.raises(ValueError, match="codec is"):
+        decode(encoded("matroska", "ac3"), MIB)
+
+
+@pytest.mark.parametrize(
+    "text", [b"ffconcat version 1.0\nfile /etc/passwd\n", b"#EXTM3U\n/etc/passwd\n", b"<MPD></MPD>"]
+)
+def test_a_playlist_is_no_recording(text: bytes) -> None:
+    with pytest.raises(ValueError, match="not a readable audio file"):
+        decode(text, MIB)
+
+
+@pytest.mark.parametrize("subtype", ["GSM610", "IMA_ADPCM", "MS_ADPCM", "ULAW", "G721_32", "PCM_24", "FLOAT"])
+def test_a_wav_file_of_any_subtype_has_its_length(subtype: str) -> None:
+    sink = io.BytesIO()
+    sf.write(sink, tone(4.0, 8_000), 8_000, format="WAV", subtype=subtype)
+    assert abs(len(decode(sink.getvalue(), MIB)) - 4 * 16_000) < 2_000
+
+
+def test_our_own_flac_can_be_read_and_whole_answers_have_their_length() -> None:
+    encoder = AudioEncoder("flac")
+    streamed = encoder.push(tone(1.0, 24_000)) + encoder.finish()
+    assert len(decode(streamed, MIB)) == 16_000
+    whole = encoder.complete(streamed)
+    assert sf.info(io.BytesIO(whole)).frames == 24_000
+    assert len(decode(whole, MIB)) == 16_000
+
+
+def test_base64_in_all_its_variants_is_read() -> None:
+    sink = io.BytesIO()
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, 16_001).astype(np.float32)
+    sf.write(sink, noise, 16_000, format="WAV")
+    plain = base64.b64encode(sink.getvalue()).decode()
+    expected = decode_base64(plain, MIB)
+    variants = {
+        "lines": base64.encodebytes(sink.getvalue()).decode(),
+        "lines of Windows": plain[:76] + "\r\n" + plain[76:] + "\r\n",
+        "no padding": plain.rstrip("="),
+        "for URLs": base64.urlsafe_b64encode(sink.getvalue()).decode(),
+        "a data URL": f"data:audio/wav;base64,{plain}",
+    }
+    for name, text in variants.items():
+        assert np.array_equal(decode_base64(text, MIB), expected), name
+    for text in ("a", "a b", "ä", "a=b="):
+        with pytest.raises(ValueError):
+            decode_base64(text, MIB)
+
+
+def test_a_warning_of_the_model_reaches_every_kind_of_caller(url: str) -> None:
+    """Of the stub, whose answers have one if the text asks for it."""
+    words = ["speech was cut short"]
+    body = {**TEXT, "input": "warn me"}
+    assert httpx.post(url + SPEECH, json=body, headers=BEARER).headers["x-speech-warning"] == words[0]
+    assert "x-speech-warning" not in httpx.post(url + SPEECH, json=TEXT, headers=BEARER).headers
+    whole = httpx.post(url + SPEECH, json={**body, "stream_format": "json"}, headers=BEARER)
+    assert whole.json()["warnings"] == words
+    events = httpx.post(url + SPEECH, json={**body, "stream_format": "sse"}, headers=BEARER).text
+    assert json.loads(events.strip().splitlines()[-1].removeprefix("data: "))["warnings"] == words
+    batch = httpx.post(f"{url}{SPEECH}/batch", json={"items": [body]}, headers=BEARER).json()
+    assert batch["results"][0]["warnings"] == words
+    with connect(url.replace("http", "ws") + f"{SPEECH}/stream", additional_headers=BEARER) as client:
+        client.send(json.dumps({"type": "input.text", "text": "warn me"}))
+        client.send(json.dumps({"type": "input.done"}))
+        received = [json.loads(each) for each in client if isinstance(each, str) and _until_done(each, client)]
+    assert [each["message"] for each in received if each["type"] == "warning"] == words
+
+
+def _until_done(message: str, client: Any) -> bool:
+    if "session.done" in message:
+        client.close()
+    return True
+
+
+@pytest.mark.parametrize("name", ["anna.WAV", "anna.flac", "anna.mp3", "anna.ogg", "anna.FLAC"])
+def test_recordings_of_other_formats_in_the_voices_folder_are_voices(name: str, tmp_path: Path) -> None:
+    kind = {"ogg": "OGG", "mp3": "MP3"}.get(name[-3:], name[-4:].lstrip(".").upper())
+    sf.write(tmp_path / name, tone(), 16_000, format=kind)
+    folder = VoiceFolder(tmp_path, MIB)
+    voice = folder.get("anna")
+    assert folder.names() == ["anna"] and isinstance(voice, Recording) and abs(len(voice.wav) - 16_000) < 2_000
+    folder.remove("anna")
+    assert folder.names() == [] and not list(tmp_path.iterdir())
+
+
+def test_voice_names_that_look_alike_are_one_and_none_leaves_its_folder(tmp_path: Path) -> None:
+    sf.write(tmp_path / "caf\u00e9.wav", tone(), 16_000)
+    folder = VoiceFolder(tmp_path, MIB)
+    assert folder.resolve("cafe\u0301") == "caf\u00e9"  # an accent of its own
+    for name in ("\uff0e\uff0e\uff0fx", "a\uff0fb", "\u2024x", "a\uff3cb"):
+        assert not is_voice_name(name)
+        with pytest.raises(ApiError, match="not a valid name"):
+            folder.add(name, b"", "")
+
+
+@pytest.mark.parametrize("field", ["prompt_text", "flow_prompt_speech_token"])
+def test_negative_ids_of_a_spk2info_are_an_error_that_names_them(field: str) -> None:
+    speaker = {
+        "flow_prompt_speech_token": torch.ones(1, 25, dtype=torch.int32),
+        "prompt_speech_feat": torch.zeros(1, 50, 80),
+        "flow_embedding": torch.ones(1, 192),
+        "prompt_text": torch.ones(1, 5, dtype=torch.int32),
+    }
+    speaker[field][0, 3] = -7
+    with pytest.raises(ValueError, match="spk2info.pt, 'zoe'.* -7"):
+        spk2info_prompt(speaker, "spk2info.pt, 'zoe'", lambda ids: "Hello.")
+
+
+def test_a_full_dev_shm_is_unavailable_without_the_name_of_a_region() -> None:
+    message = "Failed to increase the shared memory pool size for key 'tts_ab12_0' to 67108864 bytes. No space left"
+    error = from_triton(None, message)
+    assert (error.status, error.retry_after) == (503, 1) and "tts_" not in error.message
