@@ -15,6 +15,7 @@ from cosyvoice_triton.llm.interface import Sampling, preset_values
 from cosyvoice_triton.text import clean_line, clean_text, split_instruction, strip_control_tokens
 from cosyvoice_triton.text.language import named
 from cosyvoice_triton.text.normalization import Spelled
+from cosyvoice_triton.text.pronunciation import pronunciations
 from cosyvoice_triton.voice import audio
 from cosyvoice_triton.voice.prompt import Recording
 
@@ -39,7 +40,7 @@ _SPELLING: dict[str, Spelled] = {
     "phone_normalization": "phones",
 }
 _FLAGS = {"cross_lingual", "text_frontend", "timeline", "segments", "played"}
-_PARAMETERS = {*_SAMPLING_KINDS, *_SPELLING, *_FLAGS, "language", "sampling", "speed"}
+_PARAMETERS = {*_SAMPLING_KINDS, *_SPELLING, *_FLAGS, "language", "pronunciation", "sampling", "speed"}
 _TRITONS_OWN = "triton_"  # start of parameters that Triton and its clients add
 
 
@@ -49,7 +50,7 @@ class SynthesisRequest:
 
     If the recording's transcript is known, the LLM continues the recording (zero-shot). With an `instruct_text`, which
     describes how to speak, and in `cross_lingual` mode it does not, and only the flow reproduces the voice.
-    `normalize`, `as_is`, `language`: see `TextFrontend`. `speed` above 1 is faster; whole utterances only.
+    `normalize`, `as_is`, `language`, `pronunciation`: see `TextFrontend`. `speed` above 1: faster, whole texts only.
     `timeline`: report when each stage of a streamed answer was reached. `segments`: report the segments and their
     samples. `played`: somebody hears a streamed answer while it is made. `pieces`: the text, in place of
     `target_text`, while it is being written; spoken as it is, without normalization and markup.
@@ -62,6 +63,7 @@ class SynthesisRequest:
     normalize: bool = True
     as_is: frozenset[Spelled] = frozenset()
     language: str = ""
+    pronunciation: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     speed: float = 1.0
     timeline: bool = False
@@ -109,6 +111,7 @@ class RequestInputs:
                 kind for name, kind in _SPELLING.items() if not _flag(name, self.parameters.get(name, True))
             ),
             language=named(str(self.parameters.get("language", ""))) or "",
+            pronunciation=pronunciations(self.parameters.get("pronunciation", "")),
             sampling=sampling_of(self.parameters, defaults),
             speed=_speed_of(self.parameters),
             timeline=_flag("timeline", self.parameters.get("timeline", False)),

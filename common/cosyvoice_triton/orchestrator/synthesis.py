@@ -13,7 +13,7 @@ most one segment ahead of token2wav. A text in pieces is one segment, for which 
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cache, partial
@@ -83,6 +83,7 @@ class TextPreparer(Protocol):
         as_is: Collection[Spelled],
         language: str,
         voice_text: str,
+        pronunciation: Mapping[str, str],
     ) -> Iterator[str | Pause]: ...
 
     def transcript(self, text: str, normalize: bool) -> str: ...
@@ -234,6 +235,7 @@ class Synthesizer:
             request.as_is,
             request.language,
             voice.text,
+            request.pronunciation,
         )
         prepared = scope.spawn(asyncio.to_thread(self._prepared, request, voice.text, texts))
         known = self._prompts.get(voice) if isinstance(voice, Recording) else None

@@ -19,6 +19,7 @@ from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.text.language import language_of, named
 from cosyvoice_triton.text.markup import by_voice
+from cosyvoice_triton.text.pronunciation import pronunciations
 from cosyvoice_triton.voice.mix import mixed_voices
 from cosyvoice_triton.voice.prompt import Recording
 
@@ -111,6 +112,7 @@ class SpeechRequest(BaseModel):
     ref_audio: str = Field("", description="the voice: an audio file in base64, or an upload of a multipart request")
     ref_text: Text = Field("", description="transcript of ref_audio; without it, cross-lingual cloning is used")
     language: Name = Field("", description="of the input; else guessed; a voice of another is cloned cross-lingually")
+    pronunciation: dict[str, str] = Field({}, description="words of the input, and what is spoken for each")
     lang_code: Name = Field("", description="Kokoro's name of the field language, or its letters: a, b, e, f, i, j, z")
     sample_rate: Int64 | None = Field(None, description="of the answer, in Hz")
     seed: Int64 | None = Field(None, description="the same seed gives the same speech tokens")
@@ -131,6 +133,8 @@ class SpeechRequest(BaseModel):
     def flags(self) -> dict[str, bool | str]:
         """Return a model's request parameters, but the sampling, that differ from their defaults."""
         language: dict[str, bool | str] = {"language": self.named_language} if self.named_language else {}
+        if self.pronunciation:
+            language["pronunciation"] = json.dumps(self.pronunciation, ensure_ascii=False)
         whole = not self.stream or self.stream_format == "json"
         return language | self.normalization_options.parameters() | ({"played": False} if whole else {})
 
@@ -139,6 +143,11 @@ class SpeechRequest(BaseModel):
     def _is_preset(cls, sampling: str) -> str:
         preset_values(sampling)
         return sampling
+
+    @field_validator("pronunciation")
+    @classmethod
+    def _are_pronunciations(cls, words: dict[str, str]) -> dict[str, str]:
+        return pronunciations(words)
 
     @field_validator("lang_code")
     @classmethod

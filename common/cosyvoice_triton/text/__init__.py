@@ -4,6 +4,7 @@ cleaning.py        whitespace and control tokens; text with nothing to speak is 
 signs.py           invisible characters, and the dress of letters, digits and blanks
 markup.py          pauses, changes of the voice, and the part of SSML that is supported
 markdown.py        Markdown, HTML, emoji and footnote marks, which are not spoken
+pronunciation.py   a request's dictionary of words and readings
 language.py        the language of a text and of its sentences
 normalization.py   numbers, dates, units and currencies as words: the rules of the language, then its grammar
 *_reading.py       the rules of a language; numbers.py has the words of numbers

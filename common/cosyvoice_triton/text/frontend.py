@@ -1,7 +1,7 @@
 """A text of any length -> the segments that are synthesized one after another."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 
 from cosyvoice_triton.text import chinese
@@ -12,6 +12,7 @@ from cosyvoice_triton.text.language import EVERY, OF_COSYVOICE2, Language, langu
 from cosyvoice_triton.text.markdown import spoken
 from cosyvoice_triton.text.markup import Pause, is_heard, parts
 from cosyvoice_triton.text.normalization import Spelled, normalized
+from cosyvoice_triton.text.pronunciation import pronounced
 from cosyvoice_triton.text.segments import Seconds, fitting, segment_limit, segments, sentences
 from cosyvoice_triton.text.signs import plain_signs
 
@@ -43,10 +44,11 @@ class TextFrontend:
         as_is: Collection[Spelled] = (),
         language: str = "",
         voice_text: str = "",
+        pronunciation: Mapping[str, str] | None = None,
     ) -> Iterator[str | Pause]:
         """Yield segments and pauses, at least one; lazy. `request_seconds`: how much speech one LLM request can
         produce. `language`: a name of one, else it is guessed; `voice_text`: the transcript of the voice,
-        whose language a text has that is too short for a guess.
+        whose language a text has that is too short for a guess. `pronunciation`: words and what is spoken for them.
 
         ValueError if the text has nothing of either, if its markup is not supported, and for an unknown language.
         """
@@ -64,6 +66,7 @@ class TextFrontend:
                 pauses += part.seconds
                 found: Iterable[str | Pause] = (part,)
             else:
+                part = pronounced(part, pronunciation or {})
                 spoken_words = (
                     self._read(part, seconds, of_text, fixed=given is not None, as_is=as_is)
                     if normalize
