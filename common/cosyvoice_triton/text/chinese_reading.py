@@ -238,8 +238,13 @@ def _degrees(minus: str, digits: str, unit: str) -> str:
     return ("零下" if minus else "") + fahrenheit + (counted(digits) if unit else number(digits)) + whole
 
 
+_NEEDED = re.compile(r"[\d≥≤≈±≠Ⅰ-Ⅻ<>=]")  # most texts have nothing that a rule could match
+
+
 def read_chinese(text: str) -> str:
     """Return `text` with its numbers, and the signs beside them, in words. Addresses of the web stay as they are."""
+    if not _NEEDED.search(text):
+        return text
     parts, end = [], 0
     for address in _WEB.finditer(text):
         parts += [_read(text[end : address.start()]), address[0]]
@@ -248,8 +253,6 @@ def read_chinese(text: str) -> str:
 
 
 def _read(text: str) -> str:
-    if not any(char.isdigit() or char in "≥≤≈±≠Ⅰ<>=" or "Ⅰ" <= char <= "Ⅻ" for char in text):
-        return text
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
     return text

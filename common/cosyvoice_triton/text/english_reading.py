@@ -325,12 +325,14 @@ _WORDS: list[Rule] = [
     (re.compile(r"\bw/o\b"), "without"), (re.compile(r"\bw/(?=\s)"), "with"),
 ]  # fmt: skip
 
+_NEEDED = re.compile(r"[\d<>=≠≥≤≈±IVXL]")  # most texts have nothing that a rule could match
+
 
 def read_english(text: str) -> str:
     """Return `text` with its numbers, and the signs beside them, in words."""
     for pattern, replacement in _WORDS:
         text = pattern.sub(replacement, text)
-    if not any(char.isdigit() or char in "<>=≠≥≤≈±IVXL" for char in text):
+    if not _NEEDED.search(text):
         return text
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
