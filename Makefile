@@ -79,24 +79,24 @@ $(VENV)/.dev: $(VENV)/.server
 
 demo: $(VENV)/.server ## start a stack with the trained demo voice, let it say TEXT, write out/demo.wav
 	@$(IN_VENV) scripts/check_machine.py --disk $(RUN_GB)
-	@$(COMMAND) demo --stack $(STACK) $(if $(TEXT),--text "$$TEXT") --output $(OUTPUT) $(PORTS)
+	@$(COMMAND) demo --stack $(STACK) $(if $(TEXT),--text "$$TEXT") --output "$(OUTPUT)" $(PORTS)
 
 serve: free-ports $(VENV)/.server ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics), 8003 (health), 10086 (speech) until Ctrl-C
 	@$(IN_VENV) scripts/check_machine.py --disk $(RUN_GB)
-	@$(COMMAND) serve --models $(MODELS) $(STACK_OPTIONS) $(PORTS) --health-port $(HEALTH_PORT) \
+	@$(COMMAND) serve --models "$(MODELS)" $(STACK_OPTIONS) $(PORTS) --health-port $(HEALTH_PORT) \
 		--log-file build/tritonserver.log --speech-port $(SPEECH_PORT)
 
 free-ports: # before minutes of installing and loading
 	@$(PYTHON) scripts/check_machine.py --disk 0 --free-ports $(HTTP_PORT) $(GRPC_PORT) $(METRICS_PORT) $(HEALTH_PORT) $(SPEECH_PORT)
 
 render: demo-checkpoint ## write the model repository of a stack to build/STACK
-	@$(COMMAND) render $(MODELS) build/$(STACK) $(STACK_OPTIONS)
+	@$(COMMAND) render "$(MODELS)" build/$(STACK) $(STACK_OPTIONS)
 
 # Only if no other checkpoint is named. Existing files are kept.
 demo-checkpoint: $(VENV)/.server
 ifeq ($(MODELS),models/demo)
 	@$(IN_VENV) scripts/check_machine.py --disk $(RUN_GB)
-	@$(COMMAND) prepare demo $(MODELS)
+	@$(COMMAND) prepare demo "$(MODELS)"
 endif
 
 test: $(VENV)/.dev ## run all tests: first two at a time, then those that measure time or load, one at a time
@@ -151,7 +151,7 @@ check: $(VENV)/.dev ## formatting, lint, layers of the package, documents, types
 	@failed=; for file in model_repo*/*/1/model.py; do $(IN_VENV) -m mypy "$$file" >$(VENV)/mypy.log || { cat $(VENV)/mypy.log; failed=1; }; done; [[ -z $$failed ]]
 
 bench: $(VENV)/.dev demo-checkpoint ## measure token2wav's first chunk and listeners on this CPU, write out/bench.json
-	@$(COMMAND) bench token2wav --models $(MODELS) --device cpu --max-streams 16 --output out/bench
+	@$(COMMAND) bench token2wav --models "$(MODELS)" --device cpu --max-streams 16 --output out/bench
 
 lock: $(VENV)/.dev ## write constraints.txt: the version of every library that make installs
 	@$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 --no-emit-index-url --no-annotate \
@@ -162,7 +162,7 @@ soak: $(VENV)/.server ## mixed load and faults for MINUTES (10), every request a
 	@$(IN_VENV) -m tests.soak --minutes $(MINUTES) $(SOAK_ARGS)
 
 parity: $(VENV)/.server ## compare the served engine with the recorded outputs in FOLDER (tests/assets/golden), on DEVICE (cpu)
-	@$(IN_VENV) -m tests.parity --device $(DEVICE) $(FOLDER)
+	@$(IN_VENV) -m tests.parity --device $(DEVICE) "$(FOLDER)"
 
 pictures: docs/architecture.svg ## render the pictures of docs/ from their text sources (graphviz)
 

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import os
+import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from threading import Thread
 
 import grpc
 import pytest
+from cosyvoice_triton.cli import serve
 from cosyvoice_triton.client.grpc_client import AsyncConnection, ThreadConnection
 from cosyvoice_triton.client.requests import ClientError, Recorder, Utterance
 from cosyvoice_triton.errors import FatalError, UnavailableError
@@ -25,9 +28,11 @@ from cosyvoice_triton.monitoring.health import ModelMonitor, has_failed, report_
 from cosyvoice_triton.monitoring.metrics import LIVE, PERIOD_SECONDS, page, sum_of
 from cosyvoice_triton.server import logs, readiness
 from cosyvoice_triton.server.logs import LogRotation
-from cosyvoice_triton.server.tritonserver import Ports, TritonServer
+from cosyvoice_triton.server.tritonserver import Ports, ServerError, TritonServer, free_port, require_free
 from cosyvoice_triton.server.watch import HUNG_SECONDS, WATCH_SECONDS, ModelWatch
 from cosyvoice_triton.triton_io.streams import Streams
+
+from tests.conftest import ROOT
 
 ARGS = {"model_name": "m", "model_instance_name": "m_0"}
 
@@ -206,3 +211,32 @@ def test_grpc_to_this_machine_goes_through_no_proxy(
             asyncio.run(asyncio.wait_for(ask(), 30))
     finally:
         server.stop(None).wait()
+
+
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
+def test_a_port_in_use_and_a_foreign_address_are_told_apart(host: str) -> None:
+    with pages(host) as port, pytest.raises(ServerError, match=f"port {port} is in use"):
+        require_free(port, host)
+    require_free(free_port(), host)
+    for foreign in ("192.0.2.1", "2001:db8::1"):
+        with pytest.raises(ServerError, match=r"cannot listen on .*: Cannot assign.*; a host must be an address of"):
+            require_free(free_port(), foreign)
+
+
+def test_a_folder_for_the_log_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ports = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--health-port", "0")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert serve.main([str(tmp_path), "--log-file", str(tmp_path), *ports]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    error = capsys.readouterr().err
+    assert error == f"the log file {tmp_path} is a folder; name a file in it: {tmp_path}/server.log\n"
+
+
+def test_paths_with_blanks_are_one_argument_of_the_commands_that_make_starts() -> None:
+    settings = ["MODELS=my models", "OUTPUT=out dir/a.wav", "FOLDER=a b"]
+    for target in ("render", "serve", "demo", "bench", "parity"):
+        shown = subprocess.run(["make", "-n", target, *settings], cwd=ROOT, capture_output=True, text=True).stdout
+        words = shlex.split([line for line in shown.replace("\\\n", " ").splitlines() if line.strip()][-1])
+        assert {"my models", "out dir/a.wav", "a b"} & set(words), (target, words)

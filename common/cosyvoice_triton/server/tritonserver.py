@@ -3,6 +3,7 @@
 If something is missing, a `ServerError` names it in one line with the command that installs it.
 """
 
+import errno
 import itertools
 import logging
 import os
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from cosyvoice_triton.addresses import join
 from cosyvoice_triton.constants import CALL_THREADS, GRPC_PORT, HTTP_PORT, METRICS_PORT
 from cosyvoice_triton.monitoring import metrics
 from cosyvoice_triton.monitoring.drain import DrainFile
@@ -104,12 +106,17 @@ def free_port() -> int:
 
 
 def require_free(port: int, host: str) -> None:
-    """ServerError if `port` is in use."""
-    with socket.socket() as probe:
+    """ServerError if `port` is in use, or `host` is no address of this machine."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ServerError(
+                    f"cannot listen on {join(host, port)}: {error.strerror}; a host must be an address of this "
+                    "machine, such as 127.0.0.1 or 0.0.0.0"
+                ) from None
             raise ServerError(
                 f"port {port} is in use ({error.strerror}); stop the process on it (ss -ltnp 'sport = :{port}') "
                 "or add to the make command: HTTP_PORT=8100 GRPC_PORT=8101 METRICS_PORT=8102 "
@@ -190,6 +197,11 @@ class TritonServer:
     def start(self) -> None:
         """Start the process. ServerError if a port is in use or something is missing on this machine."""
         installation = Installation.find()
+        if self.log_file.is_dir():
+            log = self.log_file / "server.log"
+            raise ServerError(
+                f"the log file {self.log_file} is a folder; name a file in it: {self.log_file}/server.log"
+            )
         require_free(self.ports.http, self.http_host)
         require_free(self.ports.grpc, self.grpc_host)
         require_free(self.ports.metrics, self.host)
