@@ -240,3 +240,32 @@ def test_paths_with_blanks_are_one_argument_of_the_commands_that_make_starts() -
         shown = subprocess.run(["make", "-n", target, *settings], cwd=ROOT, capture_output=True, text=True).stdout
         words = shlex.split([line for line in shown.replace("\\\n", " ").splitlines() if line.strip()][-1])
         assert {"my models", "out dir/a.wav", "a b"} & set(words), (target, words)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_two_signals_a_second_apart_leave_nothing_behind(second: signal.Signals, tmp_path: Path) -> None:
+    """The model is still loading then."""
+    folder = tmp_path / "repository" / "idle"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.py").write_text("import time\ntime.sleep(60)\n")
+    (folder / "config.pbtxt").write_text('name: "idle" backend: "python" max_batch_size: 1\n')
+    command = [sys.executable, "-m", "cosyvoice_triton.cli.serve", str(folder.parent), "--log-file", f"{tmp_path}/log"]
+    for name in ("http", "grpc", "metrics", "health"):
+        command += [f"--{name}-port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while len(children := descendants(process.pid)) < 3:  # tritonserver, the sweeper, the stub
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+        process.send_signal(second)
+        assert process.wait(10) == 0
+    time.sleep(0.2)
+    assert not [child for child in children if readiness.is_alive(child)]
+
+
+def descendants(process: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True).stdout.split()
+    return [each for child in map(int, found) for each in (child, *descendants(child))]

@@ -15,10 +15,11 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Container
-from contextlib import ExitStack, suppress
+from collections.abc import Container, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -122,6 +123,24 @@ def require_free(port: int, host: str) -> None:
                 "or add to the make command: HTTP_PORT=8100 GRPC_PORT=8101 METRICS_PORT=8102 "
                 "HEALTH_PORT=8103 SPEECH_PORT=8186"
             ) from None
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put SIGTERM and Ctrl-C off until the end of the block. Only the main thread gets them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+    numbers = signal.SIGTERM, signal.SIGINT
+    before = [signal.signal(number, lambda signum, frame: caught.append(signum)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+        if caught:
+            signal.raise_signal(caught[0])
 
 
 class TritonServer:
@@ -382,15 +401,17 @@ class TritonServer:
         """End the process, if there is one, its stubs and their shared memory."""
         if self._process is None:
             return
-        self._process.terminate()
         try:
+            self._process.terminate()
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             logger.warning("tritonserver did not end within %.0f s of SIGTERM; killing it", STOP_SECONDS)
-        if self._sweeper is not None:
-            self._sweeper.communicate(b"\n")
-        self._process.wait()
-        self._process = None
+        finally:  # also if a second signal ends the wait
+            with uninterrupted():
+                if self._sweeper is not None:
+                    self._sweeper.communicate(b"\n")
+                self._process.wait()
+                self._process = None
 
     def _options(self, backends: Path, caches: Path) -> list[str]:
         nobody = f"{CLOSED_APIS}:nobody={secrets.token_hex(16)}"  # the header that callers of these would have to send
