@@ -14,6 +14,7 @@ import importlib.machinery
 import pickle
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,9 @@ class State:
         self.streams: dict[int, Any] = {}  # by handle: streams for asynchronous work; other handles run it immediately
         self.contexts = 0
         self.logger: ILogger | None = None
+        self.pause = 0.0  # seconds that an execution takes
+        self.running, self.most_at_once = 0, 0  # executions
+        self.lock = threading.Lock()
 
 
 state = State()
@@ -227,12 +231,22 @@ class IExecutionContext:
                 state.runs_fail -= 1
                 return self._refuse("enqueueV3: Cuda Runtime (an illegal memory access was encountered)")
             addresses, shapes = dict(self._addresses), dict(self._shapes)
+            self._pause()
         stream = state.streams.get(stream_handle)
         if stream is None:
             self._compute(addresses, shapes)
         else:
             stream.enqueue(set(addresses.values()), lambda: self._compute(addresses, shapes))
         return True
+
+    @staticmethod
+    def _pause() -> None:
+        with state.lock:
+            state.running += 1
+            state.most_at_once = max(state.most_at_once, state.running)
+        time.sleep(state.pause)
+        with state.lock:
+            state.running -= 1
 
     def _compute(self, addresses: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> None:
         engine = self._engine
