@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
     running: list[tuple[StackOptions, TritonServer]] = []
 
-    def start(stack: str = "dit", decoupled: bool = True, **options: object) -> TritonServer:
+    def start(stack: str = "dit", decoupled: bool = True, **options: Any) -> TritonServer:
         # See `float32_on_every_cpu`, and `demo_models`: repetition-aware sampling would change the utterances' lengths.
         # A machine that runs tests may be too slow for the few listeners that a test needs at once.
         defaults = {"flow_precision": "float32", "sampling": "triton"}
@@ -132,7 +133,7 @@ def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def speech_stack(serve: Callable[..., object], demo_models: Path) -> Iterator[object]:
+def speech_stack(serve: Callable[..., Any], demo_models: Path) -> Iterator[object]:
     """The speech service in front of the real server, see tests/support/speech_fixtures.py."""
     from tests.support.speech_fixtures import MAX_STREAMS, speech_stack_over
 

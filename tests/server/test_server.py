@@ -88,10 +88,10 @@ def stubs_of(server: TritonServer) -> list[str]:
 
 
 def assert_closed(server: TritonServer) -> None:
-    """HTTP is this machine's own, unlike gRPC, and no endpoint registers shared memory."""
-    socket.create_connection(("127.0.0.2", server.ports.grpc)).close()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", server.ports.http))
+    """HTTP and gRPC are this machine's own, and no endpoint registers shared memory."""
+    for port in (server.ports.grpc, server.ports.http):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port))
     body = json.dumps({"key": f"/{server._shm_prefix}", "offset": 0, "byte_size": 1}).encode()
     register = f"http://{server.http_url}/v2/systemsharedmemory/region/r/register"
     with pytest.raises(urllib.error.HTTPError, match="403"):

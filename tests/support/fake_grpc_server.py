@@ -1,10 +1,10 @@
 """A fake of tritonserver's gRPC service: streamed requests reach the decoupled models of `fake_triton.models`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -34,7 +34,8 @@ class _Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         for request in requests:
             self.fake.live += 1
             try:
-                for response in fake_triton.models[request.model_name](_read(request)):
+                responses = fake_triton.models[request.model_name](_read(request))
+                for response in cast("Iterable[InferenceResponse]", responses):
                     if not context.is_active():
                         return
                     yield _written(response)
@@ -52,8 +53,8 @@ def _read(request: Any) -> InferenceRequest:
 
 
 def _written(response: InferenceResponse) -> Any:
-    if response.has_error():
-        return service_pb2.ModelStreamInferResponse(error_message=response.error().message())
+    if (error := response.error()) is not None:
+        return service_pb2.ModelStreamInferResponse(error_message=error.message())
     infer = service_pb2.ModelInferResponse()
     for name, array in response.arrays().items():
         infer.outputs.add(name=name, datatype=np_to_triton_dtype(array.dtype), shape=list(array.shape))

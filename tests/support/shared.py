@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 
-def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """The directory `name` of this test run. The first worker runs `make(directory)`; the others wait for it.
 
     Nothing may be changed in it: other workers read it.

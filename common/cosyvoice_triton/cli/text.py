@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cosyvoice_triton import stacks
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.text import TextFrontend, clean_text
 from cosyvoice_triton.text.duration import expected_seconds
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for segment, seconds in _segments(text, args.language, args.stack, words):
             print(f"{seconds:5.1f} s  {segment if isinstance(segment, str) else '(pause)'}")
-            if args.stack == "cosyvoice3" and isinstance(segment, str) and _unread(segment):
+            if args.stack == stacks.COSYVOICE3.name and isinstance(segment, str) and _unread(segment):
                 print(f"warning: {MISSING}", file=sys.stderr)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -217,7 +217,6 @@ class TritonServer:
         """Start the process. ServerError if a port is in use or something is missing on this machine."""
         installation = Installation.find()
         if self.log_file.is_dir():
-            log = self.log_file / "server.log"
             raise ServerError(
                 f"the log file {self.log_file} is a folder; name a file in it: {self.log_file}/server.log"
             )

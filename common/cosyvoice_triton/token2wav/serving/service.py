@@ -201,7 +201,7 @@ class Token2WavService:
             chunks = [session.chunk for session in rendered.batch if session.chunk is not None]
             self._admission.rendered(*costs(self._engine, chunks, rendered.results), rendered.seconds)
         for session, result in zip(rendered.batch, rendered.results, strict=True):
-            if isinstance(result, Exception):
+            if isinstance(result, BaseException):
                 self._fail(session, result)
                 continue
             self._deliver(session, len(result) / SAMPLE_RATE)
