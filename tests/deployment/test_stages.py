@@ -172,7 +172,9 @@ def test_the_stages_for_a_gpu_call_programs_as_they_are(tmp_path: Path) -> None:
             assert done.returncode == 0, done.stderr
     called: dict[str, list[Namespace]] = {}
     for line in (tmp_path / "calls").read_text().splitlines():
-        _, program, *arguments = line.split()
+        option, program, *arguments = line.split()
+        if option == "-c":  # where the package's samples are
+            continue
         called.setdefault(program, []).append(PARSERS[program](arguments))
     downloads = [one for one in called["cosyvoice_triton.cli.prepare"] if one.step == "download"]
     assert [(one.stack, one.hub, one.spk2info) for one in downloads] == [
