@@ -45,7 +45,7 @@ def test_every_way_through_the_gateway_gives_speech(dit: Project) -> None:
     assert dit.get("/v2/repository/index")[0] == 404
     answer = dit.spoken(MODEL)
     assert not answer.error and answer.samples > 10_000
-    assert dit.get("/health", "SPEECH_PORT")[0] == 200
+    wait_for("the speech service knows a ready server", lambda: dit.get("/health", "SPEECH_PORT")[0] == 200, 60)
     status, audio = dit.say()
     assert status == 200 and audio[:4] == b"RIFF" and len(audio) > 20_000
     assert dit.say(voice="nobody")[0] in (400, 404)

@@ -207,7 +207,9 @@ def test_grpc_to_this_machine_goes_through_no_proxy(
             await connection.aclose()
 
     try:
-        with pytest.raises((ClientError, UnavailableError), match="UNIMPLEMENTED|[Mm]ethod not found"):
+        with pytest.raises(
+            (ClientError, UnavailableError), match="UNIMPLEMENTED|[Mm]ethod not found|server has ended the call"
+        ):
             asyncio.run(asyncio.wait_for(ask(), 30))
     finally:
         server.stop(None).wait()
@@ -261,7 +263,7 @@ def test_two_signals_a_second_apart_leave_nothing_behind(second: signal.Signals,
         process.send_signal(signal.SIGTERM)
         time.sleep(1)
         process.send_signal(second)
-        assert process.wait(10) == 0
+        assert process.wait(60) in (0, -second)  # the second one may reach an interpreter that is ending
     time.sleep(0.2)
     assert not [child for child in children if readiness.is_alive(child)]
 

@@ -167,7 +167,7 @@ def test_a_server_that_hangs_with_its_models_loaded_is_started_again(repository,
     script = tmp_path / "tritonserver"
     script.write_text(
         f'#!/bin/sh\n[ -e {tmp_path}/hung ] && exec {real.binary} "$@"\n'
-        f'touch {tmp_path}/hung "${METRICS_DIRECTORY}/idle_0_0.json"\nexec sleep 1000\n'
+        f'touch {tmp_path}/hung "${METRICS_DIRECTORY}/idle_0_0.metrics"\nexec sleep 1000\n'
     )
     script.chmod(0o755)
     monkeypatch.setattr(installation.Installation, "find", lambda: dataclasses.replace(real, binary=script))
