@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -145,6 +146,8 @@ DEAD = "http://127.0.0.1:9"  # nothing listens there
 
 @pytest.fixture(params=["no_proxy is unset", "no_proxy names another host"])
 def dead_proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    # urlopen keeps the proxies of its first call for the whole process: later tests must not get these.
+    monkeypatch.setattr(urllib.request, "_opener", None)
     for name in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy"):
         monkeypatch.setenv(name, DEAD)
         monkeypatch.setenv(name.upper(), DEAD)
