@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
 import grpc
@@ -217,12 +217,19 @@ class ThreadConnection:
         deadline = time.monotonic() + timeout
         self._client.start_stream(note, stream_timeout=timeout)
         try:
-            self._client.async_stream_infer(
-                model,
-                request.tensors(InferInput),
-                parameters=request.parameters or None,
-                enable_empty_final_response=True,
-            )
+            try:
+                self._client.async_stream_infer(
+                    model,
+                    request.tensors(InferInput),
+                    parameters=request.parameters or None,
+                    enable_empty_final_response=True,
+                )
+            except InferenceServerException as error:
+                # If the call has ended before the request is sent, this error names no cause; the first answer is the
+                # cause, and its callback may still be running.
+                with suppress(queue.Empty):
+                    raise answers.get(timeout=1.0)[1] or error from None
+                raise
             while not _is_final(_next(answers, deadline)):
                 pass
         finally:
