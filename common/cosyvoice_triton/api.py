@@ -12,6 +12,7 @@ import asyncio
 import queue
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, aclosing
 from pathlib import Path
@@ -26,10 +27,13 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.client.grpc_client import AsyncConnection, chunks, explained, served_model
 from cosyvoice_triton.client.requests import ClientError, Utterance, read_reference
 from cosyvoice_triton.constants import GRPC_PORT, PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.errors import is_overloaded
 from cosyvoice_triton.server.installation import ServerError
 
 if TYPE_CHECKING:
     from cosyvoice_triton.server.tritonserver import TritonServer
+
+RETRY_SECONDS = 1.0  # until a request that found no place is sent again
 
 __all__ = ["Client", "ClientError", "Server", "ServerError"]
 
@@ -73,6 +77,8 @@ class Client:
         seconds until the answer must be complete. parameters: request parameters, such as seed=2. Closing the iterator
         cancels the request.
 
+        Where the server has as many listeners as it can serve, it waits for a place, within the timeout.
+
         ClientError if the server cannot be reached or refuses the request, ValueError for a value that cannot be sent.
         """
         if isinstance(reference, (str, Path)):
@@ -105,15 +111,22 @@ class Client:
         triton = self._connection.client
         if self._model is None:
             self._model = await served_model(triton, self.address)
-        try:
-            async with aclosing(chunks(triton, self._model, utterance, timeout)) as parts:
-                async for part in parts:
-                    if part.waveform.size:
-                        take(part.waveform)
-        except InferenceServerException as error:
-            raise explained(error.status(), error.message(), self.address, timeout) from None
-        except grpc.aio.AioRpcError as error:
-            raise explained(str(error.code()), error.details(), self.address, timeout) from None
+        last = time.monotonic() + timeout
+        while True:
+            try:
+                async with aclosing(chunks(triton, self._model, utterance, last - time.monotonic())) as parts:
+                    async for part in parts:
+                        if part.waveform.size:
+                            take(part.waveform)
+                return
+            except InferenceServerException as error:
+                failure = explained(error.status(), error.message(), self.address, timeout)
+            except grpc.aio.AioRpcError as error:
+                failure = explained(str(error.code()), error.details(), self.address, timeout)
+            # Only a whole request is refused as overloaded, before its first chunk.
+            if not is_overloaded(str(failure)) or time.monotonic() + RETRY_SECONDS > last:
+                raise failure
+            await asyncio.sleep(RETRY_SECONDS)
 
     def close(self) -> None:
         """Close the connection; the client cannot be used afterwards."""

@@ -4,14 +4,18 @@ import socket
 import threading
 import wave
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cosyvoice_triton import Client, ClientError, Server, ServerError, samples
+from cosyvoice_triton import Client, ClientError, Server, ServerError, api, samples
 from cosyvoice_triton.cli import say
 from cosyvoice_triton.constants import MIN_REFERENCE_SECONDS, SAMPLE_RATE
+
+from tests.support.speech_fixtures import stub_triton
+from tests.support.triton_stub import TritonStub
 
 Serve = Callable[..., Any]
 VOICE = {
@@ -53,6 +57,18 @@ def test_threads_share_a_client(serve: Serve) -> None:
         for thread in threads:
             thread.join()
     assert len(answers) == 2 and len(answers[0]) == len(answers[1])
+
+
+def test_threads_that_are_more_than_the_places_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "RETRY_SECONDS", 0.02)
+    stub = TritonStub(places=1, first=0.05)
+    with stub_triton(stub) as address, Client(address) as client:
+        with ThreadPoolExecutor(4) as threads:
+            answers = list(threads.map(client.speak, 6 * ["Hello."]))
+        assert {answer.size for answer in answers} == {stub.chunks * stub.samples} and stub.asked > stub.served == 6
+        stub.places = 0
+        with pytest.raises(ClientError, match="overloaded, retry after 3 s"):
+            client.speak("Hello.", timeout=0.2)
 
 
 @pytest.mark.server

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cosyvoice_triton import stacks
+from cosyvoice_triton import refusals, stacks
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
-from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.errors import OverloadedError, UnavailableError, unavailable_message
 from cosyvoice_triton.llm.checkpoint import follows_instructions
 from cosyvoice_triton.llm.speech_tokens import COSYVOICE2, LLMTokenizer
 from cosyvoice_triton.orchestrator.orchestrator import Orchestrator
@@ -216,6 +216,26 @@ def test_a_timeline_is_sent_only_if_the_request_asks_for_it(bench: Bench) -> Non
     assert times == sorted(times) and times[0] >= 0
     assert all([stage for stage, _ in stages][-2:] == ["tokens", "audio"] for stages in timelines)
     assert not any({"timeline", "segments"} & outputs.keys() for outputs in responses(without))
+
+
+def test_a_request_that_comes_just_after_a_refusal_is_not_even_read(
+    bench: Bench, triton_models: dict[str, Callee], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 60.0)
+    asked = 0
+
+    def full(request: InferenceRequest) -> InferenceResponse:
+        nonlocal asked
+        asked += 1
+        message = unavailable_message(OverloadedError("9 listeners", 3.0))
+        return InferenceResponse(error=TritonError(message, TritonError.UNAVAILABLE))
+
+    triton_models["token2wav_dit"] = full
+    requests = client_request(), client_request(), client_request(parameters={"speed": "fast"})
+    bench.answer(*requests)
+    assert {failure(request)[0] for request in requests} == {TritonError.UNAVAILABLE} and asked == 1
+    assert all(failure(request)[1].endswith("9 listeners") for request in requests)
+    assert not bench.models.llm_requests
 
 
 @pytest.mark.parametrize("decoupled", [False, True])

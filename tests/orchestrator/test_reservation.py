@@ -3,11 +3,14 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import numpy as np
 import pytest
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
-from cosyvoice_triton.orchestrator.synthesis import CAREFUL_SECONDS
+from cosyvoice_triton.orchestrator.request import SynthesisRequest
+from cosyvoice_triton.orchestrator.synthesis import CAREFUL_SECONDS, CROWD
+from cosyvoice_triton.refusals import REFUSAL_SECONDS
 
-from tests.support.fakes import FakeLM, FakeToken2Wav, FakeToken2WavStream
+from tests.support.fakes import FakeLM, FakeToken2Wav, FakeToken2WavStream, fake_prompt, speech_request
 from tests.support.pipeline import Pipeline, one_by_one, run_until, settle
 
 
@@ -52,15 +55,14 @@ def before_a_place(monkeypatch: pytest.MonkeyPatch) -> Install:
     return install
 
 
-def test_the_llm_starts_while_a_place_is_reserved_and_the_voice_is_sent_after_that(before_a_place: Install) -> None:
-    """A known voice's place is asked for once the LLM has been asked; that of a new voice while it is encoded, so that
-    a refusal ends that early."""
+def test_a_place_is_reserved_once_the_llm_has_started_but_before_a_new_voice_is_encoded(
+    before_a_place: Install,
+) -> None:
     pipeline, before = Pipeline(FakeLM(*one_by_one(18))), list[tuple[int, int]]()
 
     async def wait() -> None:
-        before.append((len(pipeline.encoder.ended), len(pipeline.llm.prompts)))
-        await run_until(lambda: len(pipeline.encoder.ended) == 3 and len(pipeline.llm.prompts) == len(before))
         await settle()
+        before.append((len(pipeline.encoder.started), len(pipeline.llm.prompts)))
 
     before_a_place(wait)
     assert pipeline.run() and pipeline.run()
@@ -105,21 +107,24 @@ def test_a_refusal_is_the_reason_where_the_llm_has_no_place_either(before_a_plac
     llm = FakeLM(UnavailableError("the LLM already serves its maximum"))
     pipeline = Pipeline(llm, token2wav=FakeToken2Wav(failures=refusal))
 
+    pipeline.voices["anna"] = fake_prompt(0)
+
     async def wait() -> None:
         await run_until(lambda: len(pipeline.llm.prompts) == 1)
         await settle()
 
     before_a_place(wait)
     with pytest.raises(OverloadedError, match="9 listeners"):
-        pipeline.run()
+        pipeline.run(pipeline.synthesize(SynthesisRequest("hello", "anna")))
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_after_a_refusal_only_the_text_is_prepared_while_a_place_is_reserved_for_some_time(
+def test_after_a_refusal_work_waits_for_places_for_some_time(
     later: bool, monkeypatch: pytest.MonkeyPatch, before_a_place: Install
 ) -> None:
     now = [100.0]
     pipeline, prepared = refused(now), list[str]()
+    pipeline.voices["anna"] = fake_prompt(0)  # a voice that is known
     monkeypatch.setattr(pipeline.texts, "transcript", lambda text, normalize: prepared.append(text) or text)
     pipeline.token2wav.failures = {}
 
@@ -127,10 +132,37 @@ def test_after_a_refusal_only_the_text_is_prepared_while_a_place_is_reserved_for
         if later:  # the LLM starts early again
             await run_until(lambda: len(pipeline.llm.prompts) == 1)
             return
-        await run_until(lambda: bool(prepared))
         await settle()
-        assert pipeline.llm.prompts == [] and pipeline.encoder.started == []
+        assert pipeline.llm.prompts == [] and pipeline.encoder.started == [] and prepared == []
 
     now[0] += CAREFUL_SECONDS if later else 0.9 * CAREFUL_SECONDS
     before_a_place(wait)
-    assert pipeline.run()
+    assert pipeline.run(pipeline.synthesize(SynthesisRequest("hello", "anna")))
+
+
+def test_a_refusal_answers_all_who_come_in_the_next_moment() -> None:
+    """Before their requests are read, and without asking token2wav again."""
+    now = [100.0]
+    pipeline = refused(now)
+    for check in (pipeline.synthesizer.check, pipeline.run):
+        with pytest.raises(OverloadedError, match="9 listeners"):
+            check()
+    assert [stream.reserved for stream in pipeline.token2wav.streams] == [True, False]
+    now[0] += REFUSAL_SECONDS
+    pipeline.synthesizer.check()
+
+
+def test_of_a_crowd_only_a_few_do_any_work_before_one_of_them_is_refused(before_a_place: Install) -> None:
+    pipeline = Pipeline(FakeLM([1]), token2wav=FakeToken2Wav(failures={"reserve": OverloadedError("9 listeners", 3.0)}))
+    pipeline.voices["anna"] = fake_prompt(0)
+    before_a_place(settle)  # all have come before the first refusal
+
+    async def crowd() -> list[np.ndarray]:
+        requests = [SynthesisRequest("hello", "anna"), speech_request(7)] * 150
+        answers = await asyncio.gather(*map(pipeline.synthesize, requests), return_exceptions=True)
+        assert {type(answer) for answer in answers} == {OverloadedError}
+        return []
+
+    pipeline.run(crowd())
+    assert len(pipeline.llm.prompts) <= CROWD and pipeline.encoder.started == []
+    assert sum(stream.reserved for stream in pipeline.token2wav.streams) <= CROWD

@@ -24,7 +24,7 @@ from tests.support.speech_fixtures import (
     stub_triton,
     until,
 )
-from tests.support.triton_stub import TritonStub
+from tests.support.triton_stub import OVERLOADED, TritonStub
 
 
 @pytest.mark.parametrize(("words", "status"), [("refuse", 400), ("lost", 503), ("silent", 502)])
@@ -186,9 +186,6 @@ def test_a_models_error_names_the_fields_of_the_request(tmp_path: Path) -> None:
         error = httpx.post(url + SPEECH, json=TEXT).json()["error"]
     assert error["message"] == "no voice: the request has neither a ref_audio nor a voice"
     assert error["param"] == "voice"
-
-
-OVERLOADED = "unavailable: overloaded, retry after 3 s: token2wav: 9 listeners are served"
 
 
 def test_a_triton_with_as_many_listeners_as_it_can_serve_is_a_429_unless_another_one_has_room(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
 REQUESTS_KEPT = 64
+OVERLOADED = "unavailable: overloaded, retry after 3 s: token2wav: 9 listeners are served"
 WARNING = b"speech was cut short"
 
 
@@ -51,6 +52,8 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
     model: str = stacks.DEFAULT.orchestrator
     decoupled: bool = True
     error: str = ""  # of every request
+    places: int = 1 << 30  # for requests at once; others are refused
+    asked: int = 0  # how many streamed requests came, with those that failed
     live: int = 0
     served: int = 0
     cancelled: int = 0
@@ -75,7 +78,9 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ModelStreamInfer(self, iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         async for request in iterator:
-            if error := self.error or _first_word(request) == "fail" and "this request fails":
+            self.asked += 1
+            full = self.live >= self.places and OVERLOADED
+            if error := self.error or full or _first_word(request) == "fail" and "this request fails":
                 yield service_pb2.ModelStreamInferResponse(error_message=error)
                 continue
             async for part in self._synthesize(request, context):

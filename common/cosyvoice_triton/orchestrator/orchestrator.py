@@ -102,6 +102,8 @@ class Orchestrator:
         segments: list[tuple[str, int]] = []
         with self.stats.request() as live:
             self._drain.check()
+            if self._decoupled:
+                self._synthesizer.check()
             speech = _inputs(request, pieces).check(self._sampling, self._max_text_chars)
             if speech.instruct_text and not self._instructions:  # it would read them aloud
                 speech = dataclasses.replace(speech, instruct_text="")

@@ -31,6 +31,7 @@ from cosyvoice_triton.orchestrator.first_hops import FirstHops
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.token_buffer import TokenBuffer
 from cosyvoice_triton.playback import Playback
+from cosyvoice_triton.refusals import LastRefusal
 from cosyvoice_triton.tasks import TaskScope
 from cosyvoice_triton.text.markup import Pause
 from cosyvoice_triton.text.normalization import Spelled
@@ -98,6 +99,8 @@ class VoiceLookup(Protocol):
 # After a listener was refused, others' work waits this long for their places: at several times the capacity, what
 # refusals cost would be taken from those who were admitted.
 CAREFUL_SECONDS = 10.0
+# In a crowd, too: while so many others begin, work waits for the places, which so many ask for at once.
+CROWD = 16
 
 # The segments of a request, a pause if it ends with one, None at the end. It has one slot, so that the LLM is at most
 # one segment ahead.
@@ -131,6 +134,14 @@ class Synthesizer:
         self._silent_tokens = silent_tokens
         self._prompts = RecordingCache()
         self._careful_until = -math.inf
+        self._refusal = LastRefusal(clock)
+        self._asking = asyncio.Semaphore(CROWD)
+        self._beginning = 0  # listeners
+
+    def check(self) -> None:
+        """Raise OverloadedError for a new listener if another one was refused a moment ago: before their request is
+        read."""
+        self._refusal.check()
 
     async def stream(
         self,
@@ -156,7 +167,11 @@ class Synthesizer:
         )
         try:
             async with TaskScope() as scope:
-                prompt, segments = await self._begin(request, scope, on_warning, on_stage, first, opening.short)
+                self._beginning += 1
+                try:
+                    prompt, segments = await self._begin(request, scope, on_warning, on_stage, first, opening.short)
+                finally:
+                    self._beginning -= 1
                 schedule = self._rules.schedule(len(prompt.tokens), self._clock, short=opening.short)
                 playback = Playback()
                 while (segment := await scope.result(segments.get())) is not None:
@@ -184,11 +199,14 @@ class Synthesizer:
                 await stream.abort()
 
     async def _reserve(self, stream: Token2WavStream) -> None:
-        try:
-            await stream.reserve()
-        except OverloadedError:
-            self._careful_until = self._clock() + CAREFUL_SECONDS
-            raise
+        async with self._asking:
+            self._refusal.check()
+            try:
+                await stream.reserve()
+            except OverloadedError as error:
+                self._careful_until = self._clock() + CAREFUL_SECONDS
+                self._refusal.note(error)
+                raise
 
     async def offline(
         self, request: SynthesisRequest, on_warning: OnWarning = ignore, on_segment: OnSegment = ignore
@@ -221,13 +239,20 @@ class Synthesizer:
         for the `first` stream if somebody hears it meanwhile.
 
         Asking for the place takes milliseconds, and usually there is one. So it is asked for once the LLM has started;
-        while a new voice is encoded, which takes longer; or first of all, if a listener was refused lately.
+        before a new voice is encoded, which takes much longer and cannot be cancelled; or first of all in a crowd, or
+        if a listener was refused lately.
         """
+        place = None if first is None else cache(lambda: scope.spawn(self._reserve(first)))
+        if place is not None and (self._clock() < self._careful_until or self._beginning > CROWD):
+            await scope.result(place())
         voice: Recording | Prompt | Mix
         if isinstance(request.voice, Recording):
             voice = request.voice
         else:
             voice = await scope.result(asyncio.to_thread(self._voices, request.voice))
+        known = self._prompts.get(voice) if isinstance(voice, Recording) else None
+        if place is not None and not isinstance(known or voice, Prompt):
+            await scope.result(place())
         texts = self._texts.segments(
             request.target_text,
             request.normalize,
@@ -238,12 +263,6 @@ class Synthesizer:
             request.pronunciation,
         )
         prepared = scope.spawn(asyncio.to_thread(self._prepared, request, voice.text, texts))
-        known = self._prompts.get(voice) if isinstance(voice, Recording) else None
-        place = None if first is None else cache(lambda: scope.spawn(self._reserve(first)))
-        if place is not None and self._clock() < self._careful_until:
-            await scope.result(place())
-        if place is not None and not isinstance(known or voice, Prompt):
-            place()
         tokens, mel, embedding = self._encoded(known or voice, scope)
         transcript, text = await scope.result(prepared)
         kept = None

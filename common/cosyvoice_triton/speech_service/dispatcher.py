@@ -21,6 +21,7 @@ import numpy as np
 
 from cosyvoice_triton.client.requests import AudioPart, Utterance
 from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.refusals import LastRefusal
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
 from cosyvoice_triton.speech_service.errors import OVERLOADED, ApiError, invalid
@@ -72,6 +73,9 @@ class Dispatcher:
         self.metrics = metrics
         self._settings = settings
         self._live = 0
+        self._refusals: dict[str, LastRefusal] = {}  # by model
+        # Where requests are read: so that the first of a crowd are refused before the voices of the others are decoded.
+        self.reading = asyncio.Semaphore(os.cpu_count() or 1)
         self._encoders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="encode")
 
     async def __aenter__(self) -> "Dispatcher":
@@ -79,6 +83,18 @@ class Dispatcher:
 
     async def __aexit__(self, *error: object) -> None:
         self._encoders.shutdown(wait=False, cancel_futures=True)
+
+    def check(self, model: str | None = None) -> None:
+        """Raise ApiError 429 for a request that would be refused now, before it costs anything. model: "" the default;
+        None: not known yet, so all are full."""
+        served = self.pool.models
+        models = served if model is None else [model or next(iter(served), "")]
+        kept = [refusal.error for name in models if (refusal := self._refusals.get(name)) is not None]
+        refusals = [error for error in kept if error is not None]
+        with self._counted():
+            self._require_slot()
+            if refusals and len(refusals) == len(models):
+                raise refusals[0].with_traceback(None)
 
     async def waveforms(self, job: SpeechJob) -> AsyncGenerator[np.ndarray, None]:
         """Yield float32 (N,) at SAMPLE_RATE, at least one for each utterance. If a Triton fails or refuses before the
@@ -138,9 +154,11 @@ class Dispatcher:
                 except ApiError as error:
                     failed.add(backend)
                     elsewhere = error.status == 503 or error.code == OVERLOADED
-                    if not elsewhere or samples or not self._others(model, failed):
-                        raise
-                    continue
+                    if elsewhere and not samples and self._others(model, failed):
+                        continue
+                    if error.code == OVERLOADED:
+                        self._refusals.setdefault(model, LastRefusal()).note(error)
+                    raise
             if not samples:
                 raise ApiError(502, "the model ended the request without audio", code="upstream_error")
             return
@@ -179,10 +197,7 @@ class Dispatcher:
     @contextlib.contextmanager
     def _admitted(self) -> Iterator[None]:
         """Occupy one of the slots for live streams. ApiError 429 if there is none."""
-        if self._live >= self._settings.max_streams:
-            raise ApiError(
-                429, f"the limit of {self._live} concurrent streams is reached", code="too_many_streams", retry_after=1
-            )
+        self._require_slot()
         self._live += 1
         self.metrics.live.set(self._live)
         try:
@@ -190,6 +205,12 @@ class Dispatcher:
         finally:
             self._live -= 1
             self.metrics.live.set(self._live)
+
+    def _require_slot(self) -> None:
+        if self._live >= self._settings.max_streams:
+            raise ApiError(
+                429, f"the limit of {self._live} concurrent streams is reached", code="too_many_streams", retry_after=1
+            )
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

@@ -40,13 +40,18 @@ class Service:
         return service
 
     async def job(self, wanted: SpeechRequest, upload: bytes | None = None, decode: Decoder = decode) -> SpeechJob:
-        """Return the validated job; `upload`: an uploaded recording of the voice. ApiError."""
+        """Return the validated job; `upload`: an uploaded recording of the voice. ApiError, before any other work if it
+        would be refused."""
+        model = wanted.served_model(self.settings.model)
+        self.dispatcher.check(model)
         decode_upload = None if upload is None else partial(decode, upload, self.settings.max_reference_bytes)
         try:
-            requests = await asyncio.to_thread(utterances, wanted, decode_upload, self.voices, self.settings)
+            async with self.dispatcher.reading:
+                self.dispatcher.check(model)
+                requests = await asyncio.to_thread(utterances, wanted, decode_upload, self.voices, self.settings)
         except UnavailableError as error:  # a voice's file is damaged
             raise ApiError(503, str(error), code="unavailable", param="voice") from None
-        job = SpeechJob(requests, len(wanted.input), wanted.served_model(self.settings.model))
+        job = SpeechJob(requests, len(wanted.input), model)
         if detail := "word" if wanted.subtitles else wanted.timestamps:
             for each in requests:
                 each.parameters[SEGMENTS] = True

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import parse_qsl
@@ -26,6 +27,7 @@ from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.tasks import TaskScope
 
 BATCH_STREAMS = 4  # concurrent streams of one batch, so that it leaves capacity for interactive clients
+RETRY_SECONDS = 1.0  # a refusal costs little, and the place may be free long before the Retry-After
 MAX_FIELDS = 64
 
 router = APIRouter()
@@ -41,6 +43,7 @@ def _body(model: type[SpeechRequest] | type[BatchRequest]) -> dict[str, Any]:
 async def speech(request: Request) -> Response:
     """Speak a text; the audio is streamed."""
     service = Service.of(request)
+    service.dispatcher.check()
     fields, upload = await read_fields(request, "ref_audio")
     wanted: SpeechRequest = parse(SpeechRequest, fields)
     if wanted.stream_format == "sse" and not wanted.stream:
@@ -67,7 +70,8 @@ async def speech(request: Request) -> Response:
 
 @router.post("/v1/audio/speech/batch", openapi_extra=_body(BatchRequest))
 async def batch(request: Request) -> Response:
-    """Speak several texts, answered together. Failed items do not affect the others."""
+    """Speak several texts, answered together. Failed items do not affect the others; those for which there is no place
+    wait for one."""
     service = Service.of(request)
     fields, _ = await read_fields(request)
     wanted: BatchRequest = parse(BatchRequest, fields)
@@ -76,13 +80,17 @@ async def batch(request: Request) -> Response:
             f"a batch of {len(wanted.items)} items, more than the limit of {service.settings.max_batch}", "items"
         )
     slots = asyncio.Semaphore(BATCH_STREAMS)
+    last_try = time.monotonic() + service.settings.timeout - RETRY_SECONDS
 
     async def one(index: int, item: Any) -> dict[str, Any]:
         async with slots:
-            try:
-                return {"index": index, "status": "success", **await _whole(service, item)}
-            except ApiError as error:
-                return {"index": index, "status": "error", **error.body}
+            while True:
+                try:
+                    return {"index": index, "status": "success", **await _whole(service, item)}
+                except ApiError as error:
+                    if error.status != 429 or time.monotonic() > last_try:
+                        return {"index": index, "status": "error", **error.body}
+                await asyncio.sleep(RETRY_SECONDS)
 
     async with TaskScope() as tasks:
         work = [tasks.spawn(one(index, item)) for index, item in enumerate(wanted.requests())]

@@ -1,0 +1,126 @@
+"""More clients than places: refusals that cost nothing, and batches that wait for their turn, with a stub Triton."""
+
+import base64
+import io
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2 as httpx
+import numpy as np
+import pytest
+import soundfile
+from cosyvoice_triton import refusals
+from cosyvoice_triton.speech_service import bodies
+from cosyvoice_triton.speech_service.audio.recordings import decode_base64
+from cosyvoice_triton.speech_service.routes import speech
+from cosyvoice_triton.speech_service.settings import Settings
+
+from tests.support.speech_fixtures import SPEECH, TEXT, serving, stub_triton, until
+from tests.support.triton_stub import OVERLOADED, TritonStub
+
+CROWD = 64
+
+
+def recording(seconds: float) -> str:
+    file = io.BytesIO()
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, int(44_100 * seconds))
+    soundfile.write(file, noise, 44_100, format="FLAC")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.fixture
+def stub() -> TritonStub:
+    return TritonStub()
+
+
+@pytest.fixture
+def url(stub: TritonStub) -> Iterator[str]:
+    with stub_triton(stub) as address, serving(Settings(urls=(address,))) as served:
+        yield served
+
+
+def test_after_a_refusal_nobody_elses_voice_is_decoded_nor_triton_asked(
+    stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 60.0)
+    decoded: list[str] = []
+    monkeypatch.setattr(bodies, "decode_base64", lambda text, size: decoded.append(text) or decode_base64(text, size))
+    stub.error = OVERLOADED
+    body = {**TEXT, "ref_audio": recording(1)}
+    answers = [httpx.post(url + SPEECH, json=body) for _ in range(3)]
+    answers.append(httpx.post(url + SPEECH, content=b"{", headers={"content-type": "application/json"}))
+    assert [(each.status_code, each.headers["retry-after"]) for each in answers] == 4 * [(429, "3")]
+    assert len(decoded) == stub.asked == 1
+    assert 'speech_errors_total{status="429"} 4.0' in httpx.get(f"{url}/metrics").text
+
+
+def test_a_model_that_is_full_refuses_for_itself_alone(
+    stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 60.0)
+    other = TritonStub(model="cosyvoice2")
+    with stub_triton(other) as second, stub_triton(stub) as first, serving(Settings(urls=(first, second))) as both:
+        stub.error = OVERLOADED
+        for _ in range(2):
+            for model, status in ((stub.model, 429), ("", 429), (other.model, 200)):
+                assert httpx.post(both + SPEECH, json={**TEXT, "model": model}).status_code == status
+
+
+def test_a_connection_is_used_again_after_a_refusal_that_came_before_the_body(stub: TritonStub, url: str) -> None:
+    with httpx.Client() as client:
+        stub.error = OVERLOADED
+        for _ in range(5):
+            answer = client.post(url + SPEECH, json={**TEXT, "ref_audio": "A" * (4 << 20)})
+            assert answer.status_code in (400, 429)
+            assert client.post(url + SPEECH, json=TEXT).status_code == 429
+        stub.error = ""
+        until(lambda: client.post(url + SPEECH, json=TEXT).status_code == 200)
+
+
+def test_a_batch_waits_for_places(stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speech, "RETRY_SECONDS", 0.02)
+    stub.places, stub.first = 1, 0.05
+    answer = httpx.post(f"{url}{SPEECH}/batch", json={"items": 6 * [TEXT]}, timeout=60).json()
+    assert (answer["succeeded"], answer["failed"]) == (6, 0)
+    assert stub.served == 6 < stub.asked  # some were refused
+
+
+def test_a_batch_waits_no_longer_than_its_time(stub: TritonStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speech, "RETRY_SECONDS", 0.02)
+    stub.error = OVERLOADED
+    with stub_triton(stub) as address, serving(Settings(urls=(address,), timeout=0.3)) as url:
+        results = httpx.post(f"{url}{SPEECH}/batch", json={"items": [TEXT, TEXT]}, timeout=60).json()["results"]
+    assert [each["error"]["code"] for each in results] == ["overloaded", "overloaded"]
+
+
+@pytest.mark.serial
+def test_a_crowd_of_new_voices_is_refused_in_less_time_than_their_recordings_take_to_decode(
+    stub: TritonStub, url: str
+) -> None:
+    stub.error = OVERLOADED
+    voice = recording(29)
+    body = json.dumps({**TEXT, "ref_audio": voice}).encode()
+    begun = time.monotonic()
+    for _ in range(8):
+        decode_base64(voice, 10 << 20)
+    decoding = (time.monotonic() - begun) * CROWD / 8
+    begun = 0.0
+
+    def begin() -> None:
+        nonlocal begun
+        begun = time.monotonic()
+
+    ready = threading.Barrier(CROWD, begin)
+
+    def ask(_: int) -> int:
+        with httpx.Client(headers={"content-type": "application/json"}, timeout=60, verify=False) as client:
+            ready.wait()
+            return client.post(url + SPEECH, content=body).status_code
+
+    with ThreadPoolExecutor(CROWD) as clients:
+        assert set(clients.map(ask, range(CROWD))) == {429}
+    seconds = time.monotonic() - begun
+    assert seconds < decoding
