@@ -9,11 +9,12 @@ with Server() as server, Client(server.address) as client:
 """
 
 import asyncio
+import json
 import queue
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, aclosing
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +30,7 @@ from cosyvoice_triton.client.requests import ClientError, Utterance, read_refere
 from cosyvoice_triton.constants import GRPC_PORT, PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.errors import is_overloaded
 from cosyvoice_triton.server.installation import ServerError
+from cosyvoice_triton.text.pronunciation import pronunciations
 
 if TYPE_CHECKING:
     from cosyvoice_triton.server.tritonserver import TritonServer
@@ -67,15 +69,17 @@ class Client:
         reference: str | Path | np.ndarray | None = None,
         reference_text: str | None = None,
         instruct_text: str | None = None,
+        pronunciation: Mapping[str, str] | None = None,
         timeout: float = 120.0,
         **parameters: int | float | str | bool,
     ) -> Iterator[np.ndarray]:
         """Yields the audio of `text` in chunks, float32 (N,) in -1..1, as the server renders them.
 
         voice: the name of a registered voice. reference: instead, a recording to clone, of 0.5 to 30 seconds: a file,
-        or float32 (T,) at 16 kHz; reference_text: what it says, word for word. instruct_text: how to speak. timeout:
-        seconds until the answer must be complete. parameters: request parameters, such as seed=2. Closing the iterator
-        cancels the request.
+        or float32 (T,) at 16 kHz; reference_text: what it says, word for word. instruct_text: how to speak.
+        pronunciation: words of the text and what is spoken for each. timeout: seconds until the answer must be
+        complete. parameters: request parameters, such as seed=2 or language="de". Closing the iterator cancels the
+        request.
 
         Where the server has as many listeners as it can serve, it waits for a place, within the timeout.
 
@@ -87,6 +91,8 @@ class Client:
             raise ValueError(
                 f"reference is {reference.dtype} {reference.shape}, not float32 (T,) at {PROMPT_SAMPLE_RATE} Hz"
             )
+        if pronunciation:
+            parameters["pronunciation"] = json.dumps(pronunciations(pronunciation), ensure_ascii=False)
         utterance = Utterance(text, reference, reference_text, parameters, voice, instruct_text)
         return self._stream(utterance, timeout)
 

@@ -59,6 +59,7 @@ BAD_BODIES = {
     "an unknown sampling": ({**TEXT, "sampling": "best"}, "sampling"),
     "max_tokens with a fraction": ({**TEXT, "max_tokens": 1.5}, "max_tokens"),
     "an invalid language": ({**TEXT, "language": "<en>"}, "language"),
+    "a dictionary of numbers": ({**TEXT, "pronunciation": {"nginx": 3}}, "pronunciation"),
     "an unknown language": ({**TEXT, "language": "tlh"}, "language"),
     "a voice that is a number": ({**TEXT, "voice": 3}, "voice"),
     "a voice object without an id": ({**TEXT, "voice": {"name": "anna"}}, "voice"),
@@ -280,6 +281,7 @@ def test_an_answer_that_is_not_streamed_has_its_errors_as_a_status(served: Stubb
         ("temperature -1.5 is out of range: >= 0", "temperature -1.5 is out of range: >= 0", "temperature"),
         ("request parameter seed must be an integer, not 'x'", None, "seed"),
         ("unknown speaker 'zoe'; known speakers: anna", None, "voice"),
+        ("language 'de' is not one of auto, zh, en, ja, ko", None, "language"),
         ("cross_lingual with the reference_text 'a'", "cross_lingual with the ref_text 'a'", None),
     ],
 )
@@ -370,6 +372,28 @@ def test_a_voice_is_added_used_and_deleted(served: StubbedService) -> None:
     assert httpx.delete(f"{served.url}/v1/audio/voices/zöe").status_code == 404
 
 
+def test_words_of_the_request_then_of_the_voice_then_of_all_are_sent_with_a_recording(served: StubbedService) -> None:
+    files = {"audio_sample": ("a.wav", recording())}
+    fields = {"name": "speller", "pronunciation": "nginx = of the voice\nb = of the voice"}
+    assert httpx.post(f"{served.url}/v1/audio/voices", data=fields, files=files).status_code == 201
+    (served.voices / "pronunciation.txt").write_text("b = of all\nc = of all")
+    try:
+        for body in (
+            {"json": {**TEXT, "voice": "speller", "pronunciation": {"nginx": "of the request"}}},
+            {"data": {**TEXT, "voice": "speller", "pronunciation": "nginx = of the request"}},
+        ):
+            assert httpx.post(served.url + SPEECH, **body).status_code == 200
+            words = json.loads(served.stub.requests[-1].parameters["pronunciation"].string_param)
+            assert words == {"nginx": "of the request", "b": "of the voice", "c": "of all"}
+        (served.voices / "pronunciation.txt").write_text("b")
+        error = served.post({**TEXT, "voice": "speller"})
+        assert error.status_code == 503 and "pronunciation.txt, line 1: 'b' is not" in error.text
+    finally:
+        (served.voices / "pronunciation.txt").unlink()
+    assert httpx.delete(f"{served.url}/v1/audio/voices/speller").status_code == 200
+    assert list(served.voices.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("name", "data", "param"),
     [
@@ -380,10 +404,13 @@ def test_a_voice_is_added_used_and_deleted(served: StubbedService) -> None:
         ("noise", b"no sound at all", "audio_sample"),
         ("none", None, "audio_sample"),
         ("mute", recording(), "ref_text"),
+        ("pronunciation", recording(), "name"),
+        ("misspelled", recording(), "pronunciation"),
     ],
 )
 def test_an_invalid_voice_is_rejected(served: StubbedService, name: str, data: bytes | None, param: str) -> None:
     fields = {"name": name, "ref_text": "?!" if name == "mute" else "Hi."}
+    fields |= {"pronunciation": "nginx"} if name == "misspelled" else {}
     files = {"audio_sample": ("a.wav", data)} if data is not None else {"other": ("a", b"x")}
     answer = httpx.post(f"{served.url}/v1/audio/voices", data=fields, files=files)
     assert answer.status_code == 400 and answer.json()["error"]["param"] in (param, "other"), answer.text

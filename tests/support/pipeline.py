@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import aclosing
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 from cosyvoice_triton.demo_checkpoint.llm import build_tokenizer
@@ -33,6 +34,18 @@ def demo_tokenizer() -> LLMTokenizer:
     return LLMTokenizer(tokenizer, ids[0], (ids[1],), *ids[2:])
 
 
+class FakeVoices(dict[str | None, Recording | Prompt | Mix]):
+    """Registered voices, and the dictionary of each."""
+
+    words: Mapping[Any, dict[str, str]] = {}
+
+    def get(self, name: str | None) -> Recording | Prompt | Mix:  # type: ignore[override]
+        return self[name]
+
+    def pronunciation(self, voice: Recording | str | None) -> dict[str, str]:
+        return self.words.get(voice, {}) if isinstance(voice, str) else {}
+
+
 class Pipeline:
     """A synthesizer over fakes, and a check that it leaves no running task or open stream."""
 
@@ -50,14 +63,14 @@ class Pipeline:
         self.llm = llm
         self.encoder = encoder or FakePromptEncoder()
         self.token2wav = token2wav or FakeToken2Wav()
-        self.voices: dict[str, Recording | Prompt | Mix] = {}
+        self.voices = FakeVoices()
         self.texts = FakeTextPreparer()
         self.rules = rules or HopRules()
 
     @cached_property
     def synthesizer(self) -> Synthesizer:
         interleaved = InterleavedLM(self.llm, demo_tokenizer())
-        ports = (self.texts, self.voices.__getitem__, self.encoder, self.llm, interleaved, self.token2wav)
+        ports = (self.texts, self.voices, self.encoder, self.llm, interleaved, self.token2wav)
         return Synthesizer(*ports, self.rules, self.clock, silent_tokens=self.silent_tokens)
 
     async def synthesize(self, request: SynthesisRequest | None = None) -> list[np.ndarray]:

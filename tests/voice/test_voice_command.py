@@ -34,6 +34,21 @@ def test_a_voice_is_encoded_with_its_text_and_found_by_its_name(
     assert "[1/2]" in out and "5.4 s" in out and f"speaker 'saved {stack}'" in out
 
 
+def test_a_voice_is_added_with_its_dictionary_and_deleted_with_it(
+    demo_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = tmp_path / "words.txt"
+    words.write_text("nginx = engine x")
+    assert command.main(arguments(demo_models, "speller", VOICE, "--pronunciation", str(words))) == 0
+    assert VoiceBook(demo_models / "voices", demo_models, str).pronunciation("speller") == {"nginx": "engine x"}
+    assert command.main(["delete", str(demo_models), "speller"]) == 0
+    assert not list((demo_models / "voices").glob("speller*"))
+    words.write_text("nginx")
+    with pytest.raises(SystemExit):
+        command.main(arguments(demo_models, "speller", VOICE, "--pronunciation", str(words)))
+    assert "words.txt, line 1: 'nginx' is not `word = reading`" in capsys.readouterr().err
+
+
 def test_a_voice_is_only_replaced_with_the_option(demo_models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(arguments(demo_models, "twice")) == 0
     assert command.main(arguments(demo_models, "twice")) == 1

@@ -13,7 +13,7 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.voice import book as voices
 from cosyvoice_triton.voice.audio import save_audio
 from cosyvoice_triton.voice.book import VoiceBook
-from cosyvoice_triton.voice.files import is_voice_name, save_voice
+from cosyvoice_triton.voice.files import is_voice_name, save_pronunciation, save_voice
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 from safetensors.torch import save_file
 
@@ -184,6 +184,23 @@ def test_a_file_is_read_once_and_a_limited_number_is_cached(
         assert_same(book.get(str(index)), fake_prompt(index))
     assert len(book._cache) == 3
     assert book.get("0") is not first
+
+
+def test_words_of_a_voice_come_before_those_of_all_voices(folder: Path, book: VoiceBook, tmp_path: Path) -> None:
+    assert book.pronunciation("anna") == {}
+    folder.mkdir()
+    (folder / "pronunciation.txt").write_text("nginx = of all\nb = of all")
+    save_pronunciation(folder, "anna", {"nginx": "hers", "#": "hash = sign"})
+    for voice in ("anna", None):
+        named = VoiceBook(folder, tmp_path, decode, default="anna")
+        assert named.pronunciation(voice) == {"nginx": "hers", "#": "hash = sign", "b": "of all"}
+    for other in ("bert", None, Recording(TONE), "../anna"):
+        assert book.pronunciation(other) == {"nginx": "of all", "b": "of all"}
+    save_pronunciation(folder, "anna", {})
+    assert [file.name for file in folder.iterdir()] == ["pronunciation.txt"]
+    (folder / "pronunciation.txt").write_text("nginx = of all\nb")
+    with pytest.raises(UnavailableError, match=r"pronunciation\.txt, line 2: 'b' is not"):
+        book.pronunciation("anna")
 
 
 # --- errors ---------------------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
 """Types for argparse: it reports what they raise together with the option's name."""
 
 import argparse
+from pathlib import Path
+
+from cosyvoice_triton.text.pronunciation import read_pronunciations
 
 
 def positive_int(text: str) -> int:
@@ -22,6 +25,14 @@ def fraction(text: str) -> float:
     if not 0 <= (number := float(text)) <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not in 0..1")
     return number
+
+
+def words(path: str) -> dict[str, str]:
+    """A file with a dictionary of words and readings."""
+    try:
+        return read_pronunciations(Path(path))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def boolean(text: str) -> bool:

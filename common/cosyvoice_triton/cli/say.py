@@ -19,6 +19,7 @@ from typing import IO
 import numpy as np
 
 from cosyvoice_triton.api import Client
+from cosyvoice_triton.cli.arguments import words
 from cosyvoice_triton.client.requests import ClientError, parameter, positive_number
 from cosyvoice_triton.constants import GRPC_PORT, SAMPLE_RATE
 
@@ -41,6 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
     voice.add_argument("--reference", type=Path, help="instead, a recording of a voice, 0.5 to 30 s")
     parser.add_argument("--reference-text", help="what the recording says, word for word")
     parser.add_argument("--instruct-text", help='how to speak, e.g. "Speak slowly."')
+    parser.add_argument("--language", help="of the text, such as de; without it: guessed")
+    parser.add_argument("--pronunciation", type=words, metavar="FILE", help="words = readings, a line each")
     parser.add_argument("--parameter", type=parameter, action="append", default=[], metavar="NAME=VALUE", help="seed=2")
     parser.add_argument("--timeout", type=positive_number, default=120.0, help="seconds for the whole answer (120)")
     parser.add_argument("--output", type=Path, default=Path("output.wav"), help="24 kHz, 16 bit (default: %(default)s)")
@@ -58,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 reference=args.reference,
                 reference_text=args.reference_text,
                 instruct_text=args.instruct_text,
+                pronunciation=args.pronunciation,
                 timeout=args.timeout,
+                **({"language": args.language} if args.language else {}),
                 **dict(args.parameter),
             )
             if args.play:

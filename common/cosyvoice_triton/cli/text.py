@@ -13,17 +13,16 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from cosyvoice_triton import stacks
+from cosyvoice_triton.cli.arguments import words
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.text import TextFrontend, clean_text
 from cosyvoice_triton.text.duration import expected_seconds
 from cosyvoice_triton.text.kana import MISSING, has_kanji, kana_available
 from cosyvoice_triton.text.language import language_of, named
 from cosyvoice_triton.text.markup import Pause
-from cosyvoice_triton.text.pronunciation import pronunciations
 
 _frontend = cache(TextFrontend)
 
@@ -33,18 +32,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("text", nargs="?", help="without it: standard input")
     parser.add_argument("--language", default="", help="zh, en, ja, ko, de, fr, es, it or ru; without it: guessed")
     parser.add_argument("--stack", default="", help="dit, unet or cosyvoice3; they read some languages differently")
-    parser.add_argument("--pronunciation", type=Path, metavar="FILE", help="JSON object of words and readings")
+    parser.add_argument("--pronunciation", type=words, default={}, metavar="FILE", help="words = readings, a line each")
     parser.add_argument("--jsonl", action="store_true", help="read and write JSON lines")
     args = parser.parse_args(argv)
-    words = pronunciations(args.pronunciation.read_text("utf-8")) if args.pronunciation else {}
     if args.jsonl:
         for line in sys.stdin:
             if line.strip():
-                print(json.dumps(_answer(line, args.language, args.stack, words), ensure_ascii=False), flush=True)
+                print(
+                    json.dumps(_answer(line, args.language, args.stack, args.pronunciation), ensure_ascii=False),
+                    flush=True,
+                )
         return 0
     text = sys.stdin.read() if args.text is None else args.text
     try:
-        for segment, seconds in _segments(text, args.language, args.stack, words):
+        for segment, seconds in _segments(text, args.language, args.stack, args.pronunciation):
             print(f"{seconds:5.1f} s  {segment if isinstance(segment, str) else '(pause)'}")
             if args.stack == stacks.COSYVOICE3.name and isinstance(segment, str) and _unread(segment):
                 print(f"warning: {MISSING}", file=sys.stderr)
@@ -54,11 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _answer(line: str, language: str, stack: str, words: dict[str, str]) -> dict[str, Any]:
+def _answer(line: str, language: str, stack: str, given: dict[str, str]) -> dict[str, Any]:
     try:
         asked = json.loads(line)
         text, language = str(asked["text"]), str(asked.get("language", language))
-        found = list(_segments(text, language, str(asked.get("stack", stack)), words))
+        found = list(_segments(text, language, str(asked.get("stack", stack)), given))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return {"error": str(error)}
     segments = [segment for segment, _ in found if isinstance(segment, str)]
@@ -66,9 +67,9 @@ def _answer(line: str, language: str, stack: str, words: dict[str, str]) -> dict
     return {"segments": segments, "seconds": seconds, "language": named(language) or language_of(text)}
 
 
-def _segments(text: str, language: str, stack: str, words: dict[str, str]) -> Iterator[tuple[str | Pause, float]]:
+def _segments(text: str, language: str, stack: str, given: dict[str, str]) -> Iterator[tuple[str | Pause, float]]:
     whole = clean_text(text, name="text", max_chars=OrchestratorConfig.max_text_chars)
-    for part in _frontend(stack).segments(whole, language=language, pronunciation=words):
+    for part in _frontend(stack).segments(whole, language=language, pronunciation=given):
         yield part, part.seconds if isinstance(part, Pause) else expected_seconds(part)
 
 

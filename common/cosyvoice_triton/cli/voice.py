@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cosyvoice_triton import stacks
+from cosyvoice_triton.cli.arguments import words
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.prepare.voice import add_voice, delete_voice
 from cosyvoice_triton.server.rendering import StackOptions
@@ -42,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--reference-audio", type=Path, required=True, help="any sample rate and channel count, 0.5 to 30 s"
     )
     add.add_argument("--reference-text", default="", help="transcript of the recording, word for word")
+    add.add_argument("--pronunciation", type=words, metavar="FILE", help="words that the voice pronounces differently")
     add.add_argument("--replace", action="store_true", help="overwrite an existing voice")
     return parser
 
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = StackOptions(models_dir=args.models_dir, stack=args.stack)
     try:
         if args.action == "add":
-            add_voice(options, args.name, args.reference_audio, args.reference_text, args.replace)
+            add_voice(options, args.name, args.reference_audio, args.reference_text, args.replace, args.pronunciation)
         elif args.action == "delete":
             delete_voice(options, args.name)
         else:

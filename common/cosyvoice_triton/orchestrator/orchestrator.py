@@ -42,11 +42,12 @@ class Orchestrator:
         call = partial(triton_io.call, timeout=config.model_timeout)
         self._llm = _speech_lm(config, tokenizer)
         voices = VoiceBook(config.voices_dir, config.model_dir, tokenizer.decode, config.default_speaker)
+        voices.pronunciation(None)  # fail now rather than in a request
         if config.default_speaker:
-            voices.get()  # fail now rather than in a request
+            voices.get()
         self._synthesizer = Synthesizer(
             TextFrontend(stack.name),
-            voices.get,
+            voices,
             TritonPromptEncoder(call, tokenizer.first_speech_id, stack.mel_max_hz),
             self._llm,
             InterleavedLM(self._llm, tokenizer),

@@ -15,7 +15,7 @@ from cosyvoice_triton.llm.interface import Sampling, preset_values
 from cosyvoice_triton.text import clean_line, clean_text, split_instruction, strip_control_tokens
 from cosyvoice_triton.text.language import named
 from cosyvoice_triton.text.normalization import Spelled
-from cosyvoice_triton.text.pronunciation import pronunciations
+from cosyvoice_triton.text.pronunciation import MAX_WORDS, pronunciations
 from cosyvoice_triton.voice import audio
 from cosyvoice_triton.voice.prompt import Recording
 
@@ -111,7 +111,8 @@ class RequestInputs:
                 kind for name, kind in _SPELLING.items() if not _flag(name, self.parameters.get(name, True))
             ),
             language=named(str(self.parameters.get("language", ""))) or "",
-            pronunciation=pronunciations(self.parameters.get("pronunciation", "")),
+            # The speech service sends those of a voice and of its folder with the request's own.
+            pronunciation=pronunciations(self.parameters.get("pronunciation", ""), max_words=3 * MAX_WORDS),
             sampling=sampling_of(self.parameters, defaults),
             speed=_speed_of(self.parameters),
             timeline=_flag("timeline", self.parameters.get("timeline", False)),

@@ -35,6 +35,7 @@ from cosyvoice_triton.refusals import LastRefusal
 from cosyvoice_triton.tasks import TaskScope
 from cosyvoice_triton.text.markup import Pause
 from cosyvoice_triton.text.normalization import Spelled
+from cosyvoice_triton.text.pronunciation import combined
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, PromptEncoder, Recording, RecordingCache
 
@@ -90,10 +91,12 @@ class TextPreparer(Protocol):
     def transcript(self, text: str, normalize: bool) -> str: ...
 
 
-class VoiceLookup(Protocol):
-    """Returns a registered voice by name or the default voice, see `voice.book.VoiceBook.get`. Called in a thread."""
+class Voices(Protocol):
+    """Registered voices by name, None: the default voice, see `voice.book.VoiceBook`. Called in a thread."""
 
-    def __call__(self, name: str | None) -> Recording | Prompt | Mix: ...
+    def get(self, name: str | None) -> Recording | Prompt | Mix: ...
+
+    def pronunciation(self, voice: Recording | str | None) -> Mapping[str, str]: ...
 
 
 # After a listener was refused, others' work waits this long for their places: at several times the capacity, what
@@ -113,7 +116,7 @@ class Synthesizer:
     def __init__(
         self,
         texts: TextPreparer,
-        voices: VoiceLookup,
+        voices: Voices,
         encoder: PromptEncoder,
         llm: SpeechLM,
         interleaved: InterleavedLM,
@@ -249,22 +252,13 @@ class Synthesizer:
         if isinstance(request.voice, Recording):
             voice = request.voice
         else:
-            voice = await scope.result(asyncio.to_thread(self._voices, request.voice))
+            voice = await scope.result(asyncio.to_thread(self._voices.get, request.voice))
         known = self._prompts.get(voice) if isinstance(voice, Recording) else None
         if place is not None and not isinstance(known or voice, Prompt):
             await scope.result(place())
-        texts = self._texts.segments(
-            request.target_text,
-            request.normalize,
-            request.sampling.max_tokens / TOKEN_RATE,
-            request.as_is,
-            request.language,
-            voice.text,
-            request.pronunciation,
-        )
-        prepared = scope.spawn(asyncio.to_thread(self._prepared, request, voice.text, texts))
+        prepared = scope.spawn(asyncio.to_thread(self._prepared, request, voice.text))
         tokens, mel, embedding = self._encoded(known or voice, scope)
-        transcript, text = await scope.result(prepared)
+        transcript, text, texts = await scope.result(prepared)
         kept = None
         if voice.text and not (request.instruct_text or request.cross_lingual):
             # The same tokens that Prompt.aligned will keep.
@@ -295,12 +289,23 @@ class Synthesizer:
         return prompt, segments
 
     def _prepared(
-        self, request: SynthesisRequest, transcript: str, texts: Iterator[str | Pause]
-    ) -> tuple[str, str | Pause | None]:
-        """Return the voice's transcript, and the first of the texts unless they come in pieces. In one thread: passing
-        work to another one takes longer than most of this."""
+        self, request: SynthesisRequest, transcript: str
+    ) -> tuple[str, str | Pause | None, Iterator[str | Pause]]:
+        """Return the voice's transcript, the first of the texts and the others, which are none if the text comes in
+        pieces. In one thread: passing work to another one takes longer than most of this."""
         spelled = self._texts.transcript(transcript, request.normalize)
-        return spelled, next(texts, None) if request.pieces is None else None
+        if request.pieces is not None:
+            return spelled, None, iter(())
+        texts = self._texts.segments(
+            request.target_text,
+            request.normalize,
+            request.sampling.max_tokens / TOKEN_RATE,
+            request.as_is,
+            request.language,
+            transcript,
+            combined(request.pronunciation, self._voices.pronunciation(request.voice)),
+        )
+        return spelled, next(texts, None), texts
 
     def _encoded(self, voice: Recording | Prompt | Mix, scope: TaskScope) -> list[asyncio.Task[np.ndarray]]:
         """Return the tasks that compute tokens, mel and x-vector."""

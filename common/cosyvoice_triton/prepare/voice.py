@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from cosyvoice_triton import stacks
@@ -10,18 +11,23 @@ from cosyvoice_triton.server.rendering import StackOptions
 from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.voice.audio import load_reference
 from cosyvoice_triton.voice.encoders import ReferenceEncoder
-from cosyvoice_triton.voice.files import is_voice_name, save_voice
-
-SUFFIXES = (".safetensors", ".wav", ".txt")  # of a voice's files
+from cosyvoice_triton.voice.files import VOICE_FILES, is_voice_name, save_pronunciation, save_voice
 
 
-def add_voice(options: StackOptions, name: str, audio: Path, text: str, replace: bool = False) -> Path:
-    """Encode the recording `audio` with the transcript `text` and write the voice; returns its file.
+def add_voice(
+    options: StackOptions,
+    name: str,
+    audio: Path,
+    text: str,
+    replace: bool = False,
+    pronunciation: Mapping[str, str] | None = None,
+) -> Path:
+    """Encode the recording `audio` with the transcript `text` and write the voice and its dictionary; returns its file.
 
     ValueError if the name, the recording or the text is invalid, with the server's messages.
     """
     if not is_voice_name(name):
-        raise ValueError(f"{name!r} cannot be a voice's name: it is a file name, so no slashes and no leading dot")
+        raise ValueError(f"{name!r} cannot be a voice's name: no slashes, no leading dot, not `pronunciation`")
     destination = options.voices_dir / f"{name}.safetensors"
     if destination.exists() and not replace:
         raise ValueError(f"{destination} exists; choose another name, or give --replace")
@@ -34,13 +40,14 @@ def add_voice(options: StackOptions, name: str, audio: Path, text: str, replace:
     prompt = ReferenceEncoder(stacks.named(options.stack), options.checkpoint_dir)(wav)
     print(f"      {len(prompt.tokens)} speech tokens after {time.monotonic() - begun:.1f} s", flush=True)
     save_voice(destination, dataclasses.replace(prompt, text=text))
+    save_pronunciation(options.voices_dir, name, pronunciation or {})
     print(f"[2/2] written to {destination}; use it as speaker '{name}'")
     return destination
 
 
 def delete_voice(options: StackOptions, name: str) -> None:
     """Delete the files of a voice. ValueError if it has none."""
-    files = [options.voices_dir / f"{name}{suffix}" for suffix in SUFFIXES] if is_voice_name(name) else []
+    files = [options.voices_dir / f"{name}{suffix}" for suffix in VOICE_FILES] if is_voice_name(name) else []
     if not (files := [path for path in files if path.exists()]):
         raise ValueError(f"{options.voices_dir} has no voice {name!r}; cosyvoice-triton voice list names them")
     for path in files:

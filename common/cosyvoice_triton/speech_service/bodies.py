@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.text.language import language_of, named
 from cosyvoice_triton.text.markup import by_voice
-from cosyvoice_triton.text.pronunciation import pronunciations
+from cosyvoice_triton.text.pronunciation import combined, pronunciations
 from cosyvoice_triton.voice.mix import mixed_voices
 from cosyvoice_triton.voice.prompt import Recording
 
@@ -130,11 +130,12 @@ class SpeechRequest(BaseModel):
         """Return the language that the request names; "" if it is to be guessed."""
         return self.language or self.lang_code
 
-    def flags(self) -> dict[str, bool | str]:
-        """Return a model's request parameters, but the sampling, that differ from their defaults."""
+    def flags(self, words: Mapping[str, str]) -> dict[str, bool | str]:
+        """Return a model's request parameters, but the sampling, that differ from their defaults. `words`: the
+        dictionary of the voice."""
         language: dict[str, bool | str] = {"language": self.named_language} if self.named_language else {}
-        if self.pronunciation:
-            language["pronunciation"] = json.dumps(self.pronunciation, ensure_ascii=False)
+        if words := combined(self.pronunciation, words):
+            language["pronunciation"] = json.dumps(words, ensure_ascii=False)
         whole = not self.stream or self.stream_format == "json"
         return language | self.normalization_options.parameters() | ({"played": False} if whole else {})
 
@@ -144,10 +145,10 @@ class SpeechRequest(BaseModel):
         preset_values(sampling)
         return sampling
 
-    @field_validator("pronunciation")
+    @field_validator("pronunciation", mode="before")
     @classmethod
-    def _are_pronunciations(cls, words: dict[str, str]) -> dict[str, str]:
-        return pronunciations(words)
+    def _are_pronunciations(cls, words: Any) -> dict[str, str]:
+        return pronunciations(words)  # as text in a form
 
     @field_validator("lang_code")
     @classmethod
@@ -284,7 +285,7 @@ def utterance(
     # Floats as text, which the models accept: Triton 2.51 has no float parameters.
     sampling = {name: value for name in SAMPLING if (value := getattr(wanted, name)) is not None}
     parameters = {name: str(value) if isinstance(value, float) else value for name, value in sampling.items()}
-    parameters |= wanted.flags()
+    parameters |= wanted.flags(voice.pop("pronunciation", {}))
     if _other_language(wanted.named_language, voice.pop("transcript", "") or voice.get("reference_text") or ""):
         if voice.pop("reference_text", None) is None:
             parameters["cross_lingual"] = True
@@ -318,7 +319,8 @@ def _registered(name: str, voices: VoiceFolder) -> dict[str, Any]:
     except ValueError:  # the models may have other voices
         return {"speaker": name}
     if isinstance(voice, Recording):
-        return {"reference": voice.wav, "reference_text": voice.text or None}
+        words = voices.pronunciation(name)
+        return {"reference": voice.wav, "reference_text": voice.text or None, "pronunciation": words}
     return {"speaker": name, "transcript": voice.text}
 
 

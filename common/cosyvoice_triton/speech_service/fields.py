@@ -13,6 +13,7 @@ _INPUTS = {
     "reference_wav": "ref_audio",
     "nor a speaker": "nor a voice",
 }
+_FIELDS = (*_INPUTS.values(), *SAMPLING, "voice", "speed", "language", "pronunciation")
 _INPUT = re.compile(rf"\b({'|'.join(_INPUTS)})\b")
 _BEGINS_WITH = {"request parameter ": "", "unknown speaker ": "voice ", "speaker ": "voice ", "no voice": "voice"}
 
@@ -25,4 +26,4 @@ def named(message: str) -> tuple[str, str | None]:
         if about.startswith(words):
             about = field + about.removeprefix(words)
     first = about.partition(" ")[0].rstrip(":")
-    return message, first if first in (*_INPUTS.values(), *SAMPLING, "voice", "speed") else None
+    return message, first if first in _FIELDS else None

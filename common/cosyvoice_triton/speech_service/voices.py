@@ -7,13 +7,15 @@ voice is requested by name, and so is one that this folder lacks.
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.speech_service.audio.recordings import decode
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.text import clean_line
+from cosyvoice_triton.text.pronunciation import pronunciations
 from cosyvoice_triton.voice.book import VoiceBook
-from cosyvoice_triton.voice.files import RECORDINGS, is_voice_name, normalized, save_recording
+from cosyvoice_triton.voice.files import VOICE_FILES, is_voice_name, normalized, save_pronunciation, save_recording
 from cosyvoice_triton.voice.mix import Mix, mixed_voices
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 
@@ -60,17 +62,28 @@ class VoiceFolder:
         damaged."""
         return self._book.get(name)
 
-    def add(self, name: str, data: bytes, text: str) -> float:
-        """Register a recording in any libsndfile format with its transcript (empty: unknown).
+    def pronunciation(self, name: str) -> dict[str, str]:
+        """Return the words of a voice and of all voices; UnavailableError if a file of them is damaged."""
+        return self._book.pronunciation(name)
+
+    def add(self, name: str, data: bytes, text: str, words: Any = "") -> float:
+        """Register a recording in any libsndfile format with its transcript (empty: unknown) and its dictionary.
 
         Returns its length in seconds. ApiError.
         """
         if not is_voice_name(name):
-            raise invalid(f"{name!r} is not a valid name: no slashes and no leading dot, it names a file", "name")
+            raise invalid(
+                f"{name!r} is not a valid file name: no slashes, no leading dot, not `pronunciation`",
+                "name",
+            )
         try:
             text = clean_line(text, name="ref_text", max_chars=MAX_TRANSCRIPT_CHARS)
         except ValueError as error:
             raise invalid(error, "ref_text") from None
+        try:
+            words = pronunciations(words)
+        except ValueError as error:
+            raise invalid(error, "pronunciation") from None
         try:
             wav = decode(data, self._max_bytes)
         except ValueError as error:
@@ -82,6 +95,11 @@ class VoiceFolder:
             if name in names:
                 raise FileExistsError
             save_recording(self._folder / f"{name}.safetensors", Recording(wav, text))
+            try:
+                save_pronunciation(self._folder, name, words)
+            except OSError:
+                self.remove(name)
+                raise
         except FileExistsError:
             raise ApiError(
                 409, f"the voice {name!r} already exists: delete it first, or choose another name", param="name"
@@ -95,7 +113,7 @@ class VoiceFolder:
         name = name if name in self.names() else normalized(name)
         if name not in self.names():
             raise ApiError(404, f"there is no voice {name!r}", code="voice_not_found", param="name")
-        files = [self._folder / f"{name}{ending}" for ending in (".safetensors", *RECORDINGS, ".txt")]
+        files = [self._folder / f"{name}{ending}" for ending in VOICE_FILES]
         if not is_voice_name(name) or not any(file.exists() for file in files):
             raise invalid(f"the voice {name!r} is part of a spk2info.pt and has no file of its own", "name")
         for file in files:

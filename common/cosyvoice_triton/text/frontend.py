@@ -12,7 +12,7 @@ from cosyvoice_triton.text.language import EVERY, OF_COSYVOICE2, Language, langu
 from cosyvoice_triton.text.markdown import spoken
 from cosyvoice_triton.text.markup import Pause, is_heard, parts
 from cosyvoice_triton.text.normalization import Spelled, normalized
-from cosyvoice_triton.text.pronunciation import pronounced
+from cosyvoice_triton.text.pronunciation import Pronouncer
 from cosyvoice_triton.text.segments import Seconds, fitting, segment_limit, segments, sentences
 from cosyvoice_triton.text.signs import plain_signs
 
@@ -60,13 +60,14 @@ class TextFrontend:
         words = "".join(part for part in whole if isinstance(part, str))
         of_text = given or language_of(words, language_of(voice_text[:400]) if voice_text else None)
         seconds = partial(expected_seconds, japanese=of_text == "ja")
+        pronounce = Pronouncer(pronunciation or {})
         some, pauses = False, 0.0
         for part in whole:
             if isinstance(part, Pause):
                 pauses += part.seconds
                 found: Iterable[str | Pause] = (part,)
             else:
-                part = pronounced(part, pronunciation or {})
+                part = pronounce(part)
                 spoken_words = (
                     self._read(part, seconds, of_text, fixed=given is not None, as_is=as_is)
                     if normalize

@@ -14,7 +14,9 @@ from threading import Lock
 from typing import Any, NoReturn, TypeVar
 
 from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.text.pronunciation import combined, read_pronunciations
 from cosyvoice_triton.voice.files import (
+    PRONUNCIATION,
     RECORDINGS,
     Decode,
     is_voice_name,
@@ -73,6 +75,17 @@ class VoiceBook:
             where = f" in {name!r}, whose voices must be registered with the models (docs/voices.md)"
             return Mix([(self._read(part) or self._unknown(part, where), weight) for part, weight in parts])
 
+    def pronunciation(self, voice: Recording | str | None) -> dict[str, str]:
+        """Return the words of the voice of that name (None: the default voice), and those of all voices.
+        UnavailableError naming what is wrong with a file."""
+        name = voice if isinstance(voice, str) else self._default or UPSTREAM_DEFAULT if voice is None else ""
+        files = [f"{name}.{PRONUNCIATION}.txt"] if is_voice_name(name) else []
+        with self._lock:
+            try:
+                return combined(*(self._words(file) for file in (*files, f"{PRONUNCIATION}.txt")))
+            except (OSError, ValueError) as error:
+                raise UnavailableError(f"the pronunciations cannot be used: {error}") from error
+
     def names(self) -> list[str]:
         """Return the known names, sorted. UnavailableError if they cannot be read."""
         with self._lock:
@@ -98,6 +111,10 @@ class VoiceBook:
             if voice is not None:
                 return voice
         return self._of_spk2info(name)
+
+    def _words(self, file: str) -> dict[str, str]:
+        known = None if self._folder is None else self._cached(self._folder / file, read_pronunciations)
+        return known or {}
 
     def _of_spk2info(self, name: str) -> Prompt | None:
         for path in self._spk2infos:

@@ -4,10 +4,12 @@ NAME.safetensors   a Prompt, encoded in advance, or an uploaded recording with i
 NAME.wav           a recording (also .flac, .mp3, .ogg), and its transcript in NAME.txt (without one the voice is cloned
                    cross-lingually)
 spk2info.pt        upstream's speakers by name: with a recording's tokens and mel, or an x-vector alone
+NAME.pronunciation.txt, pronunciation.txt   the dictionaries of a voice of any of these, and of all voices
 """
 
 import contextlib
 import io
+import json
 import os
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +37,9 @@ MAX_NAME_BYTES = 128
 RECORDINGS = tuple(
     case for each in (".wav", ".flac", ".mp3", ".ogg") for case in (each, each.upper())
 )  # that libsndfile reads, from the first one looked up to the last
+
+PRONUNCIATION = "pronunciation"  # no voice's name, because files are called so
+VOICE_FILES = (".safetensors", *RECORDINGS, ".txt", f".{PRONUNCIATION}.txt")  # endings of what belongs to a voice
 
 # The tensors of a voice file are named like those of a token2wav request; the transcript is UTF-8.
 TOKENS, MEL, EMBEDDING, TRANSCRIPT = (
@@ -65,6 +70,7 @@ def is_voice_name(name: str) -> bool:
         and name == name.strip()
         and not name.startswith(".")
         and not set(name) & set("/\\")
+        and name.rpartition(".")[2] != PRONUNCIATION
     )
 
 
@@ -100,7 +106,7 @@ def save_voice(path: Path, prompt: Prompt) -> None:
         MEL: np.ascontiguousarray(prompt.mel),
         EMBEDDING: np.ascontiguousarray(prompt.embedding),
     }
-    with _written(path, tensors, prompt.text) as work:
+    with _new_file(path, _with_text(tensors, prompt.text)) as work:
         work.replace(path)
 
 
@@ -109,20 +115,34 @@ def save_recording(path: Path, recording: Recording) -> None:
 
     FileExistsError if the file exists; of several processes that share the folder, one creates it.
     """
-    with _written(path, {WAV: recording.wav}, recording.text) as work:
+    with _new_file(path, _with_text({WAV: recording.wav}, recording.text)) as work:
         os.link(work, path)
 
 
+def save_pronunciation(folder: Path, name: str, words: Mapping[str, str]) -> None:
+    """Write a voice's dictionary, in place of an older one; without words it gets none."""
+    path = folder / f"{name}.{PRONUNCIATION}.txt"
+    if not words:
+        path.unlink(missing_ok=True)
+        return
+    with _new_file(path, json.dumps(words, ensure_ascii=False, indent=1).encode()) as work:
+        work.replace(path)
+
+
 @contextlib.contextmanager
-def _written(path: Path, tensors: dict[str, np.ndarray], text: str) -> Iterator[Path]:
+def _new_file(path: Path, content: bytes) -> Iterator[Path]:
     """Keep a complete file next to `path` while the block runs, under a name of its own that is no voice's."""
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_name(f".{os.urandom(8).hex()}")
     try:
-        work.write_bytes(save({**tensors, TRANSCRIPT: np.frombuffer(text.encode(), np.uint8)}))
+        work.write_bytes(content)
         yield work
     finally:
         work.unlink(missing_ok=True)
+
+
+def _with_text(tensors: dict[str, np.ndarray], text: str) -> bytes:
+    return save({**tensors, TRANSCRIPT: np.frombuffer(text.encode(), np.uint8)})
 
 
 def read_recording(path: Path) -> Recording:

@@ -29,12 +29,13 @@ def _voice(name: str) -> dict[str, Any]:
 
 @router.post("/v1/audio/voices")
 async def add(request: Request) -> Response:
-    """Register a voice: a form with `name`, `audio_sample` (an audio file) and `ref_text` (its transcript)."""
+    """Register a voice: a form with `name`, `audio_sample` (an audio file), `ref_text` (its transcript) and
+    `pronunciation` (its dictionary)."""
     fields, data = await read_fields(request, "audio_sample")
     if data is None:
         raise invalid("audio_sample is missing: upload the recording as a file in a multipart form", "audio_sample")
     name, text = normalized(str(fields.get("name", ""))), str(fields.get("ref_text", ""))
-    seconds = await asyncio.to_thread(Service.of(request).voices.add, name, data, text)
+    seconds = await asyncio.to_thread(Service.of(request).voices.add, name, data, text, fields.get("pronunciation", ""))
     return JSONResponse({**_voice(name), "ref_text": text, "seconds": round(seconds, 3)}, 201)
 
 
