@@ -20,6 +20,8 @@ from cosyvoice_triton.errors import OverloadedError, UnavailableError, unavailab
 from cosyvoice_triton.llm.checkpoint import follows_instructions
 from cosyvoice_triton.llm.speech_tokens import COSYVOICE2, LLMTokenizer
 from cosyvoice_triton.orchestrator.orchestrator import Orchestrator
+from cosyvoice_triton.text import frontend
+from cosyvoice_triton.text.kana import MISSING
 from cosyvoice_triton.voice.files import save_voice
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -284,6 +286,21 @@ def test_an_llm_that_does_not_follow_instructions_never_gets_one(bench: Bench, t
     warnings = [outputs["warning"].item() for outputs in responses(asked) if "warning" in outputs]
     assert warnings == ["instruct_text was left out: this LLM does not follow instructions"]
     assert not follows_instructions(ROOT / "common/cosyvoice_triton/demo_checkpoint/trained/cosyvoice2_llm")
+
+
+def test_kanji_that_cosyvoice3_cannot_read_are_warned_of_at_start_and_in_the_answer(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(frontend, "kana_available", lambda: False)
+    kanji, kana = (client_request(target_text=text) for text in ("今日は雨です。", "きょうはあめです。"))
+    bench.answer(kanji)
+    assert MISSING not in caplog.text and not any("warning" in outputs for outputs in responses(kanji))
+    monkeypatch.setattr(stacks, "DIT", dataclasses.replace(stacks.DIT, name="cosyvoice3"))
+    kanji = client_request(target_text="今日は雨です。")
+    bench.answer(kanji, kana)
+    assert caplog.text.count(MISSING) == 1
+    assert [outputs["warning"].item() for outputs in responses(kanji) if "warning" in outputs] == [MISSING]
+    assert "warning" in responses(kanji)[0] and not any("warning" in outputs for outputs in responses(kana))
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def test_text_and_transcript_are_spelled_out_if_the_request_enables_it() -> None
 def test_words_of_the_request_come_before_those_of_the_voice() -> None:
     class Noting(FakeTextPreparer):
         def segments(self, text: str, normalize: bool, request_seconds: float, *rest: object) -> Iterator[str]:
-            yield str(rest[-1])
+            yield str(rest[-2])
 
     pipeline = Pipeline(FakeLM([1]))
     pipeline.texts = Noting()

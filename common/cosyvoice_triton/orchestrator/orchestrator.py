@@ -1,6 +1,7 @@
 """What answers speech requests: it reads their tensors, and has the parts that a stack's settings select."""
 
 import dataclasses
+import logging
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -31,6 +32,8 @@ from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.voice.book import VoiceBook
 
+logger = logging.getLogger(__name__)
+
 TEXTS = ("target_text", "reference_text", "speaker", "instruct_text")
 
 
@@ -45,8 +48,11 @@ class Orchestrator:
         voices.pronunciation(None)  # fail now rather than in a request
         if config.default_speaker:
             voices.get()
+        texts = TextFrontend(stack.name)
+        if texts.warning:
+            logger.warning("%s", texts.warning)
         self._synthesizer = Synthesizer(
-            TextFrontend(stack.name),
+            texts,
             voices,
             TritonPromptEncoder(call, tokenizer.first_speech_id, stack.mel_max_hz),
             self._llm,

@@ -86,6 +86,7 @@ class TextPreparer(Protocol):
         language: str,
         voice_text: str,
         pronunciation: Mapping[str, str],
+        on_warning: OnWarning,
     ) -> Iterator[str | Pause]: ...
 
     def transcript(self, text: str, normalize: bool) -> str: ...
@@ -256,7 +257,7 @@ class Synthesizer:
         known = self._prompts.get(voice) if isinstance(voice, Recording) else None
         if place is not None and not isinstance(known or voice, Prompt):
             await scope.result(place())
-        prepared = scope.spawn(asyncio.to_thread(self._prepared, request, voice.text))
+        prepared = scope.spawn(asyncio.to_thread(self._prepared, request, voice.text, on_warning))
         tokens, mel, embedding = self._encoded(known or voice, scope)
         transcript, text, texts = await scope.result(prepared)
         kept = None
@@ -289,7 +290,7 @@ class Synthesizer:
         return prompt, segments
 
     def _prepared(
-        self, request: SynthesisRequest, transcript: str
+        self, request: SynthesisRequest, transcript: str, on_warning: OnWarning
     ) -> tuple[str, str | Pause | None, Iterator[str | Pause]]:
         """Return the voice's transcript, the first of the texts and the others, which are none if the text comes in
         pieces. In one thread: passing work to another one takes longer than most of this."""
@@ -304,6 +305,7 @@ class Synthesizer:
             request.language,
             transcript,
             combined(request.pronunciation, self._voices.pronunciation(request.voice)),
+            on_warning,
         )
         return spelled, next(texts, None), texts
 

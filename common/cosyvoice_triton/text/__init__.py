@@ -14,6 +14,7 @@ sentences.py       sentences of a text that arrives in pieces
 chinese.py         marks and blanks of Chinese text that are not spoken
 duration.py        how many seconds a text takes to speak
 segments.py        sentences, and how many of them make a segment
+preview.py         what will be spoken, for people
 frontend.py        all of this: a text -> its segments
 """
 

@@ -1,14 +1,14 @@
 """A text of any length -> the segments that are synthesized one after another."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import lru_cache, partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache, lru_cache, partial
 
 from cosyvoice_triton.text import chinese
 from cosyvoice_triton.text.duration import expected_seconds
 from cosyvoice_triton.text.endings import closed, ended_as
-from cosyvoice_triton.text.kana import has_kanji, in_kana, kana_available, warn_once
-from cosyvoice_triton.text.language import EVERY, OF_COSYVOICE2, Language, language_of, language_of_sentence, named
+from cosyvoice_triton.text.kana import MISSING, has_kanji, in_kana, kana_available
+from cosyvoice_triton.text.language import COSYVOICE3, Language, language_of, language_of_sentence, languages_of, named
 from cosyvoice_triton.text.markdown import spoken
 from cosyvoice_triton.text.markup import Pause, is_heard, parts
 from cosyvoice_triton.text.normalization import Spelled, normalized
@@ -17,7 +17,12 @@ from cosyvoice_triton.text.segments import Seconds, fitting, segment_limit, segm
 from cosyvoice_triton.text.signs import plain_signs
 
 CACHED_TRANSCRIPTS = 256  # voices are used repeatedly, and normalizing a transcript takes about 10 ms
-COSYVOICE3 = "cosyvoice3"
+
+OnWarning = Callable[[str], object]
+
+
+def _ignore(message: str) -> None:
+    pass
 
 
 class TextFrontend:
@@ -26,12 +31,15 @@ class TextFrontend:
     `stack`: the stack that speaks them; CosyVoice3 speaks nine languages and reads digits in most of them, the others
     four. `normalize`: leave out Markdown, HTML and emoji, spell out numbers and symbols, clean Chinese as CosyVoice2
     does. `as_is`: what stays as it is written. Safe to use from several threads.
+
+    `warning`: what is wrong with every text in one of the languages; "" if nothing is.
     """
 
     def __init__(self, stack: str = "") -> None:
-        self.languages = EVERY if stack == COSYVOICE3 else OF_COSYVOICE2
+        self.languages = languages_of(stack)
         self._korean_words = stack != COSYVOICE3
         self._kana = stack == COSYVOICE3
+        self.warning = MISSING if self._kana and not kana_available() else ""
         self._transcript = lru_cache(CACHED_TRANSCRIPTS)(self._transcribed)
         for language in ("zh", "en", "ja"):
             normalized("1 &", language)  # loads the grammar: half a second that no request should wait for
@@ -45,10 +53,12 @@ class TextFrontend:
         language: str = "",
         voice_text: str = "",
         pronunciation: Mapping[str, str] | None = None,
+        on_warning: OnWarning = _ignore,
     ) -> Iterator[str | Pause]:
         """Yield segments and pauses, at least one; lazy. `request_seconds`: how much speech one LLM request can
         produce. `language`: a name of one, else it is guessed; `voice_text`: the transcript of the voice,
         whose language a text has that is too short for a guess. `pronunciation`: words and what is spoken for them.
+        `on_warning` is called with `warning`, once, before the first segment that it is about.
 
         ValueError if the text has nothing of either, if its markup is not supported, and for an unknown language.
         """
@@ -60,6 +70,7 @@ class TextFrontend:
         words = "".join(part for part in whole if isinstance(part, str))
         of_text = given or language_of(words, language_of(voice_text[:400]) if voice_text else None)
         seconds = partial(expected_seconds, japanese=of_text == "ja")
+        warn = cache(on_warning)
         pronounce = Pronouncer(pronunciation or {})
         some, pauses = False, 0.0
         for part in whole:
@@ -69,7 +80,7 @@ class TextFrontend:
             else:
                 part = pronounce(part)
                 spoken_words = (
-                    self._read(part, seconds, of_text, fixed=given is not None, as_is=as_is)
+                    self._read(part, seconds, of_text, fixed=given is not None, as_is=as_is, warn=warn)
                     if normalize
                     else sentences(part)
                 )
@@ -98,6 +109,7 @@ class TextFrontend:
         fixed: bool = False,
         close: bool = True,
         as_is: Collection[Spelled] = (),
+        warn: OnWarning = _ignore,
     ) -> Iterator[str]:
         """Yield the sentences of `text` in words. `fixed`: all of them are in `language`, which the request named.
         `close`: end each line with a full stop if it has none."""
@@ -108,14 +120,20 @@ class TextFrontend:
             last = ""  # read one sentence late: only the last of a line is closed
             for sentence in sentences(line, close=False):
                 if last:
-                    yield self._in_words(last, seconds, language, fixed, as_is)[0]
+                    yield self._in_words(last, seconds, language, fixed, as_is, warn)[0]
                 last = sentence
             if last:
-                words, own = self._in_words(last, seconds, language, fixed, as_is)
+                words, own = self._in_words(last, seconds, language, fixed, as_is, warn)
                 yield closed(words, own) if close else words
 
     def _in_words(
-        self, sentence: str, seconds: Seconds, language: Language | None, fixed: bool, as_is: Collection[Spelled]
+        self,
+        sentence: str,
+        seconds: Seconds,
+        language: Language | None,
+        fixed: bool,
+        as_is: Collection[Spelled],
+        warn: OnWarning,
     ) -> tuple[str, Language | None]:
         """Return a sentence in words, and its language."""
         own = language if fixed else language_of_sentence(sentence, language)
@@ -124,7 +142,7 @@ class TextFrontend:
         # In parts that fit a segment: reading a long sentence at once would block every stream of the process.
         words = "".join(normalized(part, own, as_is, self._korean_words) for part in fitting(sentence, seconds))
         if own == "ja" and self._kana:
-            if has_kanji(words) and not kana_available():
-                warn_once()
+            if self.warning and has_kanji(words):
+                warn(self.warning)
             words = in_kana(words)
         return ended_as(sentence, chinese.cleaned(words) if own == "zh" else words, own), own

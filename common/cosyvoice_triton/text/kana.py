@@ -20,12 +20,6 @@ def kana_available() -> bool:
     return _analyzer() is not None
 
 
-@cache
-def warn_once() -> None:
-    """Say in the log that kanji come without the package."""
-    logger.warning(MISSING)
-
-
 def has_kanji(text: str) -> bool:
     """Return whether `text` has characters that only `in_kana` makes readable."""
     return bool(_KANJI.search(text))

@@ -10,6 +10,7 @@ logger = logging.getLogger(__name__)
 Language = Literal["zh", "en", "ja", "ko", "de", "fr", "es", "it", "ru"]
 EVERY: tuple[Language, ...] = ("zh", "en", "ja", "ko", "de", "fr", "es", "it", "ru")
 OF_COSYVOICE2: tuple[Language, ...] = ("zh", "en", "ja", "ko")
+COSYVOICE3 = "cosyvoice3"  # the stack whose LLM speaks all of them
 _LATIN: tuple[Language, ...] = ("en", "de", "fr", "es", "it")
 _BY_SCRIPT: dict[str | None, Language] = {"zh": "zh", "ja": "ja", "ko": "ko", "ru": "ru"}
 _NAMES = {"a": "en", "b": "en", "j": "ja", "z": "zh", "jp": "ja", "kr": "ko", "cn": "zh", "cmn": "zh", "yue": "zh"}
@@ -38,6 +39,11 @@ _ENGLISH_ONLY = re.compile(
 )
 _TAG = re.compile(r"\[[A-Za-zà-ǜ0-9_-]+\]|<[^<>]*>|(?:https?://|www\.)\S+|[\w.+-]+@[\w.-]+")
 _CHINESE_SIGN = re.compile(r"[，。！？；：、￥【】《》]")
+
+
+def languages_of(stack: str) -> tuple[Language, ...]:
+    """Return the languages that a stack speaks."""
+    return EVERY if stack == COSYVOICE3 else OF_COSYVOICE2
 
 
 def named(name: str, known: tuple[Language, ...] = EVERY) -> Language | None:

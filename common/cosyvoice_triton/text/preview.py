@@ -1,0 +1,25 @@
+"""What will be spoken of a text, for people."""
+
+from typing import Any
+
+from cosyvoice_triton.text.duration import expected_seconds
+from cosyvoice_triton.text.frontend import TextFrontend
+from cosyvoice_triton.text.language import language_of, named
+from cosyvoice_triton.text.markup import Pause
+
+
+def preview(frontend: TextFrontend, text: str, language: str = "", **options: Any) -> dict[str, Any]:
+    """Return `segments` ("" for a pause), the expected `seconds` of each and the `language` of the text; and `warnings`
+    if there are any. `options` and errors are those of `TextFrontend.segments`."""
+    warnings: list[str] = []
+    spoken = list(frontend.segments(text, language=language, on_warning=warnings.append, **options))
+    found = named(language) or language_of(text)
+    seconds = [
+        part.seconds if isinstance(part, Pause) else expected_seconds(part, japanese=found == "ja") for part in spoken
+    ]
+    answer = {
+        "segments": ["" if isinstance(part, Pause) else part for part in spoken],
+        "seconds": [round(each, 2) for each in seconds],
+        "language": found,
+    }
+    return answer | ({"warnings": warnings} if warnings else {})
