@@ -1,36 +1,101 @@
-"""The text vocabulary of Qwen2, on which CosyVoice2's LLM is built, from a package that ships it."""
+"""The text vocabulary of CosyVoice-BlankEN, which the LLM is built on, made from a package that ships Qwen's tokens."""
 
 import base64
+import functools
 import importlib.util
+import json
+import re
 from pathlib import Path
 
 from cosyvoice_triton.demo_checkpoint.llm import build_tokenizer
-from tokenizers import Tokenizer, pre_tokenizers
+from cosyvoice_triton.prepare.hub import digest_of
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 SIZE = 151_643
+# CosyVoice-BlankEN has none of the merges of Qwen2 that join a Chinese character to another or to a blank before it.
+CHINESE = re.compile(r"(?=..) ?[\u4e00-\u9fff]+")
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+# Beginnings of the blob hashes of the same files on the hub.
+HUB_DIGESTS = {"vocab.json": "git:4783fe10", "merges.txt": "git:90d3d82d", "config.json": "git:463b0552"}
+
+
+def write_blank_en(directory: Path) -> None:
+    """Write CosyVoice-BlankEN without its weights: the hub's files, byte for byte, and a tokenizer_config.json."""
+    directory.mkdir(parents=True)
+    vocabulary, merges = _read()
+    (directory / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False, separators=(",", ":")))
+    (directory / "merges.txt").write_text("".join(f"{first} {second}\n" for first, second in merges))
+    (directory / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    for name, digest in HUB_DIGESTS.items():
+        assert digest_of(directory / name, git=True).startswith(digest), name
+    specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    added = {SIZE + index: {"content": token, "special": True} for index, token in enumerate(specials)}
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": specials[2], "pad_token": specials[0]}
+    config |= {"added_tokens_decoder": added, "additional_special_tokens": specials[1:], "model_max_length": 32768}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def qwen2_tokenizer() -> Tokenizer:
-    """Qwen2's tokenizer with CosyVoice2's tokens after its own; takes two seconds.
+    """CosyVoice-BlankEN's tokenizer with tokens of speech after its own; takes two seconds."""
+    vocabulary, merges = _read()
+    tokenizer = build_tokenizer(text_vocab=SIZE)
+    tokenizer.model = models.BPE(vocab=vocabulary, merges=merges)
+    return tokenizer
 
-    The package `dashscope` has the ranks of the tokens. Two neighbours are merged if both together are a token, those
-    of the lowest rank first.
-    """
+
+@functools.cache
+def _read() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The ids of the tokens, and the merges in their order."""
     package = importlib.util.find_spec("dashscope")  # not imported: it has many requirements
     assert package is not None and package.origin is not None, "dashscope is missing: run `make setup-dev`"
-    letters = _letters()
-    ranks: dict[str, int] = {}
-    for line in (Path(package.origin).parent / "resources" / "qwen.tiktoken").read_bytes().splitlines():
-        token, rank = line.split()
-        ranks["".join(letters[byte] for byte in base64.b64decode(token))] = int(rank)
+    lines = (Path(package.origin).parent / "resources" / "qwen.tiktoken").read_bytes().splitlines()
+    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
     assert len(ranks) == SIZE
+    letters = _letters()
+
+    def text(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
     merges = [
-        (token[:cut], token[cut:])
+        (text(first), text(second))
         for token in sorted(ranks, key=ranks.__getitem__)
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
+        if len(token) > 1 and not CHINESE.fullmatch(token.decode(errors="replace"))
+        for first, second in [_halves(token, ranks)]
     ]
-    return build_tokenizer(merges)
+    return {text(token): rank for token, rank in ranks.items()}, merges
+
+
+def _halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """The two tokens that are merged to this one: what merges of lower ranks make of its bytes."""
+    parts = [token[at : at + 1] for at in range(len(token))]
+    while len(parts) > 2:
+        at = min(range(len(parts) - 1), key=lambda at: ranks.get(parts[at] + parts[at + 1], SIZE))
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts[0], parts[1]
 
 
 def _letters() -> dict[int, str]:

@@ -6,7 +6,6 @@ utterance, and the output head allows only tokens of the same phase or the next.
 Which token of a phase is next depends on the random rest of the network, hence on text, prompt and seed.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from cosyvoice_triton.constants import SPEECH_VOCAB
-from cosyvoice_triton.llm.interface import Sampling
-from cosyvoice_triton.llm.speech_tokens import COSYVOICE2, LLMTokenizer, added_tokens, chat_template
+from cosyvoice_triton.llm.checkpoint import END_OF_TEXT, write_configs
+from cosyvoice_triton.llm.speech_tokens import COSYVOICE2, added_tokens
 from cosyvoice_triton.stacks import TokenizerRules
 
-TEXT_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|endofprompt|>")
+TEXT_SPECIALS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>", "<|endofprompt|>")
 # Qwen2's split of text into words before byte-pair encoding.
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -82,11 +81,8 @@ def save_llm(directory: Path, tokenizer: Tokenizer, sizes: LLMSizes, weights: Ma
     """Write config, generation config, tokenizer and weights as `transformers` saves a Qwen2ForCausalLM."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
-    read = LLMTokenizer.from_dir(directory)
-    end_ids = list(read.end_ids)
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    for name, content in _configs(sizes, tokenizer, end_ids, dtype, chat_template(read.rules)).items():
-        (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_configs(directory, _network(sizes, tokenizer.get_vocab_size()), dtype)
     save_file(dict(weights), directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)  # like the others: safetensors makes it readable for its owner only
 
@@ -168,44 +164,22 @@ def random_weights(sizes: LLMSizes, vocab: int, offset: int, end_id: int, seed: 
     return weights
 
 
-def _configs(sizes: LLMSizes, tokenizer: Tokenizer, end_ids: list[int], dtype: str, template: str) -> dict[str, dict]:
-    """The JSON files next to the weights. Sampling defaults are those of a request to the orchestrator."""
-    sampling = {name: getattr(Sampling, name) for name in ("temperature", "top_p", "top_k")}
+def _network(sizes: LLMSizes, vocab: int) -> dict[str, object]:
+    """The network in the words of a Qwen2 `config.json`."""
     return {
-        "config.json": {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "vocab_size": tokenizer.get_vocab_size(),
-            "hidden_size": sizes.hidden,
-            "intermediate_size": sizes.mlp,
-            "num_hidden_layers": sizes.layers,
-            "num_attention_heads": sizes.heads,
-            "num_key_value_heads": sizes.kv_heads,
-            "hidden_act": "silu",
-            "max_position_embeddings": 4096,
-            "max_window_layers": sizes.layers,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": sizes.rope_theta,
-            "attention_dropout": 0.0,
-            "use_sliding_window": False,
-            "tie_word_embeddings": sizes.tied,
-            "bos_token_id": end_ids[0],
-            "eos_token_id": end_ids,
-            "dtype": dtype,
-        },
-        "generation_config.json": {
-            "do_sample": True,
-            **sampling,
-            "repetition_penalty": Sampling.repetition_penalty,
-            "eos_token_id": end_ids,
-            "pad_token_id": end_ids[0],
-        },
-        "tokenizer_config.json": {
-            "tokenizer_class": "Qwen2Tokenizer",
-            "eos_token": TEXT_SPECIALS[0],
-            "pad_token": TEXT_SPECIALS[0],
-            "model_max_length": 4096,
-            "add_prefix_space": False,
-            "chat_template": template,
-        },
+        "model_type": "qwen2",
+        "vocab_size": vocab,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.mlp,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "max_window_layers": sizes.layers,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": sizes.rope_theta,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "tie_word_embeddings": sizes.tied,
     }

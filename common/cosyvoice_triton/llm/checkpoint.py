@@ -1,6 +1,7 @@
-"""Reads the limits and the output bias from a HuggingFace directory of the LLM."""
+"""A HuggingFace directory of the LLM: reads its limits and output bias, writes its JSON files."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,12 +9,14 @@ import numpy as np
 from safetensors import safe_open
 
 from cosyvoice_triton.llm.engines.interface import candidate_ids
-from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.llm.interface import Sampling
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer, chat_template
 
 # Speech is short: 30 s of reference, its text and 30 s of answer are below 2,500 tokens. Attention memory grows with
 # this limit, so the official checkpoint's 32,768 would waste most of it.
 MAX_CONTEXT = 4096
 HEAD_BIAS = "lm_head.bias"
+END_OF_TEXT = "<|endoftext|>"  # of Qwen2
 
 
 class LLMLimits(NamedTuple):
@@ -63,3 +66,41 @@ def speech_bias(model_dir: str | Path, tokenizer: LLMTokenizer, vocab_size: int)
     bias = np.full(vocab_size, -np.inf, np.float32)
     bias[candidates] = 0 if learned is None else learned[candidates]
     return bias
+
+
+def write_configs(model_dir: Path, network: Mapping[str, object], dtype: str) -> None:
+    """Write the JSON files beside `tokenizer.json`, as transformers 4.51 to 5 read them.
+
+    network: `config.json` without what depends on the tokenizer. The defaults of sampling are those of a request.
+    """
+    tokenizer = LLMTokenizer.from_dir(model_dir)
+    ends, added = list(tokenizer.end_ids), tokenizer.tokenizer.get_added_tokens_decoder()
+    specials = [token.content for _, token in sorted(added.items()) if token.special and token.content != END_OF_TEXT]
+    files: dict[str, dict[str, object]] = {
+        "config.json": {
+            **network,
+            "architectures": ["Qwen2ForCausalLM"],
+            "bos_token_id": ends[0],
+            "eos_token_id": ends,
+            "dtype": dtype,
+            "torch_dtype": dtype,  # its name before transformers 4.56, which reads no other
+        },
+        "generation_config.json": {
+            "do_sample": True,
+            **{name: getattr(Sampling, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
+            "eos_token_id": ends,
+            "pad_token_id": ends[0],
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "Qwen2Tokenizer",
+            "eos_token": END_OF_TEXT,
+            "pad_token": END_OF_TEXT,
+            # Transformers 5 saves them as `extra_special_tokens`, with which 4 fails; both read this name.
+            "additional_special_tokens": specials,
+            "model_max_length": network["max_position_embeddings"],
+            "add_prefix_space": False,
+            "chat_template": chat_template(tokenizer.rules),
+        },
+    }
+    for name, content in files.items():
+        (model_dir / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

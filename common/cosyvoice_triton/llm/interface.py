@@ -114,7 +114,7 @@ def preset_values(name: str) -> dict[str, Any]:
 class LengthRatios:
     """Minimum and maximum of speech tokens per token of the target text; the defaults are CosyVoice2's.
 
-    A text counts as at least TEXT_TOKENS_PER_SECOND of its expected duration: one token can be four Chinese characters,
+    A text counts as at least TEXT_TOKENS_PER_SECOND of its expected duration: "ありがとうございます" is one token,
     whose speech 20 tokens do not hold. At the default maximum this is twice the expected duration.
     """
 

@@ -9,9 +9,8 @@ import torch
 
 from cosyvoice_triton.checkpoint import read_state, shape_differences, shapes_of
 from cosyvoice_triton.constants import SPECIAL_SPEECH_IDS, SPEECH_VOCAB
-from cosyvoice_triton.llm.checkpoint import HEAD_BIAS
-from cosyvoice_triton.llm.interface import Sampling
-from cosyvoice_triton.llm.speech_tokens import COSYVOICE2, COSYVOICE3, LLMTokenizer, added_tokens, chat_template
+from cosyvoice_triton.llm.checkpoint import HEAD_BIAS, write_configs
+from cosyvoice_triton.llm.speech_tokens import COSYVOICE2, COSYVOICE3, LLMTokenizer, added_tokens
 from cosyvoice_triton.stacks import TokenizerRules
 
 # Tokens that CosyVoice2's tokenizer adds to CosyVoice-BlankEN's, in this order.
@@ -69,7 +68,6 @@ COSYVOICE3_LLM = OfficialLLM(
     marks=False,
     bias=False,
 )
-END_OF_TEXT = "<|endoftext|>"
 VOCAB_MULTIPLE = 128  # upstream's padding; sharded engines need a divisible vocabulary
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -111,13 +109,12 @@ def _write_tokenizer(blank_dir: Path, built: Path, official: OfficialLLM) -> LLM
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(blank_dir)
-    tokenizer.add_special_tokens({"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT})
     known = tokenizer.get_vocab()
     tokenizer.add_tokens([token for token in official.specials if token not in known], special_tokens=True)
     # Not special: servers that skip special tokens when decoding would return empty text.
     tokenizer.add_tokens(added_tokens(official.rules))
-    tokenizer.chat_template = chat_template(official.rules)
-    tokenizer.save_pretrained(built)
+    built.mkdir()
+    tokenizer.backend_tokenizer.save(str(built / "tokenizer.json"), pretty=False)
     return LLMTokenizer.from_dir(built)
 
 
@@ -152,30 +149,6 @@ def _write_model(
     contiguous = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
     save_file(contiguous, path, metadata={"format": "pt"})
     path.chmod(0o644)  # like the other files; safetensors makes it readable by the owner only
-    for name, content in _configs(blank_dir, vocab, list(tokenizer.end_ids), dtype).items():
-        (built / name).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _configs(blank_dir: Path, vocab: int, end_ids: list[int], dtype: torch.dtype) -> dict[str, dict]:
-    """The JSON files next to the weights. Sampling defaults are those of the orchestrator."""
     config = json.loads((blank_dir / "config.json").read_text())
-    config.pop("torch_dtype", None)
-    sampling = {name: getattr(Sampling, name) for name in ("temperature", "top_p", "top_k")}
-    return {
-        "config.json": config
-        | {
-            "architectures": ["Qwen2ForCausalLM"],
-            "vocab_size": vocab,
-            "tie_word_embeddings": False,
-            "bos_token_id": end_ids[0],
-            "eos_token_id": end_ids,
-            "dtype": str(dtype).removeprefix("torch."),
-        },
-        "generation_config.json": {
-            "do_sample": True,
-            **sampling,
-            "repetition_penalty": Sampling.repetition_penalty,
-            "eos_token_id": end_ids,
-            "pad_token_id": end_ids[0],
-        },
-    }
+    network = config | {"vocab_size": vocab, "tie_word_embeddings": False}
+    write_configs(built, network, str(dtype).removeprefix("torch."))
