@@ -321,6 +321,14 @@ def test_settings_that_cannot_be_used_stop_the_model_from_loading(
         bench.answer(name="cosyvoice2", voices_dir=str(tmp_path), **settings)
 
 
+def test_a_tag_of_another_server_is_left_out_with_a_warning(bench: Bench) -> None:
+    tagged, plain = (client_request(target_text=text) for text in ("[happy:0.5] word7", "word7"))
+    bench.answer(tagged, plain)
+    first, second = (request["input_ids"].tolist() for request in bench.models.llm_requests)
+    warnings = [outputs["warning"].item() for outputs in responses(tagged) if "warning" in outputs]
+    assert first == second and warnings == ["tags were left out, as they mean nothing here: [happy:0.5]"]
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_speech_that_is_cut_short_reaches_the_caller_with_a_warning(bench: Bench, decoupled: bool) -> None:
     bench.models.llm_tokens, bench.models.llm_ends = 20, False

@@ -18,11 +18,12 @@ def check(defaults: Sampling | None = None, **inputs: Any) -> SynthesisRequest:
 
 def test_parameters_replace_the_defaults_and_those_of_triton_are_ignored() -> None:
     defaults = Sampling(temperature=0.5, max_tokens=99)
-    assert check(defaults).sampling == defaults
+    assert check(defaults).sampling == defaults and check(defaults).max_tokens is None
     parameters = {"seed": 7, "temperature": 0, "top_p": "0.5", "top_k": 3, "repetition_penalty": 1.5, "max_tokens": "9"}
     sampling = check(parameters=parameters | {"triton_enable_empty_final_response": True, "speed": 1}).sampling
     assert sampling == Sampling(seed=7, temperature=0.0, top_p=0.5, top_k=3, repetition_penalty=1.5, max_tokens=9)
 
+    assert check(defaults, parameters=parameters).max_tokens == 9
     with pytest.raises(ValueError, match="request parameter 'temprature' is unknown; known: .*temperature"):
         check(parameters={"temprature": 0.5})
 

@@ -103,3 +103,15 @@ def test_each_part_of_an_answer_has_its_own_seed_and_its_share_of_the_limits() -
     pipeline = Pipeline(CountingLM(50))
     speak(pipeline, with_sampling(max_tokens=20))
     assert [part.seed for part in pipeline.llm.samplings] == [None] * 3
+
+
+@pytest.mark.parametrize(("max_tokens", "spoken"), [(1, [1]), (30, [20, 10]), (20, [20])])
+def test_max_tokens_of_a_request_limits_the_whole_answer(max_tokens: int, spoken: list[int]) -> None:
+    pipeline = Pipeline(CountingLM(20))
+    request = with_sampling("one|two", max_tokens=max_tokens)
+    tokens, warnings = speak(pipeline, dataclasses.replace(request, max_tokens=max_tokens))
+    assert tokens == [token for count in spoken for token in range(count)]
+    left_out = [f"max_tokens {max_tokens} was reached before 'two'"] if len(spoken) == 1 else []
+    cut = [f"{spoken[-1]} tokens, what max_tokens of the request allows: "] if spoken[-1] < 20 else []
+    assert len(warnings) == len(left_out + cut)
+    assert all(words in warning for words, warning in zip(cut + left_out, warnings, strict=True))

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from contextlib import aclosing
 
 import numpy as np
 import pytest
@@ -79,6 +80,23 @@ def test_the_first_audio_comes_before_the_text_has_ended() -> None:
     assert [sampling.min_tokens for sampling in llm.samplings] == [15, 15, 15, 0]  # a block has no end
     assert [sampling.seed for sampling in llm.samplings] == [1, 16, 31, 46]
     assert audio.tolist() == list(range(15)) * 4
+
+
+@pytest.mark.parametrize("limit", [7, 20, 50])
+def test_max_tokens_limits_the_speech_of_a_text_in_pieces(limit: int) -> None:
+    llm = FakeLM(finish_reason="length")
+    llm.script = lambda prompt: [list(range(llm.samplings[-1].max_tokens))]  # type: ignore[method-assign]
+    pipeline, warnings = Pipeline(llm), list[str]()
+
+    async def run() -> list[np.ndarray]:
+        text = TextStream(max_chars=100, idle_seconds=60)
+        text.add("abcd efgh i", end=True)
+        request = dataclasses.replace(speech_request(reference_text="0123456789"), pieces=text, max_tokens=limit)
+        async with aclosing(pipeline.synthesizer.stream(request, warnings.append)) as waveforms:
+            return [waveform async for waveform in waveforms]
+
+    assert np.concatenate(pipeline.run(run())).size == limit
+    assert [f"after {limit} tokens" in warning for warning in warnings] == [True]
 
 
 def test_a_text_that_stops_ends_everything_with_an_error() -> None:

@@ -69,6 +69,29 @@ def test_blanks_around_a_key_do_not_matter(url: str, authorization: str) -> None
     assert httpx.get(f"{url}/v1/models", headers={"authorization": authorization}).status_code == 200
 
 
+def test_kokoros_captioned_speech_has_the_times_of_words(url: str) -> None:
+    body = {"input": "Two words.", "voice": "a", "response_format": "wav", "return_timestamps": True, "stream": False}
+    answer = httpx.post(
+        f"{url}/dev/captioned_speech", json={**body, "return_download_link": False}, headers=BEARER
+    ).json()
+    assert base64.b64decode(answer["audio"])[:4] == b"RIFF" and answer["audio_format"] == "audio/wav"
+    assert {each["word"] for each in answer["timestamps"]} == {"Two", "words."}
+    assert all(0 <= each["start_time"] < each["end_time"] for each in answer["timestamps"])
+
+
+@pytest.mark.parametrize(
+    ("path", "instead"), [("/v1/audio/voices/combine", "slt(2)+rms(1)"), ("/dev/phonemize", "text")]
+)
+def test_kokoros_other_routes_say_what_to_use(url: str, path: str, instead: str) -> None:
+    answer = httpx.post(url + path, json=["a", "b"], headers=BEARER)
+    assert answer.status_code == 404 and instead in answer.json()["error"]["message"]
+
+
+def test_kokoros_older_clients_get_voices_as_names(url: str) -> None:
+    old, new = (httpx.get(f"{url}/v1/audio/voices{query}", headers=BEARER).json() for query in ("?legacy=true", ""))
+    assert old["voices"] == [each["id"] for each in new["voices"]] and old["data"] == new["data"]
+
+
 def test_a_request_without_a_key_is_told_how_to_send_one(url: str) -> None:
     answer = httpx.get(f"{url}/v1/models")
     assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")

@@ -50,6 +50,16 @@ def sentences(received: list[Any]) -> list[str]:
     ]
 
 
+def test_a_sentence_with_nothing_to_speak_is_a_warning_and_the_next_one_is_spoken(url: str) -> None:
+    with connect(url) as socket:
+        send(socket, "input.text", text="nothing here. Words follow.")
+        send(socket, "input.done")
+        received = [each for each in receive(socket, "session.done") if isinstance(each, dict)]
+    assert [each["message"] for each in received if each["type"] == "warning"] == ["input has nothing to speak: '→'"]
+    ends = [(each["total_bytes"] > 0, each["error"]) for each in received if each["type"] == "audio.done"]
+    assert ends == [(False, False), (True, False)]
+
+
 def test_sentences_are_spoken_once_they_are_complete(url: str, stub: TritonStub) -> None:
     with connect(url) as socket:
         send(socket, "session.config", voice="zoe", sample_rate=SAMPLE_RATE)

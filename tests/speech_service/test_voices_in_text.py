@@ -71,6 +71,16 @@ def test_the_parts_of_a_text_are_spoken_one_after_another_in_their_voices(
     assert answer["subtitles"].count("-->") >= chunks
 
 
+def test_max_tokens_limits_the_whole_text(served: StubbedService) -> None:
+    since = len(served.stub.requests)
+    tokens = 5 * served.stub.chunks  # of each part
+    body = {**TEXT, "input": DIALOGUE, "voice": "anna", "stream_format": "json", "max_tokens": 2 * tokens}
+    answer = served.post(body).json()
+    asked = [request.parameters["max_tokens"].int64_param for request in list(served.stub.requests)[since:]]
+    assert asked == [2 * tokens, tokens] and answer["usage"]["output_tokens"] == 2 * tokens
+    assert answer["warnings"] == [f"max_tokens {2 * tokens} was reached before 'Three. '"]
+
+
 def test_a_document_with_a_namespace_and_many_breaks_does_not_grow_over_the_limit_of_the_models() -> None:
     words = "Some more words. <break time='200ms'/>" * 90
     document = f"<speak xmlns='http://www.w3.org/2001/10/synthesis'>{words}<voice name='bert'>Bye.</voice></speak>"

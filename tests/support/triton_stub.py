@@ -99,8 +99,9 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
         due = loop.time()
         try:
             word = _first_word(request)
-            if word == "refuse":
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "invalid request: target_text is refused")
+            if word in ("refuse", "nothing"):
+                why = "is refused" if word == "refuse" else "has nothing to speak: '→'"
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"invalid request: target_text {why}")
             if word == "lost":
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the LLM is down")
             first, pause = {"stall": (3600.0, 0.0), "quick": (0.0, 0.0), "endless": (0.0, max(self.pause, 0.05))}.get(

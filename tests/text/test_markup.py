@@ -23,6 +23,11 @@ def spoken(frontend: TextFrontend, text: str, normalize: bool = True) -> list[st
         ("[pause] 5", [0.5, "five."]),
         ("价格 [pause 1s] 25", ["价格。", 1.0, "二十五。"]),
         ("[pause .25s]", [0.25]),
+        ("a [pause:0.75s] b [PAUSE: 300ms] c [silent 1s][pause:]", ["a.", 0.75, "b.", 0.3, "c.", 1.0, 0.5]),
+        ("<speak>a [pause:1s] b</speak>", ["a.", 1.0, "b."]),
+        ("[happy:0.5] Hi [gesture:wave] there [10:30] [a: b]", ["Hi there [ten thirty] [a: b]."]),
+        ("[see:docs](x) [https://a.b]", ["see:docs [a.b]."]),
+        ("A.\n∞\nB → C.", ["A. B → C."]),  # alone a symbol without a name is silent
         ("[pause 5ms] [pause 6ms]", [0.005, 0.006]),
         ("[laughter] <b>Ha</b>", ["[laughter] Ha."]),
         ("<speak>Hi <break time='1s'/> there</speak>", ["Hi.", 1.0, "there."]),
@@ -63,6 +68,7 @@ def test_pauses_are_kept_without_normalization(frontend: TextFrontend) -> None:
         ("a <break strength='big'/>", "strength 'big'"),
         ("a [pause long]", "a pause of 'long'"),
         ("a [pause 1]", "a pause of '1'"),
+        ("a [pause:1]", "a pause of '1'"),
         ("a [pause 11s]", "longer than 10 s"),
         ("[pause 10s]" * 7, f"longer than {MAX_PAUSES_SECONDS:g} s together"),
         ("<speak>" + "<s>" * 30 + "a" + "</s>" * 30 + "</speak>", "levels"),
@@ -74,6 +80,17 @@ def test_pauses_are_kept_without_normalization(frontend: TextFrontend) -> None:
 def test_what_is_not_supported_is_an_error_that_names_it(text: str, message: str, frontend: TextFrontend) -> None:
     with pytest.raises(ValueError, match=f"^target_text.*{message}"):
         spoken(frontend, text)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("text", [*'.!—😀*…"→№∞�⠀ㅤ', "???", "**", "<>", "[happy:1]", "- - -", "( )", "...\n...", "󠁁󠁂"])
+def test_a_text_of_symbols_has_nothing_to_speak(text: str, normalize: bool, frontend: TextFrontend) -> None:
+    with pytest.raises(ValueError, match="^t.* has nothing to speak"):
+        spoken(frontend, text, normalize)
+
+
+def test_symbols_with_names_are_spoken_alone(frontend: TextFrontend) -> None:
+    assert [spoken(frontend, text) for text in ("$", "©", "°")] == [["dollar."], ["copyright."], ["degree."]]
 
 
 def test_an_entity_is_never_expanded() -> None:

@@ -30,6 +30,7 @@ from cosyvoice_triton.orchestrator.text_stream import TextStream, TextStreams
 from cosyvoice_triton.replicas import replicas
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.text import TextFrontend
+from cosyvoice_triton.text.markup import left_out
 from cosyvoice_triton.voice.book import VoiceBook
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,8 @@ class Orchestrator:
             if speech.instruct_text and not self._instructions:  # it would read them aloud
                 speech = dataclasses.replace(speech, instruct_text="")
                 warnings.append("instruct_text was left out: this LLM does not follow instructions")
+            if tags := left_out(speech.target_text):
+                warnings.append(f"tags were left out, as they mean nothing here: {', '.join(tags[:8])}")
 
             def send(waveform: np.ndarray) -> None:
                 stages = timeline.take()

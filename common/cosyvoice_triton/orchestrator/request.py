@@ -52,8 +52,9 @@ class SynthesisRequest:
     describes how to speak, and in `cross_lingual` mode it does not, and only the flow reproduces the voice.
     `normalize`, `as_is`, `language`, `pronunciation`: see `TextFrontend`. `speed` above 1: faster, whole texts only.
     `timeline`: report when each stage of a streamed answer was reached. `segments`: report the segments and their
-    samples. `played`: somebody hears a streamed answer while it is made. `pieces`: the text, in place of
-    `target_text`, while it is being written; spoken as it is, without normalization and markup.
+    samples. `max_tokens`: most speech tokens of the whole answer, if it has a limit. `played`: somebody hears a
+    streamed answer while it is made. `pieces`: the text, in place of `target_text`, while it is being written; spoken
+    as it is, without normalization and markup.
     """
 
     target_text: str
@@ -65,6 +66,7 @@ class SynthesisRequest:
     language: str = ""
     pronunciation: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    max_tokens: int | None = None
     speed: float = 1.0
     timeline: bool = False
     segments: bool = False
@@ -101,6 +103,7 @@ class RequestInputs:
         if self.reference_text and (instruct_text or cross_lingual):
             other = f"instruct_text {instruct_text!r}" if instruct_text else "cross_lingual"
             raise ValueError(f"{other} with the reference_text {self.reference_text!r}: the LLM would not use the text")
+        sampling = sampling_of(self.parameters, defaults)
         return SynthesisRequest(
             target_text=target_text,
             voice=voice,
@@ -113,7 +116,8 @@ class RequestInputs:
             language=named(str(self.parameters.get("language", ""))) or "",
             # The speech service sends those of a voice and of its folder with the request's own.
             pronunciation=pronunciations(self.parameters.get("pronunciation", ""), max_words=3 * MAX_WORDS),
-            sampling=sampling_of(self.parameters, defaults),
+            sampling=sampling,
+            max_tokens=sampling.max_tokens if "max_tokens" in self.parameters else None,
             speed=_speed_of(self.parameters),
             timeline=_flag("timeline", self.parameters.get("timeline", False)),
             segments=_flag("segments", self.parameters.get("segments", False)),

@@ -23,7 +23,7 @@ import numpy as np
 
 from cosyvoice_triton.constants import HOP_SAMPLES, MEL_RATE, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
-from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, SpeechLM
+from cosyvoice_triton.llm.interface import LLMPrompt, SpeechLM
 from cosyvoice_triton.llm.interleaving import InterleavedLM
 from cosyvoice_triton.orchestrator.callbacks import OnSegment, OnStage, OnWarning, ignore
 from cosyvoice_triton.orchestrator.chunking import Hop, HopRules, HopSchedule
@@ -274,7 +274,7 @@ class Synthesizer:
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
         new_buffer = partial(TokenBuffer, on_warning, on_stage, self._silent_tokens)
         if request.pieces is None:
-            work = self._generate(text, texts, llm_prompt, request.sampling, segments, new_buffer)
+            work = self._generate(text, texts, llm_prompt, request, segments, new_buffer, on_warning)
         else:
             work = self._generate_interleaved(request, llm_prompt, segments, new_buffer(0.0))
         scope.spawn(_unless_refused(work, place))
@@ -324,19 +324,25 @@ class Synthesizer:
         text: str | Pause | None,
         rest: Iterator[str | Pause],
         llm_prompt: LLMPrompt,
-        sampling: Sampling,
+        request: SynthesisRequest,
         segments: SegmentQueue,
         new_buffer: Callable[[float], TokenBuffer],
+        on_warning: OnWarning,
     ) -> None:
         """Queue a buffer for each text, with the pauses before it, and fill it from the LLM, one after another."""
-        pause = 0.0
+        pause, left = 0.0, request.max_tokens
         while text is not None:
             if isinstance(text, Pause):
                 pause += text.seconds
+            elif left == 0:
+                on_warning(f"max_tokens {request.max_tokens} was reached before {text[:80]!r}")
+                break
             else:
                 segment, pause = new_buffer(pause), 0.0
                 await segments.put(segment)
-                await segment.fill(self._llm, replace(llm_prompt, target_text=text), sampling)
+                prompt = replace(llm_prompt, target_text=text)
+                used = await segment.fill(self._llm, prompt, request.sampling, left)
+                left = None if left is None else left - used
                 llm_prompt = replace(llm_prompt, urgent_tokens=0)  # later segments' listener has audio
             text = await _next(rest)
         if pause:
@@ -350,7 +356,7 @@ class Synthesizer:
         assert request.pieces is not None
         await segments.put(segment)
         pieces = segment.noted(request.pieces)
-        await segment.read(self._interleaved.generate(llm_prompt, pieces, request.sampling))
+        await segment.read(self._interleaved.generate(llm_prompt, pieces, request.sampling, request.max_tokens))
         await segments.put(None)
 
 

@@ -36,13 +36,16 @@ class TokenBuffer:
         self._silence = SilenceFilter(silent_tokens)
         self._changed = asyncio.Event()
 
-    async def fill(self, llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> None:
-        """Read the LLM's answer to `prompt`. Where it ends by its length, the LLM is asked to continue it.
+    async def fill(self, llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling, left: int | None) -> int:
+        """Read the LLM's answer to `prompt`, and return its number of tokens. Where it ends by its length, the LLM is
+        asked to continue it, up to `left` tokens if the request has a limit.
 
-        Warns if it cannot be continued. ValueError if there is no token at all: the same text would fail again.
+        Warns if it is not continued. ValueError if there is no token at all: the same text would fail again.
         """
         text = self.text = prompt.target_text
-        limit = _most_tokens(text, sampling)
+        limit, why = _most_tokens(text, sampling), "the most for a text of its length"
+        if left is not None and left < limit:
+            limit, why = left, "what max_tokens of the request allows"
         generated: list[int] = []
         reason: FinishReason | None = "length"
         while reason == "length":
@@ -62,9 +65,10 @@ class TokenBuffer:
             if not generated:
                 raise ValueError(f"the LLM returned no speech token for the text {text[:80]!r}")
             if reason == "length" and (len(generated) < done + asked or len(generated) >= limit):
-                self._warn(f"{len(generated)} tokens, the most for a text of its length: {text[:80]!r}")
+                self._warn(f"{len(generated)} tokens, {why}: {text[:80]!r}")
                 break
         self._end()
+        return len(generated)
 
     async def noted(self, pieces: AsyncIterator[str]) -> AsyncGenerator[str, None]:
         """Yield `pieces`, which become the segment's text."""
@@ -79,7 +83,7 @@ class TokenBuffer:
         if not generated:
             raise ValueError("the LLM returned no speech token for the text in pieces")
         if reason == "length":
-            self._warn(f"{len(generated)} tokens, the most for its text in pieces")
+            self._warn(f"{len(generated)} tokens, the most for its text in pieces or what max_tokens allows")
         self._end()
 
     def _end(self) -> None:

@@ -15,7 +15,15 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.speech_service.dispatcher import Dispatcher
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.metrics import Metrics
-from cosyvoice_triton.speech_service.routes import runtime_grpc, runtime_http, socket, speech, triton_http, voices
+from cosyvoice_triton.speech_service.routes import (
+    kokoro,
+    runtime_grpc,
+    runtime_http,
+    socket,
+    speech,
+    triton_http,
+    voices,
+)
 from cosyvoice_triton.speech_service.security.budget import ByteBudget
 from cosyvoice_triton.speech_service.security.guard import Guard, check_key
 from cosyvoice_triton.speech_service.service import Service
@@ -47,7 +55,7 @@ def build(settings: Settings) -> FastAPI:
 
     # Without FastAPI's documentation pages, which load scripts from other hosts.
     app = FastAPI(title="CosyVoice2 speech", version="1", docs_url=None, redoc_url=None, lifespan=running)
-    for routes in (speech, voices, socket, runtime_http, triton_http):
+    for routes in (speech, kokoro, voices, socket, runtime_http, triton_http):
         app.include_router(routes.router)
     app.mount("/static", StaticFiles(directory=PAGE), name="static")
     _add_service_routes(app)

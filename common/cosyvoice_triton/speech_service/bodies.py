@@ -13,7 +13,7 @@ from cosyvoice_triton.client.requests import Utterance
 from cosyvoice_triton.llm.interface import preset_values
 from cosyvoice_triton.speech_service.audio.recordings import decode_base64
 from cosyvoice_triton.speech_service.audio.timestamps import Detail, Subtitles
-from cosyvoice_triton.speech_service.errors import invalid
+from cosyvoice_triton.speech_service.errors import NOTHING, invalid
 from cosyvoice_triton.speech_service.fields import SAMPLING
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
@@ -107,6 +107,7 @@ class SpeechRequest(BaseModel):
     timestamps: Detail | None = Field(None, description="when each segment or word is spoken; not with audio alone")
     subtitles: Subtitles | None = Field(None, description="a file of subtitles with the answer; not with audio alone")
     stream: bool = Field(True, description="false: the answer is sent when it is complete, with its length")
+    return_download_link: Literal[False] = Field(False, description="Kokoro's; nothing is stored to be downloaded")
     volume_multiplier: Finite = Field(1.0, description="above 0, at most 10; what is then too loud is clipped")
     normalization_options: NormalizationOptions = NormalizationOptions()
     ref_audio: str = Field("", description="the voice: an audio file in base64, or an upload of a multipart request")
@@ -237,7 +238,7 @@ def utterances(
     except ValueError as error:
         raise invalid(error, "input") from None
     if not parts:
-        raise invalid("input has nothing to speak", "input")
+        raise invalid("input has nothing to speak", "input", NOTHING)
     known = {"": own}
     if len(parts) > 1 and own.reference is None and wanted.voice_name and any(not part.voice for part in parts):
         _require(wanted.voice_name, voices, "voice")

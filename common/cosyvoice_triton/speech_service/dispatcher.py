@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +103,11 @@ class Dispatcher:
             started = time.perf_counter()
             await self._check_default_voice(job)
             for utterance in job.utterances:
+                if limit := int(utterance.parameters.get("max_tokens", 0)):  # of the whole answer
+                    if (left := limit - job.usage["output_tokens"]) <= 0:
+                        job.warnings.append(f"max_tokens {limit} was reached before {utterance.target_text[:80]!r}")
+                        break
+                    utterance = replace(utterance, parameters={**utterance.parameters, "max_tokens": left})
                 async with contextlib.aclosing(self._generated(job, utterance)) as parts:
                     async for part in parts:
                         if part.warning and part.warning not in job.warnings:

@@ -27,6 +27,7 @@ _NOT_SERVED = ("Request for unknown model", "Server is stopping")
 # Triton's words for a full /dev/shm, with the name of a region, which is not for callers.
 _NO_SHARED_MEMORY = re.compile(r"\bshared memory (pool|region)|No space left on device", re.IGNORECASE)
 
+NOTHING = "nothing_to_speak"
 OVERLOADED = "overloaded"  # code of the refusal of a Triton that has as many listeners as it can serve
 MESSAGE_CHARS = 1000  # messages quote what clients send
 
@@ -74,7 +75,8 @@ def from_triton(status: str | None, message: str | None) -> ApiError:
     """
     text = " ".join((message or "the model gave no reason").split())
     if text.startswith(INVALID):
-        return invalid(*named(text.removeprefix(INVALID)))
+        message, field = named(text.removeprefix(INVALID))
+        return invalid(message, field, NOTHING if message.startswith("input has nothing to speak") else None)
     if text.startswith(UNAVAILABLE):
         error = unavailable_error(text)
         if isinstance(error, OverloadedError):

@@ -15,6 +15,7 @@ END_OF_PROMPT = "<|endofprompt|>"
 
 # Letters, numbers and symbols but emoji. Text without any of them, such as "?!" or a zero-width space, is silent.
 _SPEAKABLE = ("L", "N", "S")
+_FILLERS = "\u115f\u1160\u3164\uffa0"  # invisible letters
 
 
 def strip_control_tokens(text: str) -> str:
@@ -39,6 +40,12 @@ def split_instruction(text: str) -> tuple[str, str]:
 def is_speakable(text: str) -> bool:
     """Return whether `text` contains anything that can be spoken."""
     return any(unicodedata.category(char)[0] in _SPEAKABLE for char in without_emoji(text))
+
+
+def has_words(text: str) -> bool:
+    """Return whether `text` has a letter or a digit. Symbols with names are words by now, and for others alone, such as
+    an arrow, the LLM invents speech."""
+    return any(char.isalnum() and char not in _FILLERS for char in text)
 
 
 def clean_text(text: str, *, name: str, max_chars: int) -> str:

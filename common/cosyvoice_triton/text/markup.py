@@ -1,8 +1,9 @@
 """Pauses and voices in a text, and the part of SSML that is supported.
 
-Anywhere: `[pause 1.2s]`, `[pause 300ms]`, `[pause]`, `<break time="500ms"/>`, `<break strength="strong"/>`, `<break/>`.
-A text that is a document `<speak>...</speak>` may also have p, s, sub and say-as; any other tag in it is an error, and
-so are tags that only SSML has outside of one. Other tags are HTML, see `markdown`.
+Anywhere: `[pause 1.2s]`, `[pause 300ms]`, `[pause]`, `<break time="500ms"/>`, `<break strength="strong"/>`, `<break/>`,
+and as other servers write it `[pause:1.2s]`, `[silent 1s]`. Their tags `[name:value]` are left out, see `left_out`. A
+text that is a document `<speak>...</speak>` may also have p, s, sub and say-as; any other tag in it is an error, and so
+are tags that only SSML has outside of one. Other tags are HTML, see `markdown`.
 
 A request to a model has one voice, so `parts` rejects voices. The speech service cuts its texts with `by_voice` before:
 `[voice:NAME]` is for what follows, and in a document `<voice name="NAME">...</voice>` for its content.
@@ -27,7 +28,8 @@ _SUPPORTED = ("break", "p", "s", "say-as", "speak", "sub")
 
 _MAX_DEPTH = 20
 _DOCUMENT = re.compile(r"(?:<\?xml\b[^<>]*>\s*)?<speak\b.*</speak\s*>", re.DOTALL)
-_PAUSE = re.compile(r"\[pause(?:\s+([^\[\]]*))?\]|(<break\b[^<>]*>)(?:\s*</break\s*>)?", re.IGNORECASE)
+_PAUSE = re.compile(r"\[(?:pause|silent)(?:[\s:]\s*([^\[\]]*))?\]|(<break\b[^<>]*>)(?:\s*</break\s*>)?", re.IGNORECASE)
+_TAG = re.compile(r"\[(?!voice:|pause:|silent:)[A-Za-z][\w-]{0,31}:(?!//)[^\[\]\s]{0,64}\](?!\()", re.IGNORECASE)
 _VOICE = re.compile(r"\[voice:([^\[\]]*)\]", re.IGNORECASE)
 _VOICE_TAG = re.compile(r"<(?:[\w.-]+:)?voice\b")
 _TIME = re.compile(r"\+?(\d+\.?\d*|\.\d+)\s*(ms|s)")
@@ -58,6 +60,11 @@ def parts(text: str) -> Iterator[str | Pause]:
     """Yield the parts of `text` in order, without this markup. ValueError naming a tag or value that is not
     supported."""
     yield from _limited(_parts(text))
+
+
+def left_out(text: str) -> list[str]:
+    """Return the tags of `text` that are not spoken and mean nothing here, each once."""
+    return list(dict.fromkeys(_TAG.findall(text)))
 
 
 def by_voice(text: str) -> list[VoicePart]:
@@ -151,11 +158,16 @@ def _parts(text: str) -> Iterator[str | Pause]:
     if _VOICE.search(text):
         raise ValueError("[voice:...] is for texts of the speech service that are not SSML, which has <voice> instead")
     if _DOCUMENT.fullmatch(text.strip()):
-        yield from _merged(_of_element(_document(text.strip()), 0))
+        for part in _merged(_of_element(_document(text.strip()), 0)):
+            yield from _marked(part) if isinstance(part, str) else (part,)
         return
     if foreign := _SSML_ONLY.search(text):
         raise _not_supported(foreign[1])
-    end = 0
+    yield from _marked(text)
+
+
+def _marked(text: str) -> Iterator[str | Pause]:
+    text, end = _TAG.sub("", text), 0
     for mark in _PAUSE.finditer(text):
         yield from _spoken(text[end : mark.start()])
         yield Pause(_seconds(mark[1] or "") if mark[2] is None else _break(_element(mark[2])))

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from cosyvoice_triton.text.cleaning import is_speakable
+from cosyvoice_triton.text.cleaning import has_words, is_speakable
 from cosyvoice_triton.text.endings import closed
 from cosyvoice_triton.text.sentences import SentenceSplitter
 
@@ -53,7 +53,7 @@ def segments(spoken: Iterable[str], seconds: Seconds, limit: float = SEGMENT_SEC
     """
     ready: list[_Piece] = []  # complete, unless the text ends shortly after it
     current: list[_Piece] = []
-    for text in (piece for sentence in spoken for piece in fitting(sentence, seconds, limit)):
+    for text in (piece for sentence in spoken for piece in fitting(sentence, seconds, limit) if has_words(piece)):
         piece = _Piece(text, seconds(text))
         if current and _length(current) + piece.seconds > limit:
             if ready:

@@ -5,7 +5,7 @@ import unicodedata
 
 # Format characters, but the joiner and the tags of emoji, which markdown.py removes with them.
 _INVISIBLE = re.compile(
-    "[\u00ad\u034f\u061c\u115f\u1160\u180e\u200b-\u200c\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
+    "[\u00ad\u034f\u061c\u115f\u1160\u180e\u3164\uffa0\u200b-\u200c\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
 )
 _JOINER = re.compile("(?<![\u200d\ufe0f\u2600-\u27bf\U0001f000-\U0001ffff])\u200d")  # not that of an emoji
 _BLANK = re.compile("[\u00a0\u2000-\u200a\u202f\u205f]")

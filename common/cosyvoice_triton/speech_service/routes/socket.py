@@ -27,7 +27,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from cosyvoice_triton.client.requests import TextPieces
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse, read_json
-from cosyvoice_triton.speech_service.errors import ApiError, invalid
+from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
 from cosyvoice_triton.speech_service.security.guard import KEY_PROTOCOL
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.text import is_speakable
@@ -315,9 +315,17 @@ class SocketSession:
             for message in job.warnings:
                 await self._send("warning", **index, message=message)
         except ApiError as error:
-            failed = True
-            await self._send_error(error)
+            failed = await self._report(error, index)
         await self._send("audio.done", **index, total_bytes=sent, error=failed)
+
+    async def _report(self, error: ApiError, index: dict[str, int]) -> bool:
+        """Tell why a sentence was not spoken, and return whether that is a failure: markup or a symbol between the
+        sentences of an LLM is none."""
+        if error.code == NOTHING:
+            await self._send("warning", **index, message=error.message)
+            return False
+        await self._send_error(error)
+        return True
 
     async def _cancel(self) -> None:
         """Barge-in: discard all text so far; no audio of it is sent after the answer to this message."""

@@ -15,12 +15,14 @@ router = APIRouter()
 
 
 @router.get("/v1/audio/voices")
-async def list_voices(request: Request) -> dict[str, Any]:
-    """The registered voices, then the aliases. `voices` is for Open WebUI and Kokoro's clients, `data` for OpenAI's."""
+async def list_voices(request: Request, legacy: str = "") -> dict[str, Any]:
+    """The registered voices, then the aliases. `voices` is for Open WebUI and Kokoro's clients, `data` for OpenAI's.
+    `legacy`: `voices` are names, as Kokoro's older clients read them."""
     voices = Service.of(request).voices
     names, aliases = await asyncio.to_thread(voices.names), await asyncio.to_thread(voices.aliases)
     listed = [_voice(name) for name in names] + [{**_voice(name), "alias_of": voice} for name, voice in aliases.items()]
-    return {"object": "list", "voices": listed, "data": listed}
+    old = legacy.lower() in ("true", "1")
+    return {"object": "list", "voices": [each["id"] for each in listed] if old else listed, "data": listed}
 
 
 def _voice(name: str) -> dict[str, Any]:

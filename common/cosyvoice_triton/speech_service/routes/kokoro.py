@@ -1,0 +1,56 @@
+"""Routes of Kokoro-FastAPI: speech with its words' times, and what to use in the place of the others."""
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
+from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
+from cosyvoice_triton.speech_service.dispatcher import SpeechJob
+from cosyvoice_triton.speech_service.errors import ApiError
+from cosyvoice_triton.speech_service.routes.responses import AudioResponse, whole
+from cosyvoice_triton.speech_service.routes.speech import read_fields
+from cosyvoice_triton.speech_service.service import Service
+
+router = APIRouter()
+
+_INSTEAD = {
+    "/v1/audio/voices/combine": "name the mix as the voice of a request, such as slt(2)+rms(1)",
+    "/dev/phonemize": "this model reads text: see the field pronunciation",
+    "/dev/generate_from_phonemes": "this model reads text: see the field pronunciation",
+}
+
+
+@router.post("/dev/captioned_speech")
+async def captioned(request: Request) -> Response:
+    """Speak a text; the answer is one JSON object with the audio and the times of its words, also if `stream` is
+    true."""
+    service = Service.of(request)
+    fields, _ = await read_fields(request)
+    fields.pop("return_timestamps", None)
+    wanted: SpeechRequest = parse(SpeechRequest, {**fields, "stream_format": "json", "timestamps": "word"})
+    encoder = service.encoder(wanted)
+    job = await service.job(wanted)
+    answer = _captioned(service.audio(job, encoder), job, encoder)
+    return AudioResponse(answer, "application/json", service.settings.stall, encoder.rate, job.warnings, whole=bytes)
+
+
+async def _captioned(
+    parts: AsyncGenerator[bytes, None], job: SpeechJob, encoder: AudioEncoder
+) -> AsyncGenerator[bytes, None]:
+    answer = await whole(parts, job, encoder, None)
+    words = [word for segment in answer["segments"] for word in segment["words"]]
+    times = [{"word": word["word"], "start_time": word["start"], "end_time": word["end"]} for word in words]
+    content: dict[str, Any] = {"audio": answer["audio_data"], "audio_format": answer["media_type"], "timestamps": times}
+    yield json.dumps(content | job.warned).encode()
+
+
+async def _instead(request: Request) -> Response:
+    raise ApiError(404, f"{request.url.path} does not exist: {_INSTEAD[request.url.path]}", code="unsupported")
+
+
+for path in _INSTEAD:
+    router.add_api_route(path, _instead, methods=["POST"], include_in_schema=False)
