@@ -73,7 +73,7 @@ class VoiceFolder:
         """
         if not is_voice_name(name):
             raise invalid(
-                f"{name!r} is not a valid file name: no slashes, no leading dot, not `pronunciation`",
+                f"{name!r} is not a valid name: no slashes, no leading dot, not `pronunciation`",
                 "name",
             )
         try:
