@@ -68,6 +68,7 @@ class Client:
         voice: str | None = None,
         reference: str | Path | np.ndarray | None = None,
         reference_text: str | None = None,
+        reference_sample_rate: int = PROMPT_SAMPLE_RATE,
         instruct_text: str | None = None,
         pronunciation: Mapping[str, str] | None = None,
         timeout: float = 120.0,
@@ -76,8 +77,8 @@ class Client:
         """Yields the audio of `text` in chunks, float32 (N,) in -1..1, as the server renders them.
 
         voice: the name of a registered voice. reference: instead, a recording to clone, of 0.5 to 30 seconds: a file,
-        or float32 (T,) at 16 kHz; reference_text: what it says, word for word. instruct_text: how to speak.
-        pronunciation: words of the text and what is spoken for each. timeout: seconds until the answer must be
+        or float32 (T,) at reference_sample_rate; reference_text: what it says, word for word. instruct_text: how to
+        speak. pronunciation: words of the text and what is spoken for each. timeout: seconds until the answer must be
         complete. parameters: request parameters, such as seed=2 or language="de". Closing the iterator cancels the
         request.
 
@@ -86,14 +87,23 @@ class Client:
         ClientError if the server cannot be reached or refuses the request, ValueError for a value that cannot be sent.
         """
         if isinstance(reference, (str, Path)):
-            reference = read_reference(Path(reference))
+            recording = read_reference(Path(reference))
+            reference, reference_sample_rate = recording.wav, recording.rate
         elif reference is not None and (reference.ndim != 1 or not np.issubdtype(reference.dtype, np.floating)):
             raise ValueError(
-                f"reference is {reference.dtype} {reference.shape}, not float32 (T,) at {PROMPT_SAMPLE_RATE} Hz"
+                f"reference is {reference.dtype} {reference.shape}, not float32 (T,) at {reference_sample_rate} Hz"
             )
         if pronunciation:
             parameters["pronunciation"] = json.dumps(pronunciations(pronunciation), ensure_ascii=False)
-        utterance = Utterance(text, reference, reference_text, parameters, voice, instruct_text)
+        utterance = Utterance(
+            text,
+            reference,
+            reference_text,
+            parameters,
+            voice,
+            instruct_text,
+            reference_sample_rate=reference_sample_rate,
+        )
         return self._stream(utterance, timeout)
 
     def _stream(self, utterance: Utterance, timeout: float) -> Iterator[np.ndarray]:

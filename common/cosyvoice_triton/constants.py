@@ -2,7 +2,7 @@
 
 # --- rates -------------------------------------------------------------------------------------------------------
 SAMPLE_RATE = 24_000  # of all synthesized audio
-PROMPT_SAMPLE_RATE = 16_000  # of all reference recordings
+PROMPT_SAMPLE_RATE = 16_000  # of the speech tokenizer and the speaker encoder, and of recordings sent without a rate
 TOKEN_RATE = 25  # speech tokens per second
 TOKEN_MEL_RATIO = 2  # mel frames per speech token
 MEL_RATE = TOKEN_RATE * TOKEN_MEL_RATIO  # 50 frames per second
@@ -44,6 +44,9 @@ MAX_SPEED = 4.0
 # --- limits of a reference recording -----------------------------------------------------------------------------
 MIN_REFERENCE_SECONDS = 0.5
 MAX_REFERENCE_SECONDS = 30.0
+MIN_REFERENCE_RATE, MAX_REFERENCE_RATE = 8_000, 48_000
+# Two rates with few common factors have a resampling filter of gigabytes. Every rate in use is a multiple of 25.
+REFERENCE_RATE_STEP = 25
 MAX_TRANSCRIPT_CHARS = 2_000  # of a registered voice
 MAX_PROMPT_TOKENS = int(TOKEN_RATE * MAX_REFERENCE_SECONDS) + 2  # the tokenizer may round up
 

@@ -26,6 +26,7 @@ from cosyvoice_triton.server.rendering import StackOptions, render
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 from cosyvoice_triton.voice.audio import load_audio, save_audio
 from cosyvoice_triton.voice.encoders import ReferenceEncoder, SpeakerEncoder
+from cosyvoice_triton.voice.prompt import Recording
 
 from demo_voice.evaluation import HELD_OUT, HUMAN, HUMAN_TEXT, measures, report
 from demo_voice.evaluation.takes import Series, Take, copy_synthesis, from_tokens, read_teacher, request_takes, seeded
@@ -57,7 +58,9 @@ class Evaluation:
         encode = ReferenceEncoder(stacks.named(stack), directory)
         for voice, teacher in self._teachers.items():
             self.series.append(copy_synthesis(directory, teacher, stack))
-            self.series.append(from_tokens(directory, teacher, encode(self._recordings[voice].waveform), stack))
+            self.series.append(
+                from_tokens(directory, teacher, encode(Recording(self._recordings[voice].waveform)), stack)
+            )
 
     def whole(self, stack: str, mode: str, work: Path) -> None:
         """Audio from the server."""

@@ -16,7 +16,7 @@ from cosyvoice_triton.networks.hift import load_hift
 from cosyvoice_triton.offline.rendering import OfflineToken2Wav
 from cosyvoice_triton.voice import audio
 from cosyvoice_triton.voice.encoders import AudioTokenizer, reference_mel
-from cosyvoice_triton.voice.prompt import Prompt
+from cosyvoice_triton.voice.prompt import Prompt, Recording
 
 TIMEOUT = 120.0
 
@@ -68,7 +68,7 @@ def copy_synthesis(model_dir: Path, teacher: Series, stack: str) -> Series:
     hift = load_hift(model_dir / "hift.pt")
     takes = []
     for take in teacher.takes:
-        mel = torch.from_numpy(reference_mel(take.waveform).T)[None]  # (T, 80) -> (1, 80, T)
+        mel = torch.from_numpy(reference_mel(Recording(take.waveform, rate=take.rate)).T)[None]  # (T, 80) -> (1, 80, T)
         shape = (1, mel.shape[2] * HOP_SAMPLES, hift.config.harmonics + 1)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():

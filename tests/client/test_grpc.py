@@ -13,7 +13,7 @@ import soundfile as sf
 from cosyvoice_triton.cli import client_grpc
 from cosyvoice_triton.client import grpc_client
 from cosyvoice_triton.client.requests import TextPieces, Utterance
-from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.server.tritonserver import free_port
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
@@ -91,8 +91,9 @@ def test_a_streamed_answer_is_written_and_its_latencies_are_printed(
     request = triton.requests[0]
     sent = {tensor.name: (tensor.datatype, list(tensor.shape)) for tensor in request.inputs}
     assert sent == {
-        "reference_wav": ("FP32", [1, PROMPT_SAMPLE_RATE]),
+        "reference_wav": ("FP32", [1, 44_100]),
         "reference_wav_len": ("INT32", [1, 1]),
+        "reference_sample_rate": ("INT32", [1, 1]),
         "reference_text": ("BYTES", [1, 1]),
         "target_text": ("BYTES", [1, 1]),
     }

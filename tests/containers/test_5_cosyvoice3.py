@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cosyvoice_triton.client.requests import Utterance, read_reference
+from cosyvoice_triton.client.requests import Utterance, of_recording, read_reference
 
 from tests.containers.project import SECONDS, Project, wait_for
 from tests.support.server_requests import VOICE, VOICE_TEXT, assert_speech, stream
@@ -24,7 +24,7 @@ def test_random_weights_answer_over_grpc_and_the_speech_api(project: Callable[..
     cosyvoice3 = project(*files, MODELS_DIR=str(models))
     cosyvoice3.up()
     wait_for("cosyvoice3, until all are healthy", lambda: all(map(cosyvoice3.healthy, ("tts", "gateway", "speech"))))
-    utterance = Utterance("Hello there.", read_reference(VOICE), VOICE_TEXT)
+    utterance = Utterance("Hello there.", reference_text=VOICE_TEXT, **of_recording(read_reference(VOICE)))
     assert_speech(stream(f"127.0.0.1:{cosyvoice3.ports['GRPC_PORT']}", MODEL, utterance, SECONDS))
     recording = base64.b64encode(VOICE.read_bytes()).decode()
     status, audio = cosyvoice3.say(ref_audio=recording, ref_text=VOICE_TEXT)

@@ -112,7 +112,7 @@ def test_perf_analyzer_reads_the_input_file(serve: Serve, tmp_path: Path) -> Non
     requests = json.loads(path.read_text())["data"]
     assert len(requests) == 10
     names = {"reference_wav", "reference_wav_len", "reference_text", "target_text"}
-    assert all(set(request) == names for request in requests)
+    assert all(set(request) - {"reference_sample_rate"} == names for request in requests)
     if (binary := shutil.which("perf_analyzer")) is None:
         pytest.skip("perf_analyzer is not installed; the file's columns were checked")
     command = [binary, "-m", "cosyvoice2_dit", "-i", "grpc", "--streaming", "--async", "--input-data", str(path)]

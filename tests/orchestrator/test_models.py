@@ -150,6 +150,8 @@ def client_request(
     if inputs.get("reference_wav", WAV) is not None:
         length = np.array([[inputs.get("length", len(WAV))]], np.int32)
         tensors |= {"reference_wav": WAV[None], "reference_wav_len": length}
+    if "rate" in inputs:
+        tensors["reference_sample_rate"] = np.array([[inputs["rate"]]], np.int32)
     return InferenceRequest.from_client(tensors, parameters=parameters, decoupled=decoupled)
 
 
@@ -357,6 +359,7 @@ def test_runs_of_the_stacks_silent_tokens_are_shortened(bench: Bench, monkeypatc
     [
         ({"target_text": "<|s_1|><|eos1|>"}, "target_text has nothing to speak"),
         ({"length": 10**6}, "reference_wav_len 1000000"),
+        ({"rate": 7_000}, "reference_sample_rate 7000 is not"),
         ({"parameters": {"top_p": 2}}, "top_p"),
     ],
 )

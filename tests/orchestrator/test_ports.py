@@ -14,7 +14,7 @@ from cosyvoice_triton.orchestrator.ports import (
     TritonToken2WavStream,
     new_correlation_id,
 )
-from cosyvoice_triton.voice.prompt import Prompt
+from cosyvoice_triton.voice.prompt import Prompt, Recording
 
 from tests.support.pipeline import settle
 
@@ -221,10 +221,10 @@ def test_the_parts_of_a_prompt_come_from_the_whole_reference_and_the_mel_from_no
     x_vector = np.ones((1, SPEAKER_DIM), np.float16)
     call = FakeCall(answers={"prompt_speech_tokens": ids, "prompt_spk_embedding": x_vector})
     encoder = TritonPromptEncoder(call, FIRST_SPEECH_ID, 8000.0)
-    tokens = asyncio.run(encoder.tokens(WAV))
+    tokens = asyncio.run(encoder.tokens(Recording(WAV)))
     assert tokens.tolist() == [0, 5] and tokens.dtype == np.int64
-    assert asyncio.run(encoder.embedding(WAV)).shape == (SPEAKER_DIM,)
-    mel = asyncio.run(encoder.mel(WAV))
+    assert asyncio.run(encoder.embedding(Recording(WAV))).shape == (SPEAKER_DIM,)
+    mel = asyncio.run(encoder.mel(Recording(WAV)))
     assert mel.shape == (50, MEL_BINS) and mel.dtype == np.float32
     assert [sent.model for sent in call.sent] == ["audio_tokenizer", "speaker_embedding"]
     for sent in call.sent:
@@ -235,8 +235,8 @@ def test_a_failure_that_the_response_cache_kept_does_not_disable_a_voice() -> No
     """Triton caches the error of a prompt model as an answer without outputs."""
     answers = {"prompt_spk_embedding": np.ones((1, SPEAKER_DIM), np.float16)}
     call = FakeCall(answers, failing={0: LostAnswerError("answered without prompt_spk_embedding")})
-    wav = np.ones(100, np.float32)
-    assert len(asyncio.run(TritonPromptEncoder(call, FIRST_SPEECH_ID, 8000.0).embedding(wav))) == SPEAKER_DIM
+    recording = Recording(np.ones(100, np.float32))
+    assert len(asyncio.run(TritonPromptEncoder(call, FIRST_SPEECH_ID, 8000.0).embedding(recording))) == SPEAKER_DIM
     assert [sent["reference_wav_len"] for sent in call.sent] == [[100], [100]]
     assert [sent.inputs["reference_wav"].shape for sent in call.sent] == [(1, 100), (1, 101)]
 

@@ -12,6 +12,7 @@ import numpy as np
 from cosyvoice_triton.client.requests import Parameters, Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.load.samples import Sample
+from cosyvoice_triton.voice.audio import at_rate
 
 Kind = Literal["good", "cancel", "bad"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -175,6 +176,6 @@ class SoakPlan:
             return Utterance(sample.target_text, speaker=str(random.choice(VOICES)), parameters=parameters)
         transcript = sample.prompt_text if random.random() < 0.7 else None
         assert sample.prompt_audio is not None
-        recording = sample.prompt_audio.copy()
+        recording = at_rate(sample.prompt_audio, PROMPT_SAMPLE_RATE).copy()
         recording[0] += 1e-3 * random.integers(VARIANTS)  # inaudible, but another recording for any cache
         return Utterance(sample.target_text, recording, transcript, parameters)

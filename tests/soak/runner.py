@@ -15,10 +15,12 @@ import aiohttp
 from cosyvoice_triton import stacks
 from cosyvoice_triton.client.grpc_client import AsyncConnection
 from cosyvoice_triton.client.requests import ClientError, one_line, unreachable
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.load.watch import interruptible
 from cosyvoice_triton.monitoring.metrics import LIVE, STREAMS, sum_of
 from cosyvoice_triton.tasks import TaskScope
+from cosyvoice_triton.voice.audio import at_rate
 from tritonclient.utils import InferenceServerException
 
 from tests.soak.cases import SoakCase, SoakPlan
@@ -124,11 +126,18 @@ class MixedLoad:
     async def _voice(self, case: SoakCase) -> bool:
         """The life of a voice: registered, used, deleted, unknown."""
         name, sample = f"soak-{case.number}", self._plan.samples[case.choice % len(self._plan.samples)]
+        assert sample.prompt_audio is not None
+        audio = wav(at_rate(sample.prompt_audio, PROMPT_SAMPLE_RATE))
         if case.bad is not None:
-            given = {"name": name, "audio": wav(sample.prompt_audio), "transcript": "", **case.bad.change}
+            given = {
+                "name": name,
+                "audio": audio,
+                "transcript": "",
+                **case.bad.change,
+            }
             added = await self._step(case, case.what, lambda _: self._client.add_voice(**given), case.bad.answer)
             return added.answered
-        audio, client = wav(sample.prompt_audio), self._client
+        client = self._client
         added = await self._step(case, "add", lambda _: client.add_voice(name, audio, sample.prompt_text))
         said = None
         if added.outcome == "done":

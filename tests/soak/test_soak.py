@@ -15,6 +15,7 @@ from cosyvoice_triton.errors import OverloadedError, unavailable_message
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.speech_service.settings import Settings
+from cosyvoice_triton.voice.prompt import Recording
 
 from tests.soak import cases, runner
 from tests.soak.cases import BAD, BAD_INPUTS, CANCELLED, WEIGHTS, BadInput, SoakCase, SoakPlan
@@ -30,7 +31,7 @@ from tests.support.triton_stub import TritonStub
 PATIENCE, SHORT = 60.0, 0.1  # seconds; the short one only where a hang is what must be noticed
 OVERLOADED = unavailable_message(OverloadedError("listeners: 1, 0.2 end each second", 3.0))
 SECOND = np.full(SAMPLE_RATE, 0.1, np.float32)
-SAMPLE = Sample("one", "quick words", np.full(PROMPT_SAMPLE_RATE, 0.1, np.float32), "A transcript.")
+SAMPLE = Sample("one", "quick words", Recording(np.full(PROMPT_SAMPLE_RATE, 0.1, np.float32)), "A transcript.")
 PLAN = SoakPlan(1, tuple(WEIGHTS), [SAMPLE])
 
 Send = Callable[[Parts], Awaitable[None]]

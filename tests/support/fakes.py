@@ -57,14 +57,16 @@ class FakePromptEncoder:
     started: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
 
-    async def tokens(self, wav: np.ndarray) -> np.ndarray:
-        return await self._answer("tokens", np.full(PROMPT_TOKENS + 1, wav[0], np.int64))
+    async def tokens(self, recording: Recording) -> np.ndarray:
+        return await self._answer("tokens", np.full(PROMPT_TOKENS + 1, recording.wav[0], np.int64))
 
-    async def mel(self, wav: np.ndarray) -> np.ndarray:
-        return await self._answer("mel", np.full((PROMPT_TOKENS * TOKEN_MEL_RATIO + 1, MEL_BINS), wav[0], np.float32))
+    async def mel(self, recording: Recording) -> np.ndarray:
+        return await self._answer(
+            "mel", np.full((PROMPT_TOKENS * TOKEN_MEL_RATIO + 1, MEL_BINS), recording.wav[0], np.float32)
+        )
 
-    async def embedding(self, wav: np.ndarray) -> np.ndarray:
-        return await self._answer("embedding", np.full(SPEAKER_DIM, wav[0], np.float32))
+    async def embedding(self, recording: Recording) -> np.ndarray:
+        return await self._answer("embedding", np.full(SPEAKER_DIM, recording.wav[0], np.float32))
 
     async def _answer(self, name: str, value: np.ndarray) -> np.ndarray:
         self.started.append(name)

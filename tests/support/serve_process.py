@@ -19,7 +19,7 @@ import grpc
 import pytest
 import tritonclient.grpc.aio as triton
 from cosyvoice_triton import samples, stacks
-from cosyvoice_triton.client.requests import Utterance, read_reference
+from cosyvoice_triton.client.requests import Utterance, of_recording, read_reference
 from cosyvoice_triton.server.rendering import StackOptions, render
 from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
@@ -133,7 +133,7 @@ class StreamResult:
 
 
 def utterance(text: str) -> Utterance:
-    return Utterance(text, read_reference(VOICE), parameters={"seed": 1})
+    return Utterance(text, **of_recording(read_reference(VOICE)), parameters={"seed": 1})
 
 
 async def synthesize(connection: triton.InferenceServerClient, text: str, outcome: StreamResult) -> StreamResult:

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from cosyvoice_triton.client.requests import read_reference
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.voice.audio import load_audio
 
 from tests.support.server_requests import VOICE
 
 
 @pytest.fixture(scope="session")
 def voice() -> np.ndarray:
-    return read_reference(VOICE)
+    return load_audio(VOICE, PROMPT_SAMPLE_RATE)

@@ -10,11 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import fill_template
-from cosyvoice_triton.client.requests import Utterance, read_reference
+from cosyvoice_triton.client.requests import Utterance, of_recording, read_reference
 from cosyvoice_triton.server.rendering import TEMPLATES, parse, placeholders, settings_to_add
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 
@@ -135,5 +134,5 @@ def server(demo_models: Path, llm: FailingLLM, tmp_path_factory: pytest.TempPath
 @pytest.mark.server
 @pytest.mark.parametrize("stack", (stacks.DIT, stacks.UNET), ids=lambda stack: stack.name)
 def test_the_filled_repository_answers(stack: stacks.Stack, server: TritonServer) -> None:
-    voice: np.ndarray = read_reference(VOICE)
-    assert_speech(stream(server.grpc_url, stack.orchestrator, Utterance(TEXT, voice, VOICE_TEXT)))
+    utterance = Utterance(TEXT, reference_text=VOICE_TEXT, **of_recording(read_reference(VOICE)))
+    assert_speech(stream(server.grpc_url, stack.orchestrator, utterance))

@@ -17,9 +17,10 @@ import tritonclient.grpc as triton
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.cli import client_grpc
 from cosyvoice_triton.client import grpc_client
-from cosyvoice_triton.client.requests import SpeechResult, Utterance, read_reference
+from cosyvoice_triton.client.requests import SpeechResult, Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.text import TextFrontend
+from cosyvoice_triton.voice.audio import load_audio
 
 from tests.support.server_requests import (
     MODELS,
@@ -243,7 +244,7 @@ def test_a_stream_ends_with_exactly_one_final_response(server: Server, voice: np
 
 def eight_requests(voice: np.ndarray) -> list[Utterance]:
     """Different voices (recordings, excerpts, speeds), texts and seeds; every second one cross-lingual."""
-    other = read_reference(samples.FOLDER / "reference_zh.wav")
+    other = load_audio(samples.FOLDER / "reference_zh.wav", PROMPT_SAMPLE_RATE)
     recordings = [voice, other, voice[: 2 * PROMPT_SAMPLE_RATE], other[PROMPT_SAMPLE_RATE:]]
     recordings += [at_rate(recording, 14_000 + 500 * index) for index, recording in enumerate(recordings)]
     return [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cosyvoice_triton import stacks
-from cosyvoice_triton.constants import HOP_SAMPLES, OVERLAP_FRAMES, OVERLAP_SAMPLES, PROMPT_SAMPLE_RATE, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import HOP_SAMPLES, OVERLAP_FRAMES, OVERLAP_SAMPLES, TOKEN_MEL_RATIO
 from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
 from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
 from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator, load_hift
@@ -17,7 +17,7 @@ from cosyvoice_triton.token2wav.gpu.noise import source_noise
 from cosyvoice_triton.token2wav.stream import Chunk, Stream
 from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
 from cosyvoice_triton.token2wav.vocoder.overlap import falling_half
-from cosyvoice_triton.voice.audio import load_audio
+from cosyvoice_triton.voice.audio import load_reference
 from cosyvoice_triton.voice.encoders import reference_mel
 from torch import Tensor
 
@@ -81,7 +81,7 @@ def vocoder() -> StreamingVocoder:
 @pytest.fixture(scope="module")
 def speech() -> Tensor:
     """Mel (80, T) of a recording of the demo's voice."""
-    return torch.from_numpy(reference_mel(load_audio(TRAINED / VOICES_DIR / "slt.wav", PROMPT_SAMPLE_RATE))).T
+    return torch.from_numpy(reference_mel(load_reference(TRAINED / VOICES_DIR / "slt.wav"))).T
 
 
 @pytest.fixture(scope="module")

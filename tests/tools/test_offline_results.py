@@ -10,9 +10,10 @@ from cosyvoice_triton.load.samples import Sample, SampleError
 from cosyvoice_triton.offline.results import JOURNAL, OutputFolder, identity
 from cosyvoice_triton.offline.stages import Stages
 from cosyvoice_triton.voice.audio import load_audio
+from cosyvoice_triton.voice.prompt import Recording
 
 SETTINGS = {"backend": "hf", "seed": 0}
-SAMPLE = Sample("a", "Hello.", np.full(100, 0.5, np.float32), "The transcript.")
+SAMPLE = Sample("a", "Hello.", Recording(np.full(100, 0.5, np.float32)), "The transcript.")
 AUDIO = np.linspace(-0.5, 0.5, SAMPLE_RATE, dtype=np.float32)
 TOKENS = np.array([5, 6560])
 
@@ -42,7 +43,7 @@ def test_a_finished_sample_is_saved_with_its_tokens(tmp_path):
     [
         {"target_text": "Bye."},
         {"prompt_text": "Another transcript."},
-        {"prompt_audio": np.full(100, 0.4, np.float32)},
+        {"prompt_audio": Recording(np.full(100, 0.4, np.float32))},
         {"id": "b"},
     ],
 )

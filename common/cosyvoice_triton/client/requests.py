@@ -19,6 +19,7 @@ import numpy as np
 from cosyvoice_triton import stacks
 from cosyvoice_triton.config import SAMPLING_PRESETS
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.voice.prompt import Recording
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +75,10 @@ class ClientError(RuntimeError):
 class Utterance:
     """One request for speech.
 
-    reference: float32 (T,) at 16 kHz, mono; without `reference_text` the voice is cloned cross-lingually. speaker: a
-    registered voice, instead of a recording. instruct_text: how to speak. parameters: request parameters such as
-    `seed`. pieces: the text while it is being written, after `target_text`; for streamed requests.
+    reference: float32 (T,) at `reference_sample_rate` Hz, mono; without `reference_text` the voice is cloned
+    cross-lingually. speaker: a registered voice, instead of a recording. instruct_text: how to speak. parameters:
+    request parameters such as `seed`. pieces: the text while it is being written, after `target_text`; for streamed
+    requests.
     """
 
     target_text: str
@@ -86,6 +88,7 @@ class Utterance:
     speaker: str | None = None
     instruct_text: str | None = None
     pieces: TextPieces | None = field(default=None, repr=False)
+    reference_sample_rate: int = PROMPT_SAMPLE_RATE
 
     def __post_init__(self) -> None:
         """ValueError naming a value that cannot be encoded: grpc.aio would end such a request as if it were
@@ -108,10 +111,11 @@ class Utterance:
         """
         if args.target_text is None:
             raise ClientError("no text to speak: add --target-text")
+        recording = None if args.reference_audio is None else read_reference(args.reference_audio)
         try:
             return cls(
                 target_text=args.target_text,
-                reference=None if args.reference_audio is None else read_reference(args.reference_audio),
+                **of_recording(recording),
                 reference_text=args.reference_text or None,
                 parameters=request_parameters(args),
                 speaker=args.speaker or None,
@@ -127,6 +131,8 @@ class Utterance:
             wav = np.ascontiguousarray(self.reference, dtype=np.float32)
             arrays["reference_wav"] = ("FP32", wav[None])  # (T,) -> (1, T)
             arrays["reference_wav_len"] = ("INT32", np.array([[wav.size]], dtype=np.int32))
+            if self.reference_sample_rate != PROMPT_SAMPLE_RATE:  # upstream's server does not know this input
+                arrays["reference_sample_rate"] = ("INT32", np.array([[self.reference_sample_rate]], dtype=np.int32))
         for name in _TEXTS:
             if (text := getattr(self, name)) is not None:
                 arrays[name] = ("BYTES", _text_tensor(text))
@@ -186,16 +192,21 @@ class AudioPart:
         )
 
 
-def read_reference(path: Path) -> np.ndarray:
-    """A recording of any rate and channel count as float32 (T,) at 16 kHz; ClientError if it cannot be read."""
-    from cosyvoice_triton.voice.audio import load_audio  # here, because it imports torch
+def read_reference(path: Path) -> Recording:
+    """Return a recording of any rate and channel count; ClientError if it cannot be read."""
+    from cosyvoice_triton.voice.audio import load_recording  # here, because it imports torch
 
     try:
-        return load_audio(path, PROMPT_SAMPLE_RATE)
+        return load_recording(path)
     except (OSError, RuntimeError, ValueError) as error:  # libsndfile's errors are RuntimeErrors
         raise ClientError(
             f"cannot read the reference audio {path}: {error}; use a WAV, FLAC, OGG or MP3 file"
         ) from None
+
+
+def of_recording(recording: Recording | None) -> dict[str, Any]:
+    """Return an utterance's fields for a recording, without its transcript; none for None."""
+    return {} if recording is None else {"reference": recording.wav, "reference_sample_rate": recording.rate}
 
 
 class Recorder:

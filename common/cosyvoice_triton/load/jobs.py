@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from cosyvoice_triton.cli.arguments import boolean, positive_int
-from cosyvoice_triton.client.requests import TIMELINE, ClientError, Utterance, request_parameters
+from cosyvoice_triton.client.requests import TIMELINE, ClientError, Utterance, of_recording, request_parameters
 from cosyvoice_triton.load.samples import Sample, read_dataset, read_manifest
 
 ONE_REQUEST = "test"  # its id and its split, as upstream names them
@@ -108,7 +108,7 @@ def _utterance(sample: Sample, args: argparse.Namespace) -> Utterance:
         return text_only
     return dataclasses.replace(
         text_only,
-        reference=sample.prompt_audio,
+        **of_recording(sample.prompt_audio),
         reference_text=None if args.cross_lingual or args.instruct_text else sample.prompt_text or None,
         speaker=sample.speaker or None,
     )

@@ -23,7 +23,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from tqdm import tqdm
 
-from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SPEECH_VOCAB
+from cosyvoice_triton.constants import SPEECH_VOCAB
+from cosyvoice_triton.voice.prompt import Recording
 
 TOKEN_COLUMNS = ("prompt_audio_cosy2_tokens", "target_audio_cosy2_tokens")
 LST_COLUMNS = ("id", "prompt_text", "prompt_audio", "target_text")
@@ -37,13 +38,13 @@ class SampleError(ValueError):
 class Sample:
     """One text to synthesize, and its voice.
 
-    prompt_audio: float32 (T,) at 16 kHz, mono; None if `speaker` is given. Tokens: int64 (n,), ids of the speech
-    tokenizer (0 to 6560), None if the row has none.
+    prompt_audio: its recording, without the transcript; None if `speaker` is given. Tokens: int64 (n,), ids of the
+    speech tokenizer (0 to 6560), None if the row has none.
     """
 
     id: str
     target_text: str
-    prompt_audio: np.ndarray | None = None
+    prompt_audio: Recording | None = None
     prompt_text: str = ""
     speaker: str = ""
     prompt_audio_cosy2_tokens: np.ndarray | None = None
@@ -63,9 +64,9 @@ def read_manifest(path: Path, *, limit: int | None = None) -> list[Sample]:
     parse = _lst_row if path.suffix == ".lst" else _json_row
     numbered = [(f"{path} line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     rows = ((where, parse(where, line)) for where, line in numbered[:limit])
-    opened: dict[Path, np.ndarray] = {}  # rows often share a recording
+    opened: dict[Path, Recording] = {}  # rows often share a recording
 
-    def recording(where: str, value: Any) -> np.ndarray:
+    def recording(where: str, value: Any) -> Recording:
         if not isinstance(value, str) or not value:
             raise SampleError(f"{where}: prompt_audio is {value!r}, not the path of a recording")
         file = path.parent / value  # keeps an absolute path
@@ -107,7 +108,7 @@ def read_dataset(name: str, split: str, *, limit: int | None = None) -> list[Sam
 def _samples(
     rows: Iterable[tuple[str, Mapping[str, Any]]],
     count: int,
-    recording: Callable[[str, Any], np.ndarray],
+    recording: Callable[[str, Any], Recording],
     source: str,
 ) -> list[Sample]:
     samples: dict[str, Sample] = {}
@@ -121,7 +122,7 @@ def _samples(
     return list(samples.values())
 
 
-def _checked(where: str, row: Mapping[str, Any], recording: Callable[[str, Any], np.ndarray]) -> Sample:
+def _checked(where: str, row: Mapping[str, Any], recording: Callable[[str, Any], Recording]) -> Sample:
     speaker = _text(where, row, "speaker") if row.get("speaker") else ""
     needed = ["id", "target_text", *([] if speaker else ["prompt_audio", "prompt_text"])]
     if missing := [column for column in needed if row.get(column) is None]:
@@ -164,7 +165,7 @@ def _tokens(where: str, row: Mapping[str, Any], column: str) -> np.ndarray | Non
     return tokens.astype(np.int64)
 
 
-def _embedded_recording(where: str, value: Any) -> np.ndarray:
+def _embedded_recording(where: str, value: Any) -> Recording:
     """Decodes a cell of an audio column: {"bytes": ..., "path": ...}."""
     if not isinstance(value, Mapping) or not (value.get("bytes") or value.get("path")):
         raise SampleError(f"{where}: prompt_audio is {type(value).__name__}, not a column of type Audio")
@@ -172,11 +173,11 @@ def _embedded_recording(where: str, value: Any) -> np.ndarray:
     return _decoded(where, source, str(value.get("path") or "embedded audio"))
 
 
-def _decoded(where: str, source: Path | BinaryIO, shown: str) -> np.ndarray:
-    from cosyvoice_triton.voice.audio import load_audio  # here, because it imports torch
+def _decoded(where: str, source: Path | BinaryIO, shown: str) -> Recording:
+    from cosyvoice_triton.voice.audio import load_recording  # here, because it imports torch
 
     try:
-        return load_audio(source, PROMPT_SAMPLE_RATE)
+        return load_recording(source)
     except (OSError, RuntimeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors
         reason = " ".join(str(error).split())
         raise SampleError(f"{where}: cannot read prompt_audio {shown}: {reason}") from None

@@ -9,7 +9,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.load.report import table
@@ -22,7 +21,7 @@ from cosyvoice_triton.offline.rendering import OfflineToken2Wav
 from cosyvoice_triton.offline.results import OutputFolder, identity
 from cosyvoice_triton.offline.tool import show_failures
 from cosyvoice_triton.text import TextFrontend
-from cosyvoice_triton.voice.audio import load_audio
+from cosyvoice_triton.voice.audio import load_recording
 
 WARM_UP = LLMPrompt("Hello.")
 CUT_SHORT_SHOWN = 10
@@ -86,8 +85,8 @@ def in_one_voice(args: argparse.Namespace, samples: list[Sample]) -> list[Sample
                 f"--prompt-text {args.prompt_text!r} is the transcript of --prompt-speech-path: give that too"
             )
         return samples
-    wav = load_audio(args.prompt_speech_path, PROMPT_SAMPLE_RATE)
-    return [replace(sample, prompt_audio=wav, prompt_text=args.prompt_text or "") for sample in samples]
+    recording = load_recording(args.prompt_speech_path)
+    return [replace(sample, prompt_audio=recording, prompt_text=args.prompt_text or "") for sample in samples]
 
 
 def settings_of(args: argparse.Namespace, sampling: Sampling) -> dict[str, Any]:

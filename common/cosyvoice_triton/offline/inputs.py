@@ -4,7 +4,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +17,7 @@ from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.voice.audio import validate_reference
 from cosyvoice_triton.voice.encoders import ReferenceEncoder
-from cosyvoice_triton.voice.prompt import Prompt
-
-CACHED_VOICES = 64  # up to 3 MB each
+from cosyvoice_triton.voice.prompt import Prompt, Recording
 
 
 def add_data_arguments(parser: argparse.ArgumentParser, split: str) -> None:
@@ -94,14 +91,13 @@ class VoicePrompts:
 
     def __init__(self, stack: Stack, model_dir: Path, device: str, enable_trt: bool = False) -> None:
         self._encode = ReferenceEncoder(stack, model_dir, device, "tensorrt" if enable_trt else "onnxruntime")
-        self._cached = lru_cache(CACHED_VOICES)(lambda wav: self._encode(np.frombuffer(wav, np.float32).copy()))
 
     def __call__(self, sample: Sample) -> Prompt:
         """ValueError if the recording or its transcript cannot be used."""
         assert sample.prompt_audio is not None  # checked by `read_samples`
-        wav = validate_reference(sample.prompt_audio)
+        validate_reference(sample.prompt_audio.wav, rate=sample.prompt_audio.rate)
         text = clean_line(sample.prompt_text, name="prompt_text", max_chars=OrchestratorConfig.max_text_chars)
-        return replace(self._cached(wav.tobytes()), text=text)
+        return self._encode(replace(sample.prompt_audio, text=text))
 
     def utterance(self, sample: Sample) -> tuple[Prompt, np.ndarray]:
         """The prompt and the sample's speech tokens (n,), or those of the recording if the sample has none."""
@@ -111,8 +107,8 @@ class VoicePrompts:
 
     def clear(self) -> None:
         """Empty the cache."""
-        self._cached.cache_clear()
+        self._encode.clear()
 
     def warm_up(self) -> None:
         """Load the networks, so that the first voice does not include it."""
-        self._encode(np.random.default_rng(0).uniform(-0.1, 0.1, PROMPT_SAMPLE_RATE).astype(np.float32))
+        self._encode(Recording(np.random.default_rng(0).uniform(-0.1, 0.1, PROMPT_SAMPLE_RATE).astype(np.float32)))

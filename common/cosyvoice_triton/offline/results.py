@@ -71,7 +71,7 @@ class OutputFolder:
         digest = hashlib.sha256(self._settings.encode())
         digest.update(json.dumps([sample.target_text, sample.prompt_text]).encode())
         if sample.prompt_audio is not None:
-            digest.update(sample.prompt_audio.tobytes())
+            digest.update(sample.prompt_audio.digest)
         return digest.hexdigest()
 
 

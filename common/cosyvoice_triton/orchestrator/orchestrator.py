@@ -10,6 +10,7 @@ import numpy as np
 
 from cosyvoice_triton import triton_io
 from cosyvoice_triton.config import OrchestratorConfig
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.checkpoint import follows_instructions, read_limits, speech_bias
 from cosyvoice_triton.llm.interface import LengthRatios, SpeechLM, Timeouts
 from cosyvoice_triton.llm.interleaving import InterleavedLM
@@ -45,7 +46,8 @@ class Orchestrator:
         tokenizer = LLMTokenizer.from_dir(config.llm_tokenizer_dir, stack.llm.tokenizer)
         call = partial(triton_io.call, timeout=config.model_timeout)
         self._llm = _speech_lm(config, tokenizer)
-        voices = VoiceBook(config.voices_dir, config.model_dir, tokenizer.decode, config.default_speaker)
+        full_band = stack.mel_max_hz > PROMPT_SAMPLE_RATE / 2
+        voices = VoiceBook(config.voices_dir, config.model_dir, tokenizer.decode, config.default_speaker, full_band)
         voices.pronunciation(None)  # fail now rather than in a request
         if config.default_speaker:
             voices.get()
@@ -142,11 +144,12 @@ class Orchestrator:
 
 
 def _inputs(request: Any, pieces: TextStream | None) -> RequestInputs:
-    sent = triton_io.read_all(request, (*TEXTS, "reference_wav", "reference_wav_len"))
+    sent = triton_io.read_all(request, (*TEXTS, "reference_wav", "reference_wav_len", "reference_sample_rate"))
     return RequestInputs(
         **{name: triton_io.text(sent, name) for name in TEXTS},
         reference_wav=sent.get("reference_wav"),
         reference_wav_len=triton_io.scalar(sent, "reference_wav_len"),
+        reference_sample_rate=triton_io.scalar(sent, "reference_sample_rate"),
         parameters=triton_io.parameters(request),
         pieces=pieces,
     )

@@ -17,8 +17,9 @@ import numpy as np
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.errors import LostAnswerError, ModelDownError, OverloadedError, UnavailableError
 from cosyvoice_triton.orchestrator.chunking import Hop
+from cosyvoice_triton.voice.audio import at_rate
 from cosyvoice_triton.voice.encoders import reference_mel
-from cosyvoice_triton.voice.prompt import Prompt
+from cosyvoice_triton.voice.prompt import Prompt, Recording
 
 logger = logging.getLogger(__name__)
 
@@ -52,20 +53,23 @@ class TritonPromptEncoder:
         self._first_speech_id = first_speech_id
         self._mel_max_hz = mel_max_hz
         # The first call loads the filters: not in a request.
-        reference_mel(np.zeros(PROMPT_SAMPLE_RATE, np.float32), mel_max_hz)
+        reference_mel(Recording(np.zeros(PROMPT_SAMPLE_RATE, np.float32)), mel_max_hz)
 
-    async def tokens(self, wav: np.ndarray) -> np.ndarray:
-        tokens = await self._ask("audio_tokenizer", wav, "prompt_speech_tokens")
+    async def tokens(self, recording: Recording) -> np.ndarray:
+        tokens = await self._ask("audio_tokenizer", recording, "prompt_speech_tokens")
         return tokens.reshape(-1).astype(np.int64) - self._first_speech_id
 
-    async def mel(self, wav: np.ndarray) -> np.ndarray:
-        return await asyncio.to_thread(reference_mel, wav, self._mel_max_hz)
+    async def mel(self, recording: Recording) -> np.ndarray:
+        return await asyncio.to_thread(reference_mel, recording, self._mel_max_hz)
 
-    async def embedding(self, wav: np.ndarray) -> np.ndarray:
-        return (await self._ask("speaker_embedding", wav, "prompt_spk_embedding")).reshape(-1)
+    async def embedding(self, recording: Recording) -> np.ndarray:
+        return (await self._ask("speaker_embedding", recording, "prompt_spk_embedding")).reshape(-1)
 
-    async def _ask(self, model: str, wav: np.ndarray, output: str) -> np.ndarray:
+    async def _ask(self, model: str, recording: Recording, output: str) -> np.ndarray:
         """Return `model`'s `output` for a recording. Only the recording is sent, so that equal ones hit the cache."""
+        wav = recording.wav
+        if recording.rate != PROMPT_SAMPLE_RATE:  # else a thread would take longer than the work
+            wav = await asyncio.to_thread(at_rate, recording, PROMPT_SAMPLE_RATE)
         inputs = {"reference_wav": wav[None], "reference_wav_len": np.array([[len(wav)]], np.int32)}
         try:
             return (await self._call(model, inputs, [output]))[output]

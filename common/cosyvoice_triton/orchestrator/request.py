@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cosyvoice_triton.config import OrchestratorConfig
-from cosyvoice_triton.constants import MAX_SPEED, MIN_SPEED
+from cosyvoice_triton.constants import MAX_SPEED, MIN_SPEED, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.interface import Sampling, preset_values
 from cosyvoice_triton.text import clean_line, clean_text, split_instruction, strip_control_tokens
 from cosyvoice_triton.text.language import named
@@ -81,6 +81,7 @@ class RequestInputs:
     target_text: str | None
     reference_wav: np.ndarray | None = dataclasses.field(default=None, repr=False)
     reference_wav_len: int | None = None
+    reference_sample_rate: int | None = None
     reference_text: str | None = None
     speaker: str | None = None
     instruct_text: str | None = None
@@ -152,9 +153,10 @@ class RequestInputs:
         if self.reference_wav is not None:
             if self.speaker:
                 raise ValueError(f"speaker {self.speaker!r} with a reference_wav: give only one voice")
-            wav = audio.validate_reference(self.reference_wav, self.reference_wav_len)
-            return Recording(wav, self._line("reference_text", max_text_chars))
-        for name in ("reference_text", "reference_wav_len"):
+            rate = PROMPT_SAMPLE_RATE if self.reference_sample_rate is None else self.reference_sample_rate
+            wav = audio.validate_reference(self.reference_wav, self.reference_wav_len, rate)
+            return Recording(wav, self._line("reference_text", max_text_chars), rate)
+        for name in ("reference_text", "reference_wav_len", "reference_sample_rate"):
             if (value := getattr(self, name)) not in (None, ""):
                 raise ValueError(f"{name} {value!r} without a reference_wav")
         return self.speaker or None

@@ -317,7 +317,7 @@ class Synthesizer:
         if isinstance(voice, Prompt):
             return [scope.spawn(_completed(part)) for part in (voice.tokens, voice.mel, voice.embedding)]
         encoder = self._encoder
-        return [scope.spawn(part(voice.wav)) for part in (encoder.tokens, encoder.mel, encoder.embedding)]
+        return [scope.spawn(part(voice)) for part in (encoder.tokens, encoder.mel, encoder.embedding)]
 
     async def _generate(
         self,

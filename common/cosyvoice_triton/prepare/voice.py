@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS, PROMPT_SAMPLE_RATE
+from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS
 from cosyvoice_triton.server.rendering import StackOptions
 from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.voice.audio import load_reference
@@ -32,14 +32,12 @@ def add_voice(
     if destination.exists() and not replace:
         raise ValueError(f"{destination} exists; choose another name, or give --replace")
     text = clean_line(text, name="reference_text", max_chars=MAX_TRANSCRIPT_CHARS)
-    wav = load_reference(audio)
-    print(
-        f"[1/2] {audio}: {len(wav) / PROMPT_SAMPLE_RATE:.1f} s, encoding it with {options.checkpoint_dir}", flush=True
-    )
+    recording = dataclasses.replace(load_reference(audio), text=text)
+    print(f"[1/2] {audio}: {recording.seconds:.1f} s, encoding it with {options.checkpoint_dir}", flush=True)
     begun = time.monotonic()
-    prompt = ReferenceEncoder(stacks.named(options.stack), options.checkpoint_dir)(wav)
+    prompt = ReferenceEncoder(stacks.named(options.stack), options.checkpoint_dir)(recording)
     print(f"      {len(prompt.tokens)} speech tokens after {time.monotonic() - begun:.1f} s", flush=True)
-    save_voice(destination, dataclasses.replace(prompt, text=text))
+    save_voice(destination, prompt, recording.rate)
     save_pronunciation(options.voices_dir, name, pronunciation or {})
     print(f"[2/2] written to {destination}; use it as speaker '{name}'")
     return destination

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from cosyvoice_triton.client.requests import Utterance
+from cosyvoice_triton.client.requests import Utterance, of_recording
 from cosyvoice_triton.llm.interface import preset_values
 from cosyvoice_triton.speech_service.audio.recordings import decode_base64
 from cosyvoice_triton.speech_service.audio.timestamps import Detail, Subtitles
@@ -225,7 +224,7 @@ def parse(model: type[BaseModel], fields: Any) -> Any:
 
 
 def utterances(
-    wanted: SpeechRequest, decode_upload: Callable[[], np.ndarray] | None, voices: VoiceFolder, settings: Settings
+    wanted: SpeechRequest, decode_upload: Callable[[], Recording] | None, voices: VoiceFolder, settings: Settings
 ) -> tuple[Utterance, ...]:
     """Return the requests to a model, one for each part of the text between changes of the voice; otherwise as
     `utterance`.
@@ -258,12 +257,12 @@ def _require(name: str, voices: VoiceFolder, field: str) -> None:
 
 
 def utterance(
-    wanted: SpeechRequest, decode_upload: Callable[[], np.ndarray] | None, voices: VoiceFolder, settings: Settings
+    wanted: SpeechRequest, decode_upload: Callable[[], Recording] | None, voices: VoiceFolder, settings: Settings
 ) -> Utterance:
     """Return the request to a model, in its own voice; ApiError naming the invalid field. Reads files, not for an event
     loop.
 
-    decode_upload: returns the samples of an uploaded recording or raises ValueError; None without an upload.
+    decode_upload: returns an uploaded recording or raises ValueError; None without an upload.
     """
     for name in ("input", "instructions", "ref_text"):
         if (length := len(getattr(wanted, name))) > settings.max_input_chars:
@@ -278,7 +277,7 @@ def utterance(
         _refuse_mix(wanted.voice_name, voices)
     recording = _reference(wanted, decode_upload, settings.max_reference_bytes)
     if recording is not None:
-        voice: dict[str, Any] = {"reference": recording, "reference_text": wanted.ref_text.strip() or None}
+        voice = {**of_recording(recording), "reference_text": wanted.ref_text.strip() or None}
     elif wanted.ref_text:
         raise invalid("ref_text without ref_audio", "ref_text")
     else:
@@ -298,8 +297,8 @@ def utterance(
 
 
 def _reference(
-    wanted: SpeechRequest, decode_upload: Callable[[], np.ndarray] | None, max_bytes: int
-) -> np.ndarray | None:
+    wanted: SpeechRequest, decode_upload: Callable[[], Recording] | None, max_bytes: int
+) -> Recording | None:
     """Return the recording in the request, uploaded or in base64."""
     try:
         if decode_upload is not None:
@@ -321,7 +320,7 @@ def _registered(name: str, voices: VoiceFolder) -> dict[str, Any]:
         return {"speaker": name}
     if isinstance(voice, Recording):
         words = voices.pronunciation(name)
-        return {"reference": voice.wav, "reference_text": voice.text or None, "pronunciation": words}
+        return {**of_recording(voice), "reference_text": voice.text or None, "pronunciation": words}
     return {"speaker": name, "transcript": voice.text}
 
 

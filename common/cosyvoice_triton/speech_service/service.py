@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 from starlette.requests import HTTPConnection
 
 from cosyvoice_triton.client.requests import SEGMENTS
@@ -19,8 +18,9 @@ from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
+from cosyvoice_triton.voice.prompt import Recording
 
-Decoder = Callable[[bytes, int], np.ndarray]
+Decoder = Callable[[bytes, int], Recording]
 
 
 @dataclass

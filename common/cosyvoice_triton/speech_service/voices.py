@@ -6,10 +6,11 @@ voice is requested by name, and so is one that this folder lacks.
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS, PROMPT_SAMPLE_RATE
+from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS
 from cosyvoice_triton.speech_service.audio.recordings import decode
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.text import clean_line
@@ -85,7 +86,7 @@ class VoiceFolder:
         except ValueError as error:
             raise invalid(error, "pronunciation") from None
         try:
-            wav = decode(data, self._max_bytes)
+            recording = decode(data, self._max_bytes)
         except ValueError as error:
             raise invalid(error, "audio_sample") from None
         names = self.names()
@@ -94,7 +95,7 @@ class VoiceFolder:
         try:
             if name in names:
                 raise FileExistsError
-            save_recording(self._folder / f"{name}.safetensors", Recording(wav, text))
+            save_recording(self._folder / f"{name}.safetensors", replace(recording, text=text))
             try:
                 save_pronunciation(self._folder, name, words)
             except OSError:
@@ -106,7 +107,7 @@ class VoiceFolder:
             ) from None
         except OSError as error:
             raise ApiError(507, f"the voice cannot be stored: {error.strerror}") from error
-        return len(wav) / PROMPT_SAMPLE_RATE
+        return recording.seconds
 
     def remove(self, name: str) -> None:
         """Delete a voice's files. ApiError if it has none."""

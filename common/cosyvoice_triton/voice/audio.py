@@ -19,12 +19,16 @@ from torch import Tensor
 
 from cosyvoice_triton.constants import (
     HOP_SAMPLES,
+    MAX_REFERENCE_RATE,
     MAX_REFERENCE_SECONDS,
     MEL_BINS,
+    MIN_REFERENCE_RATE,
     MIN_REFERENCE_SECONDS,
     PROMPT_SAMPLE_RATE,
+    REFERENCE_RATE_STEP,
     SAMPLE_RATE,
 )
+from cosyvoice_triton.voice.prompt import Recording
 
 SILENCE_PEAK = 1e-4  # -80 dB of full scale: about three steps of 16-bit audio
 _INT16_PEAK = 32767
@@ -36,9 +40,6 @@ _MEL_FLOOR = 1e-5
 _SINC_ZEROS = 6  # zero crossings of the resampling filter on each side
 _SINC_ROLLOFF = 0.99  # its cut-off, as a fraction of the lower Nyquist frequency
 
-# The resampling filter has one row per output phase, so two rates with few common factors would take gigabytes. Every
-# rate in use is a multiple of 25.
-_UNTRUSTED_RATE_STEP = 25
 _UNTRUSTED_RATES = (4_000, 192_000)
 # A few kilobytes of silence can have 255 channels, and libsndfile's rarer decoders are hardly tested.
 _UNTRUSTED_CHANNELS = 8
@@ -46,14 +47,19 @@ _UNTRUSTED_FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
 _BLOCK_FRAMES = 1 << 15  # decoded at once, so that memory does not grow with the number of channels
 
 
-def validate_reference(wav: np.ndarray, length: int | None = None) -> np.ndarray:
-    """Return the recording in a request's `reference_wav`, without padding: float32 (N,) at 16 kHz.
+def validate_reference(wav: np.ndarray, length: int | None = None, rate: int = PROMPT_SAMPLE_RATE) -> np.ndarray:
+    """Return the recording in a request's `reference_wav`, without padding: float32 (N,).
 
     wav: (T,) or (1, T), possibly padded at the end. length: the request's `reference_wav_len`; samples beyond it are
-    neither checked nor used. None: all samples.
-    ValueError with the offending value: wrong shape or type, length not in 1..T, duration out of range, NaN or infinite
-    samples, silence.
+    neither checked nor used. None: all samples. rate: the request's `reference_sample_rate`.
+    ValueError with the offending value: a rate that is not carried, wrong shape or type, length not in 1..T, duration
+    out of range, NaN or infinite samples, silence.
     """
+    if rate % REFERENCE_RATE_STEP or not MIN_REFERENCE_RATE <= rate <= MAX_REFERENCE_RATE:
+        raise ValueError(
+            f"reference_sample_rate {rate} is not a multiple of {REFERENCE_RATE_STEP} from {MIN_REFERENCE_RATE} to "
+            f"{MAX_REFERENCE_RATE}: resample the recording, for example to {SAMPLE_RATE}"
+        )
     if not np.issubdtype(wav.dtype, np.floating) or wav.ndim == 0 or wav.size != wav.shape[-1]:
         raise ValueError(f"reference_wav is {wav.dtype} of shape {list(wav.shape)}: expected floats of shape [T]")
     wav = wav.reshape(-1).astype(np.float32, copy=False)
@@ -63,10 +69,10 @@ def validate_reference(wav: np.ndarray, length: int | None = None) -> np.ndarray
         if not 0 < length <= wav.size:
             raise ValueError(f"reference_wav_len {length} is not in 1..{wav.size}, the samples of reference_wav")
         wav = wav[:length]
-    seconds = wav.size / PROMPT_SAMPLE_RATE
+    seconds = wav.size / rate
     if not MIN_REFERENCE_SECONDS <= seconds <= MAX_REFERENCE_SECONDS:
         raise ValueError(
-            f"reference_wav of {wav.size} samples lasts {seconds:.7g} s at {PROMPT_SAMPLE_RATE} Hz: "
+            f"reference_wav of {wav.size} samples lasts {seconds:.7g} s at {rate} Hz: "
             f"expected {MIN_REFERENCE_SECONDS} to {MAX_REFERENCE_SECONDS} s"
         )
     bad = np.flatnonzero(~np.isfinite(wav))
@@ -96,7 +102,7 @@ def resample(wav: Tensor, from_rate: int, to_rate: int) -> Tensor:
     return samples[..., : math.ceil(target * wav.shape[-1] / source)]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 @torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
 def _sinc_kernel(source: int, target: int, device: torch.device) -> Tensor:
     """Return a windowed sinc, one row per output phase: (target, 1, source + 2 * margin)."""
@@ -190,6 +196,25 @@ def load_audio(source: str | Path | BinaryIO, rate: int, *, max_seconds: float |
     the rest, or if its header names a format, a number of channels or a rate that would make reading it expensive.
     soundfile.LibsndfileError (a RuntimeError) if the file cannot be opened or is not audio.
     """
+    samples, own = _decoded(source, max_seconds)
+    return resample(torch.from_numpy(samples), own, rate).numpy()
+
+
+def load_recording(source: str | Path | BinaryIO, *, max_seconds: float | None = None) -> Recording:
+    """Return a sound file as a recording at its own rate, unless that is none that recordings have; not validated.
+    Parameters and errors are those of `load_audio`."""
+    samples, own = _decoded(source, max_seconds)
+    rate = SAMPLE_RATE if own % REFERENCE_RATE_STEP else min(max(own, MIN_REFERENCE_RATE), MAX_REFERENCE_RATE)
+    return Recording(resample(torch.from_numpy(samples), own, rate).numpy(), rate=rate)
+
+
+def at_rate(recording: Recording, rate: int) -> np.ndarray:
+    """Return the samples of a recording at `rate`: float32 (N,)."""
+    return resample(torch.from_numpy(recording.wav), recording.rate, rate).numpy()
+
+
+def _decoded(source: str | Path | BinaryIO, max_seconds: float | None) -> tuple[np.ndarray, int]:
+    """Return the samples of a sound file, float32 (N,), and their rate."""
     import soundfile as sf  # here: the models' processes read no sound files unless recordings are registered
 
     with sf.SoundFile(source if isinstance(source, (str, Path)) else _Lenient(source)) as file:
@@ -201,7 +226,7 @@ def load_audio(source: str | Path | BinaryIO, rate: int, *, max_seconds: float |
             samples = np.concatenate([np.zeros(0, np.float32), *_mono_blocks(file, limit)])
         if max_seconds is not None and len(samples) == limit:
             raise ValueError(f"the recording is longer than {max_seconds:g} s")
-        return resample(torch.from_numpy(samples), file.samplerate, rate).numpy()
+        return samples, file.samplerate
 
 
 class _Lenient:
@@ -235,17 +260,19 @@ def _require_cheap(kind: str, channels: int, rate: int) -> None:
     if channels > _UNTRUSTED_CHANNELS:
         raise ValueError(f"the recording has {channels} channels, more than the limit of {_UNTRUSTED_CHANNELS}")
     lowest, highest = _UNTRUSTED_RATES
-    if rate % _UNTRUSTED_RATE_STEP or not lowest <= rate <= highest:
+    if rate % REFERENCE_RATE_STEP or not lowest <= rate <= highest:
         raise ValueError(
-            f"the recording's sample rate is {rate}: use a multiple of {_UNTRUSTED_RATE_STEP} from {lowest} to "
-            f"{highest}, such as {PROMPT_SAMPLE_RATE}"
+            f"the recording's sample rate is {rate}: use a multiple of {REFERENCE_RATE_STEP} from {lowest} to "
+            f"{highest}, such as {SAMPLE_RATE}"
         )
 
 
-def load_reference(path: Path) -> np.ndarray:
-    """Return a sound file as a reference recording: float32 (N,) at 16 kHz. ValueError as in `validate_reference`, and
-    as in `load_audio` for files from untrusted clients."""
-    return validate_reference(load_audio(path, PROMPT_SAMPLE_RATE, max_seconds=MAX_REFERENCE_SECONDS))
+def load_reference(source: Path | BinaryIO) -> Recording:
+    """Return a sound file as a reference recording. ValueError as in `validate_reference`, and as in `load_audio` for
+    files from untrusted clients."""
+    recording = load_recording(source, max_seconds=MAX_REFERENCE_SECONDS)
+    validate_reference(recording.wav, rate=recording.rate)
+    return recording
 
 
 def save_audio(path: str | Path, waveform: np.ndarray, rate: int) -> None:

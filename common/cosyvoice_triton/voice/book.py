@@ -9,6 +9,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, NoReturn, TypeVar
@@ -45,13 +46,22 @@ class VoiceBook:
 
     voices_dir: may be missing, also later. checkpoint_dir: where upstream has its spk2info.pt. decode: text of the
     LLM's token ids, which is how CosyVoice2 saves transcripts. default: name of the default voice.
+    full_band: see `read_voice`.
     """
 
-    def __init__(self, voices_dir: str | Path, checkpoint_dir: str | Path, decode: Decode, default: str = "") -> None:
+    def __init__(
+        self,
+        voices_dir: str | Path,
+        checkpoint_dir: str | Path,
+        decode: Decode,
+        default: str = "",
+        full_band: bool = False,
+    ) -> None:
         self._folder = Path(voices_dir) if voices_dir else None
         folders = [folder for folder in (self._folder, Path(checkpoint_dir)) if folder is not None]
         self._spk2infos = [folder / SPK2INFO for folder in folders]
         self._decode = decode
+        self._read_voice = partial(read_voice, full_band=full_band)
         self._default = default
         self._cache: OrderedDict[Path, tuple[tuple[int, ...], Any]] = OrderedDict()  # path -> its stamp, its content
         self._lock = Lock()
@@ -105,7 +115,7 @@ class VoiceBook:
 
     def _find(self, name: str) -> Voice | None:
         if self._folder is not None and is_voice_name(name):
-            voice = self._cached(self._folder / f"{name}.safetensors", read_voice)
+            voice = self._cached(self._folder / f"{name}.safetensors", self._read_voice)
             for ending in RECORDINGS:
                 voice = voice or self._cached(self._folder / f"{name}{ending}", read_recording)
             if voice is not None:

@@ -1,4 +1,4 @@
-"""The networks that make a Prompt from a 16 kHz recording.
+"""The networks that make a Prompt from a recording.
 
     AudioTokenizer     recordings -> speech tokens   (S3 tokenizer v2 or v3, package s3tokenizer)
     SpeakerEncoder     recordings -> x-vectors       (CAM++, onnxruntime or TensorRT)
@@ -128,12 +128,12 @@ class SpeakerEncoder:
         return [vectors[index] for index in range(len(waves))]
 
 
-def reference_mel(wav: np.ndarray, max_hz: float = audio.MelConfig.max_hz) -> np.ndarray:
-    """Return a 16 kHz recording (T,) float32 as log mel (frames, 80) float32 of its 24 kHz version.
+def reference_mel(recording: Recording, max_hz: float = audio.MelConfig.max_hz) -> np.ndarray:
+    """Return the log mel (frames, 80) float32 of a recording's 24 kHz version.
 
     max_hz: `Stack.mel_max_hz`.
     """
-    waveform = audio.resample(torch.from_numpy(wav), PROMPT_SAMPLE_RATE, SAMPLE_RATE)
+    waveform = torch.from_numpy(audio.at_rate(recording, SAMPLE_RATE))
     mel = audio.mel_spectrogram(waveform[None], audio.MelConfig(max_hz=max_hz))
     return mel[0].numpy().T  # (80, T) -> (T, 80)
 
@@ -161,17 +161,20 @@ class ReferenceEncoder:
         tokenizer = AudioTokenizer(self._model_dir, self._device)
         return tokenizer, SpeakerEncoder(self._model_dir, self._speaker_runtime, self._device)
 
-    def __call__(self, wav: np.ndarray) -> Prompt:
-        """Return the prompt of a checked 16 kHz wave (T,) float32, without a transcript."""
-        recording = Recording(wav)
+    def __call__(self, recording: Recording) -> Prompt:
+        """Return the prompt of a checked recording, with its transcript."""
         with self._lock:
             if (known := self._prompts.get(recording)) is not None:
                 return known
             tokenizer, speaker = self._networks
-            mel = reference_mel(wav, self._mel_max_hz)
-            prompt = Prompt.aligned(tokenizer([wav])[0], mel, speaker([wav])[0])
+            mel, wav = reference_mel(recording, self._mel_max_hz), audio.at_rate(recording, PROMPT_SAMPLE_RATE)
+            prompt = Prompt.aligned(tokenizer([wav])[0], mel, speaker([wav])[0], recording.text)
             self._prompts.put(recording, prompt)
             return prompt
+
+    def clear(self) -> None:
+        """Forget the prompts of earlier recordings."""
+        self._prompts = RecordingCache()
 
 
 def _only_file(model_dir: str | Path, pattern: str) -> Path:

@@ -10,9 +10,11 @@ NAME.pronunciation.txt, pronunciation.txt   the dictionaries of a voice of any o
 import contextlib
 import io
 import json
+import logging
 import os
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,15 @@ from cosyvoice_triton.constants import (
     MAX_REFERENCE_SECONDS,
     MAX_TRANSCRIPT_CHARS,
     MEL_BINS,
+    PROMPT_SAMPLE_RATE,
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
 from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.voice.audio import load_reference, validate_reference
 from cosyvoice_triton.voice.prompt import Prompt, Recording
+
+logger = logging.getLogger(__name__)
 
 MAX_NAME_BYTES = 128
 RECORDINGS = tuple(
@@ -49,6 +54,7 @@ TOKENS, MEL, EMBEDDING, TRANSCRIPT = (
     "reference_text",
 )
 WAV = "reference_wav"  # of an uploaded recording, in place of the first three
+RATE = "reference_sample_rate"  # of the recording, or of that from which the prompt was made; files before 0.2 lack it
 # Their keys in a speaker of spk2info.pt: first those of upstream's Triton runtime, then those that CosyVoice2 saves.
 _SPK2INFO_KEYS = {
     TOKENS: ("speech_token", "flow_prompt_speech_token"),
@@ -80,8 +86,12 @@ def normalized(name: str) -> str:
     return unicodedata.normalize("NFKC", name)
 
 
-def read_voice(path: Path) -> Prompt | Recording:
-    """Read a file written by `save_voice` or `save_recording`. ValueError naming the file if it is damaged."""
+def read_voice(path: Path, full_band: bool = False) -> Prompt | Recording:
+    """Return the voice in a file written by `save_voice` or `save_recording`. ValueError naming the file if it is
+    damaged.
+
+    full_band: the stack's mel has bands above those of a 16 kHz recording.
+    """
     tensors = _content(path, load)
     needed = (WAV, TRANSCRIPT) if WAV in tensors else (TOKENS, MEL, EMBEDDING, TRANSCRIPT)
     if missing := [name for name in needed if name not in tensors]:
@@ -90,21 +100,27 @@ def read_voice(path: Path) -> Prompt | Recording:
     def transcript() -> str:
         return tensors[TRANSCRIPT].numpy().tobytes().decode()
 
+    if full_band and RATE not in tensors:
+        logger.warning(
+            "%s was registered when recordings were kept at 16 kHz: register it again for its upper bands", path.name
+        )
     if WAV not in tensors:
         return _prompt(tensors, transcript, path.name)
     try:
-        wav = validate_reference(tensors[WAV].numpy())
-        return Recording(wav, clean_line(transcript(), name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS))
+        rate = int(tensors[RATE]) if RATE in tensors else PROMPT_SAMPLE_RATE
+        wav = validate_reference(tensors[WAV].numpy(), rate=rate)
+        return Recording(wav, clean_line(transcript(), name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS), rate)
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from error
 
 
-def save_voice(path: Path, prompt: Prompt) -> None:
-    """Write a voice, in place of an older one; readers see a complete file or none."""
+def save_voice(path: Path, prompt: Prompt, rate: int = PROMPT_SAMPLE_RATE) -> None:
+    """Write a voice, in place of an older one; readers see a complete file or none. rate: of its recording."""
     tensors = {
         TOKENS: prompt.tokens.astype(np.int32),
         MEL: np.ascontiguousarray(prompt.mel),
         EMBEDDING: np.ascontiguousarray(prompt.embedding),
+        RATE: np.array([rate], np.int32),
     }
     with _new_file(path, _with_text(tensors, prompt.text)) as work:
         work.replace(path)
@@ -115,7 +131,8 @@ def save_recording(path: Path, recording: Recording) -> None:
 
     FileExistsError if the file exists; of several processes that share the folder, one creates it.
     """
-    with _new_file(path, _with_text({WAV: recording.wav}, recording.text)) as work:
+    tensors = {WAV: recording.wav, RATE: np.array([recording.rate], np.int32)}
+    with _new_file(path, _with_text(tensors, recording.text)) as work:
         os.link(work, path)
 
 
@@ -149,13 +166,13 @@ def read_recording(path: Path) -> Recording:
     """Return a recording and the transcript next to it, validated like those of a request. ValueError naming the
     file."""
     try:
-        wav = load_reference(path)
+        recording = load_reference(path)
         transcript = path.with_suffix(".txt")
         text = transcript.read_text("utf-8-sig") if transcript.exists() else ""
         text = clean_line(text, name=transcript.name, max_chars=MAX_TRANSCRIPT_CHARS)
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from error
-    return Recording(wav, text)
+    return replace(recording, text=text)
 
 
 def read_spk2info(path: Path) -> dict[str, Any]:

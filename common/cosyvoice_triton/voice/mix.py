@@ -34,15 +34,15 @@ class Mix:
     tokens: ClassVar[np.ndarray] = np.zeros(0, np.int64)
     mel: ClassVar[np.ndarray] = np.zeros((0, MEL_BINS), np.float32)
 
-    async def embedding(self, encode: Callable[[np.ndarray], Awaitable[np.ndarray]]) -> np.ndarray:
+    async def embedding(self, encode: Callable[[Recording], Awaitable[np.ndarray]]) -> np.ndarray:
         """Return the weighted mean (192,) of the voices' x-vectors, each scaled to unit length, as flows scale every
         x-vector.
 
-        encode: x-vector (192,) of a recording (T,) at 16 kHz.
+        encode: x-vector (192,) of a recording.
         """
 
         async def of(voice: Recording | Prompt) -> np.ndarray:
-            return voice.embedding if isinstance(voice, Prompt) else await encode(voice.wav)
+            return voice.embedding if isinstance(voice, Prompt) else await encode(voice)
 
         vectors = np.stack(await asyncio.gather(*(of(voice) for voice, _ in self.parts))).astype(np.float64)
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)  # (voices, 1)

@@ -13,19 +13,21 @@ from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
 from cosyvoice_triton.monitoring.health import ModelMonitor
 from cosyvoice_triton.voice.audio import validate_reference
 from cosyvoice_triton.voice.encoders import AudioTokenizer, SpeakerEncoder
+from cosyvoice_triton.voice.prompt import Recording
 
 Encoder = Callable[[Sequence[np.ndarray]], list[np.ndarray]]  # waves (N_i,) float32 -> the output of each, (n_i,)
 
 
-def reference(request: Any) -> np.ndarray:
-    """Return the validated recording in `reference_wav`: float32 (N,), without the padding after `reference_wav_len`.
+def reference(request: Any) -> Recording:
+    """Return the validated recording in `reference_wav`, without the padding after `reference_wav_len`.
 
     ValueError if it is missing or invalid.
     """
     wav = triton_io.require(request, "reference_wav")
-    return validate_reference(
-        wav, triton_io.scalar(triton_io.read_all(request, ["reference_wav_len"]), "reference_wav_len")
-    )
+    sent = triton_io.read_all(request, ["reference_wav_len", "reference_sample_rate"])
+    rate = triton_io.scalar(sent, "reference_sample_rate")
+    rate = PROMPT_SAMPLE_RATE if rate is None else rate
+    return Recording(validate_reference(wav, triton_io.scalar(sent, "reference_wav_len"), rate), rate=rate)
 
 
 class RecordingModel:
@@ -44,7 +46,9 @@ class RecordingModel:
         self._monitor = ModelMonitor(args, test=lambda: self._compute([second]))
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        return triton_io.respond_batch(requests, reference, self._compute, model=self._name)
+        return triton_io.respond_batch(
+            requests, lambda request: reference(request).wav, self._compute, model=self._name
+        )
 
     def finalize(self) -> None:
         self._monitor.close()

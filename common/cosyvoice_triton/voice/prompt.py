@@ -11,20 +11,32 @@ from typing import Protocol
 
 import numpy as np
 
-from cosyvoice_triton.constants import MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_MEL_RATIO
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A recording of a voice: `wav` (T,) float32 at 16 kHz, and its transcript `text` (empty: unknown)."""
+    """A recording of a voice: `wav` (T,) float32 at `rate` Hz, and its transcript `text` (empty: unknown).
+
+    It keeps the rate at which it came in, because CosyVoice3's mel has bands up to 12 kHz. Each network that reads it
+    resamples it for itself.
+    """
 
     wav: np.ndarray = field(repr=False)
     text: str = ""
+    rate: int = PROMPT_SAMPLE_RATE
+
+    @property
+    def seconds(self) -> float:
+        """Return its duration."""
+        return len(self.wav) / self.rate
 
     @cached_property
     def digest(self) -> bytes:
-        """Of the samples: 0.2 ms for 5 s, less than passing it to another thread."""
-        return hashlib.sha256(np.ascontiguousarray(self.wav).data).digest()
+        """Of the samples and their rate: 0.2 ms for 5 s, less than passing it to another thread."""
+        digest = hashlib.sha256(np.ascontiguousarray(self.wav).data)
+        digest.update(self.rate.to_bytes(4, "little"))
+        return digest.digest()
 
 
 @dataclass(frozen=True)
@@ -74,17 +86,17 @@ class Prompt:
 
 
 class PromptEncoder(Protocol):
-    """The parts of a `Prompt`, from a recording (T,) float32 at 16 kHz. All three are requested concurrently."""
+    """The parts of a recording's `Prompt`. All three are requested concurrently."""
 
-    async def tokens(self, wav: np.ndarray) -> np.ndarray:
+    async def tokens(self, recording: Recording) -> np.ndarray:
         """Return speech ids (P,) 0..6560."""
         ...
 
-    async def mel(self, wav: np.ndarray) -> np.ndarray:
+    async def mel(self, recording: Recording) -> np.ndarray:
         """Return the mel (frames, 80) float32."""
         ...
 
-    async def embedding(self, wav: np.ndarray) -> np.ndarray:
+    async def embedding(self, recording: Recording) -> np.ndarray:
         """Return the x-vector (192,)."""
         ...
 

@@ -8,8 +8,9 @@ import itertools
 import av
 import numpy as np
 
-from cosyvoice_triton.constants import MAX_REFERENCE_SECONDS, PROMPT_SAMPLE_RATE
-from cosyvoice_triton.voice.audio import load_audio, validate_reference
+from cosyvoice_triton.constants import MAX_REFERENCE_SECONDS, SAMPLE_RATE
+from cosyvoice_triton.voice.audio import load_reference, validate_reference
+from cosyvoice_triton.voice.prompt import Recording
 
 MAX_CHANNELS = 8
 _MAGIC = {b"\x1aE\xdf\xa3": "matroska", b"FORM": "aiff", b"caff": "caf", b"#!AM": "amr"}  # matroska: WebM, too
@@ -20,20 +21,18 @@ _CODECS = (
 )
 
 
-def decode(data: bytes, max_bytes: int) -> np.ndarray:
-    """Decode an audio file to float32 (T,) at 16 kHz, channels averaged. ValueError with the reason if it is
-    invalid."""
+def decode(data: bytes, max_bytes: int) -> Recording:
+    """Return an audio file as a recording, channels averaged. ValueError with the reason if it is invalid."""
     if len(data) > max_bytes:
         raise ValueError(f"the recording has {len(data)} bytes, more than the limit of {max_bytes}")
     if (container := _container(data)) is not None:
-        return validate_reference(_load_with_ffmpeg(data, container))
+        return Recording(validate_reference(_load_with_ffmpeg(data, container), rate=SAMPLE_RATE), rate=SAMPLE_RATE)
     try:
-        wav = load_audio(io.BytesIO(data), PROMPT_SAMPLE_RATE, max_seconds=MAX_REFERENCE_SECONDS)
+        return load_reference(io.BytesIO(data))
     except RuntimeError:  # libsndfile's errors
         raise ValueError(
             "the recording is not a readable audio file: send WAV, FLAC, OGG, MP3, M4A, AAC, WebM, AIFF or CAF"
         ) from None
-    return validate_reference(wav)
 
 
 def _container(data: bytes) -> str | None:
@@ -49,14 +48,14 @@ def _container(data: bytes) -> str | None:
 
 
 def _load_with_ffmpeg(data: bytes, container: str) -> np.ndarray:
-    """Return the first sound of a file as float32 (T,) at 16 kHz. ValueError.
+    """Return the first sound of a file as float32 (T,) at SAMPLE_RATE, more than which no network reads. ValueError.
 
     FFmpeg opens nothing but these bytes: the demuxer is named, no protocol is allowed, and only common codecs are.
     """
     options = {"protocol_whitelist": "none", "codec_whitelist": ",".join(_CODECS)}
-    resampler = av.AudioResampler(format="flt", layout="mono", rate=PROMPT_SAMPLE_RATE)
+    resampler = av.AudioResampler(format="flt", layout="mono", rate=SAMPLE_RATE)
     parts: list[np.ndarray] = []
-    left = int(MAX_REFERENCE_SECONDS * PROMPT_SAMPLE_RATE)
+    left = int(MAX_REFERENCE_SECONDS * SAMPLE_RATE)
     try:
         with av.open(io.BytesIO(data), "r", format=container, options=options, metadata_errors="ignore") as file:
             if not file.streams.audio:
@@ -78,7 +77,7 @@ def _load_with_ffmpeg(data: bytes, container: str) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.float32), *parts])
 
 
-def decode_base64(text: str, max_bytes: int) -> np.ndarray:
+def decode_base64(text: str, max_bytes: int) -> Recording:
     """Decode a file in base64, plain or as a data URL. ValueError, also for other URLs: none is fetched."""
     if text.startswith("data:"):
         text = text.partition(",")[2]
@@ -96,8 +95,8 @@ def decode_base64(text: str, max_bytes: int) -> np.ndarray:
     return decode(data, max_bytes)
 
 
-def from_pcm16(data: bytes, max_bytes: int) -> np.ndarray:
-    """Return 16-bit samples at 16 kHz, which the plain runtime's gRPC clients send, as float32 (T,). ValueError."""
+def from_pcm16(data: bytes, max_bytes: int) -> Recording:
+    """Return 16-bit samples at 16 kHz, which the plain runtime's gRPC clients send. ValueError."""
     if len(data) > max_bytes or len(data) % 2:
         raise ValueError(f"prompt_audio has {len(data)} bytes: expected whole 16-bit samples, up to {max_bytes} bytes")
-    return validate_reference(np.frombuffer(data, "<i2").astype(np.float32) / (1 << 15))
+    return Recording(validate_reference(np.frombuffer(data, "<i2").astype(np.float32) / (1 << 15)))

@@ -2,10 +2,10 @@
 
 import { wavOf } from "/static/wav.js";
 
-const RATE = 16000; // of a reference recording
+const RATE = 24000; // of a reference recording: no network reads more
 const MAX_SECONDS = 30;
 
-/** Any audio that the browser can decode -> a 16-bit WAV at 16 kHz, and its length in seconds. */
+/** Any audio that the browser can decode -> a 16-bit WAV at RATE Hz, and its length in seconds. */
 export async function asWav(blob) {
   const probe = new OfflineAudioContext(1, 1, RATE); // decodes to its own sample rate
   const sound = await probe.decodeAudioData(await blob.arrayBuffer());

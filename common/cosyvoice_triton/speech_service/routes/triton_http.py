@@ -15,6 +15,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from cosyvoice_triton.client.requests import WAVEFORM, Utterance
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.speech_service.dispatcher import SpeechJob
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.routes.speech import read_body
@@ -23,9 +24,14 @@ from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.voice.audio import validate_reference
 
 HEADER_LENGTH = "inference-header-content-length"  # bytes of JSON, which binary tensors follow
-MAX_NUMBERS = 1 << 20  # in JSON, twice those of the longest recording
+MAX_NUMBERS = 3 << 19  # in JSON, somewhat more than those of the longest recording
 _TEXTS = ("target_text", "reference_text", "speaker", "instruct_text")
-_DATATYPES = {"reference_wav": "FP32", "reference_wav_len": "INT32", **dict.fromkeys(_TEXTS, "BYTES")}
+_DATATYPES = {
+    "reference_wav": "FP32",
+    "reference_wav_len": "INT32",
+    "reference_sample_rate": "INT32",
+    **dict.fromkeys(_TEXTS, "BYTES"),
+}
 
 router = APIRouter()
 
@@ -90,7 +96,8 @@ def _utterance(content: dict[str, Any], settings: Settings) -> Utterance:
     }
     try:
         if (wav := values.pop("reference_wav", None)) is not None:
-            values["reference"] = validate_reference(wav, None if length is None else int(length))
+            rate = values["reference_sample_rate"] = int(values.get("reference_sample_rate", PROMPT_SAMPLE_RATE))
+            values["reference"] = validate_reference(wav, None if length is None else int(length), rate)
         return Utterance(parameters={**parameters, "played": False}, **values)
     except ValueError as error:
         raise invalid(error) from None
