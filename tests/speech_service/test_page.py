@@ -117,6 +117,31 @@ def test_a_typed_text_is_spoken_played_and_can_be_downloaded(page: Any, tmp_path
     assert moved == pytest.approx([seconds, 0.5], rel=0.01)
 
 
+def test_what_will_be_spoken_is_shown_in_the_chosen_language_and_pronunciation(page: Any) -> None:
+    offered = page.locator("#language option:enabled").evaluate_all("options => options.map((each) => each.value)")
+    assert offered == ["", "zh", "en", "ja", "ko"]
+    page.get_by_label("Text", exact=True).fill("nginx 25. [pause 1s]")
+    page.get_by_text("What will be spoken").click()
+    segments = page.locator("#segments li")
+    segments.filter(has_text="nginx twenty five.").wait_for()
+    assert re.fullmatch(r"nginx twenty five\. — \d\.\d s", segments.first.inner_text())
+    assert segments.last.inner_text() == "(pause) — 1.0 s"
+    page.get_by_label("Language").select_option("zh")
+    segments.filter(has_text="二十五").wait_for()
+    page.get_by_label("Language").select_option("en")
+    page.get_by_text("Pronunciation", exact=True).click()
+    words = page.get_by_label("Words")
+    words.fill("nginx = engine x")
+    words.blur()
+    segments.filter(has_text="engine x twenty five.").wait_for()
+    words.fill("nginx")
+    words.blur()
+    page.get_by_text("line 1: 'nginx' is not").wait_for()
+    assert segments.count() == 0
+    page.get_by_role("button", name="Speak", exact=True).click()
+    page.locator("#state.wrong").filter(has_text="line 1: 'nginx' is not").wait_for()
+
+
 @pytest.mark.parametrize("by", ["button", "keyboard"])
 def test_stop_ends_playback_and_the_work(page: Any, speech_stack: SpeechStack, by: str) -> None:
     before = cancelled(speech_stack)

@@ -17,9 +17,10 @@ from cosyvoice_triton.speech_service.bodies import SpeechRequest
 from cosyvoice_triton.speech_service.errors import from_triton
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
-from cosyvoice_triton.voice.files import read_voice
+from cosyvoice_triton.voice.files import read_voice, save_voice
 from cosyvoice_triton.voice.prompt import Recording
 
+from tests.support.fakes import fake_prompt
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, serving
 from tests.support.triton_stub import texts_of
 
@@ -319,6 +320,8 @@ def test_open_webui_gets_its_lists_of_voices_and_models_and_speech(served: Stubb
         *("cosyvoice2_dit", "tts-1", "tts-1-hd", "gpt-4o-mini-tts")
     ]
     assert httpx.get(f"{served.url}/v1/audio/models").json()["max_input_chars"] == 4096
+    languages = [model["languages"] for model in httpx.get(f"{served.url}/v1/audio/models").json()["models"]]
+    assert languages == [["zh", "en", "ja", "ko"]] * 4
     files = {"audio_sample": ("a.wav", recording())}
     for name in ("anna", "bert"):
         httpx.post(f"{served.url}/v1/audio/voices", data={"name": name}, files=files)
@@ -392,6 +395,38 @@ def test_words_of_the_request_then_of_the_voice_then_of_all_are_sent_with_a_reco
         (served.voices / "pronunciation.txt").unlink()
     assert httpx.delete(f"{served.url}/v1/audio/voices/speller").status_code == 200
     assert list(served.voices.iterdir()) == []
+
+
+def test_what_will_be_spoken_is_answered_without_a_model(served: StubbedService) -> None:
+    before = served.stub.served
+    body = {"input": "nginx costs $5. [pause 1s] 25", "pronunciation": {"nginx": "engine x"}}
+    answer = served.post(body, f"{SPEECH}/text").json()
+    assert answer["segments"] == ["engine x costs five dollars.", "", "twenty five."] and answer["language"] == "en"
+    assert answer["seconds"][1] == 1 and len(answer["seconds"]) == 3 and "warnings" not in answer
+    parts = {"input": "[pause 1s] One. [voice:anna] 2", "normalization_options": {"normalize": False}}
+    files = {"audio_sample": ("a.wav", recording())}
+    words = {"name": "anna", "ref_text": "你好。", "pronunciation": "2 = zwei"}
+    assert httpx.post(f"{served.url}/v1/audio/voices", data=words, files=files).status_code == 201
+    try:
+        assert served.post(parts, f"{SPEECH}/text").json()["segments"] == ["", "One.", "zwei."]
+        chinese = served.post({"input": "25", "voice": "anna"}, f"{SPEECH}/text").json()
+        assert chinese["segments"] == ["二十五。"]
+        # A voice of the folder that is requested by its name.
+        (served.voices / "anna.safetensors").unlink()
+        save_voice(served.voices / "anna.safetensors", fake_prompt(1, "你好。"))
+        assert served.post({"input": "25 2", "voice": "anna"}, f"{SPEECH}/text").json()["segments"] == ["二十五zwei。"]
+    finally:
+        httpx.delete(f"{served.url}/v1/audio/voices/anna")
+    for broken, param in (
+        ({"input": "?!"}, "input"),
+        ({"input": "Hallo.", "language": "de"}, "language"),
+        ({"input": "Hi.", "pronunciation": "nginx"}, "pronunciation"),
+        ({"input": "Hi.", "model": "nobody"}, "model"),
+    ):
+        error = served.post(broken, f"{SPEECH}/text").json()["error"]
+        assert error["param"] == param
+        assert param != "language" or error["message"] == "language 'de' is not one of auto, zh, en, ja, ko"
+    assert served.stub.served == before
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,24 @@ def test_a_sentence_with_nothing_to_speak_is_a_warning_and_the_next_one_is_spoke
     assert ends == [(False, False), (True, False)]
 
 
+def test_language_and_pronunciations_of_a_session_are_sent_with_each_sentence(url: str, stub: TritonStub) -> None:
+    with connect(url) as socket:
+        for field, value, message in (
+            ("language", "tlh", "language: language 'tlh' is not one of auto, zh, en, ja, ko, de, fr, es, it, ru"),
+            ("pronunciation", {"nginx": 3}, "pronunciation: pronunciation of 'nginx' must be text, not 3"),
+        ):
+            send(socket, "session.config", **{field: value})
+            (error,) = receive(socket, "error")
+            assert error["error"]["message"] == message and error["error"]["param"] == field
+        send(socket, "session.config", language="German", pronunciation={"nginx": "engine x"})
+        send(socket, "input.text", text="Eins nginx. Zwei nginx.")
+        send(socket, "input.done")
+        receive(socket, "session.done")
+    for request in list(stub.requests)[-2:]:
+        assert request.parameters["language"].string_param == "de"
+        assert json.loads(request.parameters["pronunciation"].string_param) == {"nginx": "engine x"}
+
+
 def test_sentences_are_spoken_once_they_are_complete(url: str, stub: TritonStub) -> None:
     with connect(url) as socket:
         send(socket, "session.config", voice="zoe", sample_rate=SAMPLE_RATE)

@@ -14,7 +14,7 @@ from cosyvoice_triton.constants import MAX_SPEED, MIN_SPEED, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.interface import Sampling, preset_values
 from cosyvoice_triton.text import clean_line, clean_text, split_instruction, strip_control_tokens
 from cosyvoice_triton.text.language import named
-from cosyvoice_triton.text.normalization import Spelled
+from cosyvoice_triton.text.normalization import SPELLING, Spelled
 from cosyvoice_triton.text.pronunciation import MAX_WORDS, pronunciations
 from cosyvoice_triton.voice import audio
 from cosyvoice_triton.voice.prompt import Recording
@@ -33,14 +33,8 @@ _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
     "ras_tau": float,
 }
 
-# Request parameters that are flags, and what each leaves as it is written if it is false.
-_SPELLING: dict[str, Spelled] = {
-    "url_normalization": "urls",
-    "email_normalization": "emails",
-    "phone_normalization": "phones",
-}
 _FLAGS = {"cross_lingual", "text_frontend", "timeline", "segments", "played"}
-_PARAMETERS = {*_SAMPLING_KINDS, *_SPELLING, *_FLAGS, "language", "pronunciation", "sampling", "speed"}
+_PARAMETERS = {*_SAMPLING_KINDS, *SPELLING, *_FLAGS, "language", "pronunciation", "sampling", "speed"}
 _TRITONS_OWN = "triton_"  # start of parameters that Triton and its clients add
 
 
@@ -112,7 +106,7 @@ class RequestInputs:
             cross_lingual=cross_lingual,
             normalize=_flag("text_frontend", self.parameters.get("text_frontend", True)),
             as_is=frozenset(
-                kind for name, kind in _SPELLING.items() if not _flag(name, self.parameters.get(name, True))
+                kind for name, kind in SPELLING.items() if not _flag(name, self.parameters.get(name, True))
             ),
             language=named(str(self.parameters.get("language", ""))) or "",
             # The speech service sends those of a voice and of its folder with the request's own.

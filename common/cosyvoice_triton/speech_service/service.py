@@ -2,12 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
 
 from starlette.requests import HTTPConnection
 
-from cosyvoice_triton.client.requests import SEGMENTS
+from cosyvoice_triton import stacks
+from cosyvoice_triton.client.requests import SEGMENTS, Utterance
+from cosyvoice_triton.config import OrchestratorConfig
+from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.speech_service.audio.encoding import FORMATS, AudioEncoder, framed
 from cosyvoice_triton.speech_service.audio.recordings import decode
@@ -15,10 +19,17 @@ from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, utterances
 from cosyvoice_triton.speech_service.dispatcher import Dispatcher, SpeechJob
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
+from cosyvoice_triton.speech_service.fields import named
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
+from cosyvoice_triton.text import TextFrontend, clean_text
+from cosyvoice_triton.text.normalization import SPELLING
+from cosyvoice_triton.text.preview import preview
+from cosyvoice_triton.text.pronunciation import MAX_WORDS, combined, pronunciations
 from cosyvoice_triton.voice.prompt import Recording
+
+_frontend = cache(TextFrontend)
 
 Decoder = Callable[[bytes, int], Recording]
 
@@ -32,6 +43,7 @@ class Service:
     metrics: Metrics
     dispatcher: Dispatcher
     sessions: int = 0  # open WebSockets
+    previewing: asyncio.Lock = field(default_factory=asyncio.Lock)  # one at a time: live streams need the CPU
 
     @classmethod
     def of(cls, connection: HTTPConnection) -> "Service":
@@ -57,6 +69,37 @@ class Service:
                 each.parameters[SEGMENTS] = True
             job.timestamps = Timestamps(detail, wanted.speed)
         return job
+
+    async def preview(self, wanted: SpeechRequest, upload: bytes | None = None) -> dict[str, Any]:
+        """Return what will be spoken, as `text.preview` does, of all parts of the text. ApiError."""
+        job = await self.job(wanted, upload)
+        with self.dispatcher.pool.lease(job.model) as (_, model):
+            stack = stacks.of_model(model).name
+        async with self.previewing:
+            try:
+                parts = [await asyncio.to_thread(self._preview, stack, each) for each in job.utterances]
+            except ValueError as error:
+                raise invalid(*named(str(error))) from None
+        whole: dict[str, Any] = {"language": parts[0]["language"]}
+        for name in ("segments", "seconds", "warnings"):
+            if found := [each for part in parts for each in part.get(name, ())]:
+                whole[name] = list(dict.fromkeys(found)) if name == "warnings" else found
+        return whole
+
+    def _preview(self, stack: str, utterance: Utterance) -> dict[str, Any]:
+        asked, name = utterance.parameters, utterance.speaker or ""
+        return preview(
+            _frontend(stack),
+            clean_text(utterance.target_text, name="target_text", max_chars=self.settings.max_input_chars),
+            str(asked.get("language", "")),
+            normalize=bool(asked.get("text_frontend", True)),
+            request_seconds=int(asked.get("max_tokens", OrchestratorConfig.max_tokens)) / TOKEN_RATE,
+            as_is=[kind for flag, kind in SPELLING.items() if not asked.get(flag, True)],
+            voice_text=utterance.reference_text or self.voices.transcript(name),
+            pronunciation=combined(
+                pronunciations(asked.get("pronunciation", ""), max_words=3 * MAX_WORDS), self.voices.pronunciation(name)
+            ),
+        )
 
     def encoder(self, wanted: SpeechRequest) -> AudioEncoder:
         """Return an encoder for the requested format, rate and speed; ApiError."""

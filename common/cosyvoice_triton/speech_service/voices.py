@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS
+from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.speech_service.audio.recordings import decode
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.text import clean_line
@@ -62,6 +63,13 @@ class VoiceFolder:
         """Return the voice. ValueError if the folder lacks it, or one of a mix; UnavailableError if its file is
         damaged."""
         return self._book.get(name)
+
+    def transcript(self, name: str) -> str:
+        """Return the transcript of a voice; "" if it is unknown."""
+        try:
+            return self._book.get(name).text if name else ""
+        except (UnavailableError, ValueError):
+            return ""
 
     def pronunciation(self, name: str) -> dict[str, str]:
         """Return the words of a voice and of all voices; UnavailableError if a file of them is damaged."""

@@ -19,6 +19,12 @@ from cosyvoice_triton.text.language import Language
 logger = logging.getLogger(__name__)
 
 Spelled = Literal["urls", "emails", "phones"]  # what a request can have left as it is
+# Request parameters that are flags, and what each leaves as it is written if it is false.
+SPELLING: dict[str, Spelled] = {
+    "url_normalization": "urls",
+    "email_normalization": "emails",
+    "phone_normalization": "phones",
+}
 
 # Left unchanged: the LLM's tags of sounds ("[laughter]", "<strong>") and phonemes ("[AH0]", "[ǐ]"), and characters that
 # the package would escape (quotation marks, backslashes).

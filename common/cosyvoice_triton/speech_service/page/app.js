@@ -40,6 +40,14 @@ async function showVoices(chosen = $("voice").value) {
   $("voice").value = options.some((option) => option.value === chosen) ? chosen : options[0].value;
 }
 
+/** Offers the languages of the model that speaks. */
+function showLanguages(spoken) {
+  [...$("language").options].forEach((option) => {
+    option.disabled = option.hidden = option.value !== "" && !spoken.includes(option.value);
+  });
+  if ($("language").selectedOptions[0]?.disabled) $("language").value = "";
+}
+
 /** Shows what is served; if nothing is, tries again until something is. */
 async function showService() {
   clearTimeout(retry);
@@ -48,6 +56,7 @@ async function showService() {
     const { models, max_input_chars: most } = await (await call("/v1/audio/models")).json();
     const served = models.filter((model) => !model.alias_of).map((model) => model.id);
     away = !served.length;
+    if (!away) showLanguages((models.find((model) => model.alias_of) ?? models[0]).languages);
     limit = most;
     count();
     await showVoices();
@@ -69,7 +78,7 @@ function say(text, wrong = false) {
 function bodyOf(text) {
   const fields = new FormData();
   const put = { input: text, response_format: "pcm" };
-  ["speed", "instructions", "language"].forEach((name) => { put[name] = $(name).value; });
+  ["speed", "instructions", "language", "pronunciation"].forEach((name) => { put[name] = $(name).value; });
   Object.entries(put).forEach(([name, value]) => fields.append(name, value));
   if ($("voice").value !== OWN) {
     fields.append("voice", $("voice").value);
@@ -81,6 +90,25 @@ function bodyOf(text) {
     throw new Error("Record a voice or choose a file first.");
   }
   return fields;
+}
+
+async function preview() {
+  if (!$("preview").open) return;
+  let shown = "";
+  try {
+    const body = bodyOf($("text").value);
+    const { segments, seconds, warnings } = await (await call("/v1/audio/speech/text", { method: "POST", body })).json();
+    $("segments").replaceChildren(...segments.map((segment, index) => {
+      const line = document.createElement("li");
+      line.textContent = `${segment || "(pause)"} — ${seconds[index].toFixed(1)} s`;
+      return line;
+    }));
+    shown = (warnings ?? []).join(" ");
+  } catch (error) {
+    $("segments").replaceChildren();
+    shown = error.message;
+  }
+  $("preview-state").textContent = shown;
 }
 
 async function speak() {
@@ -233,6 +261,8 @@ $("speech").addEventListener("submit", (event) => {
   event.preventDefault();
   speak();
 });
+["text", "voice", "language", "pronunciation"].forEach((id) => $(id).addEventListener("change", preview));
+$("preview").addEventListener("toggle", preview);
 $("stop").addEventListener("click", stop);
 $("file").addEventListener("change", () => { if ($("file").files.length) keep($("file").files[0]); });
 $("record").addEventListener("click", record);

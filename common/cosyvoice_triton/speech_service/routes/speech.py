@@ -1,4 +1,4 @@
-"""POST /v1/audio/speech and its batch; GET /v1/models."""
+"""POST /v1/audio/speech, its batch and its preview; GET /v1/models."""
 
 import asyncio
 import contextlib
@@ -12,6 +12,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import JSONResponse, Response
 
+from cosyvoice_triton import stacks
 from cosyvoice_triton.speech_service.bodies import (
     OPENAI_MODELS,
     BatchRequest,
@@ -25,6 +26,7 @@ from cosyvoice_triton.speech_service.routes.responses import AudioResponse, even
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.tasks import TaskScope
+from cosyvoice_triton.text.language import languages_of
 
 BATCH_STREAMS = 4  # concurrent streams of one batch, so that it leaves capacity for interactive clients
 RETRY_SECONDS = 1.0  # a refusal costs little, and the place may be free long before the Retry-After
@@ -66,6 +68,13 @@ async def speech(request: Request) -> Response:
     kind = encoder.format.media_type
     complete = None if wanted.stream else encoder.complete
     return AudioResponse(audio, kind, service.settings.stall, encoder.rate, job.warnings, complete)
+
+
+@router.post("/v1/audio/speech/text", openapi_extra=_body(SpeechRequest))
+async def text(request: Request) -> dict[str, Any]:
+    """What will be spoken of a text: its segments in words, with expected seconds."""
+    fields, upload = await read_fields(request, "ref_audio")
+    return await Service.of(request).preview(parse(SpeechRequest, fields), upload)
 
 
 @router.post("/v1/audio/speech/batch", openapi_extra=_body(BatchRequest))
@@ -138,9 +147,13 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 
 @router.get("/v1/audio/models")
 async def audio_models(request: Request) -> dict[str, Any]:
-    """The same list in the form that Open WebUI reads, and the longest text that is accepted."""
+    """The same list in the form that Open WebUI reads, with the languages of each, and the longest text that is
+    accepted."""
     service = Service.of(request)
-    models = [{**model, "name": name} for name, model in _models(service).items()]
+    models = [
+        {**model, "name": name, "languages": languages_of(stacks.of_model(model.get("alias_of", name)).name)}
+        for name, model in _models(service).items()
+    ]
     return {"models": models, "max_input_chars": service.settings.max_input_chars}
 
 
