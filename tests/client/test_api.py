@@ -1,5 +1,6 @@
 """The Python API and `say`, over the real server."""
 
+import json
 import socket
 import threading
 import wave
@@ -69,6 +70,21 @@ def test_threads_that_are_more_than_the_places_wait_for_their_turn(monkeypatch: 
         stub.places = 0
         with pytest.raises(ClientError, match="overloaded, retry after 3 s"):
             client.speak("Hello.", timeout=0.2)
+
+
+def test_language_and_pronunciations_are_sent_by_the_client_and_by_say(tmp_path: Path) -> None:
+    stub, words = TritonStub(), tmp_path / "words.txt"
+    words.write_text("nginx = engine x")
+    with stub_triton(stub) as address, Client(address) as client:
+        client.speak("Hallo nginx.", language="de", pronunciation={"nginx": "engine x"})
+        options = ["--server", address, "--language", "de", "--output", str(tmp_path / "out.wav")]
+        assert say.main(["Hallo nginx.", *options, "--pronunciation", str(words)]) == 0
+        for request in list(stub.requests)[-2:]:
+            assert request.parameters["language"].string_param == "de"
+            assert json.loads(request.parameters["pronunciation"].string_param) == {"nginx": "engine x"}
+        with pytest.raises(ValueError, match="pronunciation of 'nginx' must be text, not 3"):
+            client.speak("Hallo nginx.", pronunciation={"nginx": 3})  # type: ignore[dict-item]
+        assert stub.served == 2
 
 
 @pytest.mark.server

@@ -22,7 +22,7 @@ from cosyvoice_triton.llm.speech_tokens import COSYVOICE2, LLMTokenizer
 from cosyvoice_triton.orchestrator.orchestrator import Orchestrator
 from cosyvoice_triton.text import frontend
 from cosyvoice_triton.text.kana import MISSING
-from cosyvoice_triton.voice.files import save_voice
+from cosyvoice_triton.voice.files import save_pronunciation, save_voice
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -290,6 +290,20 @@ def test_an_llm_that_does_not_follow_instructions_never_gets_one(bench: Bench, t
     assert not follows_instructions(ROOT / "common/cosyvoice_triton/demo_checkpoint/trained/cosyvoice2_llm")
 
 
+def test_words_of_the_request_the_voice_and_the_folder_are_pronounced(bench: Bench, tmp_path: Path) -> None:
+    save_voice(tmp_path / "anna.safetensors", fake_prompt(2, "word7"))
+    save_pronunciation(tmp_path, "anna", {"a": "voice", "b": "voice"})
+    (tmp_path / "pronunciation.txt").write_text("a = all\nb = all\nc = all")
+    words = {"segments": True, "pronunciation": '{"a": "request"}'}
+    by_name = client_request(
+        parameters=words, target_text="A b c.", reference_wav=None, reference_text="", speaker="anna"
+    )
+    by_recording = client_request(parameters=words, target_text="A b c.")
+    bench.answer(by_name, by_recording, voices_dir=str(tmp_path))
+    spoken = [json.loads(responses(request)[-1]["segments"].item())[0][0] for request in (by_name, by_recording)]
+    assert spoken == ["request voice all.", "request all all."]
+
+
 def test_kanji_that_cosyvoice3_cannot_read_are_warned_of_at_start_and_in_the_answer(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -311,12 +325,15 @@ def test_kanji_that_cosyvoice3_cannot_read_are_warned_of_at_start_and_in_the_ans
         ({"default_speaker": "bert"}, "unknown speaker 'bert'; known speakers: anna"),
         ({"default_speaker": "damaged"}, "speaker 'damaged' cannot be used"),
         ({"max_hop_tokens": "60"}, "largest hop of 60"),
+        ({"max_tokens": "700"}, "pronunciation.txt, line 1: 'nginx' is not"),
     ],
 )
 def test_settings_that_cannot_be_used_stop_the_model_from_loading(
     settings: dict[str, str], message: str, bench: Bench, tmp_path: Path
 ) -> None:
     save_voice(tmp_path / "anna.safetensors", fake_prompt(2))
+    if "max_tokens" in settings:
+        (tmp_path / "pronunciation.txt").write_text("nginx")
     if settings.get("default_speaker") == "damaged":
         (tmp_path / "damaged.wav").write_bytes(b"no audio")
     with pytest.raises((ValueError, UnavailableError), match=message):

@@ -19,6 +19,7 @@ WORDS = {"ß": "s", "nginx": "engine x", "US": "the States", "重庆": "崇庆",
         ("nginxes", "nginxes"),
         ("New Yorkers in New York New York", "New Yorkers in Nu York Nu York"),
         ("ßa NGINX", "ßa engine x"),
+        ("İ NGINX İ", "İ engine x İ"),
     ],
 )
 def test_whole_words_are_replaced_and_capitals_of_the_dictionary_are_kept(text: str, spoken: str) -> None:
@@ -46,7 +47,8 @@ def test_a_reading_is_not_read_again_and_reaches_the_segments() -> None:
         ("a =", "line 1: 'a =' is not"),
         ({"a": 1}, "of 'a' must be text"),
         ({"a": " "}, "of 'a' must be text"),
-        ({"a": "b" * 201}, "longer than 200"),
+        ({"a": "b" * 201}, "1 characters for the word and 201 for the reading, more than 64 or 200"),
+        ({"a" * 65: "b"}, "65 characters for the word"),
         ({str(index): "b" for index in range(MAX_WORDS + 1)}, "more than the limit of 1000"),
     ],
 )
@@ -67,7 +69,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     for content, message in (
         (b"a = b\nc", r"mine\.txt, line 2: 'c' is not"),
         (b"\xff", r"mine\.txt is not UTF-8"),
-        (b"#" * 2_000_000, r"mine\.txt has 2000000 bytes, more than"),
+        (b"#" * 3_000_000, r"mine\.txt has 3000000 bytes, more than"),
     ):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=message):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 MAX_WORDS = 1000
-MAX_CHARS = 200  # of a word and of a reading
-MAX_FILE_BYTES = 4 * MAX_WORDS * 2 * MAX_CHARS  # of UTF-8
+MAX_WORD_CHARS, MAX_READING_CHARS = 64, 200
+MAX_FILE_BYTES = 2 << 20
 _LETTER = re.compile(r"[A-Za-z0-9\u00c0-\u024f\u0370-\u052f]")  # of scripts that have blanks between words
 _SEPARATOR = re.compile(r"\t|=>?")
 
@@ -32,8 +32,11 @@ def pronunciations(given: Any, name: str = "pronunciation", max_words: int = MAX
     for word, reading in given.items():
         if not isinstance(reading, str) or not reading.strip() or not word.strip():
             raise ValueError(f"{name} of {word[:40]!r} must be text, not {reading!r}")
-        if max(len(word), len(reading)) > MAX_CHARS:
-            raise ValueError(f"{name} of {word[:40]!r} is longer than {MAX_CHARS} characters")
+        if len(word) > MAX_WORD_CHARS or len(reading) > MAX_READING_CHARS:
+            raise ValueError(
+                f"{name} of {word[:40]!r} has {len(word)} characters for the word and {len(reading)} for the reading, "
+                f"more than {MAX_WORD_CHARS} or {MAX_READING_CHARS}"
+            )
     return {word.strip(): reading.strip() for word, reading in given.items()}
 
 
@@ -66,31 +69,34 @@ class Pronouncer:
 
     def __init__(self, words: Mapping[str, str]) -> None:
         self._words = words
+        self._small = {_small(word) for word in words}
         lengths: dict[str, set[int]] = {}
-        for word in words:
-            for first in {word[0], word[0].upper()}:
-                lengths.setdefault(first, set()).add(len(word))
+        for word in self._small:
+            lengths.setdefault(word[0], set()).add(len(word))
         self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}  # of words so begun
-        self._begins = re.compile(f"[{re.escape(''.join(lengths))}]") if lengths else None
 
     def __call__(self, text: str) -> str:
         """Return `text` with the readings. The time is linear in the text for any dictionary."""
-        if self._begins is None:
+        if not self._words:
             return text
-        read, end = [], 0
-        for begin in self._begins.finditer(text):
-            start = begin.start()
-            if start >= end and not _joined(text, start) and (word := self._longest(text, start)):
-                read += [text[end:start], self._words.get(word) or self._words[word.lower()]]
-                end = start + len(word)
+        small, read, end = _small(text), [], 0
+        for start, first in enumerate(small):
+            if start < end or first not in self._lengths or _joined(text, start):
+                continue
+            for length in self._lengths[first]:
+                if small[start : start + length] in self._small and not _joined(text, start + length):
+                    word = text[start : start + length]
+                    if reading := self._words.get(word) or self._words.get(_small(word)):
+                        read += [text[end:start], reading]
+                        end = start + length
+                        break
         return "".join([*read, text[end:]])
 
-    def _longest(self, text: str, start: int) -> str | None:
-        for length in self._lengths.get(text[start], ()):
-            word = text[start : start + length]
-            if (word in self._words or word.lower() in self._words) and not _joined(text, start + length):
-                return word
-        return None
+
+def _small(text: str) -> str:
+    """Return `text` in small letters, as long as it is: "İ" would be two characters."""
+    small = text.lower()
+    return small if len(small) == len(text) else "".join(char.lower()[0] for char in text)
 
 
 def _joined(text: str, place: int) -> bool:
