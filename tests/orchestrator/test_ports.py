@@ -117,10 +117,14 @@ def test_a_stream_is_one_sequence_of_chunks_with_their_look_ahead(
 
 
 def test_a_later_segment_tells_token2wav_how_much_audio_its_listener_has_left() -> None:
+    """By the id of the segment before, which proves that there is one."""
     call = FakeCall()
-    asyncio.run(token2wav(call, cumulative=False).open().start(PROMPT, 1.5))
-    assert call.sent[0]["audio_left"] == [1.5]
-    assert call.sent[0].inputs["audio_left"].dtype == np.float32
+    stream = token2wav(call, cumulative=False).open()
+    asyncio.run(two_chunks(stream))
+    asyncio.run(stream.following().start(PROMPT, 1.5))
+    last = call.sent[-1]
+    assert last["audio_left"] == [1.5] and last.inputs["audio_left"].dtype == np.float32
+    assert last.start and last.correlation_id == call.sent[0].correlation_id
 
 
 def test_prompt_tensors_have_the_types_and_shapes_of_the_contract() -> None:

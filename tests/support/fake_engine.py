@@ -195,6 +195,10 @@ class Client:
     def start(self, stream_id, tokens=NO_TOKENS):
         return self.send(stream_id, tokens, start=True, prompt=PROMPT)
 
+    def heard(self, stream_id):
+        """A segment is rendered to its end, so that the next one of this id has its listener."""
+        self.send(stream_id, [20], start=True, end=True, final=True, prompt=PROMPT)
+
 
 def value(replies):
     """The first sample of an answer, None of an empty one."""

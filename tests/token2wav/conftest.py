@@ -98,9 +98,10 @@ def client(service):
 
 @pytest.fixture
 def full(engine, clock):
-    """A client of a service with four streams, which is all that it admits; it is rendering."""
+    """A client of a service that is rendering, with four streams, all that it admits. Stream 5 has been heard."""
     service = started(engine, clock)
     client = Client(service)
+    client.heard(5)
     queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
     yield client
     engine.gate.set()

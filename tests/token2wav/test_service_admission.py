@@ -15,6 +15,7 @@ from tests.support.fake_engine import NEW, PROMPT, queue_behind_a_running_chunk
 @pytest.mark.parametrize("last", [{}, {"tokens": [5], "final": True}])
 def test_a_later_segment_waits_for_a_slot_and_its_requests_keep_their_order(service, client, engine, last):
     """Its listener is more urgent: they have no audio left, and the ending one has."""
+    client.heard(4), client.heard("request a")
     replies = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
     starts = client.post(4, start=True, prompt=PROMPT, audio_left=-1.0)
     first_chunk = client.post(4, [4], final=False)
@@ -72,6 +73,7 @@ def test_a_stream_that_is_aborted_while_it_waits_for_room_ends_at_once(service, 
 
 def test_the_next_segment_of_a_text_does_not_wait_for_new_streams(client, engine):
     """Both wait for a prefill, and there is one slot."""
+    client.heard(6)
     voices = [replace(PROMPT, embedding=PROMPT.embedding + number) for number in (1, 2)]
     replies = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2]})
     new = client.post(4, start=True, prompt=voices[0])
@@ -83,6 +85,7 @@ def test_the_next_segment_of_a_text_does_not_wait_for_new_streams(client, engine
 
 
 def test_a_stream_that_is_aborted_while_it_waits_for_a_slot_ends_at_once(service, client):
+    client.heard(4)
     for stream_id in range(4):
         client.start(stream_id)
     waiting = [client.post(4, **NEW, audio_left=1.0), client.post(4, [4], final=False)]
@@ -127,6 +130,26 @@ def test_those_who_listen_already_are_never_refused(full, engine):
     replies.append(full.post(6, [9], start=True, end=True, prompt=PROMPT))  # nobody listens to a whole utterance yet
     engine.gate.set()
     assert all(isinstance(reply.get(timeout=10), np.ndarray) for reply in replies)
+
+
+@pytest.mark.parametrize("start", [True, None])
+def test_who_has_heard_nothing_of_a_stream_is_a_new_listener_whatever_they_say(full, start, engine):
+    """A segment of 5 has been heard, and has one that follows."""
+    for stream in (4, 6, "request a"):
+        with pytest.raises(OverloadedError, match="there is room for 4"):
+            full.post(stream, [5], start=start, prompt=PROMPT, final=False, audio_left=3600.0)
+    follows, ends = full.post(5, [5], **NEW, final=True, end=True, audio_left=1.0), full.post(1, end=True)
+    engine.gate.set()
+    assert len(ends.get(timeout=10)) == 0 and len(follows.get(timeout=10))
+
+
+def test_a_listener_is_forgotten_once_their_stream_would_have_been_idle(service, client, clock):
+    client.heard(5)
+    clock.now += 6
+    for stream in range(4):
+        client.start(stream)  # the service frees idle streams before it opens one
+    with pytest.raises(OverloadedError):
+        client.post(5, **NEW, audio_left=1.0)
 
 
 def test_a_place_is_reserved_at_once_and_the_voice_comes_later(service, client, engine):

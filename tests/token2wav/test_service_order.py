@@ -106,6 +106,8 @@ def test_voices_that_cannot_be_prefilled_together_are_prefilled_one_by_one(clien
 
 
 def test_an_abort_is_served_before_everything_else(client, engine):
+    client.heard(4)
+    engine.batches.clear()
     waiting = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
     closed = []
     engine.close = lambda stream, close=engine.close: (closed.append(len(engine.batches)), close(stream))[1]
@@ -129,6 +131,7 @@ def test_an_end_that_waits_behind_its_start_frees_the_stream(service, client, en
 
 def test_a_later_segment_waits_for_listeners_with_less_audio(client, engine, clock):
     """Stream 1 begins while its listener still has three seconds of the segment before it."""
+    client.heard(1)
     client.start(2, [2] * 50)  # two seconds of audio
     waiting = queue_behind_a_running_chunk(client, engine, {})
     engine.batches.clear()

@@ -143,6 +143,8 @@ def test_batches_are_not_shortened_for_first_chunks_that_do_not_wait_for_them(cl
 
 def test_the_first_chunk_of_a_later_segment_is_not_rendered_apart(client, engine):
     """Its listener still hears the segment before."""
+    client.heard(1)
+    engine.batches.clear(), engine.starts.clear()
     assert value(client.post(1, [1], final=False, audio_left=3.0, **NEW)) == 1
     assert engine.batches == [[1]] and engine.starts == []
 

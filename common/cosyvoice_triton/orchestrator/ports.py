@@ -202,10 +202,10 @@ NO_TOKENS = Hop(0, 0, final=False)
 class TritonToken2WavStream:
     """One sequence. Calls are made one after another, but `abort` may be called while another is in flight."""
 
-    def __init__(self, token2wav: TritonToken2Wav, model: str):
+    def __init__(self, token2wav: TritonToken2Wav, model: str, correlation_id: int | None = None):
         self._token2wav = token2wav
         self.model = model
-        self._correlation_id = new_correlation_id()
+        self._correlation_id = correlation_id or new_correlation_id()
         self._open = False
         self._in_flight: asyncio.Task[np.ndarray] | None = None
 
@@ -231,10 +231,11 @@ class TritonToken2WavStream:
         return await self._send(self._token2wav.hop_inputs(tokens, hop), end=hop.final)
 
     def following(self) -> "TritonToken2WavStream":
-        """Return a stream on the same model, which has the voice's prompt cache, unless it has failed."""
+        """Return a stream on the same model, which has the voice's prompt cache, unless it has failed. The id is the
+        same, by which the model knows a listener whom it has admitted."""
         if self._token2wav.failed(self.model):
             return self._token2wav.open()
-        return TritonToken2WavStream(self._token2wav, self.model)
+        return TritonToken2WavStream(self._token2wav, self.model, self._correlation_id)
 
     async def abort(self) -> None:
         # In a task of its own: a client who leaves meanwhile cancels its waiter, and END must be sent all the same.

@@ -42,7 +42,7 @@ class Token2WavRequest:
         and has no offset: a whole utterance, rendered at once.
     speed: speaking rate of a whole utterance; a stream is rendered at 1.
     audio_left: seconds of audio that the listener still has when the stream starts, if it continues what they are
-        listening to; None if they have heard nothing yet.
+        listening to; None if they have heard nothing yet. It counts only if a stream of the same id has just ended.
     """
 
     stream_id: str

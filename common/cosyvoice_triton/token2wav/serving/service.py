@@ -207,6 +207,7 @@ class Token2WavService:
             self._deliver(session, len(result) / SAMPLE_RATE)
             if session.first.request.final:
                 self._free(session)
+                self._sessions.heard(session)
             self._reply(session, result)
 
     def _deliver(self, session: Session, seconds: float) -> None:

@@ -124,6 +124,7 @@ class Sessions:
         self._clock = clock
         self._table: dict[str, Session] = {}
         self._idled: deque[str] = deque(maxlen=max_streams)  # those ended last because they were idle
+        self._heard: dict[str, float] = {}  # when streams ended with their final chunk, by id
         self._arrivals = 0
         self._changed = threading.Condition(threading.RLock())  # reentrant: `add` counts sessions, too
         self.version = 0  # increases with each change by another thread
@@ -168,6 +169,9 @@ class Sessions:
             if self.refusal:
                 raise self.refusal
             session = self._table.get(request.stream_id)
+            if session is None and request.start is not False and self._heard.pop(request.stream_id, None) is None:
+                # Whoever has heard nothing of this stream is a new listener, whatever they say.
+                request = replace(request, audio_left=None)
             new = session is None and request.first_of_listener
             reserved = session is not None and session.state is State.RESERVED
             self._check(request, new=new, has_place=new or reserved)
@@ -208,9 +212,15 @@ class Sessions:
                 self._remove(session)
             return queued
 
+    def heard(self, session: Session) -> None:
+        """Take note that a stream has ended with its final chunk: the next one of its id has the same listener."""
+        with self._changed:
+            self._heard[session.id] = self._clock()
+
     def expire(self, before: float) -> list[Session]:
         """End the sessions without requests that nobody has used since then, and return them."""
         with self._changed:
+            self._heard = {name: at for name, at in self._heard.items() if at >= before}
             idle = [each for each in self._table.values() if not each.requests and each.used_at < before]
             for session in idle:
                 self._remove(session)
