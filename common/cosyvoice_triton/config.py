@@ -204,16 +204,11 @@ class AudioTokenizerConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeakerEmbeddingConfig(ModelConfig):
-    """`model_dir` contains campplus.onnx. `runtime`: what runs it, see docs/gpu.md. `speaker_contexts`:
-    execution contexts of its TensorRT plan, which is how many recordings are encoded at once, see docs/gpu.md."""
+    """`model_dir` contains campplus.onnx. `runtime`: what runs it, see docs/gpu.md."""
 
     model_dir: str
     runtime: SpeakerRuntime = "onnxruntime"
-    speaker_contexts: int = 1
     device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        self.require_positive("speaker_contexts")
 
 
 # Parameters of the C++ `tensorrtllm` backend, which shares its config.pbtxt with the python backend.
@@ -305,7 +300,6 @@ class Token2WavConfig(HopConfig):
     llm_memory_gib: of the memory of `llm_gpu`, the LLM's; None: `planned_llm_gib`.
     prompt_device: where `audio_tokenizer` and `speaker_embedding` compute.
     flow_runtime: what runs the flow's estimator, see docs/gpu.md; "auto" needs only the checkpoint's files.
-    flow_contexts: execution contexts of each TensorRT plan of the flow, see docs/gpu.md.
     flow_precision, vocoder_precision: precision of the networks. "auto": float16 on a GPU, float32 on a CPU, except
         bfloat16 for a flow in torch on a CPU that supports it; float32 if the error at load is too large. See
         docs/gpu.md.
@@ -323,14 +317,13 @@ class Token2WavConfig(HopConfig):
     llm_memory_gib: float | None = None
     prompt_device: PromptDevice = "auto"
     flow_runtime: FlowRuntime = "auto"
-    flow_contexts: int = 1
     flow_precision: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     vocoder_precision: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: str = "cpu"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_positive("n_timesteps", "max_streams", "idle_seconds", "flow_contexts")
+        self.require_positive("n_timesteps", "max_streams", "idle_seconds")
         check_gpus(self.token2wav_gpus)
         if self.gpu_memory_gib is not None:
             self.require_positive("gpu_memory_gib")

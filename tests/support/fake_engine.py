@@ -46,7 +46,6 @@ class FakeEngine:
     live: int = 0
     batch_tokens: int = 1600
     cache_bytes: int = 4096
-    contexts: tuple[int, float] = (0, 0.0)
     workers: int = 1
     limits: BatchLimits = BatchLimits(max_streams=4)
 

@@ -20,7 +20,7 @@ from cosyvoice_triton.client.requests import add_request_arguments, not_served
 from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
 from cosyvoice_triton.export import engines
 from cosyvoice_triton.prepare import hub, steps
-from cosyvoice_triton.runtimes.workloads import Serving
+from cosyvoice_triton.runtimes.workloads import workloads
 from cosyvoice_triton.server.rendering import MARKER, TEMPLATES, StackOptions, parse, placeholders, settings_of
 from cosyvoice_triton.speech_service.triton import TritonPool
 from cosyvoice_triton.stacks import Stack
@@ -215,7 +215,7 @@ def test_its_flow_and_its_networks_are_recognised(third: Stack, tmp_path: Path) 
     assert stacks.of_flow(["x", "decoder.estimator.third_blocks.0.attn"], "flow.pt") is third
     (tmp_path / "third.onnx").touch()
     assert engines.stack_of(tmp_path) is third
-    files = {workload.use: workload.onnx for workload in Serving().workloads(third)}
+    files = {workload.use: workload.onnx for workload in workloads(third, "float16")}
     assert files == {"whole": "third.onnx", "streaming": "third.streaming.onnx", "speaker": "campplus.onnx"}
 
 

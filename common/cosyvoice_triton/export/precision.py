@@ -3,53 +3,41 @@
 The flow time and everything computed from it before the first matrix product stay in float32: half precision cannot
 distinguish neighbouring Euler steps. TensorRT itself accumulates products, norms and softmax in float32.
 
-onnxruntime's converter cannot exclude two nodes that share an input, as the time's sine and cosine do, and does not
-support bfloat16; NVIDIA's, in nvidia-modelopt, needs an older onnx than the rest of this project.
+onnxruntime's converter cannot exclude two nodes that share an input, as the time's sine and cosine do; NVIDIA's, in
+nvidia-modelopt, needs an older onnx than the rest of this project.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import onnx
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, version_converter
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from cosyvoice_triton.runtimes.workloads import PlanPrecision
 
 TIME = "t"
 _AFTER_TIME = {"MatMul", "Gemm", "Conv", "Shape", "Size"}  # their outputs no longer count as time
-_TYPES = {"float16": (TensorProto.FLOAT16, np.float16), "bfloat16": (TensorProto.BFLOAT16, ml_dtypes.bfloat16)}
-BFLOAT16_OPSET = 22  # the first in which convolutions support it
-_NOT_IN_BFLOAT16 = {"Mish"}  # TensorRT's parser takes it in float32 and float16 only
 # Masks add -1e10, which is an infinity in float16; a fully masked row would then be NaN.
 LARGEST = 1e4
 
 
 def read(path: Path, precision: PlanPrecision) -> bytes:
-    """The ONNX file, including external data, as one message in `precision`; ValueError if it cannot be read."""
+    """Return the ONNX file, including external data, as one message in `precision`; ValueError if it cannot be read."""
     try:
         model = onnx.load(str(path))
     except Exception as error:  # the errors of protobuf and onnx have no common base class
         raise ValueError(f"{path} is not an ONNX file: {error}") from None
-    if precision == "bfloat16" and _opset(model) < BFLOAT16_OPSET:
-        model = version_converter.convert_version(model, BFLOAT16_OPSET)
-    if precision != "float32":
-        _Retyping(model, *_TYPES[precision]).run()
+    if precision == "float16":
+        _Retyping(model).run()
     return model.SerializeToString()
 
 
-def _opset(model: ModelProto) -> int:
-    return next(entry.version for entry in model.opset_import if not entry.domain)
-
-
 class _Retyping:
-    """Changes all float32 values of a network to another type, except those of the time."""
+    """Changes all float32 values of a network to float16, except those of the time."""
 
-    def __init__(self, model: ModelProto, kind: int, dtype: type) -> None:
+    def __init__(self, model: ModelProto) -> None:
         self._graph = model.graph
-        self._kind = kind
-        self._dtype = dtype
 
     def run(self) -> None:
         graph = self._graph
@@ -59,7 +47,7 @@ class _Retyping:
         del graph.value_info[:]  # they are declared float32
         for value in (*graph.input, *graph.output):
             if value.name not in kept and value.type.tensor_type.elem_type == TensorProto.FLOAT:
-                value.type.tensor_type.elem_type = self._kind
+                value.type.tensor_type.elem_type = TensorProto.FLOAT16
         for tensor in graph.initializer:
             if tensor.name not in kept:
                 self._retype(tensor)
@@ -67,8 +55,6 @@ class _Retyping:
         for node in graph.node:
             if node.output[0] not in timed:
                 self._retype_attributes(node)
-        if self._kind == TensorProto.BFLOAT16:
-            self._keep_float32(_NOT_IN_BFLOAT16)
 
     def _time_nodes(self) -> list[NodeProto]:
         """The nodes between the time and the first matrix product, including constants that only they use."""
@@ -95,25 +81,9 @@ class _Retyping:
                 _rename(sharing, tensor.name, own.name)
         for node in list(time_nodes):
             for name in used.intersection(node.output):
-                cast = helper.make_node("Cast", [name], [f"{name}_cast"], to=self._kind, name=f"{name}_cast")
+                cast = helper.make_node("Cast", [name], [f"{name}_cast"], to=TensorProto.FLOAT16, name=f"{name}_cast")
                 _rename(outside, name, cast.output[0])
                 graph.node.insert(list(graph.node).index(node) + 1, cast)
-
-    def _keep_float32(self, operators: set[str]) -> None:
-        """Compute these operators, which have one input, in float32 between two casts."""
-        nodes = []
-        for node in self._graph.node:
-            if node.op_type not in operators:
-                nodes.append(node)
-                continue
-            result, wide = node.output[0], f"{node.output[0]}_float32"
-            nodes.append(
-                helper.make_node("Cast", [node.input[0]], [f"{wide}_input"], f"{wide}_input", to=TensorProto.FLOAT)
-            )
-            nodes.append(helper.make_node(node.op_type, [f"{wide}_input"], [wide], node.name))
-            nodes.append(helper.make_node("Cast", [wide], [result], wide, to=self._kind))
-        del self._graph.node[:]
-        self._graph.node.extend(nodes)
 
     def _retype_attributes(self, node: NodeProto) -> None:
         if node.op_type == "ConstantOfShape" and not node.attribute:  # float32 zeros by default
@@ -122,11 +92,11 @@ class _Retyping:
             if attribute.HasField("t"):
                 self._retype(attribute.t)
             elif node.op_type == "Cast" and attribute.name == "to" and attribute.i == TensorProto.FLOAT:
-                attribute.i = self._kind
+                attribute.i = TensorProto.FLOAT16
 
     def _retype(self, tensor: TensorProto) -> None:
         if tensor.data_type == TensorProto.FLOAT:
-            values: np.ndarray = np.clip(numpy_helper.to_array(tensor), -LARGEST, LARGEST).astype(self._dtype)
+            values: np.ndarray = np.clip(numpy_helper.to_array(tensor), -LARGEST, LARGEST).astype(np.float16)
             tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
 
 

@@ -90,10 +90,6 @@ OPENED_WAITED = Metric(
 )
 GAPS = Metric("tts_token2wav_gaps_total", "counter", "Chunks that came after the audio before had been played")
 GAP_SECONDS = Metric("tts_token2wav_gap_seconds_total", "counter", "Seconds of silence before these chunks")
-CONTEXTS = Metric("tts_token2wav_contexts", "gauge", "Execution contexts of the flow's TensorRT plans")
-CONTEXT_WAITED = Metric(
-    "tts_token2wav_context_waited_seconds_total", "counter", "Seconds spent waiting for an execution context"
-)
 
 
 class LiveRequest:

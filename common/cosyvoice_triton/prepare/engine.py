@@ -1,4 +1,4 @@
-"""The LLM's TensorRT-LLM engine, built once per checkpoint, GPU and version of TensorRT-LLM."""
+"""The LLM's TensorRT-LLM engine, built once per checkpoint and options."""
 
 import json
 import os
@@ -32,10 +32,10 @@ class EngineOptions:
 def build_engine(models: Path, llm: SpeechLLM, options: EngineOptions) -> bool:
     """Build the engine of an LLM from its HuggingFace directory, both below `models`; False if the same one exists.
 
-    It is built again for another checkpoint, GPU, version or option, and is written atomically.
+    It is built again for another checkpoint or option, and is written atomically.
     """
     source, destination = models / llm.directory, models / llm.engine
-    wanted = {"options": asdict(options), "checkpoint": _fingerprint(source), "machine": _machine()}
+    wanted = {"options": asdict(options), "checkpoint": _fingerprint(source)}
     if _stamp(destination) == wanted:
         return False
     backend_options()
@@ -101,21 +101,6 @@ def _fingerprint(source: Path) -> dict[str, list[int]]:
     if len(files) < 2 or not files[0].is_file():
         raise EngineError(f"{source} is not a HuggingFace directory of the LLM; run: cosyvoice-triton prepare download")
     return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
-
-
-def _machine() -> list[str]:
-    """The GPU and the version of TensorRT-LLM; "" for a missing tool, which is reported when it is needed."""
-    gpu = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
-    version = [_python(), "-c", "import importlib.metadata as m; print(m.version('tensorrt_llm'))"]
-    answers = []
-    for command in (gpu, version):
-        try:
-            finished = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-        except (FileNotFoundError, subprocess.TimeoutExpired):
-            answers.append("")
-        else:
-            answers.append(finished.stdout.strip() if finished.returncode == 0 else "")
-    return answers
 
 
 def _stamp(destination: Path) -> object:

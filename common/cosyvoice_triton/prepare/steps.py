@@ -121,7 +121,7 @@ def build(models: Path, args: argparse.Namespace) -> None:
 
 
 def plans(models: Path, args: argparse.Namespace) -> None:
-    """Build the stack's plans with the default limits of serving; `cosyvoice-triton export engines` takes others.
+    """Build the stack's plans in float16; `cosyvoice-triton export engines` takes another precision.
 
     RuntimeError if one could not be built, ValueError if the stack has none or its checkpoint is not there.
     """

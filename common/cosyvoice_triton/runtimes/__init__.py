@@ -1,5 +1,5 @@
 """Trained networks computed by onnxruntime or TensorRT instead of torch, behind one interface (`network`).
 
-Experimental and frozen: TensorRT plans, and onnxruntime for the flow (docs/results/README.md says what has not been
-run). The prompt models compute by onnxruntime on every machine.
+The prompt models compute by onnxruntime on every machine, the flow on a CPU if asked to. TensorRT is experimental
+(docs/results/README.md says what has not been run).
 """

@@ -13,18 +13,14 @@ PROBE_FRAMES = 4  # the fewest that upstream's TensorRT profiles accept
 
 
 class OnRuntime(nn.Module):
-    """Base of the replacements; `networks` do the computation."""
-
-    def __init__(self, *networks: Network) -> None:
-        super().__init__()
-        self.networks = networks
+    """The base of the replacements."""
 
 
 class UNetOnRuntime(OnRuntime):
     """Replaces a `UNetEstimator`: one network for whole utterances, one for streams."""
 
     def __init__(self, config: UNetConfig, whole: Network, streaming: Network) -> None:
-        super().__init__(whole, streaming)
+        super().__init__()
         self.config = config
         self._whole, self._streaming = whole, streaming
 
@@ -57,7 +53,7 @@ class DiTOnRuntime(OnRuntime):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__(whole, prompt, chunk)
+        super().__init__()
         self.config = config
         self._whole, self._prompt, self._chunk = whole, prompt, chunk
         self._device, self._dtype = device, dtype

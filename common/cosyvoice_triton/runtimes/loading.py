@@ -6,26 +6,22 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from cosyvoice_triton.config import FlowRuntime, Token2WavConfig
+from cosyvoice_triton.config import FlowRuntime
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.networks.flow.unet import UNetFlow
 from cosyvoice_triton.runtimes.estimators import DiTOnRuntime, UNetOnRuntime
 from cosyvoice_triton.runtimes.network import Network
-from cosyvoice_triton.runtimes.workloads import PlanPrecision, Serving
+from cosyvoice_triton.runtimes.workloads import MAX_HOP_TOKENS, PlanPrecision, Workload, workloads
 from cosyvoice_triton.stacks import Stack
 
 logger = logging.getLogger(__name__)
 
-PRECISIONS: dict[torch.dtype, PlanPrecision] = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
+PRECISIONS: dict[torch.dtype, PlanPrecision] = {torch.float32: "float32", torch.float16: "float16"}
 
 
 def flow_runtime(setting: FlowRuntime, device: torch.device | str) -> FlowRuntime:
-    """The runtime that a setting means on a device. ValueError for CUDA graphs or TensorRT without a GPU.
+    """Return the runtime that a setting means on a device. ValueError if it does not compute there.
 
     "auto" needs no files besides the checkpoint: CUDA graphs of fused kernels on a GPU, torch on a CPU.
     """
@@ -34,6 +30,8 @@ def flow_runtime(setting: FlowRuntime, device: torch.device | str) -> FlowRuntim
         return "cuda_graph" if on_gpu else "torch"
     if setting in ("cuda_graph", "tensorrt") and not on_gpu:
         raise ValueError(f"flow_runtime {setting!r} needs a GPU; this instance is on {device}: set auto or onnxruntime")
+    if setting == "onnxruntime" and on_gpu:
+        raise ValueError(f"flow_runtime {setting!r} computes on the CPU; this instance is on {device}: set auto")
     if setting == "torch" and on_gpu:
         logger.info("flow_runtime torch launches every kernel separately: cuda_graph is faster")
     return setting
@@ -43,37 +41,37 @@ def use_runtime(
     flow: CosyVoice3Flow | DiTFlow | UNetFlow,
     stack: Stack,
     runtime: FlowRuntime,
-    model_dir: str | Path,
+    model_dir: Path,
     *,
     device: torch.device | str,
-    max_streams: int,
-    max_hop_tokens: int = Token2WavConfig.max_hop_tokens,
-    contexts: int = Token2WavConfig.flow_contexts,
+    max_hop_tokens: int,
 ) -> None:
     """Replace the estimator of `flow` by networks of `model_dir` on another runtime; nothing to do for torch.
 
-    max_streams, max_hop_tokens: the settings that TensorRT plans have to be built for; contexts: execution contexts of
-    each plan. ValueError: a file is missing or unreadable. PlanError: no TensorRT plan fits. ImportError: TensorRT is
-    not installed.
+    ValueError: a setting does not fit, or a file is missing or unreadable. PlanError: no TensorRT plan fits.
+    ImportError: TensorRT is not installed.
     """
     if runtime not in ("onnxruntime", "tensorrt"):
         return
     if isinstance(flow, CosyVoice3Flow):
         raise ValueError(f"flow_runtime {runtime!r}: the flow of the stack {stack.name!r} runs in torch only; set auto")
     weight = flow.spk_embed_affine_layer.weight
-    serving = Serving(PRECISIONS[weight.dtype], max_streams, max_hop_tokens)
-    uses = {workload.use: workload for workload in serving.workloads(stack)}
+    if runtime == "tensorrt":
+        if weight.dtype not in PRECISIONS:
+            raise ValueError(f"there are no TensorRT plans in {weight.dtype}: set flow_precision=float16")
+        if max_hop_tokens > MAX_HOP_TOKENS:
+            raise ValueError(f"TensorRT plans are for max_hop_tokens up to {MAX_HOP_TOKENS}, not {max_hop_tokens}")
+    uses = {workload.use: workload for workload in workloads(stack, PRECISIONS.get(weight.dtype, "float32"))}
     loaded: dict[str, Network] = {}  # ONNX networks by file; each use has its own plan
 
     def load(use: str) -> Network:
-        workload = uses[use]
         if runtime == "tensorrt":
             from cosyvoice_triton.runtimes.tensorrt import TensorRTNetwork
 
-            return TensorRTNetwork.load(workload, model_dir, device, contexts=contexts)
-        if workload.onnx not in loaded:
-            loaded[workload.onnx] = _onnx(Path(model_dir), workload.onnx, device)
-        return loaded[workload.onnx]
+            return TensorRTNetwork.load(uses[use], model_dir, device)
+        if uses[use].onnx not in loaded:
+            loaded[uses[use].onnx] = _onnx(model_dir, uses[use])
+        return loaded[uses[use].onnx]
 
     estimator: nn.Module
     if isinstance(flow, UNetFlow):
@@ -85,10 +83,10 @@ def use_runtime(
     logger.info("the flow's estimator runs in %s", runtime)
 
 
-def _onnx(model_dir: Path, file: str, device: torch.device | str) -> Network:
+def _onnx(model_dir: Path, workload: Workload) -> Network:
     from cosyvoice_triton.runtimes.onnx import OnnxNetwork
 
-    path = model_dir / file
+    path = model_dir / workload.onnx
     if not path.exists():
         raise ValueError(f"{path} is missing; export it as docs/gpu.md describes")
-    return OnnxNetwork(path, device)
+    return OnnxNetwork(path)

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
@@ -12,14 +11,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ShapeLimits:
-    """Smallest, usual and largest shape of each input that a network accepts, by the name of the input."""
+    """The smallest, usual and largest shape of each input that a network accepts, by the name of the input."""
 
     least: Mapping[str, Shape]
     usual: Mapping[str, Shape]
     most: Mapping[str, Shape]
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """ValueError naming the first input that is missing, unknown or outside the limits."""
+        """Raise ValueError naming the first input that is missing, unknown or outside the limits."""
         if unlike := sorted(shapes.keys() ^ self.most.keys()):
             raise ValueError(f"inputs {', '.join(sorted(shapes))}: expected {', '.join(self.most)} ({unlike[0]!r})")
         for name, shape in shapes.items():
@@ -37,13 +36,6 @@ class Network(ABC):
     limits: ShapeLimits
 
     @abstractmethod
-    def run(self, inputs: Mapping[str, Tensor], stream: torch.cuda.Stream | None = None) -> dict[str, Tensor]:
-        """The outputs by name, on the inputs' device; ValueError for a shape outside `limits`.
-
-        On a GPU the work runs after what is queued on `stream` (default: the current one), and later work on that
-        stream may use the outputs.
-        """
-
-    def contexts(self) -> tuple[int, float]:
-        """(number of concurrent runs, seconds that runs have waited for a free one); (0, 0) if runs never wait."""
-        return 0, 0.0
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the outputs by name, on the inputs' device; ValueError for a shape outside `limits`. Threads may call
+        it at the same time."""

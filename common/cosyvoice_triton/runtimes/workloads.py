@@ -6,9 +6,9 @@ largest sizes, so uses with very different shapes have separate plans.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from cosyvoice_triton.config import OrchestratorConfig, Token2WavConfig
+from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import (
     CONTEXT_TOKENS,
     LOOKAHEAD_TOKENS,
@@ -24,45 +24,25 @@ from cosyvoice_triton.runtimes.network import ShapeLimits
 from cosyvoice_triton.runtimes.signatures import SPEAKER, Signature, signature_of
 from cosyvoice_triton.stacks import Stack
 
-PlanPrecision = Literal["float32", "float16", "bfloat16"]
+PlanPrecision = Literal["float32", "float16"]
 
 MAX_BATCH = 16  # streams per execution: more gain little (docs/results/speed.md) and take memory
 USUAL_BATCH = 4
 USUAL_PROMPT_SECONDS, USUAL_SECONDS = 5, 8
 FBANK_RATE = 100  # frames of CAM++'s features per second
+MAX_HOP_TOKENS = OrchestratorConfig.max_hop_tokens
 
-
-@dataclass(frozen=True)
-class Span:
-    """Smallest, usual and largest size of a dimension."""
-
-    least: int
-    usual: int
-    most: int
-
-    def covers(self, other: "Span") -> bool:
-        return self.least <= other.least and other.most <= self.most
-
-    def __str__(self) -> str:
-        return str(self.least) if self.least == self.most else f"{self.least}-{self.most}"
-
-
-Profile = Mapping[str, Span]
+Span = tuple[int, int, int]  # the smallest, usual and largest size of a dimension
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One use of a network.
-
-    profile: sizes of the axes that vary, by their name in the signature. options: command-line options that build its
-    plan, where they differ from the defaults.
-    """
+    """One use of a network. profile: sizes of the axes that vary, by their name in the signature."""
 
     use: str
     signature: Signature
-    profile: Profile
+    profile: Mapping[str, Span]
     precision: PlanPrecision
-    options: str = ""
 
     @property
     def onnx(self) -> str:
@@ -70,106 +50,56 @@ class Workload:
         return self.signature.file
 
     def limits(self, shapes: Mapping[str, Sequence[int]]) -> ShapeLimits:
-        """Limits of all inputs, given their shapes in the ONNX file, where -1 is a size that varies.
+        """Return the limits of all inputs, given their shapes in the ONNX file, where -1 is a size that varies.
 
-        ValueError if the file has other inputs or fixes a size that varies in serving.
+        ValueError if the file has other inputs, or if other axes than those of the signature vary.
         """
-        if unlike := sorted(shapes.keys() ^ self.signature.axes.keys()):
-            raise ValueError(
-                f"{self.onnx} has the inputs {', '.join(shapes)}, not {', '.join(self.signature.axes)}: {unlike[0]}"
-            )
-        spans = {name: self._spans(name, shape) for name, shape in shapes.items()}
-        return ShapeLimits(
-            least={name: tuple(span.least for span in each) for name, each in spans.items()},
-            usual={name: tuple(span.usual for span in each) for name, each in spans.items()},
-            most={name: tuple(span.most for span in each) for name, each in spans.items()},
-        )
-
-    def _spans(self, name: str, shape: Sequence[int]) -> list[Span]:
-        spans = []
-        for axis, size in enumerate(shape):
-            varying = self.signature.axes[name].get(axis)
-            span = Span(size, size, size) if varying is None else self.profile[varying]
-            if span.least < 0:
-                raise ValueError(f"{self.onnx}: axis {axis} of input {name!r} varies, and no limits are known for it")
-            if size >= 0 and span != Span(size, size, size):
+        if shapes.keys() != self.signature.axes.keys():
+            raise ValueError(f"{self.onnx} has the inputs {', '.join(shapes)}, not {', '.join(self.signature.axes)}")
+        for name, shape in shapes.items():
+            varying = {axis for axis, size in enumerate(shape) if size < 0}
+            if varying != self.signature.axes[name].keys():
                 raise ValueError(
-                    f"{self.onnx}: axis {axis} of input {name!r} is fixed at {size}, serving needs {varying} {span}; "
-                    "remove it and export it as docs/gpu.md describes"
+                    f"{self.onnx}: input {name!r} is {tuple(shape)}, where serving varies the axes "
+                    f"{sorted(self.signature.axes[name])}; remove it and export it as docs/gpu.md describes"
                 )
-            spans.append(span)
-        return spans
+        least, usual, most = ({name: self._shape(name, shape, of) for name, shape in shapes.items()} for of in range(3))
+        return ShapeLimits(least, usual, most)
+
+    def _shape(self, name: str, shape: Sequence[int], of: int) -> tuple[int, ...]:
+        axes = self.signature.axes[name]
+        return tuple(self.profile[axes[axis]][of] if axis in axes else size for axis, size in enumerate(shape))
 
 
-@dataclass(frozen=True)
-class Serving:
-    """The settings of a stack that bound the shapes of its networks."""
-
-    precision: PlanPrecision = "float16"
-    max_streams: int = Token2WavConfig.max_streams
-    max_hop_tokens: int = OrchestratorConfig.max_hop_tokens
-
-    def __post_init__(self) -> None:
-        if self.precision not in get_args(PlanPrecision):
-            raise ValueError(f"precision must be one of {', '.join(get_args(PlanPrecision))}, not {self.precision!r}")
-        for name in ("max_streams", "max_hop_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-
-    @property
-    def options(self) -> str:
-        """Command-line options of the plan builder, where they differ from its defaults."""
-        default = Serving()
-        names = ("precision", "max_streams", "max_hop_tokens")
-        return " ".join(
-            f"--{name.replace('_', '-')} {getattr(self, name)}"
-            for name in names
-            if getattr(self, name) != getattr(default, name)
-        )
-
-    def workloads(self, stack: Stack) -> tuple[Workload, ...]:
-        """Every use of every network of a stack that TensorRT can run."""
-        rows = _rows(min(self.max_streams, MAX_BATCH))
-        one = _rows(1)
-        prompt = int(MAX_REFERENCE_SECONDS * MEL_RATE)
-        usual_prompt = USUAL_PROMPT_SECONDS * MEL_RATE
-        usual_whole = usual_prompt + USUAL_SECONDS * MEL_RATE
-        hop = TOKEN_MEL_RATIO * (self.max_hop_tokens + LOOKAHEAD_TOKENS)
-        window = prompt + TOKEN_MEL_RATIO * CONTEXT_TOKENS + hop
-        profiles: dict[str, Profile] = {
-            "whole": {"rows": one, "frames": _span(usual_whole, prompt + TOKEN_MEL_RATIO * MAX_STREAM_TOKENS)},
-            "streaming": {"rows": rows, "frames": _span(usual_whole, window)},
-            "prompt": {"rows": one, "frames": _span(usual_prompt, prompt), "cached": Span(0, 0, 0)},
-            "chunk": {
-                "rows": rows,
-                "frames": _span(TOKEN_MEL_RATIO * TOKEN_RATE, hop),
-                "cached": Span(0, usual_prompt + STREAM_CACHE_FRAMES, prompt + STREAM_CACHE_FRAMES),
-            },
-        }
-        flows = [
-            Workload(use, signature_of(stack, use), profiles[use], self.precision, self.options)
-            for use in stack.networks
-        ]
-        return (*flows, speaker())
+def workloads(stack: Stack, precision: PlanPrecision) -> tuple[Workload, ...]:
+    """Return every use of every network of a stack that TensorRT can run; `precision` is the flow's."""
+    one, rows = (2, 2, 2), (2, 2 * USUAL_BATCH, 2 * MAX_BATCH)  # a conditional and an unconditional one of each stream
+    prompt = int(MAX_REFERENCE_SECONDS * MEL_RATE)
+    usual_prompt = USUAL_PROMPT_SECONDS * MEL_RATE
+    usual_whole = usual_prompt + USUAL_SECONDS * MEL_RATE
+    hop = TOKEN_MEL_RATIO * (MAX_HOP_TOKENS + LOOKAHEAD_TOKENS)
+    window = prompt + TOKEN_MEL_RATIO * CONTEXT_TOKENS + hop
+    least = TOKEN_MEL_RATIO  # mel frames, of one token
+    profiles: dict[str, Mapping[str, Span]] = {
+        "whole": {"rows": one, "frames": (least, usual_whole, prompt + TOKEN_MEL_RATIO * MAX_STREAM_TOKENS)},
+        "streaming": {"rows": rows, "frames": (least, usual_whole, window)},
+        "prompt": {"rows": one, "frames": (least, usual_prompt, prompt), "cached": (0, 0, 0)},
+        "chunk": {
+            "rows": rows,
+            "frames": (least, TOKEN_MEL_RATIO * TOKEN_RATE, hop),
+            "cached": (0, usual_prompt + STREAM_CACHE_FRAMES, prompt + STREAM_CACHE_FRAMES),
+        },
+    }
+    flows = [Workload(use, signature_of(stack, use), profiles[use], precision) for use in stack.networks]
+    return (*flows, speaker())
 
 
 def speaker() -> Workload:
-    """CAM++ over the features of one recording. Always float32: it runs once per voice."""
-    frames = Span(
+    """Return CAM++ over the features of one recording. Always float32: it runs once per voice."""
+    frames = (
         int(MIN_REFERENCE_SECONDS * FBANK_RATE)
         - 2,  # windows are longer than their hop, so the last two are not complete
         USUAL_PROMPT_SECONDS * FBANK_RATE,
         int(MAX_REFERENCE_SECONDS * FBANK_RATE),
     )
-    profile = {"batch": Span(1, 1, 1), "frames": frames}
-    return Workload("speaker", SPEAKER, profile, "float32")
-
-
-def _rows(batch: int) -> Span:
-    """Rows of up to `batch` streams: a conditional and an unconditional one each."""
-    return Span(2, 2 * min(batch, USUAL_BATCH), 2 * batch)
-
-
-def _span(usual: int, most: int) -> Span:
-    """A span of mel frames that starts at one token."""
-    return Span(TOKEN_MEL_RATIO, min(usual, most), most)
+    return Workload("speaker", SPEAKER, {"batch": (1, 1, 1), "frames": frames}, "float32")

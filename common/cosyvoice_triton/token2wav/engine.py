@@ -118,14 +118,12 @@ class Token2Wav:
         steps: int = EULER_STEPS,
         plan: Callable[[Precision], MemoryPlan | int] = lambda _: UNPLANNED_VOICES,
         read: Callable[[str], Reading] = Reading.of,
-        contexts: int = Token2WavConfig.flow_contexts,
     ) -> "Token2Wav":
         """The networks of a stack from its checkpoint directory, and the runtime's own files.
 
         runtime: of the flow's estimator. "torch" on a GPU captures no CUDA graphs: start-up is fast and most of the
         memory stays free, which suits whole utterances. plan: returns the bytes for prompt caches or, on a GPU, a plan
             that has the limits, too, and the rest of the memory for prompt caches, as `read` measures it after loading.
-        contexts: execution contexts of each TensorRT plan.
         ValueError for a checkpoint that does not fit, see also `Precision.checked`.
         """
         _use(device)
@@ -142,7 +140,6 @@ class Token2Wav:
             steps=steps,
             limits=limits,
             prompt_cache_bytes=planned if isinstance(planned, int) else 0,
-            contexts=contexts,
         )
         files = Path(model_dir) / stack.flow, Path(model_dir) / stack.hift
         flow: StreamingFlow = loader(stack.loader)(files[0], options)
@@ -181,7 +178,6 @@ class Token2Wav:
             runtime=config.flow_runtime,
             steps=config.n_timesteps,
             plan=partial(_plan, stack, config, limits),
-            contexts=config.flow_contexts,
         )
 
     def _new_stream(self, urgent: bool = False) -> torch.cuda.Stream | None:
@@ -269,11 +265,6 @@ class Token2Wav:
     def cache_bytes(self) -> int:
         """Memory of the streams and of the prompt caches."""
         return self._flow.cache_bytes + self._vocoder.nbytes
-
-    @property
-    def contexts(self) -> tuple[int, float]:
-        """TensorRT contexts of the flow, and how many seconds calls have waited for one; 0 without TensorRT."""
-        return self._flow.contexts
 
     @property
     def counts(self) -> Values:

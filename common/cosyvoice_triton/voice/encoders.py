@@ -12,7 +12,6 @@ Both networks are read from the official ONNX files, of any size. Recordings are
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -27,7 +26,6 @@ from cosyvoice_triton.config import SpeakerRuntime
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.runtimes.network import Network
 from cosyvoice_triton.runtimes.signatures import SPEAKER
-from cosyvoice_triton.runtimes.streams import own_stream
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.voice import audio
 from cosyvoice_triton.voice.prompt import Prompt, Recording, RecordingCache
@@ -82,9 +80,7 @@ class SpeakerEncoder:
         model_dir: str | Path,
         runtime: SpeakerRuntime = "onnxruntime",
         device: str = "cpu",
-        contexts: int = 1,
     ) -> None:
-        """contexts: of the TensorRT plan, each used by a thread of its own."""
         path = _only_file(model_dir, SPEAKER.file)
         self._device = torch.device(device if runtime == "tensorrt" else "cpu")
         # Imported here: each needs a package that the other does without.
@@ -92,7 +88,7 @@ class SpeakerEncoder:
             from cosyvoice_triton.runtimes.tensorrt import TensorRTNetwork
             from cosyvoice_triton.runtimes.workloads import speaker
 
-            self._network: Network = TensorRTNetwork.load(speaker(), model_dir, device, contexts=contexts)
+            self._network: Network = TensorRTNetwork.load(speaker(), model_dir, device)
         else:
             from cosyvoice_triton.runtimes.onnx import OnnxNetwork
 
@@ -101,7 +97,6 @@ class SpeakerEncoder:
                 logger.info("the speaker encoder runs on the CPU: a TensorRT plan would be faster (docs/gpu.md)")
         self._input = next(iter(self._network.limits.most))
         self._batches = self._network.limits.most[self._input][0] > 1  # an exporter may have fixed the batch size
-        self._workers = ThreadPoolExecutor(contexts if runtime == "tensorrt" else 1, "speaker")
         (silence,) = self([np.zeros(PROMPT_SAMPLE_RATE, np.float32)])
         if not np.isfinite(silence).all():
             raise ValueError(f"{path}: its x-vector of a second of silence is not finite")
@@ -118,13 +113,12 @@ class SpeakerEncoder:
 
         def run(members: list[int]) -> np.ndarray:
             batch = np.stack([features[index] for index in members])  # (B, T, 80)
-            with own_stream(self._device):
-                (output,) = self._network.run({self._input: torch.from_numpy(batch).to(self._device)}).values()
-                return output.float().cpu().numpy()
+            (output,) = self._network.run({self._input: torch.from_numpy(batch).to(self._device)}).values()
+            return output.float().cpu().numpy()
 
         vectors: dict[int, np.ndarray] = {}
-        for members, output in zip(groups.values(), self._workers.map(run, groups.values()), strict=True):
-            vectors.update(zip(members, output, strict=True))
+        for members in groups.values():
+            vectors.update(zip(members, run(members), strict=True))
         return [vectors[index] for index in range(len(waves))]
 
 

@@ -78,5 +78,5 @@ class SpeakerEmbeddingModel(RecordingModel):
 
     def load(self, args: dict[str, str]) -> Encoder:
         config = SpeakerEmbeddingConfig.from_triton(args)
-        encoder = SpeakerEncoder(config.model_dir, config.runtime, config.device, config.speaker_contexts)
+        encoder = SpeakerEncoder(config.model_dir, config.runtime, config.device)
         return lambda waves: [vector.astype(np.float16) for vector in encoder(waves)]

@@ -38,7 +38,7 @@ class FlowOptions:
     """How a stack's `loader` is to load its flow.
 
     runtime: of the flow's estimator (docs/gpu.md), already resolved. prompt_cache_bytes: for prompt caches of
-    voices, if the flow has them. contexts: execution contexts of each TensorRT plan.
+    voices, if the flow has them.
     """
 
     stack: Stack
@@ -48,7 +48,6 @@ class FlowOptions:
     steps: int
     limits: BatchLimits
     prompt_cache_bytes: int
-    contexts: int
 
     @property
     def graphs(self) -> bool:
@@ -71,9 +70,7 @@ class FlowOptions:
             self.runtime,
             path.parent,
             device=self.device,
-            max_streams=self.limits.max_streams,
             max_hop_tokens=self.limits.max_hop_tokens,
-            contexts=self.contexts,
         )
         load_exact = None if self.exact else partial(load_network, path, self.device)
         options = {"limits": self.limits, "steps": self.steps, "graphs": self.graphs, "load_exact": load_exact}
@@ -151,7 +148,6 @@ class StreamingFlow(ABC, Generic[StreamT]):
         self.limits = limits
         self._network = network
         estimator = network.decoder.estimator
-        self._runtimes = estimator.networks if isinstance(estimator, OnRuntime) else ()
         self.vocab_size = network.config.vocab
         self.speaker_dim = network.config.speaker_dim
         self._device = network.spk_embed_affine_layer.weight.device
@@ -196,12 +192,6 @@ class StreamingFlow(ABC, Generic[StreamT]):
 
     def _evict_idle(self) -> None:
         """Free the prompt caches that no stream uses."""
-
-    @property
-    def contexts(self) -> tuple[int, float]:
-        """TensorRT contexts of the estimator's runtime, and how many seconds calls have waited for one."""
-        of_each = [network.contexts() for network in set(self._runtimes)]
-        return sum(count for count, _ in of_each), sum(waited for _, waited in of_each)
 
     @property
     def evicted(self) -> int:

@@ -80,7 +80,6 @@ class Precision:
                 steps=steps,
                 limits=one,
                 prompt_cache_bytes=1 << 30,
-                contexts=1,
             )
             return _mel(loader(stack.loader)(flow_path, options))
 

@@ -85,7 +85,6 @@ class Token2WavService:
 
     def stats(self) -> Stats:
         """Return the service's current numbers."""
-        contexts, context_waited_seconds = self._engine.contexts
         return Stats(
             live_streams=self._sessions.streams,
             queued=self._sessions.queued,
@@ -93,8 +92,6 @@ class Token2WavService:
             batches=self._batches,
             chunks=self._chunks,
             waited_seconds=self._waited_seconds,
-            contexts=contexts,
-            context_waited_seconds=context_waited_seconds,
             admission=self._admission.values(),
         )
 

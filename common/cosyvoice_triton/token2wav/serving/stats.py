@@ -6,8 +6,6 @@ from cosyvoice_triton.monitoring.metrics import (
     BATCHES,
     CACHE,
     CHUNKS,
-    CONTEXT_WAITED,
-    CONTEXTS,
     QUEUED,
     STREAMS,
     WAITED,
@@ -16,11 +14,10 @@ from cosyvoice_triton.monitoring.metrics import (
 
 
 class Stats(NamedTuple):
-    """`live_streams`, `queued`, `cache_bytes` and `contexts` are current values, the others sums since the start.
+    """`live_streams`, `queued` and `cache_bytes` are current values, the others sums since the start.
 
     `chunks` / `batches` is the mean batch size, `waited_seconds` / `chunks` the mean wait from a chunk's arrival to the
-    start of its batch. `cache_bytes`: memory of streams and prompt caches. `contexts`: of the flow's TensorRT plans;
-    `context_waited_seconds`: waiting for one of them. `admission`: its numbers by metric.
+    start of its batch. `cache_bytes`: memory of streams and prompt caches. `admission`: its numbers by metric.
     """
 
     live_streams: int
@@ -29,11 +26,9 @@ class Stats(NamedTuple):
     batches: int
     chunks: int
     waited_seconds: float
-    contexts: int
-    context_waited_seconds: float
     admission: Values
 
     def values(self) -> Values:
         """The same by metric."""
-        metrics = (STREAMS, QUEUED, CACHE, BATCHES, CHUNKS, WAITED, CONTEXTS, CONTEXT_WAITED)
+        metrics = (STREAMS, QUEUED, CACHE, BATCHES, CHUNKS, WAITED)
         return {**dict(zip(metrics, self[:-1], strict=True)), **self.admission}

@@ -15,8 +15,8 @@ from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.cli import token2wav
 from cosyvoice_triton.config import Token2WavConfig
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, SAMPLE_RATE, SPEAKER_DIM
+from cosyvoice_triton.export import engines as export_engines
 from cosyvoice_triton.export import onnx as export_onnx
-from cosyvoice_triton.export.builder import Build
 from cosyvoice_triton.networks.flow.checkpoint import load_dit_flow
 from cosyvoice_triton.runtimes import onnx
 from cosyvoice_triton.runtimes import plans as plans_on_disk
@@ -24,9 +24,9 @@ from cosyvoice_triton.runtimes.estimators import DiTOnRuntime
 from cosyvoice_triton.runtimes.loading import flow_runtime
 from cosyvoice_triton.runtimes.network import Network, ShapeLimits
 from cosyvoice_triton.runtimes.onnx import OnnxNetwork
-from cosyvoice_triton.runtimes.plans import Key, Machine, PlanError
+from cosyvoice_triton.runtimes.plans import Plan
 from cosyvoice_triton.runtimes.signatures import CHUNK, SPEAKER, signature_of
-from cosyvoice_triton.runtimes.workloads import Serving, Workload
+from cosyvoice_triton.runtimes.workloads import workloads
 from cosyvoice_triton.token2wav import engine as engines
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.gpu import precision as precisions
@@ -112,30 +112,18 @@ def test_streams_are_equal_on_torch_and_onnxruntime(exported, stack):
 
 
 @pytest.fixture
-def plans(exported, stack, monkeypatch):
-    """Plans of the stack for the fake TensorRT, which computes them on the CPU."""
+def plans(exported, monkeypatch):
+    """Plans of the unet stack for the fake TensorRT, which computes them on the CPU."""
     fake_tensorrt.install(monkeypatch)
-    here = Machine("NVIDIA Test", "9.0", f"tensorrt {fake_tensorrt.__version__}")
-    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, device: here))
+    monkeypatch.setattr(plans_on_disk, "machine", lambda device: "here")
     for module in (engines, precisions):  # the original requires a GPU
         monkeypatch.setattr(module, "flow_runtime", lambda setting, device: setting)
-    directory = exported[stack]
-    for workload in Serving("float32").workloads(stacks.named(stack)):
-        plan = fake_tensorrt.plan(directory / workload.onnx, workload)
-        plans_on_disk.write(directory, Key.of(workload, directory, here), plan, 1.0, error=0.0)
+    for workload in workloads(stacks.UNET, "float32"):
+        plan = Plan.of(workload, exported["unet"], "here")
+        plan.write(fake_tensorrt.plan(exported["unet"] / workload.onnx, workload))
 
 
-@pytest.mark.parametrize("stack", STACKS)
-def test_streams_are_equal_on_torch_and_the_fake_tensorrt(exported, stack, plans):
-    """The fake computes the networks of the plans; a real TensorRT is not tested here, see docs/gpu.md."""
-    on_torch, on_plans = (engine(stack, exported[stack], runtime) for runtime in ("torch", "tensorrt"))
-    assert on_torch.contexts == (0, 0.0) and on_plans.contexts[0] == {"unet": 2, "dit": 3}[stack]
-    for ours, theirs in zip(synthesize_together(stack, on_torch), synthesize_together(stack, on_plans), strict=True):
-        np.testing.assert_allclose(theirs, ours, atol=1e-3)
-
-
-@pytest.mark.parametrize("stack", ["unet"])
-def test_the_offline_tools_render_from_plans(exported, stack, plans, tmp_path):
+def test_the_offline_tools_render_from_plans(exported, plans, tmp_path):
     sample = {
         "id": "one",
         "prompt_audio": str(samples.FOLDER / "reference_en.wav"),
@@ -143,7 +131,7 @@ def test_the_offline_tools_render_from_plans(exported, stack, plans, tmp_path):
         "target_text": "One.",
     }
     (tmp_path / "one.jsonl").write_text(json.dumps(sample | {"target_audio_cosy2_tokens": [*range(0, 1500, 50)]}))
-    options = ["--model-dir", str(exported[stack]), "--manifest-path", str(tmp_path / "one.jsonl"), "--device", "cpu"]
+    options = ["--model-dir", str(exported["unet"]), "--manifest-path", str(tmp_path / "one.jsonl"), "--device", "cpu"]
     audio = []
     for enable in ([], ["--enable-trt"]):
         assert token2wav.main([*options, *enable, "--output-dir", str(tmp_path / "out")]) == 0
@@ -152,15 +140,15 @@ def test_the_offline_tools_render_from_plans(exported, stack, plans, tmp_path):
     np.testing.assert_allclose(audio[1], audio[0], atol=2e-3)
 
 
-@pytest.mark.parametrize("stack", STACKS)
-def test_the_settings_of_the_model_determine_the_context_pools_and_the_plans(exported, stack, plans):
-    config = Token2WavConfig(
-        model_dir=str(exported[stack]), flow_runtime="tensorrt", flow_precision="float32", flow_contexts=3
-    )
-    subject = Token2Wav.from_config(stacks.named(stack), config)
-    assert subject.contexts[0] == 3 * {"unet": 2, "dit": 3}[stack]
-    with pytest.raises(PlanError, match=r"frames: built for .*, serving needs .*--max-hop-tokens 200"):
-        Token2Wav.from_config(stacks.named(stack), dataclasses.replace(config, max_hop_tokens=200))
+def test_settings_that_no_plan_is_built_for_are_refused(exported, plans):
+    config = Token2WavConfig(model_dir=str(exported["unet"]), flow_runtime="tensorrt", flow_precision="float32")
+    Token2Wav.from_config(stacks.UNET, config)
+    for change, message in (
+        ({"max_hop_tokens": 200}, "up to 100, not 200"),
+        ({"flow_precision": "bfloat16"}, "set flow"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Token2Wav.from_config(stacks.UNET, dataclasses.replace(config, **change))
 
 
 class TwoRowNetwork(Network):
@@ -173,7 +161,7 @@ class TwoRowNetwork(Network):
         most = {name: tuple(2 if i == axes[name] else n for i, n in enumerate(s)) for name, s in of.most.items()}
         self.limits = ShapeLimits(of.least, of.usual, most)
 
-    def run(self, inputs, stream=None):
+    def run(self, inputs):
         self.limits.check({name: tuple(x.shape) for name, x in inputs.items()})
         return self._network.run(inputs)
 
@@ -181,7 +169,7 @@ class TwoRowNetwork(Network):
 @pytest.mark.parametrize("stack", STACKS)
 def test_batches_larger_than_a_profile_run_in_pieces(exported, stack, monkeypatch):
     whole = synthesize_together(stack, engine(stack, exported[stack], "onnxruntime"))
-    monkeypatch.setattr(onnx, "OnnxNetwork", lambda path, device, original=OnnxNetwork: TwoRowNetwork(original(path)))
+    monkeypatch.setattr(onnx, "OnnxNetwork", lambda path, original=OnnxNetwork: TwoRowNetwork(original(path)))
     in_pieces = synthesize_together(stack, engine(stack, exported[stack], "onnxruntime"))
     for pieces, together in zip(in_pieces, whole, strict=True):
         np.testing.assert_allclose(pieces, together, atol=1e-3)
@@ -194,7 +182,7 @@ class NewestFirst(Network):
         self._network = network
         self.limits = network.limits
 
-    def run(self, inputs, stream=None):
+    def run(self, inputs):
         outputs = self._network.run(inputs)
         known = inputs["att_cache"].shape[3]
         cache = outputs["new_att_cache"]
@@ -204,7 +192,7 @@ class NewestFirst(Network):
 class CacheDroppingNetwork(NewestFirst):
     """A network that drops its cached frames."""
 
-    def run(self, inputs, stream=None):
+    def run(self, inputs):
         outputs = self._network.run(inputs)
         return outputs | {"new_att_cache": torch.zeros_like(outputs["new_att_cache"])}
 
@@ -298,10 +286,17 @@ def test_a_missing_file_is_named_with_the_page_that_describes_the_export(demo_mo
         engine("unet", demo_models / DIRECTORIES["unet"], "onnxruntime")
 
 
-@pytest.mark.parametrize("setting", ["cuda_graph", "tensorrt"])
-def test_gpu_runtimes_are_refused_on_a_cpu(setting):
-    with pytest.raises(ValueError, match=f"flow_runtime '{setting}' needs a GPU; this instance is on cpu"):
-        flow_runtime(setting, "cpu")
+@pytest.mark.parametrize(
+    "setting, device, message",
+    [
+        ("cuda_graph", "cpu", "needs a GPU; this instance is on cpu"),
+        ("tensorrt", "cpu", "needs a GPU"),
+        ("onnxruntime", "cuda:0", "computes on the CPU; this instance is on cuda:0: set auto"),
+    ],
+)
+def test_runtimes_are_refused_on_another_kind_of_device(setting, device, message):
+    with pytest.raises(ValueError, match=f"flow_runtime '{setting}' {message}"):
+        flow_runtime(setting, device)
 
 
 def test_a_file_that_is_no_onnx_network_is_named(tmp_path):
@@ -327,24 +322,8 @@ def test_a_shape_outside_the_limits_names_input_shape_and_limits(shapes, message
     limits.check({"x": (8, 80, 4)})
 
 
-# --- plans, built by the real TensorRT for RTX; none can be run here -------------------------------------------------
-
-
-def assert_plan(path: Path, workload: Workload, most: dict[str, tuple[int, ...]]) -> None:
-    """It is built for L4 GPUs, has the weights, and its profile, as TensorRT holds it, ends at these shapes."""
-    build = Build.of(path, workload, "8.9")
-    assert {name: build.shapes.most[name] for name in most} == most
-    assert len(build.plan()) > path.stat().st_size / 2  # half precision
-
-
-@pytest.mark.parametrize("stack", STACKS)
-def test_tensorrt_builds_the_plans_of_every_exported_estimator_and_of_the_speaker_encoder(exported, stack):
-    most = {
-        "whole": {"x": (2, 80, 7500), "t": (2,)},
-        "streaming": {"x": (32, 80, 2456), "mask": (32, 1, 2456)},
-        "prompt": {"x": (2, 80, 1500), "att_cache": (2, 2, 2, 0, 64)},
-        "chunk": {"x": (32, 80, 206), "att_cache": (2, 32, 2, 1600, 64)},
-        "speaker": {"input": (1, 3000, 80)},
-    }
-    for workload in Serving("float16").workloads(stacks.named(stack)):
-        assert_plan(exported[stack] / workload.onnx, workload, most[workload.use])
+def test_the_real_tensorrt_builds_the_plan_of_an_exported_estimator(exported):
+    """The one with caches; it cannot be run here. The small networks of test_tensorrt have the others' inputs."""
+    workload = next(each for each in workloads(stacks.DIT, "float16") if each.use == "chunk")
+    path = exported["dit"] / workload.onnx
+    assert len(export_engines.build(path, workload, "8.9")) > path.stat().st_size / 2  # half precision
