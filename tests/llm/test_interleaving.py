@@ -15,11 +15,12 @@ from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.interleaving import SPEECH_BLOCK, TEXT_BLOCK, InterleavedLM
 from cosyvoice_triton.llm.openai_client import OpenAILM
 from cosyvoice_triton.llm.speech_tokens import COSYVOICE3, LLMTokenizer
-from cosyvoice_triton.text.words import WordSplitter
+from cosyvoice_triton.text.words import LONGEST_WORD, WordSplitter
 from transformers import Qwen2ForCausalLM
 
 from tests.support import fake_vllm
 from tests.support.llm_fixtures import genai_dir, install, llm_dir  # noqa: F401
+from tests.support.qwen_vocabulary import qwen2_tokenizer
 from tests.support.raw_http_server import STREAM, RawHttpServer, ids_event
 
 VOICE = LLMPrompt("", "A transcript.", range(100, 137))
@@ -30,20 +31,29 @@ GREEDY = Sampling(temperature=0, repetition_penalty=1.0)
     ("text", "parts"),
     [
         ("  It is\n\nten o'clock, Dr. Li.  ", ["It", " is", " ten", " o'clock,", " Dr.", " Li."]),
-        ("今天天气，很好。", ["今天天气，", "很好。"]),
-        ("今天天气很好我们", ["今", "天", "天", "气", "很好我们"]),
+        ("今天天气，很好。", ["今", "天", "天气，", "很好。"]),
+        ("请输入姓名，在测试之前初始化", ["请", "输", "入", "姓名，在", "测试", "之", "前", "初始化"]),
+        ("ありがとうございました。気持ちが、仕事を", ["ありがとうございました。", "気持ちが、", "仕事を"]),
         ("a<|s_5|>b <|endofprompt|> c", ["a b", " c"]),
         ("x" * 66, ["x", "x", "x" * 64]),
         (" \n ", []),
     ],
 )
-def test_a_text_is_cut_where_its_tokens_end_whatever_its_pieces(text, parts):
+def test_a_text_is_cut_where_its_tokens_end_whatever_its_pieces(text, parts, official_ids):
     for size in (1, 3, 100):
-        words = WordSplitter()
+        words = WordSplitter(official_ids)
         found = [words.push(text[at : at + size]) for at in range(0, len(text), size)] + [words.finish()]
         assert "".join(found) == "".join(parts)
         if size == 1:
             assert [part for part in found if part] == parts
+        if len(text) <= LONGEST_WORD:
+            assert sum(map(official_ids, found), []) == official_ids("".join(parts))
+
+
+@pytest.fixture(scope="module")
+def official_ids():
+    tokenizer = qwen2_tokenizer()
+    return lambda text: tokenizer.encode(text).ids
 
 
 @pytest.fixture(scope="module")

@@ -155,7 +155,7 @@ class InterleavedSpeech:
 
     async def _text_ids(self, pieces: AsyncIterator[str]) -> AsyncGenerator[int, None]:
         """Yield the ids of the text, which is tokenized word by word."""
-        words = WordSplitter()
+        words = WordSplitter(self._tokenizer.text_ids)
         async for piece in pieces:
             for text_id in self._ids_of(words.push(piece)):
                 yield text_id
