@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from cosyvoice_triton.constants import OFFICIAL_FIRST_SPEECH_ID, SPEECH_VOCAB
 from cosyvoice_triton.demo_checkpoint.llm import build_tokenizer
 from cosyvoice_triton.llm.interface import LLMPrompt
@@ -18,6 +19,7 @@ from cosyvoice_triton.llm.speech_tokens import (
     speech_token_text,
 )
 from cosyvoice_triton.stacks import TokenizerRules
+from cosyvoice_triton.voice.files import spk2info_prompt
 
 from tests.support.qwen_vocabulary import qwen2_tokenizer
 
@@ -186,9 +188,19 @@ def test_an_instruction_ends_with_its_token_and_contains_no_other_control_token(
 
 
 def test_text_is_counted_in_tokens_and_decoded_from_them(tokenizer):
-    ids = encode(tokenizer, "Text 文本")
-    assert tokenizer.text_length("Text 文本") == len(ids)
-    assert tokenizer.decode(ids) == "Text 文本"
+    assert tokenizer.text_length("Text 文本") == len(encode(tokenizer, "Text 文本"))
+
+
+def test_a_transcript_that_upstream_saved_is_spoken_to_the_llm_as_upstream_does(tmp_path):
+    """CosyVoice3's `add_zero_shot_spk` keeps the ids of the system words with it."""
+    build_tokenizer(rules=COSYVOICE3).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = LLMTokenizer.from_dir(tmp_path)
+    saved = encode(tokenizer, "You are a helpful assistant.<|endofprompt|>希望你好。")
+    speaker = {"prompt_text": torch.tensor([saved]), "speech_token": torch.ones(1, 30), "embedding": torch.ones(1, 192)}
+    voice = spk2info_prompt(speaker | {"speech_feat": torch.ones(1, 60, 80)}, "anna", tokenizer.decode)
+    assert voice.text == "希望你好。"
+    ids = tokenizer.encode_prompt(LLMPrompt("Hi.", voice.text)).tolist()
+    assert ids == [tokenizer.sos_id, *saved, *encode(tokenizer, "Hi."), tokenizer.task_id]
 
 
 def test_speech_ids_survive_conversion_and_what_is_not_speech_is_dropped(tokenizer):

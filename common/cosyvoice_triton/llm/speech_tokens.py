@@ -84,8 +84,9 @@ class LLMTokenizer:
         return cls(tokenizer, first, end_ids, sos_id, task_id, rules)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, without special tokens."""
-        return str(self.tokenizer.decode(list(ids)))
+        """Return the text of `ids`. Special tokens stay: CosyVoice3 saves transcripts with its system words, which are
+        known by the token after them."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def encode_prompt(self, prompt: LLMPrompt) -> np.ndarray:
         """Return the token ids (n,) of the template `<|sos|>{prompt text}{target text}<|task_id|>{speech tokens}`.
