@@ -21,6 +21,8 @@ from cosyvoice_triton.text.duration import expected_seconds
         ("it's we'll", 0.59),
         ("12", 1.0),
         ("a/b", 0.54),
+        ("[HH][AH0][L][OW1]", 0.4),
+        ("[h][ǎo] [breath]", 0.72),
         ("สวัสดี", 0.6),
         ("wait...!?", 0.88),
         ('"(“”)"', 0.3),

@@ -32,6 +32,8 @@ _PAUSES = ((re.compile(r"[.!?。！？…]+"), 0.35), (re.compile(r"[,;:，；�
 # Acronyms and words without a vowel ("USB", "https") are spelled: seconds in addition for each letter.
 _SPELLED = re.compile(r"(?<![A-Za-z'’])(?:[A-Z]{2,4}|[b-df-hj-np-tv-xzB-DF-HJ-NP-TV-XZ]{2,})(?![A-Za-z])")
 _SPELLED_LETTER = 0.23
+# `[HH][AH0][L][OW1]`, `[j][ǐ]`: one sound each, of which a syllable has about two. Not `[breath]`.
+_PHONEME, _PHONEME_SECONDS = re.compile(r"\[[A-Za-zà-ǜ]{1,4}[0-2]?\]"), 0.1
 
 
 def expected_seconds(text: str, japanese: bool | None = None) -> float:
@@ -39,9 +41,10 @@ def expected_seconds(text: str, japanese: bool | None = None) -> float:
     say."""
     if japanese is None:
         japanese = bool(_KANA.search(text))
+    text, phonemes = _PHONEME.subn("", text)
     characters = sum(_seconds(char, japanese) for char in text)
     pauses = sum(seconds * len(mark.findall(text)) for mark, seconds in _PAUSES)
-    return characters + pauses + _SPELLED_LETTER * sum(map(len, _SPELLED.findall(text)))
+    return _PHONEME_SECONDS * phonemes + characters + pauses + _SPELLED_LETTER * sum(map(len, _SPELLED.findall(text)))
 
 
 @lru_cache(maxsize=1 << 14)
