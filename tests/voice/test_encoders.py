@@ -14,7 +14,8 @@ import pytest
 import torch
 from cosyvoice_triton import samples
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
-from cosyvoice_triton.demo_checkpoint.make import SMALL, parts
+from cosyvoice_triton.demo_checkpoint.make import OFFICIAL, SMALL, parts
+from cosyvoice_triton.demo_checkpoint.speech_tokenizer import random_weights, write_speech_tokenizer
 from cosyvoice_triton.runtimes import plans
 from cosyvoice_triton.runtimes.workloads import speaker
 from cosyvoice_triton.voice import audio
@@ -119,6 +120,19 @@ def test_speaker_vector_ignores_loudness(encoder: SpeakerEncoder) -> None:
     """Features are normalised by their mean over time; a gain is a constant in their logarithm."""
     wave = np.random.default_rng(0).normal(0, 0.1, PROMPT_SAMPLE_RATE).astype(np.float32)
     np.testing.assert_allclose(encoder([wave])[0], encoder([wave * 0.5])[0], atol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_speech_tokenizer_of_another_versions_depth_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "speech_tokenizer_v3.onnx"
+    width, layers = OFFICIAL.third_tokenizer
+    write_speech_tokenizer(path, random_weights(0, width, 1), "one layer")
+    with pytest.raises(ValueError, match=rf"v3.onnx has 1 layers, but v3 of the tokenizer has {layers}: .* again"):
+        AudioTokenizer(tmp_path)
+    path.unlink()
+    write_speech_tokenizer(tmp_path / "speech_tokenizer_v2.onnx", random_weights(0, width, 1), "one layer")
+    with pytest.raises(ValueError, match=f"has 1 layers, but v2 of the tokenizer has {OFFICIAL.tokenizer[1]}"):
+        AudioTokenizer(tmp_path)
 
 
 def test_a_damaged_speech_tokenizer_is_named(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ class CheckpointSizes:
     lm: llm.LLMSizes = llm.SMALL
     lm_dtype: torch.dtype = torch.float32
     tokenizer: tuple[int, int] = speech_tokenizer.SMALL
+    third_tokenizer: tuple[int, int] = speech_tokenizer.SMALL
     unet: flow.UNetFlowConfig = vocoder.UNET_FLOW
     dit: flow.DiTFlowConfig = vocoder.DIT_FLOW
     cosyvoice3: flow.CosyVoice3FlowConfig = vocoder.COSYVOICE3_FLOW
@@ -77,6 +78,7 @@ OFFICIAL = CheckpointSizes(
     llm.OFFICIAL,
     torch.bfloat16,
     speech_tokenizer.OFFICIAL,
+    speech_tokenizer.OFFICIAL_THIRD,
     flow.UNetFlowConfig(),
     flow.DiTFlowConfig(),
     flow.CosyVoice3FlowConfig(),
@@ -124,7 +126,8 @@ def _parts_of(
 
 
 def _write_tokenizer(path: Path, seed: int, sizes: CheckpointSizes) -> None:
-    weights = speech_tokenizer.random_weights(seed, *sizes.tokenizer)
+    third = path.name == stacks.COSYVOICE3.speech_tokenizer
+    weights = speech_tokenizer.random_weights(seed, *(sizes.third_tokenizer if third else sizes.tokenizer))
     speech_tokenizer.write_speech_tokenizer(path, weights, ABOUT)
 
 

@@ -20,7 +20,9 @@ N_MELS, HEAD_DIM = 128, 64
 FSMN_KERNEL = 31
 TRITS = 8
 
-SMALL, OFFICIAL = (128, 1), (1280, 6)  # width and layers
+# Width and layers.
+SMALL = (128, 1)
+OFFICIAL, OFFICIAL_THIRD = (1280, 6), (1280, 12)
 CODE_SPREAD = 0.1  # standard deviation of the projection to the code: trits take all three values on speech
 LAST_TRIT_SPREAD, LAST_TRIT_BIAS = 0.002, -0.5  # never the value 2: ids stay below 2/3 of the codebook (see llm.py)
 

@@ -205,6 +205,13 @@ def _load_s3_model(s3: ModuleType, path: Path) -> Any:
         "n_audio_head": width // S3_HEAD_DIM,
         "n_audio_layer": sum(key.endswith(".attn.query.weight") for key in state),
     }
+    official = ModelConfigV3() if third else ModelConfig()
+    layers, wanted = sizes["n_audio_layer"], official.n_audio_layer
+    if width == official.n_audio_state and layers != wanted:
+        raise ValueError(
+            f"{path} has {layers} layers, but {'v3' if third else 'v2'} of the tokenizer has {wanted}: it is another "
+            "version under this name, or was made with other sizes; fetch or make it again"
+        )
     # The package takes the rate from the first model's name only.
     model = (
         S3TokenizerV3(path.stem, ModelConfigV3(**sizes))
