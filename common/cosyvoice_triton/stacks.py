@@ -229,6 +229,7 @@ COSYVOICE3 = Stack(
     vocoder_loader="cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder:load",
     vocoder_stream_bytes=620_000,
     vocoder_noise_bytes=104 * 10**6,
+    silent_tokens=frozenset((1, 2, 28, 29, 55, 248, 494, 2241, 2242, 2322, 2323)),  # upstream's, of S3 tokenizer v3
     settings={"max_streams": "16"},  # on 24 GB: a stream and a voice of 5 s take 0.6 GiB
     # As of DIT; the engine's directory has the same name there, because upstream keeps each LLM in a folder of its own.
     upstream={**DIT.upstream},

@@ -52,6 +52,7 @@ def test_leading_silence_counts_until_the_first_audible_sample_is_played() -> No
     assert silent.audible() is None
     figures = Run(outcomes=[silent, outcome((0.1,), (0.5,), silence=0.0)], elapsed=1.0).figures()
     assert figures["inaudible"] == 1 and figures["audible_ms"]["mean"] == pytest.approx(100)
+    assert figures["silence_ms"]["mean"] == 0
 
 
 @pytest.mark.parametrize(("level", "begins"), [(0.0, None), (0.005, None), (0.008, 0.5)])

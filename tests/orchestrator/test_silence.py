@@ -1,11 +1,15 @@
+import json
+
 import numpy as np
 import pytest
+from cosyvoice_triton import stacks
 from cosyvoice_triton.orchestrator.silence import SilenceFilter
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.fakes import FakeLM, speech_request
 from tests.support.pipeline import Pipeline
+from tests.support.streams import GOLDEN3
 
 SILENT = frozenset({1, 2})
 
@@ -23,6 +27,12 @@ SILENT = frozenset({1, 2})
 )
 def test_of_a_run_of_silent_tokens_the_first_five_are_kept(tokens: list[int], kept: list[int]) -> None:
     assert SilenceFilter(SILENT).kept(tokens) == kept
+
+
+def test_cosyvoice3_has_upstreams_silent_tokens_and_only_it() -> None:
+    upstreams = json.loads((GOLDEN3 / "item5b_cosyvoice3_silent_tokens.json").read_text())
+    assert stacks.COSYVOICE3.silent_tokens == set(upstreams["silent_tokens"])
+    assert [stack.name for stack in stacks.BUILT_IN if stack.silent_tokens] == ["cosyvoice3"]
 
 
 def test_without_silent_tokens_nothing_is_dropped() -> None:

@@ -174,6 +174,7 @@ class Run:
             "requests_per_second": len(good) / self.elapsed if self.elapsed else None,
             "first_chunk_ms": distribution(outcome.arrivals[0] for outcome in good),
             "audible_ms": distribution(audible),
+            "silence_ms": distribution([outcome.silence for outcome in good if outcome.silence is not None]),
             "inaudible": len(good) - len(audible),
             "second_chunk_ms": distribution(o.arrivals[1] - o.arrivals[0] for o in good if len(o.arrivals) > 1),
             "later_chunk_ms": distribution(float(step) for o in good for step in np.diff(o.arrivals)[1:]),

@@ -105,7 +105,12 @@ def closing_lines(figures: Figures) -> list[str]:
             f"{figures['refused']} refused, because the server has as many listeners as it can serve: {shares}"
         )
     lines += [f"lost a server: {reason}" for reason in figures["lost_servers"].values()]
-    for title, key in (("first chunk", "first_chunk_ms"), ("first audible", "audible_ms"), ("total", "total_ms")):
+    for title, key in (
+        ("first chunk", "first_chunk_ms"),
+        ("first audible", "audible_ms"),
+        ("leading silence", "silence_ms"),
+        ("total", "total_ms"),
+    ):
         if values := figures[key]:
             shares = "  ".join(f"p{share} {values[f'p{share}']:.0f}" for share in PERCENTILES)
             lines.append(f"{title:13s} mean {values['mean']:.0f}  {shares} ms")

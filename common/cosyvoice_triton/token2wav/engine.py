@@ -27,6 +27,7 @@ from cosyvoice_triton.monitoring.metrics import EVICTED, FAILED, FALLBACKS, RETR
 from cosyvoice_triton.profiles import choose
 from cosyvoice_triton.runtimes.loading import flow_runtime
 from cosyvoice_triton.stacks import Stack
+from cosyvoice_triton.token2wav.clicks import heard, without_click
 from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, Vocoder, VocoderOptions, loader
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.memory import (
@@ -308,7 +309,10 @@ class Token2Wav:
                         results[index] = self._again(chunks[index], result)
         with self._lock:
             self._failed += sum(isinstance(result, Exception) for result in results)
-        return [result if isinstance(result, Exception) else result.numpy() for result in results]
+        return [
+            result if isinstance(result, Exception) else heard(chunk.stream, result.numpy())
+            for chunk, result in zip(chunks, results, strict=True)
+        ]
 
     def _rendered(self, renderer: Renderer, chunks: Sequence[Chunk]) -> list[Tensor | Exception]:
         def flow(part: Sequence[Chunk]) -> list[Tensor]:
@@ -384,7 +388,7 @@ class Token2Wav:
                 with self._lock:
                     self._failed += len(utterances)
                 raise NotFiniteError("the audio is not finite")
-        return [row.numpy() for row in audio]
+        return [without_click(row.numpy()) for row in audio]
 
     def _check(self, prompt: Prompt) -> None:
         self._flow.check_ids(prompt.tokens)

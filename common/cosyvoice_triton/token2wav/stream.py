@@ -33,6 +33,7 @@ class Stream:
 
     vocoder: VocoderState
     rendered: int = 0  # tokens that have become mel
+    heard: bool = False  # audio of it has been returned
 
 
 StreamT = TypeVar("StreamT", bound=Stream)
