@@ -193,6 +193,7 @@ def test_words_of_a_voice_come_before_those_of_all_voices(folder: Path, book: Vo
     save_pronunciation(folder, "anna", {"nginx": "hers", "#": "hash = sign"})
     for voice in ("anna", None):
         named = VoiceBook(folder, tmp_path, decode, default="anna")
+        assert named.pronunciation(Recording(TONE)) == {"nginx": "of all", "b": "of all"}
         assert named.pronunciation(voice) == {"nginx": "hers", "#": "hash = sign", "b": "of all"}
     for other in ("bert", None, Recording(TONE), "../anna"):
         assert book.pronunciation(other) == {"nginx": "of all", "b": "of all"}
