@@ -376,6 +376,8 @@ def test_runs_of_the_stacks_silent_tokens_are_shortened(bench: Bench, monkeypatc
         ({"length": 10**6}, "reference_wav_len 1000000"),
         ({"rate": 7_000}, "reference_sample_rate 7000 is not"),
         ({"parameters": {"top_p": 2}}, "top_p"),
+        ({"parameters": {"language": "tlh"}}, "language 'tlh' is not one of auto, zh, en, ja, ko"),
+        ({"parameters": {"language": "de"}}, "language 'de' is not one of auto, zh, en, ja, ko"),
     ],
 )
 def test_bad_input_is_the_callers_error_and_the_next_request_is_served(
@@ -384,6 +386,7 @@ def test_bad_input_is_the_callers_error_and_the_next_request_is_served(
     bad, good = client_request(decoupled, **inputs), client_request(decoupled)
     bench.answer(bad, good, decoupled=decoupled)
     assert failure(bad)[0] == TritonError.INVALID_ARG and message in failure(bad)[1]
+    assert "ko, de" not in failure(bad)[1]  # which this stack does not speak
     assert len(audio(good)) == TOKENS
 
 

@@ -52,6 +52,7 @@ class Orchestrator:
         if config.default_speaker:
             voices.get()
         texts = TextFrontend(stack.name)
+        self._languages = texts.languages
         if texts.warning:
             logger.warning("%s", texts.warning)
         self._synthesizer = Synthesizer(
@@ -114,7 +115,7 @@ class Orchestrator:
             self._drain.check()
             if self._decoupled:
                 self._synthesizer.check()
-            speech = _inputs(request, pieces).check(self._sampling, self._max_text_chars)
+            speech = _inputs(request, pieces).check(self._sampling, self._max_text_chars, self._languages)
             if speech.instruct_text and not self._instructions:  # it would read them aloud
                 speech = dataclasses.replace(speech, instruct_text="")
                 warnings.append("instruct_text was left out: this LLM does not follow instructions")

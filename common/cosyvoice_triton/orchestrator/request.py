@@ -13,7 +13,7 @@ from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import MAX_SPEED, MIN_SPEED, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.interface import Sampling, preset_values
 from cosyvoice_triton.text import clean_line, clean_text, split_instruction, strip_control_tokens
-from cosyvoice_triton.text.language import named
+from cosyvoice_triton.text.language import EVERY, Language, named
 from cosyvoice_triton.text.normalization import SPELLING, Spelled
 from cosyvoice_triton.text.pronunciation import MAX_WORDS, pronunciations
 from cosyvoice_triton.voice import audio
@@ -82,8 +82,10 @@ class RequestInputs:
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     pieces: AsyncIterator[str] | None = dataclasses.field(default=None, repr=False)
 
-    def check(self, defaults: Sampling, max_text_chars: int) -> SynthesisRequest:
-        """Return the validated request. Raises ValueError naming the invalid value."""
+    def check(
+        self, defaults: Sampling, max_text_chars: int, languages: tuple[Language, ...] = EVERY
+    ) -> SynthesisRequest:
+        """Return the validated request. `languages`: those of the stack. Raises ValueError naming the invalid value."""
         if self.target_text is None:
             raise ValueError("target_text is missing")
         self._check_parameters()
@@ -108,7 +110,7 @@ class RequestInputs:
             as_is=frozenset(
                 kind for name, kind in SPELLING.items() if not _flag(name, self.parameters.get(name, True))
             ),
-            language=named(str(self.parameters.get("language", ""))) or "",
+            language=named(str(self.parameters.get("language", "")), languages) or "",
             # The speech service sends those of a voice and of its folder with the request's own.
             pronunciation=pronunciations(self.parameters.get("pronunciation", ""), max_words=3 * MAX_WORDS),
             sampling=sampling,
