@@ -33,6 +33,7 @@ WEIGHTS: Mapping[str, int] = {
     "runtime-http": 2,
     "runtime-grpc": 2,
     "voices": 2,
+    "hostile": 3,
 }
 
 
@@ -101,6 +102,7 @@ BAD_INPUTS: Mapping[str, Sequence[BadInput]] = {
         BadInput("no text", {"tts_text": ""}, "INVALID_ARGUMENT .*input is empty"),
         BadInput("unknown voice", {"spk_id": "nobody"}, "INVALID_ARGUMENT .*nobody"),
     ),
+    "hostile": (BadInput("deep JSON", {"body": '{"input":' + "[" * 100_000}, "HTTP 400 .*(levels|besides letters)"),),
     "voices": (
         BadInput("name is a path", {"name": "../voice"}, "HTTP 400 .*not a valid name"),
         BadInput("name is taken", {"name": "slt"}, "HTTP 409 .*already exists"),

@@ -21,12 +21,13 @@ from tests.soak.routes import ROUTES
 from tests.soak.sampling import family
 from tests.soak.stack import STREAMED, WHOLE, LocalStack, SupervisedService
 
-Action = Literal["file", "kill", "stop", "hang"]
+Action = Literal["file", "kill", "stop", "hang", "fill"]
 
 SETTLE_SECONDS = 5.0  # the speech service looks every 2 s whether Triton is there, and reconnects within 2 s
 STOP_SECONDS = (2.0, 6.0)  # for which a process is stopped and then goes on
 TAKEN_SECONDS = 60.0  # for a fault inside a model to happen, which needs a request at the right place
 END_SECONDS = 60.0  # for a service to end after a fault that it does not survive: a hang is noticed after 15 s
+FULL_SECONDS = 18.0  # a server without a sign of life for 15 s is ended
 SURVIVED_SECONDS = 15.0  # after which a service has survived a fault
 GAP_SECONDS, GAP_SHARE = (8.0, 25.0), 0.1  # between the end of one fault and the next; at most this share of the run
 HARD_SHARE = 0.5  # of the run, in which faults may end services; after it they do not, so that one life is long
@@ -40,6 +41,7 @@ SPEECH_ROUTES = tuple(route for route in TRITON_ROUTES if route not in ("grpc", 
 @dataclass(frozen=True)
 class FaultKind:
     """file: `target` is a name of monitoring/faults.py. kill, stop: it is a process; hang: stopped for good.
+    fill: the disk of temporary files and of the log is full for FULL_SECONDS.
 
     ends: the service that ends by it. survivable: it may also go on. errors: how many requests may fail by it, None:
     any number.
@@ -64,6 +66,7 @@ SOFT = (
         if fault not in FATAL
     ),
     *(FaultKind("stop", process) for process in ("tritonserver", "speech")),
+    FaultKind("fill", "disk", errors=0),
 )
 HARD = (
     *(FaultKind("file", fault, ends="serve") for fault in FATAL),
@@ -199,6 +202,19 @@ class Injector:
         finally:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGCONT)
+
+    async def _fill(self, kind: FaultKind, fault: InjectedFault, pause: float) -> None:
+        ballast = self.stack.disk / "ballast"
+        if not self.stack.disk.is_mount():
+            fault.note = "only root mounts a disk that can be filled"
+            return
+        try:
+            with suppress(OSError), ballast.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(1 << 16))
+            await asyncio.sleep(FULL_SECONDS)
+        finally:
+            ballast.unlink(missing_ok=True)
 
     async def _hang(self, kind: FaultKind, fault: InjectedFault, pause: float) -> None:
         os.kill(self._process(kind.target), signal.SIGSTOP)  # it is killed with its server

@@ -29,6 +29,7 @@ from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
 
 from tests.soak.cases import FORMATS, VOICES, SoakCase
+from tests.soak.hostile import attack
 
 LIMIT = 300.0  # seconds for a whole answer; a silent server is given up much earlier
 LEAST_SECONDS = 0.1  # of audio in a whole answer
@@ -240,6 +241,14 @@ class Client:
             raise ClientError(f"{error.code().name} {one_line(error.details())}") from None
         parts.check()
 
+    async def hostile(self, case: SoakCase, parts: Parts) -> None:
+        """Sends what nobody should, and what is wrong with a request as JSON that is too deep."""
+        if case.bad is not None:
+            async with self._speech(str(case.bad.change["body"])):
+                pass
+        await attack(self.addresses, case.choice)
+        parts.note()
+
     # --- registered voices ---------------------------------------------------------------------------------------
 
     async def add_voice(self, name: str, audio: bytes, transcript: str) -> None:
@@ -307,6 +316,7 @@ ROUTES: Mapping[str, Route] = {
     "websocket": Client.websocket,
     "runtime-http": Client.runtime_http,
     "runtime-grpc": Client.runtime_grpc,
+    "hostile": Client.hostile,
 }
 
 

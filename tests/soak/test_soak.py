@@ -20,6 +20,7 @@ from cosyvoice_triton.voice.prompt import Recording
 from tests.soak import cases, runner
 from tests.soak.cases import BAD, BAD_INPUTS, CANCELLED, WEIGHTS, BadInput, SoakCase, SoakPlan
 from tests.soak.faults import KINDS, InjectedFault
+from tests.soak.hostile import ATTACKS, attack
 from tests.soak.ledger import Ledger, Request
 from tests.soak.routes import ROUTES, Addresses, Client, Parts
 from tests.soak.runner import MixedLoad, SoakResult, SoakSettings
@@ -275,7 +276,9 @@ def send(addresses: Addresses, sent: SoakCase) -> Parts:
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("route", [route for route in ROUTES if route not in ("grpc-offline", "triton-http")])
+@pytest.mark.parametrize(
+    "route", [route for route in ROUTES if route not in ("grpc-offline", "triton-http", "hostile")]
+)
 @pytest.mark.parametrize(("word", "good"), [("quick", True), ("break", False), ("silent", False)])
 def test_no_route_takes_half_an_answer_for_a_whole_one(route: str, word: str, good: bool, addresses: Addresses) -> None:
     said = Utterance(f"{word} words", speaker="slt", parameters={"seed": 1})
@@ -296,6 +299,13 @@ def test_a_websocket_goes_on_after_a_barge_in(addresses: Addresses) -> None:
 STUBBED = [("speech", bad) for bad in BAD_INPUTS["speech"] if bad.name not in ("unknown voice",)]
 STUBBED += [("websocket", bad) for bad in BAD_INPUTS["websocket"]] + [("speech-batch", BAD_INPUTS["speech-batch"][0])]
 STUBBED += [("runtime-http", BAD_INPUTS["runtime-http"][0]), ("runtime-grpc", BAD_INPUTS["runtime-grpc"][0])]
+
+
+def test_hostile_clients_get_what_the_soak_expects(addresses: Addresses) -> None:
+    async def all_of_them() -> None:
+        await asyncio.gather(*(attack(addresses, choice) for choice in range(len(ATTACKS) + 1)))
+
+    asyncio.run(all_of_them())
 
 
 @pytest.mark.parametrize(("route", "bad"), STUBBED, ids=lambda value: getattr(value, "name", value))

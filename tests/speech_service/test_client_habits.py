@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,10 +70,19 @@ def test_blanks_around_a_key_do_not_matter(url: str, authorization: str) -> None
     assert httpx.get(f"{url}/v1/models", headers={"authorization": authorization}).status_code == 200
 
 
+def test_an_upload_needs_no_disk(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    file, whole = io.BytesIO(), np.tile(tone(), 60)[: 29 * 48_000]
+    sf.write(file, whole, 48_000, format="WAV", subtype="FLOAT")
+    upload = {"ref_audio": ("a.wav", file.getvalue())}
+    assert len(file.getvalue()) > 2 * MIB
+    assert httpx.post(url + SPEECH, data={"input": "Hi."}, files=upload, headers=BEARER).status_code == 200
+
+
 def test_kokoros_captioned_speech_has_the_times_of_words(url: str) -> None:
     body = {"input": "Two words.", "voice": "a", "response_format": "wav", "return_timestamps": True, "stream": False}
     answer = httpx.post(
-        f"{url}/dev/captioned_speech", json={**body, "return_download_link": False}, headers=BEARER
+        f"{url}/dev/captioned_speech", json={**body, "return_download_link": False, "model": "kokoro"}, headers=BEARER
     ).json()
     assert base64.b64decode(answer["audio"])[:4] == b"RIFF" and answer["audio_format"] == "audio/wav"
     assert {each["word"] for each in answer["timestamps"]} == {"Two", "words."}

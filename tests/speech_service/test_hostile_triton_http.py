@@ -76,6 +76,7 @@ BAD = {
         "inputs": [{**tensor("target_text", "BYTES", None), "parameters": {"binary_data_size": 1 << 40}}]
     },
     "no object": [1],
+    "a sequence": {**upstreams(), "parameters": {"sequence_id": 5, "sequence_start": True}},
     "an infinite sample": upstreams(reference_wav=tensor("reference_wav", "FP32", [1e39] * 16_000, (1, 16_000))),
 }
 

@@ -61,6 +61,7 @@ BAD_BODIES = {
     "max_tokens with a fraction": ({**TEXT, "max_tokens": 1.5}, "max_tokens"),
     "an invalid language": ({**TEXT, "language": "<en>"}, "language"),
     "a dictionary of numbers": ({**TEXT, "pronunciation": {"nginx": 3}}, "pronunciation"),
+    "a voice of 257 characters": ({**TEXT, "voice": "a" * 257}, "voice"),
     "an unknown language": ({**TEXT, "language": "tlh"}, "language"),
     "a voice that is a number": ({**TEXT, "voice": 3}, "voice"),
     "a voice object without an id": ({**TEXT, "voice": {"name": "anna"}}, "voice"),
@@ -136,9 +137,9 @@ def test_inside_of_an_object_null_is_absent_and_an_unknown_field_is_named(served
     for field, value in {"normalization_options": {"x": 1}, "voice": {"id": "anna", "x": 1}}.items():
         error = served.post({**TEXT, field: value}).json()["error"]
         assert (error["param"], error["message"]) == (field, f"{field}.x: unknown field, see docs/http.md")
-    content = json.dumps({**TEXT, "input": "a\ud800"})
-    error = served.post(content=content).json()["error"]
-    assert error["message"] == "input: character 2 is half of a surrogate pair"
+    for half, where in ({"input": "a\ud800"}, "input"), ({"pronunciation": {"a\ud800": "b"}}, "pronunciation"):
+        error = served.post(content=json.dumps({**TEXT, **half})).json()["error"]
+        assert error["param"] == where and error["message"].endswith("character 2 is half of a surrogate pair")
 
 
 @pytest.mark.parametrize(

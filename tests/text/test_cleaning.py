@@ -16,6 +16,12 @@ def test_lines_are_kept_by_clean_text_and_joined_by_clean_line():
     assert clean_line(text, name="reference_text", max_chars=100) == "one two three"
 
 
+def test_hidden_signs_and_heaps_of_accents_are_left_out():
+    hidden = "".join(chr(0xE0000 + ord(char)) for char in "spam")
+    assert clean(f"Hi{hidden} you,\U000e0100 Z" + "\u0301" * 30 + "o") == "Hi you, Zo"
+    assert clean("e\u0301 ก็่ नि 🏴\U000e0067\U000e007f a") == "e\u0301 ก็่ नि 🏴 a"
+
+
 def test_text_without_control_tokens_is_unchanged():
     text = "收到好友 [laughter] from <strong>far</strong>: a < b | c > d <||"
     assert clean(text) == text

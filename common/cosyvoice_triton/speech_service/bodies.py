@@ -34,7 +34,8 @@ _BASE64 = bytes(range(ord("0"), ord("9") + 1)) + bytes(range(ord("A"), ord("Z") 
 _CHEAP = _BASE64 + _BASE64.lower() + bytes(range(128, 256))
 
 
-_TYPES = ("str", "VoiceId")  # alternatives of a field, which pydantic lists in the place of an error like fields
+# Alternatives of a field, which pydantic lists in the place of an error like fields.
+_TYPES = ("str", "constrained-str", "VoiceId")
 
 
 def _encodable(text: str) -> str:
@@ -112,7 +113,7 @@ class SpeechRequest(BaseModel):
     ref_audio: str = Field("", description="the voice: an audio file in base64, or an upload of a multipart request")
     ref_text: Text = Field("", description="transcript of ref_audio; without it, cross-lingual cloning is used")
     language: Name = Field("", description="of the input; else guessed; a voice of another is cloned cross-lingually")
-    pronunciation: dict[str, str] = Field({}, description="words of the input, and what is spoken for each")
+    pronunciation: dict[Text, Text] = Field({}, description="words of the input, and what is spoken for each")
     lang_code: Name = Field("", description="Kokoro's name of the field language, or its letters: a, b, e, f, i, j, z")
     sample_rate: Int64 | None = Field(None, description="of the answer, in Hz")
     seed: Int64 | None = Field(None, description="the same seed gives the same speech tokens")
@@ -194,7 +195,7 @@ def read_json(data: bytes, what: str, settings: Settings) -> dict[str, Any]:
     except RecursionError:
         raise invalid(f"{what} has objects or lists inside of one another, too many levels of them") from None
     except ValueError as error:
-        raise invalid(f"{what} is not JSON: {error}") from None
+        raise invalid(f"{what} is not JSON: {str(error).partition(';')[0]}") from None
     if not isinstance(fields, dict):
         raise invalid(f"{what} is a JSON {type(fields).__name__}, not an object")
     return fields

@@ -3,6 +3,8 @@
 import re
 import unicodedata
 
+import regex
+
 from cosyvoice_triton.constants import SYSTEM_WORDS
 from cosyvoice_triton.text.markdown import without_emoji
 
@@ -15,6 +17,8 @@ END_OF_PROMPT = "<|endofprompt|>"
 
 # Letters, numbers and symbols but emoji. Text without any of them, such as "?!" or a zero-width space, is silent.
 _SPEAKABLE = ("L", "N", "S")
+# Tags and selectors, which hide a text in another one, and accents in heaps.
+_HIDDEN = regex.compile(r"[\U000e0000-\U000e01ef]+|\p{M}{9,}")
 _FILLERS = "\u115f\u1160\u3164\uffa0"  # invisible letters
 
 
@@ -72,6 +76,7 @@ def clean_line(text: str, *, name: str, max_chars: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return the text without control characters, which splitting into lines and words would leave to the tokenizer."""
-    lines = "\n".join(text.splitlines())
+    """Return the text without control characters, which splitting into lines and words would leave to the tokenizer,
+    and without signs that nobody sees or that cover others, for which the LLM invents speech."""
+    lines = _HIDDEN.sub("", "\n".join(text.splitlines()))
     return "".join(" " if char != "\n" and unicodedata.category(char) == "Cc" else char for char in lines)

@@ -83,8 +83,8 @@ def validate_reference(wav: np.ndarray, length: int | None = None, rate: int = P
         raise ValueError(
             f"reference_wav holds a sample of {peak:g}: samples are -1..1; divide 16-bit ones by {_INT16_PEAK + 1}"
         )
-    if peak < SILENCE_PEAK:
-        raise ValueError(f"reference_wav is silent: its largest sample is {peak:.1e}, below {SILENCE_PEAK:.0e}")
+    if (swing := float(np.ptp(wav)) / 2) < SILENCE_PEAK:  # also if all samples are the same
+        raise ValueError(f"reference_wav is silent: its samples vary by {swing:.1e}, less than {SILENCE_PEAK:.0e}")
     return wav
 
 

@@ -31,6 +31,8 @@ async def captioned(request: Request) -> Response:
     service = Service.of(request)
     fields, _ = await read_fields(request)
     fields.pop("return_timestamps", None)
+    if fields.get("model") == "kokoro":  # its clients' default
+        del fields["model"]
     wanted: SpeechRequest = parse(SpeechRequest, {**fields, "stream_format": "json", "timestamps": "word"})
     encoder = service.encoder(wanted)
     job = await service.job(wanted)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -207,6 +208,7 @@ class _CompleteForm(MultiPartParser):
     """Knows whether a form has its last boundary. The field that is cut off is not among the others."""
 
     complete = False
+    spool_max_size = sys.maxsize  # files stay in memory, which has its budget: /tmp may be full
 
     def on_end(self) -> None:
         self.complete = True

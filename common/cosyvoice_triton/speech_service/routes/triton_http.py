@@ -89,10 +89,12 @@ def _utterance(content: dict[str, Any], settings: Settings) -> Utterance:
     if "target_text" not in values:
         raise invalid("the input target_text is missing")
     length = values.pop("reference_wav_len", None)
+    if sequence := [name for name in _parameters(content) if name.startswith("sequence_")]:
+        raise invalid(f"the parameter {sequence[0]!r}: text in pieces is for streams of gRPC, or the WebSocket")
     parameters = {
         name: str(value) if isinstance(value, float) else value
         for name, value in _parameters(content).items()
-        if name != "binary_data_output" and isinstance(value, bool | int | float | str)
+        if name not in ("binary_data_output", "priority", "timeout") and isinstance(value, bool | int | float | str)
     }
     try:
         if (wav := values.pop("reference_wav", None)) is not None:

@@ -1,0 +1,94 @@
+"""Clients that send what nobody should: half of a request, pings and texts whose answers they do not read, offers to
+upgrade, deep JSON.
+
+Each holds its connection for some seconds. What it gets must match, and nobody else may notice.
+"""
+
+import asyncio
+import json
+import re
+import struct
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import grpc
+from cosyvoice_triton.client.requests import ClientError
+
+if TYPE_CHECKING:
+    from tests.soak.routes import Addresses
+
+HOLD_SECONDS = 3.0
+
+_UPGRADE = b"Connection: Upgrade\r\nUpgrade: %s\r\n"
+_WEBSOCKET = _UPGRADE % b"websocket" + b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+
+
+def _http(line: bytes, headers: bytes = b"", body: bytes = b"", length: int | None = None) -> bytes:
+    sizes = b"Content-Type: application/json\r\nContent-Length: %d\r\n" % (len(body) if length is None else length)
+    return line + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n" + (sizes if body else b"") + headers + b"\r\n" + body
+
+
+def _frame(opcode: int, data: bytes) -> bytes:
+    """Return a WebSocket frame of a client, masked with zeros."""
+    return bytes([0x80 | opcode, 0xFE]) + struct.pack(">H", len(data)) + bytes(4) + data
+
+
+_TEXT = _frame(1, json.dumps({"type": "input.text", "text": "Nobody listens to this. " * 8}).encode())
+_OPEN = _http(b"GET /v1/audio/speech/stream", _WEBSOCKET)
+
+# What is sent to the speech service, and how its answer begins; nothing: there is none while the connection is held.
+ATTACKS: tuple[tuple[bytes, str], ...] = (
+    (_http(b"GET /health", _UPGRADE % b"h2c"), "HTTP/1.1 (200|503)"),
+    (_http(b"POST /v1/audio/speech", _WEBSOCKET, b"{}"), "HTTP/1.1 400"),
+    (_http(b"POST /v2/models/cosyvoice2_dit/infer", body=b'{"target_text":' + b"[" * 100_000), "HTTP/1.1 400"),
+    (_http(b"POST /v1/audio/speech", body=b" " * (1 << 20), length=1 << 21), ""),
+    (b"POST /v1/audio/speech HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: ", ""),
+    (_OPEN + _frame(9, bytes(125)) * 4000, "HTTP/1.1 101"),
+    (_OPEN + _TEXT + _frame(1, b'{"type": "input.done"}'), "HTTP/1.1 101"),
+    (_OPEN + _TEXT[:-9], "HTTP/1.1 101"),
+)
+
+
+async def attack(addresses: "Addresses", choice: int) -> None:
+    """One of them. ClientError for another answer than expected, and where there is no connection."""
+    if addresses.runtime and choice % (len(ATTACKS) + 1) == len(ATTACKS):
+        await _unsent_call(addresses.runtime)
+        return
+    data, expected = ATTACKS[choice % len(ATTACKS)]
+    host, _, port = addresses.speech.rpartition("/")[2].partition(":")
+    try:
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port), limit=64), HOLD_SECONDS)
+        try:
+            writer.write(data)
+            with suppress(asyncio.TimeoutError):  # the server stops reading pings
+                await asyncio.wait_for(writer.drain(), HOLD_SECONDS)
+            received = await _first_bytes(reader, 60.0 if expected else HOLD_SECONDS)
+            if expected.endswith("101"):
+                await asyncio.sleep(HOLD_SECONDS)
+        finally:
+            writer.transport.abort()
+    except (OSError, asyncio.TimeoutError) as error:
+        raise ClientError(f"the connection broke: {error or 'no answer'}") from None
+    if re.match(expected or "$", received) is None:
+        raise ClientError(f"{received!r} instead of /{expected}/")
+
+
+async def _first_bytes(reader: asyncio.StreamReader, seconds: float) -> str:
+    with suppress(asyncio.TimeoutError):
+        return (await asyncio.wait_for(reader.read(12), seconds)).decode(errors="replace")
+    return ""
+
+
+async def _unsent_call(address: str) -> None:
+    async def nothing() -> AsyncIterator[bytes]:
+        await asyncio.sleep(HOLD_SECONDS)
+        yield b""
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = channel.stream_stream("/cosyvoice.CosyVoice/Inference")(nothing(), timeout=HOLD_SECONDS / 2)
+        try:
+            await call.read()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise ClientError(f"the connection broke: {error.details()}") from None
