@@ -6,11 +6,10 @@
     cosyvoice-triton offline --output-dir out/offline --backend trtllm-serve --batch-size 16 \\
         --openai-api-base http://localhost:8000/v1 --openai-model-name cosyvoice2_llm
 
-Backends: `hf` is transformers' generate (any device, slow); `onnxruntime_genai` is this project's CPU engine and loads
+Backends: `hf` is the engine of this project for the device: `cuda` on a GPU; on a CPU `onnxruntime_genai`, which loads
 what `cosyvoice-triton prepare convert-genai` writes; `trtllm` and `vllm` are engines in this process on a GPU;
-`trtllm-serve` is a server
-with OpenAI's API. --token2wav-path selects the stack. Texts are prepared as by the server: numbers become words, long
-texts are split into segments.
+`trtllm-serve` is a server with OpenAI's API. --token2wav-path selects the stack. Texts are prepared as by the server:
+numbers become words, long texts are split into segments.
 
 The folder gets <id>.wav, samples.jsonl (with the speech tokens, for cosyvoice_triton.cli.token2wav and
 `cosyvoice-triton streaming`)
@@ -85,7 +84,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--openai-api-base", default="http://localhost:8000/v1", help="for trtllm-serve")
     engine = stacks.DEFAULT.llm.engine
     parser.add_argument("--openai-model-name", default=engine, help="the LLM's name at trtllm-serve")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="for hf and token2wav")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the LLM and token2wav"
+    )
     add_trt_argument(parser)
     accept_upstream_options(parser, "offline_inference")
     return parser.parse_args(argv)

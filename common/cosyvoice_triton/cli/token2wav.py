@@ -4,8 +4,7 @@
     cosyvoice-triton token2wav --tokens-path out/offline/samples.jsonl --batch-size 8 --warmup 3
     cosyvoice-triton token2wav --streaming --strategy exponential
 
-Utterances are rendered whole in batches of --batch-size, or with --streaming in chunks as a streaming client gets them;
-`cosyvoice-triton streaming` compares the two.
+Utterances are rendered whole in batches of --batch-size, or with --streaming in chunks as a streaming client gets them.
 
 The speech tokens come from the data set's column target_audio_cosy2_tokens, or from the same field in the file
 --tokens-path, which `cosyvoice-triton offline` writes as samples.jsonl. A sample without tokens resynthesizes its own
@@ -41,6 +40,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=positive_int, default=1, help="passes, the last of which is measured")
     parser.add_argument("--streaming", action="store_true", help="render in chunks instead of whole utterances")
     parser.add_argument("--strategy", choices=("equal", "exponential"), default="exponential", help="for --streaming")
+    parser.set_defaults(figures="token2wav.json")
     return parser.parse_args(argv)
 
 

@@ -13,9 +13,8 @@ from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.load.report import table
 from cosyvoice_triton.load.samples import Sample
-from cosyvoice_triton.offline.batch_lm import BatchLM
 from cosyvoice_triton.offline.inputs import VoicePrompts, read_samples
-from cosyvoice_triton.offline.llm import connect, engine_dir, load_llm
+from cosyvoice_triton.offline.llm import OfflineLLM, connect, engine_of, load_llm
 from cosyvoice_triton.offline.pipeline import Pipeline
 from cosyvoice_triton.offline.rendering import OfflineToken2Wav
 from cosyvoice_triton.offline.results import OutputFolder, identity
@@ -97,7 +96,7 @@ def settings_of(args: argparse.Namespace, sampling: Sampling) -> dict[str, Any]:
     if args.backend == "trtllm-serve":
         settings["server_model"] = args.openai_model_name
     else:
-        directories.append(engine_dir(args.backend, args.llm_model_name_or_path, args.engine_dir))
+        directories.append(engine_of(args.backend, args.llm_model_name_or_path, args.engine_dir, args.device)[1])
     for directory in directories:
         if not directory.is_dir():
             raise ValueError(
@@ -107,14 +106,11 @@ def settings_of(args: argparse.Namespace, sampling: Sampling) -> dict[str, Any]:
     return settings | {"checkpoints": [[str(path.resolve()), identity(path)] for path in dict.fromkeys(directories)]}
 
 
-def backend_of(args: argparse.Namespace, tokenizer: LLMTokenizer) -> BatchLM:
+def backend_of(args: argparse.Namespace, tokenizer: LLMTokenizer) -> OfflineLLM:
     if args.backend == "trtllm-serve":
         return connect(args.openai_api_base, args.openai_model_name, tokenizer, args.batch_size)
-    directory = engine_dir(args.backend, args.llm_model_name_or_path, args.engine_dir)
-    share = args.kv_cache_free_gpu_memory_fraction
-    return load_llm(
-        args.backend, args.llm_model_name_or_path, directory, tokenizer, args.batch_size, args.device, share
-    )
+    engine, directory = engine_of(args.backend, args.llm_model_name_or_path, args.engine_dir, args.device)
+    return load_llm(engine, directory, tokenizer, args.batch_size, args.kv_cache_free_gpu_memory_fraction)
 
 
 def figures_of(

@@ -1,37 +1,41 @@
-"""LLM backends of the offline tools: batches of prompts in, speech tokens out.
+"""The LLM of the offline tool, in this process or behind a server: batches of prompts in, speech tokens out.
 
-    hf                   transformers' generate over a HuggingFace directory: any device, slow
-    trtllm               TensorRT-LLM in this process, over built engines or a HuggingFace directory
-    vllm                 vLLM in this process, over a HuggingFace directory
-    trtllm-serve         a server with OpenAI's API: trtllm-serve, vllm serve, transformers serve
-    onnxruntime_genai    this project's CPU engine, over a directory that `cosyvoice-triton prepare convert-genai` wrote
-
-All but `hf` form batches themselves (continuous batching); they are sent one batch of prompts concurrently.
+Both form batches themselves (continuous batching); they are sent one batch of prompts concurrently.
 """
 
 import asyncio
 import signal
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from async_timeout import timeout
 
 from cosyvoice_triton.config import LLMEngine, TensorrtLLMConfig
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.engines.interface import EngineLM
 from cosyvoice_triton.llm.engines.loading import load_engine
-from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, SpeechLM, Timeouts
+from cosyvoice_triton.llm.interface import FinishReason, LLMPrompt, Sampling, SpeechLM, Timeouts
 from cosyvoice_triton.llm.openai_client import OpenAILM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from cosyvoice_triton.offline.batch_lm import BatchLM, GeneratedTokens
 
+# By backend. hf is upstream's name for whatever reads the HuggingFace directory: see `engine_of`.
 ENGINES: dict[str, LLMEngine] = {"trtllm": "tensorrt_llm", "vllm": "vllm", "onnxruntime_genai": "onnxruntime_genai"}
-BACKENDS = ("hf", "trtllm", "vllm", "trtllm-serve", "onnxruntime_genai")
+BACKENDS = ("hf", *ENGINES, "trtllm-serve")
 # Timeout between tokens. Longer than in serving, because no listener waits; an LLM that hangs must still be an error.
 SILENT_SECONDS = 60.0
 
 
-class StreamedLM:
+@dataclass(frozen=True)
+class GeneratedTokens:
+    """Speech ids (n,) int64 0..6560, at least one. finish_reason: "length" if the token limit cut generation short."""
+
+    tokens: np.ndarray
+    finish_reason: FinishReason | None
+
+
+class OfflineLLM:
     """An LLM with continuous batching, sent up to `concurrency` requests at a time. It runs its own event loop, which
     handles interruptions, so it must be used in the main thread.
     """
@@ -83,36 +87,34 @@ class StreamedLM:
             raise UnavailableError(f"the LLM sent no token for {SILENT_SECONDS:g} s") from None
         finally:
             await stream.aclose()
-        return GeneratedTokens.of(prompt, tokens, stream.finish_reason)
+        if not tokens:
+            raise UnavailableError(f"the LLM returned no speech token for the text {prompt.target_text[:80]!r}")
+        return GeneratedTokens(np.asarray(tokens, np.int64), stream.finish_reason)
 
 
-def engine_dir(backend: str, model_dir: Path, given: Path | None) -> Path:
-    """The directory that a backend's engine loads; by default the LLM's own, or the converted one next to it."""
-    converted = model_dir.with_name(model_dir.name + "_genai")
-    return given or (converted if backend == "onnxruntime_genai" else model_dir)
+def engine_of(backend: str, model_dir: Path, given: Path | None, device: str) -> tuple[LLMEngine, Path]:
+    """Return the engine of a backend in this process, and the directory that it loads: the LLM's own, or for the CPU
+    engine the converted one next to it, or the one that is given."""
+    engine = ENGINES.get(backend) or ("onnxruntime_genai" if device == "cpu" else "cuda")
+    if engine == "onnxruntime_genai":
+        return engine, given or model_dir.with_name(model_dir.name + "_genai")
+    return engine, model_dir if engine == "cuda" else given or model_dir
 
 
 def load_llm(
-    backend: str,
-    model_dir: Path,
-    engine: Path,
+    engine: LLMEngine,
+    directory: Path,
     tokenizer: LLMTokenizer,
     batch_size: int,
-    device: str,
     free_share: float = TensorrtLLMConfig.gpu_share,
-) -> BatchLM:
-    """A backend in this process, serving what `engine_dir` names. free_share: see `GPUMemory`, for trtllm. Raises
-    ValueError where it cannot."""
-    if backend == "hf":
-        from cosyvoice_triton.offline.transformers_lm import TransformersLM  # takes seconds to import
-
-        return TransformersLM.load(model_dir, tokenizer, batch_size, device)
-    loaded = load_engine(ENGINES[backend], engine, tokenizer, batch_size, free_share=free_share)
-    return StreamedLM(EngineLM(loaded, tokenizer), batch_size)
+) -> OfflineLLM:
+    """Load what `engine_of` names. free_share: for trtllm. ValueError if the engine cannot serve it."""
+    loaded = load_engine(engine, directory, tokenizer, batch_size, free_share=free_share)
+    return OfflineLLM(EngineLM(loaded, tokenizer), batch_size)
 
 
-def connect(url: str, model: str, tokenizer: LLMTokenizer, batch_size: int) -> BatchLM:
-    """The backend trtllm-serve. url: with or without the path of an API, as upstream's --openai-api-base."""
+def connect(url: str, model: str, tokenizer: LLMTokenizer, batch_size: int) -> OfflineLLM:
+    """Return the backend trtllm-serve. url: with or without the path of an API, as upstream's --openai-api-base."""
     base = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
     timeouts = Timeouts(first_token=SILENT_SECONDS, token=SILENT_SECONDS)
-    return StreamedLM(OpenAILM([base], model, tokenizer, timeouts), batch_size)
+    return OfflineLLM(OpenAILM([base], model, tokenizer, timeouts), batch_size)

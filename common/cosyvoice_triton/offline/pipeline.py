@@ -16,8 +16,8 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.load.samples import Sample
-from cosyvoice_triton.offline.batch_lm import BatchLM, GeneratedTokens
 from cosyvoice_triton.offline.inputs import VoicePrompts
+from cosyvoice_triton.offline.llm import GeneratedTokens, OfflineLLM
 from cosyvoice_triton.offline.rendering import OfflineToken2Wav
 from cosyvoice_triton.offline.results import OutputFolder
 from cosyvoice_triton.offline.stages import Stages
@@ -60,7 +60,7 @@ class Pipeline:
 
     voices: VoicePrompts
     texts: TextFrontend
-    llm: BatchLM
+    llm: OfflineLLM
     token2wav: OfflineToken2Wav
     batch_size: int
     token2wav_batch_size: int
