@@ -69,12 +69,11 @@ def lateness(result: dict[str, Any]) -> np.ndarray:
     return np.array([np.array(stream["arrivals_ms"]) - 1000 * np.array(SCHEDULE) for stream in result["streams"]])
 
 
-@pytest.mark.parametrize("client", ["asyncio", "sync"])
 def test_arrival_times_are_reported_and_complete_audio_is_written(
-    client: str, stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = manifest(tmp_path, ["Hello."] * 3)
-    more = ("--manifest-path", rows, "--num-tasks", 2, "--client", client, "--warmup-requests", 0)
+    more = ("--manifest-path", rows, "--num-tasks", 2, "--warmup-requests", 0)
     assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 0
     result = summary(tmp_path / "log")
     assert (result["requests"], result["errors"], result["warmup_requests"]) == (3, 0, 0)
@@ -173,11 +172,9 @@ def test_a_listener_sends_its_next_request_after_the_audio_has_been_played(
     assert result["label"] == "Listeners"
 
 
-@pytest.mark.parametrize(
-    ("client", "sent_signal"), [("asyncio", signal.SIGKILL), ("sync", signal.SIGKILL), ("asyncio", signal.SIGSTOP)]
-)
+@pytest.mark.parametrize("sent_signal", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_that_dies_or_hangs_ends_the_run_soon_with_a_report(
-    client: str, sent_signal: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sent_signal: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with stub_server() as stub:
         rows = manifest(tmp_path, ["Hello."])
@@ -193,7 +190,7 @@ def test_a_server_that_dies_or_hangs_ends_the_run_soon_with_a_report(
 
         sender = threading.Thread(target=send_after_the_first_round)
         sender.start()
-        assert client_grpc.main(command(stub, tmp_path / "log", "--client", client, *more)) == 1
+        assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 1
         assert time.monotonic() - killed[0] < 40  # the 496 requests that are left would take minutes
         sender.join()
     result = summary(tmp_path / "log")
@@ -235,7 +232,6 @@ def test_an_unwritable_log_directory_is_reported_before_the_first_request(
     ("more", "words"),
     [
         (("--manifest-path", "missing.jsonl"), "cannot read the manifest missing.jsonl"),
-        (("--client", "sync", "--request-rate", 2, "--target-text", "a"), "use --client asyncio with a request rate"),
         ((), "no text to speak: add --target-text"),
         (("--manifest-path", MANIFEST, "--target-text", "a"), "--target-text with manifest: each row has its own"),
     ],

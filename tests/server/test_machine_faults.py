@@ -20,7 +20,7 @@ from threading import Thread
 import grpc
 import pytest
 from cosyvoice_triton.cli import serve
-from cosyvoice_triton.client.grpc_client import AsyncConnection, ThreadConnection
+from cosyvoice_triton.client.grpc_client import AsyncConnection
 from cosyvoice_triton.client.requests import ClientError, Recorder, Utterance
 from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.monitoring.drain import DrainFile
@@ -188,7 +188,7 @@ def test_pages_of_other_machines_are_read_through_the_proxy(dead_proxy: None) ->
     assert "refused" in str(readiness.fault("http://192.0.2.1/"))  # by the proxy; that address answers nobody
 
 
-@pytest.mark.parametrize("connect", [AsyncConnection, ThreadConnection, Streams], ids=lambda connect: connect.__name__)
+@pytest.mark.parametrize("connect", [AsyncConnection, Streams], ids=lambda connect: connect.__name__)
 def test_grpc_to_this_machine_goes_through_no_proxy(
     connect: type, dead_proxy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +203,7 @@ def test_grpc_to_this_machine_goes_through_no_proxy(
             async for _ in Streams("m", ["y"]).ask({}, {}):
                 pass
             return
-        connection = connect(address)
+        connection = AsyncConnection(address)
         try:
             await connection.record("m", Utterance("a"), "streaming", 10.0, Recorder())
         finally:

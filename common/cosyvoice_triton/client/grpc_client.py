@@ -1,20 +1,14 @@
-"""Requests to the speech models over gRPC, streamed or offline, with tritonclient's asyncio or its threaded client.
+"""Requests to the speech models over gRPC, streamed or offline, with tritonclient's asyncio client.
 
-An asyncio connection carries any number of requests at once; each is cancelled with the task that awaits it. A
-connection of the threaded client carries one streamed request at a time.
+A connection carries any number of requests at once; each is cancelled with the task that awaits it.
 """
 
-import asyncio
-import queue
 import secrets
-import time
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
-from typing import Any, Protocol
+from contextlib import aclosing
+from typing import Any
 
 import grpc
-import tritonclient.grpc as threads
 import tritonclient.grpc.aio as triton
 from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
@@ -41,18 +35,6 @@ async def synthesize(
         recorder = speech.Recorder()
         await connection.record(model, request, mode, timeout, recorder)
     return recorder.finish()
-
-
-class Connection(Protocol):
-    """A connection to one server."""
-
-    async def record(
-        self, model: str, request: speech.Utterance, mode: str, timeout: float, recorder: speech.Recorder
-    ) -> None:
-        """One request. The recorder gets the responses, also those before a ClientError. Cancelled with its task."""
-        ...
-
-    async def aclose(self) -> None: ...
 
 
 class AsyncConnection:
@@ -170,110 +152,6 @@ async def _requests(model: str, request: speech.Utterance) -> AsyncGenerator[dic
     async for piece in request.pieces:
         yield sequence | {"inputs": speech.Utterance(piece).tensors(InferInput)}
     yield sequence | {"inputs": speech.Utterance("").tensors(InferInput), "sequence_end": True}
-
-
-class ThreadConnection:
-    """tritonclient's threaded client, one request at a time; its blocking calls run in one thread of their own."""
-
-    def __init__(self, server: str) -> None:
-        self._server = server
-        self._client = threads.InferenceServerClient(server, channel_args=channel_options(server))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grpc-client")
-
-    async def record(
-        self, model: str, request: speech.Utterance, mode: str, timeout: float, recorder: speech.Recorder
-    ) -> None:
-        answers: queue.Queue[tuple[Any, InferenceServerException | None]] = queue.Queue()
-        ask = self._stream if mode == "streaming" else self._infer
-        loop = asyncio.get_running_loop()
-        asked = loop.run_in_executor(self._thread, ask, model, request, timeout, answers, recorder)
-        try:
-            await asyncio.shield(asked)
-        except asyncio.CancelledError:
-            answers.put((None, InferenceServerException("cancelled by the client")))
-            await asyncio.wait({asked})
-            asked.exception()  # retrieve the exception of the cancellation, so that asyncio does not log it
-            raise
-        except InferenceServerException as error:
-            raise explained(error.status(), error.message(), self._server, timeout) from None
-
-    async def aclose(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._client.close)
-        self._thread.shutdown()
-
-    def _stream(
-        self,
-        model: str,
-        request: speech.Utterance,
-        timeout: float,
-        answers: "queue.Queue[tuple[Any, InferenceServerException | None]]",
-        recorder: speech.Recorder,
-    ) -> None:
-        def note(result: Any, error: InferenceServerException | None) -> None:
-            if result is not None and not _is_empty(result):
-                recorder.take(result)  # in the callback, so that the time is that of the arrival
-            answers.put((result, error))
-
-        deadline = time.monotonic() + timeout
-        self._client.start_stream(note, stream_timeout=timeout)
-        try:
-            try:
-                self._client.async_stream_infer(
-                    model,
-                    request.tensors(InferInput),
-                    parameters=request.parameters or None,
-                    enable_empty_final_response=True,
-                )
-            except InferenceServerException as error:
-                # If the call has ended before the request is sent, this error names no cause; the first answer is the
-                # cause, and its callback may still be running.
-                with suppress(queue.Empty):
-                    raise answers.get(timeout=1.0)[1] or error from None
-                raise
-            while not _is_final(_next(answers, deadline)):
-                pass
-        finally:
-            self._client.stop_stream(cancel_requests=True)
-
-    def _infer(
-        self,
-        model: str,
-        request: speech.Utterance,
-        timeout: float,
-        answers: "queue.Queue[tuple[Any, InferenceServerException | None]]",
-        recorder: speech.Recorder,
-    ) -> None:
-        call = self._client.async_infer(
-            model,
-            request.tensors(InferInput),
-            callback=lambda result, error: answers.put((result, error)),
-            client_timeout=timeout,
-            parameters=request.parameters or None,
-        )
-        try:
-            recorder.take(_next(answers, time.monotonic() + timeout))
-        finally:
-            call.cancel()
-
-
-def _next(answers: "queue.Queue[tuple[Any, InferenceServerException | None]]", deadline: float) -> Any:
-    """The next response. InferenceServerException for an error, or if there is none before the deadline."""
-    try:
-        # gRPC enforces the deadline itself; this second one is for calls in which it does not.
-        result, error = answers.get(timeout=max(0.0, deadline - time.monotonic()) + 1.0)
-    except queue.Empty:
-        raise InferenceServerException("no answer", status=str(grpc.StatusCode.DEADLINE_EXCEEDED)) from None
-    if error is not None:
-        raise error
-    return result
-
-
-def _is_final(result: Any) -> bool:
-    return bool(result.get_response().parameters["triton_final_response"].bool_param)
-
-
-def _is_empty(result: Any) -> bool:
-    return not result.get_response().outputs
 
 
 def explained(status: str | None, message: str | None, server: str, timeout: float) -> speech.ClientError:

@@ -3,7 +3,6 @@
     cosyvoice-triton bench load --concurrency 1 4 16 --title "2 CPU cores, demo checkpoint"
     cosyvoice-triton bench load --listeners 1 10 32
     cosyvoice-triton bench load --request-rates 0.5 1 2 --manifest-path manifest.jsonl
-    cosyvoice-triton bench load --compare out/before.json out/after.json --output out/comparison
 
 Writes OUTPUT.md, OUTPUT.json and OUTPUT.png. The default texts and voices are those of the package's samples.
 The load can be spread over several servers, such as token2wav instances on separate GPUs that share one LLM:
@@ -30,7 +29,7 @@ from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
 from cosyvoice_triton.load.plan import Load, add_load_arguments
 from cosyvoice_triton.load.progress import measured
-from cosyvoice_triton.load.sweep import Sweep, write_comparison
+from cosyvoice_triton.load.sweep import Sweep
 
 REQUESTS_PER_TASK = 4  # with fewer, start-up and tail dominate the run
 MIN_REQUESTS = 40  # with fewer, the 95th percentile is the second worst value
@@ -39,15 +38,10 @@ MIN_REQUESTS = 40  # with fewer, the 95th percentile is the second worst value
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     return exit_code(
-        lambda: compare(args) if args.compare else sweep(args, sys.argv[1:] if argv is None else argv),
+        lambda: sweep(args, sys.argv[1:] if argv is None else argv),
         output_option="--output",
         interrupted="interrupted before there was anything to report",
     )
-
-
-def compare(args: argparse.Namespace) -> int:
-    print(write_comparison([Sweep.read(path) for path in args.compare], args.output))
-    return 0
 
 
 def sweep(args: argparse.Namespace, command: list[str]) -> int:
@@ -115,7 +109,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     report = parser.add_argument_group("report")
     report.add_argument("--title", default="", help="what was measured: machine, weights, server settings")
     report.add_argument("--output", type=Path, default=Path("out/benchmark"), help="path without suffix")
-    report.add_argument("--compare", type=Path, nargs=2, metavar="JSON", help="compare two sweeps instead of measuring")
     return parser.parse_args(argv)
 
 

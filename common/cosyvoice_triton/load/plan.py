@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cosyvoice_triton.cli.arguments import natural_int, positive_int
-from cosyvoice_triton.client.requests import ClientError
 from cosyvoice_triton.load.jobs import Jobs, LoadJob
 
 MIN_WARMUP = 8  # so that the server has cached the voices of a small manifest, unless --new-voices
@@ -32,15 +31,8 @@ class Load:
     rate: float | None = None
     listening: bool = False
     timeout: float = 120.0
-    client: Literal["asyncio", "sync"] = "asyncio"
     audio_dir: Path | None = None
     metrics: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        if self.rate is not None and self.client == "sync":
-            raise ClientError(
-                "the thread client sends one request per thread: use --client asyncio with a request rate"
-            )
 
     @classmethod
     def from_arguments(
@@ -68,7 +60,6 @@ class Load:
             rate=rate,
             listening=listening,
             timeout=args.timeout,
-            client=args.client,
             audio_dir=audio_dir,
             metrics=args.metrics,
         )
@@ -84,7 +75,6 @@ class Load:
             "listening": self.listening,
             "warmup_requests": len(self.warmup),
             "timeout_seconds": self.timeout,
-            "client": self.client,
         }
 
     def shape(self) -> str:
@@ -111,8 +101,5 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGr
         default=[],
         metavar="HOST:PORT",
         help="metrics pages of our models, such as localhost:8003: adds token2wav's mean wait and batch size",
-    )
-    group.add_argument(
-        "--client", choices=("asyncio", "sync"), default="asyncio", help="tritonclient's asyncio or thread client"
     )
     return group

@@ -1,6 +1,6 @@
 """Plots of runs and sweeps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,36 +104,27 @@ def _slack(axes: Any, streams: Sequence[Figures], summary: Figures) -> None:
 # --- sweeps --------------------------------------------------------------------------------------------------------
 
 
-def plot_sweep(sweeps: Mapping[str, Sequence[Figures]], label: str, title: str, path: Path) -> None:
-    """Draws first chunk, whole answer, throughput with gaps, and stages of one sweep or of several side by side.
+def plot_sweep(rows: Sequence[Figures], label: str, title: str, path: Path) -> None:
+    """Draws first chunk, whole answer, throughput with gaps, and stages of a sweep.
 
-    sweeps: rows by name; `label` of a row is the swept number. label: of the x axis.
+    rows: `label` of a row is the swept number. label: of the x axis.
     """
     picture, axes = figure(2, 2, 13, 9)
     picture.suptitle(title)
-    styles = ["-", "--", ":"]
-    for index, (name, rows) in enumerate(sweeps.items()):
-        style, prefix = styles[index % len(styles)], f"{name}: " if len(sweeps) > 1 else ""
-        xs = [float(row["label"]) for row in rows]
-        for panel, key, what in (
-            (axes[0][0], "first_chunk_ms", "first chunk"),
-            (axes[0][1], "total_ms", "whole answer"),
-        ):
-            for share, color in zip(SHARES, ("tab:blue", "tab:orange", "tab:red"), strict=True):
-                points = [(x, row[key][share]) for x, row in zip(xs, rows, strict=True) if row[key]]
-                panel.plot(*_columns(points), style, marker="o", color=color, label=f"{prefix}{share}")
-            panel.set(title=what, ylabel="ms")
-        points = [(x, 1 / row["rtf"]) for x, row in zip(xs, rows, strict=True) if row["rtf"]]
-        axes[1][0].plot(
-            *_columns(points), style, marker="o", color="tab:green", label=f"{prefix}audio seconds per second"
-        )
-        _playback_notes(axes[1][0], points, xs, rows)
+    xs = [float(row["label"]) for row in rows]
+    for panel, key, what in ((axes[0][0], "first_chunk_ms", "first chunk"), (axes[0][1], "total_ms", "whole answer")):
+        for share in SHARES:
+            points = [(x, row[key][share]) for x, row in zip(xs, rows, strict=True) if row[key]]
+            panel.plot(*_columns(points), marker="o", label=share)
+        panel.set(title=what, ylabel="ms")
+    points = [(x, 1 / row["rtf"]) for x, row in zip(xs, rows, strict=True) if row["rtf"]]
+    axes[1][0].plot(*_columns(points), marker="o", color="tab:green", label="audio seconds per second")
+    _playback_notes(axes[1][0], points, xs, rows)
     axes[1][0].set(title="throughput, and the share of streams without a gap", ylabel="audio seconds per second")
-    _stage_bars(axes[1][1], sweeps)
-    swept = sorted({float(row["label"]) for rows in sweeps.values() for row in rows})
+    _stage_bars(axes[1][1], rows)
     for panel in (axes[0][0], axes[0][1], axes[1][0]):
         panel.set_xscale("log")  # sweeps usually double
-        panel.set_xticks(swept, [f"{x:g}" for x in swept])
+        panel.set_xticks(sorted(set(xs)), [f"{x:g}" for x in sorted(set(xs))])
         panel.set_xticks([], minor=True)
         panel.margins(x=0.1)
         panel.set(xlabel=label, ylim=(0, 1.08 * panel.get_ylim()[1]))
@@ -155,17 +146,12 @@ def _playback_notes(
             axes.annotate(f"{100 * shares[x]:.0f} %", (x, y), textcoords="offset points", xytext=(4, -12), fontsize=8)
 
 
-def _stage_bars(axes: Any, sweeps: Mapping[str, Sequence[Figures]]) -> None:
+def _stage_bars(axes: Any, rows: Sequence[Figures]) -> None:
     """Draws one bar per row, stacked from the mean share of each stage."""
-    bars = [
-        (f"{name} {row['label']}" if len(sweeps) > 1 else f"{row['label']}", row)
-        for name, rows in sweeps.items()
-        for row in rows
-    ]
-    names, left = stage_names([row for _, row in bars]), [0.0] * len(bars)
+    names, left = stage_names(rows), [0.0] * len(rows)
     for name in names:
-        shares = [row["stages_ms"][name]["mean"] if name in row["stages_ms"] else 0.0 for _, row in bars]
-        axes.barh([text for text, _ in bars], shares, left=left, label=STAGES[name].short)
+        shares = [row["stages_ms"][name]["mean"] if name in row["stages_ms"] else 0.0 for row in rows]
+        axes.barh([f"{row['label']}" for row in rows], shares, left=left, label=STAGES[name].short)
         left = [begin + share for begin, share in zip(left, shares, strict=True)]
     axes.set(title="first chunk by stage, mean", xlabel="ms")
     axes.invert_yaxis()

@@ -18,10 +18,9 @@ import numpy as np
 import tritonclient.grpc.aio as triton
 
 from cosyvoice_triton.addresses import channel_options
-from cosyvoice_triton.client.grpc_client import AsyncConnection, Connection, ThreadConnection, require_model
+from cosyvoice_triton.client.grpc_client import AsyncConnection, require_model
 from cosyvoice_triton.client.requests import ClientError, Recorder
 from cosyvoice_triton.load.audible import leading_silence
-from cosyvoice_triton.load.audio import AudioWriter
 from cosyvoice_triton.load.jobs import LoadJob
 from cosyvoice_triton.load.measure import RequestOutcome, Run
 from cosyvoice_triton.load.plan import Load
@@ -56,6 +55,11 @@ async def run(load: Load, observer: Observer) -> Run:
 
     Ctrl-C and SIGTERM end the run early; what was measured so far is returned.
     """
+    if load.audio_dir is not None:
+        try:
+            load.audio_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ClientError(f"cannot write to {load.audio_dir}: {error}; choose another with --log-dir") from None
     async with AsyncExitStack() as stack:
         probes, connections = {}, {}
         for server in load.servers:
@@ -66,15 +70,11 @@ async def run(load: Load, observer: Observer) -> Run:
             connections[server] = _connections(load, server)
             for connection in connections[server]:
                 stack.push_async_callback(connection.aclose)
-        writer = AudioWriter(load.audio_dir)
-        stack.push_async_callback(writer.aclose)
-        return await _Runner(load, probes, connections, writer, observer).run()
+        return await _Runner(load, probes, connections, observer).run()
 
 
-def _connections(load: Load, server: str) -> list[Connection]:
+def _connections(load: Load, server: str) -> list[AsyncConnection]:
     share = -(-load.tasks // len(load.servers))
-    if load.client == "sync":
-        return [ThreadConnection(server) for _ in range(share)]
     most = share if load.rate is None else MAX_SHARED_CONNECTIONS
     return [AsyncConnection(server) for _ in range(min(most, MAX_SHARED_CONNECTIONS))]
 
@@ -84,14 +84,12 @@ class _Runner:
         self,
         load: Load,
         probes: dict[str, triton.InferenceServerClient],
-        connections: dict[str, list[Connection]],
-        writer: AudioWriter,
+        connections: dict[str, list[AsyncConnection]],
         observer: Observer,
     ) -> None:
         self._load = load
         self._probes = probes
         self._connections = connections
-        self._writer = writer
         self._observer = observer
         self._watch = ServerWatch(probes, self._give_up)
         self._tasks: dict[asyncio.Task[object], str] = {}  # by task: its server
@@ -116,7 +114,6 @@ class _Runner:
                     await (self._closed(load.jobs) if load.rate is None else self._open(load.jobs, load.rate))
             except asyncio.CancelledError:
                 interrupted = True
-        await self._writer.finish()
         return Run(
             outcomes=self._outcomes,
             elapsed=max((outcome.begun + outcome.total for outcome in self._outcomes), default=0.0),
@@ -138,7 +135,7 @@ class _Runner:
             self._start(self._work(left, server, connection, delay), server)
         await self._finish()
 
-    async def _work(self, jobs: deque[LoadJob], server: str, connection: Connection, delay: float) -> None:
+    async def _work(self, jobs: deque[LoadJob], server: str, connection: AsyncConnection, delay: float) -> None:
         await asyncio.sleep(delay)
         while jobs and server not in self._watch.lost:
             outcome = await self._request(jobs.popleft(), server, connection, start := time.perf_counter())
@@ -167,7 +164,7 @@ class _Runner:
         finally:
             await self._finish()
 
-    def _connection(self, servers: Sequence[str], index: int) -> tuple[str, Connection]:
+    def _connection(self, servers: Sequence[str], index: int) -> tuple[str, AsyncConnection]:
         """Chooses in turn among the servers, and among the connections of each."""
         server = servers[index % len(servers)]
         connections = self._connections[server]
@@ -198,7 +195,7 @@ class _Runner:
 
     # --- one request ---------------------------------------------------------------------------------------------
 
-    async def _request(self, job: LoadJob, server: str, connection: Connection, start: float) -> RequestOutcome:
+    async def _request(self, job: LoadJob, server: str, connection: AsyncConnection, start: float) -> RequestOutcome:
         load, recorder, error, silence = self._load, Recorder(start=start), "", None
         self._live += 1
         try:
@@ -228,7 +225,8 @@ class _Runner:
         if error and not outcome.refused:
             await self._watch.check(server)
         elif not error and self._counts:
-            await self._writer.write(job.id, speech)
+            if load.audio_dir is not None:
+                await asyncio.to_thread(speech.save, load.audio_dir / f"{job.id}.wav")
         return outcome
 
     def _note(self, outcome: RequestOutcome) -> None:

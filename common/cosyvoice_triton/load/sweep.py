@@ -1,7 +1,6 @@
 """Several runs that differ in one number, as JSON, tables and a plot."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from cosyvoice_triton.client.requests import ClientError
 from cosyvoice_triton.load.measure import Run
 from cosyvoice_triton.load.plan import Load
 from cosyvoice_triton.load.plot import plot_sweep
-from cosyvoice_triton.load.report import disaggregated_table, markdown_tables, table
+from cosyvoice_triton.load.report import disaggregated_table, markdown_tables
 
 
 @dataclass
@@ -51,7 +50,7 @@ class Sweep:
             json.dumps(asdict(self), indent=1, ensure_ascii=False), encoding="utf-8"
         )
         with_suffix(output, ".md").write_text(self.markdown(), encoding="utf-8")
-        plot_sweep({self.title: self.rows}, self.label.lower(), self.title, with_suffix(output, ".png"))
+        plot_sweep(self.rows, self.label.lower(), self.title, with_suffix(output, ".png"))
 
     def markdown(self) -> str:
         settings = self.rows[0]
@@ -74,49 +73,6 @@ class Sweep:
         return "\n".join(parts).rstrip() + "\n"
 
 
-def write_comparison(sweeps: Sequence[Sweep], output: Path) -> str:
-    """Write two sweeps as one table and one plot, OUTPUT.md and .png; returns the table.
-
-    ClientError if they do not sweep the same quantity.
-    """
-    first, second = sweeps
-    if first.label != second.label:
-        raise ClientError(f"one sweep is over {first.label.lower()}, the other over {second.label.lower()}")
-    names = ["A", "B"]
-    keys = [(key, share) for key in ("first_chunk_ms", "total_ms") for share in ("p50", "p95")]
-    shared = [(a, b) for a in first.rows for b in second.rows if a["label"] == b["label"]]
-    head = [first.label] + [f"{key.removesuffix('_ms').replace('_', ' ')} {share} A → B (ms)" for key, share in keys]
-    lines = [[a["label"], *(_change(a[key], b[key], share) for key, share in keys), _gaps(a, b)] for a, b in shared]
-    text = "\n".join(
-        [
-            *(
-                f"{name}: {sweep.title or sweep.command} ({sweep.made})  "
-                for name, sweep in zip(names, sweeps, strict=True)
-            ),
-            "",
-            table([*head, "without a gap A → B"], lines) if shared else "The sweeps have no step in common.",
-            "",
-        ]
-    )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with_suffix(output, ".md").write_text(text, encoding="utf-8")
-    title = "\n".join(f"{name}: {sweep.title or sweep.command}" for name, sweep in zip(names, sweeps, strict=True))
-    rows = {name: sweep.rows for name, sweep in zip(names, sweeps, strict=True)}
-    plot_sweep(rows, first.label.lower(), title, with_suffix(output, ".png"))
-    return text
-
-
 def with_suffix(output: Path, suffix: str) -> Path:
     """`output` with a suffix appended; a name such as run-0.5 keeps its dot."""
     return output.with_name(output.name + suffix)
-
-
-def _change(a: dict[str, float] | None, b: dict[str, float] | None, share: str) -> str:
-    if a is None or b is None:
-        return ""
-    return f"{a[share]:.0f} → {b[share]:.0f} ({100 * (b[share] / a[share] - 1):+.0f} %)"
-
-
-def _gaps(a: dict[str, Any], b: dict[str, Any]) -> str:
-    shares = [row["share_without_gap"] for row in (a, b)]
-    return " → ".join("" if share is None else f"{100 * share:.1f} %" for share in shares)
