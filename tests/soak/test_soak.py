@@ -32,7 +32,9 @@ from tests.support.triton_stub import TritonStub
 PATIENCE, SHORT = 60.0, 0.1  # seconds; the short one only where a hang is what must be noticed
 OVERLOADED = unavailable_message(OverloadedError("listeners: 1, 0.2 end each second", 3.0))
 SECOND = np.full(SAMPLE_RATE, 0.1, np.float32)
-SAMPLE = Sample("one", "quick words", Recording(np.resize(np.float32([0.1, -0.1]), PROMPT_SAMPLE_RATE)), "A transcript.")
+SAMPLE = Sample(
+    "one", "quick words", Recording(np.resize(np.float32([0.1, -0.1]), PROMPT_SAMPLE_RATE)), "A transcript."
+)
 PLAN = SoakPlan(1, tuple(WEIGHTS), [SAMPLE])
 
 Send = Callable[[Parts], Awaitable[None]]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import struct
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ def answers(client: socket.socket) -> list[bytes]:
             received += data
     except TimeoutError:
         pass
-    return [line for line in received.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
+    return re.findall(rb"HTTP/1\.1 \d[^\r\n]*", received)
 
 
 @pytest.mark.parametrize("offer", [H2C, WEBSOCKET, b"Connection: upgrade\r\nUpgrade: TLS/1.0, foo\r\n"])
@@ -177,6 +178,31 @@ def test_unfinished_bodies_share_a_budget_which_is_given_back(url: str) -> None:
         assert spoken.status_code == 200
     key = {"authorization": "Bearer key"}
     until(lambda: httpx.post(f"{url}{SPEECH}", content=b" " * half, headers=key).status_code == 400)
+
+
+@pytest.mark.parametrize("header", [b"a," * 10_000, b"\xff", b"a, \xe9"], ids=["long", "byte", "letter"])
+def test_a_handshake_that_cannot_be_read_is_answered(url: str, header: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    protocols = KEY + WEBSOCKET + b"Sec-WebSocket-Protocol: " + header + b"\r\n"
+    with opened(url, request(protocols, line=f"GET {SPEECH}/stream HTTP/1.1".encode())) as client:
+        assert [line[:10] for line in answers(client)] == [b"HTTP/1.1 4"]
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_message_that_is_no_utf8_closes_its_websocket_and_is_not_logged_as_our_error(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket_of(url) as client:
+        client.sendall(frame(1, b'{"type": "input.text", "text": "\xed\xa0\x80"}'))
+        assert closed_with(client) == 1007
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_requests_that_wait_for_answers_that_nobody_reads_are_few(url: str) -> None:
+    wanted = request(KEY, line=b"GET /health HTTP/1.1")
+    with opened(url, wanted * 50) as client:
+        assert answers(client) == [b"HTTP/1.1 200 OK"] * 50
+    with opened(url, wanted * 3000) as client:
+        assert answers(client)[-1] == b"HTTP/1.1 400 Bad Request"
 
 
 def test_pings_of_a_client_that_does_not_read_are_not_collected(url: str) -> None:

@@ -15,6 +15,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
+from websockets.http11 import MAX_LINE_LENGTH, MAX_NUM_HEADERS
 
 from cosyvoice_triton.speech_service.security.budget import ByteBudget, Claim
 from cosyvoice_triton.speech_service.settings import Settings
@@ -22,6 +23,8 @@ from cosyvoice_triton.speech_service.settings import Settings
 MAX_HEADER_BYTES = 64 << 10
 HEADER_SECONDS = 10.0
 MAX_MILLISECONDS = (1 << 31) - 1  # of a socket option
+
+MAX_PIPELINED = 100  # requests that wait for the answer before theirs; uvicorn reads on after each answer
 
 SOCKET_PATH = b"/v1/audio/speech/stream"
 # Headers of an offer to upgrade, which a server that does not take it ignores (RFC 9110, 7.8).
@@ -100,9 +103,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self._parse(b"\r\n".join([*lines, b"", b""]) + rest)
 
     def _should_upgrade(self) -> bool:
-        """Return whether the offer is taken: a WebSocket at the route that has one."""
+        """Return whether the offer is taken: a WebSocket at the route that has one, in a request that `websockets` can
+        read. It leaves one without an answer whose lines are too long or too many."""
         path = self.url.partition(b"?")[0]
-        return bool(super()._should_upgrade() and self.parser.get_method() == b"GET" and path == SOCKET_PATH)
+        longest = max(len(self.url), *(len(name) + len(value) for name, value in self.headers)) + 16
+        readable = longest < MAX_LINE_LENGTH and len(self.headers) < MAX_NUM_HEADERS
+        readable &= all(value.isascii() for name, value in self.headers if name.startswith(b"sec-websocket-"))
+        return bool(
+            super()._should_upgrade() and self.parser.get_method() == b"GET" and path == SOCKET_PATH and readable
+        )
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -110,6 +119,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect_within(self._header_seconds)
 
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise httptools.HttpParserError(f"more than {MAX_PIPELINED} requests wait for their answers")
         if self.parser.should_upgrade() and self.parser.get_method() == b"CONNECT":
             return  # no proxy: `_parse` refuses it
         if self.parser.should_upgrade() and not self._should_upgrade():
@@ -183,6 +194,16 @@ class LimitedSocket(WebSocketsSansIOProtocol):
     def handle_bytes(self, event: Frame) -> None:
         self._count(event)
         super().handle_bytes(event)
+
+    def send_receive_event_to_app(self) -> None:
+        """Pass on a message; uvicorn logs a traceback for a text that is not UTF-8."""
+        if self.curr_msg_data_type == "text":
+            try:
+                b"".join(self.frames).decode()
+            except UnicodeDecodeError:
+                self._refuse(1007, "the message is not UTF-8")
+                return
+        super().send_receive_event_to_app()
 
     def handle_pong(self, event: Frame) -> None:
         self._control_frame()
