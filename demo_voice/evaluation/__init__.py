@@ -1,4 +1,4 @@
-"""Quality of a voice: word errors, lengths, joints between chunks, speaker similarity."""
+"""Quality of a voice: word errors, lengths, speaker similarity."""
 
 from pathlib import Path
 

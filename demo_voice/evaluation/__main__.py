@@ -1,16 +1,15 @@
-"""Evaluate a checkpoint like the demo's on the real tritonserver: word errors, lengths, joints, voices, speed.
+"""Evaluate a checkpoint like the demo's on the real tritonserver: word errors, lengths, voices, speed.
 
     python -m demo_voice.evaluation --teacher out/voice/teacher --output out/voice/evaluation
 
 Synthesises every sentence with both stacks, in each voice, streamed and offline, with the server's default sampling and
 the sentence's number as seed; then in the voice of a recording of a human. A recogniser (pocketsphinx) counts word
-errors. The teacher's recordings are DIR/VOICE/NN.wav, NN the line of the sentence from 00. Writes report.md,
+errors. The teacher's recordings are DIR/VOICE/NN.wav, NN the line of the sentence from 00. Prints a table; writes
 figures.json and every waveform.
 """
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from cosyvoice_triton.voice.audio import load_audio, save_audio
 from cosyvoice_triton.voice.encoders import ReferenceEncoder, SpeakerEncoder
 from cosyvoice_triton.voice.prompt import Recording
 
-from demo_voice.evaluation import HELD_OUT, HUMAN, HUMAN_TEXT, measures, report
+from demo_voice.evaluation import HELD_OUT, HUMAN, HUMAN_TEXT, measures
 from demo_voice.evaluation.takes import Series, Take, copy_synthesis, from_tokens, read_teacher, request_takes, seeded
 
 VOICES = ("slt", "rms")  # names in the folder voices of the models
@@ -72,7 +71,7 @@ class Evaluation:
             for voice in self._recordings:
                 requests = [Utterance(text, speaker=voice, parameters=seeded(number)) for number, text in said]
                 takes = request_takes(server.grpc_url, options.orchestrator, mode, requests)
-                name = report.STREAMED if mode == "streaming" else report.OFFLINE
+                name = f"text to audio, {'streamed' if mode == 'streaming' else mode}"
                 self.series.append(Series(name, stack, voice, takes))
             if mode == "streaming":
                 human = load_audio(HUMAN, PROMPT_SAMPLE_RATE)
@@ -96,8 +95,8 @@ class Evaluation:
         near = sum(voice == other for voice, other in zip(wanted, found, strict=True))
         self.nearness[stack] = (near, len(wanted))
 
-    def write(self, output: Path, about: str) -> str:
-        """Write all files; return the text of the report."""
+    def write(self, output: Path) -> str:
+        """Write all files; return a table of the figures."""
         for each in self.series:
             (output / "wav" / each.name).mkdir(parents=True, exist_ok=True)
             for number, take in enumerate(each.takes):
@@ -107,11 +106,10 @@ class Evaluation:
             measures.figures(each, words, self._teachers.get(each.voice))  # there is none of the human
             for each, words in zip(self.series, recognised, strict=True)
         ]
-        text = report.markdown(rows, self.nearness, about)
-        (output / "report.md").write_text(text, encoding="utf-8")
-        content = {"about": about, "nearness": self.nearness, "rows": rows}
+        content = {"nearness": self.nearness, "rows": rows}
         (output / "figures.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        return text
+        near = ", ".join(f"{stack} {near} of {of}" for stack, (near, of) in self.nearness.items())
+        return f"{measures.table(rows)}\nnearest to the voice of its reference: {near}"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -140,8 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 evaluation.whole(stack, mode, args.output)
             evaluation.parts(stack)
         print("recognising", flush=True)
-        about = f"{len(sentences)} sentences, {os.cpu_count()} CPU cores. Teacher: {args.teacher}."
-        print(evaluation.write(args.output, about))
+        print(evaluation.write(args.output))
     except (ValueError, RuntimeError, OSError) as error:  # ClientError and ServerError are RuntimeErrors
         print(f"demo_voice.evaluation: {error}", file=sys.stderr)
         return 1

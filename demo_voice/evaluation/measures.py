@@ -1,4 +1,4 @@
-"""Measures of takes: word errors, lengths, joints, times, speaker similarity."""
+"""Measures of takes: word errors, lengths, times, speaker similarity."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -6,20 +6,16 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache, reduce
 from multiprocessing import get_context
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from cosyvoice_triton.constants import OVERLAP_SAMPLES, PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.voice import audio
 from cosyvoice_triton.voice.encoders import SpeakerEncoder
 
 from demo_voice.evaluation.recognition import Recognizer, WordErrors, word_errors
 from demo_voice.evaluation.takes import Series, Take
-
-ELSEWHERE = 99.9  # percentile of the sample-to-sample steps outside of joints, which a joint is compared with
-NEARBY = SAMPLE_RATE // 200  # 5 ms: duration of a glottal pulse
-CLICK = 1.5  # times the largest step near the joint
 
 
 @lru_cache(maxsize=1)
@@ -58,13 +54,6 @@ def figures(series: Series, recognised: Sequence[str], teacher: Series | None) -
     if teacher is not None and teacher is not series:
         lengths = [take.seconds / other.seconds for take, other in zip(series.takes, teacher.takes, strict=True)]
         found["lengths"] = {"least": min(lengths), "median": float(np.median(lengths)), "most": max(lengths)}
-    if joints := [joint for take in series.takes for joint in joint_steps(take)]:
-        found["joints"] = {
-            "count": len(joints),
-            "above": sum(joint.usual > 1 for joint in joints),
-            "worst": max(joint.usual for joint in joints),
-            "clicks": sum(joint.clicks for joint in joints),
-        }
     timed = [take for take in series.takes if take.total is not None]
     if timed:
         found["rtf"] = sum(take.total or 0.0 for take in timed) / sum(take.seconds for take in timed)
@@ -73,34 +62,19 @@ def figures(series: Series, recognised: Sequence[str], teacher: Series | None) -
     return found
 
 
-class Joint(NamedTuple):
-    """One end of a cross-fade: the step between two samples, relative to other steps of the same take.
-
-    usual: relative to the 99.9th percentile of the steps elsewhere. nearby: relative to the largest step within 5 ms.
-    """
-
-    usual: float
-    nearby: float
-
-    @property
-    def clicks(self) -> bool:
-        """Whether it is audible as a click. A large step among others as large is a glottal pulse."""
-        return self.usual > 1 and self.nearby > CLICK
-
-
-def joint_steps(take: Take) -> list[Joint]:
-    """Both ends of the cross-fades of a take, in order. A cross-fade begins where a chunk does."""
-    steps = np.abs(np.diff(take.waveform))  # (N - 1,): step i leads to sample i + 1
-    ends = [at for joint in take.joints for at in (joint, joint + OVERLAP_SAMPLES) if at < len(steps)]
-    if not ends:
-        return []
-    usual = np.percentile(np.delete(steps, np.array(ends) - 1), ELSEWHERE)
-    found = []
-    for end in ends:
-        at = end - 1
-        nearby = np.concatenate([steps[max(0, at - NEARBY) : at], steps[at + 1 : at + 1 + NEARBY]]).max()
-        found.append(Joint(float(steps[at] / usual), float(steps[at] / max(nearby, 1e-9))))
-    return found
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return figures of series as a Markdown table."""
+    lines = ["| audio | stack | voice | WER | length / teacher's | RTF | first chunk |", "|---" * 7 + "|"]
+    for row in rows:
+        lengths, first = row.get("lengths"), row.get("first_chunk")
+        cells = [
+            f"{row['wer']:.1%}",
+            f"{lengths['median']:.2f} ({lengths['least']:.2f}–{lengths['most']:.2f})" if lengths else "",
+            f"{row['rtf']:.2f}" if "rtf" in row else "",
+            f"{1000 * first['median']:.0f} ms, p95 {1000 * first['p95']:.0f} ms" if first else "",
+        ]
+        lines.append(f"| {' | '.join((row['system'], row['stack'], row['voice'], *cells))} |")
+    return "\n".join(lines) + "\n"
 
 
 def nearest(encoder: SpeakerEncoder, takes: Sequence[Take], voices: Mapping[str, Sequence[Take]]) -> list[str]:

@@ -4,7 +4,6 @@ import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +24,12 @@ TIMEOUT = 120.0
 class Take:
     """One sentence spoken once.
 
-    waveform: float32 (N,); joints: samples where a chunk starts after another; first_chunk, total: seconds, if timed.
+    waveform: float32 (N,); first_chunk, total: seconds, if timed.
     """
 
     text: str
     waveform: np.ndarray = field(repr=False)
     rate: int = SAMPLE_RATE
-    joints: tuple[int, ...] = ()
     first_chunk: float | None = None
     total: float | None = None
 
@@ -97,9 +95,8 @@ async def _request_takes(server: str, model: str, mode: str, requests: Sequence[
             recorder = Recorder()
             await connection.record(model, request, mode, TIMEOUT, recorder)
             speech = recorder.finish()
-            joints = tuple(accumulate(recorder.samples))[:-1]
             waveform = speech.waveform.astype(np.float32)
-            takes.append(Take(request.target_text, waveform, SAMPLE_RATE, joints, speech.first_chunk, speech.total))
+            takes.append(Take(request.target_text, waveform, SAMPLE_RATE, speech.first_chunk, speech.total))
     return takes
 
 

@@ -1,18 +1,18 @@
-"""The evaluation of the demo voice: word errors, joints, speaker similarity, the report."""
+"""The evaluation of the demo voice: word errors, speaker similarity, figures."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cosyvoice_triton.client.requests import Utterance
-from cosyvoice_triton.constants import OVERLAP_SAMPLES, PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
 from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
 from cosyvoice_triton.voice.audio import load_audio, save_audio
 from cosyvoice_triton.voice.encoders import SpeakerEncoder
 
 from demo_voice.evaluation import __main__ as evaluate_voice
-from demo_voice.evaluation import measures, report
+from demo_voice.evaluation import measures
 from demo_voice.evaluation.recognition import Recognizer, WordErrors, word_errors, words
 from demo_voice.evaluation.takes import Series, Take, copy_synthesis, read_teacher, request_takes
 from tests.support.checkpoints import DIT_DIR
@@ -61,26 +61,7 @@ def test_no_words_are_recognised_in_silence() -> None:
     assert words(Recognizer().transcribe(np.zeros(SAMPLE_RATE, np.float32), SAMPLE_RATE)) in ([], ["the"], ["a"])
 
 
-# --- joints, voices, parts -----------------------------------------------------------------------------------------
-
-
-def test_a_click_at_a_joint_is_found_and_a_smooth_joint_is_not_one() -> None:
-    wave = np.sin(np.arange(SAMPLE_RATE) * 0.05).astype(np.float32)
-    clicked = wave.copy()
-    clicked[9000:] += 0.5
-    for clicking in (9000, 9000 - OVERLAP_SAMPLES):  # at the beginning and at the end of a cross-fade
-        found = measures.joint_steps(Take("", clicked, joints=(4000, clicking)))
-        (click,) = (joint for joint in found if joint.usual > 1)
-        assert click.usual == pytest.approx(10, rel=0.2)
-        assert [joint.clicks for joint in found] == [joint is click for joint in found]
-    assert measures.joint_steps(Take("", wave)) == []
-
-
-def test_a_joint_within_an_equally_steep_pulse_is_no_click() -> None:
-    wave = 0.01 * np.sin(np.arange(SAMPLE_RATE) * 0.05).astype(np.float32)
-    wave[8990:9010:4] += 0.3
-    joint, _ = measures.joint_steps(Take("", wave, joints=(8994,)))
-    assert joint.usual > 1 and not joint.clicks
+# --- voices, parts -----------------------------------------------------------------------------------------
 
 
 def test_a_recording_is_nearest_to_its_own_voice() -> None:
@@ -110,40 +91,21 @@ def test_recordings_of_the_teacher_are_found_by_sentence_number(tmp_path: Path) 
         read_teacher(tmp_path, "slt", ["One.", "Two.", "Three."])
 
 
-def test_streamed_takes_have_joints_and_times() -> None:
+def test_takes_have_times() -> None:
     with stub_triton(TritonStub(chunks=3, pause=0.05)) as address:
         (take,) = request_takes(address, "cosyvoice2_dit", "streaming", [Utterance("Hello.")])
         (whole,) = request_takes(address, "cosyvoice2_dit", "offline", [Utterance("Hello.")])
     size = SAMPLE_RATE // 5
-    assert take.joints == (size, 2 * size) and len(take.waveform) == 3 * size and whole.joints == ()
+    assert len(take.waveform) == len(whole.waveform) == 3 * size
     assert take.first_chunk is not None and take.total is not None and take.first_chunk < take.total
 
 
-# --- the report ----------------------------------------------------------------------------------------------------
-
-
-def rows(teacher: Series) -> list[dict]:
-    wave = np.sin(np.arange(SAMPLE_RATE) * 0.05).astype(np.float32)
-    take = Take("One two three four five.", wave, SAMPLE_RATE, (12000,), first_chunk=0.3, total=0.6)
-    transcripts = {report.STREAMED: "one two three four", report.OFFLINE: "one two three four five"}
-    return [
-        measures.figures(Series(system, "dit", "slt", [take]), [words], teacher)
-        for system, words in transcripts.items()
-    ]
-
-
-def test_the_report_shows_which_targets_were_reached() -> None:
+def test_the_table_has_the_figures_of_each_series() -> None:
     teacher = Series("teacher", "", "slt", [Take("", np.zeros(SAMPLE_RATE, np.float32))])
-    text = report.markdown(rows(teacher), {"dit": (30, 40)}, "one sentence")
-    assert "| text to audio, streamed | dit | slt | 20.0% | 1.00 (1.00–1.00) | 0 of 2, largest" in text
-    assert "| 0.60 | 300 ms, p95 300 ms |" in text
-    for line in (
-        "| WER, streamed, at most 20% | 20.0% (the worst stack and voice) | reached |",
-        "| streamed within 3 points of offline | +20.0 | **missed** |",
-        "| nearest to the voice of its reference, dit | 30 of 40 | **missed** |",
-        "| RTF, dit, at most 0.5 | 0.60 | **missed** |",
-    ):
-        assert line in text
+    take = Take("One two three four five.", np.zeros(SAMPLE_RATE, np.float32), first_chunk=0.3, total=0.6)
+    row = measures.figures(Series("streamed", "dit", "slt", [take]), ["one two three four"], teacher)
+    line = "| streamed | dit | slt | 20.0% | 1.00 (1.00–1.00) | 0.60 | 300 ms, p95 300 ms |"
+    assert line in measures.table([row])
 
 
 def test_a_missing_recording_of_the_teacher_is_reported_in_one_line(

@@ -4,7 +4,6 @@ import asyncio
 import importlib
 import importlib.util
 import json
-import sys
 from contextlib import aclosing
 
 import numpy as np
@@ -16,12 +15,11 @@ from cosyvoice_triton.llm.engines import loading
 from cosyvoice_triton.llm.engines.batching_engine import BatchingEngine
 from cosyvoice_triton.llm.engines.interface import GenerationRequest, candidate_ids
 from cosyvoice_triton.llm.engines.loading import load_engine
-from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, preset_values
+from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
 from tests.support import fake_tensorrt_llm, fake_vllm
 from tests.support.llm_fixtures import FAKES, genai_dir, install, llm_dir  # noqa: F401
-from tests.support.sampling_reference import CASES, deviation, ras_probabilities
 
 MAX_REQUESTS = 4
 
@@ -140,32 +138,8 @@ def test_tensorrt_llm_gets_the_sampling_and_a_bias_that_excludes_text(install, l
     asyncio.run(collect(engine, make_request(tokenizer)))
     asyncio.run(collect(engine, make_request(tokenizer)))
     assert engine._llm.requests[1].sampling.seed != engine._llm.requests[2].sampling.seed  # its default is a constant
-
-
-def test_repetition_aware_sampling_in_tensorrt_llm_has_upstreams_probabilities(install, llm_dir, tokenizer):  # noqa: F811
-    install("tensorrt_llm")
-    engine = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS)
-    engine._llm.logits = torch.full((engine._limits.vocab_size,), -60.0)
-    engine._llm.logits[:9] = 99.0  # text
-    first = tokenizer.first_speech_id
-    engine._bias[first + int(CASES["spread"].argmax())] = 3.0  # learned
-    engine._llm.logits[first : first + 40] = (
-        torch.from_numpy(CASES["spread"]).float() - engine._bias[first : first + 40]
-    )
-
-    def run(**sampling):
-        chunks = asyncio.run(collect(engine, make_request(tokenizer, **preset_values("cosyvoice2") | sampling)))
-        return tokenizer.to_speech_ids([token for chunk in chunks for token in chunk.tokens])
-
-    sampled = run(seed=1, max_tokens=700)
-    rule = {"top_p": 0.8, "top_k": 25, "window": 10, "tau": 0.1}
-    expected = [ras_probabilities(CASES["spread"], sampled[:step], **rule) for step in range(700)]
-    assert len(sampled) == 700 and deviation(expected, sampled) < 4.5
-    # Nothing else changes the logits: whether that would be before or after the processor is up to TensorRT-LLM.
-    params = engine._llm.requests[-1].sampling
-    assert (params.embedding_bias, params.repetition_penalty, params.min_tokens, params.top_k) == (None, 1.0, 0, 1)
-    short = [tuple(run(seed=seed, max_tokens=20)) for seed in (1, None, None)]
-    assert list(short[0]) == sampled[:20] and len({*short}) == 3
+    with pytest.raises(ValueError, match="ras_window 10: TensorRT-LLM has no repetition-aware sampling"):
+        asyncio.run(collect(engine, make_request(tokenizer, ras_window=10)))
 
 
 # --- choice of the engine ------------------------------------------------------------------------------------------
@@ -240,13 +214,7 @@ def test_a_checkpoint_without_speech_tokens_is_an_error_at_load(name, install, l
         load_engine(name, tmp_path, tokenizer, 1)
 
 
-def test_built_engines_are_served_with_their_own_limits_as_the_version_of_tensorrt_llm_can(
-    install,  # noqa: F811
-    tokenizer,
-    tmp_path,
-    monkeypatch,
-):
-    """Before 1.0 one class serves both kinds of directory; in mid-2026 that for engines was removed."""
+def test_built_engines_are_served_with_their_own_limits(install, tokenizer, tmp_path):  # noqa: F811
     install("tensorrt_llm")
     build = {"pretrained_config": {"vocab_size": 6826}, "build_config": {"max_seq_len": 100}}
     (tmp_path / "config.json").write_text(json.dumps(build))
@@ -255,12 +223,6 @@ def test_built_engines_are_served_with_their_own_limits_as_the_version_of_tensor
     assert isinstance(engine._llm, fake_tensorrt_llm.BuiltLLM)
     with pytest.raises(ValueError, match="context of 100"):
         asyncio.run(collect(engine, make_request(tokenizer)))
-    monkeypatch.setattr(sys.modules["tensorrt_llm"], "__version__", "0.20.0")
-    assert type(load_engine("tensorrt_llm", tmp_path, tokenizer, 1)._llm) is fake_tensorrt_llm.LLM
-    monkeypatch.setattr(sys.modules["tensorrt_llm"], "__version__", "1.3.0")
-    monkeypatch.setitem(sys.modules, "tensorrt_llm._tensorrt_engine", None)
-    with pytest.raises(ValueError, match=r"TensorRT-LLM 1\.3\.0 serves no engine directories"):
-        load_engine("tensorrt_llm", tmp_path, tokenizer, 1)
 
 
 def test_only_the_engine_cuda_can_be_given_another_gpu(genai_dir, tokenizer):  # noqa: F811

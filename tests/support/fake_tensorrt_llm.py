@@ -1,10 +1,8 @@
 """A strict fake of TensorRT-LLM's LLM API: the parts that the library relies on, taken from its sources (1.x)."""
 
 import asyncio
-import pickle
 import sys
 import types
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,20 +10,6 @@ from typing import Any
 import torch
 
 FIRST_ID = 7  # of every answer
-
-
-class LogitsProcessor(ABC):
-    """As in tensorrt_llm.sampling_params; its sources name these five parameters."""
-
-    @abstractmethod
-    def __call__(
-        self,
-        req_id: int,
-        logits: torch.Tensor,
-        token_ids: list[list[int]],
-        stream_ptr: int | None,
-        client_id: int | None,
-    ) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -42,7 +26,6 @@ class SamplingParams:
     min_tokens: int | None = None
     repetition_penalty: float | None = None
     detokenize: bool = True
-    logits_processor: "LogitsProcessor | None" = None
 
     def __post_init__(self) -> None:
         assert self.temperature is None or self.temperature > 0
@@ -66,15 +49,9 @@ class CompletionOutput:
 
 
 class RequestOutput:
-    """Generates 7, 8, 9, ... one by one, or what its logits processor leaves of the model's logits.
+    """Generates 7, 8, 9, ... one by one. Its only output grows, as in TensorRT-LLM."""
 
-    Its only output grows, as in TensorRT-LLM.
-    """
-
-    def __init__(self, llm: "LLM", sampling: SamplingParams, inputs: list[int]) -> None:
-        # TensorRT-LLM sends it to the process that samples.
-        self._processor: LogitsProcessor | None = pickle.loads(pickle.dumps(sampling.logits_processor))
-        self._inputs = inputs
+    def __init__(self, llm: "LLM", sampling: SamplingParams) -> None:
         self.outputs = [CompletionOutput()]
         self.sampling = sampling
         self.aborted = False
@@ -92,17 +69,6 @@ class RequestOutput:
             await asyncio.sleep(0)
             if self._llm.fails:
                 raise self._llm.fails
-            if self._processor is not None:
-                logits = self._llm.logits.clone()[None, None]  # (1, beam 1, V)
-                self._processor(
-                    req_id=1,
-                    logits=logits,
-                    token_ids=[[*self._inputs, *output.token_ids]],
-                    stream_ptr=None,
-                    client_id=None,
-                )
-                token = int(logits[0, 0].argmax())
-                assert logits.isfinite().sum() == 1
             output._last_token_ids_len = len(output.token_ids)
             output.token_ids.append(token)
             if len(output.token_ids) == self.sampling.max_tokens:
@@ -125,7 +91,6 @@ class LLM:
         self.kv_cache_config = kv_cache_config
         self.live: set[RequestOutput] = set()
         self.requests: list[RequestOutput] = []
-        self.logits: torch.Tensor = torch.zeros(1)  # (V,) of every token, for logits processors
         self.fails: Exception | None = None  # raised while generating
         self.refuses: Exception | None = None  # raised when a request is submitted
         self.is_shut_down = False
@@ -134,7 +99,7 @@ class LLM:
         assert streaming and all(type(token) is int for token in inputs)
         if self.refuses:
             raise self.refuses
-        self.requests.append(RequestOutput(self, sampling_params, inputs))
+        self.requests.append(RequestOutput(self, sampling_params))
         return self.requests[-1]
 
     def shutdown(self) -> None:
@@ -148,14 +113,9 @@ class BuiltLLM(LLM):
 def modules() -> dict[str, types.ModuleType]:
     """This file's classes under the module names that the library imports."""
     here = sys.modules[__name__]
-    made = {
-        name: types.ModuleType(name) for name in ("tensorrt_llm", "tensorrt_llm.llmapi", "tensorrt_llm.sampling_params")
-    }
-    built = made["tensorrt_llm._tensorrt_engine"] = types.ModuleType("tensorrt_llm._tensorrt_engine")
-    made["tensorrt_llm"].__dict__.update(
-        __version__="1.0.0", LLM=here.LLM, SamplingParams=here.SamplingParams, _tensorrt_engine=built
-    )
+    made = {name: types.ModuleType(name) for name in ("tensorrt_llm", "tensorrt_llm.llmapi")}
+    made["tensorrt_llm._tensorrt_engine"] = types.ModuleType("tensorrt_llm._tensorrt_engine")
+    made["tensorrt_llm"].__dict__.update(LLM=here.LLM, SamplingParams=here.SamplingParams)
     made["tensorrt_llm.llmapi"].__dict__.update(KvCacheConfig=here.KvCacheConfig)
-    made["tensorrt_llm.sampling_params"].__dict__.update(LogitsProcessor=here.LogitsProcessor)
-    built.__dict__.update(LLM=here.BuiltLLM)
+    made["tensorrt_llm._tensorrt_engine"].__dict__.update(LLM=here.BuiltLLM)
     return made

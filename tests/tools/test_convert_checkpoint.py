@@ -43,7 +43,6 @@ class QWenForCausalLM:
     quant_config: QuantConfig
     converted: ClassVar[list[tuple[Any, ...]]] = []
     quantised: ClassVar[list[dict[str, Any]]] = []
-    on_cpu: ClassVar[list[bool]] = []
 
     @classmethod
     def from_hugging_face(
@@ -58,7 +57,6 @@ class QWenForCausalLM:
         disable_weight_only_quant_plugin: bool,
         load_model_on_cpu: bool,
     ) -> "QWenForCausalLM":
-        cls.on_cpu.append(load_model_on_cpu)
         return cls(hf_model_or_dir, dtype, types.SimpleNamespace(mapping=mapping), quant_config)
 
     def save_checkpoint(self, output_dir: str, save_config: bool = True) -> None:
@@ -92,7 +90,6 @@ ALGORITHMS = (
 class Installed:
     converted: list[tuple[Any, ...]] = field(default_factory=list)
     quantised: list[dict[str, Any]] = field(default_factory=list)
-    on_cpu: list[bool] = field(default_factory=list)
 
 
 @pytest.fixture
@@ -111,7 +108,6 @@ def tensorrt_llm(monkeypatch):
     installed = Installed()
     monkeypatch.setattr(QWenForCausalLM, "converted", installed.converted)
     monkeypatch.setattr(QWenForCausalLM, "quantised", installed.quantised)
-    monkeypatch.setattr(QWenForCausalLM, "on_cpu", installed.on_cpu)
     return installed
 
 
@@ -130,35 +126,17 @@ def test_every_rank_is_converted_and_one_rank_writes_the_configuration(tensorrt_
 
 
 @pytest.mark.parametrize(
-    ("precision", "algorithm"), [("int8", "W8A16"), ("int4", "W4A16"), ("int4_gptq", "W4A16_GPTQ")]
-)
-def test_each_weight_only_precision_has_its_algorithm(tensorrt_llm, llm_dir, tmp_path, precision, algorithm):  # noqa: F811
-    assert run(llm_dir, tmp_path, "--use_weight_only", "--weight_only_precision", precision) == 0
-    ((_, _, quantisation, _),) = tensorrt_llm.converted
-    assert quantisation.quant_algo == algorithm
-
-
-def test_the_weights_are_read_without_the_gpu_if_that_is_asked_for(tensorrt_llm, llm_dir, tmp_path):  # noqa: F811
-    assert run(llm_dir, tmp_path) == run(llm_dir, tmp_path, "--load_model_on_cpu") == 0
-    assert tensorrt_llm.on_cpu == [False, True]
-
-
-@pytest.mark.parametrize(
     ("options", "algorithm"),
     [
-        ([], "W8A8_SQ_PER_TENSOR_PLUGIN"),
-        (["--per_token"], "W8A8_SQ_PER_TENSOR_PER_TOKEN_PLUGIN"),
-        (["--per_channel"], "W8A8_SQ_PER_CHANNEL_PER_TENSOR_PLUGIN"),
-        (["--per_channel", "--per_token"], "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN"),
+        (["--use_weight_only", "--weight_only_precision", "int4_gptq"], "W4A16_GPTQ"),
+        (["--smoothquant", "0.5", "--per_token"], "W8A8_SQ_PER_TENSOR_PER_TOKEN_PLUGIN"),
+        (["--smoothquant", "0.5", "--per_channel"], "W8A8_SQ_PER_CHANNEL_PER_TENSOR_PLUGIN"),
     ],
 )
-def test_smoothquant_is_calibrated(tensorrt_llm, llm_dir, tmp_path, options, algorithm):  # noqa: F811
-    arguments = ["--smoothquant", "0.5", "--int8_kv_cache", "--calib_dataset", "texts", *options]
-    assert run(llm_dir, tmp_path, *arguments) == 0
-    (call,) = tensorrt_llm.quantised
-    quantisation = call["quant_config"]
-    assert (quantisation.quant_algo, quantisation.kv_cache_quant_algo) == (algorithm, "INT8")
-    assert call["calib_dataset"] == "texts" and tensorrt_llm.converted == []
+def test_each_quantisation_has_its_algorithm(tensorrt_llm, llm_dir, tmp_path, options, algorithm):  # noqa: F811
+    assert run(llm_dir, tmp_path, *options) == 0
+    found = [call["quant_config"] for call in tensorrt_llm.quantised] or [of[2] for of in tensorrt_llm.converted]
+    assert [each.quant_algo for each in found] == [algorithm]
 
 
 def test_two_quantisation_options_exclude_each_other(tensorrt_llm, llm_dir, tmp_path, capsys):  # noqa: F811

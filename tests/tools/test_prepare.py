@@ -259,7 +259,7 @@ def tensorrt_llm(folder: Path, monkeypatch: pytest.MonkeyPatch, version: str, *,
 
 @pytest.mark.parametrize(
     ("version", "engines", "options"),
-    [("0.20.0", True, []), ("0.20.0", False, []), ("1.1.0", True, ["--backend", "tensorrt"]), ("1.3.0", False, None)],
+    [("0.20.0", False, []), ("1.1.0", True, ["--backend", "tensorrt"]), ("1.3.0", False, None)],
 )
 def test_an_engine_is_served_with_what_the_version_of_tensorrt_llm_needs(
     version: str,

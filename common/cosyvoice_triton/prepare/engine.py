@@ -9,7 +9,6 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cosyvoice_triton.llm.engines.trtllm_versions import needs_backend
 from cosyvoice_triton.stacks import SpeechLLM
 
 STAMP = ".built.json"
@@ -58,16 +57,22 @@ def build_engine(models: Path, llm: SpeechLLM, options: EngineOptions) -> bool:
 def backend_options() -> list[str]:
     """Options with which the installed trtllm-serve serves an engine; none if it is not installed.
 
-    EngineError if that version serves no engines.
+    Before 1.0 an engine directory is what it serves by default; from 1.0 on the backend has to be asked for.
+    EngineError if that version has none.
     """
     try:
         answer = subprocess.run([_python(), "-c", _VERSION], capture_output=True, text=True, timeout=60)
-        installed = json.loads(answer.stdout) if answer.returncode == 0 else None
-        return ["--backend", "tensorrt"] if installed and needs_backend(*installed) else []
+        version, has_backend = json.loads(answer.stdout)
     except (FileNotFoundError, subprocess.TimeoutExpired, json.JSONDecodeError):
         return []
-    except ValueError as error:
-        raise EngineError(str(error)) from None
+    if int(version.split(".")[0]) < 1:
+        return []
+    if not has_backend:
+        raise EngineError(
+            f"TensorRT-LLM {version} serves no engine directories: that was removed in mid-2026. Use 1.1 or older "
+            "(NVIDIA's images of 25.07 to 25.12), or serve the HuggingFace directory, see docs/llm.md"
+        )
+    return ["--backend", "tensorrt"]
 
 
 # Prints the version of TensorRT-LLM and whether it has the backend for engines, without importing it.

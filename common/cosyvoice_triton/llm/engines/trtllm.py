@@ -4,53 +4,21 @@ Experimental, not run: it was written for TensorRT-LLM 1.0 and newer, which is n
 (NVIDIA's images have it), and it is tested against a fake only. It is frozen: it gets no new features.
 """
 
-import dataclasses
 import importlib
 import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-import tensorrt_llm
 import torch
 from tensorrt_llm import LLM, SamplingParams
 from tensorrt_llm.llmapi import KvCacheConfig
-from tensorrt_llm.sampling_params import LogitsProcessor
 
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.checkpoint import LLMLimits, read_limits, speech_bias
 from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources, finish_reason, require_speech_tokens
-from cosyvoice_triton.llm.engines.trtllm_versions import needs_backend
 from cosyvoice_triton.llm.interface import TokenChunk
-from cosyvoice_triton.llm.sampler import RequestSampler
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-
-
-class RepetitionAware(LogitsProcessor):
-    """Samples one request's tokens with RAS, which TensorRT-LLM does not have, on the CPU.
-
-    TensorRT-LLM pickles it, because another process samples. bias (V,): minus infinity for all but speech and end
-    tokens.
-    """
-
-    def __init__(self, request: GenerationRequest, bias: torch.Tensor) -> None:
-        self._sampler = RequestSampler(bias, 1)
-        self._sampler.start(0, dataclasses.replace(request, sampling=request.sampling.seeded()))
-
-    def __call__(
-        self,
-        req_id: int,
-        logits: torch.Tensor,
-        token_ids: list[list[int]],
-        stream_ptr: int | None,
-        client_id: int | None,
-    ) -> None:
-        """Set all logits (1, beam 1, V) of the next token but the sampled one to minus infinity, in place."""
-        first, width = self._sampler.first, self._sampler.width
-        with torch.cuda.stream(None if stream_ptr is None else torch.cuda.ExternalStream(stream_ptr)):
-            (token,) = self._sampler.sample([0], logits[0, :, first : first + width].float().cpu().numpy())
-            logits.fill_(-torch.inf)
-            logits[0, 0, token] = 0.0
 
 
 class TensorRTLLMEngine:
@@ -106,7 +74,9 @@ def load_engine(
         "kv_cache_config": KvCacheConfig(free_gpu_memory_fraction=resources.free_share),
     }
     if built:
-        llm = _engine_llm()(**options)
+        # From 1.0 on the backend for engines has to be asked for; in mid-2026 it was removed.
+        backend: Any = importlib.import_module("tensorrt_llm._tensorrt_engine")
+        llm = backend.LLM(**options)
     else:
         llm = LLM(max_batch_size=max_requests, max_seq_len=limits.context, **options)
     # A directory of built engines has no learned bias: there it only excludes text.
@@ -114,22 +84,12 @@ def load_engine(
     return TensorRTLLMEngine(llm, limits, bias, max_requests)
 
 
-def _engine_llm() -> type[LLM]:
-    """Return the class that serves built engines. ValueError if this version has none."""
-    try:
-        backend: Any = importlib.import_module("tensorrt_llm._tensorrt_engine")
-    except ImportError:
-        backend = None
-    return backend.LLM if needs_backend(tensorrt_llm.__version__, backend is not None) else LLM
-
-
 def sampling_params(request: GenerationRequest, bias: torch.Tensor) -> SamplingParams:
-    """Return a request's sampling as TensorRT-LLM's `SamplingParams`."""
+    """Return a request's sampling as TensorRT-LLM's `SamplingParams`. ValueError for repetition-aware sampling."""
     sampling = request.sampling.seeded()
+    if sampling.ras_window:
+        raise ValueError(f"ras_window {sampling.ras_window}: TensorRT-LLM has no repetition-aware sampling")
     greedy = sampling.temperature == 0  # which TensorRT-LLM only supports as top_k 1
-    processor = RepetitionAware(request, bias) if sampling.ras_window and not greedy else None
-    if processor is not None:  # it leaves one token with a finite logit
-        greedy, sampling = True, dataclasses.replace(sampling, top_p=1.0, repetition_penalty=1.0, min_tokens=0)
     return SamplingParams(
         temperature=1.0 if greedy else sampling.temperature,
         top_p=sampling.top_p,
@@ -141,8 +101,7 @@ def sampling_params(request: GenerationRequest, bias: torch.Tensor) -> SamplingP
         end_id=request.end_ids[0],
         pad_id=request.end_ids[0],
         stop_token_ids=list(request.end_ids),
-        embedding_bias=bias if processor is None else None,
-        logits_processor=processor,
+        embedding_bias=bias,
         detokenize=False,
     )
 
