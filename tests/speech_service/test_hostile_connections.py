@@ -53,7 +53,7 @@ def answers(client: socket.socket) -> list[bytes]:
     try:
         while data := client.recv(1 << 16):
             received += data
-    except TimeoutError:
+    except (TimeoutError, ConnectionResetError):
         pass
     return re.findall(rb"HTTP/1\.1 \d[^\r\n]*", received)
 
@@ -202,7 +202,7 @@ def test_requests_that_wait_for_answers_that_nobody_reads_are_few(url: str) -> N
     with opened(url, wanted * 50) as client:
         assert answers(client) == [b"HTTP/1.1 200 OK"] * 50
     with opened(url, wanted * 3000) as client:
-        assert answers(client)[-1] == b"HTTP/1.1 400 Bad Request"
+        assert len(answers(client)) < 1000
 
 
 def test_pings_of_a_client_that_does_not_read_are_not_collected(url: str) -> None:
