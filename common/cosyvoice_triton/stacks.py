@@ -50,6 +50,7 @@ class SpeechLLM:
     repository: the HuggingFace repository of the official files; it is downloaded to `download`. modelscope: the same
         on ModelScope, "" if it is not there.
     weights, base: the official state dict, and the folder of the text model that it extends.
+    reinforced: weights that were trained further by reinforcement learning, "" if there are none.
     directory: the same as a HuggingFace model directory, with the tokenizer, from which the ids of its tokens are read.
     genai, engine: what onnxruntime-genai and TensorRT-LLM load, both made from `directory`.
     tokenizer: its control tokens.
@@ -59,6 +60,7 @@ class SpeechLLM:
     modelscope: str = ""
     download: str
     weights: str = "llm.pt"
+    reinforced: str = ""
     base: str = "CosyVoice-BlankEN"
     directory: str
     genai: str
@@ -173,6 +175,8 @@ DIT = Stack(
     cumulative=False,
     chunk_boundary=1,
     loader="cosyvoice_triton.token2wav.flow.dit_flow:load",
+    # Of CosyVoice2: the encoders of a recording are the same files in both repositories.
+    speakers="https://raw.githubusercontent.com/qi-hua/async_cosyvoice/main/CosyVoice2-0.5B/spk2info.pt",
     # trtllm-serve at its default port, which names the model after the engine's directory.
     upstream={"llm_transport": "openai", "llm_urls": "http://localhost:8000/v1", "llm_model": COSYVOICE2_LLM.engine},
 )
@@ -197,13 +201,14 @@ UNET = Stack(
     cumulative=True,
     chunk_boundary=FLOW_CHUNK_TOKENS,
     loader="cosyvoice_triton.token2wav.flow.unet_flow:load",
-    speakers="https://raw.githubusercontent.com/qi-hua/async_cosyvoice/main/CosyVoice2-0.5B/spk2info.pt",
+    speakers=DIT.speakers,
     upstream={"llm_backend": "tensorrtllm"},
 )
 COSYVOICE3_LLM = SpeechLLM(
     repository="FunAudioLLM/Fun-CosyVoice3-0.5B-2512",
     modelscope="FunAudioLLM/Fun-CosyVoice3-0.5B-2512",
     download="Fun-CosyVoice3-0.5B-2512",
+    reinforced="llm.rl.pt",
     directory="cosyvoice3_llm",
     genai="cosyvoice3_llm_genai",
     engine="cosyvoice3_trt_engines_bfloat16",

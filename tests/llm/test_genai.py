@@ -10,7 +10,7 @@ from cosyvoice_triton.cli.convert_genai import main
 from cosyvoice_triton.llm.engines.genai import GenAIModel, load_engine
 from cosyvoice_triton.llm.engines.interface import candidate_ids
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from cosyvoice_triton.prepare.genai import convert
+from cosyvoice_triton.prepare.genai import PRECISIONS, convert
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import Qwen2ForCausalLM
@@ -69,14 +69,15 @@ def test_a_checkpoint_without_speech_tokens_is_not_converted(llm_dir, tmp_path, 
 
 
 @pytest.mark.slow
-def test_the_bias_of_the_output_head_is_kept(llm_dir, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_bias_of_the_output_head_is_kept(precision, llm_dir, tmp_path):  # noqa: F811
     """Qwen2 has no such bias, so transformers and the model builder drop it."""
     shutil.copytree(llm_dir, tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "without", "int4")
+    convert(tmp_path / "hf", tmp_path / "without", precision)
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     bias = torch.randn(len(weights["lm_head.weight"]), generator=torch.Generator().manual_seed(0))
     save_file(weights | {"lm_head.bias": bias}, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    convert(tmp_path / "hf", tmp_path / "with", "int4")
+    convert(tmp_path / "hf", tmp_path / "with", precision)
     ids = np.array([3, 300, 40])
     with_, without = (GenAIModel(tmp_path / name, rows=1, threads=1) for name in ("with", "without"))
     difference = with_.prefill(0, ids) - without.prefill(0, ids)

@@ -204,7 +204,15 @@ def test_its_files_are_downloaded(third: Stack, monkeypatch: pytest.MonkeyPatch)
         hub.Source(
             "them/Third",
             "Third",
-            ("llm.rl.pt", "Blank/*", "flow.pt", "hift.pt", "campplus.onnx", "speech_tokenizer_v3.onnx"),
+            (
+                "llm.rl.pt",
+                "Blank/*.json",
+                "Blank/*.txt",
+                "flow.pt",
+                "hift.pt",
+                "campplus.onnx",
+                "speech_tokenizer_v3.onnx",
+            ),
         ),
     )
     monkeypatch.setenv("CHECKPOINT_REVISIONS", "them/Third=abc")
@@ -240,7 +248,7 @@ ALLOWED = {
     ("common/cosyvoice_triton/cli/__init__.py", "token2wav"): TOKEN2WAV,
     ("common/cosyvoice_triton/cli/token2wav.py", "token2wav"): TOKEN2WAV,
     ("common/cosyvoice_triton/config.py", "cosyvoice2"): "a preset of sampling parameters",
-    ("common/cosyvoice_triton/text/frontend.py", "cosyvoice3"): "its languages; text is a layer below the stacks",
+    ("common/cosyvoice_triton/text/language.py", "cosyvoice3"): "its languages; text is a layer below the stacks",
 }
 
 

@@ -50,6 +50,38 @@ def test_existing_files_are_not_requested_again(remote: FakeHub, tmp_path: Path)
     assert not any(path.endswith("flow.pt") for path in remote.requested)
 
 
+def test_a_file_that_another_stack_has_is_not_downloaded_again(remote: FakeHub, tmp_path: Path) -> None:
+    hub.fetch(SOURCE, tmp_path)
+    remote.requested.clear()
+    assert hub.fetch(hub.Source(STEP_AUDIO2, "Step", ("flow.pt",)), tmp_path)
+    assert (tmp_path / "Step/flow.pt").samefile(tmp_path / "CosyVoice2-0.5B/flow.pt")
+    assert not any("resolve" in path for path in remote.requested)
+    (tmp_path / "CosyVoice2-0.5B/flow.pt").write_bytes(bytes(len(BIG)))  # damaged since
+    assert hub.fetch(hub.Source("any/other", "Other", ("flow.pt",)), tmp_path)
+    assert (tmp_path / "Other/flow.pt").read_bytes() == BIG
+
+
+def test_only_files_that_are_read_are_downloaded_and_the_llm_can_be_chosen(
+    remote: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack = stacks.COSYVOICE3
+    base = [f"{stack.llm.base}/{name}" for name in ("config.json", "merges.txt", "vocab.json")]
+    read = {*base, *stack.files, "llm.rl.pt"}
+    remote.files |= dict.fromkeys([*read, "llm.pt", f"{stack.llm.base}/model.safetensors"], b"{}")
+    llm = tmp_path / stack.llm.directory
+    llm.mkdir()
+    (llm / "config.json").write_text('{"made_from": "llm.pt"}')
+    command = ["download", str(tmp_path), "--stack", stack.name, "--rl"]
+    assert prepare.main(command) == 1
+    assert f"{llm} was made from llm.pt: remove it" in capsys.readouterr().err
+    fetched = {file["name"] for file in hub.read_record(tmp_path)[stack.repository]["files"]}
+    assert fetched == read
+    (llm / "config.json").write_text('{"made_from": "llm.rl.pt"}')
+    assert prepare.main(command) == 0
+    assert prepare.main(["download", str(tmp_path), "--stack", "unet", "--rl"]) == 1
+    assert "the unet stack has one LLM only" in capsys.readouterr().err
+
+
 def test_an_interrupted_download_is_resumed(remote: FakeHub, tmp_path: Path) -> None:
     remote.cut["flow.pt"] = 15 << 20
     try:
@@ -117,6 +149,7 @@ def test_each_stack_names_its_repositories_on_both_hubs() -> None:
     for stack in (stacks.DIT, stacks.UNET):
         for name in get_args(hub.HubName):
             assert all(source.hub == name and source.repository for source in hub.sources(stack, name))
+    assert stacks.DIT.speakers == stacks.UNET.speakers != stacks.COSYVOICE3.speakers == ""
     with pytest.raises(hub.DownloadError, match="modelscope does not have the dit stack"):
         hub.sources(replace(stacks.DIT, modelscope=""), "modelscope")
 

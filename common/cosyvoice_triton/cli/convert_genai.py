@@ -11,14 +11,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from cosyvoice_triton.prepare.genai import convert
+from cosyvoice_triton.prepare.genai import PRECISIONS, convert
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-dir", type=Path, required=True, help="HuggingFace directory of the LLM")
     parser.add_argument("--output-dir", type=Path, required=True, help="directory to write")
-    parser.add_argument("--precision", choices=("int4", "fp32"), default="int4")
+    parser.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0])
     args = parser.parse_args(argv)
     try:
         made = convert(args.model_dir, args.output_dir, args.precision)

@@ -21,6 +21,7 @@ from typing import get_args
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.prepare import hub, steps
+from cosyvoice_triton.prepare.genai import PRECISIONS
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -31,12 +32,14 @@ def build_parser() -> argparse.ArgumentParser:
     download.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     download.add_argument("--hub", choices=get_args(hub.HubName), default="huggingface", help="default: huggingface")
     download.add_argument("--spk2info", action="store_true", help="also upstream's spk2info.pt, speakers by name")
+    download.add_argument("--rl", action="store_true", help="the LLM that was trained further: cosyvoice3's llm.rl.pt")
     download.add_argument(
         "--python-path", action="store_true", help="also MODELS/python: PYTHONPATH of `vllm serve` in its own container"
     )
     built = subparsers.add_parser("engine", help="the files that the LLM's engine loads")
     built.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     built.add_argument("--kind", choices=("tensorrt_llm", "onnxruntime_genai"), default="tensorrt_llm")
+    built.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0], help="of onnxruntime_genai (int4)")
     built.add_argument("--max-batch-size", type=int, default=64, help="concurrent streams (64)")
     built.add_argument("--tp-size", type=int, default=1, help="GPUs of tensor parallelism")
     built.add_argument("--pp-size", type=int, default=1, help="GPUs of pipeline parallelism")

@@ -44,6 +44,11 @@ def follows_instructions(model_dir: str | Path) -> bool:
     return not path.is_file() or bool(json.loads(path.read_text()).get("follows_instructions", True))
 
 
+def made_from(model_dir: Path) -> str:
+    """Return the name of the official file that the directory was converted from; "" if it does not say."""
+    return str(json.loads((model_dir / "config.json").read_text()).get("made_from", ""))
+
+
 def read_head_bias(model_dir: str | Path) -> np.ndarray | None:
     """Return `lm_head.bias` (vocabulary,) of the weights; None if they have none.
 

@@ -13,6 +13,8 @@ from cosyvoice_triton.llm.checkpoint import read_head_bias
 from cosyvoice_triton.llm.engines.interface import candidate_ids
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
+PRECISIONS = ("int4", "int8", "fp32")  # of the weights; the first is the default
+
 
 def convert(model_dir: Path, output_dir: Path, precision: str) -> bool:
     """Write `output_dir` atomically; False if it exists already.

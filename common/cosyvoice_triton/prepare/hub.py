@@ -38,16 +38,22 @@ class Source:
     hub: HubName = "huggingface"
 
 
-def sources(stack: Stack, hub: HubName = "huggingface") -> tuple[Source, ...]:
+def sources(stack: Stack, hub: HubName = "huggingface", weights: str = "") -> tuple[Source, ...]:
     """The repositories that a stack's files come from: one if its LLM is in the same one as the rest.
 
+    weights: the LLM's file; by default the stack's. The text model's own weights are not read: the LLM has them.
     DownloadError if a hub does not have one of them.
     """
     name = "repository" if hub == "huggingface" else "modelscope"
     repositories = [getattr(part, name) for part in (stack.llm, stack)]
     if not all(repositories):
         raise DownloadError(f"{hub} does not have the {stack.name} stack: leave --hub out")
-    llm = Source(repositories[0], stack.llm.download, (stack.llm.weights, f"{stack.llm.base}/*"), hub)
+    llm = Source(
+        repositories[0],
+        stack.llm.download,
+        (weights or stack.llm.weights, f"{stack.llm.base}/*.json", f"{stack.llm.base}/*.txt"),
+        hub,
+    )
     files = tuple(str(PurePosixPath(stack.repository_folder, name)) for name in stack.files)
     if (stack.repository, stack.download) == (llm.repository, llm.directory):
         return (replace(llm, patterns=(*llm.patterns, *files)),)
@@ -96,7 +102,11 @@ def fetch(source: Source, models: Path, revision: str | None = None) -> bool:
             return False
         revision = known["commit"]
     commit, files = _listing(source, revision)
-    missing = [file for file in files if not file.is_at(models / source.directory / file.name)]
+    missing = []
+    for file in files:
+        path = models / source.directory / file.name
+        if not file.is_at(path) and not _linked(file, path, models, record):
+            missing.append(file)
     require_space(models, sum(file.size for file in missing))
     for file in files:
         path = models / source.directory / file.name
@@ -106,9 +116,37 @@ def fetch(source: Source, models: Path, revision: str | None = None) -> bool:
     all_files = (known or {}).get("files", []) if known and known["commit"] == commit else []
     names = {file.name for file in files}
     all_files = [old for old in all_files if old["name"] not in names] + [asdict(file) for file in files]
-    entry = {"commit": commit, "revision": revision, "files": sorted(all_files, key=lambda entry: entry["name"])}
+    entry = {
+        "commit": commit,
+        "revision": revision,
+        "directory": source.directory,
+        "files": sorted(all_files, key=lambda entry: entry["name"]),
+    }
     _write_record(models, record | {source.repository: entry})
     return True
+
+
+def _linked(file: RemoteFile, path: Path, models: Path, record: Mapping[str, Any]) -> bool:
+    """Make `path` a link to an equal file of another repository, or a copy; False if there is none.
+
+    Stacks share files under different names: Step-Audio2's vocoder and prompt models are CosyVoice2's.
+    """
+    olds = [(entry.get("directory", ""), RemoteFile(**old)) for entry in record.values() for old in entry["files"]]
+    for directory, old in olds:
+        known = models / directory / old.name
+        if (
+            old.digest == file.digest
+            and file.is_at(known)
+            and digest_of(known, git=file.digest.startswith("git:")) == file.digest
+        ):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            try:
+                path.hardlink_to(known)
+            except OSError:  # the file system has none
+                shutil.copyfile(known, path)
+            return True
+    return False
 
 
 def read_record(models: Path) -> dict[str, Any]:

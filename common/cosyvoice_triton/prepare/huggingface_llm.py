@@ -86,7 +86,7 @@ def convert(llm_pt: Path, blank_dir: Path, output_dir: Path, dtype: torch.dtype)
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as scratch:
         built = Path(scratch) / "model"
         tokenizer = _write_tokenizer(blank_dir, built, official)
-        _write_model(state, blank_dir, built, tokenizer, official, dtype)
+        _write_model(state, blank_dir, built, tokenizer, official, dtype, llm_pt.name)
         built.rename(output_dir)
 
 
@@ -125,6 +125,7 @@ def _write_model(
     tokenizer: LLMTokenizer,
     official: OfficialLLM,
     dtype: torch.dtype,
+    made_from: str,
 ) -> None:
     from safetensors.torch import save_file
 
@@ -150,5 +151,5 @@ def _write_model(
     save_file(contiguous, path, metadata={"format": "pt"})
     path.chmod(0o644)  # like the other files; safetensors makes it readable by the owner only
     config = json.loads((blank_dir / "config.json").read_text())
-    network = config | {"vocab_size": vocab, "tie_word_embeddings": False}
+    network = config | {"vocab_size": vocab, "tie_word_embeddings": False, "made_from": made_from}
     write_configs(built, network, str(dtype).removeprefix("torch."))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cosyvoice_triton import stacks
+from cosyvoice_triton.llm.checkpoint import made_from
 from cosyvoice_triton.prepare import engine, hub, transfer
 from cosyvoice_triton.voice.book import SPK2INFO
 from cosyvoice_triton.voice.files import read_spk2info
@@ -61,7 +62,10 @@ def demo(models: Path, stack: str = stacks.DEFAULT.name) -> bool:
 
 def download(models: Path, args: argparse.Namespace) -> None:
     wanted, stack = revisions(), stacks.named(args.stack)
-    for source in hub.sources(stack, args.hub):
+    weights = stack.llm.reinforced if args.rl else stack.llm.weights
+    if not weights:
+        raise ValueError(f"the {stack.name} stack has one LLM only: leave --rl out")
+    for source in hub.sources(stack, args.hub, weights):
         made = hub.fetch(source, models, wanted.get(source.repository))
         report(models / source.directory, made, f"commit {hub.read_record(models)[source.repository]['commit']}")
     llm = models / stack.llm.directory
@@ -71,7 +75,9 @@ def download(models: Path, args: argparse.Namespace) -> None:
         from cosyvoice_triton.prepare.huggingface_llm import convert
 
         official = models / stack.llm.download
-        convert(official / stack.llm.weights, official / stack.llm.base, llm, torch.bfloat16)
+        convert(official / weights, official / stack.llm.base, llm, torch.bfloat16)
+    elif (found := made_from(llm)) not in ("", weights):
+        raise ValueError(f"{llm} was made from {found}: remove it, and what was made from it, to use {weights}")
     report(llm, missing, "the LLM as a HuggingFace directory")
     if args.spk2info:
         if not stack.speakers:
@@ -117,7 +123,11 @@ def build(models: Path, args: argparse.Namespace) -> None:
     from cosyvoice_triton.prepare.genai import convert
 
     destination = models / llm.genai
-    report(destination, convert(models / llm.directory, destination, "int4"), "the LLM for a CPU")
+    report(
+        destination,
+        convert(models / llm.directory, destination, args.precision),
+        f"the LLM for a CPU, {args.precision} if made now",
+    )
 
 
 def plans(models: Path, args: argparse.Namespace) -> None:
