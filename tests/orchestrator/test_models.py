@@ -40,7 +40,7 @@ EOS = 3
 TOKENS = 100  # of every answer of the LLM
 PROMPT = 25  # speech tokens of one second
 DOWN = "http://127.0.0.1:9"  # nobody listens there
-WAV = np.sin(np.arange(PROMPT_SAMPLE_RATE, dtype=np.float32))
+WAV = 0.9 * np.sin(np.arange(PROMPT_SAMPLE_RATE, dtype=np.float32))
 
 
 pytestmark = pytest.mark.usefixtures("triton_grpc")
@@ -91,7 +91,7 @@ class FakeModels:
         return answer(prompt_speech_tokens=np.arange(FIRST_SPEECH_ID, FIRST_SPEECH_ID + PROMPT, dtype=np.int32)[None])
 
     def speaker_embedding(self, request: InferenceRequest) -> InferenceResponse:
-        voice = arrays(request)["reference_wav"].max()
+        voice = arrays(request)["reference_wav"].max().round()
         return answer(prompt_spk_embedding=np.full((1, SPEAKER_DIM), voice, np.float16))
 
     def llm(self, request: InferenceRequest) -> Iterator[InferenceResponse]:

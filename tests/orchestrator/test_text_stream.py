@@ -59,7 +59,7 @@ def test_the_first_audio_comes_before_the_text_has_ended() -> None:
 
     async def run() -> list[np.ndarray]:
         text = TextStream(max_chars=100, idle_seconds=60)
-        request = dataclasses.replace(speech_request(reference_text="0123456789"), target_text="", pieces=text)
+        request = dataclasses.replace(speech_request(reference_text="ten, chars"), target_text="", pieces=text)
         audio: list[np.ndarray] = []
 
         async def listen() -> None:
@@ -91,7 +91,7 @@ def test_max_tokens_limits_the_speech_of_a_text_in_pieces(limit: int) -> None:
     async def run() -> list[np.ndarray]:
         text = TextStream(max_chars=100, idle_seconds=60)
         text.add("abcd efgh i", end=True)
-        request = dataclasses.replace(speech_request(reference_text="0123456789"), pieces=text, max_tokens=limit)
+        request = dataclasses.replace(speech_request(reference_text="ten, chars"), pieces=text, max_tokens=limit)
         async with aclosing(pipeline.synthesizer.stream(request, warnings.append)) as waveforms:
             return [waveform async for waveform in waveforms]
 
@@ -103,6 +103,6 @@ def test_a_text_that_stops_ends_everything_with_an_error() -> None:
     pipeline = Pipeline(FakeLM(list(range(15))))
     text = TextStream(max_chars=100, idle_seconds=0.05)
     text.add("A beginning, then nothing.", end=False)
-    request = dataclasses.replace(speech_request(reference_text="0123456789"), pieces=text)
+    request = dataclasses.replace(speech_request(reference_text="ten, chars"), pieces=text)
     with pytest.raises(ValueError, match="has not ended"):
         pipeline.run(pipeline.synthesize(request))

@@ -357,6 +357,8 @@ def test_a_voice_is_added_used_and_deleted(served: StubbedService) -> None:
     files = {"audio_sample": ("a.flac", recording(1.5, 48_000, kind="FLAC"))}
     answer = httpx.post(f"{served.url}/v1/audio/voices", data={"name": "zöe", "ref_text": "Hi."}, files=files)
     assert answer.status_code == 201 and answer.json()["seconds"] == 1.5, answer.text
+    (warning,) = answer.json()["warnings"]
+    assert warning.startswith("the recording speaks for 1.5 s, but its transcript takes about 0.5 s")
     assert "zöe" in names_of(served.url)
     stored = read_voice(served.voices / "zöe.safetensors")
     assert isinstance(stored, Recording) and (stored.wav.size, stored.rate, stored.text) == (72_000, 48_000, "Hi.")
@@ -368,8 +370,10 @@ def test_a_voice_is_added_used_and_deleted(served: StubbedService) -> None:
         ({}, {"reference_text": "Hi."}),
         ({"language": "zh"}, {}),
         ({"instructions": "Slowly."}, {"instruct_text": "Slowly."}),
+        ({"trim_reference": False}, {"reference_text": "Hi."}),
     ):
         assert served.post({**TEXT, "voice": "zöe", **more}).status_code == 200
+        assert ("trim_reference" in served.stub.requests[-1].parameters) == ("trim_reference" in more)
         assert texts_of(served.stub.requests[-1]) == {"target_text": "Hello.", **texts}
     assert httpx.delete(f"{served.url}/v1/audio/voices/zöe").json()["deleted"]
     assert list(served.voices.iterdir()) == []

@@ -17,8 +17,8 @@ Step = list[int] | BaseException | asyncio.Event
 
 
 def speech_request(voice: int = 0, text: str = "hello", reference_text: str = "reference") -> SynthesisRequest:
-    """A request whose reference samples all have the value `voice`."""
-    recording = Recording(np.full(PROMPT_SAMPLE_RATE, voice, np.float32), reference_text)
+    """A request whose reference is known by its samples, which the fake encoder reads as `voice`."""
+    recording = Recording(np.full(PROMPT_SAMPLE_RATE, 0.1 + voice / 1000, np.float32), reference_text)
     return SynthesisRequest(text, recording, sampling=Sampling(seed=1))
 
 
@@ -45,6 +45,10 @@ class FakeTextPreparer:
         return text
 
 
+def _value(recording: Recording) -> int:
+    return max(0, round(1000 * (float(recording.wav[0]) - 0.1)))
+
+
 @dataclass
 class FakePromptEncoder:
     """Prompts whose tokens, mel and x-vector all have the reference's sample value.
@@ -58,15 +62,15 @@ class FakePromptEncoder:
     ended: list[str] = field(default_factory=list)
 
     async def tokens(self, recording: Recording) -> np.ndarray:
-        return await self._answer("tokens", np.full(PROMPT_TOKENS + 1, recording.wav[0], np.int64))
+        return await self._answer("tokens", np.full(PROMPT_TOKENS + 1, _value(recording), np.int64))
 
     async def mel(self, recording: Recording) -> np.ndarray:
         return await self._answer(
-            "mel", np.full((PROMPT_TOKENS * TOKEN_MEL_RATIO + 1, MEL_BINS), recording.wav[0], np.float32)
+            "mel", np.full((PROMPT_TOKENS * TOKEN_MEL_RATIO + 1, MEL_BINS), _value(recording), np.float32)
         )
 
     async def embedding(self, recording: Recording) -> np.ndarray:
-        return await self._answer("embedding", np.full(SPEAKER_DIM, recording.wav[0], np.float32))
+        return await self._answer("embedding", np.full(SPEAKER_DIM, _value(recording), np.float32))
 
     async def _answer(self, name: str, value: np.ndarray) -> np.ndarray:
         self.started.append(name)

@@ -66,7 +66,7 @@ def of_command_line(path: Path) -> Any:
 
 def of_service_folder(path: Path) -> Any:
     folder = VoiceFolder(path.parent / "voices", MIB)
-    assert folder.add("anna", path.read_bytes(), "") == 1
+    assert folder.add("anna", path.read_bytes(), "").seconds == 1
     return folder.get("anna")
 
 

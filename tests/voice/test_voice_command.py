@@ -7,7 +7,8 @@ import pytest
 import soundfile as sf
 from cosyvoice_triton import samples
 from cosyvoice_triton.cli import voice as command
-from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.constants import MEL_RATE, PROMPT_SAMPLE_RATE
+from cosyvoice_triton.voice.audio import load_audio
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.prompt import Prompt
 
@@ -30,8 +31,19 @@ def test_a_voice_is_encoded_with_its_text_and_found_by_its_name(
     assert isinstance(voice, Prompt)
     assert voice.text == "What she says."
     assert len(voice.tokens) == len(voice.mel) // 2 > 100
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "[1/2]" in out and "5.4 s" in out and f"speaker 'saved {stack}'" in out
+    assert "the recording speaks for 5.1 s, but its transcript takes about" in err
+
+
+def test_silence_is_cut_from_a_recording_unless_it_is_to_stay(demo_models: Path, tmp_path: Path) -> None:
+    wav = np.pad(load_audio(VOICE, PROMPT_SAMPLE_RATE), 2 * PROMPT_SAMPLE_RATE)
+    for option, seconds in ([], 5.5), (["--no-trim"], 9.4):
+        assert (
+            command.main(arguments(demo_models, "padded", recorded(tmp_path / "a.wav", wav), "--replace", *option)) == 0
+        )
+        voice = VoiceBook(demo_models / "voices", demo_models, str).get("padded")
+        assert len(voice.mel) == pytest.approx(MEL_RATE * seconds, abs=6)
 
 
 def test_a_voice_is_added_with_its_dictionary_and_deleted_with_it(

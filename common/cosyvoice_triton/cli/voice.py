@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add.add_argument("--reference-text", default="", help="transcript of the recording, word for word")
     add.add_argument("--pronunciation", type=words, metavar="FILE", help="words that the voice pronounces differently")
+    add.add_argument("--no-trim", action="store_true", help="keep the silence at its ends, and an abrupt end")
     add.add_argument("--replace", action="store_true", help="overwrite an existing voice")
     return parser
 
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = StackOptions(models_dir=args.models_dir, stack=args.stack)
     try:
         if args.action == "add":
-            add_voice(options, args.name, args.reference_audio, args.reference_text, args.replace, args.pronunciation)
+            source = args.reference_audio, args.reference_text
+            add_voice(options, args.name, *source, args.replace, args.pronunciation, not args.no_trim)
         elif args.action == "delete":
             delete_voice(options, args.name)
         else:

@@ -33,7 +33,7 @@ _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
     "ras_tau": float,
 }
 
-_FLAGS = {"cross_lingual", "text_frontend", "timeline", "segments", "played"}
+_FLAGS = {"cross_lingual", "text_frontend", "timeline", "segments", "played", "trim_reference"}
 _PARAMETERS = {*_SAMPLING_KINDS, *SPELLING, *_FLAGS, "language", "pronunciation", "sampling", "speed"}
 _TRITONS_OWN = "triton_"  # start of parameters that Triton and its clients add
 
@@ -45,6 +45,7 @@ class SynthesisRequest:
     If the recording's transcript is known, the LLM continues the recording (zero-shot). With an `instruct_text`, which
     describes how to speak, and in `cross_lingual` mode it does not, and only the flow reproduces the voice.
     `normalize`, `as_is`, `language`, `pronunciation`: see `TextFrontend`. `speed` above 1: faster, whole texts only.
+    `trim_reference`: see `Judgement.mended`.
     `timeline`: report when each stage of a streamed answer was reached. `segments`: report the segments and their
     samples. `max_tokens`: most speech tokens of the whole answer, if it has a limit. `played`: somebody hears a
     streamed answer while it is made. `pieces`: the text, in place of `target_text`, while it is being written; spoken
@@ -65,6 +66,7 @@ class SynthesisRequest:
     timeline: bool = False
     segments: bool = False
     played: bool = True
+    trim_reference: bool = True
     pieces: AsyncIterator[str] | None = dataclasses.field(default=None, repr=False)
 
 
@@ -119,6 +121,7 @@ class RequestInputs:
             timeline=_flag("timeline", self.parameters.get("timeline", False)),
             segments=_flag("segments", self.parameters.get("segments", False)),
             played=_flag("played", self.parameters.get("played", True)),
+            trim_reference=_flag("trim_reference", self.parameters.get("trim_reference", True)),
             pieces=self.pieces,
         )
 

@@ -36,6 +36,7 @@ from cosyvoice_triton.tasks import TaskScope
 from cosyvoice_triton.text.markup import Pause
 from cosyvoice_triton.text.normalization import Spelled
 from cosyvoice_triton.text.pronunciation import combined
+from cosyvoice_triton.voice.judgement import judge
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, PromptEncoder, Recording, RecordingCache
 
@@ -136,7 +137,7 @@ class Synthesizer:
         self._first_hops = FirstHops(rules)
         self._clock = clock
         self._silent_tokens = silent_tokens
-        self._prompts = RecordingCache()
+        self._prompts = {trimmed: RecordingCache() for trimmed in (True, False)}
         self._careful_until = -math.inf
         self._refusal = LastRefusal(clock)
         self._asking = asyncio.Semaphore(CROWD)
@@ -254,11 +255,13 @@ class Synthesizer:
             voice = request.voice
         else:
             voice = await scope.result(asyncio.to_thread(self._voices.get, request.voice))
-        known = self._prompts.get(voice) if isinstance(voice, Recording) else None
+        prompts = self._prompts[request.trim_reference]
+        known = prompts.get(voice) if isinstance(voice, Recording) else None
         if place is not None and not isinstance(known or voice, Prompt):
             await scope.result(place())
         prepared = scope.spawn(asyncio.to_thread(self._prepared, request, voice.text, on_warning))
-        tokens, mel, embedding = self._encoded(known or voice, scope)
+        mended = await scope.result(_mended(known or voice, request.trim_reference, on_warning))
+        tokens, mel, embedding = self._encoded(mended, scope)
         transcript, text, texts = await scope.result(prepared)
         kept = None
         if voice.text and not (request.instruct_text or request.cross_lingual):
@@ -284,7 +287,7 @@ class Synthesizer:
             await scope.result(tokens), await scope.result(mel), await scope.result(embedding), voice.text
         )
         if known is None and isinstance(voice, Recording):
-            self._prompts.put(voice, prompt)
+            prompts.put(voice, prompt)
         if place is not None:
             await scope.result(place())
         return prompt, segments
@@ -358,6 +361,16 @@ class Synthesizer:
         pieces = segment.noted(request.pieces)
         await segment.read(self._interleaved.generate(llm_prompt, pieces, request.sampling, request.max_tokens))
         await segments.put(None)
+
+
+async def _mended(voice: Recording | Prompt | Mix, trim: bool, on_warning: OnWarning) -> Recording | Prompt | Mix:
+    """Return the voice as it is to be encoded, and warn of what is wrong with a recording."""
+    if not isinstance(voice, Recording):
+        return voice
+    judgement = await asyncio.to_thread(judge, voice)
+    for warning in judgement.warnings:
+        on_warning(warning)
+    return judgement.mended(voice) if trim else voice
 
 
 async def _unless_refused(work: Coroutine[Any, Any, None], place: Callable[[], asyncio.Task[None]] | None) -> None:

@@ -1,6 +1,7 @@
 """Write registered voices, from recordings that are encoded once, and delete them."""
 
 import dataclasses
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.voice.audio import load_reference
 from cosyvoice_triton.voice.encoders import ReferenceEncoder
 from cosyvoice_triton.voice.files import VOICE_FILES, is_voice_name, save_pronunciation, save_voice
+from cosyvoice_triton.voice.judgement import judge
 
 
 def add_voice(
@@ -21,8 +23,11 @@ def add_voice(
     text: str,
     replace: bool = False,
     pronunciation: Mapping[str, str] | None = None,
+    trim: bool = True,
 ) -> Path:
     """Encode the recording `audio` with the transcript `text` and write the voice and its dictionary; returns its file.
+
+    trim: see `Judgement.mended`.
 
     ValueError if the name, the recording or the text is invalid, with the server's messages.
     """
@@ -34,6 +39,11 @@ def add_voice(
     text = clean_line(text, name="reference_text", max_chars=MAX_TRANSCRIPT_CHARS)
     recording = dataclasses.replace(load_reference(audio), text=text)
     print(f"[1/2] {audio}: {recording.seconds:.1f} s, encoding it with {options.checkpoint_dir}", flush=True)
+    judgement = judge(recording)
+    for warning in judgement.warnings:
+        print(f"      warning: {warning}", file=sys.stderr, flush=True)
+    if trim:
+        recording = judgement.mended(recording)
     begun = time.monotonic()
     prompt = ReferenceEncoder(stacks.named(options.stack), options.checkpoint_dir)(recording)
     print(f"      {len(prompt.tokens)} speech tokens after {time.monotonic() - begun:.1f} s", flush=True)

@@ -18,6 +18,7 @@ from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.text.pronunciation import pronunciations
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.files import VOICE_FILES, is_voice_name, normalized, save_pronunciation, save_recording
+from cosyvoice_triton.voice.judgement import Judgement, judge
 from cosyvoice_triton.voice.mix import Mix, mixed_voices
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 
@@ -75,10 +76,10 @@ class VoiceFolder:
         """Return the words of a voice and of all voices; UnavailableError if a file of them is damaged."""
         return self._book.pronunciation(name)
 
-    def add(self, name: str, data: bytes, text: str, words: Any = "") -> float:
+    def add(self, name: str, data: bytes, text: str, words: Any = "") -> Judgement:
         """Register a recording in any libsndfile format with its transcript (empty: unknown) and its dictionary.
 
-        Returns its length in seconds. ApiError.
+        Returns what is to be said of the recording. ApiError.
         """
         if not is_voice_name(name):
             raise invalid(
@@ -94,7 +95,7 @@ class VoiceFolder:
         except ValueError as error:
             raise invalid(error, "pronunciation") from None
         try:
-            recording = decode(data, self._max_bytes)
+            recording = replace(decode(data, self._max_bytes), text=text)
         except ValueError as error:
             raise invalid(error, "audio_sample") from None
         names = self.names()
@@ -103,7 +104,7 @@ class VoiceFolder:
         try:
             if name in names:
                 raise FileExistsError
-            save_recording(self._folder / f"{name}.safetensors", replace(recording, text=text))
+            save_recording(self._folder / f"{name}.safetensors", recording)
             try:
                 save_pronunciation(self._folder, name, words)
             except OSError:
@@ -115,7 +116,7 @@ class VoiceFolder:
             ) from None
         except OSError as error:
             raise ApiError(507, f"the voice cannot be stored: {error.strerror}") from error
-        return recording.seconds
+        return judge(recording)
 
     def remove(self, name: str) -> None:
         """Delete a voice's files. ApiError if it has none."""

@@ -232,7 +232,7 @@ async function save() {
   fields.append("audio_sample", own.wav, "recording.wav");
   const voice = await (await call("/v1/audio/voices", { method: "POST", body: fields })).json();
   await showVoices(voice.id);
-  $("own-state").textContent = `Saved as ${voice.id}.`;
+  $("own-state").textContent = [`Saved as ${voice.id}.`, ...(voice.warnings ?? [])].join(" ");
 }
 
 async function remove() {

@@ -37,8 +37,9 @@ async def add(request: Request) -> Response:
     if data is None:
         raise invalid("audio_sample is missing: upload the recording as a file in a multipart form", "audio_sample")
     name, text = normalized(str(fields.get("name", ""))), str(fields.get("ref_text", ""))
-    seconds = await asyncio.to_thread(Service.of(request).voices.add, name, data, text, fields.get("pronunciation", ""))
-    return JSONResponse({**_voice(name), "ref_text": text, "seconds": round(seconds, 3)}, 201)
+    judged = await asyncio.to_thread(Service.of(request).voices.add, name, data, text, fields.get("pronunciation", ""))
+    warnings = {"warnings": judged.warnings} if judged.warnings else {}
+    return JSONResponse({**_voice(name), "ref_text": text, "seconds": round(judged.seconds, 3), **warnings}, 201)
 
 
 @router.delete("/v1/audio/voices/{name}")

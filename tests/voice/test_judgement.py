@@ -1,0 +1,101 @@
+"""Recordings are judged, and their ends mended, before they are encoded."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cosyvoice_triton import samples
+from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
+from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
+from cosyvoice_triton.load.samples import read_manifest
+from cosyvoice_triton.voice.audio import load_reference
+from cosyvoice_triton.voice.judgement import judge
+from cosyvoice_triton.voice.prompt import Recording
+
+from tests.support.fakes import FakeLM, speech_request
+from tests.support.pipeline import Pipeline
+
+RATE = 24_000
+TEXT = "It takes about two seconds to say so."
+
+
+def silence(seconds: float) -> np.ndarray:
+    return np.random.default_rng(1).normal(0, 1e-4, round(seconds * RATE)).astype(np.float32)
+
+
+def speech(seconds: float = 2.0, peak: float = 0.5) -> np.ndarray:
+    """Syllables of 0.2 s that swell and fade to silence."""
+    at = np.arange(round(seconds * RATE)) / RATE
+    return (peak * np.sin(2 * np.pi * 150 * at) * np.sin(np.pi * at / 0.2) ** 2).astype(np.float32)
+
+
+def recording(*parts: np.ndarray, text: str = TEXT) -> Recording:
+    return Recording(np.concatenate(parts), text, RATE)
+
+
+GOOD = recording(silence(0.1), speech(), silence(0.15))
+
+
+@pytest.mark.parametrize(
+    ("bad", "warning"),
+    [
+        (recording(silence(0.1), speech(2.0)[: round(1.92 * RATE)]), "ends inside a word"),
+        (replace(GOOD, wav=(3 * GOOD.wav).clip(-1, 1)), "is clipped in"),
+        (replace(GOOD, wav=GOOD.wav / 100), "is quiet, -"),
+        (replace(GOOD, text=4 * TEXT), "speaks for 2."),
+        (replace(GOOD, text="It."), "speaks for 2."),
+    ],
+    ids=["cut", "clipped", "quiet", "long transcript", "short transcript"],
+)
+def test_each_fault_has_one_warning_that_says_what_to_do(bad: Recording, warning: str) -> None:
+    (found,) = judge(bad).warnings
+    assert found.startswith(f"the recording {warning}") and ": " in found
+
+
+def test_good_recordings_have_no_warning() -> None:
+    assert judge(GOOD).warnings == [] == judge(replace(GOOD, text="")).warnings
+    for path in (TRAINED / VOICES_DIR).glob("*.wav"):
+        assert judge(replace(load_reference(path), text=path.with_suffix(".txt").read_text())).warnings == [], path
+    for sample in read_manifest(samples.MANIFEST):
+        assert sample.prompt_audio is not None
+        assert judge(replace(sample.prompt_audio, text=sample.prompt_text)).warnings == [], sample.id
+
+
+def test_silence_at_the_ends_is_cut_to_0_2_s() -> None:
+    long = recording(silence(1.0), speech(), silence(0.7))
+    judged = judge(long)
+    assert (judged.leading, judged.trailing) == (pytest.approx(1.0, abs=0.03), pytest.approx(0.7, abs=0.03))
+    assert judged.mended(long).seconds == pytest.approx(2.4, abs=0.06)
+    assert judge(GOOD).mended(GOOD) is GOOD
+
+
+def test_an_abrupt_end_gets_silence_within_the_limit_of_the_duration() -> None:
+    cut = recording(speech(2.0)[: round(1.92 * RATE)])
+    mended = judge(cut).mended(cut)
+    assert mended.seconds == pytest.approx(cut.seconds + 0.2) and not mended.wav[-round(0.2 * RATE) :].any()
+    longest = recording(speech(30.2)[round(0.28 * RATE) : round(30.12 * RATE)])
+    assert judge(longest).mended(longest).seconds == 30
+
+
+def test_a_recording_warns_at_its_first_use_and_is_trimmed_unless_the_request_says_no() -> None:
+    long = recording(silence(1.0), speech(), silence(0.7), text="It.")
+    encoded: list[float] = []
+    pipeline = Pipeline(FakeLM([1] * 40))
+    tokens = pipeline.encoder.tokens
+
+    async def noting(recording: Recording) -> np.ndarray:
+        encoded.append(round(recording.seconds, 1))
+        return await tokens(recording)
+
+    pipeline.encoder.tokens = noting  # type: ignore[method-assign]
+    synthesizer, warnings = pipeline.synthesizer, []
+
+    async def speak(trim: bool) -> None:
+        request = replace(speech_request(), voice=long, trim_reference=trim)
+        await synthesizer.offline(request, warnings.append)
+
+    for trim in (True, True, False):
+        asyncio.run(speak(trim))
+    assert encoded == [2.4, 3.7]
+    assert len(warnings) == 2 and all("its transcript takes about" in warning for warning in warnings)
