@@ -60,6 +60,16 @@ def test_a_request_that_does_not_arrive_in_time_is_closed(url: str, data: bytes)
         assert SECONDS / 2 < time.monotonic() - started  # and within the 10 s of this socket
 
 
+def test_an_idle_connection_is_kept_as_long_as_the_setting_says() -> None:
+    assert Settings(urls=("localhost:1",)).keep_alive == 75  # uvicorn's 5 s are less than clients' pools expect
+    with serving(Settings(urls=("localhost:1",), keep_alive=0.1)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), 10) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            while client.recv(1 << 16):
+                pass
+
+
 @pytest.mark.parametrize("lines", [1, 100], ids=["one header", "many headers"])
 def test_headers_are_refused_at_the_limit(url: str, lines: int) -> None:
     header = b"x: " + b"a" * (66_000 // lines) + b"\r\n"

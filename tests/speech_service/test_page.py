@@ -213,6 +213,13 @@ def test_a_text_that_is_too_long_is_not_sent_and_its_length_is_shown(page: Any) 
     assert text.evaluate("text => text.validationMessage") == "The text has 1 characters too many."
 
 
+def test_a_warning_of_the_model_is_shown(page: Any) -> None:
+    page.get_by_label("Text", exact=True).fill("[happy:0.5] Hello.")
+    page.get_by_label("Voice", exact=True).select_option(VOICE)
+    page.get_by_role("button", name="Speak", exact=True).click()
+    state(page, "tags were left out, as they mean nothing here: [happy:0.5]")
+
+
 def test_a_voice_without_a_name_is_not_saved(page: Any) -> None:
     page.get_by_text("Your own voice").click()
     page.get_by_label("Audio file").set_input_files(RECORDING)
