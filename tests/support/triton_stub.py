@@ -140,7 +140,7 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> tuple[grpc.aio.Server, str]:
         """Listen; returns the server and its address. port: 0 for any free one."""
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1)])
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, server)
         bound = server.add_insecure_port(f"{host}:{port}")
         await server.start()
