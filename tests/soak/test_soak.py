@@ -33,7 +33,7 @@ PATIENCE, SHORT = 60.0, 0.1  # seconds; the short one only where a hang is what 
 OVERLOADED = unavailable_message(OverloadedError("listeners: 1, 0.2 end each second", 3.0))
 SECOND = np.full(SAMPLE_RATE, 0.1, np.float32)
 SAMPLE = Sample(
-    "one", "quick words", Recording(np.resize(np.float32([0.1, -0.1]), PROMPT_SAMPLE_RATE)), "A transcript."
+    "one", "quick words", Recording(np.resize(np.array([0.1, -0.1], np.float32), PROMPT_SAMPLE_RATE)), "A transcript."
 )
 PLAN = SoakPlan(1, tuple(WEIGHTS), [SAMPLE])
 
