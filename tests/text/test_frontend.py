@@ -29,7 +29,7 @@ def frontend() -> TextFrontend:
             "It costs twelve dollars and fifty cents, and three point five percent more.",
         ),
         ("On 2023-11-05 at 5:30 p.m.", "On November fifth, twenty twenty three at five thirty p.m."),
-        ("Dr. Smith ran 5 km at 20°C.", "doctor Smith ran five kilometers at twenty degrees Celsius."),
+        ("Dr. Smith ran 5 km at 20°C.", "Doctor Smith ran five kilometers at twenty degrees Celsius."),
         (
             "I have 1,234,567 items.",
             "I have one million two hundred thirty four thousand five hundred sixty seven items.",
@@ -272,7 +272,7 @@ def test_a_number_without_letters_is_read_in_the_language_of_the_text(frontend: 
         ("Good 😀 morning 👍🏽! 👨‍👩‍👧 🇩🇪 1️⃣", "Good morning! one."),
         ("这是**重点。**好😀", "这是重点。好。"),
         ("[laughter] <strong>so</strong> a < b", "[laughter] <strong>so</strong> a is less than b."),
-        ("Two * three, 2 * 3, C# and #fun", "Two three, two times three, C hash and fun."),
+        ("Two * three, 2 * 3, C# and #fun", "Two three, two times three, C sharp and fun."),
         ("brand™ name", "brand trademark name."),
     ],
 )

@@ -26,7 +26,7 @@ def spoken(frontend: TextFrontend, text: str, normalize: bool = True) -> list[st
         ("a [pause:0.75s] b [PAUSE: 300ms] c [silent 1s][pause:]", ["a.", 0.75, "b.", 0.3, "c.", 1.0, 0.5]),
         ("<speak>a [pause:1s] b</speak>", ["a.", 1.0, "b."]),
         ("[happy:0.5] Hi [gesture:wave] there [10:30] [a: b]", ["Hi there [ten thirty] [a: b]."]),
-        ("[see:docs](x) [https://a.b]", ["see:docs [a.b]."]),
+        ("[see:docs](x) [https://a.org]", ["see:docs [a dot org]."]),
         ("A.\n∞\nB → C.", ["A. B → C."]),  # alone a symbol without a name is silent
         ("[pause 5ms] [pause 6ms]", [0.005, 0.006]),
         ("[laughter] <b>Ha</b>", ["[laughter] Ha."]),

@@ -1,22 +1,17 @@
 """What the English grammar misreads: money, thousands, dates, clock times, ranges, units, names with numbers."""
 
 import re
-from collections.abc import Callable
 
+from cosyvoice_triton.text.english_words import ADDRESS, MONTHS, address, words
 from cosyvoice_triton.text.numbers import LONGEST, english, english_digits, english_ordinal, english_year
+from cosyvoice_triton.text.rules import reader
 
 _N = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _ND = rf"(?:{_N}(?:\.\d+)?|\.\d+)"
-_FIRST = r"(?<![\w.,])(?<!\d-)"
 _DASH = r"\s?[-–—~]\s?"
 
-_MONTHS = "January February March April May June July August September October November December".split()
-_MONTH_NAMES = {name[:length].lower(): name for name in _MONTHS for length in (3, len(name))} | {"sept": "September"}
-_MONTH = "|".join(
-    sorted((*_MONTHS, *(rf"{name[:3]}\b\.?" for name in _MONTHS if name != "May"), r"Sept\b\.?"), key=len, reverse=True)
-)
-_DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-_DAY_NAMES = {name[:3]: name for name in _DAYS} | {"Tues": "Tuesday", "Thur": "Thursday", "Thurs": "Thursday"}
+_MONTH_NAMES = list(dict.fromkeys(MONTHS.values()))
+_MONTH = "|".join((*_MONTH_NAMES, *(rf"{name[:3]}\b\.?" for name in _MONTH_NAMES if name != "May"), r"Sept\b\.?"))
 
 _CURRENCIES = {  # one, many, one hundredth, many of these
     "$": ("dollar", "dollars", "cent", "cents"), "US$": ("US dollar", "US dollars", "cent", "cents"),
@@ -43,6 +38,10 @@ _UNITS = {
     "mAh": "milliamp hours", "dB": "decibels", "kcal": "kilocalories", "rpm": "revolutions per minute", "ms": "milliseconds",
     "sec": "seconds", "secs": "seconds", "s": "seconds", "min": "minutes", "mins": "minutes", "hr": "hours", "hrs": "hours",
     "h": "hours", "yrs": "years", "yr": "years", "pts": "points", "psi": "pounds per square inch", "px": "pixels", "ppm": "parts per million",
+    "tbsp": "tablespoons", "tsp": "teaspoons", "fl oz": "fluid ounces", "fps": "frames per second", "bpm": "beats per minute",
+    "ha": "hectares", "MB/s": "megabytes per second", "GB/s": "gigabytes per second", "km/s": "kilometers per second", "kJ": "kilojoules",
+    "ft²": "square feet", "kPa": "kilopascals", "hPa": "hectopascals", "µm": "micrometers", "μm": "micrometers", "g/L": "grams per liter",
+    "mg/dL": "milligrams per deciliter", "mmHg": "millimeters of mercury", "kg/m³": "kilograms per cubic meter", "mA": "milliamps",
 }  # fmt: skip
 _ONE = {"feet": "foot", "hertz": "hertz", "gigahertz": "gigahertz", "megahertz": "megahertz", "kilohertz": "kilohertz"}
 _UNIT = "|".join(re.escape(unit) for unit in sorted(_UNITS, key=len, reverse=True))
@@ -58,8 +57,6 @@ _MONARCHS = (
     "Nicholas|Otto|Paul|Pedro|Peter|Philip|Pius|Ptolemy|Rama|Ramesses|Ramses|Richard|Rudolf|Sixtus|Stephen|Urban|Victor|"
     "Vittorio|Wilhelm|William|Xerxes"
 )
-
-Rule = tuple[re.Pattern[str], Callable[[re.Match[str]], str] | str]
 
 
 def number(digits: str) -> str:
@@ -111,7 +108,7 @@ def _after(match: re.Match[str], sign: str) -> str:
 
 
 def _date(month: str, day: str, year: str | None) -> str:
-    name = _MONTHS[int(month) - 1] if month.isdigit() else _MONTH_NAMES[month.rstrip(".").lower()]
+    name = _MONTH_NAMES[int(month) - 1] if month.isdigit() else MONTHS[month.rstrip(".").lower()]
     return f"{name} {english_ordinal(int(day))}" + (f", {_plain(year)}" if year else "")
 
 
@@ -172,6 +169,12 @@ def _degrees(match: re.Match[str]) -> str:
     return f"{'minus ' if match[1] else ''}{number(match[2])} degree{'' if match[2] == '1' else 's'}{scale}"
 
 
+def _power(match: re.Match[str]) -> str:
+    exponent = int(match[1] or (2 if match[2] == "²" else 3))
+    minus = "minus " if exponent < 0 else ""
+    return {2: " squared", 3: " cubed"}.get(exponent, f" to the power of {minus}{english(abs(exponent))}")
+
+
 def _roman(letters: str) -> int:
     values = [_ROMAN_VALUES[letter] for letter in letters]
     return sum(-value if value < max(values[index:]) else value for index, value in enumerate(values))
@@ -216,124 +219,145 @@ _CODE = (
 )
 _TO_CALL = r"\b(?:dial|call|phone|ring|text|calling|dialing|dialed|called)\s"
 
-_RULES: list[Rule] = [
+_read = reader(
     # Numbers that are said digit by digit.
-    (re.compile(r"(?<![\w.,-])(?:\+\d[\d ().-]{5,}\d|(?:1[-. ])?(?:\(\d{3}\) ?|\d{3}[-. ])\d{3}[-. ]\d{4}|[2-9]\d\d-\d{4}"
-                r"|1-\d{3}-\d{4}|\(?0\d{1,4}\)?[ -]\d{3,}(?:[ -]\d{2,})*)(?![\w-])"), _groups),
-    (re.compile(rf"({_TO_CALL})(\d{{3,4}})(?![\d,:/-]|\.\d|\s(?:times|people|[a-z]+s\b))", re.IGNORECASE),
+    (r"\d{3}|\d\D\d", [
+    (r"(?<![\w.,-])(?:\+\d[\d ().-]{5,}\d|(?:1[-. ])?(?:\(\d{3}\) ?|\d{3}[-. ])\d{3}[-. ]\d{4}|[2-9]\d\d-\d{4}"
+     r"|1-\d{3}-\d{4}|\(?0\d{1,4}\)?[ -]\d{3,}(?:[ -]\d{2,})*)(?![\w-])", _groups),
+    (r"(?<![\w.,-])(?!\d{4}-\d\d?-\d\d?(?!\d)|\d\d?-\d\d?-\d{4}(?!\d))\d{1,12}(?:-\d{1,12}){2,9}(?![\w-])|(?<![\w.,-])\d{4}(?: \d{4}){2,}(?!\d)", _groups),
+    (rf"(?i)({_TO_CALL})(\d{{3,4}})(?![\d,:/-]|\.\d|\s(?:times|people|[a-z]+s\b))",
      lambda match: match[1] + english_digits(match[2])),
-    (re.compile(r"(?<![\d.,$£€#-])911(?![\d.,-]*\d)"), "nine one one"),
-    (re.compile(rf"({_CODE})(\d{{3,}})(?![\d,.:/-]*\d|\s?%)", re.IGNORECASE), lambda match: match[1] + english_digits(match[2])),
-    (re.compile(r"(?<![\w#])#(\d{4,})(?!\d)"), lambda match: f"number {english_digits(match[1])}"),
-    (re.compile(r"\b((?:rooms?|flights?|suite|route|bus|train|highway|interstate|channel|unit|gate|apartment|locker|seat)\s)(\d{2,4})(?![\d,.:/-]*\d|[A-Za-z])",
-                re.IGNORECASE), _room),
-    (re.compile(r"\b([A-Z]{2} )(\d{3,4})(?![\d,.:/%-]*\d|\s?%)"), lambda match: match[1] + english_digits(match[2])),
+    (r"(?<![\d.,$£€#-])911(?![\d.,-]*\d)", "nine one one"),
+    (rf"(?i)({_CODE})(\d{{3,}})(?![\d,.:/-]*\d|\s?%)", lambda match: match[1].replace("#", "number ") + english_digits(match[2])),
+    (r"(?<![\w#])#(\d{4,})(?!\d)", lambda match: f"number {english_digits(match[1])}"),
+    (r"(?i)\b((?:rooms?|flights?|suite|route|bus|train|highway|interstate|channel|unit|gate|apartment|locker|seat)\s)(\d{2,4})(?![\d,.:/-]*\d|[A-Za-z])", _room),
+    (r"\b([A-Z]{2} )(\d{3,5})(?![\d,.:/%-]*\d|\s?%)", lambda match: match[1] + english_digits(match[2])),
+    (r"\b((?:Boeing|Airbus|Porsche|Peugeot|Ferrari|Nokia|Levi['’]s) )(\d)(\d\d)(?!\d|[.,]\d)",
+     lambda match: f"{match[1]}{english(int(match[2]))} " + (english(int(match[3])) if match[3][0] != "0" else english_digits(match[3], "oh"))),
+    ]),
     # Set phrases.
-    (re.compile(r"(?<![\d/])24/7(?:/365)?(?![\d/])"), "twenty four seven"),
-    (re.compile(r"(?<![\d/])9/11(?![\d/])"), "nine eleven"),
-    (re.compile(r"(?<![\d/])(50/50|80/20|20/20|60/40|70/30)(?![\d/])"),
+    (r"\d/\d", [
+    (r"(?<![\d/])24/7(?:/365)?(?![\d/])", "twenty four seven"),
+    (r"(?<![\d/])9/11(?![\d/])", "nine eleven"),
+    (r"(?<![\d/])(50/50|80/20|20/20|60/40|70/30)(?![\d/])",
      lambda match: " ".join(english(int(part)) for part in match[1].split("/"))),
+    ]),
     # Money.
-    (re.compile(rf"({_SIGN})({_ND}){_DASH}(?:{_SIGN})?({_ND}){_SCALE}?(?![\d])"), _amount_range),
-    (re.compile(rf"([-~≈])?({_SIGN})\s?({_N})(?:\.(\d+))?{_SCALE}?"), _money),
-    (re.compile(rf"(?<![\w.,])({_ND})\s?(US\$|€|£|\$)(?!\d)"), lambda match: _after(match, match[2])),
-    (re.compile(rf"(?<![\w.,])({_ND})\s(USD|EUR|GBP|JPY|CAD|AUD|INR|HKD)\b"), lambda match: _after(match, _CODES[match[2]])),
-    (re.compile(rf"\b(USD|EUR|GBP|JPY|CAD|AUD|INR|HKD)\s({_ND})"),
+    (r"[$€£¥￥₩₽₹¢]|[A-Z]{3}", [
+    (rf"({_SIGN})({_ND}){_DASH}(?:{_SIGN})?({_ND}){_SCALE}?(?![\d])", _amount_range),
+    (rf"([-~≈])?({_SIGN})\s?({_N})(?:\.(\d+))?{_SCALE}?", _money),
+    (rf"(?<![\w.,])({_ND})\s?(US\$|€|£|\$)(?!\d)", lambda match: _after(match, match[2])),
+    (rf"(?<![\w.,])({_ND})\s(USD|EUR|GBP|JPY|CAD|AUD|INR|HKD)\b", lambda match: _after(match, _CODES[match[2]])),
+    (rf"\b(USD|EUR|GBP|JPY|CAD|AUD|INR|HKD)\s({_ND})",
      lambda match: f"{number(match[2])} {_CURRENCIES[_CODES[match[1]]][1]}"),
-    (re.compile(rf"({_ND})\s?¢"), lambda match: f"{number(match[1])} cent{'' if match[1] == '1' else 's'}"),
+    (rf"({_ND})\s?¢", lambda match: f"{number(match[1])} cent{'' if match[1] == '1' else 's'}"),
+    ]),
     # Dates.
-    (re.compile(r"(?<![\d-])(\d{4})([-/.])(1[0-2]|0?[1-9])\2(3[01]|[12]\d|0?[1-9])(?![\d-])"),
+    (r"\d[-/.]\d|Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec", [
+    (r"(?<![\d-])(\d{4})([-/.])(1[0-2]|0?[1-9])\2(3[01]|[12]\d|0?[1-9])(?![\d-])",
      lambda match: _date(match[3], match[4], match[1])),
-    (re.compile(r"(?<![\d/])(1[0-2]|0?[1-9])/(3[01]|[12]\d|0?[1-9])/(\d{4})(?![\d/])"),
+    (r"(?<![\d/])(1[0-2]|0?[1-9])/(3[01]|[12]\d|0?[1-9])/(\d{4})(?![\d/])",
      lambda match: _date(match[1], match[2], match[3])),
-    (re.compile(r"\b((?:on|by|until|till|before|after|from|since|due) )(1[0-2]|0?[1-9])/(3[01]|[12]\d|0?[1-9])(?![\d/])", re.IGNORECASE),
+    (r"(?i)\b((?:on|by|until|till|before|after|from|since|due) )(1[0-2]|0?[1-9])/(3[01]|[12]\d|0?[1-9])(?![\d/])",
      lambda match: match[1] + _date(match[2], match[3], None)),
-    (re.compile(rf"\b({_MONTH}) (3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?{_DASH}(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?(?!\d)(?:,? (\d{{4}})(?!\d))?"),
+    (rf"\b({_MONTH}) (3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?{_DASH}(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?(?!\d)(?:,? (\d{{4}})(?!\d))?",
      lambda match: f"{_date(match[1], match[2], None)} to {english_ordinal(int(match[3]))}" + (f", {_plain(match[4])}" if match[4] else "")),
-    (re.compile(rf"\b({_MONTH}) (3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?(?![\d:]|[.,]\d|\s?[%°])(?:,? (\d{{4}})(?!\d))?"),
+    (rf"\b({_MONTH}) (3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?(?![\d:]|[.,]\d|\s?[%°])(?:,? (\d{{4}})(?!\d))?",
      lambda match: _date(match[1], match[2], match[3])),
-    (re.compile(rf"(?<![\d.,/-])(3[01]|[12]\d|[1-9])(?:st|nd|rd|th)?(?: of)? ({_MONTH})(?![a-z])(?:,? (\d{{4}})(?!\d))?"),
-     lambda match: f"the {english_ordinal(int(match[1]))} of {_MONTH_NAMES[match[2].rstrip('.').lower()]}"
+    (rf"(?<![\d.,/-])(3[01]|[12]\d|[1-9])(?:st|nd|rd|th)?(?: of)? ({_MONTH})(?![a-z])(?:,? (\d{{4}})(?!\d))?",
+     lambda match: f"the {english_ordinal(int(match[1]))} of {MONTHS[match[2].rstrip('.').lower()]}"
      + (f", {_plain(match[3])}" if match[3] else "") if not match.string[: match.start()].rstrip().lower().endswith("the")
-     else f"{english_ordinal(int(match[1]))} of {_MONTH_NAMES[match[2].rstrip('.').lower()]}" + (f", {_plain(match[3])}" if match[3] else "")),
-    (re.compile(rf"\b({'|'.join(sorted(_DAY_NAMES, key=len, reverse=True))})\.?(?=,? (?:{'|'.join(_MONTHS)}|the \w+ of))"),
-     lambda match: _DAY_NAMES[match[1]]),
+     else f"{english_ordinal(int(match[1]))} of {MONTHS[match[2].rstrip('.').lower()]}" + (f", {_plain(match[3])}" if match[3] else "")),
+    ]),
     # Clock times.
-    (re.compile(r"(?<![\d:])(\d{1,2}):([0-5]\d):([0-5]\d)(?![\d:])"), _duration),
-    (re.compile(r"(?<![\d:])([01]?\d|2[0-4]):([0-5]\d)\s?[-–—]\s?([01]?\d|2[0-4]):([0-5]\d)(?![\d:])"),
+    (r":\d|\d\s?[AaPp]\.?\s?[Mm]\b", [
+    (r"(?<![\d:])(\d{1,2}):([0-5]\d):([0-5]\d)(?![\d:])", _duration),
+    (r"(?<![\d:])([01]?\d|2[0-4]):([0-5]\d)\s?[-–—]\s?([01]?\d|2[0-4]):([0-5]\d)(?![\d:])",
      lambda match: f"{_clock(match[1], match[2], False)} to {_clock(match[3], match[4], False)}"),
-    (re.compile(r"(?<![\d:])([01]?\d|2[0-4]):([0-5]\d)(?![\d:])(\s?[ap]\.?\s?m\b)?", re.IGNORECASE), _time),
-    (re.compile(r"(?<![\d:.,$])(1[0-2]|[1-9])\s?[-–—]\s?(1[0-2]|[1-9])(?=\s?[ap]\.?m\b)", re.IGNORECASE),
+    (r"(?i)(?<![\d:])([01]?\d|2[0-4]):([0-5]\d)(?![\d:])(\s?[ap]\.?\s?m\b)?", _time),
+    (r"(?i)(?<![\d:.,$])(1[0-2]|[1-9])\s?[-–—]\s?(1[0-2]|[1-9])(?=\s?[ap]\.?m\b)",
      lambda match: f"{english(int(match[1]))} to {english(int(match[2]))} "),
-    (re.compile(r"(?<![\d:.,$])(1[0-2]|[1-9])\s?([ap]\.?m)\b", re.IGNORECASE), lambda match: f"{english(int(match[1]))} {match[2]}"),
+    (r"(?i)(\b[ap]m|\d[ap]m|[ap]\.m\.)\s?[-–—]\s?(?=\d)", r"\1 to "),
+    (r"(?i)(?<![\d:.,$])(1[0-2]|[1-9])\s?([ap]\.?m)\b", lambda match: f"{english(int(match[1]))} {match[2]}"),
+    ]),
     # Order.
-    (re.compile(r"\b[Nn](?:o|r|um)\.\s?(?=\d)|№\s?|(?<![\w#&])#(?=\d)"), "number "),
-    (re.compile(rf"(?<![\w.,])({_N})(?:st|nd|rd|th)(?:-(?=[a-z]))?(?![A-Za-z])"),
+    (r"[#№IVXL]|[Nn](?:o|r|um)\.|\d(?:st|nd|rd|th|[\'’]?s)", [
+    (r"\b[Nn](?:o|r|um)\.\s?(?=\d)|№\s?|(?<![\w#&])#(?=\d)", "number "),
+    (rf"(?<![\w.,])({_N})(?:st|nd|rd|th)(?:-(?=[a-z]))?(?![A-Za-z])",
      lambda match: english_ordinal(int(match[1].replace(",", ""))) + (" " if match[0].endswith("-") else "")),
-    (re.compile(r"(?<![\w.,])['’]?((?:1\d|20)?)(\d0)['’]?s\b"), _decade),
-    (re.compile(rf"\b((?:{_TITLES}) [A-Z][a-z]+(?: [A-Z][a-z]+)?|{_MONARCHS}) ({_ROMAN})\b(?!['’.]?[A-Z])"),
+    (r"(?<![\w.,])['’]?((?:1\d|20)?)(\d0)['’]?s\b", _decade),
+    (rf"\b((?:{_TITLES}) [A-Z][a-z]+(?: [A-Z][a-z]+)?|{_MONARCHS}) ({_ROMAN})\b(?!['’.]?[A-Z])",
      lambda match: f"{match[1]} the {english_ordinal(_roman(match[2]))}"),
-    (re.compile(rf"(?<=\bWar )({_ROMAN})\b"),
+    (rf"(?<=\bWar )({_ROMAN})\b",
      lambda match: english(_roman(match[1]))),
-    (re.compile(rf"\b(Part|Type|Book|Chapter|Act|Scene|Phase|Volume|Vol\.|Stage|Class|Title|Article|Section|Level|Grade|Round|Bowl|Appendix|Mark|Apollo|Episode) ({_ROMAN})\b"),
+    (rf"\b(Part|Type|Book|Chapter|Act|Scene|Phase|Volume|Vol\.|Stage|Class|Title|Article|Section|Level|Grade|Round|Bowl|Appendix|Mark|Apollo|Episode) ({_ROMAN})\b",
      lambda match: f"{match[1]} {english(_roman(match[2]))}"),
-    (re.compile(rf"(?<=[a-z] )((?=[IVX]{{2}})(?!MIX\b){_ROMAN})(?![\w'’])"), lambda match: english(_roman(match[1]))),
+    (rf"(?<=[a-z] )((?=[IVX]{{2}})(?!MIX\b){_ROMAN})(?![\w'’])", lambda match: english(_roman(match[1]))),
+    ]),
     # Shares, temperatures, fractions, arithmetic.
-    (re.compile(rf"(?<![\w.,])({_ND})\s?%?\s?[-–—~]\s?({_ND})\s?%"), lambda match:
+    (r"[%°℃℉/=≠<>≥≤≈±×*÷+~x²³π^]|\s[-–]\s|-\d", [
+    (rf"(?<![\w.,])({_ND})\s?%?\s?[-–—~]\s?({_ND})\s?%", lambda match:
      f"{number(match[1])}{' percent' if '%' in match[0][:-1] else ''} to {number(match[2])} percent"),
-    (re.compile(rf"(?<![\w)%-])-({_ND})\s?%"), lambda match: f"minus {number(match[1])} percent"),
-    (re.compile(rf"({_ND})\s?%"), lambda match: f"{number(match[1])} percent"),
-    (re.compile(rf"(?<![\w.,])()({_ND})\s?[-–—]\s?(?={_ND}\s?°)"), lambda match: f"{number(match[2])} to "),
-    (re.compile(rf"(?<![\w.,])(-)?({_ND})\s?(℃|℉|°\s?[CF]\b|°)"), _degrees),
-    (re.compile(r"(?<=[\d)]) / (?=[\d(])"), " divided by "),
-    (re.compile(r"(?<![\w/.])(?:(\d+)[ -])?(\d{1,3})/(\d{1,3})(?:ths|rds|nds)?(?![\w/])"), _fractions),
-    (re.compile(r"(?<=[\w)])\s?(?:!=|≠)\s?(?=[\w(-])"), " is not equal to "),
-    (re.compile(r"(?<=[\w)])\s?(?:>=|≥)\s?(?=[\w(-])"), " is greater than or equal to "),
-    (re.compile(r"(?<=[\w)])\s?(?:<=|≤)\s?(?=[\w(-])"), " is less than or equal to "),
-    (re.compile(r"(?<=\d)\s?>\s?(?=\d)"), " is greater than "), (re.compile(r"(?<=\d)\s?<\s?(?=\d)"), " is less than "),
-    (re.compile(r"(?<![\w-])([a-z]) (<|>) (?=[\w-])"), lambda match: f"{match[1]} is {'less' if match[2] == '<' else 'greater'} than "),
-    (re.compile(r"(?<=[\w)])\s?(?:≈)\s?(?=[\w(-])"), " is about "), (re.compile(r"±\s?"), "plus or minus "),
-    (re.compile(r"(?<=\w)\s+[-–]\s+(?=\d[\d.,]*\s*=)"), " minus "),
-    (re.compile(r"(?<=\d)\s?(?:[×*]|(?<=\s)x(?=\s))\s?(?=\d)"), " times "), (re.compile(r"(?<=\d)\s?x\s?(?=\d)"), " by "),
-    (re.compile(r"(?<=\d)\s?÷\s?(?=\d)"), " divided by "), (re.compile(r"(?<=[\d)])\s?\+\s?(?=[\d(])"), " plus "),
-    (re.compile(r"(?<=[\w)])\s?=\s?(?=[\w(-])"), " equals "), (re.compile(r"(?<![\w~])~\s?(?=\d)"), "about "),
+    (rf"(?<![\w)%-])-({_ND})\s?%", lambda match: f"minus {number(match[1])} percent"),
+    (rf"({_ND})\s?%", lambda match: f"{number(match[1])} percent"),
+    (rf"(?<![\w.,])()({_ND})\s?[-–—]\s?(?={_ND}\s?°)", lambda match: f"{number(match[2])} to "),
+    (rf"(?<![\w.,])(-)?({_ND})\s?(℃|℉|°\s?[CF]\b|°)", _degrees),
+    (r"(?<=[\w)])(?:\^(-?\d{1,3})|([²³]))", _power), (r"\s?π\s?", " pi "),
+    (r"(?<=[\d)]) / (?=[\d(])", " divided by "),
+    (r"(?<![\w/.])(?:(\d+)[ -])?(\d{1,3})/(\d{1,3})(?:ths|rds|nds)?(?![\w/])", _fractions),
+    (r"(?<=[\w)])\s?(?:!=|≠)\s?(?=[\w(-])", " is not equal to "),
+    (r"(?<=[\w)])\s?(?:>=|≥)\s?(?=[\w(-])", " is greater than or equal to "),
+    (r"(?<=[\w)])\s?(?:<=|≤)\s?(?=[\w(-])", " is less than or equal to "),
+    (r"(?<=\d)\s?>\s?(?=\d)", " is greater than "), (r"(?<=\d)\s?<\s?(?=\d)", " is less than "),
+    (r"(?<![\w-])([a-z]) (<|>) (?=[\w-])", lambda match: f"{match[1]} is {'less' if match[2] == '<' else 'greater'} than "),
+    (r"(?<=[\w)])\s?(?:≈)\s?(?=[\w(-])", " is about "), (r"±\s?", "plus or minus "),
+    (r"(?<=\w)\s+[-–]\s+(?=\d[\d.,]*\s*=)", " minus "),
+    (r"(?<=\d)\s?(?:[×*]|(?<=\s)x(?=\s))\s?(?=\d)", " times "), (r"(?<=\d)\s?x\s?(?=\d)", " by "),
+    (r"(?<=\d)\s?÷\s?(?=\d)", " divided by "), (r"(?<=[\d)])\s?\+\s?(?=[\d(])", " plus "),
+    (r"(?<=[\w)])\s?=\s?(?=[\w(-])", " equals "), (r"(?<![\w~])~\s?(?=\d)", "about "),
+    ]),
     # Ranges.
-    (re.compile(r"(?<![\w.,-])(1[0-9]\d\d|20\d\d)\s?[-–—]\s?(1[0-9]\d\d|20\d\d|\d\d)(?![\w-]|[.,]\d)"),
+    (r"\d\s?[-–—~]\s?\d", [
+    (r"(?<![\w.,-])(1[0-9]\d\d|20\d\d)\s?[-–—]\s?(1[0-9]\d\d|20\d\d|\d\d)(?![\w-]|[.,]\d)",
      lambda match: f"{_plain(match[1])} to {_plain(match[2])}"),
-    (re.compile(rf"(?<![\w.,/-])({_ND})\s?[–—~]\s?({_ND})(?![\d/–-])"), lambda match: f"{match[1]} to {match[2]}"),
-    (re.compile(rf"(?<![\w.,/-])({_ND})-({_ND})(?![\d/-]|\.\d)"), lambda match: f"{match[1]} to {match[2]}"),
+    (rf"(?<![\w.,/-])({_ND})\s?[–—~]\s?({_ND})(?![\d/–-])", lambda match: f"{match[1]} to {match[2]}"),
+    (rf"(?<![\w.,/-])({_ND})-({_ND})(?![\d/-]|\.\d)", lambda match: f"{match[1]} to {match[2]}"),
+    ]),
     # Units, versions, scales.
-    (re.compile(rf"(?<![\w.,])({_ND})[ -]?({_UNIT})(?![\w²³/°]|['’][a-z])"), _unit),
-    (re.compile(rf"(?<![\w.,])({_ND})([kKM])\+?(?![\w])"), lambda match: f"{number(match[1])} {_SCALES[match[2].lower()]}"),
-    (re.compile(r"\b[vV](?=\d+\.\d)"), "version "),
-    (re.compile(r"(?<![\d.])\d+(?:\.\d+){2,}(?!\d)"), lambda match: " point ".join(number(part) for part in match[0].split("."))),
+    (r"\d[ -]?[A-Za-zµμ]|[vV]\d|\.\d+\.", [
+    (rf"(?<![\w.,])({_ND})[ -]?({_UNIT})(?![\w²³/°]|['’][a-z])", _unit),
+    (r"(?<![\w.,])([248])K(?= (?!people|users|views|followers|subscribers|dollars|a\b))|(?<![\w.,])(5|10)[kK](?= (?:run|race|walk))",
+     lambda match: f"{english(int(match[1] or match[2]))} K"),
+    (rf"(?<![\w.,])({_ND})([kKM])\+?(?![\w])", lambda match: f"{number(match[1])} {_SCALES[match[2].lower()]}"),
+    (r"\b[vV](?=\d+\.\d)", "version "),
+    (r"(?<![\d.])\d+(?:\.\d+){2,}(?!\d)", lambda match: " point ".join(number(part) for part in match[0].split("."))),
+    ]),
     # Numbers in names, and all others.
-    (re.compile(r"(?<=[A-Za-z])-(?=\d{1,4}\b(?![-.]\d))"), " "),
-    (re.compile(r"(?<=[A-Za-z])\d+(?![\d.,]*\d)|(?<![\w.,])\d+(?=[A-Za-z])|(?<=[A-Za-z])\d+(?=[A-Za-z])"), _attached),
-    (re.compile(rf"(?<![\w.,)-])-({_ND})"), lambda match: f"minus {number(match[1])}"),
-    (re.compile(r"(?<![\w.,])(?:1\d\d\d|20\d\d)(?![\w]|[.,]\d)"), _year_or_number),
-    (re.compile(r"(?<![\w.,])\d{7,}(?![\w]|[.,]\d)"), lambda match: english_digits(match[0])),
-    (re.compile(rf"(?<![\d.]){_ND}"), lambda match: number(match[0])),
-]  # fmt: skip
+    (r"\d", [
+    (r"(?<=[A-Za-z])-(?=\d{1,4}\b(?![-.]\d))", " "),
+    (r"(?<=[A-Za-z])\d+(?![\d.,]*\d)|(?<![\w.,])\d+(?=[A-Za-z])|(?<=[A-Za-z])\d+(?=[A-Za-z])", _attached),
+    (rf"(?<![\w.,)-])-({_ND})", lambda match: f"minus {number(match[1])}"),
+    (r"(?<![\w.,])(?:1\d\d\d|20\d\d)(?![\w]|[.,]\d)", _year_or_number),
+    (r"(?<![\w.,])\d{7,}(?![\w]|[.,]\d)", lambda match: english_digits(match[0])),
+    (rf"(?<![\d.]){_ND}", lambda match: number(match[0])),
+    ]),
+)  # fmt: skip
 
-_WORDS: list[Rule] = [
-    (re.compile(r"(?<=[a-z] )St\.(?=\s+[a-z]|[,;:]|\s*$|\s+(?:and|at|in|near)\b)"), "Street"),
-    (re.compile(r"\bSt\. (?=[A-Z])"), "Saint "),
-    (re.compile(r"(?<=[a-z0-9] )(Ave|Blvd|Rd|Ln|Hwy)\b\.?(?=\s|[,;:]|$)"),
-     lambda match: {"Ave": "Avenue", "Blvd": "Boulevard", "Rd": "Road", "Ln": "Lane", "Hwy": "Highway"}[match[1]]),
-    (re.compile(r"\b(Apt)\.?(?=\s\w)"), "Apartment"), (re.compile(r"\bapprox\.\s"), "approximately "),
-    (re.compile(r"\bw/o\b"), "without"), (re.compile(r"\bw/(?=\s)"), "with"),
-]  # fmt: skip
-
-_NEEDED = re.compile(r"[\d<>=≠≥≤≈±IVXL]")  # most texts have nothing that a rule could match
+_NEEDED = re.compile(r"[\d<>=≠≥≤≈±²³πIVXL]")  # most texts have nothing that a rule could match
 
 
 def read_english(text: str) -> str:
-    """Return `text` with its numbers, and the signs beside them, in words."""
-    for pattern, replacement in _WORDS:
-        text = pattern.sub(replacement, text)
-    if not _NEEDED.search(text):
-        return text
-    for pattern, replacement in _RULES:
-        text = pattern.sub(replacement, text)
-    return text
+    """Return `text` with its numbers, signs, abbreviations and addresses in words."""
+    if "." not in text or not ADDRESS.search(text):
+        return _without_addresses(text)
+    parts, end = list[str](), 0
+    for found in ADDRESS.finditer(text):
+        if (said := address(found[0])) != found[0]:
+            parts += [_without_addresses(text[end : found.start()]), said]
+            end = found.end()
+    return "".join([*parts, _without_addresses(text[end:])])
+
+
+def _without_addresses(text: str) -> str:
+    text = words(text)
+    return _read(text) if _NEEDED.search(text) else text

@@ -15,7 +15,7 @@ _RANGE = re.compile(r"(?<=[\d時分円%％])\s?[〜～~–—―-]\s?(?=\d)")
 _SCORE = re.compile(r"(?<!\d)(\d{1,2})[-–](\d{1,2})(?=(?:で|の勝|と))")
 _FRACTION = re.compile(r"(?<![\d/])(\d{1,3})/(\d{1,3})(?![\d/])")
 _DEGREES = re.compile(r"(\d)\s?(?:℃|°C)")
-_NEGATIVE = re.compile(r"(?<![\w\d])[-−](?=\d)")
+_NEGATIVE = re.compile(r"(?<![\dA-Za-z一-鿿ァ-ヺー])-(?=\d)")
 _ID = re.compile(r"((?:番号|コード|暗証番号|口座|会員番号|ＩＤ|ID)(?:は|：|:|が|\s)?\s?)(\d{3,})")
 _UNITS = {
     "km/h": "キロメートル毎時", "km": "キロメートル", "cm": "センチメートル", "mm": "ミリメートル", "m²": "平方メートル",

@@ -35,9 +35,11 @@ _ENGLISH = re.compile(
     r"\b(?:the|is|are|was|of|and|to|in|my|i|it|a|an|for|on|with|means|so|you|he|she|we)\b", re.IGNORECASE
 )
 _ENGLISH_ONLY = re.compile(
-    r"\b(?:the|is|are|was|were|of|and|to|with|you|he|she|we|it's|my|your|this|that|from)\b", re.IGNORECASE
+    r"\b(?:the|is|are|was|were|of|and|to|with|you|he|she|we|it's|my|your|this|that|from|if|then|when|what|how|why|not|have|been|by|at|please|today)\b",
+    re.IGNORECASE,
 )
 _TAG = re.compile(r"\[[A-Za-zà-ǜ0-9_-]+\]|<[^<>]*>|(?:https?://|www\.)\S+|[\w.+-]+@[\w.-]+")
+_CONTINENTAL = re.compile(r"\d\.\d{3},\d|\d,\d\d?\s?€")  # numbers that no English text has
 _CHINESE_SIGN = re.compile(r"[，。！？；：、￥【】《》]")
 
 
@@ -123,12 +125,12 @@ def _guessed(text: str, default: Language | None) -> Language | None:
     words = len(_LONG_WORD.findall(text))
     if not words or (words < FEW_WORDS and default):
         return default or "en"
-    return _latin(" ".join(_WORD.findall(text))[:_ENOUGH])
+    return _latin(" ".join(_WORD.findall(text))[:_ENOUGH], not _CONTINENTAL.search(text))
 
 
 @lru_cache(maxsize=256)
-def _latin(words: str) -> Language:
-    """Return English unless other languages are clearly more likely."""
+def _latin(words: str, perhaps_english: bool) -> Language:
+    """Return English unless other languages are clearly more likely, or it cannot be."""
     try:
         found = _detector()(words, model="lite", k=10)
     except Exception:  # a guess never fails a request
@@ -138,6 +140,8 @@ def _latin(words: str) -> Language:
     others: dict[Language, float] = {language: shares.get(language, 0.0) for language in _LATIN[1:]}
     best = max(others, key=lambda language: others[language])
     first = max(shares, key=lambda language: shares[language], default="en")
+    if not perhaps_english and others[best]:
+        return best
     if (" " not in words or _ENGLISH_ONLY.search(words)) and others[best] < _SURE:
         return "en"
     strange = first not in _LATIN and shares[first] >= _STRANGE and english < 0.1

@@ -15,6 +15,7 @@ _LEFT = re.compile(
     r"\*{2,}|_{2,}|~{2,}|`+|(?<!\S)[*_](?=[^\s*_])|(?<=[^\s*_])[*_](?!\S)|(?<!\d )(?<!\S)\*(?!\S)|(?<!\w)#+(?=[^\W\d])"
 )
 _FOOTNOTE = re.compile(r"\[\^[\w-]{1,32}\]|(?<=[^\s\[\]])(?:\[\d{1,3}\])+")
+_TASK = re.compile(r"^(\s*[-*+] )\[[ xX]\] ", re.MULTILINE)
 _BLANKS = re.compile(r"[^\S\n]{2,}")
 
 _SYMBOLS_OF_TEXT = "©®™‼⁉〰〽㊗㊙"  # are emoji in Unicode's tables only
@@ -42,7 +43,7 @@ def spoken(text: str) -> str:
     """Return `text` without markup: the words of links, code and tables stay, and the numbers of lists."""
     text = _FOOTNOTE.sub("", without_emoji(text))
     if _MARKED_UP.search(text):
-        text = _LEFT.sub("", "".join(_rendered(text)).replace(", \n", "\n"))
+        text = _LEFT.sub("", "".join(_rendered(_TASK.sub(r"\1", text))).replace(", \n", "\n"))
     return _BLANKS.sub(" ", text).strip()
 
 

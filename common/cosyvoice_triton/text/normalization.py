@@ -40,18 +40,12 @@ _KINDS = {
     "urls": r"(?:https?://|www\.)[^\s<>\"]*[^\s<>\".,;:!?)\]']",
     "emails": r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+",
 }
-_WEB = re.compile(f"({_KINDS['urls']}|{_KINDS['emails']})")
-_FOR_GRAMMAR = re.compile(r"[0-9$€£%&@+=<>℃℉°]")  # what the rules of Chinese and Japanese left
-_PROTOCOL = re.compile(r"\bhttps?://(?=\w)", re.IGNORECASE)
-
-# The English grammar gives up on a sentence with such an address beside a comma or another address.
-_ADDRESS = re.compile(r"((?:[\w-]+[.@/:])+[\w/?=&%#~-]*\w)", re.ASCII)
-
-# Plain words that need no normalization: letters and clause punctuation, no full stop except the last.
-_PLAIN = {
-    "en": re.compile(r"[A-Za-z\s,;:?!'’“”()—–-]+\.?"),
-    "zh": re.compile(r"[\u4e00-\u9fff\s，。、；：？！“”‘’（）…—]+"),
-}
+# 6'2" and 65" stand before the quotation marks that no rule sees.
+_INCHES = re.compile(
+    r"""(?<![\w.])(\d{1,2})['’′] ?(\d{1,2})(["”″]|'')?(?!\w)|(?<![\w"])(\d{1,3}(?:\.\d{1,2})?)["″](?=\s[A-Za-z])"""
+)
+_NOT_PLAIN_ENGLISH = re.compile(r"[^\w\s,;:?!'’‘“”()\[\]/*.…—–-]|\d")
+_FOR_GRAMMAR = re.compile(r"[0-9$€£%&@+=<>℃℉°]")  # what the rules left
 
 
 def normalized(sentence: str, language: Language, as_is: Collection[Spelled] = (), korean_words: bool = True) -> str:
@@ -60,9 +54,18 @@ def normalized(sentence: str, language: Language, as_is: Collection[Spelled] = (
 
     Anything but plain words takes about 0.1 ms per character and holds the GIL, so callers go sentence by sentence.
     """
+    if language == "en" and '"' in sentence:
+        sentence = _INCHES.sub(_inches, sentence)
     parts = _unchanged(frozenset(as_is)).split(sentence)  # every second part matched and stays unchanged
     parts[::2] = [_read(part, language, korean_words) for part in parts[::2]]
     return "".join(parts)
+
+
+def _inches(match: re.Match[str]) -> str:
+    """Return feet and inches, and inches where the mark does not close a quotation."""
+    if match[1]:
+        return f"{match[1]} feet {match[2]}" + (" inches" if match[3] else "")
+    return f"{match[4]} inch" if match.string.count('"') % 2 else match[0]
 
 
 @cache
@@ -77,21 +80,19 @@ def _read(text: str, language: Language, korean_words: bool) -> str:
     elif language == "ja":
         text = read_japanese(text)
     elif language == "en":
-        # Addresses stay as they are; the rules would read their digits.
-        parts = _WEB.split(_PROTOCOL.sub("", text))
-        parts[::2] = map(read_english, parts[::2])
-        return _in_words("".join(parts), "en")
+        text = read_english(text)
     elif language == "ko" and korean_words:
         return read_korean(text)
     else:
         return text  # the LLM reads digits in these languages
-    return _in_words(text, language) if _FOR_GRAMMAR.search(text) else text
+    left = _NOT_PLAIN_ENGLISH if language == "en" else _FOR_GRAMMAR
+    return _in_words(text, language) if left.search(text) else text
 
 
 def _in_words(text: str, language: Language) -> str:
     """Return `text` as words, surrounding whitespace kept."""
     core = text.strip()
-    if not is_speakable(core) or (language in _PLAIN and _PLAIN[language].fullmatch(core)):
+    if not is_speakable(core):
         return text
     for attempt in dict.fromkeys((core, _TOUCHING.sub(" ", core))):
         try:
@@ -101,8 +102,6 @@ def _in_words(text: str, language: Language) -> str:
         else:
             if is_speakable(words):
                 return text.replace(core, words)
-    if language == "en" and len(parts := _ADDRESS.split(text)) > 1 and not _ADDRESS.fullmatch(core):
-        return "".join(_in_words(part, language) for part in parts)
     return text
 
 
