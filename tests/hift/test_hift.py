@@ -1,18 +1,16 @@
 """HiFT: parity with upstream's values, batches, and strict loading of checkpoints in the official form."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from cosyvoice_triton.constants import HOP_SAMPLES
-from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator, fuse_weight_norm, load_hift, split_weight_norm
+from cosyvoice_triton.networks.hift import HiFTConfig, fuse_weight_norm, load_hift, split_weight_norm
 from cosyvoice_triton.networks.hift.f0 import F0_REACH
 from cosyvoice_triton.networks.hift.generator import Past
 
 from tests.parity.fixture import Fixture
-from tests.parity.hift import CHECKS, build
-from tests.parity.runner import run_fixture
+from tests.parity.hift import build
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 
@@ -31,20 +29,6 @@ def hift(fixture):
 def checkpoint(fixture, tmp_path):
     """(path to write to, official state_dict of the tiny network)."""
     return tmp_path / "hift.pt", fixture.weights()
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_outputs_equal_those_of_upstream(name):
-    results = run_fixture(Fixture(GOLDEN / f"{name}.json"), CHECKS[name])
-    assert results
-    assert [result for result in results if result.verdict != "PASS"] == []
-
-
-def test_official_sizes_have_the_official_keys_and_shapes():
-    listed = json.loads((GOLDEN / "manifests" / "cosyvoice2_hift_pt.json").read_text())
-    with torch.device("meta"):
-        state = split_weight_norm(HiFTGenerator().state_dict())
-    assert {key: list(value.shape) for key, value in state.items()} == listed
 
 
 def test_rows_of_a_batch_equal_the_same_rows_alone(hift, fixture):

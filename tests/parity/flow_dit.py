@@ -21,7 +21,7 @@ from torch import Tensor
 from tests.parity.fixture import Check, Fixture, prefixed
 from tests.parity.reference import dit_flow as reference
 from tests.parity.reference.encoder import EncoderCache, encode_chunk, encode_whole
-from tests.parity.served import ServedFlow, ServedStream, is_served, prompt_of
+from tests.parity.served import ServedFlow, ServedStream, prompt_of
 from tests.parity.tracing import evaluate, intermediates, recorded, steps_of
 
 Results = Iterator[tuple[str, Tensor]]
@@ -112,7 +112,7 @@ def check_offline_flow(fixture: Fixture) -> Results:
             mel = reference.inference(network, *inputs, noise=noise, steps=steps)
         mu = projected[0]
         for row, (token, count, feat, frames, embedding) in enumerate(zip(*inputs, strict=True)):
-            if is_served(network.config) and count == len(token):
+            if count == len(token):
                 served = ServedFlow(fixture, network, noise[row : row + 1], steps)
                 prompt = prompt_of(token, feat[:frames], embedding)
                 served.whole(prompt, token[len(prompt.tokens) :])
@@ -133,38 +133,13 @@ def check_full_size_flow(fixture: Fixture) -> Results:
     yield from _flow_calls(fixture, load_strict(flow, state, "cpu", torch.float32))
 
 
-class _ReferenceStream:
-    """A stream with a look-ahead that the engine does not have, with the attributes of a served one."""
-
-    def __init__(self, fixture: Fixture, network: DiTFlow, prompt: Prompt, steps: int) -> None:
-        fixture.computed_by = "reference"
-        self._network, self._noise = network, fixture["in/rand_noise"]
-        arrays = (torch.from_numpy(array)[None] for array in (prompt.tokens, prompt.mel, prompt.embedding))
-        with recorded(network.encoder_proj, "forward") as projected:
-            self._cache = reference.prefill(network, *arrays, noise=self._noise, steps=steps)
-        self.mu = projected[0]
-
-    def chunk(self, tokens: Tensor, final: bool) -> Tensor:
-        config, cache = self._network.config.encoder, self._cache
-        frames = (len(tokens) - (0 if final else config.lookahead)) * config.ratio
-        noise = self._noise[:, :, cache.frames : cache.frames + frames]
-        with recorded(self._network.encoder_proj, "forward") as projected:
-            mel, self._cache = reference.inference_chunk(self._network, tokens[None], cache, final=final, noise=noise)
-        self.mu = projected[0]
-        return mel[0]
-
-    @property
-    def caches(self) -> tuple[KeyValues, Tensor]:
-        return self._cache.estimator.attention, self._cache.estimator.conv
-
-
 def _flow_calls(fixture: Fixture, network: DiTFlow) -> Results:
     """A stream (prefill, then chunks) and, in some fixtures, the whole utterance at once, by the engine.
 
     The engine has no encoder cache: those that upstream's encoder leaves are computed by `reference`.
     """
     encoder_cache = EncoderCache.empty(network.encoder, 1)
-    stream: ServedStream | _ReferenceStream | None = None
+    stream: ServedStream | None = None
     blocks: list[int] = []
     for call in fixture.meta["calls"]:
         if call.get("fn", "").startswith("inference("):
@@ -172,8 +147,8 @@ def _flow_calls(fixture: Fixture, network: DiTFlow) -> Results:
             continue
         token, computed = evaluate(fixture, call["token"]), {}
         if "last_chunk" not in call:
-            arguments = fixture, network, _prompt(fixture, network, call, token), steps_of(fixture, call)
-            stream, blocks = (ServedStream if is_served(network.config) else _ReferenceStream)(*arguments), []
+            prompt = _prompt(fixture, network, call, token)
+            stream, blocks = ServedStream(fixture, network, prompt, steps_of(fixture, call)), []
         else:
             assert stream is not None, "a stream has a prefill before its first chunk"
             computed["mel"] = stream.chunk(token[0], call["last_chunk"])[None]
@@ -210,13 +185,9 @@ def _whole_utterance(fixture: Fixture, network: DiTFlow, call: dict[str, Any]) -
     """The mel of an utterance with its prompt."""
     prompt_token, token, feat = (fixture[f"in/{name}"] for name in ("prompt_token", "token", "prompt_feat"))
     noise, steps, embedding = fixture[call["noise"]], steps_of(fixture, call), fixture["in/embedding"]
-    if is_served(network.config):
-        served = ServedFlow(fixture, network, noise, steps)
-        served.whole(prompt_of(prompt_token[0], feat[0], embedding[0]), token[0])
-        return served.mel
-    tokens = torch.cat([prompt_token, token], dim=1)
-    token_len, feat_len = (torch.full(x.shape[:1], x.shape[1]) for x in (tokens, feat))
-    return reference.inference(network, tokens, token_len, feat, feat_len, embedding, noise=noise, steps=steps)
+    served = ServedFlow(fixture, network, noise, steps)
+    served.whole(prompt_of(prompt_token[0], feat[0], embedding[0]), token[0])
+    return served.mel
 
 
 def encoder_conv(cache: EncoderCache) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.parity.fixture import Check, Fixture, prefixed
 from tests.parity.reference import window_flow as reference
 from tests.parity.reference.encoder import encode_whole
-from tests.parity.served import ServedFlow, is_served, prompt_of
+from tests.parity.served import ServedFlow, prompt_of
 from tests.parity.tracing import intermediates, steps_of
 
 Results = Iterator[tuple[str, Tensor]]
@@ -131,7 +131,7 @@ def flow_calls(fixture: Fixture, network: UNetFlow | CosyVoice3Flow) -> Results:
         steps = steps_of(fixture, call)
         streaming, final = call["streaming"], call["finalize"]
         whole_tokens = prompt_feat.shape[1] == TOKEN_MEL_RATIO * prompt_token.shape[1]
-        if not is_served(network.config) or not (streaming or final) or not whole_tokens:
+        if not (streaming or final) or not whole_tokens:
             fixture.computed_by = "reference"
             inputs = network, token, prompt_token, prompt_feat, fixture["in/embedding"]
             flags = {"streaming": streaming, "final": final}

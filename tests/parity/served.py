@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.flow.cache import KeyValues
-from cosyvoice_triton.networks.flow.config import ConformerFlowConfig, CosyVoice3FlowConfig
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.networks.flow.unet import UNetFlow
@@ -32,11 +31,6 @@ from tests.parity.tracing import recorded
 LIMITS = BatchLimits(max_streams=1)  # the fewest CUDA graphs
 PROMPT_BYTES = 1 << 30
 KERNEL_HEAD_DIM = 16  # the fused kernels need heads of this width or more; some fixtures have smaller ones
-
-
-def is_served(config: ConformerFlowConfig | CosyVoice3FlowConfig) -> bool:
-    """Whether serving has networks with this look-ahead; others are computed by `reference` throughout."""
-    return config.encoder.lookahead == LOOKAHEAD_TOKENS
 
 
 class ServedFlow:

@@ -1,4 +1,4 @@
-"""python -m tests.parity: which checks it runs, what counts as a miss, and its exit code."""
+"""Every fixture is computed within its tolerance; python -m tests.parity: what counts as a miss, and its exit code."""
 
 import json
 import shutil
@@ -7,15 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from cosyvoice_triton.checkpoint import shapes_of
+from cosyvoice_triton.networks.flow.config import CosyVoice3FlowConfig, DiTFlowConfig, UNetFlowConfig
+from cosyvoice_triton.networks.hift import HiFTConfig, fuse_weight_norm
+from cosyvoice_triton.token2wav.flow.encoder_window import WindowEncoder
 from safetensors.torch import load_file, save_file
 
 from tests.parity.__main__ import main
-from tests.parity.fixture import Tolerance
-from tests.parity.runner import all_checks, compare
+from tests.parity.fixture import Fixture, Tolerance
+from tests.parity.manifests import run_manifests
+from tests.parity.runner import all_checks, compare, run_fixture
 from tests.parity.weight_rule import generate_weights
 
-ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "assets" / "golden"
+GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
+FIXTURES = sorted(path for path in GOLDEN.parent.glob("golden*/*.json") if not path.stem.endswith(".weights"))
+FULL_SIZE = {path for path in FIXTURES if path.stem.startswith("fullsize")}
 
 
 @pytest.fixture
@@ -36,12 +42,53 @@ def edit_json(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_every_committed_fixture_has_a_check():
-    names = {
-        json.loads(path.read_text())["name"] for path in GOLDEN.glob("*.json") if not path.stem.endswith(".weights")
-    }
-    assert names
-    assert names <= all_checks().keys()
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=path.stem, marks=pytest.mark.slow if path in FULL_SIZE else ()) for path in FIXTURES]
+)
+def test_every_stored_output_is_computed_within_its_tolerance(path):
+    results = list(run_fixture(Fixture(path), all_checks()[path.stem]))
+    assert results
+    assert not [f"{result.name}: {result.detail}" for result in results if result.verdict != "PASS"]
+
+
+@pytest.mark.parametrize("name", ["item4_cosyvoice2_flow_inference", "item6d_stepaudio2_flow_streaming"])
+def test_the_served_engine_is_what_is_compared(name, monkeypatch):
+    """What serving computes, and networks alone do not, makes the fixture fail when it is wrong."""
+    encode = WindowEncoder.encode
+    monkeypatch.setattr(WindowEncoder, "encode", lambda self, windows, **kwargs: encode(self, windows, **kwargs) + 1e-3)
+    results = list(run_fixture(Fixture(GOLDEN / f"{name}.json"), all_checks()[name]))
+    of_engine = [result for result in results if "[engine" in result.detail]
+    assert len(of_engine) > 9 and {result.verdict for result in of_engine} == {"MISS"}
+    assert {result.verdict for result in results if result not in of_engine} == {"PASS"}
+
+
+@pytest.mark.parametrize("name", ["item6c_stepaudio2_flow_inference", "item8c_cosyvoice2_streaming_token2wav"])
+def test_the_engine_in_float16_is_compared_with_bounds_of_its_own(name):
+    fixture = Fixture(GOLDEN / f"{name}.json", "cpu", torch.float16)
+    results = list(run_fixture(fixture, all_checks()[name]))
+    assert results and {result.verdict for result in results} == {"PASS"}
+    assert all(" float16" in result.name for result in results)
+    key = next(key for key in fixture.outputs if fixture[key].is_floating_point())
+    largest = fixture[key].abs().max().item()
+    assert fixture.tolerance(key).atol == pytest.approx(1e-2 * largest) and fixture.tolerance(key).rms < 3e-3 * largest
+
+
+@pytest.mark.parametrize(
+    ("listing", "config"),
+    [
+        ("golden/manifests/cosyvoice2_flow_pt.json", UNetFlowConfig),
+        ("golden/manifests/stepaudio2_token2wav_flow_pt.instantiated.json", DiTFlowConfig),
+        ("golden/manifests/cosyvoice2_hift_pt.json", HiFTConfig),
+        ("golden_cosyvoice3/manifests/cosyvoice3_flow_pt.instantiated.json", CosyVoice3FlowConfig),
+        ("golden_cosyvoice3/manifests/cosyvoice3_hift_pt.instantiated.json", HiFTConfig),
+    ],
+)
+def test_default_sizes_are_those_of_the_official_checkpoint(listing, config):
+    path = GOLDEN.parent / listing
+    (verdict,) = (each.verdict for each in run_manifests(path.parent) if each.name.endswith(path.name))
+    listed = {key: torch.empty(shape, device="meta") for key, shape in json.loads(path.read_text()).items()}
+    sizes = shapes_of(fuse_weight_norm(listed) if config is HiFTConfig else listed)
+    assert verdict == "PASS" and config.from_shapes(sizes) == config()
 
 
 def test_a_valid_folder_passes_with_one_line_per_output(folder, capsys):

@@ -1,6 +1,5 @@
 """CosyVoice3's flow and vocoder over streams; tests/assets/golden_cosyvoice3 has upstream's values of both."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
 from cosyvoice_triton.monitoring.metrics import FAILED, RETRIED
-from cosyvoice_triton.networks.flow import CosyVoice3Flow, CosyVoice3FlowConfig, load_cosyvoice3_flow
+from cosyvoice_triton.networks.flow import CosyVoice3Flow, load_cosyvoice3_flow
 from cosyvoice_triton.networks.flow.checkpoint import ROTARY_KEY, with_rotary
 from cosyvoice_triton.networks.hift import CausalHiFTGenerator, load_causal_hift, split_weight_norm
 from cosyvoice_triton.networks.hift.causal import WITHHELD_FRAMES
@@ -24,9 +23,7 @@ from cosyvoice_triton.token2wav.stream import Chunk, Stream
 from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from torch import Tensor
 
-from tests.parity.manifests import run_manifests
-from tests.parity.runner import all_checks, run_folder
-from tests.support.streams import GOLDEN3, VOICES_BYTES, ids, prompt, unet_pieces
+from tests.support.streams import VOICES_BYTES, ids, prompt, unet_pieces
 
 LIMITS = BatchLimits(max_streams=4)
 AUDIO = 1e-4  # largest difference of streamed audio from the whole's, which is in -0.99..0.99
@@ -82,21 +79,6 @@ def spoken(vocoder: CausalVocoder, mels: Sequence[Tensor], schedules: Sequence[S
     for stream in streams:
         vocoder.close(stream.vocoder)
     return audio
-
-
-@torch.inference_mode()
-def test_every_stored_output_is_computed_within_its_tolerance():
-    results = list(run_folder(GOLDEN3))
-    assert len(results) > 40
-    assert not [f"{result.name}: {result.detail}" for result in results if result.verdict != "PASS"]
-
-
-def test_default_sizes_are_those_of_the_official_checkpoint():
-    verdicts = [result.verdict for result in run_manifests(GOLDEN3 / "manifests")]
-    assert verdicts == ["PASS", "PASS"]
-    listed = json.loads((GOLDEN3 / "manifests" / "cosyvoice3_flow_pt.instantiated.json").read_text())
-    sizes = CosyVoice3FlowConfig.from_shapes({key: torch.Size(shape) for key, shape in listed.items()})
-    assert sizes == CosyVoice3FlowConfig()
 
 
 @pytest.mark.parametrize(
@@ -236,8 +218,3 @@ def test_the_engine_speaks_chunk_by_chunk_and_renders_a_bad_chunk_again(network,
     monkeypatch.setattr(hift, "decode", spoiled)
     np.testing.assert_allclose(audio(), expected, atol=AUDIO)
     assert (engine.counts[RETRIED], engine.counts[FAILED], len(calls)) == (1, 0, 4)
-
-
-def test_every_committed_fixture_has_a_check():
-    names = {path.stem for path in GOLDEN3.glob("*.json") if not path.stem.endswith(".weights")}
-    assert names and names <= all_checks().keys()
