@@ -74,7 +74,7 @@ $(VENV)/.server: $(VENV)/.python pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.server
 	@echo 'setup: installing what tests and checks need'
 	@$(PIP) install $(LOCKED) $(EXTRA_INDEX) -e '.[client,http,server,dev]'
-	@$(PIP) install --no-deps --group qwen-vocabulary
+	@$(PIP) install --no-deps --group qwen-vocabulary --group resemblyzer
 	@touch $@
 
 demo: $(VENV)/.server ## start a stack with the trained demo voice, let it say TEXT, write out/demo.wav

@@ -41,8 +41,10 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
+from cosyvoice_triton.load.samples import read_manifest
 
-from demo_voice.evaluation import HELD_OUT
+# Everyday sentences that `cosyvoice-triton evaluate` hears, and which are not trained on.
+HELD_OUT = Path(__file__).resolve().parents[2] / "tests" / "assets" / "everyday_sentences.jsonl"
 
 WHOLE = 19 * 60.0  # seconds in all that the seconds below are for
 SECONDS = {
@@ -91,8 +93,8 @@ class TrainingJob:
 def _corpus(job: TrainingJob, seconds: float) -> None:
     from demo_voice.training.corpus import make_corpus
 
-    held_out = HELD_OUT.read_text(encoding="utf-8").splitlines() if HELD_OUT.is_file() else []
-    make_corpus(job.work, set(held_out), job.texts)
+    held_out = {sample.target_text for sample in read_manifest(HELD_OUT)}
+    make_corpus(job.work, held_out, job.texts)
 
 
 def _speech(job: TrainingJob, seconds: float) -> None:

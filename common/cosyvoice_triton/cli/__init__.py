@@ -59,6 +59,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         ),
     },
     "measure": {
+        "evaluate": Command("cosyvoice_triton.cli.evaluate", "judge a checkpoint's speech: words, quality, similarity"),
         "bench": Command(
             "",
             "measure a server, or a part of it",

@@ -25,7 +25,7 @@ WITHOUT_MEANING: dict[str, tuple[Option, ...]] = {
         Option("--moe_ep_size", int, _NO_EXPERTS),
     ),
     "client_grpc": (
-        Option("--compute-wer", None, "demo_voice.evaluation counts word errors"),
+        Option("--compute-wer", None, "`cosyvoice-triton evaluate --audio` counts word errors"),
         Option("--chunk-overlap-duration", float, "the server sends chunks that are already cross-faded"),
     ),
     "offline_inference": (

@@ -1,0 +1,203 @@
+"""Judge a checkpoint: serve it, let it speak a set of sentences, and measure the speech.
+
+    cosyvoice-triton evaluate models/official --set seed-tts-en --data seedtts_testset
+    cosyvoice-triton evaluate models/official --set seed-tts-zh --data seedtts_testset --recogniser 'asr.sh {wav}'
+    cosyvoice-triton evaluate models/demo --data my/manifest.jsonl --require 'error_rate<=0.2' 'dnsmos>=2.6'
+    cosyvoice-triton evaluate models/cosyvoice3 --stack cosyvoice3 --data my/manifest.jsonl --prompt-rates 16000 24000
+
+--data is the folder of seed-tts-eval (en/meta.lst, zh/meta.lst, each with its prompt-wavs/), or for --set own a
+manifest in the form of cosyvoice_triton/samples/manifest.jsonl. --audio adds rows for folders of ID.wav, such as
+upstream's speech; without a checkpoint only these are judged.
+
+Judges are optional: pip install 'cosyvoice-triton[evaluate]' for Moonshine (words, English only) and DNSMOS, and pip
+install --no-deps Resemblyzer for speaker similarity. One that is not installed is named and its column left out.
+--recogniser is a program that prints a line for each of the files that {wav} becomes.
+
+Writes the audio, report.md, report.json and report.png to --output. The exit code is 1 if a requirement is missed.
+"""
+
+import argparse
+import json
+import logging
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import numpy as np
+from tqdm import tqdm
+
+from cosyvoice_triton import samples, stacks
+from cosyvoice_triton.cli.arguments import positive_int
+from cosyvoice_triton.client.requests import ClientError
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
+from cosyvoice_triton.evaluate import judges, report, speech
+from cosyvoice_triton.evaluate.report import Requirement
+from cosyvoice_triton.load.host import host_ms
+from cosyvoice_triton.load.samples import Sample
+from cosyvoice_triton.server.installation import ServerError
+from cosyvoice_triton.server.rendering import Device, StackOptions, parse_settings
+from cosyvoice_triton.text.language import language_of
+from cosyvoice_triton.voice.audio import at_rate, load_audio
+
+JudgeT = TypeVar("JudgeT")
+
+
+class Panel:
+    """The judges that are installed; each of the others is named on standard error."""
+
+    def __init__(self, models: Path | None, recogniser: str | None) -> None:
+        self._models = models
+        self._english_only = recogniser is None
+        self._recognise: judges.Recogniser | None = (
+            judges.CommandRecogniser(recogniser) if recogniser else _installed(judges.Moonshine)
+        )
+        self._dnsmos, self._similarity = _installed(judges.Dnsmos), _installed(judges.Similarity)
+
+    def judge(self, name: str, answers: Sequence[speech.Answer]) -> list[dict[str, Any]]:
+        """Returns the figures of every answer, {} of one that failed."""
+        found = [report.measures(answer) for answer in answers]
+        waves = [np.zeros(0, np.float32) if each.wave is None else judges.at_16k(each.wave) for each in answers]
+        for answer, figures, wave in zip(tqdm(answers, desc=f"judging {name}"), found, waves, strict=True):
+            if figures and self._dnsmos:
+                figures["dnsmos"] = self._dnsmos(wave)
+            reference = self._reference(answer.sample)
+            if figures and self._similarity and reference is not None:
+                figures["similarity"] = self._similarity(wave, reference)
+        self._count_errors(answers, found, waves)
+        return found
+
+    def _count_errors(
+        self, answers: Sequence[speech.Answer], found: list[dict[str, Any]], waves: list[np.ndarray]
+    ) -> None:
+        read = [
+            index
+            for index, answer in enumerate(answers)
+            if found[index] and (not self._english_only or language_of(answer.sample.target_text) == "en")
+        ]
+        if self._recognise is None or not read:
+            return
+        heard = self._recognise([answers[index].path for index in read], [waves[index] for index in read])
+        for index, words in zip(read, heard, strict=True):
+            text = answers[index].sample.target_text
+            wrong, units = judges.errors(text, words)
+            found[index] |= {"text": text, "heard": words, "errors": wrong, "units": units}
+            found[index]["error_rate"] = wrong / max(units, 1)
+
+    def _reference(self, sample: Sample) -> np.ndarray | None:
+        """The recording of a sample's voice at 16 kHz, if it is known."""
+        if sample.prompt_audio is not None:
+            return at_rate(sample.prompt_audio, PROMPT_SAMPLE_RATE)
+        path = self._models / VOICES_DIR / f"{sample.speaker}.wav" if self._models else None
+        return load_audio(path, PROMPT_SAMPLE_RATE) if path and path.is_file() else None
+
+
+def _installed(judge: Callable[[], JudgeT]) -> JudgeT | None:
+    try:
+        return judge()
+    except judges.MissingJudgeError as error:
+        print(f"left out: {error}", file=sys.stderr)
+        return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        return run(args, shlex.join(sys.argv[1:] if argv is None else argv))
+    except (ValueError, OSError, ClientError, ServerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted; everything was shut down", file=sys.stderr)
+        return 130
+
+
+def run(args: argparse.Namespace, command: str) -> int:
+    """Speaks, judges and reports; returns 1 if a requirement is missed."""
+    sentences = speech.read_set(args.set, args.data, args.limit)
+    panel = Panel(args.models, args.recogniser)
+    args.output.mkdir(parents=True, exist_ok=True)
+    spoken = [speech.from_folder(folder, sentences) for folder in args.audio]
+    if args.models is not None:
+        options = StackOptions(
+            models_dir=args.models,
+            stack=args.stack,
+            device=args.device,
+            llm_engine=args.llm_engine,
+            settings=parse_settings(args.settings),
+        )
+        spoken = [*speech.served(options, sentences, args.prompt_rates or [None], args.tasks, args.output), *spoken]
+    found = {name: panel.judge(name, answers) for name, answers in spoken}
+    rows = [report.summary(name, answers) for name, answers in found.items()]
+    about = f"{args.set}, {len(sentences)} sentences; {platform.platform()}, host {host_ms():.1f} ms"
+    write(args.output, f"{about}. `cosyvoice-triton evaluate {command}`", args.set, rows, found, sentences)
+    missed = [line for row in rows for each in args.require if (line := each.missed_by(row))]
+    for line in missed:
+        print(f"missed: {line}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+def write(
+    output: Path,
+    about: str,
+    set_name: str,
+    rows: Sequence[report.Row],
+    found: Mapping[str, Sequence[dict[str, Any]]],
+    sentences: Sequence[Sample],
+) -> None:
+    """Prints the table and writes the three files of the report."""
+    table = report.markdown(rows, set_name)
+    print(table)
+    (output / "report.md").write_text(f"{about}\n\n{table}\n", encoding="utf-8")
+    answers = {
+        name: [{"id": each.id, **figures} for each, figures in zip(sentences, row, strict=True)]
+        for name, row in found.items()
+    }
+    published = report.PUBLISHED.get(set_name)
+    content = {"about": about, "rows": rows, "published": published, "answers": answers}
+    (output / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    report.plot(found, about, output / "report.png")
+    print(f"written to {output}: the audio, report.md, report.json, report.png")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("models", type=Path, nargs="?", metavar="DIR", help="checkpoints, as `render` takes them")
+    parser.add_argument("--set", choices=speech.SETS, default=speech.OWN, help="sentences (default: %(default)s)")
+    parser.add_argument("--data", type=Path, default=samples.MANIFEST, help="of the set (default: %(default)s)")
+    parser.add_argument("--limit", type=positive_int, help="sentences, from the first")
+    parser.add_argument("--audio", type=Path, nargs="+", default=[], metavar="DIR", help="folders of ID.wav")
+    parser.add_argument("--recogniser", metavar="'PROGRAM {wav}'", help="instead of Moonshine")
+    parser.add_argument(
+        "--prompt-rates", type=positive_int, nargs="+", metavar="HZ", help="recordings at these rates, a row each"
+    )
+    parser.add_argument(
+        "--require",
+        type=Requirement.read,
+        nargs="+",
+        default=[Requirement("failed", True, 0), Requirement("silent", True, 0)],
+        metavar="NAME<=NUMBER",
+        help=f"of every row (default: failed<=0 silent<=0); NAME is one of {', '.join(report.COLUMNS)}",
+    )
+    parser.add_argument("--tasks", type=positive_int, default=1, help="requests at once (1)")
+    parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name)
+    parser.add_argument("--device", choices=get_args(Device), default=StackOptions.device)
+    parser.add_argument("--llm-engine", default=StackOptions.llm_engine, help="as of `cosyvoice-triton render`")
+    parser.add_argument(
+        "--setting", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="its --set"
+    )
+    parser.add_argument("--output", type=Path, default=Path("out/evaluate"), help="folder (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if args.models is None and not args.audio:
+        parser.error("nothing to judge: name a folder of checkpoints, or --audio")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Figures of answers, their table and plot, and what is required of them."""
+
+import argparse
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cosyvoice_triton.constants import OVERLAP_SAMPLES, SAMPLE_RATE
+from cosyvoice_triton.evaluate.speech import Answer
+from cosyvoice_triton.load.audible import leading_silence
+from cosyvoice_triton.load.plot import figure, save
+
+Row = dict[str, Any]
+
+
+class Column(NamedTuple):
+    """A figure of the table. heading and format: of its cell. each: the answers' figure of which it is a summary."""
+
+    heading: str
+    format: str
+    each: str = ""
+
+
+COLUMNS = {
+    "failed": Column("failed", "d"),
+    "error_rate": Column("wrong words", ".1%", "error_rate"),
+    "dnsmos": Column("DNSMOS", ".2f", "dnsmos"),
+    "similarity": Column("similarity", ".2f", "similarity"),
+    "rtf": Column("RTF", ".2f", "rtf"),
+    "first_chunk_ms": Column("first chunk, ms", ".0f", "first_chunk_ms"),
+    "leading_silence_ms": Column("leading silence, ms", ".0f", "leading_silence_ms"),
+    "silent": Column("silent", ".1%"),
+    "clipped": Column("clipped", ".1%"),
+    "clicks": Column("clicks at joints", ".1%"),
+}
+# Upstream's README: system, wrong words in percent, similarity. Judged by Whisper and Paraformer, and by WavLM.
+PUBLISHED = {
+    "seed-tts-en": (
+        ("a human", 2.14, 73.4),
+        ("CosyVoice2", 2.57, 65.9),
+        ("CosyVoice3", 2.24, 71.8),
+        ("CosyVoice3, llm.rl.pt", 1.68, 69.5),
+    ),
+    "seed-tts-zh": (
+        ("a human", 1.26, 75.5),
+        ("CosyVoice2", 1.45, 75.7),
+        ("CosyVoice3", 1.21, 78.0),
+        ("CosyVoice3, llm.rl.pt", 0.81, 77.4),
+    ),
+}
+FULL_SCALE = 0.98  # HiFT limits its audio to 0.99
+USUAL_STEPS = 99.9  # percentile of the steps between samples, which a step at a joint is compared with
+NEARBY = SAMPLE_RATE // 200  # 5 ms, a glottal pulse: a joint in one as steep as it is not heard
+CLICK = 1.5  # times the largest step nearby
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A limit of a figure, such as error_rate<=0.1."""
+
+    name: str
+    at_most: bool
+    limit: float
+
+    @classmethod
+    def read(cls, text: str) -> "Requirement":
+        """An argparse type."""
+        match = re.fullmatch(r"(\w+)(<=|>=)([0-9.]+)", text)
+        if match is None or match[1] not in COLUMNS:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not NAME<=NUMBER or NAME>=NUMBER; names: {', '.join(COLUMNS)}"
+            )
+        return cls(match[1], match[2] == "<=", float(match[3]))
+
+    def missed_by(self, row: Row) -> str:
+        """Returns what is wrong with a row, in a line; "" if nothing is."""
+        value = row.get(self.name)
+        sign = "<=" if self.at_most else ">="
+        if value is not None and (value <= self.limit if self.at_most else value >= self.limit):
+            return ""
+        found = "was not measured" if value is None else f"is {value:.3g}"
+        return f"{row['name']}: {self.name} {found}, required {sign} {self.limit:g}"
+
+
+def measures(answer: Answer) -> dict[str, float]:
+    """Returns what an answer shows without a judge; unknown figures are left out."""
+    wave, outcome = answer.wave, answer.outcome
+    if wave is None:
+        return {}
+    silence = leading_silence(wave)
+    high = np.abs(wave) >= FULL_SCALE
+    found = {"silent": float(silence is None), "clipped": float((high[2:] & high[1:-1] & high[:-2]).any())}
+    if silence is not None:
+        found["leading_silence_ms"] = 1000 * silence
+    if outcome is not None:
+        joints = list(accumulate(outcome.samples))[:-1]
+        found |= {"joints": 2 * len(joints), "clicks": clicks(wave, joints), "seconds": outcome.seconds}
+        found |= {"total": outcome.total, "rtf": outcome.total / outcome.seconds}
+        found["first_chunk_ms"] = 1000 * outcome.arrivals[0]
+    return found
+
+
+def clicks(wave: np.ndarray, joints: Sequence[int]) -> int:
+    """Returns how many ends of cross-fades are heard as clicks. A cross-fade begins at a joint, the first sample of a
+    chunk; its ends are clicks if the step there is unusual for the wave and steeper than all others within 5 ms."""
+    steps = np.abs(np.diff(wave))  # (N - 1,): step i leads to sample i + 1
+    ends = [end - 1 for joint in joints for end in (joint, joint + OVERLAP_SAMPLES) if end < len(steps)]
+    usual = np.percentile(np.delete(steps, ends), USUAL_STEPS) if ends else 0.0
+    return sum(
+        bool(steps[at] > usual)
+        and bool(
+            steps[at] > CLICK * np.concatenate([steps[max(0, at - NEARBY) : at], steps[at + 1 : at + 1 + NEARBY]]).max()
+        )
+        for at in ends
+    )
+
+
+def summary(name: str, found: Sequence[Mapping[str, Any]]) -> Row:
+    """Returns the row of a table from the figures of its answers, of which those that failed have none."""
+    good = [each for each in found if each]
+
+    def values(key: str) -> list[float]:
+        return [each[key] for each in good if key in each]
+
+    def ratio(of: str, over: str) -> float | None:
+        return sum(values(of)) / total if (total := sum(values(over))) else None
+
+    row: Row = {"name": name, "answers": len(found), "failed": len(found) - len(good)}
+    row["error_rate"], row["rtf"] = ratio("errors", "units"), ratio("total", "seconds")
+    row["clicks"] = ratio("clicks", "joints")
+    for key in ("dnsmos", "similarity", "silent", "clipped"):
+        row[key] = float(np.mean(values(key))) if values(key) else None
+    for key in ("first_chunk_ms", "leading_silence_ms"):
+        row[key] = float(np.median(values(key))) if values(key) else None
+    return row
+
+
+def markdown(rows: Sequence[Row], set_name: str) -> str:
+    """Returns the table, without columns that no row has, with upstream's published figures."""
+    published = [
+        {"name": f"{system}, as published", "error_rate": wrong / 100, "similarity": alike / 100}
+        for system, wrong, alike in PUBLISHED.get(set_name, ())
+    ]
+    shown = {name: column for name, column in COLUMNS.items() if any(row[name] is not None for row in rows)}
+    lines = [f"| | {' | '.join(column.heading for column in shown.values())} |", "|---" * (len(shown) + 1) + "|"]
+    for row in [*rows, *published]:
+        cells = ["" if row.get(name) is None else f"{row[name]:{column.format}}" for name, column in shown.items()]
+        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
+    if published:
+        lines += [
+            "",
+            "Upstream's judges were Whisper or Paraformer, and WavLM for similarity, which has another scale.",
+        ]
+    return "\n".join(lines)
+
+
+def plot(found: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: Path) -> None:
+    """Draws the distribution of each figure over the answers, a line for each row."""
+    names = [column.each for column in COLUMNS.values() if column.each]
+    names = [name for name in names if any(name in each for row in found.values() for each in row)]
+    columns = min(3, len(names))
+    picture, axes = figure(math.ceil(len(names) / columns), columns, 5 * columns, 4 * math.ceil(len(names) / columns))
+    picture.suptitle(title)
+    for panel, name in zip(axes.flat, names, strict=False):
+        for row, answers in found.items():
+            if values := [each[name] for each in answers if name in each]:
+                panel.ecdf(values, label=row)
+        panel.set(title=name, ylabel="share of answers")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8)
+    save(picture, path)

@@ -1,0 +1,104 @@
+"""The speech to judge: the answers of a stack that is served for it, or a folder of files."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from cosyvoice_triton.client.requests import Utterance, of_recording
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.load.jobs import LoadJob
+from cosyvoice_triton.load.measure import RequestOutcome
+from cosyvoice_triton.load.plan import MIN_WARMUP, Load
+from cosyvoice_triton.load.progress import measured
+from cosyvoice_triton.load.samples import Sample, read_manifest
+from cosyvoice_triton.server.rendering import StackOptions, render
+from cosyvoice_triton.server.tritonserver import Ports, TritonServer
+from cosyvoice_triton.voice.audio import at_rate, load_audio
+from cosyvoice_triton.voice.prompt import Recording
+
+OWN = "own"
+# The lists of seed-tts-eval's folder `seedtts_testset`, whose recordings lie beside them in prompt-wavs/.
+SETS = {"seed-tts-en": Path("en/meta.lst"), "seed-tts-zh": Path("zh/meta.lst"), OWN: Path()}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sentence spoken once.
+
+    wave: float32 (N,) at 24 kHz; None if it failed. outcome: times and chunks, unless it was read from a folder.
+    """
+
+    sample: Sample
+    path: Path
+    wave: np.ndarray | None = field(repr=False)
+    outcome: RequestOutcome | None = None
+
+
+def read_set(name: str, data: Path, limit: int | None) -> list[Sample]:
+    """Returns the sentences of a set; `data` is seed-tts-eval's folder, or the manifest of one's own set.
+
+    SampleError naming what cannot be read.
+    """
+    return read_manifest(data / SETS[name], limit=limit)
+
+
+def served(
+    options: StackOptions, samples: Sequence[Sample], rates: Sequence[int | None], tasks: int, output: Path
+) -> Iterator[tuple[str, list[Answer]]]:
+    """Yields a name and the answers, for each rate of the recordings; None keeps theirs.
+
+    tasks: requests at once. output: a folder for the audio. ClientError, ServerError or ValueError.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        repository = Path(folder) / "repository"
+        render(options, repository)
+        with TritonServer(repository, ports=Ports(0, 0, 0), log_file=output / "tritonserver.log") as server:
+            for rate in rates:
+                name = options.stack + (f"-{rate}" if rate else "")
+                jobs = [LoadJob(each.id, _utterance(each, seed, rate)) for seed, each in enumerate(samples)]
+                load = Load(
+                    servers=[server.grpc_url],
+                    model=options.orchestrator,
+                    mode="streaming",
+                    jobs=jobs,
+                    warmup=jobs[:MIN_WARMUP],
+                    tasks=tasks,
+                    audio_dir=output / name,
+                )
+                run = measured(load, name, 5)
+                if run.interrupted:
+                    raise KeyboardInterrupt
+                outcomes = {outcome.id: outcome for outcome in run.outcomes}
+                yield name, [_answer(each, output / name, outcomes.get(each.id)) for each in samples]
+
+
+def _utterance(sample: Sample, seed: int, rate: int | None) -> Utterance:
+    recording = sample.prompt_audio
+    if recording is not None and rate:
+        recording = Recording(at_rate(recording, rate), rate=rate)
+    return Utterance(
+        sample.target_text,
+        **of_recording(recording),
+        reference_text=sample.prompt_text or None,
+        speaker=sample.speaker or None,
+        parameters={"seed": seed},
+    )
+
+
+def _answer(sample: Sample, folder: Path, outcome: RequestOutcome | None) -> Answer:
+    path = folder / f"{sample.id}.wav"
+    good = outcome is not None and not outcome.error
+    return Answer(sample, path, load_audio(path, SAMPLE_RATE) if good else None, outcome)
+
+
+def from_folder(folder: Path, samples: Sequence[Sample]) -> tuple[str, list[Answer]]:
+    """Returns the folder's name and an answer for each sample, from ID.wav; OSError if one cannot be read."""
+    paths = [folder / f"{sample.id}.wav" for sample in samples]
+    try:
+        waves = [load_audio(path, SAMPLE_RATE) for path in paths]
+    except RuntimeError as error:  # soundfile's own
+        raise OSError(f"{error}; {folder} needs a file ID.wav for each sentence") from None
+    return folder.name, [Answer(*each) for each in zip(samples, paths, waves, strict=True)]

@@ -1,0 +1,45 @@
+"""`cosyvoice-triton evaluate`: the demo voice is served and judged, so that a fault in the speech fails."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from cosyvoice_triton.cli.evaluate import main
+from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
+from cosyvoice_triton.prepare import steps
+
+from tests.support.evaluation import OF_THE_DEMO_VOICE
+
+SENTENCES = Path("tests/assets/everyday_sentences.jsonl")
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("stack", ["dit", "unet"])
+def test_the_demo_voice_speaks_as_well_as_it_did(stack: str, tmp_path: Path) -> None:
+    models, output = tmp_path / "demo", tmp_path / "out"
+    steps.demo(models, stack)
+    given = [str(models), "--stack", stack, "--data", str(SENTENCES), "--limit", "4", "--output", str(output)]
+    assert main([*given, "--device", "cpu", "--require", *OF_THE_DEMO_VOICE]) == 0
+    report = json.loads((output / "report.json").read_text())
+    assert len(report["answers"][stack]) == len(list((output / stack).glob("*.wav"))) == 4
+    assert all(report["rows"][0][name] is not None for name in ("rtf", "first_chunk_ms", "leading_silence_ms"))
+
+
+def test_the_set_of_seed_tts_is_read_and_shown_beside_upstreams_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, spoken = tmp_path / "testset/en", tmp_path / "upstream"
+    for each in (folder / "prompt-wavs", spoken):
+        each.mkdir(parents=True)
+    for copy in (folder / "prompt-wavs/p.wav", spoken / "a.wav"):
+        shutil.copy(TRAINED / "voices/rms.wav", copy)
+    (folder / "meta.lst").write_text("a|What p says.|prompt-wavs/p.wav|It was possible.\n")
+    given = ["--set", "seed-tts-en", "--data", str(folder.parent), "--audio", str(spoken), "--output", str(tmp_path)]
+    assert main([*given, "--recogniser", "sh -c 'echo It was impossible.' {wav}", "--require", "error_rate<=0.3"]) == 1
+    printed = capsys.readouterr()
+    assert "| upstream | 0 | 33.3% |" in printed.out and "| CosyVoice2, as published |  | 2.6% |" in printed.out
+    assert "missed: upstream: error_rate is 0.333, required <= 0.3" in printed.err
+    (spoken / "a.wav").unlink()
+    assert main(given) == 1
+    assert "a.wav" in capsys.readouterr().err
