@@ -301,7 +301,7 @@ class Token2WavConfig(HopConfig):
     prompt_device: where `audio_tokenizer` and `speaker_embedding` compute.
     flow_runtime: what runs the flow's estimator, see docs/gpu.md; "auto" needs only the checkpoint's files.
     flow_precision, vocoder_precision: precision of the networks. "auto": float16 on a GPU, float32 on a CPU, except
-        bfloat16 for a flow in torch on a CPU that supports it; float32 if the error at load is too large. See
+        bfloat16 for a flow in torch on a CPU that supports it; bfloat16 or float32 if the error is too large. See
         docs/gpu.md.
     """
 

@@ -12,7 +12,7 @@ from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
 from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
 from cosyvoice_triton.evaluate import judges
 from cosyvoice_triton.evaluate.report import Requirement, clicks, measures, summary
-from cosyvoice_triton.evaluate.speech import Answer
+from cosyvoice_triton.evaluate.speech import SpokenSentence
 from cosyvoice_triton.load.measure import RequestOutcome
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.networks.hift import load_hift
@@ -105,9 +105,9 @@ def test_a_click_at_a_joint_is_found_and_one_within_an_equally_steep_pulse_is_no
 
 
 def test_figures_of_answers_are_summed_up_and_required() -> None:
-    def answer(wave: np.ndarray | None) -> Answer:
+    def answer(wave: np.ndarray | None) -> SpokenSentence:
         outcome = RequestOutcome("a", "", 0.0, (0.2,), (SAMPLE_RATE,), 0.5)
-        return Answer(Sample("a", "Hello."), Path("a.wav"), wave, outcome)
+        return SpokenSentence(Sample("a", "Hello."), Path("a.wav"), wave, outcome)
 
     late = np.concatenate([np.zeros(SAMPLE_RATE // 2, np.float32), 0.5 * TONE])
     waves = [late, np.zeros(SAMPLE_RATE, np.float32), (2 * TONE).clip(-0.99, 0.99), None]

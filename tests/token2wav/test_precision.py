@@ -141,11 +141,12 @@ def test_a_network_whose_error_is_small_keeps_its_precision(tmp_path, dit_networ
     assert len(figures) == 2 and all(0 < figure < 0.01 for figure in figures)
 
 
-def test_a_flow_that_overflows_computes_in_float32_unless_it_was_asked_for(tmp_path, dit_network, vocoder, caplog):
+def test_a_flow_that_overflows_computes_in_bfloat16_unless_it_was_asked_for(tmp_path, dit_network, vocoder, caplog):
     directory = saved(tmp_path, overflowing(dit_network), vocoder._hift)
-    assert checked(directory, AUTO_HALF) == Precision(torch.float32, torch.float16)
-    assert "flow.pt in torch.float16: RMS error nan of a fixed utterance, limit 0.05: the flow computes in float32" in (
-        caplog.text
+    assert checked(directory, AUTO_HALF) == Precision(torch.bfloat16, torch.float16)
+    assert (
+        "flow.pt in torch.float16: RMS error nan of a fixed utterance, limit 0.05: the flow computes in bfloat16"
+        in (caplog.text)
     )
     with pytest.raises(ValueError, match=r"flow\.pt in torch\.float16: RMS error nan .*: set flow_precision to auto"):
         checked(directory, HALF)
@@ -160,7 +161,7 @@ def test_cosyvoice3_in_float16_is_compared_with_float32(tmp_path, rotary_network
     assert checked(fits, AUTO_HALF, stacks.COSYVOICE3) == HALF
     figures = [float(re.search(r"RMS error (\S+) of", line)[1]) for line in caplog.messages]
     assert len(figures) == 2 and all(0 < figure < 0.01 for figure in figures)
-    assert checked(overflows, AUTO_HALF, stacks.COSYVOICE3) == Precision(torch.float32, torch.float16)
+    assert checked(overflows, AUTO_HALF, stacks.COSYVOICE3) == Precision(torch.bfloat16, torch.float16)
     assert "flow.pt in torch.float16: RMS error nan of a fixed utterance" in caplog.text
 
 

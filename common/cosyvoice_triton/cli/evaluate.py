@@ -57,7 +57,7 @@ class Panel:
         )
         self._dnsmos, self._similarity = _installed(judges.Dnsmos), _installed(judges.Similarity)
 
-    def judge(self, name: str, answers: Sequence[speech.Answer]) -> list[dict[str, Any]]:
+    def judge(self, name: str, answers: Sequence[speech.SpokenSentence]) -> list[dict[str, Any]]:
         """Returns the figures of every answer, {} of one that failed."""
         found = [report.measures(answer) for answer in answers]
         waves = [np.zeros(0, np.float32) if each.wave is None else judges.at_16k(each.wave) for each in answers]
@@ -71,7 +71,7 @@ class Panel:
         return found
 
     def _count_errors(
-        self, answers: Sequence[speech.Answer], found: list[dict[str, Any]], waves: list[np.ndarray]
+        self, answers: Sequence[speech.SpokenSentence], found: list[dict[str, Any]], waves: list[np.ndarray]
     ) -> None:
         read = [
             index

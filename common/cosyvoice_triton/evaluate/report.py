@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cosyvoice_triton.constants import OVERLAP_SAMPLES, SAMPLE_RATE
-from cosyvoice_triton.evaluate.speech import Answer
+from cosyvoice_triton.evaluate.speech import SpokenSentence
 from cosyvoice_triton.load.audible import leading_silence
 from cosyvoice_triton.load.plot import figure, save
 
@@ -88,7 +88,7 @@ class Requirement:
         return f"{row['name']}: {self.name} {found}, required {sign} {self.limit:g}"
 
 
-def measures(answer: Answer) -> dict[str, float]:
+def measures(answer: SpokenSentence) -> dict[str, float]:
     """Returns what an answer shows without a judge; unknown figures are left out."""
     wave, outcome = answer.wave, answer.outcome
     if wave is None:

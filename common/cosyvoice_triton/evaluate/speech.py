@@ -25,7 +25,7 @@ SETS = {"seed-tts-en": Path("en/meta.lst"), "seed-tts-zh": Path("zh/meta.lst"), 
 
 
 @dataclass(frozen=True)
-class Answer:
+class SpokenSentence:
     """One sentence spoken once.
 
     wave: float32 (N,) at 24 kHz; None if it failed. outcome: times and chunks, unless it was read from a folder.
@@ -47,7 +47,7 @@ def read_set(name: str, data: Path, limit: int | None) -> list[Sample]:
 
 def served(
     options: StackOptions, samples: Sequence[Sample], rates: Sequence[int | None], tasks: int, output: Path
-) -> Iterator[tuple[str, list[Answer]]]:
+) -> Iterator[tuple[str, list[SpokenSentence]]]:
     """Yields a name and the answers, for each rate of the recordings; None keeps theirs.
 
     tasks: requests at once. output: a folder for the audio. ClientError, ServerError or ValueError.
@@ -88,17 +88,17 @@ def _utterance(sample: Sample, seed: int, rate: int | None) -> Utterance:
     )
 
 
-def _answer(sample: Sample, folder: Path, outcome: RequestOutcome | None) -> Answer:
+def _answer(sample: Sample, folder: Path, outcome: RequestOutcome | None) -> SpokenSentence:
     path = folder / f"{sample.id}.wav"
     good = outcome is not None and not outcome.error
-    return Answer(sample, path, load_audio(path, SAMPLE_RATE) if good else None, outcome)
+    return SpokenSentence(sample, path, load_audio(path, SAMPLE_RATE) if good else None, outcome)
 
 
-def from_folder(folder: Path, samples: Sequence[Sample]) -> tuple[str, list[Answer]]:
+def from_folder(folder: Path, samples: Sequence[Sample]) -> tuple[str, list[SpokenSentence]]:
     """Returns the folder's name and an answer for each sample, from ID.wav; OSError if one cannot be read."""
     paths = [folder / f"{sample.id}.wav" for sample in samples]
     try:
         waves = [load_audio(path, SAMPLE_RATE) for path in paths]
     except RuntimeError as error:  # soundfile's own
         raise OSError(f"{error}; {folder} needs a file ID.wav for each sentence") from None
-    return folder.name, [Answer(*each) for each in zip(samples, paths, waves, strict=True)]
+    return folder.name, [SpokenSentence(*each) for each in zip(samples, paths, waves, strict=True)]

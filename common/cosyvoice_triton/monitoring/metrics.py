@@ -79,7 +79,9 @@ FAILED = Metric(
     "tts_token2wav_chunks_failed_total", "counter", "Chunks that could not be rendered and ended their stream"
 )
 EVICTED = Metric("tts_token2wav_voices_evicted_total", "counter", "Prompt caches of voices that were evicted")
-FALLBACKS = Metric("tts_token2wav_precision_fallbacks", "gauge", "Networks in float32, because they fail in less")
+FALLBACKS = Metric(
+    "tts_token2wav_precision_fallbacks", "gauge", "Networks in bfloat16 or float32, because they fail in less"
+)
 LIMIT = Metric("tts_token2wav_streams_limit", "gauge", "Live streams up to which new listeners are admitted now")
 REFUSED = Metric("tts_token2wav_refused_total", "counter", "New listeners refused, by the limit that was reached")
 OPENED = Metric("tts_token2wav_streams_opened_total", "counter", "Streams opened")

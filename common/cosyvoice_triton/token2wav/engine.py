@@ -4,13 +4,15 @@ The engine owns the networks and the prompt caches of voices. The caller owns ea
 chunks and closes it.
 """
 
+import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,42 +32,18 @@ from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.clicks import heard, without_click
 from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, Vocoder, VocoderOptions, loader
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
-from cosyvoice_triton.token2wav.gpu.memory import (
-    UNPLANNED_VOICES,
-    MemoryPlan,
-    Networks,
-    Reading,
-    plan_memory,
-    voices_on_host,
-)
+from cosyvoice_triton.token2wav.gpu.memory import UNPLANNED_VOICES, MemoryPlan, Reading, planned
 from cosyvoice_triton.token2wav.gpu.precision import Precision
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
+from cosyvoice_triton.token2wav.renderer import Renderer
 from cosyvoice_triton.token2wav.stream import Chunk, NotFiniteError, Stream
 from cosyvoice_triton.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
+# Chunks that were rendered again until the networks go on in bfloat16. Fewer may be one odd voice.
+MOVES_AFTER = 3
 SILENT_MEL = -11.5  # log of the smallest magnitude in a mel
-
-
-@dataclass(frozen=True)
-class Renderer:
-    """What one worker renders with: a flow and a vocoder with their CUDA graphs, and a CUDA stream."""
-
-    flow: StreamingFlow
-    vocoder: Vocoder
-    stream: torch.cuda.Stream | None
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """The body computes on the CUDA stream. What it has begun there is done at the end, also after an error, so
-        that threads and workers need no other order between them."""
-        with torch.inference_mode(), torch.cuda.stream(self.stream):
-            try:
-                yield
-            finally:
-                if self.stream is not None:
-                    self.stream.synchronize()
 
 
 class Token2Wav:
@@ -85,7 +63,7 @@ class Token2Wav:
         files: tuple[str | Path, str | Path] = ("flow.pt", "hift.pt"),
         fallbacks: int = 0,
     ):
-        """files: that the networks are from. fallbacks: how many of them compute in float32 because they must."""
+        """files: that the networks are from. fallbacks: how many of them are in a wider format than asked."""
         self._flow = flow
         self._vocoder = vocoder
         self._device = device
@@ -105,6 +83,9 @@ class Token2Wav:
         self._fallbacks = fallbacks
         self._bad_chunk: Chunk | None = None
         self._retried = self._failed = 0
+        self._live = 0  # streams, and whole utterances that are being rendered
+        self._evicted = 0  # before the networks were moved
+        self._wider: Callable[[], Token2Wav] | None = None
 
     @classmethod
     def load(
@@ -119,20 +100,24 @@ class Token2Wav:
         steps: int = EULER_STEPS,
         plan: Callable[[Precision], MemoryPlan | int] = lambda _: UNPLANNED_VOICES,
         read: Callable[[str], Reading] = Reading.of,
+        asked: Precision | None = None,
     ) -> "Token2Wav":
         """The networks of a stack from its checkpoint directory, and the runtime's own files.
 
         runtime: of the flow's estimator. "torch" on a GPU captures no CUDA graphs: start-up is fast and most of the
         memory stays free, which suits whole utterances. plan: returns the bytes for prompt caches or, on a GPU, a plan
             that has the limits, too, and the rest of the memory for prompt caches, as `read` measures it after loading.
+        asked: what FALLBACKS counts from, by default `precision`.
         ValueError for a checkpoint that does not fit, see also `Precision.checked`.
         """
         _use(device)
+        again = partial(cls.load, stack, model_dir, device=device, limits=limits, runtime=runtime, steps=steps)
+        again = partial(again, plan=plan, read=read)
         runtime = flow_runtime(runtime, device)
-        asked, precision = precision, precision.checked(stack, model_dir, device, limits=limits, steps=steps)
-        planned = plan(precision)
-        if isinstance(planned, MemoryPlan):
-            limits = planned.limits
+        asked, precision = asked or precision, precision.checked(stack, model_dir, device, limits=limits, steps=steps)
+        memory = plan(precision)
+        if isinstance(memory, MemoryPlan):
+            limits = memory.limits
         options = FlowOptions(
             stack=stack,
             device=device,
@@ -140,7 +125,7 @@ class Token2Wav:
             runtime=runtime,
             steps=steps,
             limits=limits,
-            prompt_cache_bytes=planned if isinstance(planned, int) else 0,
+            prompt_cache_bytes=memory if isinstance(memory, int) else 0,
         )
         files = Path(model_dir) / stack.flow, Path(model_dir) / stack.hift
         flow: StreamingFlow = loader(stack.loader)(files[0], options)
@@ -152,8 +137,11 @@ class Token2Wav:
         )
         fallbacks = (asked.flow != precision.flow) + (asked.vocoder != precision.vocoder)
         engine = cls(flow, vocoder, device, files=files, fallbacks=fallbacks)
-        if isinstance(planned, MemoryPlan):
-            flow.reserve_prompts(planned.voices(read(device)))
+        wider = precision.wider(device)
+        if wider is not None and runtime in ("torch", "cuda_graph"):  # the others' files have a format of their own
+            engine._wider = partial(again, precision=wider, asked=asked)
+        if isinstance(memory, MemoryPlan):
+            flow.reserve_prompts(memory.voices(read(device)))
         return engine
 
     @classmethod
@@ -178,7 +166,7 @@ class Token2Wav:
             precision=Precision.named(*names, config.device, config.flow_runtime),
             runtime=config.flow_runtime,
             steps=config.n_timesteps,
-            plan=partial(_plan, stack, config, limits),
+            plan=lambda precision: planned(stack, config, limits, precision.flow.itemsize, precision.vocoder.itemsize),
         )
 
     def _new_stream(self, urgent: bool = False) -> torch.cuda.Stream | None:
@@ -221,9 +209,32 @@ class Token2Wav:
             return self._flow.prefill_frames(prompt)
 
     def fitting(self, prompts: Sequence[Prompt]) -> list[bool]:
-        """See `StreamingFlow.fitting`: streams of the other voices wait until some end."""
+        """See `StreamingFlow.fitting`: streams of the other voices wait until some end. If chunks were rendered again
+        too often, all wait for the live ones, and then the networks are loaded in bfloat16."""
         with self._lock:
+            if self._wider is not None and self._retried >= MOVES_AFTER:
+                if self._live:
+                    return [False] * len(prompts)
+                self._move(self._wider)
             return self._flow.fitting(prompts)
+
+    def _move(self, load: Callable[[], "Token2Wav"]) -> None:
+        logger.warning("%d chunks were not finite: the networks are loaded again, in bfloat16", self._retried)
+        self._evicted += self._flow.evicted
+        sizes = {name: getattr(self._flow, name) for name in ("limits", "vocab_size", "speaker_dim")}
+        # There is no memory for both; metrics are read meanwhile.
+        self._flow = self._vocoder = cast(
+            Any, SimpleNamespace(evicted=0, cache_bytes=0, nbytes=0, contexts=(0, 0), **sizes)
+        )
+        self._renderers, self._opening = [], cast(Any, None)
+        gc.collect()
+        if torch.device(self._device).type == "cuda":
+            torch.cuda.empty_cache()
+        moved = load()
+        self._flow, self._vocoder = moved._flow, moved._vocoder
+        self._renderers, self._opening = moved._renderers, moved._opening
+        self._wider = None
+        self._fallbacks = moved._fallbacks
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         """Build the prompt caches of different voices in one batch, if there is room for all."""
@@ -236,10 +247,13 @@ class Token2Wav:
         with self._lock, self._opening.used():
             vocoder = self._vocoder.open()
             try:
-                return self._opening.flow.open(prompt, vocoder)
-            except BaseException:
+                stream = self._opening.flow.open(prompt, vocoder)
+            except BaseException as error:
                 self._vocoder.close(vocoder)
+                self._retried += isinstance(error, NotFiniteError)  # a voice that leaves the range of its format
                 raise
+            self._live += 1
+            return stream
 
     def chunk(self, stream: Stream, tokens: np.ndarray, *, final: bool, offset: int | None = None) -> Chunk:
         """See `StreamingFlow.chunk`: the next chunk of a stream, or a ValueError."""
@@ -274,7 +288,7 @@ class Token2Wav:
             RETRIED: self._retried,
             FAILED: self._failed,
             FALLBACKS: self._fallbacks,
-            EVICTED: self._flow.evicted,
+            EVICTED: self._evicted + self._flow.evicted,
         }
 
     def close(self, stream: Stream) -> None:
@@ -282,6 +296,7 @@ class Token2Wav:
         with self._lock:
             self._flow.close(stream)
             self._vocoder.close(stream.vocoder)
+            self._live -= 1
 
     def step(self, chunks: Sequence[Chunk], worker: int = 0) -> list[np.ndarray]:
         """The audio that each chunk adds to its stream, float32 (N,) at 24 kHz; empty while it is withheld.
@@ -372,23 +387,28 @@ class Token2Wav:
         before_step: Callable[[], object] = lambda: None,
     ) -> list[np.ndarray]:
         """Whole utterances in one batch, each as `whole` renders it alone. ValueError if one of them is invalid."""
-        for prompt, tokens in utterances:
-            self._check(prompt)
-            self._flow.check_ids(tokens)
-            if len(tokens) == 0:
-                raise ValueError("target_speech_tokens is empty: there is nothing to speak")
-        with self._renderers[0].used():
-            audio = _whole(self._flow, self._vocoder, utterances, speed, before_step)
+        with self._lock:
+            self._live += 1
+        try:
+            for prompt, tokens in utterances:
+                self._check(prompt)
+                self._flow.check_ids(tokens)
+                if len(tokens) == 0:
+                    raise ValueError("target_speech_tokens is empty: there is nothing to speak")
+            with self._renderers[0].used():
+                audio = _whole(self._flow, self._vocoder, utterances, speed, before_step)
+                if not all(row.isfinite().all() for row in audio):
+                    logger.warning("the audio is not finite: whole utterances are rendered again in float32")
+                    with self._lock:
+                        self._retried += len(utterances)
+                        audio = _whole(self._flow.exact(), self._vocoder.exact(), utterances, speed, before_step)
             if not all(row.isfinite().all() for row in audio):
-                logger.warning("the audio is not finite: whole utterances are rendered again in float32")
-                with self._lock:
-                    self._retried += len(utterances)
-                    audio = _whole(self._flow.exact(), self._vocoder.exact(), utterances, speed, before_step)
-            if not all(row.isfinite().all() for row in audio):
-                with self._lock:
-                    self._failed += len(utterances)
+                self._failed += len(utterances)
                 raise NotFiniteError("the audio is not finite")
-        return [without_click(row.numpy()) for row in audio]
+            return [without_click(row.numpy()) for row in audio]
+        finally:
+            with self._lock:
+                self._live -= 1
 
     def _check(self, prompt: Prompt) -> None:
         self._flow.check_ids(prompt.tokens)
@@ -409,26 +429,6 @@ def _whole(
     if speed != 1.0:
         mels = [F.interpolate(mel[None], size=max(1, int(mel.shape[1] / speed)), mode="linear")[0] for mel in mels]
     return vocoder.whole(mels)
-
-
-def _plan(stack: Stack, config: Token2WavConfig, limits: BatchLimits, precision: Precision) -> MemoryPlan | int:
-    """Plan a GPU's memory, and cap what torch takes of it in this process; on a CPU, return bytes for prompt caches."""
-    networks = Networks.read(
-        stack,
-        Path(config.model_dir),
-        flow_size=precision.flow.itemsize,
-        vocoder_size=precision.vocoder.itemsize,
-        steps=config.n_timesteps,
-        prompt_device=config.prompt_device,
-    )
-    if torch.device(config.device).type != "cuda":
-        return voices_on_host(networks, limits)
-    if flow_runtime(config.flow_runtime, config.device) != "cuda_graph":
-        limits = replace(limits, workers=1)  # others need CUDA graphs of the flow
-    reading = Reading.of(config.device)
-    made = plan_memory(networks, limits, reading, config.gpu_memory_gib, config.llm_share_gib)
-    torch.cuda.set_per_process_memory_fraction(made.own / reading.total, config.device)
-    return made
 
 
 def _use(device: torch.device | str) -> None:

@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 import torch
 
 from cosyvoice_triton.checkpoint import read_state, shapes_of
-from cosyvoice_triton.config import SPARE_REQUESTS, PromptDevice, planned_llm_gib
+from cosyvoice_triton.config import SPARE_REQUESTS, PromptDevice, Token2WavConfig, planned_llm_gib
 from cosyvoice_triton.constants import HOP_SAMPLES, MEL_RATE, STREAM_CACHE_FRAMES
 from cosyvoice_triton.networks.flow.config import (
     CosyVoice3FlowConfig,
@@ -25,6 +25,7 @@ from cosyvoice_triton.networks.flow.config import (
     RotaryDiTConfig,
     UNetFlowConfig,
 )
+from cosyvoice_triton.runtimes.loading import flow_runtime
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.gpu.limits import ENCODER_TOKENS, HIFT_FRAMES, BatchLimits
 
@@ -269,3 +270,26 @@ def voices_on_host(networks: Networks, limits: BatchLimits) -> int:
     longest."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return max(memory - networks.weights - networks.streams(limits.max_streams), networks.longest_voice(limits))
+
+
+def planned(
+    stack: Stack, config: Token2WavConfig, limits: BatchLimits, flow_size: int, vocoder_size: int
+) -> MemoryPlan | int:
+    """Plan a GPU's memory, and cap what torch takes of it in this process; on a CPU, return bytes for prompt caches.
+    flow_size, vocoder_size: bytes of a number."""
+    networks = Networks.read(
+        stack,
+        Path(config.model_dir),
+        flow_size=flow_size,
+        vocoder_size=vocoder_size,
+        steps=config.n_timesteps,
+        prompt_device=config.prompt_device,
+    )
+    if torch.device(config.device).type != "cuda":
+        return voices_on_host(networks, limits)
+    if flow_runtime(config.flow_runtime, config.device) != "cuda_graph":
+        limits = replace(limits, workers=1)  # others need CUDA graphs of the flow
+    reading = Reading.of(config.device)
+    made = plan_memory(networks, limits, reading, config.gpu_memory_gib, config.llm_share_gib)
+    torch.cuda.set_per_process_memory_fraction(made.own / reading.total, config.device)
+    return made

@@ -1,10 +1,11 @@
 """The number formats in which the networks of token2wav compute: as settings name them, or as fast as is safe.
 
-A network that is to compute in less than float32 is compared with float32 when it is loaded, on a fixed utterance. If
-its error is beyond a limit, it computes in float32 instead.
+A network that is to compute in less than float32 is compared with float32 when it is loaded, on an utterance in a real
+voice. If its error is beyond a limit, the next format is tried: bfloat16, which has float32's range, then float32.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -13,14 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cosyvoice_triton import samples
 from cosyvoice_triton.config import FlowRuntime
-from cosyvoice_triton.constants import EULER_STEPS, MEL_BINS, TOKEN_RATE
+from cosyvoice_triton.constants import EULER_STEPS, MEL_BINS, TOKEN_MEL_RATIO, TOKEN_RATE
 from cosyvoice_triton.runtimes.loading import flow_runtime
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, Vocoder, VocoderOptions, loader
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
-from cosyvoice_triton.token2wav.stream import VocoderState
-from cosyvoice_triton.voice.prompt import Prompt
+from cosyvoice_triton.token2wav.stream import NotFiniteError, VocoderState
+from cosyvoice_triton.voice.audio import load_recording
+from cosyvoice_triton.voice.encoders import TOKENIZER_FILES, ReferenceEncoder, reference_mel
+from cosyvoice_triton.voice.prompt import Prompt, Recording
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +65,8 @@ class Precision:
     def checked(
         self, stack: Stack, model_dir: str | Path, device: str, *, limits: BatchLimits, steps: int = EULER_STEPS
     ) -> "Precision":
-        """This precision, with float32 for each automatic network whose error is beyond its limit. One that was asked
-        for by name stays, with a warning. One network is loaded at a time, without CUDA graphs.
+        """Return this precision, with bfloat16 or float32 for each automatic network whose error is beyond its limit.
+        One that was asked for by name stays, with a warning. One network is loaded at a time, without CUDA graphs.
 
         ValueError naming the file if its network's output is not finite in a precision that was asked for.
         """
@@ -81,57 +85,98 @@ class Precision:
                 limits=one,
                 prompt_cache_bytes=1 << 30,
             )
-            return _mel(loader(stack.loader)(flow_path, options))
+            try:
+                return _mel(loader(stack.loader)(flow_path, options), prompt, tokens)
+            except NotFiniteError:  # the voice's prompt cache
+                return torch.full((MEL_BINS, 1), torch.nan, device=device)
 
         def audio(dtype: torch.dtype) -> Tensor:
             options = VocoderOptions(device=device, dtype=dtype, limits=one, graphs=False)
             vocoder: Vocoder = loader(stack.vocoder_loader)(hift_path, options)
             return vocoder.whole([exact_mel])[0]  # the same mel for both formats, and so the same source
 
+        prompt, tokens = _utterance(stack, model_dir)
         exact_mel = mel(torch.float32)
-        flow, vocoder = self.flow, self.vocoder
-        if flow != torch.float32:
-            flow = self._format("flow", flow_path, mel(flow), exact_mel)
-        if vocoder != torch.float32:
-            vocoder = self._format("vocoder", hift_path, audio(vocoder), audio(torch.float32))
+        flow = self._format("flow", flow_path, device, mel, exact_mel)
+        vocoder = self._format("vocoder", hift_path, device, audio, None)
         if torch.device(device).type == "cuda":
             torch.cuda.empty_cache()
         return replace(self, flow=flow, vocoder=vocoder)
 
-    def _format(self, network: NetworkName, path: Path, rounded: Tensor, exact: Tensor) -> torch.dtype:
-        """The number format for a network, given its output in its own format and in float32."""
+    def wider(self, device: str) -> "Precision | None":
+        """Return this precision with bfloat16 for automatic networks in float16; None if that changes nothing, or if
+        the GPU does not compute in it."""
+        if not _has_bfloat16(device):
+            return None
+        names = [name for name in self.automatic if getattr(self, name) == torch.float16]
+        return replace(self, **dict.fromkeys(names, torch.bfloat16)) if names else None
+
+    def _format(
+        self,
+        network: NetworkName,
+        path: Path,
+        device: str,
+        render: Callable[[torch.dtype], Tensor],
+        exact: Tensor | None,
+    ) -> torch.dtype:
+        """Return the number format for a network. render: its output in a format; exact: in float32, if known."""
         dtype: torch.dtype = getattr(self, network)
-        error, limit = float((rounded - exact).norm() / exact.norm()), LIMITS[network]
-        found = f"{path} in {dtype}: RMS error {error:.1e} of a fixed utterance, limit {limit:g}"
-        if error <= limit:  # not if it is NaN
-            logger.info("%s", found)
-            return dtype
-        if network in self.automatic:
-            logger.warning("%s: the %s computes in float32", found, network)
-            return torch.float32
-        if not rounded.isfinite().all():
-            raise ValueError(f"{found}: set {network}_precision to auto or float32")
-        logger.warning("%s; %s_precision asks for it", found, network)
+        automatic, limit = network in self.automatic, LIMITS[network]
+        while dtype != torch.float32:
+            exact, rounded = render(torch.float32) if exact is None else exact, render(dtype)
+            error = float((rounded - exact).norm() / exact.norm())
+            found = f"{path} in {dtype}: RMS error {error:.1e} of a fixed utterance, limit {limit:g}"
+            if error <= limit:  # not if it is NaN
+                logger.info("%s", found)
+                return dtype
+            if not automatic:
+                if not rounded.isfinite().all():
+                    raise ValueError(f"{found}: set {network}_precision to auto or float32")
+                logger.warning("%s; %s_precision asks for it", found, network)
+                return dtype
+            dtype = torch.bfloat16 if dtype == torch.float16 and _has_bfloat16(device) else torch.float32
+            logger.warning("%s: the %s computes in %s", found, network, str(dtype).removeprefix("torch."))
         return dtype
 
 
-def _mel(flow: StreamingFlow) -> Tensor:
-    """(80, T) float32 of a second of speech in the voice of an x-vector alone."""
-    tokens = np.random.default_rng(0).integers(0, flow.vocab_size, TOKEN_RATE)
-    speaker = np.ones(flow.speaker_dim, np.float32)
-    prompt = Prompt(np.zeros(0, np.int64), np.zeros((0, MEL_BINS), np.float32), speaker, text="")
-    stream = flow.open(prompt, VocoderState(0))
-    return flow.render([flow.chunk(stream, tokens, final=True)])[0].float().clone()
+def _utterance(stack: Stack, model_dir: str | Path) -> tuple[Prompt, np.ndarray]:
+    """Return two seconds of a recording as the prompt, and the tokens of the next one as what is spoken. Without the
+    checkpoint's encoders, as in tests, tokens and x-vector are random."""
+    recording = load_recording(samples.FOLDER / "reference_en.wav")
+    first, second = (
+        Recording(recording.wav[at * recording.rate :][: length * recording.rate], rate=recording.rate)
+        for at, length in ((0, 2), (2, 1))
+    )
+    if any(Path(model_dir).glob(TOKENIZER_FILES)):
+        encode = ReferenceEncoder(stack, model_dir)
+        return encode(first), encode(second).tokens
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 1 << 31, 3 * TOKEN_RATE)
+    mel = reference_mel(first, stack.mel_max_hz)[: 2 * TOKEN_MEL_RATIO * TOKEN_RATE]
+    return Prompt(tokens[: 2 * TOKEN_RATE], mel, rng.standard_normal(192).astype(np.float32), text=""), tokens[
+        2 * TOKEN_RATE :
+    ]
+
+
+def _mel(flow: StreamingFlow, prompt: Prompt, tokens: np.ndarray) -> Tensor:
+    """Return the mel (80, T) float32 of what is spoken in a voice."""
+    ids = replace(prompt, tokens=prompt.tokens % flow.vocab_size, embedding=prompt.embedding[: flow.speaker_dim])
+    stream = flow.open(ids, VocoderState(0))
+    return flow.render([flow.chunk(stream, tokens % flow.vocab_size, final=True)])[0].float().clone()
 
 
 def _dtype(name: str, auto: torch.dtype) -> torch.dtype:
     return auto if name == "auto" else getattr(torch, name)
 
 
+def _has_bfloat16(device: str) -> bool:
+    """Return whether the device computes in bfloat16, however slowly."""
+    return torch.device(device).type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _require_bfloat16(device: str, network: NetworkName) -> None:
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        major, minor = capability
+    if not _has_bfloat16(device):
+        major, minor = torch.cuda.get_device_capability(device)
         raise ValueError(
             f"{network}_precision bfloat16: a GPU of compute capability {major}.{minor} does not compute in it, only "
             "those of 8.0 and later; set auto or float16"
