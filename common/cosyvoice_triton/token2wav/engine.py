@@ -223,9 +223,7 @@ class Token2Wav:
         self._evicted += self._flow.evicted
         sizes = {name: getattr(self._flow, name) for name in ("limits", "vocab_size", "speaker_dim")}
         # There is no memory for both; metrics are read meanwhile.
-        self._flow = self._vocoder = cast(
-            Any, SimpleNamespace(evicted=0, cache_bytes=0, nbytes=0, contexts=(0, 0), **sizes)
-        )
+        self._flow = self._vocoder = cast(Any, SimpleNamespace(evicted=0, cache_bytes=0, nbytes=0, **sizes))
         self._renderers, self._opening = [], cast(Any, None)
         gc.collect()
         if torch.device(self._device).type == "cuda":

@@ -108,8 +108,12 @@ class Precision:
         the GPU does not compute in it."""
         if not _has_bfloat16(device):
             return None
-        names = [name for name in self.automatic if getattr(self, name) == torch.float16]
-        return replace(self, **dict.fromkeys(names, torch.bfloat16)) if names else None
+        moved = {name: torch.bfloat16 for name in self.automatic if getattr(self, name) == torch.float16}
+        return (
+            Precision(**{"flow": self.flow, "vocoder": self.vocoder} | moved, automatic=self.automatic)
+            if moved
+            else None
+        )
 
     def _format(
         self,
