@@ -3,13 +3,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cosyvoice_triton.checkpoint import load_strict
 from cosyvoice_triton.networks.flow import encoder as encoder_module
-from cosyvoice_triton.networks.flow.encoder import UpsampleConformerEncoder
 
 from tests.parity import flow_unet
 from tests.parity.fixture import Fixture
-from tests.parity.reference.encoder import EncoderCache, encode_chunk, encode_whole
+from tests.parity.reference.encoder import encode_whole
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 
@@ -17,38 +15,6 @@ GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 @pytest.fixture
 def encoder():
     return flow_unet.build(Fixture(GOLDEN / "item4_cosyvoice2_flow_inference.json")).encoder
-
-
-def encode_in_chunks(encoder, xs: torch.Tensor, boundaries: list[int]) -> tuple[torch.Tensor, EncoderCache]:
-    cache, parts, start = EncoderCache.empty(encoder, xs.shape[0]), [], 0
-    for stop in boundaries:
-        final = stop == xs.shape[1]
-        part, cache = encode_chunk(encoder, xs[:, start : stop if final else stop + 3], cache, final)
-        parts.append(part)
-        start = stop
-    return torch.cat(parts, dim=1), cache
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 5])
-def test_encoder_chunk_by_chunk_equals_the_whole_under_the_streaming_mask(encoder, chunk):
-    weights = encoder.state_dict()
-    encoder = UpsampleConformerEncoder(replace(encoder.config, chunk_tokens=chunk))
-    load_strict(encoder, weights, "cpu", torch.float32)
-    frames = 16
-    xs = torch.randn(2, frames + 3, encoder.config.width, generator=torch.Generator().manual_seed(1))
-    whole, _ = encode_whole(encoder, xs[:, :frames], torch.full((2,), frames), xs[:, frames:], streaming=True)
-    chunked, cache = encode_in_chunks(encoder, xs, [*range(chunk, frames, chunk), frames])
-    torch.testing.assert_close(chunked, whole, atol=2e-5, rtol=0)
-    assert cache.tokens.frames == frames
-    assert cache.frames.frames == frames * encoder.config.ratio
-
-
-def test_encoder_in_one_chunk_equals_the_whole_without_a_mask(encoder):
-    xs = torch.randn(1, 12, encoder.config.width, generator=torch.Generator().manual_seed(2))
-    whole, valid = encode_whole(encoder, xs, torch.tensor([12]))
-    chunked, _ = encode_in_chunks(encoder, xs, [12])
-    assert valid.all()
-    torch.testing.assert_close(chunked, whole, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
@@ -90,14 +56,3 @@ def test_few_scores_are_computed_at_once_and_many_in_whole_tiles():
     first, end = blocks[0]
     assert blocks[-1][1] == 832 and (end - first) % encoder_module.QUERIES_AT_ONCE == 0
     assert 64 * 8 * (end - first) * 2 * 832 <= encoder_module.SCORES_AT_ONCE
-
-
-def test_encoder_padding_affects_valid_frames_through_the_look_ahead_only(encoder):
-    xs = torch.randn(1, 12, encoder.config.width, generator=torch.Generator().manual_seed(4))
-    padded = torch.cat([xs, torch.full((1, 6, xs.shape[2]), 9.0)], dim=1)
-    other = torch.cat([xs, torch.full((1, 6, xs.shape[2]), 9.0)], dim=1)
-    other[:, 15:] = -9.0  # after the look-ahead of the last valid frame
-    first, valid = encode_whole(encoder, padded, torch.tensor([12]))
-    second, _ = encode_whole(encoder, other, torch.tensor([12]))
-    assert valid[0, 0].tolist() == [True] * 24 + [False] * 12
-    torch.testing.assert_close(first[:, :24], second[:, :24], atol=1e-5, rtol=0)
