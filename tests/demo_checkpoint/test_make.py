@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from cosyvoice_triton import samples
-from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
+from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE, SPEAKER_DIM, TOKEN_RATE
 from cosyvoice_triton.demo_checkpoint import make as script
-from cosyvoice_triton.demo_checkpoint.llm import FIRST_UTTERED, LLMSizes, make_llm
+from cosyvoice_triton.demo_checkpoint.llm import FIRST_UTTERED
 from cosyvoice_triton.demo_checkpoint.make import main, make_demo_model
 from cosyvoice_triton.llm.interface import LLMPrompt
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
@@ -33,14 +33,12 @@ def llm(demo_models: Path):
     return model
 
 
-def generated(llm, demo_models: Path, text: str, prompt_tokens: list[int], count: int, **sampling) -> list[list[int]]:
+def generated(llm, demo_models: Path, text: str, prompt_tokens: list[int], count: int) -> list[list[int]]:
     """Speech ids of `count` answers, up to the end token, which every answer must have."""
     tokenizer = LLMTokenizer.from_dir(demo_models / LLM_DIR)
     ids = torch.tensor(tokenizer.encode_prompt(LLMPrompt(text, "", prompt_tokens)))[None]
     torch.manual_seed(0)
-    answers = llm.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=300, num_return_sequences=count, **sampling
-    )
+    answers = llm.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=300, num_return_sequences=count)
     speech_ids = []
     for answer in answers[:, ids.shape[1] :].tolist():
         ended = answer[: answer.index(tokenizer.end_ids[0])]
@@ -126,23 +124,10 @@ def test_an_interrupted_write_leaves_no_files(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.0}, {"top_k": 25, "top_p": 0.8, "temperature": 1.0}])
-def test_the_llm_generates_about_three_seconds_of_speech(llm, demo_models: Path, sampling: dict) -> None:
-    lengths = [len(tokens) for tokens in generated(llm, demo_models, "Good morning.", list(range(100)), 16, **sampling)]
+def test_the_llm_generates_about_three_seconds_of_speech(llm, demo_models: Path) -> None:
+    lengths = [len(tokens) for tokens in generated(llm, demo_models, "Good morning.", list(range(100)), 16)]
     assert 30 <= min(lengths) and max(lengths) <= 160
     assert 55 <= np.mean(lengths) <= 105
-
-
-def test_an_llm_of_another_size_generates_equally_long_speech(tmp_path: Path) -> None:
-    """Wider and deeper, with more text tokens; the official size is too large for a test."""
-    from transformers import AutoModelForCausalLM
-
-    sizes = LLMSizes(hidden=384, layers=6, heads=6, kv_heads=2, mlp=768, text_vocab=3000)
-    make_llm(tmp_path / LLM_DIR, sizes=sizes, dtype=torch.bfloat16)
-    wider = AutoModelForCausalLM.from_pretrained(tmp_path / LLM_DIR)
-    assert wider.dtype == torch.bfloat16 and wider.config.vocab_size > 3000 + SPEECH_VOCAB
-    lengths = [len(tokens) for tokens in generated(wider, tmp_path, "Good morning.", list(range(100)), 8)]
-    assert 30 <= min(lengths) and max(lengths) <= 160
 
 
 def test_answers_of_the_llm_depend_on_text_and_prompt(llm, demo_models: Path) -> None:
@@ -151,20 +136,6 @@ def test_answers_of_the_llm_depend_on_text_and_prompt(llm, demo_models: Path) ->
     assert generated(llm, demo_models, text, prompt, 1) == [answer]
     assert generated(llm, demo_models, "Good evening.", prompt, 1) != [answer]
     assert generated(llm, demo_models, text, [], 1) != [answer]
-
-
-def test_the_chat_template_renders_the_prompt_of_the_orchestrator(demo_models: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(demo_models / LLM_DIR)
-    ours = LLMTokenizer.from_dir(demo_models / LLM_DIR)
-    messages = [{"role": "user", "content": "Hi, 你好"}, {"role": "assistant", "content": "<|s_5|><|s_6560|>"}]
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert rendered == ours.prompt_string(LLMPrompt("Hi, 你好", "", [5, 6560]))
-    ids = ours.encode_prompt(LLMPrompt("Hi, 你好", "", [5, 6560])).tolist()
-    assert tokenizer(rendered, add_special_tokens=False).input_ids == ids
-    # LLM servers skip special tokens when decoding, so speech tokens must not be special.
-    assert tokenizer.decode(ids[-2:], skip_special_tokens=True) == "<|s_5|><|s_6560|>"
 
 
 @pytest.mark.parametrize("directory", [UNET_DIR, DIT_DIR, COSYVOICE3_DIR])

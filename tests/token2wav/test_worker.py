@@ -60,44 +60,6 @@ def test_a_batch_is_handed_back_once_with_its_results_and_its_time(
     assert worker.idle and worker.take() is None
 
 
-def test_an_error_of_the_work_is_the_result_of_each_request(worker: Worker, done: threading.Event) -> None:
-    error = RuntimeError("broken")
-
-    def work() -> Sequence[np.ndarray]:
-        raise error
-
-    worker.render(BATCH, work)
-    assert done.wait(10)
-    rendered = worker.take()
-    assert rendered and rendered.results == [error, error]
-    worker.call(lambda: None)  # it goes on
-
-
-def test_a_call_runs_in_the_thread_and_raises_what_it_raises(worker: Worker) -> None:
-    names: list[str] = []
-    worker.call(lambda: names.append(threading.current_thread().name))
-    assert names == ["token2wav-worker-0"]
-    with pytest.raises(ZeroDivisionError):
-        worker.call(lambda: 1 / 0)
-    with pytest.raises(KeyboardInterrupt):
-        worker.call(interrupt)
-    worker.call(lambda: None)
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-def test_it_ends_after_the_batch_which_can_still_be_taken(done: threading.Event, clock: Clock) -> None:
-    gate, worker = threading.Event(), Worker(7, on_done=done.set, clock=clock)
-    worker.render(BATCH, lambda: [AUDIO] if gate.wait(10) else [])
-    threading.Timer(0.05, gate.set).start()
-    worker.close()
-    assert not any(each.name == "token2wav-worker-7" for each in threading.enumerate())
-    rendered = worker.take()
-    assert rendered and rendered.results == [AUDIO]
-
-
 def test_an_idle_thread_keeps_nothing_of_its_last_batch(worker: Worker, done: threading.Event) -> None:
     """The request holds its chunk, and the chunk its stream's memory."""
 
