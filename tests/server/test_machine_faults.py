@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import shlex
 import signal
 import socket
@@ -269,6 +270,69 @@ def test_two_signals_a_second_apart_leave_nothing_behind(second: signal.Signals,
         assert process.wait(60) in (0, -second)  # the second one may reach an interpreter that is ending
     time.sleep(0.2)
     assert not [child for child in children if readiness.is_alive(child)]
+
+
+@pytest.mark.server
+def test_a_server_on_an_ipv6_address_answers_at_the_urls_that_it_prints(tmp_path: Path) -> None:
+    folder = tmp_path / "my repository" / "idle"
+    (folder / "1").mkdir(parents=True)
+    code = "class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
+    (folder / "1" / "model.py").write_text(code)
+    (folder / "config.pbtxt").write_text('name: "idle" backend: "python" max_batch_size: 1\n')
+    command = [sys.executable, "-m", "cosyvoice_triton.cli.serve", str(folder.parent), "--log-file", f"{tmp_path}/log"]
+    command += [f"--{name}host=::1" for name in ("", "http-", "grpc-")]
+    for name in ("http", "grpc", "metrics", "health"):
+        command += [f"--{name}-port", "0"]
+    command += ["--speech-port", str(free_port()), "--voices", str(tmp_path / "voices")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = ""
+        while (line := process.stdout.readline()) and line != "Ctrl-C to stop\n":
+            said += line
+        try:
+            found = {name: url for name, url in re.findall(r"(http|grpc|metrics|health|speech) (\S+)", said)}
+            assert len(found) == 5 and all("[::1]:" in url for url in found.values()), said
+            for name, page in (("http", "/v2/health/ready"), ("metrics", ""), ("health", "")):
+                assert readiness.fault(f"http://{found[name]}{page}") is None
+            assert "HTTP 503" in str(readiness.fault(f"{found['speech']}/health"))  # it serves; no speech model does
+            with grpc.insecure_channel(found["grpc"]) as channel:
+                grpc.channel_ready_future(channel).result(10)
+        finally:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def test_a_second_signal_ends_the_speech_service_that_is_being_stopped() -> None:
+    code = """
+from pathlib import Path
+from cosyvoice_triton.server import serving
+from cosyvoice_triton.server.tritonserver import free_port
+from cosyvoice_triton.speech_service.sidecar import speech_service
+serving.raise_on_sigterm()
+try:
+    with speech_service("localhost:9", Path("/nowhere"), "127.0.0.1", free_port()) as ended:
+        print(flush=True)
+        ended.wait()
+except (serving.Terminated, KeyboardInterrupt):
+    pass
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        children = descendants(process.pid)
+        assert len(children) == 2  # the service and what ends it after a kill -9 of this process
+        for child in children:
+            os.kill(child, signal.SIGSTOP)  # so that stopping it takes longer
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+        os.kill(children[1], signal.SIGCONT)
+        assert process.wait(30) == 0
+    try:
+        assert not [child for child in children if readiness.is_alive(child)]
+    finally:
+        for child in filter(readiness.is_alive, children):
+            os.kill(child, signal.SIGKILL)
 
 
 def descendants(process: int) -> list[int]:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from cosyvoice_triton.addresses import join
 from cosyvoice_triton.cli.render import render_stack
 from cosyvoice_triton.cli.stack_options import add_stack_options, given_options
 from cosyvoice_triton.constants import HEALTH_PORT
@@ -83,10 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     serving.raise_on_sigterm()
     if args.grpc_host != LOOPBACK:
         logging.warning(
-            "tritonserver's gRPC port %s:%d ends the server if a client sends the header triton_grpc_error: offer it "
+            "tritonserver's gRPC port %s ends the server if a client sends the header triton_grpc_error: offer it "
             "through the gateway only, which removes this header (docs/security.md)",
-            args.grpc_host,
-            args.grpc_port,
+            join(args.grpc_host, args.grpc_port),
         )
     elif args.host != LOOPBACK:
         logging.warning(

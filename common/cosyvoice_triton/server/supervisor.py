@@ -10,6 +10,7 @@ health page does not:
 """
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Literal
 
+from cosyvoice_triton.addresses import join
 from cosyvoice_triton.monitoring import metrics
 from cosyvoice_triton.server.installation import ServerError
 from cosyvoice_triton.server.tritonserver import TritonServer
@@ -27,6 +29,10 @@ State = Literal["loading", "ready", "stopping"]
 
 DRAIN_POLL_SECONDS = 0.5  # longer than a model takes to publish its numbers
 REPORT_SECONDS = 5.0
+
+
+class _Pages6(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
 
 
 class HealthPage:
@@ -40,9 +46,9 @@ class HealthPage:
             "/ready": self.readiness,
             "/metrics": lambda: (200, metrics.page(server.metrics_directory)),
         }
-        self._pages = ThreadingHTTPServer((host, port), self._handler())
+        self._pages = (_Pages6 if ":" in host else ThreadingHTTPServer)((host, port), self._handler())
         self._pages.daemon_threads = True
-        self.url = f"{host}:{self._pages.server_port}"
+        self.url = join(host, self._pages.server_port)
         self._thread = threading.Thread(target=self._pages.serve_forever, name="health", daemon=True)
 
     def __enter__(self) -> "HealthPage":

@@ -143,6 +143,11 @@ def uninterrupted() -> Iterator[None]:
             signal.raise_signal(caught[0])
 
 
+def _for_evhtp(host: str) -> str:
+    """Return an address as the library of Triton's HTTP and metrics endpoints reads it."""
+    return f"ipv6:{host}" if ":" in host else host
+
+
 class TritonServer:
     """`with TritonServer(repository, ports=Ports(0, 0, 0)) as server: ... server.grpc_url`.
 
@@ -189,15 +194,15 @@ class TritonServer:
 
     @property
     def http_url(self) -> str:
-        return f"{self.http_host}:{self.ports.http}"
+        return join(self.http_host, self.ports.http)
 
     @property
     def grpc_url(self) -> str:
-        return f"{self.grpc_host}:{self.ports.grpc}"
+        return join(self.grpc_host, self.ports.grpc)
 
     @property
     def metrics_url(self) -> str:
-        return f"{self.host}:{self.ports.metrics}"
+        return join(self.host, self.ports.metrics)
 
     def __enter__(self) -> "TritonServer":
         try:
@@ -226,6 +231,8 @@ class TritonServer:
         self._work.mkdir(exist_ok=True)
         backends = installation.backend_directory(self._work)
         self.metrics_directory.mkdir()
+        # Triton's python backend cuts the paths of models at blanks.
+        (self._work / "models").symlink_to(self.repository.resolve())
         DrainFile(self._environment.drain_file).reserve()
         command = [str(installation.binary), *self._options(backends, installation.caches)]
         with ExitStack() as files:
@@ -415,15 +422,15 @@ class TritonServer:
     def _options(self, backends: Path, caches: Path) -> list[str]:
         nobody = f"{CLOSED_APIS}:nobody={secrets.token_hex(16)}"  # the header that callers of these would have to send
         return [
-            f"--model-repository={self.repository}",
+            f"--model-repository={self._work / 'models'}",
             f"--backend-directory={backends}",
             f"--cache-directory={caches}",
             f"--cache-config={self._cache}",
-            f"--http-address={self.http_host}",
+            f"--http-address={_for_evhtp(self.http_host)}",
             f"--http-port={self.ports.http}",
-            f"--grpc-address={self.grpc_host}",
+            f"--grpc-address={f'[{self.grpc_host}]' if ':' in self.grpc_host else self.grpc_host}",
             f"--grpc-port={self.ports.grpc}",
-            f"--metrics-address={self.host}",
+            f"--metrics-address={_for_evhtp(self.host)}",
             f"--metrics-port={self.ports.metrics}",
             f"--http-restricted-api={nobody}",
             f"--grpc-restricted-protocol={nobody}",

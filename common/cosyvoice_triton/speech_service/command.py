@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from cosyvoice_triton.addresses import join
 from cosyvoice_triton.speech_service.settings import LOOPBACK, Settings
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def serve(settings: Settings) -> int:
     )
     if settings.host not in LOOPBACK and not settings.api_keys:
         logging.warning(
-            "everyone who can reach %s:%d may speak and add voices: set --api_keys", settings.host, settings.port
+            "everyone who can reach %s may speak and add voices: set --api_keys", join(settings.host, settings.port)
         )
     server = http_server(settings)
     with contextlib.suppress(KeyboardInterrupt):  # raised again after the server has ended

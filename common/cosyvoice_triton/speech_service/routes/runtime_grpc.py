@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from async_timeout import timeout
 
+from cosyvoice_triton.addresses import join
 from cosyvoice_triton.constants import MAX_REFERENCE_SECONDS, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.speech_service.audio.recordings import from_pcm16
@@ -46,11 +47,11 @@ async def serving(service: Service) -> AsyncIterator[None]:
     server = grpc.aio.server(options=_options(settings), maximum_concurrent_rpcs=settings.max_connections)
     server.add_generic_rpc_handlers((RuntimeServicer(service).handler(),))
     try:
-        port = server.add_insecure_port(f"{host}:{wanted}")
+        port = server.add_insecure_port(join(host, wanted))
     except RuntimeError as error:
         raise OSError(f"port {wanted} of the plain runtime's gRPC service cannot be used: {error}") from None
     await server.start()
-    logger.info("the plain runtime's gRPC service listens on %s:%d", host, port)
+    logger.info("the plain runtime's gRPC service listens on %s", join(host, port))
     try:
         yield
     finally:
