@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cosyvoice_triton.constants import HOP_SAMPLES, OVERLAP_SAMPLES, PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.constants import HOP_SAMPLES, PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
 from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
 from cosyvoice_triton.evaluate import judges
-from cosyvoice_triton.evaluate.report import Requirement, clicks, measures, summary
+from cosyvoice_triton.evaluate.report import Requirement, measures, summary
 from cosyvoice_triton.evaluate.speech import SpokenSentence
 from cosyvoice_triton.load.measure import RequestOutcome
 from cosyvoice_triton.load.samples import Sample
@@ -54,7 +54,7 @@ def test_faults_of_the_mel_or_the_vocoder_are_noticed() -> None:
             wave = judges.at_16k(hift(mel, noise)[0].reshape(-1).clone().numpy())
         wrong, words = judges.errors(text, moonshine([path], [wave])[0])
         row = {"error_rate": wrong / words, "dnsmos": dnsmos(wave), "similarity": similarity(wave, original)}
-        row |= {"name": "", "failed": 0, "silent": 0.0, "clipped": 0.0, "clicks": 0.0}
+        row |= {"name": "", "failed": 0, "silent": 0.0, "clipped": 0.0}
         return any(Requirement.read(each).missed_by(row) for each in OF_THE_DEMO_VOICE)
 
     assert not missed(mel)
@@ -91,17 +91,6 @@ def test_a_recogniser_of_ones_own_reads_all_files_in_one_call() -> None:
         judges.CommandRecogniser(echo + "{wav} more")([Path("a")], [])
     with pytest.raises(ValueError, match=r"has no \{wav\}"):
         judges.CommandRecogniser("asr")
-
-
-def test_a_click_at_a_joint_is_found_and_one_within_an_equally_steep_pulse_is_none() -> None:
-    for clicking in (9000, 9000 - OVERLAP_SAMPLES):  # at the beginning and at the end of a cross-fade
-        clicked = TONE.copy()
-        clicked[9000:] += 0.5
-        assert clicks(clicked, [4000, clicking]) == 1
-    assert clicks(TONE, [4000]) == 0
-    pulses = 0.01 * TONE
-    pulses[8990:9010:4] += 0.3
-    assert clicks(pulses, [8994]) == 0
 
 
 def test_figures_of_answers_are_summed_up_and_required() -> None:

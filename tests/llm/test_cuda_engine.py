@@ -35,7 +35,10 @@ def tokenizer(llm_dir):  # noqa: F811
 @pytest.fixture(scope="module")
 def weights(llm_dir, tokenizer):  # noqa: F811
     """With a context of 256 tokens, four pages."""
-    read = Weights.read(llm_dir, tokenizer, torch.device("cpu"), torch.float32)
+    return weights_of(Weights.read(llm_dir, tokenizer, torch.device("cpu"), torch.float32))
+
+
+def weights_of(read):
     return dataclasses.replace(read, sizes=dataclasses.replace(read.sizes, context=256))
 
 
@@ -115,6 +118,24 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(llm_dir, weights, 
             expected = model(torch.tensor([ids + answer[:-1]])).logits[0, len(ids) - 1 :]
         torch.testing.assert_close(logits[:, row], expected[:, candidates], atol=1e-4, rtol=1e-4)
         assert answer == candidates[expected[:, candidates].argmax(1)].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outliers_in_the_residual_stream_leave_the_logits_right(llm_dir, weights, tokenizer, dtype):  # noqa: F811
+    """The engine computes in bfloat16, and in float16 on GPUs without it."""
+
+    def logits(dtype):
+        read = Weights.read(llm_dir, tokenizer, torch.device("cpu"), dtype)
+        read.embedding[:, 0] = 6e4  # its square passes the range of float16
+        for layer in read.layers:
+            layer.down[0] = 100
+            layer.gate_up[:] *= 10
+        served = Slots(weights_of(read), [request_of(range(9, 40), **GREEDY)])
+        served.step()
+        return served.operations.logits[0]
+
+    exact, rounded = logits(torch.float32), logits(dtype)
+    assert (rounded - exact).norm() < 0.05 * exact.norm()
 
 
 def test_the_bias_of_the_output_head_is_added(llm_dir, weights, tokenizer, tmp_path):  # noqa: F811

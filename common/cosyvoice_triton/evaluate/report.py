@@ -5,13 +5,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cosyvoice_triton.constants import OVERLAP_SAMPLES, SAMPLE_RATE
 from cosyvoice_triton.evaluate.speech import SpokenSentence
 from cosyvoice_triton.load.audible import leading_silence
 from cosyvoice_triton.load.plot import figure, save
@@ -37,7 +35,6 @@ COLUMNS = {
     "leading_silence_ms": Column("leading silence, ms", ".0f", "leading_silence_ms"),
     "silent": Column("silent", ".1%"),
     "clipped": Column("clipped", ".1%"),
-    "clicks": Column("clicks at joints", ".1%"),
 }
 # Upstream's README: system, wrong words in percent, similarity. Judged by Whisper and Paraformer, and by WavLM.
 PUBLISHED = {
@@ -55,9 +52,6 @@ PUBLISHED = {
     ),
 }
 FULL_SCALE = 0.98  # HiFT limits its audio to 0.99
-USUAL_STEPS = 99.9  # percentile of the steps between samples, which a step at a joint is compared with
-NEARBY = SAMPLE_RATE // 200  # 5 ms, a glottal pulse: a joint in one as steep as it is not heard
-CLICK = 1.5  # times the largest step nearby
 
 
 @dataclass(frozen=True)
@@ -99,26 +93,9 @@ def measures(answer: SpokenSentence) -> dict[str, float]:
     if silence is not None:
         found["leading_silence_ms"] = 1000 * silence
     if outcome is not None:
-        joints = list(accumulate(outcome.samples))[:-1]
-        found |= {"joints": 2 * len(joints), "clicks": clicks(wave, joints), "seconds": outcome.seconds}
-        found |= {"total": outcome.total, "rtf": outcome.total / outcome.seconds}
+        found |= {"total": outcome.total, "seconds": outcome.seconds, "rtf": outcome.total / outcome.seconds}
         found["first_chunk_ms"] = 1000 * outcome.arrivals[0]
     return found
-
-
-def clicks(wave: np.ndarray, joints: Sequence[int]) -> int:
-    """Returns how many ends of cross-fades are heard as clicks. A cross-fade begins at a joint, the first sample of a
-    chunk; its ends are clicks if the step there is unusual for the wave and steeper than all others within 5 ms."""
-    steps = np.abs(np.diff(wave))  # (N - 1,): step i leads to sample i + 1
-    ends = [end - 1 for joint in joints for end in (joint, joint + OVERLAP_SAMPLES) if end < len(steps)]
-    usual = np.percentile(np.delete(steps, ends), USUAL_STEPS) if ends else 0.0
-    return sum(
-        bool(steps[at] > usual)
-        and bool(
-            steps[at] > CLICK * np.concatenate([steps[max(0, at - NEARBY) : at], steps[at + 1 : at + 1 + NEARBY]]).max()
-        )
-        for at in ends
-    )
 
 
 def summary(name: str, found: Sequence[Mapping[str, Any]]) -> Row:
@@ -133,7 +110,6 @@ def summary(name: str, found: Sequence[Mapping[str, Any]]) -> Row:
 
     row: Row = {"name": name, "answers": len(found), "failed": len(found) - len(good)}
     row["error_rate"], row["rtf"] = ratio("errors", "units"), ratio("total", "seconds")
-    row["clicks"] = ratio("clicks", "joints")
     for key in ("dnsmos", "similarity", "silent", "clipped"):
         row[key] = float(np.mean(values(key))) if values(key) else None
     for key in ("first_chunk_ms", "leading_silence_ms"):
