@@ -159,6 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             except FAILURES as error:
                 print(f"    failed: {error}", file=sys.stderr, flush=True)
                 failed += 1
+    count = len(args.capability) * len(wanted)
+    print(f"{count - failed} of {count} plans exist")
     return min(1, failed)
 
 
