@@ -38,7 +38,7 @@ class FlowOptions:
     """How a stack's `loader` is to load its flow.
 
     runtime: of the flow's estimator (docs/gpu.md), already resolved. prompt_cache_bytes: for prompt caches of
-    voices, if the flow has them.
+    voices, if the flow has them. retries: whether what is not finite is computed again in float32.
     """
 
     stack: Stack
@@ -48,6 +48,7 @@ class FlowOptions:
     steps: int
     limits: BatchLimits
     prompt_cache_bytes: int
+    retries: bool = True
 
     @property
     def graphs(self) -> bool:
@@ -72,7 +73,7 @@ class FlowOptions:
             device=self.device,
             max_hop_tokens=self.limits.max_hop_tokens,
         )
-        load_exact = None if self.exact else partial(load_network, path, self.device)
+        load_exact = partial(load_network, path, self.device) if self.retries and not self.exact else None
         options = {"limits": self.limits, "steps": self.steps, "graphs": self.graphs, "load_exact": load_exact}
         return network, options
 

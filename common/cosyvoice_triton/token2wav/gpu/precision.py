@@ -84,6 +84,7 @@ class Precision:
                 steps=steps,
                 limits=one,
                 prompt_cache_bytes=1 << 30,
+                retries=False,  # a voice that needs it does so for every new stream
             )
             try:
                 return _mel(loader(stack.loader)(flow_path, options), prompt, tokens)
