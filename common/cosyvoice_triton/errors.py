@@ -16,6 +16,10 @@ import re
 
 MAX_RETRY_SECONDS = 30
 
+# Triton's words for a full /dev/shm, with the name of a region, which is not for callers; and ours.
+SHARED_MEMORY = re.compile(r"\bshared memory (pool|region)|No space left on device", re.IGNORECASE)
+NO_SHARED_MEMORY = "the server has no shared memory left (/dev/shm)"
+
 
 class LostAnswerError(RuntimeError):
     """Another model answered without outputs: Triton's response cache stores a failure as an empty success."""

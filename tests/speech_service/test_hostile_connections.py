@@ -1,14 +1,19 @@
 """Connections that offer what is not taken, or begin what they do not end, over raw sockets, with a stub Triton."""
 
+import contextlib
 import json
 import os
 import re
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx2 as httpx
 import pytest
+from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.speech_service.settings import Settings
 
 from tests.support.speech_fixtures import SPEECH, TEXT, serving, stub_triton, until
@@ -178,6 +183,39 @@ def test_unfinished_bodies_share_a_budget_which_is_given_back(url: str) -> None:
         assert spoken.status_code == 200
     key = {"authorization": "Bearer key"}
     until(lambda: httpx.post(f"{url}{SPEECH}", content=b" " * half, headers=key).status_code == 400)
+
+
+def test_memory_of_half_sent_bodies_is_bounded_and_given_back() -> None:
+    """In a process of its own. What it holds is compared with what was sent to it."""
+    port, half, flood = free_port(), 9 << 20, 40
+    command = [sys.executable, "-m", "cosyvoice_triton.speech_service", "--url", "localhost:9", "--port", str(port)]
+    with subprocess.Popen([*command, "--max_streams", "4", "--receive_timeout", "30"]) as service:
+
+        def resident() -> int:
+            return int(Path(f"/proc/{service.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+        def answers_at_all() -> bool:
+            try:
+                return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 503
+            except httpx.TransportError:
+                return False
+
+        try:
+            until(answers_at_all)
+            before = resident()
+            for _ in range(2):
+                clients = []
+                for _ in range(flood):
+                    client = opened(f"http://127.0.0.1:{port}", request(KEY, b" " * half)[: -half // 2])
+                    clients.append(client)
+                    with contextlib.suppress(OSError):  # it is refused
+                        client.sendall(b" " * (half // 3))
+                assert resident() - before < flood * half / 4
+                for client in clients:
+                    client.close()
+            until(lambda: answers_at_all() and resident() - before < flood * half / 8)
+        finally:
+            service.terminate()
 
 
 @pytest.mark.parametrize("header", [b"a," * 10_000, b"\xff", b"a, \xe9"], ids=["long", "byte", "letter"])

@@ -17,7 +17,13 @@ from cosyvoice_triton.monitoring import logs
 from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
 from cosyvoice_triton.monitoring.health import Health, reported_failures
 
-from tests.support.fake_triton import InferenceRequest, InferenceResponse, TritonError, wait_until
+from tests.support.fake_triton import (
+    InferenceRequest,
+    InferenceResponse,
+    TritonError,
+    TritonModelException,
+    wait_until,
+)
 
 
 def request(decoupled: bool = False, **inputs: np.ndarray) -> InferenceRequest:
@@ -386,3 +392,13 @@ def test_lines_in_the_log_have_time_model_and_request(published: Path, monkeypat
     line = r"E\d{4} \d\d:\d\d:\d\d\.\d{6} \d+ cosyvoice_triton\.x\] \['r-1\\nE1122 forged'\] it failed: why"
     assert re.fullmatch(line, handler.format(record))
     logs.request_id.reset(token)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, TritonModelException, UnavailableError])
+def test_a_full_shared_memory_is_unavailable_without_the_name_of_its_region(kind: type[Exception]) -> None:
+    text = "Failed to increase the shared memory pool size for key 'tts_0123_7' to 67 bytes: No space left on device"
+    error = triton_io.error_response(kind(text), "m").error()
+    assert (error.code(), error.message()) == (
+        TritonError.UNAVAILABLE,
+        "unavailable: the server has no shared memory left (/dev/shm)",
+    )

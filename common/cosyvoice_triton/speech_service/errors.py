@@ -1,12 +1,18 @@
 """Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}} and an HTTP status."""
 
-import re
 from typing import Any
 
 import grpc
 from starlette.responses import JSONResponse
 
-from cosyvoice_triton.errors import INVALID, UNAVAILABLE, OverloadedError, unavailable_error
+from cosyvoice_triton.errors import (
+    INVALID,
+    NO_SHARED_MEMORY,
+    SHARED_MEMORY,
+    UNAVAILABLE,
+    OverloadedError,
+    unavailable_error,
+)
 from cosyvoice_triton.speech_service.fields import named
 
 _CLIENT_ERRORS = {
@@ -23,9 +29,6 @@ _SERVER_ERRORS = {
 # Triton's words for a model that it does not serve at the moment: it starts, stops or reloads. (Requests name only
 # models that it reported as ready.)
 _NOT_SERVED = ("Request for unknown model", "Server is stopping")
-
-# Triton's words for a full /dev/shm, with the name of a region, which is not for callers.
-_NO_SHARED_MEMORY = re.compile(r"\bshared memory (pool|region)|No space left on device", re.IGNORECASE)
 
 NOTHING = "nothing_to_speak"
 OVERLOADED = "overloaded"  # code of the refusal of a Triton that has as many listeners as it can serve
@@ -82,8 +85,8 @@ def from_triton(status: str | None, message: str | None) -> ApiError:
         if isinstance(error, OverloadedError):
             return ApiError(429, str(error), code=OVERLOADED, retry_after=round(error.retry_after))
         status, text = str(grpc.StatusCode.UNAVAILABLE), text.removeprefix(UNAVAILABLE)
-    if _NO_SHARED_MEMORY.search(text):
-        status, text = str(grpc.StatusCode.UNAVAILABLE), "the server has no shared memory left (/dev/shm)"
+    if SHARED_MEMORY.search(text):
+        status, text = str(grpc.StatusCode.UNAVAILABLE), NO_SHARED_MEMORY
     if text.startswith(_NOT_SERVED):
         status = str(grpc.StatusCode.UNAVAILABLE)
     if status in _CLIENT_ERRORS:

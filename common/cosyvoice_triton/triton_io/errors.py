@@ -17,6 +17,8 @@ import triton_python_backend_utils as pb_utils  # noqa: TID251
 
 from cosyvoice_triton.errors import (
     INVALID,
+    NO_SHARED_MEMORY,
+    SHARED_MEMORY,
     UNAVAILABLE,
     ModelCallError,
     ModelDownError,
@@ -39,6 +41,9 @@ MAX_MESSAGE_CHARS = 500  # gRPC carries errors in escaped headers, of which a cl
 
 def error_response(error: BaseException, model: str) -> Any:
     """The error response for `error`. Logs what is not the caller's mistake, and has the model tested after a bug."""
+    if isinstance(error, (RuntimeError, pb_utils.TritonModelException)) and SHARED_MEMORY.search(str(error)):
+        logger.warning("%s: %s", model, error)
+        error = UnavailableError(NO_SHARED_MEMORY)
     code, message = pb_utils.TritonError.INTERNAL, f"{model}: {type(error).__name__}: {error}"
     if isinstance(error, ValueError):
         code, message = pb_utils.TritonError.INVALID_ARG, f"{INVALID}{error}"
