@@ -111,6 +111,10 @@ def _unit(match: re.Match[str]) -> str:
     return amount + _UNITS[match[3]] + (f"每{_UNITS[match[4]]}" if match[4] else "")
 
 
+def _thousands(digits: str) -> str:
+    return number(f"{float(digits.replace(',', '')) * 1000:.0f}")
+
+
 def _plus(match: re.Match[str]) -> str:
     return "加" if "=" in match.string or match[1].isdigit() and match[2].isdigit() else match[0]
 
@@ -167,7 +171,7 @@ _read = reader(
     # Numbers that are said digit by digit.
     (r"\d{3}|\d\D\d|后", [
     (r"(?<![\d.])\+?(?:86[- ]?)?1[3-9]\d[- ]?\d{4}[- ]?\d{4}(?![\d.])", _spelled),
-    (r"(?<![\d.])[(（]?0\d{2,3}[)）]?[- ]?\d{7,8}(?!\d)", _spelled),
+    (r"(?<![\d.])[(（]?0\d{2,3}[)）]?[- ]?\d{3,4}[- ]?\d{4}(?!\d)", _spelled),
     (r"(?<![\d.])(?:400|800)[- ]\d{3,4}[- ]\d{3,4}(?!\d)", _spelled),
     (rf"({_CALL}\s?)(1\d{{2}}|9\d{{2}}|1\d{{4}}|9\d{{4}})(?!\d|[.,]\d|\s?(?:元|块|个|人|万|亿|次|分|%|年|天|岁|折|斤))",
      lambda match: match[1] + chinese_digits(match[2])),
@@ -176,7 +180,7 @@ _read = reader(
      lambda match: "，".join(map(chinese_digits, re.split("[- ]", match[0])))),
     (rf"({_ID})(\d{{3,}})(?![\d,.]*\d|[元块个人万亿年月日])", lambda match: match[1] + chinese_digits(match[2])),
     (rf"{_FIRST}\d{{3,4}}(?=(?:号)?(?:房间|房|教室|会议室|病房|包间|包厢|寝室|宿舍|室))", _spelled),
-    (r"(?:(?<=[座栋幢])|(?<=单元))\d{3,4}(?!\d|[.,]\d|[元块个人户万亿米平])", _spelled),
+    (r"(?:(?<=[座栋幢])|(?<=单元|号楼))\d{3,4}(?!\d|[.,]\d|[元块个人户万亿米平])", _spelled),
     (rf"{_FIRST}(?:\d{{3,4}}(?=(?:{_EVENT}))|(?:985|211)(?=[、和/高院大名工学硕本])|(?:996|007|404)(?![.\d]|\s?(?:{_MEASURE}|%)))", _spelled),
     (r"(?<=[A-Z] )\d{4}(?![\d.,]*\d|\s?[年万亿元人个台辆])", _spelled),
     (r"(?<![\d.])[05-9][05](?=后(?![退续来面边，。再]))", _spelled),
@@ -187,6 +191,7 @@ _read = reader(
     (r"(?<![\d.-])(\d{4})([-/.])(1[0-2]|0?[1-9])\2(3[01]|[12]\d|0?[1-9])(?![.-]?\d)日?", _date),
     (rf"(?<!\d)((?:1\d|20)\d\d)年?{_DASH}((?:1\d|20)\d\d)(?=学?年|财年|赛季)",
      lambda match: f"{chinese_digits(match[1])}{'年' if match.string[match.end()] == '年' else ''}到{chinese_digits(match[2])}"),
+    (rf"(?<=\d月){_DASH}(?=\d\d?月)", "到"),
     (r"(?<![\d.])(\d{1,2})·(\d{1,2})(?!\d)", _spelled),
     (r"(?<![\d.])[4-9]\d(?=年(?:出?生|毕业|参军|入[伍学党]|结婚|属|高考|[级版款]|的(?:人|车|老)|[春夏秋冬]))", _spelled),
     (r"(公元前|距今)(\d+)(?=年)", lambda match: match[1] + chinese(int(match[2]))),
@@ -227,8 +232,9 @@ _read = reader(
     (r"(?<=[元块角分次件万人GB])/(人|位|个|天|日|月|年|小时|分钟|秒|次|件|份|斤|公斤|千克|吨|平米?|平方米|晚|间|瓶|盒|张|课时|节|周|米|公里|升|度|kg)",
      lambda match: f"每{_UNITS.get(match[1], match[1])}"),
     ]),
-    # Shares, temperatures, units.
+    # Thousands, shares, temperatures, units.
     (r"[%％‰℃℉°度]|\d[万亿千百]?\s?[A-Za-zμµ㎡]", [
+    (rf"(?<![A-Za-z\d.])({_ND})[kK]{_DASH}({_ND})[kK](?![A-Za-z\d])", lambda match: f"{_thousands(match[1])}到{_thousands(match[2])}"),
     (rf"(?<!\d)({_ND})[%％]?{_DASH}({_ND})[%％]", _percent_range),
     (rf"(?<![A-Za-z\d%])-({_ND})([%％‰])", lambda match: f"负{_share('‰' if match[2] == '‰' else '%')}{number(match[1])}"),
     (rf"({_ND})\s?([%％‰])", lambda match: _share("‰" if match[2] == "‰" else "%") + number(match[1])),
@@ -243,7 +249,7 @@ _read = reader(
     # Arithmetic.
     (r"[×xX*÷+=≥≤<>≠≈±^²³π-]", [
     (r"7\s?[×xX*]\s?24(?=\s?(?:小时|$|[，。全]))", "七乘二十四"),
-    (r"(?<=\d)\s?[×*]\s?(?=\d)", "乘以"),
+    (r"(?<=[\d米寸尺])\s?[×*]\s?(?=[\d一二三四五六七八九十两])", "乘以"),
     (r"(?<=\d)\s?÷\s?(?=\d)", "除以"),
     (r"(?<=[\w)])\^(-?\d{1,3})", _power), (r"π", "派"),
     (r"(?<=([\da-z²³方)]))\s?\+\s?(?=([\da-z(]))", _plus),

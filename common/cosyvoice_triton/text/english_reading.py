@@ -2,7 +2,7 @@
 
 import re
 
-from cosyvoice_triton.text.english_words import ADDRESS, MONTHS, address, words
+from cosyvoice_triton.text.english_words import ADDRESS, MONTHS, address, named, words
 from cosyvoice_triton.text.numbers import LONGEST, english, english_digits, english_ordinal, english_year
 from cosyvoice_triton.text.rules import reader
 
@@ -325,6 +325,7 @@ _read = reader(
     ]),
     # Units, versions, scales.
     (r"\d[ -]?[A-Za-zµμ]|[vV]\d|\.\d+\.", [
+    (r"(?<![\w.,])(\d+ ?hr?s?) ?(\d+) ?m(?![\w/²³])", r"\1 \2 min"),
     (rf"(?<![\w.,])({_ND})[ -]?({_UNIT})(?![\w²³/°]|['’][a-z])", _unit),
     (r"(?<![\w.,])([248])K(?= (?!people|users|views|followers|subscribers|dollars|a\b))|(?<![\w.,])(5|10)[kK](?= (?:run|race|walk))",
      lambda match: f"{english(int(match[1] or match[2]))} K"),
@@ -360,4 +361,4 @@ def read_english(text: str) -> str:
 
 def _without_addresses(text: str) -> str:
     text = words(text)
-    return _read(text) if _NEEDED.search(text) else text
+    return named(_read(text) if _NEEDED.search(text) else text)

@@ -70,6 +70,29 @@ _BESIDE: list[Rule] = [
     (r"(?<=\w)\+\+(?!\w)", " plus plus"), (r"(?<=\w)_(?=\w)", " underscore "), (r"\bC#", "C sharp"),
 ]  # fmt: skip
 
+# Signs that no rule read: named, alone or beside a word.
+_NAMES = _SIGNS | {
+    "$": "dollar",
+    "€": "euro",
+    "£": "pound",
+    "¥": "yen",
+    "°": "degree",
+    "^": "to the power of",
+    "©": "copyright",
+    "™": "trademark",
+}
+_NAMES |= {"®": "registered", "§": "section", "×": "times", "÷": "divided by"}
+_BLANKS = re.compile(r"(?<=\s) | (?=[.,;:!?)])")
+_LEFT = re.compile("[$€£¥°©™®§%&@+=#^~×÷]")
+
+
+def named(text: str) -> str:
+    """Return `text` with the names of the signs that are left in it."""
+    if not _LEFT.search(text):
+        return text
+    return _BLANKS.sub("", _LEFT.sub(lambda match: f"{' ' if match.start() else ''}{_NAMES[match[0]]} ", text))
+
+
 words = reader(
     (r"\.|\b(?:Ave|Blvd|Rd|Ln|Hwy|Pkwy|Sq|Apt)\b", _WORDS), (_DAY + "|" + _MONTH, _CALENDAR), (r"w/|[&@+_]|C#", _BESIDE)
 )

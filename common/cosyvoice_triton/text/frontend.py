@@ -41,7 +41,7 @@ class TextFrontend:
         self._kana = stack == COSYVOICE3
         self.warning = MISSING if self._kana and not kana_available() else ""
         self._transcript = lru_cache(CACHED_TRANSCRIPTS)(self._transcribed)
-        for language in ("zh", "en", "ja"):
+        for language in ("zh", "ja"):
             normalized("1 &", language)  # loads the grammar: half a second that no request should wait for
 
     def segments(

@@ -1,4 +1,5 @@
-"""Numbers, dates, units and currencies as words, by WeTextProcessing's grammars for Chinese, English and Japanese.
+"""Numbers, dates, units and currencies as words: by the rules of a language, then, in Chinese and Japanese, by
+WeTextProcessing's grammar where the rules left a sign.
 
 The grammars are part of the package `wetext`, so nothing is downloaded.
 """
@@ -30,9 +31,6 @@ SPELLING: dict[str, Spelled] = {
 # the package would escape (quotation marks, backslashes).
 _AS_IS = r"""\[(?:[a-z_à-ǜ-]+|[A-Z]{1,2}[0-2]?)\]|</?[a-z]+>|["\\]"""
 
-# The English grammar cannot read a number with a symbol on the wrong side: "#1", "100€".
-_TOUCHING = re.compile(r"(?<=\d)(?=[^\w\s.,:])|(?<=[^\w\s.,:])(?=\d)")
-
 # What requests can ask to have left unchanged, too.
 _PHONE = r"(?<![\w.,-])\+?\(?\d[\d ().-]{5,}\d(?![\w-])"
 _KINDS = {
@@ -44,7 +42,6 @@ _KINDS = {
 _INCHES = re.compile(
     r"""(?<![\w.])(\d{1,2})['’′] ?(\d{1,2})(["”″]|'')?(?!\w)|(?<![\w"])(\d{1,3}(?:\.\d{1,2})?)["″](?=\s[A-Za-z])"""
 )
-_NOT_PLAIN_ENGLISH = re.compile(r"[^\w\s,;:?!'’‘“”()\[\]/*.…—–-]|\d")
 _FOR_GRAMMAR = re.compile(r"[0-9$€£%&@+=<>℃℉°]")  # what the rules left
 
 
@@ -52,7 +49,7 @@ def normalized(sentence: str, language: Language, as_is: Collection[Spelled] = (
     """Return `sentence` with its numbers and symbols as words, surrounding whitespace kept; unreadable parts and those
     in `as_is` stay unchanged.
 
-    Anything but plain words takes about 0.1 ms per character and holds the GIL, so callers go sentence by sentence.
+    Where a grammar is needed it takes 10 ms and holds the GIL, so callers go sentence by sentence.
     """
     if language == "en" and '"' in sentence:
         sentence = _INCHES.sub(_inches, sentence)
@@ -80,13 +77,12 @@ def _read(text: str, language: Language, korean_words: bool) -> str:
     elif language == "ja":
         text = read_japanese(text)
     elif language == "en":
-        text = read_english(text)
+        return read_english(text)
     elif language == "ko" and korean_words:
         return read_korean(text)
     else:
         return text  # the LLM reads digits in these languages
-    left = _NOT_PLAIN_ENGLISH if language == "en" else _FOR_GRAMMAR
-    return _in_words(text, language) if left.search(text) else text
+    return _in_words(text, language) if _FOR_GRAMMAR.search(text) else text
 
 
 def _in_words(text: str, language: Language) -> str:
@@ -94,15 +90,12 @@ def _in_words(text: str, language: Language) -> str:
     core = text.strip()
     if not is_speakable(core):
         return text
-    for attempt in dict.fromkeys((core, _TOUCHING.sub(" ", core))):
-        try:
-            words = _grammar(language).normalize(attempt)
-        except Exception as error:  # usually an assertion of the package; its errors are not documented
-            logger.info("the %s grammar cannot read %r: %s", language, attempt[:80], error or type(error).__name__)
-        else:
-            if is_speakable(words):
-                return text.replace(core, words)
-    return text
+    try:
+        words = _grammar(language).normalize(core)
+    except Exception as error:  # usually an assertion of the package; its errors are not documented
+        logger.info("the %s grammar cannot read %r: %s", language, core[:80], error or type(error).__name__)
+        return text
+    return text.replace(core, words) if is_speakable(words) else text
 
 
 @cache

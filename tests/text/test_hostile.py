@@ -1,0 +1,82 @@
+"""Texts that were written to block: their time grows with their length, and they fail no request."""
+
+from time import thread_time
+
+import pytest
+from cosyvoice_triton.text import TextFrontend, clean_text
+
+HOSTILE = {
+    "digits": "1",
+    "groups of digits": "1,234,",
+    "points": "1.1.1.",
+    "ranges": "1-",
+    "fractions": "1/",
+    "colons": "12:30:",
+    "powers": "2^",
+    "percent": "5%-",
+    "money": "$1.5k",
+    "units": "5 km/h²",
+    "signs": "+-=<>×",
+    "degrees": "-5°C~",
+    "combining marks": "e\u0301",
+    "only combining marks": "a" + "\u0301" * 9,
+    "brackets": "[((",
+    "closed brackets": "[](x)",
+    "quotes": '"“',
+    "stars": "**_",
+    "tags": "<b><i>",
+    "open tags": "<a ",
+    "links": "[a](b",
+    "tables": "|a",
+    "footnotes": "[^1][1]",
+    "hosts": "a.b.",
+    "mail": "a@b.c@",
+    "protocols": "http://",
+    "initials": "J. ",
+    "titles": "Dr. St. ",
+    "months": "Jan-Feb ",
+    "Roman": "King XXIV ",
+    "feet": "6'2\"",
+    "hyphens": "well-known-",
+    "phone": "+1 (555) ",
+    "Chinese": "第3-5章7×24",
+    "Chinese dates": "2024-05-06年",
+    "Chinese scores": "比分1:2-3",
+    "Japanese": "¥1,980-は〜3",
+    "Korean": "3개₩1,000~",
+    "emoji": "👍🏽❤\ufe0f",
+    "pauses": "[pause",
+    "invisible": "\u200b\u200d",
+    "vulgar": "½²",
+}
+CHARS = 2_000
+
+
+def seconds(frontend: TextFrontend, text: str, language: str) -> float:
+    begin = thread_time()
+    list(frontend.segments(clean_text("Go on " + text, name="text", max_chars=10**6), language=language))
+    return thread_time() - begin
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("language", ["zh", "en"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_the_time_of_hostile_text_grows_with_its_length(name: str, language: str) -> None:
+    """A quadratic pattern takes 16 times as long for four times the text."""
+    frontend, unit = TextFrontend(), HOSTILE[name]
+    text = (unit * CHARS)[:CHARS]
+    once, four = (min(seconds(frontend, text * times, language) for _ in range(2)) for times in (1, 4))
+    assert four < 8 * once + 0.03
+
+
+@pytest.mark.serial
+def test_numbers_cost_at_most_a_few_times_plain_text() -> None:
+    frontend = TextFrontend()
+    for language, plain, numbers in (
+        ("zh", "今天天气很好，我们去公园散步吧。", "2024年5月6日共1,234人，增长2.5%。"),
+        ("en", "We walked down to the harbour today. ", "On March 3, 2026, 1,234 paid $12.50. "),
+    ):
+        cost = {
+            text: min(seconds(frontend, (text * 300)[:4096], language) for _ in range(3)) for text in (plain, numbers)
+        }
+        assert cost[numbers] < 10 * cost[plain], language
