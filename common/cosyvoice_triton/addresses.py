@@ -6,6 +6,10 @@ import urllib.request
 from typing import Any
 from urllib.parse import urlsplit
 
+# The details of grpc.aio's INTERNAL if the server has ended a call before the request has left; the server's own status
+# is lost then.
+ENDED_EARLY = "Internal error from Core"
+
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

@@ -14,12 +14,10 @@ from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.addresses import channel_options
+from cosyvoice_triton.addresses import ENDED_EARLY, channel_options
 from cosyvoice_triton.client import requests as speech
 
 CONNECT_SECONDS = 10.0
-# grpc.aio says this, as INTERNAL, if the call ends before the request has left; the server's own status is lost then.
-_REFUSED_EARLY = "Internal error from Core"
 
 
 async def synthesize(
@@ -133,7 +131,7 @@ async def _responses(
                 raise error
             yield result
     except grpc.aio.AioRpcError as error:
-        if error.details() != _REFUSED_EARLY:
+        if error.details() != ENDED_EARLY:
             raise
         message = "the server has ended the call before the request was sent: retry"
         raise InferenceServerException(message, status=str(grpc.StatusCode.UNAVAILABLE)) from error

@@ -15,7 +15,7 @@ import tritonclient.grpc.aio as triton
 from tritonclient.grpc import InferInput, InferRequestedOutput
 from tritonclient.utils import np_to_triton_dtype
 
-from cosyvoice_triton.addresses import channel_options
+from cosyvoice_triton.addresses import ENDED_EARLY, channel_options
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.monitoring.environment import ModelEnvironment
 from cosyvoice_triton.triton_io.errors import exception_of
@@ -57,9 +57,10 @@ class Streams:
                     raise exception_of(self._model, error.message())
                 yield {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
         except grpc.aio.AioRpcError as error:
-            raise UnavailableError(
-                f"{self._model} at {self._address}: {error.code().name}: {error.details()}"
-            ) from None
+            reason = f"{error.code().name}: {error.details()}"
+            if error.details() == ENDED_EARLY:
+                reason = "the server has ended the call before the request was sent: retry"
+            raise UnavailableError(f"{self._model} at {self._address}: {reason}") from None
         finally:
             responses.cancel()
 
