@@ -115,9 +115,7 @@ def test_a_long_text_is_one_stream_of_its_segments(server: Server, voice: np.nda
     first one has the same audio, too: later ones begin with longer hops."""
     segments = list(TextFrontend().segments(LONG_TEXT))
     assert len(segments) > 1 and "three dollars and fifty cents" in segments[0]
-    whole, first, *others = (
-        server.stream(str(text), voice, VOICE_TEXT, seed=3) for text in (LONG_TEXT, *segments)
-    )
+    whole, first, *others = (server.stream(str(text), voice, VOICE_TEXT, seed=3) for text in (LONG_TEXT, *segments))
     assert_speech(whole)
     assert whole.first_chunk < whole.total / 2
     np.testing.assert_allclose(whole.waveform[: first.waveform.size], first.waveform, atol=1e-3)
