@@ -13,7 +13,6 @@ from cosyvoice_triton.text.kana import kana_available
 
 CASES = Path(__file__).parent / "cases"
 LANGUAGES = ["zh", "en", "ja", "ko", "de", "fr", "es", "it", "ru"]
-ALWAYS = ("plain", "polyphone-safe", "quotes")
 frontend = cache(TextFrontend)
 
 
@@ -51,8 +50,7 @@ def test_everyday_text_is_read_as_a_careful_person_reads_it(language: str, named
         segments = read(case["text"], stack_of(case), language=language if named and stack_speaks(case) else "")
         if not passes(case, segments):
             missed[case["id"]] = segments
-            assert case["kind"] not in ALWAYS, (case["text"], segments)
-    assert len(missed) <= 0.03 * len(of_language), missed
+    assert not missed
 
 
 def stack_speaks(case: dict[str, Any]) -> bool:
