@@ -363,7 +363,9 @@ def test_plans_are_built_from_existing_onnx_files_and_kept(tmp_path: Path, capsy
     directory = tiny_onnx.write_stack(tmp_path / stacks.UNET.checkpoint, stacks.UNET)
     for printed in ("built ", "exists already"):
         assert prepare.main(["plans", str(tmp_path), "--stack", "unet", "--capability", "8.9"]) == 0
-        assert capsys.readouterr().out.count(printed) == 3
+        out = capsys.readouterr().out
+        assert out.count(printed) == 3
+        assert f"cosyvoice-triton serve --models {tmp_path} --stack unet --speech-port" in out.splitlines()[-1]
     assert len(list((directory / "tensorrt").glob("*.plan"))) == 3
     assert prepare.main(["plans", str(tmp_path), "--stack", "unet", "--capability", "9.0"]) == 1
     assert "builds no plans for compute capability 9.0" in capsys.readouterr().err

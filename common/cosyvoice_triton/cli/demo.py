@@ -12,6 +12,8 @@ import asyncio
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -43,7 +45,11 @@ def main(argv: list[str] | None = None) -> int:
         print("error: interrupted; everything was shut down", file=sys.stderr)
         return 130
     print(speech.summary())
+    stack = "" if args.stack == stacks.DEFAULT.name else f" --stack {args.stack}"
     print(f"written to         {args.output}")
+    print(f"play it            aplay {args.output}")
+    print(f"keep it serving    cosyvoice-triton serve{stack} --speech-port 10086")
+    print("then               http://localhost:10086/ in a browser, or: cosyvoice-triton say 'Hello.'")
     print("A small synthetic voice for demos; README.md describes how to serve the official weights.")
     return 0
 
@@ -64,23 +70,29 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def run(stack: str, text: str, speaker: str, ports: Ports) -> SpeechResult:
     """Make what is not there yet, serve it, ask once, shut down. Raises ValueError, RuntimeError or OSError."""
-    step(1, f"demo checkpoint, a small trained voice: {steps.DEMO}")
-    steps.demo(steps.DEMO, stack)
+    with step(1, f"demo checkpoint, a small trained voice: {steps.DEMO}"):
+        steps.demo(steps.DEMO, stack)
     repository = Path("build", stack)
-    step(2, f"model repository of the {stack} stack: {repository}")
     options = StackOptions(models_dir=steps.DEMO, stack=stack, device="cpu")
-    render(options, repository)
-    step(3, "tritonserver: starting and loading the models")
-    begun = time.monotonic()
-    with TritonServer(repository.resolve(), ports=ports) as server:
-        print(f"      ready after {time.monotonic() - begun:.1f} s: HTTP {server.http_url}, gRPC {server.grpc_url}")
-        step(4, f"one streaming request in the voice {speaker}: {text}")
+    with step(2, f"model repository of the {stack} stack: {repository}"):
+        render(options, repository)
+    with ExitStack() as running:
+        with step(3, "tritonserver: starting and loading the models"):
+            server = running.enter_context(TritonServer(repository.resolve(), ports=ports))
         utterance = Utterance(text, speaker=speaker, parameters={"seed": SEED})
-        return asyncio.run(synthesize(server.grpc_url, options.orchestrator, utterance))
+        with step(4, f"one streaming request in the voice {speaker}: {text}"):
+            return asyncio.run(synthesize(server.grpc_url, options.orchestrator, utterance))
 
 
-def step(number: int, what: str) -> None:
-    print(f"[{number}/{STEPS}] {what}", flush=True)
+@contextmanager
+def step(number: int, what: str) -> Iterator[None]:
+    """Print a step as it begins, and its seconds at the end of the same line."""
+    print(f"[{number}/{STEPS}] {what}", end="", flush=True)
+    begun = time.monotonic()
+    try:
+        yield
+    finally:
+        print(f" ({time.monotonic() - begun:.1f} s)", flush=True)
 
 
 if __name__ == "__main__":

@@ -60,15 +60,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.step == "demo":  # writes its directory atomically, so it needs no lock
             steps.report(args.models, steps.demo(args.models), "a small trained voice, see demo_voice/README.md")
-            return 0
-        with steps.only_one(args.models):
-            {"download": steps.download, "engine": steps.build, "plans": steps.plans}[args.step](args.models, args)
+        else:
+            with steps.only_one(args.models):
+                {"download": steps.download, "engine": steps.build, "plans": steps.plans}[args.step](args.models, args)
     except (ValueError, RuntimeError, OSError) as error:  # DownloadError and EngineError are RuntimeErrors
         print(f"prepare {args.step}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"prepare {args.step}: interrupted; run again to continue", file=sys.stderr)
         return 130
+    stack = f" --stack {args.stack}" if args.step != "demo" else ""
+    if args.step == "download":
+        print(f"without a GPU:  cosyvoice-triton prepare engine {args.models}{stack} --kind onnxruntime_genai")
+    print(f"next:           cosyvoice-triton serve --models {args.models}{stack} --speech-port 10086")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Speak a text at a running server, and write it to a file or play it.
 
-    cosyvoice-triton say "Good morning."                                       the demo's voice rms -> output.wav
+    cosyvoice-triton say "Good morning."                                       the demo's voice rms -> out/say.wav
     cosyvoice-triton say "Good morning." --voice slt --play                    heard while it is being rendered
     cosyvoice-triton say "Good morning." --server gpu1:8001 --reference anna.wav --reference-text "What she says."
 
@@ -46,7 +46,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pronunciation", type=words, metavar="FILE", help="words = readings, a line each")
     parser.add_argument("--parameter", type=parameter, action="append", default=[], metavar="NAME=VALUE", help="seed=2")
     parser.add_argument("--timeout", type=positive_number, default=120.0, help="seconds for the whole answer (120)")
-    parser.add_argument("--output", type=Path, default=Path("output.wav"), help="24 kHz, 16 bit (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("out/say.wav"), help="24 kHz, 16 bit (default: %(default)s)"
+    )
     parser.add_argument("--play", action="store_true", help="play it instead of writing it")
     return parser
 

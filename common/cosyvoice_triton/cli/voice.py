@@ -21,9 +21,7 @@ from pathlib import Path
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli.arguments import words
 from cosyvoice_triton.errors import UnavailableError
-from cosyvoice_triton.prepare.voice import add_voice, delete_voice
 from cosyvoice_triton.server.rendering import StackOptions
-from cosyvoice_triton.voice.book import VoiceBook
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -52,6 +50,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     options = StackOptions(models_dir=args.models_dir, stack=args.stack)
+    # They import torch, which takes a second that --help and a wrong option need not wait for.
+    from cosyvoice_triton.prepare.voice import add_voice, delete_voice
+    from cosyvoice_triton.voice.book import VoiceBook
+
     try:
         if args.action == "add":
             source = args.reference_audio, args.reference_text

@@ -191,7 +191,8 @@ def weights_of(directory: Path) -> Literal["trained", "random"] | None:
 
 
 def _write_random(root: Path, sizes: CheckpointSizes, seed: int) -> None:
-    progress = tqdm(parts(sizes, seed).items(), desc="demo checkpoint (random weights)", unit="part")
+    # disable=None: no bar if standard error is no terminal, whose log would get a line for each of its states.
+    progress = tqdm(parts(sizes, seed).items(), desc="demo checkpoint (random weights)", unit="part", disable=None)
     for name, write in progress:
         progress.set_postfix_str(name)
         path = root / name

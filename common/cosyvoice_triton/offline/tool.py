@@ -1,9 +1,12 @@
 """How the offline tools end: exit codes and the samples that failed."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import torch
 
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.load.samples import Sample
@@ -29,6 +32,9 @@ class Failure(NamedTuple):
 def exit_code(tool: str, run: Callable[[], int], interrupted: str = "interrupted") -> int:
     """What `run` returns; 1 with one line on standard error if it cannot start, 130 if it is interrupted."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if "OMP_NUM_THREADS" not in os.environ:
+        # The LLM has threads of its own: torch's would wait for cores that those keep busy, ten times as long.
+        torch.set_num_threads(1)
     try:
         return run()
     except (ValueError, RuntimeError, OSError, ImportError) as error:

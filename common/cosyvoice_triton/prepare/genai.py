@@ -46,8 +46,10 @@ def _build(model_dir: Path, built: Path, cache: Path, precision: str) -> None:
     # Serving reads only the logits of the last position; those of a long prompt take 100 MB at the official vocabulary.
     command += ["--extra_options", "prune_lm_head=true"]
     offline = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    # Its standard output has a line per layer and quantised matrix; progress bars go to standard error.
-    finished = subprocess.run(command, env=offline, check=False, stdout=subprocess.PIPE, text=True, errors="replace")
+    # It prints a line per layer and quantised matrix, and progress bars.
+    finished = subprocess.run(
+        command, env=offline, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
     if finished.returncode:
         print(finished.stdout, file=sys.stderr)
         raise RuntimeError(f"the model builder exited with {finished.returncode} on {model_dir}")

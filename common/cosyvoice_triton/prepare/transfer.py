@@ -48,7 +48,7 @@ def download(url: str, path: Path) -> None:
         length = int(answer.headers.get("Content-Length") or 0)
         with (
             part.open("ab" if continued else "wb") as file,
-            tqdm(desc=path.name, total=length or None, unit="B", unit_scale=True) as progress,
+            tqdm(desc=path.name, total=length or None, unit="B", unit_scale=True, disable=None) as progress,
         ):
             received = 0
             while block := answer.read(BLOCK):
