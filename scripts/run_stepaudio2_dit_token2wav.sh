@@ -158,7 +158,7 @@ if stage 8 "benchmark of the disaggregated servers"; then
     for ((gpus = 1; gpus <= TOKEN2WAV_GPUS; gpus++)); do
         servers=()
         for ((i = 0; i < gpus * INSTANCES_PER_GPU; i++)); do servers+=("127.0.0.1:$((TOKEN2WAV_GRPC_PORT + i))"); done
-        "$PYTHON" -m cosyvoice_triton.load.benchmark --servers "${servers[@]}" --token2wav-gpus "$gpus" --llm-gpus 1 \
+        "$PYTHON" -m cosyvoice_triton.load.benchmark --server "${servers[@]}" --token2wav-gpus "$gpus" --llm-gpus 1 \
             --model-name cosyvoice2_dit --concurrency "${TASKS_PER_INSTANCE[@]}" "${DATA[@]}" \
             --title "disaggregated, $gpus x $INSTANCES_PER_GPU token2wav" --output "$OUT/disaggregated_${gpus}_gpus"
     done

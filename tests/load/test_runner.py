@@ -165,7 +165,7 @@ def test_a_listener_sends_its_next_request_after_the_audio_has_been_played(
     monkeypatch.setattr(runner, "LISTENERS_SPREAD", 0.0)
     rows = manifest(tmp_path, ["Hello."])
     more = ["--manifest-path", rows, "--num-requests", "2", "--warmup-requests", "0", "--output", str(tmp_path / "out")]
-    assert benchmark.main(["--servers", stub.address, "--listeners", "1", *more]) == 0
+    assert benchmark.main(["--server", stub.address, "--listeners", "1", *more]) == 0
     result = json.loads((tmp_path / "out.json").read_text())
     played = SCHEDULE[0] + len(SCHEDULE) * CHUNK_SECONDS
     assert -0.01 < result["rows"][0]["processing_seconds"] - (played + SCHEDULE[-1]) < played, "it waited once"

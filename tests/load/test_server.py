@@ -73,7 +73,7 @@ def test_new_voices_are_not_in_the_caches_of_the_server(serve: Serve, tmp_path: 
 
 def test_a_sweep_over_two_addresses_writes_tables_and_a_plot(serve: Serve, tmp_path: Path) -> None:
     port = serve(stack="dit").grpc_url.split(":")[1]
-    servers = ["--servers", f"127.0.0.1:{port}", f"localhost:{port}", "--token2wav-gpus", "2", "--llm-gpus", "1"]
+    servers = ["--server", f"127.0.0.1:{port}", f"localhost:{port}", "--token2wav-gpus", "2", "--llm-gpus", "1"]
     more = ["--num-requests", "4", "--warmup-requests", "1", "--concurrency", "1", "2", "--title", "A run"]
     assert benchmark.main([*servers, *more, "--output", str(tmp_path / "a")]) == 0
     tables = (tmp_path / "a.md").read_text()
@@ -87,7 +87,7 @@ def test_a_sweep_over_two_addresses_writes_tables_and_a_plot(serve: Serve, tmp_p
 
 def test_the_table_of_a_sweep_over_rates_is_labelled_with_the_rates(serve: Serve, tmp_path: Path) -> None:
     more = ["--request-rates", "2", "4", "--num-requests", "4", "--output", str(tmp_path / "rates")]
-    assert benchmark.main(["--servers", serve(stack="dit").grpc_url, *more]) == 0
+    assert benchmark.main(["--server", serve(stack="dit").grpc_url, *more]) == 0
     assert "| Requests per Second | RTF |" in (tmp_path / "rates.md").read_text()
 
 

@@ -125,7 +125,7 @@ def benchmark(
     server: TritonServer, options: StackOptions, listeners: int, requests: int, more: Sequence[str], output: Path
 ) -> dict[str, Any]:
     """Measures one load, after as many requests of warm-up as there are listeners. more: further options."""
-    command = [sys.executable, "-m", "cosyvoice_triton.load.benchmark", "--servers", server.grpc_url]
+    command = [sys.executable, "-m", "cosyvoice_triton.load.benchmark", "--server", server.grpc_url]
     command += ["--model-name", stacks.named(options.stack).orchestrator, "--warmup-requests", str(listeners)]
     command += ["--concurrency" if listeners == 1 else "--listeners", str(listeners)]
     command += ["--num-requests", str(requests + (listeners if listeners > 1 else 0)), "--output", str(output)]

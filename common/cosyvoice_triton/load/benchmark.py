@@ -7,7 +7,7 @@
 Writes OUTPUT.md, OUTPUT.json and OUTPUT.png. The default texts and voices are those of the package's samples.
 The load can be spread over several servers, such as token2wav instances on separate GPUs that share one LLM:
 
-    cosyvoice-triton bench load --servers localhost:18001 localhost:18003 --token2wav-gpus 2 --llm-gpus 1
+    cosyvoice-triton bench load --server localhost:18001 localhost:18003 --token2wav-gpus 2 --llm-gpus 1
 
 `--concurrency` is per server; concurrent_tasks_per_gpu = concurrency * servers / (token2wav GPUs + LLM GPUs).
 docs/clients.md defines each figure.
@@ -82,7 +82,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--servers", nargs="+", default=[f"localhost:{GRPC_PORT}"], metavar="HOST:PORT", help="gRPC addresses"
+        "--server",
+        dest="servers",
+        nargs="+",
+        default=[f"localhost:{GRPC_PORT}"],
+        metavar="HOST:PORT",
+        help="gRPC addresses",
     )
     parser.add_argument("--mode", choices=("streaming", "offline"), default="streaming")
     add_voice_arguments(parser)
