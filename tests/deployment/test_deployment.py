@@ -22,7 +22,7 @@ from tests.support.compose import MISSING, compose_command
 COMPOSE = ("docker-compose.yml", "docker-compose.dit.yml")
 COSYVOICE3 = "docker-compose.cosyvoice3.yml"  # its LLM is always inside Triton
 CPU, RANDOM = "deploy/compose/cpu.yml", "deploy/compose/random.yml"
-LLMS = ("vllm", "triton", "trtllm-serve", "trtllm-backend", "elsewhere")
+LLMS = ("cuda", "vllm", "trtllm-serve", "trtllm-backend", "elsewhere")
 SOURCES = [
     ROOT / file for file in (*COMPOSE, COSYVOICE3, CPU, RANDOM, "deploy/compose/services.yml", "deploy/compose/llm.yml")
 ]
@@ -183,6 +183,7 @@ def test_the_setting_llm_decides_what_starts(file: str, llm: str) -> None:
     arguments = render.build_parser().parse_args(["models", "repository", *options])
     transport = "openai" if llm in ("vllm", "trtllm-serve", "elsewhere") else "triton"
     assert arguments.llm_transport == transport
+    assert (arguments.llm_engine == "cuda") == (llm == "cuda")
     if "llm" in wanted:
         assert arguments.llm_urls == ["http://llm:8000/v1"]
         command = services["llm"]["command"]
@@ -197,11 +198,21 @@ def test_the_setting_llm_decides_what_starts(file: str, llm: str) -> None:
 
 
 @needs_compose
+@pytest.mark.parametrize("file", [*COMPOSE, COSYVOICE3])
+def test_without_settings_one_image_serves_with_our_llm_engine(file: str) -> None:
+    services = composed(file)["services"]
+    assert started(services) == {"download", "tts", "gateway", "speech"}
+    assert {services[name]["image"] for name in ("download", "tts", "speech")} == {"cosyvoice-triton:gpu"}
+    arguments = render.build_parser().parse_args(["m", "r", *services["tts"]["environment"]["LLM_OPTIONS"].split()])
+    assert (arguments.llm_transport, arguments.llm_engine) == ("triton", "cuda")
+
+
+@needs_compose
 def test_cosyvoice3_has_its_llm_in_triton_and_its_own_checkpoint() -> None:
     services = composed(COSYVOICE3, LLM="vllm")["services"]
     assert not {"llm", "engine", "plans"} & services.keys()
     assert services["tts"]["environment"]["STACK"] == "cosyvoice3"
-    assert services["tts"]["environment"]["LLM_OPTIONS"] == "--llm-transport triton"
+    assert services["tts"]["environment"]["LLM_OPTIONS"] == "--llm-engine cuda"
     parsed = prepared(services["download"]["command"])
     assert (parsed.step, parsed.stack, parsed.hub) == ("download", "cosyvoice3", "huggingface")
 
@@ -209,7 +220,7 @@ def test_cosyvoice3_has_its_llm_in_triton_and_its_own_checkpoint() -> None:
 @needs_compose
 def test_vllm_serve_finds_our_logits_processor(tmp_path: Path) -> None:
     """In the package that the download copies to the volume; it imports what vLLM's image has."""
-    services = composed("docker-compose.dit.yml")["services"]
+    services = composed("docker-compose.dit.yml", LLM="vllm")["services"]
     llm = services["llm"]
     (models,) = (Path(volume["target"]) for volume in llm["volumes"])
     assert Path(llm["environment"]["PYTHONPATH"]) == models / steps.PYTHON_PATH
