@@ -73,7 +73,7 @@ $(VENV)/.server: $(VENV)/.python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.server
 	@echo 'setup: installing what tests and checks need'
-	@$(PIP) install $(LOCKED) $(EXTRA_INDEX) -e '.[client,http,server,dev]'
+	@$(PIP) install $(LOCKED) $(EXTRA_INDEX) -e '.[client,http,japanese,server,dev]'
 	@$(PIP) install --no-deps --group qwen-vocabulary --group resemblyzer
 	@touch $@
 
@@ -156,7 +156,7 @@ bench: $(VENV)/.dev demo-checkpoint ## measure token2wav's first chunk and liste
 lock: $(VENV)/.dev ## write constraints.txt: the version of every library that make installs
 	@$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 --no-emit-index-url --no-annotate \
 		--custom-compile-command 'make lock' --output-file constraints.txt \
-		$(foreach extra,client http server dev,--extra $(extra)) pyproject.toml
+		$(foreach extra,client http japanese server dev,--extra $(extra)) pyproject.toml
 
 soak: $(VENV)/.server ## mixed load and faults for MINUTES (10), every request accounted for; writes out/soak.md
 	@$(IN_VENV) -m tests.soak --minutes $(MINUTES) $(SOAK_ARGS)
