@@ -56,12 +56,11 @@ def test_a_bad_offline_request_is_refused_with_its_value(stack: str, server: Any
     assert answer.error is not None and words in answer.error
 
 
-@pytest.mark.parametrize("client", ["asyncio", "sync"])
 @pytest.mark.parametrize("stack", ["dit"], indirect=True)
-def test_the_load_client_measures_them(stack: str, client: str, server: Any, tmp_path: Path) -> None:
+def test_the_load_client_measures_them(stack: str, server: Any, tmp_path: Path) -> None:
     host, port = server.grpc_url.split(":")
     options = ["--server-addr", host, "--server-port", port, "--manifest-path", str(samples.MANIFEST)]
-    options += ["--num-requests", "4", "--num-tasks", "2", "--mode", "offline", "--client", client]
+    options += ["--num-requests", "4", "--num-tasks", "2", "--mode", "offline"]
     assert client_grpc.main([*options, "--log-dir", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "summary.json").read_text())
     assert (result["requests"], result["errors"]) == (4, 0) and result["stages_ms"] == {}
