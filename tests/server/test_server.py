@@ -189,6 +189,11 @@ def test_a_port_in_use_is_named(repository):
             pass
 
 
+def child(parent: int | str, command: str) -> str:
+    found = subprocess.run(["pgrep", "-P", str(parent), "-f", command], capture_output=True, text=True, check=True)
+    return found.stdout.split()[0]
+
+
 @pytest.mark.server
 def test_serve_ends_and_names_the_model_if_a_models_process_dies(repository, tmp_path):
     command = [sys.executable, "-m", "cosyvoice_triton.cli.serve", str(repository), "--log-file", str(tmp_path / "log")]
@@ -197,10 +202,8 @@ def test_serve_ends_and_names_the_model_if_a_models_process_dies(repository, tmp
         assert serving.stdout is not None
         while "ready" not in (line := serving.stdout.readline()):
             assert line, "it ended"
-        (stub,) = subprocess.run(
-            ["pgrep", "-f", f"stub {repository}"], capture_output=True, text=True, check=True
-        ).stdout.split()
-        os.kill(int(stub), signal.SIGKILL)
+        tritonserver = child(serving.pid, "bin/tritonserver")
+        os.kill(int(child(tritonserver, "python_backend_stub")), signal.SIGKILL)
         _, errors = serving.communicate(timeout=20)
     assert serving.returncode == 1
     assert errors == "the process of model idle has died; tritonserver has to be restarted\n"
