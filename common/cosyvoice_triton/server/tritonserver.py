@@ -41,8 +41,7 @@ logger = logging.getLogger(__name__)
 READY_POLL_SECONDS = 0.1
 INHERITED = Path("-")
 LOOPBACK = "127.0.0.1"
-# No client of ours needs these calls, and a caller could name a region of shared memory that is the models' own
-# (CVE-2025-23319, -23320, -23334, in releases before 25.07). Loading and unloading models is off by default.
+# A caller could name a region of shared memory that is the models' own (CVE-2025-23319, -23320, -23334, before 25.07).
 CLOSED_APIS = "shared-memory,trace,logging"
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 EPHEMERAL_DEFAULT = 32768, 60999  # Linux's
@@ -222,17 +221,14 @@ class TritonServer:
         """Start the process. ServerError if a port is in use or something is missing on this machine."""
         installation = Installation.find()
         if self.log_file.is_dir():
-            raise ServerError(
-                f"the log file {self.log_file} is a folder; name a file in it: {self.log_file}/server.log"
-            )
+            raise ServerError(f"the log file {self.log_file} is a folder; name a file: {self.log_file}/server.log")
         require_free(self.ports.http, self.http_host)
         require_free(self.ports.grpc, self.grpc_host)
         require_free(self.ports.metrics, self.host)
         self._work.mkdir(exist_ok=True)
         backends = installation.backend_directory(self._work)
         self.metrics_directory.mkdir()
-        # Triton's python backend cuts the paths of models at blanks.
-        (self._work / "models").symlink_to(self.repository.resolve())
+        (self._work / "models").symlink_to(self.repository.resolve())  # its backend cuts paths at blanks
         DrainFile(self._environment.drain_file).reserve()
         command = [str(installation.binary), *self._options(backends, installation.caches)]
         with ExitStack() as files:
