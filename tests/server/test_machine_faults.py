@@ -237,7 +237,7 @@ def test_a_folder_for_the_log_is_one_line(tmp_path: Path, capsys: pytest.Capture
     finally:
         signal.signal(signal.SIGTERM, before)
     error = capsys.readouterr().err
-    assert error == f"the log file {tmp_path} is a folder; name a file in it: {tmp_path}/server.log\n"
+    assert error == f"the log file {tmp_path} is a folder; name a file: {tmp_path}/server.log\n"
 
 
 def test_paths_with_blanks_are_one_argument_of_the_commands_that_make_starts() -> None:
