@@ -93,7 +93,7 @@ def language_of_sentence(sentence: str, text: Language | None) -> Language | Non
 def _of_script(text: str) -> Language | None:
     own = _by_letters(text)
     if own in ("zh", "ja", "ko", "ru"):
-        return own  # type: ignore[return-value]
+        return own  # type: ignore[return-value]  # `in` does not narrow a str
     if own is None and _CHINESE_SIGN.search(text):
         return "zh"
     return None
