@@ -88,6 +88,7 @@ def test_many_random_streams_get_their_own_audio_in_order(kind):
     engine.gate.wait = lambda _: time.sleep(random.random() / 1000)
     if kind is FakeWorkers:
         engine.starts_gate.wait = engine.gate.wait
+    sys.setswitchinterval(1e-5)  # the threads meet at more places
     service = Token2WavService(engine, idle_seconds=60.0)
     talkers = [Talker(service, seed, streams=30) for seed in range(32)]
     for talker in talkers:

@@ -224,10 +224,11 @@ class Token2WavService:
         """
         aborted = False
         for session in self._sessions:
-            if not session.has_turn or not any(queued.request.aborts for queued in session.requests):
+            requests = self._sessions.requests(session)
+            if not session.has_turn or not any(queued.request.aborts for queued in requests):
                 continue
             if session.stream is None and session.must_open and not self._can_open(session):
-                for _ in list(takewhile(lambda queued: not queued.request.aborts, session.requests)):
+                for _ in takewhile(lambda queued: not queued.request.aborts, requests):
                     self._reply(session, UnavailableError(f"{session.id} was ended before it was opened"))
             if session.aborts:
                 self._free(session)

@@ -199,6 +199,12 @@ class Sessions:
         if not has_place and not request.aborts and self.queued >= self._max_requests:
             raise UnavailableError(f"token2wav's queue is full: {self._max_requests} requests wait")
 
+    def requests(self, session: Session) -> list[QueuedRequest]:
+        """Return the requests of a session that wait now; other threads add more at any time, so a loop over the queue
+        itself would fail."""
+        with self._changed:
+            return list(session.requests)
+
     def answered(self, session: Session) -> QueuedRequest:
         """Remove the first request of a session, which gets its reply now. The next one has its turn, or the session
         ends if it has neither requests nor a stream."""
