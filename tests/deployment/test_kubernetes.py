@@ -1,4 +1,4 @@
-"""The manifests, which are never applied here: schemas, references, what kustomize builds of them."""
+"""The manifests, which are never applied here: what kustomize builds of them, schemas, references."""
 
 import re
 import shutil
@@ -7,110 +7,165 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import prepare, render
+from cosyvoice_triton.monitoring import metrics
 from cosyvoice_triton.stacks import Stack
 
 from tests.conftest import ROOT
 
 TOOLS = Path(sys.executable).parent
-MANIFESTS = sorted(path for path in (ROOT / "deploy/k8s").glob("*.yaml") if path.name != "kustomization.yaml")
+COMPONENTS = sorted(path.name for path in (ROOT / "deploy/k8s/components").iterdir())
+
+Objects = dict[tuple[str, str], dict[str, Any]]
 
 
-def documents() -> list[dict[str, Any]]:
-    return [document for path in MANIFESTS for document in yaml.safe_load_all(path.read_text())]
-
-
-@pytest.mark.parametrize("version", ["1.29", "1.33"])
-def test_manifests_match_the_schemas(version: str) -> None:
-    import kubernetes_validate
-
-    for document in documents():
-        kubernetes_validate.validate(document, version, strict=True)
-
-
-def test_all_manifests_are_listed_and_their_references_resolve() -> None:
-    listed = yaml.safe_load((ROOT / "deploy/k8s/kustomization.yaml").read_text())["resources"]
-    assert {path.name for path in MANIFESTS} == {name for name in listed if name.endswith(".yaml")}
-    gateway_files = yaml.safe_load((ROOT / "deploy/nginx/kustomization.yaml").read_text())["configMapGenerator"][0]
-    assert all((ROOT / "deploy/nginx" / name).exists() for name in gateway_files["files"])
-    kinds: dict[str, dict[str, Any]] = {}
-    for document in documents():
-        kinds.setdefault(document["kind"], {})[document["metadata"]["name"]] = document
-    pods = {name: one["spec"]["template"] for name, one in kinds["Deployment"].items()}
-    for name, service in kinds["Service"].items():
-        assert service["spec"]["selector"] == {"app": name} == pods[name]["metadata"]["labels"]
-        ports = {port["name"] for one in pods[name]["spec"]["containers"] for port in one["ports"]}
-        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
-    for name, budget in kinds["PodDisruptionBudget"].items():
-        assert budget["spec"]["selector"]["matchLabels"] == {"app": name} and name in pods
-    assert kinds["HorizontalPodAutoscaler"]["tts"]["spec"]["scaleTargetRef"]["name"] in pods
-    for name, pod in pods.items():
-        volumes = {volume["name"] for volume in pod["spec"].get("volumes", [])}
-        for container in [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]:
-            assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes, name
-        claims = [
-            one["persistentVolumeClaim"]["claimName"]
-            for one in pod["spec"].get("volumes", [])
-            if "persistentVolumeClaim" in one
-        ]
-        assert set(claims) <= set(kinds["PersistentVolumeClaim"])
-
-
-def kustomized(folder: Path) -> list[dict[str, Any]]:
+def kustomized(folder: Path) -> Objects:
     run = subprocess.run([TOOLS / "kubectl", "kustomize", folder], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    return list(yaml.safe_load_all(run.stdout))
+    return {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(run.stdout)}
 
 
-def test_kustomize_builds_every_object() -> None:
-    built = kustomized(ROOT / "deploy/k8s")
-    assert len(built) == len(documents()) + 2  # and the gateway's files, and the stack
-    assert {one["metadata"].get("namespace") for one in built if one["kind"] != "Namespace"} == {"speech"}
-    (files,) = (one for one in built if one["kind"] == "ConfigMap" and "balance.sh" in one["data"])
-    assert files["data"]["balance.sh"] == (ROOT / "deploy/nginx/balance.sh").read_text()
-    deployments = [one["spec"]["template"]["spec"] for one in built if one["kind"] == "Deployment"]
-    images = {one["image"] for pod in deployments for one in [*pod["containers"], *pod.get("initContainers", [])]}
-    assert images == {"cosyvoice-triton:gpu", "vllm/vllm-openai:v0.25.1", "nginx:1.28.0", "redis:7.4.2"}
-    (gateway,) = (pod for pod in deployments if pod["containers"][0]["name"] == "gateway")
-    assert gateway["volumes"][0]["configMap"]["name"] == files["metadata"]["name"]
-
-
-@pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
-def test_two_values_choose_the_stack_of_the_pods(stack: Stack, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
-    path = tmp_path / "deploy/k8s/kustomization.yaml"
-    text = path.read_text().replace("STACK=dit", f"STACK={stack.name}")
-    path.write_text(text.replace("LLM=cosyvoice2_llm", f"LLM={stack.llm.directory}"))
-    built = kustomized(path.parent)
-    maps = {one["metadata"]["name"]: one["data"] for one in built if one["kind"] == "ConfigMap"}
-    pods = [one["spec"]["template"]["spec"] for one in built if one["kind"] == "Deployment"]
-    commands = []
-    for container in (one for pod in pods for one in [*pod["containers"], *pod.get("initContainers", [])]):
-        names = [one["configMapRef"]["name"] for one in container.get("envFrom", []) if "configMapRef" in one]
-        values = {key: value for name in names for key, value in maps[name].items()}
-        commands.append([re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in container["command"]])  # noqa: B023
-    calls = {
-        name: [one[2:] for one in commands if one[:2] == ["cosyvoice-triton", name]] for name in ("prepare", "render")
+def with_components(folder: Path, names: list[str], stack: Stack = stacks.DEFAULT) -> Objects:
+    """What an overlay of a user's builds, with these components and values of a stack."""
+    shutil.copytree(ROOT / "deploy", folder / "deploy")
+    overlay = {
+        "namespace": "speech",
+        "resources": ["../k8s"],
+        "components": [f"../k8s/components/{name}" for name in names],
+        "configMapGenerator": [
+            {"name": "stack", "behavior": "merge", "literals": [f"STACK={stack.name}", f"LLM={stack.llm.directory}"]}
+        ],
     }
-    downloads = [prepare.build_parser().parse_args(one) for one in calls["prepare"]]
-    assert [one.stack for one in downloads] == [stack.name] * 2
-    assert [one.python_path for one in downloads] == [True, False], (
-        "vLLM's PYTHONPATH is what its pod's download copied"
-    )
-    (rendered,) = (render.build_parser().parse_args(one) for one in calls["render"])
+    (folder / "deploy/overlay").mkdir()
+    (folder / "deploy/overlay/kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    return kustomized(folder / "deploy/overlay")
+
+
+def pods_of(objects: Objects) -> dict[str, dict[str, Any]]:
+    return {name: one["spec"]["template"]["spec"] for (kind, name), one in objects.items() if kind == "Deployment"}
+
+
+def containers_of(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*pod["containers"], *pod.get("initContainers", [])]
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Objects:
+    return with_components(tmp_path_factory.mktemp("all"), COMPONENTS)
+
+
+@pytest.mark.parametrize("version", ["1.29", kubernetes_validate.latest_version()])
+def test_manifests_match_the_schemas(version: str, everything: Objects) -> None:
+    for (kind, _), document in everything.items():
+        if kind != "ScaledObject":  # KEDA's
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_references_resolve(everything: Objects) -> None:
+    pods = pods_of(everything)
+    for (kind, name), one in everything.items():
+        if kind == "Service":
+            assert one["spec"]["selector"] == {"app": name}
+            assert everything["Deployment", name]["spec"]["template"]["metadata"]["labels"] == {"app": name}
+            ports = {port["name"] for container in pods[name]["containers"] for port in container["ports"]}
+            assert {port["targetPort"] for port in one["spec"]["ports"]} <= ports
+        if kind in ("PodDisruptionBudget", "NetworkPolicy"):
+            selector = one["spec"].get("selector") or one["spec"]["podSelector"]
+            assert selector == {"matchLabels": {"app": name}} and name in pods
+    backend = everything["Ingress", "speech"]["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]
+    ports = everything["Service", backend["name"]]["spec"]["ports"]
+    assert backend["port"]["name"] in {port["name"] for port in ports}
+    for name, pod in pods.items():
+        volumes = {volume["name"]: volume for volume in pod.get("volumes", [])}
+        for container in containers_of(pod):
+            assert {mount["name"] for mount in container.get("volumeMounts", [])} <= set(volumes), name
+        for volume in volumes.values():
+            if "persistentVolumeClaim" in volume:
+                assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in everything
+            elif not volume.get("secret", {}).get("optional") and "emptyDir" not in volume:
+                assert ("ConfigMap", volume["configMap"]["name"]) in everything
+
+
+def test_the_stack_is_whole_without_a_component() -> None:
+    built = kustomized(ROOT / "deploy/k8s")
+    assert {one["metadata"].get("namespace") for (kind, _), one in built.items() if kind != "Namespace"} == {"speech"}
+    images = {container["image"] for pod in pods_of(built).values() for container in containers_of(pod)}
+    assert images == {"cosyvoice-triton:gpu", "nginx:1.28.0"}
+    (files,) = (one for (kind, _), one in built.items() if kind == "ConfigMap" and "balance.sh" in one["data"])
+    assert files["data"]["balance.sh"] == (ROOT / "deploy/nginx/balance.sh").read_text()
+
+
+def test_the_overlay_sets_every_value() -> None:
+    built = kustomized(ROOT / "deploy/k8s-overlay")
+    secrets = {name for kind, name in built if kind == "Secret"}
+    pods = pods_of(built)
+    named = {
+        one["secretRef"]["name"]
+        for pod in pods.values()
+        for each in containers_of(pod)
+        for one in each.get("envFrom", [])
+        if "secretRef" in one
+    }
+    assert secrets == named, "the keys and the hub's token reach their pods"
+    images = {container["image"] for pod in pods.values() for container in containers_of(pod)}
+    assert "registry.example.com/cosyvoice-triton:gpu" in images and "cosyvoice-triton:gpu" not in images
+    assert "nodeSelector" in pods["tts"]
+    assert built["PersistentVolumeClaim", "models"]["spec"]["storageClassName"]
+    assert built["Service", "gateway"]["spec"]["type"] == "ClusterIP", "the ingress is the only way in"
+
+
+def test_both_autoscalers_scale_by_the_load_alike(everything: Objects) -> None:
+    hpa = everything["HorizontalPodAutoscaler", "tts"]["spec"]
+    keda = everything["ScaledObject", "tts"]["spec"]
+    assert "replicas" not in everything["Deployment", "tts"]["spec"], "an apply would undo what they did"
+    (metric,), (trigger,) = hpa["metrics"], keda["triggers"]
+    assert metric["pods"]["metric"]["name"] == metrics.LOAD.name and metrics.LOAD.name in trigger["metadata"]["query"]
+    assert metric["pods"]["target"]["averageValue"] == f"{1000 * float(trigger['metadata']['threshold']):.0f}m"
+    assert (hpa["minReplicas"], hpa["maxReplicas"]) == (keda["minReplicaCount"], keda["maxReplicaCount"])
+    assert hpa["behavior"] == keda["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert hpa["scaleTargetRef"]["name"] == keda["scaleTargetRef"]["name"] == "tts"
+    rules = yaml.safe_load((ROOT / "deploy/k8s/components/hpa/prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    assert rules[0]["seriesQuery"].startswith(metrics.LOAD.name)
+
+
+def test_a_second_apply_changes_nothing(everything: Objects) -> None:
+    """kubectl compares these with the API server's object as a whole, so that its defaults have to be written out."""
+    for (kind, _), one in everything.items():
+        if kind == "Deployment":
+            assert set(one["spec"].get("strategy", {})) in (set(), {"type", "rollingUpdate"})
+        if kind == "NetworkPolicy":
+            assert all("protocol" in port for rule in one["spec"]["ingress"] for port in rule["ports"])
+
+
+@pytest.mark.parametrize("components", [[], ["llm"]], ids=["cuda", "vllm"])
+@pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
+def test_one_value_chooses_the_stack_of_the_pods(stack: Stack, components: list[str], tmp_path: Path) -> None:
+    built = with_components(tmp_path, components, stack)
+    commands = []
+    for container in (each for pod in pods_of(built).values() for each in containers_of(pod)):
+        names = [one["configMapRef"]["name"] for one in container.get("envFrom", []) if "configMapRef" in one]
+        values = {key: value for name in names for key, value in built["ConfigMap", name]["data"].items()}
+        commands.append([re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in container["command"]])  # noqa: B023
+    downloads = [prepare.build_parser().parse_args(one[2:]) for one in commands if one[1] == "prepare"]
+    (rendered,) = (render.build_parser().parse_args(one[2:]) for one in commands if one[1] == "render")
+    assert {one.stack for one in [*downloads, rendered]} == {stack.name}
+    if not components:
+        assert rendered.llm_engine == "cuda" and len(downloads) == 1
+        return
+    assert sorted(one.python_path for one in downloads) == [False, True], "vLLM imports what its pod has copied"
     (served,) = (one for one in commands if one[0] == "vllm")
-    assert (rendered.stack, rendered.llm_model) == (stack.name, stack.llm.directory)
+    assert (rendered.llm_transport, rendered.llm_model) == ("openai", stack.llm.directory)
     assert served[2] == f"/models/{stack.llm.directory}" and f"--served-model-name={rendered.llm_model}" in served
 
 
-def test_process_1_of_every_pod_is_the_program_itself() -> None:
+def test_process_1_of_every_pod_is_the_program_itself(everything: Objects) -> None:
     """Not a shell, which ignores SIGTERM while it waits for a command; balance.sh has traps."""
-    for document in documents():
-        pod = document["spec"].get("template", {}).get("spec", {}) if document["kind"] == "Deployment" else {}
-        for container in [*pod.get("containers", []), *pod.get("initContainers", [])]:
+    for pod in pods_of(everything).values():
+        for container in containers_of(pod):
             assert container["command"][0] not in ("bash", "sh") or "balance.sh" in container["command"][1]
 
 

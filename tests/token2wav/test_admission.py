@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cosyvoice_triton.constants import TOKEN_RATE
-from cosyvoice_triton.monitoring.metrics import LIMIT
+from cosyvoice_triton.monitoring.metrics import LIMIT, LOAD
 from cosyvoice_triton.profiles import H200, UNLIMITED, Profile
 from cosyvoice_triton.token2wav.policy.admission import Admission
 
@@ -176,6 +176,18 @@ def test_whole_utterances_are_refused_by_their_own_queue_alone() -> None:
     assert busy.ask_whole(9) is None
     refusal = busy.ask_whole(10)
     assert refusal is not None and refusal.reason == "queue" and refusal.retry_after == pytest.approx(0.5)
+
+
+def test_the_load_is_what_is_there_over_what_would_be_taken() -> None:
+    busy = admission(max_streams=40)
+    assert [busy.values(live)[LOAD] for live in (0, 10, 40, 41)] == [0, 0.25, 1, 1]
+    for second in (1.0, 2.0, 3.0):
+        busy.delivered(-1.0, 1.0, 1.0, 1.0, second)
+    busy.update(20, [], 3.0)
+    assert busy.ask(20, 3.0) is not None and busy.values(20)[LOAD] == 1, "gaps lower the limit"
+    busy.rendered_whole(1.0)
+    assert busy.ask_whole(4) is None and busy.values(0, 4)[LOAD] == 0.8
+    assert busy.ask_whole(5) is not None and busy.values(0, 5)[LOAD] == 1
 
 
 def table() -> None:

@@ -83,6 +83,7 @@ FALLBACKS = Metric(
     "tts_token2wav_precision_fallbacks", "gauge", "Networks in bfloat16 or float32, because they fail in less"
 )
 LIMIT = Metric("tts_token2wav_streams_limit", "gauge", "Live streams up to which new listeners are admitted now")
+LOAD = Metric("tts_token2wav_load", "gauge", "Listeners over those that admission would take now: 0 to 1")
 REFUSED = Metric("tts_token2wav_refused_total", "counter", "New listeners refused, by the limit that was reached")
 OPENED = Metric("tts_token2wav_streams_opened_total", "counter", "Streams opened")
 OPENED_WAITED = Metric(

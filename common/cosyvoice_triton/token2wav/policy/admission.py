@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple, get_args
 
 from cosyvoice_triton.errors import OverloadedError
-from cosyvoice_triton.monitoring.metrics import GAP_SECONDS, GAPS, LIMIT, OPENED, OPENED_WAITED, REFUSED, Values
+from cosyvoice_triton.monitoring.metrics import GAP_SECONDS, GAPS, LIMIT, LOAD, OPENED, OPENED_WAITED, REFUSED, Values
 from cosyvoice_triton.playback import PLAYER_SECONDS
 from cosyvoice_triton.profiles import H200, Profile
 
@@ -225,21 +225,28 @@ class Admission:
 
     def ask_whole(self, queued: int) -> OverloadedError | None:
         """The same for a whole utterance, behind that many others: nobody listens yet, so only its wait counts."""
-        each = self._whole_seconds / self._wholes if self._wholes else 0.0
-        if not queued or (queued + 1) * each <= self._numbers.max_whole_seconds:
+        if not queued or queued < self._max_queued:
             return None
+        each = self._whole_seconds / self._wholes
         wait = (queued + 1) * each
         message = f"{queued} whole utterances wait, and each takes {each:.2g} s; try later or on another server"
         return OverloadedError(message, wait - self._numbers.max_whole_seconds, "queue")
+
+    @property
+    def _max_queued(self) -> float:
+        """Whole utterances that may wait; infinite before the first one was rendered."""
+        allowed = self._numbers.max_whole_seconds * self._wholes
+        return allowed // self._whole_seconds if self._whole_seconds else math.inf
 
     def count(self, refusal: OverloadedError) -> OverloadedError:
         """Count a refusal that reaches a caller."""
         self._refused[refusal.reason] += 1
         return refusal
 
-    def values(self) -> Values:
-        """The numbers by metric."""
+    def values(self, live: int = 0, queued: int = 0) -> Values:
+        """Return the numbers by metric. live: as for `ask`; queued: whole utterances that wait."""
         limit = min(self._state.limit, self._max_streams)
-        values = {LIMIT: limit, OPENED: self._opened, OPENED_WAITED: self._opened_waited}
+        load = min(1.0, max(live / limit, queued / max(1, self._max_queued)))
+        values = {LIMIT: limit, LOAD: load, OPENED: self._opened, OPENED_WAITED: self._opened_waited}
         values |= {GAPS: self._gaps, GAP_SECONDS: self._gap_seconds}
         return values | {REFUSED.sample(reason=reason): count for reason, count in self._refused.items()}

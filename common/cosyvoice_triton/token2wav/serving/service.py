@@ -92,7 +92,7 @@ class Token2WavService:
             batches=self._batches,
             chunks=self._chunks,
             waited_seconds=self._waited_seconds,
-            admission=self._admission.values(),
+            admission=self._admission.values(self._sessions.listeners, self._sessions.wholes),
         )
 
     def test(self) -> None:

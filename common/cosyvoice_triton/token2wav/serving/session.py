@@ -155,7 +155,8 @@ class Sessions:
         return sum(len(session.requests) - (session.state is State.RENDERING) for session in self)
 
     @property
-    def _wholes(self) -> int:
+    def wholes(self) -> int:
+        """Whole utterances that wait."""
         waiting = (session for session in self if session.state is not State.RENDERING)
         return sum(each.request.whole for session in waiting for each in session.requests)
 
@@ -194,7 +195,7 @@ class Sessions:
         if new and (refusal := self._admission.ask(self.listeners, self._clock())):
             raise self._admission.count(refusal)
         if request.whole:
-            if refusal := self._admission.ask_whole(self._wholes):
+            if refusal := self._admission.ask_whole(self.wholes):
                 raise self._admission.count(refusal)
         if not has_place and not request.aborts and self.queued >= self._max_requests:
             raise UnavailableError(f"token2wav's queue is full: {self._max_requests} requests wait")
