@@ -1,10 +1,7 @@
 """ONNX files of the estimators: compared with torch, in the engine, and with upstream's frame order."""
 
-import dataclasses
 import json
 import shutil
-import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +10,6 @@ import pytest
 import torch
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.cli import token2wav
-from cosyvoice_triton.config import Token2WavConfig
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, SAMPLE_RATE, SPEAKER_DIM
 from cosyvoice_triton.export import engines as export_engines
 from cosyvoice_triton.export import onnx as export_onnx
@@ -25,7 +21,7 @@ from cosyvoice_triton.runtimes.loading import flow_runtime
 from cosyvoice_triton.runtimes.network import Network, ShapeLimits
 from cosyvoice_triton.runtimes.onnx import OnnxNetwork
 from cosyvoice_triton.runtimes.plans import Plan
-from cosyvoice_triton.runtimes.signatures import CHUNK, SPEAKER, signature_of
+from cosyvoice_triton.runtimes.signatures import CHUNK, signature_of
 from cosyvoice_triton.runtimes.workloads import workloads
 from cosyvoice_triton.token2wav import engine as engines
 from cosyvoice_triton.token2wav.engine import Token2Wav
@@ -140,17 +136,6 @@ def test_the_offline_tools_render_from_plans(exported, plans, tmp_path):
     np.testing.assert_allclose(audio[1], audio[0], atol=2e-3)
 
 
-def test_settings_that_no_plan_is_built_for_are_refused(exported, plans):
-    config = Token2WavConfig(model_dir=str(exported["unet"]), flow_runtime="tensorrt", flow_precision="float32")
-    Token2Wav.from_config(stacks.UNET, config)
-    for change, message in (
-        ({"max_hop_tokens": 200}, "up to 100, not 200"),
-        ({"flow_precision": "bfloat16"}, "set flow"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Token2Wav.from_config(stacks.UNET, dataclasses.replace(config, **change))
-
-
 class TwoRowNetwork(Network):
     """A network whose profile allows two rows, which is one stream."""
 
@@ -251,34 +236,6 @@ def test_an_export_that_fails_its_check_is_renamed(exported, tmp_path, monkeypat
     assert export_onnx.main(["--model-dir", str(directory)]) == 1
     assert not (directory / UNET.file).exists()
     assert (directory / f"{UNET.file}.failed").exists()
-
-
-class CAMPPlus(torch.nn.Module):
-    """A small network with the interface of modelscope's, which is not installed here."""
-
-    def __init__(self, feat_dim: int, embedding_size: int) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(feat_dim, embedding_size)
-
-    def forward(self, x):
-        return self.linear(x).mean(dim=1)
-
-
-def test_campplus_is_exported_if_only_its_torch_checkpoint_exists(exported, tmp_path, monkeypatch, capsys):
-    directory = shutil.copytree(exported["unet"], tmp_path / "unet")
-    (directory / SPEAKER.file).unlink()
-    torch.save(CAMPPlus(MEL_BINS, SPEAKER_DIM).state_dict(), directory / "campplus_cn_common.bin")
-    package = "modelscope.models.audio.sv.DTDNN"
-    monkeypatch.setitem(sys.modules, package.partition(".")[0], None)
-    assert export_onnx.main(["--model-dir", str(directory)]) == 1
-    assert "needs the package modelscope" in capsys.readouterr().err
-    parents = [package.rsplit(".", depth)[0] for depth in range(5)]
-    for name in parents:
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules[package].CAMPPlus = CAMPPlus
-    assert export_onnx.main(["--model-dir", str(directory)]) == 0
-    network = OnnxNetwork(directory / SPEAKER.file)
-    assert tuple(network.inputs) == SPEAKER.inputs and tuple(network.outputs) == SPEAKER.outputs
 
 
 def test_a_missing_file_is_named_with_the_page_that_describes_the_export(demo_models):

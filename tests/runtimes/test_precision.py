@@ -7,7 +7,6 @@ import onnx
 import onnxruntime
 import pytest
 from cosyvoice_triton.export import precision
-from onnx import TensorProto
 
 from tests.support import tiny_onnx
 
@@ -67,34 +66,6 @@ def test_neighbouring_flow_times_stay_distinct(path: Path) -> None:
     true = [exact.run(None, values | {"t": np.full(2, 0.9 + late, np.float32)})[0] for late in (0.0, STEP)]
     assert np.float16(0.9) == np.float16(0.9 + STEP)
     assert np.abs((at[1] - at[0]) - (true[1] - true[0])).max() < 0.1 * np.abs(true[1] - true[0]).max()
-
-
-def test_constants_shared_with_the_flow_time_exist_in_both_types(path: Path) -> None:
-    model = onnx.load(str(path))
-    model.graph.node[1].input[1] = "two"  # the angle: flow time times the constant that mu is multiplied by
-    model.graph.node[9].input[1] = "two"
-    matrix = next(tensor for tensor in model.graph.initializer if tensor.name == "projection")
-    matrix.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(matrix)[:2], "projection"))
-    onnx.save(model, str(path))
-    half = onnx.load_from_string(precision.read(path, "float16"))
-    types = {tensor.name: tensor.data_type for tensor in half.graph.initializer}
-    assert (types["two"], types["two_time"]) == (TensorProto.FLOAT16, TensorProto.FLOAT)
-    onnxruntime.InferenceSession(half.SerializeToString()).run(None, cast(feeds(4)))
-
-
-def test_constant_of_shape_nodes_have_the_new_type(tmp_path: Path, path: Path) -> None:
-    model = onnx.load(str(path))
-    nodes = [
-        onnx.helper.make_node("Shape", ["x"], ["shape"], "shape"),
-        onnx.helper.make_node("ConstantOfShape", ["shape"], ["zeros"], "zeros"),
-        onnx.helper.make_node("Add", ["velocity", "zeros"], ["sum"], "sum"),
-    ]
-    last = model.graph.node.pop()
-    last.input[0] = "sum"
-    model.graph.node.extend([*nodes, last])
-    onnx.save(model, str(path))
-    session = onnxruntime.InferenceSession(precision.read(path, "float16"))
-    assert np.isfinite(session.run(None, cast(feeds(4)))[0]).all()
 
 
 def test_float32_returns_the_file_unchanged_and_files_of_other_formats_are_refused(path: Path, tmp_path: Path) -> None:

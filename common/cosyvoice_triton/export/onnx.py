@@ -7,9 +7,6 @@ File names, inputs and outputs are upstream's, so upstream's files load here and
 Existing files, including upstream's, are checked and kept. Every file is run in onnxruntime on the CPU with several
 shapes and batch sizes and compared with torch; the exit code is 1 if one differs. A new file that differs is kept as
 FILE.failed.
-
-The official checkpoints have CAM++ as ONNX. If only its torch checkpoint exists (campplus*.bin or *.pt), its network is
-taken from the package modelscope: pip install modelscope==1.40.2 addict==2.4.0
 """
 
 import argparse
@@ -28,18 +25,15 @@ from torch import Tensor, nn
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.checkpoint import read_state
-from cosyvoice_triton.constants import MEL_BINS, SPEAKER_DIM
+from cosyvoice_triton.constants import MEL_BINS
 from cosyvoice_triton.networks.flow.checkpoint import load_dit_flow, load_unet_flow
 from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.networks.flow.unet import UNetFlow
-from cosyvoice_triton.networks.hift import HiFTConfig
 from cosyvoice_triton.runtimes.onnx import OnnxNetwork
-from cosyvoice_triton.runtimes.signatures import SPEAKER, NextChunk, Signature, WholeUtterance, signature_of
+from cosyvoice_triton.runtimes.signatures import NextChunk, Signature, WholeUtterance, signature_of
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.voice.torchaudio_stub import torchaudio_or_stub
 
 TOLERANCE = 1e-4  # largest difference over the largest value, float32
-BINS_PER_FRAME = HiFTConfig().hop // HiFTConfig().istft_hop  # of the source's STFT, which has one bin more
 MAX_ROWS, MAX_FRAMES = 128, 20_000  # for the exporter; the dimensions in the files are dynamic
 
 Inputs = dict[str, Tensor]
@@ -75,9 +69,6 @@ def exports_of(model_dir: Path) -> Iterator[Export]:
         raise ValueError(f"{path}: no network of the {stack.name} stack can be exported")
     load, exports = FLOWS[stack]
     yield from exports(stack, load(path))
-    if not (model_dir / SPEAKER.file).exists():
-        for path in sorted([*model_dir.glob("campplus*.bin"), *model_dir.glob("campplus*.pt")])[:1]:
-            yield Export(SPEAKER, load_campplus(path), speaker_inputs, ((1, 30), (1, 200), (4, 351)))
 
 
 WHOLE_SIZES = ((2, 4), (2, 57), (4, 200), (16, 32))
@@ -121,43 +112,11 @@ def dit_exports(stack: Stack, flow: DiTFlow) -> Iterator[Export]:
     yield Export(chunk, NextChunk(dit).eval(), inputs, ((2, 30, 0), (2, 4, 250), (4, 100, 37), (16, 26, 100)))
 
 
-def speaker_inputs(B: int, T: int) -> Inputs:
-    return {"input": torch.randn(B, T, MEL_BINS)}
-
-
-class ExportedSpeakerNetwork(nn.Module):
-    """CAM++ with its input named as in the file."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(B, T, 80) -> (B, 192)"""
-        return self.network(input)
-
-
 # How each stack's flow is loaded and what is exported of it.
 FLOWS: dict[Stack, tuple[Callable[[Path], Any], Callable[[Stack, Any], Iterator[Export]]]] = {
     stacks.UNET: (load_unet_flow, unet_exports),
     stacks.DIT: (load_dit_flow, dit_exports),
 }
-
-
-def load_campplus(path: Path) -> nn.Module:
-    """CAM++ from its torch checkpoint."""
-    try:
-        import modelscope.models  # noqa: F401  # first, because it checks which packages are installed
-
-        with torchaudio_or_stub():  # needed only for features, which are inputs here
-            from modelscope.models.audio.sv.DTDNN import CAMPPlus
-    except ImportError as error:
-        raise ValueError(
-            f"{path} needs the package modelscope ({error}); run: pip install modelscope==1.40.2 addict==2.4.0"
-        ) from None
-    network = CAMPPlus(feat_dim=MEL_BINS, embedding_size=SPEAKER_DIM)
-    network.load_state_dict(read_state(path), strict=True)
-    return ExportedSpeakerNetwork(network).eval()
 
 
 def write_and_check(export: Export, directory: Path) -> bool:
@@ -178,14 +137,10 @@ def write_and_check(export: Export, directory: Path) -> bool:
 
 def write(export: Export, path: Path) -> None:
     """Export with all varying dimensions dynamic."""
-    frames = torch.export.Dim("frames", min=1, max=MAX_FRAMES)
     dims = {
         "rows": torch.export.Dim("rows", min=1, max=MAX_ROWS),
-        "batch": torch.export.Dim("batch", min=1, max=MAX_ROWS),
-        "tokens": torch.export.Dim("tokens", min=1, max=MAX_FRAMES),
-        "frames": frames,
+        "frames": torch.export.Dim("frames", min=1, max=MAX_FRAMES),
         "cached": torch.export.Dim("cached", min=0, max=MAX_FRAMES),
-        "bins": BINS_PER_FRAME * frames + 1,
     }
     axes = export.signature.axes
     shapes = {name: {axis: dims[dim] for axis, dim in varying.items()} for name, varying in axes.items()}
