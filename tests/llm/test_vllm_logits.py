@@ -16,7 +16,6 @@ from tests.support import fake_vllm
 from tests.support.fake_vllm import BatchUpdate
 from tests.support.llm_fixtures import install, llm_dir  # noqa: F401
 from tests.support.recorded import Recorded
-from tests.support.sampling_reference import WINDOWS
 
 GREEDY = {"temperature": 0.0}
 FREE = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
@@ -117,15 +116,6 @@ def test_the_penalty_counts_prompt_and_sampled_tokens_of_the_own_request(batch):
     assert batch.step(logits[0]) == [7, 7]
 
 
-def test_removed_requests_leave_no_state_behind(batch):
-    for _ in range(50):
-        batch.add(**GREEDY, repetition_penalty=2.0)
-        batch.add(**GREEDY, repetition_penalty=2.0)
-        assert [batch.step(peaked(batch, 5, 6)) for _ in range(2)] == [[5, 5], [6, 6]]
-        batch.remove(0)
-        batch.remove(0)
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("ras_window", [0, 10])
 def test_logits_that_are_not_finite_leave_the_other_requests_alone(batch, bad, ras_window):
@@ -165,37 +155,6 @@ def test_a_request_that_is_added_again_keeps_its_tokens(batch):
     batch.remove(0)
     batch.add(**GREEDY, repetition_penalty=2.0, output=output)
     assert batch.step(peaked(batch, 4, 5)) == [5]  # 4 is not the last one
-
-
-def test_a_request_does_not_depend_on_the_others_in_its_batch(batch):
-    logits = np.random.default_rng(3).normal(0, 2, batch.width)
-    ras = {"ras_window": 10}
-
-    def tokens(*others):
-        for extra_args, sampling in others:
-            batch.add(extra_args, **sampling)
-        batch.add(ras, top_p=0.8, top_k=25, temperature=1.0, seed=4)
-        found = [batch.step(logits)[-1] for _ in range(30)]
-        while batch.ids:
-            batch.remove(0)
-        return found
-
-    alone = tokens()
-    assert alone == tokens((None, {"top_k": 0}), (ras, GREEDY), (ras, {"seed": 9, "top_k": 3}))
-    assert len(set(alone)) > 5
-
-
-@pytest.mark.parametrize(("window", "tau", "positions"), WINDOWS)
-def test_the_window_ends_after_its_last_token_that_vllm_kept(batch, window, tau, positions):
-    batch.add({"ras_window": window, "ras_tau": tau}, **(FREE | {"top_k": 1}))
-    logits = np.zeros(batch.width)
-    logits[7] = 300.0  # beyond the range of float32
-    for step in range(positions[-1] + 1):
-        if step % 4 == 0:
-            batch.step(logits, discarded=(0,))
-        batch.step(logits)
-    columns = np.array(batch.ids[0]) - batch.candidates[0]
-    assert np.flatnonzero(columns == 7).tolist() == positions and columns.max() < batch.width
 
 
 def test_a_request_that_is_added_again_keeps_its_window(batch):

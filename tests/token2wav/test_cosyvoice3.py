@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cosyvoice_triton import stacks
-from cosyvoice_triton.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
-from cosyvoice_triton.monitoring.metrics import FAILED, RETRIED
+from cosyvoice_triton.constants import HOP_SAMPLES
 from cosyvoice_triton.networks.flow import CosyVoice3Flow, load_cosyvoice3_flow
 from cosyvoice_triton.networks.flow.checkpoint import ROTARY_KEY, with_rotary
 from cosyvoice_triton.networks.hift import CausalHiFTGenerator, load_causal_hift, split_weight_norm
@@ -23,7 +22,7 @@ from cosyvoice_triton.token2wav.stream import Chunk, Stream
 from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from torch import Tensor
 
-from tests.support.streams import VOICES_BYTES, ids, prompt, unet_pieces
+from tests.support.streams import VOICES_BYTES, ids, prompt
 
 LIMITS = BatchLimits(max_streams=4)
 AUDIO = 1e-4  # largest difference of streamed audio from the whole's, which is in -0.99..0.99
@@ -194,27 +193,3 @@ def test_another_runtime_than_torch_is_refused(checkpoint):
             runtime="onnxruntime",
             steps=2,
         )
-
-
-@torch.inference_mode()
-def test_the_engine_speaks_chunk_by_chunk_and_renders_a_bad_chunk_again(network, hift, noise, monkeypatch):
-    flow = streaming(network)
-    engine = Token2Wav(flow, CausalVocoder(hift, noise, limits=LIMITS))
-    pieces = unet_pieces(ids(3, 60), [15, 25])
-
-    def audio() -> np.ndarray:
-        stream = engine.open(prompt(3))
-        parts = [engine.step([piece.of(engine, stream)])[0] for piece in pieces]
-        engine.close(stream)
-        return np.concatenate(parts)
-
-    expected, decode, calls = audio(), hift.decode, []
-    assert expected.shape == (60 * TOKEN_MEL_RATIO * HOP_SAMPLES,)
-
-    def spoiled(*args, **options):
-        calls.append(1)
-        return decode(*args, **options) * (torch.nan if len(calls) == 2 else 1)
-
-    monkeypatch.setattr(hift, "decode", spoiled)
-    np.testing.assert_allclose(audio(), expected, atol=AUDIO)
-    assert (engine.counts[RETRIED], engine.counts[FAILED], len(calls)) == (1, 0, 4)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, OVERLAP_FRAMES
 from cosyvoice_triton.monitoring.metrics import FAILED, RETRIED
@@ -20,7 +19,6 @@ from cosyvoice_triton.networks.flow import (
     DiTFlowConfig,
     UNetFlow,
     UNetFlowConfig,
-    encoder,
 )
 from cosyvoice_triton.networks.flow.config import DiTConfig, EncoderConfig, RotaryDiTConfig, UNetConfig
 from cosyvoice_triton.networks.hift import CausalHiFTGenerator
@@ -268,31 +266,6 @@ def test_the_causal_vocoder_on_a_gpu_equals_its_plain_form_up_to_rounding(dtype:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("rows", [2, 64])
-def test_a_fused_layer_equals_its_unfused_operations(rows: int) -> None:
-    """Norm, Mish, causal convolution with history, gate and residual, with small and with large tiles."""
-    from cosyvoice_triton import kernels
-
-    torch.manual_seed(0)
-    T, C = 24, 96
-    x, out, history = (torch.randn(rows, length, C, device="cuda") for length in (T, T, 2))
-    weight, gate, scale, shift = (torch.randn(*s, device="cuda") for s in ((C, 3 * C), (C,), (C,), (C,)))
-    weight *= C**-0.5
-    frames = torch.tensor([T, 10], device="cuda")
-    taken = F.mish(F.layer_norm(x, (C,), scale, shift))
-    padded = torch.cat([history, taken], dim=1)
-    taps = torch.cat([padded[:, :-2], padded[:, 1:-1], padded[:, 2:]], dim=-1)
-    expected = out + gate * F.linear(taps.double(), weight.double()).float()
-    following = torch.empty_like(history)
-    kernels.linear(
-        x, weight, norm=(scale, shift), mish=True, history=(history, following, frames), gate=gate, add_to=out
-    )
-    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
-    kept = torch.stack([padded[row, int(frames[row % 2]) :][:2] for row in range(rows)])
-    torch.testing.assert_close(following, kept, atol=1e-5, rtol=1e-5)
-
-
-@torch.inference_mode()
 @pytest.mark.parametrize("kind", ["rotary", "unet"])
 def test_more_rows_than_a_graph_holds_are_rendered_in_parts(kind: str, request: pytest.FixtureRequest) -> None:
     """Short ones come before long ones, so that each part alone would be padded to another length."""
@@ -427,19 +400,6 @@ def test_first_chunks_are_the_same_beside_other_batches(dit: DiTFlow, hift: HiFT
     assert [differences(audio, alone) for audio in batches.result()] == 6 * [[]]
 
 
-@torch.inference_mode()
-def test_a_flow_that_overflows_in_float16_speaks_as_in_float32(dit: DiTFlow, hift: HiFTGenerator) -> None:
-    network = copy.deepcopy(dit)
-    attention: Any = network.decoder.estimator.blocks[0].attn
-    attention.to_v.weight *= 2.0**24
-    attention.to_v.bias *= 2.0**24
-    attention.proj.weight *= 2.0**-24
-    half = engine(network, hift, torch.float16)
-    for ours, theirs in zip(spoken(half), spoken(engine(network, hift, torch.float32)), strict=True):
-        assert relative_error(ours, theirs) < 0.1
-    assert half.counts[RETRIED] == 9
-
-
 def test_the_graphs_of_first_chunks_are_urgent_and_each_worker_has_a_stream_of_its_own() -> None:
     others, firsts, again = (_capture_stream(0, worker) for worker in (0, FIRST_CHUNK_WORKER, 0))
     assert others is again and others != firsts and firsts.priority < others.priority
@@ -476,15 +436,3 @@ def test_windows_beyond_a_graph_are_encoded_in_parts(dit: DiTFlow, monkeypatch: 
     for index, row in enumerate(rows):
         frames = 2 * len(row)
         assert relative_error(actual[index, :frames], expected[index, :frames]) < 1e-4
-
-
-@torch.inference_mode()
-def test_scores_in_blocks_of_queries_equal_those_at_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = ready(DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=DiTConfig(depth=1)))).half()
-    plain = WindowEncoder(network, BatchLimits(max_streams=8), graphs=False)
-    row = np.random.default_rng(0).integers(0, 6561, 200)
-    windows = [Window(with_ahead(row, 200), np.minimum(np.arange(200) // 25 * 25 + 25, 200))] * 3
-    expected = plain.encode(windows).float()
-    monkeypatch.setattr(encoder, "SCORES_AT_ONCE", 1)
-    assert len(encoder.query_blocks(400, 24)) == 7
-    assert relative_error(plain.encode(windows), expected) < 3e-3

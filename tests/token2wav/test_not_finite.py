@@ -100,6 +100,7 @@ def once(monkeypatch: pytest.MonkeyPatch, subject: object, name: str, row: int) 
         ("cosyvoice3", "ring", 2),
         ("cosyvoice3", "voice", 0),
         ("cosyvoice3", "voice", 3),
+        ("cosyvoice3", "audio", 1),
         ("unet", "mel", 2),
         ("unet", "audio", 0),
     ],
@@ -115,7 +116,8 @@ def test_a_chunk_that_is_not_finite_is_rendered_again_and_no_listener_notices(ki
         if fault == "mel":
             once(monkeypatch, flow._solve, "run", row=1)
         elif fault == "audio":
-            once(monkeypatch, engine._vocoder._renderer.hift, "decode", row=1)
+            vocoder = engine._vocoder
+            once(monkeypatch, vocoder._hift if kind == "cosyvoice3" else vocoder._renderer.hift, "decode", row=1)
         elif fault == "ring":
             flow._pool.keys[streams[1].cache.slot] = torch.nan
             flow._pool.history[streams[1].cache.slot] = torch.nan

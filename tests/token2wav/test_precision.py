@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from cosyvoice_triton import stacks
-from cosyvoice_triton.monitoring.metrics import FALLBACKS, RETRIED
 from cosyvoice_triton.networks.flow import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.checkpoint import with_rotary
 from cosyvoice_triton.networks.hift.checkpoint import split_weight_norm
@@ -152,33 +151,12 @@ def test_a_flow_that_overflows_computes_in_bfloat16_unless_it_was_asked_for(tmp_
         checked(directory, HALF)
 
 
-def test_cosyvoice3_in_float16_is_compared_with_float32(tmp_path, rotary_network, causal_hift, caplog):
-    caplog.set_level(logging.INFO)
-    fits, overflows = tmp_path / "fits", tmp_path / "overflows"
-    for directory, flow in ((fits, rotary_network), (overflows, overflowing(rotary_network))):
-        directory.mkdir()
-        saved(directory, flow, causal_hift)
-    assert checked(fits, AUTO_HALF, stacks.COSYVOICE3) == HALF
-    figures = [float(re.search(r"RMS error (\S+) of", line)[1]) for line in caplog.messages]
-    assert len(figures) == 2 and all(0 < figure < 0.01 for figure in figures)
-    assert checked(overflows, AUTO_HALF, stacks.COSYVOICE3) == Precision(torch.bfloat16, torch.float16)
-    assert "flow.pt in torch.float16: RMS error nan of a fixed utterance" in caplog.text
-
-
 def test_a_precision_that_was_asked_for_is_obeyed_with_a_warning(tmp_path, dit_network, vocoder, caplog, monkeypatch):
     directory = saved(tmp_path, dit_network, vocoder._hift)
     monkeypatch.setitem(LIMITS, "vocoder", 1e-9)
     assert checked(directory, HALF) == HALF
     assert "limit 1e-09; vocoder_precision asks for it" in caplog.text
     assert checked(directory, AUTO_HALF) == Precision(torch.float16, torch.float32)
-
-
-def test_the_engine_uses_the_precision_that_was_checked_and_counts_the_fallbacks(tmp_path, dit_network, vocoder):
-    directory = saved(tmp_path, overflowing(dit_network), vocoder._hift)
-    limits = BatchLimits(max_streams=2)
-    engine = Token2Wav.load(stacks.DIT, directory, device="cpu", limits=limits, precision=AUTO_HALF, steps=2)
-    engine.warm_up()
-    assert engine.counts[FALLBACKS] == 1 and engine.counts[RETRIED] == 0
 
 
 @pytest.mark.parametrize("file", ["flow.pt", "hift.pt"])

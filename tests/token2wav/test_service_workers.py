@@ -109,14 +109,6 @@ def test_a_first_chunk_waits_no_longer_than_is_set_for_others(client, engine, cr
     assert [value(each) for each in crowd] == [90, *range(50, 66)]
 
 
-def test_first_chunks_are_not_gathered_once_the_crowd_is_served(client, engine, crowd):
-    first = client.post(20, [20], final=False, **NEW)
-    until(lambda: client.service.stats().queued == 17)
-    engine.gate.set()
-    assert value(first) == 20
-    assert [value(each) for each in crowd] == [90, *range(50, 66)]
-
-
 def test_first_chunks_are_padded_to_the_graphs_of_their_own(client, engine):
     engine.padded = lambda chunks, tokens, worker=0: 9999 if worker and chunks > 2 else chunks * tokens
     batches, starts = hold_batches(client, engine), hold_starts(client, engine)
@@ -177,16 +169,6 @@ def test_a_long_first_chunk_is_rendered_with_the_others(client, engine):
     assert value(held) == 91
 
 
-def test_the_next_chunk_of_a_stream_waits_for_the_one_that_is_rendered(client, engine):
-    held = hold_starts(client, engine, 1)
-    later = [client.post(1, [2], final=False), client.post(1, [3], final=True, end=True)]
-    assert value(client.post(5, [5], final=False, **NEW)) == 5  # the other thread has looked at them meanwhile
-    assert engine.batches == [[5]]
-    engine.starts_gate.set()
-    assert [value(each) for each in (held, *later)] == [1, 2, 3]
-    assert engine.batches == [[5], [2], [3]]
-
-
 def test_the_next_chunk_of_a_stream_waits_for_a_first_one_in_the_queue(client, engine):
     """It would be a chunk for the other thread, which has nothing else to do but the later chunk of stream 3."""
     client.start(3, [3])
@@ -213,16 +195,6 @@ def test_a_new_voice_is_not_prefilled_beside_first_chunks_but_a_known_one_begins
     assert stranger.digest in engine.known
 
 
-def test_an_abort_waits_for_the_chunk_that_is_rendered(service, client, engine):
-    held = hold_starts(client, engine, 1)
-    end = client.post(1, end=True)
-    assert value(client.post(5, [5], final=True, **NEW)) == 5
-    assert service.stats().live_streams == 1 and end.empty()
-    engine.starts_gate.set()
-    assert (value(held), value(end)) == (1, None)
-    assert service.stats().live_streams == 0
-
-
 def test_a_stream_that_restarts_waits_for_the_chunk_that_is_rendered(client, engine):
     held = hold_starts(client, engine, 1)
     again = client.post(1, [6], final=True, **NEW)
@@ -238,17 +210,6 @@ def test_a_stream_that_is_rendered_is_not_idle(service, client, engine, clock):
     assert value(client.post(5, [5], final=True, **NEW)) == 5
     engine.starts_gate.set()
     assert value(held) == 1 and value(client.post(1, [2], final=True, end=True)) == 2
-
-
-@pytest.mark.parametrize("token", [12, 13])
-def test_a_first_chunk_that_fails_ends_no_stream_of_the_other_thread(service, client, engine, token):
-    held = hold_batches(client, engine)
-    failing = client.post(1, [token], final=False, **NEW)
-    with pytest.raises(RuntimeError, match="chunk"):
-        value(failing)
-    assert service.stats().live_streams == 1
-    engine.gate.set()
-    assert value(held) == 90 and value(client.post(90, [4], final=False)) == 4
 
 
 def test_a_first_chunk_does_not_wait_for_a_whole_utterance(client, engine):
@@ -301,20 +262,6 @@ def test_the_service_tests_the_thread_of_the_other_batches(service, engine):
     assert value(held) == 91
     service.test()
     assert len(engine.batches) == 2 and engine.starts == [[91]]
-
-
-def test_closing_answers_what_is_rendered_and_refuses_what_waits(service, client, engine):
-    batches, starts = hold_batches(client, engine), hold_starts(client, engine)
-    waiting = [client.post(90, [4], final=False), client.post(5, [5], final=False, **NEW)]
-    closing = threading.Thread(target=service.close)
-    closing.start()
-    engine.gate.set()
-    engine.starts_gate.set()
-    closing.join(10)
-    assert not closing.is_alive() and (value(batches), value(starts)) == (90, 91)
-    for each in waiting:
-        with pytest.raises(UnavailableError, match="shutting down"):
-            value(each)
 
 
 def test_closing_answers_all_even_if_a_batch_cannot_be_answered(service, client, engine, monkeypatch):
