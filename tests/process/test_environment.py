@@ -39,7 +39,9 @@ def test_without_variables_models_publish_nothing_and_call_tritons_default_port(
 def test_tritonserver_gets_this_interpreter_the_libraries_and_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    environment = tritonserver_environment(FULL, [Path("/lib/a"), Path("/lib/b")])
+    monkeypatch.setenv("LD_PRELOAD", "/my/malloc.so")
+    environment = tritonserver_environment(FULL, [Path("/lib/a"), Path("/lib/b")], Path("/tmp/ours.so"))
+    assert environment["LD_PRELOAD"] == "/my/malloc.so /tmp/ours.so"
     assert environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == environment["LRU_CACHE_CAPACITY"] == "256"
     assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert environment["LD_LIBRARY_PATH"] == "/lib/a:/lib/b:/mine"

@@ -29,6 +29,7 @@ from cosyvoice_triton.monitoring.environment import GRPC_ADDRESS, METRICS_DIRECT
 from cosyvoice_triton.monitoring.health import ModelMonitor, has_failed, report_failure
 from cosyvoice_triton.monitoring.metrics import LIVE, PERIOD_SECONDS, page, sum_of
 from cosyvoice_triton.server import logs, readiness
+from cosyvoice_triton.server.input_shapes import compile_library
 from cosyvoice_triton.server.logs import LogRotation
 from cosyvoice_triton.server.tritonserver import Ports, ServerError, TritonServer, free_port, require_free
 from cosyvoice_triton.server.watch import HUNG_SECONDS, WATCH_SECONDS, ModelWatch
@@ -338,3 +339,13 @@ except (serving.Terminated, KeyboardInterrupt):
 def descendants(process: int) -> list[int]:
     found = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True).stdout.split()
     return [each for child in map(int, found) for each in (child, *descendants(child))]
+
+
+def test_without_a_compiler_the_server_warns_what_a_stranger_can_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = compile_library(tmp_path)
+    assert library is not None and library.stat().st_size and not caplog.text
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert compile_library(tmp_path) is None
+    assert "whoever reaches the gRPC port can end the server" in caplog.text and "apt-get install gcc" in caplog.text

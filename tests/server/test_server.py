@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -103,7 +104,9 @@ def assert_closed(server: TritonServer) -> None:
 
 
 @pytest.mark.server
-def test_a_server_answers_while_it_runs_and_leaves_nothing_behind(repository):
+def test_a_server_answers_while_it_runs_and_leaves_nothing_behind(repository, tmp_path, monkeypatch):
+    (tmp_path / "its name; has a blank").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "its name; has a blank"))
     with TritonServer(repository, ports=FREE, host="0.0.0.0") as server:
         assert urllib.request.urlopen(f"http://{server.http_url}/v2/models/idle/ready").status == 200
         assert urllib.request.urlopen(f"http://{server.metrics_url}/metrics").status == 200

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,7 @@ from cosyvoice_triton.client.requests import SpeechResult, Utterance, read_refer
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.voice.audio import load_audio
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.support.server_requests import (
     MODELS,
@@ -217,6 +219,24 @@ def test_a_bad_request_is_refused_with_its_value_and_the_next_one_is_served(
     assert answer.error is not None and words in answer.error
     assert answer.waveform.size == 0
     assert server.send(request_arrays(voice)).error is None
+
+
+IMPOSSIBLE_SHAPES = [(1, 2**62), (1, 2**61), (1, 2**63 - 1), (2**32, 2**32), (1, -1), (0, 2**62), (1,) * 9 + (2**40,)]
+
+
+def test_no_shape_of_an_input_ends_a_model(server: Server) -> None:
+    """2^62 floats without data, which tritonserver takes for 0 bytes."""
+    with grpc.insecure_channel(server.address) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        for model in stub.RepositoryIndex(service_pb2.RepositoryIndexRequest()).models:
+            metadata = stub.ModelMetadata(service_pb2.ModelMetadataRequest(name=model.name))
+            wanted = [(tensor, shape) for tensor in metadata.inputs for shape in IMPOSSIBLE_SHAPES]
+            for tensor, shape in wanted:
+                request = service_pb2.ModelInferRequest(model_name=model.name, raw_input_contents=[b""])
+                request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=shape)
+                (answer,) = stub.ModelStreamInfer(iter([request]), timeout=30)
+                assert f"input '{tensor.name}'" in answer.error_message and "of its shape" in answer.error_message
+            assert model.name in server.triton.model_processes().values()
 
 
 def test_a_stream_ends_with_exactly_one_final_response(server: Server, voice: np.ndarray) -> None:

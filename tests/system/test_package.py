@@ -64,6 +64,7 @@ def test_the_wheel_has_one_package_with_templates_voice_page_and_samples(wheel: 
         "samples/manifest.jsonl",
         "samples/reference_en.wav",
         "speech_service/page/index.html",
+        "server/input_shapes.c",
         "speech_service/routes/cosyvoice.proto",
     ):
         assert f"cosyvoice_triton/{name}" in names

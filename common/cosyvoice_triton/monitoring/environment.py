@@ -55,15 +55,20 @@ class ModelEnvironment:
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def tritonserver_environment(models: ModelEnvironment, libraries: Sequence[Path]) -> dict[str, str]:
+def tritonserver_environment(
+    models: ModelEnvironment, libraries: Sequence[Path], preload: Path | None = None
+) -> dict[str, str]:
     """Return the environment to start tritonserver in: this process's own, these variables and what the stubs need.
 
-    libraries: directories for the loader. The stubs run Python isolated: they ignore PYTHONPATH but use the first
-    python3 on PATH, which has to be this interpreter for them to find its packages.
+    libraries: directories for the loader. preload: a library that it loads before the program's. The stubs run Python
+    isolated: they ignore PYTHONPATH but use the first python3 on PATH, which has to be this interpreter for them to
+    find its packages.
     """
     environment = dict(os.environ)
     search = [*map(str, libraries), environment.get("LD_LIBRARY_PATH", "")]
     environment["LD_LIBRARY_PATH"] = ":".join(part for part in search if part)
+    if preload is not None:
+        environment["LD_PRELOAD"] = f"{environment.get('LD_PRELOAD', '')} {preload}".strip()
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
     # The models' processes share the cores. By default an OpenMP thread that waits for the others of its process spins,
     # while those may not get a core: a millisecond of work can then take a hundred.

@@ -8,9 +8,11 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import platform
+import re
 import shutil
 import sys
 import sysconfig
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +78,12 @@ class Installation:
         shutil.copy(self.stub, directory / self.stub.name)
         (directory / self.stub.name).chmod(0o755)
         return directory.parent
+
+
+def work_directory() -> Path:
+    """Make a new temporary directory whose path a shell reads as one word: the python backend starts stubs by one."""
+    plain = re.fullmatch(r"[\w./-]+", tempfile.gettempdir())
+    return Path(tempfile.mkdtemp(prefix="tritonserver-", dir=None if plain else "/tmp"))
 
 
 def _require_glibc() -> None:

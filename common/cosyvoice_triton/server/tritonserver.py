@@ -14,7 +14,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 import uuid
@@ -31,7 +30,8 @@ from cosyvoice_triton.monitoring.drain import DrainFile
 from cosyvoice_triton.monitoring.environment import ModelEnvironment, tritonserver_environment
 from cosyvoice_triton.monitoring.health import STACKS_SIGNAL
 from cosyvoice_triton.replicas import first_replica
-from cosyvoice_triton.server.installation import Installation, ServerError
+from cosyvoice_triton.server.input_shapes import compile_library
+from cosyvoice_triton.server.installation import Installation, ServerError, work_directory
 from cosyvoice_triton.server.logs import MAX_BYTES, LogRotation
 from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.watch import WATCH_SECONDS, ModelWatch
@@ -150,9 +150,8 @@ def _for_evhtp(host: str) -> str:
 class TritonServer:
     """`with TritonServer(repository, ports=Ports(0, 0, 0)) as server: ... server.grpc_url`.
 
-    http_host, grpc_host: addresses of Triton's endpoints. One request of many small parts can crash the first
-    (CVE-2025-23310), and the header `triton_grpc_error` the second: only behind the gateway, which forwards neither,
-    should they be others than this machine's own. host: of everything else.
+    http_host, grpc_host: addresses of Triton's endpoints; other than this machine's own only behind the gateway, which
+    does not forward what can crash them (docs/security.md). host: of everything else.
 
     cache: Triton's --cache-config, for the response cache of the prompt models. log_file: the server's output; by
     default in a temporary directory that `stop` removes; INHERITED: this process's output. The server and its stubs are
@@ -177,7 +176,7 @@ class TritonServer:
         chosen = [port or free_port() for port in (ports.http, ports.grpc, ports.metrics)]
         self.ports = Ports(*chosen)
         self._cache = cache
-        self._work = Path(tempfile.mkdtemp(prefix="tritonserver-"))
+        self._work = work_directory()
         self.log_file = log_file or self._work / "server.log"
         self._rotation = LogRotation(self.log_file)
         self.metrics_directory = self._work / "metrics"  # of our models, see monitoring/metrics.py
@@ -239,7 +238,7 @@ class TritonServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=tritonserver_environment(self._environment, installation.libraries),
+                env=tritonserver_environment(self._environment, installation.libraries, compile_library(self._work)),
                 start_new_session=True,
             )
         self._sweeper = subprocess.Popen(
