@@ -39,9 +39,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"localhost:{port}"
 
 
-def block(page: str, language: str, *addresses: tuple[str, str]) -> str:
-    """The last block of code in that language, "" is a shell's. addresses: on the page, and of the test."""
-    text = re.findall(rf"^```{language}\n(.*?)^```", (PAGES / page).read_text(), re.MULTILINE | re.DOTALL)[-1]
+def block(page: str, language: str, *addresses: tuple[str, str], number: int = -1) -> str:
+    """A block of code in that language, "" is a shell's. addresses: on the page, and of the test."""
+    text = re.findall(rf"^```{language}\n(.*?)^```", (PAGES / page).read_text(), re.MULTILINE | re.DOTALL)[number]
     for written, used in addresses:
         assert written in text
         text = text.replace(written, used)
@@ -68,9 +68,10 @@ def assert_spoken(path: Path) -> None:
     assert np.abs(samples).max() > 3000 and 0.1 < np.mean(np.abs(samples) > 300) < 0.95
 
 
+@pytest.mark.parametrize("number", [0, 1], ids=["http", "realtime"])
 @pytest.mark.parametrize("page", ["livekit.md", "pipecat.md"])
-def test_a_voice_agents_plugin_speaks(page: str, url: str, tmp_path: Path) -> None:
-    run([AGENTS], tmp_path / "hello.py", block(page, "python", ("localhost:10086", url)))
+def test_a_voice_agents_plugin_speaks(page: str, number: int, url: str, tmp_path: Path) -> None:
+    run([AGENTS], tmp_path / "hello.py", block(page, "python", ("localhost:10086", url), number=number))
     assert_spoken(tmp_path / "hello.wav")
 
 

@@ -17,6 +17,7 @@ from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.routes import (
     kokoro,
+    realtime,
     runtime_grpc,
     runtime_http,
     socket,
@@ -55,7 +56,7 @@ def build(settings: Settings) -> FastAPI:
 
     # Without FastAPI's documentation pages, which load scripts from other hosts.
     app = FastAPI(title="CosyVoice2 speech", version="1", docs_url=None, redoc_url=None, lifespan=running)
-    for routes in (speech, kokoro, voices, socket, runtime_http, triton_http):
+    for routes in (speech, kokoro, voices, socket, realtime, runtime_http, triton_http):
         app.include_router(routes.router)
     app.mount("/static", StaticFiles(directory=PAGE), name="static")
     _add_service_routes(app)

@@ -51,6 +51,11 @@ class Service:
         service: Service = connection.app.state.service
         return service
 
+    @property
+    def default_model(self) -> str:
+        """The model of requests that name none; "" if none is served."""
+        return self.settings.model or next(iter(self.dispatcher.pool.models), "")
+
     async def job(self, wanted: SpeechRequest, upload: bytes | None = None, decode: Decoder = decode) -> SpeechJob:
         """Return the validated job; `upload`: an uploaded recording of the voice. ApiError, before any other work if it
         would be refused."""

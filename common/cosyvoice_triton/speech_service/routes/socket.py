@@ -13,9 +13,7 @@ place of a sentence: the model gets the text while it is being written.
 """
 
 import asyncio
-import logging
 import re
-import time
 from collections import deque
 from contextlib import aclosing
 from dataclasses import replace
@@ -23,12 +21,11 @@ from typing import Any
 
 from async_timeout import timeout
 from fastapi import APIRouter, WebSocket
-from starlette.websockets import WebSocketDisconnect
 
 from cosyvoice_triton.client.requests import TextPieces
-from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse, read_json
+from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
-from cosyvoice_triton.speech_service.security.guard import KEY_PROTOCOL
+from cosyvoice_triton.speech_service.routes.sessions import Session
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.text import is_speakable
 from cosyvoice_triton.text.markup import without_voices
@@ -36,7 +33,6 @@ from cosyvoice_triton.text.sentences import WINDOW, SentenceSplitter
 
 MAX_WAITING_CHARS = 65_536  # in sentences that are not spoken yet
 MAX_WAITING_UTTERANCES = 64  # that have ended and are not spoken yet
-_POLICY_VIOLATION, _INTERNAL_ERROR, _TRY_AGAIN_LATER = 1008, 1011, 1013  # close codes of the protocol
 
 _MODES = "sentences", "tokens"
 # Fields of /v1/audio/speech that a session has not, and what it has instead.
@@ -48,47 +44,20 @@ _OTHERWISE = {
 _DOCUMENT_BEGINS, _DOCUMENT_ENDS = re.compile(r"\s*(?:<speak|<\?xml)\b"), "</speak>"
 _HALF_A_CHARACTER = "text has half of a surrogate pair, whose other half did not follow"
 
-logger = logging.getLogger(__name__)
 router = APIRouter()
 
 
 @router.websocket("/v1/audio/speech/stream")
 async def speech_socket(socket: WebSocket) -> None:
     """One connection, any number of utterances."""
-    service = Service.of(socket)
-    # Browsers require one of those that they offer.
-    offered: list[str] = socket.scope["subprotocols"]
-    await socket.accept(
-        next((each for each in offered if not each.startswith(KEY_PROTOCOL)), next(iter(offered), None))
-    )
-    sessions = service.metrics.sessions
-    if service.sessions >= service.settings.max_sessions:
-        await socket.close(_TRY_AGAIN_LATER, "the limit of open sessions is reached")
-        return
-    service.sessions += 1
-    sessions.set(service.sessions)
-    try:
-        session = SocketSession(socket, service)
-        try:
-            await session.run()
-        finally:
-            await session.stop_speaking()
-    except WebSocketDisconnect:
-        pass
-    finally:
-        service.sessions -= 1
-        sessions.set(service.sessions)
+    await SocketSession.serve(socket)
 
 
-class SocketSession:
-    """One client's text so far, and the sentences that are still to be spoken.
-
-    Reading messages never waits for speaking, so that a cancel takes effect at once.
-    """
+class SocketSession(Session):
+    """One client's text so far, and the sentences that are still to be spoken."""
 
     def __init__(self, socket: WebSocket, service: Service) -> None:
-        self._socket = socket
-        self._service = service
+        super().__init__(socket, service)
         self._config: dict[str, Any] = {"response_format": "pcm"}
         self._by_tokens = False  # the mode
         self._pieces: TextPieces | None = None  # of the utterance in the mode "tokens"
@@ -101,34 +70,8 @@ class SocketSession:
         self._utterance = 0
         self._sentences = 0  # spoken so far in this utterance
         self._voice: dict[str, str] = {}  # request fields for the voice that the utterance has changed to
-        self._speaker: asyncio.Task[None] | None = None
-        self._active = time.monotonic()  # when the last message was received or the last audio sent
 
-    async def run(self) -> None:
-        """Handle messages until the client closes the session, disconnects or is idle for too long."""
-        idle = self._service.settings.idle
-        while True:
-            try:
-                async with timeout(idle - self._silent):
-                    message = await self._socket.receive_text()
-            except asyncio.TimeoutError:
-                if self._silent < idle:
-                    continue
-                await self._socket.close(1000, "idle")
-                return
-            except KeyError:  # starlette's error for a binary frame
-                await self._send_error(invalid("binary messages are not supported: send JSON"))
-                continue
-            self._active = time.monotonic()
-            try:
-                if not await self._handle(message):
-                    return
-            except ApiError as error:
-                await self._send_error(error)
-
-    async def _handle(self, message: str) -> bool:
-        """Handle one message; False if it was the last."""
-        fields = read_json(message.encode(), "the message", self._service.settings)
+    async def _handle(self, fields: dict[str, Any]) -> bool:
         kind = fields.pop("type", None)
         if kind == "session.config":
             self._configure(fields)
@@ -243,38 +186,16 @@ class SocketSession:
         self._document = ""
         self._splitter.finish()
 
-    @property
-    def _silent(self) -> float:
-        """Seconds since the last message or audio."""
-        return 0.0 if self._speaking else time.monotonic() - self._active
-
-    @property
-    def _speaking(self) -> bool:
-        return self._speaker is not None and not self._speaker.done()
-
-    def _wake(self) -> None:
-        if not self._speaking:
-            self._speaker = asyncio.create_task(self._speak())
-
-    async def _speak(self) -> None:
-        """Speak the waiting sentences, and end each utterance for which input.done was received."""
-        while self._waiting:
-            try:
-                if (sentence := self._waiting.popleft()) is None:
-                    await self._end_utterance()
-                    continue
-                self._waiting_chars -= len(sentence) if isinstance(sentence, str) else 0
-                await self._speak_sentence(sentence)
-            except WebSocketDisconnect:
-                return
-            except asyncio.TimeoutError:
-                await self._socket.close(_POLICY_VIOLATION, "the client does not read the audio")
-                return
-            except Exception:
-                logger.exception("a sentence failed")
-                await self._socket.close(_INTERNAL_ERROR, "internal error")
-                return
-        self._active = time.monotonic()
+    async def _speak_next(self) -> bool:
+        """Speak a waiting sentence, or end an utterance for which input.done was received."""
+        if not self._waiting:
+            return False
+        if (sentence := self._waiting.popleft()) is None:
+            await self._end_utterance()
+        else:
+            self._waiting_chars -= len(sentence) if isinstance(sentence, str) else 0
+            await self._speak_sentence(sentence)
+        return True
 
     async def _end_utterance(self) -> None:
         done = {"utterance_index": self._utterance, "total_sentences": self._sentences}
@@ -336,15 +257,6 @@ class SocketSession:
         self._pieces, self._voice = None, {}
         cancelled, self._utterance, self._sentences = self._utterance, self._utterance + 1, 0
         await self._send("audio.cancelled", utterance_index=cancelled)
-
-    async def stop_speaking(self) -> None:
-        """Stop speaking; returns once the speaking task has ended."""
-        if self._speaker is not None:
-            self._speaker.cancel()
-            await asyncio.gather(self._speaker, return_exceptions=True)
-
-    async def _send(self, kind: str, **fields: Any) -> None:
-        await self._socket.send_json({"type": kind, **fields})
 
     async def _send_error(self, error: ApiError) -> None:
         await self._send("error", **error.body)

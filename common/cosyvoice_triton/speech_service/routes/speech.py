@@ -163,8 +163,7 @@ def _models(service: Service) -> dict[str, dict[str, Any]]:
     served = service.dispatcher.pool.models
     about = {"object": "model", "created": 0, "owned_by": "cosyvoice"}
     listed = {name: {"id": name, **about} for name in served}
-    default = service.settings.model or next(iter(served), "")
-    if default in listed:
+    if (default := service.default_model) in listed:
         listed |= {name: {"id": name, **about, "alias_of": default} for name in OPENAI_MODELS}
     return listed
 

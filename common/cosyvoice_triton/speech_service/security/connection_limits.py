@@ -26,7 +26,7 @@ MAX_MILLISECONDS = (1 << 31) - 1  # of a socket option
 
 MAX_PIPELINED = 100  # requests that wait for the answer before theirs; uvicorn reads on after each answer
 
-SOCKET_PATH = b"/v1/audio/speech/stream"
+SOCKET_PATHS = b"/v1/audio/speech/stream", b"/v1/realtime"
 # Headers of an offer to upgrade, which a server that does not take it ignores (RFC 9110, 7.8).
 _OFFER = (b"upgrade", b"http2-settings")
 _FRAGMENT_BYTES = 128  # of memory for a piece of a message, however short
@@ -103,14 +103,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._parse(b"\r\n".join([*lines, b"", b""]) + rest)
 
     def _should_upgrade(self) -> bool:
-        """Return whether the offer is taken: a WebSocket at the route that has one, in a request that `websockets` can
+        """Return whether the offer is taken: a WebSocket at a route that has one, in a request that `websockets` can
         read. It leaves one without an answer whose lines are too long or too many."""
         path = self.url.partition(b"?")[0]
         longest = max(len(self.url), *(len(name) + len(value) for name, value in self.headers)) + 16
         readable = longest < MAX_LINE_LENGTH and len(self.headers) < MAX_NUM_HEADERS
         readable &= all(value.isascii() for name, value in self.headers if name.startswith(b"sec-websocket-"))
         return bool(
-            super()._should_upgrade() and self.parser.get_method() == b"GET" and path == SOCKET_PATH and readable
+            super()._should_upgrade() and self.parser.get_method() == b"GET" and path in SOCKET_PATHS and readable
         )
 
     def on_message_begin(self) -> None:

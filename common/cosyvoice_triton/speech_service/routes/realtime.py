@@ -1,0 +1,380 @@
+"""WS /v1/realtime: OpenAI's realtime protocol for a model that speaks: text in, audio out.
+
+    client  session.update   conversation.item.create, retrieve, truncate, delete   response.create, cancel
+    server  session.created, updated   conversation.item.added, done, …   response.created, output_audio.delta, …, done
+
+A response speaks one text, word for word: that of the `input` of response.create, else its `instructions`, else that of
+the conversation's last item. Clients of the beta protocol (header `OpenAI-Beta: realtime=v1` or its subprotocol) get
+its names of events and fields; what they send is read in either form.
+"""
+
+import base64
+import uuid
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, WebSocket
+
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
+from cosyvoice_triton.speech_service.dispatcher import SpeechJob
+from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
+from cosyvoice_triton.speech_service.routes.sessions import Session
+from cosyvoice_triton.speech_service.service import Service
+
+MAX_ITEMS = 128  # of a conversation; the oldest ones are forgotten
+MAX_ID_CHARS = 64
+DELTA_BYTES = 1 << 15  # of audio in one event: 0.7 s; some clients refuse messages of a megabyte
+MAX_METADATA = 16, 64, 512  # pairs, characters of a name and of a value, as OpenAI's
+
+_FORMATS = {
+    "audio/pcm": "pcm",
+    "audio/pcmu": "mulaw",
+    "audio/pcma": "alaw",
+    "pcm16": "pcm",
+    "g711_ulaw": "mulaw",
+    "g711_alaw": "alaw",
+}
+_BETA_HEADER, _BETA_PROTOCOL = "realtime=v1", "openai-beta.realtime-v1"
+# The beta protocol's names of events, "" for those that it has not.
+_BETA_EVENTS = {
+    "conversation.item.added": "conversation.item.created",
+    "conversation.item.done": "",
+    "response.output_audio.delta": "response.audio.delta",
+    "response.output_audio.done": "response.audio.done",
+    "response.output_audio_transcript.delta": "response.audio_transcript.delta",
+    "response.output_audio_transcript.done": "response.audio_transcript.done",
+}
+_DEAF = "the model does not listen: send text with conversation.item.create"
+
+router = APIRouter()
+
+
+@router.websocket("/v1/realtime")
+async def realtime_socket(socket: WebSocket) -> None:
+    """One connection, any number of responses, one at a time."""
+    await RealtimeSession.serve(socket)
+
+
+@dataclass
+class Response:
+    """One response: what it speaks, and how it ends. metadata: the client's, which it gets back."""
+
+    wanted: SpeechRequest
+    metadata: dict[str, str]
+    id: str = field(default_factory=lambda: _new_id("resp"))
+    item: str = field(default_factory=lambda: _new_id("item"))
+    job: SpeechJob | None = None
+    ending: bool = False  # its last messages are being sent
+
+    def usage(self) -> dict[str, Any] | None:
+        """Return OpenAI's usage of what was generated so far."""
+        if self.job is None:
+            return None
+        usage = self.job.usage
+        text, audio = usage["input_tokens"], usage["output_tokens"]
+        return usage | {
+            "input_token_details": {"text_tokens": text, "audio_tokens": 0, "cached_tokens": 0},
+            "output_token_details": {"text_tokens": 0, "audio_tokens": audio},
+        }
+
+
+class RealtimeSession(Session):
+    """One client's settings and conversation, and the response that is being spoken."""
+
+    def __init__(self, socket: WebSocket, service: Service) -> None:
+        super().__init__(socket, service)
+        offered = socket.scope["subprotocols"]
+        self._beta = _BETA_PROTOCOL in offered or _BETA_HEADER in socket.headers.get("openai-beta", "")
+        self._id = _new_id("sess")
+        self._event: str | None = None  # the client's id of the message that is being handled
+        self._config: dict[str, Any] = {"response_format": "pcm", "sample_rate": SAMPLE_RATE}
+        self._items: list[dict[str, Any]] = []
+        self._response: Response | None = None
+        model = socket.query_params.get("model", "")
+        if not model.startswith(("gpt-", "tts-")):  # OpenAI's stand for the default one
+            self._config["model"] = model
+
+    async def run(self) -> None:
+        """Begin as the protocol wants it, then handle messages."""
+        await self._send("session.created", session=self._session())
+        if self._beta:
+            conversation = {"id": _new_id("conv"), "object": "realtime.conversation"}
+            await self._send("conversation.created", conversation=conversation)
+        await super().run()
+
+    async def _handle(self, fields: dict[str, Any]) -> bool:
+        event = fields.get("event_id")
+        self._event = event if _is_text(event, MAX_ID_CHARS) else None
+        kind = fields.get("type")
+        if kind == "session.update":
+            self._config = self._updated(_object(fields, "session"))
+            await self._send("session.updated", session=self._session())
+        elif str(kind).startswith("conversation.item."):
+            await self._handle_item(str(kind).rpartition(".")[2], fields)
+        elif kind == "response.create":
+            await self._create_response(_object(fields, "response"))
+        elif kind == "response.cancel":
+            await self._cancel(fields.get("response_id"))
+        elif kind == "input_audio_buffer.clear":
+            await self._send("input_audio_buffer.cleared")  # it is always empty
+        elif kind in ("input_audio_buffer.append", "input_audio_buffer.commit"):
+            raise invalid(f"{kind}: {_DEAF}", "type", "input_audio_not_supported")
+        else:
+            raise invalid(f"the message type {kind!r} is unknown", "type")
+        return True
+
+    async def _handle_item(self, action: str, fields: dict[str, Any]) -> None:
+        if action == "create":
+            await self._create_item(_object(fields, "item"), fields.get("previous_item_id"))
+        elif action == "retrieve":
+            await self._send("conversation.item.retrieved", item=self._shown(self._items[self._position(fields)]))
+        elif action == "delete":
+            item = self._items.pop(self._position(fields))
+            await self._send("conversation.item.deleted", item_id=item["id"])
+        elif action == "truncate":  # of what was spoken: the client knows what was heard
+            at = {"content_index": fields.get("content_index", 0), "audio_end_ms": fields.get("audio_end_ms", 0)}
+            if not all(isinstance(each, int) for each in at.values()):
+                raise invalid("content_index and audio_end_ms must be integers", "audio_end_ms")
+            item = self._items[self._position(fields)]
+            await self._send("conversation.item.truncated", item_id=item["id"], **at)
+        else:
+            raise invalid(f"the message type {fields['type']!r} is unknown", "type")
+
+    def _updated(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the settings with what a message gives, if a request could be made with them. ApiError.
+
+        What only models that listen and think have, such as tools and turn detection, changes nothing.
+        """
+        if given.get("type", "realtime") != "realtime":
+            raise invalid(
+                f"a session of the type {given['type']!r}: this service speaks, use 'realtime'", "session.type"
+            )
+        fields: dict[str, Any] = {name: given[name] for name in ("voice", "speed", "instructions") if name in given}
+        self._checked(fields.get("instructions", ""), "instructions")
+        output = _object(_object(given, "audio"), "output")
+        fields |= {name: output[name] for name in ("voice", "speed") if name in output}
+        if (kind := output.get("format", given.get("output_audio_format"))) is not None:
+            how = kind if isinstance(kind, dict) else {"type": kind}
+            name = how.get("type")
+            if not isinstance(name, str) or name not in _FORMATS:
+                raise invalid(f"the format {name!r} of the audio is not one of {', '.join(_FORMATS)}", "format")
+            fields["response_format"] = _FORMATS[name]
+            fields["sample_rate"] = how.get("rate", SAMPLE_RATE if _FORMATS[name] == "pcm" else None)
+        modalities = given.get("output_modalities", given.get("modalities", ["audio"]))
+        if not isinstance(modalities, list) or "audio" not in modalities:
+            raise invalid(f"modalities {modalities!r}: this model answers with audio", "output_modalities")
+        config = {**self._config, **fields}
+        self._service.encoder(parse(SpeechRequest, {**config, "input": "."}))
+        return config
+
+    def _session(self) -> dict[str, Any]:
+        wanted: SpeechRequest = parse(SpeechRequest, {**self._config, "input": "."})
+        about = {"object": "realtime.session", "id": self._id, "model": wanted.model or self._service.default_model}
+        about |= {"instructions": wanted.instructions}
+        return about | self._output(wanted) | ({} if self._beta else {"type": "realtime"})
+
+    def _output(self, wanted: SpeechRequest) -> dict[str, Any]:
+        """Return how a session or a response sounds, in the client's form."""
+        new, old = (name for name, kind in _FORMATS.items() if kind == wanted.response_format)
+        if self._beta:
+            how: dict[str, Any] = {"voice": wanted.voice_name, "output_audio_format": old, "speed": wanted.speed}
+            return how | {"modalities": ["audio", "text"]}
+        rate = self._service.encoder(wanted).rate
+        kind = {"type": new, "rate": rate} if wanted.response_format == "pcm" else {"type": new}
+        how = {"voice": wanted.voice_name, "format": kind, "speed": wanted.speed}
+        return {"output_modalities": ["audio"], "audio": {"output": how}}
+
+    async def _create_item(self, item: dict[str, Any], after: Any) -> None:
+        name = item.get("id") or _new_id("item")
+        if not _is_text(name, MAX_ID_CHARS):
+            raise invalid(f"the id of an item is a text of at most {MAX_ID_CHARS} characters", "item.id")
+        if any(each["id"] == name for each in self._items):
+            raise invalid(f"there is an item {name!r} already", "item.id", "item_create_duplicate_item_id")
+        role = item.get("role", "user")
+        if role not in ("user", "assistant", "system"):
+            raise invalid(f"role {role!r} of an item is not user, assistant or system", "item.role")
+        text = self._text_of(item)
+        known = {"id": name, "role": role, "text": text, "spoken": False}
+        position = len(self._items)
+        if after is not None:
+            position = 0 if after == "root" else 1 + self._position({"item_id": after})
+        await self._add(known, position)
+
+    async def _add(self, item: dict[str, Any], position: int, status: str = "completed") -> None:
+        before = self._items[position - 1]["id"] if position else None
+        self._items.insert(position, item)
+        del self._items[:-MAX_ITEMS]
+        await self._send("conversation.item.added", previous_item_id=before, item=self._shown(item, status))
+        if status == "completed":
+            await self._send("conversation.item.done", previous_item_id=before, item=self._shown(item))
+
+    def _position(self, fields: dict[str, Any]) -> int:
+        """Return where an item is in the conversation. ApiError."""
+        name = fields.get("item_id")
+        for position, item in enumerate(self._items):
+            if item["id"] == name:
+                return position
+        action = str(fields.get("type", "")).rpartition(".")[2] or "create"
+        raise invalid(f"there is no item {str(name)[:MAX_ID_CHARS]!r}", "item_id", f"item_{action}_invalid_item_id")
+
+    def _text_of(self, item: Any) -> str:
+        """Return the text of a client's item. ApiError."""
+        if not isinstance(item, dict) or (kind := item.get("type", "message")) not in ("message", "item_reference"):
+            raise invalid("an item that is no message: there is nothing in it to speak", "item.type")
+        if kind == "item_reference":
+            return str(self._items[self._position({"item_id": item.get("id")})]["text"])
+        content, texts = item.get("content", []), []
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text", part.get("transcript")) if isinstance(part, dict) else None
+            if not isinstance(text, str):
+                raise invalid(f"the content of an item has a part without text: {_DEAF}", "item.content")
+            texts.append(text)
+        return self._checked(" ".join(texts), "item.content")
+
+    def _checked(self, text: Any, where: str) -> str:
+        """Return what is to be spoken. ApiError."""
+        if not _is_text(text, limit := self._service.settings.max_input_chars):
+            raise invalid(f"{where} is not a text of up to {limit} characters", where)
+        return str(text)
+
+    def _shown(self, item: dict[str, Any], status: str = "completed") -> dict[str, Any]:
+        """Return an item as the client sees it; one that is being spoken has no content yet."""
+        if item["spoken"]:
+            part = {"type": "audio" if self._beta else "output_audio", "transcript": item["text"]}
+        elif item["role"] == "assistant":
+            part = {"type": "text" if self._beta else "output_text", "text": item["text"]}
+        else:
+            part = {"type": "input_text", "text": item["text"]}
+        content = [] if status == "in_progress" else [part]
+        about = {"id": item["id"], "object": "realtime.item", "type": "message", "status": status}
+        return about | {"role": item["role"], "content": content}
+
+    async def _create_response(self, given: dict[str, Any]) -> None:
+        if self._response is not None:
+            raise ApiError(
+                409,
+                f"the response {self._response.id} is being spoken: wait for response.done, or cancel it",
+                code="conversation_already_has_active_response",
+            )
+        items, instructions = given.pop("input", None), given.get("instructions")
+        if items is not None:
+            if not isinstance(items, list) or not 0 < len(items) <= MAX_ITEMS:
+                raise invalid(f"input is not a list of 1 to {MAX_ITEMS} items", "response.input")
+            text = self._text_of(items[-1])
+        elif instructions is not None:
+            # LiveKit sends those of the session before those of the response.
+            text = self._checked(given.pop("instructions"), "instructions")
+            if session := self._config.get("instructions"):
+                text = text.removeprefix(f"{session}\n")
+        else:
+            text = self._items[-1]["text"] if self._items and not self._items[-1]["spoken"] else ""
+        if not text.strip():
+            raise invalid(
+                "there is nothing to speak: the text is that of input or instructions, or of the conversation's last "
+                "item, if it is not spoken yet",
+                "response",
+                NOTHING,
+            )
+        wanted: SpeechRequest = parse(SpeechRequest, {**self._updated(given), "input": text})
+        self._response = response = Response(wanted, _metadata(given.get("metadata", {})))
+        await self._send("response.created", response=self._about(response, "in_progress"))
+        await self._send("response.output_item.added", **_where(response), item=self._item_of(response, "in_progress"))
+        await self._add(self._known(response), len(self._items), "in_progress")
+        await self._send_part(response, "response.content_part.added", part={"type": "audio", "transcript": ""})
+        self._wake()
+
+    async def _speak_next(self) -> bool:
+        if (response := self._response) is None:
+            return False
+        try:
+            encoder = self._service.encoder(response.wanted)
+            response.job = await self._service.job(response.wanted)
+            await self._send_part(response, "response.output_audio_transcript.delta", delta=response.wanted.input)
+            async with aclosing(self._service.audio(response.job, encoder)) as parts:
+                async for part in parts:
+                    for begin in range(0, len(part), DELTA_BYTES):
+                        delta = base64.b64encode(part[begin : begin + DELTA_BYTES]).decode()
+                        await self._send_part(response, "response.output_audio.delta", delta=delta)
+        except ApiError as error:
+            await self._end(response, "failed", {"error": error.body["error"]})
+        else:
+            await self._end(response, "completed", None)
+        return True
+
+    async def _cancel(self, name: Any) -> None:
+        """Barge-in: no audio of the response is sent after its response.done."""
+        response = self._response
+        if response is None or response.ending or name not in (None, response.id):
+            raise invalid(
+                "Cancellation failed: no such response is being spoken", "response_id", "response_cancel_not_active"
+            )
+        await self.stop_speaking()
+        await self._end(response, "cancelled", {"reason": "client_cancelled"})
+
+    async def _end(self, response: Response, status: str, details: dict[str, Any] | None) -> None:
+        response.ending = True
+        whole = "completed" if status == "completed" else "incomplete"
+        text, item = response.wanted.input, self._item_of(response, whole)
+        await self._send_part(response, "response.output_audio.done")
+        await self._send_part(response, "response.output_audio_transcript.done", transcript=text)
+        await self._send_part(response, "response.content_part.done", part={"type": "audio", "transcript": text})
+        await self._send("response.output_item.done", **_where(response), item=item)
+        await self._send("conversation.item.done", item=item)
+        about = self._about(response, status) | {"output": [item], "usage": response.usage()}
+        if details is not None:
+            about["status_details"] = {"type": status, **details}
+        self._response = None  # the client may answer response.done with the next one
+        await self._send("response.done", response=about | (response.job.warned if response.job else {}))
+
+    def _about(self, response: Response, status: str) -> dict[str, Any]:
+        about: dict[str, Any] = {"object": "realtime.response", "id": response.id, "status": status, "output": []}
+        about |= {"status_details": None, "usage": None, "metadata": response.metadata}
+        return about | self._output(response.wanted)
+
+    def _known(self, response: Response) -> dict[str, Any]:
+        return {"id": response.item, "role": "assistant", "text": response.wanted.input, "spoken": True}
+
+    def _item_of(self, response: Response, status: str) -> dict[str, Any]:
+        return self._shown(self._known(response), status)
+
+    async def _send_part(self, response: Response, kind: str, **fields: Any) -> None:
+        await self._send(kind, **_where(response), item_id=response.item, content_index=0, **fields)
+
+    async def _send(self, kind: str, **fields: Any) -> None:
+        if name := _BETA_EVENTS.get(kind, kind) if self._beta else kind:
+            await super()._send(name, event_id=_new_id("event"), **fields)
+
+    async def _send_error(self, error: ApiError) -> None:
+        await self._send("error", error={**error.body["error"], "event_id": self._event})
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex[:20]}"
+
+
+def _is_text(value: Any, chars: int) -> bool:
+    """Return whether it is a text of at most so many characters that can be sent back."""
+    return isinstance(value, str) and len(value) <= chars and not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def _where(response: Response) -> dict[str, Any]:
+    return {"response_id": response.id, "output_index": 0}
+
+
+def _object(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the object in a field; an empty one without the field. ApiError."""
+    if not isinstance(value := fields.get(name, {}), dict):
+        raise invalid(f"{name} is a JSON {type(value).__name__}, not an object", name)
+    return value
+
+
+def _metadata(given: Any) -> dict[str, str]:
+    pairs, name_chars, value_chars = MAX_METADATA
+    fits = isinstance(given, dict) and len(given) <= pairs
+    if not fits or not all(_is_text(k, name_chars) and _is_text(v, value_chars) for k, v in given.items()):
+        raise invalid(
+            f"metadata is not an object of up to {pairs} texts of {value_chars} characters", "response.metadata"
+        )
+    return dict(given)

@@ -1,0 +1,139 @@
+"""What the WebSockets share: one session reads messages and speaks what waits, at the same time."""
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+from async_timeout import timeout
+from fastapi import WebSocket
+from starlette.websockets import WebSocketDisconnect
+
+from cosyvoice_triton.speech_service.bodies import read_json
+from cosyvoice_triton.speech_service.errors import ApiError, invalid
+from cosyvoice_triton.speech_service.security.guard import KEY_PROTOCOL
+from cosyvoice_triton.speech_service.service import Service
+
+_POLICY_VIOLATION, _INTERNAL_ERROR, _TRY_AGAIN_LATER = 1008, 1011, 1013  # close codes of the protocol
+
+logger = logging.getLogger(__name__)
+
+
+class Session(ABC):
+    """One client's connection.
+
+    Reading messages never waits for speaking, so that a cancel takes effect at once.
+    """
+
+    def __init__(self, socket: WebSocket, service: Service) -> None:
+        self._socket = socket
+        self._service = service
+        self._speaker: asyncio.Task[None] | None = None
+        self._active = time.monotonic()  # when the last message was received or the last audio sent
+
+    @classmethod
+    async def serve(cls, socket: WebSocket) -> None:
+        """Run a session of this class, unless there are too many, until it ends."""
+        service = Service.of(socket)
+        # Browsers require one of those that they offer.
+        offered: list[str] = socket.scope["subprotocols"]
+        await socket.accept(
+            next((each for each in offered if not each.startswith(KEY_PROTOCOL)), next(iter(offered), None))
+        )
+        sessions = service.metrics.sessions
+        if service.sessions >= service.settings.max_sessions:
+            await socket.close(_TRY_AGAIN_LATER, "the limit of open sessions is reached")
+            return
+        service.sessions += 1
+        sessions.set(service.sessions)
+        try:
+            session = cls(socket, service)
+            try:
+                await session.run()
+            finally:
+                await session.stop_speaking()
+        except WebSocketDisconnect:
+            pass
+        except asyncio.TimeoutError:
+            await session.close_unread()
+        finally:
+            service.sessions -= 1
+            sessions.set(service.sessions)
+
+    async def run(self) -> None:
+        """Handle messages until the client closes the session, disconnects or is idle for too long."""
+        idle = self._service.settings.idle
+        while True:
+            try:
+                async with timeout(idle - self._silent):
+                    message = await self._socket.receive_text()
+            except asyncio.TimeoutError:
+                if self._silent < idle:
+                    continue
+                await self._socket.close(1000, "idle")
+                return
+            except KeyError:  # starlette's error for a binary frame
+                await self._send_error(invalid("binary messages are not supported: send JSON"))
+                continue
+            self._active = time.monotonic()
+            try:
+                if not await self._handle(read_json(message.encode(), "the message", self._service.settings)):
+                    return
+            except ApiError as error:
+                await self._send_error(error)
+
+    @abstractmethod
+    async def _handle(self, fields: dict[str, Any]) -> bool:
+        """Handle one message; return False if it was the last. ApiError."""
+
+    @abstractmethod
+    async def _speak_next(self) -> bool:
+        """Speak one of the things that wait, and return True; return False if nothing waits."""
+
+    @abstractmethod
+    async def _send_error(self, error: ApiError) -> None:
+        """Tell the client what is wrong with its message."""
+
+    async def _send(self, kind: str, **fields: Any) -> None:
+        """Send one message; TimeoutError if the client does not read."""
+        async with timeout(self._service.settings.stall):
+            await self._socket.send_json({"type": kind, **fields})
+
+    @property
+    def _silent(self) -> float:
+        """Seconds since the last message or audio."""
+        return 0.0 if self._speaking else time.monotonic() - self._active
+
+    @property
+    def _speaking(self) -> bool:
+        return self._speaker is not None and not self._speaker.done()
+
+    def _wake(self) -> None:
+        if not self._speaking:
+            self._speaker = asyncio.create_task(self._speak())
+
+    async def _speak(self) -> None:
+        try:
+            while await self._speak_next():
+                pass
+        except WebSocketDisconnect:
+            return
+        except asyncio.TimeoutError:
+            await self.close_unread()
+            return
+        except Exception:
+            logger.exception("a sentence failed")
+            await self._socket.close(_INTERNAL_ERROR, "internal error")
+            return
+        self._active = time.monotonic()
+
+    async def close_unread(self) -> None:
+        """Close the session of a client that does not read."""
+        await self._socket.close(_POLICY_VIOLATION, "the client does not read the audio")
+
+    async def stop_speaking(self) -> None:
+        """Stop speaking; returns once the speaking task has ended."""
+        if self._speaker is not None:
+            self._speaker.cancel()
+            await asyncio.gather(self._speaker, return_exceptions=True)
