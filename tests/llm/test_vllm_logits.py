@@ -116,6 +116,13 @@ def test_the_penalty_counts_prompt_and_sampled_tokens_of_the_own_request(batch):
     assert batch.step(logits[0]) == [7, 7]
 
 
+def test_a_slot_keeps_nothing_of_its_last_request(batch):
+    for _ in range(2):
+        batch.add(**GREEDY, repetition_penalty=2.0)
+        assert [batch.step(peaked(batch, 5, 6)) for _ in range(2)] == [[5], [6]]
+        batch.remove(0)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("ras_window", [0, 10])
 def test_logits_that_are_not_finite_leave_the_other_requests_alone(batch, bad, ras_window):

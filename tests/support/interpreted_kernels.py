@@ -76,13 +76,18 @@ from tests.support.streams import DIT, GOLDEN
 
 linear_kernels: Any = import_module("cosyvoice_triton.kernels.linear")  # the package has a function of that name
 HEADS, KV_HEADS, D, HIDDEN, MLP, LAYER = 6, 2, 16, 24, 200, 1
-SLOTS, CONTEXT = 3, 3 * PAGE
+SLOTS, CONTEXT, TWO = 3, 3 * PAGE, BatchLimits(max_streams=2)
 SAMPLING = [
     {"temperature": 0, "repetition_penalty": 1.3, "min_tokens": 3},
     {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0},
     {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.3, "min_tokens": 3},
     {"temperature": 0.3, "top_p": 0.8, "top_k": 25, "repetition_penalty": 1.0, "ras_window": 10},
 ]
+
+
+def randomize(network: torch.nn.Module) -> None:
+    for parameter in network.parameters():
+        parameter.copy_(torch.randn_like(parameter) * (parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3))
 
 
 def layer(operations: DecoderOperations, T: int, consecutive: int, cast: bool = False) -> list[torch.Tensor]:
@@ -118,28 +123,26 @@ def layer(operations: DecoderOperations, T: int, consecutive: int, cast: bool = 
     return [q, keys, values, attended, *gated, x.x, operations.head(x, normal(70, HIDDEN), 1e-6)]
 
 
-def compare_layers() -> None:
+def compare_layers(first: int = 1, cast_up_to: int = 0) -> None:
     """One token, whose sequence is split among programs; more than a tile; more than the fused kernels are for, and
     the same as pieces of prompts."""
     fused = Fused(torch.device("cpu"))
-    for T, consecutive in ((1, 1), (31, 1), (37, 1), (48, CONSECUTIVE)):
-        for found, expected in zip(layer(fused, T, consecutive), layer(Plain(), T, consecutive), strict=True):
+    for T, consecutive in ((first, 1), (31, 1), (37, 1), (48, CONSECUTIVE)):
+        plain = layer(Plain(), T, consecutive)
+        for found, expected in zip(layer(fused, T, consecutive, cast=T <= cast_up_to), plain, strict=True):
             assert_close(found, expected, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
 def compare_tma_layers() -> None:
     """The same with tiles that TMA fetches, of which the last are not full: few tokens, in all kernels of a
     layer and in the first one, and many."""
-    fused, tile = Fused(torch.device("cpu")), ProductTile(32, 32, 16, 4, 1)
+    tile = ProductTile(32, 32, 16, 4, 1)
     few = TmaDecoderTiles(tile, (tile._replace(rows=16), tile), tile, tile)
     with (
         patch.object(tiles, "uses_tma", lambda: True),
         patch.object(tiles, "MULTIPLY_ADD", MULTIPLY_ADD._replace(decoder_tma=few)),
     ):
-        for T, consecutive in ((5, 1), (31, 1), (37, 1), (48, CONSECUTIVE)):
-            plain = layer(Plain(), T, consecutive)
-            for found, expected in zip(layer(fused, T, consecutive, cast=T <= tile.rows), plain, strict=True):
-                assert_close(found, expected, atol=1e-4, rtol=1e-4, equal_nan=True)
+        compare_layers(5, tile.rows)
 
 
 def compare_steps() -> None:
@@ -197,8 +200,7 @@ def compare_unet() -> None:
     torch.manual_seed(0)
     config = UNetConfig(channels=32, heads=2, head_dim=16, blocks=1, mid_stages=1, chunk_frames=10)
     network = UNetEstimator(config).eval()
-    for parameter in network.parameters():
-        parameter.copy_(torch.randn_like(parameter) * (parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3))
+    randomize(network)
     frames, T, times = torch.tensor([14, 11]), 14, [0.0, 0.4]
     x, mu, condition = torch.randn(3, 4, MEL_BINS, T)
     speaker = torch.randn(4, MEL_BINS)
@@ -216,8 +218,7 @@ def compare_encoder() -> None:
     torch.manual_seed(0)
     sizes = EncoderConfig(width=32, heads=2, feed_forward=48, blocks=2, up_blocks=2)
     network = DiTFlow(DiTFlowConfig(vocab=50, encoder=sizes, estimator=DiTConfig(depth=1))).eval()
-    for parameter in network.parameters():
-        parameter.copy_(torch.randn_like(parameter) * (parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3))
+    randomize(network)
     lengths, T, chunk, at = torch.tensor([41, 20, 1])[:, None], 41, 7, torch.arange(41)
     visible = ((at // chunk + 1) * chunk).minimum(lengths).where(at < lengths, 1)
     ahead = at[:, None] + torch.arange(1 + LOOKAHEAD_TOKENS)
@@ -227,16 +228,11 @@ def compare_encoder() -> None:
     assert_close(FusedEncoder(network, T + 4)(tokens, visible), expected, atol=1e-4, rtol=1e-4)
 
 
-TWO = BatchLimits(max_streams=2)
-
-
 class Padded(Graphs):
     """Computes at once what graphs would, with one more row and three more frames than are needed; prompts one by one,
     chunks together."""
 
-    def __init__(
-        self, function: Callable[..., Tensor], inputs: Callable[..., tuple[Tensor, ...]], _: Any, name: str, worker: int
-    ) -> None:
+    def __init__(self, function: Any, inputs: Any, _: Any, name: str, worker: int) -> None:
         self._function, self._made, self._halved = function, inputs, name == "prompts"
 
     def parts(self, rows: int, length: int, *, warn: bool = True) -> list[tuple[slice, Size | None]]:
@@ -251,10 +247,9 @@ class Padded(Graphs):
 
 
 @torch.inference_mode()
-def compare_dit(extents: "Extents") -> None:
+def compare_dit() -> None:
     network = flow_dit.build(Fixture(GOLDEN / f"{DIT}.json"), "stepaudio2_flow_tiny.weights.safetensors")
     compare_streams(
-        extents,
         lambda: DiTStreaming(network, flow_noise(), PromptCaches(1 << 28), limits=TWO, steps=1, cache_frames=6),
         voices=(5, 0),
         hops=((2, 3), (2, 1), (1, 2)),
@@ -262,20 +257,16 @@ def compare_dit(extents: "Extents") -> None:
 
 
 @torch.inference_mode()
-def compare_rotary(extents: "Extents") -> None:
+def compare_rotary() -> None:
     """Rows begin within a prompt, at a chunk of the mask and within the last one; they keep all, a part and nothing of
     what they compute."""
     torch.manual_seed(0)
-    estimator = RotaryDiTConfig(
-        width=32, depth=2, heads=2, head_dim=16, feed_forward=40, time_frequencies=16, conv_kernel=5, conv_groups=2,
-        chunk_frames=4,
-    )  # fmt: skip
+    estimator = RotaryDiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=40, time_frequencies=16,
+                                conv_kernel=5, conv_groups=2, chunk_frames=4)  # fmt: skip
     encoder = LookaheadConfig(hidden=24, chunk_tokens=2)
     network = CosyVoice3Flow(CosyVoice3FlowConfig(vocab=50, speaker_dim=8, encoder=encoder, estimator=estimator)).eval()
-    for parameter in network.parameters():
-        parameter.copy_(torch.randn_like(parameter) * (parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3))
+    randomize(network)
     compare_streams(
-        extents,
         lambda: CosyVoice3Streaming(network, flow_noise(), PromptCaches(1 << 28), limits=TWO, steps=2, cache_frames=6),
         voices=(8, 1),
         hops=((2, 3), (1, 4), (5, 1)),
@@ -283,25 +274,20 @@ def compare_rotary(extents: "Extents") -> None:
 
 
 def compare_streams(
-    extents: "Extents",
-    streaming: Callable[[], CachedStreaming],
-    voices: Sequence[int],
-    hops: Sequence[Sequence[int]],
+    streaming: Callable[[], CachedStreaming], voices: Sequence[int], hops: Sequence[Sequence[int]]
 ) -> None:
     """Streams in two voices, given the tokens of their prompts: rings that wrap around, a row and frames of padding."""
     plain, fused = streaming(), streaming()
     network = fused._network
-    extents.addressed = [fused._pool.keys, fused._pool.values]
+    EXTENTS.addressed += [fused._pool.keys, fused._pool.values]
     empty = StreamCachePool.empty_attention
 
     def noted(pool: StreamCachePool, frames: int) -> KeyValues:
         place = empty(pool, frames)
-        extents.addressed += [place.keys, place.values]
+        EXTENTS.addressed += [place.keys, place.values]
         return place
 
-    with (
-        patch.object(StreamCachePool, "empty_attention", noted),
-    ):
+    with patch.object(StreamCachePool, "empty_attention", noted):
         solver = fused._solver(kernels)
         fused._solve = GraphedSolve(
             solver, fused._pool, flow_noise(), TWO.of_worker(FIRST_CHUNK_WORKER), 200, make=Padded
@@ -373,10 +359,9 @@ def compare_snake() -> None:
 
 
 # The last stage's tensors have one frame more than its upsampling makes. No block divides these numbers of channels.
-HIFT = HiFTConfig(
-    channels=80, f0_channels=8, upsample_rates=(5, 3), upsample_kernels=(11, 7), resblock_kernels=(3, 5, 1),
-    resblock_dilations=((1, 3),) * 3, source_resblock_kernels=(5, 3), source_resblock_dilations=((1, 3), (5, 2)),
-)  # fmt: skip
+HIFT = HiFTConfig(channels=80, f0_channels=8, upsample_rates=(5, 3), upsample_kernels=(11, 7),
+                  resblock_kernels=(3, 5, 1), resblock_dilations=((1, 3),) * 3, source_resblock_kernels=(5, 3),
+                  source_resblock_dilations=((1, 3), (5, 2)))  # fmt: skip
 
 
 @torch.inference_mode()
@@ -385,9 +370,8 @@ def compare_hift() -> None:
     longer than the tensor; then a batch without padding."""
     torch.manual_seed(0)
     network = HiFTGenerator(HIFT).eval()
+    randomize(network)
     for name, parameter in network.named_parameters():
-        noise = torch.randn_like(parameter)
-        parameter.copy_(noise * parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3 * noise)
         if name.endswith("alpha"):
             parameter.add_(1)
     body, rate, T = FusedBody(network), HIFT.hop // HIFT.istft_hop, 6
@@ -406,21 +390,15 @@ class Extents:
 
     def __init__(self) -> None:
         self.addressed: list[Tensor] = []
-        self._begins = self._ends = np.zeros(0, np.uint64)
+        self._spans: list[tuple[int, int]] = []
 
     def allow(self, tensors: list[Tensor]) -> None:
-        spans = sorted((x.data_ptr(), x.data_ptr() + _nbytes(x)) for x in tensors if x.numel())
-        merged: list[list[int]] = []
-        for begin, end in spans:
-            if merged and begin < merged[-1][1]:
-                merged[-1][1] = max(end, merged[-1][1])
-            else:
-                merged.append([begin, end])
-        self._begins, self._ends = np.array(merged, np.uint64).T
+        self._spans = [(x.data_ptr(), x.data_ptr() + _nbytes(x)) for x in tensors if x.numel()]
 
     def check(self, addresses: np.ndarray, size: int) -> None:
-        place = np.searchsorted(self._begins, addresses, side="right") - 1
-        inside = (place >= 0) & (addresses + np.uint64(size) <= self._ends[place])
+        inside = np.zeros(addresses.shape, bool)
+        for begin, end in self._spans:
+            inside |= (addresses >= begin) & (addresses + np.uint64(size) <= end)
         if not inside.all():
             raise AssertionError(f"{(~inside).sum()} of {inside.size} addresses are outside of the kernel's tensors")
 
@@ -430,17 +408,20 @@ def _nbytes(x: Tensor) -> int:
     return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
 
 
+EXTENTS = Extents()
+
+
 @contextmanager
-def checked() -> Iterator[Extents]:
+def checked() -> Iterator[None]:
     """Each address that a kernel reads or writes is within its tensors, or AssertionError."""
-    extents, builder = Extents(), interpreter.InterpreterBuilder
+    builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
     arguments = interpreter.GridExecutor._init_args_hst
 
     def init(self: Any, given: Any, named: Any) -> Any:
         passed = [x.base if isinstance(x, TensorDescriptor) else x for x in (*given, *named.values())]
         found = [x for x in passed if isinstance(x, Tensor)]
-        extents.allow(found + (extents.addressed if "table_ptr" in self.arg_names else []))
+        EXTENTS.allow(found + (EXTENTS.addressed if "table_ptr" in self.arg_names else []))
         return arguments(self, given, named)
 
     def masked_load(self: Any, addresses: Any, mask: Any, *rest: Any, **options: Any) -> Any:
@@ -453,30 +434,16 @@ def checked() -> Iterator[Extents]:
 
     def check(addresses: Any, mask: Any) -> None:
         inside = mask if isinstance(mask, np.ndarray) else mask.data  # of a descriptor's tile it is a plain array
-        extents.check(addresses.data[inside.astype(bool)], addresses.get_element_ty().primitive_bitwidth // 8)
+        EXTENTS.check(addresses.data[inside.astype(bool)], addresses.get_element_ty().primitive_bitwidth // 8)
 
     with (
         patch.object(interpreter.GridExecutor, "_init_args_hst", init),
         patch.object(builder, "create_masked_load", masked_load),
         patch.object(builder, "create_masked_store", masked_store),
     ):
-        yield extents
-
-
-COMPARISONS: dict[str, Callable[["Extents"], None]] = {
-    "snake": lambda _: compare_snake(),
-    "tma": lambda _: compare_tma(),
-    "layers": lambda _: compare_layers(),
-    "tma_layers": lambda _: compare_tma_layers(),
-    "unet": lambda _: compare_unet(),
-    "encoder": lambda _: compare_encoder(),
-    "hift": lambda _: compare_hift(),
-    "rotary": compare_rotary,
-    "dit": compare_dit,
-    "steps": lambda _: compare_steps(),
-}
+        yield
 
 
 if __name__ == "__main__":
-    with pretended(75), checked() as extents:
-        COMPARISONS[sys.argv[1]](extents)
+    with pretended(75), checked():
+        globals()[f"compare_{sys.argv[1]}"]()
