@@ -3,16 +3,19 @@
 #
 #   -1  check the machine              3  serve; stops with the script, as last stage on Ctrl-C
 #    0  download the checkpoints       4  one request over HTTP (offline only: it uses infer, one answer)
-#    1  build and try the LLM's engine 5  gRPC benchmark
+#    1  try the LLM                    5  gRPC benchmark
 #    2  render the model repository    6  offline benchmark, without Triton
 #    7  build token2wav's TensorRT plans; ENABLE_TRT=1 uses them in stages 2 to 6
 #
-#   bash scripts/run.sh 0 3                    from nothing to a server, inside the image of Dockerfile.server
+# LLM=cuda, the default: our engine in Triton. LLM=trtllm-backend, upstream's way, in the image `trtllm`: stage 1 builds
+# TensorRT-LLM's engine, Triton's C++ backend serves it, and stage 6 asks its server.
+#
+#   bash scripts/run.sh 0 3                    from nothing to a server, inside the image `gpu`
 #   bash scripts/run.sh 5 5                    benchmark a running server
 #   LOCAL=1 bash scripts/run.sh -1 6 offline   everything on a CPU, with the demo voice
 #
 # Settings, from the environment: WORK MODELS REPOSITORY OUT LOGS PYTHON, HTTP_PORT GRPC_PORT METRICS_PORT HEALTH_PORT
-# LLM_PORT, HUB (huggingface or modelscope), USE_SPK2INFO_CACHE (1: stage 0 also downloads upstream's spk2info.pt, and
+# LLM_PORT, LLM, HUB (huggingface or modelscope), USE_SPK2INFO_CACHE (1: stage 0 also downloads upstream's spk2info.pt, and
 # stage 5 sends texts alone, which its speaker 001 speaks), ENABLE_TRT MAX_BATCH_SIZE NUM_TASKS, DATA and OFFLINE_DATA
 # (options that choose the benchmarks' texts and voices).
 
@@ -48,11 +51,11 @@ if ((LOCAL)); then
     OFFLINE_DATA=${OFFLINE_DATA:---manifest-path $SAMPLES/manifest.jsonl}
     CHECKPOINTS=(demo)
     ENGINE=(--kind onnxruntime_genai)
-    ENGINE_DIR=$MODELS/cosyvoice2_llm_genai
     ENGINE_PYTHON=$PYTHON
+    LLM_TEST=(--engine_dir "$MODELS/cosyvoice2_llm_genai")
     RENDER=(--device cpu)
-    BACKENDS=(hf onnxruntime_genai)
     LLM_COMMAND=()
+    LLM_OPTIONS=(--backend onnxruntime_genai --engine-dir "$MODELS/cosyvoice2_llm_genai" --batch-size 4)
     PLANS=(--capability 8.9) # to try it: they do not run on a CPU
 else
     MODELS=${MODELS:-$WORK/models/official}
@@ -60,15 +63,8 @@ else
     DATA=${DATA:---huggingface-dataset yuekai/seed_tts --split-name wenetspeech4tts}
     OFFLINE_DATA=${OFFLINE_DATA:---split-name wenetspeech4tts}
     CHECKPOINTS=(download --stack unet --hub "$HUB" "${SPK2INFO[@]}")
-    ENGINE=(--kind tensorrt_llm --max-batch-size "$MAX_BATCH_SIZE")
-    ENGINE_DIR=$MODELS/trt_engines_bfloat16
-    ENGINE_PYTHON=${TRTLLM_PYTHON:-$PYTHON} # in the image another Python has TensorRT-LLM
-    RENDER=(--device gpu --llm-backend tensorrtllm --max-batch-size "$MAX_BATCH_SIZE")
-    # The tool's own Python has no TensorRT-LLM, so that the engine is asked through its server.
-    BACKENDS=(hf trtllm-serve)
-    LLM_COMMAND=("$PYTHON" -m cosyvoice_triton.prepare.trtllm_serve "$ENGINE_DIR" --tokenizer "$MODELS/cosyvoice2_llm"
-        --host 127.0.0.1 --port "$LLM_PORT" --max_batch_size "$MAX_BATCH_SIZE"
-        --kv_cache_free_gpu_memory_fraction 0.4)
+    use_llm cosyvoice2_llm trt_engines_bfloat16 trtllm-backend
+    RENDER=(--device gpu "${LLM_RENDER[@]}" --max-batch-size "$MAX_BATCH_SIZE")
     PLANS=()
 fi
 OFFLINE_TRT=()
@@ -95,10 +91,10 @@ if stage 0 "download the checkpoints"; then
     "$PYTHON" -m cosyvoice_triton.cli.prepare "${CHECKPOINTS[@]}" "$MODELS"
 fi
 
-if stage 1 "build and try the LLM's engine"; then
-    "$PYTHON" -m cosyvoice_triton.cli.prepare engine "$MODELS" "${ENGINE[@]}"
-    "$ENGINE_PYTHON" -m cosyvoice_triton.cli.test_llm --tokenizer_dir "$MODELS/cosyvoice2_llm" \
-        --engine_dir "$ENGINE_DIR" --max_tokens 50
+if stage 1 "try the LLM"; then
+    [[ -z ${ENGINE[*]} ]] || "$PYTHON" -m cosyvoice_triton.cli.prepare engine "$MODELS" "${ENGINE[@]}"
+    "$ENGINE_PYTHON" -m cosyvoice_triton.cli.test_llm --tokenizer_dir "$MODELS/cosyvoice2_llm" "${LLM_TEST[@]}" \
+        --max_tokens 50
 fi
 
 if stage 2 "render the model repository, $MODE"; then
@@ -129,12 +125,9 @@ fi
 if stage 6 "offline benchmark, without Triton"; then
     stop_servers # of stage 3
     start_llm
-    for backend in "${BACKENDS[@]}"; do
-        "$PYTHON" -m cosyvoice_triton.cli.offline_inference --backend "$backend" --engine-dir "$ENGINE_DIR" \
-            --llm-model-name-or-path "$MODELS/cosyvoice2_llm" --token2wav-path "$MODELS/CosyVoice2-0.5B" \
-            --batch-size "$MAX_BATCH_SIZE" --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" "${OFFLINE_TRT[@]}" \
-            --openai-api-base "http://127.0.0.1:$LLM_PORT/v1" --output-dir "$OUT/offline_$backend"
-    done
+    "$PYTHON" -m cosyvoice_triton.cli.offline_inference "${LLM_OPTIONS[@]}" \
+        --llm-model-name-or-path "$MODELS/cosyvoice2_llm" --token2wav-path "$MODELS/CosyVoice2-0.5B" \
+        --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" "${OFFLINE_TRT[@]}" --output-dir "$OUT/offline"
 fi
 
 if stage 7 "build token2wav's TensorRT plans"; then

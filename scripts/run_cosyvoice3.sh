@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # The cosyvoice3 stack in stages:  bash scripts/run_cosyvoice3.sh START STOP
 #
-#   -1  check the machine                    3  serve: an LLM server and Triton; stop with the script, as last stage on
-#    0  download the checkpoints                Ctrl-C
-#    1  build and try the LLM's engine       4  gRPC benchmark
-#    2  render the model repository          5  offline benchmark, LLM and token2wav in turn
+#   -1  check the machine                    3  serve; stops with the script, as last stage on Ctrl-C
+#    0  download the checkpoints             4  gRPC benchmark
+#    1  try the LLM                          5  offline benchmark, LLM and token2wav in turn
+#    2  render the model repository
 #
-#   bash scripts/run_cosyvoice3.sh 0 3            from nothing to a server, in the image of Dockerfile.server
+# LLM=cuda, the default: our engine in Triton. LLM=trtllm-serve, upstream's way, in the image `trtllm`: stage 1 builds
+# TensorRT-LLM's engine, stage 3 also starts its server.
+#
+#   bash scripts/run_cosyvoice3.sh 0 3            from nothing to a server, in the image `gpu`
 #   bash scripts/run_cosyvoice3.sh 4 4            benchmark running servers
 #   LOCAL=1 bash scripts/run_cosyvoice3.sh -1 5   everything on a CPU, with random weights; the LLM inside Triton
 #
 # Settings, from the environment: WORK MODELS REPOSITORY OUT LOGS PYTHON, HTTP_PORT GRPC_PORT METRICS_PORT HEALTH_PORT
-# LLM_PORT, HUB (huggingface or modelscope), MAX_BATCH_SIZE NUM_TASKS, DATA and OFFLINE_DATA (options that choose the
+# LLM_PORT, LLM, HUB (huggingface or modelscope), MAX_BATCH_SIZE NUM_TASKS, DATA and OFFLINE_DATA (options that choose the
 # benchmarks' texts and voices).
 
 # shellcheck source-path=SCRIPTDIR source=stages.sh
@@ -19,7 +22,7 @@ source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/stages.sh"
 
 LOCAL=${LOCAL:-0}
 HUB=${HUB:-huggingface}
-HTTP_PORT=${HTTP_PORT:-18000} # the LLM server uses 8000
+HTTP_PORT=${HTTP_PORT:-18000} # an LLM server uses 8000
 GRPC_PORT=${GRPC_PORT:-18001}
 METRICS_PORT=${METRICS_PORT:-18002}
 HEALTH_PORT=${HEALTH_PORT:-18003}
@@ -35,26 +38,19 @@ if ((LOCAL)); then
     OFFLINE_DATA=${OFFLINE_DATA:---manifest-path $SAMPLES/manifest.jsonl}
     CHECKPOINTS=(cosyvoice_triton.demo_checkpoint.make "$MODELS" --weights random)
     ENGINE=(--kind onnxruntime_genai)
-    ENGINE_DIR=$MODELS/cosyvoice3_llm_genai
     ENGINE_PYTHON=$PYTHON
+    LLM_TEST=(--engine_dir "$MODELS/cosyvoice3_llm_genai")
     RENDER=(--device cpu)
     LLM_COMMAND=()
-    LLM_OPTIONS=(--backend onnxruntime_genai --engine-dir "$ENGINE_DIR" --batch-size 4)
+    LLM_OPTIONS=(--backend onnxruntime_genai --engine-dir "$MODELS/cosyvoice3_llm_genai" --batch-size 4)
 else
     MODELS=${MODELS:-$WORK/models/official}
     REPOSITORY=${REPOSITORY:-$WORK/build/cosyvoice3}
     DATA=${DATA:---huggingface-dataset yuekai/seed_tts_cosy2 --split-name wenetspeech4tts}
     OFFLINE_DATA=${OFFLINE_DATA:---split-name wenetspeech4tts}
     CHECKPOINTS=(cosyvoice_triton.cli.prepare download --stack cosyvoice3 --hub "$HUB" "$MODELS")
-    ENGINE=(--kind tensorrt_llm --max-batch-size "$MAX_BATCH_SIZE")
-    LLM_MODEL=cosyvoice3_trt_engines_bfloat16
-    ENGINE_DIR=$MODELS/$LLM_MODEL
-    ENGINE_PYTHON=${TRTLLM_PYTHON:-$PYTHON} # in the image another Python has TensorRT-LLM
-    RENDER=(--device gpu --llm-transport openai --llm-urls "http://127.0.0.1:$LLM_PORT/v1" --llm-model "$LLM_MODEL")
-    LLM_COMMAND=("$PYTHON" -m cosyvoice_triton.prepare.trtllm_serve "$ENGINE_DIR" --tokenizer "$MODELS/cosyvoice3_llm"
-        --host 127.0.0.1 --port "$LLM_PORT" --max_batch_size "$MAX_BATCH_SIZE" --kv_cache_free_gpu_memory_fraction 0.4)
-    LLM_OPTIONS=(--backend trtllm-serve --openai-model-name "$LLM_MODEL" --batch-size 16
-        --openai-api-base "http://127.0.0.1:$LLM_PORT/v1")
+    use_llm cosyvoice3_llm cosyvoice3_trt_engines_bfloat16 trtllm-serve
+    RENDER=(--device gpu "${LLM_RENDER[@]}")
 fi
 OUT=${OUT:-$WORK/out/cosyvoice3}
 read -ra DATA <<<"$DATA"
@@ -70,9 +66,9 @@ if stage 0 "download the checkpoints"; then
     "$PYTHON" -m "${CHECKPOINTS[@]}"
 fi
 
-if stage 1 "build and try the LLM's engine"; then
-    "$PYTHON" -m cosyvoice_triton.cli.prepare engine "$MODELS" --stack cosyvoice3 "${ENGINE[@]}"
-    "$ENGINE_PYTHON" -m cosyvoice_triton.cli.test_llm --tokenizer_dir "$MODELS/cosyvoice3_llm" --engine_dir "$ENGINE_DIR" \
+if stage 1 "try the LLM"; then
+    [[ -z ${ENGINE[*]} ]] || "$PYTHON" -m cosyvoice_triton.cli.prepare engine "$MODELS" --stack cosyvoice3 "${ENGINE[@]}"
+    "$ENGINE_PYTHON" -m cosyvoice_triton.cli.test_llm --tokenizer_dir "$MODELS/cosyvoice3_llm" "${LLM_TEST[@]}" \
         --max_tokens 50
 fi
 
@@ -80,7 +76,7 @@ if stage 2 "render the model repository"; then
     "$PYTHON" -m cosyvoice_triton.cli.render "$MODELS" "$REPOSITORY" --stack cosyvoice3 "${RENDER[@]}"
 fi
 
-if stage 3 "serve: an LLM server and Triton"; then
+if stage 3 "serve"; then
     start_llm
     start triton "$PYTHON" -m cosyvoice_triton.cli.serve "$REPOSITORY" --log-file "$LOGS/tritonserver.log" --http-port "$HTTP_PORT" \
         --grpc-port "$GRPC_PORT" --metrics-port "$METRICS_PORT" --health-port "$HEALTH_PORT"

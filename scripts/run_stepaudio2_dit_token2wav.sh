@@ -3,19 +3,23 @@
 #
 #   -1  check the machine                    4  gRPC benchmark
 #    0  download the checkpoints             5  offline benchmark, LLM and token2wav in turn
-#    1  build and try the LLM's engine       6  token2wav alone: whole, in chunks, and both compared
-#    2  render the model repository          7  serve disaggregated: the LLM on GPU 0, token2wav on the others
-#    3  serve: an LLM server and Triton      8  benchmark that over numbers of GPUs and tasks
+#    1  try the LLM                          6  token2wav alone: whole, in chunks, and both compared
+#    2  render the model repository          7  serve on several GPUs
+#    3  serve                                8  benchmark that over numbers of GPUs and tasks
 #    9  build token2wav's TensorRT plans; ENABLE_TRT=1 uses them in stages 2 to 8
+#
+# LLM=cuda, the default: our engine in each Triton; stage 7 serves the whole stack on each of TOKEN2WAV_GPUS.
+# LLM=trtllm-serve, upstream's way, in the image `trtllm`: stage 1 builds TensorRT-LLM's engine, stages 3 and 7 start its
+# server; stage 7 has the LLM on GPU 0 and token2wav on the others.
 #
 # Servers of stages 3 and 7 stop with the script; if one of these is the last stage, on Ctrl-C.
 #
-#   bash scripts/run_stepaudio2_dit_token2wav.sh 0 3            from nothing to a server, in the image of Dockerfile.server
+#   bash scripts/run_stepaudio2_dit_token2wav.sh 0 3            from nothing to a server, in the image `gpu`
 #   bash scripts/run_stepaudio2_dit_token2wav.sh 4 4            benchmark running servers
 #   LOCAL=1 bash scripts/run_stepaudio2_dit_token2wav.sh -1 8   everything on a CPU, with the demo voice
 #
 # Settings, from the environment: WORK MODELS REPOSITORY OUT LOGS PYTHON, HTTP_PORT GRPC_PORT METRICS_PORT HEALTH_PORT
-# LLM_PORT, HUB (huggingface or modelscope), ENABLE_TRT MAX_BATCH_SIZE NUM_TASKS, TOKEN2WAV_GPUS INSTANCES_PER_GPU
+# LLM_PORT, LLM, HUB (huggingface or modelscope), ENABLE_TRT MAX_BATCH_SIZE NUM_TASKS, TOKEN2WAV_GPUS INSTANCES_PER_GPU
 # TASKS_PER_INSTANCE (stages 7 and 8; tasks: a list) and the first of their ports, TOKEN2WAV_HTTP_PORT TOKEN2WAV_GRPC_PORT
 # TOKEN2WAV_METRICS_PORT TOKEN2WAV_HEALTH_PORT; DATA, OFFLINE_DATA and VOCODER_DATA (options that choose the benchmarks'
 # texts and voices).
@@ -26,7 +30,7 @@ source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/stages.sh"
 LOCAL=${LOCAL:-0}
 ENABLE_TRT=${ENABLE_TRT:-0}
 HUB=${HUB:-huggingface}
-HTTP_PORT=${HTTP_PORT:-18000} # the LLM server uses 8000
+HTTP_PORT=${HTTP_PORT:-18000} # an LLM server uses 8000
 GRPC_PORT=${GRPC_PORT:-8001}
 METRICS_PORT=${METRICS_PORT:-8002}
 HEALTH_PORT=${HEALTH_PORT:-8003}
@@ -51,11 +55,11 @@ if ((LOCAL)); then
     TASKS_PER_INSTANCE=${TASKS_PER_INSTANCE:-1 2}
     CHECKPOINTS=(demo)
     ENGINE=(--kind onnxruntime_genai)
-    ENGINE_DIR=$MODELS/cosyvoice2_llm_genai
     ENGINE_PYTHON=$PYTHON
+    LLM_TEST=(--engine_dir "$MODELS/cosyvoice2_llm_genai")
     RENDER=(--device cpu) # each Triton has the LLM itself
     LLM_COMMAND=()
-    LLM_OPTIONS=(--backend onnxruntime_genai --engine-dir "$ENGINE_DIR" --batch-size 4)
+    LLM_OPTIONS=(--backend onnxruntime_genai --engine-dir "$MODELS/cosyvoice2_llm_genai" --batch-size 4)
     PLANS=(--capability 8.9) # to try it: they do not run on a CPU
 else
     MODELS=${MODELS:-$WORK/models/official}
@@ -66,15 +70,8 @@ else
     TOKEN2WAV_GPUS=${TOKEN2WAV_GPUS:-3}
     TASKS_PER_INSTANCE=${TASKS_PER_INSTANCE:-1 2 3 4 5 6}
     CHECKPOINTS=(download --stack dit --hub "$HUB")
-    ENGINE=(--kind tensorrt_llm --max-batch-size "$MAX_BATCH_SIZE")
-    ENGINE_DIR=$MODELS/trt_engines_bfloat16
-    ENGINE_PYTHON=${TRTLLM_PYTHON:-$PYTHON} # in the image another Python has TensorRT-LLM
-    LLM_MODEL=trt_engines_bfloat16
-    RENDER=(--device gpu --llm-transport openai --llm-urls "http://127.0.0.1:$LLM_PORT/v1" --llm-model "$LLM_MODEL")
-    LLM_COMMAND=("$PYTHON" -m cosyvoice_triton.prepare.trtllm_serve "$ENGINE_DIR" --tokenizer "$MODELS/cosyvoice2_llm"
-        --host 127.0.0.1 --port "$LLM_PORT" --max_batch_size "$MAX_BATCH_SIZE" --kv_cache_free_gpu_memory_fraction 0.4)
-    LLM_OPTIONS=(--backend trtllm-serve --openai-model-name "$LLM_MODEL" --batch-size 16
-        --openai-api-base "http://127.0.0.1:$LLM_PORT/v1")
+    use_llm cosyvoice2_llm trt_engines_bfloat16 trtllm-serve
+    RENDER=(--device gpu "${LLM_RENDER[@]}")
     PLANS=()
 fi
 OFFLINE_TRT=()
@@ -104,9 +101,9 @@ if stage 0 "download the checkpoints"; then
     "$PYTHON" -m cosyvoice_triton.cli.prepare "${CHECKPOINTS[@]}" "$MODELS"
 fi
 
-if stage 1 "build and try the LLM's engine"; then
-    "$PYTHON" -m cosyvoice_triton.cli.prepare engine "$MODELS" "${ENGINE[@]}"
-    "$ENGINE_PYTHON" -m cosyvoice_triton.cli.test_llm --tokenizer_dir "$MODELS/cosyvoice2_llm" --engine_dir "$ENGINE_DIR" \
+if stage 1 "try the LLM"; then
+    [[ -z ${ENGINE[*]} ]] || "$PYTHON" -m cosyvoice_triton.cli.prepare engine "$MODELS" "${ENGINE[@]}"
+    "$ENGINE_PYTHON" -m cosyvoice_triton.cli.test_llm --tokenizer_dir "$MODELS/cosyvoice2_llm" "${LLM_TEST[@]}" \
         --max_tokens 50
 fi
 
@@ -114,7 +111,7 @@ if stage 2 "render the model repository"; then
     "$PYTHON" -m cosyvoice_triton.cli.render "$MODELS" "$REPOSITORY" --stack dit "${RENDER[@]}"
 fi
 
-if stage 3 "serve: an LLM server and Triton"; then
+if stage 3 "serve"; then
     start_llm
     start_triton triton 0 "$HTTP_PORT" "$GRPC_PORT" "$METRICS_PORT" "$HEALTH_PORT"
     await triton "http://127.0.0.1:$HEALTH_PORT/ready"
@@ -141,11 +138,12 @@ if stage 6 "token2wav alone"; then
     done
 fi
 
-if stage 7 "serve disaggregated: the LLM on GPU 0, $TOKEN2WAV_GPUS x $INSTANCES_PER_GPU token2wav on the others"; then
+if stage 7 "serve on $TOKEN2WAV_GPUS GPUs, $INSTANCES_PER_GPU x token2wav on each, beside that of an LLM server"; then
     stop_server triton # of stage 3, whose LLM server stays
     start_llm
+    first_gpu=$((${#LLM_COMMAND[@]} > 0))
     for ((i = 0; i < TOKEN2WAV_GPUS * INSTANCES_PER_GPU; i++)); do
-        start_triton "token2wav-$i" $((1 + i / INSTANCES_PER_GPU)) $((TOKEN2WAV_HTTP_PORT + i)) \
+        start_triton "token2wav-$i" $((first_gpu + i / INSTANCES_PER_GPU)) $((TOKEN2WAV_HTTP_PORT + i)) \
             $((TOKEN2WAV_GRPC_PORT + i)) $((TOKEN2WAV_METRICS_PORT + i)) $((TOKEN2WAV_HEALTH_PORT + i))
     done
     for ((i = 0; i < TOKEN2WAV_GPUS * INSTANCES_PER_GPU; i++)); do
@@ -154,11 +152,11 @@ if stage 7 "serve disaggregated: the LLM on GPU 0, $TOKEN2WAV_GPUS x $INSTANCES_
     hold
 fi
 
-if stage 8 "benchmark of the disaggregated servers"; then
+if stage 8 "benchmark of these servers"; then
     for ((gpus = 1; gpus <= TOKEN2WAV_GPUS; gpus++)); do
         servers=()
         for ((i = 0; i < gpus * INSTANCES_PER_GPU; i++)); do servers+=("127.0.0.1:$((TOKEN2WAV_GRPC_PORT + i))"); done
-        "$PYTHON" -m cosyvoice_triton.load.benchmark --server "${servers[@]}" --token2wav-gpus "$gpus" --llm-gpus 1 \
+        "$PYTHON" -m cosyvoice_triton.load.benchmark --server "${servers[@]}" --token2wav-gpus "$gpus" --llm-gpus $((${#LLM_COMMAND[@]} > 0)) \
             --model-name cosyvoice2_dit --concurrency "${TASKS_PER_INSTANCE[@]}" "${DATA[@]}" \
             --title "disaggregated, $gpus x $INSTANCES_PER_GPU token2wav" --output "$OUT/disaggregated_${gpus}_gpus"
     done

@@ -63,6 +63,35 @@ await() { # NAME URL: waits until it is ready; if it fails, prints the end of it
     return 1
 }
 
+# Sets what the stages need of the LLM on a GPU, as LLM chooses: `cuda` is our engine, which reads the LLM's directory in
+# each Triton; TensorRT-LLM, upstream's way, serves an engine that stage 1 builds.
+# shellcheck disable=SC2034  # the scripts read them
+use_llm() { # DIRECTORY ENGINE WAY: in MODELS; trtllm-serve or trtllm-backend
+    local own=$1 engine=$2 way=$3
+    case ${LLM:-cuda} in
+    cuda)
+        ENGINE=()
+        ENGINE_PYTHON=$PYTHON
+        LLM_TEST=(--engine cuda --engine_dir "$MODELS/$own")
+        LLM_RENDER=(--llm-engine cuda)
+        LLM_COMMAND=()
+        LLM_OPTIONS=(--backend hf --batch-size 16)
+        ;;
+    "$way")
+        ENGINE=(--kind tensorrt_llm --max-batch-size "$MAX_BATCH_SIZE")
+        ENGINE_PYTHON=${TRTLLM_PYTHON:-$PYTHON} # in the image another Python has TensorRT-LLM
+        LLM_TEST=(--engine_dir "$MODELS/$engine")
+        LLM_RENDER=(--llm-transport openai --llm-urls "http://127.0.0.1:$LLM_PORT/v1" --llm-model "$engine")
+        [[ $way == trtllm-serve ]] || LLM_RENDER=(--llm-backend tensorrtllm)
+        LLM_COMMAND=("$PYTHON" -m cosyvoice_triton.prepare.trtllm_serve "$MODELS/$engine" --tokenizer "$MODELS/$own"
+            --host 127.0.0.1 --port "$LLM_PORT" --max_batch_size "$MAX_BATCH_SIZE" --kv_cache_free_gpu_memory_fraction 0.4)
+        LLM_OPTIONS=(--backend trtllm-serve --openai-model-name "$engine" --batch-size 16
+            --openai-api-base "http://127.0.0.1:$LLM_PORT/v1")
+        ;;
+    *) echo "LLM is cuda or $way, not '$LLM'" >&2 && exit 2 ;;
+    esac
+}
+
 # The LLM's server, of the settings LLM_COMMAND (empty: Triton has the LLM itself) and LLM_PORT, on GPU 0. One that an
 # earlier stage started is kept.
 start_llm() {

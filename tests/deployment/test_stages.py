@@ -79,8 +79,7 @@ def test_every_stage_of_the_unet_stack(models: Path, manifest: Path, tmp_path: P
     assert stages_of(done.stdout) == [-1, 0, 1, 2, 3, 4, 5, 6]
     assert (tmp_path / "out/unet/http.wav").stat().st_size > 1000
     assert (tmp_path / "out/unet/grpc_offline_2_tasks/summary.json").exists()
-    for backend in ("hf", "onnxruntime_genai"):
-        assert len(list((tmp_path / f"out/unet/offline_{backend}").glob("*.wav"))) == 2
+    assert len(list((tmp_path / "out/unet/offline").glob("*.wav"))) == 2
 
 
 @pytest.mark.timeout(600)
@@ -157,7 +156,8 @@ PARSERS = {
 }
 
 
-def test_the_stages_for_a_gpu_call_programs_as_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("upstream", [False, True], ids=["cuda", "trtllm"])
+def test_the_stages_for_a_gpu_serve_with_our_engine_unless_upstreams_is_named(tmp_path: Path, upstream: bool) -> None:
     """Without running them: a Python in their place records its arguments, which their parsers then read."""
     recorder = tmp_path / "python"
     recorder.write_text('#!/bin/sh\nprintf "%s\\n" "$*" >>"$CALLS"\n')
@@ -165,10 +165,12 @@ def test_the_stages_for_a_gpu_call_programs_as_they_are(tmp_path: Path) -> None:
     settings = {"PYTHON": str(recorder), "CALLS": str(tmp_path / "calls"), "WORK": str(tmp_path / "work")}
     settings |= {"HUB": "modelscope", "USE_SPK2INFO_CACHE": "1"}
     environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL", "MODELS", "DATA")} | settings
-    for script, stages in ((UNET, ((0, 2), (5, 5))), (DIT, ((0, 2), (4, 4)))):
+    ways = {UNET: "trtllm-backend", DIT: "trtllm-serve", COSYVOICE3: "trtllm-serve"}
+    for script, stages in ((UNET, ((0, 2), (5, 5))), (DIT, ((0, 2), (4, 4))), (COSYVOICE3, ((0, 2),))):
         for first, last in stages:
             command = ["bash", script, str(first), str(last)]
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+            llm = {"LLM": ways[script]} if upstream else {}
+            done = subprocess.run(command, cwd=ROOT, env=environment | llm, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
     called: dict[str, list[Namespace]] = {}
     for line in (tmp_path / "calls").read_text().splitlines():
@@ -180,11 +182,20 @@ def test_the_stages_for_a_gpu_call_programs_as_they_are(tmp_path: Path) -> None:
     assert [(one.stack, one.hub, one.spk2info) for one in downloads] == [
         ("unet", "modelscope", True),
         ("dit", "modelscope", False),
+        ("cosyvoice3", "modelscope", False),
     ]
     assert {one.models for one in called["cosyvoice_triton.cli.prepare"]} == {tmp_path / "work" / "models" / "official"}
     assert [one.use_spk2info_cache for one in called["cosyvoice_triton.cli.client_grpc"]] == [True, False]
-    assert [one.llm_backend for one in called["cosyvoice_triton.cli.render"]] == ["tensorrtllm", "python"]
-    assert len(called["cosyvoice_triton.cli.test_llm"]) == 2
+    rendered, tried = called["cosyvoice_triton.cli.render"], called["cosyvoice_triton.cli.test_llm"]
+    built = [one for one in called["cosyvoice_triton.cli.prepare"] if one.step == "engine"]
+    chosen = [(one.llm_backend, one.llm_transport, one.llm_engine) for one in rendered]
+    if upstream:
+        assert chosen == [("tensorrtllm", "triton", "auto")] + [("python", "openai", "auto")] * 2
+        assert [one.kind for one in built] == ["tensorrt_llm"] * 3
+        assert {one.engine_dir.name for one in tried} == {"trt_engines_bfloat16", "cosyvoice3_trt_engines_bfloat16"}
+    else:
+        assert chosen == [("python", "triton", "cuda")] * 3 and not built
+        assert {(one.engine, one.engine_dir) for one in tried} == {("cuda", one.tokenizer_dir) for one in tried}
 
 
 def test_http_is_skipped_when_the_stack_streams(models: Path, manifest: Path, tmp_path: Path) -> None:
