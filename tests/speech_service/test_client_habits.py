@@ -3,7 +3,9 @@
 import base64
 import io
 import json
+import re
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.speech_service.audio.recordings import decode, decode_base64
 from cosyvoice_triton.speech_service.errors import ApiError, from_triton
+from cosyvoice_triton.speech_service.security.guard import key_name
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.voice.files import is_voice_name, spk2info_prompt
@@ -25,7 +28,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from tests.speech_service.test_hostile_connections import KEY, answers, opened
-from tests.support.speech_fixtures import SPEECH, TEXT, serving, stub_triton
+from tests.support.speech_fixtures import SPEECH, TEXT, client_that_leaves, serving, stub_triton, until
 from tests.support.triton_stub import TritonStub
 
 BEARER = {"authorization": "Bearer key"}
@@ -47,6 +50,28 @@ def test_a_preflight_of_openais_sdk_is_allowed(url: str) -> None:
     answer = httpx.options(url + SPEECH, headers=headers)
     assert answer.status_code == 200
     assert set(names.split(",")) <= set(answer.headers["access-control-allow-headers"].replace(" ", "").split(","))
+
+
+def usage_of(url: str, key: str) -> list[float]:
+    """The metrics of a key: input tokens, output tokens, seconds."""
+    page = httpx.get(f"{url}/metrics").text
+    names = ("input_tokens", "output_tokens", "audio_seconds")
+    found = [re.search(rf'^speech_{name}_total{{key="{key_name(key)}"}} (\S+)$', page, re.MULTILINE) for name in names]
+    return [float(each[1]) if each else 0.0 for each in found]
+
+
+def test_usage_is_in_the_headers_of_a_whole_answer_and_in_the_metrics_of_its_key(url: str) -> None:
+    before = usage_of(url, "key")
+    for how in ({"stream": False}, {"stream_format": "json"}, {}):
+        answer = httpx.post(url + SPEECH, json={**TEXT, **how}, headers=BEARER)
+        headers = [answer.headers.get(f"x-{name}") for name in ("input-tokens", "output-tokens", "audio-seconds")]
+        assert headers == (["6", "15", "0.6"] if how else [None] * 3), how
+    with client_that_leaves(url, {**TEXT, "input": "endless"}, key="key"):
+        until(lambda: "speech_live_streams 1.0" in httpx.get(f"{url}/metrics").text)
+        time.sleep(0.2)
+    until(lambda: usage_of(url, "key")[0] == before[0] + 3 * 6 + len("endless"))
+    assert usage_of(url, "key")[1] > before[1] + 3 * 15 and usage_of(url, "key")[2] > before[2] + 3 * 0.6
+    assert "key=" not in httpx.get(f"{url}/metrics").text.replace(f'key="{key_name("key")}"', "")
 
 
 def test_a_page_gives_its_websocket_the_key_as_a_subprotocol(url: str) -> None:

@@ -65,7 +65,7 @@ def test_events_contain_the_audio_and_then_the_usage(served: StubbedService) -> 
     audio = b"".join(base64.b64decode(event["audio"]) for event in deltas)
     assert {event["type"] for event in deltas} == {"speech.audio.delta"} and len(audio) == 2 * samples
     assert done["type"] == "speech.audio.done"
-    assert done["usage"] == {"input_tokens": 6, "output_tokens": 15, "total_tokens": 21}
+    assert done["usage"] == {"input_tokens": 6, "output_tokens": 15, "total_tokens": 21, "seconds": 0.6}
 
 
 def test_an_error_during_events_is_an_event(served: StubbedService) -> None:

@@ -93,6 +93,7 @@ def test_sentences_are_spoken_once_they_are_complete(url: str, stub: TritonStub)
     start, *audio, done = first
     assert start["format"] == "pcm" and start["sample_rate"] == SAMPLE_RATE
     assert sum(map(len, audio)) == done["total_bytes"] == 2 * stub.chunks * stub.samples
+    assert (done["usage"]["input_tokens"], done["usage"]["seconds"]) == (len("Dr. Smith is in."), 0.6)
     assert texts_of(stub.requests[-1])["speaker"] == "zoe"
 
 

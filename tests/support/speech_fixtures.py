@@ -125,11 +125,11 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 @contextlib.contextmanager
-def client_that_leaves(url: str, body: Any, path: str = SPEECH) -> Iterator[None]:
+def client_that_leaves(url: str, body: Any, path: str = SPEECH, key: str = "none") -> Iterator[None]:
     """Sends a request, and disconnects after the block without having read an answer."""
     host, port = url.removeprefix("http://").split(":")
     content = json.dumps(body)
-    kind = "Host: localhost\r\nContent-Type: application/json"
+    kind = f"Host: localhost\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json"
     with socket.create_connection((host, int(port))) as client:
         client.sendall(f"POST {path} HTTP/1.1\r\n{kind}\r\nContent-Length: {len(content)}\r\n\r\n{content}".encode())
         yield

@@ -25,6 +25,7 @@ from cosyvoice_triton.speech_service.routes import (
     triton_http,
     voices,
 )
+from cosyvoice_triton.speech_service.routes.responses import USAGE_HEADERS
 from cosyvoice_triton.speech_service.security.budget import ByteBudget
 from cosyvoice_triton.speech_service.security.guard import Guard, check_key
 from cosyvoice_triton.speech_service.service import Service
@@ -69,7 +70,7 @@ def build(settings: Settings) -> FastAPI:
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # SDKs send many of their own, and an allowed site may send any
-            expose_headers=["x-sample-rate", "x-speech-warning", "x-request-id", "retry-after"],
+            expose_headers=["x-sample-rate", "x-speech-warning", "x-request-id", "retry-after", *USAGE_HEADERS],
         )
     return app
 

@@ -57,7 +57,10 @@ def main(argv: Sequence[str] | None = None, description: str = str(__doc__)) -> 
 
 def serve(settings: Settings) -> int:
     """Serve until SIGTERM; return 1 if the server could not start."""
-    from cosyvoice_triton.speech_service.security.guard import RequestIdFilter  # here: --help and errors are fast
+    from cosyvoice_triton.speech_service.security.guard import (
+        RequestIdFilter,
+        key_name,
+    )  # here: --help and errors are fast
 
     log = logging.StreamHandler()
     log.addFilter(RequestIdFilter())
@@ -67,6 +70,10 @@ def serve(settings: Settings) -> int:
     if settings.host not in LOOPBACK and not settings.api_keys:
         logging.warning(
             "everyone who can reach %s may speak and add voices: set --api_keys", join(settings.host, settings.port)
+        )
+    for number, key in enumerate(settings.api_keys, 1):
+        logging.info(
+            "API key %d of %d is called %s in metrics and voices", number, len(settings.api_keys), key_name(key)
         )
     server = http_server(settings)
     with contextlib.suppress(KeyboardInterrupt):  # raised again after the server has ended

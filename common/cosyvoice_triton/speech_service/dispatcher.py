@@ -38,13 +38,15 @@ _MOMENT = "[pause 20ms]"  # a text that no model has to speak
 class SpeechJob:
     """A text to generate as utterances, one after another. `chars`: of the text, with markup.
 
-    `samples`: generated so far, at the models' rate and normal speed. `timestamps`: of what was generated so far, if
-    they are wanted; then the utterances ask for segments. `warnings`: of the models, such as speech cut short.
+    `key`: the name of the caller's API key. `samples`: generated so far, at the models' rate and normal speed.
+    `timestamps`: of what was generated so far, if they are wanted; then the utterances ask for segments. `warnings`: of
+    the models, such as speech cut short.
     """
 
     utterances: tuple[Utterance, ...]
     chars: int
     model: str = ""
+    key: str = ""
     samples: int = 0
     timestamps: Timestamps | None = None
     warnings: list[str] = field(default_factory=list)
@@ -59,10 +61,18 @@ class SpeechJob:
         return [] if self.timestamps is None else self.timestamps.take()
 
     @property
-    def usage(self) -> dict[str, int]:
-        """OpenAI's usage. input_tokens counts characters, because only Triton has the LLM's tokenizer."""
-        text, speech = self.chars, round(self.samples * TOKEN_RATE / SAMPLE_RATE)
-        return {"input_tokens": text, "output_tokens": speech, "total_tokens": text + speech}
+    def seconds(self) -> float:
+        """Seconds of audio generated so far, at normal speed."""
+        return self.samples / SAMPLE_RATE
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage, and the seconds. input_tokens counts characters, because only Triton has the LLM's
+        tokenizer."""
+        text = sum(each.pieces.chars for each in self.utterances if each.pieces is not None) or self.chars
+        speech = round(self.seconds * TOKEN_RATE)
+        about = {"input_tokens": text, "output_tokens": speech, "total_tokens": text + speech}
+        return {**about, "seconds": round(self.seconds, 3)}
 
 
 class Dispatcher:
@@ -99,7 +109,7 @@ class Dispatcher:
     async def waveforms(self, job: SpeechJob) -> AsyncGenerator[np.ndarray, None]:
         """Yield float32 (N,) at SAMPLE_RATE, at least one for each utterance. If a Triton fails or refuses before the
         first one of an utterance, another is tried. ApiError."""
-        with self._admitted(), self._counted():
+        with self._admitted(), self._counted(), self._metered(job):
             started = time.perf_counter()
             await self._check_default_voice(job)
             for utterance in job.utterances:
@@ -120,7 +130,6 @@ class Dispatcher:
                             self.metrics.first_audio.observe(time.perf_counter() - started)
                         job.samples += part.waveform.size
                         yield part.waveform
-            self.metrics.audio.inc(job.samples / SAMPLE_RATE)
 
     async def _check_default_voice(self, job: SpeechJob) -> None:
         """Raise ApiError naming the first utterance without a voice if it is not the first one and there is no default
@@ -216,6 +225,15 @@ class Dispatcher:
             raise ApiError(
                 429, f"the limit of {self._live} concurrent streams is reached", code="too_many_streams", retry_after=1
             )
+
+    @contextlib.contextmanager
+    def _metered(self, job: SpeechJob) -> Iterator[None]:
+        """Count what was generated for the job, also if it fails or its caller leaves."""
+        try:
+            yield
+        finally:
+            if job.samples:
+                self.metrics.count(job.key, job.usage)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from cosyvoice_triton.speech_service.dispatcher import Dispatcher, SpeechJob
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.fields import named
 from cosyvoice_triton.speech_service.metrics import Metrics
+from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.text import TextFrontend, clean_text
@@ -68,7 +69,7 @@ class Service:
                 requests = await asyncio.to_thread(utterances, wanted, decode_upload, self.voices, self.settings)
         except UnavailableError as error:  # a voice's file is damaged
             raise ApiError(503, str(error), code="unavailable", param="voice") from None
-        job = SpeechJob(requests, len(wanted.input), model)
+        job = SpeechJob(requests, len(wanted.input), model, API_KEY.get())
         if detail := "word" if wanted.subtitles else wanted.timestamps:
             for each in requests:
                 each.parameters[SEGMENTS] = True

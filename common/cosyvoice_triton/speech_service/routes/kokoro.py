@@ -37,7 +37,7 @@ async def captioned(request: Request) -> Response:
     encoder = service.encoder(wanted)
     job = await service.job(wanted)
     answer = _captioned(service.audio(job, encoder), job, encoder)
-    return AudioResponse(answer, "application/json", service.settings.stall, encoder.rate, job.warnings, whole=bytes)
+    return AudioResponse(answer, "application/json", service.settings.stall, encoder.rate, job, whole=bytes)
 
 
 async def _captioned(

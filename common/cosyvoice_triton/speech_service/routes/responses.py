@@ -9,7 +9,7 @@ import asyncio
 import base64
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 from urllib.parse import quote
@@ -26,6 +26,8 @@ from cosyvoice_triton.tasks import TaskScope
 
 logger = logging.getLogger(__name__)
 
+# Of whole answers -> names in the job's usage.
+USAGE_HEADERS = {"x-input-tokens": "input_tokens", "x-output-tokens": "output_tokens", "x-audio-seconds": "seconds"}
 WARNING_CHARS = 300  # in a header: warnings quote texts
 _STREAMING_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second one is for nginx
 
@@ -33,8 +35,8 @@ _STREAMING_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  #
 class AudioResponse(Response):
     """Sends the bytes of `parts` as they are produced, or, once all are there, what `whole` makes of them.
 
-    stall: seconds that a client may leave them unread. warnings: filled while the parts are made; the headers have
-    those that are known by the first part that is sent.
+    stall: seconds that a client may leave them unread. The headers have the job's warnings that are known by the first
+    part that is sent, and its usage if all are there.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class AudioResponse(Response):
         media_type: str,
         stall: float,
         rate: int,
-        warnings: Sequence[str],
+        job: SpeechJob,
         whole: Callable[[bytes], bytes] | None = None,
     ) -> None:
         super().__init__(media_type=media_type, headers={"X-Sample-Rate": str(rate), **_STREAMING_HEADERS})
@@ -51,7 +53,7 @@ class AudioResponse(Response):
         self._parts = parts
         self._stall = stall
         self._whole = whole
-        self._warnings = warnings
+        self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with TaskScope() as tasks:
@@ -70,11 +72,13 @@ class AudioResponse(Response):
                 if self._whole is not None:
                     first = self._whole(b"".join([first, *[part async for part in parts]]))
                     self.headers["content-length"] = str(len(first))
+                    for header, name in USAGE_HEADERS.items():
+                        self.headers[header] = str(self._job.usage[name])
             except ApiError as error:
                 await error.response(scope, receive, send)
                 return
-            if self._warnings:
-                self.headers["x-speech-warning"] = _header("; ".join(self._warnings))
+            if self._job.warnings:
+                self.headers["x-speech-warning"] = _header("; ".join(self._job.warnings))
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 await self._send_part(send, first)

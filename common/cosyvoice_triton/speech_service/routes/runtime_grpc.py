@@ -93,8 +93,9 @@ class RuntimeServicer:
         """Answer one request with a stream of 16-bit samples. The key is checked before the request is read."""
         try:
             metadata = dict(context.invocation_metadata() or ())
-            check_key(str(metadata.get("authorization", "")), self._service.settings.api_keys)
+            key = check_key(str(metadata.get("authorization", "")), self._service.settings.api_keys)
             job = await self._job(await self._first(requests))
+            job.key = key
             async with contextlib.aclosing(self._service.audio(job, AudioEncoder("pcm"))) as parts:
                 async for part in parts:
                     yield self._messages.Response(tts_audio=part)

@@ -46,7 +46,7 @@ async def infer(request: Request) -> Response:
     job = await service.job(parse(SpeechRequest, values), upload)
     encoder = AudioEncoder("pcm")
     return AudioResponse(
-        service.audio(job, encoder), encoder.format.media_type, service.settings.stall, encoder.rate, job.warnings
+        service.audio(job, encoder), encoder.format.media_type, service.settings.stall, encoder.rate, job
     )
 
 

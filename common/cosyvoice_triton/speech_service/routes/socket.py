@@ -214,6 +214,7 @@ class SocketSession(Session):
         index = {"utterance_index": self._utterance, "sentence_index": self._sentences}
         self._sentences += 1
         sent, failed = 0, False
+        usage: dict[str, Any] = {}
         try:
             text = sentence if isinstance(sentence, str) else ""
             wanted: SpeechRequest = parse(SpeechRequest, {**self._config, **before, "input": text or "."})
@@ -235,9 +236,10 @@ class SocketSession(Session):
                 await self._send("audio.timestamps", **index, segments=segments)
             for message in job.warnings:
                 await self._send("warning", **index, message=message)
+            usage = {"usage": job.usage}
         except ApiError as error:
             failed = await self._report(error, index)
-        await self._send("audio.done", **index, total_bytes=sent, error=failed)
+        await self._send("audio.done", **index, total_bytes=sent, error=failed, **usage)
 
     async def _report(self, error: ApiError, index: dict[str, int]) -> bool:
         """Tell why a sentence was not spoken, and return whether that is a failure: markup or a symbol between the

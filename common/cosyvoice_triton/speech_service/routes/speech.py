@@ -60,15 +60,13 @@ async def speech(request: Request) -> Response:
     audio = service.audio(job, encoder)
     if wanted.stream_format == "sse":
         answer = events(audio, job, wanted.subtitles)
-        return AudioResponse(answer, "text/event-stream", service.settings.stall, encoder.rate, job.warnings)
+        return AudioResponse(answer, "text/event-stream", service.settings.stall, encoder.rate, job)
     if wanted.stream_format == "json":
         answer = whole_json(audio, job, encoder, wanted.subtitles)
-        return AudioResponse(
-            answer, "application/json", service.settings.stall, encoder.rate, job.warnings, whole=bytes
-        )
+        return AudioResponse(answer, "application/json", service.settings.stall, encoder.rate, job, whole=bytes)
     kind = encoder.format.media_type
     complete = None if wanted.stream else encoder.complete
-    return AudioResponse(audio, kind, service.settings.stall, encoder.rate, job.warnings, complete)
+    return AudioResponse(audio, kind, service.settings.stall, encoder.rate, job, complete)
 
 
 @router.post("/v1/audio/speech/text", openapi_extra=_body(SpeechRequest))

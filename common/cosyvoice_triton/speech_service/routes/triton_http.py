@@ -19,6 +19,7 @@ from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.speech_service.dispatcher import SpeechJob
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.routes.speech import read_body
+from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.voice.audio import validate_reference
@@ -44,7 +45,7 @@ async def infer(name: str, request: Request) -> Response:
         body = await read_body(request)
         wanted = await asyncio.to_thread(_content, body, request.headers.get(HEADER_LENGTH), service.settings)
         utterance = await asyncio.to_thread(_utterance, wanted, service.settings)
-        job = SpeechJob((utterance,), len(utterance.target_text), name)
+        job = SpeechJob((utterance,), len(utterance.target_text), name, API_KEY.get())
         parts = [part async for part in service.dispatcher.waveforms(job)]
         return await asyncio.to_thread(_answer, name, np.concatenate(parts), _is_binary(wanted), wanted.get("id"))
     except ApiError as error:
