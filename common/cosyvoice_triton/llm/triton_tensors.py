@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from cosyvoice_triton.constants import MAX_STREAM_TOKENS
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.interface import URGENT_TOKENS, LLMPrompt, Sampling
 
@@ -85,6 +86,9 @@ def generation_request(
         raise ValueError("request_output_len is missing")
     given = {ours: scalar(tensors, name) for name, ours in SAMPLING_INPUTS.items() if name in tensors}
     end_id = scalar(tensors, "end_id", end_ids[0])
+    urgent_tokens = _parameter(parameters, "urgent_tokens", int, URGENT_TOKENS)
+    if not 0 <= urgent_tokens <= MAX_STREAM_TOKENS:  # a listener would take the turns of all others
+        raise ValueError(f"request parameter urgent_tokens {urgent_tokens} is out of range: 0..{MAX_STREAM_TOKENS}")
     sampling = Sampling(
         max_tokens=scalar(tensors, "request_output_len"),
         ras_window=_parameter(parameters, "ras_window", int, 0),
@@ -95,7 +99,7 @@ def generation_request(
         input_ids[:length].astype(np.int64),
         sampling,
         tuple(dict.fromkeys((*end_ids, end_id))),
-        _parameter(parameters, "urgent_tokens", int, URGENT_TOKENS),
+        urgent_tokens,
         bool(_parameter(parameters, "played", int, 0)),
     )
 
@@ -128,7 +132,7 @@ def _parameter(parameters: Mapping[str, object], name: str, kind: type[NumberT],
     try:
         return kind(str(value))
     except ValueError:
-        raise ValueError(f"request parameter {name} must be a number, not {value!r}") from None
+        raise ValueError(f"request parameter {name} must be a number, not {str(value)[:80]!r}") from None
 
 
 def _reject_unsupported(tensors: Tensors) -> None:

@@ -59,10 +59,11 @@ class GenerationRequest:
         prompt, new = len(self.input_ids), self.sampling.max_tokens
         if not prompt:
             raise ValueError("input_ids is empty")
-        low, high = int(self.input_ids.min()), int(self.input_ids.max())
-        if low < 0 or high >= vocab_size:
-            worst = low if low < 0 else high
-            raise ValueError(f"input_ids holds {worst}, outside the vocabulary 0..{vocab_size - 1}")
+        for name, ids in (("input_ids", self.input_ids), ("end_id", self.end_ids)):
+            low, high = int(np.min(ids)), int(np.max(ids))
+            if low < 0 or high >= vocab_size:
+                worst = low if low < 0 else high
+                raise ValueError(f"{name} holds {worst}, outside the vocabulary 0..{vocab_size - 1}")
         if prompt + new > context:
             raise ValueError(f"{prompt} prompt tokens and {new} new ones exceed the LLM's context of {context}")
 
