@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import soundfile
 from cosyvoice_triton import refusals
-from cosyvoice_triton.speech_service import bodies
+from cosyvoice_triton.speech_service import bodies, dispatcher
 from cosyvoice_triton.speech_service.audio.recordings import decode_base64
 from cosyvoice_triton.speech_service.routes import speech
 from cosyvoice_triton.speech_service.settings import Settings
@@ -78,6 +80,38 @@ def test_a_connection_is_used_again_after_a_refusal_that_came_before_the_body(st
             assert client.post(url + SPEECH, json=TEXT).status_code == 429
         stub.error = ""
         until(lambda: client.post(url + SPEECH, json=TEXT).status_code == 200)
+
+
+def half_sent(url: str, body: bytes = b"") -> socket.socket:
+    """A connection with a request for a new voice, of which only the headers and `body` are sent."""
+    head = f"POST {SPEECH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    host, port = url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)), 60)
+    client.sendall(head.encode() + b"Content-Length: 1000000\r\n\r\n" + body)
+    return client
+
+
+def test_a_new_voice_that_waits_for_its_turn_is_refused_by_its_headers_alone(
+    stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 60.0)
+    monkeypatch.setattr(dispatcher, "TURN_SECONDS", 60.0)
+    readers = [half_sent(url, b" " * 300_000) for _ in range(os.cpu_count() or 1)]
+    time.sleep(0.2)  # they have their turns
+    with half_sent(url) as waiting:
+        time.sleep(0.2)
+        stub.error = OVERLOADED
+        assert httpx.post(url + SPEECH, json=TEXT).status_code == 429  # a known voice waits for nobody
+        for each in readers:
+            each.close()
+        assert waiting.recv(12) == b"HTTP/1.1 429"
+
+
+def test_slow_clients_hold_up_no_new_voice_for_long(stub: TritonStub, url: str) -> None:
+    readers = [half_sent(url, b" " * 300_000) for _ in range(2 * (os.cpu_count() or 1))]
+    assert httpx.post(url + SPEECH, json={**TEXT, "ref_audio": recording(1)}, timeout=30).status_code == 200
+    for each in readers:
+        each.close()
 
 
 def test_a_batch_waits_for_places(stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

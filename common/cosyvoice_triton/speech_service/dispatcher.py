@@ -12,12 +12,13 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from async_timeout import timeout
 
 from cosyvoice_triton.client.requests import AudioPart, Utterance
 from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
@@ -26,12 +27,14 @@ from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
 from cosyvoice_triton.speech_service.errors import OVERLOADED, ApiError, invalid
 from cosyvoice_triton.speech_service.metrics import Metrics
+from cosyvoice_triton.speech_service.security.budget import FREE_BYTES
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.triton import Backend, TritonPool
 
 logger = logging.getLogger(__name__)
 
 _MOMENT = "[pause 20ms]"  # a text that no model has to speak
+TURN_SECONDS = 1.0  # that others wait while slow clients send their recordings
 
 
 @dataclass
@@ -84,7 +87,9 @@ class Dispatcher:
         self._settings = settings
         self._live = 0
         self._refusals: dict[str, LastRefusal] = {}  # by model
-        # Where requests are read: so that the first of a crowd are refused before the voices of the others are decoded.
+        # Where requests are read: so that the first of a crowd are refused before the bodies of the others are taken,
+        # and before their voices are decoded.
+        self._turns = asyncio.Semaphore(os.cpu_count() or 1)
         self.reading = asyncio.Semaphore(os.cpu_count() or 1)
         self._encoders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="encode")
 
@@ -105,6 +110,21 @@ class Dispatcher:
             self._require_slot()
             if refusals and len(refusals) == len(models):
                 raise refusals[0].with_traceback(None)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, length: str | None) -> AsyncIterator[None]:
+        """Let the block read a body of `length` bytes (None: unknown), in turn if it may hold a recording.
+
+        Raises ApiError 429 like `check`, before anything of the body is read.
+        """
+        self.check()
+        async with contextlib.AsyncExitStack() as held:
+            if length is None or int(length) > FREE_BYTES:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    async with timeout(TURN_SECONDS):
+                        await held.enter_async_context(self._turns)
+                self.check()
+            yield
 
     async def waveforms(self, job: SpeechJob) -> AsyncGenerator[np.ndarray, None]:
         """Yield float32 (N,) at SAMPLE_RATE, at least one for each utterance. If a Triton fails or refuses before the

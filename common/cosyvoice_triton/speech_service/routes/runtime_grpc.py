@@ -94,6 +94,7 @@ class RuntimeServicer:
         try:
             metadata = dict(context.invocation_metadata() or ())
             key = check_key(str(metadata.get("authorization", "")), self._service.settings.api_keys)
+            self._service.dispatcher.check()
             job = await self._job(await self._first(requests))
             job.key = key
             async with contextlib.aclosing(self._service.audio(job, AudioEncoder("pcm"))) as parts:

@@ -33,17 +33,18 @@ async def infer(request: Request) -> Response:
     """Answer a request to any of the routes."""
     service = Service.of(request)
     names = ROUTES[request.url.path]
-    fields, upload = await read_fields(request, "prompt_wav")
-    values: dict[str, Any] = {}
-    for field, name in names.items():
-        if field == "prompt_wav":
-            if upload is None:
-                raise invalid("prompt_wav is missing: upload the recording as a file", field)
-        elif not str(fields.get(field, "")).strip():
-            raise invalid(f"{field} is missing", field)
-        else:
-            values[name] = str(fields[field])
-    job = await service.job(parse(SpeechRequest, values), upload)
+    async with service.dispatcher.turn(request.headers.get("content-length")):
+        fields, upload = await read_fields(request, "prompt_wav")
+        values: dict[str, Any] = {}
+        for field, name in names.items():
+            if field == "prompt_wav":
+                if upload is None:
+                    raise invalid("prompt_wav is missing: upload the recording as a file", field)
+            elif not str(fields.get(field, "")).strip():
+                raise invalid(f"{field} is missing", field)
+            else:
+                values[name] = str(fields[field])
+        job = await service.job(parse(SpeechRequest, values), upload)
     encoder = AudioEncoder("pcm")
     return AudioResponse(
         service.audio(job, encoder), encoder.format.media_type, service.settings.stall, encoder.rate, job

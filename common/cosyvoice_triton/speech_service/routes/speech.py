@@ -46,17 +46,17 @@ def _body(model: type[SpeechRequest] | type[BatchRequest]) -> dict[str, Any]:
 async def speech(request: Request) -> Response:
     """Speak a text; the audio is streamed."""
     service = Service.of(request)
-    service.dispatcher.check()
-    fields, upload = await read_fields(request, "ref_audio")
-    wanted: SpeechRequest = parse(SpeechRequest, fields)
-    if wanted.stream_format == "sse" and not wanted.stream:
-        raise invalid("stream false with stream_format 'sse': events are a stream", "stream")
-    if wanted.stream_format == "audio":
-        for field in ("timestamps", "subtitles"):
-            if value := getattr(wanted, field):
-                raise invalid(f"{field} {value!r} with stream_format 'audio': use 'json' or 'sse'", field)
-    encoder = service.encoder(wanted)
-    job = await service.job(wanted, upload)
+    async with service.dispatcher.turn(request.headers.get("content-length")):
+        fields, upload = await read_fields(request, "ref_audio")
+        wanted: SpeechRequest = parse(SpeechRequest, fields)
+        if wanted.stream_format == "sse" and not wanted.stream:
+            raise invalid("stream false with stream_format 'sse': events are a stream", "stream")
+        if wanted.stream_format == "audio":
+            for field in ("timestamps", "subtitles"):
+                if value := getattr(wanted, field):
+                    raise invalid(f"{field} {value!r} with stream_format 'audio': use 'json' or 'sse'", field)
+        encoder = service.encoder(wanted)
+        job = await service.job(wanted, upload)
     audio = service.audio(job, encoder)
     if wanted.stream_format == "sse":
         answer = events(audio, job, wanted.subtitles)

@@ -42,9 +42,10 @@ async def infer(name: str, request: Request) -> Response:
     """Return a model's whole answer to a request in Triton's protocol, and errors in Triton's form."""
     service = Service.of(request)
     try:
-        body = await read_body(request)
-        wanted = await asyncio.to_thread(_content, body, request.headers.get(HEADER_LENGTH), service.settings)
-        utterance = await asyncio.to_thread(_utterance, wanted, service.settings)
+        async with service.dispatcher.turn(request.headers.get("content-length")):
+            body = await read_body(request)
+            wanted = await asyncio.to_thread(_content, body, request.headers.get(HEADER_LENGTH), service.settings)
+            utterance = await asyncio.to_thread(_utterance, wanted, service.settings)
         job = SpeechJob((utterance,), len(utterance.target_text), name, API_KEY.get())
         parts = [part async for part in service.dispatcher.waveforms(job)]
         return await asyncio.to_thread(_answer, name, np.concatenate(parts), _is_binary(wanted), wanted.get("id"))
