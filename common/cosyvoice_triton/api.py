@@ -186,7 +186,7 @@ class Server:
         return self._triton.grpc_url
 
     def __enter__(self) -> "Server":
-        # Here, because they import torch, which a client does not need.
+        # Here, because a client does not need them.
         from cosyvoice_triton.prepare import steps
         from cosyvoice_triton.prepare.missing import require_files
         from cosyvoice_triton.server.rendering import StackOptions, render
@@ -197,6 +197,7 @@ class Server:
             if (models := self._models) is None:
                 models = work / "models"
                 steps.demo(models, self._options.get("stack", stacks.DEFAULT.name))
+                self._options["settings"] = {**steps.DEMO_SETTINGS, **self._options.get("settings", {})}
             options = StackOptions(models_dir=models, **self._options)
             require_files(options)
             render(options, work / "repository")

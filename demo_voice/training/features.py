@@ -29,7 +29,7 @@ def s3_log_mel(wave: Tensor) -> Tensor:
 
 
 def kaldi_fbank(wave: Tensor) -> Tensor:
-    """wave (B, N) at 16 kHz -> (B, T, 80): `audio.fbank` minus each band's mean over time, the input of CAM++."""
+    """wave (B, N) at 16 kHz -> (B, T, 80): `features.fbank` minus each band's mean over time, the input of CAM++."""
     filters, window = _kaldi_filters(wave.device)
     frames = wave.unfold(1, _KALDI_WINDOW, _KALDI_HOP)
     frames = frames - frames.mean(-1, keepdim=True)

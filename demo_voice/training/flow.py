@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, SPEECH_VOCAB, TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.flow import DiTFlow, UNetFlow
 from cosyvoice_triton.networks.flow.dit import DiTEstimator
-from cosyvoice_triton.voice import audio
+from cosyvoice_triton.voice import features
 from torch import Tensor
 
 from demo_voice.training.dataset import SpeechDataset
@@ -171,4 +171,4 @@ def perturbed_mel(mel: Tensor) -> Tensor:
 
 def mels(speech: SpeechDataset, starts: Tensor, length: int) -> Tensor:
     """Log mel (B, 80, 2 * length) of crops, computed like a prompt's."""
-    return audio.mel_spectrogram(upsampled(speech.wave(starts, length)))
+    return features.mel_spectrogram(upsampled(speech.wave(starts, length)))

@@ -2,7 +2,7 @@
 
 import torch
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from cosyvoice_triton.voice import audio
+from cosyvoice_triton.voice import features
 from torch import Tensor
 
 
@@ -12,4 +12,4 @@ def upsampled(wave: Tensor) -> Tensor:
     Without TF32, whose rounding is audible noise between 8 and 12 kHz, where the signal has no energy.
     """
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        return audio.resample(wave, PROMPT_SAMPLE_RATE, SAMPLE_RATE)
+        return features.resample(wave, PROMPT_SAMPLE_RATE, SAMPLE_RATE)

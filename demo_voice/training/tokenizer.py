@@ -20,7 +20,7 @@ from cosyvoice_triton.demo_checkpoint.speech_tokenizer import (
     TRITS,
     write_speech_tokenizer,
 )
-from cosyvoice_triton.voice import audio
+from cosyvoice_triton.voice import features
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -202,16 +202,16 @@ def _losses(
     samples = CROP_TOKENS * TOKEN_SAMPLES
     with torch.no_grad():
         clean = at_speed(speech.wave(starts, taken), samples)
-        target = audio.mel_spectrogram(audio.resample(clean, PROMPT_SAMPLE_RATE, SAMPLE_RATE)).transpose(1, 2)
+        target = features.mel_spectrogram(features.resample(clean, PROMPT_SAMPLE_RATE, SAMPLE_RATE)).transpose(1, 2)
         target = (target - MEL_MEAN) / MEL_DEVIATION  # (B, 80, T) -> (B, T, 80)
         perturbed = torch.rand(BATCH, 1, device=speech.device) < PERTURBED
-        features = s3_log_mel(torch.where(perturbed, as_recorded(clean), clean))
+        mels = s3_log_mel(torch.where(perturbed, as_recorded(clean), clean))
         labels = speech.phones_of(starts, taken)
         positions = (torch.arange(CROP_TOKENS * TOKEN_PHONES, device=speech.device) + 0.5) * (taken / CROP_TOKENS)
         labels = labels[:, positions.long()]
     voice = speech.voices[speech.utterance_of(starts, taken)]
     with autocast(speech.device):
-        codes = tokenizer(features)
+        codes = tokenizer(mels)
         rounded = codes + (codes.round() - codes).detach()
         phones, mel = heads(rounded, voice, taken / CROP_TOKENS)
     phones_loss = F.cross_entropy(phones.flatten(0, 1), labels.flatten())

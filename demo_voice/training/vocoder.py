@@ -14,7 +14,7 @@ import torch
 from cosyvoice_triton.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator, split_weight_norm
 from cosyvoice_triton.networks.hift.generator import Snake
-from cosyvoice_triton.voice import audio
+from cosyvoice_triton.voice import features
 from torch import Tensor, nn
 
 from demo_voice.training.dataset import SpeechDataset
@@ -148,7 +148,7 @@ def random_crops(speech: SpeechDataset) -> tuple[Tensor, Tensor, Tensor]:
     wave = upsampled(speech.wave(starts, length))
     margin = MARGIN_TOKENS * TOKEN_MEL_RATIO
     inside = slice(margin, -margin)
-    mel, f0 = audio.mel_spectrogram(wave)[:, :, inside], fundamental(wave)[:, inside]
+    mel, f0 = features.mel_spectrogram(wave)[:, :, inside], fundamental(wave)[:, inside]
     return wave[:, margin * HOP_SAMPLES : -margin * HOP_SAMPLES], mel, f0
 
 
@@ -169,7 +169,7 @@ def pitch_loss(predicted: Tensor, f0: Tensor) -> Tensor:
 
 def mel_loss(made: Tensor, wave: Tensor) -> Tensor:
     """Mean absolute difference of log mel; waves (B, N)."""
-    found, wanted = (audio.mel_spectrogram(x).clamp(min=QUIETEST_MEL) for x in (made, wave))
+    found, wanted = (features.mel_spectrogram(x).clamp(min=QUIETEST_MEL) for x in (made, wave))
     return (found - wanted).abs().mean()
 
 

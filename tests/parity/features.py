@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE
-from cosyvoice_triton.voice.audio import MelConfig, fbank, mel_spectrogram, resample
 from cosyvoice_triton.voice.encoders import import_s3tokenizer
+from cosyvoice_triton.voice.features import MelConfig, fbank, mel_spectrogram, resample
 from torch import Tensor
 
 from tests.parity.fixture import Check, Fixture, outputs_of

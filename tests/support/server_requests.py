@@ -14,7 +14,7 @@ from cosyvoice_triton.client import grpc_client
 from cosyvoice_triton.client.requests import WARNING, SpeechResult, Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.monitoring import metrics
-from cosyvoice_triton.voice.audio import resample
+from cosyvoice_triton.voice.features import resample
 from tritonclient.utils import np_to_triton_dtype
 
 MODELS = {stack.name: stack.orchestrator for stack in stacks.BUILT_IN}

@@ -7,16 +7,8 @@ import pytest
 import soundfile as sf
 import torch
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from cosyvoice_triton.voice.audio import (
-    MelConfig,
-    fbank,
-    load_audio,
-    load_reference,
-    mel_spectrogram,
-    resample,
-    save_audio,
-    validate_reference,
-)
+from cosyvoice_triton.voice.audio import load_audio, load_reference, save_audio, validate_reference
+from cosyvoice_triton.voice.features import MelConfig, fbank, mel_spectrogram, resample
 
 SECOND = PROMPT_SAMPLE_RATE
 

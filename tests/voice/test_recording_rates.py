@@ -23,9 +23,10 @@ from cosyvoice_triton.orchestrator.request import RequestInputs
 from cosyvoice_triton.speech_service.audio.recordings import decode
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.stacks import COSYVOICE3, DEFAULT
-from cosyvoice_triton.voice.audio import MelConfig, at_rate, load_reference, mel_spectrogram
+from cosyvoice_triton.voice.audio import at_rate, load_reference
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.encoders import reference_mel
+from cosyvoice_triton.voice.features import MelConfig, mel_spectrogram
 from cosyvoice_triton.voice.files import read_voice, save_recording
 from cosyvoice_triton.voice.model import reference
 from cosyvoice_triton.voice.prompt import Recording

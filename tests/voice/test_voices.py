@@ -117,21 +117,27 @@ def test_a_speaker_with_an_x_vector_alone_is_a_voice_without_prompt(key: str, tm
     assert_same(book.get("saved"), voice)
 
 
-def test_tensors_may_have_any_float_type(folder: Path, tmp_path: Path, book: VoiceBook) -> None:
+def test_tensors_of_spk2info_may_have_any_float_type(tmp_path: Path, book: VoiceBook) -> None:
     entry, prompt = triton_speaker(), fake_prompt(5, "它说什么")
     halves = {name: x.bfloat16() for name, x in entry.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
     torch.save({"001": entry | halves}, tmp_path / "spk2info.pt")
     assert_same(book.get("001"), prompt)
-    folder.mkdir()
-    write_voice(folder, prompt_speech_feat=torch.ones(60, 80).bfloat16())
-    assert_same(book.get("anna"), fake_prompt(1, "text"))
 
 
-def test_the_default_voice_is_the_named_one_or_the_speaker_001_of_spk2info(folder: Path, tmp_path: Path) -> None:
-    save_voice(folder / "001.safetensors", fake_prompt(1))  # registered by a client: not meant for everybody
+def test_the_default_voice_is_the_named_one_or_the_speaker_001_of_spk2info_or_the_only_one(
+    folder: Path, tmp_path: Path
+) -> None:
     book = VoiceBook(folder, tmp_path, decode)
-    with pytest.raises(ValueError, match="no voice: the request has neither a reference_wav nor a speaker"):
+    with pytest.raises(ValueError, match="there is no default voice .*; known speakers: none"):
         book.get()
+    save_voice(folder / "anna.safetensors", fake_prompt(3))
+    save_pronunciation(folder, "anna", {"nginx": "engine x"})
+    assert_same(book.get(), fake_prompt(3))
+    assert book.pronunciation(None) == {"nginx": "engine x"}
+    save_voice(folder / "001.safetensors", fake_prompt(1))  # registered by a client: not meant for everybody
+    with pytest.raises(ValueError, match="no voice: .* known speakers: 001, anna"):
+        book.get()
+    assert book.pronunciation(None) == {}
     torch.save({"001": triton_speaker(), "002": triton_speaker(2)}, tmp_path / "spk2info.pt")
     assert_same(book.get(), fake_prompt(5, "它说什么"))
     assert_same(VoiceBook(folder, tmp_path, decode, "002").get(), fake_prompt(2, "它说什么"))

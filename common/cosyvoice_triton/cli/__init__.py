@@ -1,6 +1,7 @@
 """The command `cosyvoice-triton`: one module for each subcommand, with a parser and a `main`."""
 
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -86,6 +87,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the subcommand that is named first; returns its exit code."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of transformers, too
     arguments = list(sys.argv[1:] if argv is None else argv)
     return _run("cosyvoice-triton", COMMANDS, arguments)
 

@@ -1,6 +1,9 @@
-"""Types for argparse: it reports what they raise together with the option's name."""
+"""Types for argparse, which reports what they raise together with the option's name; this program's own name."""
 
 import argparse
+import os
+import shutil
+import sys
 from pathlib import Path
 
 from cosyvoice_triton.text.pronunciation import read_pronunciations
@@ -41,3 +44,11 @@ def boolean(text: str) -> bool:
     if (flag := flags.get(text.lower())) is None:
         raise argparse.ArgumentTypeError(f"'{text}' is neither true nor false")
     return flag
+
+
+def program() -> str:
+    """Return what the caller's shell runs as this command: its name, or the path of one that is not on the PATH."""
+    installed, found = Path(sys.executable).with_name("cosyvoice-triton"), shutil.which("cosyvoice-triton")
+    if not installed.exists() or (found and installed.samefile(found)):
+        return installed.name
+    return os.path.relpath(installed)

@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0])
     args = parser.parse_args(argv)
     try:
-        made = convert(args.model_dir, args.output_dir, args.precision)
+        made = convert(args.model_dir, args.output_dir, args.precision, lambda line: print(line, flush=True))
     except (ValueError, RuntimeError, OSError) as error:
         print(f"convert_genai: {error}", file=sys.stderr)
         return 1

@@ -10,15 +10,16 @@ demo_voice/README.md; everything else also serves the official weights.
 import argparse
 import asyncio
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import torch
-
 from cosyvoice_triton import stacks
+from cosyvoice_triton.cli.arguments import program
+from cosyvoice_triton.cli.say import PLAYERS
 from cosyvoice_triton.client.grpc_client import synthesize
 from cosyvoice_triton.client.requests import SpeechResult, Utterance
 from cosyvoice_triton.prepare import steps
@@ -26,7 +27,6 @@ from cosyvoice_triton.server.rendering import StackOptions, render
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 
 TEXT = "Good morning. You are listening to Cosy Voice, which runs on your own computer."
-SPEAKER = "rms"
 SEED = 2  # of the sampling, so that the demo is the same everywhere
 STEPS = 4
 
@@ -34,7 +34,6 @@ STEPS = 4
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    torch.set_num_threads(1)
     try:
         speech = run(args.stack, args.text, args.speaker, Ports(args.http_port, args.grpc_port, args.metrics_port))
         speech.save(args.output)
@@ -47,9 +46,10 @@ def main(argv: list[str] | None = None) -> int:
     print(speech.summary())
     stack = "" if args.stack == stacks.DEFAULT.name else f" --stack {args.stack}"
     print(f"written to         {args.output}")
-    print(f"play it            aplay {args.output}")
-    print(f"keep it serving    cosyvoice-triton serve{stack} --speech-port 10086")
-    print("then               http://localhost:10086/ in a browser, or: cosyvoice-triton say 'Hello.'")
+    if player := next((each for each, *_ in PLAYERS if shutil.which(each)), None):
+        print(f"play it            {player} {args.output}")
+    print(f"keep it serving    {program()} serve{stack} --speech-port 10086")
+    print(f"then               http://localhost:10086/ in a browser, or: {program()} say 'Hello.'")
     print("A small synthetic voice for demos; README.md describes how to serve the official weights.")
     return 0
 
@@ -60,7 +60,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     parser.add_argument("--text", default=TEXT)
-    parser.add_argument("--speaker", default=SPEAKER, help="a voice in the checkpoint's folder voices (rms)")
+    parser.add_argument("--speaker", default=steps.DEMO_SETTINGS["default_speaker"], help="rms (default) or slt")
     parser.add_argument("--output", type=Path, default=Path("out/demo.wav"))
     parser.add_argument("--http-port", type=int, default=Ports.http)
     parser.add_argument("--grpc-port", type=int, default=Ports.grpc)
@@ -73,7 +73,7 @@ def run(stack: str, text: str, speaker: str, ports: Ports) -> SpeechResult:
     with step(1, f"demo checkpoint, a small trained voice: {steps.DEMO}"):
         steps.demo(steps.DEMO, stack)
     repository = Path("build", stack)
-    options = StackOptions(models_dir=steps.DEMO, stack=stack, device="cpu")
+    options = StackOptions(models_dir=steps.DEMO, stack=stack, device="cpu", settings=steps.DEMO_SETTINGS)
     with step(2, f"model repository of the {stack} stack: {repository}"):
         render(options, repository)
     with ExitStack() as running:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import get_args
 
 from cosyvoice_triton import stacks
+from cosyvoice_triton.cli.arguments import program
 from cosyvoice_triton.prepare import hub, steps
 from cosyvoice_triton.prepare.genai import PRECISIONS
 
@@ -71,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     stack = f" --stack {args.stack}" if args.step != "demo" else ""
     if args.step == "download":
-        print(f"without a GPU:  cosyvoice-triton prepare engine {args.models}{stack} --kind onnxruntime_genai")
-    print(f"next:           cosyvoice-triton serve --models {args.models}{stack} --speech-port 10086")
+        print(f"without a GPU:  {program()} prepare engine {args.models}{stack} --kind onnxruntime_genai")
+    print(f"next:           {program()} serve --models {args.models}{stack} --speech-port 10086")
     return 0
 
 

@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("text", help="what to speak")
     parser.add_argument("--server", default=f"localhost:{GRPC_PORT}", help="gRPC address (default: %(default)s)")
     voice = parser.add_mutually_exclusive_group()
-    voice.add_argument("--voice", default="rms", help="a registered voice (default: rms, of the demo)")
+    voice.add_argument("--voice", help="a registered voice (default: the server's, rms of the demo)")
     voice.add_argument("--reference", type=Path, help="instead, a recording of a voice, 0.5 to 30 s")
     parser.add_argument("--reference-text", help="what the recording says, word for word")
     parser.add_argument("--instruct-text", help='how to speak, e.g. "Speak slowly."')
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Client(args.server) as client:
             chunks = client.stream(
                 args.text,
-                voice=None if args.reference else args.voice,
+                voice=args.voice,
                 reference=args.reference,
                 reference_text=args.reference_text,
                 instruct_text=args.instruct_text,

@@ -126,6 +126,7 @@ def rendered_repository(args: argparse.Namespace) -> Path:
     if args.repository is None:
         if args.models == steps.DEMO:
             steps.demo(args.models, args.stack)
+            args.settings = [*(f"{key}={value}" for key, value in steps.DEMO_SETTINGS.items()), *args.settings]
         repository = Path("build", args.stack)
         render_stack(args.models, repository, args)
         return repository

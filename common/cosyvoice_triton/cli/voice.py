@@ -22,6 +22,8 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.cli.arguments import words
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.server.rendering import StackOptions
+from cosyvoice_triton.voice.book import VoiceBook
+from cosyvoice_triton.voice.files import delete_voice
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -50,16 +52,14 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     options = StackOptions(models_dir=args.models_dir, stack=args.stack)
-    # They import torch, which takes a second that --help and a wrong option need not wait for.
-    from cosyvoice_triton.prepare.voice import add_voice, delete_voice
-    from cosyvoice_triton.voice.book import VoiceBook
-
     try:
         if args.action == "add":
+            from cosyvoice_triton.prepare.voice import add_voice  # imports torch, which takes a second
+
             source = args.reference_audio, args.reference_text
             add_voice(options, args.name, *source, args.replace, args.pronunciation, not args.no_trim)
         elif args.action == "delete":
-            delete_voice(options, args.name)
+            delete_voice(options.voices_dir, args.name)
         else:
             print("\n".join(VoiceBook(options.voices_dir, options.checkpoint_dir, str).names()))
     except (ValueError, RuntimeError, OSError, UnavailableError) as error:  # soundfile's own errors are RuntimeErrors

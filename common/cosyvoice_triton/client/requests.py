@@ -19,6 +19,7 @@ import numpy as np
 from cosyvoice_triton import stacks
 from cosyvoice_triton.config import SAMPLING_PRESETS
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.voice.audio import load_recording, save_audio
 from cosyvoice_triton.voice.prompt import Recording
 
 logger = logging.getLogger(__name__)
@@ -194,8 +195,6 @@ class AudioPart:
 
 def read_reference(path: Path) -> Recording:
     """Return a recording of any rate and channel count; ClientError if it cannot be read."""
-    from cosyvoice_triton.voice.audio import load_recording  # here, because it imports torch
-
     try:
         return load_recording(path)
     except (OSError, RuntimeError, ValueError) as error:  # libsndfile's errors are RuntimeErrors
@@ -274,8 +273,6 @@ class SpeechResult:
 
     def save(self, path: Path) -> None:
         """Write a 16-bit WAV at 24 kHz; ClientError if the file cannot be written."""
-        from cosyvoice_triton.voice.audio import save_audio  # here, because it imports torch
-
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             save_audio(path, self.waveform, SAMPLE_RATE)

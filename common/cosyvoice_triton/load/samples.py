@@ -24,6 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from cosyvoice_triton.constants import SPEECH_VOCAB
+from cosyvoice_triton.voice.audio import load_recording
 from cosyvoice_triton.voice.prompt import Recording
 
 TOKEN_COLUMNS = ("prompt_audio_cosy2_tokens", "target_audio_cosy2_tokens")
@@ -174,8 +175,6 @@ def _embedded_recording(where: str, value: Any) -> Recording:
 
 
 def _decoded(where: str, source: Path | BinaryIO, shown: str) -> Recording:
-    from cosyvoice_triton.voice.audio import load_recording  # here, because it imports torch
-
     try:
         return load_recording(source)
     except (OSError, RuntimeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors

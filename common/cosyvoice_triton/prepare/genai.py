@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +17,12 @@ from cosyvoice_triton.llm.engines.interface import candidate_ids
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
 PRECISIONS = ("int4", "int8", "fp32")  # of the weights; the first is the default
+# What the model builder says when a part begins. It prints a line for each matrix, too, and progress bars.
+_STAGES = re.compile(r"Reading (?:layer \d+|LM head)|(start to quantize)|Saving ONNX model")
 
 
-def convert(model_dir: Path, output_dir: Path, precision: str) -> bool:
-    """Write `output_dir` atomically; False if it exists already.
+def convert(model_dir: Path, output_dir: Path, precision: str, announce: Callable[[str], None] | None = None) -> bool:
+    """Write `output_dir` atomically; False if it exists already. announce: takes a line for each part that begins.
 
     ValueError if `model_dir` is not a CosyVoice LLM or `output_dir` is something else, RuntimeError on failure.
     """
@@ -34,25 +39,31 @@ def convert(model_dir: Path, output_dir: Path, precision: str) -> bool:
     # Next to the result, so that the rename stays within one file system.
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as scratch:
         built = Path(scratch) / "model"
-        _build(model_dir, built, Path(scratch) / "cache", precision)
+        _build(model_dir, built, Path(scratch) / "cache", precision, announce or (lambda line: None))
         _keep_speech_logits(built, slice(int(candidates[0]), int(candidates[-1]) + 1), read_head_bias(model_dir))
         built.rename(output_dir)
     return True
 
 
-def _build(model_dir: Path, built: Path, cache: Path, precision: str) -> None:
+def _build(model_dir: Path, built: Path, cache: Path, precision: str, announce: Callable[[str], None]) -> None:
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
     command += ["-i", str(model_dir), "-o", str(built), "-p", precision, "-e", "cpu", "-c", str(cache)]
     # Serving reads only the logits of the last position; those of a long prompt take 100 MB at the official vocabulary.
     command += ["--extra_options", "prune_lm_head=true"]
-    offline = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    # It prints a line per layer and quantised matrix, and progress bars.
-    finished = subprocess.run(
-        command, env=offline, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
-    if finished.returncode:
-        print(finished.stdout, file=sys.stderr)
-        raise RuntimeError(f"the model builder exited with {finished.returncode} on {model_dir}")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    started, printed, told = time.monotonic(), [], set[str]()
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as builder:
+        assert builder.stdout is not None
+        for line in builder.stdout:
+            printed.append(line)
+            if (found := _STAGES.search(line)) and (stage := "Quantising" if found[1] else found[0]) not in told:
+                told.add(stage)
+                announce(f"{stage.lower()} ({time.monotonic() - started:.0f} s)")
+    if builder.returncode:
+        print("".join(printed), file=sys.stderr)
+        raise RuntimeError(f"the model builder exited with {builder.returncode} on {model_dir}")
 
 
 def _keep_speech_logits(built: Path, ids: slice, bias: np.ndarray | None) -> None:

@@ -17,6 +17,7 @@ from cosyvoice_triton.voice.files import read_spk2info
 LOCK = ".prepare.lock"
 PYTHON_PATH = "python"
 DEMO = Path("models", "demo")  # the demo checkpoint, in the current directory
+DEMO_SETTINGS = {"default_speaker": "rms"}  # of its two voices
 
 
 @contextmanager
@@ -125,7 +126,7 @@ def build(models: Path, args: argparse.Namespace) -> None:
     destination = models / llm.genai
     report(
         destination,
-        convert(models / llm.directory, destination, args.precision),
+        convert(models / llm.directory, destination, args.precision, lambda line: print(line, flush=True)),
         f"the LLM for a CPU, {args.precision} if made now",
     )
 

@@ -1,4 +1,4 @@
-"""Write registered voices, from recordings that are encoded once, and delete them."""
+"""Write registered voices, from recordings that are encoded once."""
 
 import dataclasses
 import sys
@@ -12,7 +12,7 @@ from cosyvoice_triton.server.rendering import StackOptions
 from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.voice.audio import load_reference
 from cosyvoice_triton.voice.encoders import ReferenceEncoder
-from cosyvoice_triton.voice.files import VOICE_FILES, is_voice_name, save_pronunciation, save_voice
+from cosyvoice_triton.voice.files import is_voice_name, save_pronunciation, save_voice
 from cosyvoice_triton.voice.judgement import judge
 
 
@@ -51,12 +51,3 @@ def add_voice(
     save_pronunciation(options.voices_dir, name, pronunciation or {})
     print(f"[2/2] written to {destination}; use it as speaker '{name}'")
     return destination
-
-
-def delete_voice(options: StackOptions, name: str) -> None:
-    """Delete the files of a voice. ValueError if it has none."""
-    files = [options.voices_dir / f"{name}{suffix}" for suffix in VOICE_FILES] if is_voice_name(name) else []
-    if not (files := [path for path in files if path.exists()]):
-        raise ValueError(f"{options.voices_dir} has no voice {name!r}; cosyvoice-triton voice list names them")
-    for path in files:
-        path.unlink()

@@ -68,18 +68,19 @@ class VoiceBook:
 
     def get(self, name: str | None = None) -> Voice | Mix:
         """Return the voice of that name, or the default voice: that of `default`, else speaker UPSTREAM_DEFAULT of a
-        spk2info.pt. ValueError with the known names if there is none, or naming what is wrong with a mix;
-        UnavailableError if its file is damaged."""
-        if name is None:
-            name = self._default or None
+        spk2info.pt, else the only voice there is. ValueError with the known names if there is none, or naming what is
+        wrong with a mix; UnavailableError if its file is damaged."""
         with self._lock:
-            if (voice := self._read(name)) is not None:
-                return voice
+            voice = None
             if name is None:
-                raise ValueError(
-                    "no voice: the request has neither a reference_wav nor a speaker, and no default_speaker is set "
-                    "(docs/voices.md)"
-                )
+                name, voice = self._default_voice()
+                if not name:
+                    raise ValueError(
+                        "no voice: the request has neither a reference_wav nor a speaker, and there is no default "
+                        f"voice (docs/voices.md); known speakers: {_listed(self._names())}"
+                    )
+            if (voice := voice or self._read(name)) is not None:
+                return voice
             if not (parts := mixed_voices(name)):
                 self._unknown(name)
             where = f" in {name!r}, whose voices must be registered with the models (docs/voices.md)"
@@ -88,9 +89,9 @@ class VoiceBook:
     def pronunciation(self, voice: Recording | str | None) -> dict[str, str]:
         """Return the words of the voice of that name (None: the default voice), and those of all voices.
         UnavailableError naming what is wrong with a file."""
-        name = voice if isinstance(voice, str) else self._default or UPSTREAM_DEFAULT if voice is None else ""
-        files = [f"{name}.{PRONUNCIATION}.txt"] if is_voice_name(name) else []
         with self._lock:
+            name = voice if isinstance(voice, str) else self._default_voice()[0] if voice is None else ""
+            files = [f"{name}.{PRONUNCIATION}.txt"] if is_voice_name(name) else []
             try:
                 return combined(*(self._words(file) for file in (*files, f"{PRONUNCIATION}.txt")))
             except (OSError, ValueError) as error:
@@ -104,11 +105,19 @@ class VoiceBook:
             except OSError as error:
                 raise UnavailableError(f"the voices cannot be listed: {error}") from error
 
-    def _read(self, name: str | None) -> Voice | None:
+    def _default_voice(self) -> tuple[str, Voice | None]:
+        """Return the name of the default voice, "" if there is none, and the voice itself if it is upstream's.
+        UnavailableError if that is damaged."""
+        if not self._default and (voice := self._read(UPSTREAM_DEFAULT, in_files=False)) is not None:
+            return UPSTREAM_DEFAULT, voice
+        names = [self._default] if self._default else self._names()
+        return (names[0] if len(names) == 1 else ""), None
+
+    def _read(self, name: str, in_files: bool = True) -> Voice | None:
         try:
-            return self._of_spk2info(UPSTREAM_DEFAULT) if name is None else self._find(name)
+            return self._find(name) if in_files else self._of_spk2info(name)
         except (OSError, RuntimeError, ValueError) as error:
-            raise UnavailableError(f"speaker {name or UPSTREAM_DEFAULT!r} cannot be used: {error}") from error
+            raise UnavailableError(f"speaker {name!r} cannot be used: {error}") from error
 
     def _unknown(self, name: str, where: str = "") -> NoReturn:
         raise ValueError(f"unknown speaker {name!r}{where}; known speakers: {_listed(self._names())}")

@@ -27,7 +27,7 @@ from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.runtimes.network import Network
 from cosyvoice_triton.runtimes.signatures import SPEAKER
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.voice import audio
+from cosyvoice_triton.voice import audio, features
 from cosyvoice_triton.voice.prompt import Prompt, Recording, RecordingCache
 from cosyvoice_triton.voice.torchaudio_stub import torchaudio_or_stub
 
@@ -106,13 +106,13 @@ class SpeakerEncoder:
 
         Nothing is padded: the network pools statistics over all frames and takes no lengths.
         """
-        features = [audio.fbank(torch.from_numpy(wave), mean_normalised=True).numpy() for wave in waves]  # (T_i, 80)
+        bands = [features.fbank(torch.from_numpy(wave), mean_normalised=True).numpy() for wave in waves]  # (T_i, 80)
         groups: dict[int, list[int]] = defaultdict(list)
-        for index, feature in enumerate(features):
+        for index, feature in enumerate(bands):
             groups[len(feature) if self._batches else -1 - index].append(index)
 
         def run(members: list[int]) -> np.ndarray:
-            batch = np.stack([features[index] for index in members])  # (B, T, 80)
+            batch = np.stack([bands[index] for index in members])  # (B, T, 80)
             (output,) = self._network.run({self._input: torch.from_numpy(batch).to(self._device)}).values()
             return output.float().cpu().numpy()
 
@@ -122,13 +122,13 @@ class SpeakerEncoder:
         return [vectors[index] for index in range(len(waves))]
 
 
-def reference_mel(recording: Recording, max_hz: float = audio.MelConfig.max_hz) -> np.ndarray:
+def reference_mel(recording: Recording, max_hz: float = features.MelConfig.max_hz) -> np.ndarray:
     """Return the log mel (frames, 80) float32 of a recording's 24 kHz version.
 
     max_hz: `Stack.mel_max_hz`.
     """
     waveform = torch.from_numpy(audio.at_rate(recording, SAMPLE_RATE))
-    mel = audio.mel_spectrogram(waveform[None], audio.MelConfig(max_hz=max_hz))
+    mel = features.mel_spectrogram(waveform[None], features.MelConfig(max_hz=max_hz))
     return mel[0].numpy().T  # (80, T) -> (T, 80)
 
 

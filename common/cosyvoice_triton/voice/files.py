@@ -19,10 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from safetensors.numpy import save
-from safetensors.torch import load
-from torch import Tensor
+from safetensors.numpy import load, save
 
 from cosyvoice_triton.constants import (
     MAX_REFERENCE_SECONDS,
@@ -98,7 +95,7 @@ def read_voice(path: Path, full_band: bool = False) -> Prompt | Recording:
         raise ValueError(f"{path.name} has no {', '.join(missing)}: not a voice file (see docs/voices.md)")
 
     def transcript() -> str:
-        return tensors[TRANSCRIPT].numpy().tobytes().decode()
+        return str(tensors[TRANSCRIPT].tobytes(), "utf-8")
 
     if full_band and RATE not in tensors:
         logger.warning(
@@ -107,8 +104,8 @@ def read_voice(path: Path, full_band: bool = False) -> Prompt | Recording:
     if WAV not in tensors:
         return _prompt(tensors, transcript, path.name)
     try:
-        rate = int(tensors[RATE]) if RATE in tensors else PROMPT_SAMPLE_RATE
-        wav = validate_reference(tensors[WAV].numpy(), rate=rate)
+        rate = tensors[RATE].item() if RATE in tensors else PROMPT_SAMPLE_RATE
+        wav = validate_reference(tensors[WAV], rate=rate)
         return Recording(wav, clean_line(transcript(), name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS), rate)
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from error
@@ -146,6 +143,15 @@ def save_pronunciation(folder: Path, name: str, words: Mapping[str, str]) -> Non
         work.replace(path)
 
 
+def delete_voice(folder: Path, name: str) -> None:
+    """Delete the files of a voice. ValueError if it has none."""
+    files = [folder / f"{name}{ending}" for ending in VOICE_FILES] if is_voice_name(name) else []
+    if not (files := [path for path in files if path.exists()]):
+        raise ValueError(f"{folder} has no voice {name!r}; cosyvoice-triton voice list names them")
+    for path in files:
+        path.unlink()
+
+
 @contextlib.contextmanager
 def _new_file(path: Path, content: bytes) -> Iterator[Path]:
     """Keep a complete file next to `path` while the block runs, under a name of its own that is no voice's."""
@@ -181,6 +187,8 @@ def read_spk2info(path: Path) -> dict[str, Any]:
 
     ValueError naming the file if it is damaged.
     """
+    import torch  # here: it takes a second, and few folders have such a file
+
     content = _content(path, lambda data: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} holds a {type(content).__name__}, not speakers by name")
@@ -195,11 +203,16 @@ def spk2info_prompt(entry: Any, where: str, decode: Decode) -> Prompt:
     """
     if not isinstance(entry, Mapping):
         raise ValueError(f"{where} is a {type(entry).__name__}, not a speaker")
-    found = {name: _first_tensor(entry, keys) for name, keys in _SPK2INFO_KEYS.items()}
+    from torch import Tensor
+
+    found = {
+        name: next((entry[key].float().numpy() for key in keys if isinstance(entry.get(key), Tensor)), None)
+        for name, keys in _SPK2INFO_KEYS.items()
+    }
     tensors = {name: tensor for name, tensor in found.items() if tensor is not None}
     transcript = entry.get("prompt_text", "")
     if tensors.keys() == {EMBEDDING}:
-        tensors |= {TOKENS: torch.zeros(0), MEL: torch.zeros(0, MEL_BINS)}
+        tensors |= {TOKENS: np.zeros(0), MEL: np.zeros((0, MEL_BINS))}
     if missing := [" or ".join(keys) for name, keys in _SPK2INFO_KEYS.items() if name not in tensors]:
         raise ValueError(f"{where} has no {', no '.join(missing)}: a speaker has all three, or an x-vector alone")
     if isinstance(transcript, Tensor):
@@ -208,10 +221,6 @@ def spk2info_prompt(entry: Any, where: str, decode: Decode) -> Prompt:
             raise ValueError(f"{where}: its transcript has the token id {min(ids)}")
         return _prompt(tensors, lambda: decode(ids), where)
     return _prompt(tensors, lambda: str(transcript or ""), where)
-
-
-def _first_tensor(entry: Mapping[str, Any], keys: Sequence[str]) -> Tensor | None:
-    return next((entry[key] for key in keys if isinstance(entry.get(key), Tensor)), None)
 
 
 def _content(path: Path, parse: Callable[[bytes], Any]) -> Any:
@@ -223,17 +232,17 @@ def _content(path: Path, parse: Callable[[bytes], Any]) -> Any:
         raise ValueError(f"{path.name} cannot be read: {str(error) or type(error).__name__}") from error
 
 
-def _prompt(tensors: Mapping[str, Tensor], transcript: Callable[[], str], where: str) -> Prompt:
+def _prompt(tensors: Mapping[str, np.ndarray], transcript: Callable[[], str], where: str) -> Prompt:
     """Return a prompt; each tensor may have a batch dimension of 1. ValueError starting with `where`."""
     try:
-        tokens, embedding = tensors[TOKENS].long().reshape(-1).numpy(), tensors[EMBEDDING].float().reshape(-1).numpy()
-        mel = tensors[MEL].float().reshape(-1, tensors[MEL].shape[-1]).numpy()
+        tokens, embedding = tensors[TOKENS].reshape(-1).astype(np.int64), tensors[EMBEDDING].reshape(-1)
+        mel = tensors[MEL].reshape(-1, tensors[MEL].shape[-1])
         text = clean_line(transcript(), name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS)
         if tokens.size and tokens.min() < 0:
             raise ValueError(f"it has the speech token {tokens.min()}")
         _check_lengths(len(tokens), len(mel), text)
         prompt = Prompt.aligned(tokens, mel, embedding, text)
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:  # of torch, for tensors of unusable shapes
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:  # of numpy, for unusable shapes
         raise ValueError(f"{where}: {error}") from error
     return prompt
 

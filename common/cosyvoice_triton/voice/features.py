@@ -1,0 +1,120 @@
+"""What the networks read of a waveform: resampled samples, mel, filter bank.
+
+Values equal those of the libraries that the networks were trained with: torchaudio's resampling, Matcha's mel
+spectrogram, Kaldi's filter bank.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cosyvoice_triton.constants import HOP_SAMPLES, MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE
+
+_MEL_FLOOR = 1e-5
+
+_SINC_ZEROS = 6  # zero crossings of the resampling filter on each side
+_SINC_ROLLOFF = 0.99  # its cut-off, as a fraction of the lower Nyquist frequency
+
+
+def resample(wav: Tensor, from_rate: int, to_rate: int) -> Tensor:
+    """Return (..., N) as (..., ceil(N * to_rate / from_rate)), with the values of torchaudio's Resample by default."""
+    if from_rate == to_rate:
+        return wav
+    divisor = math.gcd(from_rate, to_rate)
+    source, target = from_rate // divisor, to_rate // divisor
+    kernel = _sinc_kernel(source, target, wav.device)
+    margin = (kernel.shape[2] - source) // 2
+    flat = wav.reshape(-1, 1, wav.shape[-1])
+    phases = F.conv1d(F.pad(flat, (margin, margin + source)), kernel, stride=source)  # (B, target, frames)
+    samples = phases.transpose(1, 2).reshape(*wav.shape[:-1], -1)  # (B, target, frames) -> (..., frames * target)
+    return samples[..., : math.ceil(target * wav.shape[-1] / source)]
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
+def _sinc_kernel(source: int, target: int, device: torch.device) -> Tensor:
+    """Return a windowed sinc, one row per output phase: (target, 1, source + 2 * margin)."""
+    cutoff = min(source, target) * _SINC_ROLLOFF
+    margin = math.ceil(_SINC_ZEROS * source / cutoff)
+    taps = torch.arange(-margin, margin + source, dtype=torch.float64) / source
+    phases = torch.arange(0, -target, -1, dtype=torch.float64)[:, None, None] / target
+    t = ((phases + taps) * cutoff).clamp(-_SINC_ZEROS, _SINC_ZEROS)
+    window = torch.cos(t * math.pi / _SINC_ZEROS / 2).square()
+    return (torch.sinc(t) * window * (cutoff / source)).float().to(device)
+
+
+@dataclass(frozen=True)
+class MelConfig:
+    """Sizes in samples, frequency range of the filters in Hz. The defaults are those of the flow's features."""
+
+    sample_rate: int = SAMPLE_RATE
+    n_fft: int = 4 * HOP_SAMPLES
+    window: int = 4 * HOP_SAMPLES
+    hop: int = HOP_SAMPLES
+    bins: int = MEL_BINS
+    min_hz: float = 0
+    max_hz: float = 8000
+
+
+@lru_cache(maxsize=4)
+@torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
+def _mel_basis(config: MelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return Slaney mel filters (bins, n_fft // 2 + 1) and the Hann window, on a device."""
+    from transformers.audio_utils import mel_filter_bank  # takes half a second and few processes need it
+
+    filters = mel_filter_bank(
+        config.n_fft // 2 + 1,
+        config.bins,
+        config.min_hz,
+        config.max_hz,
+        config.sample_rate,
+        norm="slaney",
+        mel_scale="slaney",
+    )
+    return torch.from_numpy(filters.T.copy()).float().to(device), torch.hann_window(config.window, device=device)
+
+
+def mel_spectrogram(wav: Tensor, config: MelConfig | None = None) -> Tensor:
+    """Return a 24 kHz wave (B, N) as log mel (B, 80, N // HOP_SAMPLES), the flow's features; `config` for others.
+
+    ValueError if the wave is too short for reflection padding.
+    """
+    config = config or MelConfig()
+    margin = (config.n_fft - config.hop) // 2
+    if wav.shape[-1] <= margin:
+        raise ValueError(f"a wave of {wav.shape[-1]} samples has no mel spectrogram: expected more than {margin}")
+    filters, window = _mel_basis(config, wav.device)
+    padded = F.pad(wav, (margin, margin), mode="reflect")
+    spectrum = torch.stft(
+        padded, config.n_fft, config.hop, config.window, window=window, center=False, return_complex=True
+    )
+    magnitude = torch.sqrt(spectrum.real.square() + spectrum.imag.square() + 1e-9)  # (B, bins, T)
+    return torch.log((filters @ magnitude).clamp(min=_MEL_FLOOR))
+
+
+def fbank(
+    wav: Tensor, *, bins: int = MEL_BINS, rate: int = PROMPT_SAMPLE_RATE, mean_normalised: bool = False
+) -> Tensor:
+    """Return a wave (N,) as Kaldi log filter bank (T, bins), 25 ms windows every 10 ms, no dither.
+
+    mean_normalised: subtract each band's mean over time, as CAM++ expects.
+    """
+    import kaldi_native_fbank as knf  # here: clients read and write files without it
+
+    options = knf.FbankOptions()
+    options.frame_opts.samp_freq = rate
+    options.frame_opts.dither = 0.0
+    options.mel_opts.num_bins = bins
+    extractor = knf.OnlineFbank(options)
+    extractor.accept_waveform(rate, wav.cpu().numpy())
+    extractor.input_finished()
+    frames = [extractor.get_frame(index) for index in range(extractor.num_frames_ready)]
+    if not frames:
+        raise ValueError(f"a wave of {wav.shape[-1]} samples is shorter than one filter bank window")
+    features = torch.from_numpy(np.stack(frames))
+    return features - features.mean(dim=0) if mean_normalised else features
