@@ -16,6 +16,7 @@ from tritonclient.utils import InferenceServerException
 from cosyvoice_triton import stacks
 from cosyvoice_triton.addresses import ENDED_EARLY, channel_options
 from cosyvoice_triton.client import requests as speech
+from cosyvoice_triton.monitoring import tracing
 
 CONNECT_SECONDS = 10.0
 
@@ -112,8 +113,8 @@ async def chunks(
 async def _whole(
     connection: triton.InferenceServerClient, model: str, request: speech.Utterance, timeout: float
 ) -> Any:
-    options = {"headers": request.headers(), "parameters": request.parameters or None}
-    return await connection.infer(model, request.tensors(InferInput), client_timeout=timeout, **options)
+    inputs = request.tensors(InferInput)
+    return await connection.infer(model, inputs, client_timeout=timeout, parameters=_parameters(request))
 
 
 async def _responses(
@@ -124,7 +125,7 @@ async def _responses(
     The request generator ends, which half-closes the call: the server closes its side after the final response to the
     last request, so no end marker is needed.
     """
-    responses = connection.stream_infer(_requests(model, request), stream_timeout=timeout, headers=request.headers())
+    responses = connection.stream_infer(_requests(model, request), stream_timeout=timeout)
     try:
         async for result, error in responses:
             if error is not None:
@@ -139,9 +140,13 @@ async def _responses(
         responses.cancel()
 
 
+def _parameters(request: speech.Utterance) -> speech.Parameters | None:
+    return {**request.parameters, **tracing.carried()} or None
+
+
 async def _requests(model: str, request: speech.Utterance) -> AsyncGenerator[dict[str, Any], None]:
     """One request; a text in pieces is a sequence of them: START with the voice, END after the last piece."""
-    first = {"model_name": model, "inputs": request.tensors(InferInput), "parameters": request.parameters or None}
+    first = {"model_name": model, "inputs": request.tensors(InferInput), "parameters": _parameters(request)}
     if request.pieces is None:
         yield first
         return

@@ -15,6 +15,7 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import LengthRatios, LLMPrompt, Sampling, Timeouts, TokenChunk, TokenStream
 from cosyvoice_triton.llm.openai_dialects import DIALECTS, Body, CompletionRequest, Dialect, EventReader
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.monitoring import tracing
 
 _REJECTED = (400, 413, 422)  # the request is invalid, at least in this dialect
 _ABSENT = (404, 405)  # the dialect's path or the model does not exist; any other status is a failure of the server
@@ -222,11 +223,11 @@ async def _drain(response: aiohttp.ClientResponse) -> None:
 async def _post(session: aiohttp.ClientSession, url: str, body: Body) -> aiohttp.ClientResponse:
     """Send a request; once more if the first attempt used a pooled connection that the server was closing."""
     try:
-        return await session.post(url, json=body)
+        return await session.post(url, json=body, headers=tracing.carried())
     except aiohttp.ClientConnectorError:
         raise
     except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-        return await session.post(url, json=body)
+        return await session.post(url, json=body, headers=tracing.carried())
 
 
 async def _error_message(response: aiohttp.ClientResponse) -> str:

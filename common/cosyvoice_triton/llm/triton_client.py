@@ -13,6 +13,7 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import LengthRatios, LLMPrompt, Sampling, Timeouts, TokenChunk, TokenStream
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.llm.triton_tensors import Tensors, output_tokens, request_parameters, request_tensors
+from cosyvoice_triton.monitoring import tracing
 
 CLOSE_SECONDS = 1.0  # from the end token to the end of the stream
 
@@ -66,7 +67,7 @@ class TritonLM:
             sampling = sampling.seeded()
         input_ids = self._tokenizer.encode_prompt(prompt)
         inputs = request_tensors(input_ids, sampling, self._tokenizer.end_ids[0])
-        parameters = request_parameters(prompt, sampling)
+        parameters = request_parameters(prompt, sampling) | tracing.carried()
         if self._bias is not None:  # the C++ backend, which reads no parameters
             inputs["embedding_bias"] = self._bias[None]
             if sampling.ras_window:

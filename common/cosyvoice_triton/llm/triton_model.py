@@ -10,6 +10,7 @@ from cosyvoice_triton.llm.engines.interface import GenerationRequest, speak_once
 from cosyvoice_triton.llm.engines.loading import load_engine
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.llm.triton_tensors import ALL_INPUTS, generation_request, output_tensors, scalar
+from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.health import ModelMonitor
 from cosyvoice_triton.profiles import LLMNumbers
 
@@ -64,11 +65,13 @@ class TensorrtLLMModel:
             raise ValueError("streaming is true, but tensorrt_llm was rendered without decoupled responses")
         if request_id and request_id in self._live:
             raise ValueError(f"request id {request_id!r} is in use")
-        generation = generation_request(tensors, triton_io.parameters(request), self._end_ids)
+        parameters = triton_io.parameters(request)
+        generation = generation_request(tensors, parameters, self._end_ids)
         if request_id:
             self._live[request_id] = asyncio.current_task()
         try:
-            await self._generate(generation, responder, streaming)
+            with tracing.child("tensorrt_llm", parameters):
+                await self._generate(generation, responder, streaming)
         except asyncio.CancelledError:
             # A request that was stopped ends without an error.
             if not self._decoupled or request_id not in self._stopped:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cosyvoice_triton.errors import UnavailableError, is_fatal
+from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.environment import ModelEnvironment
 from cosyvoice_triton.monitoring.memory import return_freed
 from cosyvoice_triton.monitoring.metrics import Metric, MetricsPublisher, Values
@@ -109,9 +110,10 @@ class ModelMonitor:
             threading.Thread(target=self._run, name="health", daemon=True).start()
 
     def close(self) -> None:
-        """Stop publishing."""
+        """Stop publishing, and send the last spans."""
         self._ended.set()
         self._publisher.close()
+        tracing.flush()
 
     def _run(self) -> None:
         returned_at = time.monotonic()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from cosyvoice_triton.llm.openai_client import OpenAILM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.llm.triton_client import TritonLM
 from cosyvoice_triton.llm.triton_tensors import RESPONSE_OUTPUTS
+from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.drain import DrainFile
 from cosyvoice_triton.monitoring.environment import ModelEnvironment
 from cosyvoice_triton.monitoring.health import has_failed
@@ -108,14 +110,16 @@ class Orchestrator:
             await self._speak(request, responder, pieces)
 
     async def _speak(self, request: Any, responder: triton_io.Responder, pieces: TextStream | None = None) -> None:
-        timeline = Timeline()
         warnings: list[str] = []
         segments: list[tuple[str, int]] = []
-        with self.stats.request() as live:
+        parameters = triton_io.parameters(request)
+        caller = str(parameters.get(tracing.TRACEPARENT, ""))
+        with self.stats.request() as live, tracing.span("orchestrator", caller) as span:
+            timeline = Timeline(span)
             self._drain.check()
             if self._decoupled:
                 self._synthesizer.check()
-            speech = _inputs(request, pieces).check(self._sampling, self._max_text_chars, self._languages)
+            speech = _inputs(request, parameters, pieces).check(self._sampling, self._max_text_chars, self._languages)
             if speech.instruct_text and not self._instructions:  # it would read them aloud
                 speech = dataclasses.replace(speech, instruct_text="")
                 warnings.append("instruct_text was left out: this LLM does not follow instructions")
@@ -123,6 +127,7 @@ class Orchestrator:
                 warnings.append(f"tags were left out, as they mean nothing here: {', '.join(tags[:8])}")
 
             def send(waveform: np.ndarray) -> None:
+                tracing.current.set("")  # calls for later chunks are not part of the trace
                 stages = timeline.take()
                 responder.send(outputs(waveform, warnings, segments, stages if speech.timeline else []))
                 live.sent(waveform.size)
@@ -144,14 +149,14 @@ class Orchestrator:
         await self._llm.aclose()
 
 
-def _inputs(request: Any, pieces: TextStream | None) -> RequestInputs:
+def _inputs(request: Any, parameters: Mapping[str, Any], pieces: TextStream | None) -> RequestInputs:
     sent = triton_io.read_all(request, (*TEXTS, "reference_wav", "reference_wav_len", "reference_sample_rate"))
     return RequestInputs(
         **{name: triton_io.text(sent, name) for name in TEXTS},
         reference_wav=sent.get("reference_wav"),
         reference_wav_len=triton_io.scalar(sent, "reference_wav_len"),
         reference_sample_rate=triton_io.scalar(sent, "reference_sample_rate"),
-        parameters=triton_io.parameters(request),
+        parameters=parameters,
         pieces=pieces,
     )
 

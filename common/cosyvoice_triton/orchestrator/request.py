@@ -12,6 +12,7 @@ import numpy as np
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import MAX_SPEED, MIN_SPEED, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.interface import Sampling, preset_values
+from cosyvoice_triton.monitoring.tracing import TRACEPARENT
 from cosyvoice_triton.text import clean_line, clean_text, split_instruction, strip_control_tokens
 from cosyvoice_triton.text.language import EVERY, Language, named
 from cosyvoice_triton.text.normalization import SPELLING, Spelled
@@ -34,7 +35,7 @@ _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
 }
 
 _FLAGS = {"cross_lingual", "text_frontend", "timeline", "segments", "played", "trim_reference"}
-_PARAMETERS = {*_SAMPLING_KINDS, *SPELLING, *_FLAGS, "language", "pronunciation", "sampling", "speed"}
+_PARAMETERS = {*_SAMPLING_KINDS, *SPELLING, *_FLAGS, "language", "pronunciation", "sampling", "speed", TRACEPARENT}
 _TRITONS_OWN = "triton_"  # start of parameters that Triton and its clients add
 
 

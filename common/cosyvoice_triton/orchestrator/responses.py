@@ -6,19 +6,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cosyvoice_triton.monitoring.tracing import OFF, Span
+
 
 class Timeline:
-    """When each stage of a request was reached, in milliseconds since its processing started."""
+    """When each stage of a request was reached, in milliseconds since its processing started. Those up to the first
+    response become events of `span`."""
 
-    def __init__(self) -> None:
+    def __init__(self, span: Span) -> None:
+        self._span = span
         self._started = time.perf_counter()
         self._stages: list[tuple[str, float]] = []
 
     def add(self, stage: str) -> None:
+        self._span.event(stage)
         self._stages.append((stage, round(1e3 * (time.perf_counter() - self._started), 3)))
 
     def take(self) -> list[tuple[str, float]]:
         """Return the stages added since the last call."""
+        self._span = OFF
         stages, self._stages = self._stages, []
         return stages
 

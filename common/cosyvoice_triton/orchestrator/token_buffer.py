@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from cosyvoice_triton.constants import MAX_STREAM_TOKENS, TOKEN_RATE
 from cosyvoice_triton.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenStream
+from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.orchestrator.callbacks import OnStage, OnWarning
 from cosyvoice_triton.orchestrator.silence import SilenceFilter
 from cosyvoice_triton.text.duration import expected_seconds
@@ -95,15 +96,16 @@ class TokenBuffer:
 
         Closes the stream in any case.
         """
-        try:
-            async for tokens in stream:
-                if not generated:
-                    self._on_stage("llm")
-                generated += tokens
-                self.tokens.extend(self._silence.kept(tokens))
-                self._changed.set()
-        finally:
-            await stream.aclose()
+        with tracing.span("llm"):
+            try:
+                async for tokens in stream:
+                    if not generated:
+                        self._on_stage("llm")
+                    generated += tokens
+                    self.tokens.extend(self._silence.kept(tokens))
+                    self._changed.set()
+            finally:
+                await stream.aclose()
         return stream.finish_reason
 
     def _warn(self, after: str) -> None:

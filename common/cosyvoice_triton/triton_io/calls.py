@@ -16,6 +16,7 @@ import triton_python_backend_utils as pb_utils  # noqa: TID251
 
 from cosyvoice_triton.constants import CALLS_AT_ONCE
 from cosyvoice_triton.errors import LostAnswerError, UnavailableError
+from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.logs import request_id
 from cosyvoice_triton.triton_io.errors import to_exception
 from cosyvoice_triton.triton_io.tensors import to_tensor
@@ -55,6 +56,7 @@ async def call(
         correlation_id=correlation_id,
         request_id=request_id.get(),
         flags=flags,
+        parameters=tracing.carried(),
     )
     try:
         async with async_timeout.timeout(timeout):

@@ -15,10 +15,11 @@ import uvloop
 
 from cosyvoice_triton.batches import isolated
 from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.health import health, report_failure
 from cosyvoice_triton.monitoring.logs import request_id
 from cosyvoice_triton.triton_io.errors import error_response
-from cosyvoice_triton.triton_io.tensors import to_response
+from cosyvoice_triton.triton_io.tensors import parameters, to_response
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +124,12 @@ class DeferredAnswer:
     be sent later.
     """
 
-    def __init__(self, responder: Responder, output: str, model: str, request: str = "") -> None:
-        """`request`: its id, for the log."""
+    def __init__(
+        self, responder: Responder, output: str, model: str, request: str = "", span: tracing.Span = tracing.OFF
+    ) -> None:
+        """`request`: its id, for the log. `span`: ends with the response."""
         self._request = request
+        self._span = span
         self.is_cancelled = responder.is_cancelled
         self._responder = responder
         self._output = output
@@ -139,6 +143,7 @@ class DeferredAnswer:
                 self._responder.send({self._output: result[None]})  # (N,) -> (1, N)
         except Exception as failure:  # the request must end even if its response cannot be sent
             error = failure
+        self._span.end(error)
         self._responder.finish(error and error_response(error, self._model))
 
     def __enter__(self) -> "DeferredAnswer":
@@ -159,7 +164,8 @@ def answer_later(request: Any, output: str, *, model: str) -> DeferredAnswer:
         name = request.request_id()
     except ValueError:  # it is not UTF-8, and only for the log
         name = ""
-    return DeferredAnswer(Responder(request.get_response_sender(), decoupled=False), output, model, name)
+    span = tracing.child(model, parameters(request)) if tracing.is_on() else tracing.OFF
+    return DeferredAnswer(Responder(request.get_response_sender(), decoupled=False), output, model, name, span)
 
 
 Handler = Callable[[Any, Responder], Awaitable[None]]

@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.security.budget import ByteBudget, Claim
@@ -75,7 +76,8 @@ class Guard:
                 return
             if scope.get("method") == "HEAD" and not scope["path"].startswith("/inference_"):  # which would speak
                 scope = {**scope, "method": "GET"}  # uvicorn drops the body
-            await self._app(scope, _LimitedReceive(receive, self._settings.max_body_bytes, claim), watched)
+            with _span(scope):
+                await self._app(scope, _LimitedReceive(receive, self._settings.max_body_bytes, claim), watched)
         except ClientDisconnect:  # while its request was read
             status = "gone"
         except BaseException:  # also CancelledError, as at the end of the drain: the client is still there
@@ -125,6 +127,14 @@ class Guard:
             raise ApiError(
                 403, f"pages of {origin} may not use this service: allow them with --cors_origins", code="origin"
             )
+
+
+def _span(scope: Scope) -> tracing.Span:
+    """Begin the span of a request that may speak."""
+    speaks = scope.get("method", "POST") == "POST" or scope["path"].startswith("/inference_")  # WebSockets have none
+    if not speaks:
+        return tracing.OFF
+    return tracing.span("speech service", Headers(scope=scope).get(tracing.TRACEPARENT, ""))
 
 
 def _hostname(url: str) -> str:
