@@ -112,22 +112,6 @@ def test_prompts_are_prefilled_in_pieces_together_with_others():
     assert all(served.tokens(sequence) == [FIRST + 5] * 20 for sequence in sequences)
 
 
-def test_when_many_wait_for_their_first_tokens_no_further_prompts_are_prefilled_until_all_have_them():
-    served = Served(numbers=LLMNumbers(prefill_batch=2))
-    rows = [served.add(100) for _ in range(5)]
-    served.step()
-    rows[0].launched += 1  # it has its tokens a step earlier than the other
-    while rows[1].urgent_steps:
-        assert len(served.model.prefills) == 2
-        served.step()
-    rows[0].launched -= 1
-    served.step()
-    assert [row.status is SequenceStatus.RUNNING for row in rows] == [True, True, True, True, False]
-    served.run()
-    assert len(served.model.prefills) == 5
-    assert all(served.tokens(row) == [FIRST + 5] * 20 for row in rows)
-
-
 def test_a_launch_has_no_more_prompts_than_listeners_may_wait():
     """Beside those that wait already."""
     served = Served(numbers=LLMNumbers(prefill_batch=3))
@@ -140,27 +124,6 @@ def test_a_launch_has_no_more_prompts_than_listeners_may_wait():
     assert all(served.tokens(row) == [FIRST + 5] * 20 for row in rows)
 
 
-def test_several_steps_are_read_back_together_unless_one_of_many_rows_is_urgent_or_a_prompt_waits():
-    served = Served()
-    rows = [served.add(max_tokens=60) for _ in range(8)]
-    for _ in range(3):
-        served.step()
-    assert served.model.counts == [3] * 3  # few rows
-    rows.append(served.add(max_tokens=60, urgent_tokens=12))
-    while rows[-1].urgent_steps:
-        served.step()
-    assert set(served.model.counts[3:]) == {1} and not any(row.urgent_steps for row in rows)
-    served.model.counts.clear()
-    for _ in range(5):
-        served.step()
-    assert served.model.counts == [3] * 5
-    served.add(prompt=400, max_tokens=10)
-    served.step()
-    assert served.model.counts[-1] == 1
-    served.run()
-    assert all(served.tokens(row) == [FIRST + 5] * 60 for row in rows)
-
-
 @pytest.mark.parametrize("urgent", [13, URGENT_TOKENS])
 def test_no_further_step_is_launched_than_those_that_the_listener_waits_for(urgent):
     served = Served()
@@ -171,30 +134,6 @@ def test_no_further_step_is_launched_than_those_that_the_listener_waits_for(urge
     assert sum(served.model.counts) == row.generated == urgent and max(served.model.counts) == 3
     assert sum(len(chunk.tokens) for chunk in served.answers[row]) == urgent
     assert [len(chunk.tokens) for chunk in served.answers[row]] == [3, urgent - 3]
-
-
-def test_paced_sequences_wait_for_the_decode_interval():
-    served = Served()
-    rows = [served.add(max_tokens=200, played=played) for played in (True, True, False)]
-    while not rows[0].paced:
-        served.step()
-    assert rows[0].launched == rows[2].launched == URGENT_TOKENS and not served.scheduler.idle
-    newcomer = served.add(max_tokens=200, played=True)
-    served.step(paced=False)
-    while not newcomer.paced:
-        served.step(paced=False)
-    assert rows[0].launched == rows[1].launched == URGENT_TOKENS == newcomer.launched
-    assert rows[2].launched >= 2 * URGENT_TOKENS
-    while rows[2].status is not SequenceStatus.FINISHED:
-        served.step(paced=False)
-    served.step(paced=False)  # what was launched before its end was known
-    assert served.scheduler.idle
-    served.step()
-    served.add(prompt=200, max_tokens=10)
-    served.step()
-    assert served.model.counts[-1] == 3 and not served.scheduler.idle  # of those that waited
-    served.run()
-    assert all(served.tokens(row) == [FIRST + 5] * 200 for row in (*rows, newcomer))
 
 
 def test_tokens_are_reported_when_the_listener_can_use_them():

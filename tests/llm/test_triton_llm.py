@@ -153,25 +153,6 @@ def test_a_silent_model_is_an_error_in_time_and_its_request_is_stopped(tokenizer
     assert model.open_streams == 0
 
 
-@pytest.mark.parametrize("before", [0, 1])
-def test_cancelling_the_reader_stops_the_request_at_the_model(tokenizer, before):
-    async def run():
-        model = ScriptedModel(*[[tokenizer.first_speech_id]] * before, 30.0)
-        stream = TritonLM(model, tokenizer).generate(LLMPrompt("Hi"), Sampling())
-        for _ in range(before):
-            assert await anext(stream) == [0]
-        reader = asyncio.create_task(anext(stream))
-        await asyncio.sleep(0.02)
-        reader.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reader
-        await stream.aclose()
-        return model
-
-    model = asyncio.run(run())
-    assert model.open_streams == 0
-
-
 @pytest.mark.parametrize("moments", range(8))
 def test_a_reader_cancelled_while_tokens_arrive_ends(tokenizer, moments):
     """Python 3.11's wait_for would return what has just arrived and lose the cancellation."""

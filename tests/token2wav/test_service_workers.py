@@ -109,18 +109,6 @@ def test_a_first_chunk_waits_no_longer_than_is_set_for_others(client, engine, cr
     assert [value(each) for each in crowd] == [90, *range(50, 66)]
 
 
-def test_first_chunks_are_padded_to_the_graphs_of_their_own(client, engine):
-    engine.padded = lambda chunks, tokens, worker=0: 9999 if worker and chunks > 2 else chunks * tokens
-    batches, starts = hold_batches(client, engine), hold_starts(client, engine)
-    waiting = [client.post(stream, [stream], final=False, **NEW) for stream in range(20, 24)]
-    until(lambda: client.service.stats().queued == 4)
-    engine.starts_gate.set()
-    assert [value(each) for each in waiting] == list(range(20, 24))
-    assert engine.starts[2:] == [[20, 21], [22, 23]]
-    engine.gate.set()
-    assert (value(batches), value(starts)) == (90, 91)
-
-
 def test_batches_are_not_shortened_for_first_chunks_that_do_not_wait_for_them(client, engine):
     """Listeners with four seconds of audio each."""
     for stream in range(20, 36):
@@ -167,20 +155,6 @@ def test_a_long_first_chunk_is_rendered_with_the_others(client, engine):
     assert engine.batches == [[7]]
     engine.starts_gate.set()
     assert value(held) == 91
-
-
-def test_the_next_chunk_of_a_stream_waits_for_a_first_one_in_the_queue(client, engine):
-    """It would be a chunk for the other thread, which has nothing else to do but the later chunk of stream 3."""
-    client.start(3, [3])
-    batches, starts = hold_batches(client, engine), hold_starts(client, engine)
-    own = [client.post(1, [1], final=False, **NEW), client.post(1, [2], final=False)]
-    other = client.post(3, [4], final=False)
-    until(lambda: client.service.stats().queued == 3)
-    engine.gate.set()
-    assert [value(each) for each in (batches, other, *own)] == [90, 4, 1, 2]
-    assert engine.batches == [[90], [4], [1], [2]]
-    engine.starts_gate.set()
-    assert value(starts) == 91
 
 
 def test_a_new_voice_is_not_prefilled_beside_first_chunks_but_a_known_one_begins(client, engine):

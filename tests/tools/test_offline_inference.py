@@ -7,7 +7,6 @@ import pytest
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import offline_inference
 from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.offline.pipeline import GIVE_UP_BATCHES
 from cosyvoice_triton.offline.rendering import OfflineToken2Wav
 from cosyvoice_triton.offline.results import JOURNAL, LOG, OutputFolder
@@ -79,20 +78,6 @@ def test_an_audio_file_per_sample_and_the_figures_are_written(synthesize, tmp_pa
     assert f"| {backend} | 2 | " in printed
 
 
-def test_the_batch_size_does_not_change_the_samples(synthesize, tmp_path):
-    assert synthesize() == 0
-    alone = (
-        records(tmp_path / "out"),
-        {name: load_audio(tmp_path / "out" / f"{name}.wav", SAMPLE_RATE) for name in ("first", "third")},
-    )
-    for wav in (tmp_path / "out").glob("*.wav"):
-        wav.unlink()
-    assert synthesize("--batch-size", "3", "--token2wav-batch-size", "4") == 0
-    for name, audio in alone[1].items():
-        assert records(tmp_path / "out")[name] == alone[0][name]
-        np.testing.assert_allclose(load_audio(tmp_path / "out" / f"{name}.wav", SAMPLE_RATE), audio, atol=1e-3)
-
-
 def test_a_second_run_synthesizes_only_missing_samples(synthesize, tmp_path, capsys):
     assert synthesize(rows=ROWS[:2]) == 0
     written = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.wav")}
@@ -129,20 +114,6 @@ def test_one_recording_can_replace_the_voices_of_all_samples(synthesize, tmp_pat
     assert synthesize(*options, rows=ROWS[:1]) == 0
     assert synthesize(rows=[{**ROWS[0], "prompt_audio": "other.wav"}]) == 0
     assert "1 of 1 samples are finished" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("backend", sorted(GPU_ENGINES))
-def test_gpu_engines_load_the_unconverted_directory(synthesize, tmp_path, demo_models, install, monkeypatch, backend):  # noqa: F811
-    """With fakes of the libraries, which need a GPU."""
-    first = LLMTokenizer.from_dir(demo_models / "cosyvoice2_llm").first_speech_id
-    monkeypatch.setattr(install(GPU_ENGINES[backend]), "FIRST_ID", first)
-    assert synthesize("--batch-size", "2", backend=backend) == 0
-    assert sorted(records(tmp_path / "out")) == ["first", "second", "third"]
-    assert sorted(log_of(tmp_path / "out")["cut_short"]) == [
-        "first",
-        "second",
-        "third",
-    ]  # the fakes generate until the token limit
 
 
 def test_an_llm_server_is_used_and_given_up_after_repeated_failures(synthesize, tmp_path):

@@ -2,20 +2,14 @@
 
 import json
 
-import numpy as np
 import pytest
 from cosyvoice_triton.cli import streaming_inference, token2wav
 from cosyvoice_triton.constants import (
-    MEL_BINS,
     SAMPLE_RATE,
-    SPEAKER_DIM,
     SPEECH_VOCAB,
-    TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
-from cosyvoice_triton.offline.rendering import OfflineToken2Wav, Streamed
 from cosyvoice_triton.voice.audio import load_audio
-from cosyvoice_triton.voice.prompt import Prompt
 
 from tests.support.offline_fixtures import ROWS, STACKS, TOKEN_SAMPLES, manifest, one_thread  # noqa: F401
 
@@ -116,23 +110,3 @@ def test_streaming_reports_calls_and_times(run, tmp_path, stack, strategy, chunk
         assert 0 < each["first_chunk_ms"] < 1000 * each["token2wav_time_seconds"]
     for name, tokens in LENGTHS.items():
         assert samples_of(tmp_path / "out" / f"{name}.wav") == TOKEN_SAMPLES * tokens
-
-
-@pytest.mark.parametrize("stack", sorted(STACKS))
-def test_the_audio_of_a_stream_does_not_depend_on_its_batch(demo_models, stack):
-    vocoder = OfflineToken2Wav.load(demo_models / STACKS[stack], "cpu", streams=3)
-    rng = np.random.default_rng(0)
-
-    def utterance(count):
-        mel = rng.normal(-4, 1, (TOKEN_MEL_RATIO * 30, MEL_BINS)).astype(np.float32)
-        prompt = Prompt(rng.integers(0, SPEECH_VOCAB, 30), mel, rng.normal(0, 1, SPEAKER_DIM).astype(np.float32), "")
-        return prompt, rng.integers(0, SPEECH_VOCAB, count)
-
-    batch = [utterance(count) for count in (30, 70, 0)]
-    together = vocoder.streamed(batch, vocoder.rules("equal"))
-    assert isinstance(together[2], ValueError) and "no speech tokens" in str(together[2])
-    for index in range(2):
-        (alone,) = vocoder.streamed(batch[index : index + 1], vocoder.rules("equal"))
-        assert isinstance(alone, Streamed) and isinstance(together[index], Streamed)
-        for first, second in zip(alone.waveforms, together[index].waveforms, strict=True):
-            np.testing.assert_allclose(first, second, atol=1e-3)
