@@ -16,8 +16,6 @@ from cosyvoice_triton.networks.flow import (
     load_unet_flow,
 )
 
-from tests.parity.reference import dit_flow, window_flow
-
 ENCODER = EncoderConfig(width=32, heads=2, feed_forward=48, blocks=2, up_blocks=1)
 UNET = UNetFlowConfig(
     vocab=50, speaker_dim=24, encoder=ENCODER, estimator=UNetConfig(channels=16, heads=2, blocks=1, mid_stages=2)
@@ -88,38 +86,6 @@ def test_the_stack_of_a_flow_is_read_from_its_tensor_names(tmp_path):
     torch.save({"spk_embed_affine_layer.weight": torch.zeros(1)}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="other.pt is the flow of no stack .dit: Step-Audio2's DiT flow; unet: Cosy"):
         stacks.of_flow(read_state(tmp_path / "other.pt"), tmp_path / "other.pt")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_unet_flow_computes_in_the_precision_it_is_loaded_in(dtype, tmp_path):
-    path = saved(UNetFlow(UNET), tmp_path)
-    inputs = {
-        "token": torch.arange(9)[None],
-        "prompt_token": torch.arange(4)[None],
-        "prompt_feat": torch.randn(1, 8, 80),
-        "embedding": torch.randn(1, 24),
-        "noise": torch.randn(1, 80, 26),
-        "streaming": True,
-        "final": True,
-    }
-    expected = window_flow.inference(load_unet_flow(path), **inputs)
-    mel = window_flow.inference(load_unet_flow(path, dtype=dtype), **inputs)
-    assert mel.shape == (1, 80, 18)
-    torch.testing.assert_close(mel.float(), expected, atol=0.1 if dtype == torch.bfloat16 else 1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_dit_flow_computes_in_the_precision_it_is_loaded_in(dtype, tmp_path):
-    path = saved(DiTFlow(DIT), tmp_path)
-    token, noise = torch.arange(9)[None], torch.randn(1, 80, 26)
-    prompt = (torch.arange(4)[None], torch.randn(1, 8, 80), torch.randn(1, 24))
-    mels = []
-    for flow in (load_dit_flow(path), load_dit_flow(path, dtype=dtype)):
-        cache = dit_flow.prefill(flow, *prompt, noise=noise)
-        mel, cache = dit_flow.inference_chunk(flow, token, cache, final=True, noise=noise[:, :, 8:])
-        mels.append(mel.float())
-    assert cache.estimator.attention.keys.dtype == dtype
-    torch.testing.assert_close(mels[1], mels[0], atol=0.1 if dtype == torch.bfloat16 else 1e-4, rtol=0)
 
 
 def test_an_empty_file_is_named(tmp_path):

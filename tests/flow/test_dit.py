@@ -1,6 +1,5 @@
 """The DiT's estimator in chunks and over padding. tests/token2wav/test_chunks_equal_whole.py has the whole flow."""
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -34,19 +33,6 @@ def test_estimator_in_one_chunk_equals_the_whole(flow):
     cache = estimator.empty_cache(steps=1, rows=2)[0].with_room(14)
     whole = estimator(**inputs, valid=torch.ones(2, 1, 14, dtype=torch.bool))
     torch.testing.assert_close(estimator.forward_chunk(**inputs, cache=cache), whole, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("boundaries", [[0, 5, 14], [0, 1, 2, 14], [0, 12, 13, 14]])
-def test_first_layer_keys_do_not_depend_on_how_a_stream_is_divided(flow, boundaries):
-    estimator, inputs = flow.decoder.estimator, estimator_inputs()
-    whole = estimator.empty_cache(steps=1, rows=2)[0].with_room(14)
-    estimator.forward_chunk(**inputs, cache=whole)
-    cache = estimator.empty_cache(steps=1, rows=2)[0]
-    for start, stop in itertools.pairwise(boundaries):
-        cache = cache.with_room(stop - start)
-        estimator.forward_chunk(**frames_of(inputs, start, stop), cache=cache)
-    torch.testing.assert_close(cache.attention[0].keys, whole.attention[0].keys, atol=1e-5, rtol=0)
-    torch.testing.assert_close(cache.attention[0].values, whole.attention[0].values, atol=1e-5, rtol=0)
 
 
 def test_padding_does_not_reach_the_valid_frames_of_the_estimator(flow):

@@ -48,9 +48,7 @@ PROMPT_TOKENS, UTTERANCE_TOKENS = 125, 212
 HOPS = (15, 25, 50, 100)
 VOICES = 32
 UTTERANCE_SECONDS = UTTERANCE_TOKENS / TOKEN_RATE
-BURSTS = (1, 4, 16, 32)  # utterances that start within one second
 ROUNDS = 1.5  # duration of the load, in lengths of an utterance
-BATCHES = (1, 4, 16, 32, 64)
 CPU_LISTENERS = (1, 2, 3, 4, 6, 8)
 LISTENERS = {  # at the same time, of the loads on a GPU
     stacks.DIT: (64, 128, 256, 320, 352, 384),
@@ -144,26 +142,6 @@ def first_chunk(subject: Subject) -> float:
     return statistics.median(times[4:])
 
 
-def batches(subject: Subject) -> list[dict[str, float]]:
-    """Measures seconds per batch of equal chunks, by batch size and hop; the faster of two runs."""
-    rows = []
-    for size, index in itertools.product(BATCHES, range(len(subject.hops))):
-        best = float("inf")
-        for _ in range(2):
-            streams = [(subject.engine.open(voice(i % VOICES)), subject.utterance(i)) for i in range(size)]
-            for before in range(index):
-                subject.step([(stream, chunks[before]) for stream, chunks in streams])
-            batch = [(stream, chunks[index]) for stream, chunks in streams]
-            best = min(best, subject.seconds(partial(subject.step, batch)))
-            for stream, _ in streams:
-                subject.engine.close(stream)
-        hop = subject.hops[index]
-        audio = size * hop / TOKEN_RATE
-        rows.append({"streams": size, "hop": hop, "seconds": best, "audio_seconds_per_second": audio / best})
-        print(f"  {size:3d} x {hop:3d} tokens: {1e3 * best:7.1f} ms, {audio / best:6.0f} audio-s/s", flush=True)
-    return rows
-
-
 def steady(listeners: int) -> tuple[int, float]:
     """Returns how many utterances start within how many seconds, so that this many are heard at any moment."""
     return int(ROUNDS * listeners), ROUNDS * UTTERANCE_SECONDS
@@ -214,14 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     subject.engine.warm_up()
     result["first_chunk_ms"] = 1e3 * first_chunk(subject)
     print(f"first chunk of one stream: {result['first_chunk_ms']:.1f} ms", flush=True)
-    on_cpu = subject.device.type == "cpu"
-    if not on_cpu:
-        result["batches"] = batches(subject)
-        for burst in BURSTS:
-            load = loaded(subject, burst, 1.0)
-            print(f"  {load.line()}", flush=True)
-            result.setdefault("bursts", []).append(load.summary())
-    for listeners in CPU_LISTENERS if on_cpu else LISTENERS[stack]:
+    for listeners in CPU_LISTENERS if subject.device.type == "cpu" else LISTENERS[stack]:
         load = loaded(subject, *steady(listeners))
         print(f"  {listeners} listeners: {load.line()}", flush=True)
         result.setdefault("loads", []).append({"listeners": listeners, **load.summary()})
