@@ -222,7 +222,7 @@ def test_a_text_in_pieces_is_a_sequence_that_ends_with_its_last_piece() -> None:
 class RefusedEarly:
     """A connection whose call the server has ended before the request was sent."""
 
-    def stream_infer(self, requests: object, stream_timeout: float) -> "RefusedEarly":
+    def stream_infer(self, requests: object, stream_timeout: float, headers: object) -> "RefusedEarly":
         return self
 
     def __aiter__(self) -> "RefusedEarly":

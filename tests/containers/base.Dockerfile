@@ -9,11 +9,8 @@ RUN apt-get update -qq \
     && apt-get install -y -qq --no-install-recommends python3-minimal libpython3-stdlib libpython3.11 python3-pip ca-certificates \
     && rm -rf /var/lib/apt/lists/* /usr/lib/python3.11/EXTERNALLY-MANAGED
 
-FROM debian AS nginx
-RUN apt-get update -qq \
-    && apt-get install -y -qq --no-install-recommends nginx-light curl \
-    && rm -rf /var/lib/apt/lists/*
-STOPSIGNAL SIGQUIT
+FROM debian AS envoy
+COPY envoy /usr/local/bin/envoy
 
 FROM debian AS redis
 RUN apt-get update -qq \

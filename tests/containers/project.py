@@ -105,8 +105,9 @@ class Project:
         return self.compose("exec", "--no-TTY", service, *command, check=check)
 
     def servers(self) -> int:
-        """The Triton servers in the gateway's list; 0 before it has one."""
-        return self.execute("gateway", "cat", "/tmp/nginx/servers", check=False).count("tts ")
+        """The Triton servers that get requests."""
+        counted = self.execute("gateway", "/etc/envoy/run.sh", "servers", check=False).strip()
+        return int(counted) if counted.isdigit() else 0
 
     def get(self, path: str, port: str = "HTTP_PORT") -> tuple[int, bytes]:
         return http(f"http://127.0.0.1:{self.ports[port]}{path}")

@@ -6,8 +6,6 @@ import pytest
 from cosyvoice_triton.cli import serve
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 
-from tests.conftest import ROOT
-
 
 def test_a_server_for_all_hosts_keeps_tritons_own_endpoints_on_this_machine(tmp_path: Path) -> None:
     server = TritonServer(tmp_path, ports=Ports(0, 0, 0), host="0.0.0.0")
@@ -27,10 +25,3 @@ def test_serve_says_what_other_machines_can_reach(
 ) -> None:
     assert serve.main([str(tmp_path / "no repository"), *options]) == 1
     assert warning in caplog.text
-
-
-@pytest.mark.parametrize("file", ["deploy/compose/services.yml", "deploy/k8s/tts.yaml"])
-def test_containers_offer_tritons_endpoints_to_the_gateway_alone(file: str) -> None:
-    assert "--grpc-host" in (ROOT / file).read_text()
-    gateway = (ROOT / "deploy/nginx/nginx.conf").read_text()
-    assert gateway.count("grpc_pass grpc://tts_grpc") == gateway.count('grpc_set_header triton_grpc_error "";') == 1

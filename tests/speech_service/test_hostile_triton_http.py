@@ -3,7 +3,6 @@
 import gzip
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -97,11 +96,3 @@ def test_a_body_that_is_compressed_or_has_too_many_values_is_refused(served: Stu
         httpx.post(served.url + PATH, content=b"{}", headers={"inference-header-content-length": "9"}).status_code
         == 400
     )
-
-
-def test_the_gateway_sends_triton_nothing_to_parse() -> None:
-    text = Path("deploy/nginx/nginx.conf").read_text()
-    http = text[text.index("listen 8000") : text.index("listen 10086")]
-    to_triton = http[: http.index("proxy_pass http://tts_http")]
-    assert "generate" not in http and http.count("tts_http") == 1
-    assert "proxy_pass_request_body off" in to_triton and "infer" not in to_triton

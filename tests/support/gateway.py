@@ -1,65 +1,100 @@
-"""nginx with deploy/nginx/balance.sh, as the gateway's container runs them."""
+"""Envoy with deploy/envoy, as the gateway's container runs it."""
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import yaml
 from cosyvoice_triton.server.tritonserver import free_port
 
 from tests.conftest import ROOT
 from tests.support.serve_process import get
 
+FOLDER = ROOT / "deploy/envoy"
+ENVOY = Path(sys.executable).parent / "envoy"
 
-@dataclass
-class Gateway:
-    """nginx with the script that updates its list of servers, and its ports."""
+
+class Ports(NamedTuple):
+    """Of a Triton server."""
 
     http: int
     grpc: int
-    run: Path
+    health: int
 
-    def servers(self) -> int:
-        """The number of servers in its list."""
-        return (self.run / "servers").read_text().count("tts ")
+
+@dataclass
+class Gateway:
+    """The gateway's ports, and the process that a container would have as its first."""
+
+    http: int
+    grpc: int
+    speech: int
+    admin: int
+    log: Path
+    process: "subprocess.Popen[bytes]"
+
+    def servers(self, cluster: str = "tts_grpc") -> int:
+        """Returns how many servers get requests."""
+        statistic = f"cluster.{cluster}.membership_healthy"
+        return int(get(f"http://127.0.0.1:{self.admin}/stats?filter=^{statistic}$")[1].removeprefix(f"{statistic}: "))
+
+    def accesses(self) -> list[dict[str, Any]]:
+        """Returns the lines of its access log, which Envoy writes within a second."""
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
 
 
 @contextmanager
 def gateway(
-    directory: Path, servers: list[str], stop: signal.Signals = signal.SIGTERM, **environment: str
+    directory: Path, servers: Sequence[Ports], speech: Sequence[int] = (), edit: Callable[[str], str] = str
 ) -> Iterator[Gateway]:
-    """deploy/nginx with other ports and paths. `stop` must end it, with code 0."""
-    run, ports = directory / "run", {number: free_port() for number in (8000, 8001, 10086)}
-    config = (ROOT / "deploy/nginx/nginx.conf").read_text()
-    for number, port in ports.items():
-        assert f"listen {number}" in config
-        config = config.replace(f"listen {number}", f"listen 127.0.0.1:{port}")
-    config = config.replace("/tmp/nginx", str(run)).replace("/etc/nginx/gateway.d", str(directory))
-    if os.geteuid() == 0:  # otherwise workers run as the user "nobody", who cannot read pytest's directories
-        config = f"user root;\n{config}"
-    (directory / "nginx.conf").write_text(config)
-    settings = {"TTS_SERVERS": " ".join(servers), "SPEECH_SERVERS": f"127.0.0.1:{free_port()}"}
-    settings |= {"NGINX_CONF": str(directory / "nginx.conf"), "RUN_DIR": str(run)}
+    """Runs it with other ports and servers. SIGTERM must end it, with code 0. edit: of the file's text."""
+    listen = {number: free_port() for number in (8000, 8001, 10086, 9901)}
+    config = yaml.safe_load(edit((FOLDER / "envoy.yaml").read_text()))
+    at(config["admin"], listen[9901])
+    for listener in config["static_resources"]["listeners"]:
+        at(listener, listen[listener["address"]["socket_address"]["port_value"]])
+    ports: dict[str, list[tuple[int, int]]] = {
+        "tts_grpc": [(one.grpc, one.health) for one in servers],
+        "tts_http": [(one.http, one.health) for one in servers],
+        "speech": [(port, port) for port in speech],
+    }
+    for cluster in config["static_resources"]["clusters"]:
+        if cluster["name"] in ports:
+            cluster["load_assignment"]["endpoints"][0]["lb_endpoints"] = [
+                {"endpoint": at({"health_check_config": {"port_value": health}}, port)}
+                for port, health in ports[cluster["name"]]
+            ]
+    path, log = directory / "envoy.yaml", directory / "log"
+    path.write_text(yaml.safe_dump(config))
+    environment = os.environ | {"PATH": f"{ENVOY.parent}:{os.environ['PATH']}"}
     # A shell cannot trap signals that were ignored when it started, as by a script's background job.
-    command = ["env", "--default-signal=INT,QUIT", "sh", ROOT / "deploy/nginx/balance.sh"]
-    with (
-        (directory / "log").open("wb") as log,
-        subprocess.Popen(command, env=os.environ | settings | environment, stdout=log, stderr=log) as process,
-    ):
+    command = ["env", "--default-signal=INT", FOLDER / "run.sh", path, str(listen[9901])]
+    with log.open("wb") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
+        running = Gateway(listen[8000], listen[8001], listen[10086], listen[9901], log, process)
         try:
-            wait_for(lambda: answers(f"http://127.0.0.1:{ports[8000]}/gateway/health"))
-            yield Gateway(ports[8000], ports[8001], run)
-            assert process.poll() is None, (directory / "log").read_text()
+            wait_for(lambda: process.poll() is not None or answers(f"http://127.0.0.1:{running.http}/gateway/health"))
+            assert process.poll() is None, log.read_text()
+            yield running
         finally:
-            process.send_signal(stop)
+            process.send_signal(signal.SIGTERM)
             try:
-                assert process.wait(60) == 0
+                assert process.wait(60) == 0, log.read_text()
             finally:
                 process.kill()
+
+
+def at(place: dict[str, Any], port: int) -> dict[str, Any]:
+    """Returns `place` with an address of this machine."""
+    place["address"] = {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+    return place
 
 
 def answers(url: str) -> bool:
@@ -69,7 +104,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -1,5 +1,6 @@
 """`cosyvoice-triton voice`: the voices that it writes, lists and deletes, and its error messages."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,12 @@ def test_a_voice_is_added_with_its_dictionary_and_deleted_with_it(
 ) -> None:
     words = tmp_path / "words.txt"
     words.write_text("nginx = engine x")
-    assert command.main(arguments(demo_models, "speller", VOICE, "--pronunciation", str(words))) == 0
+    options = ["--pronunciation", str(words), "--consent", "She agreed."]
+    assert command.main(arguments(demo_models, "speller", VOICE, *options)) == 0
+    capsys.readouterr()
+    assert command.main(["list", str(demo_models), "--jsonl"]) == 0
+    (listed,) = [line for line in map(json.loads, capsys.readouterr().out.splitlines()) if line["name"] == "speller"]
+    assert listed["consent"] == "She agreed." and listed["created_at"] > 1.7e9
     assert VoiceBook(demo_models / "voices", demo_models, str).pronunciation("speller") == {"nginx": "engine x"}
     assert command.main(["delete", str(demo_models), "speller"]) == 0
     assert not list((demo_models / "voices").glob("speller*"))

@@ -14,6 +14,7 @@ itself, each stack with its own networks.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,11 +40,13 @@ def build_parser() -> argparse.ArgumentParser:
         )
     for action in (add, delete):
         action.add_argument("name", help="name of the voice in requests: letters of any script, digits, spaces, -_.")
+    listed.add_argument("--jsonl", action="store_true", help="an object for each, with its consent and age")
     add.add_argument(
         "--reference-audio", type=Path, required=True, help="any sample rate and channel count, 0.5 to 30 s"
     )
     add.add_argument("--reference-text", default="", help="transcript of the recording, word for word")
     add.add_argument("--pronunciation", type=words, metavar="FILE", help="words that the voice pronounces differently")
+    add.add_argument("--consent", default="", help="the speaker's consent, or where it is kept; stored with the voice")
     add.add_argument("--no-trim", action="store_true", help="keep the silence at its ends, and an abrupt end")
     add.add_argument("--replace", action="store_true", help="overwrite an existing voice")
     return parser
@@ -57,11 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             from cosyvoice_triton.prepare.voice import add_voice  # imports torch, which takes a second
 
             source = args.reference_audio, args.reference_text
-            add_voice(options, args.name, *source, args.replace, args.pronunciation, not args.no_trim)
+            add_voice(options, args.name, *source, args.replace, args.pronunciation, not args.no_trim, args.consent)
         elif args.action == "delete":
             delete_voice(options.voices_dir, args.name)
         else:
-            print("\n".join(VoiceBook(options.voices_dir, options.checkpoint_dir, str).names()))
+            book = VoiceBook(options.voices_dir, options.checkpoint_dir, str)
+            for name in book.names():
+                print(json.dumps({"name": name, **book.rights(name).known}, ensure_ascii=False) if args.jsonl else name)
     except (ValueError, RuntimeError, OSError, UnavailableError) as error:  # soundfile's own errors are RuntimeErrors
         print(f"voice {args.action}: {error}", file=sys.stderr)
         return 1

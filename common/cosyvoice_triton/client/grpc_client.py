@@ -113,8 +113,8 @@ async def chunks(
 async def _whole(
     connection: triton.InferenceServerClient, model: str, request: speech.Utterance, timeout: float
 ) -> Any:
-    inputs = request.tensors(InferInput)
-    return await connection.infer(model, inputs, client_timeout=timeout, parameters=_parameters(request))
+    options = {"headers": request.headers(), "parameters": _parameters(request)}
+    return await connection.infer(model, request.tensors(InferInput), client_timeout=timeout, **options)
 
 
 async def _responses(
@@ -125,7 +125,7 @@ async def _responses(
     The request generator ends, which half-closes the call: the server closes its side after the final response to the
     last request, so no end marker is needed.
     """
-    responses = connection.stream_infer(_requests(model, request), stream_timeout=timeout)
+    responses = connection.stream_infer(_requests(model, request), stream_timeout=timeout, headers=request.headers())
     try:
         async for result, error in responses:
             if error is not None:

@@ -6,6 +6,7 @@ neither.
 
 import argparse
 import asyncio
+import hashlib
 import json
 import logging
 import time
@@ -13,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 WAVEFORM = "waveform"
 WARNING = "warning"
+VOICE_KEY = "x-voice-key"  # a header, see deploy/envoy/envoy.yaml
 TIMELINE, SEGMENTS = "timeline", "segments"  # the request parameters and the outputs
 
 _TEXTS = ("reference_text", "speaker", "instruct_text", "target_text")  # of an utterance: input tensors
@@ -124,6 +127,15 @@ class Utterance:
             )
         except ValueError as error:
             raise ClientError(str(error)) from None
+
+    def headers(self) -> dict[str, str]:
+        """Returns the key of the voice: its name, or a hash of the recording; nothing for the server's default voice.
+
+        By it the gateway chooses the server that has the voice's prompt cache.
+        """
+        if self.reference is not None:
+            return {VOICE_KEY: hashlib.sha256(self.reference.tobytes()).hexdigest()[:16]}
+        return {VOICE_KEY: quote(self.speaker[:100], safe="")} if self.speaker else {}
 
     def arrays(self) -> dict[str, tuple[str, np.ndarray]]:
         """Name -> Triton's datatype and the array with a batch dimension of one: wav (1, T), everything else (1, 1)."""

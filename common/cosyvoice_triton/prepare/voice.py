@@ -14,6 +14,7 @@ from cosyvoice_triton.voice.audio import load_reference
 from cosyvoice_triton.voice.encoders import ReferenceEncoder
 from cosyvoice_triton.voice.files import is_voice_name, save_pronunciation, save_voice
 from cosyvoice_triton.voice.judgement import judge
+from cosyvoice_triton.voice.rights import Rights
 
 
 def add_voice(
@@ -24,10 +25,11 @@ def add_voice(
     replace: bool = False,
     pronunciation: Mapping[str, str] | None = None,
     trim: bool = True,
+    consent: str = "",
 ) -> Path:
     """Encode the recording `audio` with the transcript `text` and write the voice and its dictionary; returns its file.
 
-    trim: see `Judgement.mended`.
+    consent: as in `Rights`. trim: see `Judgement.mended`.
 
     ValueError if the name, the recording or the text is invalid, with the server's messages.
     """
@@ -36,6 +38,7 @@ def add_voice(
     destination = options.voices_dir / f"{name}.safetensors"
     if destination.exists() and not replace:
         raise ValueError(f"{destination} exists; choose another name, or give --replace")
+    rights = Rights.now(consent)
     text = clean_line(text, name="reference_text", max_chars=MAX_TRANSCRIPT_CHARS)
     recording = dataclasses.replace(load_reference(audio), text=text)
     print(f"[1/2] {audio}: {recording.seconds:.1f} s, encoding it with {options.checkpoint_dir}", flush=True)
@@ -47,7 +50,7 @@ def add_voice(
     begun = time.monotonic()
     prompt = ReferenceEncoder(stacks.named(options.stack), options.checkpoint_dir)(recording)
     print(f"      {len(prompt.tokens)} speech tokens after {time.monotonic() - begun:.1f} s", flush=True)
-    save_voice(destination, prompt, recording.rate)
+    save_voice(destination, prompt, recording.rate, rights)
     save_pronunciation(options.voices_dir, name, pronunciation or {})
     print(f"[2/2] written to {destination}; use it as speaker '{name}'")
     return destination

@@ -46,7 +46,7 @@ _PAGE_HEADERS = {
 def build(settings: Settings) -> FastAPI:
     """Return the application, which holds its connections while it runs."""
     metrics = Metrics()
-    folder = VoiceFolder(settings.voices_dir, settings.max_reference_bytes, settings.voice_aliases)
+    folder = VoiceFolder(settings.voices_dir, settings.max_reference_bytes, settings.voice_aliases, settings.max_voices)
 
     @contextlib.asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:

@@ -58,6 +58,7 @@ class Settings:
     max_sessions: int = _option(256, "limit of open WebSockets")
     max_input_chars: int = _option(4096, "limit of a text, in characters")
     max_reference_mb: int = _option(10, "size limit of an uploaded recording, in MiB")
+    max_voices: int = _option(100, "limit of voices that one API key may register")
     max_batch: int = _option(32, "limit of texts in one batch")
     max_connections: int = _option(1024, "open HTTP connections; more are answered 503")
     timeout: float = _option(300.0, "seconds for a whole answer")

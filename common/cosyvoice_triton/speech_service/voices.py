@@ -5,9 +5,10 @@ voice is requested by name, and so is one that this folder lacks.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS
@@ -21,6 +22,7 @@ from cosyvoice_triton.voice.files import VOICE_FILES, is_voice_name, normalized,
 from cosyvoice_triton.voice.judgement import Judgement, judge
 from cosyvoice_triton.voice.mix import Mix, mixed_voices
 from cosyvoice_triton.voice.prompt import Prompt, Recording
+from cosyvoice_triton.voice.rights import Rights
 
 MAX_VOICES = 1000
 
@@ -28,10 +30,14 @@ MAX_VOICES = 1000
 class VoiceFolder:
     """All methods access files, so do not call them on an event loop. Threads and several services may share it."""
 
-    def __init__(self, folder: Path, max_bytes: int, aliases: Iterable[str] = ()) -> None:
-        """aliases: as in `Settings.voice_aliases`."""
+    def __init__(
+        self, folder: Path, max_bytes: int, aliases: Iterable[str] = (), max_per_key: int = MAX_VOICES
+    ) -> None:
+        """aliases: as in `Settings.voice_aliases`. max_per_key: voices that one API key may register."""
         self._folder = folder
         self._max_bytes = max_bytes
+        self._max_per_key = max_per_key
+        self._adding = Lock()  # one after another, so that the limits hold
         self._aliases = {alias: voice for alias, _, voice in (each.partition("=") for each in aliases)}
         # Transcripts in a spk2info.pt are token ids of the LLM; only the models need them.
         self._book = VoiceBook(folder, folder, decode=lambda ids: "")
@@ -76,10 +82,14 @@ class VoiceFolder:
         """Return the words of a voice and of all voices; UnavailableError if a file of them is damaged."""
         return self._book.pronunciation(name)
 
-    def add(self, name: str, data: bytes, text: str, words: Any = "") -> Judgement:
+    def rights(self, name: str) -> Rights:
+        """Return who registered a voice, when and with which consent, as far as that is known."""
+        return self._book.rights(name)
+
+    def add(self, name: str, data: bytes, text: str, words: Any = "", consent: str = "", key: str = "") -> Judgement:
         """Register a recording in any libsndfile format with its transcript (empty: unknown) and its dictionary.
 
-        Returns what is to be said of the recording. ApiError.
+        consent, key: as in `Rights`. Returns what is to be said of the recording. ApiError.
         """
         if not is_voice_name(name):
             raise invalid(
@@ -98,13 +108,31 @@ class VoiceFolder:
             recording = replace(decode(data, self._max_bytes), text=text)
         except ValueError as error:
             raise invalid(error, "audio_sample") from None
-        names = self.names()
-        if len(names) >= MAX_VOICES:
-            raise ApiError(409, f"the limit of {len(names)} voices is reached: delete some first")
+        try:
+            rights = Rights.now(consent, key)
+        except ValueError as error:
+            raise invalid(error, "consent") from None
+        self._save(name, recording, words, rights)
+        return judge(recording)
+
+    def _save(self, name: str, recording: Recording, words: Mapping[str, str], rights: Rights) -> None:
+        with self._adding:
+            names = self.names()
+            if len(names) >= MAX_VOICES:
+                raise ApiError(409, f"the limit of {len(names)} voices is reached: delete some first")
+            if key := rights.created_by:
+                own = sum(self.rights(each).created_by == key for each in names)
+                if own >= self._max_per_key:
+                    raise ApiError(409, f"the limit of {own} voices of one API key is reached: delete some of them")
+            self._write(name, recording, words, rights, names)
+
+    def _write(
+        self, name: str, recording: Recording, words: Mapping[str, str], rights: Rights, names: Sequence[str]
+    ) -> None:
         try:
             if name in names:
                 raise FileExistsError
-            save_recording(self._folder / f"{name}.safetensors", recording)
+            save_recording(self._folder / f"{name}.safetensors", recording, rights)
             try:
                 save_pronunciation(self._folder, name, words)
             except OSError:
@@ -116,10 +144,9 @@ class VoiceFolder:
             ) from None
         except OSError as error:
             raise ApiError(507, f"the voice cannot be stored: {error.strerror}") from error
-        return judge(recording)
 
     def remove(self, name: str) -> None:
-        """Delete a voice's files. ApiError if it has none."""
+        """Delete a voice's files, and what this process keeps of them. ApiError if it has none."""
         name = name if name in self.names() else normalized(name)
         if name not in self.names():
             raise ApiError(404, f"there is no voice {name!r}", code="voice_not_found", param="name")
@@ -128,3 +155,4 @@ class VoiceFolder:
             raise invalid(f"the voice {name!r} is part of a spk2info.pt and has no file of its own", "name")
         for file in files:
             file.unlink(missing_ok=True)
+        self._book.names()  # forgets what it has read of them

@@ -28,6 +28,7 @@ from cosyvoice_triton.voice.files import (
 )
 from cosyvoice_triton.voice.mix import Mix, mixed_voices
 from cosyvoice_triton.voice.prompt import Prompt, Recording
+from cosyvoice_triton.voice.rights import UNKNOWN, Rights
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class VoiceBook:
         spk2info.pt, else the only voice there is. ValueError with the known names if there is none, or naming what is
         wrong with a mix; UnavailableError if its file is damaged."""
         with self._lock:
+            self._forget_deleted()
             voice = None
             if name is None:
                 name, voice = self._default_voice()
@@ -90,6 +92,7 @@ class VoiceBook:
         """Return the words of the voice of that name (None: the default voice), and those of all voices.
         UnavailableError naming what is wrong with a file."""
         with self._lock:
+            self._forget_deleted()
             name = voice if isinstance(voice, str) else self._default_voice()[0] if voice is None else ""
             files = [f"{name}.{PRONUNCIATION}.txt"] if is_voice_name(name) else []
             try:
@@ -97,9 +100,14 @@ class VoiceBook:
             except (OSError, ValueError) as error:
                 raise UnavailableError(f"the pronunciations cannot be used: {error}") from error
 
+    def rights(self, name: str) -> Rights:
+        """Return who registered a voice, when and with which consent, as far as its file says so."""
+        return Rights.read(self._folder / f"{name}.safetensors") if self._folder is not None else UNKNOWN
+
     def names(self) -> list[str]:
         """Return the known names, sorted. UnavailableError if they cannot be read."""
         with self._lock:
+            self._forget_deleted()
             try:
                 return self._names()
             except OSError as error:
@@ -156,10 +164,14 @@ class VoiceBook:
             }
         return sorted(found)
 
+    def _forget_deleted(self) -> None:
+        """Drop what was read from files that are gone, also of voices that nobody names anymore."""
+        for path in [path for path in self._cache if not path.is_file()]:
+            del self._cache[path]
+
     def _cached(self, path: Path, read: Callable[[Path], ContentT]) -> ContentT | None:
         """Return the content of a file, read again after the file has changed; None if there is no such file."""
         if not path.is_file():
-            self._cache.pop(path, None)
             return None
         stamp = _stamp(path) + _stamp(path.with_suffix(".txt"))
         if (known := self._cache.get(path)) is None or known[0] != stamp:

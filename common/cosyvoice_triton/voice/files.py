@@ -32,6 +32,7 @@ from cosyvoice_triton.constants import (
 from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.voice.audio import load_reference, validate_reference
 from cosyvoice_triton.voice.prompt import Prompt, Recording
+from cosyvoice_triton.voice.rights import UNKNOWN, Rights
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ def read_voice(path: Path, full_band: bool = False) -> Prompt | Recording:
         raise ValueError(f"{path.name}: {error}") from error
 
 
-def save_voice(path: Path, prompt: Prompt, rate: int = PROMPT_SAMPLE_RATE) -> None:
+def save_voice(path: Path, prompt: Prompt, rate: int = PROMPT_SAMPLE_RATE, rights: Rights = UNKNOWN) -> None:
     """Write a voice, in place of an older one; readers see a complete file or none. rate: of its recording."""
     tensors = {
         TOKENS: prompt.tokens.astype(np.int32),
@@ -119,17 +120,17 @@ def save_voice(path: Path, prompt: Prompt, rate: int = PROMPT_SAMPLE_RATE) -> No
         EMBEDDING: np.ascontiguousarray(prompt.embedding),
         RATE: np.array([rate], np.int32),
     }
-    with _new_file(path, _with_text(tensors, prompt.text)) as work:
+    with _new_file(path, _with_text(tensors, prompt.text, rights)) as work:
         work.replace(path)
 
 
-def save_recording(path: Path, recording: Recording) -> None:
+def save_recording(path: Path, recording: Recording, rights: Rights = UNKNOWN) -> None:
     """Write a recording and its transcript: one file, so that readers never see those of different voices.
 
     FileExistsError if the file exists; of several processes that share the folder, one creates it.
     """
     tensors = {WAV: recording.wav, RATE: np.array([recording.rate], np.int32)}
-    with _new_file(path, _with_text(tensors, recording.text)) as work:
+    with _new_file(path, _with_text(tensors, recording.text, rights)) as work:
         os.link(work, path)
 
 
@@ -164,8 +165,8 @@ def _new_file(path: Path, content: bytes) -> Iterator[Path]:
         work.unlink(missing_ok=True)
 
 
-def _with_text(tensors: dict[str, np.ndarray], text: str) -> bytes:
-    return save({**tensors, TRANSCRIPT: np.frombuffer(text.encode(), np.uint8)})
+def _with_text(tensors: dict[str, np.ndarray], text: str, rights: Rights) -> bytes:
+    return save({**tensors, TRANSCRIPT: np.frombuffer(text.encode(), np.uint8)}, rights.metadata)
 
 
 def read_recording(path: Path) -> Recording:

@@ -8,6 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from cosyvoice_triton.speech_service.errors import invalid
 from cosyvoice_triton.speech_service.routes.speech import read_fields
+from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.voice.files import normalized
 
@@ -20,7 +21,8 @@ async def list_voices(request: Request, legacy: str = "") -> dict[str, Any]:
     `legacy`: `voices` are names, as Kokoro's older clients read them."""
     voices = Service.of(request).voices
     names, aliases = await asyncio.to_thread(voices.names), await asyncio.to_thread(voices.aliases)
-    listed = [_voice(name) for name in names] + [{**_voice(name), "alias_of": voice} for name, voice in aliases.items()]
+    known = await asyncio.to_thread(lambda: [{**_voice(name), **voices.rights(name).known} for name in names])
+    listed = known + [{**_voice(name), "alias_of": voice} for name, voice in aliases.items()]
     old = legacy.lower() in ("true", "1")
     return {"object": "list", "voices": [each["id"] for each in listed] if old else listed, "data": listed}
 
@@ -31,15 +33,17 @@ def _voice(name: str) -> dict[str, Any]:
 
 @router.post("/v1/audio/voices")
 async def add(request: Request) -> Response:
-    """Register a voice: a form with `name`, `audio_sample` (an audio file), `ref_text` (its transcript) and
-    `pronunciation` (its dictionary)."""
+    """Register a voice: a form with `name`, `audio_sample` (an audio file), `ref_text` (its transcript),
+    `pronunciation` (its dictionary) and `consent` (the speaker's, or where it is kept)."""
     fields, data = await read_fields(request, "audio_sample")
     if data is None:
         raise invalid("audio_sample is missing: upload the recording as a file in a multipart form", "audio_sample")
     name, text = normalized(str(fields.get("name", ""))), str(fields.get("ref_text", ""))
-    judged = await asyncio.to_thread(Service.of(request).voices.add, name, data, text, fields.get("pronunciation", ""))
-    warnings = {"warnings": judged.warnings} if judged.warnings else {}
-    return JSONResponse({**_voice(name), "ref_text": text, "seconds": round(judged.seconds, 3), **warnings}, 201)
+    words, consent = fields.get("pronunciation", ""), str(fields.get("consent", ""))
+    voices = Service.of(request).voices
+    judged = await asyncio.to_thread(voices.add, name, data, text, words, consent, API_KEY.get())
+    about = {**_voice(name), **voices.rights(name).known, "ref_text": text, "seconds": round(judged.seconds, 3)}
+    return JSONResponse({**about, **({"warnings": judged.warnings} if judged.warnings else {})}, 201)
 
 
 @router.delete("/v1/audio/voices/{name}")

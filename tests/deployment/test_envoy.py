@@ -1,0 +1,391 @@
+"""deploy/envoy/envoy.yaml, run by Envoy in front of servers that the tests play."""
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import textwrap
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import tritonclient.grpc.aio as triton
+from cosyvoice_triton.api import Client, ClientError
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from tests.conftest import ROOT
+from tests.support.gateway import Gateway, Ports, gateway, wait_for
+from tests.support.triton_stub import TritonStub
+
+MODEL = TritonStub.model
+
+
+class Pages(ThreadingHTTPServer):
+    """Triton's HTTP, its health page and a speech service in one.
+
+    `status` is its health. Other pages repeat the request; /slow does so when `released` is set.
+    """
+
+    daemon_threads = True
+    status = 200
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked, self.released = threading.Event(), threading.Event()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Pages
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        if self.path in ("/ready", "/health"):
+            self.answer(self.server.status, {})
+            return
+        self.server.asked.set()
+        if self.path.startswith("/slow"):
+            self.server.released.wait(60)
+        if self.headers.get("Upgrade") == "websocket":
+            self.send_response(101)
+            self.send_header("Upgrade", "websocket")
+            self.send_header("Connection", "Upgrade")
+            self.end_headers()
+            self.wfile.write(self.rfile.readline())
+            return
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        self.answer(200, {"path": self.path, "body": body, "headers": {k.lower(): v for k, v in self.headers.items()}})
+
+    do_POST = do_HEAD = do_GET  # noqa: N815 - names of the base class
+
+    def answer(self, status: int, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+class Recording(TritonStub):
+    """A stub that keeps the headers of its last stream."""
+
+    headers: dict[str, str]
+
+    async def ModelStreamInfer(self, iterator: Any, context: Any) -> Any:  # noqa: N802
+        self.headers = dict(context.invocation_metadata())
+        async for response in super().ModelStreamInfer(iterator, context):
+            yield response
+
+
+@dataclass
+class Servers:
+    """Two Tritons, each a stub of gRPC and the pages beside it."""
+
+    stubs: list[Recording] = field(default_factory=lambda: [Recording(pause=0.05) for _ in range(2)])
+    pages: list[Pages] = field(default_factory=lambda: [Pages() for _ in range(2)])
+    ports: list[Ports] = field(default_factory=list)
+
+    def served(self) -> list[int]:
+        return [stub.served for stub in self.stubs]
+
+    def since(self, before: list[int]) -> list[int]:
+        return [now - then for now, then in zip(self.served(), before, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    servers, loop = Servers(), asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    for page in servers.pages:
+        threading.Thread(target=page.serve_forever, daemon=True).start()
+    started = [asyncio.run_coroutine_threadsafe(stub.start(), loop).result(30) for stub in servers.stubs]
+    for page, (_, address) in zip(servers.pages, started, strict=True):
+        servers.ports.append(Ports(page.server_port, int(address.rpartition(":")[2]), page.server_port))
+    yield servers
+    for server, _ in started:
+        asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(30)
+    for page in servers.pages:
+        page.shutdown()
+        page.server_close()
+    loop.call_soon_threadsafe(loop.stop)
+
+
+@contextmanager
+def running(directory: Path, servers: Servers, **options: Any) -> Iterator[Gateway]:
+    with gateway(directory, servers.ports, [page.server_port for page in servers.pages], **options) as started:
+        wait_for(lambda: started.servers() == started.servers("tts_http") == started.servers("speech") == 2)
+        wait_for(lambda: speaks(started))  # Envoy's threads learn it a moment later
+        yield started
+
+
+@pytest.fixture(scope="module")
+def open_gateway(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with running(tmp_path_factory.mktemp("envoy"), servers) as started:
+        yield started
+
+
+def ask(port: int, path: str, body: bytes | None = None, method: str | None = None, **headers: str) -> tuple[int, Any]:
+    """Status and content of an answer; its headers if the content is not JSON."""
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, names, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            status, content, received = answer.status, answer.read(), answer.headers
+    except urllib.error.HTTPError as error:
+        with error:
+            status, content, received = error.code, error.read(), error.headers
+    try:
+        return status, json.loads(content) | {"retry-after": received["Retry-After"]}
+    except ValueError:
+        return status, received
+
+
+def raw(port: int, request: str) -> str:
+    """What comes back for the bytes of a request, until the connection is closed or the first line has come."""
+    with socket.create_connection(("127.0.0.1", port), 60) as connection:
+        connection.sendall(request.encode())
+        return connection.recv(1 << 16).decode()
+
+
+def speak(running: Gateway, text: str = "quick words", **options: Any) -> int:
+    with Client(f"127.0.0.1:{running.grpc}", MODEL) as client:
+        return client.speak(text, **options).size
+
+
+def speaks(running: Gateway) -> bool:
+    try:
+        return speak(running) > 0
+    except ClientError:
+        return False
+
+
+def test_triton_gets_queries_about_public_models_and_nothing_to_parse(open_gateway: Gateway, servers: Servers) -> None:
+    port = open_gateway.http
+    for path in (
+        "/v2",
+        "/v2/health/live",
+        "/v2/health/ready",
+        f"/v2/models/{MODEL}/ready",
+        f"/v2/models/{MODEL}/config",
+    ):
+        status, asked = ask(port, path, content_encoding="gzip", accept_encoding="gzip")
+        assert (status, asked["path"], asked["body"]) == (200, path, "")
+        assert not {"content-encoding", "accept-encoding"} & set(asked["headers"])
+    assert ask(port, "/v2/health/ready", method="HEAD")[0] == 200
+    closed = ["/v2/repository/index", "/v2/systemsharedmemory/status", "/v2/models/token2wav_dit/ready", "/v2/logging"]
+    closed += [
+        "/metrics",
+        f"/v2/models/{MODEL}/generate",
+        f"/v2/models/{MODEL}/../token2wav/ready",
+        "//v2/health/ready",
+    ]
+    for path in closed:
+        assert ask(port, path)[0] == 404, path
+    assert ask(port, f"/v2/models/{MODEL}/config", b"{}", "GET")[0] == 413
+    assert ask(port, f"/v2/models/{MODEL}/config", b"1")[0] == 404
+    chunked = "GET /v2/health/ready HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n[[\r\n0\r\n\r\n"
+    assert raw(port, chunked).startswith("HTTP/1.1 413")
+    status, asked = ask(port, f"/v2/models/{MODEL}/infer", b"{}")  # of the speech service
+    assert (status, asked["body"]) == (200, "{}")
+    assert ask(port, f"/v2/models/{MODEL}/infer")[0] == 404
+
+
+def test_grpc_offers_speech_and_no_management_and_drops_the_header_that_crashes(
+    open_gateway: Gateway, servers: Servers
+) -> None:
+    address = f"127.0.0.1:{open_gateway.grpc}"
+
+    async def run() -> None:
+        async with triton.InferenceServerClient(address) as client:
+            assert await client.is_server_live() and await client.is_model_ready(MODEL)
+            await client.get_model_config(MODEL)
+            with pytest.raises(Exception, match="not offered here"):
+                await client.get_model_repository_index()
+
+    asyncio.run(run())
+    with grpc.insecure_channel(address) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        for call, request in ((stub.SystemSharedMemoryStatus, service_pb2.SystemSharedMemoryStatusRequest()),):
+            with pytest.raises(grpc.RpcError) as refused:
+                call(request)
+            assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+        request = service_pb2.ModelInferRequest(model_name=MODEL)
+        request.inputs.add(name="target_text", datatype="BYTES", shape=[1, 1])
+        request.raw_input_contents.append(b"\x05\0\0\0quick")
+        before = servers.served()
+        headers = (("triton_grpc_error", "true"), ("x-voice-key", "anna"))
+        assert len(list(stub.ModelStreamInfer(iter([request]), metadata=headers))) == 3
+    chosen = servers.stubs[servers.since(before).index(1)]
+    assert chosen.headers["x-voice-key"] == "anna" and "triton_grpc_error" not in chosen.headers
+
+
+@pytest.mark.parametrize("route", ["/v1/audio/speech/stream", "/v1/realtime"])
+def test_only_routes_of_websockets_are_upgraded(open_gateway: Gateway, route: str) -> None:
+    offer = "GET {} HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\nhello\r\n"
+    with socket.create_connection(("127.0.0.1", open_gateway.speech), 60) as connection:
+        connection.sendall(offer.format(route).encode())
+        received = b""
+        while b"hello" not in received:
+            assert (part := connection.recv(1 << 16)), received
+            received += part
+    assert received.startswith(b"HTTP/1.1 101")
+    for port, path in ((open_gateway.speech, "/v1/voices"), (open_gateway.http, "/v2/health/ready")):
+        assert raw(port, offer.format(path)).startswith("HTTP/1.1 403")
+
+
+def test_the_speech_service_gets_the_callers_address_and_no_endless_header(open_gateway: Gateway) -> None:
+    _, asked = ask(open_gateway.speech, "/v1/voices", x_forwarded_for="1.2.3.4", x_envoy_retry_on="5xx")
+    claimed, seen = asked["headers"]["x-forwarded-for"].split(",")
+    assert claimed == "1.2.3.4" != seen and "x-envoy-retry-on" not in asked["headers"]
+    assert ask(open_gateway.speech, "/", x_long="a" * 40_000)[0] == 431
+
+
+def test_a_request_that_was_not_answered_goes_to_another_server_once(servers: Servers, tmp_path: Path) -> None:
+    """One of the two closes every connection as soon as a request has come; it says that it is ready."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        closed = 0
+
+        def close_all() -> None:
+            nonlocal closed
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                connection.recv(1 << 16)
+                connection.close()
+                closed += 1
+
+        threading.Thread(target=close_all, daemon=True).start()
+        broken = servers.ports[0]._replace(grpc=listener.getsockname()[1])
+        with gateway(tmp_path, [broken, servers.ports[1]]) as started:
+            wait_for(lambda: started.servers() == 2)
+            for _ in range(20):
+                assert speak(started) > 0
+            assert closed
+            wait_for(lambda: any(line["tries"] == 2 for line in started.accesses()))
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_servers_that_are_not_ready_get_nothing(servers: Servers, tmp_path: Path) -> None:
+    with running(tmp_path, servers) as started:
+        try:
+            servers.pages[0].status = 503
+            wait_for(lambda: started.servers() == 1)
+            before = servers.served()
+            for _ in range(8):
+                speak(started)
+            assert servers.since(before) == [0, 8]
+            servers.pages[1].status = 503
+            path = f"/v2/models/{MODEL}/ready"
+            wait_for(lambda: ask(started.http, path)[0] == ask(started.speech, "/")[0] == 503)
+            wait_for(lambda: started.servers() == 0)
+            with pytest.raises(ClientError, match="no speech server is ready|ended the call"):  # grpc.aio may lose it
+                speak(started)
+            assert ask(started.http, path) == (503, {"error": "no speech server is ready", "retry-after": "2"})
+            status, refused = ask(started.speech, "/v1/audio/speech", b"{}")
+            assert (status, refused["error"]["type"], refused["retry-after"]) == (503, "server_error", "2")
+        finally:
+            for page in servers.pages:
+                page.status = 200
+        wait_for(lambda: speaks(started))
+
+
+def test_a_stopped_gateway_ends_when_its_last_stream_has_and_accepts_nothing_new(
+    servers: Servers, tmp_path: Path
+) -> None:
+    page = servers.pages[0]
+    page.asked.clear(), page.released.clear()
+    with ThreadPoolExecutor() as threads, gateway(tmp_path, servers.ports[:1], [page.server_port]) as started:
+        wait_for(lambda: started.servers() == started.servers("speech") == 1)
+        speaking = threads.submit(speak, started, "slow words")
+        waiting = threads.submit(ask, started.speech, "/slow")
+        assert page.asked.wait(60)
+        started.process.send_signal(signal.SIGTERM)
+
+        def closed() -> bool:
+            with socket.socket() as connection:
+                return connection.connect_ex(("127.0.0.1", started.speech)) != 0
+
+        wait_for(closed)
+        assert started.process.poll() is None
+        page.released.set()
+        assert waiting.result()[0] == 200 and speaking.result() > 0
+    assert not any("disconnect" in line["flags"] for line in started.accesses())
+
+
+def test_a_voice_stays_with_a_server_until_it_is_hot(open_gateway: Gateway, servers: Servers) -> None:
+    homes = []
+    for voice in ("anna", "ben", "carl", "dora", "emil", "fay", "gus", "hal"):
+        before = servers.served()
+        for _ in range(3):
+            speak(open_gateway, voice=voice)
+        homes.append(servers.since(before))
+    assert {tuple(sorted(home)) for home in homes} == {(0, 3)} and len({tuple(home) for home in homes}) == 2
+    before = servers.served()
+    with Client(f"127.0.0.1:{open_gateway.grpc}", MODEL) as client, ThreadPoolExecutor(16) as threads:
+        list(threads.map(lambda _: client.speak("words", voice="anna"), range(16)))
+    assert min(servers.since(before)) >= 4
+
+
+def test_the_access_log_has_id_voice_and_time_to_the_first_byte(open_gateway: Gateway) -> None:
+    speak(open_gateway, voice="somebody")
+    ask(open_gateway.speech, "/logged", x_request_id="mine")
+    assert ask(open_gateway.http, "/gateway/health")[0] == 200
+
+    def found(**fields: Any) -> list[dict[str, Any]]:
+        return [line for line in open_gateway.accesses() if fields.items() <= line.items()]
+
+    wait_for(lambda: bool(found(voice="somebody") and found(request_id="mine", request="GET /logged")))
+    (line,) = found(voice="somebody")
+    assert line["grpc_status"] == "OK" and line["ms"] >= line["first_byte_ms"] >= 0 and line["request_id"]
+    assert not found(request="GET /gateway/health")
+
+
+def test_rate_limits_once_switched_on_are_of_each_key(servers: Servers, tmp_path: Path) -> None:
+    def on(text: str) -> str:
+        assert text.count("numerator: 0}") == 1 and text.count("- key: key\n") == 1
+        first, last = text.replace("numerator: 0}", "numerator: 100}").split("- key: key\n")
+        few = "{max_tokens: 3, tokens_per_fill: 1, fill_interval: 3600s}"
+        return first + "- key: key\n" + last.replace("*bucket", few, 1)
+
+    with running(tmp_path, servers, edit=on) as started:
+        statuses = {
+            key: [ask(started.speech, "/v1/voices", authorization=f"Bearer {key}")[0] for _ in range(5)]
+            for key in ("one", "two")
+        }
+        assert statuses == dict.fromkeys(("one", "two"), [200] * 3 + [429] * 2)
+        assert speak(started) > 0
+
+
+def test_the_keys_of_the_documents_are_asked_for(servers: Servers, tmp_path: Path) -> None:
+    document = (ROOT / "docs/security.md").read_text()
+    (keys,) = (block for block in re.findall(r"```\n(.*?)```", document, re.DOTALL) if "api_key_auth" in block)
+
+    def add(text: str) -> str:
+        first, last = text.split("                  - &router\n")
+        return first + textwrap.indent(keys, " " * 18) + "                  - &router\n" + last
+
+    with (
+        gateway(tmp_path, servers.ports, edit=add) as started,
+        grpc.insecure_channel(f"127.0.0.1:{started.grpc}") as to,
+    ):
+        wait_for(lambda: started.servers() == 2)
+        stub, request = service_pb2_grpc.GRPCInferenceServiceStub(to), service_pb2.ModelReadyRequest(name=MODEL)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.ModelReady(request)
+        assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert stub.ModelReady(request, metadata=[("authorization", "Bearer a-long-random-key")]).ready
