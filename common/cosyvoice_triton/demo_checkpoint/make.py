@@ -38,11 +38,12 @@ from cosyvoice_triton import demo_checkpoint as demo_model
 from cosyvoice_triton import stacks
 from cosyvoice_triton.demo_checkpoint import checkpoint, llm, speaker, speech_tokenizer, vocoder
 from cosyvoice_triton.llm import speech_tokens
+from cosyvoice_triton.llm.checkpoint import DEMO_MANIFEST
 from cosyvoice_triton.networks import flow, hift
 from cosyvoice_triton.stacks import SpeechLLM, Stack
 
 VOICES_DIR = "voices"
-MANIFEST = "demo_model.json"
+MANIFEST = DEMO_MANIFEST
 ABOUT = "random weights, not a trained model"
 README = """# Demo checkpoint: random weights
 

@@ -17,6 +17,7 @@ from cosyvoice_triton.llm.speech_tokens import LLMTokenizer, chat_template
 MAX_CONTEXT = 4096
 HEAD_BIAS = "lm_head.bias"
 END_OF_TEXT = "<|endoftext|>"  # of Qwen2
+DEMO_MANIFEST = "demo_model.json"  # of the demo checkpoint, beside the directories of its models
 
 
 class LLMLimits(NamedTuple):
@@ -42,6 +43,11 @@ def follows_instructions(model_dir: str | Path) -> bool:
     """Whether the model was trained to follow instructions: not if its `config.json` says so, as the demo's does."""
     path = Path(model_dir) / "config.json"
     return not path.is_file() or bool(json.loads(path.read_text()).get("follows_instructions", True))
+
+
+def is_demo(model_dir: str | Path) -> bool:
+    """Return whether the model is part of the demo checkpoint, as far as its files are on this machine."""
+    return (Path(model_dir).parent / DEMO_MANIFEST).is_file()
 
 
 def made_from(model_dir: Path) -> str:

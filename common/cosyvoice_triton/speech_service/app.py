@@ -9,12 +9,14 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import BaseRoute
 from starlette.staticfiles import StaticFiles
 
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.speech_service.dispatcher import Dispatcher
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.metrics import Metrics
+from cosyvoice_triton.speech_service.openapi import document
 from cosyvoice_triton.speech_service.routes import (
     kokoro,
     realtime,
@@ -33,6 +35,7 @@ from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.triton import TritonPool
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 
+ROUTES = (speech, kokoro, voices, socket, realtime, runtime_http, triton_http)
 PAGE = Path(__file__).parent / "page"
 # The page loads only its own files.
 _PAGE_HEADERS = {
@@ -56,9 +59,9 @@ def build(settings: Settings) -> FastAPI:
                 yield
 
     # Without FastAPI's documentation pages, which load scripts from other hosts.
-    app = FastAPI(title="CosyVoice2 speech", version="1", docs_url=None, redoc_url=None, lifespan=running)
-    for routes in (speech, kokoro, voices, socket, realtime, runtime_http, triton_http):
-        app.include_router(routes.router)
+    app = FastAPI(openapi_url=None, lifespan=running)
+    for module in ROUTES:
+        app.include_router(module.router)
     app.mount("/static", StaticFiles(directory=PAGE), name="static")
     _add_service_routes(app)
     _add_errors(app)
@@ -75,12 +78,28 @@ def build(settings: Settings) -> FastAPI:
     return app
 
 
+def routes_of(app: FastAPI) -> list[BaseRoute]:
+    """Return all routes, also those of the modules."""
+    return [*(route for module in ROUTES for route in module.router.routes), *app.routes]
+
+
 def _add_service_routes(app: FastAPI) -> None:
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.get("/")
     async def page() -> Response:
+        """The page, to speak texts and to record voices."""
         return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.get("/docs")
+    async def docs() -> Response:
+        """The document of `/openapi.json` as a page."""
+        return FileResponse(PAGE / "docs.html", headers=_PAGE_HEADERS)
+
+    @app.get("/openapi.json")
+    async def openapi() -> dict[str, Any]:
+        """This document."""
+        return document(routes_of(app))
+
+    @app.get("/health")
     async def health(request: Request) -> Response:
         """200 if at least one Triton serves a speech model. Their addresses are for callers with a key."""
         service = Service.of(request)
@@ -91,8 +110,9 @@ def _add_service_routes(app: FastAPI) -> None:
             about["tritons"] = [{"address": each.url, "models": sorted(each.models)} for each in pool.backends]
         return JSONResponse(about, 200 if pool.models else 503)
 
-    @app.api_route("/metrics", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.get("/metrics")
     async def metrics(request: Request) -> Response:
+        """Metrics in the format of Prometheus."""
         service = Service.of(request)
         for backend in service.dispatcher.pool.backends:
             service.metrics.outstanding.labels(backend.url).set(backend.outstanding)

@@ -28,6 +28,7 @@ from cosyvoice_triton.text import TextFrontend, clean_text
 from cosyvoice_triton.text.normalization import SPELLING
 from cosyvoice_triton.text.preview import preview
 from cosyvoice_triton.text.pronunciation import MAX_WORDS, combined, pronunciations
+from cosyvoice_triton.voice.judgement import judge
 from cosyvoice_triton.voice.prompt import Recording
 
 _frontend = cache(TextFrontend)
@@ -77,13 +78,15 @@ class Service:
         return job
 
     async def preview(self, wanted: SpeechRequest, upload: bytes | None = None) -> dict[str, Any]:
-        """Return what will be spoken, as `text.preview` does, of all parts of the text. ApiError."""
+        """Return what will be spoken, as `text.preview` does, of all parts of the text; the warnings include those
+        about a recording in the request. ApiError."""
         job = await self.job(wanted, upload)
         with self.dispatcher.pool.lease(job.model) as (_, model):
             stack = stacks.of_model(model).name
         async with self.previewing:
             try:
-                parts = [await asyncio.to_thread(self._preview, stack, each) for each in job.utterances]
+                judged = upload is not None or bool(wanted.ref_audio)
+                parts = [await asyncio.to_thread(self._preview, stack, each, judged) for each in job.utterances]
             except ValueError as error:
                 raise invalid(*named(str(error))) from None
         whole: dict[str, Any] = {"language": parts[0]["language"]}
@@ -92,9 +95,9 @@ class Service:
                 whole[name] = list(dict.fromkeys(found)) if name == "warnings" else found
         return whole
 
-    def _preview(self, stack: str, utterance: Utterance) -> dict[str, Any]:
+    def _preview(self, stack: str, utterance: Utterance, judged: bool) -> dict[str, Any]:
         asked, name = utterance.parameters, utterance.speaker or ""
-        return preview(
+        answer = preview(
             _frontend(stack),
             clean_text(utterance.target_text, name="target_text", max_chars=self.settings.max_input_chars),
             str(asked.get("language", "")),
@@ -106,6 +109,11 @@ class Service:
                 pronunciations(asked.get("pronunciation", ""), max_words=3 * MAX_WORDS), self.voices.pronunciation(name)
             ),
         )
+        if judged and (wav := utterance.reference) is not None:
+            recording = Recording(wav, utterance.reference_text or "", utterance.reference_sample_rate)
+            if found := judge(recording).warnings:
+                answer["warnings"] = [*answer.get("warnings", ()), *found]
+        return answer
 
     def encoder(self, wanted: SpeechRequest) -> AudioEncoder:
         """Return an encoder for the requested format, rate and speed; ApiError."""

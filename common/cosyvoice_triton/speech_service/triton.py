@@ -14,6 +14,7 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.addresses import channel_options
 from cosyvoice_triton.client.grpc_client import chunks, complete
 from cosyvoice_triton.client.requests import AudioPart, Utterance
+from cosyvoice_triton.llm.checkpoint import follows_instructions, is_demo
 from cosyvoice_triton.speech_service.errors import ApiError, from_triton, invalid
 
 logger = logging.getLogger(__name__)
@@ -31,13 +32,23 @@ _RECONNECTION = [
 ]
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """A speech model that is ready. streams: it is decoupled. demo, instructions: whether its checkpoint is the demo's,
+    and was trained to follow instructions; false and true if its files are not on this machine."""
+
+    streams: bool
+    demo: bool
+    instructions: bool
+
+
 @dataclass(eq=False)
 class Backend:
-    """One Triton. models: the speech models that are ready -> whether each is decoupled, that is, streams."""
+    """One Triton. models: the speech models that are ready, by name."""
 
     url: str
     connection: triton.InferenceServerClient
-    models: dict[str, bool] = field(default_factory=dict)
+    models: dict[str, ServedModel] = field(default_factory=dict)
     outstanding: int = 0
     misses: int = 0  # failed probes in a row
 
@@ -49,7 +60,7 @@ class Backend:
             names = stacks.orchestrators()
             ready = await asyncio.gather(*map(self._is_ready, names))
             self.models = {
-                name: await self._streams(name) for name, is_ready in zip(names, ready, strict=True) if is_ready
+                name: await self._served(name) for name, is_ready in zip(names, ready, strict=True) if is_ready
             }
             self.misses = 0
         except Exception as error:  # any error: probing must go on
@@ -62,18 +73,19 @@ class Backend:
     async def _is_ready(self, model: str) -> bool:
         return bool(await self.connection.is_model_ready(model, client_timeout=PROBE_TIMEOUT))
 
-    async def _streams(self, model: str) -> bool:
-        """Return whether a model is decoupled. Cached: only reloading the model could change it."""
+    async def _served(self, model: str) -> ServedModel:
+        """Return what is known of a model. Cached: only reloading the model could change it."""
         if model in self.models:
             return self.models[model]
-        answer = await self.connection.get_model_config(model, client_timeout=PROBE_TIMEOUT)
+        config = (await self.connection.get_model_config(model, client_timeout=PROBE_TIMEOUT)).config
         logger.info("Triton at %s serves %s", self.url, model)
-        return bool(answer.config.model_transaction_policy.decoupled)
+        llm = config.parameters["llm_tokenizer_dir"].string_value
+        return ServedModel(config.model_transaction_policy.decoupled, is_demo(llm), follows_instructions(llm))
 
     async def parts(self, model: str, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
         """Yield the audio as it arrives; closing the generator ends the request. ApiError."""
         try:
-            if self.models.get(model, True):
+            if model not in self.models or self.models[model].streams:
                 async with contextlib.aclosing(chunks(self.connection, model, request, timeout)) as parts:
                     async for part in parts:
                         yield part
@@ -129,6 +141,10 @@ class TritonPool:
     def models(self) -> list[str]:
         """The served models, in the order in which a request without a name tries them."""
         return [name for name in stacks.orchestrators() if any(name in backend.models for backend in self.backends)]
+
+    def about(self, name: str) -> ServedModel:
+        """Return what is known of a model that is served."""
+        return next(backend.models[name] for backend in self.backends if name in backend.models)
 
     @contextlib.contextmanager
     def lease(self, model: str, avoid: Collection[Backend] = ()) -> Iterator[tuple[Backend, str]]:

@@ -1,51 +1,76 @@
-// The page: uses the service's public API and plays the answer while it arrives.
+// The page: what is shown, and what the controls do.
 
-import { Player, draw } from "/static/player.js";
-import { Microphone, asWav } from "/static/recorder.js";
-import { SampleReader, wavOf } from "/static/wav.js";
+import { Refused, Unreachable, call as callWith, formOf } from "/static/api.js";
+import { codeOf } from "/static/code.js";
+import { EXAMPLES, MARKS } from "/static/examples.js";
+import { History } from "/static/history.js";
+import { ownVoice, setUp } from "/static/own_voice.js";
+import { draw } from "/static/player.js";
+import { Answer, speak } from "/static/speak.js";
+import { Spoken } from "/static/spoken.js";
+import { Voices } from "/static/voices.js";
 
 const $ = (id) => document.getElementById(id);
 const OWN = "\u0000own"; // not a valid name of a voice
-const microphone = new Microphone();
-let own = null; // { wav, seconds }
-let player = null;
+const RETRY_SECONDS = 2;
+const TYPING_MS = 500; // without a key pressed, before the preview follows
+const SETTINGS = ["language", "instructions", "speed", "pronunciation"]; // ids and fields of a request
+const SEEDS = 2 ** 31;
+
 let request = null; // AbortController of the live request
+let shown = null; // the Answer that is played, or was last
 let limit = Infinity; // of characters
 let retry = null; // timer, while the service is away
-const RETRY_SECONDS = 2;
+let typing = null; // timer of the preview
+
+const spoken = new Spoken($("spoken"));
+const voices = new Voices($("voices"), $("find"), (name) => {
+  start(requested(EXAMPLES[exampleLanguage()].voice, name));
+});
+const past = new History($("history"), replay, reuse);
+const sayOwn = setUp(call, () => { voices.chosen = OWN; }, async (name) => {
+  await showVoices();
+  voices.chosen = name;
+});
+
+async function call(path, options) {
+  try {
+    return await callWith(path, $("key").value.trim(), options);
+  } catch (error) {
+    if (error.status === 401) $("access").open = true;
+    throw error;
+  }
+}
 
 // --- the service ---------------------------------------------------------------------------------------------------
 
-class Unreachable extends Error {}
-
-async function call(path, options = {}) {
-  const key = $("key").value.trim();
-  const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
-  const answer = await fetch(path, { ...options, headers }).catch((error) => {
-    if (error.name === "AbortError") throw error;
-    throw new Unreachable("The service does not answer.");
-  });
-  if (answer.ok) return answer;
-  if (answer.status === 401) $("settings").open = true;
-  const body = await answer.json().catch(() => null);
-  throw new Error(body?.error?.message ?? `the service answered ${answer.status}`);
+async function showVoices() {
+  const listed = (await (await call("/v1/audio/voices")).json()).voices;
+  const names = listed.filter((voice) => !voice.alias_of).map((voice) => voice.id);
+  const rows = names.map((name) => [name, name, true]);
+  if (!names.length) rows.push(["", "the server's default voice", true]);
+  voices.show([...rows, [OWN, "Your recording", false]]);
 }
 
-async function showVoices(chosen = $("voice").value) {
-  const voices = (await (await call("/v1/audio/voices")).json()).voices;
-  const names = voices.filter((voice) => !voice.alias_of).map((voice) => voice.id);
-  const options = [...names.map((name) => new Option(name, name)), new Option("Your recording", OWN)];
-  if (!names.length) options.unshift(new Option("the server's default voice", ""));
-  $("voice").replaceChildren(...options);
-  $("voice").value = options.some((option) => option.value === chosen) ? chosen : options[0].value;
+/** Offers the languages of the model that speaks, each under its own name. */
+function showLanguages(codes) {
+  const chosen = $("language").value;
+  const options = codes.map((code) => new Option(new Intl.DisplayNames([code], { type: "language" }).of(code), code));
+  $("language").replaceChildren($("language").options[0], ...options);
+  $("language").value = codes.includes(chosen) ? chosen : "";
+  showExamples();
 }
 
-/** Offers the languages of the model that speaks. */
-function showLanguages(spoken) {
-  [...$("language").options].forEach((option) => {
-    option.disabled = option.hidden = option.value !== "" && !spoken.includes(option.value);
-  });
-  if ($("language").selectedOptions[0]?.disabled) $("language").value = "";
+/** The language of the examples: the chosen one, else the browser's, if the model speaks it. */
+function exampleLanguage() {
+  const offered = [...$("language").options].map((option) => option.value);
+  const own = $("demo").hidden ? navigator.languages.map((each) => each.slice(0, 2)) : []; // it speaks English only
+  return $("language").value || own.find((code) => offered.includes(code)) || "en";
+}
+
+function showExamples() {
+  const { voice, ...texts } = EXAMPLES[exampleLanguage()];
+  $("examples").replaceChildren(...Object.entries(texts).map(([name, text]) => chip(name, () => write(text))));
 }
 
 /** Shows what is served; if nothing is, tries again until something is. */
@@ -55,12 +80,18 @@ async function showService() {
   try {
     const { models, max_input_chars: most } = await (await call("/v1/audio/models")).json();
     const served = models.filter((model) => !model.alias_of).map((model) => model.id);
-    away = !served.length;
-    if (!away) showLanguages((models.find((model) => model.alias_of) ?? models[0]).languages);
+    const speaker = models.find((model) => model.alias_of) ?? models[0];
+    away = !speaker;
+    if (speaker) {
+      $("demo").hidden = !speaker.demo;
+      $("instructed").hidden = !speaker.instructions;
+      showLanguages(speaker.languages);
+    }
     limit = most;
     count();
     await showVoices();
-    $("service").textContent = away ? "No Triton is available. Trying again …" : served.join(", ");
+    const demo = speaker?.demo ? " · demo voice" : "";
+    $("service").textContent = away ? "The model is starting. Trying again …" : served.join(", ") + demo;
   } catch (error) {
     away = error instanceof Unreachable;
     $("service").textContent = away ? `${error.message} Trying again …` : error.message;
@@ -68,184 +99,34 @@ async function showService() {
   if (away) retry = setTimeout(showService, 1000 * RETRY_SECONDS);
 }
 
-// --- speaking ------------------------------------------------------------------------------------------------------
+// --- the text ------------------------------------------------------------------------------------------------------
 
-function say(text, wrong = false) {
-  $("state").textContent = text;
-  $("state").classList.toggle("wrong", wrong);
+/** A small button. */
+function chip(text, act) {
+  const button = Object.assign(document.createElement("button"), { type: "button", textContent: text });
+  button.addEventListener("click", act);
+  return button;
 }
 
-function bodyOf(text) {
-  const fields = new FormData();
-  const put = { input: text, response_format: "pcm" };
-  ["speed", "instructions", "language", "pronunciation"].forEach((name) => { put[name] = $(name).value; });
-  Object.entries(put).forEach(([name, value]) => fields.append(name, value));
-  if ($("voice").value !== OWN) {
-    fields.append("voice", $("voice").value);
-  } else if (own) {
-    fields.append("ref_audio", own.wav, "recording.wav");
-    if (!$("instructions").value.trim()) fields.append("ref_text", $("own-text").value);
-  } else {
-    $("own").open = true;
-    throw new Error("Record a voice or choose a file first.");
-  }
-  return fields;
+/** Replaces the whole text. It can be undone, unless the browser has no such command. */
+function write(text) {
+  $("text").focus();
+  $("text").select();
+  if (!document.execCommand("insertText", false, text)) $("text").value = text;
+  typed();
 }
 
-async function preview() {
-  if (!$("preview").open) return;
-  let shown = "";
-  try {
-    const body = bodyOf($("text").value);
-    const { segments, seconds, warnings } = await (await call("/v1/audio/speech/text", { method: "POST", body })).json();
-    $("segments").replaceChildren(...segments.map((segment, index) => {
-      const line = document.createElement("li");
-      line.textContent = `${segment || "(pause)"} — ${seconds[index].toFixed(1)} s`;
-      return line;
-    }));
-    shown = (warnings ?? []).join(" ");
-  } catch (error) {
-    $("segments").replaceChildren();
-    shown = error.message;
-  }
-  $("preview-state").textContent = shown;
+function mark(before, after) {
+  const area = $("text");
+  const { selectionStart: begin, selectionEnd: end, value } = area;
+  const other = voices.names.find((name) => name && name !== OWN && name !== voices.chosen) ?? voices.chosen;
+  const first = value.slice(0, begin) + before.replace("NAME", other);
+  const text = first + value.slice(begin, end) + after + value.slice(end);
+  const whole = before.startsWith("<s") && !/^\s*<speak/.test(text) ? `<speak>${text}</speak>` : text;
+  write(whole);
+  const at = first.length + whole.indexOf(text) + (before.endsWith('"">') ? -2 : end - begin);
+  area.setSelectionRange(at, at);
 }
-
-async function speak() {
-  stop();
-  player = null;
-  const context = new AudioContext();
-  const current = new AbortController();
-  request = current;
-  $("play").disabled = true;
-  $("stop").disabled = false;
-  $("download").hidden = true;
-  $("replay").hidden = true;
-  $("replay").pause();
-  ["first", "factor", "length", "played", "gaps"].forEach((id) => { $(id).textContent = "–"; });
-  say("Waiting for the first audio …");
-  const started = performance.now();
-  try {
-    const answer = await call("/v1/audio/speech", { method: "POST", body: bodyOf($("text").value), signal: current.signal });
-    player = new Player(context, Number(answer.headers.get("x-sample-rate")));
-    const reader = new SampleReader();
-    const stream = answer.body.getReader();
-    for (let piece = await stream.read(); !piece.done; piece = await stream.read()) {
-      if (!player.samples) {
-        $("first").textContent = `${Math.round(performance.now() - started)} ms`;
-        say("Speaking …");
-        requestAnimationFrame(keepPainting);
-      }
-      player.add(reader.take(piece.value));
-    }
-    player.complete = true;
-    const seconds = (performance.now() - started) / 1000;
-    $("factor").textContent = (seconds / player.seconds).toFixed(2);
-    offer();
-    while (player.sounding && !current.signal.aborted) await new Promise((wait) => setTimeout(wait, 50));
-    const warning = decodeURIComponent(answer.headers.get("x-speech-warning") ?? "");
-    say(current.signal.aborted ? "Stopped." : `Done: ${player.seconds.toFixed(1)} seconds. ${warning}`.trim());
-  } catch (error) {
-    if (current.signal.aborted) say("Stopped.");
-    else say(player?.samples ? `The answer was cut off: ${error.message}` : error.message, true);
-    if (error instanceof Unreachable) showService();
-  } finally {
-    current.abort(); // ends the request if its audio could not be played; nothing is left to end otherwise
-    await context.close();
-    if (request === current) { // not if a newer request has replaced it
-      request = null;
-      $("play").disabled = false;
-      $("stop").disabled = true;
-      $("replay").hidden = $("download").hidden;
-    }
-  }
-}
-
-function stop() {
-  request?.abort();
-  player?.stop();
-}
-
-function offer() {
-  URL.revokeObjectURL($("download").href);
-  $("download").href = URL.createObjectURL(wavOf(player.parts, player.rate));
-  $("replay").src = $("download").href;
-  $("download").hidden = false;
-}
-
-function paint() {
-  if (!player) return;
-  const { parts, samples, seconds, played } = player;
-  draw($("wave"), parts, samples, seconds ? played / seconds : 0);
-  $("wave").setAttribute("aria-label", `Waveform of ${seconds.toFixed(1)} seconds`);
-  $("length").textContent = `${seconds.toFixed(2)} s${player.complete ? "" : " so far"}`;
-  $("played").textContent = `${played.toFixed(1)} s`;
-  $("gaps").textContent = String(player.gaps);
-}
-
-function keepPainting() {
-  paint();
-  if (request) requestAnimationFrame(keepPainting);
-}
-
-// --- the user's own voice --------------------------------------------------------------------------------------------
-
-async function keep(blob) {
-  try {
-    own = await asWav(blob);
-  } catch {
-    $("own-state").textContent = "The browser cannot decode this file.";
-    return;
-  }
-  URL.revokeObjectURL($("own-player").src);
-  $("own-player").src = URL.createObjectURL(own.wav);
-  $("own-player").hidden = false;
-  $("own-state").textContent = `${own.seconds.toFixed(1)} seconds, selected as the voice.`;
-  $("voice").value = OWN;
-  $("save").disabled = false;
-}
-
-async function record() {
-  if (microphone.running) {
-    microphone.stop();
-    return;
-  }
-  try {
-    const recorded = microphone.record((seconds) => { $("own-state").textContent = `Recording: ${seconds.toFixed(0)} s`; });
-    $("record").textContent = "Stop recording";
-    await keep(await recorded);
-  } catch (error) {
-    $("own-state").textContent = `The microphone cannot be used: ${error.message}`;
-  } finally {
-    $("record").textContent = "Record";
-  }
-}
-
-async function save() {
-  if (!$("name").value.trim()) {
-    $("name").focus();
-    throw new Error("Give the voice a name first.");
-  }
-  const fields = new FormData();
-  fields.append("name", $("name").value.trim());
-  fields.append("ref_text", $("own-text").value);
-  fields.append("audio_sample", own.wav, "recording.wav");
-  const voice = await (await call("/v1/audio/voices", { method: "POST", body: fields })).json();
-  await showVoices(voice.id);
-  $("own-state").textContent = [`Saved as ${voice.id}.`, ...(voice.warnings ?? [])].join(" ");
-}
-
-async function remove() {
-  const name = $("voice").value;
-  if (name === OWN || !name || !window.confirm(`Delete the voice ${name}?`)) return;
-  await call(`/v1/audio/voices/${encodeURIComponent(name)}`, { method: "DELETE" });
-  await showVoices();
-  $("own-state").textContent = `Deleted ${name}.`;
-}
-
-const showingErrors = (work) => () => work().catch((error) => { $("own-state").textContent = error.message; });
-
-// --- user input --------------------------------------------------------------------------------------------------
 
 /** The length of the text beside the limit; the browser does not submit a text that is too long. */
 function count() {
@@ -255,22 +136,227 @@ function count() {
   $("count").classList.toggle("wrong", excess);
   $("text").setCustomValidity(excess ? `The text has ${length - limit} characters too many.` : "");
 }
-$("text").addEventListener("input", count);
-$("speed").addEventListener("input", () => { $("speed-shown").textContent = `${$("speed").value}×`; });
+
+function typed() {
+  count();
+  clearTimeout(typing);
+  typing = setTimeout(preview, TYPING_MS);
+}
+
+async function preview() {
+  clearTimeout(typing);
+  if (!$("preview").open) return;
+  const asked = $("text").value;
+  let lines = [];
+  let note = "";
+  try {
+    const { fields, recording } = requested(asked);
+    const body = formOf(fields, recording);
+    const { segments, seconds, warnings } = await (await call("/v1/audio/speech/text", { method: "POST", body })).json();
+    lines = segments.map((segment, index) => {
+      const line = document.createElement("li");
+      line.textContent = `${segment || "(pause)"} — ${seconds[index].toFixed(1)} s`;
+      return line;
+    });
+    note = (warnings ?? []).join(" ");
+  } catch (error) {
+    note = error.message;
+  }
+  if (asked !== $("text").value) return; // it has changed since
+  $("segments").replaceChildren(...lines);
+  $("preview-state").textContent = note;
+}
+
+// --- speaking ------------------------------------------------------------------------------------------------------
+
+/** The request for a text in a voice with the settings of the page. */
+function requested(text, voice = voices.chosen) {
+  const seed = $("seed").value || String(Math.floor(Math.random() * SEEDS)); // always given, so that it can be repeated
+  const fields = { input: text, response_format: $("format").value, seed };
+  for (const name of SETTINGS) {
+    const value = $(name).value.trim();
+    if (value && !(name === "speed" && value === "1") && !$(name).closest("[hidden]")) fields[name] = value;
+  }
+  if (voice !== OWN) {
+    if (voice) fields.voice = voice;
+    return new Answer(fields, null);
+  }
+  const own = ownVoice(!fields.instructions);
+  return new Answer({ ...fields, ...own.fields }, own.wav);
+}
+
+function say(text, wrong = false) {
+  $("state").textContent = text;
+  $("state").classList.toggle("wrong", wrong);
+}
+
+/** Speaks an answer that `requested` made. */
+async function start(answer) {
+  stop();
+  shown = answer;
+  const context = new AudioContext(); // in the handler of a click, because browsers play nothing before one
+  const current = new AbortController();
+  request = current;
+  $("stop").disabled = false;
+  $("about").hidden = false;
+  $("replay").hidden = true;
+  spoken.clear();
+  ["first", "factor", "length", "played", "gaps"].forEach((id) => { $(id).textContent = "–"; });
+  showCode();
+  say("Waiting for the first audio …");
+  try {
+    await speak(answer, call, context, current.signal, {
+      first: () => {
+        $("first").textContent = `${Math.round(answer.firstMs)} ms`;
+        say("Speaking …");
+        expect(answer);
+        requestAnimationFrame(keepPainting);
+      },
+      segments: (segments) => spoken.add(segments),
+      complete: () => {
+        $("factor").textContent = (answer.took / answer.seconds).toFixed(2);
+        past.add(answer);
+        $("past").hidden = false;
+        offer(answer);
+      },
+    });
+    const done = `Done: ${answer.seconds.toFixed(1)} seconds.`;
+    say(current.signal.aborted ? "Stopped." : [done, ...answer.warnings].join(" "));
+  } catch (error) {
+    const known = error instanceof Unreachable || error instanceof Refused || !answer.firstMs;
+    if (current.signal.aborted) say("Stopped.");
+    else say(known ? error.message : `The speech was cut off: ${error.message}. Speak again.`, true);
+    if (error instanceof Unreachable) showService();
+  } finally {
+    current.abort(); // ends the request if its audio could not be played; nothing is left to end otherwise
+    await context.close();
+    if (request === current) { // not if a newer request has replaced it
+      paint();
+      spoken.show(Infinity);
+      request = null;
+      $("stop").disabled = true;
+      $("replay").hidden = !answer.blob;
+    }
+  }
+}
+
+/** Shows the words before their times are known. Asked for after the first audio, which it would delay. */
+async function expect(answer) {
+  const { ref_text: transcript, ...fields } = answer.fields;
+  const speed = Number(fields.speed ?? 1);
+  const reply = await call("/v1/audio/speech/text", { method: "POST", body: formOf(fields) }).catch(() => null);
+  const { segments, seconds } = await reply?.json() ?? {};
+  if (segments && shown === answer && !answer.blob) spoken.expect(segments, seconds.map((each) => each / speed));
+}
+
+function stop() {
+  request?.abort();
+  shown?.player?.stop();
+  $("replay").pause();
+}
+
+/** Makes an answer the one that the player and the code are about. */
+function offer(answer) {
+  shown = answer;
+  $("replay").src = answer.url;
+  showCode();
+}
+
+function replay(answer) {
+  stop();
+  offer(answer);
+  spoken.clear();
+  spoken.add(answer.segments);
+  $("replay").hidden = false;
+  $("replay").play();
+  say(`Speaking again: ${answer.seconds.toFixed(1)} seconds.`);
+}
+
+/** Puts the text and the settings of an answer back. */
+function reuse({ fields, recording }) {
+  write(fields.input);
+  SETTINGS.forEach((name) => { $(name).value = fields[name] ?? (name === "speed" ? "1" : ""); });
+  $("seed").value = fields.seed;
+  $("format").value = fields.response_format;
+  voices.chosen = recording ? OWN : fields.voice ?? "";
+  showSpeed();
+  showExamples();
+}
+
+function showCode() {
+  const language = document.querySelector("input[name=program]:checked").value;
+  const hasKey = $("key").value.trim() !== "";
+  $("code").textContent = shown ? codeOf(language, shown.fields, shown.recording, location.origin, hasKey) : "";
+  $("copied").textContent = "";
+}
+
+async function copy() {
+  try {
+    await navigator.clipboard.writeText($("code").textContent);
+    $("copied").textContent = "Copied.";
+  } catch { // without https, or not allowed
+    getSelection().selectAllChildren($("code"));
+    $("copied").textContent = "Selected: press Ctrl + C.";
+  }
+}
+
+function paint() {
+  const player = shown?.player;
+  if (!player) return;
+  const { parts, samples, seconds } = player;
+  const again = !request && (!$("replay").paused || $("replay").currentTime > 0);
+  const played = again ? $("replay").currentTime : player.played;
+  draw($("wave"), parts, samples, seconds ? played / seconds : 0);
+  spoken.show(request || (again && !$("replay").ended) ? played : Infinity);
+  $("wave").setAttribute("aria-label", `Waveform of ${seconds.toFixed(1)} seconds`);
+  $("length").textContent = `${seconds.toFixed(2)} s${player.complete ? "" : " so far"}`;
+  $("played").textContent = `${played.toFixed(1)} s`;
+  $("gaps").textContent = String(player.gaps);
+}
+
+function keepPainting() {
+  if (!request && $("replay").paused) return;
+  paint();
+  requestAnimationFrame(keepPainting);
+}
+
+// --- controls ------------------------------------------------------------------------------------------------------
+
+async function remove() {
+  const name = voices.chosen;
+  if (name === OWN || !name || !window.confirm(`Delete the voice ${name}?`)) return;
+  await call(`/v1/audio/voices/${encodeURIComponent(name)}`, { method: "DELETE" });
+  await showVoices();
+  sayOwn(`Deleted ${name}.`);
+}
+
+function showSpeed() { $("speed-shown").textContent = `${$("speed").value}×`; }
+
+$("marks").replaceChildren(...Object.entries(MARKS).map(([name, [before, after]]) => chip(name, () => mark(before, after))));
+$("text").addEventListener("input", typed);
+$("speed").addEventListener("input", showSpeed);
 $("speech").addEventListener("submit", (event) => {
   event.preventDefault();
-  speak();
+  try {
+    start(requested($("text").value));
+  } catch (error) {
+    say(error.message, true);
+  }
 });
-["text", "voice", "language", "pronunciation"].forEach((id) => $(id).addEventListener("change", preview));
+["voices", "language", "pronunciation"].forEach((id) => $(id).addEventListener("change", preview));
+$("language").addEventListener("change", showExamples);
 $("preview").addEventListener("toggle", preview);
 $("stop").addEventListener("click", stop);
-$("file").addEventListener("change", () => { if ($("file").files.length) keep($("file").files[0]); });
-$("record").addEventListener("click", record);
-$("save").addEventListener("click", showingErrors(save));
-$("remove").addEventListener("click", showingErrors(remove));
+$("replay").addEventListener("play", () => requestAnimationFrame(keepPainting));
+$("replay").addEventListener("seeked", paint);
+$("wave").closest("details").addEventListener("toggle", paint);
+$("languages").addEventListener("change", showCode);
+$("copy").addEventListener("click", copy);
+$("remove").addEventListener("click", () => remove().catch((error) => sayOwn(error.message, true)));
 $("key").value = sessionStorage.getItem("key") ?? "";
 $("key").addEventListener("change", () => {
   sessionStorage.setItem("key", $("key").value);
+  showCode();
   showService();
 });
 document.addEventListener("keydown", (event) => {

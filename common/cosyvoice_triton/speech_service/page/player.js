@@ -51,8 +51,8 @@ export class Player {
   }
 }
 
-/** Draws the peaks of equal spans as bars; the played share in the accent colour. */
-export function draw(canvas, parts, samples, playedShare) {
+/** Draws the peaks of equal spans as bars; those from one share of the samples to another in the accent colour. */
+export function draw(canvas, parts, samples, toShare, fromShare = 0) {
   const scale = window.devicePixelRatio || 1;
   const width = Math.max(1, Math.round(canvas.clientWidth * scale));
   const height = Math.max(1, Math.round(canvas.clientHeight * scale));
@@ -74,7 +74,8 @@ export function draw(canvas, parts, samples, playedShare) {
   const full = Math.max(0.1, ...peaks); // quiet speech is scaled up, silence is not
   for (let bar = 0; bar < bars; bar += 1) {
     const tall = Math.max(scale, (peaks[bar] / full) * (height - 2 * scale));
-    pen.fillStyle = colours.getPropertyValue(bar / bars < playedShare ? "--accent" : "--wave");
+    const inside = bar / bars >= fromShare && bar / bars < toShare;
+    pen.fillStyle = colours.getPropertyValue(inside ? "--accent" : "--wave");
     pen.fillRect(bar * step, (height - tall) / 2, step - scale, tall);
   }
 }

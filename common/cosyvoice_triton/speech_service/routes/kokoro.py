@@ -56,4 +56,4 @@ async def _instead(request: Request) -> Response:
 
 
 for path in _INSTEAD:
-    router.add_api_route(path, _instead, methods=["POST"], include_in_schema=False)
+    router.add_api_route(path, _instead, methods=["POST"])

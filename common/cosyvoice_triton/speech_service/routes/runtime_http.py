@@ -52,4 +52,4 @@ async def infer(request: Request) -> Response:
 
 
 for path in ROUTES:
-    router.add_api_route(path, infer, methods=["GET", "POST"], include_in_schema=False)
+    router.add_api_route(path, infer, methods=["GET", "POST"])

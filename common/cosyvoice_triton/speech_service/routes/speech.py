@@ -36,13 +36,8 @@ MAX_FIELDS = 64
 router = APIRouter()
 
 
-def _body(model: type[SpeechRequest] | type[BatchRequest]) -> dict[str, Any]:
-    """Return a body for the OpenAPI document. The routes parse it themselves: all errors are in OpenAI's format."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
-
-
-@router.post("/v1/audio/speech", openapi_extra=_body(SpeechRequest))
-@router.post("/audio/speech", include_in_schema=False)
+@router.post("/v1/audio/speech")
+@router.post("/audio/speech")
 async def speech(request: Request) -> Response:
     """Speak a text; the audio is streamed."""
     service = Service.of(request)
@@ -69,14 +64,14 @@ async def speech(request: Request) -> Response:
     return AudioResponse(audio, kind, service.settings.stall, encoder.rate, job, complete)
 
 
-@router.post("/v1/audio/speech/text", openapi_extra=_body(SpeechRequest))
+@router.post("/v1/audio/speech/text")
 async def text(request: Request) -> dict[str, Any]:
     """What will be spoken of a text: its segments in words, with expected seconds."""
     fields, upload = await read_fields(request, "ref_audio")
     return await Service.of(request).preview(parse(SpeechRequest, fields), upload)
 
 
-@router.post("/v1/audio/speech/batch", openapi_extra=_body(BatchRequest))
+@router.post("/v1/audio/speech/batch")
 async def batch(request: Request) -> Response:
     """Speak several texts, answered together. Failed items do not affect the others; those for which there is no place
     wait for one."""
@@ -146,14 +141,17 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 
 @router.get("/v1/audio/models")
 async def audio_models(request: Request) -> dict[str, Any]:
-    """The same list in the form that Open WebUI reads, with the languages of each, and the longest text that is
-    accepted."""
+    """The same list in the form that Open WebUI reads, and the longest text that is accepted. Of each model: its
+    languages, whether it follows instructions, and whether it is the demo voice."""
     service = Service.of(request)
-    models = [
-        {**model, "name": name, "languages": languages_of(stacks.of_model(model.get("alias_of", name)).name)}
-        for name, model in _models(service).items()
-    ]
-    return {"models": models, "max_input_chars": service.settings.max_input_chars}
+    listed = []
+    for name, model in _models(service).items():
+        served = model.get("alias_of", name)
+        about = service.dispatcher.pool.about(served)
+        languages = languages_of(stacks.of_model(served).name)
+        known = {"languages": languages, "instructions": about.instructions, "demo": about.demo}
+        listed.append({**model, "name": name, **known})
+    return {"models": listed, "max_input_chars": service.settings.max_input_chars}
 
 
 def _models(service: Service) -> dict[str, dict[str, Any]]:

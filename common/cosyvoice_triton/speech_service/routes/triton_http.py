@@ -27,7 +27,7 @@ from cosyvoice_triton.voice.audio import validate_reference
 HEADER_LENGTH = "inference-header-content-length"  # bytes of JSON, which binary tensors follow
 MAX_NUMBERS = 3 << 19  # in JSON, somewhat more than those of the longest recording
 _TEXTS = ("target_text", "reference_text", "speaker", "instruct_text")
-_DATATYPES = {
+DATATYPES = {
     "reference_wav": "FP32",
     "reference_wav_len": "INT32",
     "reference_sample_rate": "INT32",
@@ -37,7 +37,7 @@ _DATATYPES = {
 router = APIRouter()
 
 
-@router.post("/v2/models/{name}/infer", include_in_schema=False)
+@router.post("/v2/models/{name}/infer")
 async def infer(name: str, request: Request) -> Response:
     """Return a model's whole answer to a request in Triton's protocol, and errors in Triton's form."""
     service = Service.of(request)
@@ -110,10 +110,10 @@ def _utterance(content: dict[str, Any], settings: Settings) -> Utterance:
 def _value(tensor: dict[str, Any]) -> Any:
     """Return an input's text, number or samples (N,). ApiError unless its type and shape are those of its data."""
     name, shape, data = tensor.get("name"), tensor.get("shape"), tensor.get("data")
-    if not isinstance(name, str) or name not in _DATATYPES:
-        raise invalid(f"the input {name!r} is unknown; inputs: {', '.join(_DATATYPES)}")
-    if tensor.get("datatype") != _DATATYPES[name]:
-        raise invalid(f"{name} is {tensor.get('datatype')!r}, not {_DATATYPES[name]}")
+    if not isinstance(name, str) or name not in DATATYPES:
+        raise invalid(f"the input {name!r} is unknown; inputs: {', '.join(DATATYPES)}")
+    if tensor.get("datatype") != DATATYPES[name]:
+        raise invalid(f"{name} is {tensor.get('datatype')!r}, not {DATATYPES[name]}")
     if not isinstance(shape, list) or not all(isinstance(size, int) and 0 < size < 1 << 31 for size in shape):
         raise invalid(f"{name}: the shape {shape!r} is not a list of sizes")
     try:

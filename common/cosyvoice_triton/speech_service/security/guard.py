@@ -23,8 +23,8 @@ from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.security.budget import ByteBudget, Claim
 from cosyvoice_triton.speech_service.settings import Settings
 
-# Paths that need no key: the page, and what monitoring reads.
-OPEN_PATHS = ("/", "/health", "/metrics", "/static", "/favicon.ico")
+# Paths that need no key: the page, the API's documentation, and what monitoring reads.
+OPEN_PATHS = ("/", "/docs", "/openapi.json", "/health", "/metrics", "/static", "/favicon.ico")
 # OpenAI's subprotocol for pages, which cannot give a WebSocket headers: the key follows.
 KEY_PROTOCOL = "openai-insecure-api-key."
 
@@ -102,8 +102,7 @@ class Guard:
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._settings.max_body_bytes:
             raise too_large(self._settings.max_body_bytes)
-        path = scope["path"]
-        if not any(path == each or path.startswith(f"{each}/") and each != "/" for each in OPEN_PATHS):
+        if not is_open(scope["path"]):
             API_KEY.set(check_key(headers.get("authorization") or _protocol_key(scope), self._settings.api_keys))
 
     def _check_host(self, host: str) -> None:
@@ -135,6 +134,11 @@ def _span(scope: Scope) -> tracing.Span:
     if not speaks:
         return tracing.OFF
     return tracing.span("speech service", Headers(scope=scope).get(tracing.TRACEPARENT, ""))
+
+
+def is_open(path: str) -> bool:
+    """Return whether requests to `path` need no key."""
+    return any(path == each or path.startswith(f"{each}/") and each != "/" for each in OPEN_PATHS)
 
 
 def _hostname(url: str) -> str:

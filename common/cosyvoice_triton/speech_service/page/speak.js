@@ -1,0 +1,65 @@
+// One request for speech, played while it arrives.
+
+import { bytesOf, events, formOf } from "/static/api.js";
+import { Player } from "/static/player.js";
+import { int16 } from "/static/recorder.js";
+import { SampleReader, wavOf } from "/static/wav.js";
+
+/** What was asked for and what came. fields: those of the API, for the answer as a file. recording: a Blob or null. */
+export class Answer {
+  constructor(fields, recording) {
+    Object.assign(this, { fields, recording, segments: [], warnings: [], player: null, blob: null, firstMs: 0, seconds: 0 });
+  }
+}
+
+/**
+ * Speaks `answer` and resolves when all of it has been played, or `signal` has ended it.
+ *
+ * Samples are played as they arrive. A browser cannot do that with pieces of a compressed file, which is played as a
+ * whole. on: { first(answer), segments(segments), complete(answer) }.
+ */
+export async function speak(answer, call, context, signal, on) {
+  const streamed = answer.fields.response_format === "wav";
+  const fields = { ...answer.fields, stream_format: "sse", timestamps: "word" };
+  if (streamed) fields.response_format = "pcm";
+  const started = performance.now();
+  const body = formOf(fields, answer.recording);
+  const reply = await call("/v1/audio/speech", { method: "POST", body, signal });
+  const reader = new SampleReader();
+  const pieces = [];
+  let done = null;
+  for await (const event of events(reply.body)) {
+    if (event.type === "speech.audio.delta") {
+      const bytes = bytesOf(event.audio);
+      if (!pieces.length) {
+        answer.firstMs = performance.now() - started;
+        if (streamed) answer.player = new Player(context, Number(reply.headers.get("x-sample-rate")));
+        on.first(answer);
+      }
+      pieces.push(bytes);
+      if (streamed) answer.player.add(reader.take(bytes));
+    } else if (event.type === "speech.audio.timestamps") {
+      answer.segments.push(...event.segments);
+      on.segments(event.segments);
+    } else if (event.type === "speech.audio.error") {
+      throw new Error(event.error.message);
+    } else {
+      done = event;
+    }
+  }
+  if (!done) throw new Error("the connection ended");
+  answer.warnings = done.warnings ?? [];
+  answer.took = (performance.now() - started) / 1000;
+  if (streamed) {
+    answer.blob = wavOf(answer.player.parts, answer.player.rate);
+  } else {
+    answer.blob = new Blob(pieces, { type: `audio/${answer.fields.response_format}` });
+    const sound = await context.decodeAudioData(await answer.blob.arrayBuffer());
+    answer.player = new Player(context, sound.sampleRate);
+    answer.player.add(int16(sound.getChannelData(0)));
+  }
+  answer.player.complete = true;
+  answer.seconds = answer.player.seconds;
+  on.complete(answer);
+  while (answer.player.sounding && !signal.aborted) await new Promise((wait) => setTimeout(wait, 50));
+}

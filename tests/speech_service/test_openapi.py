@@ -1,0 +1,154 @@
+"""The OpenAPI document against the routes that exist, what they read, and what they answer."""
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import jsonschema
+import pytest
+from cosyvoice_triton import speech_service
+from cosyvoice_triton.speech_service.app import build, routes_of
+from cosyvoice_triton.speech_service.bodies import BatchRequest, SpeechRequest
+from cosyvoice_triton.speech_service.openapi import OPERATIONS, operations
+from cosyvoice_triton.speech_service.routes import runtime_http
+from cosyvoice_triton.speech_service.settings import Settings
+from fastapi.routing import APIRoute
+
+from tests.support.speech_fixtures import RECORDING, StubbedService
+
+TO_ADD = "add it to OPERATIONS of common/cosyvoice_triton/speech_service/openapi.py"
+SOURCES = Path(speech_service.__file__).parent
+NAME_READ = re.compile(r'fields\.(?:get|pop)\(\s*"(\w+)"|read_fields\(request, "(\w+)"\)')
+
+
+@pytest.fixture(scope="module")
+def client(served: StubbedService) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def document(client: httpx.Client) -> dict[str, Any]:
+    answer = client.get("/openapi.json")
+    assert answer.status_code == 200
+    return dict(answer.json())
+
+
+def routes() -> list[Any]:
+    return routes_of(build(Settings()))
+
+
+def operation_of(document: dict[str, Any], name: str) -> dict[str, Any]:
+    method, path = name.split()
+    return dict(document["paths"][path][method.lower()])
+
+
+def fields_of(document: dict[str, Any], schema: dict[str, Any]) -> set[str]:
+    """The names of the fields that a schema has."""
+    found = set(schema.get("properties", ()))
+    if "$ref" in schema:
+        found |= fields_of(document, document["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]])
+    return found.union(*(fields_of(document, part) for part in schema.get("allOf", ())))
+
+
+def body_fields(document: dict[str, Any], name: str) -> set[str]:
+    content = operation_of(document, name).get("requestBody", {}).get("content", {})
+    return set().union(*(fields_of(document, each["schema"]) for each in content.values()))
+
+
+def test_the_document_has_every_route_and_no_other(document: dict[str, Any]) -> None:
+    there = operations(routes())
+    for name, docs in there.items():
+        assert name in OPERATIONS, f"{name} is missing in the OpenAPI document: {TO_ADD}"
+        assert docs or OPERATIONS[name].docs, f"{name} has no docstring, which the document would show"
+    assert set(OPERATIONS) - set(there) == set(), "of these routes in OPERATIONS none is served"
+    written = {f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods}
+    assert written == set(there)
+
+
+def test_the_document_has_every_field_that_a_route_reads(document: dict[str, Any]) -> None:
+    speech = set(SpeechRequest.model_fields)
+    for name in ("POST /v1/audio/speech", "POST /audio/speech", "POST /v1/audio/speech/text"):
+        assert body_fields(document, name) == speech
+    assert body_fields(document, "POST /v1/audio/speech/batch") == set(BatchRequest.model_fields)
+    for path, names in runtime_http.ROUTES.items():
+        assert body_fields(document, f"GET {path}") == body_fields(document, f"POST {path}") == set(names)
+    for route in routes():
+        if not isinstance(route, APIRoute) or route.path in runtime_http.ROUTES:
+            continue
+        read = {name for pair in NAME_READ.findall(inspect.getsource(route.endpoint)) for name in pair if name}
+        queries = {param.name for param in route.dependant.query_params}
+        for name in (f"{method} {route.path}" for method in route.methods):
+            known = body_fields(document, name)
+            assert read <= known, f"{name} reads these fields, but its body has not all of them: {TO_ADD}"
+            if not known & {"input", "items", "inputs"}:  # which a class parses, that refuses unknown fields
+                assert known <= read, f"{name} does not read all of these fields: correct its entry in OPERATIONS"
+            given = {each["name"] for each in operation_of(document, name)["parameters"] if each["in"] == "query"}
+            assert given == queries, f"{name} has other query parameters: {TO_ADD}"
+
+
+def test_references_lead_to_schemas_and_statuses_of_the_sources_are_documented(document: dict[str, Any]) -> None:
+    references = set(re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(document)))
+    assert references <= set(document["components"]["schemas"])
+    sources = "".join(path.read_text(encoding="utf-8") for path in SOURCES.rglob("*.py"))
+    raised = set(re.findall(r"ApiError\(\s*(\d{3})", sources)) | {"400", "502"}
+    everywhere = [set(each["responses"]) for path in document["paths"].values() for each in path.values()]
+    assert raised - {"405"} <= set().union(*everywhere), "add these to the `statuses` of an entry in OPERATIONS"
+
+
+def example(name: str) -> str:
+    return name.split()[1].replace("{name}", "nobody")
+
+
+WRONG = [
+    {},
+    {"json": {}},
+    {"json": {"input": "lost", "voice": "x"}},
+    {"content": b"x", "headers": {"content-type": "a/b"}},
+]
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if OPERATIONS[name].success != 101])
+def test_whatever_a_route_answers_is_documented(client: httpx.Client, document: dict[str, Any], name: str) -> None:
+    """Also to requests that are wrong, each of which it answers with an error in the documented form."""
+    known = operation_of(document, name)["responses"]
+    for request in WRONG if name.startswith("POST") else WRONG[:1]:
+        answer = client.request(name.split()[0], example(name), **request)
+        status = str(answer.status_code)
+        assert status in known, f"{name} answers {status}: add it to the `statuses` of its entry in OPERATIONS"
+        if answer.status_code >= 400 and not name.startswith("POST /v2/"):
+            jsonschema.validate(answer.json(), {**document["components"]["schemas"]["Error"]})
+
+
+def test_answers_have_the_documented_fields_and_no_others(client: httpx.Client, document: dict[str, Any]) -> None:
+    def check(name: str, answer: httpx.Response) -> None:
+        content = operation_of(document, name)["responses"][str(answer.status_code)]["content"]
+        schema = content[answer.headers["content-type"].partition(";")[0]]["schema"]
+        jsonschema.validate(answer.json(), {**schema, "components": document["components"]})
+
+    voices = "/v1/audio/voices"
+    added = {"name": "mia", "pronunciation": "a = b", "consent": "yes"}, {"audio_sample": RECORDING.read_bytes()}
+    spoken = {"input": "warn me", "stream_format": "json", "timestamps": "word", "subtitles": "srt"}
+    check(f"POST {voices}", client.post(voices, data=added[0], files=added[1]))
+    for name in ("/v1/models", "/v1/audio/models", voices, f"{voices}?legacy=true", "/health"):
+        check(f"GET {name.partition('?')[0]}", client.get(name))
+    check("GET /v1/models/{name}", client.get("/v1/models/tts-1"))
+    check("POST /v1/audio/speech", client.post("/v1/audio/speech", json=spoken))
+    check(
+        "POST /v1/audio/speech/text", client.post("/v1/audio/speech/text", json={"input": "One. [pause 1s] [x:y] two."})
+    )
+    items = [{**spoken, "stream_format": "audio"}, {"input": "refuse"}]
+    check("POST /v1/audio/speech/batch", client.post("/v1/audio/speech/batch", json={"items": items}))
+    check("POST /dev/captioned_speech", client.post("/dev/captioned_speech", json={"input": "warn me"}))
+    check(f"DELETE {voices}/{{name}}", client.delete(f"{voices}/mia"))
+
+
+def test_the_documentation_needs_no_key_and_loads_nothing_of_others(client: httpx.Client) -> None:
+    for path in ("/", "/docs"):
+        answer = client.get(path)
+        assert answer.headers["content-security-policy"].startswith("default-src 'self';")
+        assert not re.search(r'(?:src|href)="(?!/)', answer.text)
