@@ -2,7 +2,11 @@
 
 import gc
 import io
+import json
+import pickle
+import re
 import weakref
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +17,11 @@ import soundfile as sf
 from cosyvoice_triton.speech_service.security.guard import key_name
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
+from cosyvoice_triton.voice.book import VoiceBook
+from cosyvoice_triton.voice.files import save_voice
+from cosyvoice_triton.voice.prompt import Recording
 
+from tests.support.fakes import fake_prompt
 from tests.support.speech_fixtures import serving
 
 CONSENT = "Anna agreed on 3 May:\nhttps://example.org/anna.pdf"
@@ -64,6 +72,75 @@ def test_a_key_may_register_so_many_voices_until_it_deletes_one(service: httpx.C
     assert add(service, "c", "second").status_code == 201
     assert service.delete(f"{VOICES}/a").status_code == 200
     assert add(service, "d").status_code == 201
+
+
+def load(service: httpx.Client, data: bytes, key: str = "first", **fields: str) -> httpx.Response:
+    files = {"file": ("voice.zip", data)}
+    return service.post(f"{VOICES}/import", data=fields, files=files, headers=bearer(key))
+
+
+def test_a_voice_is_exported_and_imported_as_one_file(service: httpx.Client, folder: Path) -> None:
+    add(service, "anna", consent=CONSENT, ref_text="Hello.", pronunciation="nginx = engine x")
+    file = service.get(f"{VOICES}/anna/export")
+    assert file.headers["content-type"] == "application/zip" and "anna.zip" in file.headers["content-disposition"]
+    assert load(service, file.content).status_code == 409  # the name is taken
+    copy = load(service, file.content, "second", name="copy").json()
+    assert (copy["id"], copy["consent"], copy["created_by"]) == ("copy", CONSENT, key_name("second"))
+    book = VoiceBook(folder, folder, str)
+    first, second = book.get("anna"), book.get("copy")
+    assert isinstance(first, Recording) and isinstance(second, Recording)
+    assert second.digest == first.digest and second.text == "Hello."
+    assert book.pronunciation("copy") == {"nginx": "engine x"}
+
+
+def test_only_the_key_that_registered_a_voice_exports_it(service: httpx.Client, folder: Path) -> None:
+    add(service, "anna")
+    assert service.get(f"{VOICES}/anna/export", headers=bearer("second")).status_code == 403
+    save_voice(folder / "placed.safetensors", fake_prompt(1))
+    assert service.get(f"{VOICES}/placed/export").status_code == 403
+    assert service.get(f"{VOICES}/nobody/export").status_code == 404
+
+
+def zipped(members: dict[str, bytes], how: int = zipfile.ZIP_DEFLATED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", how) as written:
+        for name, data in members.items():
+            written.writestr(name, data)
+    return file.getvalue()
+
+
+ABOUT = json.dumps({"name": "anna"}).encode()
+GOOD = {"voice.json": ABOUT, "recording.wav": recording()}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not a zip"),
+        (zipped(GOOD)[:-1], "not a zip"),
+        (zipped(GOOD)[:-22] + b"PK\6\7" + bytes(16) + zipped(GOOD)[-22:], "not a zip"),
+        (zipped({f"{number:0200}": b"" for number in range(20)}), "not a zip"),
+        (zipped(GOOD)[200:], "cannot be used"),
+        (zipped({**GOOD, "../evil": b""}), "other members"),
+        (zipped({"voice.json": ABOUT, "../recording.wav": recording()}), "other members"),
+        (zipped({"voice.json": ABOUT}), "other members"),
+        (zipped({"voice.json": b" " * (3 << 20), "recording.wav": recording()}), "more than 2097152 bytes"),
+        (zipped({"voice.json": ABOUT, "recording.wav": bytes(30 << 20)}), "recording.wav has more than"),
+        (zipped(GOOD, zipfile.ZIP_LZMA), "another way than by deflate"),
+        (zipped({**GOOD, "voice.json": b"[" * 100_000}), "not JSON"),
+        (zipped({**GOOD, "voice.json": b"[]"}), "is a JSON list"),
+        (zipped({**GOOD, "voice.json": b'{"name": 5}'}), "name in voice.json"),
+        (zipped({**GOOD, "voice.json": b'{"name": "../up"}'}), "not a valid name"),
+        (zipped({**GOOD, "voice.json": b'{"name": "a", "consent": "\\ud800"}'}), "consent in voice.json"),
+        (zipped({**GOOD, "voice.json": b'{"name": "a", "pronunciation": [1]}'}), "pronunciation"),
+        (zipped({**GOOD, "recording.wav": b"no sound"}), "recording.wav is not readable"),
+        (zipped({"voice.json": ABOUT, "voice.safetensors": pickle.dumps({"a": 1})}), "voice.safetensors cannot be"),
+    ],
+)
+def test_a_hostile_file_is_refused(service: httpx.Client, folder: Path, data: bytes, message: str) -> None:
+    answer = load(service, data)
+    assert answer.status_code == 400 and re.search(message, answer.json()["error"]["message"]), answer.text
+    assert not folder.exists() or not list(folder.iterdir())
 
 
 def test_nothing_is_left_of_a_deleted_voice(folder: Path) -> None:

@@ -59,7 +59,14 @@ def test_a_voice_is_added_with_its_dictionary_and_deleted_with_it(
     (listed,) = [line for line in map(json.loads, capsys.readouterr().out.splitlines()) if line["name"] == "speller"]
     assert listed["consent"] == "She agreed." and listed["created_at"] > 1.7e9
     assert VoiceBook(demo_models / "voices", demo_models, str).pronunciation("speller") == {"nginx": "engine x"}
+    exported = tmp_path / "speller.zip"
+    assert command.main(["export", str(demo_models), "speller", "--output", str(exported)]) == 0
+    assert command.main(["import", str(demo_models), str(exported)]) == 1  # the name is taken
     assert command.main(["delete", str(demo_models), "speller"]) == 0
+    assert command.main(["import", str(tmp_path), str(exported), "--name", "copy"]) == 0
+    copy = VoiceBook(tmp_path / "voices", tmp_path, str)
+    assert isinstance(copy.get("copy"), Prompt) and copy.pronunciation("copy") == {"nginx": "engine x"}
+    assert copy.rights("copy").consent == "She agreed."
     assert not list((demo_models / "voices").glob("speller*"))
     words.write_text("nginx")
     with pytest.raises(SystemExit):

@@ -3,6 +3,8 @@
     cosyvoice-triton voice add models/official anna --reference-audio anna.wav \\
         --reference-text "Exactly what she says in the recording."
     cosyvoice-triton voice list models/official
+    cosyvoice-triton voice export models/official anna
+    cosyvoice-triton voice import models/other anna.zip
     cosyvoice-triton voice delete models/official anna
 
 `add` encodes the recording once, now, and writes MODELS/voices/NAME.safetensors. A running server reads the file when a
@@ -24,7 +26,9 @@ from cosyvoice_triton.cli.arguments import words
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.server.rendering import StackOptions
 from cosyvoice_triton.voice.book import VoiceBook
-from cosyvoice_triton.voice.files import delete_voice
+from cosyvoice_triton.voice.bundle import export_voice, read_bundle
+from cosyvoice_triton.voice.files import delete_voice, is_voice_name, register_voice
+from cosyvoice_triton.voice.rights import Rights
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -33,13 +37,18 @@ def build_parser() -> argparse.ArgumentParser:
     add = actions.add_parser("add", help="encode a recording")
     listed = actions.add_parser("list", help="print the names of the voices")
     delete = actions.add_parser("delete", help="delete a voice's files")
-    for action in (add, listed, delete):
+    export = actions.add_parser("export", help="write a voice, its dictionary and its consent to one file")
+    imported = actions.add_parser("import", help="register a voice that was exported here or over HTTP")
+    for action in (add, listed, delete, export, imported):
         action.add_argument("models_dir", type=Path, help="directory of the checkpoints, with the folder voices")
         action.add_argument(
             "--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help="stack whose networks encode it"
         )
-    for action in (add, delete):
+    for action in (add, delete, export):
         action.add_argument("name", help="name of the voice in requests: letters of any script, digits, spaces, -_.")
+    export.add_argument("--output", type=Path, help="default: NAME.zip")
+    imported.add_argument("file", type=Path)
+    imported.add_argument("--name", help="instead of its own")
     listed.add_argument("--jsonl", action="store_true", help="an object for each, with its consent and age")
     add.add_argument(
         "--reference-audio", type=Path, required=True, help="any sample rate and channel count, 0.5 to 30 s"
@@ -61,10 +70,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             source = args.reference_audio, args.reference_text
             add_voice(options, args.name, *source, args.replace, args.pronunciation, not args.no_trim, args.consent)
-        elif args.action == "delete":
+            return 0
+        book = VoiceBook(options.voices_dir, options.checkpoint_dir, str)
+        if args.action == "delete":
             delete_voice(options.voices_dir, args.name)
+        elif args.action == "export":
+            output = args.output or Path(f"{args.name}.zip")
+            output.write_bytes(export_voice(options.voices_dir, book, args.name))
+            print(f"written to {output}")
+        elif args.action == "import":
+            found = read_bundle(args.file.read_bytes())
+            if not is_voice_name(name := args.name or found.name) or name in book.names():
+                raise ValueError(f"{name!r} is a voice already, or cannot be one's name: give another --name")
+            register_voice(options.voices_dir, name, found.voice, found.words, Rights.now(found.consent))
+            print(f"registered; use it as speaker '{name}'")
         else:
-            book = VoiceBook(options.voices_dir, options.checkpoint_dir, str)
             for name in book.names():
                 print(json.dumps({"name": name, **book.rights(name).known}, ensure_ascii=False) if args.jsonl else name)
     except (ValueError, RuntimeError, OSError, UnavailableError) as error:  # soundfile's own errors are RuntimeErrors

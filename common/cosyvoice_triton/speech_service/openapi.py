@@ -213,6 +213,16 @@ OPERATIONS: dict[str, Operation] = {
         success=201,
         statuses=(400, 409, 415, 507),
     ),
+    "POST /v1/audio/voices/import": Operation(
+        tag="Voices",
+        body={MULTIPART: record({"file": FILE}, {"name": described(TEXT, "instead of its own")})},
+        answer={JSON: named("Voice")},
+        success=201,
+        statuses=(400, 409, 415, 507),
+    ),
+    "GET /v1/audio/voices/{name}/export": Operation(
+        tag="Voices", answer={"application/zip": FILE}, statuses=(400, 404)
+    ),
     "DELETE /v1/audio/voices/{name}": Operation(
         tag="Voices", answer={JSON: record({"id": TEXT, "object": TEXT, "deleted": TRUTH})}, statuses=(400, 404)
     ),

@@ -5,7 +5,7 @@ voice is requested by name, and so is one that this folder lacks.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -18,7 +18,8 @@ from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.text.pronunciation import pronunciations
 from cosyvoice_triton.voice.book import VoiceBook
-from cosyvoice_triton.voice.files import VOICE_FILES, is_voice_name, normalized, save_pronunciation, save_recording
+from cosyvoice_triton.voice.bundle import export_voice, read_bundle
+from cosyvoice_triton.voice.files import delete_voice, is_voice_name, normalized, register_voice
 from cosyvoice_triton.voice.judgement import Judgement, judge
 from cosyvoice_triton.voice.mix import Mix, mixed_voices
 from cosyvoice_triton.voice.prompt import Prompt, Recording
@@ -91,11 +92,6 @@ class VoiceFolder:
 
         consent, key: as in `Rights`. Returns what is to be said of the recording. ApiError.
         """
-        if not is_voice_name(name):
-            raise invalid(
-                f"{name!r} is not a valid name: no slashes, no leading dot, not `pronunciation`",
-                "name",
-            )
         try:
             text = clean_line(text, name="ref_text", max_chars=MAX_TRANSCRIPT_CHARS)
         except ValueError as error:
@@ -115,7 +111,33 @@ class VoiceFolder:
         self._save(name, recording, words, rights)
         return judge(recording)
 
-    def _save(self, name: str, recording: Recording, words: Mapping[str, str], rights: Rights) -> None:
+    def export(self, name: str, key: str) -> bytes:
+        """Return a voice as one file, to the key that registered it. ApiError."""
+        name = self._known(name)
+        if key and self.rights(name).created_by != key:
+            raise ApiError(403, f"the voice {name!r} was registered by another API key, which alone may export it")
+        try:
+            return export_voice(self._folder, self._book, name)
+        except ValueError as error:
+            raise invalid(error, "name") from None
+
+    def load(self, data: bytes, name: str, key: str) -> str:
+        """Register an exported voice under `name`, "" for its own; return the name. ApiError."""
+        try:
+            found = read_bundle(data)
+            rights = Rights.now(found.consent, key)
+        except ValueError as error:
+            raise invalid(error, "file") from None
+        name = name or normalized(found.name)
+        self._save(name, found.voice, found.words, rights)
+        return name
+
+    def _save(self, name: str, voice: Recording | bytes, words: Mapping[str, str], rights: Rights) -> None:
+        if not is_voice_name(name):
+            raise invalid(
+                f"{name!r} is not a valid name: no slashes, no leading dot, not `pronunciation`",
+                "name",
+            )
         with self._adding:
             names = self.names()
             if len(names) >= MAX_VOICES:
@@ -124,35 +146,29 @@ class VoiceFolder:
                 own = sum(self.rights(each).created_by == key for each in names)
                 if own >= self._max_per_key:
                     raise ApiError(409, f"the limit of {own} voices of one API key is reached: delete some of them")
-            self._write(name, recording, words, rights, names)
-
-    def _write(
-        self, name: str, recording: Recording, words: Mapping[str, str], rights: Rights, names: Sequence[str]
-    ) -> None:
-        try:
-            if name in names:
-                raise FileExistsError
-            save_recording(self._folder / f"{name}.safetensors", recording, rights)
             try:
-                save_pronunciation(self._folder, name, words)
-            except OSError:
-                self.remove(name)
-                raise
-        except FileExistsError:
-            raise ApiError(
-                409, f"the voice {name!r} already exists: delete it first, or choose another name", param="name"
-            ) from None
-        except OSError as error:
-            raise ApiError(507, f"the voice cannot be stored: {error.strerror}") from error
+                if name in names:
+                    raise FileExistsError
+                register_voice(self._folder, name, voice, words, rights)
+            except FileExistsError:
+                raise ApiError(
+                    409, f"the voice {name!r} already exists: delete it first, or choose another name", param="name"
+                ) from None
+            except OSError as error:
+                raise ApiError(507, f"the voice cannot be stored: {error.strerror}") from error
+
+    def _known(self, name: str) -> str:
+        names = self.names()
+        name = name if name in names else normalized(name)
+        if name not in names:
+            raise ApiError(404, f"there is no voice {name!r}", code="voice_not_found", param="name")
+        return name
 
     def remove(self, name: str) -> None:
         """Delete a voice's files, and what this process keeps of them. ApiError if it has none."""
-        name = name if name in self.names() else normalized(name)
-        if name not in self.names():
-            raise ApiError(404, f"there is no voice {name!r}", code="voice_not_found", param="name")
-        files = [self._folder / f"{name}{ending}" for ending in VOICE_FILES]
-        if not is_voice_name(name) or not any(file.exists() for file in files):
-            raise invalid(f"the voice {name!r} is part of a spk2info.pt and has no file of its own", "name")
-        for file in files:
-            file.unlink(missing_ok=True)
+        name = self._known(name)
+        try:
+            delete_voice(self._folder, name)
+        except ValueError:
+            raise invalid(f"the voice {name!r} is part of a spk2info.pt and has no file of its own", "name") from None
         self._book.names()  # forgets what it has read of them

@@ -90,26 +90,31 @@ def read_voice(path: Path, full_band: bool = False) -> Prompt | Recording:
 
     full_band: the stack's mel has bands above those of a 16 kHz recording.
     """
-    tensors = _content(path, load)
+    return parse_voice(path.read_bytes(), path.name, full_band)
+
+
+def parse_voice(data: bytes, where: str, full_band: bool = False) -> Prompt | Recording:
+    """Return the voice in the content of such a file. ValueError starting with `where`."""
+    tensors = _parsed(data, where, load)
     needed = (WAV, TRANSCRIPT) if WAV in tensors else (TOKENS, MEL, EMBEDDING, TRANSCRIPT)
     if missing := [name for name in needed if name not in tensors]:
-        raise ValueError(f"{path.name} has no {', '.join(missing)}: not a voice file (see docs/voices.md)")
+        raise ValueError(f"{where} has no {', '.join(missing)}: not a voice file (see docs/voices.md)")
 
     def transcript() -> str:
         return str(tensors[TRANSCRIPT].tobytes(), "utf-8")
 
     if full_band and RATE not in tensors:
         logger.warning(
-            "%s was registered when recordings were kept at 16 kHz: register it again for its upper bands", path.name
+            "%s was registered when recordings were kept at 16 kHz: register it again for its upper bands", where
         )
     if WAV not in tensors:
-        return _prompt(tensors, transcript, path.name)
+        return _prompt(tensors, transcript, where)
     try:
         rate = tensors[RATE].item() if RATE in tensors else PROMPT_SAMPLE_RATE
         wav = validate_reference(tensors[WAV], rate=rate)
         return Recording(wav, clean_line(transcript(), name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS), rate)
     except ValueError as error:
-        raise ValueError(f"{path.name}: {error}") from error
+        raise ValueError(f"{where}: {error}") from error
 
 
 def save_voice(path: Path, prompt: Prompt, rate: int = PROMPT_SAMPLE_RATE, rights: Rights = UNKNOWN) -> None:
@@ -134,6 +139,22 @@ def save_recording(path: Path, recording: Recording, rights: Rights = UNKNOWN) -
         os.link(work, path)
 
 
+def register_voice(folder: Path, name: str, voice: Recording | bytes, words: Mapping[str, str], rights: Rights) -> None:
+    """Write a new voice and its dictionary, or nothing. voice: a recording, or the content of a voice's file.
+    FileExistsError if there is such a file."""
+    path = folder / f"{name}.safetensors"
+    if isinstance(voice, Recording):
+        save_recording(path, voice, rights)
+    else:
+        with _new_file(path, save(load(voice), rights.metadata)) as work:
+            os.link(work, path)
+    try:
+        save_pronunciation(folder, name, words)
+    except OSError:
+        path.unlink()
+        raise
+
+
 def save_pronunciation(folder: Path, name: str, words: Mapping[str, str]) -> None:
     """Write a voice's dictionary, in place of an older one; without words it gets none."""
     path = folder / f"{name}.{PRONUNCIATION}.txt"
@@ -150,7 +171,7 @@ def delete_voice(folder: Path, name: str) -> None:
     if not (files := [path for path in files if path.exists()]):
         raise ValueError(f"{folder} has no voice {name!r}; cosyvoice-triton voice list names them")
     for path in files:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -226,11 +247,14 @@ def spk2info_prompt(entry: Any, where: str, decode: Decode) -> Prompt:
 
 def _content(path: Path, parse: Callable[[bytes], Any]) -> Any:
     """Return `parse` of a file's bytes. It is not memory-mapped: a file that shrinks would crash the process."""
-    data = path.read_bytes()
+    return _parsed(path.read_bytes(), path.name, parse)
+
+
+def _parsed(data: bytes, where: str, parse: Callable[[bytes], Any]) -> Any:
     try:
         return parse(data)
     except Exception as error:  # damaged files make these parsers raise errors of many types, EOFError among them
-        raise ValueError(f"{path.name} cannot be read: {str(error) or type(error).__name__}") from error
+        raise ValueError(f"{where} cannot be read: {str(error) or type(error).__name__}") from error
 
 
 def _prompt(tensors: Mapping[str, np.ndarray], transcript: Callable[[], str], where: str) -> Prompt:

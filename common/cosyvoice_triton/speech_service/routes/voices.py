@@ -2,6 +2,7 @@
 
 import asyncio
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -44,6 +45,25 @@ async def add(request: Request) -> Response:
     judged = await asyncio.to_thread(voices.add, name, data, text, words, consent, API_KEY.get())
     about = {**_voice(name), **voices.rights(name).known, "ref_text": text, "seconds": round(judged.seconds, 3)}
     return JSONResponse({**about, **({"warnings": judged.warnings} if judged.warnings else {})}, 201)
+
+
+@router.post("/v1/audio/voices/import")
+async def load(request: Request) -> Response:
+    """Register a voice that was exported: a form with `file`, and `name` for another one than its own."""
+    fields, data = await read_fields(request, "file")
+    if data is None:
+        raise invalid("file is missing: upload an exported voice in a multipart form", "file")
+    voices, name = Service.of(request).voices, normalized(str(fields.get("name", "")))
+    name = await asyncio.to_thread(voices.load, data, name, API_KEY.get())
+    return JSONResponse({**_voice(name), **voices.rights(name).known}, 201)
+
+
+@router.get("/v1/audio/voices/{name}/export")
+async def export(name: str, request: Request) -> Response:
+    """A voice as one file, with its consent, for the API key that registered it."""
+    data = await asyncio.to_thread(Service.of(request).voices.export, name, API_KEY.get())
+    named = f"attachment; filename*=UTF-8''{quote(name, safe='')}.zip"
+    return Response(data, media_type="application/zip", headers={"Content-Disposition": named})
 
 
 @router.delete("/v1/audio/voices/{name}")
