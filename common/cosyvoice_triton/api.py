@@ -189,7 +189,7 @@ class Server:
         # Here, because a client does not need them.
         from cosyvoice_triton.prepare import steps
         from cosyvoice_triton.prepare.missing import require_files
-        from cosyvoice_triton.server.rendering import StackOptions, render
+        from cosyvoice_triton.server.rendering import StackOptions, planned, render
         from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 
         with ExitStack() as stack:
@@ -198,7 +198,7 @@ class Server:
                 models = work / "models"
                 steps.demo(models, self._options.get("stack", stacks.DEFAULT.name))
                 self._options["settings"] = {**steps.DEMO_SETTINGS, **self._options.get("settings", {})}
-            options = StackOptions(models_dir=models, **self._options)
+            options, _ = planned(StackOptions(models_dir=models, **self._options))
             require_files(options)
             render(options, work / "repository")
             self._triton = stack.enter_context(TritonServer(work / "repository", ports=Ports(0, 0, 0)))

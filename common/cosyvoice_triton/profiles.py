@@ -3,7 +3,7 @@
 A model's setting `profile` chooses one; `auto` is `h200` where there is a GPU, and otherwise `cpu`. The defaults below
 are those of `h200`, and nearly all of them were measured on H200s and H100s or chosen by simulation with their costs;
 `cpu` names the numbers that differ. There is no profile for smaller GPUs: nothing has been measured on one, admission
-measures how fast the GPU is, and what a small memory holds is planned from its size (token2wav/gpu/memory.py).
+measures how fast the GPU is, and hops follow from that. What their memory holds is in `GPU_PLANS`.
 
 With `unlimited`, which is `auto` but for admission, `max_streams` is the only limit for new listeners, and a server
 with more of them than it can serve leaves gaps. It is for audio that nobody listens to while it is made, for tests and
@@ -13,7 +13,7 @@ for measurements.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 ProfileName = Literal["auto", "h200", "cpu", "unlimited"]
 
@@ -172,6 +172,43 @@ CPU = Profile(llm=LLMNumbers(max_prefill_tokens=256))
 PROFILES: Mapping[ProfileName, Profile] = {"h200": H200, "cpu": CPU}
 # What the profile `unlimited` replaces: no load is too high, and nobody is ever late.
 UNLIMITED = AdmissionNumbers(headroom=math.inf, burst=math.inf, tight_seconds=-math.inf)
+
+
+class PlannedStreams(NamedTuple):
+    """listeners: `max_streams`. gib: what all models take of the GPU, by token2wav's check with full-size networks."""
+
+    listeners: int
+    gib: float
+
+
+class GpuPlan(NamedTuple):
+    """What a server with everything on one GPU serves where `max_streams` is not set.
+
+    card: the GB of the cards that it is for. prompt_device: as the setting. streams: by the name of the stack.
+    """
+
+    card: int
+    prompt_device: Literal["auto", "cpu"]
+    streams: Mapping[str, PlannedStreams]
+
+
+def _plan(card: int, prompt_device: Literal["auto", "cpu"], **streams: tuple[int, float]) -> GpuPlan:
+    return GpuPlan(card, prompt_device, {stack: PlannedStreams(*each) for stack, each in streams.items()})
+
+
+# Each fits the smallest cards of its size, such as a T4 (15 GiB), an L4 (22.5) or an L40S (45), with room to spare.
+# More than 96 streams of unet and 128 of cosyvoice3 have not been rendered in time on any GPU, and one orchestrator
+# process serves 240 streams: for more, set both `max_streams` and `bls_instance_num`.
+GPU_PLANS = (
+    _plan(8, "cpu", dit=(4, 7.2), unet=(32, 7.4)),
+    _plan(12, "cpu", dit=(16, 10.7), unet=(96, 8.8), cosyvoice3=(4, 10.5)),
+    _plan(16, "cpu", dit=(24, 12.8), unet=(96, 8.8), cosyvoice3=(8, 12.6)),
+    _plan(24, "cpu", dit=(56, 20.8), unet=(96, 8.8), cosyvoice3=(16, 18.2)),
+    _plan(40, "auto", dit=(120, 37.5), unet=(96, 10.2), cosyvoice3=(40, 35.8)),
+    _plan(48, "auto", dit=(144, 43.2), unet=(96, 10.2), cosyvoice3=(48, 40.8)),
+    _plan(80, "auto", dit=(240, 66.0), unet=(96, 10.2), cosyvoice3=(96, 70.2)),
+    _plan(141, "auto", dit=(240, 66.0), unet=(96, 10.2), cosyvoice3=(128, 90.2)),
+)
 
 
 def choose(name: ProfileName, device: str | None = None) -> Profile:

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import yaml
 from cosyvoice_triton import cli
-from cosyvoice_triton.cli import prepare, render
+from cosyvoice_triton.cli import doctor, prepare, render
+from cosyvoice_triton.cli.stack_options import stack_options
 from cosyvoice_triton.prepare import steps
+from cosyvoice_triton.server.rendering import StackOptions
 
 from tests.conftest import ROOT
 from tests.support.compose import MISSING, compose_command
@@ -46,6 +48,15 @@ def prepared(command: list[str]) -> Namespace:
     """The arguments of a container's `cosyvoice-triton prepare`."""
     assert command[:2] == ["cosyvoice-triton", "prepare"]
     return prepare.build_parser().parse_args(command[2:])
+
+
+def checked_and_downloaded(service: dict[str, Any]) -> tuple[StackOptions, Namespace]:
+    """What a download's container checks the machine for, and the arguments of its `cosyvoice-triton prepare`."""
+    script = re.sub(r"\$\$(\w+)", lambda name: service["environment"][name[1]], service["command"][2])
+    check, download = (part.split() for part in script.split(" && exec "))
+    assert check[:2] == ["cosyvoice-triton", "doctor"]
+    options = doctor.build_parser().parse_args(check[2:])
+    return stack_options(options.models, options), prepared(download)
 
 
 def started(services: dict[str, Any]) -> set[str]:
@@ -214,8 +225,6 @@ def test_cosyvoice3_has_its_llm_in_triton_and_its_own_checkpoint() -> None:
     assert not {"llm", "engine", "plans"} & services.keys()
     assert services["tts"]["environment"]["STACK"] == "cosyvoice3"
     assert services["tts"]["environment"]["LLM_OPTIONS"] == "--llm-engine cuda"
-    parsed = prepared(services["download"]["command"])
-    assert (parsed.step, parsed.stack, parsed.hub) == ("download", "cosyvoice3", "huggingface")
 
 
 @needs_compose
@@ -225,7 +234,7 @@ def test_vllm_serve_finds_our_logits_processor(tmp_path: Path) -> None:
     llm = services["llm"]
     (models,) = (Path(volume["target"]) for volume in llm["volumes"])
     assert Path(llm["environment"]["PYTHONPATH"]) == models / steps.PYTHON_PATH
-    assert prepared(services["download"]["command"]).python_path
+    assert checked_and_downloaded(services["download"])[1].python_path
     steps.copy_package(tmp_path)
     (processor,) = (word.split("=")[1] for word in llm["command"] if word.startswith("--logits-processors"))
     blocked = "import sys; sys.modules.update(dict.fromkeys(['aiohttp', 'soundfile', 'tritonclient', 'wetext']))"
@@ -268,12 +277,19 @@ def test_without_a_gpu_cosyvoice3_gets_random_weights_and_an_llm_for_a_cpu() -> 
 
 
 @needs_compose
-@pytest.mark.parametrize("file, stack", [*zip(COMPOSE, ("unet", "dit"), strict=True)])
-def test_the_hub_of_the_downloads_is_a_setting(file: str, stack: str) -> None:
-    for settings, wanted in (({}, "huggingface"), ({"HUB": "modelscope"}, "modelscope")):
-        command = composed(file, **settings)["services"]["download"]["command"]
-        parsed = prepared(command)
-        assert (parsed.step, parsed.stack, parsed.hub) == ("download", stack, wanted)
+@pytest.mark.parametrize(
+    "file, stack", [*zip((*COMPOSE, COSYVOICE3), ("unet", "dit", "cosyvoice3"), strict=True)], ids=lambda value: value
+)
+def test_the_gpu_that_serves_is_checked_before_anything_is_downloaded(file: str, stack: str) -> None:
+    given = {"HUB": "modelscope", "TTS_GPU": "3", "TTS_OPTIONS": "--set max_streams=2"}
+    for settings, hub, changes in (({}, "huggingface", {}), (given, "modelscope", {"max_streams": "2"})):
+        services = composed(file, **settings)["services"]
+        options, download = checked_and_downloaded(services["download"])
+        assert (download.step, download.stack, download.hub) == ("download", stack, hub)
+        assert (options.stack, options.device, options.settings) == (stack, "gpu", changes)
+        assert (download.models, options.models_dir) == (Path("/models"), Path("/models"))
+        assert services["download"]["deploy"] == services["tts"]["deploy"]
+        assert services["download"]["restart"] == "on-failure:3"
 
 
 @needs_compose

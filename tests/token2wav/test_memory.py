@@ -114,6 +114,13 @@ def test_the_settings_that_the_documents_name_fit_with_as_many_workers_as_there_
         assert plan(stack, streams, gib + float(more[1]) + 0.1, prompt_device).limits.workers == 2
 
 
+@pytest.mark.parametrize("card", profiles.GPU_PLANS, ids=lambda card: f"{card.card} GB")
+def test_the_plan_of_a_card_has_room_for_both_workers_by_the_check_before_loading(card: profiles.GpuPlan) -> None:
+    for name, of in card.streams.items():
+        made = plan(stacks.named(name), of.listeners, of.gib, card.prompt_device)
+        assert made.limits.workers == 2 and -0.1 > made.lacking / GIB > -2, (name, made.lacking / GIB)
+
+
 def test_streams_that_do_not_fit_are_refused_with_the_numbers_that_do() -> None:
     with pytest.raises(
         ValueError, match=r"^max_streams 64 needs [\d.]+ GiB, and gpu_memory_gib is 12.0: set "

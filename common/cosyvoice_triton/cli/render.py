@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cosyvoice_triton.cli.stack_options import add_stack_options, stack_options
 from cosyvoice_triton.prepare.missing import require_files
-from cosyvoice_triton.server.rendering import render
+from cosyvoice_triton.server.rendering import planned, render
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,11 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def render_stack(models: Path, destination: Path, args: argparse.Namespace) -> None:
     """Render and print what was rendered. ValueError or OSError if it cannot be."""
-    options = stack_options(models, args)
+    options, plan = planned(stack_options(models, args))
     require_files(options)
     render(options, destination)
     print(f"rendered the {options.stack} stack to {destination}: {', '.join(options.models)}")
-    print(f"settings given: {' '.join(args.settings) or 'none'}; all others have the stack's defaults")
+    if plan:
+        print(plan)
+    others = "the defaults of plan and stack" if plan else "the stack's defaults"
+    print(f"settings given: {' '.join(args.settings) or 'none'}; all others have {others}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from cosyvoice_triton.cli.render import render_stack
 from cosyvoice_triton.cli.stack_options import add_stack_options, given_options
 from cosyvoice_triton.constants import HEALTH_PORT
 from cosyvoice_triton.prepare import steps
-from cosyvoice_triton.server import serving
+from cosyvoice_triton.server import gpus, serving
 from cosyvoice_triton.server.tritonserver import CACHE_MIB, LOOPBACK, Ports, ServerError, TritonServer
 from cosyvoice_triton.speech_service.sidecar import speech_sidecar
 
@@ -122,11 +122,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def rendered_repository(args: argparse.Namespace) -> Path:
-    """The repository that is named, or one rendered to build/STACK. ValueError if there is none."""
+    """The repository that is named, or one rendered to build/STACK. ValueError if there is none, or no GPU for it."""
     if args.repository is None:
         if args.models == steps.DEMO:
             steps.demo(args.models, args.stack)
             args.settings = [*(f"{key}={value}" for key, value in steps.DEMO_SETTINGS.items()), *args.settings]
+        if args.device == "gpu":
+            gpus.used(args.device)  # before anything is loaded
         repository = Path("build", args.stack)
         render_stack(args.models, repository, args)
         return repository

@@ -36,6 +36,7 @@ from cosyvoice_triton.config import (
 )
 from cosyvoice_triton.llm.engines.loading import reads_huggingface
 from cosyvoice_triton.replicas import first_replica, replicas
+from cosyvoice_triton.server import gpus
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"  # links to the template folders of the checkout
 Device = Literal["auto", "cpu", "gpu"]
@@ -291,6 +292,25 @@ class StackOptions:
             "encoder_input_features_data_type": "TYPE_FP16",
             "logits_datatype": "TYPE_FP32",
         }
+
+
+def planned(options: StackOptions) -> tuple[StackOptions, str]:
+    """The options with the settings of the plan for the GPU that is there, and the line that says so; as they are, and
+    "", where they set `max_streams` or no GPU will be used. GpuError if the GPU is too small or its driver too old.
+
+    A machine without a GPU may render for one that has one.
+    """
+    if options.device == "cpu" or "max_streams" in options.settings:
+        return options, ""
+    seen = gpus.used(options.device) if gpus.visible() else []
+    of_token2wav = [seen[number] for number in options.token2wav_gpus if number < len(seen)]
+    gib = parse_setting("gpu_memory_gib", options.settings.get("gpu_memory_gib", ""), float | None)
+    made = gpus.plan(options.stack, of_token2wav, gib) if of_token2wav else None
+    if made is None:
+        return options, ""
+    settings = {"max_streams": str(made.streams[options.stack].listeners), "prompt_device": made.prompt_device}
+    line = gpus.describe(made, options.stack, of_token2wav)
+    return dataclasses.replace(options, settings=settings | dict(options.settings)), line
 
 
 def render(options: StackOptions, destination: Path) -> None:

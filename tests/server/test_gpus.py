@@ -1,0 +1,130 @@
+"""Which plan follows from the GPU that is there, and what is said where none can serve. A program of the name of
+nvidia-smi stands in for the driver."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cosyvoice_triton.cli import doctor
+from cosyvoice_triton.server import gpus
+from cosyvoice_triton.server.rendering import StackOptions, planned
+
+CARDS = {
+    "Tesla T4": ("15360", "14900", "580.95.05", "7.5"),
+    "NVIDIA L4": ("23034", "22600", "580.95.05", "8.9"),
+    "NVIDIA GeForce RTX 5090": ("32607", "31800", "580.95.05", "12.0"),
+    "NVIDIA A100-SXM4-40GB": ("40960", "40300", "580.95.05", "8.0"),
+    "NVIDIA L40S": ("46068", "45500", "580.95.05", "8.9"),
+    "NVIDIA H100 80GB HBM3": ("81559", "81000", "580.95.05", "9.0"),
+    "NVIDIA H200": ("143771", "143100", "580.95.05", "9.0"),
+    "GeForce GTX 1080": ("8192", "7900", "580.95.05", "6.1"),
+    "NVIDIA T400": ("4096", "3900", "580.95.05", "7.5"),
+    "NVIDIA GB10": ("[N/A]", "[N/A]", "580.95.05", "12.1"),
+}
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine with these GPUs: names of CARDS, or pairs of such a name and values that differ."""
+
+    def make(*names: str, free: int | None = None, driver: str | None = None, cuda: str | None = "13.0") -> None:
+        lines = []
+        for index, name in enumerate(names):
+            total, unused, version, capability = CARDS[name]
+            lines.append(f"{index}, GPU-{index}f, {name}, {total}, {free or unused}, {driver or version}, {capability}")
+        program = tmp_path / "nvidia-smi"
+        program.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(lines) + "\nEND\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        monkeypatch.setattr(gpus, "cuda_of_torch", lambda: cuda)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return make
+
+
+def settings(stack: str = "dit", device: str = "gpu", **given: str) -> dict[str, str]:
+    options, _ = planned(StackOptions(models_dir=Path("models"), stack=stack, device=device, settings=given))
+    return dict(options.settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "dit", "cosyvoice3", "prompts"),
+    [
+        ("Tesla T4", 24, 8, "cpu"),
+        ("NVIDIA L4", 56, 16, "cpu"),
+        ("NVIDIA GeForce RTX 5090", 56, 16, "cpu"),
+        ("NVIDIA A100-SXM4-40GB", 120, 40, "auto"),
+        ("NVIDIA L40S", 144, 48, "auto"),
+        ("NVIDIA H100 80GB HBM3", 240, 96, "auto"),
+        ("NVIDIA H200", 240, 128, "auto"),
+    ],
+)
+def test_without_settings_the_streams_follow_from_the_card(
+    machine: Machine, name: str, dit: int, cosyvoice3: int, prompts: str
+) -> None:
+    machine(name)
+    for device in ("gpu", "auto"):
+        assert settings(device=device) == {"max_streams": str(dit), "prompt_device": prompts}
+        assert settings("cosyvoice3", device) == {"max_streams": str(cosyvoice3), "prompt_device": prompts}
+    assert settings(device="cpu") == {}, "the CPU renders"
+
+
+def test_what_is_set_is_kept_and_memory_that_others_take_makes_the_plan_smaller(machine: Machine) -> None:
+    machine("NVIDIA H100 80GB HBM3")
+    assert settings(max_streams="7") == {"max_streams": "7"}
+    assert settings(gpu_memory_gib="22", n_timesteps="5")["max_streams"] == "56"
+    assert settings(prompt_device="cpu") == {"max_streams": "240", "prompt_device": "cpu"}
+    machine("NVIDIA H100 80GB HBM3", free=40_000)
+    assert settings()["max_streams"] == "120"
+    machine("NVIDIA H100 80GB HBM3", "NVIDIA L4")
+    assert settings()["max_streams"] == "240", "token2wav has the first GPU"
+    assert settings(token2wav_gpus="0,1")["max_streams"] == "56", "the smaller one's on each"
+
+
+def test_cuda_visible_devices_chooses_the_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine("NVIDIA H200", "NVIDIA L4")
+    for chosen in ("1", "GPU-1f"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert [gpu.name for gpu in gpus.visible()] == ["NVIDIA L4"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus.visible() == [] and settings() == {}, "a machine without a GPU renders for one that has one"
+
+
+@pytest.mark.parametrize(
+    ("names", "changes", "said"),
+    [
+        (["NVIDIA L4"], {"driver": "550.54.15"}, "driver 550.54.15 of NVIDIA L4 is too old for CUDA 13.0: install 580"),
+        (["GeForce GTX 1080"], {}, "compute capability 6.1, and 7.5 is needed"),
+        (["NVIDIA T400"], {}, "too small for the dit stack, which needs 7.2 GiB free: use a larger GPU"),
+        (["NVIDIA L4"], {"free": 5000}, "end other programs on it (nvidia-smi lists them), use a larger"),
+        (["NVIDIA L4"], {"cuda": ""}, "torch is a build for CPUs; run: pip install 'cosyvoice-triton[gpu]'"),
+        (["NVIDIA GB10"], {}, "no GPU is visible: install NVIDIA's driver"),
+        ([], {}, "no GPU is visible: install NVIDIA's driver"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_a_machine_that_cannot_serve_is_told_in_one_line_what_to_do(
+    machine: Machine, capsys: pytest.CaptureFixture[str], names: list[str], changes: dict[str, str], said: str
+) -> None:
+    machine(*names, **changes)
+    assert doctor.main(["--device", "gpu"]) == 1
+    (problem,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
+    assert said in problem
+
+
+def test_the_doctor_says_what_the_machine_would_serve(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine("NVIDIA L4")
+    assert doctor.main([]) == 0
+    told = capsys.readouterr().out
+    assert "GPU 0: NVIDIA L4 (22.5 GiB, 22.1 free), driver 580.95.05" in told
+    assert "plan for 24 GB: up to 56 listeners in 20.8 GiB, new voices are read on the CPU; on NVIDIA L4" in told
+    assert doctor.main(["--set", "max_streams=2"]) == 0 and "max_streams=2, as given" in capsys.readouterr().out
+    assert doctor.main(["--set", "max_streams"]) == 1 and "is not KEY=VALUE" in capsys.readouterr().out
+    machine("NVIDIA L4", driver="550.1")
+    assert doctor.main([]) == 0 and "no GPU is used" in capsys.readouterr().out, "auto: the CPU serves"
+
+
+def test_a_driver_for_cuda_12_serves_a_torch_for_cuda_12(machine: Machine) -> None:
+    machine("NVIDIA L4", driver="550.54.15", cuda="12.8")
+    assert settings()["max_streams"] == "56"
