@@ -2,11 +2,9 @@
 
 import asyncio
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
@@ -40,9 +38,7 @@ class Worker:
         self._on_done = on_done
         self._clock = clock
         self._rendering: Future[RenderedBatch] | None = None
-        self._work: SimpleQueue[tuple[Callable[[], object], Future] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"token2wav-worker-{number}", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, f"token2wav-worker-{number}")
 
     @property
     def idle(self) -> bool:
@@ -51,14 +47,12 @@ class Worker:
 
     def call(self, function: Callable[[], object]) -> None:
         """Run a function in the thread and wait for it. Raises what it raises."""
-        called: Future = Future()
-        self._work.put((function, called))
-        called.result()
+        self._thread.submit(function).result()
 
     def render(self, batch: Sequence[Session], work: Work) -> None:
         """Begin a batch. An exception of `work` is the result of all its requests."""
-        self._rendering = Future()
-        self._work.put((lambda: self._rendered(batch, work), self._rendering))
+        self._rendering = self._thread.submit(self._rendered, batch, work)
+        self._rendering.add_done_callback(lambda _: self._on_done())
 
     def take(self) -> RenderedBatch | None:
         """Return the batch that is done; None if there is none."""
@@ -70,8 +64,7 @@ class Worker:
 
     def close(self) -> None:
         """End the thread after what it renders, which may then be taken."""
-        self._work.put(None)
-        self._thread.join()
+        self._thread.shutdown()
 
     def _rendered(self, batch: Sequence[Session], work: Work) -> RenderedBatch:
         begun = self._clock()
@@ -81,19 +74,6 @@ class Worker:
         except (Exception, asyncio.CancelledError) as error:  # one that no batch would survive
             results = [error] * len(batch)
         return RenderedBatch(batch, results, self._clock() - begun)
-
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            _call(*item)
-            del item  # so that an idle thread keeps no batch alive
-            self._on_done()
-
-
-def _call(function: Callable[[], object], done: Future) -> None:
-    try:
-        done.set_result(function())
-    except BaseException as error:
-        done.set_exception(error)
 
 
 class Workers:
