@@ -21,7 +21,7 @@ The stages; each uses what earlier stages left in the working folder:
 
 Each stage is a process with a log in the working folder, started as soon as its inputs exist; the last four networks
 are trained at the same time on one GPU. Training stops after --minutes in all. When the command is run again, finished
-stages are skipped and an interrupted one resumes; --stages runs the named stages in any case.
+stages are skipped; --stages runs the named stages in any case.
 
 Text comes from Debian packages (see corpus.py) under /, or under --texts. flite is Debian's libflite1,
 installed or unpacked (`dpkg -x`) under --flite. For a machine without a network, copy both there as files, the texts as
@@ -159,7 +159,7 @@ class Processes:
             self.running[stage] = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
     def wait(self, *stages: str) -> None:
-        """Wait until these stages have ended. RuntimeError if one failed; the same command again resumes it."""
+        """Wait until these stages have ended. RuntimeError if one failed."""
         waiting = [stage for stage in stages if stage in self.running]
         failed = [stage for stage in waiting if self.running[stage].wait()]
         for stage in waiting:
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.error("demo_voice.training: %s", error)
         return 1
     except KeyboardInterrupt:
-        log.error("demo_voice.training: interrupted; run the same command again to resume")
+        log.error("demo_voice.training: interrupted; run the same command again for the stages that are left")
         return 130
     return 0
 

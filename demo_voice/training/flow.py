@@ -73,7 +73,7 @@ def fit(flow: DiTFlow | UNetFlow, view: View, path: Path, speech: SpeechDataset,
     initialize(flow, speech)
     flow.to(device).requires_grad_(True)  # also the embedding, which is created frozen
     optimizer = adamw(flow.parameters(), PEAK_RATE)
-    run = TrainingRun(path, seconds, {"network": flow}, [optimizer])
+    run = TrainingRun(path, seconds, flow, [optimizer])
 
     def train_step(tokens: int, streaming: bool) -> dict[str, Tensor]:
         matching, encoder = losses(flow, view, random_crops(speech, tokens), streaming)

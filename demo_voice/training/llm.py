@@ -84,7 +84,7 @@ def fit(
     """Train for `seconds`. first_speech_id: id of <|s_0|>; batches, held_out: as from `Sequences`."""
     network.to(device).train()
     optimizer = adamw(network.parameters(), PEAK_RATE, weight_decay=WEIGHT_DECAY)
-    run = TrainingRun(path, seconds, {"network": network}, [optimizer])
+    run = TrainingRun(path, seconds, network, [optimizer])
     given: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # input buffers of captured steps
 
     def train_step(shape: torch.Size) -> dict[str, Tensor]:

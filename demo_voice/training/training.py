@@ -1,4 +1,4 @@
-"""Code shared by all stages: a training run with a time limit, weight averaging and resumption.
+"""Code shared by all stages: a training run with a time limit and weight averaging.
 
 The networks are small, and a GPU would wait for Python most of the time: steps are captured as CUDA graphs.
 """
@@ -7,7 +7,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
-SAVE_SECONDS = 60.0
 REPORT_STEPS = 50  # reading a loss synchronises with the device
 EMA_DECAY = 0.999
 WARM_UP = 0.03  # share of the time
@@ -124,92 +123,45 @@ class CapturedStep:
 
 
 class TrainingRun:
-    """Iterates over steps until `seconds` of training have passed, earlier interrupted runs included.
+    """Iterates over steps until `seconds` have passed, and yields the share of them, 0..1.
 
-    Iterating yields the share of the time, 0..1. networks: everything that is trained, by name; the result is the
-    running average of the weights of the network named `averaged`. The file at `path` holds it under "average", with
-    everything needed to resume.
+    The running average of the weights of `network` is the result, written to `path` at the end.
     """
 
     def __init__(
-        self,
-        path: Path,
-        seconds: float,
-        networks: Mapping[str, nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        averaged: str = "network",
-    ):
+        self, path: Path, seconds: float, network: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
         self._path = path
         self._seconds = seconds
-        self._networks = networks
         self._optimizers = optimizers
         self._peaks = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in optimizers]
-        self._source = {name: parameter.detach() for name, parameter in networks[averaged].named_parameters()}
+        self._source = {name: parameter.detach() for name, parameter in network.named_parameters()}
         self._average = {name: parameter.clone() for name, parameter in self._source.items()}
-        self._spent = 0.0
         self._steps = 0
         self._losses: dict[str, Tensor] = {}
-        if path.exists():
-            self._resume()
-
-    @property
-    def share(self) -> float:
-        """Share of the time that has passed, 0..1."""
-        return min(1.0, self._spent / self._seconds)
 
     def __iter__(self) -> Iterator[float]:
-        saved = begun = time.monotonic()
-        before = self._spent
-        bar = tqdm(total=round(self._seconds), initial=round(before), desc=self._path.stem, unit="s", mininterval=5)
-        with bar:
-            while self._spent < self._seconds:
-                self._set_rates()
-                yield self.share
+        begun, spent = time.monotonic(), 0.0
+        with tqdm(total=round(self._seconds), desc=self._path.stem, unit="s", mininterval=5) as bar:
+            while spent < self._seconds:
+                share = spent / self._seconds
+                self._set_rates(share)
+                yield share
                 self._follow()
-                now = time.monotonic()
-                self._spent = before + now - begun
-                bar.update(min(int(self._spent), bar.total) - bar.n)
+                spent = time.monotonic() - begun
+                bar.update(min(int(spent), bar.total) - bar.n)
                 if self._steps % REPORT_STEPS == 0:
                     bar.set_postfix_str(self._report())
-                if now - saved > SAVE_SECONDS:
-                    self.save()
-                    saved = now
-            bar.set_postfix_str(self._report())
-        self.save()
+        torch.save(self._average, self._path)
         tqdm.write(f"{self._path.stem}: {self._report()}")
 
     def losses(self, **losses: Tensor) -> None:
         """Set this step's losses, for the progress bar."""
         self._losses = losses
 
-    def save(self) -> None:
-        """Write the file at `path`, replacing it at once."""
-        scratch = self._path.with_suffix(".partial")
-        torch.save(
-            {
-                "average": self._average,
-                "networks": {name: network.state_dict() for name, network in self._networks.items()},
-                "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-                "spent": self._spent,
-                "steps": self._steps,
-            },
-            scratch,
-        )
-        scratch.replace(self._path)
-
-    def _resume(self) -> None:
-        device = next(iter(self._average.values())).device
-        state = torch.load(self._path, map_location=device, weights_only=True)
-        self._average = state["average"]
-        for name, network in self._networks.items():
-            network.load_state_dict(state["networks"][name])
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self._spent, self._steps = state["spent"], state["steps"]
-
-    def _set_rates(self) -> None:
-        rise = min(1.0, self.share / WARM_UP + 1e-3)
-        fall = 0.5 * (1 + math.cos(math.pi * max(0.0, self.share - WARM_UP) / (1 - WARM_UP)))
+    def _set_rates(self, share: float) -> None:
+        rise = min(1.0, share / WARM_UP + 1e-3)
+        fall = 0.5 * (1 + math.cos(math.pi * max(0.0, share - WARM_UP) / (1 - WARM_UP)))
         for optimizer, peaks in zip(self._optimizers, self._peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"].fill_(peak * rise * (LAST_RATE + (1 - LAST_RATE) * fall))
@@ -226,4 +178,4 @@ class TrainingRun:
 
 def trained(path: Path) -> dict[str, Tensor]:
     """The averaged weights in the file of a `TrainingRun`, float32 on the CPU."""
-    return torch.load(path, map_location="cpu", weights_only=True)["average"]
+    return torch.load(path, map_location="cpu", weights_only=True)

@@ -82,8 +82,8 @@ def build() -> HiFTGenerator:
 def train(work: Path, seconds: float, device: str | torch.device) -> None:
     speech = SpeechDataset.load(work, prepare(device, seed=3))
     training = VocoderTraining(speech)
-    networks = {"network": training.hift, "judges": training.discriminators}
-    run = TrainingRun(work / FILE, seconds, networks, [training.of_body, training.of_discriminators, training.of_pitch])
+    optimizers = [training.of_body, training.of_discriminators, training.of_pitch]
+    run = TrainingRun(work / FILE, seconds, training.hift, optimizers)
     step = CapturedStep(training.step, speech.device)
     for share in run:
         run.losses(**step(share > PREDICTED_PITCH_FROM, share > ADVERSARIAL_FROM))

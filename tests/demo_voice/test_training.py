@@ -51,19 +51,14 @@ def test_noise_and_silence_have_no_pitch() -> None:
 
 
 @pytest.mark.parametrize("stage", [flow_dit, flow_unet])
-def test_a_flow_is_trained_resumes_and_can_be_served(work: Path, stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flow_is_trained_and_can_be_served(work: Path, stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow, "BATCH_TOKENS", 60)
     stage.train(work, 0.5, "cpu")
-    before = torch.load(work / stage.FILE, weights_only=True)
-    stage.train(work, before["spent"] + 0.5, "cpu")  # resumes, for the remaining half second
-    state = torch.load(work / stage.FILE, weights_only=True)
-    assert state["steps"] > before["steps"] > 0 and state["spent"] > before["spent"]
     stage.export(work, work / "flow.pt")
     load = load_dit_flow if stage is flow_dit else load_unet_flow
     served = load(work / "flow.pt").state_dict()
     for name, tensor in trained(work / stage.FILE).items():
         torch.testing.assert_close(served[name], tensor, atol=1e-6, rtol=1e-3)
-    assert len(state["optimizers"][0]["state"]) == len(served)  # all weights are trained
 
 
 def test_the_vocoder_is_trained_and_can_be_served(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
