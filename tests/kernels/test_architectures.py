@@ -4,12 +4,12 @@ from importlib import import_module
 
 import pytest
 import torch
-from cosyvoice_triton.bench import kernels
-from cosyvoice_triton.bench.kernels import SHARED_KIB, Launch, compiled, instructions, launches, pretended
 from cosyvoice_triton.kernels.launch import compiled_ahead
 from cosyvoice_triton.kernels.tiles import MULTIPLY_ADD, TENSOR_CORES, ProductTile, Tiles, tiles
 from triton.compiler import CompilationError, CompiledKernel
 from triton.runtime.jit import JITFunction
+
+from tests.support.kernel_launches import SHARED_KIB, Launch, compiled, instructions, launches, pretended
 
 FLOW = {
     "add_norm_mish", "append", "attend_blocks", "attend_paged", "attend_relative", "convolve", "convolve_frames",
@@ -120,13 +120,3 @@ def test_a_kernel_that_does_not_compile_is_an_error_after_the_block(monkeypatch:
 def test_products_that_no_tensor_core_computes_have_small_tiles(dtype, capability, expected) -> None:
     with pretended(capability):
         assert tiles(dtype) is expected
-
-
-def test_the_table_names_architectures_that_a_kernel_does_not_fit(monkeypatch, capsys) -> None:
-    prepare = next(launch for launch in launches(torch.float32, 86) if launch.name == "prepare")
-    monkeypatch.setattr(kernels, "launches", lambda dtype, capability: [prepare])
-    assert kernels.main(["--architectures", "86", "--dtypes", "float32"]) == 0
-    assert f"| float32 | prepare {prepare.size} | " in capsys.readouterr().out
-    monkeypatch.setitem(SHARED_KIB, 86, 0)
-    assert kernels.main(["--architectures", "86", "--dtypes", "float32"]) == 1
-    assert "need more shared memory than these have: [86]" in capsys.readouterr().err

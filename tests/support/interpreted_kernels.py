@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from cosyvoice_triton import kernels
-from cosyvoice_triton.bench.kernels import pretended
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS
 from cosyvoice_triton.kernels import tiles
 from cosyvoice_triton.kernels.tiles import MULTIPLY_ADD, ProductTile, Tiles, TmaDecoderTiles
@@ -72,6 +71,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.parity import flow_dit
 from tests.parity.fixture import Fixture
+from tests.support.kernel_launches import pretended
 from tests.support.streams import DIT, GOLDEN
 
 linear_kernels: Any = import_module("cosyvoice_triton.kernels.linear")  # the package has a function of that name

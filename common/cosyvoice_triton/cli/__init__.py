@@ -70,7 +70,6 @@ COMMANDS: dict[str, dict[str, Command]] = {
                 "token2wav": Command("cosyvoice_triton.bench.token2wav", "token2wav alone: first chunks, listeners"),
                 "stack": Command("cosyvoice_triton.bench.stack", "a stack served with several memory plans"),
                 "llm": Command("cosyvoice_triton.bench.llm", "the LLM's engine alone"),
-                "kernels": Command("cosyvoice_triton.bench.kernels", "what the GPU kernels need, without a GPU"),
             },
         ),
     },

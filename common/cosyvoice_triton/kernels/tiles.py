@@ -191,7 +191,7 @@ TENSOR_CORES = Tiles(
     vocoder=(ProductTile(128, 128, 64, 8, 3), ProductTile(64, 64, 128, 4, 3), ProductTile(64, 32, 128, 4, 4)),
     tma=(ProductTile(128, 128, 64, 8, 3), ProductTile(64, 128, 64, 4, 4), ProductTile(64, 64, 64, 4, 4)),
 )
-# The largest of those tried that spill no registers or hardly any (bench/kernels.py); not yet tuned on a GPU.
+# The largest of those tried that spill no registers or hardly any; not yet tuned on a GPU.
 MULTIPLY_ADD = Tiles(
     few=ProductTile(16, 32, 16, 4, 1),
     few_wide=ProductTile(16, 64, 16, 4, 1),

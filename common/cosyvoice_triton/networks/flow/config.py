@@ -1,8 +1,8 @@
 """Sizes of the flow networks. Defaults are the official sizes; `from_shapes` reads them from a checkpoint's tensors."""
 
 import re
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar
 
 from cosyvoice_triton.checkpoint import Shapes
 from cosyvoice_triton.constants import (
@@ -15,6 +15,8 @@ from cosyvoice_triton.constants import (
     TOKEN_MEL_RATIO,
 )
 
+FlowConfigT = TypeVar("FlowConfigT", bound="FlowConfig")
+PARTS = ("encoder", "estimator")  # of a flow, each with sizes of its own
 UNET_HEAD_DIM = 64  # cannot be read from a checkpoint: to_q is (heads * head_dim, channels)
 
 
@@ -139,6 +141,16 @@ class FlowConfig:
     mel_bins: int = MEL_BINS
     guidance: float = GUIDANCE
 
+    @classmethod
+    def from_shapes(cls: type[FlowConfigT], shapes: Shapes) -> FlowConfigT:
+        parts: dict[str, Any] = {part.name: part.default_factory for part in fields(cls) if part.name in PARTS}
+        return cls(
+            vocab=_size(shapes, "input_embedding.weight"),
+            speaker_dim=_size(shapes, "spk_embed_affine_layer.weight", 1),
+            mel_bins=_size(shapes, "spk_embed_affine_layer.weight"),
+            **{name: part.from_shapes(shapes) for name, part in parts.items()},
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConformerFlowConfig(FlowConfig):
@@ -153,32 +165,12 @@ class UNetFlowConfig(ConformerFlowConfig):
 
     estimator: UNetConfig = field(default_factory=UNetConfig)
 
-    @classmethod
-    def from_shapes(cls, shapes: Shapes) -> "UNetFlowConfig":
-        return cls(
-            vocab=_size(shapes, "input_embedding.weight"),
-            speaker_dim=_size(shapes, "spk_embed_affine_layer.weight", 1),
-            mel_bins=_size(shapes, "encoder_proj.weight"),
-            encoder=EncoderConfig.from_shapes(shapes),
-            estimator=UNetConfig.from_shapes(shapes),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class DiTFlowConfig(ConformerFlowConfig):
     """The flow of Step-Audio2's `token2wav/flow.pt`."""
 
     estimator: DiTConfig = field(default_factory=DiTConfig)
-
-    @classmethod
-    def from_shapes(cls, shapes: Shapes) -> "DiTFlowConfig":
-        return cls(
-            vocab=_size(shapes, "input_embedding.weight"),
-            speaker_dim=_size(shapes, "spk_embed_affine_layer.weight", 1),
-            mel_bins=_size(shapes, "encoder_proj.weight"),
-            encoder=EncoderConfig.from_shapes(shapes),
-            estimator=DiTConfig.from_shapes(shapes),
-        )
 
 
 @dataclass(frozen=True)
@@ -244,13 +236,3 @@ class CosyVoice3FlowConfig(FlowConfig):
 
     encoder: LookaheadConfig = field(default_factory=LookaheadConfig)
     estimator: RotaryDiTConfig = field(default_factory=RotaryDiTConfig)
-
-    @classmethod
-    def from_shapes(cls, shapes: Shapes) -> "CosyVoice3FlowConfig":
-        return cls(
-            vocab=_size(shapes, "input_embedding.weight"),
-            speaker_dim=_size(shapes, "spk_embed_affine_layer.weight", 1),
-            mel_bins=_size(shapes, "spk_embed_affine_layer.weight"),
-            encoder=LookaheadConfig.from_shapes(shapes),
-            estimator=RotaryDiTConfig.from_shapes(shapes),
-        )

@@ -1,15 +1,11 @@
-"""Compile every GPU kernel that serving launches, for each architecture, and print what it needs. Needs no GPU.
-
-    python -m cosyvoice_triton.bench.kernels --dtypes float16 bfloat16 float32
+"""Every launch of a GPU kernel that serving makes, and what its code needs on each architecture. Needs no GPU.
 
 The networks run at official sizes over tensors without memory ("meta"), once for each size of the CUDA graphs, so that
 the launches have the constants and types of serving. Triton's own assembler makes the machine code.
 """
 
-import argparse
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,12 +16,6 @@ from unittest.mock import patch
 
 import torch
 import triton
-from torch import Tensor
-from tqdm import tqdm
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
-
 from cosyvoice_triton import kernels
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, OVERLAP_FRAMES, SPEECH_VOCAB, STREAM_CACHE_FRAMES
 from cosyvoice_triton.demo_checkpoint.llm import OFFICIAL as LLM_SIZES
@@ -59,6 +49,10 @@ from cosyvoice_triton.token2wav.gpu.limits import (
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 from cosyvoice_triton.token2wav.vocoder.hift_fused import FusedBody
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 # Shared memory that one block can use, by compute capability: CUDA C++ Programming Guide, "Compute Capabilities".
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -251,48 +245,3 @@ def _every_size(function: Any, inputs: Any, sizes: Any, name: str, worker: int) 
     """In place of `Graphs`: calls the function instead of capturing it."""
     for size in sizes:
         function(*inputs(*size))
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    jobs = [
-        (name, arch, launch)
-        for name in args.dtypes
-        for arch in args.architectures
-        for launch in launches(getattr(torch, name), arch)
-    ]
-    rows: dict[tuple[str, str, str], dict[int, list[Needs]]] = {}
-    for name, arch, launch in tqdm(jobs, unit="kernel"):
-        row = rows.setdefault((name, launch.name, launch.size), {})
-        row.setdefault(arch, []).append(compiled(launch, arch))
-    print("| type | kernel, tile | " + " | ".join(f"sm_{arch}" for arch in args.architectures) + " |")
-    print("|---|---|" + "---|" * len(args.architectures))
-    print(
-        "| | *shared memory of a block* | " + " | ".join(f"*{SHARED_KIB[arch]}*" for arch in args.architectures) + " |"
-    )
-    for (name, kernel, size), row in rows.items():
-        print(f"| {name} | {kernel} {size} | " + " | ".join(_cell(row.get(arch)) for arch in args.architectures) + " |")
-    over = [arch for row in rows.values() for arch, of in row.items() if any(not n.fits(arch) for n in of)]
-    if over:
-        print(f"error: kernels need more shared memory than these have: {sorted(set(over))}", file=sys.stderr)
-    return bool(over)
-
-
-def _cell(variants: list[Needs] | None) -> str:
-    """The largest of a tile's variants: KiB of shared memory, registers, bytes of stack."""
-    if not variants:
-        return ""
-    shared, registers, stack = (max(getattr(of, name) for of in variants) for name in ("shared", "registers", "stack"))
-    return f"{round(shared / 1024, 1):g} · {registers} · {stack}"
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--architectures", type=int, nargs="+", choices=SHARED_KIB, default=list(SHARED_KIB))
-    names = ("float16", "bfloat16", "float32")
-    parser.add_argument("--dtypes", nargs="+", choices=names, default=["float16"], help="of the networks")
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
