@@ -246,25 +246,35 @@ def test_no_process_outlives_a_killed_parent(victims, repository):
         time.sleep(0.1)
 
 
-def test_a_numpy_with_which_models_would_end_at_the_first_request_is_refused(repository, monkeypatch):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.5.2" if name == "numpy" else "")
-    with (
-        pytest.raises(ServerError, match=r"needs numpy 1.26; this Python has 2.5.2; run: .* -m pip install 'numpy<2'"),
-        TritonServer(repository, ports=FREE),
-    ):
-        raise AssertionError
-
-
-@pytest.mark.server
-def test_without_the_wheel_the_images_tritonserver_runs(repository, tmp_path, monkeypatch):
-    wheel = installation.Installation.find()
-    root = tmp_path / "opt"
-    shutil.copytree(wheel.backend_directory(tmp_path), root / "backends")
+def as_in_the_image(root: Path, wheel: installation.Installation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wheel's files where NVIDIA's image has them, and no wheel."""
+    root.mkdir()
+    shutil.copytree(wheel.backend_directory(root / "unpacked"), root / "backends")
     (root / "bin").mkdir()
     (root / "bin" / "tritonserver").symlink_to(wheel.binary)
     (root / "caches").symlink_to(wheel.caches)
     monkeypatch.setattr(installation, "IMAGE_ROOT", root)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+
+def test_a_numpy_with_which_models_misread_strings_is_refused_wherever_the_server_is(tmp_path, monkeypatch):
+    """By what its stub was built for: the wheel's, the same files elsewhere, and one that knows numpy 2."""
+    wheel = installation.Installation.find()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.5.2" if name == "numpy" else "")
+    refusal = r"needs numpy 1.26; this Python has 2.5.2; run: .* -m pip install 'numpy<2'"
+    with pytest.raises(ServerError, match=refusal):
+        installation.Installation.find()
+    as_in_the_image(tmp_path / "opt", wheel, monkeypatch)
+    with pytest.raises(ServerError, match=refusal):
+        installation.Installation.find()
+    (tmp_path / "opt/backends/python" / installation.STUB).write_bytes(b"imports numpy._core.multiarray")
+    assert installation.Installation.find().backends == tmp_path / "opt/backends"
+
+
+@pytest.mark.server
+def test_without_the_wheel_the_images_tritonserver_runs(repository, tmp_path, monkeypatch):
+    wheel = installation.Installation.find()
+    as_in_the_image(tmp_path / "opt", wheel, monkeypatch)
     monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(map(str, wheel.libraries)))
     with TritonServer(repository, ports=FREE) as server:
         assert urllib.request.urlopen(f"http://{server.http_url}/v2/models/idle/ready").status == 200

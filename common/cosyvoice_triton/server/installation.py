@@ -18,6 +18,8 @@ from pathlib import Path
 
 MIN_GLIBC = (2, 35)  # the wheel's platform tag: manylinux_2_35
 IMAGE_ROOT = Path("/opt/tritonserver")  # where NVIDIA's images have it
+STUB = "triton_python_backend_stub"
+NUMPY_2 = b"numpy._core"  # what a stub that can also be used with numpy 2 imports
 
 
 class ServerError(RuntimeError):
@@ -45,18 +47,19 @@ class Installation:
         if spec is not None and spec.submodule_search_locations:
             return cls._of_wheel(Path(spec.submodule_search_locations[0]))
         if (binary := IMAGE_ROOT / "bin" / "tritonserver").exists():
+            _require_numpy(IMAGE_ROOT / "backends" / "python" / STUB)
             return cls(binary=binary, backends=IMAGE_ROOT / "backends", caches=IMAGE_ROOT / "caches")
         raise ServerError("tritonserver is not installed; run: make setup")
 
     @classmethod
     def _of_wheel(cls, package: Path) -> "Installation":
         _require_glibc()
-        _require_numpy()
         root = package / "tritonserver"
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        stub = root / "python_backend_stubs" / version / "triton_python_backend_stub"
+        stub = root / "python_backend_stubs" / version / STUB
         if not stub.exists():
             raise ServerError(f"tritonserver has no stub for Python {version}; run: make clean setup PYTHON=python3.11")
+        _require_numpy(stub)
         return cls(
             binary=root / "bin" / "tritonserver",
             backends=root / "backends",
@@ -96,9 +99,11 @@ def _require_glibc() -> None:
         )
 
 
-def _require_numpy() -> None:
-    """With a later one the wheel's python backend mistakes strings, and a model's process ends at the first request."""
-    if int((found := importlib.metadata.version("numpy")).split(".")[0]) > 1:
+def _require_numpy(stub: Path) -> None:
+    """ServerError if the models' processes would misread strings: a stub that was built before numpy 2 (with pybind11
+    before 2.12) reads garbage lengths with it, and ends at the first request or, worse, later under load."""
+    found = importlib.metadata.version("numpy")
+    if int(found.split(".")[0]) > 1 and stub.exists() and NUMPY_2 not in stub.read_bytes():
         raise ServerError(
             f"tritonserver's python backend needs numpy 1.26; this Python has {found}; "
             f"run: {sys.executable} -m pip install 'numpy<2'"
