@@ -189,6 +189,7 @@ class Server:
         # Here, because a client does not need them.
         from cosyvoice_triton.prepare import steps
         from cosyvoice_triton.prepare.missing import require_files
+        from cosyvoice_triton.server import mps
         from cosyvoice_triton.server.rendering import StackOptions, planned, render
         from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 
@@ -201,6 +202,7 @@ class Server:
             options, _ = planned(StackOptions(models_dir=models, **self._options))
             require_files(options)
             render(options, work / "repository")
+            stack.enter_context(mps.shared_gpu(work / "repository"))
             self._triton = stack.enter_context(TritonServer(work / "repository", ports=Ports(0, 0, 0)))
             self._stack = stack.pop_all()
         return self

@@ -7,8 +7,7 @@
 
 A plan is gpu_memory_gib:max_streams. One listener is one task that sends its next request when the last one is
 answered; more of them wait until their audio has been played, as people do. By default there is one, then as many as
-the plan has streams. The peak is that of the GPUs' memory, of all processes, as nvidia-smi shows it every 0.3 s. Where
-the LLM shares the GPU, start CUDA's MPS before (docs/sizing.md#gpu-memory).
+the plan has streams. The peak is that of the GPUs' memory, of all processes, as nvidia-smi shows it every 0.3 s.
 
 Prints a line for each load and writes OUTPUT.json, a list of them with every figure of `cosyvoice-triton bench load`,
 and OUTPUT_STREAMS_LISTENERS.md, .json and .png.
@@ -30,6 +29,7 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.cli.arguments import positive_int
 from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.load.sweep import Sweep, with_suffix
+from cosyvoice_triton.server import mps
 from cosyvoice_triton.server.installation import ServerError
 from cosyvoice_triton.server.rendering import Device, StackOptions, parse_settings, render
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
@@ -114,7 +114,7 @@ def measure(plan: GpuPlan, args: argparse.Namespace) -> Iterator[dict[str, Any]]
     with tempfile.TemporaryDirectory() as folder, PeakMemory() as memory:
         repository = Path(folder) / "repository"
         render(options, repository)
-        with TritonServer(repository, ports=Ports(0, 0, 0)) as server:
+        with mps.shared_gpu(repository), TritonServer(repository, ports=Ports(0, 0, 0)) as server:
             for listeners in args.listeners or sorted({1, plan.streams}):
                 output = args.output.with_name(f"{args.output.name}_{plan.streams}_{listeners}")
                 row = benchmark(server, options, listeners, args.requests, args.load, output)

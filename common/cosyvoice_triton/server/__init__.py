@@ -2,6 +2,8 @@
 
 rendering.py      templates of config.pbtxt -> a model repository
 installation.py   finds the tritonserver to run
+gpus.py           the GPUs that are there, and what one of them serves
+mps.py            CUDA's MPS for the models of one server
 tritonserver.py   a tritonserver as a context manager
 logs.py           the server's log file, rotated
 watch.py          notices models that die, hang or fail

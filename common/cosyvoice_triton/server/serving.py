@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import FrameType
 from urllib.parse import urlsplit
 
+from cosyvoice_triton.server import mps
 from cosyvoice_triton.server.supervisor import HealthPage, drain
 from cosyvoice_triton.server.tritonserver import ServerError, TritonServer, require_free
 
@@ -81,7 +82,8 @@ def serve(
     if health_port:
         require_free(health_port, server.host)
     service = contextlib.nullcontext(threading.Event()) if companion is None else companion.start(server)
-    with HealthPage(server, server.host, health_port) as health, server, service as companion_ended:
+    page = HealthPage(server, server.host, health_port)
+    with page as health, mps.shared_gpu(server.repository), server, service as companion_ended:
         try:
             while companion is not None and not companion.listens() and not companion_ended.wait(LISTEN_POLL_SECONDS):
                 pass
