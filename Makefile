@@ -77,9 +77,9 @@ $(VENV)/.dev: $(VENV)/.server
 	@$(PIP) install --no-deps --group qwen-vocabulary --group resemblyzer
 	@touch $@
 
-demo: $(VENV)/.server ## start a stack with the trained demo voice, let it say TEXT, write out/demo.wav
+demo: $(VENV)/.server ## render a stack (MODELS, SET), start it, let it say TEXT, write out/demo.wav
 	@$(IN_VENV) scripts/check_machine.py --disk $(RUN_GB)
-	@$(COMMAND) demo --stack $(STACK) $(if $(TEXT),--text "$$TEXT") --output "$(OUTPUT)" $(PORTS)
+	@$(COMMAND) demo --models "$(MODELS)" --stack $(STACK) $(foreach setting,$(SET),--set $(setting)) $(if $(TEXT),--text "$$TEXT") --output "$(OUTPUT)" $(PORTS)
 
 serve: free-ports $(VENV)/.server ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics), 8003 (health), 10086 (speech) until Ctrl-C
 	@$(IN_VENV) scripts/check_machine.py --disk $(RUN_GB)

@@ -1,10 +1,12 @@
-"""Run the whole system once: demo checkpoint, rendered repository, tritonserver, one streaming request, one wav file.
+"""Try a stack: checkpoint, rendered repository, tritonserver, one streaming request, one wav file.
 
     cosyvoice-triton demo
     cosyvoice-triton demo --stack unet --text "Hello." --speaker slt --output hello.wav
+    cosyvoice-triton demo --models models/official --stack cosyvoice3 --set first_hop_tokens=10
 
-Writes models/demo, build/STACK and out/demo.wav in the current directory. The checkpoint is a small trained voice, see
-demo_voice/README.md; everything else also serves the official weights.
+Writes build/STACK and out/demo.wav in the current directory, and models/demo, a small trained voice (see
+demo_voice/README.md), unless --models names other checkpoints. Without a --speaker those speak in the voice of a
+recording that comes with the package.
 """
 
 import argparse
@@ -15,15 +17,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from cosyvoice_triton import stacks
+from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.cli.arguments import program
 from cosyvoice_triton.cli.say import PLAYERS
 from cosyvoice_triton.client.grpc_client import synthesize
-from cosyvoice_triton.client.requests import SpeechResult, Utterance
+from cosyvoice_triton.client.requests import SpeechResult, Utterance, of_recording
+from cosyvoice_triton.load.samples import read_manifest
 from cosyvoice_triton.prepare import steps
-from cosyvoice_triton.server.rendering import StackOptions, render
+from cosyvoice_triton.prepare.missing import require_files
+from cosyvoice_triton.server.rendering import StackOptions, parse_settings, render
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 
 TEXT = "Good morning. You are listening to Cosy Voice, which runs on your own computer."
@@ -35,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        speech = run(args.stack, args.text, args.speaker, Ports(args.http_port, args.grpc_port, args.metrics_port))
+        speech = run(args)
         speech.save(args.output)
     except (ValueError, RuntimeError, OSError) as error:  # ClientError and ServerError are RuntimeErrors
         print(f"error: {error}", file=sys.stderr)
@@ -44,13 +49,19 @@ def main(argv: list[str] | None = None) -> int:
         print("error: interrupted; everything was shut down", file=sys.stderr)
         return 130
     print(speech.summary())
-    stack = "" if args.stack == stacks.DEFAULT.name else f" --stack {args.stack}"
+    chosen = "" if args.stack == stacks.DEFAULT.name else f" --stack {args.stack}"
+    models = "" if args.models == steps.DEMO else f" --models {args.models}"
     print(f"written to         {args.output}")
     if player := next((each for each, *_ in PLAYERS if shutil.which(each)), None):
         print(f"play it            {player} {args.output}")
-    print(f"keep it serving    {program()} serve{stack} --speech-port 10086")
-    print(f"then               http://localhost:10086/ in a browser, or: {program()} say 'Hello.'")
-    print("A small synthetic voice for demos; README.md describes how to serve the official weights.")
+    print(f"keep it serving    {program()} serve{models}{chosen} --speech-port 10086")
+    if args.models == steps.DEMO:
+        print(f"then               http://localhost:10086/ in a browser, or: {program()} say 'Hello.'")
+        print("A small synthetic voice for demos; README.md describes how to serve the official weights.")
+    else:
+        add = f"{program()} voice add {args.models} anna{chosen} --reference-audio anna.wav"
+        print(f"add a voice        {add} --reference-text 'What she says.'")
+        print("then               http://localhost:10086/ in a browser")
     return 0
 
 
@@ -59,8 +70,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
+    parser.add_argument("--models", type=Path, default=steps.DEMO, help="the checkpoints (default: %(default)s)")
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="see `render`")
     parser.add_argument("--text", default=TEXT)
-    parser.add_argument("--speaker", default=steps.DEMO_SETTINGS["default_speaker"], help="rms (default) or slt")
+    parser.add_argument("--speaker", help="a registered voice (default: rms of the demo's voices)")
     parser.add_argument("--output", type=Path, default=Path("out/demo.wav"))
     parser.add_argument("--http-port", type=int, default=Ports.http)
     parser.add_argument("--grpc-port", type=int, default=Ports.grpc)
@@ -68,19 +81,29 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(stack: str, text: str, speaker: str, ports: Ports) -> SpeechResult:
+def run(args: argparse.Namespace) -> SpeechResult:
     """Make what is not there yet, serve it, ask once, shut down. Raises ValueError, RuntimeError or OSError."""
-    with step(1, f"demo checkpoint, a small trained voice: {steps.DEMO}"):
-        steps.demo(steps.DEMO, stack)
+    stack, text, demo = args.stack, args.text, args.models == steps.DEMO
+    settings = parse_settings(args.settings)
+    if demo:
+        settings = {**steps.DEMO_SETTINGS, **settings}
+    options = StackOptions(models_dir=args.models, stack=stack, device="cpu" if demo else "auto", settings=settings)
+    with step(1, f"demo checkpoint, a small trained voice: {args.models}" if demo else f"checkpoints: {args.models}"):
+        if demo:
+            steps.demo(args.models, stack)
+        require_files(options)
     repository = Path("build", stack)
-    options = StackOptions(models_dir=steps.DEMO, stack=stack, device="cpu", settings=steps.DEMO_SETTINGS)
     with step(2, f"model repository of the {stack} stack: {repository}"):
         render(options, repository)
+    ports = Ports(args.http_port, args.grpc_port, args.metrics_port)
     with ExitStack() as running:
         with step(3, "tritonserver: starting and loading the models"):
             server = running.enter_context(TritonServer(repository.resolve(), ports=ports))
-        utterance = Utterance(text, speaker=speaker, parameters={"seed": SEED})
-        with step(4, f"one streaming request in the voice {speaker}: {text}"):
+        utterance = Utterance(text, speaker=args.speaker, parameters={"seed": SEED})
+        if not (demo or args.speaker):
+            (sample,) = read_manifest(samples.MANIFEST, limit=1)
+            utterance = replace(utterance, reference_text=sample.prompt_text, **of_recording(sample.prompt_audio))
+        with step(4, f"one streaming request: {text}"):
             return asyncio.run(synthesize(server.grpc_url, options.orchestrator, utterance))
 
 

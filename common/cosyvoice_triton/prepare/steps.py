@@ -124,11 +124,8 @@ def build(models: Path, args: argparse.Namespace) -> None:
     from cosyvoice_triton.prepare.genai import convert
 
     destination = models / llm.genai
-    report(
-        destination,
-        convert(models / llm.directory, destination, args.precision, lambda line: print(line, flush=True)),
-        f"the LLM for a CPU, {args.precision} if made now",
-    )
+    made = convert(models / llm.directory, destination, args.precision, lambda line: print(line, flush=True))
+    report(destination, made, f"the LLM for a CPU{f', {args.precision}' if made else ''}")
 
 
 def plans(models: Path, args: argparse.Namespace) -> None:
