@@ -22,6 +22,7 @@ from tests.support.speech_fixtures import RECORDING, StubbedService
 
 TO_ADD = "add it to OPERATIONS of common/cosyvoice_triton/speech_service/openapi.py"
 SOURCES = Path(speech_service.__file__).parent
+EVERYWHERE = {"x-request-id", "x-accel-buffering"}
 NAME_READ = re.compile(r'fields\.(?:get|pop)\(\s*"(\w+)"|read_fields\(request, "(\w+)"\)')
 
 
@@ -126,7 +127,10 @@ def test_whatever_a_route_answers_is_documented(client: httpx.Client, document: 
 
 def test_answers_have_the_documented_fields_and_no_others(client: httpx.Client, document: dict[str, Any]) -> None:
     def check(name: str, answer: httpx.Response) -> None:
-        content = operation_of(document, name)["responses"][str(answer.status_code)]["content"]
+        known = operation_of(document, name)["responses"][str(answer.status_code)]
+        own = {header for header in answer.headers if header.startswith("x-")} - EVERYWHERE
+        assert own <= {header.lower() for header in known["headers"]}, f"{name} has these headers: {TO_ADD}"
+        content = known["content"]
         schema = content[answer.headers["content-type"].partition(";")[0]]["schema"]
         jsonschema.validate(answer.json(), {**schema, "components": document["components"]})
 

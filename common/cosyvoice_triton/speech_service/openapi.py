@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute
 from cosyvoice_triton.speech_service.audio.encoding import FORMATS
 from cosyvoice_triton.speech_service.bodies import BatchRequest, SpeechRequest
 from cosyvoice_triton.speech_service.routes import realtime, runtime_http, socket, triton_http
+from cosyvoice_triton.speech_service.routes.responses import USAGE_HEADERS
 from cosyvoice_triton.speech_service.security.guard import is_open
 
 JSON, FORM, MULTIPART = "application/json", "application/x-www-form-urlencoded", "multipart/form-data"
@@ -106,6 +107,14 @@ _SPEECH_FIELDS = named(SpeechRequest.__name__)
 _UPLOAD: Schema = {"allOf": [_SPEECH_FIELDS], "properties": {"ref_audio": FILE}}
 _SPEECH_BODY: Content = {JSON: _SPEECH_FIELDS, MULTIPART: _UPLOAD, FORM: _SPEECH_FIELDS}
 _AUDIO: Content = {kind.media_type: FILE for kind in FORMATS.values()}
+_HEADERS = {
+    "X-Sample-Rate": described(INTEGER, "of the audio, in Hz"),
+    "X-Speech-Warning": described(TEXT, "percent-encoded; warnings that are known before the first byte"),
+    **{
+        name.title(): described(NUMBER, f"`{usage}` of the usage, of whole answers")
+        for name, usage in USAGE_HEADERS.items()
+    },
+}
 _EVENTS = described(
     TEXT,
     "events `speech.audio.delta` with `audio` in base64, `speech.audio.timestamps` with `segments`, then "
@@ -115,14 +124,18 @@ _EVENTS = described(
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """What the document says of a route beside its docstring. statuses: of its errors, without those of ALWAYS.
-    query: its parameters, with what they mean. docs: text in the place of the docstring."""
+    """What the document says of a route beside its docstring.
+
+    statuses: of its errors, without those of ALWAYS. headers: of its answer, beside X-Request-Id. query: its
+    parameters, with what they mean. docs: text in the place of the docstring.
+    """
 
     tag: str
     body: Content = field(default_factory=dict)
     answer: Content = field(default_factory=dict)
     success: int = 200
     statuses: tuple[int, ...] = ()
+    headers: Mapping[str, Schema] = field(default_factory=dict)
     query: Mapping[str, str] = field(default_factory=dict)
     docs: str = ""
 
@@ -137,7 +150,12 @@ def _runtime(path: str) -> Operation:
     form = {kind: record(fields) for kind in ([MULTIPART] if "prompt_wav" in fields else [MULTIPART, FORM])}
     docs = "CosyVoice's plain runtime: 16-bit samples at 24 kHz. Its own clients send the form with GET."
     return Operation(
-        tag="Plain runtime", docs=docs, body=form, answer={FORMATS["pcm"].media_type: FILE}, statuses=SPEAKING
+        tag="Plain runtime",
+        docs=docs,
+        body=form,
+        answer={FORMATS["pcm"].media_type: FILE},
+        headers=_HEADERS,
+        statuses=SPEAKING,
     )
 
 
@@ -145,6 +163,7 @@ _SPEAK = Operation(
     tag="Speech",
     body=_SPEECH_BODY,
     answer={**_AUDIO, "text/event-stream": _EVENTS, JSON: named("Speech")},
+    headers=_HEADERS,
     statuses=SPEAKING,
 )
 _INSTEAD = Operation(tag="Kokoro-FastAPI", success=404, docs="Not served; the error says what to use in its place.")
@@ -239,6 +258,7 @@ OPERATIONS: dict[str, Operation] = {
                 _WARNINGS,
             )
         },
+        headers=_HEADERS,
         statuses=SPEAKING,
     ),
     "POST /v1/audio/voices/combine": _INSTEAD,
@@ -315,6 +335,7 @@ def _described(method: str, path: str, docs: str, operation: Operation) -> dict[
         "responses": {
             str(operation.success): {
                 "description": STATUSES.get(operation.success, "success"),
+                "headers": {name: {"schema": schema} for name, schema in operation.headers.items()},
                 "content": _content(operation.answer or ({JSON: named("Error")} if operation.success == 404 else {})),
             },
             **{

@@ -15,6 +15,15 @@ function prose(kind, text) {
   return element;
 }
 
+/** A list of names with facts and a description each. */
+function described(entries) {
+  const list = document.createElement("dl");
+  for (const [name, facts, text] of entries) {
+    list.append(made("dt", "", made("code", name), made("span", facts)), prose("dd", text));
+  }
+  return list;
+}
+
 class Schemas {
   constructor(known) { this.known = known; }
 
@@ -37,15 +46,12 @@ class Schemas {
   /** A list of an object's fields. */
   fields(given) {
     const schema = this.resolved(given);
-    const list = document.createElement("dl");
-    for (const [name, field] of Object.entries(schema.properties ?? {})) {
+    return described(Object.entries(schema.properties ?? {}).map(([name, field]) => {
       const facts = [this.typeOf(field)];
       if (schema.required?.includes(name)) facts.push("required");
       if (["string", "number", "boolean"].includes(typeof field.default) && field.default !== "") facts.push(`default ${JSON.stringify(field.default)}`);
-      list.append(made("dt", "", made("code", name), made("span", ` ${facts.join(", ")}`)));
-      list.append(prose("dd", field.description ?? ""));
-    }
-    return list;
+      return [name, ` ${facts.join(", ")}`, field.description ?? ""];
+    }));
   }
 
   /** What a body or an answer may consist of; media types with the same schema together. */
@@ -72,20 +78,17 @@ function shown(path, method, operation, schemas) {
   entry.append(made("summary", "", made("strong", name), " ", made("code", path), " ", prose("span", operation.summary)));
   if (operation.description) entry.append(made("pre", operation.description));
   if (operation.parameters.length) {
-    const list = document.createElement("dl");
-    operation.parameters.forEach((each) => {
-      list.append(made("dt", "", made("code", each.name), made("span", ` in the ${each.in}`)), prose("dd", each.description));
-    });
-    entry.append(made("h3", "Parameters"), list);
+    const given = operation.parameters.map((each) => [each.name, ` in the ${each.in}`, each.description]);
+    entry.append(made("h3", "Parameters"), described(given));
   }
   if (operation.requestBody) entry.append(made("h3", "Body"), ...schemas.content(operation.requestBody.content));
   const answers = Object.entries(operation.responses);
   const [[code, success]] = answers.filter(([status]) => status < 400).concat(answers);
   entry.append(made("h3", `Answer ${code}`), ...schemas.content(success.content));
+  const headers = Object.entries(success.headers ?? {});
+  if (headers.length) entry.append(made("h3", "Headers"), described(headers.map(([name, { schema }]) => [name, "", schema.description])));
   const errors = answers.filter(([status]) => status !== code);
-  const list = document.createElement("dl");
-  errors.forEach(([status, { description }]) => list.append(made("dt", status), prose("dd", description)));
-  entry.append(made("h3", "Errors"), list);
+  entry.append(made("h3", "Errors"), described(errors.map(([status, { description }]) => [status, "", description])));
   if (!operation.security.length) entry.append(made("p", "No API key is needed."));
   return entry;
 }
