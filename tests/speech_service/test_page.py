@@ -222,6 +222,17 @@ def test_the_last_answers_are_heard_and_used_again(page: Any) -> None:
     assert re.fullmatch(r"speech-\d+\.mp3", download.value.suggested_filename)
 
 
+def test_many_voices_can_be_searched(page: Any) -> None:
+    assert not page.get_by_label("Find a voice").is_visible()
+    listed = [{"id": f"voice {number}"} for number in range(20)]
+    page.route("**/v1/audio/voices", lambda route: route.fulfill(json={"voices": listed}))
+    page.reload()
+    page.get_by_label("Find a voice").fill("E 17")
+    voices = page.get_by_role("radiogroup", name="Voice").get_by_role("radio")
+    voices.nth(1).wait_for(state="detached")
+    assert voices.first.input_value() == "voice 17"
+
+
 def test_examples_and_marks_are_put_into_the_text_and_can_be_undone(page: Any) -> None:
     text = page.get_by_label("Text", exact=True)
     before = text.input_value()
@@ -380,7 +391,7 @@ def test_errors_say_in_a_visitors_words_what_to_do(page: Any) -> None:
     page.route("**/v1/audio/speech", lambda route: route.fulfill(**answers[0]))
     for status, words in {
         401: "asks for a key. Enter yours under “API key”",
-        429: "Too many others are listening right now. Try again in 3 seconds.",
+        429: "The server has no place for another listener right now. Try again in 3 seconds.",
         503: "The model is not ready: it is starting, or being replaced. Try again in 3 seconds. (no Triton",
     }.items():
         error = {"message": "no Triton answers", "param": None, "code": None}

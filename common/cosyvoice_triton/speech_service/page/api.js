@@ -9,14 +9,14 @@ const LABELS = {
 const KNOWN = {
   nothing_to_speak: "There is nothing to speak in this text, only signs. Write at least one word.",
   string_above_max_length: "This is too long. Shorten it, or speak it in parts.",
-  too_many_streams: "Too many others are listening right now.",
-  overloaded: "Too many others are listening right now.",
+  too_many_streams: "The server has no place for another listener right now.",
+  overloaded: "The server has no place for another listener right now.",
 };
 const OF_STATUS = {
   401: "This service asks for a key. Enter yours under “API key” and try again.",
   403: "This service may not be used from this address. Whoever runs it can allow it.",
   413: "This is too large. Choose a shorter recording or text.",
-  429: "Too many others are listening right now.",
+  429: "The server has no place for another listener right now.",
   502: "The model failed. Try again.",
   503: "The model is not ready: it is starting, or being replaced.",
   504: "The answer took too long. Try a shorter text.",
