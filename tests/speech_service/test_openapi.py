@@ -105,7 +105,7 @@ def example(name: str) -> str:
     return name.split()[1].replace("{name}", "nobody")
 
 
-WRONG = [
+WRONG: list[dict[str, Any]] = [
     {},
     {"json": {}},
     {"json": {"input": "lost", "voice": "x"}},
