@@ -75,6 +75,8 @@ def test_the_document_has_every_field_that_a_route_reads(document: dict[str, Any
     speech = set(SpeechRequest.model_fields)
     for name in ("POST /v1/audio/speech", "POST /audio/speech", "POST /v1/audio/speech/text"):
         assert body_fields(document, name) == speech
+    fields = document["components"]["schemas"]["SpeechRequest"]["properties"]
+    assert [name for name, field in fields.items() if not field.get("description")] == []
     assert body_fields(document, "POST /v1/audio/speech/batch") == set(BatchRequest.model_fields)
     for path, names in runtime_http.ROUTES.items():
         assert body_fields(document, f"GET {path}") == body_fields(document, f"POST {path}") == set(names)

@@ -109,7 +109,7 @@ class SpeechRequest(BaseModel):
     stream: bool = Field(True, description="false: the answer is sent when it is complete, with its length")
     return_download_link: Literal[False] = Field(False, description="Kokoro's; nothing is stored to be downloaded")
     volume_multiplier: Finite = Field(1.0, description="above 0, at most 10; what is then too loud is clipped")
-    normalization_options: NormalizationOptions = NormalizationOptions()
+    normalization_options: NormalizationOptions = Field(NormalizationOptions(), description="Kokoro's")
     ref_audio: str = Field("", description="the voice: an audio file in base64, or an upload of a multipart request")
     ref_text: Text = Field("", description="transcript of ref_audio; without it, cross-lingual cloning is used")
     trim_reference: bool = Field(True, description="false: use a recording's silence and its end as they are")
@@ -119,10 +119,10 @@ class SpeechRequest(BaseModel):
     sample_rate: Int64 | None = Field(None, description="of the answer, in Hz")
     seed: Int64 | None = Field(None, description="the same seed gives the same speech tokens")
     sampling: Name | None = Field(None, description="preset of the next six fields: cosyvoice2 or triton")
-    temperature: Finite | None = None
-    top_p: Finite | None = None
-    top_k: Int64 | None = None
-    repetition_penalty: Finite | None = None
+    temperature: Finite | None = Field(None, description="of the LLM; lower is steadier")
+    top_p: Finite | None = Field(None, description="share of the probability that tokens are drawn from")
+    top_k: Int64 | None = Field(None, description="number of the likeliest tokens that one is drawn from")
+    repetition_penalty: Finite | None = Field(None, description="above 1: tokens that were drawn become rarer")
     ras_window: Int64 | None = Field(None, description="tokens that repetition-aware sampling looks back; 0 is off")
     ras_tau: Finite | None = Field(None, description="share of these from which a token is replaced")
     max_tokens: Int64 | None = Field(None, description="speech tokens per request to the LLM, 25 per second")
