@@ -274,6 +274,20 @@ def options_of_the_speech_service() -> Findings:
             yield f"docs/http.md names the option --{name}, which the service does not have"
 
 
+def transcripts() -> Findings:
+    """The transcript that an example gives with a recording of the package is the whole one: with a part of it the
+    voice would gabble."""
+    lines = (PACKAGE / "samples" / "manifest.jsonl").read_text(encoding="utf-8").splitlines()
+    said = {row["prompt_audio"]: row["prompt_text"] for row in map(json.loads, lines)}
+    for path, text in of_this_version():
+        for block in re.findall(r"^```.*?^```$", text.replace("\\\n", " "), re.MULTILINE | re.DOTALL):
+            for command in re.split(r"\n(?=\S)", block):
+                given = re.search(r"(?:--reference-text |ref_text=|reference_text=)([\"'])(.*?)\1", command)
+                for recording in said:
+                    if recording in command and given and given[2] != said[recording]:
+                        yield f"{name_of(path)}: {given[2]!r} is not all that {recording} says"
+
+
 def messages() -> Findings:
     """Messages that the troubleshooting page quotes are in the code, apart from what they name."""
     said = " ".join("\n".join(text for path, text in sources().items() if "tests" not in path.parts).split())
@@ -316,6 +330,7 @@ CHECKS: tuple[Callable[[], Findings], ...] = (
     metrics,
     requests,
     options_of_the_speech_service,
+    transcripts,
     messages,
     versions_of_clients,
     picture,
