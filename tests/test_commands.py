@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from cosyvoice_triton import samples
+from cosyvoice_triton.cli import demo
+from cosyvoice_triton.cli.arguments import program
 
 HEAVY = {"torch", "scipy", "transformers"}
 
@@ -48,3 +50,24 @@ def test_commands_without_networks_of_their_own_do_not_import_the_libraries_for_
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not HEAVY & set(done.stdout.split())
+
+
+def test_the_command_is_named_as_the_callers_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = tmp_path / "venv" / "bin" / "cosyvoice-triton"
+    command.parent.mkdir(parents=True)
+    command.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(command.with_name("python")))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert program() == "venv/bin/cosyvoice-triton"
+    monkeypatch.setenv("PATH", str(command.parent))
+    assert program() == "cosyvoice-triton"
+
+
+def test_a_trial_of_other_checkpoints_says_what_is_missing_and_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert demo.main(["--models", "mine", "--stack", "cosyvoice3", "--set", "max_streams=2"]) == 1
+    assert "prepare download mine --stack cosyvoice3" in capsys.readouterr().err
+    assert not (tmp_path / "models").exists() and not (tmp_path / "build").exists()

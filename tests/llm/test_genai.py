@@ -1,6 +1,7 @@
 """The CPU engine with a real converted model: batching, cancellation, seeds, and the conversion itself."""
 
 import dataclasses
+import re
 import shutil
 
 import numpy as np
@@ -77,7 +78,12 @@ def test_the_bias_of_the_output_head_is_kept(precision, llm_dir, tmp_path):  # n
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     bias = torch.randn(len(weights["lm_head.weight"]), generator=torch.Generator().manual_seed(0))
     save_file(weights | {"lm_head.bias": bias}, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    convert(tmp_path / "hf", tmp_path / "with", precision)
+    parts: list[str] = []
+    convert(tmp_path / "hf", tmp_path / "with", precision, parts.append)
+    found = re.findall(r"reading layer \d+|reading lm head|saving|quantising", " ".join(parts))
+    assert found[0] == "reading layer 0" and "reading lm head" in found and "saving" in found
+    assert len(parts) == len(found) == len(set(found))
+    assert ("quantising" in found) == (precision != "fp32")
     ids = np.array([3, 300, 40])
     with_, without = (GenAIModel(tmp_path / name, rows=1, threads=1) for name in ("with", "without"))
     difference = with_.prefill(0, ids) - without.prefill(0, ids)
