@@ -42,6 +42,7 @@ class Pages(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked, self.released = threading.Event(), threading.Event()
+        self.paths: set[str] = set()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -53,6 +54,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(self.server.status, {})
             return
         self.server.asked.set()
+        self.server.paths.add(self.path)
         if self.path.startswith("/slow"):
             self.server.released.wait(60)
         if self.headers.get("Upgrade") == "websocket":
@@ -248,6 +250,7 @@ def test_only_routes_of_websockets_are_upgraded(open_gateway: Gateway, route: st
 
 def test_the_speech_service_gets_the_callers_address_and_no_endless_header(open_gateway: Gateway) -> None:
     _, asked = ask(open_gateway.speech, "/v1/voices", x_forwarded_for="1.2.3.4", x_envoy_retry_on="5xx")
+    assert "traceparent" not in asked["headers"]  # with which the speech service would sample nothing
     claimed, seen = asked["headers"]["x-forwarded-for"].split(",")
     assert claimed == "1.2.3.4" != seen and "x-envoy-retry-on" not in asked["headers"]
     assert ask(open_gateway.speech, "/", x_long="a" * 40_000)[0] == 431
@@ -371,13 +374,16 @@ def test_rate_limits_once_switched_on_are_of_each_key(servers: Servers, tmp_path
         assert speak(started) > 0
 
 
-def test_the_keys_of_the_documents_are_asked_for(servers: Servers, tmp_path: Path) -> None:
-    document = (ROOT / "docs/security.md").read_text()
-    (keys,) = (block for block in re.findall(r"```\n(.*?)```", document, re.DOTALL) if "api_key_auth" in block)
+def block(document: str, word: str, indent: int) -> str:
+    """The part of a configuration with this word that a document shows."""
+    (found,) = (one for one in re.findall(r"```\n(.*?)```", (ROOT / document).read_text(), re.DOTALL) if word in one)
+    return textwrap.indent(found, " " * indent)
 
+
+def test_the_keys_of_the_documents_are_asked_for(servers: Servers, tmp_path: Path) -> None:
     def add(text: str) -> str:
         first, last = text.split("                  - &router\n")
-        return first + textwrap.indent(keys, " " * 18) + "                  - &router\n" + last
+        return first + block("docs/security.md", "api_key_auth", 18) + "                  - &router\n" + last
 
     with (
         gateway(tmp_path, servers.ports, edit=add) as started,
@@ -389,3 +395,22 @@ def test_the_keys_of_the_documents_are_asked_for(servers: Servers, tmp_path: Pat
             stub.ModelReady(request)
         assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
         assert stub.ModelReady(request, metadata=[("authorization", "Bearer a-long-random-key")]).ready
+
+
+def test_the_traces_of_the_documents_reach_a_collector(servers: Servers, tmp_path: Path) -> None:
+    page = servers.pages[0]
+
+    def add(text: str) -> str:
+        text = text.replace("  clusters:\n", "  clusters:\n" + block("docs/deploy.md", "name: traces", 4))
+        place = "                stat_prefix: speech\n"
+        text = text.replace(place, place + block("docs/deploy.md", "http_uri", 16))
+        return text.replace(
+            "address: COLLECTOR, port_value: 4318", f"address: 127.0.0.1, port_value: {page.server_port}"
+        )
+
+    with gateway(tmp_path, [], [page.server_port], edit=add) as started:
+        wait_for(lambda: started.servers("speech") == 1)
+        parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        sent = ask(started.speech, "/v1/voices", traceparent=parent)[1]["headers"]["traceparent"].split("-")
+        assert sent[1] == parent.split("-")[1] and sent[3] == "01"
+        wait_for(lambda: "/v1/traces" in page.paths)
