@@ -7,6 +7,7 @@ import signal
 import socket
 import textwrap
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -324,6 +325,7 @@ def test_a_stopped_gateway_ends_when_its_last_stream_has_and_accepts_nothing_new
                 return connection.connect_ex(("127.0.0.1", started.speech)) != 0
 
         wait_for(closed)
+        time.sleep(1)  # in which it would end if it did not wait
         assert started.process.poll() is None
         page.released.set()
         assert waiting.result()[0] == 200 and speaking.result() > 0
