@@ -72,16 +72,23 @@ def test_the_sdk_lists_models_and_raises_the_right_errors(speech_stack: SpeechSt
         speech_stack.client.audio.speech.create(**REQUEST, extra_body={"temperature": -1.5})
 
 
-def test_a_later_part_without_a_voice_is_refused_before_any_audio(speech_stack: SpeechStack) -> None:
-    """The models here have no default voice."""
+def test_a_part_without_a_voice_is_spoken_by_the_only_one_or_refused_before_any_audio(
+    speech_stack: SpeechStack,
+) -> None:
     body = {"input": '<speak><voice name="anna">One.</voice> Two, three.</speak>', "response_format": "pcm"}
-    url = f"{speech_stack.url}/v1/audio/speech"
-    refused = httpx.post(url, json=body, timeout=60)
-    assert refused.status_code == 400, refused.text
-    error = refused.json()["error"]
-    assert error["message"].startswith("part 2 of input, '<speak> Two, three.</speak>', has no voice: no voice: ")
-    assert error["param"] == "input"
-    assert httpx.post(url, json={**body, "voice": "anna"}, timeout=60).status_code == 200
+    url, voices = f"{speech_stack.url}/v1/audio/speech", f"{speech_stack.url}/v1/audio/voices"
+    assert httpx.post(url, json=body, timeout=60).status_code == 200
+    files = {"audio_sample": (RECORDING.name, RECORDING.read_bytes())}
+    assert httpx.post(voices, data={"name": "berta"}, files=files).status_code == 201
+    try:
+        refused = httpx.post(url, json=body, timeout=60)
+        assert refused.status_code == 400, refused.text
+        error = refused.json()["error"]
+        assert error["message"].startswith("part 2 of input, '<speak> Two, three.</speak>', has no voice: no voice: ")
+        assert error["message"].endswith("anna, berta") and error["param"] == "input"
+        assert httpx.post(url, json={**body, "voice": "anna"}, timeout=60).status_code == 200
+    finally:
+        httpx.delete(f"{voices}/berta")
 
 
 def test_segments_have_exact_times_and_words_inside_them(speech_stack: SpeechStack) -> None:
