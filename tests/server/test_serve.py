@@ -10,7 +10,6 @@ import async_timeout
 import pytest
 import tritonclient.grpc.aio as triton
 from cosyvoice_triton.monitoring.metrics import ENDED, LIVE, sum_of
-from cosyvoice_triton.server.serving import cache_option
 
 from tests.support.gateway import wait_for
 from tests.support.serve_process import ServeProcess, StreamResult, get, rendered, serve_process, synthesize
@@ -111,11 +110,3 @@ def test_streams_that_exceed_the_drain_limit_end_with_an_error(repository: Path,
     stacks = (tmp_path / "log").read_text()  # of what keeps them
     assert "(most recent call first)" in stacks and "common/cosyvoice_triton/triton_io/requests.py" in stacks
     assert "common/cosyvoice_triton/token2wav/serving/service.py" in stacks
-
-
-def test_the_response_cache_is_in_memory_or_in_redis() -> None:
-    assert cache_option("", 64) == "local,size=67108864"
-    assert cache_option("cache", 64) == "redis,host=cache,port=6379"
-    assert cache_option("cache:7000", 64) == "redis,host=cache,port=7000"
-    with pytest.raises(ValueError, match="':1' is not HOST"):
-        cache_option(":1", 64)

@@ -22,6 +22,7 @@ from cosyvoice_triton.cli.stack_options import add_stack_options, given_options
 from cosyvoice_triton.constants import HEALTH_PORT
 from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.server import gpus, serving
+from cosyvoice_triton.server.response_cache import cache_option
 from cosyvoice_triton.server.tritonserver import CACHE_MIB, LOOPBACK, Ports, ServerError, TritonServer
 from cosyvoice_triton.speech_service.sidecar import speech_sidecar
 
@@ -102,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             host=args.host,
             http_host=args.http_host,
             grpc_host=args.grpc_host,
-            cache=serving.cache_option(args.redis, args.cache_mib),
+            cache=cache_option(args.redis, args.cache_mib),
             log_file=args.log_file,
         )
         serving.serve(

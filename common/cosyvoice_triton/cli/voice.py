@@ -25,6 +25,7 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.cli.arguments import words
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.server.rendering import StackOptions
+from cosyvoice_triton.server.response_cache import empty_redis
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.bundle import export_voice, read_bundle
 from cosyvoice_triton.voice.files import delete_voice, is_voice_name, register_voice
@@ -46,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         )
     for action in (add, delete, export):
         action.add_argument("name", help="name of the voice in requests: letters of any script, digits, spaces, -_.")
+    delete.add_argument("--redis", metavar="HOST:PORT", help="also empty this response cache of the servers")
     export.add_argument("--output", type=Path, help="default: NAME.zip")
     imported.add_argument("file", type=Path)
     imported.add_argument("--name", help="instead of its own")
@@ -74,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         book = VoiceBook(options.voices_dir, options.checkpoint_dir, str)
         if args.action == "delete":
             delete_voice(options.voices_dir, args.name)
+            if args.redis:
+                empty_redis(args.redis)
         elif args.action == "export":
             output = args.output or Path(f"{args.name}.zip")
             output.write_bytes(export_voice(options.voices_dir, book, args.name))

@@ -13,7 +13,6 @@ from cosyvoice_triton.server import mps
 from cosyvoice_triton.server.supervisor import HealthPage, drain
 from cosyvoice_triton.server.tritonserver import ServerError, TritonServer, require_free
 
-REDIS_PORT = 6379
 LISTEN_POLL_SECONDS = 0.1
 
 
@@ -53,16 +52,6 @@ def raise_on_sigterm() -> None:
         raise Terminated
 
     signal.signal(signal.SIGTERM, terminate)
-
-
-def cache_option(redis: str, mib: int) -> str:
-    """The value of Triton's --cache-config. redis: HOST or HOST:PORT, "" for a cache of `mib` MiB in memory."""
-    if not redis:
-        return f"local,size={mib << 20}"
-    host, _, port = redis.partition(":")
-    if not host or not (port or str(REDIS_PORT)).isdigit():
-        raise ValueError(f"--redis {redis!r} is not HOST or HOST:PORT")
-    return f"redis,host={host},port={port or REDIS_PORT}"
 
 
 def serve(
