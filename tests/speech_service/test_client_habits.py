@@ -248,6 +248,10 @@ def test_a_recording_in_a_container_has_the_same_limits() -> None:
         decode(encoded("mp4", "aac")[:200], MIB)
     with pytest.raises(ValueError, match="codec is"):
         decode(encoded("matroska", "ac3"), MIB)
+    with pytest.raises(ValueError, match="codec is unknown"):
+        decode(encoded("matroska", "ac3").replace(b"A_AC3", b"A_ZZZ"), MIB)
+    with pytest.raises(ValueError, match="ref_audio is not base64"):
+        decode_base64("é", MIB)
 
 
 @pytest.mark.parametrize(

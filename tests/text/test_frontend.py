@@ -274,6 +274,8 @@ def test_a_number_without_letters_is_read_in_the_language_of_the_text(frontend: 
         ("[laughter] <strong>so</strong> a < b", "[laughter] <strong>so</strong> a is less than b."),
         ("Two * three, 2 * 3, C# and #fun", "Two three, two times three, C sharp and fun."),
         ("brand™ name", "brand trademark name."),
+        ("Notes [[[[[[[[ and ♪♪♪♪ ★★★★★ here", "Notes and here."),  # rows of one sign are drawn
+        ("= = x ======== Total ————— 5", "equals equals x Total — five."),
     ],
 )
 def test_markup_is_not_spoken(text: str, spoken: str, frontend: TextFrontend) -> None:

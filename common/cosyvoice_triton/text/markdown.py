@@ -17,6 +17,10 @@ _LEFT = re.compile(
 _FOOTNOTE = re.compile(r"\[\^[\w-]{1,32}\]|(?<=[^\s\[\]])(?:\[\d{1,3}\])+")
 _TASK = re.compile(r"^(\s*[-*+] )\[[ xX]\] ", re.MULTILINE)
 _BLANKS = re.compile(r"[^\S\n]{2,}")
+# Rows of one sign are drawn, as lines and borders are: read, they are seconds of invention or of "equals equals". Of
+# marks one is left, which is a pause.
+_ROW = regex.compile(r"([\p{P}\p{S}])\1{3,}")
+_PAUSES = frozenset(".,;:!?…-–—。，、；：！？")
 
 _SYMBOLS_OF_TEXT = "©®™‼⁉〰〽㊗㊙"  # are emoji in Unicode's tables only
 _EMOJI = regex.compile(
@@ -40,10 +44,12 @@ def without_emoji(text: str) -> str:
 
 
 def spoken(text: str) -> str:
-    """Return `text` without markup: the words of links, code and tables stay, and the numbers of lists."""
+    """Return `text` without markup and rows of signs: the words of links, code and tables stay, and the numbers of
+    lists."""
     text = _FOOTNOTE.sub("", without_emoji(text))
     if _MARKED_UP.search(text):
         text = _LEFT.sub("", "".join(_rendered(_TASK.sub(r"\1", text))).replace(", \n", "\n"))
+    text = _ROW.sub(lambda row: row[1] if row[1] in _PAUSES else " ", text)
     return _BLANKS.sub(" ", text).strip()
 
 

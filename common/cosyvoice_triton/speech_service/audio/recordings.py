@@ -1,7 +1,6 @@
 """Uploaded recordings, decoded and validated before they are sent to a model or registered as a voice."""
 
 import base64
-import binascii
 import io
 import itertools
 
@@ -61,10 +60,12 @@ def _load_with_ffmpeg(data: bytes, container: str) -> np.ndarray:
             if not file.streams.audio:
                 raise ValueError("the recording has no sound")
             stream = file.streams.audio[0]
-            if stream.codec_context.name not in _CODECS or not 0 < stream.codec_context.channels <= MAX_CHANNELS:
+            codec = stream.codec_context  # None for one that this FFmpeg does not know
+            name, channels = (codec.name, codec.channels) if codec is not None else ("unknown", 0)
+            if name not in _CODECS or not 0 < channels <= MAX_CHANNELS:
                 raise ValueError(
-                    f"the recording's codec is {stream.codec_context.name} with {stream.codec_context.channels} "
-                    f"channels: send one of {', '.join(_CODECS)} with up to {MAX_CHANNELS}"
+                    f"the recording's codec is {name} with {channels} channels: send one of {', '.join(_CODECS)} with "
+                    f"up to {MAX_CHANNELS}"
                 )
             for frame in itertools.chain(file.decode(stream), [None]):
                 for part in resampler.resample(frame):
@@ -90,7 +91,7 @@ def decode_base64(text: str, max_bytes: int) -> Recording:
         raise ValueError(f"ref_audio is longer than {max_bytes} bytes in base64")
     try:
         data = base64.b64decode(text, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise ValueError(f"ref_audio is not base64: {error}") from None
     return decode(data, max_bytes)
 
