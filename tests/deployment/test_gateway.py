@@ -1,17 +1,20 @@
 """Envoy in front of two tritonservers: if one dies only its own streams fail; if one is stopped none fails."""
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tritonclient.grpc.aio as triton
-from cosyvoice_triton.monitoring.metrics import ENDED, sum_of
+from cosyvoice_triton.monitoring.metrics import ENDED, LIMIT, LOAD, sum_of
 from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.speech_service.triton import TritonPool
 
+from tests.support.autoscaler import Autoscaler
 from tests.support.gateway import Gateway, Ports, gateway, wait_for
 from tests.support.serve_process import MODEL, ServeProcess, StreamResult, rendered, serve_process, synthesize
 
@@ -95,25 +98,50 @@ def test_the_speech_service_finds_its_model_behind_the_gateway(running_gateway: 
     assert asyncio.run(run()) == [MODEL]
 
 
-def test_a_rolling_restart_under_load_loses_no_stream(running_gateway: Gateway, fleet: Fleet) -> None:
+def test_servers_that_are_restarted_or_scaled_under_load_lose_no_stream(running_gateway: Gateway, fleet: Fleet) -> None:
+    """The first is restarted. The second goes and comes as the autoscaler says, to which 2.5 listeners are enough."""
     outcomes: list[StreamResult] = []
+    limit = sum_of(fleet.servers[0].page(), LIMIT.name)
+    autoscaler = Autoscaler(target=2.5 / limit, least=1, most=2, hurry=1e6)
 
-    async def listen(connection: triton.InferenceServerClient, ended: asyncio.Event) -> None:
+    async def listen(connection: triton.InferenceServerClient, ended: asyncio.Event, pause: float) -> None:
         while not ended.is_set():
             outcomes.append(await synthesize(connection, SHORT, StreamResult()))
-            await asyncio.sleep(1.5)  # leaves a small machine time to start the next server
+            await asyncio.sleep(pause)
 
-    async def run() -> None:
+    @asynccontextmanager
+    async def listeners(count: int, pause: float = 0.0) -> AsyncIterator[None]:
         ended = asyncio.Event()
         async with triton.InferenceServerClient(f"127.0.0.1:{running_gateway.grpc}") as connection:
-            listeners = [asyncio.create_task(listen(connection, ended)) for _ in range(2)]
-            for index in range(2):
-                await asyncio.to_thread(fleet.stop, index)
-                assert running_gateway.servers() == 1
-                await asyncio.to_thread(fleet.start, index)
-                await asyncio.to_thread(wait_for, lambda: running_gateway.servers() == 2)
+            tasks = [asyncio.create_task(listen(connection, ended, pause)) for _ in range(count)]
+            yield
             ended.set()
-            await asyncio.gather(*listeners)
+            await asyncio.gather(*tasks)
+
+    async def until_wanted(servers: int, of: Sequence[ServeProcess]) -> None:
+        wanted = 0
+        while wanted != servers:
+            await asyncio.sleep(0.1)
+            loads = [SimpleNamespace(ready_at=0.0, load=sum_of(each.page(), LOAD.name)) for each in of]
+            wanted = autoscaler.replicas(loads, time.monotonic())
+
+    async def stop(index: int) -> None:
+        await asyncio.to_thread(fleet.stop, index)
+        assert running_gateway.servers() == 1
+
+    async def start(index: int) -> None:
+        await asyncio.to_thread(fleet.start, index)
+        await asyncio.to_thread(wait_for, lambda: running_gateway.servers() == 2)
+
+    async def run() -> None:
+        async with listeners(2, pause=1.5):  # leaves a small machine time to start the next server
+            await stop(0)
+            await start(0)
+            await until_wanted(1, [fleet.servers[0], fleet.servers[1]])
+            await stop(1)
+            async with listeners(4):
+                await until_wanted(2, [fleet.servers[0]])
+            await start(1)
 
     asyncio.run(run())
     if errors := [outcome.error for outcome in outcomes if outcome.error]:

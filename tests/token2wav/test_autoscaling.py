@@ -5,19 +5,14 @@ algorithm of Kubernetes' HorizontalPodAutoscaler with the numbers of its manifes
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-import yaml
 from cosyvoice_triton.monitoring.metrics import LOAD
 
-from tests.conftest import ROOT
+from tests.support.autoscaler import PERIOD_SECONDS, SPEC, Autoscaler
 from tests.support.listeners import Listeners, arrivals, batch_seconds
 from tests.token2wav.test_admission import admission
 
-SPEC = yaml.safe_load((ROOT / "deploy/k8s/components/hpa/hpa.yaml").read_text())["spec"]
-TARGET = float(SPEC["metrics"][0]["pods"]["target"]["averageValue"].removesuffix("m")) / 1000
-PERIOD_SECONDS, TOLERANCE = 15, 0.1  # Kubernetes' own defaults
 TRIES = 2  # the balancer sends to another server whom one refuses
 LOAD_SECONDS = 60.0  # until a new pod is ready, its image being there
 # Minutes, and listeners in them as a multiple of what one server can take.
@@ -53,37 +48,6 @@ class Server:
         self.listeners.simulate(now)
         if now >= self.stopped_at and not self.live:
             self.empty_at = min(self.empty_at, now)
-
-
-@dataclass
-class Autoscaler:
-    """Kubernetes' controller. read: a pod's metric; target: its mean."""
-
-    read: Callable[[Server], float] = lambda server: server.load
-    target: float = TARGET
-    wanted: list[tuple[float, int]] = field(default_factory=list)
-    changes: list[tuple[float, int]] = field(default_factory=list)
-
-    def replicas(self, servers: Sequence[Server], now: float) -> int:
-        """How many servers there should be, with these that are not being stopped."""
-        there = len(servers)
-        ratio = sum(self.read(each) for each in servers if each.ready_at <= now) / there / self.target
-        wanted = there if abs(ratio - 1) <= TOLERANCE else math.ceil(there * ratio)
-        wanted = min(max(wanted, SPEC["minReplicas"]), SPEC["maxReplicas"])
-        window = SPEC["behavior"]["scaleDown"]["stabilizationWindowSeconds"]
-        self.wanted = [(at, each) for at, each in self.wanted if at > now - window] + [(now, wanted)]
-        if wanted < there:
-            wanted = min(there, max(each for _, each in self.wanted))
-        steps = []
-        for policy in SPEC["behavior"]["scaleUp" if wanted > there else "scaleDown"]["policies"]:
-            done = sum(change for at, change in self.changes if at > now - policy["periodSeconds"])
-            part = (there - done) / 100 if policy["type"] == "Percent" else 1
-            steps.append(math.ceil(policy["value"] * part) - abs(done))
-        most = max(0, *steps)
-        wanted = min(max(wanted, there - most), there + most)
-        if wanted != there:
-            self.changes.append((now, wanted - there))
-        return wanted
 
 
 class Cluster:
