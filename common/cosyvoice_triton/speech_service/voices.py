@@ -92,6 +92,7 @@ class VoiceFolder:
 
         consent, key: as in `Rights`. Returns what is to be said of the recording. ApiError.
         """
+        _check(name)
         try:
             text = clean_line(text, name="ref_text", max_chars=MAX_TRANSCRIPT_CHARS)
         except ValueError as error:
@@ -128,16 +129,11 @@ class VoiceFolder:
             rights = Rights.now(found.consent, key)
         except ValueError as error:
             raise invalid(error, "file") from None
-        name = name or normalized(found.name)
+        _check(name := name or normalized(found.name))
         self._save(name, found.voice, found.words, rights)
         return name
 
     def _save(self, name: str, voice: Recording | bytes, words: Mapping[str, str], rights: Rights) -> None:
-        if not is_voice_name(name):
-            raise invalid(
-                f"{name!r} is not a valid name: no slashes, no leading dot, not `pronunciation`",
-                "name",
-            )
         with self._adding:
             names = self.names()
             if len(names) >= MAX_VOICES:
@@ -172,3 +168,8 @@ class VoiceFolder:
         except ValueError:
             raise invalid(f"the voice {name!r} is part of a spk2info.pt and has no file of its own", "name") from None
         self._book.names()  # forgets what it has read of them
+
+
+def _check(name: str) -> None:
+    if not is_voice_name(name):
+        raise invalid(f"{name!r} is not a valid name: no slashes, no leading dot, not `pronunciation`", "name")
