@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from argparse import Namespace
@@ -300,9 +301,35 @@ def test_the_plain_runtime_is_the_speech_service_with_its_port(file: str) -> Non
     runtime, speech = services["runtime"], services["speech"]
     assert [(port["published"], port["target"]) for port in runtime["ports"]] == [("50001", 50000)]
     assert runtime["environment"] == speech["environment"] and runtime["environment"]["SPEECH_API_KEYS"] == "key"
-    command = runtime["command"]
-    port = command.index("--runtime_port")
-    assert command[port + 1] == "50000" and command[:port] + command[port + 2 :] == speech["command"]
+    alone = " ".join(runtime["command"]).replace("--runtime_port 50000 ", "", 1)
+    assert "--runtime_port 50000" in " ".join(runtime["command"]) and speech["command"][2].endswith(f" & exec {alone}")
+
+
+@needs_compose
+def test_when_speech_is_ready_its_log_has_the_page_and_a_first_request(tmp_path: Path) -> None:
+    """Its script, with a program that records what it is called with and is ready at once."""
+    (tmp_path / "cosyvoice-triton").write_text("#!/bin/sh\n[ $1 = wait ] || sleep 0.5\n")
+    (tmp_path / "cosyvoice-triton").chmod(0o755)
+    for files, port, voice in (
+        (("docker-compose.dit.yml",), "127.0.0.1:9000", "sample"),
+        ((COMPOSE[0], CPU), "9000", "rms"),
+    ):
+        speech = composed(*files, SPEECH_PORT=port)["services"]["speech"]
+        script = speech["command"][2].replace("$$", "$")
+        environment = os.environ | speech["environment"] | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        said = subprocess.run(
+            ["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60
+        ).stdout
+        assert said.startswith("ready: speak at http://localhost:9000/ or with: curl http://localhost:9000/v1/audio")
+        assert shlex.split(said)[-1] == f'{{"input": "Hello.", "voice": "{voice}"}}'
+
+
+@needs_compose
+@pytest.mark.parametrize("file", [*COMPOSE, COSYVOICE3])
+def test_compiled_kernels_stay_for_later_starts(file: str) -> None:
+    tts = composed(file)["services"]["tts"]
+    for name in ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH"):
+        assert any(tts["environment"][name].startswith(volume["target"] + "/") for volume in tts["volumes"]), name
 
 
 @needs_compose

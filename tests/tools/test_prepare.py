@@ -78,6 +78,8 @@ def test_only_files_that_are_read_are_downloaded_and_the_llm_can_be_chosen(
     assert fetched == read
     (llm / "config.json").write_text('{"made_from": "llm.rl.pt"}')
     assert prepare.main(command) == 0
+    voice = tmp_path / "voices" / f"{steps.VOICE}.wav"
+    assert voice.stat().st_size > 0 and voice.with_suffix(".txt").read_text().startswith("Your call is now first")
     assert prepare.main(["download", str(tmp_path), "--stack", "unet", "--rl"]) == 1
     assert "the unet stack has one LLM only" in capsys.readouterr().err
 

@@ -74,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.step == "download":
         print(f"without a GPU:  {program()} prepare engine {args.models}{stack} --kind onnxruntime_genai")
     print(f"next:           {program()} serve --models {args.models}{stack} --speech-port 10086")
+    if args.step == "download":
+        print(f"then:           {program()} say 'Hello.' --voice {steps.VOICE}")
     return 0
 
 

@@ -2,13 +2,14 @@
 
 import argparse
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cosyvoice_triton import stacks
+from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.llm.checkpoint import made_from
 from cosyvoice_triton.prepare import engine, hub, transfer
 from cosyvoice_triton.voice.book import SPK2INFO
@@ -16,6 +17,7 @@ from cosyvoice_triton.voice.files import read_spk2info
 
 LOCK = ".prepare.lock"
 PYTHON_PATH = "python"
+VOICE = "sample"
 DEMO = Path("models", "demo")  # the demo checkpoint, in the current directory
 DEMO_SETTINGS = {"default_speaker": "rms"}  # of its two voices
 
@@ -80,12 +82,23 @@ def download(models: Path, args: argparse.Namespace) -> None:
     elif (found := made_from(llm)) not in ("", weights):
         raise ValueError(f"{llm} was made from {found}: remove it, and what was made from it, to use {weights}")
     report(llm, missing, "the LLM as a HuggingFace directory")
+    first_voice(models / "voices")
     if args.spk2info:
         if not stack.speakers:
             raise ValueError(f"upstream has no spk2info.pt for the {stack.name} stack: leave --spk2info out")
         speakers(stack.speakers, models / stack.checkpoint / SPK2INFO)
     if args.python_path:
         copy_package(models / PYTHON_PATH)
+
+
+def first_voice(voices: Path) -> None:
+    """Register a recording of the package as VOICE, unless there are voices: official checkpoints come without any."""
+    if missing := not voices.exists() or not any(voices.iterdir()):
+        voices.mkdir(exist_ok=True)
+        sample = json.loads(samples.MANIFEST.read_text(encoding="utf-8").splitlines()[0])
+        (voices / f"{VOICE}.txt").write_text(sample["prompt_text"], encoding="utf-8")
+        shutil.copyfile(samples.FOLDER / sample["prompt_audio"], voices / f"{VOICE}.wav")
+    report(voices, missing, f"the voice {VOICE!r}, CC-BY-SA-3.0 (samples/README.md)" if missing else "voices")
 
 
 def copy_package(directory: Path) -> None:
