@@ -1,6 +1,6 @@
 """Check, before anything is installed, that this machine can run the server.
 
-    python3 scripts/check_machine.py [--device gpu --stack dit] [--disk GB] [--free-ports PORT ...]
+    python3 scripts/check_machine.py [--disk GB] [--free-ports PORT ...]
 
 If something is missing, one line names it and the command that installs it. Any Python from 3.6 on runs it; it needs no
 packages.
@@ -23,10 +23,8 @@ def main(argv: "list[str] | None" = None) -> int:  # quoted: older Pythons must 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--disk", type=float, default=6.0, help="GB of disk that must be free (6)")
     parser.add_argument("--free-ports", type=int, nargs="+", default=[], metavar="PORT", help="that must be free")
-    parser.add_argument("--device", default="cpu", help="gpu: the GPU must be able to serve, too")
-    parser.add_argument("--stack", default="dit", help="on that GPU (%(default)s)")
     args = parser.parse_args(argv)
-    missing = missing_requirements(args.disk) or gpu_faults(args.device, args.stack) or ports_in_use(args.free_ports)
+    missing = missing_requirements(args.disk) or ports_in_use(args.free_ports)
     for line in missing:
         print(f"error: {line}", file=sys.stderr)
     return 1 if missing else 0
@@ -61,19 +59,6 @@ def missing_requirements(disk_gigabytes: float) -> "list[str]":
             f"run: du -xh --max-depth=1 {ROOT.anchor} | sort -h, and delete what is not needed"
         )
     return missing
-
-
-def gpu_faults(device: str, stack: str) -> "list[str]":
-    """One line if no GPU can serve the stack."""
-    if device != "gpu":
-        return []
-    from cosyvoice_triton.server import gpus
-
-    try:
-        gpus.plan(stack, gpus.visible_and_new_enough()[:1])
-    except gpus.GpuError as error:
-        return [str(error)]
-    return []
 
 
 def ports_in_use(ports: "list[int]") -> "list[str]":

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cosyvoice_triton.bench.stack import GpuPlan, main, peak
+from cosyvoice_triton.bench.stack import BenchPlan, main, peak
 
 
 def test_the_peak_is_the_largest_sum_over_all_gpus() -> None:
@@ -20,13 +20,13 @@ def test_the_peak_is_the_largest_sum_over_all_gpus() -> None:
     [("7.5:4", {"gpu_memory_gib": "7.5", "max_streams": "4"}), (":2", {"max_streams": "2"})],
 )
 def test_a_plan_is_memory_and_streams(text: str, settings: dict[str, str]) -> None:
-    assert GpuPlan.read(text).settings == settings
+    assert BenchPlan.read(text).settings == settings
 
 
 @pytest.mark.parametrize("text", ["7.5", "7.5:", ":0", "7.5:four"])
 def test_another_plan_is_refused_by_its_value(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=repr(text)):
-        GpuPlan.read(text)
+        BenchPlan.read(text)
 
 
 def test_a_plan_that_cannot_be_rendered_ends_with_the_reason(tmp_path, capsys) -> None:

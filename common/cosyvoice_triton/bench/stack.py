@@ -37,14 +37,14 @@ from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 SAMPLE_MILLISECONDS = 300
 
 
-class GpuPlan(NamedTuple):
+class BenchPlan(NamedTuple):
     """gib: `gpu_memory_gib`, "" to leave it unset. streams: `max_streams`."""
 
     gib: str
     streams: int
 
     @classmethod
-    def read(cls, text: str) -> "GpuPlan":
+    def read(cls, text: str) -> "BenchPlan":
         gib, separator, streams = text.partition(":")
         if not separator or not streams.isdigit() or int(streams) < 1:
             raise argparse.ArgumentTypeError(f"{text!r} is not gpu_memory_gib:max_streams, such as 7.5:4 or :4")
@@ -101,7 +101,7 @@ def peak(samples: str) -> int | None:
     return max(sums, default=None)
 
 
-def measure(plan: GpuPlan, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(plan: BenchPlan, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields the figures of each load of a plan, as soon as they are known."""
     options = StackOptions(
         models_dir=args.models,
@@ -170,7 +170,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         help="checkpoints; `python -m cosyvoice_triton.demo_checkpoint.make DEST --weights random-full` has full size",
     )
-    parser.add_argument("--plans", type=GpuPlan.read, nargs="+", required=True, metavar="GIB:STREAMS")
+    parser.add_argument("--plans", type=BenchPlan.read, nargs="+", required=True, metavar="GIB:STREAMS")
     parser.add_argument("--listeners", type=positive_int, nargs="+", help="loads of each plan (1 and its streams)")
     parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name)
     parser.add_argument("--device", choices=get_args(Device), default="gpu")

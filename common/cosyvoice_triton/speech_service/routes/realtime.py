@@ -20,7 +20,7 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.dispatcher import SpeechJob
 from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
-from cosyvoice_triton.speech_service.routes.sessions import Session
+from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
 from cosyvoice_triton.speech_service.service import Service
 
 MAX_ITEMS = 128  # of a conversation; the oldest ones are forgotten
@@ -80,7 +80,7 @@ class Response:
         }
 
 
-class RealtimeSession(Session):
+class RealtimeSession(SocketSessionBase):
     """One client's settings and conversation, and the response that is being spoken."""
 
     def __init__(self, socket: WebSocket, service: Service) -> None:

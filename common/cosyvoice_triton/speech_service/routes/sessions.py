@@ -20,7 +20,7 @@ _POLICY_VIOLATION, _INTERNAL_ERROR, _TRY_AGAIN_LATER = 1008, 1011, 1013  # close
 logger = logging.getLogger(__name__)
 
 
-class Session(ABC):
+class SocketSessionBase(ABC):
     """One client's connection.
 
     Reading messages never waits for speaking, so that a cancel takes effect at once.

@@ -25,7 +25,7 @@ from fastapi import APIRouter, WebSocket
 from cosyvoice_triton.client.requests import TextPieces
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
-from cosyvoice_triton.speech_service.routes.sessions import Session
+from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.text import is_speakable
 from cosyvoice_triton.text.markup import without_voices
@@ -53,7 +53,7 @@ async def speech_socket(socket: WebSocket) -> None:
     await SocketSession.serve(socket)
 
 
-class SocketSession(Session):
+class SocketSession(SocketSessionBase):
     """One client's text so far, and the sentences that are still to be spoken."""
 
     def __init__(self, socket: WebSocket, service: Service) -> None:
