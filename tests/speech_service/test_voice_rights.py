@@ -93,12 +93,17 @@ def test_a_voice_is_exported_and_imported_as_one_file(service: httpx.Client, fol
     assert book.pronunciation("copy") == {"nginx": "engine x"}
 
 
-def test_only_the_key_that_registered_a_voice_exports_it(service: httpx.Client, folder: Path) -> None:
+def test_only_the_key_that_registered_a_voice_exports_and_deletes_it(service: httpx.Client, folder: Path) -> None:
     add(service, "anna")
-    assert service.get(f"{VOICES}/anna/export", headers=bearer("second")).status_code == 403
     save_voice(folder / "placed.safetensors", fake_prompt(1))
-    assert service.get(f"{VOICES}/placed/export").status_code == 403
-    assert service.get(f"{VOICES}/nobody/export").status_code == 404
+    for ask in (lambda path, **how: service.get(f"{path}/export", **how), service.delete):
+        theirs = ask(f"{VOICES}/anna", headers=bearer("second"))
+        assert theirs.status_code == 403 and key_name("first") in theirs.json()["error"]["message"]
+        nobodys = ask(f"{VOICES}/placed")
+        assert nobodys.status_code == 403 and "was not added with an API key" in nobodys.json()["error"]["message"]
+        assert ask(f"{VOICES}/nobody").status_code == 404
+    assert {"anna", "placed"} <= {each["id"] for each in service.get(VOICES).json()["data"]}
+    assert service.delete(f"{VOICES}/anna").status_code == 200
 
 
 def zipped(members: dict[str, bytes], how: int = zipfile.ZIP_DEFLATED) -> bytes:

@@ -28,7 +28,7 @@ STATUSES = {
     101: "the protocol is a WebSocket's from here on",
     400: "the request is wrong; `param` names the field",
     401: "no valid API key",
-    403: "a web page of another site, or a host name, that is not allowed",
+    403: "a web page of another site, or a host name, that is not allowed; or a voice of another API key",
     404: "the model, the voice or the path does not exist",
     409: "the name is taken, or the limit of voices is reached",
     413: "the request is larger than the limit",

@@ -38,7 +38,7 @@ class VoiceFolder:
         self._folder = folder
         self._max_bytes = max_bytes
         self._max_per_key = max_per_key
-        self._adding = Lock()  # one after another, so that the limits hold
+        self._changing = Lock()  # one after another, so that the limits hold
         self._aliases = {alias: voice for alias, _, voice in (each.partition("=") for each in aliases)}
         # Transcripts in a spk2info.pt are token ids of the LLM; only the models need them.
         self._book = VoiceBook(folder, folder, decode=lambda ids: "")
@@ -114,9 +114,7 @@ class VoiceFolder:
 
     def export(self, name: str, key: str) -> bytes:
         """Return a voice as one file, to the key that registered it. ApiError."""
-        name = self._known(name)
-        if key and self.rights(name).created_by != key:
-            raise ApiError(403, f"the voice {name!r} was registered by another API key, which alone may export it")
+        name = self._owned(name, key)
         try:
             return export_voice(self._folder, self._book, name)
         except ValueError as error:
@@ -134,7 +132,7 @@ class VoiceFolder:
         return name
 
     def _save(self, name: str, voice: Recording | bytes, words: Mapping[str, str], rights: Rights) -> None:
-        with self._adding:
+        with self._changing:
             names = self.names()
             if len(names) >= MAX_VOICES:
                 raise ApiError(409, f"the limit of {len(names)} voices is reached: delete some first")
@@ -160,13 +158,26 @@ class VoiceFolder:
             raise ApiError(404, f"there is no voice {name!r}", code="voice_not_found", param="name")
         return name
 
-    def remove(self, name: str) -> None:
-        """Delete a voice's files, and what this process keeps of them. ApiError if it has none."""
+    def _owned(self, name: str, key: str) -> str:
+        """Return the name of a voice that `key` may export and delete: its own, or any if the service has no keys.
+        ApiError."""
         name = self._known(name)
-        try:
-            delete_voice(self._folder, name)
-        except ValueError:
-            raise invalid(f"the voice {name!r} is part of a spk2info.pt and has no file of its own", "name") from None
+        owner = self.rights(name).created_by
+        if key and owner != key:
+            whose = f"belongs to the API key {owner}" if owner else "was not added with an API key"
+            hint = "only the key that added a voice may export or delete it; on the server `cosyvoice-triton voice` may"
+            raise ApiError(403, f"the voice {name!r} {whose}: {hint}", code="not_your_voice", param="name")
+        return name
+
+    def remove(self, name: str, key: str = "") -> None:
+        """Delete a voice's files, for the key that registered it, and what this process keeps of them. ApiError."""
+        with self._changing:  # nobody registers another one of this name in between
+            name = self._owned(name, key)
+            try:
+                delete_voice(self._folder, name)
+            except ValueError:
+                message = f"the voice {name!r} is part of a spk2info.pt and has no file of its own"
+                raise invalid(message, "name") from None
         self._book.names()  # forgets what it has read of them
 
 

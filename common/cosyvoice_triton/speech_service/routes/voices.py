@@ -68,6 +68,6 @@ async def export(name: str, request: Request) -> Response:
 
 @router.delete("/v1/audio/voices/{name}")
 async def remove(name: str, request: Request) -> dict[str, Any]:
-    """Delete a voice; later requests that name it are rejected."""
-    await asyncio.to_thread(Service.of(request).voices.remove, name)
+    """Delete a voice, for the API key that registered it; later requests that name it are rejected."""
+    await asyncio.to_thread(Service.of(request).voices.remove, name, API_KEY.get())
     return {"id": name, "object": "voice", "deleted": True}
