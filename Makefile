@@ -164,10 +164,14 @@ soak: $(VENV)/.server ## mixed load and faults for MINUTES (10), every request a
 parity: $(VENV)/.server ## compare the served engine with the recorded outputs in FOLDER (tests/assets/golden), on DEVICE (cpu)
 	@$(IN_VENV) -m tests.parity --device $(DEVICE) "$(FOLDER)"
 
-pictures: docs/architecture.svg ## render the pictures of docs/ from their text sources (graphviz)
+pictures: docs/architecture.svg docs/speech_page.png ## render the pictures of docs/ (graphviz, Chromium)
 
 docs/%.svg: docs/%.dot
 	@dot -Tsvg $< -o $@ || { echo 'error: graphviz is missing; run: sudo apt-get install graphviz' >&2; exit 1; }
+
+# A test takes it.
+docs/speech_page.png: $(wildcard common/cosyvoice_triton/speech_service/page/*) | $(VENV)/.dev
+	@$(PYTEST) tests/speech_service/test_page.py -k kept && cp out/speech_page.png $@
 
 clean: ## remove .venv and what was made; checkpoints of your own in models/ stay
 	rm -rf $(VENV) build models/demo out *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -143,6 +143,7 @@ def frames(path: Path) -> int:
 def test_a_typed_text_is_spoken_marked_word_by_word_and_kept(page: Any, tmp_path: Path) -> None:
     assert page.get_by_text("Demo voice.").is_visible() and "demo voice" in page.locator("#service").inner_text()
     page.get_by_role("radio", name=VOICE, exact=True).check()
+    page.get_by_label("Seed").fill("7")
     speak(page, "Hello. This is 1 text, and a machine speaks it.")
     state(page, "Done:")
     played = page.evaluate("window.played")
@@ -164,7 +165,7 @@ def test_a_typed_text_is_spoken_marked_word_by_word_and_kept(page: Any, tmp_path
         assert file.getnframes() / file.getframerate() == pytest.approx(seconds)
     unfold(page, "Waveform and timing")
     (ROOT / "out").mkdir(exist_ok=True)
-    page.screenshot(path=ROOT / "out" / "speech_page.png", full_page=True)  # docs/ has a copy
+    page.screenshot(path=ROOT / "out" / "speech_page.png", full_page=True)  # for `make pictures`
     replay = page.get_by_label("The last answer")
     moved = replay.evaluate("""async (audio) => {
       if (!audio.duration) await new Promise((loaded) => { audio.onloadedmetadata = loaded; });
@@ -322,8 +323,8 @@ def test_audio_that_cannot_be_played_ends_the_work(page: Any, speech_stack: Spee
     until(lambda: cancelled(speech_stack) == before + 1)
 
 
-def test_a_voice_is_recorded_trimmed_judged_saved_with_its_words_and_deleted(
-    page: Any, speech_stack: SpeechStack
+def test_a_voice_is_recorded_trimmed_judged_saved_with_its_words_and_consent_exported_imported_and_deleted(
+    page: Any, tmp_path: Path
 ) -> None:
     record(page)
     judgement = page.get_by_label("Judgement of the recording")
@@ -344,15 +345,28 @@ def test_a_voice_is_recorded_trimmed_judged_saved_with_its_words_and_deleted(
     page.get_by_label("Consent").fill("Given by the machine.")
     page.get_by_role("button", name="Save as a voice").click()
     page.get_by_text("Saved as of mine.").wait_for()
-    listed = httpx.get(f"{speech_stack.url}/v1/audio/voices").json()["data"]
-    assert [each.get("consent") for each in listed if each["id"] == "of mine"] == ["Given by the machine."]
     assert page.get_by_role("radio", name="of mine", exact=True).is_checked()
     page.get_by_label("Text", exact=True).fill("Say xyzzy.")
     unfold(page, "What will be spoken")
     page.locator("#segments").get_by_text("Say magic.").wait_for()
-    page.on("dialog", lambda dialog: dialog.accept())
-    page.get_by_role("button", name="Delete the selected voice").click()
-    page.get_by_text("Deleted of mine.").wait_for()
+    unfold(page, "Export, delete, import")
+    rights = page.locator("#rights")
+    assert "of mine" in rights.inner_text() and "Given by the machine." in rights.inner_text()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export the selected voice").click()
+    assert download.value.suggested_filename == "of mine.zip"
+    download.value.save_as(tmp_path / "of mine.zip")
+    page.on("dialog", lambda dialog: dialog.accept("a copy" if dialog.type == "prompt" else None))
+    page.get_by_label("Import a voice").set_input_files(tmp_path / "of mine.zip")
+    page.get_by_text("Imported a copy.").wait_for()
+    assert page.get_by_role("radio", name="a copy", exact=True).is_checked()
+    assert "a copy" in rights.inner_text() and "Given by the machine." in rights.inner_text()
+    for name in ("a copy", "of mine"):
+        page.get_by_role("radio", name=name, exact=True).check()
+        page.get_by_role("button", name="Delete the selected voice").click()
+        page.get_by_text(f"Deleted {name}.").wait_for()
+    page.get_by_role("radio", name="Your recording").check()
+    assert page.get_by_role("button", name="Export the selected voice").is_disabled()
 
 
 def test_a_voice_without_a_name_is_not_saved(page: Any) -> None:

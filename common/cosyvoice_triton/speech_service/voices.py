@@ -145,9 +145,8 @@ class VoiceFolder:
                     raise FileExistsError
                 register_voice(self._folder, name, voice, words, rights)
             except FileExistsError:
-                raise ApiError(
-                    409, f"the voice {name!r} already exists: delete it first, or choose another name", param="name"
-                ) from None
+                message = f"the voice {name!r} already exists: delete it first, or choose another name"
+                raise ApiError(409, message, code="voice_exists", param="name") from None
             except OSError as error:
                 raise ApiError(507, f"the voice cannot be stored: {error.strerror}") from error
 

@@ -3,14 +3,15 @@
 const LABELS = {
   input: "Text", voice: "Voice", instructions: "How to speak", ref_audio: "Your recording", ref_text: "Transcript",
   pronunciation: "Pronunciation", speed: "Speed", language: "Language", seed: "Seed", response_format: "Format",
-  name: "Name", audio_sample: "Your recording",
-  consent: "Consent",
+  name: "Name", audio_sample: "Your recording", consent: "Consent", file: "The file",
 };
 const KNOWN = {
   nothing_to_speak: "There is nothing to speak in this text, only signs. Write at least one word.",
   string_above_max_length: "This is too long. Shorten it, or speak it in parts.",
   too_many_streams: "The server has no place for another listener right now.",
   overloaded: "The server has no place for another listener right now.",
+  voice_exists: "There is a voice of this name already. Choose another name, or delete that voice first.",
+  not_your_voice: "Only the API key that added this voice may export or delete it; others may ask whoever runs the service.",
 };
 const OF_STATUS = {
   401: "This service asks for a key. Enter yours under “API key” and try again.",
@@ -41,6 +42,7 @@ export class Refused extends Error {
     if (status >= 500 && error.message) text += ` (${error.message}${id ? `; request ${id}` : ""})`;
     super(text);
     this.status = status;
+    this.code = error.code;
   }
 }
 

@@ -4,6 +4,7 @@ import { Refused, Unreachable, call as callWith, formOf } from "/static/api.js";
 import { codeOf } from "/static/code.js";
 import { EXAMPLES, MARKS } from "/static/examples.js";
 import { History } from "/static/history.js";
+import { setUpKept, showRights } from "/static/kept_voices.js";
 import { ownVoice, setUp } from "/static/own_voice.js";
 import { draw } from "/static/player.js";
 import { Answer, speak } from "/static/speak.js";
@@ -19,6 +20,7 @@ const SEEDS = 2 ** 31;
 
 let request = null; // AbortController of the live request
 let shown = null; // the Answer that is played, or was last
+let registered = []; // voices, as the service lists them
 let limit = Infinity; // of characters
 let retry = null; // timer, while the service is away
 let typing = null; // timer of the preview
@@ -28,10 +30,8 @@ const voices = new Voices($("voices"), $("find"), (name) => {
   start(requested(EXAMPLES[exampleLanguage()].voice, name));
 });
 const past = new History($("history"), replay, reuse);
-const sayOwn = setUp(call, () => { voices.chosen = OWN; }, async (name) => {
-  await showVoices();
-  voices.chosen = name;
-});
+setUp(call, () => { voices.chosen = OWN; }, showVoices);
+setUpKept(call, () => voices.chosen, showVoices);
 
 async function call(path, options) {
   try {
@@ -44,12 +44,14 @@ async function call(path, options) {
 
 // --- the service ---------------------------------------------------------------------------------------------------
 
-async function showVoices() {
+/** Lists the voices, and selects one of them if `name` says so. */
+async function showVoices(name = voices.chosen) {
   const listed = (await (await call("/v1/audio/voices")).json()).voices;
-  const names = listed.filter((voice) => !voice.alias_of).map((voice) => voice.id);
+  registered = listed.filter((voice) => !voice.alias_of);
+  const names = registered.map((voice) => voice.id);
   const rows = names.map((name) => [name, name, true]);
   if (!names.length) rows.push(["", "the server's default voice", true]);
-  voices.show([...rows, [OWN, "Your recording", false]]);
+  voices.show([...rows, [OWN, "Your recording", false]], name);
 }
 
 /** Offers the languages of the model that speaks, each under its own name. */
@@ -322,14 +324,6 @@ function keepPainting() {
 
 // --- controls ------------------------------------------------------------------------------------------------------
 
-async function remove() {
-  const name = voices.chosen;
-  if (name === OWN || !name || !window.confirm(`Delete the voice ${name}?`)) return;
-  await call(`/v1/audio/voices/${encodeURIComponent(name)}`, { method: "DELETE" });
-  await showVoices();
-  sayOwn(`Deleted ${name}.`);
-}
-
 function showSpeed() { $("speed-shown").textContent = `${$("speed").value}×`; }
 
 $("marks").replaceChildren(...Object.entries(MARKS).map(([name, [before, after]]) => chip(name, () => mark(before, after))));
@@ -345,6 +339,9 @@ $("speech").addEventListener("submit", (event) => {
 });
 ["voices", "language", "pronunciation"].forEach((id) => $(id).addEventListener("change", preview));
 $("language").addEventListener("change", showExamples);
+$("voices").addEventListener("change", () => {
+  showRights(registered.find((voice) => voice.id === voices.chosen));
+});
 $("preview").addEventListener("toggle", preview);
 $("stop").addEventListener("click", stop);
 $("replay").addEventListener("play", () => requestAnimationFrame(keepPainting));
@@ -352,7 +349,6 @@ $("replay").addEventListener("seeked", paint);
 $("wave").closest("details").addEventListener("toggle", paint);
 $("languages").addEventListener("change", showCode);
 $("copy").addEventListener("click", copy);
-$("remove").addEventListener("click", () => remove().catch((error) => sayOwn(error.message, true)));
 $("key").value = sessionStorage.getItem("key") ?? "";
 $("key").addEventListener("change", () => {
   sessionStorage.setItem("key", $("key").value);

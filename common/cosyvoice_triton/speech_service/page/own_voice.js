@@ -130,5 +130,4 @@ export function setUp(call, use, saved) {
   $("record").addEventListener("click", record);
   $("save").addEventListener("click", () => save().catch((error) => say(error.message, true)));
   $("own").addEventListener("toggle", () => { if (recording) trimmed(); });
-  return say;
 }

@@ -17,14 +17,15 @@ export class Voices {
   set chosen(name) {
     const inputs = [...this.place.querySelectorAll("input")];
     const found = inputs.find((input) => input.value === name) ?? inputs[0];
-    if (found) found.checked = true;
+    if (!found) return;
+    found.checked = true;
+    found.dispatchEvent(new Event("change", { bubbles: true })); // as if it had been clicked
   }
 
   get names() { return [...this.place.querySelectorAll("input")].map((input) => input.value); }
 
-  /** voices: [name, what it is called, whether it can be heard]. Keeps the choice, if it is still there. */
-  show(voices) {
-    const { chosen } = this;
+  /** voices: [name, what it is called, whether it can be heard]. Selects `chosen`, if it is there. */
+  show(voices, chosen) {
     this.place.replaceChildren(...voices.map(([name, label, heard]) => this.#row(name, label, heard)));
     this.chosen = chosen;
     const many = voices.length > FEW;
