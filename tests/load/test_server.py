@@ -14,6 +14,9 @@ import soundfile
 from cosyvoice_triton import samples
 from cosyvoice_triton.cli import client_grpc
 from cosyvoice_triton.load import benchmark
+from cosyvoice_triton.speech_service.settings import Settings
+
+from tests.support.speech_fixtures import serving
 
 pytestmark = pytest.mark.server
 
@@ -85,10 +88,27 @@ def test_a_sweep_over_two_addresses_writes_tables_and_a_plot(serve: Serve, tmp_p
     assert (tmp_path / "a.png").stat().st_size > 20_000
 
 
-def test_the_table_of_a_sweep_over_rates_is_labelled_with_the_rates(serve: Serve, tmp_path: Path) -> None:
-    more = ["--request-rates", "2", "4", "--num-requests", "4", "--output", str(tmp_path / "rates")]
-    assert benchmark.main(["--server", serve(stack="dit").grpc_url, *more]) == 0
-    assert "| Requests per Second | RTF |" in (tmp_path / "rates.md").read_text()
+def test_open_loops_over_grpc_and_through_the_speech_service_get_as_much_audio(serve: Serve, tmp_path: Path) -> None:
+    address, voices = serve(stack="dit").grpc_url, tmp_path / "voices"
+    voices.mkdir()
+    text = (
+        "--target-text",
+        "Hello there.",
+        "--seed",
+        "3",
+        "--reference-audio",
+        str(samples.FOLDER / "reference_en.wav"),
+    )
+    seconds = []
+    with serving(Settings(urls=(address,), voices_dir=voices)) as url:
+        for server in (address, url):
+            more = ["--request-rates", "2", "4", "--num-requests", "2", "--output", str(tmp_path / "rates")]
+            assert benchmark.main(["--server", server, *more, *text]) == 0
+            assert "| Requests per Second | RTF |" in (tmp_path / "rates.md").read_text()
+            rows = json.loads((tmp_path / "rates.json").read_text())["rows"]
+            assert all(row["audible_ms"]["p50"] > 0 for row in rows)
+            seconds.append([row["audio_seconds"] for row in rows])
+    assert seconds[0] == seconds[1]
 
 
 def test_a_killed_server_ends_the_benchmark_soon_with_a_report(

@@ -63,7 +63,11 @@ def sweep(args: argparse.Namespace, command: list[str]) -> int:
     )
     code = 0
     for rate, tasks in steps:
-        count = args.num_requests or max(len(jobs), MIN_REQUESTS, REQUESTS_PER_TASK * tasks)
+        count = (
+            round((rate or 0) * (args.duration or 0))
+            or args.num_requests
+            or max(len(jobs), MIN_REQUESTS, REQUESTS_PER_TASK * tasks)
+        )
         load = Load.from_arguments(args, args.servers, jobs, count, tasks, rate, None, listening=bool(args.listeners))
         run = measured(load, load.shape(), args.log_interval)
         found.add(load, run)
@@ -87,7 +91,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[f"localhost:{GRPC_PORT}"],
         metavar="HOST:PORT",
-        help="gRPC addresses",
+        help="gRPC addresses, or URLs of speech services, such as http://localhost:10086: asked over HTTP for raw PCM",
     )
     parser.add_argument("--mode", choices=("streaming", "offline"), default="streaming")
     add_voice_arguments(parser)
@@ -103,9 +107,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     sweep.add_argument(
         "--request-rates",
+        "--open-loop",
         type=positive_number,
         nargs="+",
-        help="random requests per second (Poisson), over all servers",
+        help="open loop: random requests per second (Poisson), over all servers, whether they are answered or not",
+    )
+    load.add_argument(
+        "--duration", type=positive_number, help="seconds at each rate of --request-rates, instead of --num-requests"
     )
     load.add_argument("--token2wav-gpus", type=positive_int, default=1, help="GPUs used by the servers")
     load.add_argument(

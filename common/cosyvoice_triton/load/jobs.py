@@ -13,12 +13,13 @@ from cosyvoice_triton.cli.arguments import boolean, positive_int
 from cosyvoice_triton.client.requests import TIMELINE, ClientError, Utterance, of_recording, request_parameters
 from cosyvoice_triton.load.samples import Sample, read_dataset, read_manifest
 
+CUT = 10  # a new voice lacks up to this part of its recording
 ONE_REQUEST = "test"  # its id and its split, as upstream names them
 
 
 @dataclass(frozen=True)
 class LoadJob:
-    """One request; `id` names its audio file. new_voice: change the recording so that no server has it cached."""
+    """One request; `id` names its audio file. new_voice: cut its recording, so that no server has the voice cached."""
 
     id: str
     base: Utterance
@@ -27,9 +28,10 @@ class LoadJob:
     def utterance(self) -> Utterance:
         if not self.new_voice or self.base.reference is None:
             return self.base
-        reference = self.base.reference.copy()
-        # Inaudible, but a different recording for any cache. Unseeded, because a server has earlier runs cached.
-        reference[-8:] = np.random.default_rng().uniform(-1e-3, 1e-3, 8)
+        # Unseeded, because a server has earlier runs cached. Of its own length, because no two people's are equal.
+        random, most = np.random.default_rng(), len(self.base.reference)
+        reference = self.base.reference[: random.integers(most - most // CUT, most + 1)].copy()
+        reference[-8:] += random.uniform(-1e-3, 1e-3, 8).astype(np.float32)  # inaudible
         return dataclasses.replace(self.base, reference=reference)
 
 
@@ -52,7 +54,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--new-voices",
         action="store_true",
-        help="change each request's recording inaudibly, so that the server has no voice cached",
+        help="cut the end of each request's recording at random, so that the server has no voice cached",
     )
 
 

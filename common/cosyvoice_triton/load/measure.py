@@ -167,6 +167,7 @@ class Run:
             "refused": len(self.refused),
             "refusal_ms": distribution(outcome.total for outcome in self.refused),
             "unsent": self.unsent,
+            "peak_in_flight": _peak(self.outcomes),
             "lost_servers": self.lost,
             "processing_seconds": self.elapsed,
             "audio_seconds": audio,
@@ -203,6 +204,12 @@ def distribution(values: Any, unit: float = 1000.0) -> dict[str, float] | None:
         **{f"p{share}": float(value) for share, value in zip(PERCENTILES, percentiles, strict=True)},
         "max": float(scaled.max()),
     }
+
+
+def _peak(outcomes: Sequence[RequestOutcome]) -> int:
+    """Returns how many requests were in flight at most; one that ends as another begins is not."""
+    changes = [(each.begun, 1) for each in outcomes] + [(each.begun + each.total, -1) for each in outcomes]
+    return int(max(np.cumsum([change for _, change in sorted(changes)]), default=0))
 
 
 def _share_without(gaps: Sequence[float]) -> float | None:

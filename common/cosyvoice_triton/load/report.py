@@ -168,6 +168,7 @@ def markdown_tables(rows: Sequence[Figures], label: str) -> str:
                 "Without a Gap",
                 "Worst Gap (ms)",
                 "Without a Gap, No Buffer",
+                "Peak in Flight",
                 "Later Chunks p95 (ms)",
             ]
             + ["Requests per Second", "Audio Seconds per Second"],
@@ -177,6 +178,7 @@ def markdown_tables(rows: Sequence[Figures], label: str) -> str:
                     _percent(row["share_without_gap"]),
                     _number(row["worst_gap_ms"], 0),
                     _percent(row["unbuffered_share_without_gap"]),
+                    row["peak_in_flight"],
                     *_values(row["later_chunk_ms"], ["p95"]),
                     _number(row["requests_per_second"], 2),
                     _number(row["rtf"] and 1 / row["rtf"], 1),

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import tritonclient.grpc.aio as triton
@@ -24,6 +24,7 @@ from cosyvoice_triton.load.audible import leading_silence
 from cosyvoice_triton.load.jobs import LoadJob
 from cosyvoice_triton.load.measure import RequestOutcome, Run
 from cosyvoice_triton.load.plan import Load
+from cosyvoice_triton.load.speech_service import SpeechService
 from cosyvoice_triton.load.statistics import ModelTimes, between, model_times, token2wav_counters, token2wav_figures
 from cosyvoice_triton.load.watch import ServerWatch, interruptible, lags
 
@@ -34,6 +35,9 @@ REFUSED_PAUSE = 1.0  # seconds until a task whose request was refused sends its 
 START_SPACING = 0.004  # seconds between the tasks' first requests: real callers do not arrive at the same instant
 MAX_SHARED_CONNECTIONS = 8  # asyncio connections to one server; each carries many requests
 MAX_IN_FLIGHT = 1024  # at a given rate: with more the server is overloaded, and memory is limited
+
+Connection: TypeAlias = AsyncConnection | SpeechService
+Probe: TypeAlias = triton.InferenceServerClient | SpeechService
 
 
 class Observer(Protocol):
@@ -61,12 +65,19 @@ async def run(load: Load, observer: Observer) -> Run:
         except OSError as error:
             raise ClientError(f"cannot write to {load.audio_dir}: {error}; choose another with --log-dir") from None
     async with AsyncExitStack() as stack:
-        probes, connections = {}, {}
+        probes: dict[str, Probe] = {}
+        connections: dict[str, Sequence[Connection]] = {}
         for server in load.servers:
-            probes[server] = await stack.enter_async_context(
+            if server.startswith(("http://", "https://")):
+                speech = SpeechService(server)
+                stack.push_async_callback(speech.aclose)
+                await speech.require()
+                probes[server], connections[server] = speech, [speech]
+                continue
+            probes[server] = probe = await stack.enter_async_context(
                 triton.InferenceServerClient(server, channel_args=channel_options(server))
             )
-            await require_model(probes[server], server, load.model, load.mode)
+            await require_model(probe, server, load.model, load.mode)
             connections[server] = _connections(load, server)
             for connection in connections[server]:
                 stack.push_async_callback(connection.aclose)
@@ -83,8 +94,8 @@ class _Runner:
     def __init__(
         self,
         load: Load,
-        probes: dict[str, triton.InferenceServerClient],
-        connections: dict[str, list[AsyncConnection]],
+        probes: dict[str, Probe],
+        connections: dict[str, Sequence[Connection]],
         observer: Observer,
     ) -> None:
         self._load = load
@@ -135,7 +146,7 @@ class _Runner:
             self._start(self._work(left, server, connection, delay), server)
         await self._finish()
 
-    async def _work(self, jobs: deque[LoadJob], server: str, connection: AsyncConnection, delay: float) -> None:
+    async def _work(self, jobs: deque[LoadJob], server: str, connection: Connection, delay: float) -> None:
         await asyncio.sleep(delay)
         while jobs and server not in self._watch.lost:
             outcome = await self._request(jobs.popleft(), server, connection, start := time.perf_counter())
@@ -164,7 +175,7 @@ class _Runner:
         finally:
             await self._finish()
 
-    def _connection(self, servers: Sequence[str], index: int) -> tuple[str, AsyncConnection]:
+    def _connection(self, servers: Sequence[str], index: int) -> tuple[str, Connection]:
         """Chooses in turn among the servers, and among the connections of each."""
         server = servers[index % len(servers)]
         connections = self._connections[server]
@@ -195,7 +206,7 @@ class _Runner:
 
     # --- one request ---------------------------------------------------------------------------------------------
 
-    async def _request(self, job: LoadJob, server: str, connection: AsyncConnection, start: float) -> RequestOutcome:
+    async def _request(self, job: LoadJob, server: str, connection: Connection, start: float) -> RequestOutcome:
         load, recorder, error, silence = self._load, Recorder(start=start), "", None
         self._live += 1
         try:

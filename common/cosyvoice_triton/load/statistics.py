@@ -16,6 +16,7 @@ import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
 from cosyvoice_triton.addresses import open_page
+from cosyvoice_triton.load.speech_service import SpeechService
 
 STATISTICS_SECONDS = 10.0
 TOKEN2WAV_COUNTERS = ("chunks", "batches", "waited_seconds")  # tts_token2wav_..._total
@@ -46,7 +47,7 @@ class ModelTimes:
         return ModelTimes(self.server, self.name, **sums)
 
 
-async def model_times(client: triton.InferenceServerClient, server: str) -> list[ModelTimes]:
+async def model_times(client: triton.InferenceServerClient | SpeechService, server: str) -> list[ModelTimes]:
     """Returns the counters of every model; empty if the server does not report any."""
     try:
         answer = await client.get_inference_statistics("", client_timeout=STATISTICS_SECONDS)

@@ -14,6 +14,7 @@ import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
 from cosyvoice_triton.client.requests import one_line
+from cosyvoice_triton.load.speech_service import SpeechService
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,9 @@ LAG_SECONDS = 0.02  # between two measurements of this process's own delay
 class ServerWatch:
     """Probes servers. lost: those that do not answer, and why; `on_loss` is called for each."""
 
-    def __init__(self, probes: Mapping[str, triton.InferenceServerClient], on_loss: Callable[[str], None]) -> None:
+    def __init__(
+        self, probes: Mapping[str, triton.InferenceServerClient | SpeechService], on_loss: Callable[[str], None]
+    ) -> None:
         self.lost: dict[str, str] = {}
         self._probes = probes
         self._on_loss = on_loss

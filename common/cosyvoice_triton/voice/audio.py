@@ -173,7 +173,7 @@ def load_reference(source: Path | BinaryIO) -> Recording:
     return recording
 
 
-def save_audio(path: str | Path, waveform: np.ndarray, rate: int) -> None:
+def save_audio(path: str | Path | BinaryIO, waveform: np.ndarray, rate: int) -> None:
     """Write float32 (N,) as a 16-bit mono WAV; samples outside -1..1 are clipped."""
     import soundfile as sf
 

@@ -1,0 +1,64 @@
+"""An open loop through a speech service over HTTP, whose Triton is a stub."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cosyvoice_triton import samples
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.load import benchmark
+from cosyvoice_triton.speech_service.settings import Settings
+
+from tests.support.speech_fixtures import StubbedService, serving, stub_triton
+from tests.support.triton_stub import TritonStub, texts_of
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    stub, voices = TritonStub(), tmp_path_factory.mktemp("voices")
+    with stub_triton(stub) as address, serving(Settings(urls=(address,), voices_dir=voices)) as url:
+        yield StubbedService(url, stub, voices)
+
+
+def row_of(service: StubbedService, output: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the figures of an open loop of ten requests, sent without a warm-up."""
+    loop = ("--open-loop", "20", "--duration", "0.5", "--warmup-requests", "0", "--output", str(output))
+    code = benchmark.main(["--server", service.url, *loop, *options])
+    return code, json.loads(output.with_suffix(".json").read_text())["rows"][0]
+
+
+def test_an_open_loop_over_http_has_the_chunks_of_the_stub_and_when_they_are_audible(
+    service: StubbedService, tmp_path: Path
+) -> None:
+    code, row = row_of(service, tmp_path / "out", "--parameter", "max_tokens=50", "--new-voices")
+    assert (code, row["requests"], row["errors"], row["refused"], row["inaudible"]) == (0, 10, 0, 0, 0)
+    assert row["audio_seconds"] == pytest.approx(10 * service.stub.chunks * service.stub.samples / SAMPLE_RATE)
+    assert row["audible_ms"]["p99"] >= row["first_chunk_ms"]["p50"] and 1 <= row["peak_in_flight"] <= 10
+    assert "| Requests per Second | Requests |" in (tmp_path / "out.md").read_text()
+    assert (tmp_path / "out.png").stat().st_size > 20_000
+    received = list(service.stub.requests)[-10:]
+    assert len({request.raw_input_contents[0] for request in received}) == 10, "each has a recording of its own"
+    rows = [json.loads(line) for line in samples.MANIFEST.read_text(encoding="utf-8").splitlines()]
+    assert texts_of(received[0])["reference_text"] in {row["prompt_text"] for row in rows}
+    assert received[0].parameters["max_tokens"].int64_param == 50 and "timeline" not in received[0].parameters
+
+
+def test_a_registered_voice_is_named_and_a_full_server_refuses(service: StubbedService, tmp_path: Path) -> None:
+    code, row = row_of(service, tmp_path / "known", "--speaker", "anna")
+    assert (code, row["requests"]) == (0, 10) and texts_of(service.stub.requests[-1])["speaker"] == "anna"
+    service.stub.places = 0
+    code, row = row_of(service, tmp_path / "full")
+    service.stub.places = 1 << 30
+    assert (code, row["refused"], row["errors"], row["refusal_ms"]["max"] > 0) == (0, 10, 0, True)
+
+
+def test_a_failed_answer_is_an_error_in_the_words_of_the_service(service: StubbedService, tmp_path: Path) -> None:
+    for text, words in (("refuse it", "is refused"), ("break it", "cannot answer")):
+        code, row = row_of(service, tmp_path / "out", "--target-text", text)
+        assert (code, row["errors"]) == (1, 10) and words in row["failures"][0]
+
+
+def test_a_service_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark.main(["--server", "http://127.0.0.1:9", "--open-loop", "1"]) == 1
+    assert "http://127.0.0.1:9" in capsys.readouterr().err
