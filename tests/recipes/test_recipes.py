@@ -87,12 +87,17 @@ def test_vercels_sdk_speaks(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("language", "command", "file"), [("java", "java", "Hello.java"), ("go", "go run", "hello.go")]
+    ("language", "command", "file"),
+    [
+        ("java", "java", "Hello.java"),
+        ("go", "go run", "hello.go"),
+        ("csharp", """sh -c 'mcs -r:System.Net.Http.dll "$0" && mono hello.exe'""", "hello.cs"),  # Mono's
+    ],
 )
 def test_a_program_without_libraries_speaks(language: str, command: str, file: str, url: str, tmp_path: Path) -> None:
-    if not shutil.which(language):
-        pytest.skip(f"{language} is not installed")
-    run(command.split(), tmp_path / file, block("others.md", language, ("localhost:10086", url)))
+    if not shutil.which(needed := {"csharp": "mcs"}.get(language, language)):
+        pytest.skip(f"{needed} is not installed")
+    run(shlex.split(command), tmp_path / file, block("others.md", language, ("localhost:10086", url)))
     assert_spoken(tmp_path / "hello.wav")
 
 

@@ -133,6 +133,7 @@ class _Lenient:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
+        # BinaryIO lacks `readinto`, which files and BytesIO have, and which libsndfile needs.
         self.tell, self.read, self.readinto = file.tell, file.read, file.readinto  # type: ignore[attr-defined]
 
     def seek(self, offset: int, whence: int = 0) -> int:
