@@ -88,21 +88,21 @@ if stage -1 "check the machine"; then
 fi
 
 if stage 0 "download the checkpoints"; then
-    "$PYTHON" -m cosyvoice_triton.cli.prepare "${CHECKPOINTS[@]}" "$MODELS"
+    "$PYTHON" -m cosyvoice_triton prepare "${CHECKPOINTS[@]}" "$MODELS"
 fi
 
 if stage 1 "try the LLM"; then
-    [[ -z ${ENGINE[*]} ]] || "$PYTHON" -m cosyvoice_triton.cli.prepare engine "$MODELS" "${ENGINE[@]}"
-    "$ENGINE_PYTHON" -m cosyvoice_triton.cli.test_llm --tokenizer_dir "$MODELS/cosyvoice2_llm" "${LLM_TEST[@]}" \
+    [[ -z ${ENGINE[*]} ]] || "$PYTHON" -m cosyvoice_triton prepare engine "$MODELS" "${ENGINE[@]}"
+    "$ENGINE_PYTHON" -m cosyvoice_triton test-llm --tokenizer_dir "$MODELS/cosyvoice2_llm" "${LLM_TEST[@]}" \
         --max_tokens 50
 fi
 
 if stage 2 "render the model repository, $MODE"; then
-    "$PYTHON" -m cosyvoice_triton.cli.render "$MODELS" "$REPOSITORY" --stack unet "${RENDER[@]}"
+    "$PYTHON" -m cosyvoice_triton render "$MODELS" "$REPOSITORY" --stack unet "${RENDER[@]}"
 fi
 
 if stage 3 "serve"; then
-    start triton "$PYTHON" -m cosyvoice_triton.cli.serve "$REPOSITORY" --log-file "$LOGS/tritonserver.log" --http-port "$HTTP_PORT" \
+    start triton "$PYTHON" -m cosyvoice_triton serve "$REPOSITORY" --log-file "$LOGS/tritonserver.log" --http-port "$HTTP_PORT" \
         --grpc-port "$GRPC_PORT" --metrics-port "$METRICS_PORT" --health-port "$HEALTH_PORT"
     await triton "http://127.0.0.1:$HEALTH_PORT/ready"
     hold
@@ -110,7 +110,7 @@ fi
 
 if stage 4 "one request over HTTP"; then
     if [[ $MODE == offline ]]; then
-        "$PYTHON" -m cosyvoice_triton.cli.client_http --server-url "http://127.0.0.1:$HTTP_PORT" --model-name cosyvoice2 \
+        "$PYTHON" -m cosyvoice_triton client-http --server-url "http://127.0.0.1:$HTTP_PORT" --model-name cosyvoice2 \
             --target-text "Hello from an HTTP request." "${VOICE[@]}" --output-audio "$OUT/http.wav"
     else
         echo "skipped: Triton's HTTP endpoint returns one answer per request; run: bash $0 2 4 offline"
@@ -118,18 +118,18 @@ if stage 4 "one request over HTTP"; then
 fi
 
 if stage 5 "gRPC benchmark, $NUM_TASKS tasks, $MODE"; then
-    "$PYTHON" -m cosyvoice_triton.cli.client_grpc --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice2 \
+    "$PYTHON" -m cosyvoice_triton client-grpc --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice2 \
         --num-tasks "$NUM_TASKS" --mode "$MODE" "${DATA[@]}" "${CACHED[@]}" --log-dir "$OUT/grpc_${MODE}_${NUM_TASKS}_tasks"
 fi
 
 if stage 6 "offline benchmark, without Triton"; then
     stop_servers # of stage 3
     start_llm
-    "$PYTHON" -m cosyvoice_triton.cli.offline_inference "${LLM_OPTIONS[@]}" \
+    "$PYTHON" -m cosyvoice_triton offline "${LLM_OPTIONS[@]}" \
         --llm-model-name-or-path "$MODELS/cosyvoice2_llm" --token2wav-path "$MODELS/CosyVoice2-0.5B" \
         --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" "${OFFLINE_TRT[@]}" --output-dir "$OUT/offline"
 fi
 
 if stage 7 "build token2wav's TensorRT plans"; then
-    "$PYTHON" -m cosyvoice_triton.cli.prepare plans "$MODELS" --stack unet "${PLANS[@]}"
+    "$PYTHON" -m cosyvoice_triton prepare plans "$MODELS" --stack unet "${PLANS[@]}"
 fi

@@ -48,7 +48,7 @@ else
     REPOSITORY=${REPOSITORY:-$WORK/build/cosyvoice3}
     DATA=${DATA:---huggingface-dataset yuekai/seed_tts_cosy2 --split-name wenetspeech4tts}
     OFFLINE_DATA=${OFFLINE_DATA:---split-name wenetspeech4tts}
-    CHECKPOINTS=(cosyvoice_triton.cli.prepare download --stack cosyvoice3 --hub "$HUB" "$MODELS")
+    CHECKPOINTS=(cosyvoice_triton prepare download --stack cosyvoice3 --hub "$HUB" "$MODELS")
     use_llm cosyvoice3_llm cosyvoice3_trt_engines_bfloat16 trtllm-serve
     RENDER=(--device gpu "${LLM_RENDER[@]}")
 fi
@@ -67,30 +67,30 @@ if stage 0 "download the checkpoints"; then
 fi
 
 if stage 1 "try the LLM"; then
-    [[ -z ${ENGINE[*]} ]] || "$PYTHON" -m cosyvoice_triton.cli.prepare engine "$MODELS" --stack cosyvoice3 "${ENGINE[@]}"
-    "$ENGINE_PYTHON" -m cosyvoice_triton.cli.test_llm --tokenizer_dir "$MODELS/cosyvoice3_llm" "${LLM_TEST[@]}" \
+    [[ -z ${ENGINE[*]} ]] || "$PYTHON" -m cosyvoice_triton prepare engine "$MODELS" --stack cosyvoice3 "${ENGINE[@]}"
+    "$ENGINE_PYTHON" -m cosyvoice_triton test-llm --tokenizer_dir "$MODELS/cosyvoice3_llm" "${LLM_TEST[@]}" \
         --max_tokens 50
 fi
 
 if stage 2 "render the model repository"; then
-    "$PYTHON" -m cosyvoice_triton.cli.render "$MODELS" "$REPOSITORY" --stack cosyvoice3 "${RENDER[@]}"
+    "$PYTHON" -m cosyvoice_triton render "$MODELS" "$REPOSITORY" --stack cosyvoice3 "${RENDER[@]}"
 fi
 
 if stage 3 "serve"; then
     start_llm
-    start triton "$PYTHON" -m cosyvoice_triton.cli.serve "$REPOSITORY" --log-file "$LOGS/tritonserver.log" --http-port "$HTTP_PORT" \
+    start triton "$PYTHON" -m cosyvoice_triton serve "$REPOSITORY" --log-file "$LOGS/tritonserver.log" --http-port "$HTTP_PORT" \
         --grpc-port "$GRPC_PORT" --metrics-port "$METRICS_PORT" --health-port "$HEALTH_PORT"
     await triton "http://127.0.0.1:$HEALTH_PORT/ready"
     hold
 fi
 
 if stage 4 "gRPC benchmark, $NUM_TASKS tasks"; then
-    "$PYTHON" -m cosyvoice_triton.cli.client_grpc --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice3 \
+    "$PYTHON" -m cosyvoice_triton client-grpc --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice3 \
         --num-tasks "$NUM_TASKS" --mode streaming "${DATA[@]}" --log-dir "$OUT/grpc_streaming_${NUM_TASKS}_tasks"
 fi
 
 if stage 5 "offline benchmark, LLM and token2wav in turn"; then
-    "$PYTHON" -m cosyvoice_triton.cli.offline_inference "${LLM_OPTIONS[@]}" --llm-model-name-or-path "$MODELS/cosyvoice3_llm" \
+    "$PYTHON" -m cosyvoice_triton offline "${LLM_OPTIONS[@]}" --llm-model-name-or-path "$MODELS/cosyvoice3_llm" \
         --token2wav-path "$MODELS/Fun-CosyVoice3-0.5B-2512" --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" \
         --output-dir "$OUT/offline"
 fi

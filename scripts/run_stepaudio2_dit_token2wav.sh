@@ -87,7 +87,7 @@ read -ra VOCODER_DATA <<<"$VOCODER_DATA"
 read -ra TASKS_PER_INSTANCE <<<"$TASKS_PER_INSTANCE"
 
 start_triton() { # NAME GPU HTTP GRPC METRICS HEALTH
-    CUDA_VISIBLE_DEVICES=$2 start "$1" "$PYTHON" -m cosyvoice_triton.cli.serve "$REPOSITORY" --log-file "$LOGS/$1-tritonserver.log" \
+    CUDA_VISIBLE_DEVICES=$2 start "$1" "$PYTHON" -m cosyvoice_triton serve "$REPOSITORY" --log-file "$LOGS/$1-tritonserver.log" \
         --http-port "$3" --grpc-port "$4" --metrics-port "$5" --health-port "$6"
 }
 
@@ -98,17 +98,17 @@ if stage -1 "check the machine"; then
 fi
 
 if stage 0 "download the checkpoints"; then
-    "$PYTHON" -m cosyvoice_triton.cli.prepare "${CHECKPOINTS[@]}" "$MODELS"
+    "$PYTHON" -m cosyvoice_triton prepare "${CHECKPOINTS[@]}" "$MODELS"
 fi
 
 if stage 1 "try the LLM"; then
-    [[ -z ${ENGINE[*]} ]] || "$PYTHON" -m cosyvoice_triton.cli.prepare engine "$MODELS" "${ENGINE[@]}"
-    "$ENGINE_PYTHON" -m cosyvoice_triton.cli.test_llm --tokenizer_dir "$MODELS/cosyvoice2_llm" "${LLM_TEST[@]}" \
+    [[ -z ${ENGINE[*]} ]] || "$PYTHON" -m cosyvoice_triton prepare engine "$MODELS" "${ENGINE[@]}"
+    "$ENGINE_PYTHON" -m cosyvoice_triton test-llm --tokenizer_dir "$MODELS/cosyvoice2_llm" "${LLM_TEST[@]}" \
         --max_tokens 50
 fi
 
 if stage 2 "render the model repository"; then
-    "$PYTHON" -m cosyvoice_triton.cli.render "$MODELS" "$REPOSITORY" --stack dit "${RENDER[@]}"
+    "$PYTHON" -m cosyvoice_triton render "$MODELS" "$REPOSITORY" --stack dit "${RENDER[@]}"
 fi
 
 if stage 3 "serve"; then
@@ -119,21 +119,21 @@ if stage 3 "serve"; then
 fi
 
 if stage 4 "gRPC benchmark, $NUM_TASKS tasks"; then
-    "$PYTHON" -m cosyvoice_triton.cli.client_grpc --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice2_dit \
+    "$PYTHON" -m cosyvoice_triton client-grpc --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice2_dit \
         --num-tasks "$NUM_TASKS" --mode streaming "${DATA[@]}" --log-dir "$OUT/grpc_streaming_${NUM_TASKS}_tasks"
 fi
 
 if stage 5 "offline benchmark, LLM and token2wav in turn"; then
-    "$PYTHON" -m cosyvoice_triton.cli.offline_inference "${LLM_OPTIONS[@]}" --llm-model-name-or-path "$MODELS/cosyvoice2_llm" \
+    "$PYTHON" -m cosyvoice_triton offline "${LLM_OPTIONS[@]}" --llm-model-name-or-path "$MODELS/cosyvoice2_llm" \
         --token2wav-path "$TOKEN2WAV" --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" "${OFFLINE_TRT[@]}" \
         --output-dir "$OUT/offline"
 fi
 
 if stage 6 "token2wav alone"; then
-    "$PYTHON" -m cosyvoice_triton.cli.token2wav --model-dir "$TOKEN2WAV" "${VOCODER_DATA[@]}" "${OFFLINE_TRT[@]}" --warmup 3 \
+    "$PYTHON" -m cosyvoice_triton token2wav --model-dir "$TOKEN2WAV" "${VOCODER_DATA[@]}" "${OFFLINE_TRT[@]}" --warmup 3 \
         --output-dir "$OUT/token2wav"
     for strategy in equal exponential; do
-        "$PYTHON" -m cosyvoice_triton.cli.streaming_inference --model-dir "$TOKEN2WAV" "${VOCODER_DATA[@]}" "${OFFLINE_TRT[@]}" \
+        "$PYTHON" -m cosyvoice_triton streaming --model-dir "$TOKEN2WAV" "${VOCODER_DATA[@]}" "${OFFLINE_TRT[@]}" \
             --strategy "$strategy" --output-dir "$OUT/streaming_$strategy"
     done
 fi
@@ -156,12 +156,12 @@ if stage 8 "benchmark of these servers"; then
     for ((gpus = 1; gpus <= TOKEN2WAV_GPUS; gpus++)); do
         servers=()
         for ((i = 0; i < gpus * INSTANCES_PER_GPU; i++)); do servers+=("127.0.0.1:$((TOKEN2WAV_GRPC_PORT + i))"); done
-        "$PYTHON" -m cosyvoice_triton.load.benchmark --server "${servers[@]}" --token2wav-gpus "$gpus" --llm-gpus $((${#LLM_COMMAND[@]} > 0)) \
+        "$PYTHON" -m cosyvoice_triton bench load --server "${servers[@]}" --token2wav-gpus "$gpus" --llm-gpus $((${#LLM_COMMAND[@]} > 0)) \
             --model-name cosyvoice2_dit --concurrency "${TASKS_PER_INSTANCE[@]}" "${DATA[@]}" \
             --title "disaggregated, $gpus x $INSTANCES_PER_GPU token2wav" --output "$OUT/disaggregated_${gpus}_gpus"
     done
 fi
 
 if stage 9 "build token2wav's TensorRT plans"; then
-    "$PYTHON" -m cosyvoice_triton.cli.prepare plans "$MODELS" --stack dit "${PLANS[@]}"
+    "$PYTHON" -m cosyvoice_triton prepare plans "$MODELS" --stack dit "${PLANS[@]}"
 fi

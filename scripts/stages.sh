@@ -57,7 +57,7 @@ start() { # NAME COMMAND...
 }
 
 await() { # NAME URL: waits until it is ready; if it fails, prints the end of its log
-    "$PYTHON" -m cosyvoice_triton.cli.wait_ready --process "${SERVERS[$1]}" --seconds "$READY_SECONDS" "$2" && return
+    "$PYTHON" -m cosyvoice_triton wait --process "${SERVERS[$1]}" --seconds "$READY_SECONDS" "$2" && return
     tail -n 20 "$LOGS/$1.log" >&2
     echo "$1 did not become ready; its log: $LOGS/$1.log" >&2
     return 1

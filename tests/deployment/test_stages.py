@@ -148,11 +148,11 @@ def test_where_nothing_can_be_written_the_setting_is_named(manifest: Path, tmp_p
 
 
 PARSERS = {
-    "cosyvoice_triton.cli.prepare": lambda arguments: prepare.build_parser().parse_args(arguments),
-    "cosyvoice_triton.cli.test_llm": lambda arguments: test_llm.build_parser().parse_args(arguments),
-    "cosyvoice_triton.cli.render": lambda arguments: render.build_parser().parse_args(arguments),
-    "cosyvoice_triton.cli.client_grpc": client_grpc.parse_args,
-    "cosyvoice_triton.cli.client_http": client_http.parse_args,
+    "prepare": lambda arguments: prepare.build_parser().parse_args(arguments),
+    "test-llm": lambda arguments: test_llm.build_parser().parse_args(arguments),
+    "render": lambda arguments: render.build_parser().parse_args(arguments),
+    "client-grpc": client_grpc.parse_args,
+    "client-http": client_http.parse_args,
 }
 
 
@@ -174,20 +174,19 @@ def test_the_stages_for_a_gpu_serve_with_our_engine_unless_upstreams_is_named(tm
             assert done.returncode == 0, done.stderr
     called: dict[str, list[Namespace]] = {}
     for line in (tmp_path / "calls").read_text().splitlines():
-        option, program, *arguments = line.split()
-        if option == "-c":  # where the package's samples are
-            continue
-        called.setdefault(program, []).append(PARSERS[program](arguments))
-    downloads = [one for one in called["cosyvoice_triton.cli.prepare"] if one.step == "download"]
+        option, _, program, *arguments = line.split()
+        if option != "-c":  # where the package's samples are
+            called.setdefault(program, []).append(PARSERS[program](arguments))
+    downloads = [one for one in called["prepare"] if one.step == "download"]
     assert [(one.stack, one.hub, one.spk2info) for one in downloads] == [
         ("unet", "modelscope", True),
         ("dit", "modelscope", False),
         ("cosyvoice3", "modelscope", False),
     ]
-    assert {one.models for one in called["cosyvoice_triton.cli.prepare"]} == {tmp_path / "work" / "models" / "official"}
-    assert [one.use_spk2info_cache for one in called["cosyvoice_triton.cli.client_grpc"]] == [True, False]
-    rendered, tried = called["cosyvoice_triton.cli.render"], called["cosyvoice_triton.cli.test_llm"]
-    built = [one for one in called["cosyvoice_triton.cli.prepare"] if one.step == "engine"]
+    assert {one.models for one in called["prepare"]} == {tmp_path / "work" / "models" / "official"}
+    assert [one.use_spk2info_cache for one in called["client-grpc"]] == [True, False]
+    rendered, tried = called["render"], called["test-llm"]
+    built = [one for one in called["prepare"] if one.step == "engine"]
     chosen = [(one.llm_backend, one.llm_transport, one.llm_engine) for one in rendered]
     if upstream:
         assert chosen == [("tensorrtllm", "triton", "auto")] + [("python", "openai", "auto")] * 2

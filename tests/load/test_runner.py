@@ -203,7 +203,7 @@ def test_ctrl_c_ends_the_run_with_a_report(stub: StubProcess, tmp_path: Path) ->
     more = ("--manifest-path", manifest(tmp_path, ["Hello."]), "--num-tasks", 2, "--num-requests", 500)
     arguments = command(stub, tmp_path / "log", "--warmup-requests", 0, *more)
     with subprocess.Popen(
-        [sys.executable, "-m", "cosyvoice_triton.cli.client_grpc", *arguments],
+        [sys.executable, "-m", "cosyvoice_triton", "client-grpc", *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -257,7 +257,7 @@ def test_two_signals_a_second_apart_leave_nothing_behind(second: signal.Signals,
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").write_text("import time\ntime.sleep(60)\n")
     (folder / "config.pbtxt").write_text('name: "idle" backend: "python" max_batch_size: 1\n')
-    command = [sys.executable, "-m", "cosyvoice_triton.cli.serve", str(folder.parent), "--log-file", f"{tmp_path}/log"]
+    command = [sys.executable, "-m", "cosyvoice_triton", "serve", str(folder.parent), "--log-file", f"{tmp_path}/log"]
     for name in ("http", "grpc", "metrics", "health"):
         command += [f"--{name}-port", "0"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
@@ -280,7 +280,7 @@ def test_a_server_on_an_ipv6_address_answers_at_the_urls_that_it_prints(tmp_path
     code = "class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
     (folder / "1" / "model.py").write_text(code)
     (folder / "config.pbtxt").write_text('name: "idle" backend: "python" max_batch_size: 1\n')
-    command = [sys.executable, "-m", "cosyvoice_triton.cli.serve", str(folder.parent), "--log-file", f"{tmp_path}/log"]
+    command = [sys.executable, "-m", "cosyvoice_triton", "serve", str(folder.parent), "--log-file", f"{tmp_path}/log"]
     command += [f"--{name}host=::1" for name in ("", "http-", "grpc-")]
     for name in ("http", "grpc", "metrics", "health"):
         command += [f"--{name}-port", "0"]

@@ -199,7 +199,7 @@ def child(parent: int | str, command: str) -> str:
 
 @pytest.mark.server
 def test_serve_ends_and_names_the_model_if_a_models_process_dies(repository, tmp_path):
-    command = [sys.executable, "-m", "cosyvoice_triton.cli.serve", str(repository), "--log-file", str(tmp_path / "log")]
+    command = [sys.executable, "-m", "cosyvoice_triton", "serve", str(repository), "--log-file", str(tmp_path / "log")]
     command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--health-port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
         assert serving.stdout is not None

@@ -219,7 +219,7 @@ async def _local_stack(models: Path, work: Path, disk: Path, clock: Callable[[],
     speak += ["--port", str(speech), "--runtime_port", str(runtime)]
 
     def service(name: str, command: str, arguments: list[str], page: str, **environment: str) -> SupervisedService:
-        launched = [sys.executable, "-m", f"cosyvoice_triton.cli.{command}", *arguments]
+        launched = [sys.executable, "-m", "cosyvoice_triton", command, *arguments]
         everywhere = PROXIES | {"TMPDIR": str(disk)}
         return SupervisedService(name, launched, page, work / f"{name}.log", everywhere | environment)
 
@@ -233,7 +233,7 @@ async def _local_stack(models: Path, work: Path, disk: Path, clock: Callable[[],
             offline=WHOLE.orchestrator,
         ),
         service("serve", "serve", serve, f"http://{LOCAL}:{health}/ready", **{TEST_FAULTS: str(faults)}),
-        service("speech", "speech_server", speak, f"http://{LOCAL}:{speech}/health"),
+        service("speech", "speech", speak, f"http://{LOCAL}:{speech}/health"),
         faults,
         disk,
     )

@@ -32,7 +32,7 @@ def answers(url: str) -> bool:
 def running(*options: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The service in its own process, ready."""
     port = free_port()
-    command = [sys.executable, "-m", "cosyvoice_triton.cli.speech_server", "--port", str(port), *options]
+    command = [sys.executable, "-m", "cosyvoice_triton", "speech", "--port", str(port), *options]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:

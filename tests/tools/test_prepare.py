@@ -321,7 +321,7 @@ def test_without_a_checkpoint_the_error_names_the_command_that_downloads_it(
 
 
 def test_waiting_ends_when_the_awaited_process_ends() -> None:
-    command = [sys.executable, "-m", "cosyvoice_triton.cli.wait_ready", "http://127.0.0.1:9/ready"]
+    command = [sys.executable, "-m", "cosyvoice_triton", "wait", "http://127.0.0.1:9/ready"]
     with subprocess.Popen(["sleep", "1"]) as ending:
         run = subprocess.run(
             [*command, "--process", str(ending.pid)], cwd=ROOT, capture_output=True, text=True, timeout=30
@@ -375,7 +375,7 @@ def test_the_images_tensorrt_is_linked_into_our_environment(
 def test_sigterm_ends_a_preparation_with_the_hint_to_run_it_again(tmp_path: Path) -> None:
     """In a container it is process 1, which SIGTERM would not reach without a handler."""
     with steps.only_one(tmp_path):  # so that it waits
-        command = [sys.executable, "-u", "-m", "cosyvoice_triton.cli.prepare", "download", str(tmp_path)]
+        command = [sys.executable, "-u", "-m", "cosyvoice_triton", "prepare", "download", str(tmp_path)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
             assert process.stdout is not None and "waiting" in process.stdout.readline()

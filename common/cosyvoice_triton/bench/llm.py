@@ -1,6 +1,6 @@
 """Generate one prompt, or many concurrently, with any engine of the LLM, and print the speed.
 
-    python -m cosyvoice_triton.bench.llm --engine cuda  the time to token 18 and tokens/s of 1, 16, 64 and 256 streams
+    cosyvoice-triton bench llm --engine cuda  the time to token 18 and tokens/s of 1, 16, 64 and 256 streams
 
 The streams of a line begin together, after a warm-up. Without --model-dir the network is a full-size one of random
 weights.
@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import gc
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -154,7 +153,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             make_llm(Path(temporary), sizes=OFFICIAL, dtype=torch.bfloat16)
         asyncio.run(measure(args, args.model_dir or Path(temporary)))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -125,7 +125,7 @@ def benchmark(
     server: TritonServer, options: StackOptions, listeners: int, requests: int, more: Sequence[str], output: Path
 ) -> dict[str, Any]:
     """Measures one load, after as many requests of warm-up as there are listeners. more: further options."""
-    command = [sys.executable, "-m", "cosyvoice_triton.load.benchmark", "--server", server.grpc_url]
+    command = [sys.executable, "-m", "cosyvoice_triton", "bench", "load", "--server", server.grpc_url]
     command += ["--model-name", stacks.named(options.stack).orchestrator, "--warmup-requests", str(listeners)]
     command += ["--concurrency" if listeners == 1 else "--listeners", str(listeners)]
     command += ["--num-requests", str(requests + (listeners if listeners > 1 else 0)), "--output", str(output)]
@@ -182,7 +182,3 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, default=Path("out/stack"), help="path without suffix")
     return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,6 @@ import itertools
 import json
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -33,8 +32,8 @@ from cosyvoice_triton.voice.prompt import Prompt
 DESCRIPTION = """\
 Time token2wav's engine and scheduler.
 
-  python -m cosyvoice_triton.bench.token2wav --stack dit  full-size networks with RANDOM weights, on a GPU
-  python -m cosyvoice_triton.bench.token2wav --stack dit --models models/demo  a checkpoint on the CPU: what `make
+  cosyvoice-triton bench token2wav --stack dit  full-size networks with RANDOM weights, on a GPU
+  cosyvoice-triton bench token2wav --stack dit --models models/demo  a checkpoint on the CPU: what `make
   bench` runs
 
 Prompts are 5 s, utterances 8.5 s, hops 15, 25, 50, 100 tokens, the first one as long as the stack's boundary demands.
@@ -203,7 +202,3 @@ def main(argv: list[str] | None = None) -> int:
     args.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     print(f"written: {args.output.with_suffix('.json')}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,7 +16,6 @@ offline requests (`cosyvoice-triton serve --offline`).
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from cosyvoice_triton.cli.arguments import positive_int
@@ -51,7 +50,3 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     load.add_argument("--log-dir", type=Path, help="directory for audio, figures and plots (default: tmp)")
     accept_upstream_options(parser, "client_grpc")
     return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

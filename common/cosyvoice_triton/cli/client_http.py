@@ -38,7 +38,3 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--server-url", default=f"http://localhost:{HTTP_PORT}", help="default: %(default)s")
     add_request_arguments(parser)
     return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

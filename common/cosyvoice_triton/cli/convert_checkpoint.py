@@ -60,7 +60,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(f"{args.output_dir}: written")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -27,7 +27,3 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     print(f"{args.output_dir}: " + ("written" if made else "exists already; remove it to convert again"))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

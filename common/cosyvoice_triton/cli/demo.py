@@ -116,7 +116,3 @@ def step(number: int, what: str) -> Iterator[None]:
         yield
     finally:
         print(f" ({time.monotonic() - begun:.1f} s)", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,6 @@ Loads no model and downloads nothing. The exit code is 1 if a check failed.
 import argparse
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -114,7 +113,3 @@ def _shared_memory() -> Line:
             f"{SHARED_MEMORY} has {size:.2f} GB and {SHARED_MEMORY_GB:g} GB are needed: docker run --shm-size 2g"
         )
     return True, f"shared memory: {size:.1f} GB"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

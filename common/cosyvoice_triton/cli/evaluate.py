@@ -197,7 +197,3 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.models is None and not args.audio:
         parser.error("nothing to judge: name a folder of checkpoints, or --audio")
     return args
-
-
-if __name__ == "__main__":
-    sys.exit(main())

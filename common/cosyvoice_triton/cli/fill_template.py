@@ -53,7 +53,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(filled, end="")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -77,7 +77,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.step == "download":
         print(f"then:           {program()} say 'Hello.' --voice {steps.VOICE}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -49,7 +49,3 @@ def render_stack(models: Path, destination: Path, args: argparse.Namespace) -> N
         print(plan)
     others = "the defaults of plan and stack" if plan else "the stack's defaults"
     print(f"settings given: {' '.join(args.settings) or 'none'}; all others have {others}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

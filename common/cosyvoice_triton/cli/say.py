@@ -109,7 +109,3 @@ def play(chunks: Iterator[np.ndarray]) -> None:
 def samples(chunk: np.ndarray) -> bytes:
     """float32 (N,) in -1..1 as 16-bit samples."""
     return (np.clip(chunk, -1, 1) * 32767).astype("<i2").tobytes()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -138,7 +138,3 @@ def rendered_repository(args: argparse.Namespace) -> Path:
     if given := given_options(args):
         raise ValueError(f"{', '.join(given)}: options of a rendering, but {args.repository} is rendered already")
     return Path(args.repository)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,7 +11,6 @@ Every option can be set in the environment as well: --max_streams as SPEECH_MAX_
 service accepts connections from this machine only, unless --host is given. docs/http.md lists the routes and fields.
 """
 
-import sys
 from collections.abc import Sequence
 
 from cosyvoice_triton.speech_service import command
@@ -19,7 +18,3 @@ from cosyvoice_triton.speech_service import command
 
 def main(argv: Sequence[str] | None = None) -> int:
     return command.main(argv, str(__doc__))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,6 @@ recordings is not included.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from cosyvoice_triton.cli.arguments import positive_int
@@ -38,7 +37,3 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=positive_int, default=1, help="concurrent streams")
     args = parser.parse_args(argv)
     return argparse.Namespace(**vars(args), streaming=True, warmup=2, figures=f"streaming-{args.strategy}.json")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -70,7 +70,3 @@ def _answer(line: str, args: argparse.Namespace) -> dict[str, Any]:
 def _preview(text: str, language: str, stack: str, args: argparse.Namespace) -> dict[str, Any]:
     whole = clean_text(text, name="target_text", max_chars=OrchestratorConfig.max_text_chars)
     return preview(_frontend(stack), whole, language, pronunciation=args.pronunciation)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

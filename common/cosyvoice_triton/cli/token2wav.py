@@ -15,7 +15,6 @@ pass encodes the voices again. Loading, the warm-up and writing files are not in
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from cosyvoice_triton.cli.arguments import positive_int
@@ -42,7 +41,3 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--strategy", choices=("equal", "exponential"), default="exponential", help="for --streaming")
     parser.set_defaults(figures="token2wav.json")
     return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -95,7 +95,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"voice {args.action}: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -26,7 +26,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     print("\n".join(faults), end="\n" if faults else "", file=sys.stderr)
     return 1 if faults else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

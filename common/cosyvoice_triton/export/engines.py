@@ -156,7 +156,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     count = len(args.capability) * len(wanted)
     print(f"{count - failed} of {count} plans exist")
     return min(1, failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

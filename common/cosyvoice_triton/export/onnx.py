@@ -228,7 +228,3 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model-dir", type=Path, required=True, help="directory with the flow.pt of a stack")
     parser.add_argument("--output-dir", type=Path, help="directory for the files (default: the model directory)")
     return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -123,7 +123,3 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     report.add_argument("--title", default="", help="what was measured: machine, weights, server settings")
     report.add_argument("--output", type=Path, default=Path("out/benchmark"), help="path without suffix")
     return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -41,8 +41,8 @@ def build_engine(models: Path, llm: SpeechLLM, options: EngineOptions) -> bool:
     with tempfile.TemporaryDirectory(dir=models, prefix=f".{llm.engine}.") as scratch:
         weights, built = Path(scratch) / "weights", Path(scratch) / "engine"
         sizes = [f"--tp_size={options.tp_size}", f"--pp_size={options.pp_size}"]
-        convert = ["-m", "cosyvoice_triton.cli.convert_checkpoint", f"--model_dir={source}", f"--output_dir={weights}"]
-        _run([_python(), *convert, "--dtype=bfloat16", *sizes])
+        convert = [_python(), "-m", "cosyvoice_triton", "prepare", "convert-checkpoint", "--dtype=bfloat16", *sizes]
+        _run([*convert, f"--model_dir={source}", f"--output_dir={weights}"])
         limits = [f"--max_batch_size={options.max_batch_size}", f"--max_num_tokens={MAX_TOKENS}"]
         workers = [f"--workers={options.tp_size * options.pp_size}"]
         directories = [f"--checkpoint_dir={weights}", f"--output_dir={built}"]
