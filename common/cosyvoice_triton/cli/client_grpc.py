@@ -5,8 +5,8 @@ One request writes one wav file:
     cosyvoice-triton client-grpc --target-text "Hello." --reference-audio voice.wav --reference-text "What it says."
 
 With a manifest, a data set, --num-tasks, --num-requests, --request-rate or --log-dir it measures and writes audio
-files, rtf-<split>.txt, stats_summary-<split>.txt, summary.json and summary.png to --log-dir (default ./tmp). The exit
-code is 1 if any request failed.
+files, rtf-<split>.txt, stats_summary-<split>.txt and summary.json to --log-dir (default ./tmp). The exit code is 1 if
+any request failed.
 
     cosyvoice-triton client-grpc --manifest-path manifest.jsonl --num-tasks 4 --num-requests 40
     cosyvoice-triton client-grpc --huggingface-dataset yuekai/seed_tts --split-name test_zh --num-tasks 8
@@ -16,16 +16,21 @@ offline requests (`cosyvoice-triton serve --offline`).
 """
 
 import argparse
+import asyncio
 from pathlib import Path
 
 from cosyvoice_triton.cli.arguments import positive_int
 from cosyvoice_triton.cli.upstream import accept_upstream_options
-from cosyvoice_triton.client.requests import add_request_arguments, positive_number
+from cosyvoice_triton.client.grpc_client import synthesize
+from cosyvoice_triton.client.requests import Utterance, add_request_arguments, positive_number
 from cosyvoice_triton.constants import GRPC_PORT
 from cosyvoice_triton.load.command import exit_code
-from cosyvoice_triton.load.jobs import add_job_arguments
-from cosyvoice_triton.load.plan import add_load_arguments
-from cosyvoice_triton.load.requesting import run
+from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
+from cosyvoice_triton.load.plan import Load, add_load_arguments
+from cosyvoice_triton.load.progress import measured
+from cosyvoice_triton.load.report import closing_lines, write_run
+
+LOG_DIR = Path("tmp")  # upstream's
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,6 +52,33 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     load.add_argument(
         "--request-rate", type=positive_number, help="random requests per second (Poisson), instead of tasks"
     )
-    load.add_argument("--log-dir", type=Path, help="directory for audio, figures and plots (default: tmp)")
+    load.add_argument("--log-dir", type=Path, help="directory for audio and figures (default: tmp)")
     accept_upstream_options(parser, "client_grpc")
     return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Send one request, or many if the options ask for a measurement; return the exit code."""
+    server = f"{args.server_addr}:{args.server_port}"
+    several = args.num_tasks > 1 or (args.num_requests or 1) > 1
+    data = args.manifest_path or args.huggingface_dataset or args.use_spk2info_cache
+    if several or data or args.request_rate or args.log_dir:
+        return measure(args, server)
+    request = Utterance.from_arguments(args)
+    answer = asyncio.run(synthesize(server, args.model_name, request, args.mode, args.timeout))
+    answer.save(args.output_audio)
+    print(answer.summary())
+    print(f"written to         {args.output_audio}")
+    return 0
+
+
+def measure(args: argparse.Namespace, server: str) -> int:
+    """Send many requests; print the results and write them to the log directory."""
+    jobs, directory = Jobs.from_arguments(args), args.log_dir or LOG_DIR
+    count = args.num_requests or max(len(jobs), args.num_tasks)
+    load = Load.from_arguments(args, [server], jobs, count, args.num_tasks, args.request_rate, directory)
+    run = measured(load, f"{load.model} {load.mode}", args.log_interval)
+    summary = write_run(run, load.settings(), jobs.split, directory)
+    print("\n".join(closing_lines(summary)))
+    print(f"written to {directory}: audio, rtf-{jobs.split}.txt, stats_summary-{jobs.split}.txt, summary.json")
+    return 130 if run.interrupted else 0 if run.complete else 1

@@ -1,3 +1,1 @@
-"""Load generator for speech servers: inputs (`samples`, `jobs`), requests (`runner`), results (`measure`, `report`,
-`plot`).
-"""
+"""Load generator for speech servers: inputs (`samples`, `jobs`), requests (`runner`), results (`measure`, `report`)."""
