@@ -12,6 +12,7 @@ from tests.containers.project import wait_for
 
 DIT = ("bash", "run_stepaudio2_dit_token2wav.sh")
 SAMPLES = "/usr/local/lib/python3.11/site-packages/cosyvoice_triton/samples"
+SBOM = "/usr/local/share/sbom.cdx.json"
 DATA = f"DATA=--manifest-path {SAMPLES}/manifest.jsonl --num-requests 2"
 
 
@@ -25,6 +26,17 @@ def test_the_image_alone_ends_soon_while_it_prepares_the_demo(docker: Engine) ->
     state = json.loads(docker.docker("inspect", "alone"))[0]["State"]
     docker.docker("rm", "--volumes", "alone")
     assert state["ExitCode"] == 143
+
+
+def test_the_image_holds_the_package_and_no_sources_and_lists_what_it_holds(docker: Engine) -> None:
+    image = json.loads(docker.docker("inspect", CPU))[0]["Config"]
+    assert image["User"] == "1001" and image["Healthcheck"]["Test"][:2] == ["CMD", "cosyvoice-triton"]
+    assert image["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
+    printed = docker.docker("run", "--rm", "--network=none", CPU, "sh", "-c", f"ls; cat {SBOM}")
+    files, _, sbom = printed.partition("{")
+    assert files.split() == ["LICENSE", "run.sh", "run_cosyvoice3.sh", "run_stepaudio2_dit_token2wav.sh", "scripts"]
+    listed = {one["purl"].rpartition("@")[0] for one in json.loads("{" + sbom)["components"]}
+    assert listed >= {"pkg:pypi/cosyvoice-triton", "pkg:pypi/nvidia-pytriton", "pkg:deb/debian/gcc"}
 
 
 @pytest.mark.extended

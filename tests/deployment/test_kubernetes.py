@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from cosyvoice_triton import stacks
-from cosyvoice_triton.cli import prepare, render
+from cosyvoice_triton.cli import prepare, serve
 from cosyvoice_triton.monitoring import metrics
 from cosyvoice_triton.stacks import Stack
 
@@ -151,8 +151,11 @@ def test_one_value_chooses_the_stack_of_the_pods(stack: Stack, components: list[
         values = {key: value for name in names for key, value in built["ConfigMap", name]["data"].items()}
         commands.append([re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in container["command"]])  # noqa: B023
     downloads = [prepare.build_parser().parse_args(one[2:]) for one in commands if "prepare" in one]
-    (rendered,) = (render.build_parser().parse_args(one[2:]) for one in commands if "render" in one)
+    (rendered,) = (
+        serve.build_parser().parse_args(one[2:]) for one in commands if one[:2] == ["cosyvoice-triton", "serve"]
+    )
     assert {one.stack for one in [*downloads, rendered]} == {stack.name}
+    assert rendered.repository is None, "rendered where the GPU is, so that max_streams follows from it"
     if not components:
         assert rendered.llm_engine == "cuda" and len(downloads) == 1
         return

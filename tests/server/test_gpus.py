@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cosyvoice_triton.cli import doctor
+from cosyvoice_triton.cli import doctor, render
 from cosyvoice_triton.server import gpus
 from cosyvoice_triton.server.rendering import StackOptions, planned
 
@@ -111,6 +111,22 @@ def test_a_machine_that_cannot_serve_is_told_in_one_line_what_to_do(
     assert doctor.main(["--device", "gpu"]) == 1
     (problem,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
     assert said in problem
+
+
+def test_streams_that_never_fit_are_refused_before_a_download_with_a_number_that_does(
+    machine: Machine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    machine("NVIDIA L4")
+    assert doctor.main(["--device", "gpu", "--set", "max_streams=999"]) == 1
+    (problem,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
+    needed = "max_streams 999 of the dit stack needs at least 241 GiB, and NVIDIA L4 (22.5 GiB, 22.1 free) has less"
+    assert problem.split(maxsplit=1)[1] == f"{needed}: set max_streams <= 53, or leave it out"
+    assert render.main([str(tmp_path), str(tmp_path / "made"), "--device=gpu", "--set=max_streams=999"]) == 1
+    assert needed in capsys.readouterr().err
+    with pytest.raises(gpus.GpuError, match=r"leaves it 12: set max_streams <= 14,"):
+        settings(max_streams="99", gpu_memory_gib="12")
+    for less in ({"llm_memory_gib": "0"}, {"n_timesteps": "5"}):
+        assert settings(max_streams="99", **less)["max_streams"] == "99", "token2wav knows what these take"
 
 
 def test_the_doctor_says_what_the_machine_would_serve(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

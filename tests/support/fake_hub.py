@@ -20,7 +20,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class FakeHub:
     """`files`: content by name, served as LFS files. `cut`: bytes of a file after which the connection breaks, once.
     `damage`: names of files to send with a changed byte. `requested`: paths. `ranges`: Range headers, which it follows
-    if it `continues` files.
+    if it `continues` files. `refuses`: repositories by the HTTP status that it answers for them; 403 lists them.
     """
 
     url: str = ""
@@ -30,6 +30,7 @@ class FakeHub:
     requested: list[str] = field(default_factory=list)
     ranges: list[str] = field(default_factory=list)
     continues: bool = True
+    refuses: dict[str, int] = field(default_factory=dict)
 
     def listing(self) -> dict[str, Any]:
         siblings = []
@@ -63,7 +64,10 @@ class Handler(BaseHTTPRequestHandler):
         if path.endswith("/repo"):  # ModelScope's
             name = parse_qs(query)["FilePath"][0]
         self.hub.requested.append(f"{path} {name}" if path.endswith("/repo") else path)
-        if path.endswith("/repo/files"):
+        refused = next((status for name, status in self.hub.refuses.items() if name in path), 0)
+        if refused and not (refused == 403 and path.startswith("/api/models/")):
+            self.send(b"", {"X-Error-Code": "GatedRepo"} if refused == 403 else {}, with_body, refused)
+        elif path.endswith("/repo/files"):
             self.send(json.dumps(self.hub.modelscope_listing()).encode(), {}, with_body)
         elif path.startswith("/api/models/"):
             self.send(json.dumps(self.hub.listing()).encode(), {"Content-Type": "application/json"}, with_body)

@@ -196,6 +196,20 @@ def test_a_missing_file_and_an_unreachable_hub_are_reported_in_one_line(
     assert "could not be downloaded" in error and "HF_ENDPOINT" in error and len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize("status", [401, 403], ids=["private", "gated"])
+def test_a_hub_that_wants_a_token_is_reported_before_anything_large_is_downloaded(
+    remote: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], status: int
+) -> None:
+    """Also where only the second repository of a stack is private, or listed and not sent."""
+    for pattern in (pattern for source in hub.sources(stacks.DIT) for pattern in source.patterns):
+        remote.files[pattern.replace("*", "some")] = b"{}" if "*" in pattern else BIG
+    remote.refuses[stacks.DIT.repository] = status
+    assert prepare.main(["download", str(tmp_path)]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("prepare")]
+    assert f"refuses {stacks.DIT.repository} (HTTP {status})" in line and "set HF_TOKEN" in line
+    assert [path for path in tmp_path.rglob("*.pt") if path.stat().st_size] == []
+
+
 def test_a_revision_for_an_unknown_repository_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHECKPOINT_REVISIONS", f"{STEP_AUDIO2}=abc")
     assert steps.revisions() == {STEP_AUDIO2: "abc"}

@@ -90,18 +90,31 @@ def digest_of(path: Path, *, git: bool) -> str:
     return f"git:{digest.hexdigest()}" if git else digest.hexdigest()
 
 
+def require_access(source: Source, models: Path, revision: str | None = None) -> None:
+    """Download the smallest file of a source that is not there: a hub may list what it does not send without a token.
+
+    DownloadError as of `fetch`, before gigabytes of another source have come.
+    """
+    known = read_record(models).get(source.repository)
+    if (listed := _listing_unless_complete(source, models, known, revision)) is None:
+        return
+    commit, files = listed
+    smallest = min(files, key=lambda file: file.size)
+    if not smallest.is_at(models / source.directory / smallest.name):
+        _download(source, smallest, commit, models)
+
+
 def fetch(source: Source, models: Path, revision: str | None = None) -> bool:
     """Complete a source below `models`; False if it was complete. revision: commit, branch or tag to switch to.
 
-    DownloadError if the hub cannot be reached, a file is missing there, the disk is too full or a file is damaged.
+    DownloadError if the hub cannot be reached or refuses, a file is missing there, the disk is too full or a file is
+    damaged.
     """
     record = read_record(models)
     known = record.get(source.repository)
-    if known and (revision is None or revision in (known["commit"], known["revision"])):
-        if all(file.is_at(models / source.directory / file.name) for file in _wanted(source, known)):
-            return False
-        revision = known["commit"]
-    commit, files = _listing(source, revision)
+    if (listed := _listing_unless_complete(source, models, known, revision)) is None:
+        return False
+    commit, files = listed
     missing = []
     for file in files:
         path = models / source.directory / file.name
@@ -176,6 +189,17 @@ def _wanted(source: Source, known: Mapping[str, Any]) -> list[RemoteFile]:
     return found
 
 
+def _listing_unless_complete(
+    source: Source, models: Path, known: Mapping[str, Any] | None, revision: str | None
+) -> tuple[str, list[RemoteFile]] | None:
+    """The commit to fetch, that of the record if it may stay, and its files; None if all of them are there."""
+    if known and (revision is None or revision in (known["commit"], known["revision"])):
+        if all(file.is_at(models / source.directory / file.name) for file in _wanted(source, known)):
+            return None
+        revision = known["commit"]
+    return _listing(source, revision)
+
+
 def _listing(source: Source, revision: str | None) -> tuple[str, list[RemoteFile]]:
     """The commit of a revision and its matching files."""
     try:
@@ -233,6 +257,13 @@ def _endpoint() -> str | None:
 
 
 def _unreachable(source: Source, error: Exception) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "code", None)
+    if status in (401, 403):
+        return (
+            f"{source.hub} refuses {source.repository} (HTTP {status}), which is private or gated: "
+            + ("set HF_TOKEN to a token" if source.hub == "huggingface" else "leave --hub out, and set HF_TOKEN to one")
+            + " of an account that may read it, after it has accepted the terms on the repository's page"
+        )
     words = str(error).strip().splitlines() or [type(error).__name__]
     hint = _HUBS[source.hub][2]
     return f"{source.repository} could not be downloaded: {words[0]}; complete parts are kept: run again ({hint})"

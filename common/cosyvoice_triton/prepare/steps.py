@@ -68,7 +68,10 @@ def download(models: Path, args: argparse.Namespace) -> None:
     weights = stack.llm.reinforced if args.rl else stack.llm.weights
     if not weights:
         raise ValueError(f"the {stack.name} stack has one LLM only: leave --rl out")
-    for source in hub.sources(stack, args.hub, weights):
+    sources = hub.sources(stack, args.hub, weights)
+    for source in sources:
+        hub.require_access(source, models, wanted.get(source.repository))
+    for source in sources:
         made = hub.fetch(source, models, wanted.get(source.repository))
         report(models / source.directory, made, f"commit {hub.read_record(models)[source.repository]['commit']}")
     llm = models / stack.llm.directory

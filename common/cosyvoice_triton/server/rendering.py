@@ -61,6 +61,9 @@ _TEMPLATE_DEFAULTS = {
 # Keys whose value is the same whatever is given: tokens are streamed even if the orchestrator sends one response.
 FIXED: dict[str, dict[str, str]] = {"tensorrt_llm": {"decoupled_mode": "true"}}
 
+# With these, streams take less of token2wav's GPU than in the plans.
+_OTHER_MEMORY = ("llm_memory_gib", "llm_gpu", "token2wav_gpus", "n_timesteps")
+
 _PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
 _PARAMETER = re.compile(r'key: *"(\w+)"')
 
@@ -296,15 +299,22 @@ class StackOptions:
 
 def planned(options: StackOptions) -> tuple[StackOptions, str]:
     """The options with the settings of the plan for the GPU that is there, and the line that says so; as they are, and
-    "", where they set `max_streams` or no GPU will be used. GpuError if the GPU is too small or its driver too old.
+    "", where they set `max_streams` or no GPU will be used. GpuError if the GPU or its memory is too small, or its
+    driver too old.
 
     A machine without a GPU may render for one that has one.
     """
-    if options.device == "cpu" or "max_streams" in options.settings:
+    if options.device == "cpu":
         return options, ""
     seen = gpus.used(options.device) if gpus.visible() else []
     of_token2wav = [seen[number] for number in options.token2wav_gpus if number < len(seen)]
     gib = parse_setting("gpu_memory_gib", options.settings.get("gpu_memory_gib", ""), float | None)
+    if "max_streams" in options.settings:
+        alone = options.llm_transport == "triton" and options.settings.keys().isdisjoint(_OTHER_MEMORY)
+        if of_token2wav and alone:
+            streams = parse_setting("max_streams", options.settings["max_streams"], int)
+            gpus.require_room(options.stack, of_token2wav, streams, gib)
+        return options, ""
     made = gpus.plan(options.stack, of_token2wav, gib) if of_token2wav else None
     if made is None:
         return options, ""
