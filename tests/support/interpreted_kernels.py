@@ -133,6 +133,21 @@ def compare_layers(first: int = 1, cast_up_to: int = 0) -> None:
             assert_close(found, expected, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
+def compare_outliers() -> None:
+    """In float16 activations beyond its range are its largest value, for one token and for many; they join a residual
+    stream whose type has the range."""
+    torch.manual_seed(0)
+    fused, down = Fused(torch.device("cpu")), torch.full((HIDDEN, MLP), 1.0, dtype=torch.float16)
+    for T in (1, 48):
+        x = Residual(torch.randn(T, HIDDEN).sign())
+        weight = (x.x[0] * 60).expand(2 * MLP, -1).half()  # gate times up is beyond the range
+        gated = fused.gated(x, weight, 1e-6)
+        assert gated[0].eq(torch.finfo(torch.float16).max).all() and gated.isfinite().all()
+        assert fused.gated(x, weight * -50, 1e-6).isfinite().all()  # so is the gate
+        fused.linear_residual(gated, down, x, 1e-6)
+        assert x.x.isfinite().all()
+
+
 def compare_tma_layers() -> None:
     """The same with tiles that TMA fetches, of which the last are not full: few tokens, in all kernels of a
     layer and in the first one, and many."""

@@ -149,6 +149,15 @@ def project_heads(
 
 
 @triton.jit
+def _in_range(x, like_ptr):
+    """x within what a float16 tensor can hold: LLMs have a few activations beyond it, and one infinity makes a whole
+    answer NaN. Other types have float32's range."""
+    if like_ptr.dtype.element_ty == tl.float16:
+        x = tl.clamp(x, -65504.0, 65504.0)
+    return x
+
+
+@triton.jit
 def _row_of_gate(n):
     """The row of gate n in a weight of interleaved gate and up rows; its up row is INTERLEAVE rows further."""
     return n // INTERLEAVE * (2 * INTERLEAVE) + n % INTERLEAVE
@@ -164,7 +173,7 @@ def _gated(
     wait(PDL)
     row = _row_of_gate(n)
     gate, up = _products(x_ptr, weight_ptr, m, row, row + INTERLEAVE, T, 2 * N, eps, 0, K, K, True, True, BM, BN, BK)
-    result = gate * tl.sigmoid(gate) * up
+    result = _in_range(gate * tl.sigmoid(gate) * up, out_ptr)
     mask = (m < T)[:, None] & (n < N)[None, :]
     tl.store(out_ptr + m[:, None] * N + n[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -268,7 +277,7 @@ def _rms_norm(x_ptr, y_ptr, out_ptr, eps, K: tl.constexpr, ADD: tl.constexpr, WI
     row, k = tl.program_id(0), tl.arange(0, WIDE)
     x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
     if ADD:
-        x += tl.load(y_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+        x += _in_range(tl.load(y_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32), y_ptr)
         tl.store(x_ptr + row * K + k, x, mask=k < K)
     scale = 1 / tl.sqrt(tl.sum(x * x, 0) / K + eps)
     tl.store(out_ptr + row * K + k, (x * scale).to(out_ptr.dtype.element_ty), mask=k < K)
@@ -340,9 +349,10 @@ def _silu_and_mul(pairs_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL:
     wait(PDL)
     row, n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pairs = pairs_ptr + row * 2 * N + _row_of_gate(n)
-    gate = tl.load(pairs, mask=n < N, other=0.0).to(tl.float32)
-    up = tl.load(pairs + INTERLEAVE, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * N + n, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=n < N)
+    gate = _in_range(tl.load(pairs, mask=n < N, other=0.0).to(tl.float32), pairs_ptr)
+    up = _in_range(tl.load(pairs + INTERLEAVE, mask=n < N, other=0.0).to(tl.float32), pairs_ptr)
+    result = _in_range(gate * tl.sigmoid(gate) * up, out_ptr)
+    tl.store(out_ptr + row * N + n, result.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
 def silu_and_mul(pairs: Tensor) -> Tensor:
