@@ -58,7 +58,9 @@ def add(service: httpx.Client, name: str, key: str = "first", **fields: str) -> 
 
 def test_a_consent_is_listed_with_the_key_and_the_time(service: httpx.Client) -> None:
     added = add(service, "anna", consent=CONSENT).json()
-    assert add(service, "bert", "second").status_code == 201
+    assert add(service, "bert", "second", transcript="Hello.").json()["warnings"] == [
+        "the field 'transcript' is unknown and was left out"
+    ]
     anna, bert = (each for each in service.get(VOICES).json()["data"] if "alias_of" not in each)
     assert anna.items() <= added.items()
     assert (anna["consent"], anna["created_by"]) == (CONSENT, key_name("first")) and anna["created_at"] > 1.7e9
@@ -102,6 +104,7 @@ def test_only_the_key_that_registered_a_voice_exports_and_deletes_it(service: ht
         nobodys = ask(f"{VOICES}/placed")
         assert nobodys.status_code == 403 and "was not added with an API key" in nobodys.json()["error"]["message"]
         assert ask(f"{VOICES}/nobody").status_code == 404
+        assert "alias of the voice" in ask(f"{VOICES}/alloy").json()["error"]["message"]
     assert {"anna", "placed"} <= {each["id"] for each in service.get(VOICES).json()["data"]}
     assert service.delete(f"{VOICES}/anna").status_code == 200
 

@@ -154,7 +154,9 @@ class VoiceFolder:
         names = self.names()
         name = name if name in names else normalized(name)
         if name not in names:
-            raise ApiError(404, f"there is no voice {name!r}", code="voice_not_found", param="name")
+            other = self.aliases().get(name)
+            what = f"{name!r} is an alias of the voice {other!r}" if other else f"there is no voice {name!r}"
+            raise ApiError(404, what, code="voice_not_found", param="name")
         return name
 
     def _owned(self, name: str, key: str) -> str:
@@ -164,7 +166,7 @@ class VoiceFolder:
         owner = self.rights(name).created_by
         if key and owner != key:
             whose = f"belongs to the API key {owner}" if owner else "was not added with an API key"
-            hint = "only the key that added a voice may export or delete it; on the server `cosyvoice-triton voice` may"
+            hint = "only the key that added a voice may export or delete it, or `cosyvoice-triton voice` on the server"
             raise ApiError(403, f"the voice {name!r} {whose}: {hint}", code="not_your_voice", param="name")
         return name
 
@@ -181,5 +183,7 @@ class VoiceFolder:
 
 
 def _check(name: str) -> None:
+    if not name:
+        raise invalid("name is missing: give the voice a name", "name")
     if not is_voice_name(name):
         raise invalid(f"{name!r} is not a valid name: no slashes, no leading dot, not `pronunciation`", "name")

@@ -195,7 +195,8 @@ async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any
             data = await file.read()
             del fields[upload]
     if unexpected := [name for name, value in fields.items() if isinstance(value, UploadFile)]:
-        raise invalid(f"{unexpected[0]} must not be a file", unexpected[0])
+        hint = f": upload the file as {upload}" if upload else ""
+        raise invalid(f"{unexpected[0]} must not be a file{hint}", unexpected[0])
     return fields, data
 
 

@@ -44,7 +44,9 @@ async def add(request: Request) -> Response:
     voices = Service.of(request).voices
     judged = await asyncio.to_thread(voices.add, name, data, text, words, consent, API_KEY.get())
     about = {**_voice(name), **voices.rights(name).known, "ref_text": text, "seconds": round(judged.seconds, 3)}
-    return JSONResponse({**about, **({"warnings": judged.warnings} if judged.warnings else {})}, 201)
+    unknown = sorted(fields.keys() - {"name", "ref_text", "pronunciation", "consent"})
+    warnings = [*judged.warnings, *(f"the field {field[:40]!r} is unknown and was left out" for field in unknown)]
+    return JSONResponse({**about, **({"warnings": warnings} if warnings else {})}, 201)
 
 
 @router.post("/v1/audio/voices/import")
@@ -62,8 +64,9 @@ async def load(request: Request) -> Response:
 async def export(name: str, request: Request) -> Response:
     """A voice as one file, with its consent, for the API key that registered it."""
     data = await asyncio.to_thread(Service.of(request).voices.export, name, API_KEY.get())
-    named = f"attachment; filename*=UTF-8''{quote(name, safe='')}.zip"
-    return Response(data, media_type="application/zip", headers={"Content-Disposition": named})
+    quoted = quote(name, safe="")  # curl understands the plain form only
+    named = f'filename="{name}.zip"' if name == quoted else f"filename*=UTF-8''{quoted}.zip"
+    return Response(data, media_type="application/zip", headers={"Content-Disposition": f"attachment; {named}"})
 
 
 @router.delete("/v1/audio/voices/{name}")
