@@ -3,9 +3,12 @@
 import argparse
 
 import numpy as np
+import pytest
 from cosyvoice_triton import samples
 from cosyvoice_triton.client.requests import add_voice_arguments
+from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
+from cosyvoice_triton.text.duration import expected_seconds
 
 MANIFEST = ("--manifest-path", str(samples.MANIFEST))
 VOICE = ("--reference-audio", str(samples.FOLDER / "reference_en.wav"), "--reference-text", "Words.")
@@ -58,3 +61,13 @@ def test_cross_lingual_and_instructed_requests_have_no_transcript() -> None:
     for options in (("--cross-lingual",), ("--instruct-text", "Slowly.")):
         utterance = jobs_of(*MANIFEST, *options).take(1)[0].utterance()
         assert utterance.reference is not None and utterance.reference_text is None
+
+
+def test_a_realistic_load_has_answers_of_1_to_30_s_new_voices_and_cancelled_requests() -> None:
+    jobs = jobs_of(*MANIFEST, "--realistic").take(1000)
+    seconds = [int(job.base.parameters["max_tokens"]) / TOKEN_RATE for job in jobs]
+    assert min(seconds) < 2 and max(seconds) > 29 and np.mean(seconds) == pytest.approx(15.5, rel=0.1)
+    assert all(expected_seconds(job.base.target_text) > of - 0.1 for job, of in zip(jobs, seconds, strict=True))
+    left = [job.cancel_after / of for job, of in zip(jobs, seconds, strict=True) if job.cancel_after is not None]
+    assert 70 < len(left) < 130 and 0 < min(left) < 0.2 and 0.8 < max(left) <= 1.1, "while they are heard"
+    assert 30 < sum(job.new_voice for job in jobs) < 70

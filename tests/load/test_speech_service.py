@@ -1,27 +1,39 @@
 """An open loop through a speech service over HTTP, whose Triton is a stub."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cosyvoice_triton import samples
+from cosyvoice_triton import samples, stacks
+from cosyvoice_triton.client.requests import Utterance
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load import benchmark
+from cosyvoice_triton.load.jobs import LoadJob
+from cosyvoice_triton.load.plan import Load
+from cosyvoice_triton.load.progress import measured
 from cosyvoice_triton.speech_service.settings import Settings
 
-from tests.support.speech_fixtures import StubbedService, serving, stub_triton
+from tests.support.speech_fixtures import StubbedService, serving, stub_triton, until
 from tests.support.triton_stub import TritonStub, texts_of
+
+
+@dataclass
+class Served(StubbedService):
+    """With the address of the stub."""
+
+    triton: str
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Any:
     stub, voices = TritonStub(), tmp_path_factory.mktemp("voices")
     with stub_triton(stub) as address, serving(Settings(urls=(address,), voices_dir=voices)) as url:
-        yield StubbedService(url, stub, voices)
+        yield Served(url, stub, voices, address)
 
 
-def row_of(service: StubbedService, output: Path, *options: str) -> tuple[int, dict[str, Any]]:
+def row_of(service: Served, output: Path, *options: str) -> tuple[int, dict[str, Any]]:
     """The exit code and the figures of an open loop of ten requests, sent without a warm-up."""
     loop = ("--open-loop", "20", "--duration", "0.5", "--warmup-requests", "0", "--output", str(output))
     code = benchmark.main(["--server", service.url, *loop, *options])
@@ -29,7 +41,7 @@ def row_of(service: StubbedService, output: Path, *options: str) -> tuple[int, d
 
 
 def test_an_open_loop_over_http_has_the_chunks_of_the_stub_and_when_they_are_audible(
-    service: StubbedService, tmp_path: Path
+    service: Served, tmp_path: Path
 ) -> None:
     code, row = row_of(service, tmp_path / "out", "--parameter", "max_tokens=50", "--new-voices")
     assert (code, row["requests"], row["errors"], row["refused"], row["inaudible"]) == (0, 10, 0, 0, 0)
@@ -44,7 +56,7 @@ def test_an_open_loop_over_http_has_the_chunks_of_the_stub_and_when_they_are_aud
     assert received[0].parameters["max_tokens"].int64_param == 50 and "timeline" not in received[0].parameters
 
 
-def test_a_registered_voice_is_named_and_a_full_server_refuses(service: StubbedService, tmp_path: Path) -> None:
+def test_a_registered_voice_is_named_and_a_full_server_refuses(service: Served, tmp_path: Path) -> None:
     code, row = row_of(service, tmp_path / "known", "--speaker", "anna")
     assert (code, row["requests"]) == (0, 10) and texts_of(service.stub.requests[-1])["speaker"] == "anna"
     service.stub.places = 0
@@ -53,10 +65,19 @@ def test_a_registered_voice_is_named_and_a_full_server_refuses(service: StubbedS
     assert (code, row["refused"], row["errors"], row["refusal_ms"]["max"] > 0) == (0, 10, 0, True)
 
 
-def test_a_failed_answer_is_an_error_in_the_words_of_the_service(service: StubbedService, tmp_path: Path) -> None:
+def test_a_failed_answer_is_an_error_in_the_words_of_the_service(service: Served, tmp_path: Path) -> None:
     for text, words in (("refuse it", "is refused"), ("break it", "cannot answer")):
         code, row = row_of(service, tmp_path / "out", "--target-text", text)
         assert (code, row["errors"]) == (1, 10) and words in row["failures"][0]
+
+
+@pytest.mark.parametrize("over", ["grpc", "http"])
+def test_a_cancelled_request_ends_at_the_server_and_is_no_error(service: Served, over: str) -> None:
+    before, server = service.stub.cancelled, service.url if over == "http" else service.triton
+    job = LoadJob("left", Utterance("endless"), cancel_after=0.3)
+    run = measured(Load([server], stacks.DEFAULT.orchestrator, "streaming", jobs=[job]), "cancelled", 1)
+    assert run.complete and run.figures()["cancelled"] == 1 and not run.good
+    until(lambda: service.stub.cancelled > before and not service.stub.live)
 
 
 def test_a_service_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -11,19 +12,26 @@ import numpy as np
 
 from cosyvoice_triton.cli.arguments import boolean, positive_int
 from cosyvoice_triton.client.requests import TIMELINE, ClientError, Utterance, of_recording, request_parameters
+from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.load.samples import Sample, read_dataset, read_manifest
+from cosyvoice_triton.text.duration import expected_seconds
 
 CUT = 10  # a new voice lacks up to this part of its recording
+REALISTIC_SECONDS, REALISTIC_NEW, REALISTIC_CANCELLED = (1, 30), 0.05, 0.1  # of audio; shares of the requests
 ONE_REQUEST = "test"  # its id and its split, as upstream names them
 
 
 @dataclass(frozen=True)
 class LoadJob:
-    """One request; `id` names its audio file. new_voice: cut its recording, so that no server has the voice cached."""
+    """One request; `id` names its audio file.
+
+    new_voice: cut its recording, so that no server has the voice cached. cancel_after: seconds until the caller leaves.
+    """
 
     id: str
     base: Utterance
     new_voice: bool = False
+    cancel_after: float | None = None
 
     def utterance(self) -> Utterance:
         if not self.new_voice or self.base.reference is None:
@@ -33,6 +41,19 @@ class LoadJob:
         reference = self.base.reference[: random.integers(most - most // CUT, most + 1)].copy()
         reference[-8:] += random.uniform(-1e-3, 1e-3, 8).astype(np.float32)  # inaudible
         return dataclasses.replace(self.base, reference=reference)
+
+    def realistic(self, random: np.random.Generator) -> "LoadJob":
+        """Returns the job as a service with many callers gets it: an answer of 1 to 30 s, some in a new voice, some
+        cancelled while they are heard."""
+        seconds, text = random.uniform(*REALISTIC_SECONDS), self.base.target_text
+        base = dataclasses.replace(
+            self.base,
+            target_text=" ".join([text] * math.ceil(seconds / expected_seconds(text))),
+            # Ends speech of random weights, too, which the text does not.
+            parameters=self.base.parameters | {"max_tokens": round(seconds * TOKEN_RATE)},
+        )
+        new, cancelled = random.random(2) < (REALISTIC_NEW, REALISTIC_CANCELLED)
+        return LoadJob(self.id, base, self.new_voice or bool(new), random.uniform(0, seconds) if cancelled else None)
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +77,11 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="cut the end of each request's recording at random, so that the server has no voice cached",
     )
+    data.add_argument(
+        "--realistic",
+        action="store_true",
+        help="answers of 1 to 30 s, 5 %% in new voices, 10 %% cancelled while they are heard",
+    )
 
 
 @dataclass(frozen=True)
@@ -66,6 +92,7 @@ class Jobs:
     requests: Sequence[Utterance]
     ids: Sequence[str]
     new_voices: bool
+    realistic: bool = False
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> "Jobs":
@@ -79,22 +106,23 @@ class Jobs:
             base = Utterance.from_arguments(args)
             base = Utterance(base.target_text) if args.use_spk2info_cache else base
             base = dataclasses.replace(base, parameters=request_parameters(args) | {TIMELINE: True})
-            return cls(ONE_REQUEST, [base], [ONE_REQUEST], args.new_voices)
+            return cls(ONE_REQUEST, [base], [ONE_REQUEST], args.new_voices, args.realistic)
         for option in ("target_text", "reference_audio", "reference_text"):
             if getattr(args, option) is not None:
                 raise ClientError(f"--{option.replace('_', '-')} with {split}: each row has its own")
         requests = [_utterance(sample, args) for sample in samples]
-        return cls(split, requests, [sample.id for sample in samples], args.new_voices)
+        return cls(split, requests, [sample.id for sample in samples], args.new_voices, args.realistic)
 
     def __len__(self) -> int:
         return len(self.requests)
 
     def take(self, count: int) -> list[LoadJob]:
         """Returns `count` jobs, cycling through the rows."""
-        jobs = []
+        jobs, random = [], np.random.default_rng(0)
         for index, (base, name) in enumerate(islice(cycle(zip(self.requests, self.ids, strict=True)), count)):
             turn = index // len(self) + 1
-            jobs.append(LoadJob(f"{name}@{turn}" if turn > 1 else name, base, self.new_voices))
+            job = LoadJob(f"{name}@{turn}" if turn > 1 else name, base, self.new_voices)
+            jobs.append(job.realistic(random) if self.realistic else job)
         return jobs
 
 

@@ -43,12 +43,12 @@ class _Progress:
         assert self._bar is not None, "call begins() first"
         if outcome.refused:
             self._refused += 1
-        elif outcome.error:
+        elif outcome.error and not outcome.cancelled:
             self._errors += 1
             if self._errors <= SHOWN_ERRORS:
                 more = "; further ones are in the report" if self._errors == SHOWN_ERRORS else ""
                 self._bar.write(f"failed: {outcome.id}: {outcome.error}{more}", file=sys.stderr)
-        else:
+        elif not outcome.error:
             self._answered += 1
             self._first_chunks.append(1000 * outcome.arrivals[0])
             if self._answered == 1 or self._answered % self._interval == 0:

@@ -8,6 +8,7 @@ from typing import Any
 from cosyvoice_triton.load.measure import PERCENTILES, TRANSPORT, Run
 from cosyvoice_triton.load.statistics import ModelTimes
 
+GIB = 1 << 30
 Figures = Mapping[str, Any]
 
 
@@ -90,7 +91,7 @@ def statistics_text(models: Sequence[ModelTimes]) -> str:
 
 def closing_lines(figures: Figures) -> list[str]:
     """Returns the lines that are printed at the end of a run."""
-    answered = figures["requests"] - figures["errors"] - figures["refused"]
+    answered = figures["requests"] - figures["errors"] - figures["refused"] - figures["cancelled"]
     lines = [f"{answered} requests answered, {figures['errors']} failed, {figures['unsent']} not sent"]
     if refusal := figures["refusal_ms"]:
         shares = f"p50 {refusal['p50']:.0f}  p95 {refusal['p95']:.0f}  max {refusal['max']:.0f} ms"
@@ -195,6 +196,22 @@ def markdown_tables(rows: Sequence[Figures], label: str) -> str:
                 [
                     [row["label"], row["refused"], *_values(row["refusal_ms"], ["p50", "p95", "max"]), _limits(row)]
                     for row in rows
+                ],
+            ),
+        ]
+    if any(len(row["minutes"]) > 1 for row in rows):
+        memory = list(dict.fromkeys(name for row in rows for minute in row["minutes"] for name in minute["memory"]))
+        parts += [
+            "\n#### Minute by Minute\n",
+            table(
+                [label, "Minute", "Requests", "Errors", "Refused", "Cancelled", "Without a Gap"]
+                + ["Audible p50 (ms)", "Audible p95 (ms)", *(f"{name} (GiB)" for name in memory)],
+                [
+                    [row["label"], number, *(minute[key] for key in ("requests", "errors", "refused", "cancelled"))]
+                    + [_percent(minute["share_without_gap"]), *_values(minute["audible_ms"], ["p50", "p95"])]
+                    + [_number(minute["memory"].get(name, 0.0) / GIB, 2) for name in memory]
+                    for row in rows
+                    for number, minute in enumerate(row["minutes"], 1)
                 ],
             ),
         ]

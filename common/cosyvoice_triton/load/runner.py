@@ -16,17 +16,18 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import tritonclient.grpc.aio as triton
+from async_timeout import timeout
 
 from cosyvoice_triton.addresses import channel_options
 from cosyvoice_triton.client.grpc_client import AsyncConnection, require_model
 from cosyvoice_triton.client.requests import ClientError, Recorder
 from cosyvoice_triton.load.audible import leading_silence
 from cosyvoice_triton.load.jobs import LoadJob
-from cosyvoice_triton.load.measure import RequestOutcome, Run
+from cosyvoice_triton.load.measure import CANCELLED, RequestOutcome, Run
 from cosyvoice_triton.load.plan import Load
 from cosyvoice_triton.load.speech_service import SpeechService
 from cosyvoice_triton.load.statistics import ModelTimes, between, model_times, token2wav_counters, token2wav_figures
-from cosyvoice_triton.load.watch import ServerWatch, interruptible, lags
+from cosyvoice_triton.load.watch import ServerWatch, interruptible, lags, memory_of
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class _Runner:
         load, interrupted = self._load, False
         before: list[ModelTimes] = []
         token2wav_before: dict[str, float] = {}
-        async with self._watch.running(), lags() as late:
+        async with self._watch.running(), lags() as late, memory_of(load.metrics) as memory:
             try:
                 with interruptible():
                     self._observer.begins("warming up")
@@ -126,6 +127,7 @@ class _Runner:
             except asyncio.CancelledError:
                 interrupted = True
         return Run(
+            memory=[(at - self._begun, read) for at, read in memory],
             outcomes=self._outcomes,
             elapsed=max((outcome.begun + outcome.total for outcome in self._outcomes), default=0.0),
             unsent=len(load.jobs) - len(self._outcomes),
@@ -210,11 +212,14 @@ class _Runner:
         load, recorder, error, silence = self._load, Recorder(start=start), "", None
         self._live += 1
         try:
-            await connection.record(load.model, job.utterance(), load.mode, load.timeout, recorder)
+            async with timeout(job.cancel_after):
+                await connection.record(load.model, job.utterance(), load.mode, load.timeout, recorder)
             speech = recorder.finish()
             silence = leading_silence(speech.waveform)
         except ClientError as problem:
             error = str(problem)
+        except asyncio.TimeoutError:
+            error = CANCELLED
         except asyncio.CancelledError:
             if server not in self._watch.lost:
                 raise
@@ -233,7 +238,7 @@ class _Runner:
             silence=silence,
         )
         self._note(outcome)
-        if error and not outcome.refused:
+        if error and not outcome.refused and not outcome.cancelled:
             await self._watch.check(server)
         elif not error and self._counts:
             if load.audio_dir is not None:

@@ -17,6 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from cosyvoice_triton.addresses import open_page
 from cosyvoice_triton.load.speech_service import SpeechService
+from cosyvoice_triton.monitoring.metrics import sum_of
 
 STATISTICS_SECONDS = 10.0
 TOKEN2WAV_COUNTERS = ("chunks", "batches", "waited_seconds")  # tts_token2wav_..._total
@@ -84,26 +85,31 @@ async def token2wav_counters(pages: Sequence[str]) -> dict[str, float]:
 
     Empty if a page cannot be read.
     """
-    try:
-        texts = [await asyncio.to_thread(_page, page) for page in pages]
-    except (OSError, ValueError, HTTPException):  # urllib's own errors are OSErrors; the others: not HTTP, not UTF-8
+    if not (texts := await _texts(pages)):
         return {}
-    counters = {
-        name: sum(float(value) for text in texts for value in re.findall(_line_of(name), text, re.MULTILINE))
-        for name in TOKEN2WAV_COUNTERS
-    }
+    counters = {name: sum(sum_of(text, f"tts_token2wav_{name}_total") for text in texts) for name in TOKEN2WAV_COUNTERS}
     for reason, count in (line for text in texts for line in REFUSED.findall(text)):
         counters[f"refused {reason}"] = counters.get(f"refused {reason}", 0.0) + float(count)
     return counters
 
 
+async def page_sums(pages: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+    """Returns the sums of the metrics `names` over metrics pages, without those that are 0 or on no page."""
+    texts = await _texts(pages)
+    return {name: value for name in names if (value := sum(sum_of(text, name) for text in texts))}
+
+
+async def _texts(pages: Sequence[str]) -> list[str]:
+    """Returns the content of metrics pages; nothing if one cannot be read."""
+    try:
+        return [await asyncio.to_thread(_page, page) for page in pages]
+    except (OSError, ValueError, HTTPException):  # urllib's own errors are OSErrors; the others: not HTTP, not UTF-8
+        return []
+
+
 def _page(address: str) -> str:
     with open_page(f"http://{address}/metrics", STATISTICS_SECONDS) as answer:
         return str(answer.read().decode())
-
-
-def _line_of(name: str) -> str:
-    return rf"^tts_token2wav_{name}_total(?:\{{[^}}]*\}})? (\S+)"
 
 
 def token2wav_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any] | None:

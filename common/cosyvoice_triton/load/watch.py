@@ -5,7 +5,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -15,11 +15,14 @@ from tritonclient.utils import InferenceServerException
 
 from cosyvoice_triton.client.requests import one_line
 from cosyvoice_triton.load.speech_service import SpeechService
+from cosyvoice_triton.load.statistics import page_sums
 
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0  # between two probes of a server
 PROBE_SECONDS = 2.0  # for its answer; after two probes without one it is lost
+MEMORY_SECONDS = 5.0  # between two readings of the servers' memory
+MEMORY = ("nv_cpu_memory_used_bytes", "nv_gpu_memory_used_bytes", "tts_token2wav_cache_bytes")  # the first: of the host
 LAG_SECONDS = 0.02  # between two measurements of this process's own delay
 
 
@@ -83,6 +86,20 @@ async def lags() -> AsyncIterator[list[float]]:
 
     async with _in_background(measure()):
         yield measured
+
+
+@asynccontextmanager
+async def memory_of(pages: Sequence[str]) -> AsyncIterator[list[tuple[float, dict[str, float]]]]:
+    """Yields a list that fills with the memory that metrics pages show, and the clock's seconds when it was read."""
+    read: list[tuple[float, dict[str, float]]] = []
+
+    async def measure() -> None:
+        while pages:
+            read.append((time.perf_counter(), await page_sums(pages, MEMORY)))
+            await asyncio.sleep(MEMORY_SECONDS)
+
+    async with _in_background(measure()):
+        yield read
 
 
 @asynccontextmanager
