@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,6 +29,7 @@ from tests.support.gateway import Gateway, Ports, gateway, wait_for
 from tests.support.triton_stub import TritonStub
 
 MODEL = TritonStub.model
+NONE_READY = "no speech server is ready|ended the call"  # grpc.aio may lose the text
 
 
 class Pages(ThreadingHTTPServer):
@@ -156,9 +157,9 @@ def ask(port: int, path: str, body: bytes | None = None, method: str | None = No
         return status, received
 
 
-def raw(port: int, request: str) -> str:
+def raw(port: int, request: str, source: str = "127.0.0.1") -> str:
     """What comes back for the bytes of a request, until the connection is closed or the first line has come."""
-    with socket.create_connection(("127.0.0.1", port), 60) as connection:
+    with socket.create_connection(("127.0.0.1", port), 60, (source, 0)) as connection:
         connection.sendall(request.encode())
         return connection.recv(1 << 16).decode()
 
@@ -257,31 +258,28 @@ def test_the_speech_service_gets_the_callers_address_and_no_endless_header(open_
     assert ask(open_gateway.speech, "/", x_long="a" * 40_000)[0] == 431
 
 
-def test_a_request_that_was_not_answered_goes_to_another_server_once(servers: Servers, tmp_path: Path) -> None:
-    """One of the two closes every connection as soon as a request has come; it says that it is ready."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        closed = 0
+def test_a_request_that_was_not_answered_goes_to_two_other_servers(servers: Servers, tmp_path: Path) -> None:
+    """Two of the three close every connection as soon as a request has come; they say that they are ready."""
 
-        def close_all() -> None:
-            nonlocal closed
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
+    def close_all(listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
                 connection.recv(1 << 16)
-                connection.close()
-                closed += 1
 
-        threading.Thread(target=close_all, daemon=True).start()
-        broken = servers.ports[0]._replace(grpc=listener.getsockname()[1])
-        with gateway(tmp_path, [broken, servers.ports[1]]) as started:
-            wait_for(lambda: started.servers() == 2)
-            for _ in range(20):
-                assert speak(started) > 0
-            assert closed
-            wait_for(lambda: any(line["tries"] == 2 for line in started.accesses()))
-        listener.shutdown(socket.SHUT_RDWR)
+    with ExitStack() as stack:
+        broken = []
+        for _ in range(2):
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            stack.callback(listener.shutdown, socket.SHUT_RDWR)
+            threading.Thread(target=close_all, args=[listener], daemon=True).start()
+            broken.append(servers.ports[0]._replace(grpc=listener.getsockname()[1]))
+        started = stack.enter_context(gateway(tmp_path, [*broken, servers.ports[1]]))
+        wait_for(lambda: started.servers() == 3)
+        wait_for(lambda: speak(started) > 0 and any(line["tries"] == 3 for line in started.accesses()))
 
 
 def test_servers_that_are_not_ready_get_nothing(servers: Servers, tmp_path: Path) -> None:
@@ -297,7 +295,7 @@ def test_servers_that_are_not_ready_get_nothing(servers: Servers, tmp_path: Path
             path = f"/v2/models/{MODEL}/ready"
             wait_for(lambda: ask(started.http, path)[0] == ask(started.speech, "/")[0] == 503)
             wait_for(lambda: started.servers() == 0)
-            with pytest.raises(ClientError, match="no speech server is ready|ended the call"):  # grpc.aio may lose it
+            with pytest.raises(ClientError, match=NONE_READY):
                 speak(started)
             assert ask(started.http, path) == (503, {"error": "no speech server is ready", "retry-after": "2"})
             status, refused = ask(started.speech, "/v1/audio/speech", b"{}")
@@ -360,20 +358,36 @@ def test_the_access_log_has_id_voice_and_time_to_the_first_byte(open_gateway: Ga
     assert not found(request="GET /gateway/health")
 
 
-def test_rate_limits_once_switched_on_are_of_each_key(servers: Servers, tmp_path: Path) -> None:
-    def on(text: str) -> str:
-        assert text.count("numerator: 0}") == 1 and text.count("- key: key\n") == 1
-        first, last = text.replace("numerator: 0}", "numerator: 100}").split("- key: key\n")
-        few = "{max_tokens: 3, tokens_per_fill: 1, fill_interval: 3600s}"
-        return first + "- key: key\n" + last.replace("*bucket", few, 1)
+def test_each_key_and_address_has_a_rate_and_all_servers_a_number_of_streams(servers: Servers, tmp_path: Path) -> None:
+    def edit(text: str) -> str:
+        bucket = "{max_tokens: %d, tokens_per_fill: 1, fill_interval: 3600s}"
+        for old, new in (
+            ("numerator: 0}", "numerator: 100}"),
+            ("&bucket {max_tokens: 100, tokens_per_fill: 10, fill_interval: 1s}", bucket % 12),  # of an address
+            ("*bucket", bucket % 3),  # of a key
+            ("max_requests: 4096", "max_requests: 2"),
+        ):
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        return text
 
-    with running(tmp_path, servers, edit=on) as started:
+    with running(tmp_path, servers, edit=edit) as started:
         statuses = {
             key: [ask(started.speech, "/v1/voices", authorization=f"Bearer {key}")[0] for _ in range(5)]
             for key in ("one", "two")
         }
         assert statuses == dict.fromkeys(("one", "two"), [200] * 3 + [429] * 2)
-        assert speak(started) > 0
+        request = "GET /v1/voices HTTP/1.1\r\nHost: a\r\n\r\n"
+        answers = [raw(started.speech, request, "127.0.0.2").split()[1] for _ in range(14)]
+        assert answers == ["200"] * 12 + ["429"] * 2
+        with Client(f"127.0.0.1:{started.grpc}", MODEL) as client:
+            live = [client.stream("endless words") for _ in range(2)]
+            assert all(next(stream).size for stream in live)
+            with pytest.raises(ClientError, match=NONE_READY):
+                speak(started)
+            del live  # which cancels them
+            wait_for(lambda: not any(stub.live for stub in servers.stubs))
+        wait_for(lambda: speaks(started))
 
 
 def block(document: str, word: str, indent: int) -> str:
