@@ -3,7 +3,7 @@ FROM debian:bookworm-minbase AS debian
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 ENV DEBIAN_FRONTEND=noninteractive
 # As in Debian's image: without it downloaded packages stay in a layer.
-RUN echo 'DPkg::Post-Invoke {"rm -f /var/cache/apt/archives/*.deb";};' >/etc/apt/apt.conf.d/docker-clean
+RUN printf '%s\n' 'DPkg::Post-Invoke {"rm -f /var/cache/apt/archives/*.deb";};' 'Dir::Cache::pkgcache ""; Dir::Cache::srcpkgcache "";' >/etc/apt/apt.conf.d/docker-clean
 
 # libpython: the python backend's stub is linked to it. EXTERNALLY-MANAGED: pip may install into the system's Python.
 FROM debian AS python
