@@ -1,4 +1,5 @@
-"""Everyday text in nine languages: cases that a careful reader judged (given.jsonl), and more from life (own.jsonl)."""
+"""Everyday text in nine languages: cases that a careful reader judged (given.jsonl), and more from life (own.jsonl);
+numbers, markup and signs as they must become words (signs.jsonl)."""
 
 import json
 import re
@@ -17,8 +18,8 @@ frontend = cache(TextFrontend)
 
 
 def cases() -> list[dict[str, Any]]:
-    lines = [line for name in ("given", "own") for line in (CASES / f"{name}.jsonl").read_text("utf-8").splitlines()]
-    return [json.loads(line) for line in lines]
+    texts = [(CASES / f"{name}.jsonl").read_text("utf-8") for name in ("given", "own", "signs")]
+    return [json.loads(line) for text in texts for line in text.splitlines()]
 
 
 def stack_of(case: dict[str, Any]) -> str:
