@@ -1,7 +1,9 @@
 """Small networks, prompts and divisions into chunks for the tests of token2wav."""
 
+import copy
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,4 +76,32 @@ def pieces(of: Token2Wav | StreamingFlow, tokens: np.ndarray, hops: list[int]) -
 
 def step(engine: Token2Wav, stream: Stream, piece: Piece) -> np.ndarray:
     (audio,) = engine.step([piece.of(engine, stream)])
+    return audio
+
+
+def overflowing(network: torch.nn.Module) -> torch.nn.Module:
+    """The same function with values beyond float16 in its first attention."""
+    network = copy.deepcopy(network)
+    estimator: Any = network.get_submodule("decoder.estimator")
+    rotary = hasattr(estimator, "transformer_blocks")
+    attention = (estimator.transformer_blocks if rotary else estimator.blocks)[0].attn
+    attention.to_v.weight *= 2.0**24
+    attention.to_v.bias *= 2.0**24
+    (attention.to_out[0] if rotary else attention.proj).weight *= 2.0**-24
+    return network
+
+
+def vocoded(vocoder: Any, mels: Sequence[torch.Tensor], schedules: Sequence[Sequence[int]]) -> list[list[torch.Tensor]]:
+    """The audio of each mel's (80, T) chunks of so many frames; the next chunks of all mels are one batch."""
+    streams = [Stream(vocoder=vocoder.open()) for _ in mels]
+    parts = [list(mel.split(list(hops), dim=1)) for mel, hops in zip(mels, schedules, strict=True)]
+    audio: list[list[torch.Tensor]] = [[] for _ in mels]
+    while live := [index for index, left in enumerate(parts) if left]:
+        new = [parts[index].pop(0) for index in live]
+        chunks = [Chunk(streams[index], np.zeros(0, np.int64), not parts[index], 0, 0, 0) for index in live]
+        for index, speech in zip(live, vocoder.step(chunks, new), strict=True):
+            assert isinstance(speech, torch.Tensor)
+            audio[index].append(speech)
+    for stream in streams:
+        vocoder.close(stream.vocoder)
     return audio

@@ -1,6 +1,5 @@
 """CosyVoice3's flow and vocoder over streams; tests/assets/golden_cosyvoice3 has upstream's values of both."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,10 @@ from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise, uniform_noise
 from cosyvoice_triton.token2wav.gpu.precision import Precision
-from cosyvoice_triton.token2wav.stream import Chunk, Stream
 from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from torch import Tensor
 
-from tests.support.streams import VOICES_BYTES, ids, prompt
+from tests.support.streams import VOICES_BYTES, ids, prompt, vocoded
 
 LIMITS = BatchLimits(max_streams=4)
 AUDIO = 1e-4  # largest difference of streamed audio from the whole's, which is in -0.99..0.99
@@ -64,22 +62,6 @@ def mels(*lengths: int) -> list[Tensor]:
     return [torch.randn(80, length, generator=generator) for length in lengths]
 
 
-def spoken(vocoder: CausalVocoder, mels: Sequence[Tensor], schedules: Sequence[Sequence[int]]) -> list[list[Tensor]]:
-    """The audio of each mel's chunks; the next chunks of all mels are one batch."""
-    streams = [Stream(vocoder=vocoder.open()) for _ in mels]
-    parts = [list(mel.split(list(hops), dim=1)) for mel, hops in zip(mels, schedules, strict=True)]
-    audio: list[list[Tensor]] = [[] for _ in mels]
-    while live := [index for index, left in enumerate(parts) if left]:
-        new = [parts[index].pop(0) for index in live]
-        chunks = [Chunk(streams[index], np.zeros(0, np.int64), not parts[index], 0, 0, 0) for index in live]
-        for index, speech in zip(live, vocoder.step(chunks, new), strict=True):
-            assert isinstance(speech, Tensor)
-            audio[index].append(speech)
-    for stream in streams:
-        vocoder.close(stream.vocoder)
-    return audio
-
-
 @pytest.mark.parametrize(
     "schedules",
     [
@@ -90,13 +72,13 @@ def spoken(vocoder: CausalVocoder, mels: Sequence[Tensor], schedules: Sequence[S
 )
 def test_audio_in_chunks_equals_that_of_the_whole_mel(vocoder, schedules):
     whole = mels(*map(sum, schedules))
-    for parts, expected in zip(spoken(vocoder, whole, schedules), vocoder.whole(whole), strict=True):
+    for parts, expected in zip(vocoded(vocoder, whole, schedules), vocoder.whole(whole), strict=True):
         assert len(expected) % HOP_SAMPLES == 0 and expected.abs().max() > 0.01
         torch.testing.assert_close(torch.cat(parts), expected, atol=AUDIO, rtol=0)
 
 
 def test_a_chunk_gives_all_but_the_audio_that_later_frames_change(vocoder):
-    (parts,) = spoken(vocoder, mels(60), [(20, 10, 30)])
+    (parts,) = vocoded(vocoder, mels(60), [(20, 10, 30)])
     half = vocoder._hift.config.n_fft // 2
     assert [len(part) for part in parts] == [
         HOP_SAMPLES * (20 - WITHHELD_FRAMES) - half,
@@ -110,7 +92,7 @@ def test_no_frame_is_vocoded_twice(vocoder, hift):
     columns, of_frame = [], HOP_SAMPLES // hift.config.istft_hop
     hook = hift.conv_post.register_forward_hook(lambda _, inputs, output: columns.append(output.shape[2]))
     try:
-        spoken(vocoder, mels(130), [(30, 50, 50)])
+        vocoded(vocoder, mels(130), [(30, 50, 50)])
     finally:
         hook.remove()
     assert columns == [of_frame * (30 - WITHHELD_FRAMES) + 1, of_frame * 50, of_frame * (50 + WITHHELD_FRAMES)]
@@ -119,7 +101,7 @@ def test_no_frame_is_vocoded_twice(vocoder, hift):
 def test_long_audio_in_chunks_keeps_the_phase_of_the_whole(vocoder):
     """Pitch is integrated into phase over the whole stream, which no rounding may move."""
     (whole,) = mels(600)
-    (parts,) = spoken(vocoder, [whole], [(30, *[50] * 11, 20)])
+    (parts,) = vocoded(vocoder, [whole], [(30, *[50] * 11, 20)])
     end, expected = (audio[-100 * HOP_SAMPLES :] for audio in (torch.cat(parts), vocoder.whole([whole])[0]))
     torch.testing.assert_close(end, expected, atol=AUDIO, rtol=0)
 

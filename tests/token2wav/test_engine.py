@@ -7,8 +7,6 @@ import pytest
 import torch
 from cosyvoice_triton.constants import (
     HOP_SAMPLES,
-    MAX_STREAM_TOKENS,
-    OVERLAP_FRAMES,
     TOKEN_MEL_RATIO,
 )
 from cosyvoice_triton.token2wav.engine import Token2Wav
@@ -16,17 +14,10 @@ from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape, flow_noise
-from cosyvoice_triton.token2wav.stream import Chunk, Stream, VocoderState
 from cosyvoice_triton.voice.prompt import Prompt
 
-from tests.support.streams import (
-    Piece,
-    dit_pieces,
-    ids,
-    prompt,
-    step,
-    unet_pieces,
-)
+from tests.parity.reference import dit_flow, window_flow
+from tests.support.streams import Piece, dit_pieces, ids, prompt, step, tensors, unet_pieces
 
 
 def synthesize(engine: Token2Wav, voice: Prompt, pieces: list[Piece]) -> np.ndarray:
@@ -143,15 +134,6 @@ def test_of_two_chunks_made_from_the_same_state_only_one_can_be_rendered(kind, r
         engine.step([second])
 
 
-def test_audio_too_short_for_the_overlap_is_kept_for_the_next_chunk(vocoder):
-    mel = torch.randn(80, 30) - 4
-    stream = Stream(vocoder=vocoder.open())
-    first, final = (Chunk(stream, ids(0, 0), final, 0, 0, 0) for final in (False, True))
-    assert len(vocoder.step([first], [mel[:, : OVERLAP_FRAMES - 2]])[0]) == 0
-    (rest,) = vocoder.step([final], [mel[:, OVERLAP_FRAMES - 2 :]])
-    torch.testing.assert_close(rest, *vocoder.whole([mel]))
-
-
 def test_an_empty_final_chunk_returns_the_withheld_audio(dit):
     stream, tokens = dit.open(prompt(6)), ids(6, 13)
     head = step(dit, stream, Piece(tokens, final=False))
@@ -187,18 +169,6 @@ def test_a_chunk_that_makes_a_stream_too_long_is_refused_and_the_stream_may_end_
     assert len(step(engine, stream, split(tokens[:-1], [190])[1])) > 0
 
 
-def test_the_limit_of_a_stream_is_two_minutes_of_tokens(dit_network, unet_network, prompts):
-    limits = BatchLimits(max_streams=1)
-    for flow in (
-        DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=1),
-        UNetStreaming(unet_network, flow_noise(), limits=limits, steps=1),
-    ):
-        stream = flow.open(prompt(8), VocoderState(0))
-        assert flow.chunk(stream, ids(8, MAX_STREAM_TOKENS), final=True).new == 3000
-        with pytest.raises(ValueError, match="the stream has 3001 speech tokens; the limit is 3000"):
-            flow.chunk(stream, ids(8, MAX_STREAM_TOKENS + 1), final=True)
-
-
 def test_warm_up_does_not_change_later_audio(dit, unet):
     for engine in (dit, unet):
         cold = engine.whole(prompt(7), ids(7, 21))
@@ -221,3 +191,58 @@ def test_the_flow_noise_equals_that_of_upstream():
     torch.manual_seed(0)
     expected = torch.randn(1, 80, 15000)
     torch.testing.assert_close(flow_noise().read(0, 15000).T[None], expected, atol=0, rtol=0)
+
+
+# --- whole utterances -------------------------------------------------------------------------------------------------
+
+
+def test_whole_utterances_are_reproducible_and_as_long_as_their_tokens(dit, unet):
+    for engine in (dit, unet):
+        audio = engine.whole(prompt(7), ids(7, 21))
+        assert len(audio) == 21 * TOKEN_MEL_RATIO * HOP_SAMPLES
+        np.testing.assert_array_equal(audio, engine.whole(prompt(7), ids(7, 21)))
+
+
+@pytest.mark.parametrize("count", [8, 0])
+def test_a_whole_utterance_equals_the_output_of_the_networks(dit_network, unet_network, prompts, count):
+    voice, tokens = prompt(3, tokens=count), torch.from_numpy(ids(3, 40))[None]
+    prompt_tokens, feat, embedding = tensors(voice)
+    all_tokens = torch.cat([prompt_tokens, tokens], dim=1)
+    noise = flow_noise().read(0, TOKEN_MEL_RATIO * (count + 40)).T[None]
+    lengths = torch.tensor([count + 40]), feat, torch.tensor([feat.shape[1]])
+    expected = {
+        DiTStreaming(dit_network, flow_noise(), prompts, limits=BatchLimits(), steps=4): dit_flow.inference(
+            dit_network, all_tokens, *lengths, embedding, noise=noise, steps=4
+        )[0, :, feat.shape[1] :],
+        UNetStreaming(unet_network, flow_noise(), limits=BatchLimits(), steps=4): window_flow.inference(
+            unet_network, tokens, prompt_tokens, feat, embedding, noise=noise, streaming=False, final=True, steps=4
+        )[0],
+    }
+    for flow, mel in expected.items():
+        torch.testing.assert_close(*flow.whole([(voice, tokens[0].numpy())]), mel, atol=1e-4, rtol=0)
+
+
+def test_whole_utterances_of_a_batch_equal_the_same_utterances_alone(dit, unet):
+    """Voices and utterances have different lengths, so all but the longest are padded."""
+    utterances = [
+        (prompt(seed, tokens), ids(seed, length)) for seed, tokens, length in [(7, 12, 21), (8, 0, 40), (9, 20, 3)]
+    ]
+    for engine in (dit, unet):
+        for together, utterance in zip(engine.whole_batch(utterances), utterances, strict=True):
+            np.testing.assert_allclose(together, engine.whole(*utterance), atol=1e-3, rtol=0)
+
+
+def test_an_invalid_utterance_of_a_batch_is_named(dit):
+    good = (prompt(7), ids(7, 21))
+    for tokens, message in [
+        (ids(7, 0), "is empty"),
+        (np.array([120]), "speech token 120"),
+        (ids(7, 201), "limit is 200"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            dit.whole_batch([good, (prompt(8), tokens)])
+
+
+@pytest.mark.parametrize(("speed", "frames"), [(0.5, 84), (1.0, 42), (2.0, 21), (3.0, 14)])
+def test_speed_stretches_a_whole_utterance(unet, speed, frames):
+    assert len(unet.whole(prompt(7), ids(7, 21), speed)) == frames * HOP_SAMPLES

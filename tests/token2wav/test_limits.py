@@ -25,28 +25,6 @@ def limits_of(stack: str, **values: int) -> BatchLimits:
     return BatchLimits(chunk_boundary=stacks.named(stack).chunk_boundary, **values)
 
 
-@pytest.mark.parametrize("stack", stacks.names())
-@pytest.mark.parametrize(("first_hop", "max_hop"), [(15, 100), (5, 50), (30, 200), (15, 25)])
-def test_every_chunk_of_every_prompt_length_fits_a_graph(stack, first_hop, max_hop):
-    """The UNet's first hop is extended to a training chunk's boundary: up to 39 tokens by default, 41 if it is the only
-    chunk, and more than `max_hop_tokens` if that is 25. Graphs for 64 frames once left those to eager kernels."""
-    limits = limits_of(stack, first_hop_tokens=first_hop, max_hop_tokens=max_hop)
-    boundary = stacks.named(stack).chunk_boundary
-    strategies, lengths = ("exponential", "equal", "time_based"), (3, first_hop + 2, first_hop + 26, 400)
-    longest_first = 0
-    for strategy, prompt, length in itertools.product(strategies, range(26), lengths):
-        rules = HopRules(strategy=strategy, first_hop=first_hop, max_hop=max_hop, boundary=boundary)
-        schedule, first = rules.schedule(prompt, clock=itertools.count().__next__), True
-        while (hop := schedule.next_hop(length, ended=True)) is not None:
-            frames = TOKEN_MEL_RATIO * (hop.end - hop.offset)
-            classes = limits.first_chunk_frames if first else limits.chunk_frames
-            assert frames <= classes[-1]
-            longest_first = max(longest_first, frames if first else 0)
-            first = False
-    # and they are no larger than needed: the next smaller class would not do
-    assert limits.first_chunk_frames[-2:][0] < longest_first or len(limits.first_chunk_frames) == 1
-
-
 # Of every function that a stack may have graphs of: their lengths, and the most of a batch.
 FUNCTIONS = {
     "encoder": ("window_tokens", ENCODER_TOKENS),

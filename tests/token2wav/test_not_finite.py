@@ -19,7 +19,7 @@ from cosyvoice_triton.token2wav.stream import NotFiniteError, Stream
 from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from cosyvoice_triton.voice.prompt import Prompt
 
-from tests.support.streams import VOICES_BYTES, Piece, dit_pieces, ids, prompt, unet_pieces
+from tests.support.streams import VOICES_BYTES, Piece, dit_pieces, ids, overflowing, prompt, unet_pieces
 
 LIMITS = BatchLimits(max_streams=8)
 TOLERANCE = 1e-3  # between batches, as in test_engine
@@ -169,16 +169,6 @@ def test_a_prompt_cache_that_is_not_finite_is_made_again(kind, bad, request, mon
     for actual, whole in zip(spoken(engine, SEEDS, nothing), expected, strict=True):
         np.testing.assert_allclose(actual, whole, atol=TOLERANCE)
     assert engine.counts[RETRIED] == 0
-
-
-def overflowing(network: torch.nn.Module) -> torch.nn.Module:
-    """The same function, but the values of its first attention layer are beyond float16."""
-    network = copy.deepcopy(network)
-    attention = network.decoder.estimator.blocks[0].attn
-    attention.to_v.weight *= 2.0**24
-    attention.to_v.bias *= 2.0**24
-    attention.proj.weight *= 2.0**-24
-    return network
 
 
 def test_a_flow_that_overflows_in_float16_speaks_as_in_float32(dit, dit_network, vocoder):

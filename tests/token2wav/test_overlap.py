@@ -22,6 +22,7 @@ from cosyvoice_triton.voice.encoders import reference_mel
 from torch import Tensor
 
 from tests.support.checkpoints import DIT_DIR
+from tests.support.streams import vocoded
 
 # Limits of the difference from the whole's audio, relative to its RMS. Outside of cross-fades only the ends of HiFT's
 # receptive field reach a chunk's edge. Within them the chunk that ends lacks the next frames: its pitch is inexact.
@@ -44,34 +45,6 @@ SCHEDULES = {
 }
 
 
-class StreamedMel:
-    """A mel as a stream of chunks."""
-
-    def __init__(self, vocoder: StreamingVocoder, mel: Tensor, hops: Sequence[int]) -> None:
-        assert sum(hops) == mel.shape[1]
-        self.stream = Stream(vocoder=vocoder.open())
-        self.parts = [*mel.split(list(hops), dim=1)]
-        self.audio: list[Tensor] = []
-
-    def next(self) -> tuple[Chunk, Tensor]:
-        mel = self.parts.pop(0)
-        return Chunk(self.stream, np.zeros(0, np.int64), not self.parts, 0, 0, 0), mel
-
-
-def streamed(
-    vocoder: StreamingVocoder, mels: Sequence[Tensor], schedules: Sequence[Sequence[int]]
-) -> list[list[Tensor]]:
-    """The audio of the chunks of each mel; the next chunks of all streams are one batch."""
-    streams = [StreamedMel(vocoder, mel, hops) for mel, hops in zip(mels, schedules, strict=True)]
-    while live := [each for each in streams if each.parts]:
-        chunks, parts = zip(*(each.next() for each in live), strict=True)
-        for each, audio in zip(live, vocoder.step(chunks, parts), strict=True):
-            each.audio.append(audio)
-    for each in streams:
-        vocoder.close(each.stream.vocoder)
-    return [each.audio for each in streams]
-
-
 @pytest.fixture(scope="module")
 def vocoder() -> StreamingVocoder:
     hift = load_hift(TRAINED / DIT_DIR / "hift.pt")
@@ -91,7 +64,7 @@ def mels(speech: Tensor) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def batched(vocoder: StreamingVocoder, mels: dict[str, Tensor]) -> dict[str, list[Tensor]]:
-    return dict(zip(mels, streamed(vocoder, list(mels.values()), list(SCHEDULES.values())), strict=True))
+    return dict(zip(mels, vocoded(vocoder, list(mels.values()), list(SCHEDULES.values())), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +100,7 @@ def test_streamed_audio_equals_the_whole_at_joints(
 def test_a_stream_of_a_batch_equals_the_same_stream_alone(
     vocoder: StreamingVocoder, mels: dict[str, Tensor], batched: dict[str, list[Tensor]], name: str
 ) -> None:
-    (alone,) = streamed(vocoder, [mels[name]], [SCHEDULES[name]])
+    (alone,) = vocoded(vocoder, [mels[name]], [SCHEDULES[name]])
     assert [len(part) for part in alone] == [len(part) for part in batched[name]]
     torch.testing.assert_close(torch.cat(alone), torch.cat(batched[name]), atol=1e-4, rtol=0)
 
@@ -135,12 +108,11 @@ def test_a_stream_of_a_batch_equals_the_same_stream_alone(
 def test_a_stream_inherits_nothing_from_a_cancelled_one(
     vocoder: StreamingVocoder, mels: dict[str, Tensor], batched: dict[str, list[Tensor]]
 ) -> None:
-    cancelled = StreamedMel(vocoder, mels["unet"], SCHEDULES["unet"])
-    for _ in range(2):
-        chunk, mel = cancelled.next()
-        vocoder.step([chunk], [mel])
-    vocoder.close(cancelled.stream.vocoder)
-    (alone,) = streamed(vocoder, [mels["short"]], [SCHEDULES["short"]])
+    cancelled = Stream(vocoder=vocoder.open())
+    for mel in mels["unet"].split(SCHEDULES["unet"], dim=1)[:2]:
+        vocoder.step([Chunk(cancelled, np.zeros(0, np.int64), False, 0, 0, 0)], [mel])
+    vocoder.close(cancelled.vocoder)
+    (alone,) = vocoded(vocoder, [mels["short"]], [SCHEDULES["short"]])
     torch.testing.assert_close(torch.cat(alone), torch.cat(batched["short"]), atol=1e-4, rtol=0)
 
 
@@ -153,7 +125,7 @@ def test_a_stream_equals_the_whole_after_half_a_minute() -> None:
     vocoder = StreamingVocoder(hift, source_noise(hift.config.harmonics + 1), limits=BatchLimits(max_streams=1))
     mel = torch.randn(80, 1500)
     assert 20 < hift.f0(mel[None]).std() < 60
-    (audio,) = streamed(vocoder, [mel], [[30, 70, *[200] * 7]])
+    (audio,) = vocoded(vocoder, [mel], [[30, 70, *[200] * 7]])
     (whole,) = vocoder.whole([mel])
     last = slice(-150 * HOP_SAMPLES, None)
     difference = torch.cat(audio)[last] - whole[last]
@@ -169,7 +141,7 @@ def test_both_halves_of_the_window_sum_to_one_and_begin_and_end_without_a_step()
 
 def test_a_chunk_is_rendered_once_it_has_more_than_the_overlap(vocoder: StreamingVocoder, speech: Tensor) -> None:
     mel = speech[:, : OVERLAP_FRAMES + 4]
-    (audio,) = streamed(vocoder, [mel], [[OVERLAP_FRAMES, 1, 3]])
+    (audio,) = vocoded(vocoder, [mel], [[OVERLAP_FRAMES, 1, 3]])
     assert [len(part) for part in audio] == [0, HOP_SAMPLES, (OVERLAP_FRAMES + 3) * HOP_SAMPLES]
     assert all(np.isfinite(part).all() for part in audio)
 
@@ -178,10 +150,7 @@ def test_what_a_last_chunk_without_frames_releases_is_not_changed_by_the_next_st
     vocoder: StreamingVocoder, speech: Tensor
 ) -> None:
     mel = speech[:, :20]
-    stream = StreamedMel(vocoder, mel, [20, 0])
-    for _ in range(2):
-        (audio,) = vocoder.step(*([each] for each in stream.next()))
+    ((_, audio),) = vocoded(vocoder, [mel], [[20, 0]])
     before = audio.clone()
-    vocoder.close(stream.stream.vocoder)
-    streamed(vocoder, [-mel], [[20]])
+    vocoded(vocoder, [-mel], [[20]])
     assert len(audio) == OVERLAP_SAMPLES and torch.equal(audio, before)

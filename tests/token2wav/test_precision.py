@@ -28,6 +28,7 @@ from cosyvoice_triton.voice.prompt import Prompt
 
 from tests.parity import flow_dit, flow_unet
 from tests.parity.fixture import Fixture
+from tests.support.streams import overflowing
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 FLOAT32, HALF = Precision(torch.float32, torch.float32), Precision(torch.float16, torch.float16)
@@ -105,18 +106,6 @@ def test_bfloat16_changes_the_mel_of_ten_steps_only_slightly(stack):
     for exact, rounded in zip(mels(flow_of(stack, torch.float32)), mels(flow_of(stack, torch.bfloat16)), strict=True):
         error = (rounded - exact).norm() / exact.norm()
         assert rounded.dtype == torch.float32 and 0 < error < TOLERANCE
-
-
-def overflowing(network: torch.nn.Module) -> torch.nn.Module:
-    """The same function with values beyond float16 in its first attention."""
-    network = copy.deepcopy(network)
-    estimator: Any = network.get_submodule("decoder.estimator")
-    rotary = hasattr(estimator, "transformer_blocks")
-    attention = (estimator.transformer_blocks if rotary else estimator.blocks)[0].attn
-    attention.to_v.weight *= 2.0**24
-    attention.to_v.bias *= 2.0**24
-    (attention.to_out[0] if rotary else attention.proj).weight *= 2.0**-24
-    return network
 
 
 def saved(directory: Path, flow: torch.nn.Module, hift: torch.nn.Module) -> Path:

@@ -20,7 +20,6 @@ from cosyvoice_triton.server.rendering import StackOptions, render
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.voice.audio import load_audio
-from tritonclient.utils import InferenceServerException
 
 from tests.support.checkpoints import LLM_DIR
 from tests.support.server_requests import inputs_of
@@ -120,37 +119,3 @@ def test_streams_are_named_by_their_request_ids(client: Client) -> None:
     assert sum(map(len, expected[0])) == sum(map(len, expected[1])) == len(TOKENS) * 960
     for number, chunks in enumerate(utterances, 1):
         client.infer(chunks[0], sequence_id=number, sequence_end=True)
-
-
-def test_a_request_of_tokens_and_a_voice_is_a_whole_utterance(client: Client) -> None:
-    request = client.target(TOKENS[:20]) | client.voices[0]
-    expected = client.infer(request, sequence_id=7, sequence_start=True, sequence_end=True)
-    assert len(expected) == 20 * 960
-    for identity in ({"request_id": "whole"}, {}):
-        np.testing.assert_array_equal(client.infer(request, **identity), expected)
-
-
-def test_the_last_chunk_may_be_the_only_one(client: Client) -> None:
-    (only,) = client.chunks(TOKENS[:12])
-    for _ in range(2):  # the id is free again
-        assert len(client.infer(only | client.voices[1], request_id="short")) == 12 * 960
-
-
-def test_what_cannot_be_answered_is_an_error_of_that_stream_alone(client: Client) -> None:
-    first, second, last = client.chunks(TOKENS)
-    voice, other = client.voices
-    client.infer(first | voice, request_id="good")
-    with pytest.raises(InferenceServerException, match="needs a voice"):
-        client.infer(first, request_id="bad")
-    with pytest.raises(InferenceServerException, match="needs a correlation id or a request id"):
-        client.infer(first | voice)
-    client.infer(first | voice, request_id="bad")
-    with pytest.raises(InferenceServerException, match="request bad began with another prompt"):
-        client.infer(second | other, request_id="bad")
-    if client.stack.cumulative:
-        with pytest.raises(InferenceServerException, match="request bad is not live"):
-            client.infer(second | voice, request_id="bad")
-        client.infer(first | voice, request_id="bad")
-        with pytest.raises(InferenceServerException, match="token_offset is 40, but 15 tokens of the stream are"):
-            client.infer(last | voice, request_id="bad")
-    assert len(client.infer(second | voice, request_id="good")) and len(client.infer(last | voice, request_id="good"))
