@@ -13,8 +13,7 @@ from cosyvoice_triton.speech_service.settings import Settings
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from tests.speech_service.test_requests import in_base64, recording
-from tests.support.speech_fixtures import SPEECH, TEXT, serving, stub_triton, until
+from tests.support.speech_fixtures import SPEECH, TEXT, in_base64, recording, serving, stub_triton, until
 from tests.support.triton_stub import TritonStub
 
 SECONDS = 0.5  # receive_timeout and idle

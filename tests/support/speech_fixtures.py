@@ -1,27 +1,32 @@
 """Speech services on real sockets, in threads of the test process, and the Tritons they use."""
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
+import io
 import json
 import shutil
 import socket
 import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import numpy as np
 import openai
+import soundfile as sf
 from cosyvoice_triton import samples
+from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.server.tritonserver import TritonServer, free_port
 from cosyvoice_triton.speech_service.command import http_server
 from cosyvoice_triton.speech_service.settings import Settings
 
 from tests.support.server_requests import cancelled_requests
 from tests.support.triton_stub import TritonStub
+from tests.support.waiting import until
 
 RECORDING = samples.FOLDER / "reference_en.wav"
 VOICE = "anna"
@@ -116,14 +121,6 @@ def serving(settings: Settings) -> Iterator[str]:
         assert not thread.is_alive()
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait until `condition` holds; fails after so many seconds."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, "the condition did not become true in time"
-        time.sleep(0.01)
-
-
 @contextlib.contextmanager
 def client_that_leaves(url: str, body: Any, path: str = SPEECH, key: str = "none") -> Iterator[None]:
     """Sends a request, and disconnects after the block without having read an answer."""
@@ -161,3 +158,17 @@ def service_with_stub(voices: Path) -> Iterator[StubbedService]:
         settings = Settings(urls=(address,), voices_dir=voices, max_streams=4, max_reference_mb=1, max_batch=3)
         with serving(settings) as url:
             yield StubbedService(url, stub, voices)
+
+
+def recording(
+    seconds: float = 1.0, rate: int = SAMPLE_RATE, level: float = 0.3, kind: str = "WAV", channels: int = 1
+) -> bytes:
+    """An audio file with a tone."""
+    file = io.BytesIO()
+    tone = level * np.sin(np.arange(int(seconds * rate)) * 0.05)
+    sf.write(file, np.stack([tone] * channels, axis=1), rate, format=kind)
+    return file.getvalue()
+
+
+def in_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()

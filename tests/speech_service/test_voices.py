@@ -1,0 +1,177 @@
+"""Registered voices: added, listed, used by name and deleted through the service, with a stub Triton."""
+
+import json
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+from cosyvoice_triton.speech_service.settings import Settings
+from cosyvoice_triton.speech_service.voices import VoiceFolder
+from cosyvoice_triton.voice.files import read_voice
+from cosyvoice_triton.voice.prompt import Recording
+
+from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, recording, serving
+from tests.support.triton_stub import texts_of
+
+
+def names_of(url: str) -> list[str]:
+    """Of the registered voices."""
+    listed = httpx.get(f"{url}/v1/audio/voices").json()["voices"]
+    return [voice["id"] for voice in listed if "alias_of" not in voice]
+
+
+def test_open_webui_gets_its_lists_of_voices_and_models_and_speech(served: StubbedService) -> None:
+    """It reads `id` and `name` of each entry of `voices` and `models`, see docs/recipes/open_webui.md."""
+    assert [model["name"] for model in httpx.get(f"{served.url}/v1/audio/models").json()["models"]] == [
+        *("cosyvoice2_dit", "tts-1", "tts-1-hd", "gpt-4o-mini-tts")
+    ]
+    assert httpx.get(f"{served.url}/v1/audio/models").json()["max_input_chars"] == 4096
+    languages = [model["languages"] for model in httpx.get(f"{served.url}/v1/audio/models").json()["models"]]
+    assert languages == [["zh", "en", "ja", "ko"]] * 4
+    files = {"audio_sample": ("a.wav", recording())}
+    for name in ("anna", "bert"):
+        httpx.post(f"{served.url}/v1/audio/voices", data={"name": name}, files=files)
+    try:
+        answer = httpx.get(f"{served.url}/v1/audio/voices").json()
+        assert answer["data"] == answer["voices"]
+        assert {voice["id"]: voice["name"] for voice in answer["voices"]}.keys() >= {"anna", "bert", "alloy", "echo"}
+        aliases = {voice["id"]: voice["alias_of"] for voice in answer["voices"] if "alias_of" in voice}
+        assert (aliases["alloy"], aliases["ash"], aliases["ballad"]) == ("anna", "bert", "anna")
+        user = {"authorization": "Bearer none", "x-openwebui-user-name": "Zoe", "x-openwebui-user-role": "admin"}
+        wanted = {"input": "Hello.", "voice": "alloy", "model": "tts-1", "speed": 1.2}
+        spoken = served.post(wanted, headers=user)
+        assert (spoken.status_code, spoken.headers["content-type"]) == (200, "audio/mpeg")
+    finally:
+        for name in ("anna", "bert"):
+            httpx.delete(f"{served.url}/v1/audio/voices/{name}")
+    assert httpx.get(f"{served.url}/v1/audio/voices").json()["voices"] == []
+
+
+def test_aliases_can_be_chosen_and_a_registered_voice_comes_first(tmp_path: Path) -> None:
+    settings = Settings(voices_dir=tmp_path, voice_aliases=("nova=bert", "echo=nobody", "alloy", "anna=bert"))
+    voices = VoiceFolder(tmp_path, 1 << 20, settings.voice_aliases)
+    for name in ("anna", "bert"):
+        voices.add(name, recording(), "")
+    assert voices.aliases() == {"nova": "bert", "alloy": "anna"}
+    assert [voices.resolve(name) for name in ("nova", "anna", "echo", "other")] == ["bert", "anna", "echo", "other"]
+    with pytest.raises(ValueError, match="voice_aliases '=x' is not ALIAS=VOICE"):
+        Settings(voice_aliases=("=x",))
+
+
+def test_a_voice_is_added_used_and_deleted(served: StubbedService) -> None:
+    files = {"audio_sample": ("a.flac", recording(1.5, 48_000, kind="FLAC"))}
+    answer = httpx.post(f"{served.url}/v1/audio/voices", data={"name": "zöe", "ref_text": "Hi."}, files=files)
+    assert answer.status_code == 201 and answer.json()["seconds"] == 1.5, answer.text
+    (warning,) = answer.json()["warnings"]
+    assert warning.startswith("the recording speaks for 1.5 s, but its transcript takes about 0.5 s")
+    assert "zöe" in names_of(served.url)
+    stored = read_voice(served.voices / "zöe.safetensors")
+    assert isinstance(stored, Recording) and (stored.wav.size, stored.rate, stored.text) == (72_000, 48_000, "Hi.")
+    with serving(Settings(urls=("127.0.0.1:1",), voices_dir=served.voices)) as restarted:
+        assert "zöe" in names_of(restarted)
+    again = httpx.post(f"{served.url}/v1/audio/voices", data={"name": "zöe"}, files=files)
+    assert again.status_code == 409
+    for more, texts in (
+        ({}, {"reference_text": "Hi."}),
+        ({"language": "zh"}, {}),
+        ({"instructions": "Slowly."}, {"instruct_text": "Slowly."}),
+        ({"trim_reference": False}, {"reference_text": "Hi."}),
+    ):
+        assert served.post({**TEXT, "voice": "zöe", **more}).status_code == 200
+        assert ("trim_reference" in served.stub.requests[-1].parameters) == ("trim_reference" in more)
+        assert texts_of(served.stub.requests[-1]) == {"target_text": "Hello.", **texts}
+    assert httpx.delete(f"{served.url}/v1/audio/voices/zöe").json()["deleted"]
+    assert list(served.voices.iterdir()) == []
+    assert httpx.delete(f"{served.url}/v1/audio/voices/zöe").status_code == 404
+
+
+def test_words_of_the_request_then_of_the_voice_then_of_all_are_sent_with_a_recording(served: StubbedService) -> None:
+    files = {"audio_sample": ("a.wav", recording())}
+    fields = {"name": "speller", "pronunciation": "nginx = of the voice\nb = of the voice"}
+    assert httpx.post(f"{served.url}/v1/audio/voices", data=fields, files=files).status_code == 201
+    (served.voices / "pronunciation.txt").write_text("b = of all\nc = of all")
+    try:
+        for body in (
+            {"json": {**TEXT, "voice": "speller", "pronunciation": {"nginx": "of the request"}}},
+            {"data": {**TEXT, "voice": "speller", "pronunciation": "nginx = of the request"}},
+        ):
+            assert httpx.post(served.url + SPEECH, **body).status_code == 200
+            words = json.loads(served.stub.requests[-1].parameters["pronunciation"].string_param)
+            assert words == {"nginx": "of the request", "b": "of the voice", "c": "of all"}
+        (served.voices / "pronunciation.txt").write_text("b")
+        error = served.post({**TEXT, "voice": "speller"})
+        assert error.status_code == 503 and "pronunciation.txt, line 1: 'b' is not" in error.text
+    finally:
+        (served.voices / "pronunciation.txt").unlink()
+    assert httpx.delete(f"{served.url}/v1/audio/voices/speller").status_code == 200
+    assert list(served.voices.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "param"),
+    [
+        ("../up", recording(), "name"),
+        ("", recording(), "name"),
+        (".hidden", recording(), "name"),
+        ("short", recording(0.2), "audio_sample"),
+        ("noise", b"no sound at all", "audio_sample"),
+        ("none", None, "upload the file as audio_sample"),
+        ("mute", recording(), "ref_text"),
+        ("pronunciation", recording(), "name"),
+        ("misspelled", recording(), "pronunciation"),
+    ],
+)
+def test_an_invalid_voice_is_rejected(served: StubbedService, name: str, data: bytes | None, param: str) -> None:
+    fields = {"name": name, "ref_text": "?!" if name == "mute" else "Hi."}
+    fields |= {"pronunciation": "nginx"} if name == "misspelled" else {}
+    files = {"audio_sample": ("a.wav", data)} if data is not None else {"other": ("a", b"x")}
+    answer = httpx.post(f"{served.url}/v1/audio/voices", data=fields, files=files)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and param in (error["param"], error["message"].partition(": ")[2]), answer.text
+    assert list(served.voices.iterdir()) == []
+
+
+def test_of_two_services_with_one_folder_one_adds_a_voice_and_its_transcript(served: StubbedService) -> None:
+    def add(url: str, name: str, seconds: int) -> int:
+        files = {"audio_sample": ("a.wav", recording(seconds))}
+        data = {"name": name, "ref_text": f"This takes {seconds} s."}
+        return httpx.post(f"{url}/v1/audio/voices", data=data, files=files, timeout=20).status_code
+
+    names = [f"voice {number}" for number in range(10)]
+    with serving(Settings(urls=("127.0.0.1:1",), voices_dir=served.voices)) as second, ThreadPoolExecutor(2) as pool:
+        try:
+            for name in names:
+                answers = list(pool.map(add, (served.url, second), (name, name), (1, 2)))
+                assert sorted(answers) == [201, 409]
+                stored = read_voice(served.voices / f"{name}.safetensors")
+                seconds = answers.index(201) + 1
+                assert isinstance(stored, Recording) and stored.text == f"This takes {seconds} s."
+                assert stored.seconds == seconds
+        finally:
+            for name in names:
+                (served.voices / f"{name}.safetensors").unlink(missing_ok=True)
+
+
+def test_a_voice_that_cannot_be_stored_leaves_nothing_behind(served: StubbedService) -> None:
+    files = {"audio_sample": ("a.wav", recording())}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, before[1]))  # as on a full disk, writing fails in the middle
+    try:
+        answer = httpx.post(f"{served.url}/v1/audio/voices", data={"name": "anna", "ref_text": "Hi."}, files=files)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert answer.status_code == 507 and "cannot be stored" in answer.text
+    assert list(served.voices.iterdir()) == []
+
+
+def test_a_damaged_voice_is_unavailable_and_other_requests_work(served: StubbedService) -> None:
+    damaged = served.voices / "torn.safetensors"
+    damaged.write_bytes(b"not safe")
+    try:
+        items = [{**TEXT, "voice": "torn"}, TEXT]
+        assert served.post(items[0]).status_code == 503
+        assert served.post({"items": items}, f"{SPEECH}/batch").json()["succeeded"] == 1
+    finally:
+        damaged.unlink()
