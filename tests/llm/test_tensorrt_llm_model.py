@@ -1,7 +1,6 @@
 """The python backend of `tensorrt_llm`: its model.py loaded as Triton does, with the real CPU engine."""
 
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from tests.conftest import ROOT, load_model
 from tests.support.fake_triton import InferenceRequest, TritonError
 from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
+from tests.support.waiting import until
 
 MAX_REQUESTS = 8
 
@@ -76,15 +76,8 @@ def send(model, input_ids, *, decoupled=True, request_id="", parameters=None, **
     return request
 
 
-def wait_until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def finished(request):
-    wait_until(lambda: request.sender.final)
+    until(lambda: request.sender.final)
     return request.sender.responses
 
 
@@ -116,22 +109,22 @@ def test_streaming_returns_the_tokens_of_the_whole_answer_a_few_at_a_time(decoup
 def test_a_cancelled_request_ends_and_frees_its_capacity(decoupled_model, tokenizer):
     endless = {"request_output_len": 3000, "min_length": 3000}
     request = send(decoupled_model, tokenizer.encode_prompt(LLMPrompt("Hello")).tolist(), **endless)
-    wait_until(lambda: request.sender.responses)
+    until(lambda: request.sender.responses)
     request.sender.cancelled = True
     assert finished(request)[-1].error().code() == TritonError.CANCELLED
     assert len(request.sender.responses) < 1000
-    wait_until(lambda: decoupled_model.engine.live == 0)
+    until(lambda: decoupled_model.engine.live == 0)
 
 
 def test_a_request_with_stop_ends_the_live_request_with_its_id(decoupled_model, tokenizer):
     prompt = tokenizer.encode_prompt(LLMPrompt("Hello")).tolist()
     request = send(decoupled_model, prompt, request_id="a", request_output_len=3000, min_length=3000)
     other = send(decoupled_model, prompt, request_id="b")
-    wait_until(lambda: request.sender.responses)
+    until(lambda: request.sender.responses)
     assert finished(send(decoupled_model, prompt, request_id="a", stop=True)) == []
     assert not any(response.has_error() for response in finished(request))
     assert tokens_of(other)[-1][-1] in tokenizer.end_ids
-    wait_until(lambda: decoupled_model.engine.live == 0)
+    until(lambda: decoupled_model.engine.live == 0)
     assert finished(send(decoupled_model, prompt, request_id="a", stop=True)) == []  # already ended: not an error
 
 

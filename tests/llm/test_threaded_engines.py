@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import time
 
 import pytest
 from cosyvoice_triton.llm.engines.interface import EngineLM, GenerationRequest
@@ -12,6 +11,7 @@ from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, TokenChunk
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
 from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
+from tests.support.waiting import until
 
 STREAMS = 8
 
@@ -40,13 +40,6 @@ async def tokens_of(engine: ThreadedEngine, request: GenerationRequest) -> list[
 
 async def chunks_of(engine: ThreadedEngine, request: GenerationRequest) -> list[TokenChunk]:
     return [chunk async for chunk in engine.generate(request)]
-
-
-def wait_until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_eight_concurrent_requests_get_the_same_tokens_as_alone(engine, tokenizer):
@@ -141,5 +134,5 @@ def test_two_hundred_cancellations_leave_no_live_request(engine, tokenizer):
             await cancelled(i)
 
     asyncio.run(run())
-    wait_until(lambda: engine.live == 0)
+    until(lambda: engine.live == 0)
     assert len(asyncio.run(tokens_of(engine, make_request(tokenizer, "Hello", seed=1, max_tokens=5)))) == 5

@@ -4,13 +4,7 @@ from cosyvoice_triton.orchestrator.chunking import Hop, HopRules, HopSchedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.waiting import Clock
 
 
 def drain(schedule: HopSchedule, total: int) -> list[Hop]:
@@ -97,7 +91,7 @@ def test_the_final_hop_takes_the_tokens_that_have_no_look_ahead_after_them() -> 
 def test_time_based_waits_for_one_more_unit_while_the_listener_has_enough_audio(
     asked: list[tuple[float, int, int | None]],
 ) -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     schedule = HopRules(strategy="time_based").schedule(0, clock)
     hop = schedule.next_hop(18, ended=False)
     assert hop == Hop(0, 15, final=False)
@@ -128,7 +122,7 @@ def test_every_token_is_rendered_once_and_in_order_whenever_it_arrives(
     arrivals: list[tuple[int, float]],
 ) -> None:
     """In the first segment of a text, or after one of `before` tokens."""
-    clock = Clock()
+    clock = Clock(0.0)
     rules = HopRules(strategy=strategy, boundary=boundary, first_hop=first_hop)
 
     def after_a_segment(schedule: HopSchedule) -> HopSchedule:

@@ -28,8 +28,9 @@ from tokenizers.models import WordLevel
 
 from tests.conftest import ROOT, load_model
 from tests.support import fake_triton
-from tests.support.fake_triton import Callee, InferenceRequest, InferenceResponse, TritonError, wait_until
+from tests.support.fake_triton import Callee, InferenceRequest, InferenceResponse, TritonError
 from tests.support.fakes import PROMPT_TOKENS, fake_prompt
+from tests.support.waiting import until
 
 MODEL_FILES = {
     "cosyvoice2": ROOT / "model_repo/cosyvoice2/1/model.py",
@@ -155,7 +156,7 @@ def client_request(
 
 def serve(model: Any, *requests: InferenceRequest) -> None:
     assert model.execute(list(requests)) is None
-    wait_until(lambda: all(request.sender.final for request in requests))
+    until(lambda: all(request.sender.final for request in requests))
 
 
 def audio(request: InferenceRequest) -> np.ndarray:
@@ -413,9 +414,9 @@ def test_the_sequence_of_a_client_that_disconnects_is_ended(llm_pause: float, be
     models.pause = llm_pause
     with bench.started() as model:
         model.execute([request])
-        wait_until(lambda: bool(models.sequences))
+        until(lambda: bool(models.sequences))
         request.sender.cancelled = True
-        wait_until(lambda: request.sender.final)
+        until(lambda: request.sender.final)
     assert failure(request)[0] == TritonError.CANCELLED
     assert len(models.ended) == 1 and not models.sequences
 
@@ -433,7 +434,7 @@ def test_finalize_ends_live_requests_before_their_connections_and_closes_the_loo
     monkeypatch.setattr(Orchestrator, "aclose", fail_to_close)
     with pytest.raises(RuntimeError, match="cannot close"), bench.started() as model:
         model.execute([request])
-        wait_until(lambda: bool(bench.models.sequences))
+        until(lambda: bool(bench.models.sequences))
     assert ended == [True]
     assert failure(request)[0] == TritonError.UNAVAILABLE
     assert model._loop.loop.is_closed()

@@ -21,12 +21,7 @@ from cosyvoice_triton.monitoring.health import (
     reported_failures,
 )
 
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.waiting import Clock
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import queue
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -207,13 +206,6 @@ def value(replies):
     return float(reply[0]) if len(reply) else None
 
 
-def until(holds):
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 @contextmanager
 def ended(service, engine):
     """After the body the service must end, free every stream, and have kept to what the `FakeWorkers` allows."""
@@ -226,14 +218,6 @@ def ended(service, engine):
         service.close()
         sys.setswitchinterval(interval)
     assert engine.live == 0 and engine.broken == []
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 def started(engine, clock, **settings):

@@ -1,7 +1,6 @@
 """A strict fake of triton_python_backend_utils: calls that the real one would refuse or misread raise immediately."""
 
 import json
-import time
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -200,11 +199,3 @@ def as_module() -> types.ModuleType:
     module = types.ModuleType("triton_python_backend_utils")
     module.__dict__.update({key: value for key, value in globals().items() if not key.startswith("__")})
     return module
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for an effect of a model's thread; fails after 10 s."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true in time"
-        time.sleep(0.005)

@@ -123,11 +123,11 @@ def layer(operations: DecoderOperations, T: int, consecutive: int, cast: bool = 
     return [q, keys, values, attended, *gated, x.x, operations.head(x, normal(70, HIDDEN), 1e-6)]
 
 
-def compare_layers(first: int = 1, cast_up_to: int = 0) -> None:
+def compare_layers(sizes: Sequence[Size] = ((1, 1), (31, 1), (37, 1), (48, CONSECUTIVE)), cast_up_to: int = 0) -> None:
     """One token, whose sequence is split among programs; more than a tile; more than the fused kernels are for, and
     the same as pieces of prompts."""
     fused = Fused(torch.device("cpu"))
-    for T, consecutive in ((first, 1), (31, 1), (37, 1), (48, CONSECUTIVE)):
+    for T, consecutive in sizes:
         plain = layer(Plain(), T, consecutive)
         for found, expected in zip(layer(fused, T, consecutive, cast=T <= cast_up_to), plain, strict=True):
             assert_close(found, expected, atol=1e-4, rtol=1e-4, equal_nan=True)
@@ -157,7 +157,7 @@ def compare_tma_layers() -> None:
         patch.object(tiles, "uses_tma", lambda: True),
         patch.object(tiles, "MULTIPLY_ADD", MULTIPLY_ADD._replace(decoder_tma=few)),
     ):
-        compare_layers(5, tile.rows)
+        compare_layers(((5, 1), (31, 1), (37, 1)), tile.rows)
 
 
 def compare_steps() -> None:

@@ -14,8 +14,9 @@ from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
 from tests.parity import cosyvoice3 as cosyvoice3_parity
 from tests.parity import flow_dit, flow_unet, hift
 from tests.parity.fixture import Fixture
-from tests.support.fake_engine import Client, Clock, FakeEngine, queue_behind_a_running_chunk, started
+from tests.support.fake_engine import Client, FakeEngine, queue_behind_a_running_chunk, started
 from tests.support.streams import COSYVOICE3, DIT, GOLDEN, GOLDEN3, UNET, VOICES_BYTES
+from tests.support.waiting import Clock
 
 
 @pytest.fixture(scope="module")

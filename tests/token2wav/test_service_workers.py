@@ -11,7 +11,8 @@ from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.profiles import H200
 from cosyvoice_triton.token2wav.policy.admission import Admission
 
-from tests.support.fake_engine import NEW, PROMPT, Client, FakeWorkers, ended, started, until, value
+from tests.support.fake_engine import NEW, PROMPT, Client, FakeWorkers, ended, started, value
+from tests.support.waiting import until
 
 
 @pytest.fixture

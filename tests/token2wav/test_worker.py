@@ -11,16 +11,10 @@ import numpy as np
 import pytest
 from cosyvoice_triton.token2wav.serving.worker import RenderedBatch, Worker
 
+from tests.support.waiting import Clock
+
 BATCH: Any = ("one", "two")  # stand for requests, which it only hands back
 AUDIO = np.zeros(3, np.float32)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from cosyvoice_triton import triton_io
 from cosyvoice_triton.errors import ModelCallError, ModelDownError, OverloadedError, UnavailableError
 from cosyvoice_triton.triton_io import calls
 
-from tests.support.fake_triton import InferenceRequest, InferenceResponse, TritonError, wait_until
+from tests.support.fake_triton import InferenceRequest, InferenceResponse, TritonError
+from tests.support.waiting import until
 
 
 def answer(**outputs: np.ndarray) -> InferenceResponse:
@@ -96,13 +97,13 @@ def test_calls_are_refused_while_too_many_are_stuck(triton_models, monkeypatch):
     triton_models["good"] = lambda sent: answer(y=np.ones(1))
     for stuck in range(2):
         asyncio.run(triton_io.call("good", {}, ["y"]))  # an answered call does not count
-        wait_until(lambda stuck=stuck: len(calls._abandoned) == stuck)
+        until(lambda stuck=stuck: len(calls._abandoned) == stuck)
         with pytest.raises(UnavailableError, match="hangs did not answer within 0.02 s"):
             asyncio.run(triton_io.call("hangs", {}, ["y"], timeout=0.02))
     with pytest.raises(UnavailableError, match="2 calls of other models are stuck"):
         asyncio.run(triton_io.call("good", {}, ["y"]))
     release.set()
-    wait_until(lambda: not calls._abandoned)
+    until(lambda: not calls._abandoned)
     assert asyncio.run(triton_io.call("good", {}, ["y"]))["y"] == 1
 
 
@@ -122,7 +123,7 @@ def test_threads_are_reused_and_at_most_max_idle_are_kept(triton_models, monkeyp
         await asyncio.gather(*(triton_io.call("m", {}, ["y"]) for _ in range(count)))
 
     asyncio.run(ask(5))
-    wait_until(lambda: len(calls._idle) == 2)
+    until(lambda: len(calls._idle) == 2)
     asyncio.run(ask(1))
     assert len(set(names[:5])) == 5 and names[5] in names[:5]
 

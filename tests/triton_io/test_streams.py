@@ -15,7 +15,8 @@ from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.triton_io.streams import Streams
 
 from tests.support.fake_grpc_server import FakeGrpcServer
-from tests.support.fake_triton import InferenceRequest, InferenceResponse, wait_until
+from tests.support.fake_triton import InferenceRequest, InferenceResponse
+from tests.support.waiting import until
 
 
 def answer(number: int) -> InferenceResponse:
@@ -74,7 +75,7 @@ def test_closing_the_generator_early_cancels_the_request(triton_grpc: FakeGrpcSe
         streams = Streams("m", ["y"])
         async with aclosing(streams.ask({}, {})) as responses:
             assert (await anext(responses))["y"] == 0
-        await asyncio.to_thread(wait_until, lambda: triton_grpc.live == 0)  # the connection is still open
+        await asyncio.to_thread(until, lambda: triton_grpc.live == 0)  # the connection is still open
         await streams.aclose()
 
     triton_models["m"] = callee

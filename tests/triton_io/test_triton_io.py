@@ -22,8 +22,8 @@ from tests.support.fake_triton import (
     InferenceResponse,
     TritonError,
     TritonModelException,
-    wait_until,
 )
+from tests.support.waiting import until
 
 
 def request(decoupled: bool = False, **inputs: np.ndarray) -> InferenceRequest:
@@ -178,7 +178,7 @@ def test_a_failing_handler_ends_its_request_with_an_error(serve, decoupled, erro
         raise error
 
     sender = submit(serve(fail), decoupled)
-    wait_until(lambda: sender.final)
+    until(lambda: sender.final)
     assert [response.error().code() for response in sender.responses] == [code]
 
 
@@ -187,7 +187,7 @@ def test_the_message_of_an_error_stays_short_enough_for_grpc(serve, decoupled):
         raise ValueError(f"unknown speaker {'语' * 9000!r}")
 
     sender = submit(serve(fail), decoupled)
-    wait_until(lambda: sender.final)
+    until(lambda: sender.final)
     message = sender.responses[-1].error().message()
     assert "unknown speaker" in message and len(message) < 550
 
@@ -198,7 +198,7 @@ def test_a_failure_after_audio_still_sends_an_error(serve, decoupled):
         raise UnavailableError("the LLM went away")
 
     sender = submit(serve(fail), decoupled)
-    wait_until(lambda: sender.final)
+    until(lambda: sender.final)
     assert sender.responses[-1].has_error()
 
 
@@ -214,7 +214,7 @@ def test_requests_do_not_wait_for_each_other(serve, decoupled):
     loop = serve(handler)
     stuck = submit(loop, decoupled)
     quick = submit(loop, decoupled)
-    wait_until(lambda: quick.final)
+    until(lambda: quick.final)
     assert not stuck.final
 
 
@@ -226,7 +226,7 @@ def test_is_cancelled_is_not_called_after_the_final_response(serve, decoupled):
         await send_audio(sent, responder)
 
     sender = submit(serve(keep), decoupled)
-    wait_until(lambda: sender.final)
+    until(lambda: sender.final)
     assert [response.arrays()["waveform"].shape for response in sender.responses] == [(1, 4)]
     assert not kept[0].is_cancelled()
     assert not sender.cancellation_checked_after_final
@@ -236,9 +236,9 @@ def test_an_error_while_polling_one_request_does_not_stop_the_polling_of_others(
     loop = serve(wait_forever)
     odd, other = submit(loop, decoupled), submit(loop, decoupled)
     odd.is_cancelled = lambda: 1 / 0
-    wait_until(lambda: "cannot find out whether a client has disconnected" in caplog.text)
+    until(lambda: "cannot find out whether a client has disconnected" in caplog.text)
     other.cancelled = True
-    wait_until(lambda: other.final)
+    until(lambda: other.final)
     assert other.responses[0].error().code() == TritonError.CANCELLED and not odd.final
 
 
@@ -246,16 +246,16 @@ def test_many_live_requests_are_asked_in_turn(serve, decoupled):
     """Each check is a call to tritonserver: two a second for each request, and every client that goes is noticed."""
     loop = serve(wait_forever)
     senders = [submit(loop, decoupled) for _ in range(100)]
-    wait_until(lambda: len(loop._live) == len(senders))
+    until(lambda: len(loop._live) == len(senders))
     asked = []
     for index, sender in enumerate(senders):
         sender.is_cancelled = lambda index=index: asked.append(index)
     begun = time.monotonic()
-    wait_until(lambda: set(asked) == set(range(100)) and time.monotonic() > begun + 1.0)
+    until(lambda: set(asked) == set(range(100)) and time.monotonic() > begun + 1.0)
     assert len(asked) <= 100 * (2 * (time.monotonic() - begun) + 2)
     for index, sender in enumerate(senders):
         sender.is_cancelled = lambda index=index: index % 9 == 0
-    wait_until(lambda: all(sender.final for sender in senders[::9]))
+    until(lambda: all(sender.final for sender in senders[::9]))
     assert not any(sender.final for index, sender in enumerate(senders) if index % 9)
 
 
@@ -274,7 +274,7 @@ def test_a_model_that_is_not_decoupled_must_send_a_response():
 
     loop = triton_io.RequestLoop(nothing, model="m", decoupled=False)
     sender = submit(loop, False)
-    wait_until(lambda: sender.final)
+    until(lambda: sender.final)
     loop.close()
     assert "sent no response" in sender.responses[0].error().message()
 
@@ -283,7 +283,7 @@ def test_a_request_whose_id_is_not_utf_8_is_answered(serve, decoupled, monkeypat
     sent = request(decoupled)
     monkeypatch.setattr(sent, "request_id", b"\xff".decode)
     serve(send_audio).submit(sent)
-    wait_until(lambda: sent.sender.final)
+    until(lambda: sent.sender.final)
     assert "'utf-8' codec can't decode" in sent.sender.responses[0].error().message()
 
 
