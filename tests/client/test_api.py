@@ -2,7 +2,6 @@
 
 import json
 import socket
-import threading
 import wave
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -44,20 +43,6 @@ def test_a_refusal_names_the_reason_and_the_connection_stays_usable(serve: Serve
         next(stream)
         stream.close()
         assert client.speak("Good morning.", **VOICE).size
-
-
-@pytest.mark.server
-def test_threads_share_a_client(serve: Serve) -> None:
-    answers: list[np.ndarray] = []
-    with Client(serve(stack="dit").grpc_url) as client:
-        threads = [
-            threading.Thread(target=lambda: answers.append(client.speak("Good morning.", **VOICE))) for _ in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(answers) == 2 and len(answers[0]) == len(answers[1])
 
 
 def test_threads_that_are_more_than_the_places_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:

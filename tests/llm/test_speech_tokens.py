@@ -187,10 +187,6 @@ def test_an_instruction_ends_with_its_token_and_contains_no_other_control_token(
     assert ids == encode(tokenizer, tokenizer.prompt_string(prompt))
 
 
-def test_text_is_counted_in_tokens_and_decoded_from_them(tokenizer):
-    assert tokenizer.text_length("Text 文本") == len(encode(tokenizer, "Text 文本"))
-
-
 def test_a_transcript_that_upstream_saved_is_spoken_to_the_llm_as_upstream_does(tmp_path):
     """CosyVoice3's `add_zero_shot_spk` keeps the ids of the system words with it."""
     build_tokenizer(rules=COSYVOICE3).save(str(tmp_path / "tokenizer.json"))

@@ -116,13 +116,6 @@ def test_the_penalty_counts_prompt_and_sampled_tokens_of_the_own_request(batch):
     assert batch.step(logits[0]) == [7, 7]
 
 
-def test_a_slot_keeps_nothing_of_its_last_request(batch):
-    for _ in range(2):
-        batch.add(**GREEDY, repetition_penalty=2.0)
-        assert [batch.step(peaked(batch, 5, 6)) for _ in range(2)] == [[5], [6]]
-        batch.remove(0)
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("ras_window", [0, 10])
 def test_logits_that_are_not_finite_leave_the_other_requests_alone(batch, bad, ras_window):
@@ -216,15 +209,6 @@ def test_one_recorded_step_serves_every_batch_like_the_plain_one(processor_class
         both(lambda batch: batch.add(extra_args, **sampling, index=index % 2))  # noqa: B023
         if index:
             both(lambda batch: [batch.step(logits, discarded=(0,) if step == 5 else ()) for step in range(12)])
-
-
-def test_end_tokens_are_excluded_below_min_tokens_of_their_request(batch, llm_dir):  # noqa: F811
-    ends = np.searchsorted(batch.candidates, LLMTokenizer.from_dir(llm_dir).end_ids)
-    batch.add(**GREEDY, min_tokens=2)
-    batch.add(**GREEDY)
-    logits = np.tile(peaked(batch, ends[0], ends[1], 5), (2, 1))
-    assert batch.step(logits, discarded=(0,)) == [5, ends[0]]
-    assert [batch.step(logits) for _ in range(3)] == [[5, ends[0]], [5, ends[0]], [ends[0], ends[0]]]
 
 
 def test_vllm_itself_samples_greedily(processor_class):

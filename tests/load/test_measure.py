@@ -79,10 +79,6 @@ def test_the_stages_sum_to_the_latency_of_the_first_chunk() -> None:
     assert shares["llm"] == pytest.approx(0.02) and shares["transport"] == pytest.approx(0.01)
 
 
-def test_without_a_timeline_there_are_no_stages() -> None:
-    assert outcome((0.1,), (0.5,)).stages() == {}
-
-
 def test_figures_cover_answered_requests_and_count_the_others() -> None:
     good = [outcome((0.1, 0.3, 0.4), (1, 1, 1)), outcome((0.2, 0.6), (1, 1))]
     bad = outcome((9.0,), (1,), error="the server answered with an error: no")

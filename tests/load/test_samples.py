@@ -36,21 +36,9 @@ def test_the_shipped_manifest_has_recordings_that_a_server_accepts() -> None:
     assert shipped[0].prompt_audio is shipped[2].prompt_audio, "a recording of several rows is loaded once"
 
 
-def test_a_limit_reads_only_the_first_rows(tmp_path: Path) -> None:
-    path = manifest(tmp_path, row(id="a"), row(id="b"), "not read")
-    assert [sample.id for sample in read_manifest(path, limit=2)] == ["a", "b"]
-
-
 def test_a_row_may_have_a_registered_speaker_instead_of_a_recording(tmp_path: Path) -> None:
     (sample,) = read_manifest(manifest(tmp_path, {"id": 7, "target_text": "Hello.", "speaker": "anna"}))
     assert (sample.id, sample.speaker, sample.prompt_audio, sample.prompt_text) == ("7", "anna", None, "")
-
-
-def test_precomputed_tokens_are_read(tmp_path: Path) -> None:
-    path = manifest(tmp_path, row(target_audio_cosy2_tokens=[0, 6560, 5]))
-    (sample,) = read_manifest(path)
-    np.testing.assert_array_equal(sample.target_audio_cosy2_tokens, [0, 6560, 5])
-    assert sample.prompt_audio_cosy2_tokens is None
 
 
 def test_a_seed_tts_list_is_read(tmp_path: Path) -> None:

@@ -1,10 +1,6 @@
 """The load generator against the real tritonserver with the demo checkpoint."""
 
 import json
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,18 +48,6 @@ def test_16_concurrent_streams_are_all_answered_with_their_stages(serve: Serve, 
     assert "model name is cosyvoice2_dit" in (tmp_path / "stats_summary-manifest.txt").read_text()
 
 
-def test_one_invalid_request_is_the_only_error(serve: Serve, tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in samples.MANIFEST.read_text(encoding="utf-8").splitlines()[:4]]
-    rows[1]["target_text"] = "<|s_1|>"
-    rows = [row | {"prompt_audio": str(samples.FOLDER / row["prompt_audio"])} for row in rows]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    assert measure(serve(stack="dit").grpc_url, tmp_path, "--manifest-path", path, "--num-tasks", 4) == 1
-    result = summary(tmp_path)
-    assert (result["requests"], result["errors"], result["unsent"]) == (4, 1, 0)
-    assert list(result["failures"]) == ["zh-01"] and "<|s_1|>" in result["failures"]["zh-01"]
-
-
 def test_new_voices_are_not_in_the_caches_of_the_server(serve: Serve, tmp_path: Path) -> None:
     address, more = serve(stack="dit").grpc_url, ("--manifest-path", samples.MANIFEST, "--num-requests", 2)
     counts = []
@@ -108,30 +92,3 @@ def test_open_loops_over_grpc_and_through_the_speech_service_get_as_much_audio(s
             assert all(row["audible_ms"]["p50"] > 0 for row in rows)
             seconds.append([row["audio_seconds"] for row in rows])
     assert seconds[0] == seconds[1]
-
-
-def test_a_killed_server_ends_the_benchmark_soon_with_a_report(
-    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """After the other tests of this server."""
-    server, killed = serve(stack="dit"), []
-
-    def kill() -> None:
-        deadline = time.monotonic() + 60
-        while len(list((tmp_path / "log").glob("*.wav"))) < 3 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert server._process is not None
-        killed.append(time.monotonic())
-        os.killpg(server._process.pid, signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    more = ("--manifest-path", samples.MANIFEST, "--num-tasks", 3, "--num-requests", 400, "--warmup-requests", 0)
-    assert measure(server.grpc_url, tmp_path / "log", *more) == 1
-    assert time.monotonic() - killed[0] < 40
-    killer.join()
-    result = summary(tmp_path / "log")
-    finished = result["requests"] - result["errors"]
-    assert finished >= 3 and 0 < result["errors"] <= 6 and result["unsent"] == 400 - result["requests"]
-    assert result["first_chunk_ms"]["p50"] > 0 and server.grpc_url in result["lost_servers"]
-    assert f"{finished} requests answered" in capsys.readouterr().out

@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 import numpy as np
 import pytest
-from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS, SPEAKER_DIM
+from cosyvoice_triton.constants import SPEAKER_DIM
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.orchestrator.chunking import HopRules
@@ -41,12 +41,6 @@ def test_time_based_chunks_use_the_tokens_that_arrived_while_a_chunk_was_rendere
     llm = FakeLM(list(range(18)), list(range(18, 95)))
     pipeline = Pipeline(llm, rules=HopRules(strategy="time_based"), clock=lambda: next(times))
     assert [len(waveform) for waveform in pipeline.run()] == [15, 75, 5]
-
-
-def test_hops_of_the_unet_flow_end_on_its_boundaries_counted_from_the_prompt() -> None:
-    pipeline = Pipeline(FakeLM(*one_by_one(120)), rules=HopRules(boundary=FLOW_CHUNK_TOKENS))
-    pipeline.run()
-    assert [PROMPT_TOKENS + hop.end for hop in pipeline.hops] == [50, 75, 125, PROMPT_TOKENS + 120]
 
 
 PARTS = ("tokens", "mel", "embedding")

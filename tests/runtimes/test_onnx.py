@@ -1,6 +1,5 @@
 """ONNX files of the estimators: compared with torch, in the engine, and with upstream's frame order."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,30 +7,22 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from cosyvoice_triton import samples, stacks
-from cosyvoice_triton.cli import token2wav
-from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, SAMPLE_RATE, SPEAKER_DIM
+from cosyvoice_triton import stacks
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM
 from cosyvoice_triton.export import engines as export_engines
 from cosyvoice_triton.export import onnx as export_onnx
 from cosyvoice_triton.networks.flow.checkpoint import load_dit_flow
 from cosyvoice_triton.runtimes import onnx
-from cosyvoice_triton.runtimes import plans as plans_on_disk
 from cosyvoice_triton.runtimes.estimators import DiTOnRuntime
 from cosyvoice_triton.runtimes.loading import flow_runtime
 from cosyvoice_triton.runtimes.network import Network, ShapeLimits
 from cosyvoice_triton.runtimes.onnx import OnnxNetwork
-from cosyvoice_triton.runtimes.plans import Plan
 from cosyvoice_triton.runtimes.signatures import CHUNK, signature_of
 from cosyvoice_triton.runtimes.workloads import workloads
-from cosyvoice_triton.token2wav import engine as engines
 from cosyvoice_triton.token2wav.engine import Token2Wav
-from cosyvoice_triton.token2wav.gpu import precision as precisions
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.precision import Precision
-from cosyvoice_triton.voice.audio import load_audio
 from cosyvoice_triton.voice.prompt import Prompt
-
-from tests.support import fake_tensorrt
 
 pytestmark = pytest.mark.slow  # nearly all tests need the exported networks
 
@@ -107,35 +98,6 @@ def test_streams_are_equal_on_torch_and_onnxruntime(exported, stack):
     np.testing.assert_allclose(theirs, ours, atol=1e-3)
 
 
-@pytest.fixture
-def plans(exported, monkeypatch):
-    """Plans of the unet stack for the fake TensorRT, which computes them on the CPU."""
-    fake_tensorrt.install(monkeypatch)
-    monkeypatch.setattr(plans_on_disk, "machine", lambda device: "here")
-    for module in (engines, precisions):  # the original requires a GPU
-        monkeypatch.setattr(module, "flow_runtime", lambda setting, device: setting)
-    for workload in workloads(stacks.UNET, "float32"):
-        plan = Plan.of(workload, exported["unet"], "here")
-        plan.write(fake_tensorrt.plan(exported["unet"] / workload.onnx, workload))
-
-
-def test_the_offline_tools_render_from_plans(exported, plans, tmp_path):
-    sample = {
-        "id": "one",
-        "prompt_audio": str(samples.FOLDER / "reference_en.wav"),
-        "prompt_text": "",
-        "target_text": "One.",
-    }
-    (tmp_path / "one.jsonl").write_text(json.dumps(sample | {"target_audio_cosy2_tokens": [*range(0, 1500, 50)]}))
-    options = ["--model-dir", str(exported["unet"]), "--manifest-path", str(tmp_path / "one.jsonl"), "--device", "cpu"]
-    audio = []
-    for enable in ([], ["--enable-trt"]):
-        assert token2wav.main([*options, *enable, "--output-dir", str(tmp_path / "out")]) == 0
-        audio.append(load_audio(tmp_path / "out" / "one.wav", SAMPLE_RATE))
-    assert np.abs(audio[0]).max() > 0.01
-    np.testing.assert_allclose(audio[1], audio[0], atol=2e-3)
-
-
 class TwoRowNetwork(Network):
     """A network whose profile allows two rows, which is one stream."""
 
@@ -209,14 +171,6 @@ def test_a_network_that_drops_its_cache_is_refused(exported):
         dit_on(exported["dit"], CacheDroppingNetwork)
 
 
-def test_an_existing_file_is_checked_and_kept(exported, tmp_path, capsys):
-    directory = shutil.copytree(exported["unet"], tmp_path / "unet")
-    before = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
-    assert export_onnx.main(["--model-dir", str(directory)]) == 0
-    assert {path.name: path.stat().st_mtime_ns for path in directory.iterdir()} == before
-    assert capsys.readouterr().out.count("exists already, checking it") == 2
-
-
 def test_a_file_with_other_weights_fails_the_check_and_is_kept(exported, tmp_path, capsys):
     directory = shutil.copytree(exported["unet"], tmp_path / "unet")
     state = torch.load(directory / "flow.pt", weights_only=True)
@@ -225,17 +179,6 @@ def test_a_file_with_other_weights_fails_the_check_and_is_kept(exported, tmp_pat
     assert export_onnx.main(["--model-dir", str(directory)]) == 1
     assert "FAILED: 2 rows, 4 frames" in capsys.readouterr().out
     assert (directory / UNET.file).exists() and (directory / UNET_STREAMING.file).exists()
-
-
-def test_an_export_that_fails_its_check_is_renamed(exported, tmp_path, monkeypatch):
-    directory = shutil.copytree(exported["unet"], tmp_path / "unet")
-    (directory / UNET.file).unlink()
-    # An export takes seconds, and the other tests make them.
-    monkeypatch.setattr(export_onnx, "write", lambda export, path: shutil.copy(exported["unet"] / path.name, path))
-    monkeypatch.setattr(export_onnx, "TOLERANCE", 0.0)
-    assert export_onnx.main(["--model-dir", str(directory)]) == 1
-    assert not (directory / UNET.file).exists()
-    assert (directory / f"{UNET.file}.failed").exists()
 
 
 def test_a_missing_file_is_named_with_the_page_that_describes_the_export(demo_models):

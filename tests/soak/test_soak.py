@@ -17,7 +17,7 @@ from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.voice.prompt import Recording
 
 from tests.soak import runner
-from tests.soak.cases import BAD_INPUTS, WEIGHTS, BadInput, SoakCase, SoakPlan
+from tests.soak.cases import WEIGHTS, SoakCase, SoakPlan
 from tests.soak.faults import KINDS, InjectedFault
 from tests.soak.ledger import Ledger, Request
 from tests.soak.routes import ROUTES, Addresses, Client, Parts
@@ -185,19 +185,6 @@ def steps(*sizes: tuple[float, int]) -> list[float]:
     return [size for size, count in sizes for _ in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        (steps((20, 60)), False),
-        (steps((1, 24), (20, 36)), False),  # while it warms up
-        (np.linspace(1, 200, 60), True),
-        (steps((20, 50), (90, 2), (20, 8)), False),  # a moment
-    ],
-)
-def test_threads_grow_if_there_are_more_at_the_end(values: Sequence[float] | np.ndarray, expected: bool) -> None:
-    assert grows(history(values), "threads") == expected
-
-
 NOISE = 200 * np.random.default_rng(1).random(360)  # work under way, MiB
 
 
@@ -250,17 +237,6 @@ def test_no_route_takes_half_an_answer_for_a_whole_one(route: str, word: str, go
     said = Utterance(f"{word} words", speaker="slt", parameters={"seed": 1})
     with contextlib.nullcontext() if good else pytest.raises(ClientError):
         assert send(addresses, case(route, utterance=said)).count
-
-
-STUBBED = [("speech", bad) for bad in BAD_INPUTS["speech"] if bad.name not in ("unknown voice",)]
-STUBBED += [("websocket", bad) for bad in BAD_INPUTS["websocket"]] + [("speech-batch", BAD_INPUTS["speech-batch"][0])]
-STUBBED += [("runtime-http", BAD_INPUTS["runtime-http"][0]), ("runtime-grpc", BAD_INPUTS["runtime-grpc"][0])]
-
-
-@pytest.mark.parametrize(("route", "bad"), STUBBED, ids=lambda value: getattr(value, "name", value))
-def test_bad_input_gets_the_answer_that_the_soak_expects(route: str, bad: BadInput, addresses: Addresses) -> None:
-    with pytest.raises(ClientError, match=bad.answer):
-        send(addresses, case(route, kind="bad", bad=bad))
 
 
 def test_running_servers_are_loaded_without_faults(addresses: Addresses, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,12 +110,6 @@ def test_unknown_commands_and_none_are_answered_with_the_help(capsys: pytest.Cap
     assert capsys.readouterr().err == "error: unknown command 'lode'; `cosyvoice-triton bench --help` lists them\n"
 
 
-@pytest.mark.parametrize("module", ["say", "client_grpc", "client_http", "wait_ready"])
-def test_clients_start_without_torch(module: str) -> None:
-    code = f"import sys, cosyvoice_triton.cli.{module}; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
-
-
 def pins(text: str) -> Iterator[Requirement]:
     for line in re.findall(r"^([^#\s].*)$", text, re.MULTILINE):
         yield Requirement(line)

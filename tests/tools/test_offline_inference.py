@@ -2,13 +2,11 @@
 
 import json
 
-import numpy as np
 import pytest
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import offline_inference
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.offline.pipeline import GIVE_UP_BATCHES
-from cosyvoice_triton.offline.rendering import OfflineToken2Wav
 from cosyvoice_triton.offline.results import JOURNAL, LOG, OutputFolder
 from cosyvoice_triton.voice.audio import load_audio
 
@@ -167,17 +165,3 @@ def test_an_invalid_command_line_is_reported_in_one_line(synthesize, capsys, opt
     assert synthesize(*options) == 1
     error = capsys.readouterr().err
     assert message in error and error.startswith("offline_inference: ") and error.count("\n") == 1
-
-
-def test_only_the_invalid_utterance_of_a_batch_fails():
-    class Engine:
-        def whole_batch(self, batch):
-            if any(tokens[0] == 13 for _, tokens in batch):
-                raise MemoryError("too much")
-            return [np.zeros(len(tokens)) for _, tokens in batch]
-
-    results = OfflineToken2Wav(Engine(), stacks.DIT, random_weights=True).whole(
-        [(None, np.array([token])) for token in (1, 13, 2)]
-    )
-    assert isinstance(results[1], MemoryError)
-    assert [len(results[index]) for index in (0, 2)] == [1, 1]

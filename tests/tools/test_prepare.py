@@ -7,9 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -145,15 +143,6 @@ def test_a_damaged_file_and_a_strange_name_of_modelscope_are_refused(modelscope:
     modelscope.files["CosyVoice-BlankEN/../../owned"] = b""
     with pytest.raises(hub.DownloadError, match="a file outside of itself"):
         hub.fetch(MODELSCOPE, tmp_path)
-
-
-def test_each_stack_names_its_repositories_on_both_hubs() -> None:
-    for stack in (stacks.DIT, stacks.UNET):
-        for name in get_args(hub.HubName):
-            assert all(source.hub == name and source.repository for source in hub.sources(stack, name))
-    assert stacks.DIT.speakers == stacks.UNET.speakers != stacks.COSYVOICE3.speakers == ""
-    with pytest.raises(hub.DownloadError, match="modelscope does not have the dit stack"):
-        hub.sources(replace(stacks.DIT, modelscope=""), "modelscope")
 
 
 def test_upstreams_speakers_are_downloaded_once_and_only_as_such_a_file(remote: FakeHub, tmp_path: Path) -> None:
