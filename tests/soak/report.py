@@ -10,7 +10,6 @@ from cosyvoice_triton.load.report import table
 
 from tests.soak.ledger import OUTCOMES
 from tests.soak.runner import SoakResult
-from tests.soak.sampling import JUDGED_SECONDS, LONG_SECONDS, SHORT_FACTOR, TOLERANCES, WARM_UP_SECONDS
 
 REASONS = 12  # shown per outcome, most frequent first
 
@@ -19,11 +18,12 @@ def markdown(result: SoakResult, conditions: Sequence[str]) -> str:
     """Returns the report. conditions: lines about command, commit and machine."""
     problems = result.problems()
     verdict = f"**{len(problems)} problems**" if problems else "No loss, no hang, no growth."
+    judged = len({growth.pid for growth in result.growths})  # the others lived too short a time
     settings = result.settings
     parts = [
         f"{verdict} {len(result.ledger.requests)} requests in {(result.seconds - result.loaded) / 60:.1f} minutes, "
-        f"{settings.tasks} at a time, seed {settings.seed}, {len(result.faults)} faults"
-        + (", interrupted.\n" if result.interrupted else ".\n"),
+        f"{settings.tasks} at a time, seed {settings.seed}, {len(result.faults)} faults, "
+        f"{judged} processes judged for growth" + (", interrupted.\n" if result.interrupted else ".\n"),
         *conditions,
         "\n## Problems\n" if problems else "",
         *(f"- {line}" for line in problems),
@@ -33,14 +33,6 @@ def markdown(result: SoakResult, conditions: Sequence[str]) -> str:
         *_reasons(result),
         "\n## Faults\n",
         _faults(result),
-        "\n## Processes\n",
-        f"Growth is judged for processes that have lived {JUDGED_SECONDS:.0f} s after a warm-up of "
-        f"{WARM_UP_SECONDS:.0f} s: the last third of that time against the middle one (the minima of memory, the "
-        "maxima of shared memory, otherwise the medians). Tolerated: "
-        + "; ".join(f"{name} {100 * share:.0f} % or {amount:g}" for name, (share, amount) in TOLERANCES.items())
-        + f", whichever is more, and {SHORT_FACTOR:g} times as much if that time is shorter than {LONG_SECONDS:.0f} s. "
-        "Memory (anonymous) and shared memory are in MiB.\n",
-        _growths(result),
     ]
     return "\n".join(part for part in parts if part) + "\n"
 
@@ -80,18 +72,6 @@ def _faults(result: SoakResult) -> str:
         lasted = "" if fault.ended is None else f"{fault.ended - fault.begun:.0f}"
         rows.append([fault.name, f"{fault.begun:.0f}", lasted, failed or "", words, fault.note])
     return table(["fault", "at (s)", "until all is ready (s)", "requests failed", "ended", "note"], rows)
-
-
-def _growths(result: SoakResult) -> str:
-    rows = [
-        [each.process, each.pid, each.measure, f"{each.seconds:.0f}", f"{each.middle:.1f}", f"{each.last:.1f}"]
-        + [f"{each.limit:.1f}", "**yes**" if each.grows else ""]
-        for each in result.growths
-        if each.middle or each.last
-    ]
-    if not rows:
-        return "No process lived long enough to be judged: growth was not looked for."
-    return table(["process", "id", "measure", "seconds", "middle third", "last third", "limit", "grows"], rows)
 
 
 def write(result: SoakResult, output: Path, conditions: Sequence[str]) -> str:

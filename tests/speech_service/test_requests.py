@@ -19,14 +19,11 @@ from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, in_base6
 from tests.support.triton_stub import texts_of
 
 BAD_BODIES = {
-    "nothing": ({}, "input"),
     "no input": ({"model": "tts-1", "voice": "x"}, "input"),
-    "input is a number": ({"input": 7}, "input"),
     "input is empty": ({"input": "  "}, "input"),
     "input is too long": ({"input": "a" * 4097}, "input"),
     "an unknown field": ({**TEXT, "voise": "anna"}, "voise"),
     "an unknown model": ({**TEXT, "model": "gpt-17"}, "model"),
-    "a model that is a list": ({**TEXT, "model": ["tts-1"]}, "model"),
     "an unknown format": ({**TEXT, "response_format": "ogg"}, "response_format"),
     "a speed too high": ({**TEXT, "speed": 4.1}, "speed"),
     "a speed too low": ({**TEXT, "speed": 0}, "speed"),
@@ -34,8 +31,6 @@ BAD_BODIES = {
     "an unknown stream format": ({**TEXT, "stream_format": "chunks"}, "stream_format"),
     "an unusual sample rate": ({**TEXT, "sample_rate": 12_345}, "sample_rate"),
     "a rate that the format lacks": ({**TEXT, "response_format": "opus", "sample_rate": 44_100}, "sample_rate"),
-    "a seed that is a word": ({**TEXT, "seed": "lucky"}, "seed"),
-    "a temperature that is a list": ({**TEXT, "temperature": [1]}, "temperature"),
     "an unknown sampling": ({**TEXT, "sampling": "best"}, "sampling"),
     "max_tokens with a fraction": ({**TEXT, "max_tokens": 1.5}, "max_tokens"),
     "an invalid language": ({**TEXT, "language": "<en>"}, "language"),
