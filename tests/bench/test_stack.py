@@ -16,8 +16,7 @@ def test_the_peak_is_the_largest_sum_over_all_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "settings"),
-    [("7.5:4", {"gpu_memory_gib": "7.5", "max_streams": "4"}), (":2", {"max_streams": "2"})],
+    ("text", "settings"), [("7.5:4", {"gpu_memory_gib": "7.5", "max_streams": "4"}), (":2", {"max_streams": "2"})]
 )
 def test_a_plan_is_memory_and_streams(text: str, settings: dict[str, str]) -> None:
     assert BenchPlan.read(text).settings == settings

@@ -168,8 +168,7 @@ def test_a_request_that_is_added_again_keeps_its_window(batch):
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [FREE, FREE | {"top_k": 3, "temperature": 0.8}, FREE | {"top_p": 0.5, "repetition_penalty": 1.3}, RAS],
+    "sampling", [FREE, FREE | {"top_k": 3, "temperature": 0.8}, FREE | {"top_p": 0.5, "repetition_penalty": 1.3}, RAS]
 )
 def test_a_seed_gives_the_tokens_of_the_other_engines(batch, sampling):
     logits = np.random.default_rng(3).normal(0, 2, batch.width).astype(np.float32)

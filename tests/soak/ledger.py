@@ -25,7 +25,7 @@ BAD_OUTCOMES: tuple[Outcome, ...] = ("lost", "hung")
 # What a full server says: limits of the speech service, the orchestrator's models and the LLM.
 _FULL = re.compile(
     r"HTTP 429|RESOURCE_EXHAUSTED|overloaded, retry after|try later or on another server|the limit of open sessions"
-    r"|already serves its maximum|queue is full|no room for another voice",
+    r"|already serves its maximum|queue is full|no room for another voice"
 )
 
 

@@ -129,12 +129,7 @@ class MixedLoad:
         assert sample.prompt_audio is not None
         audio = wav(at_rate(sample.prompt_audio, PROMPT_SAMPLE_RATE))
         if case.bad is not None:
-            given = {
-                "name": name,
-                "audio": audio,
-                "transcript": "",
-                **case.bad.change,
-            }
+            given = {"name": name, "audio": audio, "transcript": "", **case.bad.change}
             added = await self._step(case, case.what, lambda _: self._client.add_voice(**given), case.bad.answer)
             return added.answered
         client = self._client

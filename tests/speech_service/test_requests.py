@@ -257,7 +257,11 @@ def test_an_answer_that_is_not_streamed_has_its_errors_as_a_status(served: Stubb
         ("temperature -1.5 is out of range: >= 0", "temperature -1.5 is out of range: >= 0", "temperature"),
         ("request parameter seed must be an integer, not 'x'", None, "seed"),
         ("unknown speaker 'zoe'; known speakers: anna", None, "voice"),
-        ("no voice: no reference_wav, no speaker", "no voice: no ref_audio, no voice", "voice"),
+        (
+            "no voice: the request has neither a reference_wav nor a speaker",
+            "no voice: the request has neither a ref_audio nor a voice",
+            "voice",
+        ),
         ("language 'de' is not one of auto, zh, en, ja, ko", None, "language"),
         ("cross_lingual with the reference_text 'a'", "cross_lingual with the ref_text 'a'", None),
     ],

@@ -17,14 +17,7 @@ from cosyvoice_triton.orchestrator.synthesis import Synthesizer
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 
-from tests.support.fakes import (
-    FakeLM,
-    FakePromptEncoder,
-    FakeTextPreparer,
-    FakeToken2Wav,
-    Step,
-    speech_request,
-)
+from tests.support.fakes import FakeLM, FakePromptEncoder, FakeTextPreparer, FakeToken2Wav, Step, speech_request
 
 
 @cache

@@ -13,18 +13,9 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import client_grpc
 from cosyvoice_triton.client import grpc_client
 from cosyvoice_triton.client.requests import SpeechResult, Utterance
-from cosyvoice_triton.constants import (
-    SAMPLE_RATE,
-)
+from cosyvoice_triton.constants import SAMPLE_RATE
 
-from tests.support.server_requests import (
-    TEXT,
-    VOICE,
-    VOICE_TEXT,
-    Serve,
-    assert_speech,
-    stream,
-)
+from tests.support.server_requests import TEXT, VOICE, VOICE_TEXT, Serve, assert_speech, stream
 
 pytestmark = pytest.mark.server
 

@@ -21,13 +21,7 @@ def frontend() -> TextFrontend:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        '"[laughter]" and <strong>so</strong> on \\ "',
-        "  blanks at both ends ",
-        "",
-        "“quoted” – café… 😀",
-    ],
+    "text", ['"[laughter]" and <strong>so</strong> on \\ "', "  blanks at both ends ", "", "“quoted” – café… 😀"]
 )
 def test_text_that_needs_no_words_or_would_be_misread_is_unchanged(text: str) -> None:
     assert normalized(text, "en") == text

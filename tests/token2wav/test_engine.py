@@ -5,10 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from cosyvoice_triton.constants import (
-    HOP_SAMPLES,
-    TOKEN_MEL_RATIO,
-)
+from cosyvoice_triton.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming

@@ -12,13 +12,7 @@ from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 
-from tests.support.streams import (
-    VOICES_BYTES,
-    dit_pieces,
-    ids,
-    prompt,
-    step,
-)
+from tests.support.streams import VOICES_BYTES, dit_pieces, ids, prompt, step
 
 
 def test_voices_prefilled_together_equal_each_prefilled_alone(dit, dit_network, vocoder):

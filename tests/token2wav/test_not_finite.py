@@ -147,10 +147,7 @@ def test_a_voice_that_is_not_finite_is_evicted_and_its_live_streams_go_on(dit):
     assert dit.counts[RETRIED] == 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "bad"),
-    [("dit", "history"), ("cosyvoice3", "history"), ("cosyvoice3", "values")],
-)
+@pytest.mark.parametrize(("kind", "bad"), [("dit", "history"), ("cosyvoice3", "history"), ("cosyvoice3", "values")])
 def test_a_prompt_cache_that_is_not_finite_is_made_again(kind, bad, request, monkeypatch, caplog):
     """Where the convolutions come before all blocks, the last step's values are in no history."""
     engine = request.getfixturevalue(kind)

@@ -11,12 +11,7 @@ from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
 from cosyvoice_triton.token2wav.serving.service import Token2WavService
 
-from tests.support.fake_engine import (
-    NO_TOKENS,
-    PROMPT,
-    Client,
-    queue_behind_a_running_chunk,
-)
+from tests.support.fake_engine import NO_TOKENS, PROMPT, Client, queue_behind_a_running_chunk
 
 
 def test_a_stream_is_opened_rendered_and_freed_by_its_final_chunk(service, client):

@@ -47,9 +47,7 @@ def spoken(stack: stacks.Stack, device: str) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("stack", stacks.BUILT_IN[:2], ids=lambda stack: stack.name)
-def test_the_second_gpu_gives_the_audio_of_the_first_and_takes_nothing_of_it(
-    stack: stacks.Stack,
-) -> None:
+def test_the_second_gpu_gives_the_audio_of_the_first_and_takes_nothing_of_it(stack: stacks.Stack) -> None:
     taken = torch.cuda.memory_reserved(0)
     second = spoken(stack, "cuda:1")
     assert torch.cuda.memory_reserved(0) <= taken and torch.cuda.memory_reserved(1) > 0

@@ -4,11 +4,7 @@ import json
 
 import pytest
 from cosyvoice_triton.cli import streaming_inference, token2wav
-from cosyvoice_triton.constants import (
-    SAMPLE_RATE,
-    SPEECH_VOCAB,
-    TOKEN_RATE,
-)
+from cosyvoice_triton.constants import SAMPLE_RATE, SPEECH_VOCAB, TOKEN_RATE
 from cosyvoice_triton.voice.audio import load_audio
 
 from tests.support.offline_fixtures import ROWS, STACKS, TOKEN_SAMPLES, manifest, one_thread  # noqa: F401

@@ -287,11 +287,7 @@ def tensorrt_llm(folder: Path, monkeypatch: pytest.MonkeyPatch, version: str, *,
     [("0.20.0", False, []), ("1.1.0", True, ["--backend", "tensorrt"]), ("1.3.0", False, None)],
 )
 def test_an_engine_is_served_with_what_the_version_of_tensorrt_llm_needs(
-    version: str,
-    engines: bool,
-    options: list[str] | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    version: str, engines: bool, options: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensorrt_llm(tmp_path, monkeypatch, version, engines=engines)
     (tmp_path / "bin").mkdir()

@@ -17,12 +17,7 @@ from cosyvoice_triton.monitoring import logs
 from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
 from cosyvoice_triton.monitoring.health import Health, reported_failures
 
-from tests.support.fake_triton import (
-    InferenceRequest,
-    InferenceResponse,
-    TritonError,
-    TritonModelException,
-)
+from tests.support.fake_triton import InferenceRequest, InferenceResponse, TritonError, TritonModelException
 from tests.support.waiting import until
 
 
