@@ -1,5 +1,6 @@
 """The last refusal for want of a place, which answers whoever comes in the next moment, at no cost."""
 
+import math
 import time
 from collections.abc import Callable
 
@@ -13,18 +14,17 @@ class LastRefusal:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._error: Exception | None = None
-        self._until = 0.0
+        self._at = -math.inf
 
     def note(self, error: Exception) -> None:
-        """Keep a refusal for REFUSAL_SECONDS."""
-        self._error, self._until = error, self._clock() + REFUSAL_SECONDS
+        """Keep a refusal for REFUSAL_SECONDS, and for all who wait already."""
+        self._error, self._at = error, self._clock()
 
-    @property
-    def error(self) -> Exception | None:
-        """The refusal that is kept, if there is one."""
-        return self._error if self._clock() < self._until else None
+    def error(self, since: float = math.inf) -> Exception | None:
+        """Return the refusal of whoever has waited `since` a time of the clock; None if there is none."""
+        return self._error if since <= self._at or self._clock() < self._at + REFUSAL_SECONDS else None
 
-    def check(self) -> None:
-        """Raise the refusal that is kept, if there is one."""
-        if (error := self.error) is not None:
+    def check(self, since: float = math.inf) -> None:
+        """Raise `error`, if there is one."""
+        if (error := self.error(since)) is not None:
             raise error.with_traceback(None)

@@ -1,24 +1,32 @@
 """More clients than places: refusals that cost nothing, and batches that wait for their turn, with a stub Triton."""
 
+import asyncio
 import base64
+import contextlib
 import io
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import cast
 
 import httpx2 as httpx
 import numpy as np
 import pytest
 import soundfile
 from cosyvoice_triton import refusals
+from cosyvoice_triton.client.requests import AudioPart, Utterance
 from cosyvoice_triton.speech_service import bodies, dispatcher
 from cosyvoice_triton.speech_service.audio.recordings import decode_base64
+from cosyvoice_triton.speech_service.errors import ApiError
+from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.routes import speech
 from cosyvoice_triton.speech_service.settings import Settings
+from cosyvoice_triton.speech_service.triton import TritonPool
 
 from tests.support.speech_fixtures import SPEECH, TEXT, serving, stub_triton, until
 from tests.support.triton_stub import OVERLOADED, TritonStub
@@ -82,19 +90,75 @@ def test_a_connection_is_used_again_after_a_refusal_that_came_before_the_body(st
         until(lambda: client.post(url + SPEECH, json=TEXT).status_code == 200)
 
 
-def half_sent(url: str, body: bytes = b"") -> socket.socket:
-    """A connection with a request for a new voice, of which only the headers and `body` are sent."""
-    head = f"POST {SPEECH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+def half_sent(url: str, body: bytes = b"", more: str = "", size: int = 1_000_000) -> socket.socket:
+    """A connection with a request for a new voice, of which only the headers, with `more`, and `body` are sent."""
+    head = f"POST {SPEECH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{more}"
     host, port = url.removeprefix("http://").split(":")
     client = socket.create_connection((host, int(port)), 60)
-    client.sendall(head.encode() + b"Content-Length: 1000000\r\n\r\n" + body)
+    client.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode() + body)
     return client
+
+
+def test_of_a_crowd_only_the_first_are_routed_and_live_streams_have_their_turn_after_each() -> None:
+    class Full:
+        url, models = "", ("cosyvoice2",)
+
+        async def parts(self, *request: object) -> AsyncIterator[AudioPart]:
+            raise ApiError(429, "9 listeners are served", code="overloaded")
+            yield
+
+    backend = Full()
+    pool = SimpleNamespace(
+        models=backend.models, backends=[backend], lease=lambda *_: contextlib.nullcontext((backend, "cosyvoice2"))
+    )
+    full = dispatcher.Dispatcher(cast(TritonPool, pool), Settings(), Metrics())
+    routed = turns = 0
+
+    async def live() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def listen() -> None:
+        nonlocal routed
+        await full.admit()
+        routed += 1
+        async for _ in full.waveforms(dispatcher.SpeechJob((Utterance("Hello."),), 6)):
+            raise AssertionError("audio")
+
+    async def crowd() -> list[BaseException | None]:
+        other = asyncio.create_task(live())
+        answers = await asyncio.gather(*(listen() for _ in range(CROWD)), return_exceptions=True)
+        other.cancel()
+        return answers
+
+    assert [getattr(each, "status", each) for each in asyncio.run(crowd())] == CROWD * [429]
+    assert routed < 4 and turns > CROWD / 2
+
+
+@pytest.mark.parametrize(
+    ("more", "size", "status"),
+    [("", 1_000_000, 429), ("Expect: 100-continue\r\n", 1_000, 429), ("", 17_000_000, 413)],
+    ids=["new voice", "client that asks first", "too large"],
+)
+def test_an_answer_before_the_body_ends_the_connection_once_the_body_has_come(
+    stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch, more: str, size: int, status: int
+) -> None:
+    monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 60.0)
+    stub.error = OVERLOADED
+    assert httpx.post(url + SPEECH, json=TEXT).status_code == 429
+    with half_sent(url, more=more, size=size) as client:
+        answer = b"".join(iter(lambda: client.recv(65_536), b""))  # to its end
+        assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and b"\r\nconnection: close\r\n" in answer
+        for _ in range(size // 1000):
+            client.sendall(1000 * b"x")  # by a client that does not look yet: it gets no reset
 
 
 def test_a_new_voice_that_waits_for_its_turn_is_refused_by_its_headers_alone(
     stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 60.0)
+    monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 0.0)  # however long ago the refusal was
     monkeypatch.setattr(dispatcher, "TURN_SECONDS", 60.0)
     readers = [half_sent(url, b" " * 300_000) for _ in range(os.cpu_count() or 1)]
     time.sleep(0.2)  # they have their turns

@@ -204,8 +204,9 @@ class Synthesizer:
                 await stream.abort()
 
     async def _reserve(self, stream: Token2WavStream) -> None:
+        since = self._clock()
         async with self._asking:
-            self._refusal.check()
+            self._refusal.check(since)
             try:
                 await stream.reserve()
             except OverloadedError as error:

@@ -36,6 +36,7 @@ from cosyvoice_triton.speech_service.triton import TritonPool
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 
 ROUTES = (speech, kokoro, voices, socket, realtime, runtime_http, triton_http)
+SPOKEN = frozenset((*speech.PATHS, kokoro.PATH, *runtime_http.ROUTES))  # routes of one request, one voice
 PAGE = Path(__file__).parent / "page"
 # The page loads only its own files.
 _PAGE_HEADERS = {
@@ -58,6 +59,9 @@ def build(settings: Settings) -> FastAPI:
             async with runtime_grpc.serving(service):
                 yield
 
+    async def admit() -> None:
+        await app.state.service.dispatcher.admit()
+
     # Without FastAPI's documentation pages, which load scripts from other hosts.
     app = FastAPI(openapi_url=None, lifespan=running)
     for module in ROUTES:
@@ -66,7 +70,7 @@ def build(settings: Settings) -> FastAPI:
     _add_service_routes(app)
     _add_errors(app)
     app.state.budget = ByteBudget(settings.max_unanswered_bytes)
-    app.add_middleware(Guard, settings=settings, metrics=metrics, budget=app.state.budget)
+    app.add_middleware(Guard, settings=settings, metrics=metrics, budget=app.state.budget, spoken=SPOKEN, admit=admit)
     if settings.cors_origins:  # outside the guard, because preflight requests have no key
         app.add_middleware(
             CORSMiddleware,

@@ -10,6 +10,7 @@ An `ApiError` before the first item can become an HTTP status; a later one must 
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -89,6 +90,7 @@ class Dispatcher:
         self._refusals: dict[str, LastRefusal] = {}  # by model
         # Where requests are read: so that the first of a crowd are refused before the bodies of the others are taken,
         # and before their voices are decoded.
+        self._door = asyncio.Lock()
         self._turns = asyncio.Semaphore(os.cpu_count() or 1)
         self.reading = asyncio.Semaphore(os.cpu_count() or 1)
         self._encoders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="encode")
@@ -99,32 +101,45 @@ class Dispatcher:
     async def __aexit__(self, *error: object) -> None:
         self._encoders.shutdown(wait=False, cancel_futures=True)
 
-    def check(self, model: str | None = None) -> None:
-        """Raise ApiError 429 for a request that would be refused now, before it costs anything. model: "" the default;
-        None: not known yet, so all are full."""
+    def check(self, model: str | None = None, since: float = math.inf) -> None:
+        """Raise ApiError 429 for a request that would be refused now, or would have been at any time since it began to
+        wait: before it costs anything. model: "" the default; None: not known yet, so all are full."""
         served = self.pool.models
         models = served if model is None else [model or next(iter(served), "")]
-        kept = [refusal.error for name in models if (refusal := self._refusals.get(name)) is not None]
+        kept = [refusal.error(since) for name in models if (refusal := self._refusals.get(name)) is not None]
         refusals = [error for error in kept if error is not None]
         with self._counted():
             self._require_slot()
             if refusals and len(refusals) == len(models):
                 raise refusals[0].with_traceback(None)
 
+    async def admit(self) -> None:
+        """Return when the request may be routed; ApiError 429 like `check`.
+
+        One after another, each after the event loop has seen what the one before has caused: so the first of a crowd
+        are refused before the others are looked at.
+        """
+        since = time.monotonic()
+        async with self._door:
+            self.check(since=since)
+            await asyncio.sleep(0)
+
     @contextlib.asynccontextmanager
-    async def turn(self, length: str | None) -> AsyncIterator[None]:
-        """Let the block read a body of `length` bytes (None: unknown), in turn if it may hold a recording.
+    async def turn(self, length: str | None) -> AsyncIterator[float]:
+        """Let the block read a body of `length` bytes (None: unknown), in turn if it may hold a recording; yields the
+        time since which it waits.
 
         Raises ApiError 429 like `check`, before anything of the body is read.
         """
+        since = time.monotonic()
         self.check()
         async with contextlib.AsyncExitStack() as held:
             if length is None or int(length) > FREE_BYTES:
                 with contextlib.suppress(asyncio.TimeoutError):
                     async with timeout(TURN_SECONDS):
                         await held.enter_async_context(self._turns)
-                self.check()
-            yield
+                self.check(since=since)
+            yield since
 
     async def waveforms(self, job: SpeechJob) -> AsyncGenerator[np.ndarray, None]:
         """Yield float32 (N,) at SAMPLE_RATE, at least one for each utterance. If a Triton fails or refuses before the

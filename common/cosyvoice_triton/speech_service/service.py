@@ -1,6 +1,7 @@
 """What the routes share: the parts of the running service, and the steps from a request to its audio."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -58,15 +59,21 @@ class Service:
         """The model of requests that name none; "" if none is served."""
         return self.settings.model or next(iter(self.dispatcher.pool.models), "")
 
-    async def job(self, wanted: SpeechRequest, upload: bytes | None = None, decode: Decoder = decode) -> SpeechJob:
+    async def job(
+        self,
+        wanted: SpeechRequest,
+        upload: bytes | None = None,
+        decode: Decoder = decode,
+        since: float | None = None,
+    ) -> SpeechJob:
         """Return the validated job; `upload`: an uploaded recording of the voice. ApiError, before any other work if it
-        would be refused."""
-        model = wanted.served_model(self.settings.model)
-        self.dispatcher.check(model)
+        would be refused, or would have been `since` a time (default: now)."""
+        model, since = wanted.served_model(self.settings.model), since or time.monotonic()
+        self.dispatcher.check(model, since)
         decode_upload = None if upload is None else partial(decode, upload, self.settings.max_reference_bytes)
         try:
             async with self.dispatcher.reading:
-                self.dispatcher.check(model)
+                self.dispatcher.check(model, since)
                 requests = await asyncio.to_thread(utterances, wanted, decode_upload, self.voices, self.settings)
         except UnavailableError as error:  # a voice's file is damaged
             raise ApiError(503, str(error), code="unavailable", param="voice") from None

@@ -15,6 +15,8 @@ from cosyvoice_triton.speech_service.routes.responses import AudioResponse, whol
 from cosyvoice_triton.speech_service.routes.speech import read_fields
 from cosyvoice_triton.speech_service.service import Service
 
+PATH = "/dev/captioned_speech"
+
 router = APIRouter()
 
 _INSTEAD = {
@@ -24,19 +26,19 @@ _INSTEAD = {
 }
 
 
-@router.post("/dev/captioned_speech")
+@router.post(PATH)
 async def captioned(request: Request) -> Response:
     """Speak a text; the answer is one JSON object with the audio and the times of its words, also if `stream` is
     true."""
     service = Service.of(request)
-    async with service.dispatcher.turn(request.headers.get("content-length")):
+    async with service.dispatcher.turn(request.headers.get("content-length")) as since:
         fields, _ = await read_fields(request)
         fields.pop("return_timestamps", None)
         if fields.get("model") == "kokoro":  # its clients' default
             del fields["model"]
         wanted: SpeechRequest = parse(SpeechRequest, {**fields, "stream_format": "json", "timestamps": "word"})
         encoder = service.encoder(wanted)
-        job = await service.job(wanted)
+        job = await service.job(wanted, since=since)
     answer = _captioned(service.audio(job, encoder), job, encoder)
     return AudioResponse(answer, "application/json", service.settings.stall, encoder.rate, job, whole=bytes)
 

@@ -32,16 +32,17 @@ from cosyvoice_triton.text.language import languages_of
 BATCH_STREAMS = 4  # concurrent streams of one batch, so that it leaves capacity for interactive clients
 RETRY_SECONDS = 1.0  # a refusal costs little, and the place may be free long before the Retry-After
 MAX_FIELDS = 64
+PATHS = "/v1/audio/speech", "/audio/speech"
 
 router = APIRouter()
 
 
-@router.post("/v1/audio/speech")
-@router.post("/audio/speech")
+@router.post(PATHS[0])
+@router.post(PATHS[1])
 async def speech(request: Request) -> Response:
     """Speak a text; the audio is streamed."""
     service = Service.of(request)
-    async with service.dispatcher.turn(request.headers.get("content-length")):
+    async with service.dispatcher.turn(request.headers.get("content-length")) as since:
         fields, upload = await read_fields(request, "ref_audio")
         wanted: SpeechRequest = parse(SpeechRequest, fields)
         if wanted.stream_format == "sse" and not wanted.stream:
@@ -51,7 +52,7 @@ async def speech(request: Request) -> Response:
                 if value := getattr(wanted, field):
                     raise invalid(f"{field} {value!r} with stream_format 'audio': use 'json' or 'sse'", field)
         encoder = service.encoder(wanted)
-        job = await service.job(wanted, upload)
+        job = await service.job(wanted, upload, since=since)
     audio = service.audio(job, encoder)
     if wanted.stream_format == "sse":
         answer = events(audio, job, wanted.subtitles)

@@ -12,7 +12,7 @@ import socket
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 from websockets.http11 import MAX_LINE_LENGTH, MAX_NUM_HEADERS
@@ -22,6 +22,7 @@ from cosyvoice_triton.speech_service.settings import Settings
 
 MAX_HEADER_BYTES = 64 << 10
 HEADER_SECONDS = 10.0
+LINGER_SECONDS = 30.0  # as nginx
 MAX_MILLISECONDS = (1 << 31) - 1  # of a socket option
 
 MAX_PIPELINED = 100  # requests that wait for the answer before theirs; uvicorn reads on after each answer
@@ -33,6 +34,19 @@ _FRAGMENT_BYTES = 128  # of memory for a piece of a message, however short
 _PONG = 0x8A  # first byte of its frame
 
 logger = logging.getLogger(__name__)
+
+
+class _LingeringTransport:
+    """What uvicorn answers a request through. Closing a connection whose client still sends would be a reset, which
+    takes the answer away that the client has not read yet: the rest is read and dropped, for LINGER_SECONDS."""
+
+    def __init__(self, protocol: "LimitedProtocol") -> None:
+        self._protocol = protocol
+        self.write = protocol.transport.write
+        self.is_closing = protocol.transport.is_closing
+
+    def close(self) -> None:
+        self._protocol.close_after_body()
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -52,6 +66,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._in_headers = True
         self._declines = False  # the request offers an upgrade that is not taken
+        self._lingers = False  # answered, and to be closed
         self._received = 0  # bytes of these headers, or of this body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # of TCP only
@@ -71,7 +86,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._received > (MAX_HEADER_BYTES if self._in_headers else self._max_bytes):
             status = 431 if self._in_headers else 413
             logger.info("a request was refused with status %d after %d bytes", status, self._received)
-            self.transport.write(STATUS_LINE[status] + b"connection: close\r\ncontent-length: 0\r\n\r\n")
+            if not self._lingers:
+                self.transport.write(STATUS_LINE[status] + b"connection: close\r\ncontent-length: 0\r\n\r\n")
             self.transport.close()
 
     def _parse(self, data: bytes) -> None:
@@ -130,12 +146,28 @@ class LimitedProtocol(HttpToolsProtocol):
         self._expect_within(self._receive_timeout)
         super().on_headers_complete()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        cycle.transport = _LingeringTransport(self)  # type: ignore[assignment]
+        super()._start_asgi_task(cycle, app)
+
+    def close_after_body(self) -> None:
+        """Close the connection, once the body of the current request has arrived."""
+        if self._in_headers or self.transport.is_closing():
+            self.transport.close()
+        else:
+            self._lingers = True
+            self.transport.write_eof()
+            self.flow.resume_reading()
+            self._expect_within(LINGER_SECONDS)
+
     def on_message_complete(self) -> None:
         if self._declines:
             return
         self._in_headers, self._received = True, 0
         self._forget_deadline()
         super().on_message_complete()
+        if self._lingers:
+            self.transport.close()
 
     def _expect_within(self, seconds: float) -> None:
         self._forget_deadline()

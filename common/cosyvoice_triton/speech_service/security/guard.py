@@ -7,7 +7,7 @@ import hashlib
 import logging
 import secrets
 import uuid
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextvars import ContextVar
 from functools import cache
 from ipaddress import ip_address
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.metrics import Metrics
-from cosyvoice_triton.speech_service.security.budget import ByteBudget, Claim
+from cosyvoice_triton.speech_service.security.budget import FREE_BYTES, ByteBudget, Claim
 from cosyvoice_triton.speech_service.settings import Settings
 
 # Paths that need no key: the page, the API's documentation, and what monitoring reads.
@@ -43,13 +43,24 @@ class RequestIdFilter(logging.Filter):
 
 
 class Guard:
-    """ASGI middleware around the application."""
+    """ASGI middleware around the application. `admit` raises ApiError for a request to one of the paths `spoken` that
+    would be refused: before its route is looked up, and before its body."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, budget: ByteBudget) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        metrics: Metrics,
+        budget: ByteBudget,
+        spoken: Collection[str],
+        admit: Callable[[], Awaitable[None]],
+    ) -> None:
         self._app = app
         self._budget = budget
         self._settings = settings
         self._metrics = metrics
+        self._spoken = spoken
+        self._admit = admit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -57,27 +68,30 @@ class Guard:
             return
         status, name, claim = "gone", uuid.uuid4().hex[:16], Claim(self._budget)
         REQUEST_ID.set(name)
+        limited = _LimitedReceive(receive, self._settings.max_body_bytes, claim)
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] in ("http.response.start", "websocket.http.response.start"):
                 claim.release()  # its body has been decoded
                 status = str(message["status"])
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", name.encode())]}
+                # A client that is answered early need not send the rest.
+                close = [] if limited.complete or not _has_large_body(scope) else [(b"connection", b"close")]
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", name.encode()), *close]}
             elif message["type"] == "websocket.accept":
                 status = "101"
             await send(message)
 
         try:
             try:
-                self._check(scope)
+                await self._enter(scope)
             except ApiError as error:
                 await self._reject(error, scope, receive, watched)
                 return
             if scope.get("method") == "HEAD" and not scope["path"].startswith("/inference_"):  # which would speak
                 scope = {**scope, "method": "GET"}  # uvicorn drops the body
             with _span(scope):
-                await self._app(scope, _LimitedReceive(receive, self._settings.max_body_bytes, claim), watched)
+                await self._app(scope, limited, watched)
         except ClientDisconnect:  # while its request was read
             status = "gone"
         except BaseException:  # also CancelledError, as at the end of the drain: the client is still there
@@ -85,13 +99,18 @@ class Guard:
             raise
         finally:
             claim.release()
-            route = getattr(scope.get("route"), "path", "other")
+            route = scope["path"] if scope["path"] in self._spoken else getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(route, scope.get("speech.outcome", status)).inc()
 
     async def _reject(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await receive()  # the connect message
         await error.response(scope, receive, send)
+
+    async def _enter(self, scope: Scope) -> None:
+        self._check(scope)
+        if scope["path"] in self._spoken:
+            await self._admit()
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -126,6 +145,14 @@ class Guard:
             raise ApiError(
                 403, f"pages of {origin} may not use this service: allow them with --cors_origins", code="origin"
             )
+
+
+def _has_large_body(scope: Scope) -> bool:
+    """Return whether a request may have more to send than is read in a moment. Who asks whether to send it at all may
+    send another request instead."""
+    headers = Headers(scope=scope)
+    length = headers.get("content-length", "")
+    return "expect" in headers or "transfer-encoding" in headers or length.isdigit() and int(length) > FREE_BYTES
 
 
 def _span(scope: Scope) -> tracing.Span:
@@ -200,11 +227,13 @@ class _LimitedReceive:
         self._limit = limit
         self._claim = claim
         self._received = 0
+        self.complete = False
 
     async def __call__(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
             self._received += len(message.get("body", b""))
+            self.complete = not message.get("more_body", False)
             if self._received > self._limit:
                 raise too_large(self._limit)
             if not self._claim.covers(self._received):
