@@ -35,8 +35,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -46,156 +45,88 @@ from cosyvoice_triton.load.samples import read_manifest
 # Everyday sentences that `cosyvoice-triton evaluate` hears, and which are not trained on.
 HELD_OUT = Path(__file__).resolve().parents[2] / "tests" / "assets" / "everyday_sentences.jsonl"
 
-WHOLE = 19 * 60.0  # seconds in all that the seconds below are for
+MINUTES = 19.0  # that the seconds below are for
+# The vocoder gets all the remaining time, and at the end the GPU to itself: it affects intelligibility most.
 SECONDS = {
-    "speech": 80.0,
-    "tokenizer": 75.0,
-    "speaker": 25.0,
-    "more_speech": 220.0,
-    # The vocoder gets all the remaining time, and at the end the GPU to itself: it affects intelligibility most.
-    "flow_dit": 450.0,
-    "flow_unet": 450.0,
-    "llm": 500.0,
-}
+    "speech": 80.0, "tokenizer": 75.0, "speaker": 25.0, "more_speech": 220.0,
+    "flow_dit": 450.0, "flow_unet": 450.0, "llm": 500.0,
+}  # fmt: skip
 EXPORT_SECONDS = 30.0  # including process start
 NETWORKS = ("vocoder", "flow_dit", "flow_unet", "llm")  # trained at the same time, on one GPU
+STAGES = ("corpus", "speech", "tokenizer", "speaker", "more_speech", *NETWORKS, "export")
 
 log = logging.getLogger("demo_voice.training")
 
 
-@dataclass(frozen=True)
-class TrainingJob:
-    """Paths and device of one training, the same for every stage."""
+def run(stage: str, args: argparse.Namespace, seconds: float) -> None:
+    """Run one stage in this process and mark it as done. Imports are here, since few machines have all that the stages
+    need."""
+    begun = time.monotonic()
+    if stage == "corpus":
+        from demo_voice.training.corpus import make_corpus
 
-    work: Path
-    flite: Path
-    texts: Path
-    device: str
+        make_corpus(args.work, {sample.target_text for sample in read_manifest(HELD_OUT)}, args.texts)
+    elif stage in ("speech", "more_speech"):
+        from demo_voice.training import speech
 
-    def run(self, stage: str, seconds: float) -> None:
-        """Run one stage in this process and mark it as done."""
-        begun = time.monotonic()
-        _STAGES[stage](self, seconds)
-        log.info("%s: done in %.0f s", stage, time.monotonic() - begun)
-        self._mark(stage).parent.mkdir(exist_ok=True)
-        self._mark(stage).touch()
+        synthesize = speech.synthesize if stage == "speech" else speech.synthesize_more
+        synthesize(args.work, seconds, args.flite)
+    elif stage == "export":
+        from demo_voice.training.export import export
 
-    def is_done(self, stage: str) -> bool:
-        return self._mark(stage).exists()
-
-    def _mark(self, stage: str) -> Path:
-        return self.work / "done" / stage
-
-
-# --- stages: imports are in the functions, since few machines have every dependency ---------------------------------
+        export(args.work, args.work / "checkpoint")
+    else:
+        import_module(f"demo_voice.training.{stage}").train(args.work, seconds, args.device)
+    log.info("%s: done in %.0f s", stage, time.monotonic() - begun)
+    (args.work / "done").mkdir(exist_ok=True)
+    (args.work / "done" / stage).touch()
 
 
-def _corpus(job: TrainingJob, seconds: float) -> None:
-    from demo_voice.training.corpus import make_corpus
+def train_all(args: argparse.Namespace) -> None:
+    """Run every stage that is not done, each but the first and the last in a process of its own with a log, within
+    `args.minutes`. RuntimeError if one failed; whatever ends this, no process is left."""
+    deadline = time.monotonic() + 60 * args.minutes - EXPORT_SECONDS
+    running: dict[str, subprocess.Popen] = {}
 
-    held_out = {sample.target_text for sample in read_manifest(HELD_OUT)}
-    make_corpus(job.work, held_out, job.texts)
+    def start(*stages: str) -> None:
+        for stage in stages:
+            if (args.work / "done" / stage).exists():
+                continue
+            left = max(1.0, deadline - time.monotonic())
+            seconds = min(left, SECONDS[stage] * min(1.0, args.minutes / MINUTES)) if stage in SECONDS else left
+            command = [sys.executable, "-m", "demo_voice.training", "--stages", stage, "--seconds", f"{seconds:.0f}"]
+            for name in ("work", "flite", "texts", "device"):
+                command += [f"--{name}", str(getattr(args, name))]
+            log.info("%s: %.0f s, log in %s", stage, seconds, args.work / f"{stage}.log")
+            with (args.work / f"{stage}.log").open("ab") as output:
+                running[stage] = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
+    def wait(*stages: str) -> None:
+        failed = [stage for stage in stages if stage in running and running[stage].wait()]
+        for stage in stages:
+            running.pop(stage, None)
+        if failed:
+            raise RuntimeError(f"{', '.join(failed)} failed: see {args.work}/*.log")
 
-def _speech(job: TrainingJob, seconds: float) -> None:
-    from demo_voice.training.speech import synthesize
-
-    synthesize(job.work, seconds, job.flite)
-
-
-def _more_speech(job: TrainingJob, seconds: float) -> None:
-    from demo_voice.training.speech import synthesize_more
-
-    synthesize_more(job.work, seconds, job.flite)
-
-
-def _network(name: str) -> Callable[[TrainingJob, float], None]:
-    return lambda job, seconds: import_module(f"demo_voice.training.{name}").train(job.work, seconds, job.device)
-
-
-def _export(job: TrainingJob, seconds: float) -> None:
-    from demo_voice.training.export import export
-
-    export(job.work, job.work / "checkpoint")
-
-
-_STAGES: dict[str, Callable[[TrainingJob, float], None]] = {
-    "corpus": _corpus,
-    "speech": _speech,
-    "more_speech": _more_speech,
-    **{name: _network(name) for name in ("tokenizer", "speaker", *NETWORKS)},
-    "export": _export,
-}
-
-
-# --- all of them -------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Processes:
-    """Stages as subprocesses, each with a log. On leaving the context, running ones are terminated."""
-
-    job: TrainingJob
-    running: dict[str, subprocess.Popen] = field(default_factory=dict)
-
-    def __enter__(self) -> "Processes":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.running.values():
+    args.work.mkdir(parents=True, exist_ok=True)
+    try:
+        if not (args.work / "sentences.txt").is_file():
+            run("corpus", args, 0)
+        start("speech")
+        wait("speech")
+        start("vocoder", "more_speech", "tokenizer", "speaker")  # the vocoder needs `speech` only
+        wait("tokenizer", "speaker")
+        start("flow_dit", "flow_unet")
+        wait("more_speech")
+        start("llm")
+        try:
+            wait(*NETWORKS)
+        finally:  # export what was trained, also after a failure
+            run("export", args, 0)
+    finally:
+        for process in running.values():
             process.terminate()
             process.wait()
-
-    def start(self, stage: str, seconds: float) -> None:
-        """Start a stage unless it is done."""
-        if self.job.is_done(stage):
-            return
-        job, path = self.job, self.job.work / f"{stage}.log"
-        command = [sys.executable, "-m", "demo_voice.training", "--stages", stage, "--seconds", f"{seconds:.0f}"]
-        command += ["--work", str(job.work), "--flite", str(job.flite), "--texts", str(job.texts)]
-        command += ["--device", job.device]
-        log.info("%s: %.0f s, log in %s", stage, seconds, path)
-        with path.open("ab") as output:
-            self.running[stage] = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-
-    def wait(self, *stages: str) -> None:
-        """Wait until these stages have ended. RuntimeError if one failed."""
-        waiting = [stage for stage in stages if stage in self.running]
-        failed = [stage for stage in waiting if self.running[stage].wait()]
-        for stage in waiting:
-            del self.running[stage]
-        if failed:
-            raise RuntimeError(f"{', '.join(failed)} failed: see {self.job.work}/*.log")
-
-
-def train_all(job: TrainingJob, seconds: float) -> None:
-    """Run every stage that is not done, within `seconds`. RuntimeError if one failed."""
-    deadline = time.monotonic() + seconds - EXPORT_SECONDS
-    share = min(1.0, seconds / WHOLE)
-
-    def left(stage: str | None = None) -> float:
-        """Seconds for a stage that starts now."""
-        until_end = max(1.0, deadline - time.monotonic())
-        return min(until_end, SECONDS[stage] * share) if stage else until_end
-
-    job.work.mkdir(parents=True, exist_ok=True)
-    with Processes(job) as processes:
-        if not (job.work / "sentences.txt").is_file():
-            job.run("corpus", 0)
-        processes.start("speech", left("speech"))
-        processes.wait("speech")
-        processes.start("vocoder", left())  # needs `speech` only
-        for stage in ("more_speech", "tokenizer", "speaker"):
-            processes.start(stage, left(stage))
-        processes.wait("tokenizer", "speaker")
-        for stage in ("flow_dit", "flow_unet"):
-            processes.start(stage, left(stage))
-        processes.wait("more_speech")
-        processes.start("llm", left("llm"))
-        try:
-            processes.wait(*NETWORKS)
-        finally:  # export what was trained, also after a failure
-            job.run("export", 0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -203,13 +134,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 8))  # several stages share the cores
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    job = TrainingJob(args.work, args.flite, args.texts, args.device)
     try:
-        if args.stages:
-            for stage in args.stages:
-                job.run(stage, args.seconds)
-        else:
-            train_all(job, 60 * args.minutes)
+        for stage in args.stages or ():
+            run(stage, args, args.seconds)
+        if not args.stages:
+            train_all(args)
     except (ValueError, RuntimeError, OSError) as error:
         log.error("demo_voice.training: %s", error)
         return 1
@@ -224,8 +153,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--work", type=Path, default=Path("out/voice"))
-    parser.add_argument("--minutes", type=float, default=WHOLE / 60, help="for all stages together (default: 19)")
-    parser.add_argument("--stages", nargs="+", choices=list(_STAGES), help="run these only, one after another")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all stages together (default: 19)")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, help="run these only, one after another")
     parser.add_argument("--seconds", type=float, default=60.0, help="of training for each of --stages")
     parser.add_argument("--flite", type=Path, default=Path("/usr/lib"), help="folder that contains libflite1")
     parser.add_argument("--texts", type=Path, default=Path("/"), help="root of the Debian packages with the texts")

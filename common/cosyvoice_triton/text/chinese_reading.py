@@ -8,7 +8,6 @@ from cosyvoice_triton.text.rules import reader
 _N = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 _ND = rf"{_N}(?:\.\d+)?"
 _DASH = r"\s?(?:[-~～〜–—]+|--)\s?"
-_NO_MORE = r"(?![\d.]*\d)"
 _FIRST = r"(?<![\d.,])"
 
 _SIGNS = {"¥": "元", "￥": "元", "$": "美元", "US$": "美元", "HK$": "港元", "NT$": "新台币", "A$": "澳元", "C$": "加元"}
@@ -41,7 +40,6 @@ _WEB = re.compile(
     re.ASCII,
 )
 _ROMAN = {chr(0x2160 + index): index + 1 for index in range(12)}
-_SUFFIX = {"人": "每人", "位": "每位"}
 
 
 def number(digits: str) -> str:
@@ -96,10 +94,6 @@ def _percent_range(match: re.Match[str]) -> str:
 
 def _share(sign: str) -> str:
     return {"%": "百分之", "‰": "千分之"}[sign]
-
-
-def _between(match: re.Match[str]) -> str:
-    return f"{number(match[1])}到{counted(match[2])}"
 
 
 def _before_measure(match: re.Match[str]) -> str:
