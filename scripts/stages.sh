@@ -83,7 +83,7 @@ use_llm() { # DIRECTORY ENGINE WAY: in MODELS; trtllm-serve or trtllm-backend
         LLM_TEST=(--engine_dir "$MODELS/$engine")
         LLM_RENDER=(--llm-transport openai --llm-urls "http://127.0.0.1:$LLM_PORT/v1" --llm-model "$engine")
         [[ $way == trtllm-serve ]] || LLM_RENDER=(--llm-backend tensorrtllm)
-        LLM_COMMAND=("$PYTHON" -m cosyvoice_triton.prepare.trtllm_serve "$MODELS/$engine" --tokenizer "$MODELS/$own"
+        LLM_COMMAND=(trtllm-serve "$MODELS/$engine" --tokenizer "$MODELS/$own"
             --host 127.0.0.1 --port "$LLM_PORT" --max_batch_size "$MAX_BATCH_SIZE" --kv_cache_free_gpu_memory_fraction 0.4)
         LLM_OPTIONS=(--backend trtllm-serve --openai-model-name "$engine" --batch-size 16
             --openai-api-base "http://127.0.0.1:$LLM_PORT/v1")

@@ -23,6 +23,7 @@ ChunkStrategy = Literal["exponential", "equal", "time_based"]  # see orchestrato
 LLMEngine = Literal["auto", "tensorrt_llm", "vllm", "cuda", "onnxruntime_genai"]  # see llm/engines/loading.py
 SpeakerRuntime = Literal["onnxruntime", "tensorrt"]
 FlowRuntime = Literal["auto", "torch", "cuda_graph", "onnxruntime", "tensorrt"]  # see runtimes/loading.py
+PlanPrecision = Literal["float32", "float16"]  # of TensorRT plans
 InstanceKind = Literal["KIND_AUTO", "KIND_CPU", "KIND_GPU"]
 PromptDevice = Literal["auto", "cpu"]  # auto: that of the other models
 SamplingName = Literal["cosyvoice2", "triton"]

@@ -204,8 +204,8 @@ def test_the_setting_llm_decides_what_starts(file: str, llm: str) -> None:
         command = services["llm"]["command"]
         served = next((word.split("=")[1] for word in command if "served-model-name" in word), Path(command[0]).name)
         assert arguments.llm_model == served
-    if llm == "trtllm-serve":  # the option that its version needs is added there
-        assert services["llm"]["entrypoint"] == ["python3", "-m", "cosyvoice_triton.prepare.trtllm_serve"]
+    if llm == "trtllm-serve":
+        assert services["llm"]["entrypoint"] == ["trtllm-serve"]
     if llm == "elsewhere":
         assert (arguments.llm_urls, arguments.llm_model) == (["http://ours:9000/v1"], "ours")
     assert services["tts"]["depends_on"]["llm"]["condition"] == "service_healthy"

@@ -56,7 +56,6 @@ COMMANDS: dict[str, dict[str, Command]] = {
             "write a checkpoint's networks for other runtimes",
             {
                 "onnx": Command("cosyvoice_triton.export.onnx", "export them to ONNX files"),
-                "engines": Command("cosyvoice_triton.export.engines", "build TensorRT plans from the ONNX files"),
             },
         ),
     },

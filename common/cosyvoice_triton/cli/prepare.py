@@ -21,6 +21,7 @@ from typing import get_args
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli.arguments import program
+from cosyvoice_triton.config import PlanPrecision
 from cosyvoice_triton.prepare import hub, steps
 from cosyvoice_triton.prepare.genai import PRECISIONS
 
@@ -48,7 +49,10 @@ def build_parser() -> argparse.ArgumentParser:
         "plans", help="the stack's TensorRT plans, and the ONNX files that they are built from"
     )
     plans.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
-    plans.add_argument("--capability", nargs="+", metavar="8.9", help="for GPUs of these compute capabilities instead")
+    plans.add_argument("--precision", choices=get_args(PlanPrecision), default="float16", help="of the flow (float16)")
+    target = plans.add_mutually_exclusive_group()
+    target.add_argument("--device", default="cuda:0", help="the GPU (cuda:0)")
+    target.add_argument("--capability", nargs="+", default=[], metavar="8.9", help="for all GPUs of these instead")
     for step in (demo, download, built, plans):
         step.add_argument("models", type=Path, help="the directory of the checkpoints")
     return parser
@@ -64,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             with steps.only_one(args.models):
                 {"download": steps.download, "engine": steps.build, "plans": steps.plans}[args.step](args.models, args)
-    except (ValueError, RuntimeError, OSError) as error:  # DownloadError and EngineError are RuntimeErrors
+    except (ValueError, RuntimeError, OSError, ImportError) as error:  # DownloadError and EngineError are RuntimeErrors
         print(f"prepare {args.step}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,54 +1,34 @@
-"""Build the TensorRT plans of a stack ahead of serving.
+"""Build the TensorRT plans of a stack ahead of serving, from its ONNX files.
 
-    cosyvoice-triton export engines --model-dir models/official/Step-Audio-2-mini/token2wav
-    cosyvoice-triton export engines --model-dir models/official/CosyVoice2-0.5B --precision float32
-    cosyvoice-triton export engines --model-dir models/official/CosyVoice2-0.5B --capability 8.9 12.0
-
-The model directory holds the stack's ONNX files (cosyvoice-triton export onnx writes them); plans go to its folder
-tensorrt. Plans that fit are kept, so an interrupted build continues where it stopped. With the package tensorrt run it
-with the GPU and the version that will serve: its plans work with no other, take minutes each and need the GPU to
-themselves. With tensorrt_rtx plans take seconds and are for all GPUs of a compute capability: this machine's, or those
-of --capability, for which no GPU is needed here. A plan is compared with its ONNX file before it is kept, if its GPU is
-here.
-
-Exit code: 0 if all plans of the stack exist, 1 if one is missing.
+Plans go to the folder tensorrt beside these files. Plans that fit are kept, so an interrupted build continues where it
+stopped. The package tensorrt builds for the GPU and the version that are here: its plans work with no other, take
+minutes each and need the GPU to themselves. With tensorrt_rtx plans take seconds and are for all GPUs of a compute
+capability: this machine's, or given ones, for which no GPU is needed here. A plan is compared with its ONNX file before
+it is kept, if its GPU is here.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 import torch
 
-from cosyvoice_triton import stacks
+from cosyvoice_triton.config import PlanPrecision
 from cosyvoice_triton.export import precision
 from cosyvoice_triton.runtimes import plans
 from cosyvoice_triton.runtimes.network import ShapeLimits
 from cosyvoice_triton.runtimes.onnx import OnnxNetwork
 from cosyvoice_triton.runtimes.plans import Plan
 from cosyvoice_triton.runtimes.tensorrt import TensorRTNetwork, log_of
-from cosyvoice_triton.runtimes.workloads import PlanPrecision, Workload, workloads
+from cosyvoice_triton.runtimes.workloads import Workload, workloads
 from cosyvoice_triton.stacks import Stack
 
-FAILURES = (RuntimeError, ValueError, OSError)
 CHECKED_SIZE = 64  # maximum of each dimension that varies, because onnxruntime computes on the CPU
 WORST_ERROR = 0.05  # relative to the outputs' root mean square
 
 
 class BuildError(RuntimeError):
     """TensorRT built no plan, or one with wrong outputs."""
-
-
-def stack_of(model_dir: Path) -> Stack:
-    """Return the stack whose ONNX files are in a directory."""
-    for stack in stacks.registered():
-        if any((model_dir / file).exists() for file in stack.networks.values()):
-            return stack
-    raise ValueError(
-        f"{model_dir} holds no ONNX file of a flow; run: cosyvoice-triton export onnx --model-dir {model_dir}"
-    )
 
 
 def build(onnx: Path, workload: Workload, capability: str = "") -> bytes:
@@ -124,35 +104,19 @@ def build_missing(model_dir: Path, workload: Workload, device: str, capability: 
     return f"built {plan.path.name}, {len(engine) / 1e6:.1f} MB" + (", not compared" if capability else "")
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-dir", type=Path, required=True, help="directory with flow.pt, campplus.onnx, ...")
-    parser.add_argument("--precision", choices=get_args(PlanPrecision), default="float16", help="of the flow")
-    target = parser.add_mutually_exclusive_group()
-    target.add_argument("--device", default="cuda:0", help="the GPU (default: cuda:0)")
-    target.add_argument(
-        "--capability", nargs="+", metavar="8.9", default=[""], help="for all GPUs of these; tensorrt_rtx only"
-    )
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
+def build_all(
+    stack: Stack, model_dir: Path, flow_precision: PlanPrecision, capabilities: Sequence[str], device: str
+) -> bool:
+    """Build all plans of a stack, for the GPU or for compute capabilities, and print each; return whether all exist."""
+    plans.tensorrt()
+    wanted = [(each, of) for of in capabilities or [""] for each in workloads(stack, flow_precision)]
     failed = 0
-    try:
-        plans.tensorrt()
-        wanted = workloads(stack_of(args.model_dir), args.precision)
-    except (*FAILURES, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    for capability in args.capability:
-        for workload in wanted:
-            print(f"{workload.use} {capability}: {workload.onnx}, {workload.precision}", flush=True)
-            try:
-                print(f"    {build_missing(args.model_dir, workload, args.device, capability)}", flush=True)
-            except FAILURES as error:
-                print(f"    failed: {error}", file=sys.stderr, flush=True)
-                failed += 1
-    count = len(args.capability) * len(wanted)
-    print(f"{count - failed} of {count} plans exist")
-    return min(1, failed)
+    for workload, capability in wanted:
+        print(f"{workload.use} {capability}: {workload.onnx}, {workload.precision}", flush=True)
+        try:
+            print(f"    {build_missing(model_dir, workload, device, capability)}", flush=True)
+        except (RuntimeError, ValueError, OSError) as error:
+            print(f"    failed: {error}", file=sys.stderr, flush=True)
+            failed += 1
+    print(f"{len(wanted) - failed} of {len(wanted)} plans exist")
+    return not failed

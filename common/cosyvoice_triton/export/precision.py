@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from cosyvoice_triton.runtimes.workloads import PlanPrecision
+from cosyvoice_triton.config import PlanPrecision
 
 TIME = "t"
 _AFTER_TIME = {"MatMul", "Gemm", "Conv", "Shape", "Size"}  # their outputs no longer count as time

@@ -37,7 +37,6 @@ def build_engine(models: Path, llm: SpeechLLM, options: EngineOptions) -> bool:
     wanted = {"options": asdict(options), "checkpoint": _fingerprint(source)}
     if _stamp(destination) == wanted:
         return False
-    backend_options()
     with tempfile.TemporaryDirectory(dir=models, prefix=f".{llm.engine}.") as scratch:
         weights, built = Path(scratch) / "weights", Path(scratch) / "engine"
         sizes = [f"--tp_size={options.tp_size}", f"--pp_size={options.pp_size}"]
@@ -52,35 +51,6 @@ def build_engine(models: Path, llm: SpeechLLM, options: EngineOptions) -> bool:
             shutil.rmtree(destination)
         built.rename(destination)
     return True
-
-
-def backend_options() -> list[str]:
-    """Options with which the installed trtllm-serve serves an engine; none if it is not installed.
-
-    Before 1.0 an engine directory is what it serves by default; from 1.0 on the backend has to be asked for.
-    EngineError if that version has none.
-    """
-    try:
-        answer = subprocess.run([_python(), "-c", _VERSION], capture_output=True, text=True, timeout=60)
-        version, has_backend = json.loads(answer.stdout)
-    except (FileNotFoundError, subprocess.TimeoutExpired, json.JSONDecodeError):
-        return []
-    if int(version.split(".")[0]) < 1:
-        return []
-    if not has_backend:
-        raise EngineError(
-            f"TensorRT-LLM {version} serves no engine directories: that was removed in mid-2026. Use 1.1 or older "
-            "(NVIDIA's images of 25.07 to 25.12), or serve the HuggingFace directory, see docs/llm.md"
-        )
-    return ["--backend", "tensorrt"]
-
-
-# Prints the version of TensorRT-LLM and whether it has the backend for engines, without importing it.
-_VERSION = """
-import importlib.metadata, importlib.util, json, pathlib
-folder = pathlib.Path(importlib.util.find_spec("tensorrt_llm").submodule_search_locations[0])
-print(json.dumps([importlib.metadata.version("tensorrt_llm"), (folder / "_tensorrt_engine").is_dir()]))
-"""
 
 
 def _python() -> str:

@@ -145,10 +145,8 @@ def build(models: Path, args: argparse.Namespace) -> None:
 
 
 def plans(models: Path, args: argparse.Namespace) -> None:
-    """Build the stack's plans in float16; `cosyvoice-triton export engines` takes another precision.
-
-    RuntimeError if one could not be built, ValueError if the stack has none or its checkpoint is not there.
-    """
+    """Build the stack's plans. RuntimeError if one could not be built, ValueError if the stack has none or its
+    checkpoint is not there."""
     from cosyvoice_triton.export import engines, onnx
 
     stack = stacks.named(args.stack)
@@ -161,8 +159,7 @@ def plans(models: Path, args: argparse.Namespace) -> None:
             raise ValueError(f"{directory / stack.flow} is missing; run: {download}")
         if onnx.main(["--model-dir", str(directory)]):
             raise RuntimeError(f"not every network of {directory} was exported; the output is above")
-    target = ["--capability", *args.capability] if args.capability else []
-    if engines.main(["--model-dir", str(directory), *target]):
+    if not engines.build_all(stack, directory, args.precision, args.capability, args.device):
         raise RuntimeError(f"not every plan of {directory} was built; the output is above")
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from cosyvoice_triton.config import FlowRuntime
+from cosyvoice_triton.config import FlowRuntime, PlanPrecision
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.networks.flow.unet import UNetFlow
 from cosyvoice_triton.runtimes.estimators import DiTOnRuntime, UNetOnRuntime
 from cosyvoice_triton.runtimes.network import Network
-from cosyvoice_triton.runtimes.workloads import MAX_HOP_TOKENS, PlanPrecision, Workload, workloads
+from cosyvoice_triton.runtimes.workloads import MAX_HOP_TOKENS, Workload, workloads
 from cosyvoice_triton.stacks import Stack
 
 logger = logging.getLogger(__name__)

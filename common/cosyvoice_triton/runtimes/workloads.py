@@ -6,9 +6,8 @@ largest sizes, so uses with very different shapes have separate plans.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from cosyvoice_triton.config import OrchestratorConfig
+from cosyvoice_triton.config import OrchestratorConfig, PlanPrecision
 from cosyvoice_triton.constants import (
     CONTEXT_TOKENS,
     LOOKAHEAD_TOKENS,
@@ -23,8 +22,6 @@ from cosyvoice_triton.constants import (
 from cosyvoice_triton.runtimes.network import ShapeLimits
 from cosyvoice_triton.runtimes.signatures import SPEAKER, Signature, signature_of
 from cosyvoice_triton.stacks import Stack
-
-PlanPrecision = Literal["float32", "float16"]
 
 MAX_BATCH = 16  # streams per execution: more gain little (docs/results/speed.md) and take memory
 USUAL_BATCH = 4
