@@ -188,7 +188,7 @@ def test_unfinished_bodies_share_a_budget_which_is_given_back(url: str) -> None:
 def test_memory_of_half_sent_bodies_is_bounded_and_given_back() -> None:
     """In a process of its own. What it holds is compared with what was sent to it."""
     port, half, flood = free_port(), 9 << 20, 40
-    command = [sys.executable, "-m", "cosyvoice_triton.speech_service", "--url", "localhost:9", "--port", str(port)]
+    command = [sys.executable, "-m", "cosyvoice_triton", "speech", "--url", "localhost:9", "--port", str(port)]
     with subprocess.Popen([*command, "--max_streams", "4", "--receive_timeout", "30"]) as service:
 
         def resident() -> int:

@@ -27,8 +27,8 @@ from cosyvoice_triton.constants import GRPC_PORT
 from cosyvoice_triton.load.command import exit_code
 from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
 from cosyvoice_triton.load.plan import Load, add_load_arguments
-from cosyvoice_triton.load.progress import measured
 from cosyvoice_triton.load.report import closing_lines, write_run
+from cosyvoice_triton.load.runner import measured
 
 LOG_DIR = Path("tmp")  # upstream's
 

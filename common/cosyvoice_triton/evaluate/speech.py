@@ -12,7 +12,7 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.jobs import LoadJob
 from cosyvoice_triton.load.measure import RequestOutcome
 from cosyvoice_triton.load.plan import MIN_WARMUP, Load
-from cosyvoice_triton.load.progress import measured
+from cosyvoice_triton.load.runner import measured
 from cosyvoice_triton.load.samples import Sample, read_manifest
 from cosyvoice_triton.server.rendering import StackOptions, render
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer

@@ -28,7 +28,7 @@ from cosyvoice_triton.load.command import exit_code
 from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
 from cosyvoice_triton.load.plan import Load, add_load_arguments
-from cosyvoice_triton.load.progress import measured
+from cosyvoice_triton.load.runner import measured
 from cosyvoice_triton.load.sweep import Sweep
 
 REQUESTS_PER_TASK = 4  # with fewer, start-up and tail dominate the run

@@ -1,30 +1,20 @@
-"""A run with a progress bar, which shows first-chunk percentiles and errors."""
+"""The progress bar of a run, with first-chunk percentiles and errors."""
 
-import asyncio
 import sys
 from collections import deque
 
 import numpy as np
 from tqdm import tqdm
 
-from cosyvoice_triton.load.measure import RequestOutcome, Run
-from cosyvoice_triton.load.plan import Load
-from cosyvoice_triton.load.runner import run
+from cosyvoice_triton.load.measure import RequestOutcome
 
 RECENT = 1000  # latest requests, over which the shown percentiles are computed
 SHOWN_ERRORS = 5  # the rest are in the report
 
 
-def measured(load: Load, title: str, interval: int) -> Run:
-    """Run `load`. interval: requests between two updates of the percentiles. ClientError as in `runner.run`."""
-    progress = _Progress(len(load.jobs), title, interval)
-    try:
-        return asyncio.run(run(load, progress))
-    finally:
-        progress.close()
+class Progress:
+    """Shows how many requests have ended, and the first chunks of the latest. interval: see `runner.measured`."""
 
-
-class _Progress:
     def __init__(self, total: int, title: str, interval: int) -> None:
         self._total = total
         self._title = title
@@ -36,10 +26,12 @@ class _Progress:
         self._percentiles = ""
 
     def begins(self, phase: str) -> None:
+        """The warm-up or the measurement starts."""
         self.close()
         self._bar = tqdm(total=self._total, desc=f"{self._title}, {phase}", unit="request", leave=phase == "measuring")
 
     def ended(self, outcome: RequestOutcome, live: int) -> None:
+        """A counted request has ended; `live` others are in flight."""
         assert self._bar is not None, "call begins() first"
         if outcome.refused:
             self._refused += 1

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import tritonclient.grpc.aio as triton
@@ -25,6 +25,7 @@ from cosyvoice_triton.load.audible import leading_silence
 from cosyvoice_triton.load.jobs import LoadJob
 from cosyvoice_triton.load.measure import CANCELLED, RequestOutcome, Run
 from cosyvoice_triton.load.plan import Load
+from cosyvoice_triton.load.progress import Progress
 from cosyvoice_triton.load.speech_service import SpeechService
 from cosyvoice_triton.load.statistics import ModelTimes, between, model_times, token2wav_counters, token2wav_figures
 from cosyvoice_triton.load.watch import ServerWatch, interruptible, lags, memory_of
@@ -41,19 +42,17 @@ Connection: TypeAlias = AsyncConnection | SpeechService
 Probe: TypeAlias = triton.InferenceServerClient | SpeechService
 
 
-class Observer(Protocol):
-    """Receives the progress of a run."""
-
-    def begins(self, phase: str) -> None:
-        """The warm-up or the measurement starts."""
-        ...
-
-    def ended(self, outcome: RequestOutcome, live: int) -> None:
-        """A counted request has ended; `live` others are in flight."""
-        ...
+def measured(load: Load, title: str, interval: int) -> Run:
+    """Run a load with a progress bar. interval: requests between two updates of its percentiles. ClientError as in
+    `run`."""
+    progress = Progress(len(load.jobs), title, interval)
+    try:
+        return asyncio.run(run(load, progress))
+    finally:
+        progress.close()
 
 
-async def run(load: Load, observer: Observer) -> Run:
+async def run(load: Load, progress: Progress) -> Run:
     """Runs a load and returns its results.
 
     ClientError if a server is not ready at the start or an audio file cannot be written.
@@ -82,7 +81,7 @@ async def run(load: Load, observer: Observer) -> Run:
             connections[server] = _connections(load, server)
             for connection in connections[server]:
                 stack.push_async_callback(connection.aclose)
-        return await _Runner(load, probes, connections, observer).run()
+        return await _Runner(load, probes, connections, progress).run()
 
 
 def _connections(load: Load, server: str) -> list[AsyncConnection]:
@@ -97,12 +96,12 @@ class _Runner:
         load: Load,
         probes: dict[str, Probe],
         connections: dict[str, Sequence[Connection]],
-        observer: Observer,
+        progress: Progress,
     ) -> None:
         self._load = load
         self._probes = probes
         self._connections = connections
-        self._observer = observer
+        self._progress = progress
         self._watch = ServerWatch(probes, self._give_up)
         self._tasks: dict[asyncio.Task[object], str] = {}  # by task: its server
         self._live = 0
@@ -117,11 +116,11 @@ class _Runner:
         async with self._watch.running(), lags() as late, memory_of(load.metrics) as memory:
             try:
                 with interruptible():
-                    self._observer.begins("warming up")
+                    self._progress.begins("warming up")
                     await self._closed(load.warmup)
                     before, token2wav_before = await self._model_times(), await token2wav_counters(load.metrics)
                     late.clear()
-                    self._observer.begins("measuring")
+                    self._progress.begins("measuring")
                     self._counts, self._begun = True, time.perf_counter()
                     await (self._closed(load.jobs) if load.rate is None else self._open(load.jobs, load.rate))
             except asyncio.CancelledError:
@@ -248,7 +247,7 @@ class _Runner:
     def _note(self, outcome: RequestOutcome) -> None:
         if self._counts:
             self._outcomes.append(outcome)
-            self._observer.ended(outcome, self._live)
+            self._progress.ended(outcome, self._live)
         elif outcome.error:
             logger.warning("warm-up, %s: %s", outcome.id, outcome.error)
 

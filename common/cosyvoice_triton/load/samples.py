@@ -7,7 +7,6 @@ The columns are those of upstream's data sets `yuekai/seed_tts` and `yuekai/seed
     prompt_audio                 a recording of the voice; in a manifest a path, relative to the manifest
     prompt_text                  its transcript; "" for cross-lingual cloning
     speaker                      a registered voice, instead of the two above
-    prompt_audio_cosy2_tokens    optional: precomputed speech tokens of the recording
     target_audio_cosy2_tokens    optional: precomputed speech tokens of the answer
 
 All rows are read before the first request, so that bad rows are reported at once and file access slows no measurement.
@@ -27,7 +26,7 @@ from cosyvoice_triton.constants import SPEECH_VOCAB
 from cosyvoice_triton.voice.audio import load_recording
 from cosyvoice_triton.voice.prompt import Recording
 
-TOKEN_COLUMNS = ("prompt_audio_cosy2_tokens", "target_audio_cosy2_tokens")
+TOKENS = "target_audio_cosy2_tokens"
 LST_COLUMNS = ("id", "prompt_text", "prompt_audio", "target_text")
 
 
@@ -48,7 +47,6 @@ class Sample:
     prompt_audio: Recording | None = None
     prompt_text: str = ""
     speaker: str = ""
-    prompt_audio_cosy2_tokens: np.ndarray | None = None
     target_audio_cosy2_tokens: np.ndarray | None = None
 
 
@@ -140,7 +138,7 @@ def _checked(where: str, row: Mapping[str, Any], recording: Callable[[str, Any],
         prompt_audio=None if speaker else recording(where, row["prompt_audio"]),
         prompt_text="" if speaker else _text(where, row, "prompt_text"),
         speaker=speaker,
-        **{column: _tokens(where, row, column) for column in TOKEN_COLUMNS},
+        target_audio_cosy2_tokens=_tokens(where, row),
     )
 
 
@@ -150,19 +148,19 @@ def _text(where: str, row: Mapping[str, Any], column: str) -> str:
     return str(row[column])
 
 
-def _tokens(where: str, row: Mapping[str, Any], column: str) -> np.ndarray | None:
+def _tokens(where: str, row: Mapping[str, Any]) -> np.ndarray | None:
     """Speech token ids (n,); None if the row has none."""
-    if (value := row.get(column)) is None:
+    if (value := row.get(TOKENS)) is None:
         return None
     try:
         tokens = np.asarray(value)
     except ValueError:  # lists of unequal length
         tokens = np.empty((0, 0))
     if tokens.ndim != 1 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
-        raise SampleError(f"{where}: {column} is not a list of integers")
+        raise SampleError(f"{where}: {TOKENS} is not a list of integers")
     if tokens.min() < 0 or tokens.max() >= SPEECH_VOCAB:
         bad = tokens[(tokens < 0) | (tokens >= SPEECH_VOCAB)][0]
-        raise SampleError(f"{where}: {column} holds {bad}; speech tokens are 0 to {SPEECH_VOCAB - 1}")
+        raise SampleError(f"{where}: {TOKENS} holds {bad}; speech tokens are 0 to {SPEECH_VOCAB - 1}")
     return tokens.astype(np.int64)
 
 

@@ -1,6 +1,6 @@
 """Speech over HTTP in front of one or several Tritons, for SDKs, curl and browsers.
 
-command.py      options and environment, the HTTP server; `python -m cosyvoice_triton.speech_service` starts it
+command.py      options and environment, the HTTP server; `cosyvoice-triton speech` starts it
 sidecar.py      the service as a child process of the process that runs a tritonserver
 app.py          the application that joins all of it
 routes/         OpenAI's routes and common extensions of them, the WebSocket, the plain runtime over HTTP and gRPC

@@ -36,7 +36,8 @@ def _running(triton: str, voices: Path, host: str, port: int) -> Iterator[thread
     command = ("--url", triton, "--ref_audios_dir", str(voices), "--host", host, "--port", str(port))
     # More than any plan of a GPU (profiles.py): the server beside it refuses what it cannot serve.
     environment = {"SPEECH_MAX_STREAMS": "256"} | os.environ
-    service = subprocess.Popen([sys.executable, "-m", "cosyvoice_triton.speech_service", *command], env=environment)
+    program = [sys.executable, "-m", "cosyvoice_triton", "speech"]
+    service = subprocess.Popen([*program, *command], env=environment)
     reaper = subprocess.Popen(
         ["/bin/sh", "-c", _REAPER, "reaper", str(service.pid)], stdin=subprocess.PIPE, start_new_session=True
     )

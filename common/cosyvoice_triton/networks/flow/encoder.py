@@ -199,11 +199,6 @@ def query_blocks(length: int, rows: int) -> list[tuple[int, int]]:
     return [(first, min(first + size, length)) for first in range(0, length, size)]
 
 
-def scores_at_once(length: int, rows: int) -> int:
-    """Scores by distance of the largest of these blocks."""
-    return min(_queries_at_once(length, rows), length) * rows * 2 * length
-
-
 def _queries_at_once(length: int, rows: int) -> int:
     most = SCORES_AT_ONCE // (rows * 2 * length) // QUERIES_AT_ONCE * QUERIES_AT_ONCE
     return max(most, QUERIES_AT_ONCE)
