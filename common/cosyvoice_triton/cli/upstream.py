@@ -27,9 +27,7 @@ def accept_upstream_options(parser: argparse.ArgumentParser, program: str) -> No
     group = parser.add_argument_group("without a meaning here", "upstream's; accepted")
     for name, reason in WITHOUT_MEANING[program].items():
         stored: Any = {"dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}  # nowhere
-        group.add_argument(
-            name, action=_Explained, nargs="?", type=float, const=program, metavar="N", help=reason, **stored
-        )
+        group.add_argument(name, action=_Explained, nargs="?", const=program, metavar="N", help=reason, **stored)
 
 
 class _Explained(argparse.Action):
