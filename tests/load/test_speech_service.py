@@ -12,7 +12,7 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load import benchmark
 from cosyvoice_triton.load.jobs import LoadJob
 from cosyvoice_triton.load.plan import Load
-from cosyvoice_triton.load.progress import measured
+from cosyvoice_triton.load.runner import measured
 from cosyvoice_triton.speech_service.settings import Settings
 
 from tests.support.speech_fixtures import StubbedService, serving, stub_triton, until
