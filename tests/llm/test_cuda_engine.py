@@ -20,7 +20,6 @@ from cosyvoice_triton.profiles import H200
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
 
-from tests.support.llm_fixtures import llm_dir  # noqa: F401
 from tests.support.recorded import Recorded
 
 GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0}
@@ -28,12 +27,12 @@ RAS = {"temperature": 1.0, "top_p": 0.8, "top_k": 25, "repetition_penalty": 1.0}
 
 
 @pytest.fixture(scope="module")
-def tokenizer(llm_dir):  # noqa: F811
+def tokenizer(llm_dir):
     return LLMTokenizer.from_dir(llm_dir)
 
 
 @pytest.fixture(scope="module")
-def weights(llm_dir, tokenizer):  # noqa: F811
+def weights(llm_dir, tokenizer):
     """With a context of 256 tokens, four pages."""
     return weights_of(Weights.read(llm_dir, tokenizer, torch.device("cpu"), torch.float32))
 
@@ -103,7 +102,7 @@ def request_of(ids, *, end_ids=(0,), **sampling):
     return GenerationRequest(np.array(ids, np.int64), Sampling(**sampling), end_ids)
 
 
-def test_logits_and_greedy_tokens_equal_those_of_transformers(llm_dir, weights, tokenizer):  # noqa: F811
+def test_logits_and_greedy_tokens_equal_those_of_transformers(llm_dir, weights, tokenizer):
     """Prompts of several pages and of one token; prefilled in pieces, and computed together."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, weights.sizes.vocab, length).tolist() for length in (150, 1, 64, 65)]
@@ -121,7 +120,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(llm_dir, weights, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_outliers_in_the_residual_stream_leave_the_logits_right(llm_dir, weights, tokenizer, dtype):  # noqa: F811
+def test_outliers_in_the_residual_stream_leave_the_logits_right(llm_dir, weights, tokenizer, dtype):
     """The engine computes in bfloat16, and in float16 on GPUs without it."""
 
     def logits(dtype):
@@ -138,7 +137,7 @@ def test_outliers_in_the_residual_stream_leave_the_logits_right(llm_dir, weights
     assert (rounded - exact).norm() < 0.05 * exact.norm()
 
 
-def test_the_bias_of_the_output_head_is_added(llm_dir, weights, tokenizer, tmp_path):  # noqa: F811
+def test_the_bias_of_the_output_head_is_added(llm_dir, weights, tokenizer, tmp_path):
     shutil.copytree(llm_dir, tmp_path / "biased")
     tensors = load_file(llm_dir / "model.safetensors")
     bias = torch.randn(weights.sizes.vocab, generator=torch.Generator().manual_seed(0))
@@ -150,7 +149,7 @@ def test_the_bias_of_the_output_head_is_added(llm_dir, weights, tokenizer, tmp_p
     assert column == (served.operations.logits[0][0] + bias[candidate_ids(tokenizer)]).argmax()
 
 
-def test_a_tied_output_head_is_the_embedding(llm_dir, tokenizer, tmp_path):  # noqa: F811
+def test_a_tied_output_head_is_the_embedding(llm_dir, tokenizer, tmp_path):
     shutil.copytree(llm_dir, tmp_path / "tied")
     tensors = load_file(llm_dir / "model.safetensors")
     del tensors["lm_head.weight"]
@@ -254,12 +253,12 @@ async def collect(engine, request):
     return [token async for chunk in engine.generate(request) for token in chunk.tokens]
 
 
-def test_memory_for_less_than_one_context_is_an_error_with_what_is_needed(llm_dir, weights, tokenizer):  # noqa: F811
+def test_memory_for_less_than_one_context_is_an_error_with_what_is_needed(llm_dir, weights, tokenizer):
     with pytest.raises(ValueError, match=r"llm_memory_gib 0.001 is too small: the LLM needs 0.0\d for one request"):
         load(llm_dir, tokenizer, 0.001)
 
 
-def test_a_request_waits_until_there_are_pages_for_its_longest_answer(llm_dir, weights, tokenizer):  # noqa: F811
+def test_a_request_waits_until_there_are_pages_for_its_longest_answer(llm_dir, weights, tokenizer):
     """Memory for one whole context, as two requests use it together."""
     page = 2 * 2 * 64 * PAGE * 4
     gib = (weights.nbytes + page * (4096 // PAGE + 1.5)) / 2**30
@@ -289,7 +288,7 @@ def test_a_request_waits_until_there_are_pages_for_its_longest_answer(llm_dir, w
         ({"vocab_size": 500}, "vocabulary of 500, too small for the tokenizer's speech and end tokens"),
     ],
 )
-def test_another_model_is_an_error(llm_dir, tokenizer, tmp_path, change, message):  # noqa: F811
+def test_another_model_is_an_error(llm_dir, tokenizer, tmp_path, change, message):
     shutil.copy(llm_dir / "model.safetensors", tmp_path)
     config = json.loads((llm_dir / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(config))

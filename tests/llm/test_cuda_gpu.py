@@ -19,8 +19,6 @@ from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.profiles import H200
 
-from tests.support.llm_fixtures import llm_dir  # noqa: F401
-
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run on a GPU machine"),
@@ -35,12 +33,12 @@ SAMPLING = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer(llm_dir):  # noqa: F811
+def tokenizer(llm_dir):
     return LLMTokenizer.from_dir(llm_dir)
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.float16, torch.bfloat16])
-def weights(request, llm_dir, tokenizer):  # noqa: F811
+def weights(request, llm_dir, tokenizer):
     return Weights.read(llm_dir, tokenizer, torch.device("cuda"), request.param)
 
 
@@ -82,7 +80,7 @@ def fused():
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_logits_of_the_kernels_equal_those_of_plain_torch_up_to_rounding(weights, llm_dir, tokenizer, rows):  # noqa: F811
+def test_logits_of_the_kernels_equal_those_of_plain_torch_up_to_rounding(weights, llm_dir, tokenizer, rows):
     requests = [GenerationRequest(ids, Sampling(), (0,)) for ids in prompts(weights)]
     exact = Weights.read(llm_dir, tokenizer, torch.device("cuda"), torch.float32)
     found = []
@@ -115,7 +113,7 @@ def test_captured_steps_draw_the_tokens_of_eager_ones(weights):
     assert all(answer == answers[0] for answer in answers)
 
 
-def test_an_engine_on_the_gpu_gives_each_request_the_tokens_that_it_gets_alone(llm_dir, tokenizer):  # noqa: F811
+def test_an_engine_on_the_gpu_gives_each_request_the_tokens_that_it_gets_alone(llm_dir, tokenizer):
     engine = load_engine("cuda", llm_dir, tokenizer, 8, memory_gib=4.0, instance_kind="KIND_GPU")
 
     async def speak(seed):
@@ -167,7 +165,7 @@ def test_all_prefills_but_the_latest_are_waited_for(weights):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices; run on a machine with two GPUs")
-def test_the_second_gpu_gives_the_tokens_of_the_first_and_takes_nothing_of_it(llm_dir, tokenizer):  # noqa: F811
+def test_the_second_gpu_gives_the_tokens_of_the_first_and_takes_nothing_of_it(llm_dir, tokenizer):
     def spoken(gpu):
         # torch captures on one stream for the whole process, of the first GPU. A model's process has one GPU.
         torch.cuda.graph.default_capture_stream = None

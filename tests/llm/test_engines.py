@@ -19,18 +19,18 @@ from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
 from tests.support import fake_tensorrt_llm, fake_vllm
-from tests.support.llm_fixtures import FAKES, genai_dir, install, llm_dir  # noqa: F401
+from tests.support.llm_fixtures import FAKES
 
 MAX_REQUESTS = 4
 
 
 @pytest.fixture(scope="module")
-def tokenizer(llm_dir):  # noqa: F811
+def tokenizer(llm_dir):
     return LLMTokenizer.from_dir(llm_dir)
 
 
 @pytest.fixture(params=sorted(FAKES))
-def engine(request, install, llm_dir, tokenizer):  # noqa: F811
+def engine(request, install, llm_dir, tokenizer):
     install(request.param)
     engine = load_engine(request.param, llm_dir, tokenizer, MAX_REQUESTS)
     yield engine
@@ -98,7 +98,7 @@ def test_a_request_beyond_the_context_is_an_error_with_the_numbers(engine, token
         ("tensorrt_llm", "refuses", RuntimeError),
     ],
 )
-def test_a_dead_engine_is_unavailable(install, llm_dir, tokenizer, name, when, error):  # noqa: F811
+def test_a_dead_engine_is_unavailable(install, llm_dir, tokenizer, name, when, error):
     install(name)
     engine = load_engine(name, llm_dir, tokenizer, MAX_REQUESTS)
     setattr(engine._llm, when, error("it has died"))
@@ -107,7 +107,7 @@ def test_a_dead_engine_is_unavailable(install, llm_dir, tokenizer, name, when, e
     assert engine.live == 0
 
 
-def test_the_engines_on_a_gpu_use_their_share_of_its_memory(install, llm_dir, tokenizer):  # noqa: F811
+def test_the_engines_on_a_gpu_use_their_share_of_its_memory(install, llm_dir, tokenizer):
     install("vllm")
     install("tensorrt_llm")
     vllm = load_engine("vllm", llm_dir, tokenizer, MAX_REQUESTS, memory_gib=6.0)
@@ -118,7 +118,7 @@ def test_the_engines_on_a_gpu_use_their_share_of_its_memory(install, llm_dir, to
     assert tensorrt_llm._llm.kv_cache_config.free_gpu_memory_fraction == 0.15
 
 
-def test_vllm_gets_the_sampling(install, llm_dir, tokenizer):  # noqa: F811
+def test_vllm_gets_the_sampling(install, llm_dir, tokenizer):
     install("vllm")
     module = importlib.import_module("cosyvoice_triton.llm.engines.vllm")
     sampling = {"temperature": 0.5, "top_k": 9, "seed": 3, "min_tokens": 4, "max_tokens": 90, "ras_window": 10}
@@ -128,7 +128,7 @@ def test_vllm_gets_the_sampling(install, llm_dir, tokenizer):  # noqa: F811
     assert params.extra_args == {"ras_window": 10, "ras_tau": 0.1}
 
 
-def test_tensorrt_llm_gets_the_sampling_and_a_bias_that_excludes_text(install, llm_dir, tokenizer):  # noqa: F811
+def test_tensorrt_llm_gets_the_sampling_and_a_bias_that_excludes_text(install, llm_dir, tokenizer):
     install("tensorrt_llm")
     engine = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS)
     asyncio.run(collect(engine, make_request(tokenizer, temperature=0, seed=3, min_tokens=2)))
@@ -145,7 +145,7 @@ def test_tensorrt_llm_gets_the_sampling_and_a_bias_that_excludes_text(install, l
 # --- choice of the engine ------------------------------------------------------------------------------------------
 
 
-def test_auto_takes_the_best_engine_that_reads_the_directory(install, llm_dir, genai_dir, tokenizer, monkeypatch):  # noqa: F811
+def test_auto_takes_the_best_engine_that_reads_the_directory(install, llm_dir, genai_dir, tokenizer, monkeypatch):
     chosen = []
     engine = load_engine("auto", genai_dir, tokenizer, 1)
     assert isinstance(engine, BatchingEngine)
@@ -181,7 +181,7 @@ def test_a_huggingface_directory_is_rendered_where_an_engine_reads_it(monkeypatc
     assert loading.reads_huggingface(kind) == expected
 
 
-def test_no_engine_is_an_error_with_the_reason_for_each(llm_dir, tokenizer):  # noqa: F811
+def test_no_engine_is_an_error_with_the_reason_for_each(llm_dir, tokenizer):
     with pytest.raises(ValueError) as error:
         load_engine("auto", llm_dir, tokenizer, 1, instance_kind="KIND_CPU")
     for part in (
@@ -195,7 +195,7 @@ def test_no_engine_is_an_error_with_the_reason_for_each(llm_dir, tokenizer):  # 
         assert part in str(error.value)
 
 
-def test_a_named_engine_is_the_only_choice(genai_dir, tokenizer):  # noqa: F811
+def test_a_named_engine_is_the_only_choice(genai_dir, tokenizer):
     with pytest.raises(ValueError, match="vllm reads a directory of HuggingFace"):
         load_engine("vllm", genai_dir, tokenizer, 1)
 
@@ -206,7 +206,7 @@ def test_a_directory_without_a_model_is_an_error(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("name", sorted(FAKES))
-def test_a_checkpoint_without_speech_tokens_is_an_error_at_load(name, install, llm_dir, tokenizer, tmp_path):  # noqa: F811
+def test_a_checkpoint_without_speech_tokens_is_an_error_at_load(name, install, llm_dir, tokenizer, tmp_path):
     install(name)
     config = json.loads((llm_dir / "config.json").read_text()) | {"vocab_size": 500}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -214,7 +214,7 @@ def test_a_checkpoint_without_speech_tokens_is_an_error_at_load(name, install, l
         load_engine(name, tmp_path, tokenizer, 1)
 
 
-def test_built_engines_are_served_with_their_own_limits(install, tokenizer, tmp_path):  # noqa: F811
+def test_built_engines_are_served_with_their_own_limits(install, tokenizer, tmp_path):
     install("tensorrt_llm")
     build = {"pretrained_config": {"vocab_size": 6826}, "build_config": {"max_seq_len": 100}}
     (tmp_path / "config.json").write_text(json.dumps(build))
@@ -225,6 +225,6 @@ def test_built_engines_are_served_with_their_own_limits(install, tokenizer, tmp_
         asyncio.run(collect(engine, make_request(tokenizer)))
 
 
-def test_only_the_engine_cuda_can_be_given_another_gpu(genai_dir, tokenizer):  # noqa: F811
+def test_only_the_engine_cuda_can_be_given_another_gpu(genai_dir, tokenizer):
     with pytest.raises(ValueError, match="'llm_gpu' 1 is for the engine cuda; onnxruntime_genai"):
         load_engine("onnxruntime_genai", genai_dir, tokenizer, 1, gpu=1)

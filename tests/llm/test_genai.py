@@ -16,17 +16,15 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import Qwen2ForCausalLM
 
-from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
-
 STREAMS = 8
 
 
 @pytest.fixture(scope="module")
-def tokenizer(llm_dir):  # noqa: F811
+def tokenizer(llm_dir):
     return LLMTokenizer.from_dir(llm_dir)
 
 
-def test_logits_of_a_fp32_conversion_equal_those_of_transformers(genai_dir, llm_dir):  # noqa: F811
+def test_logits_of_a_fp32_conversion_equal_those_of_transformers(genai_dir, llm_dir):
     model = GenAIModel(genai_dir, rows=2, threads=1)
     ids = np.array([3, 300, 40, 777, 1500, 9])
     with torch.no_grad():
@@ -39,14 +37,14 @@ def test_logits_of_a_fp32_conversion_equal_those_of_transformers(genai_dir, llm_
     np.testing.assert_allclose(found, expected[3:, model.logit_ids].numpy(), atol=1e-4)
 
 
-def test_a_directory_that_was_not_converted_is_an_error(llm_dir):  # noqa: F811
+def test_a_directory_that_was_not_converted_is_an_error(llm_dir):
     with pytest.raises(
         ValueError, match="genai_config.json: convert the HuggingFace directory as docs/llm.md describes"
     ):
         GenAIModel(llm_dir, rows=1)
 
 
-def test_a_model_of_values_that_are_no_numbers_is_an_error(genai_dir, tmp_path):  # noqa: F811
+def test_a_model_of_values_that_are_no_numbers_is_an_error(genai_dir, tmp_path):
     shutil.copytree(genai_dir, tmp_path / "nan")
     weights = tmp_path / "nan" / "model.onnx.data"
     weights.write_bytes(b"\xff" * weights.stat().st_size)
@@ -54,7 +52,7 @@ def test_a_model_of_values_that_are_no_numbers_is_an_error(genai_dir, tmp_path):
         GenAIModel(tmp_path / "nan", rows=1, threads=1)
 
 
-def test_a_model_without_the_tokenizers_speech_tokens_is_an_error(genai_dir, tokenizer):  # noqa: F811
+def test_a_model_without_the_tokenizers_speech_tokens_is_an_error(genai_dir, tokenizer):
     larger = dataclasses.replace(tokenizer, first_speech_id=tokenizer.first_speech_id + 10_000)
     with pytest.raises(
         ValueError, match="vocabulary of 6826, too small for the tokenizer's speech and end tokens 10260"
@@ -62,7 +60,7 @@ def test_a_model_without_the_tokenizers_speech_tokens_is_an_error(genai_dir, tok
         load_engine(genai_dir, larger, 1)
 
 
-def test_a_checkpoint_without_speech_tokens_is_not_converted(llm_dir, tmp_path, capfd):  # noqa: F811
+def test_a_checkpoint_without_speech_tokens_is_not_converted(llm_dir, tmp_path, capfd):
     shutil.copytree(llm_dir, tmp_path / "text")
     (tmp_path / "text" / "tokenizer.json").write_text(Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).to_str())
     assert main(["--model-dir", str(tmp_path / "text"), "--output-dir", str(tmp_path / "out")]) == 1
@@ -71,7 +69,7 @@ def test_a_checkpoint_without_speech_tokens_is_not_converted(llm_dir, tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_bias_of_the_output_head_is_kept(precision, llm_dir, tmp_path):  # noqa: F811
+def test_the_bias_of_the_output_head_is_kept(precision, llm_dir, tmp_path):
     """Qwen2 has no such bias, so transformers and the model builder drop it."""
     shutil.copytree(llm_dir, tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "without", precision)
@@ -98,7 +96,7 @@ def test_converting_an_empty_directory_is_one_clear_error_and_leaves_nothing(tmp
 
 
 @pytest.mark.slow
-def test_a_conversion_that_fails_midway_leaves_nothing(tmp_path, capfd, llm_dir):  # noqa: F811
+def test_a_conversion_that_fails_midway_leaves_nothing(tmp_path, capfd, llm_dir):
     (tmp_path / "broken").mkdir()
     shutil.copy(llm_dir / "tokenizer.json", tmp_path / "broken")
     (tmp_path / "broken" / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "none"}')

@@ -19,7 +19,6 @@ from cosyvoice_triton.text.words import LONGEST_WORD, WordSplitter
 from transformers import Qwen2ForCausalLM
 
 from tests.support import fake_vllm
-from tests.support.llm_fixtures import genai_dir, install, llm_dir  # noqa: F401
 from tests.support.qwen_vocabulary import qwen2_tokenizer
 from tests.support.raw_http_server import STREAM, RawHttpServer, ids_event
 
@@ -57,19 +56,19 @@ def official_ids():
 
 
 @pytest.fixture(scope="module")
-def tokenizer(llm_dir):  # noqa: F811
+def tokenizer(llm_dir):
     return LLMTokenizer.from_dir(llm_dir)
 
 
 @pytest.fixture(scope="module")
-def engine(genai_dir, tokenizer):  # noqa: F811
+def engine(genai_dir, tokenizer):
     engine = load_engine("onnxruntime_genai", genai_dir, tokenizer, 4)
     yield engine
     engine.close()
 
 
 @pytest.fixture
-def cuda_engine(llm_dir, tokenizer):  # noqa: F811
+def cuda_engine(llm_dir, tokenizer):
     engine = load_engine("cuda", llm_dir, tokenizer, 4, memory_gib=1.0, instance_kind="KIND_CPU")
     yield engine
     engine.close()
@@ -96,7 +95,7 @@ async def speak(engine, tokenizer, text, sampling, prompt=VOICE):
 
 
 @pytest.mark.parametrize("name", ["engine", "cuda_engine"])
-def test_an_engine_speaks_a_sequence_as_transformers_would(name, request, tokenizer, llm_dir):  # noqa: F811
+def test_an_engine_speaks_a_sequence_as_transformers_would(name, request, tokenizer, llm_dir):
     """At a temperature of 0, every token is the best one after what transformers is fed: the sequence up to it."""
     text = "Twelve, all."
     tokens, asked, _ = asyncio.run(speak(request.getfixturevalue(name), tokenizer, text, GREEDY))
@@ -154,7 +153,7 @@ def test_a_vllm_server_gets_each_block_as_a_request_of_ids_and_speaks_like_an_en
         assert after[: len(before)] == before  # what vLLM's prefix cache holds
 
 
-def test_the_engine_vllm_continues_its_own_blocks(install, llm_dir, tokenizer, monkeypatch):  # noqa: F811
+def test_the_engine_vllm_continues_its_own_blocks(install, llm_dir, tokenizer, monkeypatch):
     install("vllm")
     monkeypatch.setattr(fake_vllm, "FIRST_ID", tokenizer.first_speech_id)  # then it speaks 0, 1, 2, … in each block
     engine = load_engine("vllm", llm_dir, tokenizer, 4)

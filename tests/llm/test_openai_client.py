@@ -21,7 +21,6 @@ from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.stacks import TokenizerRules
 
-from tests.support.llm_fixtures import llm_dir  # noqa: F401
 from tests.support.raw_http_server import STREAM, RawHttpServer, event, ids_event, reply
 
 QUICK = Timeouts(connect=0.5, first_token=0.6, token=0.6)
@@ -29,7 +28,7 @@ PROMPT = LLMPrompt("Hello there.", "A reference.", (1, 2, 3))
 
 
 @pytest.fixture(scope="module")
-def tokenizer(llm_dir):  # noqa: F811
+def tokenizer(llm_dir):
     return LLMTokenizer.from_dir(llm_dir)
 
 
@@ -71,7 +70,7 @@ SPOKEN = ([1, 2], "stop")  # what GOOD says
 
 
 @pytest.fixture(scope="module")
-def transformers_url(llm_dir, tmp_path_factory):  # noqa: F811
+def transformers_url(llm_dir, tmp_path_factory):
     port = free_port()
     executable = Path(sys.executable).with_name("transformers")
     command = [executable, "serve", llm_dir, "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
@@ -90,7 +89,7 @@ def transformers_url(llm_dir, tmp_path_factory):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_transformers_serve_speaks_by_the_requested_sampling_up_to_its_limit(transformers_url, tokenizer, llm_dir):  # noqa: F811
+def test_transformers_serve_speaks_by_the_requested_sampling_up_to_its_limit(transformers_url, tokenizer, llm_dir):
     async def run():
         llm = OpenAILM([transformers_url], str(llm_dir), tokenizer)
         try:

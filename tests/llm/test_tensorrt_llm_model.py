@@ -12,13 +12,12 @@ from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
 from tests.conftest import ROOT, load_model
 from tests.support.fake_triton import InferenceRequest, TritonError
-from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
 from tests.support.waiting import until
 
 MAX_REQUESTS = 8
 
 
-def make_model(genai_dir: Path, decoupled: bool):  # noqa: F811
+def make_model(genai_dir: Path, decoupled: bool):
     parameters = {"gpt_model_path": str(genai_dir), "max_requests": str(MAX_REQUESTS)}
     config = {
         "parameters": {key: {"string_value": value} for key, value in parameters.items()},
@@ -37,21 +36,21 @@ def make_model(genai_dir: Path, decoupled: bool):  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def decoupled_model(genai_dir):  # noqa: F811
+def decoupled_model(genai_dir):
     model = make_model(genai_dir, decoupled=True)
     yield model
     model.finalize()
 
 
 @pytest.fixture(scope="module")
-def plain_model(genai_dir):  # noqa: F811
+def plain_model(genai_dir):
     model = make_model(genai_dir, decoupled=False)
     yield model
     model.finalize()
 
 
 @pytest.fixture(scope="module")
-def tokenizer(llm_dir):  # noqa: F811
+def tokenizer(llm_dir):
     return LLMTokenizer.from_dir(llm_dir)
 
 

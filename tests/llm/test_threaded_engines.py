@@ -2,22 +2,27 @@
 
 import asyncio
 import dataclasses
+from pathlib import Path
 
+import numpy as np
 import pytest
+from cosyvoice_triton.errors import FatalError
 from cosyvoice_triton.llm.engines.interface import EngineLM, GenerationRequest
 from cosyvoice_triton.llm.engines.loading import load_engine
-from cosyvoice_triton.llm.engines.threaded_engine import ThreadedEngine
+from cosyvoice_triton.llm.engines.threaded_engine import Generation, OnTokens, ThreadedEngine
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, TokenChunk
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
+from cosyvoice_triton.monitoring.health import Health, reported_failures
+from cosyvoice_triton.profiles import H200
 
-from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
 from tests.support.waiting import until
 
 STREAMS = 8
 
 
 @pytest.fixture(scope="module")
-def tokenizer(llm_dir):  # noqa: F811
+def tokenizer(llm_dir):
     return LLMTokenizer.from_dir(llm_dir)
 
 
@@ -67,7 +72,7 @@ def test_an_answer_has_no_text_and_ends_by_an_end_token_or_its_length(engine, to
     assert len(tokens) == 100 and min(tokens) >= tokenizer.first_speech_id
 
 
-def test_a_seed_means_the_same_on_each_engine(tokenizer, llm_dir, genai_dir):  # noqa: F811
+def test_a_seed_means_the_same_on_each_engine(tokenizer, llm_dir, genai_dir):
     engines = [
         load_engine("cuda", llm_dir, tokenizer, 1, instance_kind="KIND_CPU"),
         load_engine("onnxruntime_genai", genai_dir, tokenizer, 1, instance_kind="KIND_CPU"),
@@ -136,3 +141,45 @@ def test_two_hundred_cancellations_leave_no_live_request(engine, tokenizer):
     asyncio.run(run())
     until(lambda: engine.live == 0)
     assert len(asyncio.run(tokens_of(engine, make_request(tokenizer, "Hello", seed=1, max_tokens=5)))) == 5
+
+
+class Ending(ThreadedEngine[Generation]):
+    """Ends at its first step."""
+
+    def __init__(self, reason: BaseException) -> None:
+        super().__init__(4, [], H200.llm)
+        self._reason = reason
+
+    def _accept(self, request: GenerationRequest, on_tokens: OnTokens) -> Generation:
+        return Generation(request, on_tokens)
+
+    def step(self) -> float:
+        raise self._reason
+
+
+class Odd(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("reason", [RuntimeError("a bug"), SystemExit(3), KeyboardInterrupt(), Odd("odd")])
+def test_whatever_ends_the_thread_answers_all_requests_and_is_reported(
+    reason: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+    engine = Ending(reason)
+    engine.start()
+    request = GenerationRequest(np.zeros(1, np.int64), Sampling(), (1,))
+
+    async def ask() -> None:
+        async for _ in engine.generate(request):
+            pass
+
+    for _ in range(2):  # the one that was being served, and a later one
+        with pytest.raises(FatalError, match=type(reason).__name__):
+            asyncio.run(asyncio.wait_for(ask(), 10))
+    assert "the LLM engine failed" in caplog.text
+    health = Health()
+    health.suspect()
+    health.test_if_due(lambda: asyncio.run(ask()), "tensorrt_llm")
+    assert type(reason).__name__ in reported_failures(tmp_path)["tensorrt_llm"]
+    engine.close()

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from tests.support import fake_vllm
 from tests.support.fake_vllm import BatchUpdate
-from tests.support.llm_fixtures import install, llm_dir  # noqa: F401
 from tests.support.recorded import Recorded
 
 GREEDY = {"temperature": 0.0}
@@ -23,7 +22,7 @@ RAS = {"top_p": 0.8, "top_k": 25, "temperature": 1.0, "repetition_penalty": 1.0}
 
 
 @pytest.fixture
-def processor_class(install):  # noqa: F811
+def processor_class(install):
     install("vllm")
     return importlib.import_module("cosyvoice_triton.llm.vllm_logits").SpeechLogits
 
@@ -32,7 +31,7 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])  # eager, and with CUDA graphs
-def batch(request, processor_class, llm_dir):  # noqa: F811
+def batch(request, processor_class, llm_dir):
     torch.manual_seed(0)
     return Batch(processor_class, llm_dir, torch.device(request.param))
 
@@ -89,7 +88,7 @@ def peaked(batch, *columns):
     return logits
 
 
-def test_the_learned_bias_of_the_head_is_added(processor_class, llm_dir, tmp_path):  # noqa: F811
+def test_the_learned_bias_of_the_head_is_added(processor_class, llm_dir, tmp_path):
     for file in llm_dir.iterdir():
         (tmp_path / file.name).symlink_to(file)
     bias = torch.zeros(read_limits(llm_dir).vocab_size)
@@ -183,7 +182,7 @@ def test_a_seed_gives_the_tokens_of_the_other_engines(batch, sampling):
         assert [batch.candidates[column] for column in batch.step(logits)] == other.sample([0], logits[None])
 
 
-def test_one_recorded_step_serves_every_batch_like_the_plain_one(processor_class, llm_dir):  # noqa: F811
+def test_one_recorded_step_serves_every_batch_like_the_plain_one(processor_class, llm_dir):
     """With and without RAS, with seeds, penalties and greedy requests, in one batch and in changing ones."""
     plain, recorded = (Batch(processor_class, llm_dir, torch.device("cpu")) for _ in range(2))
     processor = recorded._processor

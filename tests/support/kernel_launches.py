@@ -54,7 +54,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-# Shared memory that one block can use, by compute capability: CUDA C++ Programming Guide, "Compute Capabilities".
+# KiB of shared memory of a block, by compute capability: CUDA C++ Programming Guide, "Compute Capabilities".
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 BLOCK = ("BM", "BN", "BK", "BLOCK_Q", "BLOCK_K", "BLOCK", "WIDE")  # constants that are a block's dimensions
 ENCODER = EncoderConfig(blocks=1, up_blocks=1)
@@ -87,19 +87,6 @@ class Launch:
         return ", ".join(filter(None, [*parts, *(name for name in ("norm", "TMA") if given.get(name.upper()))]))
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Of a compiled kernel: bytes of shared memory of a block; registers of a thread, and bytes of its stack, which
-    holds what the registers do not (and in `snake` 32 bytes of the sine of large angles)."""
-
-    shared: int
-    registers: int
-    stack: int
-
-    def fits(self, capability: int) -> bool:
-        return self.shared <= SHARED_KIB[capability] * 1024
-
-
 class Architecture:
     """Triton's driver for a GPU that is not there."""
 
@@ -128,32 +115,24 @@ def launches(dtype: torch.dtype, capability: int) -> list[Launch]:
     return list(found.values())
 
 
-def compiled(launch: Launch, capability: int) -> Needs:
-    """Triton's error if the kernel does not compile there."""
-    code = _code(launch, capability)
-    usage = _dumped(code.asm["cubin"], "-res-usage").split()
-    fields = dict(field.split(":") for field in usage if field.count(":") == 1 and field[-1].isdigit())
-    return Needs(code.metadata.shared, int(fields["REG"]), int(fields["STACK"]))
+def shared_memory(launch: Launch, capability: int) -> int:
+    """The bytes of a block. Triton's error if the kernel does not compile there."""
+    return int(_code(launch, capability).metadata.shared)
 
 
 def instructions(launch: Launch, capability: int) -> list[str]:
-    """The names of the compiled kernel's machine instructions, such as "LDG.E.128"."""
-    shown = _dumped(_code(launch, capability).asm["cubin"], "-sass")
+    """The names of the compiled kernel's machine instructions, as "LDG.E.128", by `cuobjdump` of Triton's wheel."""
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(_code(launch, capability).asm["cubin"])
+        file.flush()
+        shown = subprocess.run([program, "-sass", file.name], check=True, capture_output=True, text=True).stdout
     return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", shown, re.MULTILINE)
 
 
 def _code(launch: Launch, capability: int) -> Any:
     with pretended(capability):
         return launch.kernel.run(*launch.arguments, grid=None, warmup=True, **dict(launch.constants))
-
-
-def _dumped(machine_code: bytes, option: str) -> str:
-    """What `cuobjdump` of Triton's wheel shows of it."""
-    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(machine_code)
-        file.flush()
-        return subprocess.run([program, option, file.name], check=True, capture_output=True, text=True).stdout
 
 
 def _run_networks(dtype: torch.dtype) -> None:

@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 import pytest
 from cosyvoice_triton.cli.convert_checkpoint import main
 
-from tests.support.llm_fixtures import llm_dir  # noqa: F401
-
 
 @dataclass(kw_only=True)
 class Mapping:
@@ -75,11 +73,11 @@ def tensorrt_llm(monkeypatch):
     return QWenForCausalLM.converted
 
 
-def run(llm_dir, tmp_path, *options):  # noqa: F811
+def run(llm_dir, tmp_path, *options):
     return main(["--model_dir", str(llm_dir), "--output_dir", str(tmp_path / "weights"), *options])
 
 
-def test_every_rank_is_converted_and_one_rank_writes_the_configuration(tensorrt_llm, llm_dir, tmp_path):  # noqa: F811
+def test_every_rank_is_converted_and_one_rank_writes_the_configuration(tensorrt_llm, llm_dir, tmp_path):
     options = ["--tp_size", "2", "--pp_size", "2", "--cp_size", "3", "--workers", "2", "--dtype", "bfloat16"]
     options += ["--use_weight_only", "--weight_only_precision", "int4"]
     assert run(llm_dir, tmp_path, *options) == 0
@@ -90,12 +88,12 @@ def test_every_rank_is_converted_and_one_rank_writes_the_configuration(tensorrt_
     assert {(dtype, quantised.quant_algo) for _, dtype, quantised, _ in tensorrt_llm} == {("bfloat16", "W4A16")}
 
 
-def test_two_quantisation_options_exclude_each_other(tensorrt_llm, llm_dir, tmp_path, capsys):  # noqa: F811
+def test_two_quantisation_options_exclude_each_other(tensorrt_llm, llm_dir, tmp_path, capsys):
     assert run(llm_dir, tmp_path, "--use_weight_only", "--smoothquant", "0.5") == 1
     assert "exclude each other" in capsys.readouterr().err
 
 
-def test_without_tensorrt_llm_the_error_names_the_image_that_has_it(llm_dir, tmp_path, capsys):  # noqa: F811
+def test_without_tensorrt_llm_the_error_names_the_image_that_has_it(llm_dir, tmp_path, capsys):
     assert run(llm_dir, tmp_path) == 1
     error = capsys.readouterr().err
     assert "No module named 'tensorrt_llm'" in error and "trtllm-python-py3" in error

@@ -3,10 +3,9 @@
 from cosyvoice_triton.cli.test_llm import main
 
 from tests.support.failing_llm import TOKENS, failing_llm
-from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
 
 
-def test_one_prompt_through_the_cpu_engine_prints_tokens_speed_and_reason(llm_dir, genai_dir, capsys):  # noqa: F811
+def test_one_prompt_through_the_cpu_engine_prints_tokens_speed_and_reason(llm_dir, genai_dir, capsys):
     arguments = ["--tokenizer_dir", str(llm_dir), "--engine_dir", str(genai_dir), "--seed", "1"]
     assert main([*arguments, "--max_tokens", "20", "--exact_length"]) == 0
     figures, tokens, end = capsys.readouterr().out.splitlines()
@@ -15,7 +14,7 @@ def test_one_prompt_through_the_cpu_engine_prints_tokens_speed_and_reason(llm_di
     assert "1 stream(s): first token" in figures and "tokens/s each" in figures
 
 
-def test_several_texts_are_answered_together(llm_dir, genai_dir, capsys):  # noqa: F811
+def test_several_texts_are_answered_together(llm_dir, genai_dir, capsys):
     arguments = ["--tokenizer_dir", str(llm_dir), "--engine_dir", str(genai_dir), "--log_level", "info"]
     arguments += ["--seed", "1", "--max_tokens", "20", "--exact_length"]
     assert main([*arguments, "--input_text", "First one.", "And another."]) == 0
@@ -25,20 +24,20 @@ def test_several_texts_are_answered_together(llm_dir, genai_dir, capsys):  # noq
     assert capsys.readouterr().out.splitlines()[1] == second
 
 
-def test_many_streams_are_measured_without_printing_their_tokens(llm_dir, genai_dir, capsys):  # noqa: F811
+def test_many_streams_are_measured_without_printing_their_tokens(llm_dir, genai_dir, capsys):
     arguments = ["--tokenizer_dir", str(llm_dir), "--engine_dir", str(genai_dir), "--prompt_ids", "180"]
     assert main([*arguments, "--max_tokens", "20", "--exact_length", "--streams", "1", "4"]) == 0
     figures = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in figures] == ["1", "4"]
 
 
-def test_one_prompt_is_answered_by_a_server(llm_dir, capsys):  # noqa: F811
+def test_one_prompt_is_answered_by_a_server(llm_dir, capsys):
     with failing_llm() as server:
         assert main(["--tokenizer_dir", str(llm_dir), "--urls", server.url]) == 0
     assert f"{TOKENS} tokens, finish reason stop" in capsys.readouterr().out
 
 
-def test_an_unusable_engine_or_server_is_reported_in_one_line(llm_dir, tmp_path, capsys):  # noqa: F811
+def test_an_unusable_engine_or_server_is_reported_in_one_line(llm_dir, tmp_path, capsys):
     assert main(["--tokenizer_dir", str(llm_dir), "--engine_dir", str(tmp_path)]) == 1
     assert "test_llm: " in capsys.readouterr().err
     assert main(["--tokenizer_dir", str(llm_dir), "--urls", "http://127.0.0.1:9"]) == 1

@@ -11,8 +11,7 @@ from cosyvoice_triton.offline.results import JOURNAL, LOG, OutputFolder
 from cosyvoice_triton.voice.audio import load_audio
 
 from tests.support.failing_llm import TOKENS, failing_llm
-from tests.support.llm_fixtures import install  # noqa: F401
-from tests.support.offline_fixtures import GPU_ENGINES, ROWS, STACKS, TOKEN_SAMPLES, manifest, one_thread  # noqa: F401
+from tests.support.offline_fixtures import ROWS, STACKS, TOKEN_SAMPLES
 
 pytestmark = pytest.mark.slow  # each test runs the whole offline pipeline
 
@@ -28,7 +27,7 @@ UPSTREAMS_KEYS = {
 
 
 @pytest.fixture
-def synthesize(demo_models, tmp_path, manifest):  # noqa: F811
+def synthesize(demo_models, tmp_path, manifest):
     """`synthesize("--batch-size", "2", rows=..., stack="unet")` -> exit code; the folder is tmp_path / "out"."""
 
     def run(*options, rows=ROWS, stack="dit", backend="onnxruntime_genai"):

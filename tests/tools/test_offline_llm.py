@@ -12,8 +12,7 @@ from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.offline.llm import GeneratedTokens, OfflineLLM, connect, engine_of, load_llm
 
 from tests.support.failing_llm import TOKENS, failing_llm
-from tests.support.llm_fixtures import genai_dir, install, llm_dir  # noqa: F401
-from tests.support.offline_fixtures import GPU_ENGINES, one_thread  # noqa: F401
+from tests.support.offline_fixtures import GPU_ENGINES
 
 PROMPTS = [
     LLMPrompt("Hello."),
@@ -24,12 +23,12 @@ GREEDY = Sampling(temperature=0, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(llm_dir):  # noqa: F811
+def tokenizer(llm_dir):
     return LLMTokenizer.from_dir(llm_dir)
 
 
 @pytest.fixture
-def backend(llm_dir, genai_dir, tokenizer):  # noqa: F811
+def backend(llm_dir, genai_dir, tokenizer):
     """`backend("hf", 2)`: a backend in this process with that batch size."""
     opened = []
 
@@ -71,7 +70,7 @@ def test_only_a_prompt_longer_than_the_context_fails(backend):
 
 
 @pytest.mark.parametrize("name", sorted(GPU_ENGINES))
-def test_gpu_engines_generate_one_batch_at_a_time(name, backend, tokenizer, install, monkeypatch):  # noqa: F811
+def test_gpu_engines_generate_one_batch_at_a_time(name, backend, tokenizer, install, monkeypatch):
     fake = install(GPU_ENGINES[name])
     monkeypatch.setattr(fake, "FIRST_ID", tokenizer.first_speech_id)
     llm = backend(name, 2)

@@ -7,7 +7,7 @@ from cosyvoice_triton.cli import streaming_inference, token2wav
 from cosyvoice_triton.constants import SAMPLE_RATE, SPEECH_VOCAB, TOKEN_RATE
 from cosyvoice_triton.voice.audio import load_audio
 
-from tests.support.offline_fixtures import ROWS, STACKS, TOKEN_SAMPLES, manifest, one_thread  # noqa: F401
+from tests.support.offline_fixtures import ROWS, STACKS, TOKEN_SAMPLES
 
 pytestmark = pytest.mark.slow  # each test renders audio
 
@@ -18,7 +18,7 @@ WITH_TOKENS = [
 
 
 @pytest.fixture
-def run(demo_models, tmp_path, manifest, capsys):  # noqa: F811
+def run(demo_models, tmp_path, manifest, capsys):
     """`run(tool, *options, rows=..., stack=...)` -> exit code, standard output, standard error."""
 
     def run_tool(tool, *options, rows=WITH_TOKENS, stack="dit"):
