@@ -127,14 +127,6 @@ def test_the_llm_generates_about_three_seconds_of_speech(llm, demo_models: Path)
     assert 55 <= np.mean(lengths) <= 105
 
 
-def test_answers_of_the_llm_depend_on_text_and_prompt(llm, demo_models: Path) -> None:
-    text, prompt = "Good morning.", list(range(50))
-    (answer,) = generated(llm, demo_models, text, prompt, 1)
-    assert generated(llm, demo_models, text, prompt, 1) == [answer]
-    assert generated(llm, demo_models, "Good evening.", prompt, 1) != [answer]
-    assert generated(llm, demo_models, text, [], 1) != [answer]
-
-
 @pytest.mark.parametrize("directory", [UNET_DIR, DIT_DIR, COSYVOICE3_DIR])
 def test_prompt_tokens_are_disjoint_from_the_tokens_of_the_llm(demo_models: Path, directory: str) -> None:
     wave = load_audio(samples.FOLDER / "reference_en.wav", PROMPT_SAMPLE_RATE)

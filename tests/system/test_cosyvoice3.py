@@ -4,18 +4,15 @@ tests/token2wav/test_cosyvoice3.py compares its chunks with whole utterances.
 """
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from cosyvoice_triton import stacks
-from cosyvoice_triton.cli import client_grpc
 from cosyvoice_triton.client import grpc_client
 from cosyvoice_triton.client.requests import SpeechResult, Utterance
-from cosyvoice_triton.constants import SAMPLE_RATE
 
-from tests.support.server_requests import TEXT, VOICE, VOICE_TEXT, Serve, assert_speech, stream
+from tests.support.server_requests import TEXT, VOICE_TEXT, Serve, assert_speech, stream
 
 pytestmark = pytest.mark.server
 
@@ -30,15 +27,6 @@ def server(serve: Serve) -> Any:
     are fewer than the tests' streams."""
     settings = {"max_streams": str(STREAMS), "idle_seconds": "600", "n_timesteps": "4"}
     return serve(stack=STACK.name, llm_engine="cuda", settings=settings)
-
-
-def test_upstreams_client_command_writes_the_speech(server: Any, tmp_path: Path) -> None:
-    host, port = server.grpc_url.split(":")
-    output = tmp_path / "speech.wav"
-    arguments = ["--server-addr", host, "--server-port", port, "--model-name", MODEL, "--target-text", TEXT]
-    arguments += ["--reference-audio", str(VOICE), "--reference-text", VOICE_TEXT, "--output-audio", str(output)]
-    assert client_grpc.main(arguments) == 0
-    assert output.stat().st_size > SAMPLE_RATE
 
 
 def test_two_streams_at_once_equal_the_same_streams_alone(server: Any, voice: np.ndarray) -> None:

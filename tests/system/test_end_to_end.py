@@ -16,7 +16,6 @@ import pytest
 import torch
 import tritonclient.grpc as triton
 from cosyvoice_triton import samples, stacks
-from cosyvoice_triton.cli import client_grpc
 from cosyvoice_triton.client import grpc_client
 from cosyvoice_triton.client.requests import SpeechResult, Utterance, read_reference
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_RATE
@@ -70,12 +69,6 @@ class Server:
     def send(self, arrays: dict[str, np.ndarray], parameters: dict[str, Any] | None = None) -> Response:
         return send(self.address, self.model, arrays, parameters)
 
-    def client(self, output: Path, *options: str) -> int:
-        """The exit code of upstream's client."""
-        host, port = self.address.split(":")
-        command = ["--server-addr", host, "--server-port", port, "--model-name", self.model, "--target-text", TEXT]
-        return client_grpc.main([*command, "--output-audio", str(output), *options])
-
 
 @pytest.fixture(scope="module", params=STACKS)
 def stack(request: pytest.FixtureRequest) -> str:
@@ -89,12 +82,6 @@ def server(stack: str, serve: Serve) -> Server:
 
 
 # --- valid requests -----------------------------------------------------------------------------------------------
-
-
-def test_the_grpc_client_writes_a_streamed_wav(server: Server, tmp_path: Path) -> None:
-    output = tmp_path / "speech.wav"
-    assert server.client(output, "--reference-audio", str(VOICE), "--reference-text", VOICE_TEXT) == 0
-    assert output.stat().st_size > SAMPLE_RATE // 10
 
 
 def test_padding_after_the_recording_changes_nothing(server: Server, voice: np.ndarray) -> None:
@@ -169,27 +156,11 @@ def test_upstreams_client_without_a_voice_hears_the_speaker_001_of_spk2info(serv
     assert_speech(server.stream(TEXT, seed=2, speaker=spk2info, instruct_text="Speak sadly."))
 
 
-def test_an_instruction_changes_the_speech(server: Server, voice: np.ndarray) -> None:
-    plain, sad, happy = (
-        server.stream(TEXT, voice, seed=6, instruct_text=text) for text in (None, "Speak sadly.", "Speak happily.")
-    )
-    assert_speech(sad)
-    assert not np.array_equal(sad.waveform, plain.waveform) and not np.array_equal(sad.waveform, happy.waveform)
-
-
 def test_max_tokens_limits_the_answer_with_a_warning(server: Server, voice: np.ndarray) -> None:
     """Without it the answer has about 75 tokens."""
     answer = server.send(request_arrays(voice), {"max_tokens": 20, "seed": 1})
     assert answer.error is None and "max_tokens" in (answer.warning or "")
     assert answer.waveform.size / SAMPLE_RATE * TOKEN_RATE == pytest.approx(20, abs=1)
-
-
-@pytest.mark.parametrize("stack", ["dit"], indirect=True)
-def test_repetition_aware_sampling_reaches_the_llm(server: Server, voice: np.ndarray) -> None:
-    narrow = {"seed": 1, "sampling": "cosyvoice2", "top_k": 1}
-    looping, free = (server.send(request_arrays(voice), narrow | {"ras_window": window}) for window in (0, 10))
-    assert looping.error is free.error is None
-    assert looping.waveform.shape != free.waveform.shape or not np.array_equal(looping.waveform, free.waveform)
 
 
 # --- invalid requests: tests/orchestrator/test_request.py and tests/voice have all of them ----------------------------

@@ -12,6 +12,8 @@ from zipfile import ZipFile
 import pytest
 import soundfile
 from cosyvoice_triton.cli import COMMANDS, main
+from cosyvoice_triton.cli.demo import TEXT
+from cosyvoice_triton.constants import SAMPLE_RATE
 from packaging.requirements import Requirement
 
 from tests.conftest import ROOT
@@ -84,8 +86,10 @@ def test_the_demo_runs_in_an_empty_folder(command: Path, tmp_path: Path) -> None
     assert Path(found.strip()).is_relative_to(command.parents[1])
     listed = run(command, "--help", folder=tmp_path)
     assert all(f"  {name} " in listed for name in ENTRIES)
-    run(command, "demo", *PORTS, folder=tmp_path)
-    assert soundfile.info(tmp_path / "out" / "demo.wav").duration > 1
+    printed = run(command, "demo", *PORTS, folder=tmp_path)
+    assert all(promised in printed for promised in ("first chunk", "total time", "audio length", TEXT))
+    info = soundfile.info(tmp_path / "out" / "demo.wav")
+    assert (info.samplerate, info.channels, info.subtype) == (SAMPLE_RATE, 1, "PCM_16") and info.duration > 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["build", "models", "out"]
 
 
