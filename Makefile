@@ -7,7 +7,10 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3
 STACK ?= dit
 MODE ?= streaming
-MODELS ?= models/demo
+# gpu: `make serve` installs the extra `gpu`, downloads the official weights of STACK and serves them.
+DEVICE ?= cpu
+GPU := $(filter gpu,$(DEVICE))
+MODELS ?= $(if $(GPU),models/official,models/demo)
 TEXT ?=
 # Template keys for `make serve` and `make render`, as in SET="max_streams=4 first_hop_tokens=10". Both render anew: keys
 # that were set in an earlier rendering and are not given again have their defaults.
@@ -21,7 +24,6 @@ SPEECH_PORT ?= 10086
 # A package index with CPU builds of torch, if pip's own index offers only the much larger CUDA builds.
 TORCH_INDEX ?=
 FOLDER ?= tests/assets/golden
-DEVICE ?= cpu
 PYTEST_ARGS ?=
 MINUTES ?= 10
 SOAK_ARGS ?=
@@ -39,8 +41,8 @@ EXTRA_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PYTEST := $(IN_VENV) -m pytest --durations=10
 # Two workers, each with its own tritonserver. A file runs in one worker, so that its fixtures are set up once.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
-STACK_OPTIONS = --stack $(STACK) $(if $(filter offline,$(MODE)),--offline) $(foreach setting,$(SET),--set $(setting))
-SETUP_GB := 6
+STACK_OPTIONS = --stack $(STACK) $(if $(GPU),--device gpu) $(if $(filter offline,$(MODE)),--offline) $(foreach setting,$(SET),--set $(setting))
+SETUP_GB := $(if $(GPU),9,6)
 RUN_GB := 1
 export TEXT
 
@@ -49,7 +51,7 @@ export TEXT
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo 'settings: STACK=dit|unet|cosyvoice3  MODE=streaming|offline  MODELS=models/demo  TEXT="..."  SET="max_streams=4"'
+	@echo 'settings: STACK=dit|unet|cosyvoice3  MODE=streaming|offline  DEVICE=cpu|gpu  MODELS=models/demo  TEXT="..."  SET="max_streams=4"'
 	@echo '          HTTP_PORT=8000  GRPC_PORT=8001  METRICS_PORT=8002  HEALTH_PORT=8003  SPEECH_PORT=10086  TORCH_INDEX=url  OUTPUT=out/demo.wav  PYTHON=python3'
 	@echo '          SET is not remembered: give it again to every `make serve` and `make render`, which print what they set'
 	@echo '          ROOM=llm  PYTEST_ARGS="-k voice"  (test and test-fast)  MINUTES=60  SOAK_ARGS="--seed 2"  (soak)'
@@ -71,6 +73,12 @@ $(VENV)/.server: $(VENV)/.python pyproject.toml constraints.txt
 	@$(PIP) install --no-deps --group s3tokenizer
 	@touch $@
 
+$(VENV)/.gpu: $(VENV)/.python pyproject.toml deploy/constraints/gpu.txt
+	@echo 'setup: installing tritonserver, torch for CUDA, the models'\'' libraries and the clients: 7 GB, a few minutes'
+	@$(PIP) install --constraint deploy/constraints/gpu.txt -e '.[client,http,gpu]'
+	@$(PIP) install --no-deps --group s3tokenizer
+	@touch $@
+
 $(VENV)/.dev: $(VENV)/.server
 	@echo 'setup: installing what tests and checks need'
 	@$(PIP) install $(LOCKED) $(EXTRA_INDEX) -e '.[client,http,japanese,server,dev]'
@@ -81,8 +89,9 @@ demo: $(VENV)/.server ## render a stack (MODELS, SET), start it, let it say TEXT
 	@$(IN_VENV) scripts/check_machine.py --disk $(RUN_GB)
 	@$(COMMAND) demo --models "$(MODELS)" --stack $(STACK) $(foreach setting,$(SET),--set $(setting)) $(if $(TEXT),--text "$$TEXT") --output "$(OUTPUT)" $(PORTS)
 
-serve: free-ports $(VENV)/.server ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics), 8003 (health), 10086 (speech) until Ctrl-C
+serve: free-ports $(VENV)/$(if $(GPU),.gpu,.server) ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics), 8003 (health), 10086 (speech) until Ctrl-C
 	@$(IN_VENV) scripts/check_machine.py --disk $(RUN_GB)
+	@$(if $(GPU),$(COMMAND) doctor "$(MODELS)" $(STACK_OPTIONS) && $(COMMAND) prepare download "$(MODELS)" --stack $(STACK))
 	@$(COMMAND) serve --models "$(MODELS)" $(STACK_OPTIONS) $(PORTS) --health-port $(HEALTH_PORT) \
 		--log-file build/tritonserver.log --speech-port $(SPEECH_PORT)
 

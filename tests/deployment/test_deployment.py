@@ -83,6 +83,13 @@ def test_dockerignore_includes_every_path_that_the_dockerfile_copies() -> None:
             assert any(path == name or path.startswith(f"{name}/") or name.startswith(f"{path}/") for name in allowed)
 
 
+def test_the_recipe_that_publishes_images_builds_stages_of_the_dockerfile() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/images.yml").read_text())["jobs"].values()
+    build = job["steps"][-1]["with"]
+    assert (ROOT / build["file"]).exists() and all(map(stage, job["strategy"]["matrix"]["target"]))
+    assert f"ARG {build['build-args'].partition('=')[0]}" in stage("cpu")
+
+
 IMAGES = ("cpu", "gpu", "trtllm")
 
 

@@ -258,6 +258,28 @@ def test_eight_concurrent_streams_equal_the_same_streams_alone(server: Server, v
     assert len({speech.waveform.tobytes() for speech in alone}) == len(alone)
 
 
+def test_a_client_that_reads_late_gets_all_of_its_audio(server: Server, voice: np.ndarray) -> None:
+    """Although its connection is full meanwhile, after which newer versions of Triton no longer cancel the stream."""
+    speech = Utterance("word " * 25, voice, VOICE_TEXT, {"seed": 9})
+    narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14)]
+
+    async def samples(pause: float) -> int:
+        count = 0
+        async with grpc_client.triton.InferenceServerClient(server.address, channel_args=narrow) as connection:
+            async with aclosing(grpc_client.chunks(connection, server.model, speech, 120.0)) as waveforms:
+                async for one in waveforms:
+                    count += one.waveform.size
+                    await asyncio.sleep(pause)
+                    pause = 0
+        return count
+
+    async def both() -> list[int]:
+        return await asyncio.gather(samples(3.0), samples(0))
+
+    late, prompt = asyncio.run(both())
+    assert late == prompt > 5 * SAMPLE_RATE
+
+
 def test_cancelled_streams_free_their_slots_their_threads_and_leave_every_process_alive(
     server: Server, voice: np.ndarray
 ) -> None:

@@ -1,6 +1,7 @@
 """The files that are started without the console command: upstream's names in scripts/, and what `make` runs first."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -52,3 +53,14 @@ def test_make_render_passes_each_setting_on() -> None:
     planned = ["make", "-n", "render", "SET=max_streams=4 first_hop_tokens=10"]
     shown = subprocess.run(planned, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "--set max_streams=4 --set first_hop_tokens=10" in shown.stdout
+
+
+def test_make_serve_on_a_gpu_installs_its_extra_checks_the_machine_downloads_and_serves() -> None:
+    shown = subprocess.run(
+        ["make", "-n", "serve", "DEVICE=gpu", "STACK=unet"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    steps = ("[client,http,gpu]", "doctor", "prepare download", "serve --models")
+    assert sorted(map(shown.stdout.index, steps)) == [*map(shown.stdout.index, steps)]
+    for step in steps[1:]:
+        (line,) = re.findall(rf"cosyvoice-triton {step}.*?(?: &&|$)", shown.stdout, re.MULTILINE)
+        assert "models/official" in line and "--stack unet" in line, step
