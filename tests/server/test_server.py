@@ -221,6 +221,17 @@ def test_stopping_the_server_is_not_mistaken_for_a_dead_model(repository):
 
 
 @pytest.mark.server
+def test_a_tritonserver_that_crashes_while_it_stops_leaves_nothing_behind_and_is_no_error(repository):
+    with TritonServer(repository, ports=FREE) as server:
+        process = server._process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        threading.Timer(0.3, lambda: [process.send_signal(each) for each in (signal.SIGSEGV, signal.SIGCONT)]).start()
+    assert process.returncode == -signal.SIGSEGV
+    assert stubs_of(server) == [] and list(Path("/dev/shm").glob(f"{server._shm_prefix}*")) == []
+
+
+@pytest.mark.server
 @pytest.mark.parametrize("victims", ["parent", "parent and tritonserver"])
 def test_no_process_outlives_a_killed_parent(victims, repository):
     code = (
