@@ -356,6 +356,8 @@ def test_a_voice_is_recorded_trimmed_judged_saved_with_its_words_and_consent_exp
         page.get_by_role("button", name="Export the selected voice").click()
     assert download.value.suggested_filename == "of mine.zip"
     download.value.save_as(tmp_path / "of mine.zip")
+    page.get_by_label("Import a voice").set_input_files(RECORDING)
+    page.get_by_text("the file is not a zip of an exported voice").wait_for()
     page.on("dialog", lambda dialog: dialog.accept("a copy" if dialog.type == "prompt" else None))
     page.get_by_label("Import a voice").set_input_files(tmp_path / "of mine.zip")
     page.get_by_text("Imported a copy.").wait_for()

@@ -86,8 +86,9 @@ def test_the_demo_runs_in_an_empty_folder(command: Path, tmp_path: Path) -> None
     assert Path(found.strip()).is_relative_to(command.parents[1])
     listed = run(command, "--help", folder=tmp_path)
     assert all(f"  {name} " in listed for name in ENTRIES)
-    printed = run(command, "demo", *PORTS, folder=tmp_path)
-    assert all(promised in printed for promised in ("first chunk", "total time", "audio length", TEXT))
+    printed = run(command, "demo", "--set", "max_streams=4", *PORTS, folder=tmp_path)
+    promises = "first chunk", "total time", "audio length", TEXT, "serve --set max_streams=4 --speech-port"
+    assert all(promised in printed for promised in promises)
     info = soundfile.info(tmp_path / "out" / "demo.wav")
     assert (info.samplerate, info.channels, info.subtype) == (SAMPLE_RATE, 1, "PCM_16") and info.duration > 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["build", "models", "out"]

@@ -12,6 +12,7 @@ recording that comes with the package.
 import argparse
 import asyncio
 import logging
+import shlex
 import shutil
 import sys
 import time
@@ -54,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"written to         {args.output}")
     if player := next((each for each, *_ in PLAYERS if shutil.which(each)), None):
         print(f"play it            {player} {args.output}")
-    print(f"keep it serving    {program()} serve{models}{chosen} --speech-port 10086")
+    given = "".join(f" --set {shlex.quote(each)}" for each in args.settings)
+    print(f"keep it serving    {program()} serve{models}{chosen}{given} --speech-port 10086")
     if args.models == steps.DEMO:
         print(f"then               http://localhost:10086/ in a browser, or: {program()} say 'Hello.'")
         print("A small synthetic voice for demos; README.md describes how to serve the official weights.")

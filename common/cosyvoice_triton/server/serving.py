@@ -93,5 +93,5 @@ def _addresses(server: TritonServer, health: HealthPage, companion: Companion | 
     yield f"ready: http {server.http_url}  grpc {server.grpc_url}  metrics {server.metrics_url}/metrics"
     yield f"health {health.url}/ready"
     if companion is not None:
-        yield f"{companion.title} {companion.url}"
+        yield f"{companion.title} and its page {companion.url}/"
     yield "Ctrl-C to stop"

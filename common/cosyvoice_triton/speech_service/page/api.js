@@ -3,7 +3,7 @@
 const LABELS = {
   input: "Text", voice: "Voice", instructions: "How to speak", ref_audio: "Your recording", ref_text: "Transcript",
   pronunciation: "Pronunciation", speed: "Speed", language: "Language", seed: "Seed", response_format: "Format",
-  name: "Name", audio_sample: "Your recording", consent: "Consent", file: "The file",
+  name: "Name", audio_sample: "Your recording", consent: "Consent",
 };
 const KNOWN = {
   nothing_to_speak: "There is nothing to speak in this text, only signs. Write at least one word.",

@@ -58,9 +58,10 @@ export function setUpKept(call, selected, changed) {
       await changed(voice.id);
       say(`Imported ${voice.id}.`);
     } catch (error) {
-      const other = error.code === "voice_exists" && window.prompt("There is a voice of this name. Import it as:", name);
-      if (!other?.trim()) throw error;
-      await load(file, other.trim());
+      if (error.code !== "voice_exists") throw error;
+      const other = window.prompt("There is a voice of this name. Import it as:", name)?.trim();
+      if (!other) throw error;
+      await load(file, other);
     }
   }
 
