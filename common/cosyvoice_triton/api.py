@@ -145,14 +145,21 @@ class Client:
             await asyncio.sleep(RETRY_SECONDS)
 
     def close(self) -> None:
-        """Close the connection; the client cannot be used afterwards."""
+        """Cancel the requests under way and close the connection; the client cannot be used afterwards."""
         if self._loop.is_closed():
             return
-        if self._connection is not None:
-            asyncio.run_coroutine_threadsafe(self._connection.aclose(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _end(self) -> None:
+        requests = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+        if self._connection is not None:
+            await self._connection.aclose()
 
     def __enter__(self) -> "Client":
         return self

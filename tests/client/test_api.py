@@ -4,7 +4,7 @@ import json
 import socket
 import wave
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,21 @@ def test_threads_that_are_more_than_the_places_wait_for_their_turn(monkeypatch: 
             answers = list(threads.map(client.speak, 6 * ["Hello."]))
         assert {answer.size for answer in answers} == {stub.chunks * stub.samples} and stub.asked > stub.served == 6
         stub.places = 0
+        monkeypatch.setattr(api, "RETRY_SECONDS", 120.0)
         with pytest.raises(ClientError, match="overloaded, retry after 3 s"):
-            client.speak("Hello.", timeout=0.2)
+            client.speak("Hello.", timeout=60)  # too short for another try
+
+
+def test_a_closed_client_cancels_its_streams_and_nobody_waits_for_them() -> None:
+    stub = TritonStub(pause=0.05)
+    with stub_triton(stub) as address, ThreadPoolExecutor(1) as threads:
+        with Client(address) as client:
+            held, waiting = (client.stream("endless words") for _ in range(2))
+            assert next(held).size and next(waiting).size
+            rest = threads.submit(list, waiting)
+        with pytest.raises(CancelledError):
+            rest.result(60)
+    assert stub.cancelled == 2
 
 
 def test_language_and_pronunciations_are_sent_by_the_client_and_by_say(tmp_path: Path) -> None:
