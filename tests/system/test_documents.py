@@ -80,13 +80,7 @@ def test_the_filled_orchestrators_know_the_llm_of_their_deployment(tmp_path: Pat
 
 def test_the_script_runs_by_its_path_as_the_documents_call_it(tmp_path: Path) -> None:
     config = Path(shutil.copy(TEMPLATES / "model_repo" / "token2wav" / "config.pbtxt", tmp_path))
-    command = [
-        sys.executable,
-        "common/cosyvoice_triton/cli/fill_template.py",
-        "-i",
-        str(config),
-        UNET["model_repo/token2wav"],
-    ]
+    command = [sys.executable, "scripts/fill_template.py", "-i", str(config), UNET["model_repo/token2wav"]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert parse(config.read_text(), "token2wav").parameters["model_dir"].string_value == "./CosyVoice2-0.5B"
