@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from cosyvoice_triton.constants import EULER_STEPS
 from cosyvoice_triton.profiles import ProfileName
 from cosyvoice_triton.replicas import replica_number
 
@@ -152,10 +151,11 @@ class ModelConfig:
         return 0
 
     def require_positive(self, *names: str) -> None:
-        """Raise ValueError unless all these fields are above 0."""
+        """Raise ValueError unless all these fields are above 0, or None."""
         for name in names:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"parameter {name!r} must be above 0, not {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"parameter {name!r} must be above 0, not {value!r}")
 
 
 def _device(args: dict[str, str]) -> str:
@@ -294,7 +294,7 @@ class Token2WavConfig(HopConfig):
         instance, which has all its streams.
     token2wav_gpus: the GPUs of the server's token2wav models, one model for each: this one computes on that of its
         number, see replicas.py. llm_gpu: the GPU of the LLM.
-    model_dir: contains flow.pt and hift.pt. n_timesteps: Euler steps. max_streams: live streams.
+    model_dir: contains flow.pt and hift.pt. n_timesteps: Euler steps; None: the checkpoint's. max_streams: live ones.
     idle_seconds: a stream without requests for this long is freed.
     gpu_memory_gib: GiB of the GPU that all models of the server may take together; None: what is free. What remains
         beside the others and `max_streams` streams is for prompt caches, see token2wav/gpu/memory.py.
@@ -311,7 +311,7 @@ class Token2WavConfig(HopConfig):
     instance_kind: InstanceKind = "KIND_AUTO"
     token2wav_gpus: tuple[int, ...] = (0,)
     llm_gpu: int = 0
-    n_timesteps: int = EULER_STEPS
+    n_timesteps: int | None = None
     max_streams: int = 64
     idle_seconds: float = 60.0
     gpu_memory_gib: float | None = None
@@ -324,10 +324,8 @@ class Token2WavConfig(HopConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_positive("n_timesteps", "max_streams", "idle_seconds")
+        self.require_positive("n_timesteps", "max_streams", "idle_seconds", "gpu_memory_gib")
         check_gpus(self.token2wav_gpus)
-        if self.gpu_memory_gib is not None:
-            self.require_positive("gpu_memory_gib")
 
     @property
     def llm_share_gib(self) -> float | None:

@@ -5,6 +5,7 @@ checked. A program of its own, because Triton decides at its import whether it i
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -274,18 +275,18 @@ def compare_dit() -> None:
 @torch.inference_mode()
 def compare_rotary() -> None:
     """Rows begin within a prompt, at a chunk of the mask and within the last one; they keep all, a part and nothing of
-    what they compute."""
+    what they compute. With guidance, and without."""
     torch.manual_seed(0)
     estimator = RotaryDiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=40, time_frequencies=16,
                                 conv_kernel=5, conv_groups=2, chunk_frames=4)  # fmt: skip
     encoder = LookaheadConfig(hidden=24, chunk_tokens=2)
-    network = CosyVoice3Flow(CosyVoice3FlowConfig(vocab=50, speaker_dim=8, encoder=encoder, estimator=estimator)).eval()
-    randomize(network)
-    compare_streams(
-        lambda: CosyVoice3Streaming(network, flow_noise(), PromptCaches(1 << 28), limits=TWO, steps=2, cache_frames=6),
-        voices=(8, 1),
-        hops=((2, 3), (1, 4), (5, 1)),
-    )
+    for guidance, grid, hops in ((0.7, (), ((2, 3), (1, 4), (5, 1))), (0.0, (0, 0.3, 1), ((2, 3), (1, 4)))):
+        config = CosyVoice3FlowConfig(vocab=50, speaker_dim=8, encoder=encoder, estimator=estimator, steps=2,
+                                      guidance=guidance, time_grid=grid)  # fmt: skip
+        network = CosyVoice3Flow(config).eval()
+        randomize(network)
+        made = partial(CosyVoice3Streaming, network, flow_noise(), limits=TWO, steps=2, cache_frames=6)
+        compare_streams(lambda made=made: made(prompts=PromptCaches(1 << 28)), voices=(8, 1), hops=hops)
 
 
 def compare_streams(

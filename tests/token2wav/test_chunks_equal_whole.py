@@ -1,6 +1,7 @@
 """Streams in chunks equal the networks' own computation of the whole, for all stacks and divisions into chunks."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from cosyvoice_triton.constants import (
     TOKEN_RATE,
 )
 from cosyvoice_triton.networks.flow import CosyVoice3Flow, DiTFlow, UNetFlow
+from cosyvoice_triton.networks.flow.matching import FlowMatching
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.base import StreamingFlow
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
@@ -37,6 +39,7 @@ from tests.parity.reference.encoder import encode_chunk
 from tests.support.streams import VOICES_BYTES, ids, pieces, prompt, step, tensors
 
 NOISE = flow_noise()
+GRID = (0.0, 0.1, 0.3, 0.35, 0.8, 1.0)
 BOUNDARY = {"dit": 5, "unet": 5, "cosyvoice3": 25}  # chunks of the mask of the small networks; dit has none
 
 
@@ -75,7 +78,7 @@ def cosyvoice3_reference(
     """The utterance at once under the network's own mask, or under `seen` (1, T, T)."""
     row = np.concatenate([voice.tokens, tokens])
     mu = network.encode_window(torch.from_numpy(with_ahead(row, len(row)).copy())[None], torch.zeros(1)).transpose(1, 2)
-    valid = torch.ones(2, 1, mu.shape[2], dtype=torch.bool) if seen is None else seen.repeat(2, 1, 1)
+    valid = (torch.ones(1, 1, mu.shape[2]).bool() if seen is None else seen).repeat(network.decoder.rows, 1, 1)
     mel = network.decoder.solve(
         lambda _, *inputs: network.decoder.estimator(*inputs, valid=valid, streaming=seen is None),
         NOISE.read(0, mu.shape[2]).T[None],  # (T, C) -> (1, C, T)
@@ -130,6 +133,21 @@ def test_chunks_that_end_on_boundaries_equal_the_whole_after_a_prompt_of_any_len
         if hops and kind != "dit":  # and under the mask one that ends elsewhere does not
             elsewhere = mel(flow, spoken_in, tokens, [hops[0] - 1, *hops[1:]])
             assert (elsewhere - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("guidance", [0.0, 0.7])
+@torch.inference_mode()
+def test_few_steps_on_a_grid_of_their_own_equal_the_reference(kind: str, engine: Token2Wav, guidance: float) -> None:
+    """Without guidance there are half as many rows, and half as many keys and values are kept."""
+    network = copy(engine._flow._network)
+    network._modules = {**network._modules, "decoder": FlowMatching(network.decoder.estimator, guidance, GRID)}
+    steps, prompts = len(GRID) - 1, () if kind == "unet" else (PromptCaches(VOICES_BYTES),)
+    flow = type(engine._flow)(network, NOISE, *prompts, limits=BatchLimits(max_streams=2), steps=steps)
+    voice, tokens, hops = prompt(4, 25), ids(4, 45), [25]
+    expected = REFERENCES[kind](network, voice, tokens, [25, 45], steps)
+    torch.testing.assert_close(mel(flow, voice, tokens, hops), expected, atol=1e-4, rtol=0)
+    if kind != "unet":
+        assert flow._pool.keys.shape[1:4:2] == (steps, network.decoder.rows) == (5, 2 if guidance else 1)
 
 
 @pytest.mark.parametrize("prompt_tokens", [12, 0])

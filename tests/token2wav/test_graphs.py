@@ -1,6 +1,7 @@
 """Batches by CUDA graphs, whose replay calls the function here. Kernels are in tests/kernels, and all of it is in
 `test_gpu`."""
 
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS
 from cosyvoice_triton.networks.flow import UNetFlow
 from cosyvoice_triton.networks.flow.layers import valid_frames
-from cosyvoice_triton.networks.flow.matching import time_schedule
+from cosyvoice_triton.networks.flow.matching import FlowMatching, time_schedule
 from cosyvoice_triton.networks.hift import CausalHiFTGenerator
 from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
 from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
@@ -63,15 +64,21 @@ class InPlaceOf:
 
     def velocity(self, step: int, x: Tensor, frames: Tensor) -> Tensor:
         noisy, mu, speaker, condition = x.transpose(1, 2).chunk(4, dim=1)  # (R, T, 4 mel) -> 4 x (R, mel, T)
-        valid = valid_frames(frames, x.shape[1]).repeat(2, 1, 1)
+        valid = valid_frames(frames, x.shape[1]).repeat(len(x) // len(frames), 1, 1)
         time = torch.full((len(x),), self._times[step])
         given = noisy, time, mu, speaker[:, :, 0], condition, valid
         return self._estimator(*given, streaming=True).transpose(1, 2)  # (R, mel, T) -> (R, T, mel)
 
 
+@pytest.mark.parametrize("guidance", [0.7, 0.0])
 @torch.inference_mode()
-def test_windows_solved_by_graphs_equal_the_plain_ones_whatever_was_solved_before(unet_network: UNetFlow) -> None:
+def test_windows_solved_by_graphs_equal_the_plain_ones_whatever_was_solved_before(
+    unet_network: UNetFlow, guidance: float
+) -> None:
     """Voices of other lengths in the same rows, a window beyond every graph, more windows than a graph holds."""
+    unet_network = copy(unet_network)
+    decoder = FlowMatching(unet_network.decoder.estimator, guidance)
+    unet_network._modules = {**unet_network._modules, "decoder": decoder}
     sizes, tokens = [(1, 64), (2, 64), (1, 104)], [ids(seed, 100) for seed in range(3)]
     options: dict[str, Any] = {"limits": BatchLimits(max_streams=3), "steps": STEPS}
     plain, graphed = (UNetStreaming(unet_network, flow_noise(), **options) for _ in range(2))

@@ -15,6 +15,7 @@ import torch
 
 from cosyvoice_triton.config import PlanPrecision
 from cosyvoice_triton.export import precision
+from cosyvoice_triton.networks.flow.config import FlowConfig, stated_solve
 from cosyvoice_triton.runtimes import plans
 from cosyvoice_triton.runtimes.network import ShapeLimits
 from cosyvoice_triton.runtimes.onnx import OnnxNetwork
@@ -109,7 +110,8 @@ def build_all(
 ) -> bool:
     """Build all plans of a stack, for the GPU or for compute capabilities, and print each; return whether all exist."""
     plans.tensorrt()
-    wanted = [(each, of) for of in capabilities or [""] for each in workloads(stack, flow_precision)]
+    rows = FlowConfig(**stated_solve(model_dir / stack.flow)).rows
+    wanted = [(each, of) for of in capabilities or [""] for each in workloads(stack, flow_precision, rows)]
     failed = 0
     for workload, capability in wanted:
         print(f"{workload.use} {capability}: {workload.onnx}, {workload.precision}", flush=True)

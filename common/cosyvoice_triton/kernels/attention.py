@@ -33,7 +33,7 @@ def softmax_step(scores, v, best, total, acc):
 def _attend_paged(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, ring_keys, ring_values,
     B, T, plane, planes, scale,
-    H: tl.constexpr, D: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys of a row, which are in three places.
@@ -59,7 +59,7 @@ def _attend_paged(
     best = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     acc = tl.zeros((BLOCK_Q, D), tl.float32)
-    of_plane = (plane * 2 + guidance) * H + head
+    of_plane = (plane * ROWS + guidance) * H + head
 
     ends = tl.zeros((BLOCK_Q,), tl.int32) + own
     if CHUNK:
@@ -69,7 +69,7 @@ def _attend_paged(
     of_ring = of_prompt + tl.cdiv(prompt.to(tl.int32), BLOCK_K)
     size: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
     of_row, before = chunk * size, of_plane * prompt * (D * size)
-    in_ring = (slot * planes * 2 * H + of_plane) * (RING * D * size)
+    in_ring = (slot * planes * ROWS * H + of_plane) * (RING * D * size)
     for block in range(of_ring + tl.cdiv(ring, BLOCK_K)):
         own_block, prompt_block = block < of_prompt, block < of_ring
         keys = tl.where(prompt_block, prompt_keys + before, ring_keys.to(tl.int64) + in_ring)
@@ -97,19 +97,19 @@ def attend_paged(
 ) -> Tensor:
     """Attend to a voice's prompt, a stream's ring buffer and a row's own frames, without copying them together.
 
-    q, k, v (R, H, T, D) contiguous -> (R, T, H * D). Rows R = 2 B: conditional, then unconditional. Rings (slots,
-    steps, depth, 2, H, ring, D); plane: step * depth + layer. The table (>= 6, B) int64 has these rows: address of the
-    prompt's keys and of its values (steps, depth, 2, H, P, D), P, slot, number of frames written in the slot's ring,
-    number of valid frames of the row (at least one). A query attends to all of its row's
-    own frames or, if `chunk` is not 0, to its own block of so many and all before it, as in `attend_blocks`.
+    q, k, v (R, H, T, D) contiguous -> (R, T, H * D). Rows R: B conditional, then perhaps as many unconditional. Rings
+    (slots, steps, depth, R / B, H, ring, D); plane: step * depth + layer. The table (>= 6, B) int64 has these rows:
+    address of the prompt's keys and of its values (steps, depth, R / B, H, P, D), P, slot, number of frames written in
+    the slot's ring, number of valid frames of the row (at least one). A query attends to all of its row's own frames
+    or, if `chunk` is not 0, to its own block of so many and all before it, as in `attend_blocks`.
     """
     R, H, T, D = q.shape
-    steps, depth = ring_keys.shape[1:3]
+    steps, depth, rows = ring_keys.shape[1:4]
     out = torch.empty(R, T, H * D, device=q.device, dtype=k.dtype)
     span = tiles(k.dtype).paged(R * T)
     _attend_paged[(triton.cdiv(T, span.queries), R * H)](
-        q, k, v, out, table, ring_keys, ring_values, R // 2, T, plane, steps * depth, D**-0.5 * LOG2_E,
-        H=H, D=D, RING=ring_keys.shape[-2], CHUNK=chunk, BLOCK_Q=span.queries, BLOCK_K=span.keys,
+        q, k, v, out, table, ring_keys, ring_values, R // rows, T, plane, steps * depth, D**-0.5 * LOG2_E,
+        H=H, D=D, RING=ring_keys.shape[-2], CHUNK=chunk, ROWS=rows, BLOCK_Q=span.queries, BLOCK_K=span.keys,
         num_warps=span.warps, num_stages=span.stages, **early(),
     )  # fmt: skip
     return out
@@ -164,7 +164,8 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, frames: Tensor, chunk: int) -
 
 @triton.jit(do_not_specialize=["B", "T", "step"])
 def _append(
-    keys_ptr, values_ptr, table_ptr, B, T, H, step, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    keys_ptr, values_ptr, table_ptr, B, T, H, step,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
     head, row, layer = tl.program_id(1) % H, tl.program_id(1) // H, tl.program_id(2)
@@ -176,9 +177,9 @@ def _append(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     lane = tl.arange(0, D)[None, :]
     mask = (at < count)[:, None]
-    chunk = ((layer * 2 * B + row).to(tl.int64) * H + head) * T * D
+    chunk = ((layer * ROWS * B + row).to(tl.int64) * H + head) * T * D
     source = chunk + (kept - count + at)[:, None] * D + lane
-    of_plane = (((step * tl.num_programs(2) + layer) * 2 + guidance) * H + head) * length * D
+    of_plane = (((step * tl.num_programs(2) + layer) * ROWS + guidance) * H + head) * length * D
     target = of_plane + ((place + at) % length)[:, None] * D + lane
     keys = _address(table_ptr + 8 * B + stream, keys_ptr.dtype)
     tl.store(keys + target, tl.load(keys_ptr + source, mask=mask), mask=mask)
@@ -190,11 +191,14 @@ def append(keys: Tensor, values: Tensor, table: Tensor, step: int) -> None:
     """Store frames of each stream at one step, keys and values (depth, R, H, T, D), in its ring or prompt.
 
     The table is that of `attend_paged` with further rows: 6 index of a stream's next frame there, 8 and 9 address of
-    its keys and of its values (steps, depth, 2, H, length, D), 10 length, 11 how many frames to store, from the row's
-    first on; of more than there is room for, the last ones.
+    its keys and of its values (steps, depth, R / B, H, length, D), 10 length, 11 how many frames to store, from the
+    row's first on; of more than there is room for, the last ones.
     """
     depth, R, H, T, D = keys.shape
-    _append[(triton.cdiv(T, 32), R * H, depth)](keys, values, table, R // 2, T, H, step, D=D, BLOCK=32, **early())
+    B = table.shape[1]
+    _append[(triton.cdiv(T, 32), R * H, depth)](
+        keys, values, table, B, T, H, step, ROWS=R // B, D=D, BLOCK=32, **early()
+    )  # fmt: skip
 
 
 @triton.jit

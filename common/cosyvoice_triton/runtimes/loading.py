@@ -61,7 +61,8 @@ def use_runtime(
             raise ValueError(f"there are no TensorRT plans in {weight.dtype}: set flow_precision=float16")
         if max_hop_tokens > MAX_HOP_TOKENS:
             raise ValueError(f"TensorRT plans are for max_hop_tokens up to {MAX_HOP_TOKENS}, not {max_hop_tokens}")
-    uses = {workload.use: workload for workload in workloads(stack, PRECISIONS.get(weight.dtype, "float32"))}
+    precision = PRECISIONS.get(weight.dtype, "float32")
+    uses = {workload.use: workload for workload in workloads(stack, precision, flow.decoder.rows)}
     loaded: dict[str, Network] = {}  # ONNX networks by file; each use has its own plan
 
     def load(use: str) -> Network:

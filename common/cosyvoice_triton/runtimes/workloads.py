@@ -1,6 +1,6 @@
 """The shapes and the precision of each network in serving, for which its TensorRT plan has to be built.
 
-A batch has two rows per stream, because of classifier-free guidance. A plan's memory grows with the product of its
+A batch has two rows per stream if there is classifier-free guidance. A plan's memory grows with the product of its
 largest sizes, so uses with very different shapes have separate plans.
 """
 
@@ -68,9 +68,11 @@ class Workload:
         return tuple(self.profile[axes[axis]][of] if axis in axes else size for axis, size in enumerate(shape))
 
 
-def workloads(stack: Stack, precision: PlanPrecision) -> tuple[Workload, ...]:
-    """Return every use of every network of a stack that TensorRT can run; `precision` is the flow's."""
-    one, rows = (2, 2, 2), (2, 2 * USUAL_BATCH, 2 * MAX_BATCH)  # a conditional and an unconditional one of each stream
+def workloads(stack: Stack, precision: PlanPrecision, of_stream: int = 2) -> tuple[Workload, ...]:
+    """Return every use of every network of a stack that TensorRT can run; `precision` is the flow's. of_stream: rows of
+    each stream, see `FlowConfig.rows`."""
+    one = (of_stream,) * 3
+    rows = (of_stream, of_stream * USUAL_BATCH, of_stream * MAX_BATCH)
     prompt = int(MAX_REFERENCE_SECONDS * MEL_RATE)
     usual_prompt = USUAL_PROMPT_SECONDS * MEL_RATE
     usual_whole = usual_prompt + USUAL_SECONDS * MEL_RATE

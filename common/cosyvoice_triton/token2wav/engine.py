@@ -21,11 +21,12 @@ from torch import Tensor
 
 from cosyvoice_triton.batches import isolated
 from cosyvoice_triton.config import FlowRuntime, Token2WavConfig
-from cosyvoice_triton.constants import EULER_STEPS, LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
 from cosyvoice_triton.device import new_stream
 from cosyvoice_triton.errors import is_fatal
 from cosyvoice_triton.monitoring import faults
 from cosyvoice_triton.monitoring.metrics import EVICTED, FAILED, FALLBACKS, RETRIED, Values
+from cosyvoice_triton.networks.flow.config import euler_steps
 from cosyvoice_triton.profiles import choose
 from cosyvoice_triton.runtimes.loading import flow_runtime
 from cosyvoice_triton.stacks import Stack
@@ -97,13 +98,14 @@ class Token2Wav:
         limits: BatchLimits,
         precision: Precision,
         runtime: FlowRuntime = "auto",
-        steps: int = EULER_STEPS,
+        steps: int | None = None,
         plan: Callable[[Precision], MemoryPlan | int] = lambda _: UNPLANNED_VOICES,
         read: Callable[[str], Reading] = Reading.of,
         asked: Precision | None = None,
     ) -> "Token2Wav":
         """The networks of a stack from its checkpoint directory, and the runtime's own files.
 
+        steps: of the Euler solve; None: the checkpoint's.
         runtime: of the flow's estimator. "torch" on a GPU captures no CUDA graphs: start-up is fast and most of the
         memory stays free, which suits whole utterances. plan: returns the bytes for prompt caches or, on a GPU, a plan
             that has the limits, too, and the rest of the memory for prompt caches, as `read` measures it after loading.
@@ -111,6 +113,7 @@ class Token2Wav:
         ValueError for a checkpoint that does not fit, see also `Precision.checked`.
         """
         _use(device)
+        steps = euler_steps(Path(model_dir) / stack.flow, steps)
         again = partial(cls.load, stack, model_dir, device=device, limits=limits, runtime=runtime, steps=steps)
         again = partial(again, plan=plan, read=read)
         runtime = flow_runtime(runtime, device)

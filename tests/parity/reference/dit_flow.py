@@ -62,7 +62,7 @@ def prefill(
     B, frames = prompt_token.shape[0], prompt_feat.shape[1]
     cache = DiTFlowCache(
         encoder=EncoderCache.empty(flow.encoder, B),
-        estimator=flow.decoder.estimator.empty_cache(steps, rows=2 * B),
+        estimator=flow.decoder.estimator.empty_cache(steps, rows=flow.decoder.rows * B),
         speaker=flow.project_speaker(embedding),
         prompt_frames=frames,
         frames=0,

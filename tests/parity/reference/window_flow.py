@@ -34,7 +34,7 @@ def inference(
     """
     mu = encode(flow, torch.cat([prompt_token, token], dim=1), streaming=streaming, final=final)
     B, _, T = mu.shape
-    valid = valid_frames(torch.full((2 * B,), T, device=mu.device), T)  # 2 B: rows of the guidance batch
+    valid = valid_frames(torch.full((flow.decoder.rows * B,), T, device=mu.device), T)
     estimator = flow.decoder.estimator
     mel = flow.decoder.solve(
         lambda _, *rows: estimator(*rows, valid=valid, streaming=streaming),

@@ -48,7 +48,7 @@ class MelFlow(nn.Module, Generic[Estimator]):
         mu (B, mel, T): encoder output; valid (B, 1, T) bool: frames that are not padding; prompt_feat (B, P, mel): the
         prompt's mel, zero-padded; embedding (B, speaker_dim): x-vector; noise (1 or B, mel, T).
         """
-        valid = valid.repeat(2, 1, 1)  # for both halves of the guidance batch
+        valid = valid.repeat(self.decoder.rows, 1, 1)
         estimator = self.decoder.estimator
         return self.decoder.solve(
             lambda _, *rows: estimator(*rows, valid=valid),
@@ -79,7 +79,7 @@ class ConformerFlow(MelFlow[Estimator]):
         super().__init__(config, config.encoder.width)
         self.encoder = UpsampleConformerEncoder(config.encoder)
         self.encoder_proj = nn.Linear(config.encoder.width, config.mel_bins)
-        self.decoder = FlowMatching(estimator, config.guidance)
+        self.decoder = FlowMatching(estimator, config.guidance, config.time_grid)
 
     def encode_window(self, tokens: Tensor, visible: Tensor) -> Tensor:
         """See `MelFlow.encode_window` and the encoder's `forward`."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cosyvoice_triton.checkpoint import load_strict, read_state, shapes_of
-from cosyvoice_triton.networks.flow.config import CosyVoice3FlowConfig, DiTFlowConfig, UNetFlowConfig
+from cosyvoice_triton.networks.flow.config import CosyVoice3FlowConfig, DiTFlowConfig, UNetFlowConfig, stated_solve
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow, rotary_frequencies
 from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.networks.flow.unet import UNetFlow
@@ -19,7 +19,7 @@ def load_unet_flow(
     """CosyVoice2's `flow.pt`. ValueError names the file, or every key and shape that does not fit."""
     state = read_state(path)
     with torch.device("meta"):
-        flow = UNetFlow(UNetFlowConfig.from_shapes(shapes_of(state)))
+        flow = UNetFlow(UNetFlowConfig.from_shapes(shapes_of(state), **stated_solve(Path(path))))
     return load_strict(flow, state, device, dtype)
 
 
@@ -27,7 +27,7 @@ def load_dit_flow(path: Path | str, device: torch.device | str = "cpu", dtype: t
     """Step-Audio2's `token2wav/flow.pt`. ValueError names the file, or every key and shape that does not fit."""
     state = read_state(path)
     with torch.device("meta"):
-        flow = DiTFlow(DiTFlowConfig.from_shapes(shapes_of(state)))
+        flow = DiTFlow(DiTFlowConfig.from_shapes(shapes_of(state), **stated_solve(Path(path))))
     return load_strict(flow, state, device, dtype)
 
 
@@ -40,7 +40,7 @@ def load_cosyvoice3_flow(
     """CosyVoice3's `flow.pt`. ValueError names the file, or every key and shape that does not fit."""
     state = read_state(path)
     with torch.device("meta"):
-        flow = CosyVoice3Flow(CosyVoice3FlowConfig.from_shapes(shapes_of(state)))
+        flow = CosyVoice3Flow(CosyVoice3FlowConfig.from_shapes(shapes_of(state), **stated_solve(Path(path))))
     return load_strict(flow, without_rotary(state), device, dtype)
 
 

@@ -1,11 +1,15 @@
 """Sizes of the flow networks. Defaults are the official sizes; `from_shapes` reads them from a checkpoint's tensors."""
 
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from cosyvoice_triton.checkpoint import Shapes
 from cosyvoice_triton.constants import (
+    EULER_STEPS,
     FLOW_CHUNK_TOKENS,
     GUIDANCE,
     LOOKAHEAD_TOKENS,
@@ -131,25 +135,77 @@ class DiTConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowConfig:
-    """What all flows share: token embedding, speaker projection, guidance.
+    """What all flows share: token embedding, speaker projection, and how the mel is solved, which no tensor shows.
 
-    guidance: weight of classifier-free guidance (upstream's `inference_cfg_rate`); no tensor shows it.
+    steps: of the Euler solve. time_grid: where they begin, and the end of the last one; empty: upstream's cosine.
+    guidance: weight of classifier-free guidance (upstream's `inference_cfg_rate`); 0: the network was trained to need
+    none, so that a stream has no unconditional row. ValueError if they do not fit together.
     """
 
     vocab: int = SPEECH_VOCAB
     speaker_dim: int = SPEAKER_DIM
     mel_bins: int = MEL_BINS
+    steps: int = EULER_STEPS
+    time_grid: tuple[float, ...] = ()
     guidance: float = GUIDANCE
 
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.guidance < 0:
+            raise ValueError(f"a flow of {self.steps} steps and guidance {self.guidance:g}: use 1 or more, 0 or more")
+        check_time_grid(self.time_grid, self.steps)
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a batch for each stream: a conditional one, and an unconditional one if there is
+        guidance."""
+        return 2 if self.guidance else 1
+
     @classmethod
-    def from_shapes(cls: type[FlowConfigT], shapes: Shapes) -> FlowConfigT:
+    def from_shapes(cls: type[FlowConfigT], shapes: Shapes, **solve: Any) -> FlowConfigT:
+        """Read the sizes of tensors; `solve`: what the checkpoint states in addition, see `stated_solve`."""
         parts: dict[str, Any] = {part.name: part.default_factory for part in fields(cls) if part.name in PARTS}
         return cls(
             vocab=_size(shapes, "input_embedding.weight"),
             speaker_dim=_size(shapes, "spk_embed_affine_layer.weight", 1),
             mel_bins=_size(shapes, "spk_embed_affine_layer.weight"),
             **{name: part.from_shapes(shapes) for name, part in parts.items()},
+            **solve,
         )
+
+
+def check_time_grid(time_grid: Sequence[float], steps: int) -> None:
+    """ValueError unless the times are empty or those of so many steps."""
+    rises = all(before < after for before, after in zip(time_grid, time_grid[1:], strict=False))
+    if time_grid and not (len(time_grid) == steps + 1 and time_grid[0] == 0 and time_grid[-1] == 1 and rises):
+        raise ValueError(f"time_grid {list(time_grid)} is not {steps + 1} rising times from 0 to 1, for {steps} steps")
+
+
+def stated_solve(flow: Path) -> dict[str, Any]:
+    """Return what a checkpoint states of its solve, in a JSON next to its `flow.pt`: `steps`, `time_grid`, `guidance`.
+
+    Nothing without the file: the solve is upstream's. ValueError naming what is unknown or unreadable.
+    """
+    path = flow.with_suffix(".json")
+    if not path.exists():
+        return {}
+    try:
+        stated = json.loads(path.read_text(encoding="utf-8"))
+        if unknown := stated.keys() - {"steps", "time_grid", "guidance"}:
+            raise ValueError(f"it has {sorted(unknown)}; use steps, time_grid and guidance")
+        FlowConfig(**(stated := stated | {"time_grid": tuple(stated.get("time_grid", ()))}))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    return stated
+
+
+def euler_steps(flow: Path, asked: int | None = None) -> int:
+    """Return the Euler steps of a checkpoint, or those that are asked for. ValueError if it has a grid of others."""
+    config = FlowConfig(**stated_solve(flow))
+    if asked and asked != config.steps and config.time_grid:
+        raise ValueError(
+            f"n_timesteps {asked}: {flow} has a time_grid of {config.steps} steps: leave n_timesteps empty"
+        )
+    return asked or config.steps
 
 
 @dataclass(frozen=True, kw_only=True)

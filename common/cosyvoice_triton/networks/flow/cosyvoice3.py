@@ -205,7 +205,7 @@ class CosyVoice3Flow(MelFlow[RotaryDiTEstimator]):
         super().__init__(config, config.encoder.width)
         self.config = config
         self.pre_lookahead_layer = LookaheadLayer(config.encoder.width, config.encoder.hidden, config.encoder.lookahead)
-        self.decoder = FlowMatching(RotaryDiTEstimator(config.estimator), config.guidance)
+        self.decoder = FlowMatching(RotaryDiTEstimator(config.estimator), config.guidance, config.time_grid)
 
     def encode_window(self, tokens: Tensor, visible: Tensor) -> Tensor:
         """See `MelFlow.encode_window`; there is no attention, so `visible` changes nothing."""

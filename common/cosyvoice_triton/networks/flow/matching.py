@@ -1,23 +1,28 @@
 """Conditional flow matching: the time schedule, classifier-free guidance and the Euler solve."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-# (Euler step, x (2B, C, T), time (2B,), encoder output (2B, C, T), speaker (2B, C), condition (2B, C, T)) -> (2B, C, T)
+from cosyvoice_triton.networks.flow.config import check_time_grid
+
+# (Euler step, x (R, C, T), time (R,), encoder output (R, C, T), speaker (R, C), condition (R, C, T)) -> (R, C, T)
 Velocity = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 Estimator = TypeVar("Estimator", bound=nn.Module)
 
 
-def time_schedule(steps: int) -> tuple[list[float], list[float]]:
-    """Times and step widths of the cosine schedule t = 1 - cos(pi / 2 * i / steps), dense near the noise (t = 0).
+def time_schedule(steps: int, time_grid: Sequence[float] = ()) -> tuple[list[float], list[float]]:
+    """Return times and step widths of a grid; without one, of the cosine t = 1 - cos(pi / 2 * i / steps), dense near
+    the noise (t = 0). ValueError if a grid is of other steps.
 
     Time is accumulated in float32 and widths are differences to the accumulated time, as in upstream's solver.
     """
-    span = 1 - torch.cos(torch.linspace(0, 1, steps + 1, dtype=torch.float32) * 0.5 * torch.pi)
+    check_time_grid(time_grid, steps)
+    cosine = 1 - torch.cos(torch.linspace(0, 1, steps + 1, dtype=torch.float32) * 0.5 * torch.pi)
+    span = torch.tensor(time_grid, dtype=torch.float32) if time_grid else cosine
     time, times, widths = span[0], [], []
     for following in span[1:]:
         width = following - time
@@ -30,13 +35,26 @@ def time_schedule(steps: int) -> tuple[list[float], list[float]]:
 class FlowMatching(nn.Module, Generic[Estimator]):
     """Euler solve from noise to mel. Holds the estimator under the checkpoint's key `decoder.estimator`.
 
-    guidance: weight w of classifier-free guidance, velocity = (1 + w) * conditional - w * unconditional.
+    guidance, time_grid: see `FlowConfig`. A batch has `rows` rows for each stream, the conditional ones first.
     """
 
-    def __init__(self, estimator: Estimator, guidance: float) -> None:
+    def __init__(self, estimator: Estimator, guidance: float, time_grid: Sequence[float] = ()) -> None:
         super().__init__()
         self.estimator = estimator
         self.guidance = guidance
+        self.rows = 2 if guidance else 1
+        self._time_grid = time_grid
+
+    def schedule(self, steps: int) -> tuple[list[float], list[float]]:
+        """Return times and step widths, see `time_schedule`."""
+        return time_schedule(steps, self._time_grid)
+
+    def guided(self, velocity: Tensor) -> Tensor:
+        """Return the velocity of streams, given that of their rows: (1 + w) * conditional - w * unconditional."""
+        if self.rows == 1:
+            return velocity
+        conditional, unconditional = velocity.chunk(2)
+        return (1 + self.guidance) * conditional - self.guidance * unconditional
 
     def solve(
         self,
@@ -50,18 +68,18 @@ class FlowMatching(nn.Module, Generic[Estimator]):
     ) -> Tensor:
         """noise (1 or B, C, T), mu and condition (B, C, T), speaker (B, C) -> mel (B, C, T).
 
-        Conditional and unconditional rows are one batch, conditional rows first. The state keeps the dtype of the
-        noise (float32), whatever the estimator computes in. An exception of `before_step` ends the solve.
+        Conditional and unconditional rows are one batch. The state keeps the dtype of the noise (float32), whatever the
+        estimator computes in. An exception of `before_step` ends the solve.
         """
         B = mu.shape[0]
-        times, widths = time_schedule(steps)
+        times, widths = self.schedule(steps)
         # One time value per row: exported estimators take it as (rows,).
-        time_rows = torch.tensor(times, device=mu.device)[:, None].repeat(1, 2 * B)
-        mu, speaker, condition = (torch.cat([part, torch.zeros_like(part)]) for part in (mu, speaker, condition))
+        time_rows = torch.tensor(times, device=mu.device)[:, None].repeat(1, self.rows * B)
+        if self.rows > 1:
+            mu, speaker, condition = (torch.cat([part, torch.zeros_like(part)]) for part in (mu, speaker, condition))
         x = noise.expand(B, -1, -1)
         for step, width in enumerate(widths):
             before_step()
-            rows = torch.cat([x, x]).to(mu.dtype)
-            conditional, unconditional = velocity(step, rows, time_rows[step], mu, speaker, condition).chunk(2)
-            x = x + width * ((1 + self.guidance) * conditional - self.guidance * unconditional)
+            rows = x.repeat(self.rows, 1, 1).to(mu.dtype)
+            x = x + width * self.guided(velocity(step, rows, time_rows[step], mu, speaker, condition))
         return x

@@ -61,7 +61,9 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         )
         self._prompts = prompts
         weight = network.spk_embed_affine_layer.weight
-        self._pool = StreamCachePool(network.config.estimator, weight, steps, limits.max_streams, cache_frames)
+        self._pool = StreamCachePool(
+            network.config.estimator, weight, steps, limits.max_streams, cache_frames, network.decoder.rows
+        )
         self._solve: Solve
         if self._graphed:
             from cosyvoice_triton import kernels  # they need Triton

@@ -77,7 +77,7 @@ class GraphedSolve:
                 history = self._prefill(mu[of], speaker[of], table.to(mu.device), mel[of])
             else:
                 history = self._prompts.run(size, mu[of], speaker[of], table, mel[of])
-            left += prefilled(prompts, history)
+            left += prefilled(prompts, history, self._pool.rows)
         return left
 
     def run(self, streams: Sequence[CachedStream], rows: Sequence[Row], mu: Tensor, known: Tensor | None) -> Tensor:
@@ -102,7 +102,7 @@ class GraphedSolve:
         `Scratch`; their keys and values go where the table says."""
         solver, (B, T, _) = self._solver, mu.shape
         starts, frames, kept = table[7], table[5], table[11]
-        rows = solver.rows(starts, frames, kept, T, PagedContext(self._pool, table), solver.no_history(2 * B))
+        rows = solver.rows(starts, frames, kept, T, PagedContext(self._pool, table), solver.no_history(B))
         solver.solve(self._noise.gather(starts, T), solver.conditions(mu, speaker, mel), rows)
         return rows.scratch.next_history
 

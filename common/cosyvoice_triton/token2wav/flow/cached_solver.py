@@ -5,19 +5,19 @@ per Euler step when the model loads, and the part of the input that is the same 
 are fused: queries, keys and values; a convolution as one matrix product. One definition serves all devices, over
 `Operations`.
 
-A batch of B streams has R = 2 B rows, the conditional ones first.
+A batch of B streams has R rows: B, or with guidance 2 B, the conditional ones first.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cosyvoice_triton.networks.flow.config import DiTConfig, RotaryDiTConfig
-from cosyvoice_triton.networks.flow.matching import time_schedule
+from cosyvoice_triton.networks.flow.matching import FlowMatching
 
 NORM_EPS = 1e-6  # of the norms that adaLN modulates, in both estimators
 
@@ -115,7 +115,7 @@ class CachedSolver(ABC):
         config: DiTConfig | RotaryDiTConfig,
         ends: InputOutputProjections,
         operations: Operations,
-        guidance: float,
+        decoder: FlowMatching[Any],
         steps: int,
     ):
         self.steps, self.depth, self.heads, self.head_dim = steps, config.depth, config.heads, config.head_dim
@@ -124,8 +124,8 @@ class CachedSolver(ABC):
         self.device, self.dtype = ends.input.device, ends.input.dtype
         self._histories = config.conv_pairs, config.conv_kernel - 1
         self._operations = operations
-        self._guidance = guidance
-        self._widths = time_schedule(steps)[1]
+        self._decoder = decoder
+        self._widths = decoder.schedule(steps)[1]
         self._ends = ends
         self._input = ends.input[:, : self.mel_bins].contiguous()
         self._static = ends.input[:, self.mel_bins :].contiguous()
@@ -138,12 +138,14 @@ class CachedSolver(ABC):
         known = torch.zeros_like(mu) if known is None else known
         parts = torch.cat([mu, speaker[:, None].expand_as(mu), known], dim=-1)
         conditional = F.linear(parts, self._static, self._ends.input_bias)
+        if self._decoder.rows == 1:
+            return conditional
         return torch.cat([conditional, self._ends.input_bias.expand_as(conditional)])
 
-    def no_history(self, rows: int) -> Tensor:
-        """Return the convolution history of streams that begin: zeros."""
+    def no_history(self, streams: int) -> Tensor:
+        """Return the convolution history of the rows of streams that begin: zeros."""
         pairs, reach = self._histories
-        return self._static.new_zeros(self.steps, pairs, 2, rows, reach, len(self._static))
+        return self._static.new_zeros(self.steps, pairs, 2, self._decoder.rows * streams, reach, len(self._static))
 
     def rows(self, starts: Tensor, frames: Tensor, kept: Tensor, T: int, context: Context, history: Tensor) -> Rows:
         """Make the rows, with buffers for up to T frames each, given the convolutions' history of all R rows."""
@@ -156,13 +158,12 @@ class CachedSolver(ABC):
         x, scratch = noise, rows.scratch
         for step, width in enumerate(self._widths):
             h = F.linear(x.to(self.dtype), self._input)
-            h = (h + conditions.unflatten(0, (2, -1))).flatten(0, 1)  # (B, T, C) -> (2, B, T, C) -> (R, T, C)
+            h = (h + conditions.unflatten(0, (-1, len(h)))).flatten(0, 1)  # (B, T, C) -> (R / B, B, T, C) -> (R, T, C)
             h = self._begin(h, step, rows)
             for layer in range(self.depth):
                 h = self._block(h, step, layer, rows)
             rows.context.keep(step, scratch.keys, scratch.values)
-            conditional, unconditional = self._velocity(h, step).float().chunk(2)
-            x = x + width * ((1 + self._guidance) * conditional - self._guidance * unconditional)
+            x = x + width * self._decoder.guided(self._velocity(h, step).float())
         return x
 
     def _begin(self, h: Tensor, step: int, rows: Rows) -> Tensor:

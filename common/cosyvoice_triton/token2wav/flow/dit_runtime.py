@@ -25,7 +25,9 @@ class ChunkwiseSolve:
         left = []
         for index, count in enumerate(frames):  # of different lengths, which the estimator cannot take in one batch
             row = slice(index, index + 1)
-            caches = self._decoder.estimator.empty_cache(self._pool.keys.shape[1], rows=2).with_room(count)
+            caches = self._decoder.estimator.empty_cache(self._pool.keys.shape[1], rows=self._pool.rows).with_room(
+                count
+            )
             starts = torch.zeros(1, dtype=torch.int64, device=mu.device)
             self._advance(caches, starts, mu[row, :count], speaker[row], mel[row, :count])
             history = caches.conv.transpose(-1, -2).contiguous()  # (.., C, frame) -> (.., frame, C)
@@ -73,7 +75,7 @@ class ChunkwiseSolve:
         return mel.transpose(1, 2)  # (B, mel, T) -> (B, T, mel)
 
     def _context(self, streams: Sequence[CachedStream]) -> KeyValues:
-        """Keys and values of the prompts and streams, gathered: (steps, depth, 2 B, H, K, D)."""
+        """Keys and values of the prompts and streams, gathered: (steps, depth, R, H, K, D)."""
         prompts, pool = [stream.prompt.attention for stream in streams], self._pool
         return KeyValues(
             _gathered(streams, [prompt.keys for prompt in prompts], pool.keys),
@@ -82,7 +84,7 @@ class ChunkwiseSolve:
 
 
 def _gathered(streams: Sequence[CachedStream], prompts: list[Tensor], rings: Tensor) -> Tensor:
-    """(steps, depth, 2, H, K, D) of each stream -> (steps, depth, 2 B, H, K, D), the conditional rows first"""
+    """(steps, depth, R / B, H, K, D) of each stream -> (steps, depth, R, H, K, D), the conditional rows first"""
     contexts = [
         torch.cat([prompt, rings[stream.cache.slot, ..., : stream.cache.frames, :]], dim=-2)
         for stream, prompt in zip(streams, prompts, strict=True)

@@ -9,7 +9,6 @@ from torch import Tensor
 from cosyvoice_triton.constants import EULER_STEPS
 from cosyvoice_triton.networks.flow.dit import DiTBlock, DiTEstimator, DiTFlow
 from cosyvoice_triton.networks.flow.layers import by_taps
-from cosyvoice_triton.networks.flow.matching import time_schedule
 from cosyvoice_triton.token2wav.flow.cached_solver import (
     NORM_EPS,
     CachedSolver,
@@ -62,7 +61,7 @@ class DiTSolver(CachedSolver):
         blocks: list[Any] = list(estimator.blocks)
         self._blocks = [_block_weights(block) for block in blocks]
         projection, last = estimator.in_proj, estimator.final_layer
-        times = torch.tensor(time_schedule(steps)[0], device=projection.weight.device)
+        times = torch.tensor(network.decoder.schedule(steps)[0], device=projection.weight.device)
         embedded = estimator.t_embedder(times, projection.weight.dtype)  # (steps, C)
         modulation = [block.adaLN_modulation(embedded).unflatten(-1, (9, -1)) for block in blocks]
         parts = torch.stack(modulation, dim=1)  # (steps, depth, 9, C): shift, scale, gate of each part
@@ -72,7 +71,7 @@ class DiTSolver(CachedSolver):
         ends = InputOutputProjections(
             projection.weight, projection.bias, last.linear.weight, last.linear.bias, 1 + scale, shift
         )
-        super().__init__(estimator.config, ends, operations, network.decoder.guidance, steps)
+        super().__init__(estimator.config, ends, operations, network.decoder, steps)
 
     def _block(self, h: Tensor, step: int, layer: int, rows: Rows) -> Tensor:
         w, m, scratch = self._blocks[layer], self._modulation[step][layer], rows.scratch

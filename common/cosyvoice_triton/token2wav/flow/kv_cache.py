@@ -60,13 +60,14 @@ class StreamCachePool:
     The last slot is scratch: padding rows of a batch write to it.
     """
 
-    def __init__(self, config: CachedConfig, like: Tensor, steps: int, slots: int, frames: int):
-        """`like`: a tensor of the pool's device and dtype. frames: of a ring."""
+    def __init__(self, config: CachedConfig, like: Tensor, steps: int, slots: int, frames: int, rows: int = 2):
+        """`like`: a tensor of the pool's device and dtype. frames: of a ring. rows: of a stream in a batch."""
         reach = config.conv_kernel - 1
-        self.keys = like.new_zeros(slots + 1, steps, config.depth, 2, config.heads, frames, config.head_dim)
+        self.rows = rows
+        self.keys = like.new_zeros(slots + 1, steps, config.depth, rows, config.heads, frames, config.head_dim)
         self.values = torch.zeros_like(self.keys)
         # (.., convolution, guidance row, frame, C)
-        self.history = like.new_zeros(slots + 1, steps, config.conv_pairs, 2, 2, reach, config.width)
+        self.history = like.new_zeros(slots + 1, steps, config.conv_pairs, 2, rows, reach, config.width)
         self.frames = frames
         self.slots = slots
         self.mask_chunk = config.chunk_frames
@@ -109,11 +110,11 @@ class StreamCachePool:
     def history_of(self, slots: Tensor) -> Tensor:
         """Read the convolution histories of B streams, slots (B,) -> (steps, pair, convolution, R, frame, C)."""
         history = self.history[slots]  # (B, steps, pair, convolution, guidance row, frame, C)
-        return history.permute(1, 2, 3, 4, 0, 5, 6).flatten(3, 4)
+        return history.permute(1, 2, 3, 4, 0, 5, 6).flatten(3, 4).contiguous()
 
     def keep_history(self, slots: Tensor, history: Tensor) -> None:
         """Store convolution histories, shaped as `history_of` returns them."""
-        self.history.index_copy_(0, slots, history.unflatten(3, (2, -1)).permute(4, 0, 1, 2, 3, 5, 6))
+        self.history.index_copy_(0, slots, history.unflatten(3, (self.rows, -1)).permute(4, 0, 1, 2, 3, 5, 6))
 
     def row(self, stream: CachedStream, rendered: int) -> Row:
         """Return the row of a stream's chunk, given how many of its tokens are rendered then. Where the mask has
@@ -127,8 +128,8 @@ class StreamCachePool:
         return frames - frames % self.mask_chunk if self.mask_chunk else frames
 
     def append(self, stream_cache: StreamCache, row: Row, index: int, step: int, keys: Tensor, values: Tensor) -> None:
-        """Copy what row `index` of one step of a solve keeps, of (depth, 2 B, H, T, D), into its stream's ring."""
-        B = keys.shape[1] // 2  # the two guidance rows of a stream are B apart
+        """Copy what row `index` of one step of a solve keeps, of (depth, R, H, T, D), into its stream's ring."""
+        B = keys.shape[1] // self.rows  # the rows of a stream are B apart
         count = min(row.kept, self.frames)
         first = min(count, self.frames - stream_cache.next)  # up to the ring's end; the rest goes to its start
         for ring, new in ((self.keys, keys), (self.values, values)):

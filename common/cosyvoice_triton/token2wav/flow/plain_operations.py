@@ -72,6 +72,6 @@ def _after(history: History, x: Tensor) -> Tensor:
     last frames of those that each row keeps."""
     old, new, kept = history
     x = torch.cat([old, x], dim=1)
-    at = (kept.repeat(2)[:, None] + torch.arange(old.shape[1], device=x.device)).long()
+    at = (kept.repeat(len(x) // len(kept))[:, None] + torch.arange(old.shape[1], device=x.device)).long()
     torch.gather(x, 1, at[:, :, None].expand(-1, -1, x.shape[2]), out=new)
     return x

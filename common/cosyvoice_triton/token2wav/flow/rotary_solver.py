@@ -15,7 +15,6 @@ from cosyvoice_triton.networks.flow.cosyvoice3 import (
     rotary,
     rotary_frequencies,
 )
-from cosyvoice_triton.networks.flow.matching import time_schedule
 from cosyvoice_triton.token2wav.flow.cached_solver import (
     NORM_EPS,
     CachedSolver,
@@ -60,7 +59,9 @@ class RotarySolver(CachedSolver):
         self._blocks = [_block_weights(block) for block in blocks]
         embedding = estimator.input_embed
         weight = embedding.proj.weight
-        time = estimator.time_embed(torch.tensor(time_schedule(steps)[0], device=weight.device), weight.dtype)
+        time = estimator.time_embed(
+            torch.tensor(network.decoder.schedule(steps)[0], device=weight.device), weight.dtype
+        )
         modulation = [[part[:, 0] for part in block.attn_norm(time)] for block in blocks]  # of each 6 x (steps, C)
         self._modulation = [[_modulation(parts, step) for parts in modulation] for step in range(steps)]
         # The network's inputs are noisy mel, known mel, encoder output, speaker.
@@ -68,7 +69,7 @@ class RotarySolver(CachedSolver):
         scale, shift = estimator.norm_out.linear(F.silu(time)).chunk(2, dim=-1)
         last = estimator.proj_out
         ends = InputOutputProjections(ordered, embedding.proj.bias, last.weight, last.bias, 1 + scale, shift)
-        super().__init__(estimator.config, ends, operations, network.decoder.guidance, steps)
+        super().__init__(estimator.config, ends, operations, network.decoder, steps)
         groups = estimator.config.conv_groups
         convolutions: list[Any] = [layer[0] for layer in cast(Any, embedding.conv_pos_embed.children())]
         self._convolutions = [(_by_group(conv.weight, groups), conv.bias) for conv in convolutions]

@@ -47,10 +47,10 @@ class GatheredSolve:
         (B, T, _), solver = mu.shape, self._solver
         starts, lengths = torch.zeros(B, dtype=torch.int64, device=mu.device), torch.tensor(frames, device=mu.device)
         prompts = [self._pool.empty_attention(count) for count in frames]
-        context = NoContext(lengths, T, prompts, self._pool.mask_chunk)
-        rows = solver.rows(starts, lengths, lengths, T, context, solver.no_history(2 * B))
+        context = NoContext(lengths.repeat(self._pool.rows), T, prompts, self._pool.mask_chunk)
+        rows = solver.rows(starts, lengths, lengths, T, context, solver.no_history(B))
         solver.solve(self._noise.gather(starts, T), solver.conditions(mu, speaker, mel), rows)
-        return prefilled(prompts, rows.scratch.next_history)
+        return prefilled(prompts, rows.scratch.next_history, self._pool.rows)
 
     def run(self, streams: Sequence[CachedStream], rows: Sequence[Row], mu: Tensor, known: Tensor | None) -> Tensor:
         T, device, solver = mu.shape[1], mu.device, self._solver
@@ -68,26 +68,26 @@ class GatheredSolve:
         return mel
 
 
-def prefilled(prompts: Sequence[KeyValues], history: Tensor) -> list[Prefilled]:
-    """Return what a prefill of B prompts, or more rows of which the first B count, leaves of each: keys and values, and
-    its part of the convolutions' history (steps, pairs, convolution, R, frame, C), copied."""
-    B = history.shape[3] // 2
+def prefilled(prompts: Sequence[KeyValues], history: Tensor, rows: int) -> list[Prefilled]:
+    """Return what a prefill of B prompts, or more of which the first B count, leaves of each: keys and values, and its
+    part of the convolutions' history (steps, pairs, convolution, R, frame, C), copied. rows: of each prompt."""
+    streams = history.shape[3] // rows
     return [
-        Prefilled(attention, history[:, :, :, [index, B + index]])  # the two guidance rows
+        Prefilled(attention, history[:, :, :, [index + row * streams for row in range(rows)]])
         for index, attention in enumerate(prompts)
     ]
 
 
 def own_mask(frames: Tensor, longest: int, mask_chunk: int) -> Tensor:
-    """Which of its own `longest` frames each frame of a row attends to: frames (B,) -> (R, 1 or T, T) bool."""
-    visible = torch.arange(longest, device=frames.device) < frames.repeat(2)[:, None, None]  # (R, 1, T)
+    """Which of its own `longest` frames each frame of a row attends to: frames (R,) -> (R, 1 or T, T) bool."""
+    visible = torch.arange(longest, device=frames.device) < frames[:, None, None]  # (R, 1, T)
     return attention_mask(visible, mask_chunk or None)[:, 0]
 
 
 class NoContext:
     """The context of a prefill: prompts attend to themselves only, and are kept in `prompts`.
 
-    frames (B,): their lengths in rows of `longest` frames.
+    frames (R,): their lengths in rows of `longest` frames.
     """
 
     def __init__(self, frames: Tensor, longest: int, prompts: Sequence[KeyValues], mask_chunk: int):
@@ -99,7 +99,7 @@ class NoContext:
         return merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask))
 
     def keep(self, step: int, keys: Tensor, values: Tensor) -> None:
-        B = keys.shape[1] // 2
+        B = len(self._prompts)
         for index, prompt in enumerate(self._prompts):
             prompt.keys[step] = keys[:, index::B, :, : prompt.frames]
             prompt.values[step] = values[:, index::B, :, : prompt.frames]
@@ -112,23 +112,24 @@ class GatheredContext:
         B = len(streams)
         self._pool, self._streams, self._rows = pool, streams, rows
         lengths = [stream.prompt.frames + stream.cache.frames for stream in streams]
-        steps, depth, _, H, _, D = streams[0].prompt.attention.keys.shape
-        shape = (steps, depth, 2 * B, H, max(lengths), D)
+        steps, depth, per_stream, H, _, D = streams[0].prompt.attention.keys.shape
+        shape = (steps, depth, R := per_stream * B, H, max(lengths), D)
         self._keys = pool.keys.new_zeros(shape)
         self._values = pool.keys.new_zeros(shape)
-        before = torch.zeros(2 * B, 1, max(lengths), dtype=torch.bool, device=pool.keys.device)
+        before = torch.zeros(R, 1, max(lengths), dtype=torch.bool, device=pool.keys.device)
         for index, stream in enumerate(streams):
-            both = [index, B + index]
+            own_rows = slice(index, None, B)
             prompt, stream_cache = stream.prompt, stream.cache
             P, length = prompt.frames, lengths[index]
             for out, of_prompt, of_ring in (
                 (self._keys, prompt.attention.keys, pool.keys),
                 (self._values, prompt.attention.values, pool.values),
             ):
-                out[:, :, both, :, :P] = of_prompt
-                out[:, :, both, :, P:length] = of_ring[stream_cache.slot, ..., : stream_cache.frames, :]
-            before[both, :, :length] = True
-        own = own_mask(torch.tensor([row.frames for row in rows], device=before.device), frames, pool.mask_chunk)
+                out[:, :, own_rows, :, :P] = of_prompt
+                out[:, :, own_rows, :, P:length] = of_ring[stream_cache.slot, ..., : stream_cache.frames, :]
+            before[own_rows, :, :length] = True
+        own_frames = torch.tensor([row.frames for row in rows] * per_stream, device=before.device)
+        own = own_mask(own_frames, frames, pool.mask_chunk)
         visible = torch.cat([before.expand(-1, own.shape[1], -1), own], dim=2)
         self._mask = None if visible.all() else visible[:, None]  # (R, 1, 1 or T, K)
 

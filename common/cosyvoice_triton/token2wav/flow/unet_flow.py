@@ -16,7 +16,6 @@ from torch import Tensor
 from cosyvoice_triton.constants import CONTEXT_TOKENS, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.flow.checkpoint import load_unet_flow
 from cosyvoice_triton.networks.flow.layers import valid_frames
-from cosyvoice_triton.networks.flow.matching import time_schedule
 from cosyvoice_triton.networks.flow.unet import UNetFlow
 from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow
 from cosyvoice_triton.token2wav.flow.encoder_window import Window, with_ahead
@@ -71,7 +70,7 @@ class UNetStreaming(StreamingFlow[WindowStream]):
         self._context = context_tokens
         self._solve: WindowSolve = PlainWindowSolve(network, noise, steps)
         if self._graphed:
-            self._estimator = self._fused(network.decoder.estimator, time_schedule(steps)[0])
+            self._estimator = self._fused(network.decoder.estimator, network.decoder.schedule(steps)[0])
             self._capture()
 
     @property
@@ -151,7 +150,7 @@ class PlainWindowSolve:
     def run(self, chunks: list[WindowChunk], mu: Tensor) -> Tensor:
         T, device = mu.shape[1], mu.device
         frames = torch.tensor([TOKEN_MEL_RATIO * chunk.computed for chunk in chunks], device=device)
-        valid = valid_frames(frames, T).repeat(2, 1, 1)  # rows of the guidance batch
+        valid = valid_frames(frames, T).repeat(self._network.decoder.rows, 1, 1)
         prompts = [chunk.stream.mel[0].to(mu.dtype) for chunk in chunks]
         condition = torch.stack([F.pad(prompt.T, (0, T - len(prompt))) for prompt in prompts])  # (B, mel, T)
         noise = self._noise.at(noise_indices(chunks, T).to(device)).transpose(1, 2)  # (B, T, C) -> (B, C, T)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from cosyvoice_triton.constants import TOKEN_MEL_RATIO
 from cosyvoice_triton.device import pinned
-from cosyvoice_triton.networks.flow.matching import time_schedule
 from cosyvoice_triton.networks.flow.unet import UNetFlow
 from cosyvoice_triton.token2wav.flow.unet_window import WindowChunk, noise_indices
 from cosyvoice_triton.token2wav.gpu.graphs import Graphs
@@ -20,8 +19,8 @@ class FusedEstimator(Protocol):
     """An estimator with fused weights, for fixed flow times."""
 
     def velocity(self, step: int, x: Tensor, frames: Tensor) -> Tensor:
-        """x (R, T, 4 mel): noisy mel, encoder output, speaker, prompt mel; frames (B,) of each stream's own, R = 2 B,
-        the conditional rows first -> the velocity (R, T, mel) at an Euler step."""
+        """x (R, T, 4 mel): noisy mel, encoder output, speaker, prompt mel; frames (B,) of each stream's own, the
+        conditional rows first -> the velocity (R, T, mel) at an Euler step."""
         ...
 
 
@@ -41,9 +40,9 @@ class GraphedWindowSolve:
     ):
         """estimator: of the network, for the times of `steps` steps. sizes: batch and window length, mel frames.
         worker: see `Graphs`. make: makes the graphs."""
-        _, self._widths = time_schedule(steps)
+        _, self._widths = network.decoder.schedule(steps)
         self._estimator = estimator
-        self._guidance = network.decoder.guidance
+        self._decoder = network.decoder
         self._noise = noise
         weight = network.spk_embed_affine_layer.weight
         self._mel_bins, self._device, self._dtype = weight.shape[0], weight.device, weight.dtype
@@ -76,13 +75,12 @@ class GraphedWindowSolve:
         """mu, condition (B, T, mel), speaker (B, mel), frames (B,), noise (B, T) indices -> mel (B, T, mel)"""
         B, T, C = mu.shape
         x = self._noise.at(noise)
-        rows = mu.new_zeros(2, B, T, 4, C)
+        rows = mu.new_zeros(self._decoder.rows, B, T, 4, C)
         rows[0, :, :, 1], rows[0, :, :, 2], rows[0, :, :, 3] = mu, speaker[:, None], condition
         for step, width in enumerate(self._widths):
             rows[:, :, :, 0] = x
             velocity = self._estimator.velocity(step, rows.flatten(3).flatten(0, 1), frames)
-            conditional, unconditional = velocity.float().chunk(2)
-            x = x + width * ((1 + self._guidance) * conditional - self._guidance * unconditional)
+            x = x + width * self._decoder.guided(velocity.float())
         return x
 
     def _inputs(self, B: int, T: int) -> tuple[Tensor, ...]:

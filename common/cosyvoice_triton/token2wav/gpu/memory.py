@@ -24,6 +24,8 @@ from cosyvoice_triton.networks.flow.config import (
     DiTFlowConfig,
     RotaryDiTConfig,
     UNetFlowConfig,
+    euler_steps,
+    stated_solve,
 )
 from cosyvoice_triton.runtimes.loading import flow_runtime
 from cosyvoice_triton.stacks import Stack
@@ -103,7 +105,7 @@ class Networks:
         )
         values, vocoder_values = (sum(map(math.prod, of.values())) for of in (shapes, vocoder))
         return cls(
-            flow=resolve_name(stack.flow_config).from_shapes(shapes),
+            flow=resolve_name(stack.flow_config).from_shapes(shapes, **stated_solve(model_dir / stack.flow)),
             weights=values * flow_size + vocoder_values * vocoder_size + stack.vocoder_noise_bytes,
             vocoder_stream=stack.vocoder_stream_bytes,
             flow_size=flow_size,
@@ -117,7 +119,7 @@ class Networks:
         """Bytes of keys and values of a mel frame, which a flow that computes its window again does not keep."""
         if isinstance(self.flow, UNetFlowConfig):
             return 0
-        return kept_per_frame(self.flow.estimator, self.steps, self.flow_size)
+        return kept_per_frame(self.flow.estimator, self.steps * self.flow.rows, self.flow_size)
 
     @property
     def history(self) -> int:
@@ -125,7 +127,7 @@ class Networks:
         if isinstance(self.flow, UNetFlowConfig):
             return 0
         of = self.flow.estimator
-        return self.steps * of.conv_pairs * 2 * 2 * (of.conv_kernel - 1) * of.width * self.flow_size
+        return self.steps * of.conv_pairs * 2 * self.flow.rows * (of.conv_kernel - 1) * of.width * self.flow_size
 
     def voice(self, seconds: float) -> int:
         """Bytes of the prompt cache of a recording."""
@@ -150,9 +152,10 @@ class Networks:
         return frames * (HOP_SAMPLES * SAMPLE_VALUES * self.vocoder_size + self.frame // self.steps)
 
 
-def kept_per_frame(config: DiTConfig | RotaryDiTConfig, steps: int, size: int) -> int:
-    """Bytes of an estimator's keys and values of a mel frame, in both rows of the guidance. size: bytes per value."""
-    return 2 * steps * config.depth * 2 * config.heads * config.head_dim * size
+def kept_per_frame(config: DiTConfig | RotaryDiTConfig, evaluations: int, size: int) -> int:
+    """Bytes of an estimator's keys and values of a mel frame. evaluations: steps, times the rows of a stream. size:
+    bytes per value."""
+    return evaluations * config.depth * 2 * config.heads * config.head_dim * size
 
 
 def graphs(limits: BatchLimits) -> int:
@@ -284,7 +287,7 @@ def planned(
         Path(config.model_dir),
         flow_size=flow_size,
         vocoder_size=vocoder_size,
-        steps=config.n_timesteps,
+        steps=euler_steps(Path(config.model_dir) / stack.flow, config.n_timesteps),
         prompt_device=config.prompt_device,
     )
     if torch.device(config.device).type != "cuda":
