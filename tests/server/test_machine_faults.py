@@ -252,7 +252,7 @@ def test_paths_with_blanks_are_one_argument_of_the_commands_that_make_starts() -
 @pytest.mark.server
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_two_signals_a_second_apart_leave_nothing_behind(second: signal.Signals, tmp_path: Path) -> None:
-    """The model is still loading then."""
+    """The model is still loading then. What the server says goes to a full disk, which does not stop it."""
     folder = tmp_path / "repository" / "idle"
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").write_text("import time\ntime.sleep(60)\n")
@@ -260,7 +260,7 @@ def test_two_signals_a_second_apart_leave_nothing_behind(second: signal.Signals,
     command = [sys.executable, "-m", "cosyvoice_triton", "serve", str(folder.parent), "--log-file", f"{tmp_path}/log"]
     for name in ("http", "grpc", "metrics", "health"):
         command += [f"--{name}-port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+    with Path("/dev/full").open("wb") as full, subprocess.Popen(command, stdout=full, stderr=full) as process:
         deadline = time.monotonic() + 60
         while len(children := descendants(process.pid)) < 3:  # tritonserver, the sweeper, the stub
             assert time.monotonic() < deadline and process.poll() is None

@@ -218,10 +218,15 @@ def test_memory_of_half_sent_bodies_is_bounded_and_given_back() -> None:
             service.terminate()
 
 
-@pytest.mark.parametrize("header", [b"a," * 10_000, b"\xff", b"a, \xe9"], ids=["long", "byte", "letter"])
+@pytest.mark.parametrize(
+    "header",
+    [*(b"Sec-WebSocket-Protocol: " + each for each in (b"a," * 10_000, b"\xff", b"a, \xe9"))]
+    + [b"Transfer-Encoding: chunked", b"Content-Length: 5"],
+    ids=["long", "byte", "letter", "chunked", "body"],
+)
 def test_a_handshake_that_cannot_be_read_is_answered(url: str, header: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    protocols = KEY + WEBSOCKET + b"Sec-WebSocket-Protocol: " + header + b"\r\n"
-    with opened(url, request(protocols, line=f"GET {SPEECH}/stream HTTP/1.1".encode())) as client:
+    data = request(KEY + WEBSOCKET, line=f"GET {SPEECH}/stream HTTP/1.1".encode())
+    with opened(url, data.replace(b"Content-Length: 0", header)) as client:
         assert [line[:10] for line in answers(client)] == [b"HTTP/1.1 4"]
     assert not [record for record in caplog.records if record.exc_info]
 

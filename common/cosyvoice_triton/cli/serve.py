@@ -11,9 +11,9 @@ server stops. Ctrl-C or a second SIGTERM stops it at once. Health: http://HOST:8
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from cosyvoice_triton.addresses import join
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     try:
         repository = rendered_repository(args)
-        print(f"starting tritonserver over {repository}, log in {args.log_file} ...", flush=True)
+        say(f"starting tritonserver over {repository}, log in {args.log_file} ...")
         server = TritonServer(
             repository.resolve(),
             ports=Ports(args.http_port, args.grpc_port, args.metrics_port),
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         serving.serve(
             server,
             health_port=args.health_port,
-            announce=partial(print, flush=True),
+            announce=say,
             companion=None if args.speech_port is None else speech_sidecar(voices, args.host, args.speech_port),
             notice_seconds=args.notice_seconds,
             drain_seconds=args.drain_seconds,
@@ -118,8 +118,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     except (KeyboardInterrupt, serving.Terminated):
-        print("stopped")
+        say("stopped")
     return 0
+
+
+def say(lines: str) -> None:
+    """Print lines that the server can do without: its output may be a file on a full disk, or a closed pipe."""
+    try:
+        print(lines, flush=True)
+    except OSError:  # Python would try again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def rendered_repository(args: argparse.Namespace) -> Path:

@@ -15,7 +15,6 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
-from websockets.http11 import MAX_LINE_LENGTH, MAX_NUM_HEADERS
 
 from cosyvoice_triton.speech_service.security.budget import ByteBudget, Claim
 from cosyvoice_triton.speech_service.settings import Settings
@@ -120,11 +119,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _should_upgrade(self) -> bool:
         """Return whether the offer is taken: a WebSocket at a route that has one, in a request that `websockets` can
-        read. It leaves one without an answer whose lines are too long or too many."""
+        decode."""
         path = self.url.partition(b"?")[0]
-        longest = max(len(self.url), *(len(name) + len(value) for name, value in self.headers)) + 16
-        readable = longest < MAX_LINE_LENGTH and len(self.headers) < MAX_NUM_HEADERS
-        readable &= all(value.isascii() for name, value in self.headers if name.startswith(b"sec-websocket-"))
+        readable = all(value.isascii() for name, value in self.headers if name.startswith(b"sec-websocket-"))
         return bool(
             super()._should_upgrade() and self.parser.get_method() == b"GET" and path in SOCKET_PATHS and readable
         )
@@ -205,6 +202,12 @@ class LimitedSocket(WebSocketsSansIOProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            # It has a body, or too many or too long lines; uvicorn would not answer.
+            self.close_sent = True
+            self.transport.write(STATUS_LINE[400] + b"connection: close\r\ncontent-length: 0\r\n\r\n")
+            self.transport.close()
+            return
         unfinished = len(self.conn.reader.buffer) + self._fragments
         if not unfinished:
             self._finished()
