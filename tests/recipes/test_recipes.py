@@ -4,6 +4,7 @@ Only the addresses are changed. They speak against the real servers with the tra
 """
 
 import logging
+import os
 import re
 import shlex
 import shutil
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx2 as httpx
 import numpy as np
 import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
@@ -24,7 +26,7 @@ from tests.support.speech_fixtures import until
 
 PAGES = ROOT / "docs" / "recipes"
 CLIENTS = ROOT / "build" / "recipes"  # as in the Makefile
-AGENTS, BRIDGE = CLIENTS / "agents" / "bin" / "python", CLIENTS / "bridge" / "bin" / "python"
+AGENTS, BRIDGE, WEBUI = (CLIENTS / path for path in ("agents/bin/python", "bridge/bin/python", "webui/bin/open-webui"))
 SECONDS = 120.0
 
 logger = logging.getLogger(__name__)
@@ -132,3 +134,51 @@ def test_wyomings_bridge_for_home_assistant_speaks(url: str, tmp_path: Path) -> 
     assert "['slt', 'rms']" in printed
     assert_spoken(tmp_path / "hello.wav")
     assert_spoken(tmp_path / "pieces.wav")
+
+
+@contextmanager
+def open_webui(url: str, directory: Path) -> Iterator[httpx.Client]:
+    """A client of Open WebUI with the page's settings, signed in."""
+    page = block("open_webui.md", "", ("http://host.docker.internal:10087", f"http://{url}"), number=0)
+    settings = dict(line.split("=", 1) for line in page.split())
+    settings["AUDIO_TTS_OPENAI_PARAMS"] = '{"response_format": "wav"}'
+    settings |= dict.fromkeys(("WEBUI_AUTH", "ENABLE_OLLAMA_API", "ENABLE_OPENAI_API"), "False")
+    settings |= dict.fromkeys(("OFFLINE_MODE", "USE_SLIM_DOCKER"), "True")
+    settings |= {"DATA_DIR": str(directory), "WEBUI_SECRET_KEY": "none", "RAG_EMBEDDING_ENGINE": "openai"}
+    port, log = free_port(), directory / "log"
+    command = [WEBUI, "serve", "--host", "127.0.0.1", "--port", str(port)]
+    with (
+        log.open("w") as written,
+        subprocess.Popen(
+            command, cwd=directory, env=os.environ | settings, stdout=written, stderr=subprocess.STDOUT
+        ) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SECONDS) as client,
+    ):
+
+        def answers() -> bool:
+            assert process.poll() is None, log.read_text()
+            try:
+                return client.get("/health").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        try:
+            until(answers, 2 * SECONDS)
+            token = client.post("/api/v1/auths/signin", json={"email": "", "password": ""}).json()["token"]
+            client.headers["authorization"] = f"Bearer {token}"
+            yield client
+        finally:
+            process.terminate()
+
+
+@pytest.mark.skipif(not WEBUI.exists(), reason=f"no Python 3.12 was found for Open WebUI: {CLIENTS}/webui.log")
+def test_open_webui_speaks(url: str, tmp_path: Path) -> None:
+    with open_webui(url, tmp_path) as client:
+        assert {"id": "slt", "name": "slt"} in client.get("/api/v1/audio/voices").json()["voices"]
+        for engine, model in (("openai", "tts-1"), ("openai-realtime", "gpt-realtime")):
+            config = client.get("/api/v1/audio/config").json()
+            config["tts"] |= {"ENGINE": engine, "MODEL": model}
+            assert client.post("/api/v1/audio/config/update", json=config).status_code == 200
+            answer = client.post("/api/v1/audio/speech", json={"input": "Hello. This is said by Open WebUI."})
+            (tmp_path / "hello.wav").write_bytes(answer.content)
+            assert_spoken(tmp_path / "hello.wav")
