@@ -5,6 +5,7 @@ import ast
 import asyncio
 import importlib
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -278,3 +279,13 @@ def test_only_one_file_contains_the_names_of_stacks() -> None:
             parts = {part for literal in literals_of(path) for part in (literal, *literal.split("/"))}
             found |= {(file, name) for name in names & parts}
     assert found == ALLOWED.keys()
+
+
+@pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
+def test_a_stack_is_in_the_wheel_and_the_images_and_passes_the_gateway(stack: Stack) -> None:
+    assert (ROOT / "common" / "cosyvoice_triton" / "templates" / stack.templates).is_dir()
+    assert f"COPY {stack.templates} {stack.templates}\n" in (ROOT / "Dockerfile.server").read_text()
+    assert f"!{stack.templates}\n" in (ROOT / ".dockerignore").read_text()
+    patterns = re.findall(r"regex: (/v2\S+)", (ROOT / "deploy" / "envoy" / "envoy.yaml").read_text())
+    for path in ("ready", "config", "infer"):
+        assert any(re.fullmatch(pattern, f"/v2/models/{stack.orchestrator}/{path}") for pattern in patterns)
