@@ -87,6 +87,7 @@ def test_arrival_times_are_reported_and_complete_audio_is_written(
     for key in ("RTF: ", "total_duration: ", "average_first_chunk_latency_ms: ", "second_chunk_latency_99_percentile"):
         assert key in keys
     assert (tmp_path / "log" / "stats_summary-texts.txt").exists()
+    assert (tmp_path / "log" / "summary.png").stat().st_size > 10_000
     captured = capsys.readouterr()
     assert "3 requests answered, 0 failed, 0 not sent" in captured.out and "first chunk p50" in captured.err
 

@@ -58,7 +58,7 @@ def test_new_voices_are_not_in_the_caches_of_the_server(serve: Serve, tmp_path: 
     assert counts == [[], [(2, 0)]]  # the orchestrator caches the tokens of known voices
 
 
-def test_a_sweep_over_two_addresses_writes_its_tables(serve: Serve, tmp_path: Path) -> None:
+def test_a_sweep_over_two_addresses_writes_tables_and_a_plot(serve: Serve, tmp_path: Path) -> None:
     port = serve(stack="dit").grpc_url.split(":")[1]
     servers = ["--server", f"127.0.0.1:{port}", f"localhost:{port}", "--token2wav-gpus", "2", "--llm-gpus", "1"]
     more = ["--num-requests", "4", "--warmup-requests", "1", "--concurrency", "1", "2", "--title", "A run"]
@@ -69,6 +69,7 @@ def test_a_sweep_over_two_addresses_writes_its_tables(serve: Serve, tmp_path: Pa
     assert "| 2 | 2 | 1.33 |" in tables, "2 tasks on each of 2 servers with 2 GPUs, and 1 GPU for the LLM"
     sweep = json.loads((tmp_path / "a.json").read_text())
     assert [row["label"] for row in sweep["rows"]] == [2, 4] and all(row["errors"] == 0 for row in sweep["rows"])
+    assert (tmp_path / "a.png").stat().st_size > 20_000
 
 
 def test_open_loops_over_grpc_and_through_the_speech_service_get_as_much_audio(serve: Serve, tmp_path: Path) -> None:

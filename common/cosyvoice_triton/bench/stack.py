@@ -10,7 +10,7 @@ answered; more of them wait until their audio has been played, as people do. By 
 the plan has streams. The peak is that of the GPUs' memory, of all processes, as nvidia-smi shows it every 0.3 s.
 
 Prints a line for each load and writes OUTPUT.json, a list of them with every figure of `cosyvoice-triton bench load`,
-and OUTPUT_STREAMS_LISTENERS.md and .json.
+and OUTPUT_STREAMS_LISTENERS.md, .json and .png.
 """
 
 import argparse

@@ -1,1 +1,3 @@
-"""Load generator for speech servers: inputs (`samples`, `jobs`), requests (`runner`), results (`measure`, `report`)."""
+"""Load generator for speech servers: inputs (`samples`, `jobs`), requests (`runner`), results (`measure`, `report`,
+`plot`).
+"""

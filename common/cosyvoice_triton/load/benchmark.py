@@ -1,10 +1,10 @@
-"""Measures running servers under load; writes tables and figures.
+"""Measures running servers under load; writes tables, figures and a plot.
 
     cosyvoice-triton bench load --concurrency 1 4 16 --title "2 CPU cores, demo checkpoint"
     cosyvoice-triton bench load --listeners 1 10 32
     cosyvoice-triton bench load --request-rates 0.5 1 2 --manifest-path manifest.jsonl
 
-Writes OUTPUT.md and OUTPUT.json. The default texts and voices are those of the package's samples.
+Writes OUTPUT.md, OUTPUT.json and OUTPUT.png. The default texts and voices are those of the package's samples.
 The load can be spread over several servers, such as token2wav instances on separate GPUs that share one LLM:
 
     cosyvoice-triton bench load --server localhost:18001 localhost:18003 --token2wav-gpus 2 --llm-gpus 1
@@ -77,7 +77,7 @@ def sweep(args: argparse.Namespace, command: list[str]) -> int:
             code = 130 if run.interrupted else 1
             break
     print(found.markdown())
-    print(f"written to {args.output}.md and .json")
+    print(f"written to {args.output}.md, .json and .png")
     return code
 
 

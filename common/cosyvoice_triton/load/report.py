@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cosyvoice_triton.load.measure import PERCENTILES, TRANSPORT, Run
 from cosyvoice_triton.load.statistics import ModelTimes
@@ -12,13 +12,20 @@ GIB = 1 << 30
 Figures = Mapping[str, Any]
 
 
-STAGES = {  # titles of columns; see `orchestrator.callbacks.OnStage` and `measure.RequestOutcome.stages`
-    "voice": "Prompt: Tokens, Mel, Text of the Voice",
-    "llm": "LLM, until its First Token",
-    "prompt_cache": "token2wav, Prompt Cache",
-    "tokens": "LLM, until the Chunk's Last Token",
-    "audio": "token2wav: Queue, Flow, Vocoder",
-    TRANSPORT: "Request's Queue, Network, Client",
+class Stage(NamedTuple):
+    """Titles of a stage in plots and in tables."""
+
+    short: str
+    long: str
+
+
+STAGES = {  # in plotting order; see `orchestrator.callbacks.OnStage` and `measure.RequestOutcome.stages`
+    "voice": Stage("prompt", "Prompt: Tokens, Mel, Text of the Voice"),
+    "llm": Stage("LLM, first token", "LLM, until its First Token"),
+    "prompt_cache": Stage("prompt cache in token2wav", "token2wav, Prompt Cache"),
+    "tokens": Stage("LLM, the chunk's tokens", "LLM, until the Chunk's Last Token"),
+    "audio": Stage("token2wav: queue, flow, vocoder", "token2wav: Queue, Flow, Vocoder"),
+    TRANSPORT: Stage("request's queue, network", "Request's Queue, Network, Client"),
 }
 
 
@@ -223,12 +230,11 @@ def markdown_tables(rows: Sequence[Figures], label: str) -> str:
                 [[row["label"], *_values(row["vocoder"], ["mean_wait_ms", "mean_batch"])] for row in rows],
             ),
         ]
-    reported = {name for row in rows for name in row["stages_ms"]}
-    if stages := [name for name in STAGES if name in reported]:
+    if stages := stage_names(rows):
         parts += [
             "\n#### Where the First Chunk's Time Goes, Mean / 95th Percentile (ms)\n",
             table(
-                [label, *(STAGES[name] for name in stages)],
+                [label, *(STAGES[name].long for name in stages)],
                 [[row["label"], *(_stage(row["stages_ms"].get(name)) for name in stages)] for row in rows],
             ),
         ]
@@ -247,6 +253,11 @@ def disaggregated_table(rows: Sequence[Figures], gpus: int) -> str:
             for row in rows
         ],
     )
+
+
+def stage_names(rows: Sequence[Figures]) -> list[str]:
+    reported = {name for row in rows for name in row["stages_ms"]}
+    return [name for name in STAGES if name in reported]
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

@@ -1,4 +1,4 @@
-"""Several runs that differ in one number, as JSON and tables."""
+"""Several runs that differ in one number, as JSON, tables and a plot."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -8,6 +8,7 @@ from typing import Any
 from cosyvoice_triton.client.requests import ClientError
 from cosyvoice_triton.load.measure import Run
 from cosyvoice_triton.load.plan import Load
+from cosyvoice_triton.load.plot import plot_sweep
 from cosyvoice_triton.load.report import disaggregated_table, markdown_tables
 
 
@@ -43,12 +44,13 @@ class Sweep:
             ) from None
 
     def write(self, output: Path) -> None:
-        """Write OUTPUT.md and OUTPUT.json."""
+        """OUTPUT.md, .json and .png."""
         output.parent.mkdir(parents=True, exist_ok=True)
         with_suffix(output, ".json").write_text(
             json.dumps(asdict(self), indent=1, ensure_ascii=False), encoding="utf-8"
         )
         with_suffix(output, ".md").write_text(self.markdown(), encoding="utf-8")
+        plot_sweep(self.rows, self.label.lower(), self.title, with_suffix(output, ".png"))
 
     def markdown(self) -> str:
         settings = self.rows[0]
