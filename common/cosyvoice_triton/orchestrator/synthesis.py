@@ -258,16 +258,18 @@ class Synthesizer:
             voice = await scope.result(asyncio.to_thread(self._voices.get, request.voice))
         prompts = self._prompts[request.trim_reference]
         known = prompts.get(voice) if isinstance(voice, Recording) else None
-        if place is not None and not isinstance(known or voice, Prompt):
+        ready = known or voice
+        if place is not None and not isinstance(ready, Prompt):
             await scope.result(place())
         prepared = scope.spawn(asyncio.to_thread(self._prepared, request, voice.text, on_warning))
-        mended = await scope.result(_mended(known or voice, request.trim_reference, on_warning))
-        tokens, mel, embedding = self._encoded(mended, scope)
+        encoding: list[asyncio.Task[np.ndarray]] = []  # of tokens, mel and x-vector, if there is something to compute
+        if not isinstance(ready, Prompt):
+            mended = await scope.result(_mended(ready, request.trim_reference, on_warning))
+            encoding = self._encoded(mended, scope)
         transcript, text, texts = await scope.result(prepared)
         kept = None
         if voice.text and not (request.instruct_text or request.cross_lingual):
-            # The same tokens that Prompt.aligned will keep.
-            kept = (await scope.result(tokens))[: len(await scope.result(mel)) // TOKEN_MEL_RATIO].tolist()
+            kept = await _kept(ready, encoding, scope)
             llm_prompt = LLMPrompt("", transcript, kept)
         else:
             llm_prompt = LLMPrompt("", instruction=request.instruct_text)
@@ -284,9 +286,7 @@ class Synthesizer:
         scope.spawn(_unless_refused(work, place))
         if place is not None:
             place()
-        prompt = Prompt.aligned(
-            await scope.result(tokens), await scope.result(mel), await scope.result(embedding), voice.text
-        )
+        prompt = await _prompt(ready, encoding, scope)
         if known is None and isinstance(voice, Recording):
             prompts.put(voice, prompt)
         if place is not None:
@@ -313,13 +313,11 @@ class Synthesizer:
         )
         return spelled, next(texts, None), texts
 
-    def _encoded(self, voice: Recording | Prompt | Mix, scope: TaskScope) -> list[asyncio.Task[np.ndarray]]:
+    def _encoded(self, voice: Recording | Mix, scope: TaskScope) -> list[asyncio.Task[np.ndarray]]:
         """Return the tasks that compute tokens, mel and x-vector."""
         if isinstance(voice, Mix):
             embedding = voice.embedding(self._encoder.embedding)
             return [scope.spawn(part) for part in (_completed(voice.tokens), _completed(voice.mel), embedding)]
-        if isinstance(voice, Prompt):
-            return [scope.spawn(_completed(part)) for part in (voice.tokens, voice.mel, voice.embedding)]
         encoder = self._encoder
         return [scope.spawn(part(voice)) for part in (encoder.tokens, encoder.mel, encoder.embedding)]
 
@@ -364,7 +362,7 @@ class Synthesizer:
         await segments.put(None)
 
 
-async def _mended(voice: Recording | Prompt | Mix, trim: bool, on_warning: OnWarning) -> Recording | Prompt | Mix:
+async def _mended(voice: Recording | Mix, trim: bool, on_warning: OnWarning) -> Recording | Mix:
     """Return the voice as it is to be encoded, and warn of what is wrong with a recording."""
     if not isinstance(voice, Recording):
         return voice
@@ -372,6 +370,26 @@ async def _mended(voice: Recording | Prompt | Mix, trim: bool, on_warning: OnWar
     for warning in judgement.warnings:
         on_warning(warning)
     return judgement.mended(voice) if trim else voice
+
+
+# A prompt that is known needs no tasks: each would take its turn of the loop before the LLM is asked.
+
+
+async def _kept(voice: Recording | Prompt | Mix, encoding: Sequence[asyncio.Task[Any]], scope: TaskScope) -> list[int]:
+    """Return the voice's speech tokens for the LLM: those that its `_prompt` has."""
+    if isinstance(voice, Prompt):
+        tokens = voice.tokens
+    else:
+        tokens = (await scope.result(encoding[0]))[: len(await scope.result(encoding[1])) // TOKEN_MEL_RATIO]
+    kept: list[int] = tokens.tolist()
+    return kept
+
+
+async def _prompt(voice: Recording | Prompt | Mix, encoding: Sequence[asyncio.Task[Any]], scope: TaskScope) -> Prompt:
+    if isinstance(voice, Prompt):
+        return voice
+    tokens, mel, embedding = [await scope.result(part) for part in encoding]
+    return Prompt.aligned(tokens, mel, embedding, voice.text)
 
 
 async def _unless_refused(work: Coroutine[Any, Any, None], place: Callable[[], asyncio.Task[None]] | None) -> None:

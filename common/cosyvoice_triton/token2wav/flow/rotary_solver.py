@@ -15,6 +15,7 @@ from cosyvoice_triton.networks.flow.cosyvoice3 import (
     rotary,
     rotary_frequencies,
 )
+from cosyvoice_triton.token2wav.flow import plain_operations
 from cosyvoice_triton.token2wav.flow.cached_solver import (
     NORM_EPS,
     CachedSolver,
@@ -23,6 +24,8 @@ from cosyvoice_triton.token2wav.flow.cached_solver import (
     Operations,
     Rows,
 )
+
+MIN_GROUP = 16  # channels of a group for which there is a kernel; small checkpoints have less
 
 
 class RotaryBlockWeights(NamedTuple):
@@ -73,6 +76,8 @@ class RotarySolver(CachedSolver):
         groups = estimator.config.conv_groups
         convolutions: list[Any] = [layer[0] for layer in cast(Any, embedding.conv_pos_embed.children())]
         self._convolutions = [(_by_group(conv.weight, groups), conv.bias) for conv in convolutions]
+        wide = estimator.config.width // groups >= MIN_GROUP
+        self._convolve = operations.convolve_groups if wide else plain_operations.convolve_groups
         self._frequencies = rotary_frequencies(estimator.config.head_dim).to(weight.device)
 
     def rows(self, starts: Tensor, frames: Tensor, kept: Tensor, T: int, context: Context, history: Tensor) -> Rows:
@@ -83,8 +88,8 @@ class RotarySolver(CachedSolver):
     def _begin(self, h: Tensor, step: int, rows: Rows) -> Tensor:
         old, new = rows.scratch.history[step, 0], rows.scratch.next_history[step, 0]
         first, second = ((old[i], new[i], rows.kept) for i in range(2))
-        y = self._operations.convolve_groups(h, *self._convolutions[0], first)
-        return self._operations.convolve_groups(y, *self._convolutions[1], second, add_to=h)
+        y = self._convolve(h, *self._convolutions[0], first)
+        return self._convolve(y, *self._convolutions[1], second, add_to=h)
 
     def _block(self, h: Tensor, step: int, layer: int, rows: Rows) -> Tensor:
         w, m, linear = self._blocks[layer], self._modulation[step][layer], self._operations.linear
