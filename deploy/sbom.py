@@ -12,13 +12,13 @@ from urllib.parse import quote
 
 
 def component(kind: str, name: str, version: str, **more: object) -> dict[str, object]:
-    """One installed package. kind: of its purl, with the namespace."""
+    """Return an installed package as a component. kind: of its purl, with the namespace."""
     purl = f"pkg:{kind}/{quote(name)}@{quote(version)}"
     return {"type": "library", "name": name, "version": version, "purl": purl, "bom-ref": purl, **more}
 
 
 def python_packages() -> list[dict[str, object]]:
-    """The distributions that this interpreter imports, with the licence expressions of those that declare one."""
+    """Return the distributions that this interpreter imports, with the licences of those that declare one."""
     found = {}
     for one in metadata.distributions():
         name = re.sub(r"[-_.]+", "-", one.name).lower()

@@ -56,6 +56,12 @@ def test_an_open_loop_over_http_has_the_chunks_of_the_stub_and_when_they_are_aud
     assert received[0].parameters["max_tokens"].int64_param == 50 and "timeline" not in received[0].parameters
 
 
+def test_a_duration_without_rates_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.main(["--duration", "60"])
+    assert "--request-rates, which is missing" in capsys.readouterr().err
+
+
 def test_a_registered_voice_is_named_and_a_full_server_refuses(service: Served, tmp_path: Path) -> None:
     code, row = row_of(service, tmp_path / "known", "--speaker", "anna")
     assert (code, row["requests"]) == (0, 10) and texts_of(service.stub.requests[-1])["speaker"] == "anna"

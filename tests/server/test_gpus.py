@@ -1,6 +1,7 @@
 """Which plan follows from the GPU that is there, and what is said where none can serve. A program of the name of
 nvidia-smi stands in for the driver."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,6 +128,23 @@ def test_streams_that_never_fit_are_refused_before_a_download_with_a_number_that
         settings(max_streams="99", gpu_memory_gib="12")
     for less in ({"llm_memory_gib": "0"}, {"n_timesteps": "5"}):
         assert settings(max_streams="99", **less)["max_streams"] == "99", "token2wav knows what these take"
+
+
+@pytest.mark.parametrize(
+    "size, stated, fits", [(99 << 20, False, True), (200 << 20, True, True), (200 << 20, False, False)]
+)
+def test_a_checkpoint_that_takes_less_than_official_ones_is_left_to_token2wavs_check(
+    machine: Machine, tmp_path: Path, size: int, stated: bool, fits: bool
+) -> None:
+    machine("NVIDIA L4")
+    options = StackOptions(models_dir=tmp_path, device="gpu", settings={"max_streams": "99"})
+    options.checkpoint_dir.mkdir(parents=True)
+    with (options.checkpoint_dir / "flow.pt").open("wb") as flow:
+        flow.truncate(size)
+    if stated:
+        (options.checkpoint_dir / "flow.json").write_text('{"guidance": 0}')
+    with contextlib.nullcontext() if fits else pytest.raises(gpus.GpuError):
+        assert planned(options) == (options, "")
 
 
 def test_the_doctor_says_what_the_machine_would_serve(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

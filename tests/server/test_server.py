@@ -138,6 +138,17 @@ def test_a_model_that_does_not_load_is_reported_with_its_own_error(repository):
 
 
 @pytest.mark.server
+def test_a_server_that_ends_while_it_loads_is_reported_without_its_log(repository, tmp_path, monkeypatch):
+    script, log = tmp_path / "tritonserver", tmp_path / "log"
+    script.write_text(f"#!/bin/sh\nrm {log}\nexit 3\n")
+    script.chmod(0o755)
+    real = installation.Installation.find()
+    monkeypatch.setattr(installation.Installation, "find", lambda: dataclasses.replace(real, binary=script))
+    with pytest.raises(ServerError, match="ended with code 3: its log .* is empty, or was removed"):
+        TritonServer(repository, ports=FREE, log_file=log).__enter__()
+
+
+@pytest.mark.server
 @pytest.mark.parametrize("aborts", [1, STARTS])
 def test_a_server_that_aborts_while_loading_is_started_again(aborts, repository, tmp_path, monkeypatch):
     """The real one, which a script aborts after a second of its first starts."""

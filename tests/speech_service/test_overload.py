@@ -171,6 +171,20 @@ def test_a_new_voice_that_waits_for_its_turn_is_refused_by_its_headers_alone(
         assert waiting.recv(12) == b"HTTP/1.1 429"
 
 
+def test_a_refusal_while_a_slow_client_sends_its_recording_does_not_refuse_it_when_places_are_free_again(
+    stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 0.0)
+    body = json.dumps({**TEXT, "ref_audio": recording(1)}).encode()
+    with half_sent(url, body[:-1], size=len(body)) as slow:
+        time.sleep(0.2)  # it has its turn
+        stub.error = OVERLOADED
+        assert httpx.post(url + SPEECH, json=TEXT).status_code == 429
+        stub.error = ""
+        slow.sendall(body[-1:])
+        assert slow.recv(12) == b"HTTP/1.1 200"
+
+
 def test_slow_clients_hold_up_no_new_voice_for_long(stub: TritonStub, url: str) -> None:
     readers = [half_sent(url, b" " * 300_000) for _ in range(2 * (os.cpu_count() or 1))]
     assert httpx.post(url + SPEECH, json={**TEXT, "ref_audio": recording(1)}, timeout=30).status_code == 200

@@ -63,11 +63,9 @@ def sweep(args: argparse.Namespace, command: list[str]) -> int:
     )
     code = 0
     for rate, tasks in steps:
-        count = (
-            round((rate or 0) * (args.duration or 0))
-            or args.num_requests
-            or max(len(jobs), MIN_REQUESTS, REQUESTS_PER_TASK * tasks)
-        )
+        count = args.num_requests or max(len(jobs), MIN_REQUESTS, REQUESTS_PER_TASK * tasks)
+        if rate and args.duration:
+            count = max(1, round(rate * args.duration))
         load = Load.from_arguments(args, args.servers, jobs, count, tasks, rate, None, listening=bool(args.listeners))
         run = measured(load, load.shape(), args.log_interval)
         found.add(load, run)
@@ -122,4 +120,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     report = parser.add_argument_group("report")
     report.add_argument("--title", default="", help="what was measured: machine, weights, server settings")
     report.add_argument("--output", type=Path, default=Path("out/benchmark"), help="path without suffix")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.duration and not args.request_rates:
+        parser.error("--duration: seconds at each rate of --request-rates, which is missing")
+    return args

@@ -262,7 +262,8 @@ class Synthesizer:
         if place is not None and not isinstance(ready, Prompt):
             await scope.result(place())
         prepared = scope.spawn(asyncio.to_thread(self._prepared, request, voice.text, on_warning))
-        encoding: list[asyncio.Task[np.ndarray]] = []  # of tokens, mel and x-vector, if there is something to compute
+        # Of tokens, mel and x-vector. None for a prompt: each task would have its turn before the LLM is asked.
+        encoding: list[asyncio.Task[np.ndarray]] = []
         if not isinstance(ready, Prompt):
             mended = await scope.result(_mended(ready, request.trim_reference, on_warning))
             encoding = self._encoded(mended, scope)
@@ -372,9 +373,6 @@ async def _mended(voice: Recording | Mix, trim: bool, on_warning: OnWarning) -> 
     return judgement.mended(voice) if trim else voice
 
 
-# A prompt that is known needs no tasks: each would take its turn of the loop before the LLM is asked.
-
-
 async def _kept(voice: Recording | Prompt | Mix, encoding: Sequence[asyncio.Task[Any]], scope: TaskScope) -> list[int]:
     """Return the voice's speech tokens for the LLM: those that its `_prompt` has."""
     if isinstance(voice, Prompt):
@@ -386,6 +384,7 @@ async def _kept(voice: Recording | Prompt | Mix, encoding: Sequence[asyncio.Task
 
 
 async def _prompt(voice: Recording | Prompt | Mix, encoding: Sequence[asyncio.Task[Any]], scope: TaskScope) -> Prompt:
+    """Return the voice as token2wav takes it."""
     if isinstance(voice, Prompt):
         return voice
     tokens, mel, embedding = [await scope.result(part) for part in encoding]

@@ -61,8 +61,9 @@ _TEMPLATE_DEFAULTS = {
 # Keys whose value is the same whatever is given: tokens are streamed even if the orchestrator sends one response.
 FIXED: dict[str, dict[str, str]] = {"tensorrt_llm": {"decoupled_mode": "true"}}
 
-# With these, streams take less of token2wav's GPU than in the plans.
+# With these, streams take less of token2wav's GPU than in the plans; so do those of networks that are not full-size.
 _OTHER_MEMORY = ("llm_memory_gib", "llm_gpu", "token2wav_gpus", "n_timesteps")
+_FULL_SIZE = 100 << 20  # bytes: less than any official flow.pt, and more than the demo's
 
 _PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
 _PARAMETER = re.compile(r'key: *"(\w+)"')
@@ -310,8 +311,7 @@ def planned(options: StackOptions) -> tuple[StackOptions, str]:
     of_token2wav = [seen[number] for number in options.token2wav_gpus if number < len(seen)]
     gib = parse_setting("gpu_memory_gib", options.settings.get("gpu_memory_gib", ""), float | None)
     if "max_streams" in options.settings:
-        alone = options.llm_transport == "triton" and options.settings.keys().isdisjoint(_OTHER_MEMORY)
-        if of_token2wav and alone:
+        if of_token2wav and _as_planned(options):
             streams = parse_setting("max_streams", options.settings["max_streams"], int)
             gpus.require_room(options.stack, of_token2wav, streams, gib)
         return options, ""
@@ -321,6 +321,13 @@ def planned(options: StackOptions) -> tuple[StackOptions, str]:
     settings = {"max_streams": str(made.streams[options.stack].listeners), "prompt_device": made.prompt_device}
     line = gpus.describe(made, options.stack, of_token2wav)
     return dataclasses.replace(options, settings=settings | dict(options.settings)), line
+
+
+def _as_planned(options: StackOptions) -> bool:
+    """Whether a stream takes as much of token2wav's GPU as in the plans; a checkpoint to be downloaded is official."""
+    flow = options.checkpoint_dir / stacks.named(options.stack).flow
+    official = not flow.exists() or flow.stat().st_size > _FULL_SIZE and not flow.with_suffix(".json").exists()
+    return official and options.llm_transport == "triton" and options.settings.keys().isdisjoint(_OTHER_MEMORY)
 
 
 def render(options: StackOptions, destination: Path) -> None:

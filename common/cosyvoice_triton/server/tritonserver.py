@@ -442,8 +442,8 @@ class TritonServer:
         """The error lines of the log and its last line, or its last lines if there are no errors."""
         if self.log_file == INHERITED:
             return "see above"
-        lines = self.log_file.read_text(errors="replace").splitlines()
+        lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.exists() else []
         errors = [line for line in lines if line[:1] == "E" and line[1:5].isdigit() or "UNAVAILABLE: " in line]
         if errors and errors[-1] != lines[-1]:
             errors.append(lines[-1])  # what ended the process may be no error of Triton's: "what():  bad_alloc"
-        return "\n".join((errors or lines)[-12:]) or "its log is empty"
+        return "\n".join((errors or lines)[-12:]) or f"its log {self.log_file} is empty, or was removed"

@@ -35,7 +35,9 @@ from cosyvoice_triton.speech_service.triton import Backend, TritonPool
 logger = logging.getLogger(__name__)
 
 _MOMENT = "[pause 20ms]"  # a text that no model has to speak
-TURN_SECONDS = 1.0  # that others wait while slow clients send their recordings
+# That others wait while slow clients send their recordings. Then all of them are let in: nobody was refused meanwhile,
+# the memory of all bodies is limited (security/budget.py), and only as many as there are cores are decoded at once.
+TURN_SECONDS = 1.0
 
 
 @dataclass
@@ -125,9 +127,8 @@ class Dispatcher:
             await asyncio.sleep(0)
 
     @contextlib.asynccontextmanager
-    async def turn(self, length: str | None) -> AsyncIterator[float]:
-        """Let the block read a body of `length` bytes (None: unknown), in turn if it may hold a recording; yields the
-        time since which it waits.
+    async def turn(self, length: str | None) -> AsyncIterator[None]:
+        """Let the block read a body of `length` bytes (None: unknown), in turn if it may hold a recording.
 
         Raises ApiError 429 like `check`, before anything of the body is read.
         """
@@ -139,7 +140,7 @@ class Dispatcher:
                     async with timeout(TURN_SECONDS):
                         await held.enter_async_context(self._turns)
                 self.check(since=since)
-            yield since
+            yield
 
     async def waveforms(self, job: SpeechJob) -> AsyncGenerator[np.ndarray, None]:
         """Yield float32 (N,) at SAMPLE_RATE, at least one for each utterance. If a Triton fails or refuses before the

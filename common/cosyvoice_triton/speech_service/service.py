@@ -59,17 +59,12 @@ class Service:
         """The model of requests that name none; "" if none is served."""
         return self.settings.model or next(iter(self.dispatcher.pool.models), "")
 
-    async def job(
-        self,
-        wanted: SpeechRequest,
-        upload: bytes | None = None,
-        decode: Decoder = decode,
-        since: float | None = None,
-    ) -> SpeechJob:
+    async def job(self, wanted: SpeechRequest, upload: bytes | None = None, decode: Decoder = decode) -> SpeechJob:
         """Return the validated job; `upload`: an uploaded recording of the voice. ApiError, before any other work if it
-        would be refused, or would have been `since` a time (default: now)."""
-        model, since = wanted.served_model(self.settings.model), since or time.monotonic()
-        self.dispatcher.check(model, since)
+        would be refused."""
+        # Since now: of what was full while a slow client sent its recording, places may have become free.
+        model, since = wanted.served_model(self.settings.model), time.monotonic()
+        self.dispatcher.check(model)
         decode_upload = None if upload is None else partial(decode, upload, self.settings.max_reference_bytes)
         try:
             async with self.dispatcher.reading:

@@ -31,14 +31,14 @@ async def captioned(request: Request) -> Response:
     """Speak a text; the answer is one JSON object with the audio and the times of its words, also if `stream` is
     true."""
     service = Service.of(request)
-    async with service.dispatcher.turn(request.headers.get("content-length")) as since:
+    async with service.dispatcher.turn(request.headers.get("content-length")):
         fields, _ = await read_fields(request)
         fields.pop("return_timestamps", None)
         if fields.get("model") == "kokoro":  # its clients' default
             del fields["model"]
         wanted: SpeechRequest = parse(SpeechRequest, {**fields, "stream_format": "json", "timestamps": "word"})
         encoder = service.encoder(wanted)
-        job = await service.job(wanted, since=since)
+        job = await service.job(wanted)
     answer = _captioned(service.audio(job, encoder), job, encoder)
     return AudioResponse(answer, "application/json", service.settings.stall, encoder.rate, job, whole=bytes)
 

@@ -33,7 +33,7 @@ async def infer(request: Request) -> Response:
     """Answer a request to any of the routes."""
     service = Service.of(request)
     names = ROUTES[request.url.path]
-    async with service.dispatcher.turn(request.headers.get("content-length")) as since:
+    async with service.dispatcher.turn(request.headers.get("content-length")):
         fields, upload = await read_fields(request, "prompt_wav")
         values: dict[str, Any] = {}
         for field, name in names.items():
@@ -44,7 +44,7 @@ async def infer(request: Request) -> Response:
                 raise invalid(f"{field} is missing", field)
             else:
                 values[name] = str(fields[field])
-        job = await service.job(parse(SpeechRequest, values), upload, since=since)
+        job = await service.job(parse(SpeechRequest, values), upload)
     encoder = AudioEncoder("pcm")
     return AudioResponse(
         service.audio(job, encoder), encoder.format.media_type, service.settings.stall, encoder.rate, job

@@ -42,7 +42,7 @@ router = APIRouter()
 async def speech(request: Request) -> Response:
     """Speak a text; the audio is streamed."""
     service = Service.of(request)
-    async with service.dispatcher.turn(request.headers.get("content-length")) as since:
+    async with service.dispatcher.turn(request.headers.get("content-length")):
         fields, upload = await read_fields(request, "ref_audio")
         wanted: SpeechRequest = parse(SpeechRequest, fields)
         if wanted.stream_format == "sse" and not wanted.stream:
@@ -52,7 +52,7 @@ async def speech(request: Request) -> Response:
                 if value := getattr(wanted, field):
                     raise invalid(f"{field} {value!r} with stream_format 'audio': use 'json' or 'sse'", field)
         encoder = service.encoder(wanted)
-        job = await service.job(wanted, upload, since=since)
+        job = await service.job(wanted, upload)
     audio = service.audio(job, encoder)
     if wanted.stream_format == "sse":
         answer = events(audio, job, wanted.subtitles)

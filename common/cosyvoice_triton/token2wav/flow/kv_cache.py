@@ -110,6 +110,7 @@ class StreamCachePool:
     def history_of(self, slots: Tensor) -> Tensor:
         """Read the convolution histories of B streams, slots (B,) -> (steps, pair, convolution, R, frame, C)."""
         history = self.history[slots]  # (B, steps, pair, convolution, guidance row, frame, C)
+        # Of one guidance row, flattening copies nothing, and the kernels take contiguous rows.
         return history.permute(1, 2, 3, 4, 0, 5, 6).flatten(3, 4).contiguous()
 
     def keep_history(self, slots: Tensor, history: Tensor) -> None:
