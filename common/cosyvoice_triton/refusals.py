@@ -21,10 +21,10 @@ class LastRefusal:
         self._error, self._at = error, self._clock()
 
     def error(self, since: float = math.inf) -> Exception | None:
-        """Return the refusal of whoever has waited `since` a time of the clock; None if there is none."""
+        """Return the refusal that answers whoever has waited since a time of the clock (inf: not waited), or None."""
         return self._error if since <= self._at or self._clock() < self._at + REFUSAL_SECONDS else None
 
     def check(self, since: float = math.inf) -> None:
-        """Raise `error`, if there is one."""
+        """Raise what `error` returns, if it does."""
         if (error := self.error(since)) is not None:
             raise error.with_traceback(None)

@@ -1,6 +1,7 @@
 """A listener's place in token2wav is reserved while the LLM starts; after a refusal before that."""
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -153,7 +154,9 @@ def test_a_refusal_answers_all_who_come_in_the_next_moment() -> None:
 
 
 def test_of_a_crowd_only_a_few_do_any_work_before_one_of_them_is_refused(before_a_place: Install) -> None:
-    pipeline = Pipeline(FakeLM([1]), token2wav=FakeToken2Wav(failures={"reserve": OverloadedError("9 listeners", 3.0)}))
+    token2wav = FakeToken2Wav(failures={"reserve": OverloadedError("9 listeners", 3.0)})
+    slow = itertools.count(100.0, 2 * REFUSAL_SECONDS)  # a machine on which every step takes longer than that
+    pipeline = Pipeline(FakeLM([1]), token2wav=token2wav, clock=lambda: next(slow))
     pipeline.voices["anna"] = fake_prompt(0)
     before_a_place(settle)  # all have come before the first refusal
 

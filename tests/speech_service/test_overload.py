@@ -25,8 +25,10 @@ from cosyvoice_triton.speech_service.audio.recordings import decode_base64
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.routes import speech
+from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.triton import TritonPool
+from cosyvoice_triton.speech_service.voices import VoiceFolder
 
 from tests.support.speech_fixtures import SPEECH, TEXT, serving, stub_triton, until
 from tests.support.triton_stub import OVERLOADED, TritonStub
@@ -99,7 +101,10 @@ def half_sent(url: str, body: bytes = b"", more: str = "", size: int = 1_000_000
     return client
 
 
-def test_of_a_crowd_only_the_first_are_routed_and_live_streams_have_their_turn_after_each() -> None:
+@pytest.fixture
+def full() -> dispatcher.Dispatcher:
+    """A dispatcher whose only Triton refuses every listener."""
+
     class Full:
         url, models = "", ("cosyvoice2",)
 
@@ -111,7 +116,37 @@ def test_of_a_crowd_only_the_first_are_routed_and_live_streams_have_their_turn_a
     pool = SimpleNamespace(
         models=backend.models, backends=[backend], lease=lambda *_: contextlib.nullcontext((backend, "cosyvoice2"))
     )
-    full = dispatcher.Dispatcher(cast(TritonPool, pool), Settings(), Metrics())
+    return dispatcher.Dispatcher(cast(TritonPool, pool), Settings(), Metrics())
+
+
+async def asked(full: dispatcher.Dispatcher) -> None:
+    async for _ in full.waveforms(dispatcher.SpeechJob((Utterance("Hello."),), 6)):
+        raise AssertionError("audio")
+
+
+def test_a_voice_that_waits_to_be_read_is_refused_like_the_others_however_long_that_takes(
+    full: dispatcher.Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 0.0)
+    service = Service(Settings(), cast(VoiceFolder, None), full.metrics, full)
+
+    async def waits() -> None:
+        async with contextlib.AsyncExitStack() as readers:
+            for _ in range(os.cpu_count() or 1):
+                await readers.enter_async_context(full.reading)
+            waiting = asyncio.create_task(service.job(bodies.parse(bodies.SpeechRequest, TEXT)))
+            await asyncio.sleep(0)
+            with pytest.raises(ApiError, match="9 listeners"):
+                await asked(full)
+        await waiting
+
+    with pytest.raises(ApiError, match="9 listeners"):
+        asyncio.run(waits())
+
+
+def test_of_a_crowd_only_the_first_are_routed_and_live_streams_have_their_turn_after_each(
+    full: dispatcher.Dispatcher,
+) -> None:
     routed = turns = 0
 
     async def live() -> None:
@@ -124,8 +159,7 @@ def test_of_a_crowd_only_the_first_are_routed_and_live_streams_have_their_turn_a
         nonlocal routed
         await full.admit()
         routed += 1
-        async for _ in full.waveforms(dispatcher.SpeechJob((Utterance("Hello."),), 6)):
-            raise AssertionError("audio")
+        await asked(full)
 
     async def crowd() -> list[BaseException | None]:
         other = asyncio.create_task(live())
