@@ -50,7 +50,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
                 ),
             },
         ),
-        "voice": Command("cosyvoice_triton.cli.voice", "register a voice under a name, list or delete voices"),
+        "voice": Command("cosyvoice_triton.cli.voice", "register, list, delete, export and import voices"),
         "export": Command(
             "",
             "write a checkpoint's networks for other runtimes",
@@ -79,7 +79,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "test-llm": Command("cosyvoice_triton.cli.test_llm", "send one prompt through any LLM engine or server"),
         "offline": Command("cosyvoice_triton.cli.offline_inference", "texts -> audio files, without a server"),
         "token2wav": Command("cosyvoice_triton.cli.token2wav", "speech tokens -> audio files, without a server"),
-        "streaming": Command("cosyvoice_triton.cli.streaming_inference", "the same in chunks, compared with whole"),
+        "streaming": Command("cosyvoice_triton.cli.streaming_inference", "the same in chunks: first chunk, calls, time"),
     },
 }
 
