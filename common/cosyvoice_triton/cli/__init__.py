@@ -79,7 +79,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "test-llm": Command("cosyvoice_triton.cli.test_llm", "send one prompt through any LLM engine or server"),
         "offline": Command("cosyvoice_triton.cli.offline_inference", "texts -> audio files, without a server"),
         "token2wav": Command("cosyvoice_triton.cli.token2wav", "speech tokens -> audio files, without a server"),
-        "streaming": Command("cosyvoice_triton.cli.streaming_inference", "the same in chunks: first chunk, calls, time"),
+        "streaming": Command("cosyvoice_triton.cli.streaming_inference", "the same in chunks, and their cost"),
     },
 }
 
