@@ -66,6 +66,7 @@ def test_a_checkpoint_states_its_solve_next_to_its_flow(tmp_path: Path) -> None:
         ('{"step": 3}', r"it has \['step'\]; use steps, time_grid and guidance"),
         ("[]", "flow.json"),
         ('{"steps": "5"}', "flow.json"),
+        ('{"steps": 5.0}', "5.0 steps"),
     ],
 )
 def test_a_solve_that_cannot_be_is_refused_with_its_file(tmp_path: Path, stated: str, words: str) -> None:

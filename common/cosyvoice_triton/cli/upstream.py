@@ -23,7 +23,7 @@ WITHOUT_MEANING = {  # the reason of each option, by program
 
 
 def accept_upstream_options(parser: argparse.ArgumentParser, program: str) -> None:
-    """Add those of a program of upstream, with or without a number after them."""
+    """Add those of one of upstream's programs to its parser, with or without a number after them."""
     group = parser.add_argument_group("without a meaning here", "upstream's; accepted")
     for name, reason in WITHOUT_MEANING[program].items():
         stored: Any = {"dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}  # nowhere

@@ -65,7 +65,7 @@ class RequestOutcome:
 
     @property
     def cancelled(self) -> bool:
-        """Whether its caller left before its end."""
+        """Returns whether its caller left before its end."""
         return self.error == CANCELLED
 
     @property

@@ -30,7 +30,7 @@ class SpeechService:
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
     async def require(self) -> None:
-        """ClientError unless the service has a Triton that serves a speech model."""
+        """Raises ClientError unless the service has a Triton that serves a speech model."""
         try:
             ready = await self.is_server_live(client_timeout=CONNECT_SECONDS)
         except InferenceServerException as error:

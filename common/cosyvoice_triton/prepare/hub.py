@@ -192,7 +192,7 @@ def _wanted(source: Source, known: Mapping[str, Any]) -> list[RemoteFile]:
 def _listing_unless_complete(
     source: Source, models: Path, known: Mapping[str, Any] | None, revision: str | None
 ) -> tuple[str, list[RemoteFile]] | None:
-    """The commit to fetch, that of the record if it may stay, and its files; None if all of them are there."""
+    """Return the commit to fetch, that of the record if it may stay, and its files; None if all of them are there."""
     if known and (revision is None or revision in (known["commit"], known["revision"])):
         if all(file.is_at(models / source.directory / file.name) for file in _wanted(source, known)):
             return None

@@ -119,7 +119,7 @@ def plan(stack: str, gpus: Sequence[Gpu], gib: float | None = None) -> GpuPlan |
 
 
 def require_room(stack: str, gpus: Sequence[Gpu], streams: int, gib: float | None = None) -> None:
-    """GpuError with a number that fits if these GPUs have no room for so many listeners by far.
+    """Raise GpuError, with a number that fits, if these GPUs have by far no room for so many listeners.
 
     What is nearly enough is left to token2wav, whose check knows the checkpoint and all settings.
     """
@@ -140,7 +140,7 @@ def require_room(stack: str, gpus: Sequence[Gpu], streams: int, gib: float | Non
 
 
 def _least(gpus: Sequence[Gpu], gib: float | None) -> tuple[Gpu, float]:
-    """The GPU with the least free memory, and the GiB that a server may take there."""
+    """Return the GPU with the least free memory, and the GiB that a server may take there."""
     least = min(gpus, key=lambda gpu: gpu.free)
     return least, least.free if gib is None else min(gib, least.total)
 

@@ -299,9 +299,9 @@ class StackOptions:
 
 
 def planned(options: StackOptions) -> tuple[StackOptions, str]:
-    """The options with the settings of the plan for the GPU that is there, and the line that says so; as they are, and
-    "", where they set `max_streams` or no GPU will be used. GpuError if the GPU or its memory is too small, or its
-    driver too old.
+    """Return the options with the settings of the plan for the GPU that is there, and the line that says so; as they
+    are, and "", where they set `max_streams` or no GPU will be used. GpuError if the GPU or its memory is too small, or
+    its driver too old.
 
     A machine without a GPU may render for one that has one.
     """
@@ -324,7 +324,7 @@ def planned(options: StackOptions) -> tuple[StackOptions, str]:
 
 
 def _as_planned(options: StackOptions) -> bool:
-    """Whether a stream takes as much of token2wav's GPU as in the plans; a checkpoint to be downloaded is official."""
+    """Return whether a stream takes as much of token2wav's GPU as in the plans; what is not there yet is official."""
     flow = options.checkpoint_dir / stacks.named(options.stack).flow
     official = not flow.exists() or flow.stat().st_size > _FULL_SIZE and not flow.with_suffix(".json").exists()
     return official and options.llm_transport == "triton" and options.settings.keys().isdisjoint(_OTHER_MEMORY)

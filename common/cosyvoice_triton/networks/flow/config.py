@@ -150,7 +150,7 @@ class FlowConfig:
     guidance: float = GUIDANCE
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.guidance < 0:
+        if not isinstance(self.steps, int) or self.steps < 1 or self.guidance < 0:
             raise ValueError(f"a flow of {self.steps} steps and guidance {self.guidance:g}: use 1 or more, 0 or more")
         check_time_grid(self.time_grid, self.steps)
 
@@ -174,7 +174,7 @@ class FlowConfig:
 
 
 def check_time_grid(time_grid: Sequence[float], steps: int) -> None:
-    """ValueError unless the times are empty or those of so many steps."""
+    """Raise ValueError unless the times are empty or those of so many steps."""
     rises = all(before < after for before, after in zip(time_grid, time_grid[1:], strict=False))
     if time_grid and not (len(time_grid) == steps + 1 and time_grid[0] == 0 and time_grid[-1] == 1 and rises):
         raise ValueError(f"time_grid {list(time_grid)} is not {steps + 1} rising times from 0 to 1, for {steps} steps")
