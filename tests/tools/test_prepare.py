@@ -15,6 +15,7 @@ import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import prepare, render
 from cosyvoice_triton.prepare import hub, share_tensorrt, steps, transfer
+from cosyvoice_triton.runtimes import plans
 from cosyvoice_triton.voice.files import read_spk2info
 
 from tests.conftest import ROOT
@@ -299,7 +300,9 @@ def test_waiting_ends_when_the_awaited_process_ends() -> None:
 # --- TensorRT ----------------------------------------------------------------------------------------------------
 
 
-def test_plans_are_built_from_existing_onnx_files_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_are_built_from_existing_onnx_files_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = tiny_onnx.write_stack(tmp_path / stacks.UNET.checkpoint, stacks.UNET)
     for printed in ("built ", "exists already"):
         assert prepare.main(["plans", str(tmp_path), "--stack", "unet", "--capability", "8.9"]) == 0
@@ -310,6 +313,10 @@ def test_plans_are_built_from_existing_onnx_files_and_kept(tmp_path: Path, capsy
     assert prepare.main(["plans", str(tmp_path), "--stack", "unet", "--capability=9.0", "--precision=float32"]) == 1
     said = capsys.readouterr()
     assert "builds no plans for compute capability 9.0" in said.err and "float16" not in said.out
+    with monkeypatch.context() as patched:
+        patched.setattr(plans, "installed", lambda: None)
+        assert prepare.main(["plans", str(tmp_path), "--stack", "unet"]) == 1
+    assert "TensorRT is not installed; run" in capsys.readouterr().err
     damaged = tmp_path / stacks.DIT.checkpoint / stacks.DIT.flow
     damaged.parent.mkdir(parents=True)
     damaged.write_bytes(b"")
