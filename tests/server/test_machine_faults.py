@@ -291,11 +291,11 @@ def test_a_server_on_an_ipv6_address_answers_at_the_urls_that_it_prints(tmp_path
         while (line := process.stdout.readline()) and line != "Ctrl-C to stop\n":
             said += line
         try:
-            found = {name: url for name, url in re.findall(r"(http|grpc|metrics|health|speech) (\S+)", said)}
+            found = {name: url for name, url in re.findall(r"(http|grpc|metrics|health|page) (\S+)", said)}
             assert len(found) == 5 and all("[::1]:" in url for url in found.values()), said
             for name, page in (("http", "/v2/health/ready"), ("metrics", ""), ("health", "")):
                 assert readiness.fault(f"http://{found[name]}{page}") is None
-            assert "HTTP 503" in str(readiness.fault(f"{found['speech']}/health"))  # it serves; no speech model does
+            assert "HTTP 503" in str(readiness.fault(f"{found['page']}health"))  # it serves; no speech model does
             with grpc.insecure_channel(found["grpc"]) as channel:
                 grpc.channel_ready_future(channel).result(10)
         finally:
