@@ -179,7 +179,7 @@ soak: $(VENV)/.server ## mixed load and faults for MINUTES (10), every request a
 	@$(IN_VENV) -m tests.soak --minutes $(MINUTES) $(SOAK_ARGS)
 
 parity: $(VENV)/.server ## compare the served engine with the recorded outputs in FOLDER (tests/assets/golden), on DEVICE (cpu)
-	@$(IN_VENV) -m tests.parity --device $(DEVICE) "$(FOLDER)"
+	@$(IN_VENV) -m tests.parity --device $(if $(GPU),cuda,$(DEVICE)) "$(FOLDER)"
 
 pictures: docs/architecture.svg docs/speech_page.png ## render the pictures of docs/ (graphviz, Chromium)
 
