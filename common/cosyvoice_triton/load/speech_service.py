@@ -47,7 +47,7 @@ class SpeechService:
             limit = aiohttp.ClientTimeout(total=timeout)
             async with self._session.post(f"{self._url}/v1/audio/speech", timeout=limit, **body) as answer:
                 if answer.status != 200:
-                    _refuse(answer.status, answer.headers.get("Retry-After", "0"), await answer.text())
+                    _refuse(answer.status, answer.headers.get("Retry-After", ""), await answer.text())
                 received = b""
                 async for data, chunk_ends in answer.content.iter_chunks():
                     received += data
@@ -112,4 +112,5 @@ def _refuse(status: int, retry_after: str, text: str) -> NoReturn:
         text = json.loads(text)["error"]["message"]
     except (ValueError, KeyError, TypeError):  # not the service's own: a proxy's
         text = f"HTTP {status}: {text[:300]}"
-    raise speech.refused(unavailable_message(OverloadedError(text, float(retry_after))) if status == 429 else text)
+    seconds = float(retry_after) if retry_after.isdecimal() else 0.0  # a proxy's may be a date
+    raise speech.refused(unavailable_message(OverloadedError(text, seconds)) if status == 429 else text)
