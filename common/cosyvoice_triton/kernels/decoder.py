@@ -131,7 +131,7 @@ def project_heads(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, keys: Tensor, values: Tensor, tables: Tensor, slots: Tensor,
     positions: Tensor, rotary: Tensor, tile: ProductTile,
 ) -> Tensor:  # fmt: skip
-    """RMS norm, product and RoPE of few tokens: x (T, K), weight ((H + 2 KV) * D, K), bias -> queries (T, H, D).
+    """Apply RMS norm, product and RoPE to few tokens: x (T, K), weight ((H + 2 KV) * D, K), bias -> queries (T, H, D).
 
     New keys and values are stored in keys, values (pages, KV, PAGE, D): `tables` (slots, pages of a sequence) has
     the page, `slots` and `positions` (T,) are those of the tokens. rotary (2, context, D / 2) float32: cosine, sine.
@@ -150,7 +150,7 @@ def project_heads(
 
 @triton.jit
 def _in_range(x, like_ptr):
-    """x within what a float16 tensor can hold: LLMs have a few activations beyond it, and one infinity makes a whole
+    """Clamp x to what a float16 tensor can hold: LLMs have a few activations beyond it, and one infinity makes a whole
     answer NaN. Other types have float32's range."""
     if like_ptr.dtype.element_ty == tl.float16:
         x = tl.clamp(x, -65504.0, 65504.0)
@@ -159,7 +159,7 @@ def _in_range(x, like_ptr):
 
 @triton.jit
 def _row_of_gate(n):
-    """The row of gate n in a weight of interleaved gate and up rows; its up row is INTERLEAVE rows further."""
+    """Return the row of gate n in a weight of interleaved gate and up rows; its up row is INTERLEAVE rows further."""
     return n // INTERLEAVE * (2 * INTERLEAVE) + n % INTERLEAVE
 
 
@@ -179,7 +179,7 @@ def _gated(
 
 
 def gated(x: Tensor, weight: Tensor, eps: float, tile: ProductTile) -> Tensor:
-    """RMS norm, product and SwiGLU of few tokens: x (T, K), interleaved gate and up weights (2 N, K) ->
+    """Compute RMS norm, product and SwiGLU of few tokens: x (T, K), interleaved gate and up weights (2 N, K) ->
     silu(gate) * up (T, N)."""
     (T, K), N = x.shape, len(weight) // 2
     out = torch.empty(T, N, dtype=weight.dtype, device=x.device)
@@ -233,7 +233,7 @@ def _project(
 def linear_residual(
     y: Tensor, weight: Tensor, x: Tensor, arrived: Tensor, tile: ProductTile, *, cast: bool = False
 ) -> tuple[Tensor, Tensor] | None:
-    """x (T, N) += y (T, K) weight^T (K, N), for few tokens.
+    """Add the product y (T, K) weight^T (K, N) to x (T, N) in place, for few tokens.
 
     arrived: int32, zeros, at least as many as the product has tiles; zeros again afterwards. cast: returns the new x in
     the weight's type, and (T, tiles) sums of its squares.
@@ -252,7 +252,7 @@ def linear_residual(
 
 
 def rms_norm_linear(x: Tensor, weight: Tensor, eps: float, tile: ProductTile) -> Tensor:
-    """RMS norm and product: x (T, K), weight (N, K) -> (T, N) float32."""
+    """Compute RMS norm and product: x (T, K), weight (N, K) -> (T, N) float32."""
     out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
     _launch_project(x, weight, out, eps, tile, out, out, 1, None, norm=True, add=False)
     return out
@@ -330,7 +330,7 @@ def _apply_rope(
 def apply_rope(
     heads: Tensor, keys: Tensor, values: Tensor, tables: Tensor, slots: Tensor, positions: Tensor, rotary: Tensor
 ) -> Tensor:
-    """RoPE of queries and keys: heads (T, (H + 2 KV) * D) -> queries (T, H, D).
+    """Apply RoPE to queries and keys: heads (T, (H + 2 KV) * D) -> queries (T, H, D).
 
     Keys and values are stored in their pages; the other arguments are those of `project_heads`.
     """
@@ -356,7 +356,7 @@ def _silu_and_mul(pairs_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL:
 
 
 def silu_and_mul(pairs: Tensor) -> Tensor:
-    """SwiGLU of interleaved gates and ups: (T, 2 N) -> silu(gate) * up (T, N)."""
+    """Compute SwiGLU of interleaved gates and ups: (T, 2 N) -> silu(gate) * up (T, N)."""
     T, N = len(pairs), pairs.shape[1] // 2
     out = torch.empty(T, N, dtype=pairs.dtype, device=pairs.device)
     _silu_and_mul[(T, triton.cdiv(N, COLUMNS))](pairs, out, N=N, BLOCK=COLUMNS, num_warps=4, **early())

@@ -36,7 +36,7 @@ def _products(
 
 @triton.jit
 def _scale(squares_ptr, m, T, eps, K: tl.constexpr, SUMS: tl.constexpr, WIDE: tl.constexpr):
-    """The factor of RMS norm of rows m, given SUMS sums of squares for each."""
+    """Return the factor of RMS norm of rows m, given SUMS sums of squares for each."""
     part = tl.arange(0, WIDE)
     mask = (m < T)[:, None] & (part < SUMS)[None, :]
     squares = tl.load(squares_ptr + m[:, None] * SUMS + part[None, :], mask=mask, other=0.0)

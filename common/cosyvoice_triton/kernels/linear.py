@@ -50,7 +50,7 @@ def _activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _head_normed(x, part, norm_ptr, QK_NORM: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """x (BM, BN) of whole heads; part 0 is queries, 1 keys, 2 values, which are not normalised."""
+    """Normalise x (BM, BN) of whole heads; part 0 is queries, 1 keys, 2 values, which are not normalised."""
     if QK_NORM:
         if part < 2:
             d = tl.arange(0, D)
@@ -78,7 +78,7 @@ def _normed(x, mean, rstd, scale_ptr, shift_ptr, extra_ptr, k, wide, MISH: tl.co
 
 @triton.jit
 def _all_padding(row, t, inside, frames_ptr, B):
-    """Whether none of these frames t of rows is among the valid ones of its stream, (B,)."""
+    """Return whether none of these frames t of rows is among the valid ones of its stream, (B,)."""
     frames = tl.load(frames_ptr + row % B, mask=inside, other=0).to(tl.int32)
     return tl.max((t < frames).to(tl.int32), 0) == 0
 
@@ -183,8 +183,8 @@ def _linear(
     HEADS: tl.constexpr, D: tl.constexpr, QK_NORM: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With TMA, x and weight, and without padding the residual, are descriptors. Then a tile has rows of the padded x
-    (R, PAD + T, C), of which the last PAD of each R have no result."""
+    """Compute a tile. With TMA, x and weight, and without padding the residual, are descriptors. Then a tile has rows
+    of the padded x (R, PAD + T, C), of which the last PAD of each R have no result."""
     wait(PDL)
     at = tl.program_id(0) * BM + tl.arange(0, BM)
     row, t = at // T, at % T

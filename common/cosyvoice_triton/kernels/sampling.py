@@ -69,7 +69,7 @@ def _mixed(bits):
 
 @triton.jit
 def _uniform(key, position, attempt):
-    """A random number in [0, 1), float64."""
+    """Return a random number in [0, 1), float64."""
     counter = _mixed((key + 0x9E3779B9).to(tl.uint32)) + (2 * position + attempt).to(tl.uint32)
     return _mixed(counter).to(tl.float64) / 4294967296.0
 

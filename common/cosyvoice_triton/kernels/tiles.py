@@ -21,7 +21,7 @@ TMA_PROGRAMS = 96  # with fewer programs, smaller tiles are faster
 
 
 def is_few(rows: int, values: int) -> bool:
-    """Whether a product of that many rows with a weight of that many values uses small tiles."""
+    """Return whether a product of that many rows with a weight of that many values uses small tiles."""
     return rows <= (FEW_ROWS if values <= WIDE_WEIGHT else FEW_ROWS // 2)
 
 
@@ -53,7 +53,7 @@ class DecoderTiles(NamedTuple):
     most: ProductTile | None = None
 
     def of(self, T: int) -> ProductTile | None:
-        """The tile for T tokens."""
+        """Return the tile for T tokens."""
         if T <= 2:
             return self.one
         if T <= 16:
@@ -70,7 +70,7 @@ class TmaDecoderTiles(NamedTuple):
     gated_most: ProductTile
 
     def few(self, T: int) -> tuple[ProductTile, ProductTile] | None:
-        """The tiles of heads and of gates for T tokens, or None if TMA is not faster for so many: for 1, 2 or many."""
+        """Return the tiles of heads and of gates for T tokens; None if TMA is not faster for so many: 1, 2 or many."""
         if not 2 < T <= self.heads.rows:
             return None
         rows = max(16, triton.next_power_of_2(T))
@@ -78,7 +78,7 @@ class TmaDecoderTiles(NamedTuple):
         return self.heads._replace(rows=rows), gated._replace(rows=rows)
 
     def many(self, T: int) -> ProductTile:
-        """The tile of gates for more tokens."""
+        """Return the tile of gates for more tokens."""
         return self.gated_many if T <= MANY_ROWS else self.gated_most
 
 
@@ -108,7 +108,7 @@ class Tiles(NamedTuple):
     tma: tuple[ProductTile, ...]  # that TMA fetches; the largest first
 
     def linear(self, M: int, N: int, K: int, D: int) -> ProductTile:
-        """The tile for a product (M, K) x (K, N). D is the width of a head if a tile is one head, else 0."""
+        """Return the tile for a product (M, K) x (K, N). D is the width of a head if a tile is one head, else 0."""
         if is_few(M, N * K):
             tile = self.few_wide if D or N > 1024 else self.few
         elif D:
@@ -122,7 +122,7 @@ class Tiles(NamedTuple):
         return tile._replace(columns=D) if D else tile
 
     def linear_tma(self, M: int, N: int, D: int) -> ProductTile | None:
-        """The largest tile fetched by TMA that occupies the GPU, or None if tiles that threads fetch are faster."""
+        """Return the largest tile by TMA that occupies the GPU, or None if tiles that threads fetch are faster."""
         part = N // 3 if D else N  # queries, keys or values
         for tile in self.tma:
             whole_heads = not D or (tile.columns % D == 0 and part % tile.columns == 0)
@@ -131,12 +131,12 @@ class Tiles(NamedTuple):
         return None
 
     def grouped_convolution(self, M: int, G: int) -> ProductTile:
-        """The tile for a convolution of M frames, in groups of G channels."""
+        """Return the tile for a convolution of M frames, in groups of G channels."""
         tile = self.convolution_few if M <= FEW_ROWS else self.convolution
         return tile._replace(columns=min(tile.columns, G), depth=min(tile.depth, G))
 
     def frames(self, B: int, T: int, N: int, branches: int) -> ProductTile:
-        """The largest tile that occupies the GPU, for the vocoder's convolutions of (B, T) frames to N channels.
+        """Return the largest tile that occupies the GPU, for the vocoder's convolutions of (B, T) frames to N channels.
 
         A large tile does more work for what it reads, and has to occupy the GPU more evenly.
         """
@@ -147,11 +147,11 @@ class Tiles(NamedTuple):
         return tile._replace(columns=columns)
 
     def paged(self, queries: int) -> AttentionTile:
-        """The tile for `attend_paged`."""
+        """Return the tile for `attend_paged`."""
         return self.paged_few if queries <= FEW_QUERIES // 4 else self.queries
 
     def blocks(self, queries: int) -> AttentionTile:
-        """The tile for `attend_blocks`."""
+        """Return the tile for `attend_blocks`."""
         return self.blocks_few if queries <= FEW_QUERIES else self.queries
 
 
@@ -223,21 +223,21 @@ MULTIPLY_ADD = Tiles(
 
 
 def uses_tensor_cores(dtype: torch.dtype) -> bool:
-    """Whether Triton computes products of that type on the current GPU's tensor cores."""
+    """Return whether Triton computes products of that type on the current GPU's tensor cores."""
     arch = triton.runtime.driver.active.get_current_target().arch
     return dtype != torch.float32 and arch >= FIRST_TENSOR_CORES
 
 
 def uses_tma() -> bool:
-    """Whether the current GPU has TMA."""
+    """Return whether the current GPU has TMA."""
     return triton.runtime.driver.active.get_current_target().arch >= FIRST_TMA
 
 
 def tiles(dtype: torch.dtype) -> Tiles:
-    """The tiles for operands of that type on the current GPU."""
+    """Return the tiles for operands of that type on the current GPU."""
     return TENSOR_CORES if uses_tensor_cores(dtype) else MULTIPLY_ADD
 
 
 def decoder_tma(dtype: torch.dtype) -> TmaDecoderTiles | None:
-    """The tiles of a decoder's products that TMA fetches, or None if the GPU has none for that type."""
+    """Return the tiles of a decoder's products that TMA fetches, or None if the GPU has none for that type."""
     return tiles(dtype).decoder_tma if uses_tma() else None

@@ -40,7 +40,7 @@ def read_limits(model_dir: str | Path) -> LLMLimits:
 
 
 def follows_instructions(model_dir: str | Path) -> bool:
-    """Whether the model was trained to follow instructions: not if its `config.json` says so, as the demo's does."""
+    """Return whether the model was trained to follow instructions: its `config.json` may say no, as the demo's does."""
     path = Path(model_dir) / "config.json"
     return not path.is_file() or bool(json.loads(path.read_text()).get("follows_instructions", True))
 

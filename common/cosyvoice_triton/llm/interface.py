@@ -45,7 +45,7 @@ class LLMPrompt:
 
     @property
     def speech_tokens(self) -> list[int]:
-        """All speech ids 0..6560 that the LLM continues."""
+        """Return all speech ids 0..6560 that the LLM continues."""
         return [*self.prompt_tokens, *self.generated]
 
 
@@ -89,12 +89,12 @@ class Sampling:
 
     @property
     def ras_limit(self) -> int:
-        """How often a token occurs among the last ras_window tokens if it is replaced."""
+        """Return how often a token occurs among the last ras_window tokens if it is replaced."""
         return max(1, math.ceil(self.ras_window * self.ras_tau))
 
     @property
     def repeatable(self) -> bool:
-        """Whether the same prompt gives the same tokens again."""
+        """Return whether the same prompt gives the same tokens again."""
         return self.seed is not None or self.temperature == 0
 
     def seeded(self) -> "Sampling":

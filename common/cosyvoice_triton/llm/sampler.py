@@ -120,7 +120,7 @@ class RequestSampler:
     """Samples requests by slot, for engines whose logits are on the CPU."""
 
     def __init__(self, bias: Tensor, slots: int) -> None:
-        """bias (V,): added to the logits of ids 0..V-1; minus infinity for those that are never sampled."""
+        """Make a sampler. bias (V,): added to the logits of ids 0..V-1; minus infinity for ids never sampled."""
         candidates = bias.isfinite().nonzero()
         self.first, last = int(candidates[0]), int(candidates[-1])  # ids
         self._sampler = BatchSampler(bias[self.first : last + 1], slots)
@@ -131,7 +131,7 @@ class RequestSampler:
 
     @property
     def width(self) -> int:
-        """The number of ids from `first` whose logits `sample` takes."""
+        """Return the number of ids from `first` whose logits `sample` takes."""
         return len(self._sampler.bias)
 
     def start(self, slot: int, request: GenerationRequest) -> None:

@@ -17,7 +17,7 @@ COSYVOICE2, COSYVOICE3 = COSYVOICE2_TOKENS, COSYVOICE3_TOKENS
 
 
 def chat_template(rules: TokenizerRules = COSYVOICE2) -> str:
-    """The prompt template as a chat, for servers that accept messages."""
+    """Return the prompt template as a chat, for servers that accept messages."""
     return (
         "{% for message in messages %}{% if message['role'] == 'user' %}"
         f"{{{{ '{rules.sos}' + message['content'] + '{rules.task}' }}}}"

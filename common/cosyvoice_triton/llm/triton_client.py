@@ -24,7 +24,7 @@ class ResponseStreams(Protocol):
     """Sends requests to the LLM model, see `triton_io.streams.Streams`."""
 
     def ask(self, inputs: Tensors, parameters: Mapping[str, str]) -> AsyncGenerator[dict[str, np.ndarray], None]:
-        """The outputs of each response; closing the generator early ends the request.
+        """Yield the outputs of each response; closing the generator early ends the request.
 
         Raises ValueError, UnavailableError or RuntimeError, depending on the model's error.
         """

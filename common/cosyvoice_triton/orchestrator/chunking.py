@@ -46,7 +46,7 @@ class Hop:
 
     @property
     def end_of_context(self) -> int:
-        """End of the tokens that the networks are given: the hop's own and the look-ahead."""
+        """Return the end of the tokens that the networks are given: the hop's own and the look-ahead."""
         return self.end if self.final else self.end + LOOKAHEAD_TOKENS
 
 
@@ -82,7 +82,7 @@ class HopRules:
 
     @property
     def unit(self) -> int:
-        """The length that later hops are multiples of: `first_hop`, rounded up to the boundary."""
+        """Return the length that later hops are multiples of: `first_hop`, rounded up to the boundary."""
         return math.ceil(self.first_hop / self.boundary) * self.boundary
 
     @property
@@ -160,7 +160,7 @@ class HopSchedule:
 
     @property
     def _is_first(self) -> bool:
-        """Whether the next hop is the first one of the text."""
+        """Return whether the next hop is the first one of the text."""
         return self._before + self._offset == 0
 
     def _length(self, ready: int) -> int:

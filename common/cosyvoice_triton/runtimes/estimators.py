@@ -34,7 +34,7 @@ class UNetOnRuntime(OnRuntime):
         valid: Tensor,
         streaming: bool = False,
     ) -> Tensor:
-        """As `UNetEstimator.forward`."""
+        """Compute the velocity as `UNetEstimator.forward` does."""
         return _velocity(self._streaming if streaming else self._whole, x, t, mu, speaker, condition, valid)
 
 
@@ -60,17 +60,18 @@ class DiTOnRuntime(OnRuntime):
         self._newest_first = self._puts_newest_first()
 
     def empty_cache(self, steps: int, rows: int) -> EstimatorCache:
-        """As `DiTEstimator.empty_cache`."""
+        """Make an empty cache as `DiTEstimator.empty_cache` does."""
         return EstimatorCache.empty(self.config, steps, rows, self._device, self._dtype)
 
     def forward(self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, valid: Tensor) -> Tensor:
-        """As `DiTEstimator.forward`."""
+        """Compute the velocity as `DiTEstimator.forward` does."""
         return _velocity(self._whole, x, t, mu, speaker, condition, valid)
 
     def forward_chunk(
         self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, cache: EstimatorCache
     ) -> Tensor:
-        """As `DiTEstimator.forward_chunk`: `cache` already has room for the T frames and is written in place."""
+        """Compute a chunk as `DiTEstimator.forward_chunk` does, into `cache`, which already has room for the T
+        frames."""
         T, attention = x.shape[2], cache.attention
         known = attention.frames - T
         network = self._chunk if known else self._prompt
@@ -83,7 +84,8 @@ class DiTOnRuntime(OnRuntime):
         return outputs["output"].to(x.dtype)
 
     def _puts_newest_first(self) -> bool:
-        """Whether the network puts new frames before the cached ones, as upstream's file does. Found by running it."""
+        """Return whether the network puts new frames before the cached ones, as upstream's file does. Found by running
+        it."""
         T = PROBE_FRAMES
         cache = self.empty_cache(1, 2)[0].with_room(2 * T)
         cache.attention.keys.fill_(1)

@@ -50,7 +50,7 @@ SPEAKER = Signature(Stack.speaker_encoder, {"input": {0: "batch", 1: "frames"}},
 
 
 def signature_of(stack: Stack, use: str) -> Signature:
-    """The network that computes one use of the stack's flow."""
+    """Return the signature of the network that computes one use of the stack's flow."""
     return Signature(stack.networks[use], *_USES[use])
 
 
@@ -63,7 +63,7 @@ class WholeUtterance(nn.Module):
         self.streaming = streaming
 
     def forward(self, x: Tensor, mask: Tensor, mu: Tensor, t: Tensor, spks: Tensor, cond: Tensor) -> Tensor:
-        """x, mu, cond (R, mel, T), mask (R, 1, T), t (R,), spks (R, mel) -> velocity (R, mel, T)"""
+        """Compute the velocity (R, mel, T): x, mu, cond (R, mel, T), mask (R, 1, T), t (R,), spks (R, mel)."""
         if isinstance(self.estimator, UNetEstimator):
             return self.estimator(x, t, mu, spks, cond, mask > 0.5, self.streaming)
         return self.estimator(x, t, mu, spks, cond, mask > 0.5)
@@ -83,7 +83,7 @@ class NextChunk(nn.Module):
     def forward(
         self, x: Tensor, mu: Tensor, t: Tensor, spks: Tensor, cond: Tensor, cnn_cache: Tensor, att_cache: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x, mu, cond (R, mel, T) -> velocity (R, mel, T) and both caches, K + T frames long"""
+        """Compute the velocity (R, mel, T) of x, mu, cond (R, mel, T), and both caches, K + T frames long."""
         layers: Any = [_GrowingCache(*layer) for layer in zip(att_cache, split_convolutions(cnn_cache), strict=True)]
         velocity = self.estimator.forward_chunk(x, t, mu, spks, cond, layers)
         conv = torch.stack([torch.cat(layer.conv, dim=1) for layer in layers])  # twice (R, C, 2) -> (depth, R, 2 C, 2)
@@ -104,10 +104,10 @@ class _GrowingCache:
 
 
 def split_convolutions(cache: Tensor) -> Tensor:
-    """(depth, R, 2 C, 2) -> (depth, 2, R, C, 2)"""
+    """Split the caches of convolutions: (depth, R, 2 C, 2) -> (depth, 2, R, C, 2)."""
     return cache.unflatten(2, (2, -1)).transpose(1, 2)
 
 
 def join_convolutions(cache: Tensor) -> Tensor:
-    """The reverse: (depth, 2, R, C, 2) -> (depth, R, 2 C, 2)"""
+    """Reverse `split_convolutions`: (depth, 2, R, C, 2) -> (depth, R, 2 C, 2)."""
     return cache.transpose(1, 2).flatten(2, 3)

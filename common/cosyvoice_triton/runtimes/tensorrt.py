@@ -52,7 +52,7 @@ class TensorRTNetwork(Network):
     """
 
     def __init__(self, engine: bytes, name: str, device: torch.device | str) -> None:
-        """engine: bytes of a plan for this machine. PlanError if TensorRT refuses it, RuntimeError without memory."""
+        """Load the bytes of a plan for this machine. PlanError if TensorRT refuses it, RuntimeError without memory."""
         trt = plans.tensorrt()
         self.name = name
         self._device = torch.device(device)

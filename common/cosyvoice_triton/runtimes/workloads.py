@@ -43,7 +43,7 @@ class Workload:
 
     @property
     def onnx(self) -> str:
-        """The network's file in the model directory."""
+        """Return the network's file in the model directory."""
         return self.signature.file
 
     def limits(self, shapes: Mapping[str, Sequence[int]]) -> ShapeLimits:

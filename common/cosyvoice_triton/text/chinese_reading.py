@@ -129,7 +129,7 @@ def _fraction(match: re.Match[str]) -> str:
 
 
 def _attached(match: re.Match[str]) -> str:
-    """Digits that touch Latin letters: a model or a train by its digits, a short one as a number."""
+    """Read digits that touch Latin letters: a model or a train by its digits, a short one as a number."""
     digits = match[0]
     return chinese_digits(digits) if len(digits) > 2 or digits.startswith("0") else chinese(int(digits))
 

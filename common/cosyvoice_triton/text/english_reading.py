@@ -181,7 +181,7 @@ def _roman(letters: str) -> int:
 
 
 def _attached(match: re.Match[str]) -> str:
-    """Digits that touch letters: short ones as a number, long ones one by one."""
+    """Read digits that touch letters: short ones as a number, long ones one by one."""
     digits = match[0]
     words = number(digits) if len(digits) <= 2 else english_digits(digits)
     before = match.string[match.start() - 1 : match.start()].isalpha()

@@ -21,7 +21,7 @@ class SentenceSplitter:
 
     @property
     def unfinished(self) -> str:
-        """The text after the last complete sentence."""
+        """Return the text after the last complete sentence."""
         return self._begin + self._rest
 
     def push(self, text: str) -> Iterator[str]:

@@ -64,7 +64,7 @@ class Token2Wav:
         files: tuple[str | Path, str | Path] = ("flow.pt", "hift.pt"),
         fallbacks: int = 0,
     ):
-        """files: that the networks are from. fallbacks: how many of them are in a wider format than asked."""
+        """Make the engine. files: of the networks. fallbacks: how many networks are in a wider format than asked."""
         self._flow = flow
         self._vocoder = vocoder
         self._device = device
@@ -103,7 +103,7 @@ class Token2Wav:
         read: Callable[[str], Reading] = Reading.of,
         asked: Precision | None = None,
     ) -> "Token2Wav":
-        """The networks of a stack from its checkpoint directory, and the runtime's own files.
+        """Load the networks of a stack from its checkpoint directory, and the runtime's own files.
 
         steps: of the Euler solve; None: the checkpoint's.
         runtime: of the flow's estimator. "torch" on a GPU captures no CUDA graphs: start-up is fast and most of the
@@ -149,7 +149,7 @@ class Token2Wav:
 
     @classmethod
     def from_config(cls, stack: Stack, config: Token2WavConfig) -> "Token2Wav":
-        """As the Triton model is configured."""
+        """Load the networks as the Triton model is configured."""
         if torch.device(config.device).type == "cuda":
             # The host computes little, and an operation on all of its cores would wait for those that are busy.
             torch.set_num_threads(1)
@@ -178,8 +178,8 @@ class Token2Wav:
 
     @property
     def workers(self) -> int:
-        """How many batches can be rendered at the same time. If there are two, FIRST_CHUNK_WORKER renders first chunks
-        only."""
+        """Return how many batches can be rendered at the same time. If there are two, FIRST_CHUNK_WORKER renders first
+        chunks only."""
         return len(self._renderers)
 
     def warm_up(self, worker: int = 0) -> None:
@@ -199,21 +199,22 @@ class Token2Wav:
             raise ValueError(f"checkpoint {self._files[bool(mel.isfinite().all())]}: {error}") from error
 
     def sample(self, tokens: int = LOOKAHEAD_TOKENS) -> tuple[Prompt, np.ndarray]:
-        """A silent voice of that many tokens, and as many tokens to speak."""
+        """Return a silent voice of that many tokens, and as many tokens to speak."""
         ids = np.arange(tokens)
         mel = np.full((TOKEN_MEL_RATIO * tokens, MEL_BINS), SILENT_MEL, np.float32)
         return Prompt(ids, mel, np.ones(self._flow.speaker_dim, np.float32), text=""), ids
 
     def prefill_frames(self, prompt: Prompt) -> int:
-        """Mel frames that opening a stream in that voice prefills: 0 if its prompt cache is there. ValueError for an
-        invalid prompt."""
+        """Return how many mel frames are prefilled to open a stream in that voice: 0 if its prompt cache is there.
+        ValueError for an invalid prompt."""
         self._check(prompt)
         with self._lock:
             return self._flow.prefill_frames(prompt)
 
     def fitting(self, prompts: Sequence[Prompt]) -> list[bool]:
-        """See `StreamingFlow.fitting`: streams of the other voices wait until some end. If chunks were rendered again
-        too often, all wait for the live ones, and then the networks are loaded in bfloat16."""
+        """Say which streams could be opened now, as `StreamingFlow.fitting` does: streams of the other voices wait
+        until some end. If chunks were rendered again too often, all wait for the live ones, and then the networks are
+        loaded in bfloat16."""
         with self._lock:
             if self._wider is not None and self._retried >= MOVES_AFTER:
                 if self._live:
@@ -257,11 +258,11 @@ class Token2Wav:
             return stream
 
     def chunk(self, stream: Stream, tokens: np.ndarray, *, final: bool, offset: int | None = None) -> Chunk:
-        """See `StreamingFlow.chunk`: the next chunk of a stream, or a ValueError."""
+        """Return the next chunk of a stream, or a ValueError: see `StreamingFlow.chunk`."""
         return self._flow.chunk(stream, tokens, final=final, offset=offset)
 
     def is_first_chunk(self, chunk: Chunk) -> bool:
-        """Whether FIRST_CHUNK_WORKER renders it: a first chunk, unless it is longer than those of the first hop."""
+        """Return whether FIRST_CHUNK_WORKER renders it: a first chunk, unless longer than those of the first hop."""
         return chunk.offset == 0 and chunk.new <= self.limits.first_chunk_tokens
 
     @property
@@ -270,7 +271,7 @@ class Token2Wav:
 
     @property
     def batch_tokens(self) -> int:
-        """How many tokens a batch should have at most, counted as `Chunk.computed`."""
+        """Return how many tokens a batch should have at most, counted as `Chunk.computed`."""
         return self._flow.batch_tokens
 
     def padded(self, chunks: int, tokens: int, worker: int = 0) -> int:
@@ -279,12 +280,12 @@ class Token2Wav:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the streams and of the prompt caches."""
+        """Return the memory in bytes of the streams and of the prompt caches."""
         return self._flow.cache_bytes + self._vocoder.nbytes
 
     @property
     def counts(self) -> Values:
-        """What went wrong since the start, as metrics."""
+        """Return what went wrong since the start, as metrics."""
         return {
             RETRIED: self._retried,
             FAILED: self._failed,
@@ -300,7 +301,7 @@ class Token2Wav:
             self._live -= 1
 
     def step(self, chunks: Sequence[Chunk], worker: int = 0) -> list[np.ndarray]:
-        """The audio that each chunk adds to its stream, float32 (N,) at 24 kHz; empty while it is withheld.
+        """Return the audio that each chunk adds to its stream, float32 (N,) at 24 kHz; empty while it is withheld.
 
         The chunks are of different streams; batching changes the audio of each by rounding only (docs/gpu.md,
         Precision).
@@ -313,9 +314,9 @@ class Token2Wav:
         return audio
 
     def render(self, chunks: Sequence[Chunk], worker: int = 0) -> list[np.ndarray | Exception]:
-        """As `step`, but a chunk that cannot be rendered gets an exception, and its stream cannot go on; the others get
-        their audio. A batch for which the memory is not enough is rendered in parts. A chunk whose audio is not finite
-        is rendered again in float32. FIRST_CHUNK_WORKER renders what `is_first_chunk` only.
+        """Render chunks as `step` does, but a chunk that cannot be rendered gets an exception, and its stream cannot go
+        on; the others get their audio. A batch for which the memory is not enough is rendered in parts. A chunk whose
+        audio is not finite is rendered again in float32. FIRST_CHUNK_WORKER renders only what `is_first_chunk` says.
         """
         with self._renderers[worker].used():
             results = self._rendered(self._renderers[worker], chunks)
@@ -344,7 +345,7 @@ class Token2Wav:
         return [mel if isinstance(mel, Exception) else next(audio) for mel in mels]
 
     def _again(self, chunk: Chunk, reason: NotFiniteError) -> Tensor | Exception:
-        """The audio (N,) of a chunk in float32. Other streams of its worker wait meanwhile, and those that begin."""
+        """Render the audio (N,) of a chunk in float32. Other streams of its worker and new ones wait meanwhile."""
         logger.warning("%s: a chunk is rendered again in float32", reason)
         self._retried += 1
         try:
@@ -356,7 +357,7 @@ class Token2Wav:
         return audio
 
     def _fail_if_asked(self, chunks: Sequence[Chunk]) -> None:
-        """The faults of tests."""
+        """Cause the faults that tests ask for."""
         if faults.take("gpu_error"):
             raise RuntimeError(faults.GPU_ERROR)
         if len(chunks) > 1 and faults.take("out_of_memory"):
@@ -373,7 +374,7 @@ class Token2Wav:
         speed: float = 1.0,
         before_step: Callable[[], object] = lambda: None,
     ) -> np.ndarray:
-        """A whole utterance at once (full attention, no chunks), float32 (N,) at 24 kHz.
+        """Render a whole utterance at once (full attention, no chunks) -> float32 (N,) at 24 kHz.
 
         speed: its mel is stretched to 1 / speed of its length, as CosyVoice2 does, which keeps the pitch. before_step:
         called before each step of the solve, which on a CPU may take a minute in all; its exception ends it.
@@ -387,7 +388,7 @@ class Token2Wav:
         speed: float = 1.0,
         before_step: Callable[[], object] = lambda: None,
     ) -> list[np.ndarray]:
-        """Whole utterances in one batch, each as `whole` renders it alone. ValueError if one of them is invalid."""
+        """Render whole utterances in one batch, each as `whole` does alone. ValueError if one of them is invalid."""
         with self._lock:
             self._live += 1
         try:

@@ -19,7 +19,7 @@ class Renderer:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """The body computes on the CUDA stream. What it has begun there is done at the end, also after an error, so
+        """Let the body compute on the CUDA stream. What it has begun there is done at the end, also after an error, so
         that threads and workers need no other order between them."""
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             try:

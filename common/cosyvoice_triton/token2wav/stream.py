@@ -58,5 +58,5 @@ class Chunk(Generic[StreamT]):
 
     @property
     def frames(self) -> int:
-        """Mel frames that the chunk adds."""
+        """Return how many mel frames the chunk adds."""
         return TOKEN_MEL_RATIO * self.new

@@ -41,7 +41,7 @@ async def call(
     end: bool = False,
     timeout: float = 60.0,
 ) -> dict[str, np.ndarray]:
-    """The named outputs of one request to `model`.
+    """Return the named outputs of one request to `model`.
 
     Raises the exception that the model's error stands for, UnavailableError after `timeout` seconds, LostAnswerError if
     an output is missing. A call that is abandoned keeps running in its thread, because Triton 2.51 cannot cancel it;
@@ -112,7 +112,7 @@ class CallSlots:
             raise
 
     def release(self) -> None:
-        """From any thread."""
+        """Give a slot back, from any thread."""
         with self._lock:
             if not self._waiting:
                 self._free += 1
@@ -192,12 +192,12 @@ async def _running(target: Callable[[], None]) -> AsyncIterator[None]:
 
 
 def _outputs(model: str, response: Any) -> dict[str, np.ndarray]:
-    """The arrays of a response. Raises the response's error if it has one."""
+    """Return the arrays of a response. Raises the response's error if it has one."""
     if response.has_error():
         raise to_exception(model, response.error())
     return {tensor.name(): _to_array(tensor) for tensor in response.output_tensors()}
 
 
 def _to_array(tensor: Any) -> np.ndarray:
-    """A copy on the CPU, because Triton reuses the response's memory."""
+    """Return a copy on the CPU, because Triton reuses the response's memory."""
     return tensor.as_numpy().copy() if tensor.is_cpu() else torch.from_dlpack(tensor.to_dlpack()).cpu().numpy()

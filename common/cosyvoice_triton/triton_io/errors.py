@@ -40,7 +40,7 @@ MAX_MESSAGE_CHARS = 500  # gRPC carries errors in escaped headers, of which a cl
 
 
 def error_response(error: BaseException, model: str) -> Any:
-    """The error response for `error`. Logs what is not the caller's mistake, and has the model tested after a bug."""
+    """Return the error response for `error`. Logs all but a caller's mistake, and has the model tested after a bug."""
     if isinstance(error, (RuntimeError, pb_utils.TritonModelException)) and SHARED_MEMORY.search(str(error)):
         logger.warning("%s: %s", model, error)
         error = UnavailableError(NO_SHARED_MEMORY)
@@ -65,12 +65,12 @@ def error_response(error: BaseException, model: str) -> Any:
 
 
 def to_exception(model: str, error: Any) -> Exception:
-    """The exception that the error in a response of `model` stands for."""
+    """Return the exception that the error in a response of `model` stands for."""
     return exception_of(model, error.message(), error.code())
 
 
 def exception_of(model: str, message: str, code: Any = None) -> Exception:
-    """The same, from the message and, if Triton passes it on, the code."""
+    """Return the same exception, from the message and, if Triton passes it on, the code."""
     if code == pb_utils.TritonError.INVALID_ARG or message.startswith(INVALID):
         return ValueError(f"{model}: {message.removeprefix(INVALID)}")
     if MODEL_DOWN.match(message):

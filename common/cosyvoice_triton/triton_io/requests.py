@@ -40,7 +40,7 @@ def respond_batch(
     *,
     model: str,
 ) -> list[Any]:
-    """One response per request, in order: `compute` runs once, over the inputs that `parse` accepted.
+    """Return one response per request, in order: `compute` runs once, over the inputs that `parse` accepted.
 
     A request that `parse` rejects gets its own error and the others are served; so does one whose input `compute` fails
     for alone, after it has failed for the batch. `compute` must have no effect if it raises.
@@ -94,12 +94,13 @@ class Responder:
             health.succeeded()
 
     def check_answered(self) -> None:
-        """RuntimeError if a model that is not decoupled is about to end a request without a response."""
+        """Raise RuntimeError if a model that is not decoupled is about to end a request without a response."""
         if not self._decoupled and self._held is None:
             raise RuntimeError("the handler sent no response")
 
     def is_cancelled(self) -> bool:
-        """Whether the client disconnected before the end. Asking Triton 2.51 after the end crashes the whole server."""
+        """Return whether the client disconnected before the end. Asking Triton 2.51 after the end crashes the whole
+        server."""
         with self._lock:
             return not self._ended and bool(self._sender.is_cancelled())
 
@@ -127,7 +128,7 @@ class DeferredAnswer:
     def __init__(
         self, responder: Responder, output: str, model: str, request: str = "", span: tracing.Span = tracing.OFF
     ) -> None:
-        """`request`: its id, for the log. `span`: ends with the response."""
+        """Make the answer. request: its id, for the log. span: ends with the response."""
         self._request = request
         self._span = span
         self.is_cancelled = responder.is_cancelled
@@ -159,7 +160,7 @@ class DeferredAnswer:
 
 
 def answer_later(request: Any, output: str, *, model: str) -> DeferredAnswer:
-    """For `execute` of a model that is not decoupled and hands the request to another thread."""
+    """Return the answer that `execute` of a model that is not decoupled hands to another thread with the request."""
     try:
         name = request.request_id()
     except ValueError:  # it is not UTF-8, and only for the log
@@ -238,7 +239,7 @@ class RequestLoop:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, request: Any, responder: Responder) -> None:
-        """The error boundary of one request."""
+        """Serve one request; this is its error boundary."""
         failure: Any = None
         try:
             request_id.set(request.request_id())  # for this task; ValueError if it is not UTF-8

@@ -25,7 +25,7 @@ class Streams:
     """Streamed requests to `model`, any number at once, from one asyncio loop."""
 
     def __init__(self, model: str, outputs: Sequence[str]) -> None:
-        """`outputs`: names of the outputs to request."""
+        """Make the streams. outputs: names of the outputs to request."""
         self._model = model
         self._outputs = [InferRequestedOutput(name) for name in outputs]
         self._address = ModelEnvironment.read().grpc_address
@@ -34,7 +34,7 @@ class Streams:
     async def ask(
         self, inputs: Mapping[str, np.ndarray], parameters: Mapping[str, str]
     ) -> AsyncGenerator[dict[str, np.ndarray], None]:
-        """The outputs of each response as they arrive. There is no timeout; closing the generator cancels the request.
+        """Yield the outputs of each response as they come, without timeout; closing the generator cancels the request.
 
         Raises the exception that the model's error stands for, UnavailableError if the server does not answer.
         """

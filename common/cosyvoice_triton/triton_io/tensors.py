@@ -11,20 +11,20 @@ from torch.utils.dlpack import to_dlpack
 
 
 def read(request: Any, name: str) -> np.ndarray | None:
-    """The input `name` as sent, with its batch dimension; None if it was not sent."""
+    """Return the input `name` as sent, with its batch dimension; None if it was not sent."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     return None if tensor is None else tensor.as_numpy()
 
 
 def read_all(request: Any, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-    """The inputs among `names` that were sent, by name; without `names` all of them."""
+    """Return the inputs among `names` that were sent, by name; without `names` all of them."""
     # One look at the inputs: looking each name up makes objects of all of them every time.
     sent = {tensor.name(): tensor for tensor in request.inputs()}
     return {name: sent[name].as_numpy() for name in (sent if names is None else names) if name in sent}
 
 
 def require(request: Any, name: str) -> np.ndarray:
-    """The input `name`; ValueError if it was not sent."""
+    """Return the input `name`; ValueError if it was not sent."""
     array = read(request, name)
     if array is None:
         raise ValueError(f"{name} is missing")
@@ -32,7 +32,7 @@ def require(request: Any, name: str) -> np.ndarray:
 
 
 def scalar(sent: Mapping[str, np.ndarray], name: str) -> Any:
-    """The single element of the input `name` as a Python value; None if it is not among those `sent`."""
+    """Return the single element of the input `name` as a Python value; None if it is not among those `sent`."""
     array = sent.get(name)
     if array is None:
         return None
@@ -42,7 +42,7 @@ def scalar(sent: Mapping[str, np.ndarray], name: str) -> Any:
 
 
 def text(sent: Mapping[str, np.ndarray], name: str) -> str | None:
-    """The single string of the input `name`, decoded from UTF-8; None if it is not among those `sent`."""
+    """Return the single string of the input `name`, decoded from UTF-8; None if it is not among those `sent`."""
     value = scalar(sent, name)
     try:
         return value.decode() if isinstance(value, bytes) else value
@@ -51,12 +51,12 @@ def text(sent: Mapping[str, np.ndarray], name: str) -> str | None:
 
 
 def parameters(request: Any) -> dict[str, Any]:
-    """The request parameters: strings, numbers and booleans by name."""
+    """Return the request parameters: strings, numbers and booleans by name."""
     return dict(json.loads(request.parameters() or "{}"))
 
 
 def origin(request: Any) -> dict[str, Any]:
-    """Whose request it is: correlation_id (0 or "": none) with its flags start and end, and request_id."""
+    """Say whose request it is: correlation_id (0 or "": none) with its flags start and end, and request_id."""
     flags = request.flags()
     return {
         "correlation_id": request.correlation_id(),
@@ -67,7 +67,7 @@ def origin(request: Any) -> dict[str, Any]:
 
 
 def to_tensor(name: str, array: np.ndarray) -> Any:
-    """`array` as a Triton tensor; strings as an object array of bytes or str.
+    """Return `array` as a Triton tensor; strings as an object array of bytes or str.
 
     Numbers are passed by DLPack, because the backend's own constructor does not copy the data with numpy 2. They go
     through torch, because the backend renames the capsule to a name that numpy's destructor does not know.

@@ -33,7 +33,7 @@ class Recording:
 
     @cached_property
     def digest(self) -> bytes:
-        """Of the samples and their rate: 0.2 ms for 5 s, less than passing it to another thread."""
+        """Hash the samples and their rate: 0.2 ms for 5 s, less than passing it to another thread."""
         digest = hashlib.sha256(np.ascontiguousarray(self.wav).data)
         digest.update(self.rate.to_bytes(4, "little"))
         return digest.digest()
@@ -78,7 +78,7 @@ class Prompt:
 
     @cached_property
     def digest(self) -> bytes:
-        """Of what token2wav gets: equal for equal voices, whatever the transcript."""
+        """Hash what token2wav gets: the digests of equal voices are equal, whatever the transcript."""
         digest = hashlib.sha256()
         for array in (self.tokens, self.mel, self.embedding):
             digest.update(array.tobytes())

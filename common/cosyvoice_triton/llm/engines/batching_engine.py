@@ -46,7 +46,7 @@ class BatchingEngine(ThreadedEngine[RowGeneration]):
     """Requests in the rows of one model's cache: a request's index in the list of rows is its row."""
 
     def __init__(self, model: DecoderModel, bias: np.ndarray, max_requests: int, numbers: LLMNumbers) -> None:
-        """bias (vocabulary,): added to the logits; minus infinity for ids that are never sampled."""
+        """Make the engine. bias (vocabulary,): added to the logits; minus infinity for ids that are never sampled."""
         self._model = model
         self._sampler = RequestSampler(torch.from_numpy(bias), max_requests)
         begin = self._sampler.first - int(model.logit_ids[0])

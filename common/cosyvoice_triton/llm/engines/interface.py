@@ -73,7 +73,7 @@ class Engine(Protocol):
 
     @property
     def live(self) -> int:
-        """The number of requests that occupy capacity, cancelled ones included until they are released."""
+        """Return the number of requests that occupy capacity, cancelled ones included until they are released."""
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:

@@ -70,7 +70,7 @@ def load_engine(
 
 
 def reads_huggingface(instance_kind: InstanceKind) -> bool:
-    """Whether "auto" finds an engine there that reads a HuggingFace directory without conversion. Imports none."""
+    """Return whether "auto" finds an engine that reads a HuggingFace directory without conversion. Imports none."""
     if instance_kind == "KIND_CPU":
         return False
     if any(map(importlib.util.find_spec, ("tensorrt_llm", "vllm"))):

@@ -119,7 +119,7 @@ class ThreadedEngine(ABC, Generic[GenerationT]):
 
     @property
     def live(self) -> int:
-        """The number of requests that occupy or wait for a row; a cancelled one counts until the next step."""
+        """Return the number of requests that occupy or wait for a row; a cancelled one counts until the next step."""
         with self._wake:
             return len(self._waiting) + len(self._rows)
 
@@ -152,7 +152,7 @@ class ThreadedEngine(ABC, Generic[GenerationT]):
         return generation
 
     def _full(self) -> bool:
-        """Whether it is full without the cancelled requests. It looks at each of them, so it is asked rarely."""
+        """Return whether it is full without the cancelled requests. It looks at each of them, so it is asked rarely."""
         return sum(not other.cancelled for other in (*self._waiting, *self._rows)) >= self._max_requests
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:

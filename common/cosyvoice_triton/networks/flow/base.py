@@ -26,7 +26,7 @@ class MelFlow(nn.Module, Generic[Estimator]):
 
     @abstractmethod
     def encode_window(self, tokens: Tensor, visible: Tensor) -> Tensor:
-        """tokens (B, T, 1 + lookahead), visible (B, T) -> encoder output mu (B, 2T, mel).
+        """Encode windows: tokens (B, T, 1 + lookahead), visible (B, T) -> encoder output mu (B, 2T, mel).
 
         `tokens` holds each speech token followed by the tokens ahead of it, -1 where there is none; `visible` is the
         number of tokens, counted from the first, that each token attends to, if the encoder has attention.
@@ -61,11 +61,11 @@ class MelFlow(nn.Module, Generic[Estimator]):
         )
 
     def project_speaker(self, embedding: Tensor) -> Tensor:
-        """x-vector (B, speaker_dim), normalised here -> (B, mel)"""
+        """Project an x-vector (B, speaker_dim), which is normalised here -> (B, mel)."""
         return self.spk_embed_affine_layer(F.normalize(embedding, dim=1).to(self.spk_embed_affine_layer.weight.dtype))
 
     def prompt_condition(self, prompt_feat: Tensor, frames: int) -> Tensor:
-        """Prompt mel (B, P, mel) -> (B, mel, frames): the prompt's frames, then zeros."""
+        """Extend the prompt's mel (B, P, mel) -> (B, mel, frames): the prompt's frames, then zeros."""
         condition = prompt_feat.transpose(1, 2).to(
             self.spk_embed_affine_layer.weight.dtype
         )  # (B, P, mel) -> (B, mel, P)

@@ -16,7 +16,7 @@ from cosyvoice_triton.networks.flow.unet import UNetFlow
 def load_unet_flow(
     path: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> UNetFlow:
-    """CosyVoice2's `flow.pt`. ValueError names the file, or every key and shape that does not fit."""
+    """Load CosyVoice2's `flow.pt`. ValueError names the file, or every key and shape that does not fit."""
     state = read_state(path)
     with torch.device("meta"):
         flow = UNetFlow(UNetFlowConfig.from_shapes(shapes_of(state), **stated_solve(Path(path))))
@@ -24,7 +24,7 @@ def load_unet_flow(
 
 
 def load_dit_flow(path: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> DiTFlow:
-    """Step-Audio2's `token2wav/flow.pt`. ValueError names the file, or every key and shape that does not fit."""
+    """Load Step-Audio2's `token2wav/flow.pt`. ValueError names the file, or every key and shape that does not fit."""
     state = read_state(path)
     with torch.device("meta"):
         flow = DiTFlow(DiTFlowConfig.from_shapes(shapes_of(state), **stated_solve(Path(path))))
@@ -37,7 +37,7 @@ ROTARY_KEY = "decoder.estimator.rotary_embed.inv_freq"
 def load_cosyvoice3_flow(
     path: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> CosyVoice3Flow:
-    """CosyVoice3's `flow.pt`. ValueError names the file, or every key and shape that does not fit."""
+    """Load CosyVoice3's `flow.pt`. ValueError names the file, or every key and shape that does not fit."""
     state = read_state(path)
     with torch.device("meta"):
         flow = CosyVoice3Flow(CosyVoice3FlowConfig.from_shapes(shapes_of(state), **stated_solve(Path(path))))
@@ -45,8 +45,8 @@ def load_cosyvoice3_flow(
 
 
 def without_rotary(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state_dict without the rotary frequencies, which the network computes, so that they are float32 in every
-    precision. ValueError if the file's differ from those."""
+    """Return the state_dict without the rotary frequencies, which the network computes, so that they are float32 in
+    every precision. ValueError if the file's differ from those."""
     given = state[ROTARY_KEY].float()
     if not torch.allclose(given, rotary_frequencies(2 * len(given)), rtol=1e-4):
         raise ValueError(f"checkpoint: {ROTARY_KEY} is not 10000^(-2i / {2 * len(given)})")

@@ -25,7 +25,7 @@ UNET_HEAD_DIM = 64  # cannot be read from a checkpoint: to_q is (heads * head_di
 
 
 def _size(shapes: Shapes, key: str, axis: int = 0) -> int:
-    """Length of one axis of a tensor; ValueError names a tensor that is missing or has fewer axes."""
+    """Return the length of one axis of a tensor; ValueError names a tensor that is missing or has fewer axes."""
     shape = shapes.get(key)
     if shape is None or len(shape) <= axis:
         raise ValueError(f"checkpoint: {key!r} gives a size of the network, found {shape and tuple(shape)}")
@@ -33,7 +33,7 @@ def _size(shapes: Shapes, key: str, axis: int = 0) -> int:
 
 
 def _count(shapes: Shapes, prefix: str) -> int:
-    """Number of modules `prefix.0`, `prefix.1`, ... in the checkpoint."""
+    """Count the modules `prefix.0`, `prefix.1`, ... in the checkpoint."""
     pattern = re.compile(re.escape(prefix) + r"\.(\d+)\.")
     return len({match[1] for key in shapes if (match := pattern.match(key))})
 
@@ -114,7 +114,7 @@ class DiTConfig:
 
     @property
     def conv_pairs(self) -> int:
-        """Pairs of causal convolutions: one in each block."""
+        """Count the pairs of causal convolutions: one in each block."""
         return self.depth
 
     @classmethod

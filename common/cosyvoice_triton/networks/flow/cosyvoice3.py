@@ -19,12 +19,12 @@ ROTARY_BASE = 10_000
 
 
 def rotary_frequencies(head_dim: int) -> Tensor:
-    """(head_dim / 2,) float32: angle per frame of each pair of channels."""
+    """Return the angle per frame of each pair of channels, (head_dim / 2,) float32."""
     return ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
 
 def rotary(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Cosine and sine of the angles of frames: positions (...), `rotary_frequencies` -> (2, ..., head_dim / 2)."""
+    """Compute cosine and sine of frames' angles: positions (...), `rotary_frequencies` -> (2, ..., head_dim / 2)."""
     angle = positions.float()[..., None] * frequencies
     return torch.stack([angle.cos(), angle.sin()])
 
@@ -52,7 +52,7 @@ class TimeEmbedding(nn.Module):
         self.time_mlp = nn.Sequential(nn.Linear(frequencies, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, t: Tensor, dtype: torch.dtype) -> Tensor:
-        """(B,) float32 -> (B, width) of the given dtype; the angles are computed in float32."""
+        """Embed flow times (B,) float32 -> (B, width) of the given dtype; the angles are computed in float32."""
         return self.time_mlp(time_angles(t, self.frequencies).to(dtype))
 
 
@@ -93,7 +93,7 @@ class BlockModulation(nn.Module):
         self.linear = nn.Linear(width, 6 * width)
 
     def forward(self, time: Tensor) -> tuple[Tensor, ...]:
-        """time (B, C) -> six tensors (B, 1, C)"""
+        """Compute the modulation of a block: time (B, C) -> six tensors (B, 1, C)."""
         return self.linear(F.silu(time))[:, None].chunk(6, dim=-1)
 
 
@@ -110,7 +110,7 @@ class RotaryAttention(nn.Module):
         self.to_out = nn.Sequential(nn.Linear(inner, config.width))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """x (B, T, C), mask (B, 1, 1 or T, T) bool -> (B, T, C)"""
+        """Attend: x (B, T, C), mask (B, 1, 1 or T, T) bool -> (B, T, C)."""
         positions = torch.arange(x.shape[1], device=x.device)[None]
         turns = rotary(positions, rotary_frequencies(self.head_dim).to(x.device))
         q, k = (rotate(project(x), turns) for project in (self.to_q, self.to_k))
@@ -139,7 +139,7 @@ class RotaryDiTBlock(nn.Module):
         self.ff = FeedForward(config.width, config.feed_forward)
 
     def forward(self, x: Tensor, time: Tensor, mask: Tensor) -> Tensor:
-        """x (B, T, C), time (B, C), mask (B, 1, 1 or T, T) bool -> (B, T, C)"""
+        """Apply the block: x (B, T, C), time (B, C), mask (B, 1, 1 or T, T) bool -> (B, T, C)."""
         attn_shift, attn_scale, attn_gate, ff_shift, ff_scale, ff_gate = self.attn_norm(time)
         x = x + attn_gate * self.attn(_norm(x) * (1 + attn_scale) + attn_shift, mask)
         return x + ff_gate * self.ff(_norm(x) * (1 + ff_scale) + ff_shift)
@@ -153,7 +153,7 @@ class FinalNorm(nn.Module):
         self.linear = nn.Linear(width, 2 * width)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """x (B, T, C), time (B, C) -> (B, T, C)"""
+        """Normalise and modulate: x (B, T, C), time (B, C) -> (B, T, C)."""
         scale, shift = self.linear(F.silu(time))[:, None].chunk(2, dim=-1)
         return _norm(x) * (1 + scale) + shift
 
@@ -184,7 +184,7 @@ class RotaryDiTEstimator(nn.Module):
         valid: Tensor,
         streaming: bool = False,
     ) -> Tensor:
-        """x, mu, condition (B, mel, T), t (B,), speaker (B, mel), valid (B, 1, T) bool -> velocity (B, mel, T).
+        """Compute velocity (B, mel, T) of x, mu, condition (B, mel, T), t (B,), speaker (B, mel), valid (B, 1, T) bool.
 
         valid: frames that are not padding. streaming: attention is limited to chunks of `config.chunk_frames` and what
         is before them, as in training for streams.

@@ -33,7 +33,7 @@ class DiTTimeEmbedding(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(frequencies, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, t: Tensor, dtype: torch.dtype) -> Tensor:
-        """(B,) float32 -> (B, width) of the given dtype; the angles are computed in float32."""
+        """Embed flow times (B,) float32 -> (B, width) of the given dtype; the angles are computed in float32."""
         half = self.frequencies // 2
         frequency = torch.exp(torch.arange(half, device=t.device) * -(math.log(10_000) / half))
         angle = TIME_SCALE * t[:, None] * frequency
@@ -54,7 +54,7 @@ class DiTAttention(nn.Module):
         self.proj = nn.Linear(heads * head_dim, width)
 
     def forward(self, x: Tensor, mask: Tensor | None, cache: KeyValues | None) -> Tensor:
-        """x (B, T, C), mask (B, 1, 1 or T, T) bool; `cache` of this layer is written in place -> (B, T, C)"""
+        """Attend: x (B, T, C), mask (B, 1, 1 or T, T) bool -> (B, T, C). `cache` of this layer is written in place."""
         q = self.q_norm(split_heads(self.to_q(x), self.heads))  # (B, T, C) -> (B, H, T, D)
         k = self.k_norm(split_heads(self.to_k(x), self.heads))
         v = split_heads(self.to_v(x), self.heads)
@@ -87,7 +87,7 @@ class CausalConvBlock(nn.Module):
         self.block = nn.ModuleDict(layers)
 
     def forward(self, x: Tensor, history: Tensor | None) -> Tensor:
-        """`history` (2, B, C, kernel - 1), the last inputs of both convolutions, is replaced in place."""
+        """Apply both convolutions. `history` (2, B, C, kernel - 1), their last inputs, is replaced in place."""
         first, second = (None, None) if history is None else history
         x = self.block["1"](x.transpose(1, 2), first).transpose(1, 2)  # (B, T, C) -> (B, C, T) -> (B, T, C)
         x = F.mish(self.block["3"](x))
@@ -109,7 +109,8 @@ class DiTBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 9 * width))
 
     def forward(self, x: Tensor, time: Tensor, mask: Tensor | None, cache: EstimatorCache | None) -> Tensor:
-        """x (B, T, C), time (B, 1, C), mask (B, 1, 1 or T, T) bool; `cache` of this layer is written in place."""
+        """Apply the block: x (B, T, C), time (B, 1, C), mask (B, 1, 1 or T, T) bool. Writes the layer's `cache` in
+        place."""
         modulation = self.adaLN_modulation(time).chunk(9, dim=-1)
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp, shift_conv, scale_conv, gate_conv = (
             modulation
@@ -130,7 +131,7 @@ class FinalLayer(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """x (B, T, C), time (B, 1, C) -> (B, T, mel)"""
+        """Apply the layer: x (B, T, C), time (B, 1, C) -> (B, T, mel)."""
         shift, scale = self.adaLN_modulation(time).chunk(2, dim=-1)
         return self.linear(_modulate(self.norm_final(x), shift, scale))
 
@@ -147,7 +148,8 @@ class DiTEstimator(nn.Module):
         self.final_layer = FinalLayer(config.width, config.out_channels)
 
     def forward(self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, valid: Tensor) -> Tensor:
-        """x, mu, condition (B, mel, T), t (B,), speaker (B, mel), valid (B, 1 or T, T) bool -> velocity (B, mel, T).
+        """Compute the velocity (B, mel, T) of x, mu, condition (B, mel, T), t (B,), speaker (B, mel), valid (B, 1 or T,
+        T) bool.
 
         valid: which frames (last axis) are attended to, by every frame or by each (second axis).
         """

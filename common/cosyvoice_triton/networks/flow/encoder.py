@@ -56,7 +56,7 @@ class Upsample(nn.Module):
         self.conv = CausalConv1d(width, width, 2 * ratio + 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, T) -> (B, C, T * ratio)"""
+        """Upsample (B, C, T) -> (B, C, T * ratio)."""
         return self.conv(x.repeat_interleave(self.ratio, dim=2))
 
 
@@ -75,7 +75,7 @@ class RelativeAttention(nn.Module):
         self.pos_bias_v = nn.Parameter(torch.zeros(heads, width // heads))
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """x (B, T, C); positions (2T - 1, C) from `relative_positions`; mask (B, 1, T or 1, T) bool -> (B, T, C)"""
+        """Attend: x (B, T, C), `relative_positions` (2T - 1, C), mask (B, 1, T or 1, T) bool -> (B, T, C)."""
         B, T, _ = x.shape
         q = split_heads(self.linear_q(x), self.heads)  # (B, T, C) -> (B, H, T, D)
         k = split_heads(self.linear_k(x), self.heads)
@@ -134,7 +134,7 @@ class UpsampleConformerEncoder(nn.Module):
         self.after_norm = nn.LayerNorm(config.width)
 
     def forward(self, xs: Tensor, present: Tensor, visible: Tensor) -> Tensor:
-        """xs (B, T, 1 + lookahead, C) -> features (B, T * ratio, C).
+        """Encode xs (B, T, 1 + lookahead, C) -> features (B, T * ratio, C).
 
         xs holds the embedding of each token followed by those of the tokens ahead of it; present (B, T, 1 + lookahead)
         bool is False where there is no such token (at the end of an utterance); visible (B, T): how many tokens,
@@ -151,7 +151,7 @@ class UpsampleConformerEncoder(nn.Module):
 
 
 def run_layers(layers: nn.ModuleList, x: Tensor, mask: Tensor) -> Tensor:
-    """x (B, T, C) through conformer layers under one mask (B, 1, T or 1, T) bool -> (B, T, C)"""
+    """Run x (B, T, C) through conformer layers under one mask (B, 1, T or 1, T) bool -> (B, T, C)."""
     T, C = x.shape[1:]
     positions = relative_positions(T, T, C, x)
     for layer in layers:
@@ -160,12 +160,12 @@ def run_layers(layers: nn.ModuleList, x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _visible_keys(visible: Tensor) -> Tensor:
-    """Number of keys that each query attends to, (B, T) -> attention mask (B, 1, T, T) bool."""
+    """Make the attention mask (B, 1, T, T) bool from the number of keys that each query attends to, (B, T)."""
     return (torch.arange(visible.shape[1], device=visible.device) < visible[:, :, None])[:, None]
 
 
 def relative_positions(queries: int, keys: int, width: int, like: Tensor) -> Tensor:
-    """Sinusoids of every distance query - key, largest first: (keys + queries - 1, width).
+    """Compute sinusoids of every distance query - key, largest first: (keys + queries - 1, width).
 
     Queries are the last `queries` of the `keys`, so distances run from keys - 1 down to 1 - queries.
     """
@@ -176,7 +176,7 @@ def relative_positions(queries: int, keys: int, width: int, like: Tensor) -> Ten
 
 
 def relative_shift(x: Tensor) -> Tensor:
-    """Scores by distance -> scores by key: (B, H, T, K + T - 1) -> (B, H, T, K), without a copy.
+    """Turn scores by distance into scores by key: (B, H, T, K + T - 1) -> (B, H, T, K), without a copy.
 
     Row i takes its entries from T - 1 - i on: each row begins one entry earlier than the one before.
     """
@@ -187,7 +187,7 @@ def relative_shift(x: Tensor) -> Tensor:
 
 
 def query_blocks(length: int, rows: int) -> list[tuple[int, int]]:
-    """(first, end) of the queries whose scores are computed at once: for `rows` rows of `length` keys, at most
+    """Return (first, end) of the queries whose scores are computed at once: for `rows` rows of `length` keys, at most
     SCORES_AT_ONCE scores by distance, and QUERIES_AT_ONCE or more queries.
 
     Without blocks, the scores of 64 windows of 400 tokens take 1.4 GB in float16 at mel rate, several times. An

@@ -17,7 +17,7 @@ class Conv1d(nn.Conv1d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, T) -> (B, C', T - kernel + 1)"""
+        """Convolve (B, C, T) -> (B, C', T - kernel + 1)."""
         if torch.compiler.is_exporting():
             return super().forward(x)
         taps = x.unfold(2, self.kernel_size[0], 1).transpose(1, 2).flatten(2)  # (B, C, T', k) -> (B, T', C * k)
@@ -32,7 +32,7 @@ class CausalConv1d(Conv1d):
         self.reach = kernel - 1
 
     def forward(self, x: Tensor, history: Tensor | None = None) -> Tensor:
-        """(B, C, T) -> (B, C', T). Before the first frame come zeros, or `history`: a stream's last inputs.
+        """Convolve (B, C, T) -> (B, C', T). Before the first frame come zeros, or `history`: a stream's last inputs.
 
         `history` (B, C, reach), reach = kernel - 1, is replaced in place by the last inputs of this call.
         """
@@ -44,13 +44,13 @@ class CausalConv1d(Conv1d):
 
 
 def by_taps(kernel: Tensor) -> Tensor:
-    """A convolution's weight for a product with inputs side by side: (C_out, C_in, taps) -> (C_out, taps * C_in), the
-    oldest frame's tap first."""
+    """Rearrange a convolution's weight for a product with inputs side by side: (C_out, C_in, taps) -> (C_out, taps *
+    C_in), the oldest frame's tap first."""
     return kernel.transpose(1, 2).flatten(1).contiguous()
 
 
 def time_angles(t: Tensor, frequencies: int) -> Tensor:
-    """Flow times (B,) float32 -> sines, then cosines, (B, frequencies) float32, of time 0..1 as diffusion steps."""
+    """Compute sines, then cosines, (B, frequencies) float32, of flow times 0..1 (B,) float32 as diffusion steps."""
     half = frequencies // 2
     frequency = torch.exp(torch.arange(half, device=t.device) * -(math.log(10_000) / (half - 1)))
     angle = TIME_SCALE * t[:, None] * frequency
@@ -66,12 +66,12 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def valid_frames(lengths: Tensor, frames: int) -> Tensor:
-    """(B,) lengths -> (B, 1, frames) bool, true for frames that are not padding."""
+    """Return the mask of lengths (B,) -> (B, 1, frames) bool, true for frames that are not padding."""
     return (torch.arange(frames, device=lengths.device) < lengths[:, None])[:, None]
 
 
 def attention_mask(valid: Tensor, chunk: int | None) -> Tensor:
-    """Keys that a query attends to: valid (B, 1 or T, T) bool -> (B, 1, 1 or T, T) bool.
+    """Return which keys a query attends to: valid (B, 1 or T, T) bool -> (B, 1, 1 or T, T) bool.
 
     With a chunk size, a query attends to its own chunk and to everything before it.
     """

@@ -66,7 +66,7 @@ class FlowMatching(nn.Module, Generic[Estimator]):
         steps: int,
         before_step: Callable[[], object] = lambda: None,
     ) -> Tensor:
-        """noise (1 or B, C, T), mu and condition (B, C, T), speaker (B, C) -> mel (B, C, T).
+        """Solve: noise (1 or B, C, T), mu and condition (B, C, T), speaker (B, C) -> mel (B, C, T).
 
         Conditional and unconditional rows are one batch. The state keeps the dtype of the noise (float32), whatever the
         estimator computes in. An exception of `before_step` ends the solve.

@@ -25,7 +25,7 @@ class UNetTimeEmbedding(nn.Module):
         self.linear_2 = nn.Linear(width, width)
 
     def forward(self, t: Tensor, dtype: torch.dtype) -> Tensor:
-        """(B,) float32 -> (B, width) of the given dtype; the angles are computed in float32."""
+        """Embed flow times (B,) float32 -> (B, width) of the given dtype; the angles are computed in float32."""
         return self.linear_2(F.silu(self.linear_1(time_angles(t, self.frequencies).to(dtype))))
 
 
@@ -38,7 +38,7 @@ class CausalBlock(nn.Module):
         self.block = nn.ModuleDict({"0": CausalConv1d(in_channels, out_channels, 3), "2": nn.LayerNorm(out_channels)})
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """mask (B, 1, T): 1 on frames that are not padding."""
+        """Apply the block. mask (B, 1, T): 1 on frames that are not padding."""
         x = self.block["0"](x * mask)
         x = self.block["2"](x.transpose(1, 2)).transpose(1, 2)  # (B, C, T) -> (B, T, C) -> (B, C, T)
         return F.mish(x) * mask
@@ -55,7 +55,7 @@ class ResnetBlock(nn.Module):
         self.res_conv = nn.Conv1d(in_channels, out_channels, 1)
 
     def forward(self, x: Tensor, mask: Tensor, time: Tensor) -> Tensor:
-        """x (B, C, T), mask (B, 1, T), time (B, time width) -> (B, C', T)"""
+        """Apply the block: x (B, C, T), mask (B, 1, T), time (B, time width) -> (B, C', T)."""
         h = self.block1(x, mask) + self.mlp(time)[:, :, None]
         return self.block2(h, mask) + self.res_conv(x * mask)
 
@@ -71,7 +71,7 @@ class UNetAttention(nn.Module):
         self.to_out = nn.Sequential(nn.Linear(inner, channels))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """x (B, T, C), mask (B, 1, 1 or T, T) bool -> (B, T, C)"""
+        """Attend: x (B, T, C), mask (B, 1, 1 or T, T) bool -> (B, T, C)."""
         q, k, v = (split_heads(project(x), self.heads) for project in (self.to_q, self.to_k, self.to_v))
         return self.to_out(merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
 
@@ -119,7 +119,8 @@ class UNetStage(nn.ModuleList):
         self.append(nn.ModuleList(TransformerBlock(config) for _ in range(config.blocks)))
 
     def features(self, x: Tensor, time: Tensor, mask: Tensor, attention: Tensor) -> Tensor:
-        """x (B, C, T), time (B, time width), mask (B, 1, T), attention mask (B, 1, 1 or T, T) bool -> (B, C', T)"""
+        """Compute the features: x (B, C, T), time (B, time width), mask (B, 1, T), attention mask (B, 1, 1 or T, T)
+        bool -> (B, C', T)."""
         resnet, transformers = self[0], self[1]
         x = resnet(x, mask, time).transpose(1, 2)  # (B, C, T) -> (B, T, C)
         for block in transformers.children():
@@ -140,7 +141,7 @@ class OuterStage(UNetStage):
         self.append(CausalConv1d(config.channels, config.channels, 3))
 
     def forward(self, x: Tensor, time: Tensor, mask: Tensor, attention: Tensor) -> tuple[Tensor, Tensor]:
-        """Features before and after the convolution, both (B, C, T)."""
+        """Return the features before and after the convolution, both (B, C, T)."""
         x = self.features(x, time, mask, attention)
         return x, self[2](x * mask)
 
@@ -169,7 +170,7 @@ class UNetEstimator(nn.Module):
         valid: Tensor,
         streaming: bool = False,
     ) -> Tensor:
-        """x, mu, condition (B, mel, T), t (B,), speaker (B, mel), valid (B, 1, T) bool -> velocity (B, mel, T).
+        """Compute velocity (B, mel, T) of x, mu, condition (B, mel, T), t (B,), speaker (B, mel), valid (B, 1, T) bool.
 
         valid: frames that are not padding. streaming: attention is limited to chunks of `config.chunk_frames` and what
         is before them, as in training for streams.

@@ -47,13 +47,13 @@ class Contexts:
     """
 
     def __init__(self, past: Tensor | None) -> None:
-        """past (B, *): what the pass before kept; None where streams begin."""
+        """Begin a pass. past (B, *): what the pass before kept; None where streams begin."""
         self._past = past
         self._at = 0
         self._kept: list[Tensor] = []
 
     def extend(self, x: Tensor, ends: Tensor, reach: int, zeros: int) -> Tensor:
-        """x (B, C, T) of which each row has `ends` (B,) valid -> (B, C, reach + T); `zeros` + T where streams begin."""
+        """Extend x (B, C, T), rows valid up to `ends` (B,) -> (B, C, reach + T); `zeros` + T where streams begin."""
         B, C, _ = x.shape
         before = x.new_zeros(B, C, zeros) if self._past is None else self._next(C * reach).unflatten(1, (C, reach))
         x = torch.cat([before.to(x.dtype), x], dim=2)
@@ -68,7 +68,7 @@ class Contexts:
         return self._past[:, self._at - size : self._at]
 
     def kept(self, dtype: torch.dtype) -> Tensor:
-        """(B, *): the past of the next pass."""
+        """Return the past of the next pass, (B, *)."""
         return torch.cat([part.to(dtype) for part in self._kept], dim=1)
 
 
@@ -82,7 +82,7 @@ class ContinuedConv1d(nn.Conv1d):
         self._reach = self._zeros + (stride > 1)
 
     def forward(self, x: Tensor, ends: Tensor | None = None, contexts: Contexts | None = None) -> Tensor:
-        """(B, C, T), of which each row has `ends` (B,) valid -> (B, C', T / stride)"""
+        """Convolve (B, C, T), of which each row has `ends` (B,) valid -> (B, C', T / stride)."""
         assert ends is not None and contexts is not None, "a causal convolution continues a stream"
         return super().forward(contexts.extend(x, ends, self._reach, self._zeros) if self._reach else x)
 
@@ -103,7 +103,8 @@ class CausalF0Predictor(nn.Module):
         self.double()
 
     def forward(self, mel: Tensor, ends: Tensor, contexts: Contexts) -> Tensor:
-        """(B, mel_bins, T + F0_LOOKAHEAD) -> f0 (B, T) in Hz, float64, never negative; `ends` (B,) of it are valid."""
+        """Predict f0 (B, T) in Hz, float64, never negative, from mel (B, mel_bins, T + F0_LOOKAHEAD); `ends` (B,) of it
+        are valid."""
         hidden = mel.double()
         for layer in self.condnet:
             hidden = layer(hidden, ends, contexts) if isinstance(layer, ContinuedConv1d) else layer(hidden)
@@ -180,7 +181,7 @@ class CausalHiFTGenerator(nn.Module):
         return frames + (0 if begins else WITHHELD_FRAMES) - (0 if ends else WITHHELD_FRAMES)
 
     def samples(self, frames: int, *, begins: bool, ends: bool) -> int:
-        """Samples of speech that a row of `frames` new mel frames gets."""
+        """Return how many samples of speech a row of `frames` new mel frames gets."""
         half = self.config.n_fft // 2  # withheld, because the next column adds to them
         whole = self.config.hop * self.vocoded(frames, begins=begins, ends=ends)
         return whole + (0 if begins else half) - (0 if ends else half)
@@ -216,8 +217,8 @@ class CausalHiFTGenerator(nn.Module):
     def decode(
         self, mel: Tensor, source: Tensor, vocoded: Tensor, ends: Tensor, contexts: Contexts, *, begins: bool
     ) -> Tensor:
-        """mel (B, mel_bins, D + PRE_LOOKAHEAD), source (B, 1, N) -> speech, in -audio_limit..audio_limit, of the first
-        `vocoded` (B,) of D frames. The rest is as in `forward`."""
+        """Decode mel (B, mel_bins, D + PRE_LOOKAHEAD), source (B, 1, N) -> speech, in -audio_limit..audio_limit, of the
+        first `vocoded` (B,) of D frames. The rest is as in `forward`."""
         config, rate = self.config, self.config.hop // self.config.istft_hop
         columns = vocoded * rate + (1 if begins else 0)  # (B,)
         frames = mel.shape[2] - PRE_LOOKAHEAD
@@ -249,7 +250,7 @@ class CausalHiFTGenerator(nn.Module):
     def _framed(
         self, source: Tensor, vocoded: Tensor, ends: Tensor, frames: int, contexts: Contexts, begins: bool
     ) -> Tensor:
-        """The samples of the source (B, 1, N) that the STFT's next columns see, (B, N'): after those before, and
+        """Return the samples of the source (B, 1, N) that the STFT's next columns see, (B, N'): after those before, and
         mirrored where a stream begins or ends."""
         hop, step, n_fft = self.config.hop, self.config.istft_hop, self.config.n_fft
         reach = hop - step + n_fft // 2
@@ -265,7 +266,7 @@ class CausalHiFTGenerator(nn.Module):
         return wave.gather(1, torch.where(index <= last, index, 2 * last - index).clamp(min=0))
 
     def _parallel_resblocks(self, stage: int, x: Tensor, valid: Tensor, contexts: Contexts) -> Tensor:
-        """Mean of a stage's residual blocks, which differ in kernel size. (B, C, T) -> (B, C, T)"""
+        """Return the mean of a stage's residual blocks, which differ in kernel size: (B, C, T) -> (B, C, T)."""
         count = len(self.config.resblock_kernels)
         first, *others = self.resblocks[stage * count : (stage + 1) * count]
         total = first(x, valid, contexts)

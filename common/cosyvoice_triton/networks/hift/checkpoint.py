@@ -16,12 +16,12 @@ _DIRECTION = ".parametrizations.weight.original1"
 
 
 def _norm(kernel: Tensor) -> Tensor:
-    """Norm over all but the first dimension, (C, *, *) -> (C, 1, 1)"""
+    """Compute the norm over all but the first dimension: (C, *, *) -> (C, 1, 1)."""
     return torch.linalg.vector_norm(kernel, dim=(1, 2), keepdim=True)
 
 
 def fuse_weight_norm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Official state_dict -> state_dict of the network: each pair of magnitude and direction becomes one kernel.
+    """Convert an official state_dict to one of the network: each pair of magnitude and direction becomes one kernel.
 
     Other tensors stay as they are. ValueError if one half of a pair is missing.
     """

@@ -37,12 +37,12 @@ class HiFTConfig:
 
     @property
     def hop(self) -> int:
-        """Samples per mel frame; HOP_SAMPLES at the official sizes."""
+        """Return the samples per mel frame; HOP_SAMPLES at the official sizes."""
         return prod(self.upsample_rates) * self.istft_hop
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> "HiFTConfig":
-        """Sizes of a checkpoint with plain kernels (`fuse_weight_norm`). ValueError names a missing tensor's key."""
+        """Return the sizes of a checkpoint with plain kernels (`fuse_weight_norm`). ValueError names a missing key."""
 
         def size(key: str, axis: int) -> int:
             shape = shapes.get(key)

@@ -8,7 +8,7 @@ F0_REACH = 5  # mel frames on each side that a frame's f0 depends on: one per co
 
 
 def silenced(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """x (B, ..., T) with zeros after each row's length (B,), which is what a convolution's zero padding would be."""
+    """Return x (B, ..., T) with zeros after each row's length (B,), as a convolution's zero padding would be."""
     if lengths is None:
         return x
     outside = torch.arange(x.shape[-1], device=x.device) >= lengths[:, None]  # (B, T)
@@ -31,7 +31,7 @@ class F0Predictor(nn.Module):
         self.classifier = nn.Linear(channels, 1)
 
     def forward(self, mel: Tensor, ends: Tensor | None = None, begins: Tensor | None = None) -> Tensor:
-        """(B, mel_bins, T) -> f0 (B, T) in Hz, never negative.
+        """Predict f0 (B, T) in Hz, never negative, from mel (B, mel_bins, T).
 
         ends (B,): each row is computed as if it ended there, and is zero after it. begins (B,): the same where it
         begins; it needs `ends`.

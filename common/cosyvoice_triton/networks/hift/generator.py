@@ -23,7 +23,7 @@ class Snake(nn.Module):
         self.alpha = nn.Parameter(torch.ones(channels))
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """(B, C, T) -> (B, C, T), zero after each row's length (B,)."""
+        """Apply the snake: (B, C, T) -> (B, C, T), zero after each row's length (B,)."""
         if x.is_cuda:
             from cosyvoice_triton.kernels import snake  # imports Triton, which CPU builds of torch lack
 
@@ -116,17 +116,17 @@ class HiFTGenerator(nn.Module):
         return self
 
     def f0(self, mel: Tensor, ends: Tensor | None = None, begins: Tensor | None = None) -> Tensor:
-        """See `F0Predictor.forward`: mel (B, mel_bins, T) -> f0 (B, T) in Hz."""
+        """Predict f0 (B, T) in Hz from mel (B, mel_bins, T): see `F0Predictor.forward`."""
         return self.f0_predictor(mel, ends, begins)
 
     def source(self, f0: Tensor, noise: Tensor, carried: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See `HarmonicSource.forward`: f0 (B, T) in Hz -> source (B, 1, T*hop), phases (B, harmonics+1, T)."""
+        """Make source (B, 1, T*hop), phases (B, harmonics+1, T) of f0 (B, T) in Hz: see `HarmonicSource.forward`."""
         return self.m_source(f0, noise, carried)
 
     def decode(
         self, mel: Tensor, source: Tensor, frames: Tensor | None = None, *, body: Body | None = None
     ) -> Tensor:  # fmt: skip
-        """mel (B, mel_bins, T), source (B, 1, T*hop) -> speech (B, T*hop) in -audio_limit..audio_limit.
+        """Decode mel (B, mel_bins, T), source (B, 1, T*hop) -> speech (B, T*hop) in -audio_limit..audio_limit.
 
         frames (B,): length of each row, and body, as in `forward`.
         """
@@ -183,7 +183,7 @@ class HiFTGenerator(nn.Module):
         return self.decode(mel[..., context:], source, frames, body=body), phases
 
     def _parallel_resblocks(self, stage: int, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """Mean of a stage's residual blocks, which differ in kernel size. (B, C, T) -> (B, C, T)"""
+        """Return the mean of a stage's residual blocks, which differ in kernel size: (B, C, T) -> (B, C, T)."""
         count = len(self.config.resblock_kernels)
         first, *others = self.resblocks[stage * count : (stage + 1) * count]
         total = first(x, lengths)
@@ -192,7 +192,7 @@ class HiFTGenerator(nn.Module):
         return total / count
 
     def _mirrored(self, wave: Tensor, frames: Tensor | None) -> Tensor:
-        """wave (B, N), each row reflected at its own end, as the STFT does at the end of the longest row."""
+        """Return wave (B, N), each row reflected at its own end, as the STFT does at the end of the longest row."""
         if frames is None:
             return wave
         last = frames[:, None] * self.config.hop - 1

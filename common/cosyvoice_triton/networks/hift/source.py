@@ -19,15 +19,15 @@ class HarmonicSource(nn.Module):
     """
 
     def __init__(self, config: HiFTConfig, *, held: bool = False) -> None:
-        """held: the phase stays constant within a frame, as in CosyVoice3; otherwise it is linear between frames."""
+        """Make the source. held: the phase is constant within a frame, as in CosyVoice3, else linear between frames."""
         super().__init__()
         self.config = config
         self._held = held
         self.l_linear = nn.Linear(config.harmonics + 1, 1)
 
     def forward(self, f0: Tensor, noise: Tensor, carried: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """f0 (B, T) in Hz, noise (B, T*hop, harmonics+1) -> source (B, 1, T*hop) in -1..1, and the
-        phases (B, harmonics+1, T) at the middles of the frames, in cycles.
+        """Make the source (B, 1, T*hop) in -1..1 from f0 (B, T) in Hz and noise (B, T*hop, harmonics+1); return it and
+        the phases (B, harmonics+1, T) at the middles of the frames, in cycles.
 
         carried (B, harmonics+1): the phases at the middle of the frame before the first one, which the source then
         continues; without it, the first frame begins a recording.
@@ -46,8 +46,8 @@ class HarmonicSource(nn.Module):
         return torch.where(voiced, waves, 0.0) + deviation * noise, middles
 
     def _phase(self, f0: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor]:
-        """f0 (B, T) in Hz -> phase of every harmonic at every sample, (B, T*hop, harmonics+1), and at the middles of
-        frames, (B, harmonics+1, T), in cycles.
+        """Compute the phase of every harmonic from f0 (B, T) in Hz: at every sample, (B, T*hop, harmonics+1), and at
+        the middles of frames, (B, harmonics+1, T), in cycles.
 
         As in upstream, phase is summed per frame; the sum is the phase at the middle of the frame, and phase is linear
         between middles and constant before the first and after the last. The sum is in float64 and drops whole cycles,

@@ -12,7 +12,7 @@ _MAX_LOG_MAGNITUDE = math.log(100.0)  # of one STFT bin
 
 
 def stft(wave: Tensor, window: Tensor, hop: int, *, center: bool = True) -> Tensor:
-    """wave (B, N) -> (B, n_fft + 2, N / hop + 1): real parts, then imaginary parts.
+    """Transform wave (B, N) -> (B, n_fft + 2, N / hop + 1): real parts, then imaginary parts.
 
     Without `center` the first column begins at the first sample and the last one ends at the last:
     (N - n_fft) / hop + 1 columns.
@@ -22,7 +22,7 @@ def stft(wave: Tensor, window: Tensor, hop: int, *, center: bool = True) -> Tens
 
 
 def istft(x: Tensor, window: Tensor, hop: int, bins: Tensor | None) -> Tensor:
-    """(B, n_fft + 2, T), log magnitudes, then values whose sines are the phases -> (B, (T - 1) * hop).
+    """Transform (B, n_fft + 2, T), log magnitudes, then values whose sines are the phases -> (B, (T - 1) * hop).
 
     bins (B,): number of valid frames of each row. torch.istft is not used because it checks the sum of its windows on
     the host, which a CUDA graph cannot capture.
@@ -39,7 +39,7 @@ def istft(x: Tensor, window: Tensor, hop: int, bins: Tensor | None) -> Tensor:
 
 
 def _overlap_add(frames: Tensor, hop: int) -> Tensor:
-    """(B, n_fft, T) -> (B, (T - 1) * hop + n_fft)"""
+    """Add overlapping frames: (B, n_fft, T) -> (B, (T - 1) * hop + n_fft)."""
     _, n_fft, T = frames.shape
     length = (T - 1) * hop + n_fft
     return F.fold(frames, (1, length), (1, n_fft), stride=(1, hop)).flatten(1)

@@ -93,7 +93,7 @@ class Vocoder(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Memory reserved for streams."""
+        """Return the memory in bytes that is reserved for streams."""
         ...
 
     def for_worker(self, worker: int) -> "Vocoder | None":
@@ -113,7 +113,7 @@ class Vocoder(Protocol):
         ...
 
     def step(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> list[Tensor | Exception]:
-        """The audio (N,) of chunks of different streams on the CPU, given their new mel frames (80, T) each; an
+        """Return the audio (N,) of chunks of different streams on the CPU, given their new mel frames (80, T) each; an
         exception for a chunk that cannot be rendered. NotFiniteError leaves the stream as it was before."""
         ...
 
@@ -145,7 +145,7 @@ class StreamingFlow(ABC, Generic[StreamT]):
         graphs: bool,
         load_exact: Callable[[], Any] | None,
     ):
-        """load_exact: loads the network in float32; without it, `network` is that."""
+        """Make the flow of a network. load_exact: loads the network in float32; without it, `network` is in float32."""
         self.limits = limits
         self._network = network
         estimator = network.decoder.estimator
@@ -196,20 +196,20 @@ class StreamingFlow(ABC, Generic[StreamT]):
 
     @property
     def evicted(self) -> int:
-        """Prompt caches that were evicted since the start."""
+        """Return how many prompt caches were evicted since the start."""
         return 0
 
     @property
     @abstractmethod
     def cache_bytes(self) -> int:
-        """Memory reserved for streams and taken by prompt caches."""
+        """Return the memory in bytes that is reserved for streams and taken by prompt caches."""
 
     def prefill_frames(self, prompt: Prompt) -> int:
         """Return the mel frames that `open` has to prefill for a stream in that voice."""
         return 0
 
     def fitting(self, prompts: Sequence[Prompt]) -> list[bool]:
-        """Which streams in those voices could be opened now, together, as far as prompt caches are concerned."""
+        """Return which streams in those voices could be opened now, together, as far as prompt caches are concerned."""
         return [True] * len(prompts)
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
@@ -288,7 +288,7 @@ class StreamingFlow(ABC, Generic[StreamT]):
 
     @abstractmethod
     def _computed(self, stream: StreamT, new: int) -> int:
-        """How many tokens are computed to render `new` ones."""
+        """Return how many tokens are computed to render `new` ones."""
 
     @abstractmethod
     def _render(self, chunks: list[Chunk[StreamT]]) -> list[Tensor]: ...
@@ -301,11 +301,11 @@ class StreamingFlow(ABC, Generic[StreamT]):
         """Make a form of this flow with that network, without graphs, for one stream."""
 
     def _project_speaker(self, prompt: Prompt) -> Tensor:
-        """The prompt's x-vector as the estimator takes it, (1, mel)."""
+        """Return the prompt's x-vector as the estimator takes it, (1, mel)."""
         return self._network.project_speaker(torch.from_numpy(prompt.embedding)[None].to(self._device))
 
     def _mel_of(self, prompt: Prompt) -> Tensor:
-        """The prompt's mel on the device, (1, 2P, 80)."""
+        """Return the prompt's mel on the device, (1, 2P, 80)."""
         return torch.from_numpy(prompt.mel)[None].to(self._device)
 
     def _noise_of(self, start: int, frames: int) -> Tensor:

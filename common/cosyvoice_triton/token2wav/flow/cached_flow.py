@@ -75,7 +75,7 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
 
     @abstractmethod
     def _solver(self, operations: Operations) -> CachedSolver:
-        """The solver of the network's estimator, over these operations."""
+        """Make the solver of the network's estimator, over these operations."""
 
     def _plain_solve(self) -> Solve:
         """Make the solve without CUDA graphs."""
@@ -102,7 +102,7 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         self._prompts.evict_idle()
 
     def _prompt_frames(self, prompt: Prompt) -> int:
-        """How many frames of a voice its prompt cache has."""
+        """Return how many frames of a voice are in its prompt cache."""
         return len(prompt.mel)
 
     def _prompt_bytes(self, prompt: Prompt) -> int:
@@ -141,7 +141,7 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
 
     @abstractmethod
     def _prompt_window(self, prompt: Prompt) -> Window:
-        """The encoder's input for the frames that a voice's prompt cache has, which are at least one token's."""
+        """Return the encoder's input for the frames in a voice's prompt cache, at least those of one token."""
 
     def _prefill(self, prompts: Sequence[Prompt]) -> list[PromptCache]:
         """Make the prompt caches of different voices, by one solve."""
@@ -195,7 +195,7 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
 
     @abstractmethod
     def _window(self, chunk: Chunk[CachedStreamT], row: Row) -> Window:
-        """The encoder's input for a chunk, whose last tokens are the row's."""
+        """Return the encoder's input for a chunk, whose last tokens are the row's."""
 
     def _known(self, streams: list[CachedStreamT], rows: list[Row], mu: Tensor) -> Tensor | None:
         """Return the known mel of the rows for `Solve.run`, of the type of mu."""
@@ -220,7 +220,7 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         return row
 
     def _encode(self, chunks: list[Chunk[CachedStreamT]], rows: list[Row]) -> Tensor:
-        """Encoder output of the rows, (B, T, mel), T those of the longest one."""
+        """Compute the encoder output of the rows, (B, T, mel), where T is that of the longest one."""
         windows = [self._window(chunk, row) for chunk, row in zip(chunks, rows, strict=True)]
         mu = self._encoder.encode(windows)
         starts = [TOKEN_MEL_RATIO * len(window) - row.frames for window, row in zip(windows, rows, strict=True)]
@@ -260,6 +260,6 @@ def _converted(cache: PromptCache, dtype: torch.dtype) -> PromptCache:
 
 
 def _are_finite(caches: list[PromptCache]) -> list[bool]:
-    """Which prompt caches are finite. Histories and the last values are enough to see: all others come before them."""
+    """Return which prompt caches are finite. Histories and last values suffice: all others come before them."""
     last = [(cache.history, cache.attention.values[-1, -1]) for cache in caches]
     return torch.stack([history.isfinite().all() & values.isfinite().all() for history, values in last]).tolist()

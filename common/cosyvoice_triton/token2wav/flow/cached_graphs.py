@@ -98,8 +98,8 @@ class GraphedSolve:
         return self._graphs.run_rows(B, T, compute)
 
     def _prefill(self, mu: Tensor, speaker: Tensor, table: Tensor, mel: Tensor) -> Tensor:
-        """mu and mel (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> convolution history of B prompts, see
-        `Scratch`; their keys and values go where the table says."""
+        """Prefill B prompts: mu and mel (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> their convolution
+        history, see `Scratch`; their keys and values go where the table says."""
         solver, (B, T, _) = self._solver, mu.shape
         starts, frames, kept = table[7], table[5], table[11]
         rows = solver.rows(starts, frames, kept, T, PagedContext(self._pool, table), solver.no_history(B))
@@ -107,8 +107,8 @@ class GraphedSolve:
         return rows.scratch.next_history
 
     def _solve(self, mu: Tensor, speaker: Tensor, table: Tensor, known: Tensor | None = None) -> Tensor:
-        """mu and known (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> mel (B, T, mel); updates rings and
-        histories."""
+        """Solve: mu and known (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> mel (B, T, mel); updates rings
+        and histories."""
         T, solver, pool = mu.shape[1], self._solver, self._pool
         slots, starts, frames, kept = table[3], table[7], table[5], table[11]
         rows = solver.rows(starts, frames, kept, T, PagedContext(pool, table), pool.history_of(slots))
@@ -125,13 +125,13 @@ class GraphedSolve:
         return self._padded(columns, batch)
 
     def _padded(self, columns: list[list[int]], batch: int) -> Tensor:
-        """The pinned table (TABLE_ROWS, batch). Padding rows have no frames; their histories go to the scratch slot."""
+        """Return the pinned table (TABLE_ROWS, batch). Padding rows have no frames and write to the scratch slot."""
         columns = columns + [self._own_frames_column(0)] * (batch - len(columns))
         table = torch.tensor(columns).T.contiguous()  # (B, TABLE_ROWS) -> (TABLE_ROWS, B)
         return pinned(table, self._solver.device)
 
     def _own_frames_column(self, frames: int, into: KeyValues | None = None) -> list[int]:
-        """The column of a row that attends to its own frames only: a prompt, kept in `into`, or padding."""
+        """Return the column of a row that attends to its own frames only: a prompt, kept in `into`, or padding."""
         slot = self._pool.slots
         place = (*_addresses(into), into.frames) if into else self._ring(slot)
         return [0, 0, 0, slot, 0, frames, 0, 0, *place, frames]

@@ -75,7 +75,7 @@ class Context(Protocol):
     """What the rows of a batch attend to in addition to their own frames."""
 
     def attend(self, step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v (R, H, T, D) of the rows -> (R, T, H * D)"""
+        """Attend: q, k, v (R, H, T, D) of the rows -> (R, T, H * D)."""
         ...
 
     def keep(self, step: int, keys: Tensor, values: Tensor) -> None:
@@ -176,7 +176,7 @@ class CachedSolver(ABC):
         `scratch.values`."""
 
     def _velocity(self, h: Tensor, step: int) -> Tensor:
-        """(R, T, C) -> (R, T, mel)"""
+        """Compute the velocity: (R, T, C) -> (R, T, mel)."""
         ends = self._ends
         return self._operations.linear(
             h, ends.output, ends.output_bias, norm=(ends.scale[step], ends.shift[step]), eps=NORM_EPS

@@ -103,7 +103,7 @@ class DiTStreaming(CachedStreaming[DiTStream]):
         return mels
 
     def _again(self, chunk: DiTChunk) -> Tensor:
-        """All chunks that the stream's context still holds are rendered, the given one last."""
+        """Render all chunks that the stream's context still holds, the given one last."""
         exact, stream = self.exact(), chunk.stream
         (prompt,) = exact._prefill([stream.prompt.voice])
         before = stream.context[: max(0, len(stream.context) - chunk.new)]

@@ -45,7 +45,7 @@ class ChunkwiseSolve:
         return mel
 
     def _solve(self, streams: Sequence[CachedStream], rows: Sequence[Row], mu: Tensor) -> Tensor:
-        """(B, T, mel) -> (B, T, mel)"""
+        """Solve: encoder output (B, T, mel) -> mel (B, T, mel)."""
         T, pool = mu.shape[1], self._pool
         slots = torch.tensor([stream.cache.slot for stream in streams], device=mu.device)
         starts = torch.tensor([row.start for row in rows], device=mu.device)
@@ -62,7 +62,7 @@ class ChunkwiseSolve:
         return mel
 
     def _advance(self, caches: EstimatorCache, starts: Tensor, mu: Tensor, speaker: Tensor, known: Tensor) -> Tensor:
-        """mu and the known mel (B, T, mel) -> mel (B, T, mel); fills the last T frames of the caches."""
+        """Solve: mu and the known mel (B, T, mel) -> mel (B, T, mel). Fills the last T frames of the caches."""
         estimator = self._decoder.estimator
         mel = self._decoder.solve(
             lambda step, x, t, mu, speaker, known: estimator.forward_chunk(x, t, mu, speaker, known, caches[step]),
@@ -75,7 +75,7 @@ class ChunkwiseSolve:
         return mel.transpose(1, 2)  # (B, mel, T) -> (B, T, mel)
 
     def _context(self, streams: Sequence[CachedStream]) -> KeyValues:
-        """Keys and values of the prompts and streams, gathered: (steps, depth, R, H, K, D)."""
+        """Gather keys and values of the prompts and streams: (steps, depth, R, H, K, D)."""
         prompts, pool = [stream.prompt.attention for stream in streams], self._pool
         return KeyValues(
             _gathered(streams, [prompt.keys for prompt in prompts], pool.keys),
@@ -84,7 +84,7 @@ class ChunkwiseSolve:
 
 
 def _gathered(streams: Sequence[CachedStream], prompts: list[Tensor], rings: Tensor) -> Tensor:
-    """(steps, depth, R / B, H, K, D) of each stream -> (steps, depth, R, H, K, D), the conditional rows first"""
+    """Join (steps, depth, R / B, H, K, D) of each stream -> (steps, depth, R, H, K, D), conditional rows first."""
     contexts = [
         torch.cat([prompt, rings[stream.cache.slot, ..., : stream.cache.frames, :]], dim=-2)
         for stream, prompt in zip(streams, prompts, strict=True)

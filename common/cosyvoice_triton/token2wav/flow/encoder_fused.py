@@ -82,7 +82,7 @@ class FusedEncoder:
         return mu.masked_fill((torch.arange(mu.shape[1], device=mu.device) >= frames[:, None])[:, :, None], 0)
 
     def _run(self, layers: list[_Layer], h: Tensor, visible: Tensor, frames: Tensor, ratio: int) -> Tensor:
-        """h (B, T, C) through layers, in place. frames (B,): of each window."""
+        """Run h (B, T, C) through layers, in place. frames (B,): of each window."""
         B, T, C = h.shape
         for of in layers:
             q, k, v = h.new_empty(3, B, self._heads, T, C // self._heads)
@@ -125,8 +125,9 @@ def _norm(norm: nn.LayerNorm) -> Norm:
 
 
 def _upsampling(layer: Upsample) -> tuple[Tensor, Tensor]:
-    """Repeating each token and the convolution behind it, as one convolution of three tokens: weight (ratio * C, 3 C)
-    and bias. A tap of the original meets one of these tokens, which one depends on the frame's place in its token."""
+    """Merge the repetition of each token and the convolution behind it into one convolution of three tokens: weight
+    (ratio * C, 3 C) and bias. A tap of the original meets one of these tokens, which one depends on the frame's place
+    in its token."""
     ratio, kernel, bias = layer.ratio, layer.conv.weight.float(), layer.conv.bias
     assert bias is not None
     of_frames = kernel.new_zeros(ratio, *kernel.shape[:2], 3)

@@ -38,7 +38,7 @@ class Window:
 
 
 def with_ahead(tokens: np.ndarray, length: int) -> np.ndarray:
-    """(length, 1 + look-ahead): the first `length` of `tokens`, each with the `LOOKAHEAD_TOKENS` after it."""
+    """Return the first `length` of `tokens`, each with the `LOOKAHEAD_TOKENS` after it: (length, 1 + look-ahead)."""
     padded = np.full(length + LOOKAHEAD_TOKENS, ABSENT, np.int64)
     known = tokens[: len(padded)]
     padded[: len(known)] = known
@@ -46,7 +46,7 @@ def with_ahead(tokens: np.ndarray, length: int) -> np.ndarray:
 
 
 def stacked(windows: Sequence[Window], length: int) -> tuple[Tensor, Tensor]:
-    """Windows padded to `length`: tokens (B, length, 1 + look-ahead), visible (B, length), on the CPU."""
+    """Stack windows, padded to `length`: tokens (B, length, 1 + look-ahead), visible (B, length), on the CPU."""
     tokens = np.full((len(windows), length, 1 + LOOKAHEAD_TOKENS), ABSENT, np.int64)
     visible = np.ones((len(windows), length), np.int64)  # padding attends to one token: a softmax over none is NaN
     for row, window in enumerate(windows):
@@ -69,7 +69,7 @@ class WindowEncoder:
             self._capture(limits)
 
     def for_worker(self, limits: BatchLimits) -> "WindowEncoder":
-        """This encoder with CUDA graphs of its own."""
+        """Return this encoder with CUDA graphs of its own."""
         encoder = copy(self)
         encoder._capture(limits)
         return encoder
@@ -78,7 +78,7 @@ class WindowEncoder:
         self._graphs = Graphs(self._fused, self._inputs, _sizes(limits), "the encoder", worker=limits.worker)
 
     def encode(self, windows: Sequence[Window], *, warn: bool = True) -> Tensor:
-        """(B, 2 T, mel), T at least the longest window. Valid until the next call.
+        """Encode windows -> (B, 2 T, mel), T at least that of the longest one. Valid until the next call.
 
         warn: log a length beyond every graph; whole utterances may be of such lengths.
         """
@@ -108,7 +108,7 @@ def _sizes(limits: BatchLimits) -> list[Size]:
 
 
 def _fused(network: MelFlow, limits: BatchLimits) -> Callable[[Tensor, Tensor], Tensor]:
-    """`network.encode_window`; a conformer by fused kernels."""
+    """Return `network.encode_window`, for a conformer by fused kernels."""
     if not isinstance(network, ConformerFlow):
         return network.encode_window
     from cosyvoice_triton.token2wav.flow.encoder_fused import FusedEncoder  # its kernels need Triton

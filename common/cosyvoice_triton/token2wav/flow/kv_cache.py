@@ -61,7 +61,7 @@ class StreamCachePool:
     """
 
     def __init__(self, config: CachedConfig, like: Tensor, steps: int, slots: int, frames: int, rows: int = 2):
-        """`like`: a tensor of the pool's device and dtype. frames: of a ring. rows: of a stream in a batch."""
+        """Make the pool. like: a tensor of its device and dtype. frames: of a ring. rows: of a stream in a batch."""
         reach = config.conv_kernel - 1
         self.rows = rows
         self.keys = like.new_zeros(slots + 1, steps, config.depth, rows, config.heads, frames, config.head_dim)
@@ -78,7 +78,7 @@ class StreamCachePool:
         return self.keys.nbytes + self.values.nbytes + self.history.nbytes
 
     def prompt_bytes(self, frames: int) -> int:
-        """Bytes of the `PromptCache` of a voice of that many frames."""
+        """Return the bytes of the `PromptCache` of a voice of that many frames."""
         keys, history = self.keys[0], self.history[0]
         return 2 * keys.nbytes // self.frames * frames + history.nbytes
 
@@ -125,7 +125,7 @@ class StreamCachePool:
         return Row(start, end - start, self.whole(end) - start)
 
     def whole(self, frames: int) -> int:
-        """Of so many frames from the prompt's first on, count those of whole chunks of the attention mask."""
+        """Return how many of so many frames, from the prompt's first on, are in whole chunks of the attention mask."""
         return frames - frames % self.mask_chunk if self.mask_chunk else frames
 
     def append(self, stream_cache: StreamCache, row: Row, index: int, step: int, keys: Tensor, values: Tensor) -> None:

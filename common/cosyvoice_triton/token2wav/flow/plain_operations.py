@@ -68,8 +68,8 @@ def rotate_first_head(q: Tensor, k: Tensor, rotary: Tensor) -> None:
 
 
 def _after(history: History, x: Tensor) -> Tensor:
-    """The frames before x, then x (R, T, C) -> (R, reach + T, C). Writes the history that the next chunk needs: the
-    last frames of those that each row keeps."""
+    """Put the frames before x (R, T, C) in front of it -> (R, reach + T, C). Writes the history that the next chunk
+    needs: the last frames of those that each row keeps."""
     old, new, kept = history
     x = torch.cat([old, x], dim=1)
     at = (kept.repeat(len(x) // len(kept))[:, None] + torch.arange(old.shape[1], device=x.device)).long()

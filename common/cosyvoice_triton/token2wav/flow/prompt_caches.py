@@ -58,7 +58,7 @@ class PromptCaches:
         self._used = 0  # bytes of those with streams
 
     def fitting(self, wanted: Sequence[tuple[bytes, int]]) -> list[bool]:
-        """Which of these streams there is room for, together, given the key and the size of each one's cache.
+        """Return for which of these streams there is room, together, given the key and the size of each one's cache.
 
         They come in order: after a voice that has to wait, no other one takes the room that it waits for. One that
         could wait for ever counts as fitting: `acquire` refuses it.

@@ -106,7 +106,7 @@ class RotarySolver(CachedSolver):
 
 
 def _by_group(weight: Tensor, groups: int) -> Tensor:
-    """(C, G, taps) -> (groups, taps, G in, G out)"""
+    """Return the weight by group: (C, G, taps) -> (groups, taps, G in, G out)."""
     return weight.unflatten(0, (groups, -1)).permute(0, 3, 2, 1).contiguous()
 
 

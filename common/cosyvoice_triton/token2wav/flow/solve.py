@@ -27,8 +27,8 @@ class Solve(Protocol):
         ...
 
     def run(self, streams: Sequence[CachedStream], rows: Sequence[Row], mu: Tensor, known: Tensor | None) -> Tensor:
-        """Encoder output mu (B, T, mel) of each stream's row -> its mel (B, T, mel), valid until the next call. Updates
-        the streams' rings and convolution histories.
+        """Compute the mel of each stream's row from its encoder output: mu (B, T, mel) -> mel (B, T, mel), valid until
+        the next call. Updates the streams' rings and convolution histories.
 
         known (B, T, mel): the mel of those frames that are of a prompt, 0 for others; None: there are none.
         """
@@ -79,7 +79,7 @@ def prefilled(prompts: Sequence[KeyValues], history: Tensor, rows: int) -> list[
 
 
 def own_mask(frames: Tensor, longest: int, mask_chunk: int) -> Tensor:
-    """Which of its own `longest` frames each frame of a row attends to: frames (R,) -> (R, 1 or T, T) bool."""
+    """Return which of its own `longest` frames each frame of a row attends to: frames (R,) -> (R, 1 or T, T) bool."""
     visible = torch.arange(longest, device=frames.device) < frames[:, None, None]  # (R, 1, T)
     return attention_mask(visible, mask_chunk or None)[:, 0]
 

@@ -35,7 +35,7 @@ def load(path: Path, options: FlowOptions) -> "UNetStreaming":
 
 class WindowSolve(Protocol):
     def run(self, chunks: list[WindowChunk], mu: Tensor) -> Tensor:
-        """Encoder output of the windows, mu (B, T, mel) -> their mel (B, T, mel), valid until the next call."""
+        """Compute the windows' mel from encoder output: mu (B, T, mel) -> (B, T, mel), valid until the next call."""
         ...
 
 
@@ -85,7 +85,7 @@ class UNetStreaming(StreamingFlow[WindowStream]):
         self.padded = padding(sizes)
 
     def _fused(self, estimator: Any, times: list[float]) -> FusedEstimator:
-        """The network's estimator by fused kernels, at the flow times of the Euler steps."""
+        """Make the network's estimator by fused kernels, at the flow times of the Euler steps."""
         from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet  # its kernels need Triton
 
         return FusedUNet(estimator, times)
@@ -102,7 +102,7 @@ class UNetStreaming(StreamingFlow[WindowStream]):
         return len(stream.prompt.tokens) + stream.rendered + new - self._forgotten(stream)
 
     def _forgotten(self, stream: WindowStream) -> int:
-        """Tokens between the prompt and the window: whole training chunks, so that their boundaries stay in place."""
+        """Count the tokens between prompt and window: whole training chunks, so that their boundaries stay in place."""
         return max(0, -(-(stream.rendered - self._context) // self._chunk_tokens)) * self._chunk_tokens
 
     def _render(self, chunks: list[WindowChunk]) -> list[Tensor]:

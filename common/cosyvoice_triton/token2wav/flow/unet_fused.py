@@ -53,7 +53,7 @@ class FusedUNet:
         self._projection = weight.flatten(1), estimator.final_proj.bias
 
     def velocity(self, step: int, x: Tensor, frames: Tensor) -> Tensor:
-        """x (R, T, 4 mel), frames (B,) of each stream's own -> (R, T, mel)"""
+        """Compute the velocity: x (R, T, 4 mel), frames (B,) of each stream's own -> (R, T, mel)."""
         *before, last = range(len(self._resnets))
         skip = x = self._stage(before[0], step, x, frames)
         x = kernels.linear(x, *self._closing[0])
@@ -75,7 +75,7 @@ class FusedUNet:
         return x
 
     def _transform(self, x: Tensor, w: TransformerWeights, frames: Tensor) -> Tensor:
-        """(R, T, C) -> the same tensor"""
+        """Apply a transformer block to x (R, T, C), in place, and return it."""
         R, T, _ = x.shape
         config = self._config
         q, k, v = x.new_empty(3, R, config.heads, T, config.head_dim).unbind(0)

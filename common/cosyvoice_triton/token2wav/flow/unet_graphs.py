@@ -19,8 +19,8 @@ class FusedEstimator(Protocol):
     """An estimator with fused weights, for fixed flow times."""
 
     def velocity(self, step: int, x: Tensor, frames: Tensor) -> Tensor:
-        """x (R, T, 4 mel): noisy mel, encoder output, speaker, prompt mel; frames (B,) of each stream's own, the
-        conditional rows first -> the velocity (R, T, mel) at an Euler step."""
+        """Compute the velocity (R, T, mel) at an Euler step from x (R, T, 4 mel): noisy mel, encoder output, speaker,
+        prompt mel. frames (B,): of each stream's own. The conditional rows come first."""
         ...
 
 
@@ -38,8 +38,8 @@ class GraphedWindowSolve:
         worker: int,
         make: Callable[..., Graphs] = Graphs,
     ):
-        """estimator: of the network, for the times of `steps` steps. sizes: batch and window length, mel frames.
-        worker: see `Graphs`. make: makes the graphs."""
+        """Make the graphs. estimator: of the network, for the times of `steps` steps. sizes: batch and window length,
+        mel frames. worker: see `Graphs`. make: makes the graphs."""
         _, self._widths = network.decoder.schedule(steps)
         self._estimator = estimator
         self._decoder = network.decoder
@@ -72,7 +72,7 @@ class GraphedWindowSolve:
         return (self._graphs.run(size) if size else self._solve(*inputs))[: len(chunks)]
 
     def _solve(self, mu: Tensor, speaker: Tensor, condition: Tensor, frames: Tensor, noise: Tensor) -> Tensor:
-        """mu, condition (B, T, mel), speaker (B, mel), frames (B,), noise (B, T) indices -> mel (B, T, mel)"""
+        """Solve: mu, condition (B, T, mel), speaker (B, mel), frames (B,), noise (B, T) indices -> mel (B, T, mel)."""
         B, T, C = mu.shape
         x = self._noise.at(noise)
         rows = mu.new_zeros(self._decoder.rows, B, T, 4, C)

@@ -26,7 +26,7 @@ def forgotten_tokens(chunk: WindowChunk) -> int:
 
 
 def noise_indices(chunks: list[WindowChunk], frames: int) -> Tensor:
-    """Absolute index of each window's frames: (B, frames)."""
+    """Return the absolute index of each window's frames: (B, frames)."""
     index = torch.arange(frames).repeat(len(chunks), 1)
     for position, chunk in zip(index, chunks, strict=True):
         position[chunk.stream.mel.shape[1] :] += TOKEN_MEL_RATIO * forgotten_tokens(chunk)

@@ -26,7 +26,7 @@ WARM_UPS = 2
 
 @cache
 def _pool(device: int, worker: int) -> torch.cuda.CUDAGraph:
-    """The owner of the memory in which the graphs of a worker on that GPU, the current one, compute.
+    """Return the owner of the memory in which the graphs of a worker on that GPU, the current one, compute.
 
     They share it because one of them is replayed at a time, on one stream, and nothing stays there between two replays:
     inputs and results are outside. The first graph, which does nothing, keeps it: torch frees a pool with its last
@@ -40,14 +40,14 @@ def _pool(device: int, worker: int) -> torch.cuda.CUDAGraph:
 
 @cache
 def _capture_stream(device: int, worker: int) -> torch.cuda.Stream:
-    """Where the graphs of a worker are captured: their kernels have its priority, and its work space of cuBLAS."""
+    """Return the stream where a worker's graphs are captured: their kernels have its priority and cuBLAS work space."""
     return new_stream(device, worker == FIRST_CHUNK_WORKER)
 
 
 @cache
 def _side_stream(device: int) -> torch.cuda.Stream:
-    """Where functions run before they are captured, on that GPU, the current one. One: on each new stream cuBLAS takes
-    32 MiB of work space, and what another stream has freed is not used again."""
+    """Return the stream where functions run before they are captured, on that GPU, the current one. There is only one:
+    on each new stream cuBLAS takes 32 MiB of work space, and what another stream has freed is not used again."""
     return torch.cuda.Stream(device)
 
 

@@ -70,7 +70,7 @@ class BatchLimits:
 
     @property
     def first_chunk_tokens(self) -> int:
-        """New tokens of the longest chunk that the first hop makes, also if it is the final one."""
+        """Count the new tokens of the longest chunk that the first hop makes, also if it is the final one."""
         return self._longest_first_hop + LOOKAHEAD_TOKENS - 1
 
     def of_worker(self, worker: int) -> "BatchLimits":
@@ -82,30 +82,30 @@ class BatchLimits:
 
     @property
     def starts(self) -> bool:
-        """Whether only first chunks and prompts are rendered."""
+        """Return whether only first chunks and prompts are rendered."""
         return self.worker == FIRST_CHUNK_WORKER
 
     @property
     def of_prompts(self) -> bool:
-        """Whether prompts are computed by these graphs."""
+        """Return whether prompts are computed by these graphs."""
         return self.starts or self.workers == 1
 
     @property
     def max_chunks(self) -> int:
-        """Chunks of one batch."""
+        """Return how many chunks one batch may have."""
         numbers = self.profile
         most = numbers.scheduler.first_chunk_batch if self.starts else numbers.limits.max_batch
         return min(most, self.max_streams)
 
     @cached_property
     def chunk_frames(self) -> tuple[int, ...]:
-        """Length classes of chunks, mel frames. The final chunk of a stream may be LOOKAHEAD_TOKENS - 1 longer."""
+        """Return the length classes of chunks, mel frames. A final chunk may be LOOKAHEAD_TOKENS - 1 longer."""
         return _classes(FRAMES, TOKEN_MEL_RATIO * (self._longest_hop + LOOKAHEAD_TOKENS - 1))
 
     @cached_property
     def row_frames(self) -> tuple[int, ...]:
-        """Length classes, mel frames, of what a flow that keeps keys and values computes for a chunk: also the tokens
-        before it that are not kept, see `kv_cache.Row`. After a prompt these are up to a boundary and the
+        """Return length classes, mel frames, of what a flow that keeps keys and values computes for a chunk: also the
+        tokens before it that are not kept, see `kv_cache.Row`. After a prompt these are up to a boundary and the
         look-ahead."""
         before = self.chunk_boundary - 1 + LOOKAHEAD_TOKENS if self.chunk_boundary > 1 else 0
         longest = TOKEN_MEL_RATIO * (self._longest_hop + LOOKAHEAD_TOKENS - 1 + before)
@@ -113,27 +113,27 @@ class BatchLimits:
 
     @cached_property
     def first_chunk_frames(self) -> tuple[int, ...]:
-        """The classes of first chunks, which are short."""
+        """Return the classes of first chunks, which are short."""
         return tuple(_up_to(self.chunk_frames, TOKEN_MEL_RATIO * self.first_chunk_tokens))
 
     @cached_property
     def window_tokens(self) -> tuple[int, ...]:
-        """Length classes of encoder windows: the longest prompt, the whole context and the largest chunk."""
+        """Return the length classes of encoder windows: the longest prompt, the whole context and the largest chunk."""
         return _classes(WINDOW_TOKENS, self._longest_window)
 
     @cached_property
     def window_frames(self) -> tuple[int, ...]:
-        """Length classes of windows in mel frames, for the estimators that compute them."""
+        """Return the length classes of windows in mel frames, for the estimators that compute them."""
         return _classes(WINDOW_FRAMES, TOKEN_MEL_RATIO * self._longest_window)
 
     @cached_property
     def prompt_frames(self) -> tuple[int, ...]:
-        """Length classes of prompts, mel frames."""
+        """Return the length classes of prompts, mel frames."""
         return _classes(PROMPT_FRAMES, TOKEN_MEL_RATIO * MAX_PROMPT_TOKENS)
 
     @property
     def _longest_first_hop(self) -> int:
-        """`first_hop_tokens` extended to the next boundary, which may be more than `max_hop_tokens`."""
+        """Return `first_hop_tokens` extended to the next boundary, which may be more than `max_hop_tokens`."""
         return self.first_hop_tokens + self.chunk_boundary - 1
 
     @property
@@ -145,22 +145,22 @@ class BatchLimits:
         return MAX_PROMPT_TOKENS + (0 if self.starts else CONTEXT_TOKENS) + self._longest_hop + LOOKAHEAD_TOKENS - 1
 
     def sizes(self, lengths: tuple[int, ...], most: int) -> list[Size]:
-        """Batch sizes and lengths of graphs: batches that `max_streams` can fill, of at most `most` in all, or an
-        eighth of that for starts, but of any length alone."""
+        """Return batch sizes and lengths of graphs: batches that `max_streams` can fill, of at most `most` in all, or
+        an eighth of that for starts, but of any length alone."""
         batches = [*(B for B in BATCHES if B < self.max_chunks), self.max_chunks]
         most = max(most // 8, lengths[-1]) if self.starts else most
         return [(B, T) for B, T in product(batches, lengths) if B * T <= most]
 
 
 def smallest(sizes: Collection[Size], *needed: int) -> Size | None:
-    """The smallest of the sizes that holds `needed` in every dimension; None if there is none."""
+    """Return the smallest of the sizes that holds `needed` in every dimension; None if there is none."""
     holding = [size for size in sizes if all(have >= need for have, need in zip(size, needed, strict=True))]
     return min(holding, key=math.prod, default=None)
 
 
 def batch_parts(sizes: Collection[Size], rows: int, length: int) -> list[tuple[slice, Size | None]]:
-    """How a batch of rows of that length is computed by CUDA graphs of these sizes: rows of it, each with the size of
-    the graph that computes them. A batch that no graph holds is halved; a row that none holds has no size."""
+    """Say how a batch of rows of that length is computed by CUDA graphs of these sizes: rows of it, each with the size
+    of the graph that computes them. A batch that no graph holds is halved; a row that none holds has no size."""
 
     def halved(begin: int, end: int) -> list[tuple[slice, Size | None]]:
         size = smallest(sizes, end - begin, length)
@@ -190,11 +190,11 @@ def padding(sizes: Collection[Size]) -> Callable[[int, int], int]:
 
 
 def _up_to(classes: tuple[int, ...], most: int) -> list[int]:
-    """The classes that hold up to `most`: those below it and the first that is not."""
+    """Return the classes that hold up to `most`: those below it and the first that is not."""
     return [c for c, before in zip(classes, (0, *classes), strict=False) if before < most]
 
 
 def _classes(below: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """`below` as far as it is under `most`, and the next multiple of STEP that holds it."""
+    """Return `below` as far as it is under `most`, and the next multiple of STEP that holds it."""
     largest = math.ceil(most / STEP) * STEP
     return (*(c for c in below if c < largest), largest)

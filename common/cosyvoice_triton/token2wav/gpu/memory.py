@@ -116,50 +116,50 @@ class Networks:
 
     @property
     def frame(self) -> int:
-        """Bytes of keys and values of a mel frame, which a flow that computes its window again does not keep."""
+        """Return the bytes of keys and values of a mel frame; a flow that computes its window again keeps none."""
         if isinstance(self.flow, UNetFlowConfig):
             return 0
         return kept_per_frame(self.flow.estimator, self.steps * self.flow.rows, self.flow_size)
 
     @property
     def history(self) -> int:
-        """Bytes of the convolutions' history of a stream or a voice."""
+        """Return the bytes of the convolutions' history of a stream or a voice."""
         if isinstance(self.flow, UNetFlowConfig):
             return 0
         of = self.flow.estimator
         return self.steps * of.conv_pairs * 2 * self.flow.rows * (of.conv_kernel - 1) * of.width * self.flow_size
 
     def voice(self, seconds: float) -> int:
-        """Bytes of the prompt cache of a recording."""
+        """Return the bytes of the prompt cache of a recording."""
         return int(seconds * MEL_RATE) * self.frame + self.history
 
     def voices(self, limits: BatchLimits) -> int:
-        """Bytes for a voice of VOICE_SECONDS of each stream, or one of the longest."""
+        """Return the bytes for a voice of VOICE_SECONDS of each stream, or one of the longest."""
         return max(limits.max_streams * self.voice(VOICE_SECONDS), self.longest_voice(limits))
 
     def longest_voice(self, limits: BatchLimits) -> int:
         return self.voice(limits.prompt_frames[-1] / MEL_RATE)
 
     def streams(self, count: int) -> int:
-        """Bytes of that many streams: the most recent frames, history, and the vocoder's part. One slot more is for the
-        padding of batches."""
+        """Return the bytes of that many streams: the most recent frames, history, and the vocoder's part. One slot more
+        is for the padding of batches."""
         return (count + 1) * (STREAM_CACHE_FRAMES * self.frame + self.history + self.vocoder_stream)
 
     def batches(self, limits: BatchLimits) -> int:
-        """Bytes of CUDA graphs' tensors, about: those of each worker's largest batch, with the keys and values of a
-        step."""
+        """Return about how many bytes CUDA graphs' tensors take: those of each worker's largest batch, with the keys
+        and values of a step."""
         frames = sum(max(B * T for B, T in of.sizes(of.chunk_frames, HIFT_FRAMES)) for of in limits.of_each_worker)
         return frames * (HOP_SAMPLES * SAMPLE_VALUES * self.vocoder_size + self.frame // self.steps)
 
 
 def kept_per_frame(config: DiTConfig | RotaryDiTConfig, evaluations: int, size: int) -> int:
-    """Bytes of an estimator's keys and values of a mel frame. evaluations: steps, times the rows of a stream. size:
-    bytes per value."""
+    """Return the bytes of an estimator's keys and values of a mel frame. evaluations: steps, times the rows of a
+    stream. size: bytes per value."""
     return evaluations * config.depth * 2 * config.heads * config.head_dim * size
 
 
 def graphs(limits: BatchLimits) -> int:
-    """About how many CUDA graphs there are: those of the encoder, the flow and the vocoder."""
+    """Return about how many CUDA graphs there are: those of the encoder, the flow and the vocoder."""
     return sum(
         len(of.sizes(of.window_tokens, ENCODER_TOKENS)) + 3 * len(of.sizes(of.chunk_frames, HIFT_FRAMES))
         for of in limits.of_each_worker
@@ -183,17 +183,17 @@ class MemoryPlan:
 
     @property
     def own(self) -> int:
-        """Bytes that torch may allocate in token2wav's process."""
+        """Return the bytes that torch may allocate in token2wav's process."""
         return self.memory - sum(self.parts[name] for name in ("server", "LLM", "prompt models", "process"))
 
     @property
     def lacking(self) -> int:
-        """Bytes that would have to be added; negative if there are some left."""
+        """Return the bytes that would have to be added; negative if there are some left."""
         return sum(self.parts.values()) + self.minimum - self.memory
 
     def voices(self, loaded: Reading) -> int:
-        """Bytes for prompt caches, measured after the networks are loaded and their graphs captured: what they leave of
-        this process's share, and no more than is free. ValueError if no voice fits."""
+        """Return the bytes for prompt caches, measured after the networks are loaded and their graphs captured: what
+        they leave of this process's share, and no more than is free. ValueError if no voice fits."""
         left = min(self.own - loaded.reserved, loaded.free) - RESERVE
         logger.info("memory of token2wav: %.2f GiB, and %.2f for voices", loaded.reserved / GIB, left / GIB)
         more = math.ceil(10 * (self.memory + self.minimum - left) / GIB) / 10
@@ -218,7 +218,7 @@ class MemoryPlan:
 
 
 def others(networks: Networks, streams: int, llm_gib: float | None) -> dict[str, int]:
-    """Bytes of the GPU that the other processes take. llm_gib: the LLM's; None: `planned_llm_gib`."""
+    """Return the bytes of the GPU that the other processes take. llm_gib: the LLM's; None: `planned_llm_gib`."""
     llm = planned_llm_gib(streams + SPARE_REQUESTS) if llm_gib is None else llm_gib
     prompts = 0 if networks.tokenizer is None else PROMPT_MODELS + networks.tokenizer
     return {"server": SERVER, "LLM": int(GIB * llm), "prompt models": prompts}
@@ -271,8 +271,8 @@ def plan_memory(
 
 
 def voices_on_host(networks: Networks, limits: BatchLimits) -> int:
-    """Bytes of prompt caches on a CPU: what the rest leaves of half of the machine's memory, and at least one of the
-    longest."""
+    """Return the bytes of prompt caches on a CPU: what the rest leaves of half of the machine's memory, and at least
+    one of the longest."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return max(memory - networks.weights - networks.streams(limits.max_streams), networks.longest_voice(limits))
 

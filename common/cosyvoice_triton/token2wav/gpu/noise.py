@@ -14,11 +14,11 @@ class NoiseTape:
     """Rows of fixed noise, repeated endlessly: row `i` of a stream is always row `i % len(tape)`."""
 
     def __init__(self, rows: Tensor):
-        """rows: (L, C), L >= 1, on the device that reads them."""
+        """Repeat `rows` without end. rows: (L, C), L >= 1, on the device that reads them."""
         self._rows = rows
 
     def read(self, start: int, length: int) -> Tensor:
-        """(length, C): rows `start` to `start + length` of the endless tape."""
+        """Return rows `start` to `start + length` of the endless tape: (length, C)."""
         period = len(self._rows)
         first = start % period
         if first + length <= period:
@@ -27,11 +27,11 @@ class NoiseTape:
         return self._rows[index]
 
     def gather(self, starts: Tensor, length: int) -> Tensor:
-        """(B, length, C): the same for several streams, each from its own start (B,)."""
+        """Return the same for several streams, each from its own start (B,): (B, length, C)."""
         return self.at(starts[:, None] + torch.arange(length, device=starts.device))
 
     def at(self, index: Tensor) -> Tensor:
-        """Single rows of the endless tape: (...) -> (..., C)."""
+        """Return single rows of the endless tape: (...) -> (..., C)."""
         return self._rows[index % len(self._rows)]
 
 
@@ -45,13 +45,13 @@ def flow_noise(device: torch.device | str = "cpu") -> NoiseTape:
 
 
 def source_noise(components: int, device: torch.device | str = "cpu") -> NoiseTape:
-    """Additive noise of the vocoder's harmonic source by audio sample, (240000, components), period 10 s."""
+    """Make the additive noise of the vocoder's harmonic source by audio sample, (240000, components), period 10 s."""
     samples = SOURCE_NOISE_SECONDS * SAMPLE_RATE
     return NoiseTape(torch.randn(samples, components, generator=torch.Generator().manual_seed(1)).to(device))
 
 
 def uniform_noise(components: int, device: torch.device | str = "cpu") -> NoiseTape:
-    """Additive noise of CosyVoice3's harmonic source by audio sample, uniform in 0..1, as long as the longest stream.
+    """Make the additive noise of CosyVoice3's harmonic source, uniform in 0..1, for the samples of the longest stream.
 
     The values of upstream's table, which is in no checkpoint; see `table_generator`.
     """
@@ -62,8 +62,8 @@ def uniform_noise(components: int, device: torch.device | str = "cpu") -> NoiseT
 
 
 def table_generator() -> torch.Generator:
-    """The state in which upstream's CosyVoice3 draws the vocoder's tables: seeded for the flow's noise, after which the
-    initial weights of some layers are drawn, at the official sizes."""
+    """Return the state in which upstream's CosyVoice3 draws the vocoder's tables: seeded for the flow's noise, after
+    which the initial weights of some layers are drawn, at the official sizes."""
     generator, width = torch.Generator().manual_seed(0), HiFTConfig.f0_channels
     torch.randn(1, MEL_BINS, FLOW_NOISE_FRAMES, generator=generator)
     torch.randn(SPEECH_VOCAB, MEL_BINS, generator=generator)  # token embedding

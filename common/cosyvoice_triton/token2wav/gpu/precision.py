@@ -189,6 +189,6 @@ def _require_bfloat16(device: str, network: NetworkName) -> None:
 
 
 def _multiplies_bfloat16() -> bool:
-    """Whether this CPU has bfloat16 instructions. Without them every value is converted: slower than float32."""
+    """Return whether this CPU has bfloat16 instructions. Without them every value is converted: slower than float32."""
     has = torch.cpu.get_capabilities()
     return any(has.get(name, False) for name in ("avx512_bf16", "amx_bf16"))

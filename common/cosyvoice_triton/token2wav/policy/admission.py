@@ -36,15 +36,15 @@ class BatchCosts:
         self._chunks = self._tokens = self._units = self._speech = self._seconds = 0.0
 
     def add(self, chunks: int, tokens: int, speech: float, seconds: float) -> None:
-        """tokens: computed for the batch, padding included. speech: seconds of audio that it made."""
+        """Add a batch. tokens: computed for the batch, padding included. speech: seconds of audio that it made."""
         kept = self._numbers.memory
         self._chunks, self._tokens = kept * self._chunks + chunks, kept * self._tokens + tokens
         self._units = kept * self._units + self._start_tokens + tokens
         self._speech, self._seconds = kept * self._speech + speech, kept * self._seconds + seconds
 
     def speech_rate(self, max_tokens: int) -> float:
-        """Seconds of speech per second in batches of `batch_seconds`, with `max_tokens` at most and a chunk at least;
-        infinite before the first batch."""
+        """Return how many seconds of speech are rendered per second in batches of `batch_seconds`, with `max_tokens` at
+        most and a chunk at least; infinite before the first batch."""
         if not self._speech or not self._seconds:
             return math.inf
         per_token = self._seconds / self._units
@@ -136,7 +136,7 @@ class Admission:
         self._state = AdmissionState(max(1.0, min(self._capacity, self._learned)), overloaded)
 
     def _narrow(self, audio_left: Iterable[float], now: float) -> bool:
-        """Whether many listeners nearly run, or ran, out of audio."""
+        """Return whether many listeners nearly run, or ran, out of audio."""
         while self._chunks and self._chunks[0][0] < now - self._numbers.settle_seconds:
             self._chunks.popleft()
         abandoned, tight = -self._numbers.abandoned_seconds, self._numbers.tight_seconds
@@ -145,7 +145,7 @@ class Admission:
         return late >= max(self._numbers.tight_chunks, self._numbers.tight_share * len(self._chunks))
 
     def _peak(self, live: int, now: float) -> int:
-        """The most live streams of the last `settle_seconds`."""
+        """Return the most live streams of the last `settle_seconds`."""
         while self._live and self._live[0][0] < now - self._numbers.settle_seconds:
             self._live.popleft()
         while self._live and self._live[-1][1] <= live:
@@ -161,12 +161,12 @@ class Admission:
 
     @property
     def _pace(self) -> float:
-        """Seconds of speech whose tokens come in a second, for a stream that waits for nothing else."""
+        """Return how many seconds of speech get their tokens in a second, for a stream that waits for nothing else."""
         return self._paced / max(self._awaited, 1e-9)
 
     @property
     def _capacity(self) -> float:
-        """Live streams that rendering allows; infinite before the first batch.
+        """Return how many live streams rendering allows; infinite before the first batch.
 
         Each counts for a second of speech per second, and more in two cases (docs/results/operations.md). Where tokens
         come little faster than they are heard, each chunk is due soon after its tokens, while chunks of a fast LLM can
@@ -224,7 +224,7 @@ class Admission:
         return "rate" if self._starts < 1 and live + 1 > burst else None
 
     def ask_whole(self, queued: int) -> OverloadedError | None:
-        """The same for a whole utterance, behind that many others: nobody listens yet, so only its wait counts."""
+        """Ask the same for a whole utterance, behind that many others: nobody listens yet, so only its wait counts."""
         if not queued or queued < self._max_queued:
             return None
         each = self._whole_seconds / self._wholes
@@ -234,7 +234,7 @@ class Admission:
 
     @property
     def _max_queued(self) -> float:
-        """Whole utterances that may wait; infinite before the first one was rendered."""
+        """Return how many whole utterances may wait; infinite before the first one was rendered."""
         allowed = self._numbers.max_whole_seconds * self._wholes
         return allowed // self._whole_seconds if self._whole_seconds else math.inf
 

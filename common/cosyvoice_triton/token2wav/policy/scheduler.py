@@ -49,13 +49,13 @@ class ChunkScheduler:
         self._numbers = numbers
 
     def patience(self, waited: float) -> float:
-        """The audio that a listener has left who is as urgent as a whole utterance that has waited so long."""
+        """Return how much audio a listener has left who is as urgent as a whole utterance that has waited so long."""
         return max(self._numbers.nearly_dry_seconds, self._numbers.whole_seconds - waited)
 
     def opens(
         self, waiting: Sequence[Opening], audio_left: Sequence[float | None], max_frames: int, free: int
     ) -> list[int]:
-        """Indices of the streams to open before the next batch of chunks, at most `free`.
+        """Return the indices of the streams to open before the next batch of chunks, at most `free`.
 
         audio_left: of the listeners whose chunks wait. A stream whose prompt cache is there costs nothing and is never
         held back; neither is another stream in a voice that is chosen. Voices that need a prefill are chosen as long as
@@ -82,7 +82,7 @@ class ChunkScheduler:
         return chosen[:free]
 
     def worker_takes(self, worker: int, workers: int, waiting: Sequence[Candidate]) -> list[int]:
-        """Indices of what a worker that is free may render now, of what no other worker has taken.
+        """Return the indices of what a worker that is free may render now, of what no other worker has taken.
 
         Of two workers, FIRST_CHUNK_WORKER renders first chunks, unless they are gathered, and CHUNK_WORKER all others,
         or first chunks if there are no others.
@@ -95,7 +95,7 @@ class ChunkScheduler:
         return [index for index, request in enumerate(waiting) if not request.first] or firsts
 
     def gathers(self, waiting: Sequence[Candidate]) -> float:
-        """For how many more seconds first chunks wait for others, because a crowd of later chunks waits too."""
+        """Return for how many more seconds first chunks wait for others, because a crowd of later chunks waits too."""
         waited = [request.waited for request in waiting if request.first]
         later = sum(not request.first and request.tokens is not None for request in waiting)
         if later < self._numbers.crowd_chunks or not 0 < len(waited) < self._numbers.first_chunk_batch:
@@ -111,7 +111,7 @@ class ChunkScheduler:
         *,
         waited_for: bool = True,
     ) -> list[int]:
-        """Indices of the next batch, most urgent first. `waiting` is not empty.
+        """Return the indices of the next batch, most urgent first. `waiting` is not empty.
 
         padded: how many tokens are computed for a number of chunks, given the tokens of the longest: every row costs as
         much as the longest, and a batch is filled with empty rows to the size of a CUDA graph. The most urgent chunk is
@@ -157,5 +157,5 @@ class ChunkScheduler:
 
 
 def _urgency(waiting: Opening | Candidate) -> tuple[bool, float, int]:
-    """Sort key: streams without audio first, then by when the listener runs out of audio, then by arrival."""
+    """Return the sort key: no audio yet comes first, then when the listener runs out of audio, then arrival."""
     return waiting.audio_left is not None, waiting.audio_left or 0.0, waiting.arrived

@@ -15,7 +15,7 @@ MEASURED_CHUNKS = (1, 8)  # of the batches that are rendered before the first li
 def costs(
     engine: Token2Wav, chunks: Sequence[Chunk], results: Sequence[np.ndarray | BaseException]
 ) -> tuple[int, int, float]:
-    """Chunks of a batch, the tokens that were computed for it, padding included, and the seconds of its audio."""
+    """Return the chunks of a batch, the tokens computed for it, padding included, and the seconds of its audio."""
     samples = sum(len(result) for result in results if not isinstance(result, BaseException))
     return len(chunks), engine.padded(len(chunks), max(chunk.computed for chunk in chunks)), samples / SAMPLE_RATE
 

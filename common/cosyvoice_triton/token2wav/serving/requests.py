@@ -69,14 +69,14 @@ class Token2WavRequest:
 
     @property
     def first_of_listener(self) -> bool:
-        """Whether it may be the first request of somebody who has heard nothing yet. The start of a later segment
-        belongs to one who has, and nobody listens to a whole utterance yet."""
+        """Return whether it may be the first request of somebody who has heard nothing yet. The start of a later
+        segment belongs to one who has, and nobody listens to a whole utterance yet."""
         starts = self.start is not False and not self.whole and not self.aborts
         return starts and self.audio_left is None and self.stream_id != TEST_STREAM
 
     @property
     def voice(self) -> Prompt:
-        """ValueError if there is none."""
+        """Return the voice that the request brings. ValueError if there is none."""
         if self.prompt is None:
             raise ValueError(
                 "the first request of a stream needs a voice: prompt_speech_tokens, prompt_speech_feat and "
@@ -85,7 +85,7 @@ class Token2WavRequest:
         return self.prompt
 
     def check_voice(self, voice: Prompt) -> None:
-        """ValueError if it has another voice than its stream began with."""
+        """Raise ValueError if the request has another voice than its stream began with."""
         own = self.prompt
         if own is not None and not (
             np.array_equal(own.tokens, voice.tokens) and np.array_equal(own.embedding, voice.embedding)
@@ -93,13 +93,13 @@ class Token2WavRequest:
             raise ValueError(f"{self.stream_id} began with another prompt: two streams have the same id")
 
     def check_speed(self) -> None:
-        """ValueError for a stream's request at another speed than 1."""
+        """Raise ValueError for a stream's request at another speed than 1."""
         if self.speed != 1.0:
             raise ValueError(f"speed {self.speed} is for whole utterances; a stream is rendered at speed 1")
 
     @property
     def has_chunk(self) -> bool:
-        """Whether audio is to be rendered from it as a chunk of a stream."""
+        """Return whether audio is to be rendered from it as a chunk of a stream."""
         return not self.whole and not self.aborts and bool(len(self.tokens) or self.final)
 
 
@@ -113,7 +113,7 @@ def read_request(
     request_id: str,
     prompt: Prompt | None = None,
 ) -> Token2WavRequest:
-    """The request in `tensors`, which are given by name and with the batch dimension.
+    """Return the request in `tensors`, which are given by name and with the batch dimension.
 
     target_speech_tokens (1, n), prompt_speech_tokens (1, P), prompt_speech_feat (1, T, 80), prompt_spk_embedding
     (1, 192), token_offset, finalize, speed and audio_left (1, 1). `prompt`: the voice, if the caller made it from a
@@ -180,7 +180,7 @@ def _one(tensors: Tensors, name: str) -> Any:
 
 
 def _ids(tensors: Tensors, name: str, first_speech_id: int) -> np.ndarray:
-    """(1, n) in the LLM's vocabulary -> (n,) int64 in 0..6560"""
+    """Convert ids (1, n) in the LLM's vocabulary to (n,) int64 in 0..6560."""
     array = _require(tensors, name)
     if array.ndim != 2 or array.shape[0] != 1:
         raise ValueError(f"{name} must have the shape [1, n], not {list(array.shape)}")

@@ -144,7 +144,7 @@ class Token2WavService:
         return answered or aborted or opened or begun
 
     def _warm_up(self) -> None:
-        """In each thread that uses the GPU, also in this one."""
+        """Warm up in each thread that uses the GPU, also in this one."""
         self._workers.warm_up()
         self._workers.call(partial(measure, self._engine, self._admission, self._clock))
         self._engine.close(self._engine.open(self._engine.sample()[0]))
@@ -218,7 +218,7 @@ class Token2WavService:
     # --- aborts ---
 
     def _serve_aborts(self) -> bool:
-        """First of all: an abort takes no time, and frees a slot for a stream that waits for one.
+        """Serve aborts first of all: an abort takes no time, and frees a slot for a stream that waits for one.
 
         A stream that cannot be opened now and is aborted is never opened: it would only keep its sender waiting.
         """
@@ -267,8 +267,8 @@ class Token2WavService:
         return bool(chosen)
 
     def _opening(self, session: Session) -> Opening | None:
-        """A session that waits for a stream as the scheduler sees it; None if its request is invalid, and has its
-        reply."""
+        """Return a session that waits for a stream as the scheduler sees it; None if its request is invalid, and has
+        its reply."""
         queued = session.first
         self._free(session)  # START on a live stream restarts it
         session.state = State.WAITING
@@ -336,8 +336,8 @@ class Token2WavService:
         return worked
 
     def _candidate(self, session: Session) -> Candidate | None:
-        """A session's first request as the scheduler sees it; None if nothing is to be rendered for it, and it has its
-        reply."""
+        """Return a session's first request as the scheduler sees it; None if nothing is to be rendered for it, and it
+        has its reply."""
         queued, waited = session.first, self._clock() - session.first.arrived_at
         if queued.request.whole:
             return Candidate(self._scheduler.patience(waited), queued.arrived, None, waited=waited)
@@ -356,7 +356,7 @@ class Token2WavService:
         return Candidate(left, queued.arrived, session.chunk.computed, first, waited)
 
     def _chunk(self, session: Session) -> Chunk | None:
-        """The chunk of a session's first request; None if it has none. ValueError if it is invalid."""
+        """Return the chunk of a session's first request; None if it has none. ValueError if it is invalid."""
         request = session.first.request
         if session.stream is None or session.voice is None:
             raise ValueError(
@@ -387,7 +387,7 @@ class Token2WavService:
     # --- replies ---
 
     def _cancelled(self, session: Session) -> bool:
-        """Whether the client has gone; its stream is then freed.
+        """Return whether the client has gone; its stream is then freed.
 
         The check is a call to tritonserver, a millisecond under load while the GPU waits, so it is made only where it
         can save much work.

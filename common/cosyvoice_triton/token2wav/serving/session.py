@@ -44,7 +44,7 @@ class QueuedRequest:
     arrived_at: float
 
     def client_has_gone(self) -> bool:
-        """Whether Triton says so."""
+        """Return whether Triton says that the client has disconnected."""
         try:
             return self.is_cancelled()
         except Exception:  # an error with one request must not end the other streams
@@ -80,29 +80,29 @@ class Session:
 
     @property
     def first(self) -> QueuedRequest:
-        """The request whose turn it is."""
+        """Return the request whose turn it is."""
         return self.requests[0]
 
     @property
     def has_turn(self) -> bool:
-        """Whether a request waits, and nothing is rendered."""
+        """Return whether a request waits, and nothing is rendered."""
         return bool(self.requests) and self.state is not State.RENDERING
 
     @property
     def aborts(self) -> bool:
-        """Whether the first request ends the session without audio."""
+        """Return whether the first request ends the session without audio."""
         return self.first.request.aborts
 
     @property
     def must_open(self) -> bool:
-        """Whether a stream has to be opened for the first request. START on a live stream restarts it."""
+        """Return whether a stream has to be opened for the first request. START on a live stream restarts it."""
         request = self.first.request
         if request.start is False or request.whole or request.aborts:
             return False
         return bool(request.start) or self.stream is None
 
     def opened(self, stream: Stream, voice: Prompt, now: float) -> None:
-        """Its stream is open: the first request continues it from now on."""
+        """Note that its stream is open: the first request continues it from now on."""
         request = self.first.request
         self.first.request = replace(request, start=False)
         self.stream, self.voice, self.playback = stream, voice, Playback(request.audio_left, now)
@@ -136,27 +136,27 @@ class Sessions:
 
     @property
     def streams(self) -> int:
-        """How many sessions have a stream."""
+        """Return how many sessions have a stream."""
         return sum(session.stream is not None for session in self)
 
     @property
     def free(self) -> int:
-        """How many streams can be opened now."""
+        """Return how many streams can be opened now."""
         return self._max_streams - self.streams
 
     @property
     def listeners(self) -> int:
-        """Streams, and places of listeners who are admitted and have none yet."""
+        """Count the streams, and the places of listeners who are admitted and have none yet."""
         return sum(session.listens or session.stream is not None for session in self)
 
     @property
     def queued(self) -> int:
-        """Requests that wait."""
+        """Count the requests that wait."""
         return sum(len(session.requests) - (session.state is State.RENDERING) for session in self)
 
     @property
     def wholes(self) -> int:
-        """Whole utterances that wait."""
+        """Count the whole utterances that wait."""
         waiting = (session for session in self if session.state is not State.RENDERING)
         return sum(each.request.whole for session in waiting for each in session.requests)
 
@@ -236,8 +236,8 @@ class Sessions:
             return idle
 
     def has_idled(self, session: Session) -> bool:
-        """Whether a stream of this id was freed because it was idle: its sender thinks that it is live. True once: the
-        sender knows then, and the next request opens a stream."""
+        """Return whether a stream of this id was freed because it was idle: its sender thinks that it is live. True
+        once: the sender knows then, and the next request opens a stream."""
         if session.id not in self._idled:
             return False
         self._idled.remove(session.id)

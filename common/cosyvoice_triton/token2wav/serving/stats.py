@@ -29,6 +29,6 @@ class Stats(NamedTuple):
     admission: Values
 
     def values(self) -> Values:
-        """The same by metric."""
+        """Return these numbers by metric."""
         metrics = (STREAMS, QUEUED, CACHE, BATCHES, CHUNKS, WAITED)
         return {**dict(zip(metrics, self[:-1], strict=True)), **self.admission}

@@ -33,7 +33,7 @@ class Worker:
     """
 
     def __init__(self, number: int, *, on_done: Callable[[], None], clock: Callable[[], float]):
-        """number: of the engine's worker. on_done: called from the thread after each batch."""
+        """Start a worker. number: of the engine's worker. on_done: called from the thread after each batch."""
         self.number = number
         self._on_done = on_done
         self._clock = clock
@@ -42,7 +42,7 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether it can be given a batch."""
+        """Return whether it can be given a batch."""
         return self._rendering is None
 
     def call(self, function: Callable[[], object]) -> None:
@@ -92,7 +92,8 @@ class Workers:
 
     @property
     def can_prefill(self) -> bool:
-        """Whether a voice can be prefilled: that uses the memory of the worker of first chunks, or of the only one."""
+        """Return whether a voice can be prefilled: that uses the memory of the worker of first chunks, or of the only
+        one."""
         return self._workers[-1].idle
 
     def warm_up(self) -> None:

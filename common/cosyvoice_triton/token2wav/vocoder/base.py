@@ -99,7 +99,7 @@ class BatchVocoder(ABC):
         return self._render(True, [(chunk, mel)])[0]
 
     def _render(self, begun: bool, rows: Sequence[tuple[Chunk, Tensor]]) -> list[Tensor | Exception]:
-        """One pass over chunks that all continue their streams (`begun`) or all begin them; mels (80, T) -> (N,)."""
+        """Render in one pass chunks that all continue (`begun`) or all begin their streams: (80, T) -> (N,)."""
         lengths = [mel.shape[1] for _, mel in rows]
         mel = torch.stack([F.pad(mel, (0, max(lengths) - mel.shape[1])) for _, mel in rows])
         states = [chunk.stream.vocoder for chunk, _ in rows]
@@ -121,7 +121,7 @@ class BatchVocoder(ABC):
         return audio
 
     def _length_class(self, frames: int) -> int:
-        """The smallest class that holds that many frames; beyond all of them, the number itself."""
+        """Return the smallest class that holds that many frames; beyond all of them, the number itself."""
         return next((most for most in self._limits.chunk_frames if most >= frames), frames)
 
     @torch.inference_mode()

@@ -20,7 +20,7 @@ from cosyvoice_triton.token2wav.vocoder.vocoder_graphs import GraphedRenderer
 
 
 def load(path: Path, options: VocoderOptions) -> "CausalVocoder":
-    """Causal HiFT of a `hift.pt`. Raises ValueError naming what does not fit."""
+    """Load the causal HiFT of a `hift.pt`. Raises ValueError naming what does not fit."""
     hift = load_causal_hift(path, options.device).body_to(options.dtype)
     noise = uniform_noise(hift.config.harmonics + 1, options.device)
     load_exact = None if options.dtype == torch.float32 else partial(load_causal_hift, path, options.device)
@@ -109,7 +109,7 @@ class CausalVocoder(BatchVocoder):
 
     @property
     def nbytes(self) -> int:
-        """Memory reserved for streams."""
+        """Return the memory in bytes that is reserved for streams."""
         return self.pool.nbytes
 
     def for_worker(self, worker: int) -> "CausalVocoder | None":

@@ -17,7 +17,7 @@ CONV_POST_SLOPE = 0.01  # of the leaky ReLU before `conv_post`, which has the de
 
 
 def fused_body(hift: HiFTGenerator) -> "FusedBody | None":
-    """None where the current GPU has no tensor cores for the network's type: cuDNN is faster then."""
+    """Fuse the network's body, or return None where the GPU has no tensor cores for its type: cuDNN is faster then."""
     return FusedBody(hift) if uses_tensor_cores(hift.conv_pre.weight.dtype) else None
 
 
@@ -93,15 +93,15 @@ class FusedBody:
         return spectrum
 
     def _frames_first(self, x: Tensor) -> Tensor:
-        """(B, C, T) -> (B, T, C) of the network's type"""
+        """Put frames first: (B, C, T) -> (B, T, C) of the network's type."""
         return x.to(self._dtype).transpose(1, 2).contiguous()
 
 
 def _join_source(
     stage: VocoderStage, up: Tensor, excitation: Tensor, bins: Lengths, lengths: Lengths
 ) -> tuple[Tensor, Tensor]:
-    """`up` (B, T, C), of which the last stage's has one frame less, plus what the source's block makes of the
-    excitation (B, bins, n_fft + 2): (B, T, C); and the first snakes of it, (blocks, B, T, C)."""
+    """Add what the source's block makes of the excitation (B, bins, n_fft + 2) to `up` (B, T, C), of which the last
+    stage's has one frame less. Return the sum, (B, T, C), and the first snakes of it, (blocks, B, T, C)."""
     (B, _, C), T = up.shape, excitation.shape[1]
     T = T if stage.stride == 1 else (T - 1) // stage.stride
     x, active = up.new_empty(B, T, C), up.new_empty(B, T, C)
@@ -117,7 +117,7 @@ def _join_source(
 
 
 def _parallel_blocks(stage: VocoderStage, x: Tensor, active: Tensor, lengths: Lengths, slope: float) -> Tensor:
-    """The leaky ReLU of the mean of a stage's parallel blocks: x (B, T, C), its first snakes (blocks, B, T, C)."""
+    """Compute the leaky ReLU of the mean of a stage's parallel blocks: x (B, T, C), first snakes (blocks, B, T, C)."""
     hidden, residual = _until_last(stage.blocks, x, active, torch.empty_like(active), lengths)
     made = torch.empty_like(x)
     convolve_frames(hidden, stage.blocks[-1].conv2, lengths, residual=residual, active=made, slope=slope)
@@ -127,8 +127,8 @@ def _parallel_blocks(stage: VocoderStage, x: Tensor, active: Tensor, lengths: Le
 def _until_last(
     pairs: list[Pair], x: Tensor, active: Tensor, kept: Tensor, lengths: Lengths
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """All but the last convolution of residual blocks: the input of that and its residual. active: first snakes of x,
-    overwritten. kept: where the pairs leave their results; may be x."""
+    """Compute all but the last convolution of residual blocks; return the input of that and its residual. active: first
+    snakes of x, overwritten. kept: where the pairs leave their results; may be x."""
     hidden = torch.empty_like(active)
     for pair, following in zip(pairs, pairs[1:], strict=False):
         convolve_frames(active, pair.conv1, lengths, dilation=pair.dilation, active=hidden, snake=pair.snake2)
@@ -150,7 +150,7 @@ def _convolution(convs: Sequence[Any], *, merged: bool = False) -> FrameConvolut
 
 
 def _upsampling(up: Any) -> FrameConvolution:
-    """A transposed convolution, of (B, T, C) to (B, T * rate, C'), as a plain one to (B, T, rate * C').
+    """Turn a transposed convolution, of (B, T, C) to (B, T * rate, C'), into a plain one to (B, T, rate * C').
 
     Of an output frame t = rate * q + phase, tap j reads the input frame (t + padding - j) / rate if that is whole:
     q + d for j = phase + padding - rate * d. Each phase uses some of the frames around q.

@@ -26,7 +26,7 @@ from cosyvoice_triton.token2wav.vocoder.vocoder_graphs import GraphedRenderer
 
 
 def load(path: Path, options: VocoderOptions) -> "StreamingVocoder":
-    """HiFT of a `hift.pt`. Raises ValueError naming what does not fit."""
+    """Load the HiFT of a `hift.pt`. Raises ValueError naming what does not fit."""
     hift = load_hift(path, options.device).body_to(options.dtype)
     noise = source_noise(hift.config.harmonics + 1, options.device)
     load_exact = None if options.dtype == torch.float32 else partial(load_hift, path, options.device)
@@ -61,7 +61,7 @@ class StreamingVocoder(BatchVocoder):
 
     @property
     def nbytes(self) -> int:
-        """Memory reserved for streams."""
+        """Return the memory in bytes that is reserved for streams."""
         return self.pool.nbytes
 
     def for_worker(self, worker: int) -> "StreamingVocoder | None":
@@ -94,7 +94,7 @@ class StreamingVocoder(BatchVocoder):
 
 
 def _fused_body(hift: HiFTGenerator) -> Body | None:
-    """None where the network's own is faster: in float32, and without tensor cores."""
+    """Fuse the body, or return None where the network's own is faster: in float32, and without tensor cores."""
     if hift.conv_pre.weight.dtype == torch.float32:
         return None
     from cosyvoice_triton.token2wav.vocoder.hift_fused import fused_body  # its kernels need Triton

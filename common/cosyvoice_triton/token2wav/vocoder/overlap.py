@@ -19,8 +19,8 @@ from cosyvoice_triton.token2wav.vocoder.base import StreamSlots
 
 
 def falling_half(samples: int) -> Tensor:
-    """Second half of a Hann window of 2 * samples, float32 (samples,). With the first half it sums to one, so that what
-    both chunks agree on is not changed; it begins at 1 and ends at 0 without a step.
+    """Return the second half of a Hann window of 2 * samples, float32 (samples,). With the first half it sums to one,
+    so that what both chunks agree on is not changed; it begins at 1 and ends at 0 without a step.
     """
     position = (torch.arange(samples, dtype=torch.float64) + 0.5) / samples
     return torch.cos(math.pi / 2 * position).square().float()
@@ -106,7 +106,7 @@ class OverlapRenderer:
 
 
 def _tail_indices(ends: Tensor, count: int) -> Tensor:
-    """Indices (B, count) of the last `count` positions of each row, clamped where a row is shorter: nothing reads those
-    of a row that ends its stream, nor the frames before a stream's beginning.
+    """Return the indices (B, count) of the last `count` positions of each row, clamped where a row is shorter: nothing
+    reads those of a row that ends its stream, nor the frames before a stream's beginning.
     """
     return (ends[:, None] - count + torch.arange(count, device=ends.device)).clamp(min=0)

@@ -40,7 +40,7 @@ class SineVocoder(BatchVocoder):
         self._sines = sines.unflatten(1, (MEL_RATE, HOP_SAMPLES)).transpose(0, 1)  # (frames of a second, 80, hop)
 
     def for_worker(self, worker: int) -> None:
-        """One worker renders all."""
+        """Return None: one worker renders all."""
 
     def exact(self) -> "SineVocoder":
         return self  # it is in float32

@@ -39,7 +39,7 @@ class GraphedRenderer:
         most: int = HIFT_FRAMES,
         make: Callable[..., Graphs] = Graphs,
     ):
-        """most: frames of a batch, padding included. make: makes the graphs."""
+        """Make the graphs of a renderer. most: frames of a batch, padding included. make: makes the graphs."""
         self._plain = plain
         of = {False: (limits.first_chunk_frames, "'s first chunks")}
         if not limits.starts:

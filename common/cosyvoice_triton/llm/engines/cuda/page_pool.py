@@ -16,12 +16,12 @@ class PagePool:
 
     @property
     def total(self) -> int:
-        """The number of pages that can be allocated."""
+        """Return the number of pages that can be allocated."""
         return self._count - 1
 
     @property
     def free(self) -> int:
-        """The number of pages that are not allocated."""
+        """Return the number of pages that are not allocated."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:

@@ -105,17 +105,17 @@ class TokenSequence(Generation):
 
     @property
     def generated(self) -> int:
-        """The number of tokens of the answer that the host has seen."""
+        """Return the number of tokens of the answer that the host has seen."""
         return self.reported + len(self.buffered)
 
     @property
     def urgent_steps(self) -> int:
-        """The number of further steps that the listener's first chunk waits for."""
+        """Return the number of further steps that the listener's first chunk waits for."""
         return max(0, self.request.urgent_tokens - self.launched)
 
     @property
     def paced(self) -> bool:
-        """Whether its listener plays audio already, so that its tokens are needed at the rate of speech only."""
+        """Return whether its listener plays audio already, so that its tokens are needed at the rate of speech only."""
         return self.request.played and not self.urgent_steps
 
 
@@ -134,7 +134,7 @@ class Answer(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """Whether it is the request's last answer."""
+        """Return whether it is the request's last answer."""
         return isinstance(self.item, Exception) or self.item.finish_reason is not None
 
 
@@ -154,12 +154,12 @@ class Scheduler:
 
     @property
     def urgent(self) -> bool:
-        """Whether a listener waits for the next tokens of a sequence."""
+        """Return whether a listener waits for the next tokens of a sequence."""
         return any(sequence.urgent_steps for sequence in self.live)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is launched, nor will be before the paced sequences are stepped again."""
+        """Return whether nothing is launched, nor will be before the paced sequences are stepped again."""
         return not self._launched and all(each.status is SequenceStatus.RUNNING and each.paced for each in self.live)
 
     def pages_of(self, request: GenerationRequest) -> int:

@@ -151,7 +151,7 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """The memory of all weights in bytes."""
+        """Return the memory of all weights in bytes."""
         tensors = [self.embedding, self.head, self.bias, self.rotary]
         for layer in self.layers:
             tensors += vars(layer).values()
