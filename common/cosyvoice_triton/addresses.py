@@ -25,8 +25,8 @@ def split(address: str) -> tuple[str, int | None]:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether a host is this machine: `localhost`, or an address that can be bound here. Other names are not resolved:
-    behind a proxy that may take seconds and fail."""
+    """Return whether a host is this machine: `localhost`, or an address that can be bound here. Other names are not
+    resolved: behind a proxy that may take seconds and fail."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:

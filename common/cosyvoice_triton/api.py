@@ -58,7 +58,7 @@ class Client:
         self._thread.start()
 
     def speak(self, text: str, **options: Any) -> np.ndarray:
-        """The whole audio of `text`, float32 (N,) in -1..1; options and errors are those of `stream`."""
+        """Returns the whole audio of `text`, float32 (N,) in -1..1; options and errors are those of `stream`."""
         return np.concatenate(list(self.stream(text, **options)))
 
     def stream(
@@ -187,7 +187,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """HOST:PORT of its gRPC endpoint, once it is serving."""
+        """Returns HOST:PORT of its gRPC endpoint, once it is serving."""
         if self._triton is None:
             raise ServerError("the server has not been started: use it in `with Server() as server:`")
         return self._triton.grpc_url

@@ -13,9 +13,9 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def read_state(path: str | Path, device: str = "cpu") -> dict[str, Tensor]:
-    """The named tensors of a file, on a device ("meta": shapes only). No code is unpickled.
+    """Return the named tensors of a file, on a device ("meta": shapes only). No code is unpickled.
 
-    ValueError naming the file if it is missing, contains anything else, or values that are not finite.
+    Raise ValueError naming the file if it is missing, contains anything else, or values that are not finite.
     """
     try:
         state = torch.load(path, map_location=device, weights_only=True)
@@ -31,7 +31,7 @@ def read_state(path: str | Path, device: str = "cpu") -> dict[str, Tensor]:
 
 
 def require_finite(state: Mapping[str, Tensor], path: str | Path) -> None:
-    """ValueError naming the file and a tensor of it that has values which are infinite or no numbers."""
+    """Raise ValueError naming the file and a tensor of it that has values which are infinite or no numbers."""
     for name, value in state.items():
         # The sum is not finite if a value is not, and takes a hundredth of the time of `isfinite`.
         if value.is_floating_point() and not value.is_meta and not value.sum(dtype=torch.float32).isfinite():
@@ -43,7 +43,7 @@ def shapes_of(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def shape_differences(expected: Shapes, found: Shapes) -> list[str]:
-    """One line per key that is missing, unexpected or of another shape; empty if both agree."""
+    """Return one line per key that is missing, unexpected or of another shape; none if both agree."""
     differences = [f"missing: {key}" for key in expected if key not in found]
     differences += [f"unexpected: {key}" for key in found if key not in expected]
     differences += [

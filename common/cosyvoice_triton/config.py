@@ -329,7 +329,7 @@ class Token2WavConfig(HopConfig):
 
     @property
     def llm_share_gib(self) -> float | None:
-        """`llm_memory_gib` of this model's GPU; None: `planned_llm_gib` of this model's streams."""
+        """Return `llm_memory_gib` of this model's GPU; None stands for `planned_llm_gib` of this model's streams."""
         if self.device not in ("cpu", f"cuda:{self.llm_gpu}"):
             return 0.0
         if self.llm_memory_gib is None and len(self.token2wav_gpus) > 1:

@@ -10,18 +10,18 @@ URGENT = -5  # the priority of a stream; torch takes the nearest one that the GP
 
 
 def on_device(values: Sequence[object] | np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """`values` on the device, without waiting for it: a plain copy would wait for everything launched before."""
+    """Return `values` on the device, without waiting for it: a plain copy would wait for everything launched before."""
     return pinned(torch.as_tensor(values), device).to(device, non_blocking=True)
 
 
 def pinned(host: Tensor, device: torch.device) -> Tensor:
-    """`host` in memory from which a GPU copies without holding back the thread; itself if the device is no GPU."""
+    """Return `host` in memory from which a GPU copies without holding back the thread; on a CPU `host` itself."""
     return host.pin_memory() if device.type == "cuda" else host
 
 
 def on_host(*values: Tensor) -> list[Tensor]:
-    """`values`, of one device, on the CPU, after one wait. Only this stream is waited for: a copy to memory that is not
-    pinned would hold back the work that other threads launch meanwhile."""
+    """Return `values`, of one device, on the CPU, after one wait. Only this stream is waited for: a copy to memory that
+    is not pinned would hold back the work that other threads launch meanwhile."""
     device = values[0].device
     if device.type != "cuda":
         return [each.to("cpu", copy=True) for each in values]
@@ -33,5 +33,5 @@ def on_host(*values: Tensor) -> list[Tensor]:
 
 
 def new_stream(device: torch.device | int, urgent: bool) -> torch.cuda.Stream:
-    """urgent: the GPU starts its kernels, and those of CUDA graphs that are captured on it, before the others."""
+    """Return a stream. urgent: the GPU starts its kernels, and those of CUDA graphs captured on it, before others."""
     return torch.cuda.Stream(device, priority=URGENT if urgent else 0)

@@ -131,17 +131,17 @@ class Stack:
 
     @property
     def models(self) -> tuple[str, str]:
-        """The Triton models of its own."""
+        """Return the Triton models of its own."""
         return self.token2wav, self.orchestrator
 
     @property
     def checkpoint(self) -> PurePosixPath:
-        """The folder of `files`, below the directory with all checkpoints."""
+        """Return the folder of `files`, below the directory with all checkpoints."""
         return PurePosixPath(self.download, self.repository_folder)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The official files that serving needs, apart from the LLM's."""
+        """Return the official files that serving needs, apart from the LLM's."""
         return tuple(filter(None, (self.flow, self.hift, self.speaker_encoder, self.speech_tokenizer)))
 
 

@@ -44,7 +44,7 @@ class TimedTokens:
     reason: FinishReason | None = None
 
     def rate(self) -> float:
-        """Tokens per second after the first."""
+        """Returns the tokens per second after the first."""
         seconds = self.arrivals[-1] - self.arrivals[0]
         return (len(self.tokens) - 1) / seconds if seconds else float("inf")
 

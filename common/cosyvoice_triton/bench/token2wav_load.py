@@ -67,7 +67,7 @@ class LoadResult:
     stats: Stats
 
     def summary(self) -> dict[str, float]:
-        """`errors` and the times are of the listeners who were admitted, as is `share_without_gap`."""
+        """Return the figures. `errors`, the times and `share_without_gap` are of the listeners who were admitted."""
         first = [1e3 * listener.latencies[0] for listener in self.listeners if listener.latencies]
         later = [1e3 * latency for listener in self.listeners for latency in listener.latencies[1:]]
         refusals = [x.refused_after for x in self.listeners if x.refused_after is not None]

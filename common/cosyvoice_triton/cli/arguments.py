@@ -16,7 +16,7 @@ def positive_int(text: str) -> int:
 
 
 def natural_int(text: str) -> int:
-    """Zero or more."""
+    """Parse an integer that is zero or more."""
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"'{text}' is negative")
@@ -24,14 +24,14 @@ def natural_int(text: str) -> int:
 
 
 def fraction(text: str) -> float:
-    """A number from 0 to 1."""
+    """Parse a number from 0 to 1."""
     if not 0 <= (number := float(text)) <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not in 0..1")
     return number
 
 
 def words(path: str) -> dict[str, str]:
-    """A file with a dictionary of words and readings."""
+    """Read a file with a dictionary of words and readings."""
     try:
         return read_pronunciations(Path(path))
     except (OSError, ValueError) as error:
@@ -39,7 +39,7 @@ def words(path: str) -> dict[str, str]:
 
 
 def boolean(text: str) -> bool:
-    """For upstream's flags that take a value."""
+    """Parse the value of those flags of upstream that take one."""
     flags = {"true": True, "1": True, "false": False, "0": False}
     if (flag := flags.get(text.lower())) is None:
         raise argparse.ArgumentTypeError(f"'{text}' is neither true nor false")

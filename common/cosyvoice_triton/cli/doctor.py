@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def examine(options: StackOptions) -> Iterator[Line]:
-    """One line for each check of what serving with these options needs."""
+    """Yield one line for each check of what serving with these options needs."""
     yield _tritonserver()
     yield from _gpu(options)
     yield _disk(options)
@@ -77,7 +77,7 @@ def _gpu(options: StackOptions) -> Iterator[Line]:
 
 
 def _container_runtime() -> str | None:
-    """A remark if Docker is here and cannot give a GPU to a container; None without Docker, or if it can."""
+    """Return a remark if Docker is here and cannot give a GPU to a container; None without Docker, or if it can."""
     try:
         command = ["docker", "info", "--format", "{{json .Runtimes}} {{json .CDISpecDirs}}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)

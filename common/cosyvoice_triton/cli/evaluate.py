@@ -88,7 +88,7 @@ class Panel:
             found[index]["error_rate"] = wrong / max(units, 1)
 
     def _reference(self, sample: Sample) -> np.ndarray | None:
-        """The recording of a sample's voice at 16 kHz, if it is known."""
+        """Returns the recording of a sample's voice at 16 kHz, if it is known."""
         if sample.prompt_audio is not None:
             return at_rate(sample.prompt_audio, PROMPT_SAMPLE_RATE)
         path = self._models / VOICES_DIR / f"{sample.speaker}.wav" if self._models else None

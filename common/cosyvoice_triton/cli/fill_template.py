@@ -18,7 +18,7 @@ from cosyvoice_triton.server.rendering import FIXED, fill, model_name
 
 
 def parse_substitutions(argument: str) -> dict[str, str]:
-    """`key:value,key:value` as a dict; ValueError naming a part that is not a pair, or a repeated key."""
+    """Return `key:value,key:value` as a dict. Raise ValueError naming a part that is not a pair, or a repeated key."""
     pairs: dict[str, str] = {}
     for part in re.split(r"(?<!\\),", argument):
         if not part:

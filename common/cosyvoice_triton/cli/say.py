@@ -93,7 +93,7 @@ def write(chunks: Iterator[np.ndarray], path: Path) -> float:
 
 
 def play(chunks: Iterator[np.ndarray]) -> None:
-    """Play the chunks as they arrive. OSError if no player is installed, or it fails."""
+    """Play the chunks as they arrive. Raise OSError if no player is installed, or it fails."""
     if (command := next((each for each in PLAYERS if shutil.which(each[0])), None)) is None:
         raise OSError(f"no player is installed, one of {', '.join(each[0] for each in PLAYERS)}: leave out --play")
     with subprocess.Popen(command, stdin=subprocess.PIPE) as player:
@@ -107,5 +107,5 @@ def play(chunks: Iterator[np.ndarray]) -> None:
 
 
 def samples(chunk: np.ndarray) -> bytes:
-    """float32 (N,) in -1..1 as 16-bit samples."""
+    """Return float32 (N,) in -1..1 as 16-bit samples."""
     return (np.clip(chunk, -1, 1) * 32767).astype("<i2").tobytes()

@@ -131,7 +131,7 @@ def say(lines: str) -> None:
 
 
 def rendered_repository(args: argparse.Namespace) -> Path:
-    """The repository that is named, or one rendered to build/STACK. ValueError if there is none, or no GPU for it."""
+    """Return the named repository, or render build/STACK. Raise ValueError if there is none, or no GPU for it."""
     if args.repository is None:
         if args.models == steps.DEMO:
             steps.demo(args.models, args.stack)

@@ -65,12 +65,12 @@ def add_stack_options(parser: Any) -> None:
 
 
 def given_options(args: argparse.Namespace) -> list[str]:
-    """The names of the stack's options that differ from their defaults."""
+    """Return the names of the stack's options that differ from their defaults."""
     return [name for name, value in _values(args).items() if value not in (_FIELDS[name].default, [])]
 
 
 def stack_options(models: Path, args: argparse.Namespace) -> StackOptions:
-    """The options of a command line, with the checkpoints in `models`. ValueError naming an invalid one."""
+    """Return a command line's options, with the checkpoints in `models`. Raise ValueError naming an invalid one."""
     values = _values(args) | {"llm_urls": tuple(args.llm_urls), "settings": parse_settings(args.settings)}
     return StackOptions(models_dir=models, **values)
 

@@ -24,10 +24,10 @@ CONNECT_SECONDS = 10.0
 async def synthesize(
     server: str, model: str, request: speech.Utterance, mode: str = "streaming", timeout: float = 60.0
 ) -> speech.SpeechResult:
-    """One request over its own connection; cancelled with the task that awaits it.
+    """Send one request over its own connection; it is cancelled with the task that awaits it.
 
     server: host:port. mode: "streaming" or "offline". timeout: seconds until the answer must be complete.
-    ClientError for any failure.
+    Raise ClientError for any failure.
     """
     async with AsyncConnection(server) as connection:
         await require_model(connection.client, server, model, mode)
@@ -69,7 +69,7 @@ class AsyncConnection:
 
 
 async def require_model(connection: triton.InferenceServerClient, server: str, model: str, mode: str) -> None:
-    """ClientError unless `model` is ready and supports this mode."""
+    """Raise ClientError unless `model` is ready and supports this mode."""
     try:
         if not await connection.is_model_ready(model, client_timeout=CONNECT_SECONDS):
             raise speech.not_served(server, model)
@@ -81,7 +81,7 @@ async def require_model(connection: triton.InferenceServerClient, server: str, m
 
 
 async def served_model(connection: triton.InferenceServerClient, server: str) -> str:
-    """The first of the stacks' models that the server has. ClientError if there is none."""
+    """Return the first of the stacks' models that the server has. Raise ClientError if there is none."""
     try:
         for model in stacks.orchestrators():
             if await connection.is_model_ready(model, client_timeout=CONNECT_SECONDS):
@@ -94,14 +94,14 @@ async def served_model(connection: triton.InferenceServerClient, server: str) ->
 async def complete(
     connection: triton.InferenceServerClient, model: str, request: speech.Utterance, timeout: float
 ) -> speech.AudioPart:
-    """The audio of an offline request."""
+    """Return the audio of an offline request."""
     return speech.AudioPart.of(await _whole(connection, model, request, timeout))
 
 
 async def chunks(
     connection: triton.InferenceServerClient, model: str, request: speech.Utterance, timeout: float
 ) -> AsyncGenerator[speech.AudioPart, None]:
-    """The responses to a streaming request as they arrive; closing the iterator cancels the request.
+    """Yield the responses to a streaming request as they arrive; closing the iterator cancels the request.
 
     The server's errors are AioRpcError or InferenceServerException.
     """
@@ -120,7 +120,7 @@ async def _whole(
 async def _responses(
     connection: triton.InferenceServerClient, model: str, request: speech.Utterance, timeout: float
 ) -> AsyncGenerator[Any, None]:
-    """The responses of a streaming request.
+    """Yield the responses of a streaming request.
 
     The request generator ends, which half-closes the call: the server closes its side after the final response to the
     last request, so no end marker is needed.
@@ -145,7 +145,7 @@ def _parameters(request: speech.Utterance) -> speech.Parameters | None:
 
 
 async def _requests(model: str, request: speech.Utterance) -> AsyncGenerator[dict[str, Any], None]:
-    """One request; a text in pieces is a sequence of them: START with the voice, END after the last piece."""
+    """Yield one request; a text in pieces is a sequence of them: START with the voice, END after the last piece."""
     first = {"model_name": model, "inputs": request.tensors(InferInput), "parameters": _parameters(request)}
     if request.pieces is None:
         yield first
@@ -158,7 +158,7 @@ async def _requests(model: str, request: speech.Utterance) -> AsyncGenerator[dic
 
 
 def explained(status: str | None, message: str | None, server: str, timeout: float) -> speech.ClientError:
-    """The ClientError for a failed call; `status` and `message` are gRPC's."""
+    """Return the ClientError for a failed call; `status` and `message` are gRPC's."""
     if status == str(grpc.StatusCode.DEADLINE_EXCEEDED):
         return speech.timed_out(server, timeout)
     if status == str(grpc.StatusCode.UNAVAILABLE):

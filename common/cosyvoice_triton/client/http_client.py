@@ -11,7 +11,7 @@ from cosyvoice_triton.constants import HTTP_PORT
 
 
 def synthesize(server_url: str, model: str, request: speech.Utterance, timeout: float) -> speech.SpeechResult:
-    """One complete waveform. ClientError for any failure."""
+    """Return one complete waveform. Raise ClientError for any failure."""
     address = urlsplit(server_url if "://" in server_url else f"http://{server_url}")
     if address.scheme not in ("http", "https") or not address.hostname:
         raise speech.ClientError(f"--server-url is '{server_url}'; it must look like http://localhost:{HTTP_PORT}")
@@ -38,7 +38,7 @@ def synthesize(server_url: str, model: str, request: speech.Utterance, timeout: 
 
 
 def require_offline_model(connection: triton.InferenceServerClient, server_url: str, model: str) -> None:
-    """ClientError unless `model` is ready and sends one response per request."""
+    """Raise ClientError unless `model` is ready and sends one response per request."""
     if not connection.is_model_ready(model):
         raise speech.not_served(server_url, model)
     policy = connection.get_model_config(model).get("model_transaction_policy", {})

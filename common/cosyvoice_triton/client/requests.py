@@ -54,12 +54,12 @@ class TextPieces:
         self._changed.set()
 
     def end(self) -> None:
-        """There are no further pieces."""
+        """Say that there are no further pieces."""
         self.ended = True
         self._changed.set()
 
     async def __aiter__(self) -> AsyncGenerator[str, None]:
-        """The pieces, several as one if they have been added since the last one was read."""
+        """Yield the pieces, several as one if they have been added since the last one was read."""
         read = 0
         while True:
             if piece := "".join(self._pieces[read:]):
@@ -96,7 +96,7 @@ class Utterance:
     reference_sample_rate: int = PROMPT_SAMPLE_RATE
 
     def __post_init__(self) -> None:
-        """ValueError naming a value that cannot be encoded: grpc.aio would end such a request as if it were
+        """Raise ValueError naming a value that cannot be encoded: grpc.aio would end such a request as if it were
         cancelled."""
         texts = {name: getattr(self, name) for name in _TEXTS} | self.parameters
         for name, value in texts.items():
@@ -110,9 +110,9 @@ class Utterance:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> "Utterance":
-        """The request of a command line, see `add_voice_arguments`.
+        """Return the request of a command line, see `add_voice_arguments`.
 
-        ClientError if there is no text, the recording cannot be read or a value cannot be sent.
+        Raise ClientError if there is no text, the recording cannot be read or a value cannot be sent.
         """
         if args.target_text is None:
             raise ClientError("no text to speak: add --target-text")
@@ -141,7 +141,7 @@ class Utterance:
         return {VOICE_KEY: quote(self.speaker[:100], safe="")} if self.speaker else {}
 
     def arrays(self) -> dict[str, tuple[str, np.ndarray]]:
-        """Name -> Triton's datatype and the array with a batch dimension of one: wav (1, T), everything else (1, 1)."""
+        """Return name -> Triton's datatype and the array with a batch dimension of one: wav (1, T), others (1, 1)."""
         arrays: dict[str, tuple[str, np.ndarray]] = {}
         if self.reference is not None:
             wav = np.ascontiguousarray(self.reference, dtype=np.float32)
@@ -155,7 +155,7 @@ class Utterance:
         return arrays
 
     def tensors(self, infer_input: Callable[[str, list[int], str], Any]) -> list[Any]:
-        """The input tensors of a request."""
+        """Return the input tensors of a request."""
         inputs = []
         for name, (datatype, array) in self.arrays().items():
             tensor = infer_input(name, list(array.shape), datatype)
@@ -169,14 +169,14 @@ def _text_tensor(text: str) -> np.ndarray:
 
 
 def waveform_of(result: Any) -> np.ndarray | None:
-    """The audio of a response, None if it has none. Its warning is logged, so commands print it to standard error."""
+    """Return a response's audio, None if it has none. Log its warning, so that commands print it to standard error."""
     if (warning := result.as_numpy(WARNING)) is not None:
         logger.warning("%s", warning.item().decode())
     return result.as_numpy(WAVEFORM)
 
 
 def timeline_of(result: Any) -> list[tuple[str, float]]:
-    """The stages that the server has reached, in seconds since it received the request; empty if it sends none.
+    """Return the stages that the server has reached, in seconds since it received the request; none if it sends none.
 
     The names are those of `cosyvoice_triton.orchestrator.callbacks.OnStage`.
     """
@@ -198,7 +198,7 @@ class AudioPart:
 
     @classmethod
     def of(cls, result: Any) -> "AudioPart":
-        """Of a response of tritonclient; its warning is logged."""
+        """Return the part that a response of tritonclient has; its warning is logged."""
         waveform, segments = waveform_of(result), result.as_numpy(SEGMENTS)
         warning = result.as_numpy(WARNING)
         return cls(
@@ -250,16 +250,16 @@ class Recorder:
 
     @property
     def samples(self) -> list[int]:
-        """The number of samples of each chunk."""
+        """Return the number of samples of each chunk."""
         return [chunk.size for chunk in self._chunks]
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return self._clock() - self._start
 
     def finish(self) -> "SpeechResult":
-        """The complete answer; ClientError if there were no samples."""
+        """Return the complete answer. Raise ClientError if there were no samples."""
         total = self.elapsed
         if not self._chunks:
             raise ClientError("the server ended the request without audio; see its log for the reason")
@@ -295,7 +295,7 @@ class SpeechResult:
             raise ClientError(f"cannot write {path}: {error}; choose another file") from None
 
     def summary(self) -> str:
-        """The measurements of the request, one per line."""
+        """Return the measurements of the request, one per line."""
         return "\n".join(
             (
                 f"first chunk after  {self.first_chunk * 1000:8.0f} ms",
@@ -307,13 +307,13 @@ class SpeechResult:
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of all clients, with upstream's names."""
+    """Add the options of all clients, with upstream's names."""
     add_voice_arguments(parser)
     parser.add_argument("--output-audio", type=Path, default=Path("output.wav"), help="24 kHz, 16-bit WAV")
 
 
 def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options for the text, the voice, the model and request parameters."""
+    """Add the options for the text, the voice, the model and request parameters."""
     parser.add_argument("--target-text", help="the text to speak")
     parser.add_argument("--reference-audio", type=Path, help="the voice: any rate and channel count, 0.5 to 30 s")
     parser.add_argument("--reference-text", help="transcript of the reference audio; without it: cross-lingual cloning")
@@ -339,14 +339,14 @@ def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def request_parameters(args: argparse.Namespace) -> Parameters:
-    """The request parameters of a command line, see `add_voice_arguments`."""
+    """Return the request parameters of a command line, see `add_voice_arguments`."""
     named = {"seed": args.seed, "sampling": args.sampling, "cross_lingual": args.cross_lingual or None}
     named["language"] = args.language
     return {name: value for name, value in named.items() if value is not None} | dict(args.parameter)
 
 
 def parameter(text: str) -> tuple[str, int | str | bool]:
-    """An argparse type for a request parameter, NAME=VALUE."""
+    """Parse a request parameter of a command line, NAME=VALUE."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"'{text}' is not NAME=VALUE")
@@ -359,7 +359,7 @@ def parameter(text: str) -> tuple[str, int | str | bool]:
 
 
 def positive_number(text: str) -> float:
-    """An argparse type for numbers above 0."""
+    """Parse a number of a command line that is above 0."""
     number = float(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
@@ -367,7 +367,7 @@ def positive_number(text: str) -> float:
 
 
 def unreachable(server: str, reason: object) -> ClientError:
-    """No server answers at `server`."""
+    """Return the error for a server that does not answer at `server`."""
     return ClientError(
         f"no tritonserver answers at {server} ({one_line(reason)}): start one with `cosyvoice-triton serve`, "
         "or correct the address"
@@ -375,7 +375,7 @@ def unreachable(server: str, reason: object) -> ClientError:
 
 
 def not_served(server: str, model: str) -> ClientError:
-    """The server is running but does not have the model."""
+    """Return the error for a server that is running but does not have the model."""
     return ClientError(
         f"{server} does not serve the model '{model}': choose another with --model-name, "
         f"or start its stack with {' or '.join(f'`cosyvoice-triton serve --stack {name}`' for name in stacks.names())}"
@@ -383,17 +383,17 @@ def not_served(server: str, model: str) -> ClientError:
 
 
 def unavailable(server: str, reason: object) -> ClientError:
-    """The connection broke, or the server is temporarily unavailable."""
+    """Return the error for a broken connection, or a server that is temporarily unavailable."""
     return ClientError(f"{server} cannot answer ({one_line(reason)}): check that it is running, and its log")
 
 
 def timed_out(server: str, seconds: float) -> ClientError:
-    """The answer was not complete in time."""
+    """Return the error for an answer that was not complete in time."""
     return ClientError(f"no complete answer from {server} within {seconds:g} s: retry, or raise --timeout")
 
 
 def streams_only(model: str) -> ClientError:
-    """An offline request to a model with the decoupled policy."""
+    """Return the error for an offline request to a model with the decoupled policy."""
     return ClientError(
         f"'{model}' is served for streaming: use `cosyvoice-triton client-grpc --mode streaming`, "
         "or serve it for offline requests with `cosyvoice-triton serve --offline`"
@@ -401,7 +401,7 @@ def streams_only(model: str) -> ClientError:
 
 
 def refused(reason: object) -> ClientError:
-    """The server's own error message, which names the offending value."""
+    """Return the error with the server's own message, which names the offending value."""
     return ClientError(f"the server answered with an error: {one_line(reason)}")
 
 

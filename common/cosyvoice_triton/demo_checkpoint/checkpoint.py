@@ -19,13 +19,13 @@ MAX_BYTES = 24 * 10**6  # of all files together, since they are in every clone
 
 
 def files_of(directory: Path) -> list[str]:
-    """Files with a checksum, relative to `directory`: all but the checksums and the model card."""
+    """Return the files with a checksum, relative to `directory`: all but the checksums and the model card."""
     found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
     return sorted(name for name in found if name not in (SUMS, CARD))
 
 
 def read_sums(directory: Path) -> dict[str, str]:
-    """SHA-256 by file name; ValueError if the list is missing or malformed."""
+    """Return the SHA-256 by file name. Raise ValueError if the list is missing or malformed."""
     path = directory / SUMS
     if not path.is_file():
         raise ValueError(f"{path} is missing: it is part of the repository; run: git checkout {directory}")

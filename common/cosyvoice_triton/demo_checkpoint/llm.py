@@ -90,7 +90,7 @@ def save_llm(directory: Path, tokenizer: Tokenizer, sizes: LLMSizes, weights: Ma
 def build_tokenizer(
     merges: Sequence[tuple[str, str]] = (), text_vocab: int = 0, rules: TokenizerRules = COSYVOICE2
 ) -> Tokenizer:
-    """Byte-level BPE like Qwen2's: these merges, at least `text_vocab` text tokens, then those of `rules`."""
+    """Return a byte-level BPE like Qwen2's: these merges, at least `text_vocab` text tokens, then those of `rules`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = dict.fromkeys([*alphabet, *("".join(pair) for pair in merges)])
     pieces |= dict.fromkeys(f"~{index}~" for index in range(len(pieces), text_vocab))
@@ -111,7 +111,7 @@ def build_tokenizer(
 
 
 def random_weights(sizes: LLMSizes, vocab: int, offset: int, end_id: int, seed: int) -> dict[str, torch.Tensor]:
-    """The state dict. `offset`: id of `<|s_0|>`; `end_id`: the end token that is uttered."""
+    """Return the state dict. `offset`: id of `<|s_0|>`; `end_id`: the end token that is uttered."""
     generator = torch.Generator().manual_seed(seed)
     hidden = sizes.hidden
     # Weights are smaller for sums over more channels, and for more layers that add to the residual stream.
@@ -165,7 +165,7 @@ def random_weights(sizes: LLMSizes, vocab: int, offset: int, end_id: int, seed: 
 
 
 def _network(sizes: LLMSizes, vocab: int) -> dict[str, object]:
-    """The network in the words of a Qwen2 `config.json`."""
+    """Return the network in the words of a Qwen2 `config.json`."""
     return {
         "model_type": "qwen2",
         "vocab_size": vocab,

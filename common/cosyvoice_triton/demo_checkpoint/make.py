@@ -88,7 +88,7 @@ OFFICIAL = CheckpointSizes(
 
 
 def parts(sizes: CheckpointSizes, seed: int) -> dict[str, Writer]:
-    """Path in the checkpoint -> function that writes it. As in the official ones, the stacks share no weights."""
+    """Return path in the checkpoint -> function that writes it. The stacks share no weights, as in official ones."""
     found: dict[str, Writer] = {
         model.directory: partial(_write_llm, model=model, seed=seed, sizes=sizes)
         for model in dict.fromkeys(stack.llm for stack in stacks.BUILT_IN)
@@ -116,7 +116,7 @@ def _parts_of(
     write_flow: Writer,
     generator: Generator,
 ) -> dict[str, Writer]:
-    """The files of a stack's checkpoint."""
+    """Return the files of a stack's checkpoint, each with the function that writes it."""
     files: dict[str, Writer] = {
         stack.speech_tokenizer: lambda path: _write_tokenizer(path, seed, sizes),
         stack.speaker_encoder: lambda path: _write_speaker(path, seed),
@@ -184,7 +184,7 @@ def _replace(dest: Path, fresh: Path, old: Path) -> None:
 
 
 def weights_of(directory: Path) -> Literal["trained", "random"] | None:
-    """Kind of weights in a demo checkpoint or in a directory of one; None if it is no demo checkpoint."""
+    """Return the kind of weights in a demo checkpoint or in a directory of one; None if it is no demo checkpoint."""
     for candidate in (directory, *directory.resolve().parents):
         if (manifest := _read_manifest(candidate)) is not None:
             return "random" if str(manifest["weights"]).startswith("random") else "trained"
@@ -211,7 +211,7 @@ def _keep_voices(old: Path, fresh: Path, same_networks: bool) -> None:
 
 
 def _read_manifest(directory: Path) -> dict | None:
-    """The manifest of a demo checkpoint; None if there is none or it is unreadable."""
+    """Return the manifest of a demo checkpoint; None if there is none or it is unreadable."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         return manifest if {"weights", "recipe", "files"} <= manifest.keys() else None
@@ -220,15 +220,15 @@ def _read_manifest(directory: Path) -> dict | None:
 
 
 def _manifest(root: Path, weights: Weights, recipe: str, names: Iterable[str]) -> dict:
-    """Content of the manifest: kind of weights, recipe, and sizes of the files in `root` (-1: missing)."""
+    """Return the content of the manifest: kind of weights, recipe, and sizes of the files in `root` (-1: missing)."""
     paths = {name: root / name for name in names}
     sizes = {name: path.stat().st_size if path.is_file() else -1 for name, path in paths.items()}
     return {"weights": weights, "recipe": recipe, "files": sizes}
 
 
 def _recipe(weights: Weights, seed: int) -> str:
-    """Digest of what the files depend on: the checksums of the trained checkpoint; or the seed and the sources that
-    define random weights, including the networks, the tokens and the layout."""
+    """Return a digest of what the files depend on: the checksums of the trained checkpoint; or the seed and the sources
+    that define random weights, including the networks, the tokens and the layout."""
     if weights == "trained":
         content = json.dumps(checkpoint.read_sums(checkpoint.TRAINED)).encode()
     else:

@@ -19,17 +19,17 @@ class OnnxGraph:
         self._weights: list[onnx.TensorProto] = []
 
     def weight(self, name: str, value: np.ndarray) -> str:
-        """A float32 initializer."""
+        """Add a float32 initializer and return its name."""
         self._weights.append(numpy_helper.from_array(np.ascontiguousarray(value, np.float32), name))
         return name
 
     def half_weight(self, name: str, value: np.ndarray) -> str:
-        """A float16 initializer: half the size, for a node to cast."""
+        """Add a float16 initializer, half the size, for a node to cast, and return its name."""
         self._weights.append(numpy_helper.from_array(np.ascontiguousarray(value, np.float16), name))
         return name
 
     def constant(self, value: np.ndarray | float) -> str:
-        """A Constant node. Only weights may be initializers: s3tokenizer reads all of them as weights."""
+        """Add a Constant node. Only weights may be initializers: s3tokenizer reads all of them as weights."""
         array = np.float32(value) if isinstance(value, float) else value
         return self.op("Constant", value=numpy_helper.from_array(np.asarray(array)))
 
@@ -37,7 +37,7 @@ class OnnxGraph:
         return self.constant(np.array(values, np.int64))
 
     def op(self, kind: str, *inputs: str, name: str = "", output: str = "", **attributes: Any) -> str:
-        """One node with one output. name: of the node, by which s3tokenizer identifies weights."""
+        """Add one node and return its one output. name: of the node, by which s3tokenizer identifies weights."""
         index = len(self._nodes)
         output = output or f"value_{index}"
         node = helper.make_node(kind, list(inputs), [output], name=name or f"/{kind}_{index}", **attributes)

@@ -18,7 +18,7 @@ KERNEL_SPREAD = 0.012  # log mel features have a standard deviation of 3; keep s
 
 
 def random_weights(seed: int) -> dict[str, np.ndarray]:
-    """One convolution. The projection subtracts 0.5 from standard deviations, to centre them like means."""
+    """Return one convolution; the projection subtracts 0.5 from standard deviations, to centre them like means."""
     rng = np.random.default_rng(seed)
     kernel = rng.normal(0, KERNEL_SPREAD, (CHANNELS, MEL_BINS, KERNEL))
     project = rng.normal(0, 1, (SPEAKER_DIM, 2 * CHANNELS))

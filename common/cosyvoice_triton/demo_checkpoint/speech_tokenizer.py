@@ -30,7 +30,7 @@ TokenizerWeights = Mapping[str, np.ndarray]
 
 
 def random_weights(seed: int, width: int, layers: int) -> dict[str, np.ndarray]:
-    """Random weights with which every token depends on the sound around it."""
+    """Return random weights with which every token depends on the sound around it."""
     rng = np.random.default_rng(seed)
     weights: dict[str, np.ndarray] = {}
 
@@ -99,11 +99,11 @@ class _TokenizerWriter:
         )
 
     def _half(self, name: str, value: np.ndarray, *, node: str = "") -> str:
-        """A float16 initializer as float32. node: name by which s3tokenizer finds the weight, if not its own."""
+        """Add a float16 initializer as float32. node: name by which s3tokenizer finds the weight, if not its own."""
         return self.graph.op("Cast", self.graph.half_weight(name, value), name=node, to=TensorProto.FLOAT)
 
     def _encoder(self, x: str) -> str:
-        """(1, N_MELS, T) -> (1, t, width): two strided convolutions, then transformer blocks."""
+        """Add the encoder, (1, N_MELS, T) -> (1, t, width): two strided convolutions, then transformer blocks."""
         g = self.graph
         for i in (1, 2):
             weight = self._half(f"encoders.conv{i}.weight", self.weights[f"encoder.conv{i}.weight"])
@@ -117,7 +117,7 @@ class _TokenizerWriter:
         return x
 
     def _rotary(self, x: str) -> tuple[str, str]:
-        """Cosine and sine (t, 1, HEAD_DIM) of the angles of each frame of x."""
+        """Return cosine and sine (t, 1, HEAD_DIM) of the angles of each frame of x."""
         g = self.graph
         frequencies = 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
         step = g.constant(np.concatenate([frequencies, frequencies]).astype(np.float32))
@@ -128,7 +128,7 @@ class _TokenizerWriter:
         return g.op("Cos", angles), g.op("Sin", angles)
 
     def _rotate(self, x: str, rotary: tuple[str, str]) -> str:
-        """Rotary position embedding of x (1, t, heads, HEAD_DIM), halves paired."""
+        """Apply the rotary position embedding to x (1, t, heads, HEAD_DIM), halves paired."""
         g = self.graph
         cos, sin = rotary
         half = HEAD_DIM // 2
@@ -137,7 +137,7 @@ class _TokenizerWriter:
         return g.op("Add", g.op("Mul", x, cos), g.op("Mul", turned, sin))
 
     def _linear(self, x: str, node: str) -> str:
-        """The linear layer with the key `node`, with dots and after "encoder"; official node names repeat "mlp"."""
+        """Add the linear layer with the key `node`, with dots and after "encoder"; official node names repeat "mlp"."""
         g = self.graph
         key = "encoder" + node.replace("/mlp/mlp.", "/mlp.").replace("/", ".")
         matrix = self._half(f"{node}.weight", self.weights[f"{key}.weight"].T, node=f"{node}/MatMul")
@@ -146,7 +146,7 @@ class _TokenizerWriter:
         return y if bias is None else g.op("Add", g.weight(f"{node}.bias", bias), y, name=f"{node}/Add")
 
     def _product_name(self, node: str) -> str:
-        """Name of the MatMul of a linear layer; "": any, as the cast of its matrix has it."""
+        """Return the name of the MatMul of a linear layer; "": any, as the cast of its matrix has it."""
         return ""
 
     def _norm(self, x: str, node: str) -> str:
@@ -155,7 +155,7 @@ class _TokenizerWriter:
         return g.op("LayerNormalization", x, scale, shift, name=f"{node}/LayerNormalization", epsilon=1e-5, axis=-1)
 
     def _block(self, x: str, block: str, rotary: tuple[str, str]) -> str:
-        """Attention with a convolutional memory over the values (FSMN), then an MLP; both residual."""
+        """Add attention with a convolutional memory over the values (FSMN), then an MLP; both are residual."""
         g = self.graph
         x = g.op("Add", x, self._attention(self._norm(x, f"/{block}/attn_ln"), f"/{block}/attn", rotary))
         y = self._linear(self._norm(x, f"/{block}/mlp_ln"), f"/{block}/mlp/mlp.0")
@@ -193,7 +193,7 @@ class _TokenizerWriter:
 
 class _ThirdTokenizerWriter(_TokenizerWriter):
     def _half(self, name: str, value: np.ndarray, *, node: str = "") -> str:
-        """A float32 initializer."""
+        """Add a float32 initializer."""
         return self.graph.weight(name, value)
 
     def _product_name(self, node: str) -> str:

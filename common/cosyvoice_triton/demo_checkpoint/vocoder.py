@@ -85,7 +85,7 @@ def write_hift(
 
 
 def _drawn(network: nn.Module, seed: int, special: dict[str, Draw]) -> dict[str, Tensor]:
-    """A random state_dict with the network's keys and shapes. special: rules by the end of a key."""
+    """Return a random state_dict with the network's keys and shapes. special: rules by the end of a key."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for key, value in network.state_dict().items():
@@ -101,5 +101,5 @@ def _drawn(network: nn.Module, seed: int, special: dict[str, Draw]) -> dict[str,
 
 
 def _scaled(noise: Tensor) -> Tensor:
-    """A matrix or kernel (out, in, ...) that keeps the standard deviation of its input."""
+    """Return a matrix or kernel (out, in, ...) that keeps the standard deviation of its input."""
     return noise / math.sqrt(noise[0].numel())

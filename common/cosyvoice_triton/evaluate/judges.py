@@ -89,7 +89,7 @@ class Moonshine:
     HEADS, HEAD_SIZE = 8, 52
 
     def __init__(self) -> None:
-        """MissingJudgeError without the package."""
+        """Raises MissingJudgeError without the package."""
         self._encoder, self._decoder = (
             onnx_session(data_file("moonshine_cpp", f"models/base-en/{name}.ort"))
             for name in ("encoder_model", "decoder_model_merged")
@@ -138,7 +138,7 @@ class CommandRecogniser:
     """A program that is called once, with the paths of all files in the place of {wav}, and prints a line for each."""
 
     def __init__(self, command: str) -> None:
-        """ValueError if the command has no {wav}."""
+        """Raises ValueError if the command has no {wav}."""
         self._command = shlex.split(command)
         if "{wav}" not in self._command:
             raise ValueError(f"--recogniser {command!r} has no {{wav}}, which becomes the paths of the files")
@@ -167,7 +167,7 @@ class Dnsmos:
     SCALE = np.poly1d([-0.06766283, 1.11546468, 0.04602535])  # its authors', from the network's score
 
     def __init__(self) -> None:
-        """MissingJudgeError without the package."""
+        """Raises MissingJudgeError without the package."""
         self._network = onnx_session(data_file("speechmos", "dnsmos_models/sig_bak_ovr.onnx"))
 
     def __call__(self, wave: np.ndarray) -> float:
@@ -186,7 +186,7 @@ class Similarity:
     LEVEL = 10 ** (-30 / 20)  # quieter waves are amplified
 
     def __init__(self) -> None:
-        """MissingJudgeError without the package."""
+        """Raises MissingJudgeError without the package."""
         from transformers.audio_utils import mel_filter_bank
 
         weights = torch.load(data_file("resemblyzer", "pretrained.pt"), "cpu", weights_only=True)["model_state"]

@@ -64,7 +64,7 @@ class Requirement:
 
     @classmethod
     def read(cls, text: str) -> "Requirement":
-        """An argparse type."""
+        """Parses a requirement of a command line."""
         match = re.fullmatch(r"(\w+)(<=|>=)([0-9.]+)", text)
         if match is None or match[1] not in COLUMNS:
             raise argparse.ArgumentTypeError(

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def exports_of(model_dir: Path) -> Iterator[Export]:
-    """The networks of a checkpoint directory that can be exported. ValueError if there is no flow.pt."""
+    """Yield the networks of a checkpoint directory that can be exported. Raise ValueError if there is no flow.pt."""
     path = model_dir / Stack.flow
     stack = stacks.of_flow(read_state(path, "meta"), path)
     if stack not in FLOWS:
@@ -75,7 +75,7 @@ WHOLE_SIZES = ((2, 4), (2, 57), (4, 200), (16, 32))
 
 
 def whole_inputs(R: int, T: int) -> Inputs:
-    """Rows of different lengths; the first has all frames."""
+    """Return rows of different lengths; the first has all frames."""
     lengths = torch.tensor([max(1, T - 3 * row) for row in range(R)])
     return {
         "x": torch.randn(R, MEL_BINS, T),
@@ -88,7 +88,7 @@ def whole_inputs(R: int, T: int) -> Inputs:
 
 
 def unet_exports(stack: Stack, flow: UNetFlow) -> Iterator[Export]:
-    """CosyVoice2's: one network, exported twice."""
+    """Yield the exports of CosyVoice2: one network, exported twice."""
     unet = flow.decoder.estimator
     yield Export(signature_of(stack, "whole"), WholeUtterance(unet).eval(), whole_inputs, WHOLE_SIZES)
     streaming = WholeUtterance(unet, streaming=True).eval()
@@ -96,7 +96,7 @@ def unet_exports(stack: Stack, flow: UNetFlow) -> Iterator[Export]:
 
 
 def dit_exports(stack: Stack, flow: DiTFlow) -> Iterator[Export]:
-    """Step-Audio2's: over whole utterances, and over chunks with caches."""
+    """Yield the exports of Step-Audio2: over whole utterances, and over chunks with caches."""
     dit = flow.decoder.estimator
     config = dit.config
     chunk = signature_of(stack, "chunk")
@@ -197,7 +197,7 @@ def check(export: Export, path: Path) -> bool:
 
 @torch.inference_mode()
 def difference(export: Export, network: OnnxNetwork, size: tuple[int, ...]) -> float:
-    """The largest difference of any output, relative to its largest value. Newest frames of a cache may come first."""
+    """Return the largest difference of any output, relative to its largest value. Newest cache frames may be first."""
     inputs = export.inputs(*size)
     results = export.module(**inputs)
     outputs = network.run(inputs)

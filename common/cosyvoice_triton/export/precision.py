@@ -57,7 +57,7 @@ class _Retyping:
                 self._retype_attributes(node)
 
     def _time_nodes(self) -> list[NodeProto]:
-        """The nodes between the time and the first matrix product, including constants that only they use."""
+        """Return the nodes between the time and the first matrix product, including constants that only they use."""
         reached = {TIME} & {value.name for value in self._graph.input}
         nodes = []
         for node in self._graph.node:  # in topological order

@@ -28,7 +28,7 @@ class Player:
     least_slack: float = float("inf")  # least audio left when more arrived; negative in a gap
 
     def add(self, now: float, seconds: float) -> None:
-        """`seconds` of audio have arrived."""
+        """Notes that `seconds` of audio have arrived."""
         if self.played_until is None:
             self.played_until = now + self.buffer
         else:
@@ -60,7 +60,7 @@ class RequestOutcome:
 
     @property
     def refused(self) -> bool:
-        """Whether the server had as many listeners as it can serve."""
+        """Returns whether the server had as many listeners as it can serve."""
         return is_overloaded(self.error)
 
     @property
@@ -70,7 +70,7 @@ class RequestOutcome:
 
     @property
     def seconds(self) -> float:
-        """Length of the audio."""
+        """Returns the length of the audio in seconds."""
         return sum(self.samples) / SAMPLE_RATE
 
     def played(self, buffer: float = PLAYER_SECONDS) -> Player:

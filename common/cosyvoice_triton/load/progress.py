@@ -26,12 +26,12 @@ class Progress:
         self._percentiles = ""
 
     def begins(self, phase: str) -> None:
-        """The warm-up or the measurement starts."""
+        """Begins a new bar, because the warm-up or the measurement starts."""
         self.close()
         self._bar = tqdm(total=self._total, desc=f"{self._title}, {phase}", unit="request", leave=phase == "measuring")
 
     def ended(self, outcome: RequestOutcome, live: int) -> None:
-        """A counted request has ended; `live` others are in flight."""
+        """Counts a request that has ended; `live` others are in flight."""
         assert self._bar is not None, "call begins() first"
         if outcome.refused:
             self._refused += 1

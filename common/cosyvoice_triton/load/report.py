@@ -276,7 +276,7 @@ def _values(values: Mapping[str, float] | None, keys: Sequence[str]) -> list[str
 
 
 def _limits(row: Figures) -> str:
-    """How many each of token2wav's limits refused, if its counters were read."""
+    """Returns how many each of token2wav's limits refused, if its counters were read."""
     return ", ".join(f"{limit} {count}" for limit, count in ((row["vocoder"] or {}).get("refused") or {}).items())
 
 

@@ -149,7 +149,7 @@ def _text(where: str, row: Mapping[str, Any], column: str) -> str:
 
 
 def _tokens(where: str, row: Mapping[str, Any]) -> np.ndarray | None:
-    """Speech token ids (n,); None if the row has none."""
+    """Returns speech token ids (n,); None if the row has none."""
     if (value := row.get(TOKENS)) is None:
         return None
     try:

@@ -44,7 +44,7 @@ class Sweep:
             ) from None
 
     def write(self, output: Path) -> None:
-        """OUTPUT.md, .json and .png."""
+        """Writes OUTPUT.md, .json and .png."""
         output.parent.mkdir(parents=True, exist_ok=True)
         with_suffix(output, ".json").write_text(
             json.dumps(asdict(self), indent=1, ensure_ascii=False), encoding="utf-8"
@@ -74,5 +74,5 @@ class Sweep:
 
 
 def with_suffix(output: Path, suffix: str) -> Path:
-    """`output` with a suffix appended; a name such as run-0.5 keeps its dot."""
+    """Returns `output` with a suffix appended; a name such as run-0.5 keeps its dot."""
     return output.with_name(output.name + suffix)

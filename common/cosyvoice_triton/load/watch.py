@@ -57,7 +57,7 @@ class ServerWatch:
                 self._lose(server, reason)
 
     async def _silence(self, server: str) -> str:
-        """Why a server does not answer; "" if it does."""
+        """Returns why a server does not answer; "" if it does."""
         try:
             if await self._probes[server].is_server_live(client_timeout=PROBE_SECONDS):
                 return ""
@@ -117,7 +117,7 @@ async def _in_background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C and SIGTERM cancel the running task once; a second one ends the process as usual."""
+    """Lets Ctrl-C and SIGTERM cancel the running task once; a second one ends the process as usual."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()

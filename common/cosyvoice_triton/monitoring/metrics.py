@@ -46,7 +46,7 @@ class Metric:
     labels: tuple[tuple[str, str], ...] = ()
 
     def sample(self, suffix: str = "", **labels: str) -> "Metric":
-        """One sample of the family."""
+        """Return one sample of the family."""
         return Metric(self.name, self.kind, self.help, suffix, tuple(sorted(labels.items())))
 
 
@@ -144,7 +144,7 @@ class RequestStats:
                     self._first_chunk_seconds += live.first_chunk
 
     def values(self) -> Values:
-        """The current numbers."""
+        """Return the current numbers."""
         with self._lock:
             values: dict[Metric, float] = {LIVE: self._live, AUDIO: self._audio_seconds}
             values |= {ENDED.sample(outcome=outcome): count for outcome, count in self._ended.items()}
@@ -157,7 +157,7 @@ class RequestStats:
 
 
 def outcome_of(error: BaseException) -> RequestStatus:
-    """The outcome of a request that raised `error`; see `cosyvoice_triton.errors`."""
+    """Return the outcome of a request that raised `error`; see `cosyvoice_triton.errors`."""
     if isinstance(error, ValueError):
         return "invalid"
     if isinstance(error, OverloadedError):
@@ -174,7 +174,7 @@ class MetricsPublisher:
     """
 
     def __init__(self, read: Callable[[], Values], args: Mapping[str, str]) -> None:
-        """`args`: those that Triton passes to `initialize`; they name the model and its instance."""
+        """Begin to publish. `args`: those that Triton passes to `initialize`; they name the model and its instance."""
         self._read = read
         self._labels = {"model": args["model_name"], "model_instance": args["model_instance_name"]}
         self._ended = threading.Event()
@@ -229,7 +229,7 @@ def read_samples(path: Path) -> tuple[int, list[Any]]:
 
 
 def page(directory: Path) -> str:
-    """The numbers of all model instances in Prometheus' text format."""
+    """Return the numbers of all model instances in Prometheus' text format."""
     families: dict[str, list[str]] = {}
     for path in sorted(directory.glob(f"*{ENDING}")):
         for name, kind, text, suffix, labels, value in read_samples(path)[1]:
@@ -240,5 +240,5 @@ def page(directory: Path) -> str:
 
 
 def sum_of(page: str, name: str) -> float:
-    """The sum of a metric's samples on a metrics page; 0 if there are none."""
+    """Return the sum of a metric's samples on a metrics page; 0 if there are none."""
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)", page, re.MULTILINE))

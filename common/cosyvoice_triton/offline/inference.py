@@ -27,7 +27,7 @@ CUT_SHORT_SHOWN = 10
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit code. Raises ValueError, RuntimeError or OSError if it cannot start."""
+    """Return the exit code. Raise ValueError, RuntimeError or OSError if it cannot start."""
     begun = time.perf_counter()
     samples = in_one_voice(args, read_samples(args))
     read = time.perf_counter() - begun
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def loaded_pipeline(args: argparse.Namespace, sampling: Sampling) -> Iterator[Pipeline]:
-    """Everything loaded and warmed up."""
+    """Yield the pipeline with everything loaded and warmed up."""
     tokenizer = LLMTokenizer.from_dir(args.llm_model_name_or_path)
     token2wav = OfflineToken2Wav.load(args.token2wav_path, args.device, streams=0, enable_trt=args.enable_trt)
     voices = VoicePrompts(token2wav.stack, args.token2wav_path, args.device, args.enable_trt)
@@ -77,7 +77,7 @@ def loaded_pipeline(args: argparse.Namespace, sampling: Sampling) -> Iterator[Pi
 
 
 def in_one_voice(args: argparse.Namespace, samples: list[Sample]) -> list[Sample]:
-    """The samples with the voice of --prompt-speech-path, if given."""
+    """Return the samples with the voice of --prompt-speech-path, if given."""
     if args.prompt_speech_path is None:
         if args.prompt_text:
             raise ValueError(
@@ -89,7 +89,7 @@ def in_one_voice(args: argparse.Namespace, samples: list[Sample]) -> list[Sample
 
 
 def settings_of(args: argparse.Namespace, sampling: Sampling) -> dict[str, Any]:
-    """Everything besides text and voice that the audio of a sample depends on."""
+    """Return everything besides text and voice that the audio of a sample depends on."""
     settings: dict[str, Any] = {name: getattr(args, name) for name in ("backend", "device", "enable_trt")}
     settings["sampling"] = asdict(sampling)
     directories = [args.llm_model_name_or_path, args.token2wav_path]
@@ -116,7 +116,7 @@ def backend_of(args: argparse.Namespace, tokenizer: LLMTokenizer) -> OfflineLLM:
 def figures_of(
     args: argparse.Namespace, pipeline: Pipeline, *, kept: int, read: float, loaded: float
 ) -> dict[str, Any]:
-    """The figures of the run, with upstream's names where it has them."""
+    """Return the figures of the run, with upstream's names where it has them."""
     outcome = pipeline.outcome
     return {
         "args": vars(args),

@@ -21,7 +21,7 @@ from cosyvoice_triton.voice.prompt import Prompt, Recording
 
 
 def add_data_arguments(parser: argparse.ArgumentParser, split: str) -> None:
-    """Options that select the samples. split: upstream's name for this tool's option of a data set's split."""
+    """Add options that select the samples. split: upstream's name for this tool's option of a data set's split."""
     parser.add_argument("--manifest-path", type=Path, help="JSON lines or seed-tts .lst; default: ten sentences")
     parser.add_argument(split, dest="split_name", help="split of a HuggingFace data set, such as wenetspeech4tts")
     parser.add_argument(
@@ -39,7 +39,7 @@ def add_trt_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def read_samples(args: argparse.Namespace) -> list[Sample]:
-    """The samples that the options select; SampleError if they cannot be read."""
+    """Return the samples that the options select. Raise SampleError if they cannot be read."""
     if args.manifest_path and (args.split_name or args.dataset_name):
         raise SampleError("give a manifest or a data set, not both")
     if args.dataset_name and not args.split_name:
@@ -55,7 +55,7 @@ def read_samples(args: argparse.Namespace) -> list[Sample]:
 
 
 def add_token2wav_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the tools that render existing speech tokens."""
+    """Add the options of the tools that render existing speech tokens."""
     parser.add_argument(
         "--model-dir",
         type=Path,
@@ -70,7 +70,7 @@ def add_token2wav_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def with_tokens(samples: Sequence[Sample], path: Path | None) -> list[Sample]:
-    """The samples with the tokens of `path`: JSON lines of `id` and `target_audio_cosy2_tokens`."""
+    """Return the samples with the tokens of `path`: JSON lines of `id` and `target_audio_cosy2_tokens`."""
     if path is None:
         return list(samples)
     try:
@@ -93,14 +93,14 @@ class VoicePrompts:
         self._encode = ReferenceEncoder(stack, model_dir, device, "tensorrt" if enable_trt else "onnxruntime")
 
     def __call__(self, sample: Sample) -> Prompt:
-        """ValueError if the recording or its transcript cannot be used."""
+        """Return the sample's voice. Raise ValueError if the recording or its transcript cannot be used."""
         assert sample.prompt_audio is not None  # checked by `read_samples`
         validate_reference(sample.prompt_audio.wav, rate=sample.prompt_audio.rate)
         text = clean_line(sample.prompt_text, name="prompt_text", max_chars=OrchestratorConfig.max_text_chars)
         return self._encode(replace(sample.prompt_audio, text=text))
 
     def utterance(self, sample: Sample) -> tuple[Prompt, np.ndarray]:
-        """The prompt and the sample's speech tokens (n,), or those of the recording if the sample has none."""
+        """Return the prompt and the sample's speech tokens (n,), or those of the recording if the sample has none."""
         prompt = self(sample)
         tokens = sample.target_audio_cosy2_tokens
         return prompt, prompt.tokens if tokens is None else tokens

@@ -83,7 +83,7 @@ class Pipeline:
             progress.set_postfix(failed=len(self.outcome.failures))
 
     def _make(self, samples: Sequence[Sample], folder: OutputFolder) -> bool:
-        """Whether the LLM was available."""
+        """Make the samples' audio; return whether the LLM was available."""
         for sample in samples:
             folder.discard(sample)
         jobs = [job for sample in samples if (job := self._prepare(sample))]
@@ -93,7 +93,7 @@ class Pipeline:
         return bool(answered) or not any(isinstance(error, UnavailableError) for error in errors.values())
 
     def _prepare(self, sample: Sample) -> SampleJob | None:
-        """Voice and text, prepared as by the server; None if they cannot be used."""
+        """Return voice and text, prepared as by the server; None if they cannot be used."""
         stage = "voice"
         try:
             with self.stages.time(stage):
@@ -106,7 +106,7 @@ class Pipeline:
             return None
 
     def _prompts(self, sample: Sample, voice: Prompt) -> list[LLMPrompt]:
-        """One per segment. With a transcript the LLM continues the recording."""
+        """Return one prompt per segment. With a transcript the LLM continues the recording."""
         text = clean_text(sample.target_text, name="target_text", max_chars=OrchestratorConfig.max_text_chars)
         prompt = (self.texts.transcript(voice.text), voice.tokens.tolist()) if voice.text else ("", [])
         segments = list(self.texts.segments(text))
@@ -130,7 +130,7 @@ class Pipeline:
         return errors
 
     def _render(self, jobs: Sequence[SampleJob], folder: OutputFolder) -> None:
-        """Batches utterances of similar length, because every row of a batch costs as much as its longest one."""
+        """Batch utterances of similar length, because every row of a batch costs as much as its longest one."""
         utterances = [(job, index) for job in jobs for index in range(len(job.answers))]
         utterances.sort(key=lambda entry: len(entry[0].answers[entry[1]].tokens))
         errors: dict[SampleJob, Exception] = {}

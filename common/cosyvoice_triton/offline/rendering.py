@@ -42,8 +42,8 @@ class OfflineToken2Wav:
 
     @classmethod
     def load(cls, model_dir: Path, device: str, streams: int, enable_trt: bool = False) -> "OfflineToken2Wav":
-        """From a checkpoint's flow.pt and hift.pt. streams: concurrent streams; 0 for whole utterances only, which
-        needs far less memory on a GPU. enable_trt: the flow's estimator from its TensorRT plans. Raises ValueError, and
+        """Load a checkpoint's flow.pt and hift.pt. streams: concurrent streams; 0 for whole utterances only, which
+        needs far less memory on a GPU. enable_trt: the flow's estimator from its TensorRT plans. Raise ValueError, and
         RuntimeError if a plan is missing.
         """
         path = model_dir / Stack.flow
@@ -58,7 +58,7 @@ class OfflineToken2Wav:
         return cls(engine, stack, weights_of(model_dir) == "random")
 
     def rules(self, strategy: ChunkStrategy) -> HopRules:
-        """Hops of 25 tokens at first, as in upstream's streaming test, and the server's longest hop."""
+        """Return hops of 25 tokens at first, as in upstream's streaming test, and the server's longest hop."""
         return HopRules(
             strategy=strategy,
             first_hop=FLOW_CHUNK_TOKENS,
@@ -67,8 +67,8 @@ class OfflineToken2Wav:
         )
 
     def whole(self, batch: Sequence[PromptedTokens]) -> list[np.ndarray | Exception]:
-        """Whole utterances, (N,) float32 at 24 kHz each. A batch that fails is rendered one by one, so that only the
-        utterance that causes the error fails.
+        """Return whole utterances, (N,) float32 at 24 kHz each. A batch that fails is rendered one by one, so that only
+        the utterance that causes the error fails.
         """
         self.calls += 1
         try:
@@ -81,7 +81,7 @@ class OfflineToken2Wav:
     def streamed(
         self, batch: Sequence[PromptedTokens], rules: HopRules, clock: Callable[[], float] = time.perf_counter
     ) -> list[Streamed | Exception]:
-        """The same in chunks; each step renders one chunk of every utterance."""
+        """Return the same in chunks; each step renders one chunk of every utterance."""
         begun = clock()
         streams: list[_Stream | Exception] = []
         try:

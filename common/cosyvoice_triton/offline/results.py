@@ -36,7 +36,7 @@ class OutputFolder:
         self._finished = _read_journal(path / JOURNAL)
 
     def holds(self, sample: Sample) -> bool:
-        """Whether the sample is finished, with the same inputs and settings."""
+        """Return whether the sample is finished, with the same inputs and settings."""
         return self._finished.get(sample.id) == self._made_from(sample) and self._audio(sample).exists()
 
     def discard(self, sample: Sample) -> None:
@@ -82,7 +82,7 @@ def identity(directory: Path) -> list[tuple[str, int, int]]:
 
 
 def _read_journal(path: Path) -> dict[str, str]:
-    """The hash in the last complete line of each sample."""
+    """Return the hash in the last complete line of each sample."""
     finished = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:

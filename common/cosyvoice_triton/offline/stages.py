@@ -24,11 +24,12 @@ class Stages:
             self.seconds[stage] += self._clock() - begun
 
     def total(self) -> float:
-        """Seconds since construction."""
+        """Return the seconds since construction."""
         return self._clock() - self._begun
 
     def figures(self, audio_seconds: float, total: float) -> dict[str, float | None]:
-        """`<stage>_time_seconds` and `<stage>_rtf` per stage and for the pipeline; the RTF is None without audio."""
+        """Return `<stage>_time_seconds` and `<stage>_rtf` per stage and for the pipeline; the RTF is None without
+        audio."""
         figures: dict[str, float | None] = {}
         for stage, seconds in {**self.seconds, "pipeline": total}.items():
             figures[stage + AFTER_STAGE] = seconds

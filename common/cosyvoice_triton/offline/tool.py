@@ -30,7 +30,7 @@ class Failure(NamedTuple):
 
 
 def exit_code(tool: str, run: Callable[[], int], interrupted: str = "interrupted") -> int:
-    """What `run` returns; 1 with one line on standard error if it cannot start, 130 if it is interrupted."""
+    """Return what `run` returns; 1 with one line on standard error if it cannot start, 130 if it is interrupted."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if "OMP_NUM_THREADS" not in os.environ:
         # The LLM has threads of its own: torch's would wait for cores that those keep busy, ten times as long.

@@ -54,7 +54,7 @@ def build_engine(models: Path, llm: SpeechLLM, options: EngineOptions) -> bool:
 
 
 def _python() -> str:
-    """The interpreter that has TensorRT-LLM; in the image it is a different one."""
+    """Return the interpreter that has TensorRT-LLM; in the image it is a different one."""
     return os.environ.get("TRTLLM_PYTHON") or sys.executable
 
 
@@ -71,7 +71,7 @@ def _run(command: list[str]) -> None:
 
 
 def _fingerprint(source: Path) -> dict[str, list[int]]:
-    """Sizes and modification times of the files that the engine is built from."""
+    """Return the sizes and modification times of the files that the engine is built from."""
     files = [source / "config.json", *sorted(source.glob("*.safetensors"))]
     if len(files) < 2 or not files[0].is_file():
         raise EngineError(f"{source} is not a HuggingFace directory of the LLM; run: cosyvoice-triton prepare download")

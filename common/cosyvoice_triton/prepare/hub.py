@@ -39,10 +39,10 @@ class Source:
 
 
 def sources(stack: Stack, hub: HubName = "huggingface", weights: str = "") -> tuple[Source, ...]:
-    """The repositories that a stack's files come from: one if its LLM is in the same one as the rest.
+    """Return the repositories that a stack's files come from: one if its LLM is in the same one as the rest.
 
     weights: the LLM's file; by default the stack's. The text model's own weights are not read: the LLM has them.
-    DownloadError if a hub does not have one of them.
+    Raise DownloadError if a hub does not have one of them.
     """
     name = "repository" if hub == "huggingface" else "modelscope"
     repositories = [getattr(part, name) for part in (stack.llm, stack)]
@@ -69,11 +69,11 @@ class RemoteFile:
     digest: str
 
     def is_at(self, path: Path) -> bool:
-        """Whether a file of this size exists; `verify` checks its content."""
+        """Return whether a file of this size exists; `verify` checks its content."""
         return path.is_file() and path.stat().st_size == self.size
 
     def verify(self, path: Path) -> None:
-        """DownloadError if the checksum differs from the hub's; the file is then removed."""
+        """Raise DownloadError if the checksum differs from the hub's; the file is then removed."""
         if (found := digest_of(path, git=self.digest.startswith("git:"))) != self.digest:
             path.unlink()
             raise DownloadError(
@@ -82,7 +82,7 @@ class RemoteFile:
 
 
 def digest_of(path: Path, *, git: bool) -> str:
-    """sha256 of a file, or its git blob hash."""
+    """Return the sha256 of a file, or its git blob hash."""
     digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode()) if git else hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(HASH_BYTES):
@@ -105,10 +105,10 @@ def require_access(source: Source, models: Path, revision: str | None = None) ->
 
 
 def fetch(source: Source, models: Path, revision: str | None = None) -> bool:
-    """Complete a source below `models`; False if it was complete. revision: commit, branch or tag to switch to.
+    """Complete a source below `models`; return False if it was complete. revision: commit, branch or tag to switch to.
 
-    DownloadError if the hub cannot be reached or refuses, a file is missing there, the disk is too full or a file is
-    damaged.
+    Raise DownloadError if the hub cannot be reached or refuses, a file is missing there, the disk is too full or a file
+    is damaged.
     """
     record = read_record(models)
     known = record.get(source.repository)
@@ -163,7 +163,7 @@ def _linked(file: RemoteFile, path: Path, models: Path, record: Mapping[str, Any
 
 
 def read_record(models: Path) -> dict[str, Any]:
-    """Downloaded and verified files by repository."""
+    """Return the downloaded and verified files by repository."""
     try:
         return dict(json.loads((models / RECORD).read_text()))
     except (OSError, ValueError):
@@ -171,7 +171,7 @@ def read_record(models: Path) -> dict[str, Any]:
 
 
 def require_space(models: Path, size: int) -> None:
-    """DownloadError unless `size` bytes and a reserve are free."""
+    """Raise DownloadError unless `size` bytes and a reserve are free."""
     free = shutil.disk_usage(models).free
     if size and free < size + SPARE_BYTES:
         needed = (size + SPARE_BYTES) / 1e9
@@ -181,7 +181,7 @@ def require_space(models: Path, size: int) -> None:
 
 
 def _wanted(source: Source, known: Mapping[str, Any]) -> list[RemoteFile]:
-    """The recorded files of a source; for a pattern without any, a placeholder that does not exist."""
+    """Return the recorded files of a source; for a pattern without any, a placeholder that does not exist."""
     files = [RemoteFile(**entry) for entry in known["files"]]
     found = []
     for pattern in source.patterns:
@@ -201,7 +201,7 @@ def _listing_unless_complete(
 
 
 def _listing(source: Source, revision: str | None) -> tuple[str, list[RemoteFile]]:
-    """The commit of a revision and its matching files."""
+    """Return the commit of a revision and its matching files."""
     try:
         commit, names = _HUBS[source.hub][0](source.repository, revision)
     except Exception as error:  # includes the errors of an HTTP library, which differs between versions
@@ -252,7 +252,7 @@ _HUBS = {
 
 
 def _endpoint() -> str | None:
-    """A mirror from the environment. Compose files pass an empty value for none."""
+    """Return a mirror from the environment. Compose files pass an empty value for none."""
     return os.environ.get("HF_ENDPOINT") or None
 
 

@@ -50,7 +50,7 @@ class OfficialLLM:
     bias: bool
 
     def shapes(self, hidden: int) -> dict[str, torch.Size]:
-        """Of the tensors besides Qwen2's."""
+        """Return the shapes of the tensors besides Qwen2's."""
         return {
             **({"llm_embedding.weight": torch.Size((2, hidden))} if self.marks else {}),
             "speech_embedding.weight": torch.Size((self.rows, hidden)),
@@ -91,7 +91,7 @@ def convert(llm_pt: Path, blank_dir: Path, output_dir: Path, dtype: torch.dtype)
 
 
 def _check(state: dict[str, torch.Tensor], blank_dir: Path, llm_pt: Path, official: OfficialLLM) -> None:
-    """ValueError listing the keys and shapes in which llm.pt differs from the official LLM based on BlankEN."""
+    """Raise ValueError listing the keys and shapes in which llm.pt differs from the official LLM based on BlankEN."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(blank_dir)

@@ -8,13 +8,13 @@ from cosyvoice_triton.server.rendering import StackOptions
 
 
 def require_files(options: StackOptions) -> None:
-    """ValueError naming the first missing file of the stack and the command that makes it."""
+    """Raise ValueError naming the first missing file of the stack and the command that makes it."""
     if missing := options.missing_files():
         raise ValueError(f"{missing[0]} is missing; {remedy(options, missing[0])}")
 
 
 def remedy(options: StackOptions, missing: Path) -> str:
-    """The command that makes a missing part of the checkpoint."""
+    """Return the command that makes a missing part of the checkpoint."""
     prepare, models = "cosyvoice-triton prepare", options.models_dir
     if missing == options.engine_dir and options.llm_backend == "tensorrtllm":
         return f"run: {prepare} engine {models} --stack {options.stack} (in NVIDIA's image, see docs/llm.md)"

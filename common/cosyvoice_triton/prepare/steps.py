@@ -24,7 +24,7 @@ DEMO_SETTINGS = {"default_speaker": "rms"}  # of its two voices
 
 @contextmanager
 def only_one(models: Path) -> Iterator[None]:
-    """Lock the directory; waits while another process prepares it."""
+    """Lock the directory; wait while another process prepares it."""
     models.mkdir(parents=True, exist_ok=True)
     with (models / LOCK).open("w") as lock:
         try:
@@ -36,7 +36,7 @@ def only_one(models: Path) -> Iterator[None]:
 
 
 def revisions() -> dict[str, str]:
-    """CHECKPOINT_REVISIONS as a dict; ValueError naming an item that is not REPOSITORY=COMMIT."""
+    """Return CHECKPOINT_REVISIONS as a dict. Raise ValueError naming an item that is not REPOSITORY=COMMIT."""
     pairs = os.environ.get("CHECKPOINT_REVISIONS", "").split()
     parts = [part for stack in stacks.registered() for part in (stack, stack.llm)]
     fetched = {name for part in parts for name in (part.repository, part.modelscope) if name}

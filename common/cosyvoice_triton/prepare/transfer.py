@@ -16,7 +16,7 @@ TIMEOUT_SECONDS = 60
 
 
 def modelscope_files(repository: str, revision: str | None) -> tuple[str, list[tuple[str, int, str]]]:
-    """The revision, and name, size and sha256 of each of its files. ModelScope does not name the commit of a branch."""
+    """Return the revision and its files' names, sizes and sha256. ModelScope does not name a branch's commit."""
     revision = revision or BRANCH
     url = _modelscope(repository, "repo/files", {"Revision": revision, "Recursive": "true"})
     with urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
@@ -28,13 +28,13 @@ def modelscope_files(repository: str, revision: str | None) -> tuple[str, list[t
 
 
 def modelscope_download(repository: str, name: str, revision: str, path: Path) -> None:
-    """One file to `path`; an interrupted download is continued."""
+    """Download one file to `path`; an interrupted download is continued."""
     download(_modelscope(repository, "repo", {"Revision": revision, "FilePath": name}), path)
 
 
 def download(url: str, path: Path) -> None:
-    """A file to `path`, with a progress bar. What has arrived is kept in PATH.part if the download is interrupted, and
-    the next one goes on from there."""
+    """Download a file to `path`, with a progress bar. What has arrived is kept in PATH.part if the download is
+    interrupted, and the next one goes on from there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     begin = part.stat().st_size if part.exists() else 0

@@ -67,7 +67,7 @@ def convert(args: argparse.Namespace) -> None:
 
 
 def quant_config(args: argparse.Namespace) -> Any:
-    """TensorRT-LLM's QuantConfig for the options."""
+    """Return TensorRT-LLM's QuantConfig for the options."""
     from tensorrt_llm.models.modeling_utils import QuantConfig
     from tensorrt_llm.quantization import QuantAlgo
 

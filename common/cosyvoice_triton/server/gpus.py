@@ -48,7 +48,7 @@ class Gpu:
         return f"{self.name} ({self.total:.1f} GiB, {self.free:.1f} free)"
 
     def require_usable(self, cuda: str) -> None:
-        """GpuError if its driver is too old for that version of CUDA, or the GPU itself."""
+        """Raise GpuError if its driver is too old for that version of CUDA, or the GPU itself."""
         needed = DRIVERS.get(cuda.partition(".")[0], 0)
         if self.driver.partition(".")[0].isdigit() and int(self.driver.partition(".")[0]) < needed:
             raise GpuError(
@@ -63,7 +63,7 @@ class Gpu:
 
 
 def visible() -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves to this process; none without a driver, or if it does not answer."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves to this process; none without a driver that answers."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -78,7 +78,7 @@ def visible() -> list[Gpu]:
 
 
 def parse(printed: str) -> list[Gpu]:
-    """The GPUs of nvidia-smi's lines. Those whose memory it does not tell, which share the host's, are left out."""
+    """Return the GPUs in nvidia-smi's lines, without those whose memory it does not tell, which share the host's."""
     rows = [[value.strip() for value in line.split(",")] for line in printed.splitlines()]
     return [
         Gpu(index, uuid, name, int(total) / 1024, int(free) / 1024, driver, capability)
@@ -88,8 +88,8 @@ def parse(printed: str) -> list[Gpu]:
 
 
 def cuda_of_torch() -> str | None:
-    """The version of CUDA that the installed torch is built for, such as "13.0"; "" if it is a build for CPUs, None
-    without torch."""
+    """Return the version of CUDA that the installed torch is built for, such as "13.0"; "" if it is a build for CPUs,
+    None without torch."""
     spec = importlib.util.find_spec("torch")  # not imported: that takes seconds
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -99,8 +99,8 @@ def cuda_of_torch() -> str | None:
 
 
 def plan(stack: str, gpus: Sequence[Gpu], gib: float | None = None) -> GpuPlan | None:
-    """The plan for the size of these GPUs, or a smaller one if it does not fit into what is free on each, or into
-    `gib`. None for a stack that has no plans. GpuError if not even the smallest one fits."""
+    """Return the plan for the size of these GPUs, or a smaller one if it does not fit into what is free on each, or
+    into `gib`. Return None for a stack that has no plans. Raise GpuError if not even the smallest one fits."""
     plans = [each for each in GPU_PLANS if stack in each.streams]
     if not plans:
         return None
@@ -146,7 +146,7 @@ def _least(gpus: Sequence[Gpu], gib: float | None) -> tuple[Gpu, float]:
 
 
 def describe(made: GpuPlan, stack: str, gpus: Sequence[Gpu]) -> str:
-    """The line that is printed at start."""
+    """Return the line that is printed at start."""
     of = made.streams[stack]
     where = str(gpus[0]) if len(gpus) == 1 else f"each of {len(gpus)} GPUs, {gpus[0]}"
     prompts = "CPU" if made.prompt_device == "cpu" else "GPU"
@@ -157,8 +157,8 @@ def describe(made: GpuPlan, stack: str, gpus: Sequence[Gpu]) -> str:
 
 
 def visible_and_new_enough() -> list[Gpu]:
-    """The visible GPUs. GpuError if there is none, or one or its driver is too old for the installed torch, or for that
-    of the extra `gpu` where none is installed."""
+    """Return the visible GPUs. Raise GpuError if there is none, or one or its driver is too old for the installed
+    torch, or for that of the extra `gpu` where none is installed."""
     cuda, gpus = cuda_of_torch(), visible()
     if not gpus:
         raise GpuError(NONE_VISIBLE)
@@ -168,8 +168,8 @@ def visible_and_new_enough() -> list[Gpu]:
 
 
 def used(device: str) -> list[Gpu]:
-    """The GPUs that a server on `device` ("auto", "cpu", "gpu") has; "auto" without a GPU that can be used has none.
-    GpuError if `device` is "gpu", and there is none."""
+    """Return the GPUs that a server on `device` ("auto", "cpu", "gpu") has; "auto" without a GPU that can be used has
+    none. Raise GpuError if `device` is "gpu", and there is none."""
     if device == "cpu" or (device == "auto" and not cuda_of_torch()):
         return []
     if cuda_of_torch() == "":

@@ -42,7 +42,8 @@ class Installation:
 
     @classmethod
     def find(cls) -> "Installation":
-        """That of the running interpreter's wheel, else the image's. ServerError if there is neither."""
+        """Return the installation of the running interpreter's wheel, else the image's. Raise ServerError if there is
+        neither."""
         spec = importlib.util.find_spec("pytriton")  # not imported: only its files are needed
         if spec is not None and spec.submodule_search_locations:
             return cls._of_wheel(Path(spec.submodule_search_locations[0]))
@@ -69,7 +70,7 @@ class Installation:
         )
 
     def backend_directory(self, work: Path) -> Path:
-        """The directory for --backend-directory; created in `work` if the stub is not next to its backend."""
+        """Return the --backend-directory, which is made in `work` if the stub is not next to its backend."""
         if self.stub is None:
             return self.backends
         directory = work / "backends" / "python"
@@ -100,8 +101,8 @@ def _require_glibc() -> None:
 
 
 def _require_numpy(stub: Path) -> None:
-    """ServerError if the models' processes would misread strings: a stub that was built before numpy 2 (with pybind11
-    before 2.12) reads garbage lengths with it, and ends at the first request or, worse, later under load."""
+    """Raise ServerError if the models' processes would misread strings: a stub that was built before numpy 2 (with
+    pybind11 before 2.12) reads garbage lengths with it, and ends at the first request or, worse, later under load."""
     found = importlib.metadata.version("numpy")
     if int(found.split(".")[0]) > 1 and stub.exists() and NUMPY_2 not in stub.read_bytes():
         raise ServerError(
@@ -111,7 +112,7 @@ def _require_numpy(stub: Path) -> None:
 
 
 def _libpython_directories(version: str) -> tuple[Path, ...]:
-    """The directory of this interpreter's shared libpython; empty if the loader finds it without help."""
+    """Return the directory of this interpreter's shared libpython; empty if the loader finds it without help."""
     library = f"libpython{version}.so.1.0"
     for directory in (sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib"):
         if directory and (Path(directory) / library).exists():
@@ -127,6 +128,6 @@ def _libpython_directories(version: str) -> tuple[Path, ...]:
 
 
 def require_machine() -> tuple[Path, ...]:
-    """Directories of the shared libpython. ServerError if there is none, or the C library is too old."""
+    """Return the shared libpython's directories. Raise ServerError if there is none, or the C library is too old."""
     _require_glibc()
     return _libpython_directories(f"{sys.version_info.major}.{sys.version_info.minor}")

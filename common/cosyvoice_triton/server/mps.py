@@ -77,7 +77,7 @@ def shared_gpu(repository: Path) -> Iterator[None]:
 
 
 def _share(repository: Path) -> bool:
-    """Whether at least two models compute on a GPU of this machine."""
+    """Return whether at least two models compute on a GPU of this machine."""
     if not gpus.cuda_of_torch() or not gpus.visible():
         return False
     configs = [path.read_text() for path in repository.glob("*/config.pbtxt")]
@@ -85,7 +85,7 @@ def _share(repository: Path) -> bool:
 
 
 def _listens(folder: Path) -> bool:
-    """Whether the daemon has made its pipe, which takes it a moment."""
+    """Return whether the daemon has made its pipe, which takes it a moment."""
     deadline = time.monotonic() + START_SECONDS
     while not (folder / "control").exists():
         if time.monotonic() > deadline or (folder / "ended").exists():
@@ -95,7 +95,7 @@ def _listens(folder: Path) -> bool:
 
 
 def _reason(folder: Path) -> str:
-    """Why it does not listen: the last line of its log."""
+    """Return why it does not listen: the last line of its log."""
     if shutil.which(PROGRAM) is None:
         return f"{PROGRAM}, a part of the driver, is not installed"
     log = folder / "control.log"

@@ -13,7 +13,7 @@ ANSWER_SECONDS = 5.0
 
 
 def fault(url: str) -> str | None:
-    """Why a page is not ready; None if it is."""
+    """Return why a page is not ready; None if it is."""
     try:
         with open_page(url, ANSWER_SECONDS) as answer:
             return None if answer.status == 200 else f"HTTP {answer.status}"
@@ -43,7 +43,7 @@ def wait(urls: Sequence[str], seconds: float, process: int | None = None) -> lis
 
 
 def is_alive(process: int) -> bool:
-    """Whether the process is running; a zombie is not."""
+    """Return whether the process is running; a zombie is not."""
     try:
         return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
     except OSError:

@@ -70,26 +70,26 @@ _PARAMETER = re.compile(r'key: *"(\w+)"')
 
 
 def placeholders(template: str) -> list[str]:
-    """The keys of a template, in order of appearance."""
+    """Return the keys of a template, in order of appearance."""
     return list(dict.fromkeys(_PLACEHOLDER.findall(template)))
 
 
 def model_name(template: str) -> str:
-    """The model that a config.pbtxt belongs to."""
+    """Return the model that a config.pbtxt belongs to."""
     if (match := re.search(r'^name: *"(\w+)"', template, re.MULTILINE)) is None:
         raise ValueError('not a template of a model: no line `name: "..."`')
     return match[1]
 
 
 def settings_of(model: str) -> type[ModelConfig]:
-    """The settings that a model reads. ValueError lists the models there are."""
+    """Return the settings that a model reads. Raise ValueError listing the models there are, if it is none of them."""
     if model in _SHARED:
         return _SHARED[model]
     return OrchestratorConfig if model == stacks.of_model(model).orchestrator else Token2WavConfig
 
 
 def settings_to_add(template: str) -> set[str]:
-    """The settings of a template's model that the template does not declare; none for a model that no stack has."""
+    """Return the settings of a model that its template does not declare; none for a model that no stack has."""
     name = model_name(template)
     if not _is_known(name):
         return set()
@@ -101,7 +101,7 @@ def _is_known(model: str) -> bool:
 
 
 def defaults(model: str) -> dict[str, str]:
-    """The settings of a model that have defaults, with their values. About the LLM they are those of upstream's
+    """Return the settings of a model that have defaults, with their values. About the LLM they are those of upstream's
     deployment of the stack; `StackOptions` has its own.
 
     For a model that no stack has these are only the keys that Triton reads.
@@ -114,7 +114,7 @@ def defaults(model: str) -> dict[str, str]:
 
 
 def _of_stack(model: str) -> dict[str, str]:
-    """The defaults of the model's stack, which replace those in `config`."""
+    """Return the defaults of the model's stack, which replace those in `config`."""
     if model in _SHARED or not _is_known(model):
         return {}
     stack = stacks.of_model(model)
@@ -122,8 +122,8 @@ def _of_stack(model: str) -> dict[str, str]:
 
 
 def fill(template: str, given: Mapping[str, str]) -> str:
-    """The template with every placeholder replaced, and a line for each other setting that is given or has a default of
-    the stack. ValueError naming keys that are unknown or have no value."""
+    """Return the template with every placeholder replaced, and a line for each other setting that is given or has a
+    default of the stack. Raise ValueError naming keys that are unknown or have no value."""
     wanted = placeholders(template)
     if not wanted:
         raise ValueError("nothing to fill in: the template has no ${key}, so it was filled before")
@@ -144,7 +144,7 @@ def fill(template: str, given: Mapping[str, str]) -> str:
 
 
 def parse(config: str, name: str) -> Any:
-    """The ModelConfig protobuf of a filled template of model `name`. ValueError if Triton could not parse it."""
+    """Parse a filled template of model `name` as a ModelConfig protobuf. Raise ValueError if Triton could not."""
     try:
         message = text_format.Parse(config, model_config_pb2.ModelConfig())
     except text_format.ParseError as error:
@@ -155,7 +155,7 @@ def parse(config: str, name: str) -> Any:
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
-    """`key=value` items as a dict; ValueError naming one that is not a pair."""
+    """Return `key=value` items as a dict. Raise ValueError naming one that is not a pair."""
     for pair in pairs:
         if "=" not in pair:
             raise ValueError(f"--set {pair!r} is not KEY=VALUE")
@@ -202,7 +202,7 @@ class StackOptions:
 
     @property
     def models(self) -> dict[str, Path]:
-        """The models of the stack, with the directories of their templates."""
+        """Return the models of the stack, with the directories of their templates."""
         shared = [name for name in _SHARED if name != "tensorrt_llm" or self.llm_transport == "triton"]
         own = TEMPLATES / stacks.named(self.stack).templates  # an absolute path stays as it is
         folders = {name: own if (own / name).is_dir() else TEMPLATES / stacks.SHARED_TEMPLATES for name in shared}
@@ -212,18 +212,18 @@ class StackOptions:
 
     @property
     def token2wav_gpus(self) -> tuple[int, ...]:
-        """The GPUs with a token2wav model each."""
+        """Return the GPUs with a token2wav model each."""
         given = self.settings.get("token2wav_gpus", format_setting(Token2WavConfig.token2wav_gpus))
         return parse_setting("token2wav_gpus", given, tuple[int, ...])
 
     @property
     def orchestrator(self) -> str:
-        """The model that clients call."""
+        """Return the model that clients call."""
         return stacks.named(self.stack).orchestrator
 
     @property
     def checkpoint_dir(self) -> Path:
-        """The folder with the flow, the vocoder and the prompt models."""
+        """Return the folder with the flow, the vocoder and the prompt models."""
         return self.models_dir.resolve() / stacks.named(self.stack).checkpoint
 
     @property
@@ -252,7 +252,7 @@ class StackOptions:
         return self.models_dir.resolve() / stacks.named(self.stack).llm.genai
 
     def missing_files(self) -> list[Path]:
-        """The files that the stack would load and that do not exist."""
+        """Return the files that the stack would load and that do not exist."""
         needed = [self.checkpoint_dir / name for name in stacks.named(self.stack).files]
         needed.append(self.tokenizer_dir / "tokenizer_config.json")
         if self.llm_transport == "triton":
@@ -260,7 +260,7 @@ class StackOptions:
         return [path for path in needed if not path.exists()]
 
     def values(self) -> dict[str, str]:
-        """The values of all template keys that follow from the options; a template uses those it has."""
+        """Return the values of all template keys that follow from the options; a template uses those it has."""
         streams = self.settings.get("max_streams", format_setting(Token2WavConfig.max_streams))
         models = len(self.token2wav_gpus)
         # What ends the server if it fails is together, so that each other GPU only has listeners of its own to lose.
@@ -355,7 +355,7 @@ def render(options: StackOptions, destination: Path) -> None:
 
 
 def _filled_configs(options: StackOptions) -> dict[str, str]:
-    """The config.pbtxt of each model, checked by parsing it."""
+    """Return the config.pbtxt of each model, checked by parsing it."""
     templates = {name: (source / "config.pbtxt").read_text() for name, source in options.models.items()}
     keys = {name: {*placeholders(template), *settings_to_add(template)} for name, template in templates.items()}
     known = set().union(*keys.values())

@@ -9,7 +9,7 @@ ANSWER_SECONDS = 10.0
 
 
 def cache_option(redis: str, mib: int) -> str:
-    """The value of Triton's --cache-config. redis: HOST or HOST:PORT, "" for a cache of `mib` MiB in memory."""
+    """Return the value of Triton's --cache-config. redis: HOST or HOST:PORT, "" for a cache of `mib` MiB in memory."""
     if not redis:
         return f"local,size={mib << 20}"
     host, port = _address(redis)
@@ -17,7 +17,7 @@ def cache_option(redis: str, mib: int) -> str:
 
 
 def empty_redis(redis: str) -> None:
-    """Empty the cache in a Redis: an entry's key does not tell whose recording it is of. OSError."""
+    """Empty the cache in a Redis: an entry's key does not tell whose recording it is of. Raise OSError if it fails."""
     password, user = (os.environ.get(f"TRITONCACHE_REDIS_{name}", "") for name in ("PASSWORD", "USERNAME"))
     login = [["AUTH", *([user] if user else []), password]] if password else []
     with socket.create_connection(_address(redis), ANSWER_SECONDS) as connection, connection.makefile("rb") as answers:

@@ -42,7 +42,7 @@ class Terminated(BaseException):
 
 
 def raise_on_sigterm() -> None:
-    """The first SIGTERM raises Terminated in the main thread, later ones KeyboardInterrupt."""
+    """Let the first SIGTERM raise Terminated in the main thread, later ones KeyboardInterrupt."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -63,7 +63,7 @@ class HealthPage:
         self._thread.join()
 
     def readiness(self) -> tuple[int, str]:
-        """Status and text of /ready."""
+        """Return status and text of /ready."""
         if self.state != "ready":
             return 503, self.state
         if doubts := self._server.doubts():
@@ -103,7 +103,7 @@ class HealthPage:
                     self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Logs nothing: there is a probe every second."""
+                """Log nothing: there is a probe every second."""
 
         return Handler
 

@@ -78,7 +78,7 @@ class Ports:
 
 
 def usable_ports(ephemeral: Path = EPHEMERAL) -> list[int]:
-    """Ports for servers, in order from a random one: those that the kernel gives to no client.
+    """Return ports for servers, in order from a random one: those that the kernel gives to no client.
 
     A port of the ephemeral range may become the source port of any connection before its server has bound it. Then the
     bind fails, and a client that asks the port can be given the same port and connects to itself.
@@ -97,7 +97,7 @@ _ports = itertools.cycle(usable_ports())
 
 
 def free_port() -> int:
-    """A TCP port that is free at this moment; the next higher one at the next call."""
+    """Return a TCP port that is free at this moment; the next higher one at the next call."""
     for port in _ports:
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
@@ -106,7 +106,7 @@ def free_port() -> int:
 
 
 def require_free(port: int, host: str) -> None:
-    """ServerError if `port` is in use, or `host` is no address of this machine."""
+    """Raise ServerError if `port` is in use, or `host` is no address of this machine."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -284,26 +284,26 @@ class TritonServer:
         self._models = self.model_processes()
 
     def _loaded_instances(self) -> set[str]:
-        """Instances of our models that publish their metrics, which is the last thing they do to be loaded."""
+        """Return our instances that publish their metrics, which is the last thing they do to be loaded."""
         return {path.stem for path in self.metrics_directory.glob(f"*{metrics.ENDING}")}
 
     def _all_loaded(self, instances: set[str]) -> bool:
-        """Whether there is one of each model. Others than ours, such as C++ ones, publish nothing."""
+        """Return whether there is one of each model. Others than ours, such as C++ ones, publish nothing."""
         models = {path.parent.name for path in self.repository.glob("*/config.pbtxt")}
         return {re.sub(r"_\d+_\d+$", "", instance) for instance in instances} >= models
 
     def answers_ready(self) -> bool:
-        """Whether every model is loaded and the metrics can be read."""
+        """Return whether every model is loaded and the metrics can be read."""
         # gRPC starts listening before HTTP, the metrics page after it.
         pages = f"http://{self.http_url}/v2/health/ready", f"http://{self.metrics_url}/metrics"
         return all(fault(page) is None for page in pages)
 
     def refuse_new(self) -> None:
-        """From now on the orchestrators answer new requests with UNAVAILABLE; running ones continue."""
+        """Let the orchestrators answer new requests with UNAVAILABLE from now on; running ones continue."""
         DrainFile(self._environment.drain_file).create()
 
     def live_requests(self) -> int:
-        """Requests in progress at the orchestrators, as of half a second ago. ServerError if the server has ended."""
+        """Count the requests in progress, as of half a second ago. Raise ServerError if the server has ended."""
         if self._process is None or self._process.poll() is not None:
             raise ServerError("tritonserver has ended")
         return int(metrics.sum_of(metrics.page(self.metrics_directory), metrics.LIVE.name))
@@ -325,8 +325,8 @@ class TritonServer:
             raise ServerError(f"tritonserver ended unexpectedly with code {code}: {cause}")
 
     def check_models(self) -> None:
-        """To be called every WATCH_SECONDS: kills the server and raises ServerError if a model has died, hangs or has
-        failed, unless a replica of it works."""
+        """Kill the server and raise ServerError if a model has died, hangs or has failed, unless a replica of it works.
+        It must be called every WATCH_SECONDS."""
         self._rotation.rotate(above=MAX_BYTES)
         faults = self._watch.look()
         running = self.model_processes()
@@ -364,11 +364,11 @@ class TritonServer:
 
     @property
     def lost(self) -> list[str]:
-        """Why the server works without some of its models, one line for each."""
+        """Return why the server works without some of its models, one line for each."""
         return list(self._watch.lost.values())
 
     def doubts(self) -> str:
-        """Why the server is not ready although it says so, as of the last check of its models; empty if it is."""
+        """Return why the server is not ready although it says so, as of the last check; empty if it is."""
         return self._watch.doubts()
 
     def kill(self) -> None:
@@ -379,7 +379,7 @@ class TritonServer:
         self._process.wait()
 
     def model_processes(self) -> dict[int, str]:
-        """The running model processes, one per instance: process id -> name of the model."""
+        """Return the running model processes, one per instance: process id -> name of the model."""
         assert self._process is not None, "start() comes first"
         found = {}
         for directory in Path("/proc").glob("[0-9]*"):
@@ -439,7 +439,7 @@ class TritonServer:
         ]
 
     def _failure(self) -> str:
-        """The error lines of the log and its last line, or its last lines if there are no errors."""
+        """Return the error lines of the log and its last line, or its last lines if there are no errors."""
         if self.log_file == INHERITED:
             return "see above"
         lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.exists() else []

@@ -43,8 +43,8 @@ class ModelWatch:
         self.lost: dict[str, str] = {}  # the models without which the server goes on, and why
 
     def look(self) -> dict[str, str]:
-        """To be called every WATCH_SECONDS. The models that have to be restarted, apart from those that are lost, and
-        why."""
+        """Return the models that have to be restarted, apart from those that are lost, and why. It must be called every
+        WATCH_SECONDS."""
         for path in self._directory.glob(f"*{metrics.ENDING}"):
             self._read(path)
         faults = {}
@@ -61,11 +61,11 @@ class ModelWatch:
 
     @property
     def models(self) -> set[str]:
-        """Those that publish their files."""
+        """Return the models that publish their files."""
         return {instance.model for instance in self._instances.values()}
 
     def lose(self, model: str, reason: str) -> None:
-        """From now on the server goes on without a model, whose processes have ended. Others ask `has_failed`."""
+        """Let the server go on without a model, whose processes have ended. Others ask `has_failed`."""
         self.lost[model] = reason
         try:
             write_failure(self._directory, model, reason)
@@ -78,7 +78,7 @@ class ModelWatch:
             MetricsFile(self._directory / name, metrics.to_bytes(labels, {FAILING: 1})).close()
 
     def doubts(self) -> str:
-        """Why the server is not ready, in a few words for each model concerned; empty if it is."""
+        """Return why the server is not ready, in a few words for each model concerned; empty if it is."""
         found = []
         for instance in self._instances.values():
             if instance.silent >= SILENT_SECONDS:

@@ -90,22 +90,22 @@ def routes_of(app: FastAPI) -> list[BaseRoute]:
 def _add_service_routes(app: FastAPI) -> None:
     @app.get("/")
     async def page() -> Response:
-        """The page, to speak texts and to record voices."""
+        """Return the page, to speak texts and to record voices."""
         return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
 
     @app.get("/docs")
     async def docs() -> Response:
-        """The document of `/openapi.json` as a page."""
+        """Return the document of `/openapi.json` as a page."""
         return FileResponse(PAGE / "docs.html", headers=_PAGE_HEADERS)
 
     @app.get("/openapi.json")
     async def openapi() -> dict[str, Any]:
-        """This document."""
+        """Return this document."""
         return document(routes_of(app))
 
     @app.get("/health")
     async def health(request: Request) -> Response:
-        """200 if at least one Triton serves a speech model. Their addresses are for callers with a key."""
+        """Return 200 if at least one Triton serves a speech model. Their addresses are for callers with a key."""
         service = Service.of(request)
         pool = service.dispatcher.pool
         about: dict[str, Any] = {"status": "ok" if pool.models else "unavailable"}
@@ -116,7 +116,7 @@ def _add_service_routes(app: FastAPI) -> None:
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Metrics in the format of Prometheus."""
+        """Return metrics in the format of Prometheus."""
         service = Service.of(request)
         for backend in service.dispatcher.pool.backends:
             service.metrics.outstanding.labels(backend.url).set(backend.outstanding)

@@ -68,12 +68,12 @@ class SpeechJob:
 
     @property
     def seconds(self) -> float:
-        """Seconds of audio generated so far, at normal speed."""
+        """Return the seconds of audio generated so far, at normal speed."""
         return self.samples / SAMPLE_RATE
 
     @property
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage, and the seconds. input_tokens counts characters, because only Triton has the LLM's
+        """Return OpenAI's usage, and the seconds. input_tokens counts characters, because only Triton has the LLM's
         tokenizer."""
         text = sum(each.pieces.chars for each in self.utterances if each.pieces is not None) or self.chars
         speech = round(self.seconds * TOKEN_RATE)
@@ -246,7 +246,7 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _admitted(self) -> Iterator[None]:
-        """Occupy one of the slots for live streams. ApiError 429 if there is none."""
+        """Occupy one of the slots for live streams. Raise ApiError 429 if there is none."""
         self._require_slot()
         self._live += 1
         self.metrics.live.set(self._live)

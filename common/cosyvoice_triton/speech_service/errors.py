@@ -50,7 +50,7 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """OpenAI's `type`."""
+        """Return OpenAI's `type`."""
         names = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
         return names.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 

@@ -56,7 +56,7 @@ class Service:
 
     @property
     def default_model(self) -> str:
-        """The model of requests that name none; "" if none is served."""
+        """Return the model of requests that name none; "" if none is served."""
         return self.settings.model or next(iter(self.dispatcher.pool.models), "")
 
     async def job(self, wanted: SpeechRequest, upload: bytes | None = None, decode: Decoder = decode) -> SpeechJob:

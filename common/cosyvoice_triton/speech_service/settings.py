@@ -92,22 +92,23 @@ class Settings:
 
     @property
     def max_body_bytes(self) -> int:
-        """Limit for a request body: one recording in base64, and the texts."""
+        """Return the limit for a request body: one recording in base64, and the texts."""
         return self.max_reference_bytes * 4 // 3 + 2 * MIB
 
     @property
     def max_unanswered_bytes(self) -> int:
-        """Limit for all bodies and WebSocket messages that have begun to arrive: a quarter of `max_streams`."""
+        """Return the limit for all bodies and WebSocket messages that have begun to arrive: a quarter of
+        `max_streams`."""
         return self.max_body_bytes * max(self.max_streams // 4, 1)
 
     @property
     def max_json_chars(self) -> int:
-        """Limit for the punctuation of a body: no more than the characters of all texts of a batch."""
+        """Return the limit for the punctuation of a body: no more than the characters of all texts of a batch."""
         return self.max_batch * self.max_input_chars
 
     @property
     def max_form_bytes(self) -> int:
-        """Limit for a form without files: its texts, percent-encoded."""
+        """Return the limit for a form without files: its texts, percent-encoded."""
         return 3 * MAX_CHAR_BYTES * 3 * self.max_input_chars
 
 

@@ -139,7 +139,7 @@ class TritonPool:
 
     @property
     def models(self) -> list[str]:
-        """The served models, in the order in which a request without a name tries them."""
+        """Return the served models, in the order in which a request without a name tries them."""
         return [name for name in stacks.orchestrators() if any(name in backend.models for backend in self.backends)]
 
     def about(self, name: str) -> ServedModel:

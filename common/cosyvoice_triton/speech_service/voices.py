@@ -34,7 +34,7 @@ class VoiceFolder:
     def __init__(
         self, folder: Path, max_bytes: int, aliases: Iterable[str] = (), max_per_key: int = MAX_VOICES
     ) -> None:
-        """aliases: as in `Settings.voice_aliases`. max_per_key: voices that one API key may register."""
+        """Open a folder. aliases: as in `Settings.voice_aliases`. max_per_key: voices that one API key may register."""
         self._folder = folder
         self._max_bytes = max_bytes
         self._max_per_key = max_per_key

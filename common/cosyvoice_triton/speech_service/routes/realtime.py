@@ -53,7 +53,7 @@ router = APIRouter()
 
 @router.websocket("/v1/realtime")
 async def realtime_socket(socket: WebSocket) -> None:
-    """One connection, any number of responses, one at a time."""
+    """Serve one connection with any number of responses, one at a time."""
     await RealtimeSession.serve(socket)
 
 
@@ -304,7 +304,7 @@ class RealtimeSession(SocketSessionBase):
         return True
 
     async def _cancel(self, name: Any) -> None:
-        """Barge-in: no audio of the response is sent after its response.done."""
+        """Cancel the response (barge-in): none of its audio is sent after its response.done."""
         response = self._response
         if response is None or response.ending or name not in (None, response.id):
             raise invalid(

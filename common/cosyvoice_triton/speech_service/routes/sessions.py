@@ -102,7 +102,7 @@ class SocketSessionBase(ABC):
 
     @property
     def _silent(self) -> float:
-        """Seconds since the last message or audio."""
+        """Return the seconds since the last message or audio."""
         return 0.0 if self._speaking else time.monotonic() - self._active
 
     @property

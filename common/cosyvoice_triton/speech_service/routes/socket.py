@@ -49,7 +49,7 @@ router = APIRouter()
 
 @router.websocket("/v1/audio/speech/stream")
 async def speech_socket(socket: WebSocket) -> None:
-    """One connection, any number of utterances."""
+    """Serve one connection with any number of utterances."""
     await SocketSession.serve(socket)
 
 
@@ -251,7 +251,7 @@ class SocketSession(SocketSessionBase):
         return True
 
     async def _cancel(self) -> None:
-        """Barge-in: discard all text so far; no audio of it is sent after the answer to this message."""
+        """Discard all text so far (barge-in); no audio of it is sent after the answer to this message."""
         self._waiting.clear()
         self._waiting_chars, self._half = 0, ""
         self._drop_unfinished()

@@ -67,7 +67,7 @@ async def speech(request: Request) -> Response:
 
 @router.post("/v1/audio/speech/text")
 async def text(request: Request) -> dict[str, Any]:
-    """What will be spoken of a text: its segments in words, with expected seconds."""
+    """Return what will be spoken of a text: its segments in words, with expected seconds."""
     fields, upload = await read_fields(request, "ref_audio")
     return await Service.of(request).preview(parse(SpeechRequest, fields), upload)
 
@@ -125,13 +125,13 @@ async def _disconnected(request: Request) -> None:
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    """The served models, then OpenAI's names, which stand for the default one."""
+    """Return the served models, then OpenAI's names, which stand for the default one."""
     return {"object": "list", "data": list(_models(Service.of(request)).values())}
 
 
 @router.get("/v1/models/{name}")
 async def model(name: str, request: Request) -> dict[str, Any]:
-    """One of the models that `models` lists."""
+    """Return one of the models that `models` lists."""
     listed = _models(Service.of(request))
     if is_openai_model(name) and OPENAI_MODELS[0] in listed:
         return {**listed[OPENAI_MODELS[0]], "id": name}
@@ -142,7 +142,7 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 
 @router.get("/v1/audio/models")
 async def audio_models(request: Request) -> dict[str, Any]:
-    """The same list in the form that Open WebUI reads, and the longest text that is accepted. Of each model: its
+    """Return the same list in the form that Open WebUI reads, and the longest text that is accepted. Each model has its
     languages, whether it follows instructions, and whether it is the demo voice."""
     service = Service.of(request)
     listed = []

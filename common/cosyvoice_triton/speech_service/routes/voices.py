@@ -18,8 +18,8 @@ router = APIRouter()
 
 @router.get("/v1/audio/voices")
 async def list_voices(request: Request, legacy: str = "") -> dict[str, Any]:
-    """The registered voices, then the aliases. `voices` is for Open WebUI and Kokoro's clients, `data` for OpenAI's.
-    `legacy`: `voices` are names, as Kokoro's older clients read them."""
+    """Return the registered voices, then the aliases. `voices` is for Open WebUI and Kokoro's clients, `data` for
+    OpenAI's. `legacy`: `voices` are names, as Kokoro's older clients read them."""
     voices = Service.of(request).voices
     names, aliases = await asyncio.to_thread(voices.names), await asyncio.to_thread(voices.aliases)
     known = await asyncio.to_thread(lambda: [{**_voice(name), **voices.rights(name).known} for name in names])
@@ -62,7 +62,7 @@ async def load(request: Request) -> Response:
 
 @router.get("/v1/audio/voices/{name}/export")
 async def export(name: str, request: Request) -> Response:
-    """A voice as one file, with its consent, for the API key that registered it."""
+    """Return a voice as one file, with its consent, for the API key that registered it."""
     data = await asyncio.to_thread(Service.of(request).voices.export, name, API_KEY.get())
     quoted = quote(name, safe="")  # curl understands the plain form only
     named = f'filename="{name}.zip"' if name == quoted else f"filename*=UTF-8''{quoted}.zip"
