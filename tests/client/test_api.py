@@ -81,7 +81,7 @@ def test_language_and_pronunciations_are_sent_by_the_client_and_by_say(tmp_path:
             assert request.parameters["language"].string_param == "de"
             assert json.loads(request.parameters["pronunciation"].string_param) == {"nginx": "engine x"}
         with pytest.raises(ValueError, match="pronunciation of 'nginx' must be text, not 3"):
-            client.speak("Hallo nginx.", pronunciation={"nginx": 3})  # type: ignore[dict-item]
+            client.speak("Hallo nginx.", pronunciation={"nginx": 3})
         assert stub.served == 2
 
 

@@ -238,7 +238,7 @@ class RefusedEarly:
 
 def test_a_call_that_ends_before_its_request_is_sent_says_to_retry() -> None:
     async def run() -> None:
-        async for _ in grpc_client.chunks(RefusedEarly(), MODEL, Utterance("Hello."), 60.0):  # type: ignore[arg-type]
+        async for _ in grpc_client.chunks(RefusedEarly(), MODEL, Utterance("Hello."), 60.0):
             pass
 
     with pytest.raises(InferenceServerException, match="retry"):

@@ -1,6 +1,5 @@
-"""Images, compose files and monitoring, as far as they can be checked without running them: syntax and references."""
+"""Images and compose files, as far as they can be checked without running them: syntax and references."""
 
-import json
 import os
 import re
 import shlex
@@ -438,22 +437,3 @@ def test_every_command_exists_with_its_options(capsys: pytest.CaptureFixture[str
             helps[command] = capsys.readouterr().out
         for option in set(re.findall(r"--[a-z][\w-]*", arguments)):
             assert option in helps[command], f"{' '.join(command)} has no {option}"
-
-
-# --- monitoring --------------------------------------------------------------------------------------------------
-
-
-def test_dashboard_and_alerts_use_existing_metrics() -> None:
-    from cosyvoice_triton.monitoring import health, metrics
-
-    values = [*vars(metrics).values(), *vars(health).values()]
-    ours = {one.name for one in values if isinstance(one, metrics.Metric)}
-    board = json.loads((ROOT / "deploy/monitoring/grafana/dashboards/speech.json").read_text())
-    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    alerts = yaml.safe_load((ROOT / "deploy/monitoring/alerts.yml").read_text())
-    queries += [rule["expr"] for group in alerts["groups"] for rule in group["rules"]]
-    queried = {re.sub(r"_bucket$", "", name) for query in queries for name in re.findall(r"\btts_\w+", query)}
-    assert queried and queried <= ours
-    assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}) == len(board["panels"])
-    scraped = yaml.safe_load((ROOT / "deploy/monitoring/prometheus.yml").read_text())["scrape_configs"]
-    assert {job["job_name"] for job in scraped} == {"triton", "models", "speech", "llm"}

@@ -63,6 +63,7 @@ def test_a_checkpoint_states_its_solve_next_to_its_flow(tmp_path: Path) -> None:
         ('{"steps": 2, "time_grid": [0, 1, 1]}', "is not 3 rising times"),
         ('{"steps": 0}', "0 steps and guidance 0.7"),
         ('{"guidance": -1}', "guidance -1"),
+        ('{"guidance": NaN}', "guidance nan"),
         ('{"step": 3}', r"it has \['step'\]; use steps, time_grid and guidance"),
         ("[]", "flow.json"),
         ('{"steps": "5"}', "flow.json"),

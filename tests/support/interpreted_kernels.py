@@ -3,8 +3,7 @@ checked. A program of its own, because Triton decides at its import whether it i
 `TRITON_INTERPRET=1 python -m tests.support.interpreted_kernels layers`."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -67,12 +66,11 @@ from cosyvoice_triton.token2wav.vocoder.hift_fused import FusedBody
 from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 from torch.testing import assert_close
-from triton.runtime import interpreter
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.parity import flow_dit
 from tests.parity.fixture import Fixture
 from tests.support.kernel_launches import pretended
+from tests.support.kernel_memory import EXTENTS, checked
 from tests.support.streams import DIT, GOLDEN
 
 linear_kernels: Any = import_module("cosyvoice_triton.kernels.linear")  # the package has a function of that name
@@ -399,65 +397,6 @@ def compare_hift() -> None:
     padded = mel.where(silenced(torch.ones_like(mel), frames).bool(), torch.nan), excitation.where(inside, torch.nan)
     assert_close(body(*padded, frames)[inside], expected[inside], atol=1e-4, rtol=1e-4)
     assert_close(body(mel[:1], excitation[:1]), network.body(mel[:1], excitation[:1]), atol=1e-4, rtol=1e-4)
-
-
-class Extents:
-    """The memory that a kernel may use: that of its tensors, and if it has a table of addresses, `addressed`."""
-
-    def __init__(self) -> None:
-        self.addressed: list[Tensor] = []
-        self._spans: list[tuple[int, int]] = []
-
-    def allow(self, tensors: list[Tensor]) -> None:
-        self._spans = [(x.data_ptr(), x.data_ptr() + _nbytes(x)) for x in tensors if x.numel()]
-
-    def check(self, addresses: np.ndarray, size: int) -> None:
-        inside = np.zeros(addresses.shape, bool)
-        for begin, end in self._spans:
-            inside |= (addresses >= begin) & (addresses + np.uint64(size) <= end)
-        if not inside.all():
-            raise AssertionError(f"{(~inside).sum()} of {inside.size} addresses are outside of the kernel's tensors")
-
-
-def _nbytes(x: Tensor) -> int:
-    """From its first element to its last."""
-    return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
-
-
-EXTENTS = Extents()
-
-
-@contextmanager
-def checked() -> Iterator[None]:
-    """Each address that a kernel reads or writes is within its tensors, or AssertionError."""
-    builder = interpreter.InterpreterBuilder
-    load, store = builder.create_masked_load, builder.create_masked_store
-    arguments = interpreter.GridExecutor._init_args_hst
-
-    def init(self: Any, given: Any, named: Any) -> Any:
-        passed = [x.base if isinstance(x, TensorDescriptor) else x for x in (*given, *named.values())]
-        found = [x for x in passed if isinstance(x, Tensor)]
-        EXTENTS.allow(found + (EXTENTS.addressed if "table_ptr" in self.arg_names else []))
-        return arguments(self, given, named)
-
-    def masked_load(self: Any, addresses: Any, mask: Any, *rest: Any, **options: Any) -> Any:
-        check(addresses, mask)
-        return load(self, addresses, mask, *rest, **options)
-
-    def masked_store(self: Any, addresses: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        check(addresses, mask)
-        return store(self, addresses, value, mask, *rest)
-
-    def check(addresses: Any, mask: Any) -> None:
-        inside = mask if isinstance(mask, np.ndarray) else mask.data  # of a descriptor's tile it is a plain array
-        EXTENTS.check(addresses.data[inside.astype(bool)], addresses.get_element_ty().primitive_bitwidth // 8)
-
-    with (
-        patch.object(interpreter.GridExecutor, "_init_args_hst", init),
-        patch.object(builder, "create_masked_load", masked_load),
-        patch.object(builder, "create_masked_store", masked_store),
-    ):
-        yield
 
 
 if __name__ == "__main__":

@@ -133,8 +133,8 @@ class _Lenient:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        # BinaryIO lacks `readinto`, which files and BytesIO have, and which libsndfile needs.
-        self.tell, self.read, self.readinto = file.tell, file.read, file.readinto  # type: ignore[attr-defined]
+        self.tell, self.read = file.tell, file.read
+        self.readinto = file.readinto  # type: ignore[attr-defined]  # files and BytesIO have it; libsndfile needs it
 
     def seek(self, offset: int, whence: int = 0) -> int:
         try:

@@ -1,6 +1,7 @@
 """Sizes of the flow networks. Defaults are the official sizes; `from_shapes` reads them from a checkpoint's tensors."""
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -150,7 +151,7 @@ class FlowConfig:
     guidance: float = GUIDANCE
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or self.steps < 1 or self.guidance < 0:
+        if not isinstance(self.steps, int) or self.steps < 1 or not 0 <= self.guidance < math.inf:
             raise ValueError(f"a flow of {self.steps} steps and guidance {self.guidance:g}: use 1 or more, 0 or more")
         check_time_grid(self.time_grid, self.steps)
 

@@ -144,7 +144,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        cycle.transport = _LingeringTransport(self)  # type: ignore[assignment]
+        cycle.transport = _LingeringTransport(self)  # type: ignore[assignment]  # all that a cycle uses
         super()._start_asgi_task(cycle, app)
 
     def close_after_body(self) -> None:
