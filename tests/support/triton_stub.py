@@ -114,7 +114,7 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
                 due += pause
             if word == "break":
                 await context.abort(grpc.StatusCode.INTERNAL, "token2wav broke")
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter if it ends while gRPC sends a chunk
             self.cancelled += 1
             raise
         finally:
