@@ -10,6 +10,7 @@ MODE ?= streaming
 # gpu: `make serve` installs the extra `gpu`, downloads the official weights of STACK and serves them.
 DEVICE ?= cpu
 GPU := $(filter gpu,$(DEVICE))
+$(if $(filter cpu gpu,$(DEVICE)),,$(error DEVICE is cpu or gpu, not '$(DEVICE)'))
 MODELS ?= $(if $(GPU),models/official,models/demo)
 TEXT ?=
 # Template keys for `make serve` and `make render`, as in SET="max_streams=4 first_hop_tokens=10". Both render anew: keys
@@ -179,7 +180,7 @@ soak: $(VENV)/.server ## mixed load and faults for MINUTES (10), every request a
 	@$(IN_VENV) -m tests.soak --minutes $(MINUTES) $(SOAK_ARGS)
 
 parity: $(VENV)/.server ## compare the served engine with the recorded outputs in FOLDER (tests/assets/golden), on DEVICE (cpu)
-	@$(IN_VENV) -m tests.parity --device $(if $(GPU),cuda,$(DEVICE)) "$(FOLDER)"
+	@$(IN_VENV) -m tests.parity --device $(if $(GPU),cuda,cpu) "$(FOLDER)"
 
 pictures: docs/architecture.svg docs/speech_page.png ## render the pictures of docs/ (graphviz, Chromium)
 

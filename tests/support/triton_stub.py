@@ -99,6 +99,9 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
         due = loop.time()
         try:
             word = _first_word(request)
+            if texts_of(request).get("speaker") == "nobody":
+                why = "invalid request: unknown speaker 'nobody'; known speakers: zoe"
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
             if word in ("refuse", "nothing"):
                 why = "is refused" if word == "refuse" else "has nothing to speak: '→'"
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"invalid request: target_text {why}")

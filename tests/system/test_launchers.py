@@ -55,6 +55,12 @@ def test_make_render_passes_each_setting_on() -> None:
     assert "--set max_streams=4 --set first_hop_tokens=10" in shown.stdout
 
 
+def test_make_refuses_an_unknown_device() -> None:
+    asked = ["make", "-n", "serve", "DEVICE=cuda"]
+    refused = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and "DEVICE is cpu or gpu, not 'cuda'" in refused.stderr
+
+
 def test_make_serve_on_a_gpu_installs_its_extra_checks_the_machine_downloads_and_serves() -> None:
     shown = subprocess.run(
         ["make", "-n", "serve", "DEVICE=gpu", "STACK=unet"], cwd=ROOT, capture_output=True, text=True, timeout=60

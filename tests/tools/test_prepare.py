@@ -74,6 +74,7 @@ def test_only_files_that_are_read_are_downloaded_and_the_llm_can_be_chosen(
     command = ["download", str(tmp_path), "--stack", stack.name, "--rl"]
     assert prepare.main(command) == 1
     assert f"{llm} was made from llm.pt: remove it" in capsys.readouterr().err
+    assert sum(path.startswith("/api/models/") for path in remote.requested) == 1  # a listing of each repository
     fetched = {file["name"] for file in hub.read_record(tmp_path)[stack.repository]["files"]}
     assert fetched == read
     (llm / "config.json").write_text('{"made_from": "llm.rl.pt"}')

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -90,31 +90,34 @@ def digest_of(path: Path, *, git: bool) -> str:
     return f"git:{digest.hexdigest()}" if git else digest.hexdigest()
 
 
-def require_access(source: Source, models: Path, revision: str | None = None) -> None:
-    """Download the smallest file of a source that is not there: a hub may list what it does not send without a token.
-
-    DownloadError as of `fetch`, before gigabytes of another source have come.
-    """
-    known = read_record(models).get(source.repository)
-    if (listed := _listing_unless_complete(source, models, known, revision)) is None:
-        return
-    commit, files = listed
-    smallest = min(files, key=lambda file: file.size)
-    if not smallest.is_at(models / source.directory / smallest.name):
-        _download(source, smallest, commit, models)
-
-
 def fetch(source: Source, models: Path, revision: str | None = None) -> bool:
-    """Complete a source below `models`; return False if it was complete. revision: commit, branch or tag to switch to.
+    """Complete one source, as `fetch_all` does; return False if it was complete."""
+    return next(fetch_all((source,), models, {source.repository: revision}))
 
-    Raise DownloadError if the hub cannot be reached or refuses, a file is missing there, the disk is too full or a file
-    is damaged.
+
+def fetch_all(sources: Sequence[Source], models: Path, revisions: Mapping[str, str | None]) -> Iterator[bool]:
+    """Complete one source after another below `models`; yield False for one that was complete.
+
+    revisions: commits, branches or tags to switch to, by repository. Raise DownloadError if a hub cannot be reached or
+    refuses, a file is missing there, the disk is too full or a file is damaged. A hub may list what it does not send
+    without a token, so the smallest file of every later source comes before the gigabytes of the first.
     """
+    listings = [_listing_unless_complete(source, models, revisions.get(source.repository)) for source in sources]
+    for source, listed in [*zip(sources, listings, strict=True)][1:]:
+        if listed is not None:
+            smallest = min(listed[1], key=lambda file: file.size)
+            if not smallest.is_at(models / source.directory / smallest.name):
+                _download(source, smallest, listed[0], models)
+    for source, listed in zip(sources, listings, strict=True):
+        if listed is not None:
+            _complete(source, *listed, models, revisions.get(source.repository))
+        yield listed is not None
+
+
+def _complete(source: Source, commit: str, files: list[RemoteFile], models: Path, revision: str | None) -> None:
+    """Download the missing files of a source, verify all of them and write them to the record."""
     record = read_record(models)
     known = record.get(source.repository)
-    if (listed := _listing_unless_complete(source, models, known, revision)) is None:
-        return False
-    commit, files = listed
     missing = []
     for file in files:
         path = models / source.directory / file.name
@@ -136,7 +139,6 @@ def fetch(source: Source, models: Path, revision: str | None = None) -> bool:
         "files": sorted(all_files, key=lambda entry: entry["name"]),
     }
     _write_record(models, record | {source.repository: entry})
-    return True
 
 
 def _linked(file: RemoteFile, path: Path, models: Path, record: Mapping[str, Any]) -> bool:
@@ -189,10 +191,9 @@ def _wanted(source: Source, known: Mapping[str, Any]) -> list[RemoteFile]:
     return found
 
 
-def _listing_unless_complete(
-    source: Source, models: Path, known: Mapping[str, Any] | None, revision: str | None
-) -> tuple[str, list[RemoteFile]] | None:
+def _listing_unless_complete(source: Source, models: Path, revision: str | None) -> tuple[str, list[RemoteFile]] | None:
     """Return the commit to fetch, that of the record if it may stay, and its files; None if all of them are there."""
+    known = read_record(models).get(source.repository)
     if known and (revision is None or revision in (known["commit"], known["revision"])):
         if all(file.is_at(models / source.directory / file.name) for file in _wanted(source, known)):
             return None

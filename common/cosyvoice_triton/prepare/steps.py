@@ -69,10 +69,7 @@ def download(models: Path, args: argparse.Namespace) -> None:
     if not weights:
         raise ValueError(f"the {stack.name} stack has one LLM only: leave --rl out")
     sources = hub.sources(stack, args.hub, weights)
-    for source in sources:
-        hub.require_access(source, models, wanted.get(source.repository))
-    for source in sources:
-        made = hub.fetch(source, models, wanted.get(source.repository))
+    for source, made in zip(sources, hub.fetch_all(sources, models, wanted), strict=True):
         report(models / source.directory, made, f"commit {hub.read_record(models)[source.repository]['commit']}")
     llm = models / stack.llm.directory
     if missing := not llm.exists():

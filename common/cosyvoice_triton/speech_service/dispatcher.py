@@ -171,7 +171,7 @@ class Dispatcher:
         """Raise ApiError naming the first utterance without a voice if it is not the first one and there is no default
         voice.
 
-        Only the models know theirs, so they are asked for a pause in it. The answer would otherwise break off there.
+        The answer would otherwise break off there.
         """
         number, unnamed = next(
             ((n, each) for n, each in enumerate(job.utterances, 1) if each.reference is None and not each.speaker),
@@ -180,15 +180,22 @@ class Dispatcher:
         if number == 1:
             return
         try:
-            async with contextlib.aclosing(self._generated(job, Utterance(_MOMENT))) as parts:
-                async for _ in parts:
-                    pass
+            await self.check_voice(job, Utterance(""))
         except ApiError as error:
             if error.status != 400:
                 raise
             raise invalid(
                 f"part {number} of input, {unnamed.target_text.strip()[:40]!r}, has no voice: {error.message}", "input"
             ) from None
+
+    async def check_voice(self, job: SpeechJob, utterance: Utterance) -> None:
+        """Raise ApiError if the job's model cannot speak in the utterance's voice.
+
+        Only the models know theirs, so they are asked for a pause in it.
+        """
+        async with contextlib.aclosing(self._generated(job, replace(utterance, target_text=_MOMENT))) as parts:
+            async for _ in parts:
+                pass
 
     async def _generated(self, job: SpeechJob, utterance: Utterance) -> AsyncGenerator[AudioPart, None]:
         """Yield the responses of a model to one of the job's utterances."""

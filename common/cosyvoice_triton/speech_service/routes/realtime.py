@@ -109,7 +109,9 @@ class RealtimeSession(SocketSessionBase):
         self._event = event if _is_text(event, MAX_ID_CHARS) else None
         kind = fields.get("type")
         if kind == "session.update":
-            self._config = self._updated(_object(fields, "session"))
+            config = self._updated(_object(fields, "session"))
+            await self._check_voice(config)
+            self._config = config
             await self._send("session.updated", session=self._session())
         elif str(kind).startswith("conversation.item."):
             await self._handle_item(str(kind).rpartition(".")[2], fields)
@@ -168,6 +170,19 @@ class RealtimeSession(SocketSessionBase):
         config = {**self._config, **fields}
         self._service.encoder(parse(SpeechRequest, {**config, "input": "."}))
         return config
+
+    async def _check_voice(self, config: dict[str, Any]) -> None:
+        """Raise ApiError for a voice that neither this service nor the models know; not if they do not answer now."""
+        wanted: SpeechRequest = parse(SpeechRequest, {**config, "input": "."})
+        if not wanted.voice_name or wanted.voice_name == self._config.get("voice"):
+            return
+        try:
+            job = await self._service.job(wanted)
+            if (utterance := job.utterances[0]).reference is None:
+                await self._service.dispatcher.check_voice(job, utterance)
+        except ApiError as error:
+            if error.status == 400:
+                raise
 
     def _session(self) -> dict[str, Any]:
         wanted: SpeechRequest = parse(SpeechRequest, {**self._config, "input": "."})
