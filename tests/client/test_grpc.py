@@ -190,7 +190,7 @@ def test_closing_a_stream_cancels_its_request_while_the_connection_stays_open() 
 
     async def run(address: str) -> None:
         async with grpc_client.triton.InferenceServerClient(address) as connection:
-            parts = grpc_client.chunks(connection, stub.model, Utterance("endless"), 60.0)
+            parts = grpc_client.chunks(connection, stub.model, Utterance("endless"), 600.0)
             await anext(parts)
             await parts.aclose()
             await asyncio.to_thread(until, lambda: stub.cancelled == 1)

@@ -38,6 +38,7 @@ MODEL_FILES = {
 }
 FIRST_SPEECH_ID = 10  # in this vocabulary
 EOS = 3
+START = fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
 TOKENS = 100  # of every answer of the LLM
 PROMPT = 25  # speech tokens of one second
 DOWN = "http://127.0.0.1:9"  # nobody listens there
@@ -80,10 +81,8 @@ class FakeModels:
     ended: list[int] = field(default_factory=list)
 
     def install(self, models: dict[str, Callee]) -> None:
-        models["audio_tokenizer"] = self.audio_tokenizer
-        models["speaker_embedding"] = self.speaker_embedding
-        models["tensorrt_llm"] = self.llm
-        models["token2wav"] = models["token2wav_dit"] = self.token2wav
+        models |= {"audio_tokenizer": self.audio_tokenizer, "speaker_embedding": self.speaker_embedding}
+        models |= {"tensorrt_llm": self.llm, "token2wav": self.token2wav, "token2wav_dit": self.token2wav}
 
     def audio_tokenizer(self, request: InferenceRequest) -> InferenceResponse:
         assert arrays(request)["reference_wav"].shape[1] == arrays(request)["reference_wav_len"].item()
@@ -94,8 +93,7 @@ class FakeModels:
         return answer(prompt_spk_embedding=np.full((1, SPEAKER_DIM), voice, np.float16))
 
     def llm(self, request: InferenceRequest) -> Iterator[InferenceResponse]:
-        inputs = arrays(request)
-        self.llm_requests.append(inputs)
+        self.llm_requests.append(arrays(request))
         tokens = range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + self.llm_tokens)
         for token in [*tokens, EOS] if self.llm_ends else tokens:
             time.sleep(self.pause)
@@ -103,7 +101,7 @@ class FakeModels:
 
     def token2wav(self, request: InferenceRequest) -> InferenceResponse:
         inputs, sequence = arrays(request), request.correlation_id()
-        start = request.flags() & fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
+        start = request.flags() & START
         end = request.flags() & fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
         if start:
             assert sequence not in self.sequences
@@ -130,6 +128,7 @@ def started(name: str, decoupled: bool = True, **settings: str) -> Iterator[Any]
     config = {
         "parameters": {key: {"string_value": value} for key, value in parameters.items()},
         "model_transaction_policy": {"decoupled": decoupled},
+        "instance_group": [{"count": 1 + decoupled}],  # neither serves a text in pieces
     }
     model = load_model(MODEL_FILES[name]).TritonPythonModel()
     model.initialize({"model_name": name, "model_instance_name": f"{name}_0", "model_config": json.dumps(config)})
@@ -142,16 +141,16 @@ def started(name: str, decoupled: bool = True, **settings: str) -> Iterator[Any]
 def client_request(
     decoupled: bool = True, parameters: Mapping[str, Any] | None = None, **inputs: Any
 ) -> InferenceRequest:
-    texts = {"target_text": "word5.", "reference_text": "word6"} | {
-        k: v for k, v in inputs.items() if isinstance(v, str)
-    }
+    texts = {"target_text": "word5.", "reference_text": "word6"}
+    texts |= {name: text for name, text in inputs.items() if isinstance(text, str)}
     tensors = {name: np.array([[text.encode()]], object) for name, text in texts.items()}
     if inputs.get("reference_wav", WAV) is not None:
-        length = np.array([[inputs.get("length", len(WAV))]], np.int32)
-        tensors |= {"reference_wav": WAV[None], "reference_wav_len": length}
+        tensors["reference_wav"] = WAV[None]
+        tensors["reference_wav_len"] = np.array([[inputs.get("length", len(WAV))]], np.int32)
     if "rate" in inputs:
         tensors["reference_sample_rate"] = np.array([[inputs["rate"]]], np.int32)
-    return InferenceRequest.from_client(tensors, parameters=parameters, decoupled=decoupled)
+    sequence = {"correlation_id": inputs.get("sequence", 0), "flags": START}
+    return InferenceRequest.from_client(tensors, parameters=parameters, decoupled=decoupled, **sequence)
 
 
 def serve(model: Any, *requests: InferenceRequest) -> None:
@@ -374,6 +373,7 @@ def test_runs_of_the_stacks_silent_tokens_are_shortened(bench: Bench, monkeypatc
         ({"target_text": "<|s_1|><|eos1|>"}, "target_text has nothing to speak"),
         ({"length": 10**6}, "reference_wav_len 1000000"),
         ({"rate": 7_000}, "reference_sample_rate 7000 is not"),
+        ({"sequence": 5}, "sequence id 5: text in pieces is not served with"),
         ({"parameters": {"top_p": 2}}, "top_p"),
         ({"parameters": {"language": "de"}}, "language 'de' is not one of auto, zh, en, ja, ko"),
     ],
