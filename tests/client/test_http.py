@@ -1,12 +1,9 @@
 """The HTTP client against a stub server with Triton's protocol and the responses that each test sets."""
 
 import contextlib
-import json
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +14,7 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.server.tritonserver import free_port
 
 from tests.support.echo_server import echo_server
+from tests.support.http_pages import Page, http_server
 
 MODEL = "cosyvoice2_dit"
 
@@ -26,7 +24,7 @@ class Answers:
     """The server's responses; `bodies` collects the requests."""
 
     status: int = 200
-    infer: object = None
+    infer: object = b""
     ready: int = 200
     decoupled: bool = False
     delay: float = 0.0
@@ -42,38 +40,19 @@ def waveform(values: list[float]) -> dict[str, object]:
 
 @contextlib.contextmanager
 def serving(answers: Answers) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    class Handler(Page):
+        def answer(self) -> None:
             if self.path.endswith("/ready"):
-                self.reply(answers.ready, None)
-            else:
-                self.reply(200, {"model_transaction_policy": {"decoupled": answers.decoupled}})
-
-        def do_POST(self) -> None:
-            answers.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+                return self.reply(answers.ready)
+            if self.command == "GET":
+                return self.reply(200, {"model_transaction_policy": {"decoupled": answers.decoupled}})
+            answers.bodies.append(self.body())
             time.sleep(answers.delay)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client gave up
                 self.reply(answers.status, answers.infer)
 
-        def reply(self, status: int, content: object) -> None:
-            body = b"" if content is None else json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """No output."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with http_server(Handler) as server:
+        yield server.url
 
 
 def command(url: str, output: Path, *more: str) -> list[str]:

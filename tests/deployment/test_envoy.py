@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -26,35 +25,33 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.conftest import ROOT
 from tests.support.gateway import Gateway, Ports, gateway, wait_for
+from tests.support.http_pages import Page, PageServer, http_server
+from tests.support.speech_fixtures import stub_triton
 from tests.support.triton_stub import TritonStub
 
 MODEL = TritonStub.model
 NONE_READY = "no speech server is ready|ended the call"  # grpc.aio may lose the text
 
 
-class Pages(ThreadingHTTPServer):
+class Pages(PageServer):
     """Triton's HTTP, its health page and a speech service in one.
 
     `status` is its health. Other pages repeat the request; /slow does so when `released` is set.
     """
 
-    daemon_threads = True
     status = 200
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked, self.released = threading.Event(), threading.Event()
-        self.paths: set[str] = set()
+    asked: threading.Event
+    released: threading.Event
+    paths: set[str]
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Page):
     server: Pages
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self) -> None:
+    def answer(self) -> None:
         if self.path in ("/ready", "/health"):
-            self.answer(self.server.status, {})
-            return
+            return self.reply(self.server.status, {})
         self.server.asked.set()
         self.server.paths.add(self.path)
         if self.path.startswith("/slow"):
@@ -65,22 +62,9 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Connection", "Upgrade")
             self.end_headers()
             self.wfile.write(self.rfile.readline())
-            return
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        self.answer(200, {"path": self.path, "body": body, "headers": {k.lower(): v for k, v in self.headers.items()}})
-
-    do_POST = do_HEAD = do_GET  # noqa: N815 - names of the base class
-
-    def answer(self, status: int, content: dict[str, Any]) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
+            return None
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        return self.reply(200, {"path": self.path, "body": self.body().decode(), "headers": headers})
 
 
 class Recording(TritonStub):
@@ -99,7 +83,7 @@ class Servers:
     """Two Tritons, each a stub of gRPC and the pages beside it."""
 
     stubs: list[Recording] = field(default_factory=lambda: [Recording(pause=0.05) for _ in range(2)])
-    pages: list[Pages] = field(default_factory=lambda: [Pages() for _ in range(2)])
+    pages: list[Pages] = field(default_factory=list)
     ports: list[Ports] = field(default_factory=list)
 
     def served(self) -> list[int]:
@@ -111,20 +95,15 @@ class Servers:
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
-    servers, loop = Servers(), asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    for page in servers.pages:
-        threading.Thread(target=page.serve_forever, daemon=True).start()
-    started = [asyncio.run_coroutine_threadsafe(stub.start(), loop).result(30) for stub in servers.stubs]
-    for page, (_, address) in zip(servers.pages, started, strict=True):
-        servers.ports.append(Ports(page.server_port, int(address.rpartition(":")[2]), page.server_port))
-    yield servers
-    for server, _ in started:
-        asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(30)
-    for page in servers.pages:
-        page.shutdown()
-        page.server_close()
-    loop.call_soon_threadsafe(loop.stop)
+    servers = Servers()
+    with ExitStack() as stack:
+        for stub in servers.stubs:
+            page = cast(Pages, stack.enter_context(http_server(Handler, kind=Pages)))
+            page.asked, page.released, page.paths = threading.Event(), threading.Event(), set()
+            address = stack.enter_context(stub_triton(stub))
+            servers.pages.append(page)
+            servers.ports.append(Ports(page.server_port, int(address.rpartition(":")[2]), page.server_port))
+        yield servers
 
 
 @contextmanager

@@ -1,10 +1,6 @@
 """Reports of runs whose figures are known: upstream's keys, tables, counters of the servers."""
 
 import asyncio
-import contextlib
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -14,6 +10,7 @@ from cosyvoice_triton.load.statistics import ModelTimes, between, token2wav_coun
 from cosyvoice_triton.server.tritonserver import free_port
 
 from tests.support.echo_server import echo_server
+from tests.support.http_pages import Page, http_server
 
 TIMELINE = (("voice", 0.01), ("llm", 0.02), ("prompt_cache", 0.03), ("tokens", 0.04), ("audio", 0.09))
 
@@ -108,27 +105,6 @@ def test_requests_before_the_run_are_not_counted() -> None:
     assert "mean queue time 50.00 ms" in statistics_text([model])
 
 
-@contextlib.contextmanager
-def metrics_page(page: str) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(page.encode())
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Log nothing."""
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 def test_the_wait_and_batch_size_of_token2wav_are_means_over_its_instances() -> None:
     page = """
         # TYPE tts_token2wav_chunks_total counter
@@ -141,8 +117,13 @@ def test_the_wait_and_batch_size_of_token2wav_are_means_over_its_instances() -> 
         tts_token2wav_refused_total{instance="0",model="token2wav_dit",reason="gaps"} 2
         tts_token2wav_refused_total{reason="rate"} 0
     """
-    with metrics_page("\n".join(line.strip() for line in page.splitlines())) as address:
-        counters = asyncio.run(token2wav_counters([address]))
+
+    class Metrics(Page):
+        def answer(self) -> None:
+            self.reply(200, "\n".join(line.strip() for line in page.splitlines()).encode())
+
+    with http_server(Metrics) as server:
+        counters = asyncio.run(token2wav_counters([f"127.0.0.1:{server.server_port}"]))
     refused = {"refused capacity": 8, "refused gaps": 2, "refused rate": 0}
     assert counters == {"chunks": 40, "batches": 10, "waited_seconds": 0.4} | refused
     before = {"chunks": 20.0, "batches": 6.0, "waited_seconds": 0.2, "refused gaps": 2.0}

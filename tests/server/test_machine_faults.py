@@ -6,17 +6,13 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 
 import grpc
 import pytest
@@ -36,6 +32,7 @@ from cosyvoice_triton.server.watch import HUNG_SECONDS, WATCH_SECONDS, ModelWatc
 from cosyvoice_triton.triton_io.streams import Streams
 
 from tests.conftest import ROOT
+from tests.support.http_pages import Page, http_server
 
 ARGS = {"model_name": "m", "model_instance_name": "m_0"}
 
@@ -159,31 +156,10 @@ def dead_proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setenv(name, "example.com")
 
 
-@contextmanager
-def pages(host: str) -> Iterator[int]:
-    """A server whose every page is empty; yields its port."""
-
-    class Page(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    class Server(HTTPServer):
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-
-    with Server((host, 0), Page) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_port
-        server.shutdown()
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.1.2.3", "[::1]"])
 def test_pages_of_this_machine_are_read_without_a_proxy(host: str, dead_proxy: None) -> None:
-    with pages("127.0.0.1" if host == "localhost" else host.strip("[]")) as port:
-        assert readiness.fault(f"http://{host}:{port}/") is None
+    with http_server(Page, "127.0.0.1" if host == "localhost" else host.strip("[]")) as server:
+        assert readiness.fault(f"http://{host}:{server.server_port}/") is None
 
 
 def test_pages_of_other_machines_are_read_through_the_proxy(dead_proxy: None) -> None:
@@ -222,8 +198,8 @@ def test_grpc_to_this_machine_goes_through_no_proxy(
 
 @pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
 def test_a_port_in_use_and_a_foreign_address_are_told_apart(host: str) -> None:
-    with pages(host) as port, pytest.raises(ServerError, match=f"port {port} is in use"):
-        require_free(port, host)
+    with http_server(Page, host) as server, pytest.raises(ServerError, match=f"port {server.server_port} is in use"):
+        require_free(server.server_port, host)
     require_free(free_port(), host)
     for foreign in ("192.0.2.1", "2001:db8::1"):
         with pytest.raises(ServerError, match=r"cannot listen on .*: Cannot assign.*; a host must be an address of"):

@@ -7,7 +7,6 @@ Each holds its connection for some seconds. What it gets must match, and nobody 
 import asyncio
 import json
 import re
-import struct
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -15,37 +14,25 @@ from typing import TYPE_CHECKING
 import grpc
 from cosyvoice_triton.client.requests import ClientError
 
+from tests.support.raw_connections import SPEECH, WEBSOCKET, frame, request
+
 if TYPE_CHECKING:
     from tests.soak.routes import Addresses
 
 HOLD_SECONDS = 3.0
 
-_UPGRADE = b"Connection: Upgrade\r\nUpgrade: %s\r\n"
-_WEBSOCKET = _UPGRADE % b"websocket" + b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
-
-
-def _http(line: bytes, headers: bytes = b"", body: bytes = b"", length: int | None = None) -> bytes:
-    sizes = b"Content-Type: application/json\r\nContent-Length: %d\r\n" % (len(body) if length is None else length)
-    return line + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n" + (sizes if body else b"") + headers + b"\r\n" + body
-
-
-def _frame(opcode: int, data: bytes) -> bytes:
-    """Return a WebSocket frame of a client, masked with zeros."""
-    return bytes([0x80 | opcode, 0xFE]) + struct.pack(">H", len(data)) + bytes(4) + data
-
-
-_TEXT = _frame(1, json.dumps({"type": "input.text", "text": "Nobody listens to this. " * 8}).encode())
-_OPEN = _http(b"GET /v1/audio/speech/stream", _WEBSOCKET)
+_TEXT = frame(1, json.dumps({"type": "input.text", "text": "Nobody listens to this. " * 8}).encode())
+_OPEN = request(headers=WEBSOCKET, line=f"GET {SPEECH}/stream")
 
 # What is sent to the speech service, and how its answer begins; nothing: there is none while the connection is held.
 ATTACKS: tuple[tuple[bytes, str], ...] = (
-    (_http(b"GET /health", _UPGRADE % b"h2c"), "HTTP/1.1 (200|503)"),
-    (_http(b"POST /v1/audio/speech", _WEBSOCKET, b"{}"), "HTTP/1.1 400"),
-    (_http(b"POST /v2/models/cosyvoice2_dit/infer", body=b'{"target_text":' + b"[" * 100_000), "HTTP/1.1 400"),
-    (_http(b"POST /v1/audio/speech", body=b" " * (1 << 20), length=1 << 21), ""),
+    (request(headers=b"Connection: Upgrade\r\nUpgrade: h2c\r\n", line="GET /health"), "HTTP/1.1 (200|503)"),
+    (request(b"{}", WEBSOCKET), "HTTP/1.1 400"),
+    (request(b'{"target_text":' + b"[" * 100_000, line="POST /v2/models/cosyvoice2_dit/infer"), "HTTP/1.1 400"),
+    (request(b" " * (1 << 20), length=1 << 21), ""),
     (b"POST /v1/audio/speech HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: ", ""),
-    (_OPEN + _frame(9, bytes(125)) * 4000, "HTTP/1.1 101"),
-    (_OPEN + _TEXT + _frame(1, b'{"type": "input.done"}'), "HTTP/1.1 101"),
+    (_OPEN + frame(9, bytes(125)) * 4000, "HTTP/1.1 101"),
+    (_OPEN + _TEXT + frame(1, b'{"type": "input.done"}'), "HTTP/1.1 101"),
     (_OPEN + _TEXT[:-9], "HTTP/1.1 101"),
 )
 

@@ -20,16 +20,15 @@ from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.speech_service.audio.recordings import decode, decode_base64
 from cosyvoice_triton.speech_service.errors import ApiError, from_triton
 from cosyvoice_triton.speech_service.security.guard import key_name
-from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.voice.files import is_voice_name, spk2info_prompt
 from cosyvoice_triton.voice.prompt import Recording
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from tests.speech_service.test_hostile_connections import KEY, answers, opened
-from tests.support.speech_fixtures import SPEECH, TEXT, client_that_leaves, serving, stub_triton, until
-from tests.support.triton_stub import TritonStub
+from tests.speech_service.test_hostile_connections import KEY, answers
+from tests.support.raw_connections import opened
+from tests.support.speech_fixtures import SPEECH, TEXT, client_that_leaves, say, stubbed, until
 
 BEARER = {"authorization": "Bearer key"}
 SITE = "https://site.example"
@@ -38,10 +37,8 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with stub_triton(TritonStub()) as address:
-        settings = Settings(urls=(address,), api_keys=("key",), cors_origins=(SITE,))
-        with serving(settings) as served:
-            yield served
+    with stubbed(api_keys=("key",), cors_origins=(SITE,)) as served:
+        yield served
 
 
 def test_a_preflight_of_openais_sdk_is_allowed(url: str) -> None:
@@ -311,16 +308,8 @@ def test_a_warning_of_the_model_reaches_every_kind_of_caller(url: str) -> None:
     batch = httpx.post(f"{url}{SPEECH}/batch", json={"items": [body]}, headers=BEARER).json()
     assert batch["results"][0]["warnings"] == words
     with connect(url.replace("http", "ws") + f"{SPEECH}/stream", additional_headers=BEARER) as client:
-        client.send(json.dumps({"type": "input.text", "text": "warn me"}))
-        client.send(json.dumps({"type": "input.done"}))
-        received = [json.loads(each) for each in client if isinstance(each, str) and _until_done(each, client)]
+        received = [each for each in say(client, "warn me") if isinstance(each, dict)]
     assert [each["message"] for each in received if each["type"] == "warning"] == words
-
-
-def _until_done(message: str, client: Any) -> bool:
-    if "session.done" in message:
-        client.close()
-    return True
 
 
 @pytest.mark.parametrize("name", ["anna.WAV", "anna.flac", "anna.mp3", "anna.ogg", "anna.FLAC"])

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import socket
 import time
 from collections.abc import Iterator
 
@@ -13,7 +12,8 @@ from cosyvoice_triton.speech_service.settings import Settings
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from tests.support.speech_fixtures import SPEECH, TEXT, in_base64, recording, serving, stub_triton, until
+from tests.support.raw_connections import WEBSOCKET, frame, opened, request
+from tests.support.speech_fixtures import SPEECH, TEXT, in_base64, recording, send, serving, stubbed, until
 from tests.support.triton_stub import TritonStub
 
 SECONDS = 0.5  # receive_timeout and idle
@@ -22,33 +22,13 @@ STUB = TritonStub(pause=0.4)  # an answer takes longer than both
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with stub_triton(STUB) as address:
-        settings = Settings(urls=(address,), receive_timeout=SECONDS, idle=SECONDS, max_connections=8)
-        with serving(settings) as served:
-            yield served
-
-
-def opened(url: str, data: bytes = b"", receive_buffer: int = 0) -> socket.socket:
-    """A connection on which `data` has been sent. receive_buffer: its bytes, 0 for the system's choice."""
-    host, port = url.removeprefix("http://").split(":")
-    client = socket.socket()
-    client.settimeout(10)
-    if receive_buffer:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    client.connect((host, int(port)))
-    client.sendall(data)
-    return client
-
-
-def request(body: bytes = b"", length: int | None = None, headers: bytes = b"") -> bytes:
-    length = len(body) if length is None else length
-    start = f"POST {SPEECH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {length}"
-    return start.encode() + b"\r\n" + headers + b"\r\n" + body
+    with stubbed(STUB, receive_timeout=SECONDS, idle=SECONDS, max_connections=8) as served:
+        yield served
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"GET / HTTP/1.1\r\nHost:", request(b"{", 100), request(b"{}") + b"POST "],
+    [b"", b"GET / HTTP/1.1\r\nHost:", request(b"{", length=100), request(b"{}") + b"POST "],
     ids=["nothing", "half of the headers", "half of the body", "half of a second request"],
 )
 def test_a_request_that_does_not_arrive_in_time_is_closed(url: str, data: bytes) -> None:
@@ -62,9 +42,7 @@ def test_a_request_that_does_not_arrive_in_time_is_closed(url: str, data: bytes)
 def test_an_idle_connection_is_kept_as_long_as_the_setting_says() -> None:
     assert Settings(urls=("localhost:1",)).keep_alive == 75  # uvicorn's 5 s are less than clients' pools expect
     with serving(Settings(urls=("localhost:1",), keep_alive=0.1)) as url:
-        host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), 10) as client:
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        with opened(url, request(line="GET /health")) as client:
             while client.recv(1 << 16):
                 pass
 
@@ -90,9 +68,7 @@ def test_a_large_body_may_arrive_with_its_headers_again_and_again(url: str) -> N
 def test_clients_that_do_not_read_lose_their_streams_and_their_connections() -> None:
     stub, whole = TritonStub(samples=20 * SAMPLE_RATE), request(json.dumps({**TEXT, "stream": False}).encode())
     batch = request(json.dumps({"items": [TEXT] * 3}).encode()).replace(b"speech ", b"speech/batch ", 1)
-    upgrade = f"GET {SPEECH}/stream HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-    socket_key = "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
-    with stub_triton(stub) as address, serving(Settings(urls=(address,), stall=SECONDS)) as served:
+    with stubbed(stub, stall=SECONDS) as served:
 
         def ended() -> float:
             lines = httpx.get(f"{served}/metrics").text.splitlines()
@@ -102,11 +78,11 @@ def test_clients_that_do_not_read_lose_their_streams_and_their_connections() -> 
 
         clients = [opened(served, data, receive_buffer=4096) for data in (whole, batch)]
         clients.append(opened(served, request(json.dumps({**TEXT, "input": "endless"}).encode()), receive_buffer=4096))
-        clients.append(opened(served, (upgrade + socket_key).encode(), receive_buffer=4096))
+        handshake = request(headers=WEBSOCKET, line=f"GET {SPEECH}/stream")
+        clients.append(opened(served, handshake, receive_buffer=4096))
         assert clients[-1].recv(12) == b"HTTP/1.1 101"
         for message in ({"type": "input.text", "text": "Hello"}, {"type": "input.done"}):
-            data = json.dumps(message).encode()
-            clients[-1].sendall(bytes([0x81, 0x80 | len(data), 0, 0, 0, 0]) + data)  # a text, masked with zeros
+            clients[-1].sendall(frame(1, json.dumps(message).encode()))
         try:
             until(lambda: ended() == len(clients) and stub.live == 0)
             with pytest.raises(ConnectionError):  # the connection is gone, and not only the stream
@@ -129,8 +105,8 @@ def test_a_request_over_the_limit_of_connections_is_answered_503(url: str) -> No
 
 def test_a_websocket_is_idle_only_when_nothing_is_spoken(url: str) -> None:
     with connect(url.replace("http", "ws") + f"{SPEECH}/stream") as client:
-        client.send(json.dumps({"type": "input.text", "text": "Hello"}))
-        client.send(json.dumps({"type": "input.done"}))
+        send(client, "input.text", text="Hello")
+        send(client, "input.done")
         kinds = []
         started = time.monotonic()
         with pytest.raises(ConnectionClosed) as closed:
@@ -152,7 +128,7 @@ def test_clients_that_leave_are_no_errors(url: str, caplog: pytest.LogCaptureFix
     before, (endless, stall) = gone(), (json.dumps({**TEXT, "input": word}).encode() for word in ("endless", "stall"))
     batch = request(b'{"items": [' + stall + b"]}").replace(b"speech ", b"speech/batch ", 1)
     with caplog.at_level(logging.WARNING):
-        opened(url, request(b"{", 100)).close()
+        opened(url, request(b"{", length=100)).close()
         for data in (request(endless), request(stall), batch):
             with opened(url, data):
                 until(lambda: STUB.live > 0)

@@ -4,9 +4,8 @@ the WebSocket, clients of the plain runtime. The weights are random, so only len
 import asyncio
 import base64
 import contextlib
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,10 @@ from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
 from cosyvoice_triton.voice.audio import load_audio
 from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
-from websockets.sync.client import connect
+from websockets.sync.client import ClientConnection, connect
 
 from tests.speech_service.test_encoding import decoded
-from tests.support.speech_fixtures import MAX_STREAMS, RECORDING, SpeechStack, until
+from tests.support.speech_fixtures import MAX_STREAMS, RECORDING, SpeechStack, receive, send, until
 
 pytestmark = pytest.mark.server
 
@@ -228,34 +227,23 @@ def test_a_sequence_is_cancelled_with_its_stream_and_its_id_is_checked(speech_st
 
 
 @contextlib.contextmanager
-def token_session(stack: SpeechStack) -> Iterator[tuple[Callable[..., None], Callable[[str], list[Any]]]]:
-    """A WebSocket in the mode tokens: how to send a message, and all that is received up to a type."""
+def token_session(stack: SpeechStack) -> Iterator[ClientConnection]:
+    """A WebSocket in the mode tokens."""
     with connect(stack.url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
-
-        def send(kind: str, **fields: Any) -> None:
-            socket.send(json.dumps({"type": kind, **fields}))
-
-        def receive(final: str) -> list[Any]:
-            received: list[Any] = []
-            while not received or not isinstance(received[-1], dict) or received[-1]["type"] != final:
-                message = socket.recv(30)
-                received.append(message if isinstance(message, bytes) else json.loads(message))
-            return received
-
-        send("session.config", voice="anna", mode="tokens")
-        yield send, receive
+        send(socket, "session.config", voice="anna", mode="tokens")
+        yield socket
 
 
 def test_the_socket_speaks_tokens_before_the_text_has_ended(speech_stack: SpeechStack) -> None:
-    with token_session(speech_stack) as (send, receive):
+    with token_session(speech_stack) as socket:
         for utterance, text in enumerate((TEXT, "Hi")):
             for char in text:
-                send("input.text", text=char)
-            (started,) = receive("audio.start")
+                send(socket, "input.text", text=char)
+            (started,) = receive(socket, "audio.start")
             assert started["utterance_index"] == utterance and started["sentence_text"] == ""
-            send("input.text", text=" The rest.")
-            send("input.done")
-            *parts, done, end = receive("session.done")
+            send(socket, "input.text", text=" The rest.")
+            send(socket, "input.done")
+            *parts, done, end = receive(socket, "session.done")
             audio = [part for part in parts if isinstance(part, bytes)]
             assert all(part["type"] == "warning" for part in parts if part not in audio)  # random weights never end
             assert sum(map(len, audio)) == done["total_bytes"] > SAMPLE_RATE and not done["error"]
@@ -263,22 +251,26 @@ def test_the_socket_speaks_tokens_before_the_text_has_ended(speech_stack: Speech
 
 
 def test_the_socket_survives_tokens_that_stop_fail_or_are_cancelled(speech_stack: SpeechStack) -> None:
-    with token_session(speech_stack) as (send, receive):
-        send("input.text", text="Then nothing")
-        assert "input has not ended" in receive("error")[-1]["error"]["message"]
-        assert receive("audio.done")[-1]["error"]
-        send("input.text", text=" more")
-        assert "the utterance failed" in receive("error")[-1]["error"]["message"]
-        send("input.done")
-        assert receive("session.done")[-1]["utterance_index"] == 0
-        send("input.text", text=TEXT)
-        receive("audio.start")
-        send("session.config", mode="sentences")
-        assert "during an utterance" in receive("error")[-1]["error"]["message"]
-        send("input.cancel")
-        assert receive("audio.cancelled")[-1]["utterance_index"] == 1
-        send("input.done")
-        assert receive("session.done")[-1] == {"type": "session.done", "utterance_index": 2, "total_sentences": 0}
+    with token_session(speech_stack) as socket:
+        send(socket, "input.text", text="Then nothing")
+        assert "input has not ended" in receive(socket, "error")[-1]["error"]["message"]
+        assert receive(socket, "audio.done")[-1]["error"]
+        send(socket, "input.text", text=" more")
+        assert "the utterance failed" in receive(socket, "error")[-1]["error"]["message"]
+        send(socket, "input.done")
+        assert receive(socket, "session.done")[-1]["utterance_index"] == 0
+        send(socket, "input.text", text=TEXT)
+        receive(socket, "audio.start")
+        send(socket, "session.config", mode="sentences")
+        assert "during an utterance" in receive(socket, "error")[-1]["error"]["message"]
+        send(socket, "input.cancel")
+        assert receive(socket, "audio.cancelled")[-1]["utterance_index"] == 1
+        send(socket, "input.done")
+        assert receive(socket, "session.done")[-1] == {
+            "type": "session.done",
+            "utterance_index": 2,
+            "total_sentences": 0,
+        }
 
 
 @pytest.mark.parametrize(

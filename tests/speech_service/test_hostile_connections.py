@@ -14,41 +14,19 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 from cosyvoice_triton.server.tritonserver import free_port
-from cosyvoice_triton.speech_service.settings import Settings
 
-from tests.support.speech_fixtures import SPEECH, TEXT, serving, stub_triton, until
-from tests.support.triton_stub import TritonStub
+from tests.support.raw_connections import WEBSOCKET, frame, opened, request
+from tests.support.speech_fixtures import SPEECH, TEXT, stubbed, until
 
 KEY = b"Authorization: Bearer key\r\n"
 H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA\r\n"
-WEBSOCKET = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n" + (
-    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
-)
 SECONDS = 1.0  # receive_timeout
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with stub_triton(TritonStub()) as address:
-        settings = Settings(urls=(address,), api_keys=("key",), receive_timeout=SECONDS, max_streams=4)
-        with serving(settings) as served:
-            yield served
-
-
-def opened(url: str, data: bytes, receive_buffer: int = 0) -> socket.socket:
-    host, port = url.removeprefix("http://").split(":")
-    client = socket.socket()
-    client.settimeout(10)
-    if receive_buffer:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    client.connect((host, int(port)))
-    client.sendall(data)
-    return client
-
-
-def request(headers: bytes, body: bytes = b"", line: bytes = f"POST {SPEECH} HTTP/1.1".encode()) -> bytes:
-    kind = b"Host: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % len(body)
-    return line + b"\r\n" + kind + headers + b"\r\n" + body
+    with stubbed(api_keys=("key",), receive_timeout=SECONDS, max_streams=4) as served:
+        yield served
 
 
 def answers(client: socket.socket) -> list[bytes]:
@@ -66,43 +44,43 @@ def answers(client: socket.socket) -> list[bytes]:
 @pytest.mark.parametrize("offer", [H2C, WEBSOCKET, b"Connection: upgrade\r\nUpgrade: TLS/1.0, foo\r\n"])
 @pytest.mark.parametrize("in_one_piece", [True, False])
 def test_an_offer_to_upgrade_that_is_not_taken_is_ignored(url: str, offer: bytes, in_one_piece: bool) -> None:
-    wanted = request(KEY + offer, json.dumps({**TEXT, "stream": False}).encode())
+    wanted = request(json.dumps({**TEXT, "stream": False}).encode(), KEY + offer)
     cut = len(wanted) if in_one_piece else wanted.index(b"\r\n\r\n") + 4
     with opened(url, wanted[:cut]) as client:
         client.sendall(wanted[cut:])
         assert answers(client) == [b"HTTP/1.1 200 OK"]
-        client.sendall(request(KEY, json.dumps(TEXT).encode()))  # the connection can be used again
+        client.sendall(request(json.dumps(TEXT).encode(), KEY))  # the connection can be used again
         assert answers(client) == [b"HTTP/1.1 200 OK"]
 
 
 def test_a_body_in_chunks_is_read_after_an_offer(url: str) -> None:
     body = json.dumps({**TEXT, "stream": False}).encode()
     chunks = b"".join(b"1\r\n%c\r\n" % each for each in body) + b"0\r\n\r\n"
-    headers = request(KEY + H2C).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    headers = request(headers=KEY + H2C).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
     with opened(url, headers + chunks) as client:
         assert answers(client) == [b"HTTP/1.1 200 OK"]
 
 
 @pytest.mark.parametrize("offer", [H2C, WEBSOCKET])
 def test_keys_and_limits_apply_to_requests_with_an_offer(url: str, offer: bytes) -> None:
-    with opened(url, request(offer, b"{}")) as client:
+    with opened(url, request(b"{}", offer)) as client:
         assert answers(client) == [b"HTTP/1.1 401 Unauthorized"]
-    with opened(url, request(KEY + offer, b"{}").replace(b"Length: 2", b"Length: 99999999")) as client:
+    with opened(url, request(b"{}", KEY + offer, 99_999_999)) as client:
         assert [line[:12] for line in answers(client)] == [b"HTTP/1.1 413"]
-    with opened(url, request(KEY + offer, b"{}").replace(b"Length: 2", b"Length: 100")) as client:
+    with opened(url, request(b"{}", KEY + offer, 100)) as client:
         while client.recv(1 << 16):  # closed once the body should have arrived
             pass
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/audio/speech/stream", "/nowhere"])
 def test_a_get_request_with_an_offer_is_answered_like_one_without(url: str, path: str) -> None:
-    line = f"GET {path} HTTP/1.1".encode()
-    with opened(url, request(KEY, line=line)) as client:
+    line = f"GET {path}"
+    with opened(url, request(headers=KEY, line=line)) as client:
         expected = answers(client)
-    with opened(url, request(KEY + H2C, line=line)) as client:
+    with opened(url, request(headers=KEY + H2C, line=line)) as client:
         assert answers(client) == expected
     if not path.endswith("/stream"):
-        with opened(url, request(KEY + WEBSOCKET, line=line)) as client:
+        with opened(url, request(headers=KEY + WEBSOCKET, line=line)) as client:
             assert answers(client) == expected
 
 
@@ -112,15 +90,8 @@ def test_other_protocols_are_refused_at_once(url: str, data: bytes) -> None:
         assert [line[:12] for line in answers(client)] == [b"HTTP/1.1 400"]
 
 
-def frame(opcode: int, data: bytes, length: int | None = None, fin: bool = True) -> bytes:
-    """A frame of a client, masked with zeros; `length`: what it says, if it is longer than `data`."""
-    size = len(data) if length is None else length
-    sizes = bytes([0x80 | size]) if size < 126 else b"\xff" + struct.pack(">Q", size)
-    return bytes([opcode | (0x80 if fin else 0)]) + sizes + bytes(4) + data
-
-
 def socket_of(url: str, receive_buffer: int = 0) -> socket.socket:
-    client = opened(url, request(KEY + WEBSOCKET, line=f"GET {SPEECH}/stream HTTP/1.1".encode()), receive_buffer)
+    client = opened(url, request(headers=KEY + WEBSOCKET, line=f"GET {SPEECH}/stream"), receive_buffer)
     received = b""
     while not received.endswith(b"\r\n\r\n"):
         received += client.recv(1)
@@ -176,7 +147,7 @@ def test_unfinished_messages_share_a_budget(url: str) -> None:
 
 def test_unfinished_bodies_share_a_budget_which_is_given_back(url: str) -> None:
     half = 9 << 20
-    wanted = request(KEY, b" " * half)
+    wanted = request(b" " * half, KEY)
     with opened(url, wanted[:-1]), opened(url, wanted[:-1]) as second:
         assert answers(second) == [b"HTTP/1.1 503 Service Unavailable"]
         spoken = httpx.post(f"{url}{SPEECH}", json=TEXT, headers={"authorization": "Bearer key"})
@@ -206,7 +177,7 @@ def test_memory_of_half_sent_bodies_is_bounded_and_given_back() -> None:
             for _ in range(2):
                 clients = []
                 for _ in range(flood):
-                    client = opened(f"http://127.0.0.1:{port}", request(KEY, b" " * half)[: -half // 2])
+                    client = opened(f"http://127.0.0.1:{port}", request(b" " * half, KEY)[: -half // 2])
                     clients.append(client)
                     with contextlib.suppress(OSError):  # it is refused
                         client.sendall(b" " * (half // 3))
@@ -225,7 +196,7 @@ def test_memory_of_half_sent_bodies_is_bounded_and_given_back() -> None:
     ids=["long", "byte", "letter", "chunked", "body"],
 )
 def test_a_handshake_that_cannot_be_read_is_answered(url: str, header: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    data = request(KEY + WEBSOCKET, line=f"GET {SPEECH}/stream HTTP/1.1".encode())
+    data = request(headers=KEY + WEBSOCKET, line=f"GET {SPEECH}/stream")
     with opened(url, data.replace(b"Content-Length: 0", header)) as client:
         assert [line[:10] for line in answers(client)] == [b"HTTP/1.1 4"]
     assert not [record for record in caplog.records if record.exc_info]
@@ -241,7 +212,7 @@ def test_a_message_that_is_no_utf8_closes_its_websocket_and_is_not_logged_as_our
 
 
 def test_requests_that_wait_for_answers_that_nobody_reads_are_few(url: str) -> None:
-    wanted = request(KEY, line=b"GET /health HTTP/1.1")
+    wanted = request(headers=KEY, line="GET /health")
     with opened(url, wanted * 50) as client:
         assert answers(client) == [b"HTTP/1.1 200 OK"] * 50
     with opened(url, wanted * 3000) as client:

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2 as httpx
@@ -12,18 +11,12 @@ import tritonclient.http as triton
 from cosyvoice_triton.client.requests import Utterance
 from cosyvoice_triton.stacks import DEFAULT
 
-from tests.support.speech_fixtures import StubbedService, service_with_stub
+from tests.support.speech_fixtures import StubbedService
 from tests.support.triton_stub import texts_of
 
 MODEL = DEFAULT.orchestrator
 PATH = f"/v2/models/{MODEL}/infer"
 WAV = np.random.default_rng(0).uniform(-0.5, 0.5, 16_000).astype(np.float32)
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubbedService]:
-    with service_with_stub(tmp_path_factory.mktemp("voices")) as service:
-        yield service
 
 
 def tensor(name: str, datatype: str, data: Any, shape: tuple[int, ...] = (1, 1)) -> dict[str, Any]:

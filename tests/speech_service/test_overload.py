@@ -30,7 +30,8 @@ from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.triton import TritonPool
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 
-from tests.support.speech_fixtures import SPEECH, TEXT, serving, stub_triton, until
+from tests.support.raw_connections import opened, request
+from tests.support.speech_fixtures import SPEECH, TEXT, serving, stub_triton, stubbed, until
 from tests.support.triton_stub import OVERLOADED, TritonStub
 
 CROWD = 64
@@ -50,7 +51,7 @@ def stub() -> TritonStub:
 
 @pytest.fixture
 def url(stub: TritonStub) -> Iterator[str]:
-    with stub_triton(stub) as address, serving(Settings(urls=(address,))) as served:
+    with stubbed(stub) as served:
         yield served
 
 
@@ -94,11 +95,7 @@ def test_a_connection_is_used_again_after_a_refusal_that_came_before_the_body(st
 
 def half_sent(url: str, body: bytes = b"", more: str = "", size: int = 1_000_000) -> socket.socket:
     """A connection with a request for a new voice, of which only the headers, with `more`, and `body` are sent."""
-    head = f"POST {SPEECH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{more}"
-    host, port = url.removeprefix("http://").split(":")
-    client = socket.create_connection((host, int(port)), 60)
-    client.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode() + body)
-    return client
+    return opened(url, request(body, more.encode(), size), seconds=60)
 
 
 @pytest.fixture
@@ -237,7 +234,7 @@ def test_a_batch_waits_for_places(stub: TritonStub, url: str, monkeypatch: pytes
 def test_a_batch_waits_no_longer_than_its_time(stub: TritonStub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speech, "RETRY_SECONDS", 0.02)
     stub.error = OVERLOADED
-    with stub_triton(stub) as address, serving(Settings(urls=(address,), timeout=0.3)) as url:
+    with stubbed(stub, timeout=0.3) as url:
         results = httpx.post(f"{url}{SPEECH}/batch", json={"items": [TEXT, TEXT]}, timeout=60).json()["results"]
     assert [each["error"]["code"] for each in results] == ["overloaded", "overloaded"]
 

@@ -9,13 +9,11 @@ import openai
 import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.routes.realtime import DELTA_BYTES, MAX_ITEMS
-from cosyvoice_triton.speech_service.settings import Settings
 from websockets.sync.client import ClientConnection, connect
 
-from tests.support.speech_fixtures import serving, stub_triton, until
+from tests.support.speech_fixtures import receive, send, stubbed, until
 from tests.support.triton_stub import WARNING, TritonStub, texts_of
 
-SECONDS = 60.0
 MANY_ITEMS: dict[str, Any] = {"type": "response.create", "response": {"input": [{"content": []}] * (MAX_ITEMS + 1)}}
 
 
@@ -26,7 +24,7 @@ def stub() -> TritonStub:
 
 @pytest.fixture(scope="module")
 def url(stub: TritonStub) -> Iterator[str]:
-    with stub_triton(stub) as address, serving(Settings(urls=(address,))) as served:
+    with stubbed(stub) as served:
         yield served
 
 
@@ -35,18 +33,6 @@ def socket(url: str) -> Iterator[ClientConnection]:
     with connect(url.replace("http", "ws") + "/v1/realtime?model=gpt-realtime") as opened:
         receive(opened, "session.created")
         yield opened
-
-
-def send(socket: ClientConnection, kind: str, **fields: Any) -> None:
-    socket.send(json.dumps({"type": kind, **fields}))
-
-
-def receive(socket: ClientConnection, final: str) -> list[dict[str, Any]]:
-    """All events up to one of the type `final`."""
-    events: list[dict[str, Any]] = []
-    while not events or events[-1]["type"] != final:
-        events.append(json.loads(socket.recv(SECONDS)))
-    return events
 
 
 def item(text: str, role: str = "user", kind: str = "input_text", **fields: Any) -> dict[str, Any]:

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.routes.socket import MAX_WAITING_UTTERANCES
-from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.text.sentences import SentenceSplitter
 from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import connect
 
-from tests.support.speech_fixtures import serving, stub_triton, until
+from tests.support.speech_fixtures import receive, say, send, stubbed, until
 from tests.support.triton_stub import TritonStub, texts_of
 
 PATH = "/v1/audio/speech/stream"
@@ -27,21 +26,8 @@ def stub() -> TritonStub:
 
 @pytest.fixture(scope="module")
 def url(stub: TritonStub) -> Iterator[str]:
-    with stub_triton(stub) as address, serving(Settings(urls=(address,), max_sessions=2)) as served:
+    with stubbed(stub, max_sessions=2) as served:
         yield served.replace("http", "ws") + PATH
-
-
-def send(socket: ClientConnection, kind: str, **fields: Any) -> None:
-    socket.send(json.dumps({"type": kind, **fields}))
-
-
-def receive(socket: ClientConnection, final: str) -> list[Any]:
-    """All messages up to one of the type `final`: dicts, and bytes for audio."""
-    received: list[Any] = []
-    while not received or not isinstance(received[-1], dict) or received[-1]["type"] != final:
-        message = socket.recv(SECONDS)
-        received.append(message if isinstance(message, bytes) else json.loads(message))
-    return received
 
 
 def sentences(received: list[Any]) -> list[str]:
@@ -52,9 +38,7 @@ def sentences(received: list[Any]) -> list[str]:
 
 def test_a_sentence_with_nothing_to_speak_is_a_warning_and_the_next_one_is_spoken(url: str) -> None:
     with connect(url) as socket:
-        send(socket, "input.text", text="nothing here. Words follow.")
-        send(socket, "input.done")
-        received = [each for each in receive(socket, "session.done") if isinstance(each, dict)]
+        received = [each for each in say(socket, "nothing here. Words follow.") if isinstance(each, dict)]
     assert [each["message"] for each in received if each["type"] == "warning"] == ["input has nothing to speak: '→'"]
     ends = [(each["total_bytes"] > 0, each["error"]) for each in received if each["type"] == "audio.done"]
     assert ends == [(False, False), (True, False)]
@@ -70,9 +54,7 @@ def test_language_and_pronunciations_of_a_session_are_sent_with_each_sentence(ur
             (error,) = receive(socket, "error")
             assert error["error"]["message"] == message and error["error"]["param"] == field
         send(socket, "session.config", language="German", pronunciation={"nginx": "engine x"})
-        send(socket, "input.text", text="Eins nginx. Zwei nginx.")
-        send(socket, "input.done")
-        receive(socket, "session.done")
+        say(socket, "Eins nginx. Zwei nginx.")
     for request in list(stub.requests)[-2:]:
         assert request.parameters["language"].string_param == "de"
         assert json.loads(request.parameters["pronunciation"].string_param) == {"nginx": "engine x"}
@@ -85,9 +67,7 @@ def test_sentences_are_spoken_once_they_are_complete(url: str, stub: TritonStub)
             send(socket, "input.text", text=piece)
         first = receive(socket, "audio.done")
         assert sentences(first) == ["Dr. Smith is in."]
-        send(socket, "input.text", text="ing for you. 你好。再见")
-        send(socket, "input.done")
-        rest = receive(socket, "session.done")
+        rest = say(socket, "ing for you. 你好。再见")
     assert sentences(rest) == ["He is waiting for you.", "你好。", "再见"]
     assert rest[-1] == {"type": "session.done", "utterance_index": 0, "total_sentences": 4}
     start, *audio, done = first
@@ -103,9 +83,7 @@ def test_the_configuration_is_kept_and_can_be_changed_between_utterances(url: st
         for utterance, voice in enumerate(("zoe", "zoe", "max")):
             if voice == "max":
                 send(socket, "session.config", voice="max", response_format="wav")
-            send(socket, "input.text", text="Hello")
-            send(socket, "input.done")
-            received = receive(socket, "session.done")
+            received = say(socket, "Hello")
             assert received[-1]["utterance_index"] == utterance
             assert texts_of(stub.requests[-1])["speaker"] == voice
         assert received[1].startswith(b"RIFF")
@@ -120,9 +98,7 @@ def test_a_cancel_stops_the_current_sentence_and_discards_the_waiting_ones(url: 
         send(socket, "input.cancel")
         assert receive(socket, "audio.cancelled")[-1]["utterance_index"] == 0
         until(lambda: stub.cancelled > cancelled, 10)
-        send(socket, "input.text", text="Yes?")
-        send(socket, "input.done")
-        after = receive(socket, "session.done")  # nothing of the old utterance follows the answer
+        after = say(socket, "Yes?")  # nothing of the old utterance follows the answer
         assert sentences(after) == ["Yes?"] and after[-1]["utterance_index"] == 1
 
 
@@ -155,17 +131,13 @@ def test_an_invalid_message_is_an_error_event_and_the_session_continues(
     with connect(url) as socket:
         socket.send(message)
         assert error in receive(socket, "error")[-1]["error"]["message"]
-        send(socket, "input.text", text="Hello")
-        send(socket, "input.done")
-        assert receive(socket, "session.done")[-1]["total_sentences"] == 1
+        assert say(socket, "Hello")[-1]["total_sentences"] == 1
 
 
 def test_a_telephone_gets_frames_of_20_ms(url: str) -> None:
     with connect(url) as socket:
         send(socket, "session.config", response_format="mulaw", frame_ms=20)
-        send(socket, "input.text", text="Hello")
-        send(socket, "input.done")
-        start, *frames, done, _ = receive(socket, "session.done")
+        start, *frames, done, _ = say(socket, "Hello")
     assert (start["format"], start["sample_rate"]) == ("mulaw", 8000)
     assert {len(frame) for frame in frames} == {160} and done["total_bytes"] == 160 * len(frames) > 0
 
@@ -173,26 +145,20 @@ def test_a_telephone_gets_frames_of_20_ms(url: str) -> None:
 def test_halves_of_a_character_are_joined_and_one_that_stays_alone_is_an_error(url: str) -> None:
     with connect(url) as socket:
         for piece in ("Good \ud83d", "\ude00 day. Bye", " \ud83d"):
-            send(socket, "input.text", text=piece)
-        send(socket, "input.done")
-        received = receive(socket, "session.done")
+            received = say(socket, piece)
         assert sentences(received) == ["Good \U0001f600 day.", "Bye"]
         assert [message["error"]["param"] for message in received if "param" in str(message)] == ["text"]
         send(socket, "input.text", text="a\ud83d")
         send(socket, "input.text", text="b")  # not its other half
         assert receive(socket, "error")[-1]["error"]["param"] == "text"
-        send(socket, "input.text", text="Hello")
-        send(socket, "input.done")
-        assert sentences(receive(socket, "session.done"))[-1].endswith("Hello")
+        assert sentences(say(socket, "Hello"))[-1].endswith("Hello")
 
 
 def test_an_ssml_document_is_one_sentence_however_it_arrives(url: str) -> None:
     document = "<?xml version='1.0'?> <speak>One. <break time='1s'/> Two. Three.</speak>"
     with connect(url) as socket:
         for piece in ("Hi. <?xm", document[4:60], document[60:], " Bye. <speak>Left"):
-            send(socket, "input.text", text=piece)
-        send(socket, "input.done")
-        assert sentences(receive(socket, "session.done")) == ["Hi.", document, "Bye.", "<speak>Left"]
+            assert sentences(say(socket, piece)) == ["Hi.", document, "Bye.", "<speak>Left"]
         send(socket, "input.text", text="<speak></speak>" * 1500 + "<speak>" + "a" * 5000)
         assert "more than 4096 characters" in receive(socket, "error")[-1]["error"]["message"]
 
@@ -208,9 +174,7 @@ def test_a_word_that_begins_like_a_document_is_spoken_by_sentences(url: str, pie
 def test_the_next_utterance_may_be_sent_before_the_end_of_the_one_before(url: str) -> None:
     with connect(url) as socket:
         for text in ("One. Two", "Three", ""):
-            send(socket, "input.text", text=text)
-            send(socket, "input.done")
-        ends = [receive(socket, "session.done") for _ in range(3)]
+            ends = [say(socket, text) for _ in range(3)]
     assert [sentences(each) for each in ends] == [["One.", "Two"], ["Three"], []]
     assert [(end["utterance_index"], end["total_sentences"]) for *_, end in ends] == [(0, 2), (1, 1), (2, 0)]
 
@@ -237,9 +201,7 @@ def test_an_object_deep_inside_of_objects_does_not_end_the_session(url: str) -> 
 
 def test_emoji_alone_are_no_sentence(url: str) -> None:
     with connect(url) as socket:
-        send(socket, "input.text", text="Hi. \U0001f600")
-        send(socket, "input.done")
-        assert sentences(receive(socket, "session.done")) == ["Hi."]
+        assert sentences(say(socket, "Hi. \U0001f600")) == ["Hi."]
 
 
 def test_a_hostile_text_is_split_outside_of_the_event_loop(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,9 +224,7 @@ def test_a_hostile_text_is_split_outside_of_the_event_loop(url: str, monkeypatch
 
 def test_a_sentence_that_fails_is_an_error_and_the_next_one_is_sentences(url: str) -> None:
     with connect(url) as socket:
-        send(socket, "input.text", text="break it. Go on.")
-        send(socket, "input.done")
-        received = [message for message in receive(socket, "session.done") if isinstance(message, dict)]
+        received = [message for message in say(socket, "break it. Go on.") if isinstance(message, dict)]
     kinds = [message["type"] for message in received]
     assert kinds == ["audio.start", "error", "audio.done", "audio.start", "audio.done", "session.done"]
     assert [message["error"] for message in received if message["type"] == "audio.done"] == [True, False]

@@ -14,7 +14,7 @@ from cosyvoice_triton.speech_service.audio.timestamps import Timestamps, subtitl
 from cosyvoice_triton.speech_service.audio.word_times import word_times
 from websockets.sync.client import connect
 
-from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService
+from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, receive, say, send
 
 
 def sound(seconds: float) -> np.ndarray:
@@ -148,16 +148,11 @@ def test_events_send_the_times_of_a_segment_after_its_audio(served: StubbedServi
 
 def test_the_socket_sends_the_times_of_each_sentence(served: StubbedService) -> None:
     with connect(served.url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
-        socket.send(json.dumps({"type": "session.config", "subtitles": "srt"}))
-        assert json.loads(socket.recv(10))["error"]["param"] == "subtitles"
-        socket.send(json.dumps({"type": "session.config", "timestamps": "word"}))
-        socket.send(json.dumps({"type": "input.text", "text": "Hello, world."}))
-        socket.send(json.dumps({"type": "input.done"}))
-        received: list[Any] = []
-        while not received or received[-1].get("type") != "session.done":
-            message = socket.recv(10)
-            received += [json.loads(message)] if isinstance(message, str) else [{}]
-    found = [message for message in received if message.get("type") == "audio.timestamps"]
+        send(socket, "session.config", subtitles="srt")
+        assert receive(socket, "error")[-1]["error"]["param"] == "subtitles"
+        send(socket, "session.config", timestamps="word")
+        received = say(socket, "Hello, world.")
+    found = [each for each in received if isinstance(each, dict) and each["type"] == "audio.timestamps"]
     assert all((each["utterance_index"], each["sentence_index"]) == (0, 0) for each in found)
     check([segment for each in found for segment in each["segments"]], served.stub.chunks)
 

@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2 as httpx
-import numpy as np
 import pytest
-import soundfile as sf
 from cosyvoice_triton.speech_service.security.guard import key_name
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
@@ -22,16 +20,10 @@ from cosyvoice_triton.voice.files import save_voice
 from cosyvoice_triton.voice.prompt import Recording
 
 from tests.support.fakes import fake_prompt
-from tests.support.speech_fixtures import serving
+from tests.support.speech_fixtures import recording, serving
 
 CONSENT = "Anna agreed on 3 May:\nhttps://example.org/anna.pdf"
 VOICES = "/v1/audio/voices"
-
-
-def recording() -> bytes:
-    file = io.BytesIO()
-    sf.write(file, np.sin(np.arange(24_000) / 9) / 2, 24_000, format="WAV", subtype="FLOAT")
-    return file.getvalue()
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """Several voices in one text, over every route, with a stub Triton."""
 
 import base64
-import json
 from collections.abc import Iterator
-from typing import Any
 
 import grpc
 import httpx2 as httpx
@@ -12,13 +10,12 @@ import pytest
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
-from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.text.markup import MAX_VOICE_PARTS, VoicePart, by_voice
 from cosyvoice_triton.voice.files import save_recording
 from cosyvoice_triton.voice.prompt import Recording
 from websockets.sync.client import connect
 
-from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, serving, stub_triton, until
+from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, say, send, stubbed, until
 from tests.support.triton_stub import TritonStub, texts_of
 
 VOICES = {"anna": "Words of Anna.", "bert": "Words of Bert."}
@@ -31,11 +28,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubbedService]
     noise = np.random.default_rng(0).uniform(-0.1, 0.1, PROMPT_SAMPLE_RATE).astype(np.float32)
     for name, text in VOICES.items():
         save_recording(folder / f"{name}.safetensors", Recording(noise, text))
-    with stub_triton(stub) as address:
-        limits = {"max_streams": 1, "voice_aliases": ("nova=bert",), "runtime_port": RUNTIME_PORT}
-        settings = Settings(urls=(address,), voices_dir=folder, **limits)
-        with serving(settings) as url:
-            yield StubbedService(url, stub, folder)
+    limits = {"max_streams": 1, "voice_aliases": ("nova=bert",), "runtime_port": RUNTIME_PORT}
+    with stubbed(stub, voices_dir=folder, **limits) as url:
+        yield StubbedService(url, stub, folder)
 
 
 def spoken(stub: TritonStub, since: int) -> list[tuple[str, str]]:
@@ -168,19 +163,9 @@ def test_an_error_in_a_later_part_aborts_the_answer(served: StubbedService) -> N
 def test_over_the_websocket_a_voice_lasts_until_the_end_of_the_utterance(served: StubbedService) -> None:
     since = len(served.stub.requests)
     with connect(served.url.replace("http", "ws") + f"{SPEECH}/stream") as socket:
-
-        def say(text: str) -> list[dict[str, Any]]:
-            for fields in ({"type": "input.text", "text": text}, {"type": "input.done"}):
-                socket.send(json.dumps(fields))
-            received: list[dict[str, Any]] = [{"type": ""}]
-            while received[-1]["type"] != "session.done":
-                message = socket.recv(10)
-                received += [] if isinstance(message, bytes) else [json.loads(message)]
-            return received
-
-        socket.send(json.dumps({"type": "session.config", "voice": "anna"}))
-        received = [*say("One. [voice:bert] Two. Three, [voice:anna] four. [voice:bert]"), *say("Five.")]
-    assert "error" not in [message["type"] for message in received]
+        send(socket, "session.config", voice="anna")
+        received = say(socket, "One. [voice:bert] Two. Three, [voice:anna] four. [voice:bert]") + say(socket, "Five.")
+    assert "error" not in [message["type"] for message in received if isinstance(message, dict)]
     assert spoken(served.stub, since) == [(A, "One."), (B, "Two."), (B, "Three,"), (A, "four."), (A, "Five.")]
 
 
@@ -194,15 +179,8 @@ def test_a_mix_is_requested_by_its_name_with_aliases_resolved_over_every_route(s
     form = {"tts_text": TEXT["input"], "spk_id": mix}
     assert httpx.post(f"{served.url}/inference_sft", data=form).status_code == 200
     with connect(served.url.replace("http", "ws") + f"{SPEECH}/stream") as socket:
-        fields: dict[str, str]
-        for fields in (
-            {"type": "session.config", "voice": mix},
-            {"type": "input.text", "text": TEXT["input"]},
-            {"type": "input.done"},
-        ):
-            socket.send(json.dumps(fields))
-        while "session.done" not in str(socket.recv(10)):
-            pass
+        send(socket, "session.config", voice=mix)
+        say(socket, TEXT["input"])
     resolved = [(mix, "Hello."), ("anna(2.0)+bert(0.5)", "Hello."), *[(mix, "Hello.")] * 4]
     assert spoken(served.stub, since) == resolved
 

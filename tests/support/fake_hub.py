@@ -4,14 +4,13 @@ It can break connections and damage files, and records requests.
 """
 
 import hashlib
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs
+
+from tests.support.http_pages import Page, http_server
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -48,17 +47,11 @@ class FakeHub:
         return {"Code": 200, "Success": True, "Data": {"Files": entries}}
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Page):
     hub: FakeHub
     protocol_version = "HTTP/1.1"
 
-    def do_HEAD(self) -> None:
-        self.answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self.answer(with_body=True)
-
-    def answer(self, with_body: bool) -> None:
+    def answer(self) -> None:
         path, _, query = self.path.partition("?")
         name = path.partition(f"/resolve/{COMMIT}/")[2]
         if path.endswith("/repo"):  # ModelScope's
@@ -66,57 +59,37 @@ class Handler(BaseHTTPRequestHandler):
         self.hub.requested.append(f"{path} {name}" if path.endswith("/repo") else path)
         refused = next((status for name, status in self.hub.refuses.items() if name in path), 0)
         if refused and not (refused == 403 and path.startswith("/api/models/")):
-            self.send(b"", {"X-Error-Code": "GatedRepo"} if refused == 403 else {}, with_body, refused)
+            self.reply(refused, **({"X_Error_Code": "GatedRepo"} if refused == 403 else {}))
         elif path.endswith("/repo/files"):
-            self.send(json.dumps(self.hub.modelscope_listing()).encode(), {}, with_body)
+            self.reply(200, self.hub.modelscope_listing())
         elif path.startswith("/api/models/"):
-            self.send(json.dumps(self.hub.listing()).encode(), {"Content-Type": "application/json"}, with_body)
+            self.reply(200, self.hub.listing(), Content_Type="application/json")
         elif name in self.hub.files:
-            self.send_file(name, with_body)
+            self.send_file(name)
         else:
-            self.send(b"", {"X-Error-Code": "EntryNotFound"}, with_body, 404)
+            self.reply(404, X_Error_Code="EntryNotFound")
 
-    def send_file(self, name: str, with_body: bool) -> None:
+    def send_file(self, name: str) -> None:
         content = self.hub.files[name]
         etag = f'"{hashlib.sha256(content).hexdigest()}"'
-        headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {"ETag": etag, "X_Repo_Commit": COMMIT, "Accept_Ranges": "bytes"}
+        with_body = self.command != "HEAD"
         if name in self.hub.damage:
             content = bytes([content[0] ^ 1]) + content[1:]
         begin, status = 0, 200
         if with_body and self.hub.continues and (requested := self.headers.get("Range")):
             self.hub.ranges.append(requested)
             begin, status = int(requested.removeprefix("bytes=").split("-")[0]), 206
-            headers["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"
+            headers["Content_Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"
         limit = self.hub.cut.pop(name, None) if with_body else None
-        self.send(content[begin:], headers, with_body, status, limit)
-
-    def send(
-        self, body: bytes, headers: dict[str, str], with_body: bool, status: int = 200, limit: int | None = None
-    ) -> None:
-        self.send_response(status)
-        for key, value in (headers | {"Content-Length": str(len(body))}).items():
-            self.send_header(key, value)
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body[:limit])
         if limit is not None:
-            self.close_connection = True
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+            headers["Content_Length"], self.close_connection = str(len(content) - begin), True
+        self.reply(status, content[begin:][:limit], **headers)
 
 
 @contextmanager
 def fake_hub(files: dict[str, bytes]) -> Iterator[FakeHub]:
     hub = FakeHub(files=files)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with http_server(type("Bound", (Handler,), {"hub": hub})) as server:
+        hub.url = server.url
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -23,14 +23,15 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.server.tritonserver import TritonServer, free_port
 from cosyvoice_triton.speech_service.command import http_server
 from cosyvoice_triton.speech_service.settings import Settings
+from websockets.sync.client import ClientConnection
 
+from tests.support.raw_connections import SPEECH, opened, request
 from tests.support.server_requests import cancelled_requests
 from tests.support.triton_stub import TritonStub
 from tests.support.waiting import until
 
 RECORDING = samples.FOLDER / "reference_en.wav"
 VOICE = "anna"
-SPEECH = "/v1/audio/speech"
 TEXT = {"input": "Hello.", "response_format": "pcm"}
 MAX_STREAMS = 4  # of token2wav
 
@@ -122,14 +123,35 @@ def serving(settings: Settings) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def client_that_leaves(url: str, body: Any, path: str = SPEECH, key: str = "none") -> Iterator[None]:
-    """Sends a request, and disconnects after the block without having read an answer."""
-    host, port = url.removeprefix("http://").split(":")
-    content = json.dumps(body)
-    kind = f"Host: localhost\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json"
-    with socket.create_connection((host, int(port))) as client:
-        client.sendall(f"POST {path} HTTP/1.1\r\n{kind}\r\nContent-Length: {len(content)}\r\n\r\n{content}".encode())
-        yield
+def stubbed(stub: TritonStub | None = None, **settings: Any) -> Iterator[str]:
+    """http://host:port of a service in front of a stub."""
+    with stub_triton(stub or TritonStub()) as address, serving(Settings(urls=(address,), **settings)) as url:
+        yield url
+
+
+def client_that_leaves(url: str, body: Any, key: str = "none") -> socket.socket:
+    """Sends a request, and disconnects after a `with` block without having read an answer."""
+    return opened(url, request(json.dumps(body).encode(), f"Authorization: Bearer {key}\r\n".encode()))
+
+
+def send(socket: ClientConnection, kind: str, **fields: Any) -> None:
+    socket.send(json.dumps({"type": kind, **fields}))
+
+
+def receive(socket: ClientConnection, final: str) -> list[Any]:
+    """All messages of a WebSocket up to one of the type `final`: dicts, and bytes for audio."""
+    received: list[Any] = []
+    while not received or not isinstance(received[-1], dict) or received[-1]["type"] != final:
+        message = socket.recv(60)
+        received.append(message if isinstance(message, bytes) else json.loads(message))
+    return received
+
+
+def say(socket: ClientConnection, text: str) -> list[Any]:
+    """What a WebSocket answers to an utterance."""
+    send(socket, "input.text", text=text)
+    send(socket, "input.done")
+    return receive(socket, "session.done")
 
 
 @dataclass
@@ -154,10 +176,8 @@ class StubbedService:
 def service_with_stub(voices: Path) -> Iterator[StubbedService]:
     """A service with low limits that uses a stub."""
     stub = TritonStub()
-    with stub_triton(stub) as address:
-        settings = Settings(urls=(address,), voices_dir=voices, max_streams=4, max_reference_mb=1, max_batch=3)
-        with serving(settings) as url:
-            yield StubbedService(url, stub, voices)
+    with stubbed(stub, voices_dir=voices, max_streams=4, max_reference_mb=1, max_batch=3) as url:
+        yield StubbedService(url, stub, voices)
 
 
 def recording(

@@ -6,10 +6,8 @@ import json
 import secrets
 import subprocess
 import sys
-import threading
 import urllib.request
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.server.tritonserver import free_port
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from tests.support.http_pages import Page, PageServer, http_server
 from tests.support.serve_process import rendered, serve_process
 from tests.support.server_requests import TEXT, VOICE, VOICE_TEXT
 from tests.support.speech_fixtures import until
@@ -25,41 +24,32 @@ from tests.support.speech_fixtures import until
 CALLER = "00f067aa0ba902b7"
 
 
-class Collector(ThreadingHTTPServer):
+class Collector(PageServer):
     """OTLP over HTTP; keeps the spans by trace."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.traces: dict[str, list[Any]] = {}
+    traces: dict[str, list[Any]]
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Spans(Page):
     server: Collector
 
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+    def answer(self) -> None:
+        body = self.body()
         if self.headers["Content-Encoding"] == "gzip":
             body = gzip.decompress(body)
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             for scope in resource.scope_spans:
                 for span in scope.spans:
                     self.server.traces.setdefault(span.trace_id.hex(), []).append(span)
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing."""
+        self.reply()
 
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    with Collector() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
+    with http_server(_Spans, kind=Collector) as server:
+        assert isinstance(server, Collector)
+        server.traces = {}
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def speak(port: int, traceparent: str) -> None:
@@ -75,7 +65,7 @@ def speak(port: int, traceparent: str) -> None:
 def test_the_callers_trace_goes_on_to_the_first_chunk(
     demo_models: Path, tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     repository = rendered(demo_models, tmp_path / "repository")
     port, sampled, unsampled = free_port(), secrets.token_hex(16), secrets.token_hex(16)
