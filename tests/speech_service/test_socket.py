@@ -145,7 +145,9 @@ def test_a_telephone_gets_frames_of_20_ms(url: str) -> None:
 def test_halves_of_a_character_are_joined_and_one_that_stays_alone_is_an_error(url: str) -> None:
     with connect(url) as socket:
         for piece in ("Good \ud83d", "\ude00 day. Bye", " \ud83d"):
-            received = say(socket, piece)
+            send(socket, "input.text", text=piece)
+        send(socket, "input.done")
+        received = receive(socket, "session.done")
         assert sentences(received) == ["Good \U0001f600 day.", "Bye"]
         assert [message["error"]["param"] for message in received if "param" in str(message)] == ["text"]
         send(socket, "input.text", text="a\ud83d")
@@ -158,7 +160,9 @@ def test_an_ssml_document_is_one_sentence_however_it_arrives(url: str) -> None:
     document = "<?xml version='1.0'?> <speak>One. <break time='1s'/> Two. Three.</speak>"
     with connect(url) as socket:
         for piece in ("Hi. <?xm", document[4:60], document[60:], " Bye. <speak>Left"):
-            assert sentences(say(socket, piece)) == ["Hi.", document, "Bye.", "<speak>Left"]
+            send(socket, "input.text", text=piece)
+        send(socket, "input.done")
+        assert sentences(receive(socket, "session.done")) == ["Hi.", document, "Bye.", "<speak>Left"]
         send(socket, "input.text", text="<speak></speak>" * 1500 + "<speak>" + "a" * 5000)
         assert "more than 4096 characters" in receive(socket, "error")[-1]["error"]["message"]
 
@@ -174,7 +178,9 @@ def test_a_word_that_begins_like_a_document_is_spoken_by_sentences(url: str, pie
 def test_the_next_utterance_may_be_sent_before_the_end_of_the_one_before(url: str) -> None:
     with connect(url) as socket:
         for text in ("One. Two", "Three", ""):
-            ends = [say(socket, text) for _ in range(3)]
+            send(socket, "input.text", text=text)
+            send(socket, "input.done")
+        ends = [receive(socket, "session.done") for _ in range(3)]
     assert [sentences(each) for each in ends] == [["One.", "Two"], ["Three"], []]
     assert [(end["utterance_index"], end["total_sentences"]) for *_, end in ends] == [(0, 2), (1, 1), (2, 0)]
 
