@@ -1,6 +1,7 @@
 """The numbers that a model counts, and the page over all models."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.monitoring import metrics
 from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
 from cosyvoice_triton.monitoring.metrics import MetricsPublisher, RequestStats
+from cosyvoice_triton.monitoring.metrics_file import MetricsFile, read
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,21 @@ def test_the_page_has_each_family_once_with_a_sample_per_instance(
     assert page.count("# TYPE tts_token2wav_chunks_queued gauge\n") == 1
     assert 'tts_token2wav_chunks_total{model="m",model_instance="m_1"} 7\n' in page
     assert metrics.sum_of(page, metrics.QUEUED.name) == 6 and metrics.sum_of(page, "tts_other") == 0
+
+
+def test_a_writer_that_ends_in_the_middle_leaves_what_it_wrote_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = tmp_path / "m", os.pwrite
+    file = MetricsFile(path, b"first")
+    file.write(b"second")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", lambda descriptor, data, at: write(descriptor, data[:-1], at))
+        file.write(b"third!")
+    file.close()
+    assert read(path) == (2, b"second")
+    MetricsFile(path, b"of the next process").close()
+    assert read(path) == (3, b"of the next process")
 
 
 def test_without_a_directory_nothing_is_published(monkeypatch: pytest.MonkeyPatch) -> None:

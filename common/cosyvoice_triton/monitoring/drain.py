@@ -22,12 +22,9 @@ class DrainFile:
             self._path.with_suffix(".reserved").touch()
 
     def create(self) -> None:
-        """Let `check` raise from now on. OSError if nothing was reserved and the disk is full."""
+        """Let `check` raise from now on. OSError if nothing was reserved."""
         if self._path:
-            try:
-                self._path.with_suffix(".reserved").rename(self._path)
-            except FileNotFoundError:
-                self._path.touch()
+            self._path.with_suffix(".reserved").rename(self._path)
 
     def check(self) -> None:
         """Raise UnavailableError once the file exists."""
