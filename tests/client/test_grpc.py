@@ -100,13 +100,6 @@ def test_a_streamed_answer_is_written_and_its_latencies_are_printed(
     assert request.parameters["seed"].int64_param == 7 and request.parameters["sampling"].string_param == "triton"
 
 
-def test_without_a_reference_only_the_target_text_is_sent(tmp_path: Path) -> None:
-    triton = StubTriton(responses=[audio_response(np.ones((1, 10)))])
-    with stub_triton(triton) as address:
-        assert client_grpc.main(command(address, tmp_path / "a.wav")) == 0
-    assert [tensor.name for tensor in triton.requests[0].inputs] == ["target_text"]
-
-
 def test_a_speaker_an_instruction_and_the_cross_lingual_mode_are_sent_unchanged(tmp_path: Path) -> None:
     triton = StubTriton(responses=[audio_response(np.ones((1, 10)))])
     more = ("--speaker", "中文女", "--instruct-text", "Speak slowly.", "--cross-lingual")

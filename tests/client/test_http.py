@@ -80,7 +80,7 @@ def test_the_answer_is_written_as_a_16_bit_wav_at_24_khz(tmp_path: Path, capsys:
         (Answers(ready=400), (), "does not serve the model 'cosyvoice2_dit'"),
         (Answers(decoupled=True), (), "client-grpc --mode streaming"),
         (Answers(delay=1.0), ("--timeout", "0.3"), "raise --timeout"),
-        (Answers(), ("--reference-audio", "/no/such.wav"), "cannot read the reference audio /no/such.wav"),
+        (Answers(), ("--reference-audio", __file__), f"cannot read the reference audio {__file__}"),
     ],
 )
 def test_every_failure_is_reported_in_one_line_with_a_non_zero_exit_code(
@@ -117,11 +117,3 @@ def test_a_server_of_another_protocol_is_reported_in_one_line(
         assert client_http.main(command(f"http://127.0.0.1:{port}", tmp_path / "a.wav")) == 1
     message = capsys.readouterr().err
     assert "no tritonserver answers" in message and message.count("\n") == 1
-
-
-def test_a_file_that_is_not_audio_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "voice.wav").write_text("not audio")
-    assert (
-        client_http.main(command("localhost:1", tmp_path / "a.wav", "--reference-audio", f"{tmp_path}/voice.wav")) == 1
-    )
-    assert "cannot read the reference audio" in capsys.readouterr().err

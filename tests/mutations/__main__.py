@@ -10,10 +10,13 @@ run on the unchanged copy. The exit code is 1 if a mutation survives or does not
 import argparse
 import os
 import shutil
+import site
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
+import venv
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -66,11 +69,23 @@ def copied(destination: Path) -> None:
             shutil.copy2(source, copy, follow_symlinks=False)
 
 
-def run_tests(tree: Path, tests: str) -> Result:
+def python_of(tree: Path) -> Path:
+    """Makes an interpreter beside the tree that imports from it in every process: Triton's stubs ignore PYTHONPATH."""
+    home = tree.with_name("python")
+    venv.create(home, symlinks=True)
+    paths = Path(sysconfig.get_path("purelib", vars={"base": str(home)}), "tree.pth")
+    paths.write_text("\n".join(map(str, (tree / "common", tree, *site.getsitepackages()))))
+    programs = home / "bin"
+    for program in Path(sys.executable).parent.iterdir():  # tests look for them beside their interpreter
+        if not (programs / program.name).exists():
+            (programs / program.name).symlink_to(program)
+    return programs / "python"
+
+
+def run_tests(python: Path, tree: Path, tests: str) -> Result:
     """Runs pytest in the tree; a run that does not end in time counts as one that failed."""
-    paths = f"{tree / 'common'}:{tree}"
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=line", *tests.split()]
+    environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [str(python), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=line", *tests.split()]
     process = subprocess.Popen(
         command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
@@ -86,7 +101,7 @@ def run_tests(tree: Path, tests: str) -> Result:
     return "not tested" if process.returncode in (4, 5) else "killed"  # usage, and no tests
 
 
-def result_of(mutation: Mutation, tree: Path) -> Result:
+def result_of(mutation: Mutation, python: Path, tree: Path) -> Result:
     """Applies the mutation to the tree, runs its tests and takes it back."""
     path = tree / mutation.file
     text = path.read_text() if path.exists() else ""
@@ -94,7 +109,7 @@ def result_of(mutation: Mutation, tree: Path) -> Result:
         return "does not apply"
     path.write_text(changed)
     try:
-        return run_tests(tree, mutation.tests)
+        return run_tests(python, tree, mutation.tests)
     finally:
         path.write_text(text)
 
@@ -111,11 +126,12 @@ def main(argv: list[str] | None = None) -> int:
     chosen = [one for one in mutations if not args.only or one.package in args.only]
     counts: dict[Result, int] = {}
     with tempfile.TemporaryDirectory(prefix="mutations-") as directory:
-        tree = Path(directory)
+        tree = Path(directory, "tree")
         copied(tree)
+        python = python_of(tree)
         if not args.list:
             for tests in dict.fromkeys(one.tests for one in chosen):
-                if run_tests(tree, tests) == "killed":
+                if run_tests(python, tree, tests) == "killed":
                     print(f"these tests fail without any mutation: {tests}", file=sys.stderr)
                     return 2
         for one in chosen:
@@ -125,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
                 applies = path.exists() and one.applied(path.read_text()) is not None
                 result: Result = "not tested" if applies else "does not apply"
             else:
-                result = result_of(one, tree)
+                result = result_of(one, python, tree)
             counts[result] = counts.get(result, 0) + 1
             print(f"{one.package:14} {result:15} {time.monotonic() - begun:4.0f} s  {one.what}", flush=True)
     print(", ".join(f"{count} {result}" for result, count in counts.items()))

@@ -84,8 +84,3 @@ def test_a_writer_that_ends_in_the_middle_leaves_what_it_wrote_before(
     assert read(path) == (2, b"second")
     MetricsFile(path, b"of the next process").close()
     assert read(path) == (3, b"of the next process")
-
-
-def test_without_a_directory_nothing_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(METRICS_DIRECTORY, raising=False)
-    MetricsPublisher(dict, {"model_name": "m", "model_instance_name": "m_0"}).close()
