@@ -2,7 +2,9 @@
 
 import os
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cosyvoice_triton.errors import FatalError
@@ -11,6 +13,7 @@ from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
 from cosyvoice_triton.monitoring.health import SUCCESS_AGE, Health, has_failed, report_failure
 from cosyvoice_triton.monitoring.metrics import ENDING, QUEUED, MetricsPublisher, page, sum_of, to_bytes
 from cosyvoice_triton.monitoring.metrics_file import MetricsFile
+from cosyvoice_triton.server.supervisor import drain
 from cosyvoice_triton.server.watch import (
     HUNG_SECONDS,
     IDLE_SECONDS,
@@ -122,3 +125,12 @@ def test_a_monitor_tests_its_model_and_publishes_the_result(directory: Path, mon
     assert tested.wait(5)
     monitor.close()
     assert sum_of(page(directory), QUEUED.name) == 3 and SUCCESS_AGE.name in page(directory)
+
+
+def test_a_request_that_is_accepted_last_is_counted_once_its_model_has_published_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    published, later = [0], [1, 0]
+    monkeypatch.setattr(time, "sleep", lambda seconds: seconds and published.append(later.pop(0)))
+    server = SimpleNamespace(refuse_new=dict, check_models=dict, live_requests=lambda: published[-1])
+    assert drain(server, SimpleNamespace(), notice=0.0, limit=60.0) == 0 and not later

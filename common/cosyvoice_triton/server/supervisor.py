@@ -122,22 +122,21 @@ def drain(server: TritonServer, health: HealthPage, notice: float, limit: float)
     except OSError as error:
         logger.warning("new requests cannot be refused: %s", error)
     begun = reported = time.monotonic()
-    live, empty = 0, 0
+    live = 0
     while time.monotonic() - begun < limit:
+        time.sleep(DRAIN_POLL_SECONDS)  # first of all: the last accepted request may not be published yet
         try:
             server.check_models()
             live = server.live_requests()
         except ServerError as error:
             logger.warning("tritonserver ended before its requests: %s", error)
             return live
-        empty = empty + 1 if live == 0 else 0
-        if empty == 2:  # the first count may be older than the last accepted request
+        if live == 0:
             logger.warning("all requests ended after %.1f s", time.monotonic() - begun)
             return 0
         if time.monotonic() - reported > REPORT_SECONDS:
             reported = time.monotonic()
             logger.warning("%d requests running, %.0f s left", live, limit - (reported - begun))
-        time.sleep(DRAIN_POLL_SECONDS)
     if live:
         logger.warning("%d requests still running after %g s; they end with UNAVAILABLE", live, limit)
         server.write_stacks()
