@@ -13,8 +13,9 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.voice import book as voices
 from cosyvoice_triton.voice.audio import save_audio
 from cosyvoice_triton.voice.book import VoiceBook
-from cosyvoice_triton.voice.files import is_voice_name, save_pronunciation, save_voice
+from cosyvoice_triton.voice.files import is_voice_name, register_voice, save_pronunciation, save_voice
 from cosyvoice_triton.voice.prompt import Prompt, Recording
+from cosyvoice_triton.voice.rights import UNKNOWN
 from safetensors.torch import save_file
 
 from tests.support.fakes import fake_prompt
@@ -190,6 +191,13 @@ def test_a_file_is_read_once_and_a_limited_number_is_cached(
         assert_same(book.get(str(index)), fake_prompt(index))
     assert len(book._cache) == 3
     assert book.get("0") is not first
+
+
+def test_a_voice_whose_words_cannot_be_written_is_not_registered(folder: Path) -> None:
+    (folder / "anna.pronunciation.txt").mkdir(parents=True)
+    with pytest.raises(OSError, match="anna"):
+        register_voice(folder, "anna", Recording(TONE), {"nginx": "engine x"}, UNKNOWN)
+    assert not (folder / "anna.safetensors").exists()
 
 
 def test_words_of_a_voice_come_before_those_of_all_voices(folder: Path, book: VoiceBook, tmp_path: Path) -> None:

@@ -72,8 +72,6 @@ def is_voice_name(name: str) -> bool:
         and not set(normalized(name)) & set("/\\")
         and not normalized(name).startswith(".")
         and name == name.strip()
-        and not name.startswith(".")
-        and not set(name) & set("/\\")
         and name.rpartition(".")[2] != PRONUNCIATION
     )
 
