@@ -2,6 +2,7 @@
 
 import filecmp
 import importlib.util
+import json
 import shutil
 import signal
 import sys
@@ -76,6 +77,19 @@ def load_model(path: Path) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def initialized_model(path: Path, decoupled: bool = False, **parameters: str) -> Any:
+    """The model of a model.py, with these parameters of its config.pbtxt, as Triton initializes it on a CPU."""
+    name = path.parent.parent.name
+    config = {
+        "parameters": {key: {"string_value": value} for key, value in parameters.items()},
+        "model_transaction_policy": {"decoupled": decoupled},
+    }
+    args = {"model_name": name, "model_instance_name": f"{name}_0", "model_instance_kind": "CPU"}
+    model = load_model(path).TritonPythonModel()
+    model.initialize(args | {"model_config": json.dumps(config)})
+    return model
 
 
 @pytest.fixture(scope="session")

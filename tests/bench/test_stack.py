@@ -29,18 +29,8 @@ def test_another_plan_is_refused_by_its_value(text: str) -> None:
 
 
 def test_a_plan_that_cannot_be_rendered_ends_with_the_reason(tmp_path, capsys) -> None:
-    given = [
-        str(tmp_path),
-        "--plans",
-        ":2",
-        "--device",
-        "cpu",
-        "--set",
-        "streams=2",
-        "--output",
-        str(tmp_path / "plans"),
-    ]
-    assert main(given) == 1
+    given = [str(tmp_path), "--plans", ":2", "--device", "cpu", "--set", "streams=2"]
+    assert main([*given, "--output", str(tmp_path / "plans")]) == 1
     assert "streams" in capsys.readouterr().err
 
 

@@ -49,12 +49,6 @@ def test_the_files_are_marked_as_random(demo_models: Path) -> None:
     assert json.loads((demo_models / "demo_model.json").read_text(encoding="utf-8"))["weights"] == "random"
 
 
-def test_a_complete_checkpoint_is_kept(demo_models: Path) -> None:
-    before = (demo_models / "demo_model.json").stat().st_mtime_ns
-    assert not make_demo_model(demo_models, "random")
-    assert (demo_models / "demo_model.json").stat().st_mtime_ns == before
-
-
 def test_only_equal_seeds_give_equal_bytes(demo_models: Path, tmp_path: Path) -> None:
     make_demo_model(tmp_path / "again", "random")
     make_demo_model(tmp_path / "other", "random", seed=7)

@@ -16,7 +16,6 @@ from cosyvoice_triton.llm.engines.cuda.weights import Weights
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.engines.loading import load_engine
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
-from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.profiles import H200
 
 pytestmark = [
@@ -30,11 +29,6 @@ SAMPLING = [
     {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "repetition_penalty": 1.1},
     {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0},
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(llm_dir):
-    return LLMTokenizer.from_dir(llm_dir)
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.float16, torch.bfloat16])

@@ -16,17 +16,11 @@ from cosyvoice_triton.llm.engines.batching_engine import BatchingEngine
 from cosyvoice_triton.llm.engines.interface import GenerationRequest, candidate_ids
 from cosyvoice_triton.llm.engines.loading import load_engine
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
-from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
 from tests.support import fake_tensorrt_llm, fake_vllm
 from tests.support.llm_fixtures import FAKES
 
 MAX_REQUESTS = 4
-
-
-@pytest.fixture(scope="module")
-def tokenizer(llm_dir):
-    return LLMTokenizer.from_dir(llm_dir)
 
 
 @pytest.fixture(params=sorted(FAKES))

@@ -19,11 +19,6 @@ from transformers import Qwen2ForCausalLM
 STREAMS = 8
 
 
-@pytest.fixture(scope="module")
-def tokenizer(llm_dir):
-    return LLMTokenizer.from_dir(llm_dir)
-
-
 def test_logits_of_a_fp32_conversion_equal_those_of_transformers(genai_dir, llm_dir):
     model = GenAIModel(genai_dir, rows=2, threads=1)
     ids = np.array([3, 300, 40, 777, 1500, 9])

@@ -14,7 +14,7 @@ from cosyvoice_triton.llm.engines.loading import load_engine
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.interleaving import SPEECH_BLOCK, TEXT_BLOCK, InterleavedLM
 from cosyvoice_triton.llm.openai_client import OpenAILM
-from cosyvoice_triton.llm.speech_tokens import COSYVOICE3, LLMTokenizer
+from cosyvoice_triton.llm.speech_tokens import COSYVOICE3
 from cosyvoice_triton.text.words import LONGEST_WORD, WordSplitter
 from transformers import Qwen2ForCausalLM
 
@@ -53,11 +53,6 @@ def test_a_text_is_cut_where_its_tokens_end_whatever_its_pieces(text, parts, off
 def official_ids():
     tokenizer = qwen2_tokenizer()
     return lambda text: tokenizer.encode(text).ids
-
-
-@pytest.fixture(scope="module")
-def tokenizer(llm_dir):
-    return LLMTokenizer.from_dir(llm_dir)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, Timeouts
 from cosyvoice_triton.llm.openai_client import OpenAILM
 from cosyvoice_triton.llm.openai_dialects import DIALECTS, CompletionRequest, EventReader
-from cosyvoice_triton.llm.speech_tokens import LLMTokenizer, speech_token_text
+from cosyvoice_triton.llm.speech_tokens import speech_token_text
 from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.stacks import TokenizerRules
@@ -25,11 +25,6 @@ from tests.support.raw_http_server import STREAM, RawHttpServer, event, ids_even
 
 QUICK = Timeouts(connect=0.5, first_token=0.6, token=0.6)
 PROMPT = LLMPrompt("Hello there.", "A reference.", (1, 2, 3))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(llm_dir):
-    return LLMTokenizer.from_dir(llm_dir)
 
 
 async def speak(llm, prompt=PROMPT, **sampling):

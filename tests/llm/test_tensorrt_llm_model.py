@@ -1,6 +1,5 @@
 """The python backend of `tensorrt_llm`: its model.py loaded as Triton does, with the real CPU engine."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +7,8 @@ import pytest
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm import triton_tensors as llm_tensors
 from cosyvoice_triton.llm.interface import LLMPrompt, TokenChunk
-from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
-from tests.conftest import ROOT, load_model
+from tests.conftest import ROOT, initialized_model
 from tests.support.fake_triton import InferenceRequest, TritonError
 from tests.support.waiting import until
 
@@ -18,21 +16,8 @@ MAX_REQUESTS = 8
 
 
 def make_model(genai_dir: Path, decoupled: bool):
-    parameters = {"gpt_model_path": str(genai_dir), "max_requests": str(MAX_REQUESTS)}
-    config = {
-        "parameters": {key: {"string_value": value} for key, value in parameters.items()},
-        "model_transaction_policy": {"decoupled": decoupled},
-    }
-    model = load_model(ROOT / "model_repo" / "tensorrt_llm" / "1" / "model.py").TritonPythonModel()
-    model.initialize(
-        {
-            "model_name": "tensorrt_llm",
-            "model_instance_name": "tensorrt_llm_0",
-            "model_config": json.dumps(config),
-            "model_instance_kind": "CPU",
-        }
-    )
-    return model
+    path = ROOT / "model_repo" / "tensorrt_llm" / "1" / "model.py"
+    return initialized_model(path, decoupled, gpt_model_path=str(genai_dir), max_requests=str(MAX_REQUESTS))
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +32,6 @@ def plain_model(genai_dir):
     model = make_model(genai_dir, decoupled=False)
     yield model
     model.finalize()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(llm_dir):
-    return LLMTokenizer.from_dir(llm_dir)
 
 
 def send(model, input_ids, *, decoupled=True, request_id="", parameters=None, **tensors) -> InferenceRequest:

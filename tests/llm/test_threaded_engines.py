@@ -21,11 +21,6 @@ from tests.support.waiting import until
 STREAMS = 8
 
 
-@pytest.fixture(scope="module")
-def tokenizer(llm_dir):
-    return LLMTokenizer.from_dir(llm_dir)
-
-
 @pytest.fixture(params=["onnxruntime_genai", "cuda"])
 def engine(request, tokenizer):
     directory = request.getfixturevalue("llm_dir" if request.param == "cuda" else "genai_dir")

@@ -26,7 +26,7 @@ from cosyvoice_triton.voice.files import save_pronunciation, save_voice
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from tests.conftest import ROOT, load_model
+from tests.conftest import ROOT, initialized_model
 from tests.support import fake_triton
 from tests.support.fake_triton import Callee, InferenceRequest, InferenceResponse, TritonError
 from tests.support.fakes import PROMPT_TOKENS, fake_prompt
@@ -124,14 +124,7 @@ class FakeModels:
 @contextmanager
 def started(name: str, decoupled: bool = True, **settings: str) -> Iterator[Any]:
     """The model of that name, initialized; finalized at the end."""
-    parameters = {"model_dir": "unused"} | settings
-    config = {
-        "parameters": {key: {"string_value": value} for key, value in parameters.items()},
-        "model_transaction_policy": {"decoupled": decoupled},
-        "instance_group": [{"count": 1 + decoupled}],  # neither serves a text in pieces
-    }
-    model = load_model(MODEL_FILES[name]).TritonPythonModel()
-    model.initialize({"model_name": name, "model_instance_name": f"{name}_0", "model_config": json.dumps(config)})
+    model = initialized_model(MODEL_FILES[name], decoupled, **{"model_dir": "unused"} | settings)
     try:
         yield model
     finally:

@@ -5,13 +5,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from cosyvoice_triton.checkpoint import load_strict, shapes_of
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
 
 from tests.parity.weight_rule import generate_weights
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,13 @@ class Fixture:
         fixture's "weight_check".
         """
         return generate_weights(shapes, self.meta["weight_check"])
+
+    def full_size(self, network: Callable[[], Network]) -> Network:
+        """A network of official sizes with generated weights."""
+        with torch.device("meta"):
+            made = network()
+        shapes = {key: tuple(shape) for key, shape in shapes_of(made.state_dict()).items()}
+        return load_strict(made, self.generated_weights(shapes), "cpu", torch.float32)
 
     def tolerance(self, key: str) -> Tolerance:
         """Tolerance of the stored tensor `key`, or what the engine's precision allows. ValueError if there is none."""

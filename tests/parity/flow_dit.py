@@ -21,7 +21,7 @@ from torch import Tensor
 from tests.parity.fixture import Check, Fixture, prefixed
 from tests.parity.reference import dit_flow as reference
 from tests.parity.reference.encoder import EncoderCache, encode_chunk, encode_whole
-from tests.parity.served import ServedFlow, ServedStream, prompt_of
+from tests.parity.served import ServedFlow, caches_of, prompt_of
 from tests.parity.tracing import evaluate, intermediates, recorded, steps_of
 
 Results = Iterator[tuple[str, Tensor]]
@@ -127,10 +127,7 @@ def check_streamed_flow(fixture: Fixture) -> Results:
 
 
 def check_full_size_flow(fixture: Fixture) -> Results:
-    with torch.device("meta"):
-        flow = DiTFlow(DiTFlowConfig())
-    state = fixture.generated_weights({key: tuple(shape) for key, shape in shapes_of(flow.state_dict()).items()})
-    yield from _flow_calls(fixture, load_strict(flow, state, "cpu", torch.float32))
+    yield from _flow_calls(fixture, fixture.full_size(lambda: DiTFlow(DiTFlowConfig())))
 
 
 def _flow_calls(fixture: Fixture, network: DiTFlow) -> Results:
@@ -139,7 +136,7 @@ def _flow_calls(fixture: Fixture, network: DiTFlow) -> Results:
     The engine has no encoder cache: those that upstream's encoder leaves are computed by `reference`.
     """
     encoder_cache = EncoderCache.empty(network.encoder, 1)
-    stream: ServedStream | None = None
+    served: ServedFlow | None = None
     blocks: list[int] = []
     for call in fixture.meta["calls"]:
         if call.get("fn", "").startswith("inference("):
@@ -148,16 +145,17 @@ def _flow_calls(fixture: Fixture, network: DiTFlow) -> Results:
         token, computed = evaluate(fixture, call["token"]), {}
         if "last_chunk" not in call:
             prompt = _prompt(fixture, network, call, token)
-            stream, blocks = ServedStream(fixture, network, prompt, steps_of(fixture, call)), []
+            served, blocks = ServedFlow(fixture, network, fixture["in/rand_noise"], steps_of(fixture, call)), []
+            stream = served.open(prompt)
         else:
-            assert stream is not None, "a stream has a prefill before its first chunk"
-            computed["mel"] = stream.chunk(token[0], call["last_chunk"])[None]
+            assert served is not None, "a stream has a prefill before its first chunk"
+            computed["mel"] = served.chunk(stream, token[0], final=call["last_chunk"])[None]
         embedded = network.input_embedding(token)
         _, encoder_cache = encode_chunk(network.encoder, embedded, encoder_cache, call.get("last_chunk", False))
-        attention, history = stream.caches
-        blocks.append(stream.mu.shape[1])
+        attention, history = caches_of(served, stream)
+        blocks.append(served.mu.shape[1])
         computed |= {
-            "mu": stream.mu.transpose(1, 2),  # (B, T, mel) -> (B, mel, T)
+            "mu": served.mu.transpose(1, 2),  # (B, T, mel) -> (B, mel, T)
             "estimator_cnn_cache": estimator_conv(history),
             "estimator_att_cache": estimator_attention(attention, blocks),
         }

@@ -113,10 +113,7 @@ def check_flow(fixture: Fixture) -> Results:
 
 
 def check_full_size_flow(fixture: Fixture) -> Results:
-    with torch.device("meta"):
-        flow = UNetFlow(UNetFlowConfig())
-    state = fixture.generated_weights({key: tuple(shape) for key, shape in shapes_of(flow.state_dict()).items()})
-    yield from flow_calls(fixture, load_strict(flow, state, "cpu", torch.float32))
+    yield from flow_calls(fixture, fixture.full_size(lambda: UNetFlow(UNetFlowConfig())))
 
 
 def flow_calls(fixture: Fixture, network: UNetFlow | CosyVoice3Flow) -> Results:

@@ -90,31 +90,16 @@ class ServedFlow:
         return mel
 
 
-class ServedStream:
-    """A stream of a fixture's DiT flow, with what upstream's caches hold after its last call."""
-
-    def __init__(self, fixture: Fixture, network: DiTFlow, prompt: Prompt, steps: int) -> None:
-        self._served = ServedFlow(fixture, network, fixture["in/rand_noise"], steps)
-        self._stream = self._served.open(prompt)
-
-    def chunk(self, tokens: Tensor, final: bool) -> Tensor:
-        return self._served.chunk(self._stream, tokens, final=final)
-
-    @property
-    def mu(self) -> Tensor:
-        return self._served.mu
-
-    @property
-    def caches(self) -> tuple[KeyValues, Tensor]:
-        """Keys and values, the prompt's first, (steps, depth, 2, H, T, D), and the convolutions' history
-        (steps, depth, convolution, 2, C, frame)."""
-        assert isinstance(self._stream, DiTStream) and isinstance(self._served.flow, DiTStreaming)
-        prompt, tail, pool = self._stream.prompt.attention, self._stream.cache, self._served.flow._pool
-        attention = (
-            torch.cat([of_prompt, ring[tail.slot, ..., : tail.frames, :]], dim=-2)
-            for of_prompt, ring in ((prompt.keys, pool.keys), (prompt.values, pool.values))
-        )
-        return KeyValues(*attention), pool.history[tail.slot].transpose(-1, -2)
+def caches_of(served: ServedFlow, stream: Stream) -> tuple[KeyValues, Tensor]:
+    """What upstream's caches hold after a DiT stream's last call: keys and values, the prompt's first,
+    (steps, depth, 2, H, T, D), and the convolutions' history (steps, depth, convolution, 2, C, frame)."""
+    assert isinstance(stream, DiTStream) and isinstance(served.flow, DiTStreaming)
+    prompt, tail, pool = stream.prompt.attention, stream.cache, served.flow._pool
+    attention = (
+        torch.cat([of_prompt, ring[tail.slot, ..., : tail.frames, :]], dim=-2)
+        for of_prompt, ring in ((prompt.keys, pool.keys), (prompt.values, pool.values))
+    )
+    return KeyValues(*attention), pool.history[tail.slot].transpose(-1, -2)
 
 
 def prompt_of(tokens: Tensor, mel: Tensor, embedding: Tensor) -> Prompt:

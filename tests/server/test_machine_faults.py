@@ -33,8 +33,10 @@ from cosyvoice_triton.triton_io.streams import Streams
 
 from tests.conftest import ROOT
 from tests.support.http_pages import Page, http_server
+from tests.support.waiting import until
 
 ARGS = {"model_name": "m", "model_instance_name": "m_0"}
+FREE_PORTS = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "health")]
 
 
 @pytest.fixture
@@ -207,10 +209,9 @@ def test_a_port_in_use_and_a_foreign_address_are_told_apart(host: str) -> None:
 
 
 def test_a_folder_for_the_log_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ports = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--health-port", "0")
     before = signal.getsignal(signal.SIGTERM)
     try:
-        assert serve.main([str(tmp_path), "--log-file", str(tmp_path), *ports]) == 1
+        assert serve.main([str(tmp_path), "--log-file", str(tmp_path), *FREE_PORTS]) == 1
     finally:
         signal.signal(signal.SIGTERM, before)
     error = capsys.readouterr().err
@@ -225,22 +226,23 @@ def test_paths_with_blanks_are_one_argument_of_the_commands_that_make_starts() -
         assert {"my models", "out dir/a.wav", "a b"} & set(words), (target, words)
 
 
+def serving_idle(repository: Path, code: str, *options: str) -> list[str]:
+    """The command that serves a model `idle` with this code, at free ports."""
+    (repository / "idle" / "1").mkdir(parents=True)
+    (repository / "idle" / "1" / "model.py").write_text(code)
+    (repository / "idle" / "config.pbtxt").write_text('name: "idle" backend: "python" max_batch_size: 1\n')
+    command = [sys.executable, "-m", "cosyvoice_triton", "serve", str(repository), *options, *FREE_PORTS]
+    return [*command, "--log-file", str(repository.parent / "log")]
+
+
 @pytest.mark.server
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_two_signals_a_second_apart_leave_nothing_behind(second: signal.Signals, tmp_path: Path) -> None:
     """The model is still loading then. What the server says goes to a full disk, which does not stop it."""
-    folder = tmp_path / "repository" / "idle"
-    (folder / "1").mkdir(parents=True)
-    (folder / "1" / "model.py").write_text("import time\ntime.sleep(60)\n")
-    (folder / "config.pbtxt").write_text('name: "idle" backend: "python" max_batch_size: 1\n')
-    command = [sys.executable, "-m", "cosyvoice_triton", "serve", str(folder.parent), "--log-file", f"{tmp_path}/log"]
-    for name in ("http", "grpc", "metrics", "health"):
-        command += [f"--{name}-port", "0"]
+    command = serving_idle(tmp_path / "repository", "import time\ntime.sleep(60)\n")
     with Path("/dev/full").open("wb") as full, subprocess.Popen(command, stdout=full, stderr=full) as process:
-        deadline = time.monotonic() + 60
-        while len(children := descendants(process.pid)) < 3:  # tritonserver, the sweeper, the stub
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.1)
+        until(lambda: len(descendants(process.pid)) >= 3, every=0.1)  # tritonserver, the sweeper, the stub
+        children = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
         time.sleep(1)
         process.send_signal(second)
@@ -251,15 +253,8 @@ def test_two_signals_a_second_apart_leave_nothing_behind(second: signal.Signals,
 
 @pytest.mark.server
 def test_a_server_on_an_ipv6_address_answers_at_the_urls_that_it_prints(tmp_path: Path) -> None:
-    folder = tmp_path / "my repository" / "idle"
-    (folder / "1").mkdir(parents=True)
     code = "class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
-    (folder / "1" / "model.py").write_text(code)
-    (folder / "config.pbtxt").write_text('name: "idle" backend: "python" max_batch_size: 1\n')
-    command = [sys.executable, "-m", "cosyvoice_triton", "serve", str(folder.parent), "--log-file", f"{tmp_path}/log"]
-    command += [f"--{name}host=::1" for name in ("", "http-", "grpc-")]
-    for name in ("http", "grpc", "metrics", "health"):
-        command += [f"--{name}-port", "0"]
+    command = serving_idle(tmp_path / "my repository", code, "--host=::1", "--http-host=::1", "--grpc-host=::1")
     command += ["--speech-port", str(free_port()), "--voices", str(tmp_path / "voices")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -4,12 +4,13 @@ NVIDIA's daemon, and one for nvidia-smi."""
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from cosyvoice_triton.server import gpus, mps
 from cosyvoice_triton.server.rendering import StackOptions, render
+
+from tests.support.waiting import until
 
 # Like NVIDIA's: with -f it makes its pipe and runs until another one of it passes "quit" on.
 DAEMON = """#!/bin/sh
@@ -60,10 +61,7 @@ def test_the_daemon_ends_with_a_killed_server(record: Path) -> None:
     code += "gpus.cuda_of_torch = lambda: '13.0'\n"
     code += f"with mps.shared_gpu(Path({str(rendered(record))!r})): os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -9
-    deadline = time.monotonic() + 60
-    while not (record / "ended").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until((record / "ended").exists)
 
 
 def test_daemon_and_models_number_the_gpus_alike(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -22,6 +21,8 @@ from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
 from cosyvoice_triton.server import installation, tritonserver
 from cosyvoice_triton.server.tritonserver import STARTS, Ports, ServerError, TritonServer
 from tritonclient.utils import InferenceServerException
+
+from tests.support.waiting import until
 
 MODEL = """
 class TritonPythonModel:
@@ -84,6 +85,14 @@ def repository(tmp_path) -> Path:
     return tmp_path / "repository"
 
 
+def replace_tritonserver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
+    """A shell script in its place, in which BINARY is the real one."""
+    real, script = installation.Installation.find(), tmp_path / "tritonserver"
+    script.write_text(f"#!/bin/sh\n{lines}".replace("BINARY", str(real.binary)))
+    script.chmod(0o755)
+    monkeypatch.setattr(installation.Installation, "find", lambda: dataclasses.replace(real, binary=script))
+
+
 def stubs_of(server: TritonServer) -> list[str]:
     return subprocess.run(["pgrep", "-f", server._shm_prefix], capture_output=True, text=True).stdout.split()
 
@@ -139,11 +148,8 @@ def test_a_model_that_does_not_load_is_reported_with_its_own_error(repository):
 
 @pytest.mark.server
 def test_a_server_that_ends_while_it_loads_is_reported_without_its_log(repository, tmp_path, monkeypatch):
-    script, log = tmp_path / "tritonserver", tmp_path / "log"
-    script.write_text(f"#!/bin/sh\nrm {log}\nexit 3\n")
-    script.chmod(0o755)
-    real = installation.Installation.find()
-    monkeypatch.setattr(installation.Installation, "find", lambda: dataclasses.replace(real, binary=script))
+    log = tmp_path / "log"
+    replace_tritonserver(tmp_path, monkeypatch, f"rm {log}\nexit 3\n")
     with pytest.raises(ServerError, match="ended with code 3: its log .* is empty, or was removed"):
         TritonServer(repository, ports=FREE, log_file=log).__enter__()
 
@@ -152,17 +158,11 @@ def test_a_server_that_ends_while_it_loads_is_reported_without_its_log(repositor
 @pytest.mark.parametrize("aborts", [1, STARTS])
 def test_a_server_that_aborts_while_loading_is_started_again(aborts, repository, tmp_path, monkeypatch):
     """The real one, which a script aborts after a second of its first starts."""
-    real = installation.Installation.find()
     starts = tmp_path / "starts"
-    script = tmp_path / "tritonserver"
-    script.write_text(
-        f"#!/bin/sh\necho >> {starts}\n[ $(wc -l < {starts}) -le {aborts} ] && (sleep 1; kill -s ABRT $$) &\n"
-        f'exec {real.binary} "$@"\n'
-    )
-    script.chmod(0o755)
+    abort = f"echo >> {starts}\n[ $(wc -l < {starts}) -le {aborts} ] && (sleep 1; kill -s ABRT $$) &\n"
+    replace_tritonserver(tmp_path, monkeypatch, f'{abort}exec BINARY "$@"\n')
     slow = MODEL.replace("class", "import time\ntime.sleep(3)\nclass")
     (repository / "idle" / "1" / "model.py").write_text(slow)
-    monkeypatch.setattr(installation.Installation, "find", lambda: dataclasses.replace(real, binary=script))
     server = TritonServer(repository, ports=FREE)
     try:
         with server:
@@ -177,14 +177,8 @@ def test_a_server_that_aborts_while_loading_is_started_again(aborts, repository,
 @pytest.mark.server
 def test_a_server_that_hangs_with_its_models_loaded_is_started_again(repository, tmp_path, monkeypatch):
     """A script in its place hangs once, as tritonserver does that waits for a stub that waits for it."""
-    real = installation.Installation.find()
-    script = tmp_path / "tritonserver"
-    script.write_text(
-        f'#!/bin/sh\n[ -e {tmp_path}/hung ] && exec {real.binary} "$@"\n'
-        f'touch {tmp_path}/hung "${METRICS_DIRECTORY}/idle_0_0.metrics"\nexec sleep 1000\n'
-    )
-    script.chmod(0o755)
-    monkeypatch.setattr(installation.Installation, "find", lambda: dataclasses.replace(real, binary=script))
+    hang = f'touch {tmp_path}/hung "${METRICS_DIRECTORY}/idle_0_0.metrics"\nexec sleep 1000\n'
+    replace_tritonserver(tmp_path, monkeypatch, f'[ -e {tmp_path}/hung ] && exec BINARY "$@"\n{hang}')
     monkeypatch.setattr(tritonserver, "HUNG_SECONDS", 1.0)
     with TritonServer(repository, ports=FREE) as server:
         assert server.answers_ready() and (tmp_path / "hung").exists()
@@ -258,14 +252,9 @@ def test_no_process_outlives_a_killed_parent(victims, repository):
         os.kill(parent.pid, signal.SIGKILL)
         if victims != "parent":
             os.kill(int(tritonserver), signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while subprocess.run(["pgrep", "-f", prefix], capture_output=True).returncode == 0:
-        assert time.monotonic() < deadline, "the server outlived its parent"
-        time.sleep(0.1)
+    until(lambda: subprocess.run(["pgrep", "-f", prefix], capture_output=True).returncode, every=0.1)
     assert list(Path("/dev/shm").glob(f"{prefix}*")) == []
-    while Path(work).exists():  # the last thing to go
-        assert time.monotonic() < deadline, "a directory was left behind"
-        time.sleep(0.1)
+    until(lambda: not Path(work).exists(), every=0.1)  # the last thing to go
 
 
 def as_in_the_image(root: Path, wheel: installation.Installation, monkeypatch: pytest.MonkeyPatch) -> None:

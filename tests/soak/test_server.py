@@ -5,13 +5,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 from tests.soak import __main__ as soak
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.server, pytest.mark.serial]
 
@@ -36,10 +36,7 @@ def test_servers_that_are_still_starting_end_with_the_soak(tmp_path: Path) -> No
     command = [sys.executable, "-m", "tests.soak", "--output", str(tmp_path / "soak")]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
-            deadline = time.monotonic() + 60
-            while len(servers(tmp_path)) < 2 and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert len(servers(tmp_path)) >= 2
+            until(lambda: len(servers(tmp_path)) >= 2, every=0.1)
             process.send_signal(signal.SIGTERM)
             _, said = process.communicate(timeout=60)
         finally:

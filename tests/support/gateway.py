@@ -5,10 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from cosyvoice_triton.server.tritonserver import free_port
 
 from tests.conftest import ROOT
 from tests.support.serve_process import get
+from tests.support.waiting import until
 
 FOLDER = ROOT / "deploy/envoy"
 ENVOY = Path(sys.executable).parent / "envoy"
@@ -104,8 +105,4 @@ def answers(url: str) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+wait_for = partial(until, every=0.1)

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 from cosyvoice_triton.demo_checkpoint.llm import make_llm
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.prepare.genai import convert
 
 from tests.support import fake_tensorrt_llm, fake_vllm
@@ -38,6 +39,11 @@ def llm_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def genai_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared_genai(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(llm_dir: Path) -> LLMTokenizer:
+    return LLMTokenizer.from_dir(llm_dir)
 
 
 @pytest.fixture

@@ -92,18 +92,8 @@ def serve_process(
     repository: Path, log: Path, *options: str, ports: tuple[int, int, int, int] = (0, 0, 0, 0)
 ) -> Iterator[ServeProcess]:
     """serve.py with `repository`, ready; stopped at the end of the block. `ports`: http, grpc, metrics, health."""
-    command = [
-        sys.executable,
-        "-X",
-        "faulthandler",
-        "-m",
-        "cosyvoice_triton",
-        "serve",
-        str(repository),
-        "--log-file",
-        str(log),
-        *options,
-    ]
+    command = [sys.executable, "-X", "faulthandler", "-m", "cosyvoice_triton", "serve", str(repository)]
+    command += ["--log-file", str(log), *options]
     for name, port in zip(("http", "grpc", "metrics", "health"), ports, strict=True):
         command += [f"--{name}-port", str(port)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable
 
 
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait until `condition` holds; fails after so many seconds."""
+def until(condition: Callable[[], object], seconds: float = 60.0, every: float = 0.005) -> None:
+    """Wait until `condition` holds, which is asked `every` so often; fails after so many seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not become true in time"
-        time.sleep(0.005)
+        time.sleep(every)
 
 
 class Clock:

@@ -6,7 +6,6 @@ import pytest
 from cosyvoice_triton.prepare.huggingface_llm import PHONEMES, TEXT_SPECIALS
 from cosyvoice_triton.text import TextFrontend, clean_text, is_speakable
 from cosyvoice_triton.text.duration import expected_seconds
-from cosyvoice_triton.text.language import language_of
 from cosyvoice_triton.text.markdown import spoken
 from cosyvoice_triton.text.normalization import normalized
 from cosyvoice_triton.text.segments import SEGMENT_SECONDS, segments, sentences
@@ -32,22 +31,6 @@ def test_what_a_request_wants_unchanged_is_not_spelled_out() -> None:
     assert normalized(text, "en", ("urls",)).startswith("See https://a.org/b or bob at a dot org, five five five")
     assert normalized(text, "en", ("emails",)).startswith("See a dot org slash b or bob@a.org, five five five")
     assert normalized(text, "en", ("phones",)).endswith(", 555-1234.")
-
-
-@pytest.mark.parametrize(
-    ("text", "language"),
-    [
-        ("Hello 3", "en"),
-        ("12345", "en"),
-        ("你好 ok", "zh"),
-        ("3個の", "ja"),
-        ("사과 3", "ko"),
-        ("Привет 3", "ru"),
-        ("สวัสดี 3", None),
-    ],
-)
-def test_the_script_decides_the_grammar(text: str, language: str | None) -> None:
-    assert language_of(text) == language
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, TokenChunk, TokenStream
-from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.offline.llm import GeneratedTokens, OfflineLLM, connect, engine_of, load_llm
 
 from tests.support.failing_llm import TOKENS, failing_llm
@@ -20,11 +19,6 @@ PROMPTS = [
     LLMPrompt("你好，请问你叫什么？"),
 ]
 GREEDY = Sampling(temperature=0, max_tokens=24)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(llm_dir):
-    return LLMTokenizer.from_dir(llm_dir)
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Validation of recordings, resampling and features equal to the training libraries, and sound files."""
 
+import io
 import tracemalloc
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -42,11 +44,34 @@ def with_sample(value: float, index: int) -> np.ndarray:
         (np.ones(SECOND, np.int16), None, "reference_wav is int16 of shape"),
         (np.ones((2, SECOND), np.float32), None, r"reference_wav is float32 of shape \[2, 16000\]"),
         (np.float32(1), None, r"reference_wav is float32 of shape \[\]"),
+        *(
+            (with_sample(peak, 100), None, r"holds a sample of \S+: samples are -1..1; divide 16-bit ones by 32768")
+            for peak in (5.0, 128.0, 32_767.0, 1e38, -32_768.0)
+        ),
     ],
 )
 def test_a_bad_reference_is_rejected_with_its_name_and_value(wav, length, message):
     with pytest.raises(ValueError, match=message):
         validate_reference(np.asarray(wav), length)
+
+
+@pytest.mark.parametrize("peak", [1.0, 1.4, 2.0])
+def test_samples_that_decoding_lets_exceed_full_scale_are_taken(peak):
+    assert validate_reference(with_sample(peak, 100)).max() == np.float32(peak)
+
+
+def test_a_malformed_file_prints_no_traceback(capfd):
+    """cffi prints one for each exception of a call by libsndfile, such as a seek to before the file's begin."""
+    random = np.random.default_rng(0)
+    for kind in ("WAV", "FLAC", "OGG", "MP3"):
+        whole = io.BytesIO()
+        sf.write(whole, random.standard_normal(4000) * 0.1, PROMPT_SAMPLE_RATE, format=kind)
+        for _ in range(150):
+            data = bytearray(whole.getvalue()[: random.integers(40, len(whole.getvalue()))])
+            data[random.integers(0, 40)] = random.integers(256)
+            with suppress(ValueError, RuntimeError):
+                load_audio(io.BytesIO(data), PROMPT_SAMPLE_RATE, max_seconds=30)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("padding", [0.0, np.nan, np.inf])

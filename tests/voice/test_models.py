@@ -1,6 +1,5 @@
 """The models audio_tokenizer and speaker_embedding: their tensors, batches and errors."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from cosyvoice_triton.constants import OFFICIAL_FIRST_SPEECH_ID, PROMPT_SAMPLE_R
 from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
 from cosyvoice_triton.voice.audio import load_audio
 
-from tests.conftest import ROOT, load_model
+from tests.conftest import ROOT, initialized_model
 from tests.support import fake_triton
 from tests.support.checkpoints import LLM_DIR, UNET_DIR
 
@@ -20,12 +19,9 @@ OUTPUTS = {"audio_tokenizer": "prompt_speech_tokens", "speaker_embedding": "prom
 
 
 def initialized(name: str, demo_models: Path, **parameters: str) -> Any:
-    parameters = {"model_dir": str(demo_models / UNET_DIR)} | parameters
-    config = {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
-    model = load_model(ROOT / f"model_repo/{name}/1/model.py").TritonPythonModel()
-    args = {"model_name": name, "model_instance_name": f"{name}_0"}
-    model.initialize(args | {"model_config": json.dumps(config)})
-    return model
+    return initialized_model(
+        ROOT / f"model_repo/{name}/1/model.py", model_dir=str(demo_models / UNET_DIR), **parameters
+    )
 
 
 @pytest.fixture(scope="module")
