@@ -79,12 +79,13 @@ def load_model(path: Path) -> types.ModuleType:
     return module
 
 
-def initialized_model(path: Path, decoupled: bool = False, **parameters: str) -> Any:
+def initialized_model(path: Path, decoupled: bool = False, instances: int = 1, **parameters: str) -> Any:
     """The model of a model.py, with these parameters of its config.pbtxt, as Triton initializes it on a CPU."""
     name = path.parent.parent.name
     config = {
         "parameters": {key: {"string_value": value} for key, value in parameters.items()},
         "model_transaction_policy": {"decoupled": decoupled},
+        "instance_group": [{"count": instances}],
     }
     args = {"model_name": name, "model_instance_name": f"{name}_0", "model_instance_kind": "CPU"}
     model = load_model(path).TritonPythonModel()

@@ -124,7 +124,8 @@ class FakeModels:
 @contextmanager
 def started(name: str, decoupled: bool = True, **settings: str) -> Iterator[Any]:
     """The model of that name, initialized; finalized at the end."""
-    model = initialized_model(MODEL_FILES[name], decoupled, **{"model_dir": "unused"} | settings)
+    instances = 1 + decoupled  # neither serves a text in pieces
+    model = initialized_model(MODEL_FILES[name], decoupled, instances, **{"model_dir": "unused"} | settings)
     try:
         yield model
     finally:
