@@ -39,6 +39,6 @@ def test_one_prompt_is_answered_by_a_server(llm_dir, capsys):
 
 def test_an_unusable_engine_or_server_is_reported_in_one_line(llm_dir, tmp_path, capsys):
     assert main(["--tokenizer_dir", str(llm_dir), "--engine_dir", str(tmp_path)]) == 1
-    assert "test_llm: " in capsys.readouterr().err
+    assert "error: " in capsys.readouterr().err
     assert main(["--tokenizer_dir", str(llm_dir), "--urls", "http://127.0.0.1:9"]) == 1
     assert "cannot be reached" in capsys.readouterr().err

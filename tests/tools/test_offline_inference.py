@@ -163,4 +163,4 @@ def test_an_interrupted_run_keeps_the_finished_samples(synthesize, tmp_path, mon
 def test_an_invalid_command_line_is_reported_in_one_line(synthesize, capsys, options, message):
     assert synthesize(*options) == 1
     error = capsys.readouterr().err
-    assert message in error and error.startswith("offline_inference: ") and error.count("\n") == 1
+    assert message in error and error.startswith("error: ") and error.count("\n") == 1

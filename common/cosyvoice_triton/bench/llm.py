@@ -20,6 +20,7 @@ from typing import get_args
 
 import torch
 
+from cosyvoice_triton.cli.arguments import command_parser
 from cosyvoice_triton.config import InstanceKind, LLMEngine, OrchestratorConfig, TensorrtLLMConfig
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS
 from cosyvoice_triton.demo_checkpoint.llm import OFFICIAL, make_llm
@@ -138,7 +139,7 @@ async def measure(args: argparse.Namespace, model_dir: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--engine", choices=get_args(LLMEngine), default="cuda")
     parser.add_argument("--model-dir", type=Path, help="what the engine loads")
     parser.add_argument("--instance-kind", choices=get_args(InstanceKind), default=TensorrtLLMConfig.instance_kind)

@@ -26,11 +26,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.cli.arguments import positive_int
+from cosyvoice_triton.cli.arguments import command_parser, positive_int, reporting_errors
 from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.load.sweep import Sweep, with_suffix
 from cosyvoice_triton.server import mps
-from cosyvoice_triton.server.installation import ServerError
 from cosyvoice_triton.server.rendering import Device, StackOptions, parse_settings, render
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 
@@ -147,24 +146,21 @@ def line(row: dict[str, Any]) -> str:
     return " ".join(filter(None, parts)).rstrip(";")
 
 
+@reporting_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     rows: list[dict[str, Any]] = []
     print(f"host: {host_ms():.1f} ms for a fixed loop of Python", flush=True)
-    try:
-        for plan in args.plans:
-            for row in measure(plan, args):
-                rows.append(row)
-                print(line(row), flush=True)
-                with_suffix(args.output, ".json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    except (ValueError, OSError, ServerError, subprocess.CalledProcessError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    for plan in args.plans:
+        for row in measure(plan, args):
+            rows.append(row)
+            print(line(row), flush=True)
+            with_suffix(args.output, ".json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument(
         "models",
         type=Path,

@@ -1,12 +1,51 @@
-"""Types for argparse, which reports what they raise together with the option's name; this program's own name."""
+"""What the commands share: their parser, types of options, how they end, and this program's own name.
+
+argparse reports what a type raises together with the option's name.
+"""
 
 import argparse
+import functools
 import os
 import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec
 
 from cosyvoice_triton.text.pronunciation import read_pronunciations
+
+P = ParamSpec("P")
+# What a command reports without a traceback. Most errors of ours are RuntimeErrors.
+ERRORS = (ValueError, RuntimeError, OSError, ImportError, subprocess.SubprocessError)
+
+
+def command_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser that shows a module's docstring and takes whole names of options only."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+
+
+def reporting_errors(interrupted: str = "interrupted") -> Callable[[Callable[P, int]], Callable[P, int]]:
+    """Decorate a command, which returns its exit code: with 1 and a line on standard error if it cannot do its work,
+    with 130 and `interrupted` there if it is interrupted."""
+
+    def decorated(command: Callable[P, int]) -> Callable[P, int]:
+        @functools.wraps(command)
+        def main(*args: P.args, **kwargs: P.kwargs) -> int:
+            try:
+                return command(*args, **kwargs)
+            except ERRORS as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 1
+            except KeyboardInterrupt:
+                print(f"error: {interrupted}", file=sys.stderr)
+                return 130
+
+        return main
+
+    return decorated
 
 
 def positive_int(text: str) -> int:

@@ -17,14 +17,14 @@ offline requests (`cosyvoice-triton serve --offline`).
 
 import argparse
 import asyncio
+import logging
 from pathlib import Path
 
-from cosyvoice_triton.cli.arguments import positive_int
+from cosyvoice_triton.cli.arguments import command_parser, positive_int, reporting_errors
 from cosyvoice_triton.cli.upstream import accept_upstream_options
 from cosyvoice_triton.client.grpc_client import synthesize
 from cosyvoice_triton.client.requests import Utterance, add_request_arguments, positive_number
 from cosyvoice_triton.constants import GRPC_PORT
-from cosyvoice_triton.load.command import exit_code
 from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
 from cosyvoice_triton.load.plan import Load, add_load_arguments
 from cosyvoice_triton.load.plot import plot_run
@@ -34,15 +34,14 @@ from cosyvoice_triton.load.runner import measured
 LOG_DIR = Path("tmp")  # upstream's
 
 
+@reporting_errors("interrupted; the request was cancelled")
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    return exit_code(lambda: run(args), output_option="--log-dir", interrupted="interrupted; the request was cancelled")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    return run(parse_args(argv))
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--server-addr", default="localhost", help="default: %(default)s")
     parser.add_argument("--server-port", type=int, default=GRPC_PORT, help="of Triton's gRPC (default: %(default)s)")
     parser.add_argument("--mode", choices=("streaming", "offline"), default="streaming")

@@ -7,34 +7,26 @@ request.
 """
 
 import argparse
-import sys
 
+from cosyvoice_triton.cli.arguments import command_parser, reporting_errors
 from cosyvoice_triton.client.http_client import synthesize
-from cosyvoice_triton.client.requests import ClientError, Utterance, add_request_arguments
+from cosyvoice_triton.client.requests import Utterance, add_request_arguments
 from cosyvoice_triton.constants import HTTP_PORT
 
 
+@reporting_errors("interrupted; the request was dropped")
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    try:
-        request = Utterance.from_arguments(args)
-        answer = synthesize(args.server_url, args.model_name, request, args.timeout)
-        answer.save(args.output_audio)
-    except ClientError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted; the request was dropped", file=sys.stderr)
-        return 130
+    request = Utterance.from_arguments(args)
+    answer = synthesize(args.server_url, args.model_name, request, args.timeout)
+    answer.save(args.output_audio)
     print(answer.summary())
     print(f"written to         {args.output_audio}")
     return 0
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--server-url", default=f"http://localhost:{HTTP_PORT}", help="default: %(default)s")
     add_request_arguments(parser)
     return parser.parse_args(argv)

@@ -7,17 +7,16 @@
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cosyvoice_triton.cli.arguments import fraction, positive_int
+from cosyvoice_triton.cli.arguments import command_parser, fraction, positive_int, reporting_errors
 from cosyvoice_triton.cli.upstream import accept_upstream_options
 from cosyvoice_triton.prepare.trtllm_checkpoint import WEIGHT_ONLY, convert
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--model_dir", type=Path, required=True, help="HuggingFace directory of the LLM")
     parser.add_argument("--output_dir", type=Path, default=Path("tllm_checkpoint"), help="directory to write")
     parser.add_argument("--dtype", choices=("auto", "float16", "bfloat16", "float32"), default="auto")
@@ -40,23 +39,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reporting_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     if args.use_weight_only and args.smoothquant is not None:
-        print("convert_checkpoint: --use_weight_only and --smoothquant exclude each other", file=sys.stderr)
-        return 1
+        raise ValueError("--use_weight_only and --smoothquant exclude each other")
     try:
         convert(args)
     except ModuleNotFoundError as error:
-        print(
-            f"convert_checkpoint: {error}. TensorRT-LLM is not installed here: run this in NVIDIA's Triton image with "
-            "TensorRT-LLM (tags that end in trtllm-python-py3), or serve the directory with another engine, "
-            "see docs/llm.md",
-            file=sys.stderr,
-        )
-        return 1
-    except (ValueError, OSError) as error:
-        print(f"convert_checkpoint: {error}", file=sys.stderr)
-        return 1
+        raise RuntimeError(
+            f"{error}. TensorRT-LLM is not installed here: run this in NVIDIA's Triton image with TensorRT-LLM (tags "
+            "that end in trtllm-python-py3), or serve the directory with another engine, see docs/llm.md"
+        ) from None
     print(f"{args.output_dir}: written")
     return 0

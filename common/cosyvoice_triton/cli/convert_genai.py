@@ -7,23 +7,19 @@ The output head keeps only the rows of speech and end tokens, so that no text to
 quarter less of the official weights. The checkpoint's bias of these rows is added.
 """
 
-import argparse
-import sys
 from pathlib import Path
 
+from cosyvoice_triton.cli.arguments import command_parser, reporting_errors
 from cosyvoice_triton.prepare.genai import PRECISIONS, convert
 
 
+@reporting_errors()
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--model-dir", type=Path, required=True, help="HuggingFace directory of the LLM")
     parser.add_argument("--output-dir", type=Path, required=True, help="directory to write")
     parser.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0])
     args = parser.parse_args(argv)
-    try:
-        made = convert(args.model_dir, args.output_dir, args.precision, lambda line: print(line, flush=True))
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"convert_genai: {error}", file=sys.stderr)
-        return 1
+    made = convert(args.model_dir, args.output_dir, args.precision, lambda line: print(line, flush=True))
     print(f"{args.output_dir}: " + ("written" if made else "exists already; remove it to convert again"))
     return 0

@@ -12,24 +12,20 @@ servers ignore it.
 The llm.pt and llm.rl.pt of CosyVoice3 are recognised by their tensors: docs/cosyvoice3.md.
 """
 
-import argparse
-import sys
 from pathlib import Path
 
+from cosyvoice_triton.cli.arguments import command_parser, reporting_errors
 from cosyvoice_triton.prepare.huggingface_llm import DTYPES, convert
 
 
+@reporting_errors()
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--llm-pt", type=Path, required=True, help="the official llm.pt")
     parser.add_argument("--blank-dir", type=Path, required=True, help="the official CosyVoice-BlankEN directory")
     parser.add_argument("--output-dir", type=Path, required=True, help="directory to write")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     args = parser.parse_args(argv)
-    try:
-        convert(args.llm_pt, args.blank_dir, args.output_dir, DTYPES[args.dtype])
-    except (ValueError, OSError) as error:
-        print(f"convert_llm: {error}", file=sys.stderr)
-        return 1
+    convert(args.llm_pt, args.blank_dir, args.output_dir, DTYPES[args.dtype])
     print(f"{args.output_dir}: written")
     return 0

@@ -14,7 +14,6 @@ import asyncio
 import logging
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cosyvoice_triton import samples, stacks
-from cosyvoice_triton.cli.arguments import program
+from cosyvoice_triton.cli.arguments import command_parser, program, reporting_errors
 from cosyvoice_triton.cli.say import PLAYERS
 from cosyvoice_triton.client.grpc_client import synthesize
 from cosyvoice_triton.client.requests import SpeechResult, Utterance, of_recording
@@ -37,18 +36,12 @@ SEED = 2  # of the sampling, so that the demo is the same everywhere
 STEPS = 4
 
 
+@reporting_errors("interrupted; everything was shut down")
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    try:
-        speech = run(args)
-        speech.save(args.output)
-    except (ValueError, RuntimeError, OSError) as error:  # ClientError and ServerError are RuntimeErrors
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted; everything was shut down", file=sys.stderr)
-        return 130
+    speech = run(args)
+    speech.save(args.output)
     print(speech.summary())
     chosen = "" if args.stack == stacks.DEFAULT.name else f" --stack {args.stack}"
     models = "" if args.models == steps.DEMO else f" --models {args.models}"
@@ -68,9 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     parser.add_argument("--models", type=Path, default=steps.DEMO, help="the checkpoints (default: %(default)s)")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="see `render`")

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from cosyvoice_triton.cli.arguments import command_parser
 from cosyvoice_triton.cli.stack_options import add_stack_options, stack_options
 from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.server import gpus
@@ -26,7 +27,7 @@ Line = tuple[bool, str]  # whether the check passed, and what it found
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument(
         "models", type=Path, nargs="?", default=Path("models/official"), help="of the checkpoints (%(default)s)"
     )

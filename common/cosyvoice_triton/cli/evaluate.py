@@ -30,15 +30,13 @@ import numpy as np
 from tqdm import tqdm
 
 from cosyvoice_triton import samples, stacks
-from cosyvoice_triton.cli.arguments import positive_int
-from cosyvoice_triton.client.requests import ClientError
+from cosyvoice_triton.cli.arguments import command_parser, positive_int, reporting_errors
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
 from cosyvoice_triton.evaluate import judges, report, speech
 from cosyvoice_triton.evaluate.report import Requirement
 from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.load.samples import Sample
-from cosyvoice_triton.server.installation import ServerError
 from cosyvoice_triton.server.rendering import Device, StackOptions, parse_settings
 from cosyvoice_triton.text.language import language_of
 from cosyvoice_triton.voice.audio import at_rate, load_audio
@@ -103,17 +101,11 @@ def _installed(judge: Callable[[], JudgeT]) -> JudgeT | None:
         return None
 
 
+@reporting_errors("interrupted; everything was shut down")
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    try:
-        return run(args, shlex.join(sys.argv[1:] if argv is None else argv))
-    except (ValueError, OSError, ClientError, ServerError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted; everything was shut down", file=sys.stderr)
-        return 130
+    return run(args, shlex.join(sys.argv[1:] if argv is None else argv))
 
 
 def run(args: argparse.Namespace, command: str) -> int:
@@ -165,9 +157,7 @@ def write(
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("models", type=Path, nargs="?", metavar="DIR", help="checkpoints, as `render` takes them")
     parser.add_argument("--set", choices=speech.SETS, default=speech.OWN, help="sentences (default: %(default)s)")
     parser.add_argument("--data", type=Path, default=samples.MANIFEST, help="of the set (default: %(default)s)")

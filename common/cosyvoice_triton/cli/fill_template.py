@@ -8,12 +8,12 @@ are upstream's: cosyvoice2_dit and cosyvoice3 ask trtllm-serve at http://localho
 in the same Triton. For another LLM give llm_transport, llm_urls and llm_model, or llm_backend.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from cosyvoice_triton.cli.arguments import command_parser, reporting_errors
 from cosyvoice_triton.server.rendering import FIXED, fill, model_name
 
 
@@ -33,21 +33,18 @@ def parse_substitutions(argument: str) -> dict[str, str]:
     return pairs
 
 
+@reporting_errors()
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("file_path", type=Path, help="the template")
     parser.add_argument("substitutions", help="key:value,key:value")
     parser.add_argument("-i", "--in_place", action="store_true", help="write the result back to the file")
     args = parser.parse_args(argv)
-    try:
-        template, given = args.file_path.read_text(), parse_substitutions(args.substitutions)
-        filled = fill(template, given)
-        for key, value in FIXED.get(model_name(template), {}).items():
-            if key in given and given[key].lower() != value:
-                print(f"{args.file_path}: {key}:{given[key]} has no effect, it is always {value}", file=sys.stderr)
-    except (ValueError, OSError) as error:
-        print(f"{args.file_path}: {error}", file=sys.stderr)
-        return 1
+    template, given = args.file_path.read_text(), parse_substitutions(args.substitutions)
+    filled = fill(template, given)
+    for key, value in FIXED.get(model_name(template), {}).items():
+        if key in given and given[key].lower() != value:
+            print(f"{args.file_path}: {key}:{given[key]} has no effect, it is always {value}", file=sys.stderr)
     if args.in_place:
         args.file_path.write_text(filled)
     else:

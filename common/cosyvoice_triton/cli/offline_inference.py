@@ -28,26 +28,25 @@ from pathlib import Path
 import torch
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.cli.arguments import fraction, positive_int
+from cosyvoice_triton.cli.arguments import command_parser, fraction, positive_int, reporting_errors
 from cosyvoice_triton.cli.upstream import accept_upstream_options
 from cosyvoice_triton.config import TensorrtLLMConfig
 from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.offline.inference import run
 from cosyvoice_triton.offline.inputs import add_data_arguments, add_trt_argument
 from cosyvoice_triton.offline.llm import BACKENDS
-from cosyvoice_triton.offline.tool import exit_code
+from cosyvoice_triton.offline.tool import use_one_thread
 
 
+@reporting_errors("interrupted; finished samples are kept, the same command continues")
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    resume = "interrupted; finished samples are kept, the same command continues"
-    return exit_code("offline_inference", lambda: run(args), resume)
+    use_one_thread()
+    return run(args)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--output-dir", type=Path, required=True, help="folder to write to; may hold an unfinished run")
     add_data_arguments(parser, "--split-name")
     demo = Path("models/demo")

@@ -14,20 +14,19 @@ selects other revisions than the newest.
 
 import argparse
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.cli.arguments import program
+from cosyvoice_triton.cli.arguments import command_parser, program, reporting_errors
 from cosyvoice_triton.config import PlanPrecision
 from cosyvoice_triton.prepare import hub, steps
 from cosyvoice_triton.prepare.genai import PRECISIONS
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     subparsers = parser.add_subparsers(dest="step", required=True)
     demo = subparsers.add_parser("demo", help="the demo checkpoint")
     download = subparsers.add_parser("download", help="the official checkpoints")
@@ -58,22 +57,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reporting_errors("interrupted; run again to continue")
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     # Process 1 of a container gets no SIGTERM unless it has a handler.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        if args.step == "demo":  # writes its directory atomically, so it needs no lock
-            steps.report(args.models, steps.demo(args.models), "a small trained voice, see demo_voice/README.md")
-        else:
-            with steps.only_one(args.models):
-                {"download": steps.download, "engine": steps.build, "plans": steps.plans}[args.step](args.models, args)
-    except (ValueError, RuntimeError, OSError, ImportError) as error:  # DownloadError and EngineError are RuntimeErrors
-        print(f"prepare {args.step}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"prepare {args.step}: interrupted; run again to continue", file=sys.stderr)
-        return 130
+    if args.step == "demo":  # writes its directory atomically, so it needs no lock
+        steps.report(args.models, steps.demo(args.models), "a small trained voice, see demo_voice/README.md")
+    else:
+        with steps.only_one(args.models):
+            {"download": steps.download, "engine": steps.build, "plans": steps.plans}[args.step](args.models, args)
     stack = f" --stack {args.stack}" if args.step != "demo" else ""
     if args.step == "download":
         print(f"without a GPU:  {program()} prepare engine {args.models}{stack} --kind onnxruntime_genai")

@@ -12,30 +12,27 @@ of the model templates; docs/sizing.md#tuning and docs/llm.md explain the most i
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from cosyvoice_triton.cli.arguments import command_parser, reporting_errors
 from cosyvoice_triton.cli.stack_options import add_stack_options, stack_options
 from cosyvoice_triton.prepare.missing import require_files
 from cosyvoice_triton.server.rendering import planned, render
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("models_dir", type=Path, help="directory with the checkpoints")
     parser.add_argument("destination", type=Path, help="a new directory, or an earlier rendering")
     add_stack_options(parser)
     return parser
 
 
+@reporting_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    try:
-        render_stack(args.models_dir, args.destination, args)
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
+    render_stack(args.models_dir, args.destination, args)
     return 0
 
 

@@ -10,7 +10,6 @@
 import argparse
 import shutil
 import subprocess
-import sys
 import wave
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,8 +18,8 @@ from typing import IO
 import numpy as np
 
 from cosyvoice_triton.api import Client
-from cosyvoice_triton.cli.arguments import words
-from cosyvoice_triton.client.requests import ClientError, parameter, positive_number
+from cosyvoice_triton.cli.arguments import command_parser, reporting_errors, words
+from cosyvoice_triton.client.requests import parameter, positive_number
 from cosyvoice_triton.constants import GRPC_PORT, SAMPLE_RATE
 
 # Programs that play 16-bit samples from their standard input.
@@ -32,9 +31,7 @@ PLAYERS = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("text", help="what to speak")
     parser.add_argument("--server", default=f"localhost:{GRPC_PORT}", help="gRPC address (default: %(default)s)")
     voice = parser.add_mutually_exclusive_group()
@@ -53,31 +50,25 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reporting_errors("interrupted; the request was cancelled")
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    try:
-        with Client(args.server) as client:
-            chunks = client.stream(
-                args.text,
-                voice=args.voice,
-                reference=args.reference,
-                reference_text=args.reference_text,
-                instruct_text=args.instruct_text,
-                pronunciation=args.pronunciation,
-                timeout=args.timeout,
-                **({"language": args.language} if args.language else {}),
-                **dict(args.parameter),
-            )
-            if args.play:
-                play(chunks)
-            else:
-                print(f"{write(chunks, args.output):.2f} s written to {args.output}")
-    except (ClientError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted; the request was cancelled", file=sys.stderr)
-        return 130
+    with Client(args.server) as client:
+        chunks = client.stream(
+            args.text,
+            voice=args.voice,
+            reference=args.reference,
+            reference_text=args.reference_text,
+            instruct_text=args.instruct_text,
+            pronunciation=args.pronunciation,
+            timeout=args.timeout,
+            **({"language": args.language} if args.language else {}),
+            **dict(args.parameter),
+        )
+        if args.play:
+            play(chunks)
+        else:
+            print(f"{write(chunks, args.output):.2f} s written to {args.output}")
     return 0
 
 

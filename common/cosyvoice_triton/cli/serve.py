@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cosyvoice_triton.addresses import join
+from cosyvoice_triton.cli.arguments import command_parser
 from cosyvoice_triton.cli.render import render_stack
 from cosyvoice_triton.cli.stack_options import add_stack_options, given_options
 from cosyvoice_triton.constants import HEALTH_PORT
@@ -28,7 +29,7 @@ from cosyvoice_triton.speech_service.sidecar import speech_sidecar
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("repository", type=Path, nargs="?", help="a rendered repository; default: render one first")
     parser.add_argument(
         "--host", default=LOOPBACK, help="0.0.0.0 to accept connections to all but Triton's own endpoints"

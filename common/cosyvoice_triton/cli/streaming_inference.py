@@ -17,21 +17,21 @@ recordings is not included.
 import argparse
 from collections.abc import Sequence
 
-from cosyvoice_triton.cli.arguments import positive_int
+from cosyvoice_triton.cli.arguments import command_parser, positive_int, reporting_errors
 from cosyvoice_triton.offline.inputs import add_token2wav_arguments
 from cosyvoice_triton.offline.token2wav import run
-from cosyvoice_triton.offline.tool import exit_code
+from cosyvoice_triton.offline.tool import use_one_thread
 
 
+@reporting_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    return exit_code("streaming_inference", lambda: run(args))
+    use_one_thread()
+    return run(args)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     add_token2wav_arguments(parser)
     parser.add_argument("--strategy", choices=("equal", "exponential"), default="equal", help="default: %(default)s")
     parser.add_argument("--batch-size", type=positive_int, default=1, help="concurrent streams")

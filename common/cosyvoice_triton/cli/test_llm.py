@@ -10,16 +10,14 @@ Tokens are speech ids, 0..6560. A stream's speed is measured from its first toke
 import argparse
 import asyncio
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.bench.llm import SAMPLING_OPTIONS, run
-from cosyvoice_triton.cli.arguments import fraction
+from cosyvoice_triton.cli.arguments import command_parser, fraction, reporting_errors
 from cosyvoice_triton.config import LLMEngine, TensorrtLLMConfig
-from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.llm.openai_dialects import DIALECTS
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
@@ -36,7 +34,7 @@ LOG_LEVELS = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     text = "Hello. This sentence is here to be spoken."
     parser.add_argument("--input_text", nargs="+", default=[text], help="texts to synthesize, all at once")
     parser.add_argument("--tokenizer_dir", type=Path, required=True, help="HuggingFace directory of the LLM")
@@ -63,13 +61,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reporting_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     logging.basicConfig(level=LOG_LEVELS[args.log_level], format="%(message)s")
-    try:
-        tokenizer = LLMTokenizer.from_dir(args.tokenizer_dir)
-        asyncio.run(run(args, tokenizer))
-    except (ValueError, UnavailableError, OSError) as error:
-        print(f"test_llm: {error}", file=sys.stderr)
-        return 1
+    tokenizer = LLMTokenizer.from_dir(args.tokenizer_dir)
+    asyncio.run(run(args, tokenizer))
     return 0

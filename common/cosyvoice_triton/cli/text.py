@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.cli.arguments import words
+from cosyvoice_triton.cli.arguments import command_parser, reporting_errors, words
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.text import TextFrontend, clean_text
 from cosyvoice_triton.text.preview import preview
@@ -25,8 +25,9 @@ from cosyvoice_triton.text.preview import preview
 _frontend = cache(TextFrontend)
 
 
+@reporting_errors()
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("text", nargs="?", help="without it: standard input")
     parser.add_argument("--language", default="", help="zh, en, ja, ko, de, fr, es, it or ru; without it: guessed")
     parser.add_argument(
@@ -43,11 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if line.strip():
                 print(json.dumps(_answer(line, args), ensure_ascii=False), flush=True)
         return 0
-    try:
-        found = _preview(sys.stdin.read() if args.text is None else args.text, args.language, args.stack, args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    found = _preview(sys.stdin.read() if args.text is None else args.text, args.language, args.stack, args)
     for segment, seconds in zip(found["segments"], found["seconds"], strict=True):
         print(f"{seconds:5.1f} s  {segment or '(pause)'}")
     for warning in found.get("warnings", ()):

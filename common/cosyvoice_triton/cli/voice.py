@@ -17,13 +17,11 @@ itself, each stack with its own networks.
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.cli.arguments import words
-from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.cli.arguments import command_parser, reporting_errors, words
 from cosyvoice_triton.server.rendering import StackOptions
 from cosyvoice_triton.server.response_cache import empty_redis
 from cosyvoice_triton.voice.book import VoiceBook
@@ -33,7 +31,7 @@ from cosyvoice_triton.voice.rights import Rights
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     actions = parser.add_subparsers(dest="action", required=True)
     add = actions.add_parser("add", help="encode a recording")
     listed = actions.add_parser("list", help="print the names of the voices")
@@ -63,35 +61,32 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@reporting_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     options = StackOptions(models_dir=args.models_dir, stack=args.stack)
-    try:
-        if args.action == "add":
-            from cosyvoice_triton.prepare.voice import add_voice  # imports torch, which takes a second
+    if args.action == "add":
+        from cosyvoice_triton.prepare.voice import add_voice  # imports torch, which takes a second
 
-            source = args.reference_audio, args.reference_text
-            add_voice(options, args.name, *source, args.replace, args.pronunciation, not args.no_trim, args.consent)
-            return 0
-        book = VoiceBook(options.voices_dir, options.checkpoint_dir, str)
-        if args.action == "delete":
-            delete_voice(options.voices_dir, args.name)
-            if args.redis:
-                empty_redis(args.redis)
-        elif args.action == "export":
-            output = args.output or Path(f"{args.name}.zip")
-            output.write_bytes(export_voice(options.voices_dir, book, args.name))
-            print(f"written to {output}")
-        elif args.action == "import":
-            found = read_bundle(args.file.read_bytes())
-            if not is_voice_name(name := args.name or found.name) or name in book.names():
-                raise ValueError(f"{name!r} is a voice already, or cannot be one's name: give another --name")
-            register_voice(options.voices_dir, name, found.voice, found.words, Rights.now(found.consent))
-            print(f"registered; use it as speaker '{name}'")
-        else:
-            for name in book.names():
-                print(json.dumps({"name": name, **book.rights(name).known}, ensure_ascii=False) if args.jsonl else name)
-    except (ValueError, RuntimeError, OSError, UnavailableError) as error:  # soundfile's own errors are RuntimeErrors
-        print(f"voice {args.action}: {error}", file=sys.stderr)
-        return 1
+        source = args.reference_audio, args.reference_text
+        add_voice(options, args.name, *source, args.replace, args.pronunciation, not args.no_trim, args.consent)
+        return 0
+    book = VoiceBook(options.voices_dir, options.checkpoint_dir, str)
+    if args.action == "delete":
+        delete_voice(options.voices_dir, args.name)
+        if args.redis:
+            empty_redis(args.redis)
+    elif args.action == "export":
+        output = args.output or Path(f"{args.name}.zip")
+        output.write_bytes(export_voice(options.voices_dir, book, args.name))
+        print(f"written to {output}")
+    elif args.action == "import":
+        found = read_bundle(args.file.read_bytes())
+        if not is_voice_name(name := args.name or found.name) or name in book.names():
+            raise ValueError(f"{name!r} is a voice already, or cannot be one's name: give another --name")
+        register_voice(options.voices_dir, name, found.voice, found.words, Rights.now(found.consent))
+        print(f"registered; use it as speaker '{name}'")
+    else:
+        for name in book.names():
+            print(json.dumps({"name": name, **book.rights(name).known}, ensure_ascii=False) if args.jsonl else name)
     return 0

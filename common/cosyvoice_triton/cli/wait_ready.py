@@ -7,22 +7,20 @@
 With --process it stops as soon as that process has ended.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
+from cosyvoice_triton.cli.arguments import command_parser, reporting_errors
 from cosyvoice_triton.server.readiness import wait
 
 
+@reporting_errors()
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("urls", nargs="+", metavar="URL")
     parser.add_argument("--seconds", type=float, default=300, help="how long to wait (300); 0: try once")
     parser.add_argument("--process", type=int, metavar="PID", help="stop waiting when it ends")
     args = parser.parse_args(argv)
-    try:
-        faults = wait(args.urls, args.seconds, args.process)
-    except KeyboardInterrupt:
-        return 130
+    faults = wait(args.urls, args.seconds, args.process)
     print("\n".join(faults), end="\n" if faults else "", file=sys.stderr)
     return 1 if faults else 0

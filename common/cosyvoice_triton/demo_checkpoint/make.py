@@ -17,7 +17,6 @@ With random-full the speaker encoder is still small, since CAM++'s network is no
 An existing complete checkpoint of the same weights is kept. When one is replaced, its registered voices are kept.
 """
 
-import argparse
 import hashlib
 import json
 import logging
@@ -36,6 +35,7 @@ from tqdm import tqdm
 
 from cosyvoice_triton import demo_checkpoint as demo_model
 from cosyvoice_triton import stacks
+from cosyvoice_triton.cli.arguments import command_parser, reporting_errors
 from cosyvoice_triton.demo_checkpoint import checkpoint, llm, speaker, speech_tokenizer, vocoder
 from cosyvoice_triton.llm import speech_tokens
 from cosyvoice_triton.llm.checkpoint import DEMO_MANIFEST
@@ -239,8 +239,9 @@ def _recipe(weights: Weights, seed: int) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
+@reporting_errors()
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("dest", type=Path, help="directory to write, for example models/demo")
     parser.add_argument("--weights", choices=get_args(Weights), default="trained")
     parser.add_argument("--seed", type=int, default=0, help="seed of random weights")
@@ -248,11 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
     start = time.monotonic()
-    try:
-        written = make_demo_model(args.dest, args.weights, args.seed)
-    except (ValueError, OSError) as error:
-        log.error("demo_model: %s", error)
-        return 1
+    written = make_demo_model(args.dest, args.weights, args.seed)
     state = f"written in {time.monotonic() - start:.1f} s" if written else "exists already"
     what = "a small trained voice" if args.weights == "trained" else "RANDOM weights, whose speech is noise"
     log.info("demo checkpoint %s: %s, %s", args.dest, state, what)

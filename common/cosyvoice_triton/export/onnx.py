@@ -11,7 +11,6 @@ FILE.failed.
 
 import argparse
 import logging
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.checkpoint import read_state
+from cosyvoice_triton.cli.arguments import command_parser, reporting_errors
 from cosyvoice_triton.constants import MEL_BINS
 from cosyvoice_triton.networks.flow.checkpoint import load_dit_flow, load_unet_flow
 from cosyvoice_triton.networks.flow.dit import DiTFlow
@@ -49,15 +49,12 @@ class Export:
     sizes: tuple[tuple[int, ...], ...]
 
 
+@reporting_errors()
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     model_dir: Path = args.model_dir
-    try:
-        exports = list(exports_of(model_dir))
-        passed = [write_and_check(export, args.output_dir or model_dir) for export in exports]
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    exports = list(exports_of(model_dir))
+    passed = [write_and_check(export, args.output_dir or model_dir) for export in exports]
     return 0 if all(passed) else 1
 
 
@@ -222,9 +219,7 @@ def _named(export: Export, size: tuple[int, ...]) -> str:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--model-dir", type=Path, required=True, help="directory with the flow.pt of a stack")
     parser.add_argument("--output-dir", type=Path, help="directory for the files (default: the model directory)")
     return parser.parse_args(argv)

@@ -14,6 +14,7 @@ docs/clients.md defines each figure.
 """
 
 import argparse
+import logging
 import platform
 import shlex
 import sys
@@ -21,10 +22,9 @@ import time
 from pathlib import Path
 
 from cosyvoice_triton import samples
-from cosyvoice_triton.cli.arguments import natural_int, positive_int
+from cosyvoice_triton.cli.arguments import command_parser, natural_int, positive_int, reporting_errors
 from cosyvoice_triton.client.requests import add_voice_arguments, positive_number
 from cosyvoice_triton.constants import GRPC_PORT
-from cosyvoice_triton.load.command import exit_code
 from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
 from cosyvoice_triton.load.plan import Load, add_load_arguments
@@ -35,13 +35,10 @@ REQUESTS_PER_TASK = 4  # with fewer, start-up and tail dominate the run
 MIN_REQUESTS = 40  # with fewer, the 95th percentile is the second worst value
 
 
+@reporting_errors("interrupted before there was anything to report")
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    return exit_code(
-        lambda: sweep(args, sys.argv[1:] if argv is None else argv),
-        output_option="--output",
-        interrupted="interrupted before there was anything to report",
-    )
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    return sweep(parse_args(argv), sys.argv[1:] if argv is None else argv)
 
 
 def sweep(args: argparse.Namespace, command: list[str]) -> int:
@@ -80,9 +77,7 @@ def sweep(args: argparse.Namespace, command: list[str]) -> int:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(__doc__)
     parser.add_argument(
         "--server",
         dest="servers",

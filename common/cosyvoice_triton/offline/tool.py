@@ -1,9 +1,9 @@
-"""How the offline tools end: exit codes and the samples that failed."""
+"""What the offline tools share: their threads, and the samples that failed."""
 
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,20 +29,12 @@ class Failure(NamedTuple):
         return cls(sample.id, stage, reason)
 
 
-def exit_code(tool: str, run: Callable[[], int], interrupted: str = "interrupted") -> int:
-    """Return what `run` returns; 1 with one line on standard error if it cannot start, 130 if it is interrupted."""
+def use_one_thread() -> None:
+    """Let torch use one thread, unless OMP_NUM_THREADS is set."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if "OMP_NUM_THREADS" not in os.environ:
         # The LLM has threads of its own: torch's would wait for cores that those keep busy, ten times as long.
         torch.set_num_threads(1)
-    try:
-        return run()
-    except (ValueError, RuntimeError, OSError, ImportError) as error:
-        print(f"{tool}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{tool}: {interrupted}", file=sys.stderr)
-        return 130
 
 
 def show_failures(failures: Sequence[Failure], file: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cosyvoice_triton.addresses import join
+from cosyvoice_triton.cli.arguments import command_parser
 from cosyvoice_triton.speech_service.settings import LOOPBACK, Settings
 
 if TYPE_CHECKING:
@@ -27,9 +28,7 @@ ENVIRONMENT = "SPEECH_"
 
 def build_parser(description: str) -> argparse.ArgumentParser:
     """Return a parser of all `Settings`, whose defaults the environment may replace."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(description)
     for setting in fields(Settings):
         default, help, option = setting.default, setting.metadata["help"], setting.metadata["name"] or setting.name
         how: dict[str, Any] = {"type": int if default is None else type(default)}
