@@ -79,7 +79,7 @@ def test_a_streamed_answer_is_written_and_its_latencies_are_printed(
     output = tmp_path / "deep" / "speech.wav"
     with stub_triton(triton) as address:
         voice = ("--reference-audio", str(recording), "--reference-text", "hi")
-        assert client_grpc.main(command(address, output, *voice, "--seed", "7", "--sampling", "triton")) == 0
+        assert client_grpc.main(command(address, output, *voice, "--seed", "7", "--parameter", "sampling=triton")) == 0
     written, rate = sf.read(output, dtype="float32")
     assert rate == SAMPLE_RATE and sf.info(output).subtype == "PCM_16"
     np.testing.assert_allclose(written, np.concatenate([first[0], second[0]]), atol=1e-4)

@@ -44,7 +44,6 @@ COMMANDS: dict[str, dict[str, Command]] = {
                 "engine": Command(_PREPARE, "build the files that the LLM's engine loads"),
                 "plans": Command(_PREPARE, "build token2wav's TensorRT plans"),
                 "convert-llm": Command("cosyvoice_triton.cli.convert_llm", "official llm.pt -> HuggingFace directory"),
-                "convert-genai": Command("cosyvoice_triton.cli.convert_genai", "HuggingFace directory -> CPU engine"),
                 "convert-checkpoint": Command(
                     "cosyvoice_triton.cli.convert_checkpoint", "HuggingFace directory -> TensorRT-LLM checkpoint"
                 ),

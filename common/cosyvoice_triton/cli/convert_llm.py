@@ -6,7 +6,7 @@
 The official checkpoint has an embedding and an output head for speech next to Qwen2's own, and an embedding of two
 special tokens. Here they become tokens appended to Qwen2's vocabulary, so that any server of Qwen2 can run the LLM:
 <|s_0|> to <|s_6560|>, <|eos1|> to <|eos3|>, <|sos|>, <|task_id|>. The head's bias is stored as `lm_head.bias`, which
-Qwen2 does not have: `prepare convert-genai` and the engines of the model `tensorrt_llm` read it, other
+Qwen2 does not have: `prepare engine` and the engines of the model `tensorrt_llm` read it, other
 servers ignore it.
 
 The llm.pt and llm.rl.pt of CosyVoice3 are recognised by their tensors: docs/cosyvoice3.md.

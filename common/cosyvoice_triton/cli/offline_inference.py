@@ -7,9 +7,9 @@
         --openai-api-base http://localhost:8000/v1 --openai-model-name cosyvoice2_llm
 
 Backends: `hf` is the engine of this project for the device: `cuda` on a GPU; on a CPU `onnxruntime_genai`, which loads
-what `cosyvoice-triton prepare convert-genai` writes; `trtllm` and `vllm` are engines in this process on a GPU;
-`trtllm-serve` is a server with OpenAI's API. --token2wav-path selects the stack. Texts are prepared as by the server:
-numbers become words, long texts are split into segments.
+what `cosyvoice-triton prepare engine --kind onnxruntime_genai` writes; `trtllm` and `vllm` are engines in this process
+on a GPU; `trtllm-serve` is a server with OpenAI's API. --token2wav-path selects the stack. Texts are prepared as by the
+server: numbers become words, long texts are split into segments.
 
 The folder gets <id>.wav, samples.jsonl (with the speech tokens, for `cosyvoice-triton token2wav` and `streaming`) and
 log.txt, the figures as JSON. Existing samples made from the same text, recording and settings are kept, so after an

@@ -19,7 +19,6 @@ from urllib.parse import quote
 import numpy as np
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.config import SAMPLING_PRESETS
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.voice.audio import load_recording, save_audio
 from cosyvoice_triton.voice.prompt import Recording
@@ -324,14 +323,13 @@ def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
     default, others = stacks.DEFAULT.orchestrator, stacks.orchestrators()[1:]
     parser.add_argument("--model-name", default=default, help=" or ".join([f"{default} (default)", *others]))
     parser.add_argument("--seed", type=int, help="makes the speech tokens reproducible")
-    parser.add_argument("--sampling", choices=SAMPLING_PRESETS, help="preset of sampling parameters, see docs/llm.md")
     parser.add_argument(
         "--parameter",
         type=parameter,
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="another request parameter, e.g. max_tokens=250 or temperature=0.7; may be repeated",
+        help="another request parameter, e.g. sampling=triton or max_tokens=250; may be repeated",
     )
     parser.add_argument(
         "--timeout", type=positive_number, default=120.0, help="seconds until the answer must be complete"
@@ -340,8 +338,7 @@ def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
 
 def request_parameters(args: argparse.Namespace) -> Parameters:
     """Return the request parameters of a command line, see `add_voice_arguments`."""
-    named = {"seed": args.seed, "sampling": args.sampling, "cross_lingual": args.cross_lingual or None}
-    named["language"] = args.language
+    named = {"seed": args.seed, "cross_lingual": args.cross_lingual or None, "language": args.language}
     return {name: value for name, value in named.items() if value is not None} | dict(args.parameter)
 
 

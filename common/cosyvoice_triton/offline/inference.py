@@ -101,7 +101,7 @@ def settings_of(args: argparse.Namespace, sampling: Sampling) -> dict[str, Any]:
         if not directory.is_dir():
             raise ValueError(
                 f"{directory} is not a directory: give a checkpoint, or make the demo checkpoint with `make demo`; "
-                "`cosyvoice-triton prepare convert-genai` writes what onnxruntime_genai loads"
+                "`cosyvoice-triton prepare engine --kind onnxruntime_genai` writes what that engine loads"
             )
     return settings | {"checkpoints": [[str(path.resolve()), identity(path)] for path in dict.fromkeys(directories)]}
 

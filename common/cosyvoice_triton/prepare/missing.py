@@ -19,9 +19,8 @@ def remedy(options: StackOptions, missing: Path) -> str:
     if missing == options.engine_dir and options.llm_backend == "tensorrtllm":
         return f"run: {prepare} engine {models} --stack {options.stack} (in NVIDIA's image, see docs/llm.md)"
     if missing == options.engine_dir and options.tokenizer_dir.exists():
-        if options.llm_engine_dir is None:
-            return f"run: {prepare} engine {models} --stack {options.stack} --kind onnxruntime_genai"
-        return f"run: {prepare} convert-genai --model-dir {options.tokenizer_dir} --output-dir {missing}"
+        instead = "leave --llm-engine-dir out and " if options.llm_engine_dir else ""
+        return f"{instead}run: {prepare} engine {models} --stack {options.stack} --kind onnxruntime_genai"
     if stacks.named(options.stack) in STACKS:
         other = f"for the demo checkpoint: {prepare} demo {models}"
     else:

@@ -184,18 +184,13 @@ class StackOptions:
     llm_backend: LLMBackend = OrchestratorConfig.llm_backend
     llm_engine: LLMEngine = TensorrtLLMConfig.engine
     llm_engine_dir: Path | None = None
-    orchestrator_instances: int = 1
     max_batch_size: int = 16
-    max_queue_delay_microseconds: int = 0
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         stacks.named(self.stack)
-        for name in ("orchestrator_instances", "max_batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.max_queue_delay_microseconds < 0:
-            raise ValueError(f"max_queue_delay_microseconds must not be negative: {self.max_queue_delay_microseconds}")
+        if self.max_batch_size < 1:
+            raise ValueError(f"max_batch_size must be at least 1, not {self.max_batch_size}")
         if self.llm_transport == "openai" and not self.llm_urls:
             raise ValueError("llm_transport 'openai' needs llm_urls")
         check_gpus(self.token2wav_gpus)
@@ -280,9 +275,9 @@ class StackOptions:
             "llm_urls": format_setting(self.llm_urls),
             "llm_model": self.llm_model,
             "voices_dir": str(self.voices_dir),
-            "bls_instance_num": str(self.orchestrator_instances),
+            "bls_instance_num": "1",
             "triton_max_batch_size": str(self.max_batch_size),
-            "max_queue_delay_microseconds": str(self.max_queue_delay_microseconds),
+            "max_queue_delay_microseconds": "0",
             # For the C++ backend. Its key/value pool gets a fraction of the memory instead of a number of tokens, which
             # would limit the streams.
             "triton_backend": self.llm_backend,
