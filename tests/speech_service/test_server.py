@@ -11,8 +11,8 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from cosyvoice_triton.cli import speech_server
 from cosyvoice_triton.server.tritonserver import ServerError, free_port
+from cosyvoice_triton.speech_service import command as speech_command
 from cosyvoice_triton.speech_service.sidecar import speech_service
 
 from tests.conftest import ROOT
@@ -65,7 +65,7 @@ def test_settings_are_read_from_the_environment_and_live_streams_end_after_sigte
     [("--url", "localhost", "'localhost' is not the address"), ("--stall", "0", "stall 0.0")],
 )
 def test_an_invalid_option_is_one_line(option: str, value: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert speech_server.main([option, value]) == 1
+    assert speech_command.main([option, value]) == 1
     message = capsys.readouterr().err
     assert error in message and message.count("\n") == 1
 

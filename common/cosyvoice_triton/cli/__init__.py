@@ -31,7 +31,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "serve": Command("cosyvoice_triton.cli.serve", "serve a stack until Ctrl-C"),
         "doctor": Command("cosyvoice_triton.cli.doctor", "check this machine, say what it would serve"),
         "render": Command("cosyvoice_triton.cli.render", "write the Triton model repository of a stack"),
-        "speech": Command("cosyvoice_triton.cli.speech_server", "run the speech service alone, in front of Tritons"),
+        "speech": Command("cosyvoice_triton.speech_service.command", "run the speech service alone, before Tritons"),
         "wait": Command("cosyvoice_triton.cli.wait_ready", "wait until health pages answer 200"),
     },
     "checkpoints and voices": {

@@ -1,6 +1,14 @@
-"""The speech service as a command: its options, from the command line or the environment, and its server.
+"""Speech over HTTP in front of Triton: the routes of OpenAI's API, voices, a WebSocket and a web page to try it on.
 
-Every option can be set in the environment as well: --max_streams as SPEECH_MAX_STREAMS, lists separated by commas.
+    cosyvoice-triton serve --speech-port 10086           Triton and this service together
+    cosyvoice-triton speech --url localhost:8001         next to a Triton that is running already
+    cosyvoice-triton speech --url gpu1:8001 gpu2:8001 --host 0.0.0.0 --api_keys "$KEY"
+
+    curl http://localhost:10086/v1/audio/speech -o hello.mp3 \\
+        -H 'Content-Type: application/json' -d '{"model": "tts-1", "input": "Hello.", "voice": "anna"}'
+
+Every option can be set in the environment as well: --max_streams as SPEECH_MAX_STREAMS, lists separated by commas. The
+service accepts connections from this machine only, unless --host is given. docs/http.md lists the routes and fields.
 """
 
 import argparse
@@ -26,9 +34,9 @@ DRAIN_SECONDS = 30
 ENVIRONMENT = "SPEECH_"
 
 
-def build_parser(description: str) -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return a parser of all `Settings`, whose defaults the environment may replace."""
-    parser = command_parser(description)
+    parser = command_parser(__doc__)
     for setting in fields(Settings):
         default, help, option = setting.default, setting.metadata["help"], setting.metadata["name"] or setting.name
         how: dict[str, Any] = {"type": int if default is None else type(default)}
@@ -42,9 +50,9 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, description: str = str(__doc__)) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Parse the options and serve until SIGTERM; return the exit code."""
-    args = vars(build_parser(description).parse_args(argv))
+    args = vars(build_parser().parse_args(argv))
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in args.items()}
     try:
         settings = Settings(**given)
