@@ -7,7 +7,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from cosyvoice_triton.cli.convert_genai import main
 from cosyvoice_triton.llm.engines.genai import GenAIModel, load_engine
 from cosyvoice_triton.llm.engines.interface import candidate_ids
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
@@ -55,11 +54,11 @@ def test_a_model_without_the_tokenizers_speech_tokens_is_an_error(genai_dir, tok
         load_engine(genai_dir, larger, 1)
 
 
-def test_a_checkpoint_without_speech_tokens_is_not_converted(llm_dir, tmp_path, capfd):
+def test_a_checkpoint_without_speech_tokens_is_not_converted(llm_dir, tmp_path):
     shutil.copytree(llm_dir, tmp_path / "text")
     (tmp_path / "text" / "tokenizer.json").write_text(Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).to_str())
-    assert main(["--model-dir", str(tmp_path / "text"), "--output-dir", str(tmp_path / "out")]) == 1
-    assert "has no token <|s_0|>: not the tokenizer of a CosyVoice LLM" in capfd.readouterr().err
+    with pytest.raises(ValueError, match=re.escape("has no token <|s_0|>: not the tokenizer of a CosyVoice LLM")):
+        convert(tmp_path / "text", tmp_path / "out", "int4")
 
 
 @pytest.mark.slow
@@ -83,18 +82,18 @@ def test_the_bias_of_the_output_head_is_kept(precision, llm_dir, tmp_path):
     np.testing.assert_allclose(difference, bias[with_.logit_ids].numpy(), atol=1e-5)
 
 
-def test_converting_an_empty_directory_is_one_clear_error_and_leaves_nothing(tmp_path, capfd):
+def test_converting_an_empty_directory_is_one_clear_error_and_leaves_nothing(tmp_path):
     (tmp_path / "empty").mkdir()
-    assert main(["--model-dir", str(tmp_path / "empty"), "--output-dir", str(tmp_path / "out")]) == 1
-    assert "is not a HuggingFace model directory" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="is not a HuggingFace model directory"):
+        convert(tmp_path / "empty", tmp_path / "out", "int4")
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
 @pytest.mark.slow
-def test_a_conversion_that_fails_midway_leaves_nothing(tmp_path, capfd, llm_dir):
+def test_a_conversion_that_fails_midway_leaves_nothing(tmp_path, llm_dir):
     (tmp_path / "broken").mkdir()
     shutil.copy(llm_dir / "tokenizer.json", tmp_path / "broken")
     (tmp_path / "broken" / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "none"}')
-    assert main(["--model-dir", str(tmp_path / "broken"), "--output-dir", str(tmp_path / "out")]) == 1
-    assert "the model builder exited with" in capfd.readouterr().err
+    with pytest.raises(RuntimeError, match="the model builder exited with"):
+        convert(tmp_path / "broken", tmp_path / "out", "int4")
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
