@@ -15,7 +15,7 @@ from cosyvoice_triton.voice.audio import save_audio
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.files import is_voice_name, register_voice, save_pronunciation, save_voice
 from cosyvoice_triton.voice.prompt import Prompt, Recording
-from cosyvoice_triton.voice.rights import UNKNOWN
+from cosyvoice_triton.voice.rights import UNKNOWN, Rights
 from safetensors.torch import save_file
 
 from tests.support.fakes import fake_prompt
@@ -198,6 +198,11 @@ def test_a_voice_whose_words_cannot_be_written_is_not_registered(folder: Path) -
     with pytest.raises(OSError, match="anna"):
         register_voice(folder, "anna", Recording(TONE), {"nginx": "engine x"}, UNKNOWN)
     assert not (folder / "anna.safetensors").exists()
+
+
+def test_a_damaged_file_tells_no_rights(tmp_path: Path) -> None:
+    (tmp_path / "anna.safetensors").write_bytes(b"\xff" * 16)  # a header of 16 EiB
+    assert Rights.read(tmp_path / "anna.safetensors") == UNKNOWN
 
 
 def test_words_of_a_voice_come_before_those_of_all_voices(folder: Path, book: VoiceBook, tmp_path: Path) -> None:
