@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import httpx2 as httpx
 import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.speech_service.security.budget import FREE_BYTES, ByteBudget, Claim
 from cosyvoice_triton.speech_service.settings import Settings
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
@@ -142,3 +143,7 @@ def test_clients_that_leave_are_no_errors(url: str, caplog: pytest.LogCaptureFix
         until(lambda: STUB.live == 0 and "speech_live_sessions 0.0" in httpx.get(f"{url}/metrics").text)
         until(lambda: gone() == before + 4)
     assert [record.getMessage() for record in caplog.records] == []
+
+
+def test_texts_are_served_whatever_else_arrives() -> None:
+    assert Claim(ByteBudget(0)).covers(FREE_BYTES) and not Claim(ByteBudget(0)).covers(FREE_BYTES + 1)
