@@ -1,14 +1,19 @@
 """Connections of slow, huge, idle and vanishing clients, over raw sockets, with a stub Triton."""
 
+import asyncio
 import json
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.security.budget import FREE_BYTES, ByteBudget, Claim
+from cosyvoice_triton.speech_service.security.guard import Guard
 from cosyvoice_triton.speech_service.settings import Settings
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
@@ -147,3 +152,23 @@ def test_clients_that_leave_are_no_errors(url: str, caplog: pytest.LogCaptureFix
 
 def test_texts_are_served_whatever_else_arrives() -> None:
     assert Claim(ByteBudget(0)).covers(FREE_BYTES) and not Claim(ByteBudget(0)).covers(FREE_BYTES + 1)
+
+
+def test_an_answer_holds_no_memory_of_its_request(tmp_path: Path) -> None:
+    budget, held = ByteBudget(1 << 20), []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        held.append(budget.used)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        held.append(budget.used)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": bytes(3 * FREE_BYTES)}
+
+    async def ignored(*_: object) -> None: ...
+
+    guard = Guard(application, Settings(voices_dir=tmp_path), Metrics(), budget, (), ignored)
+    scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": "/", "headers": [(b"host", b"localhost")]}
+    asyncio.run(guard(scope, receive, ignored))
+    assert held == [2 * FREE_BYTES, 0]
