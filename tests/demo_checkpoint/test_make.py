@@ -85,23 +85,24 @@ def test_a_mount_point_is_filled_in_place(tmp_path: Path, monkeypatch: pytest.Mo
     assert not any(path.name.startswith(".models") for path in dest.iterdir())
 
 
-def test_a_directory_with_other_files_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_with_other_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dest = tmp_path / "mine"
     dest.mkdir()
     (dest / "thesis.txt").write_text("years of work")
     assert main([str(dest)]) == 1
-    assert "no demo checkpoint" in caplog.text
+    assert "no demo checkpoint" in capsys.readouterr().err
     assert [path.name for path in dest.iterdir()] == ["thesis.txt"]
 
 
 def test_a_full_disk_is_an_error_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=5 * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert main([str(tmp_path / "demo")]) == 1
     assert main([str(tmp_path / "demo"), "--weights", "random-full"]) == 1
-    assert "has 5 MiB free, 200 MiB are needed" in caplog.text and "12288 MiB are needed" in caplog.text
+    shown = capsys.readouterr().err
+    assert "has 5 MiB free, 200 MiB are needed" in shown and "12288 MiB are needed" in shown
     assert list(tmp_path.iterdir()) == []
 
 

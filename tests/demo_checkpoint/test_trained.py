@@ -126,7 +126,7 @@ def test_a_deleted_voice_is_restored_and_registered_voices_stay(ready: Path) -> 
 
 
 def test_a_damaged_committed_file_is_named_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = tmp_path / "trained"
     shutil.copytree(TRAINED, damaged)
@@ -135,7 +135,7 @@ def test_a_damaged_committed_file_is_named_and_nothing_is_written(
         weights.write(b"worms")
     monkeypatch.setattr(checkpoint, "TRAINED", damaged)
     assert main([str(tmp_path / "demo")]) == 1
-    assert "hift.pt is damaged" in caplog.text
+    assert "hift.pt is damaged" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["trained"]
 
 

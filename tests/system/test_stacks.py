@@ -244,7 +244,6 @@ ALLOWED = {
     ("common/cosyvoice_triton/offline/pipeline.py", "token2wav"): TOKEN2WAV,
     ("common/cosyvoice_triton/offline/token2wav.py", "token2wav"): TOKEN2WAV,
     ("common/cosyvoice_triton/cli/__init__.py", "token2wav"): TOKEN2WAV,
-    ("common/cosyvoice_triton/cli/token2wav.py", "token2wav"): TOKEN2WAV,
     ("common/cosyvoice_triton/config.py", "cosyvoice2"): "a preset of sampling parameters",
     ("common/cosyvoice_triton/text/language.py", "cosyvoice3"): "its languages; text is a layer below the stacks",
 }

@@ -197,7 +197,7 @@ def test_a_hub_that_wants_a_token_is_reported_before_anything_large_is_downloade
         remote.files[pattern.replace("*", "some")] = b"{}" if "*" in pattern else BIG
     remote.refuses[stacks.DIT.repository] = status
     assert prepare.main(["download", str(tmp_path)]) == 1
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("prepare")]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert f"refuses {stacks.DIT.repository} (HTTP {status})" in line and "set HF_TOKEN" in line
     assert [path for path in tmp_path.rglob("*.pt") if path.stat().st_size] == []
 
