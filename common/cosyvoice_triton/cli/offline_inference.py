@@ -35,13 +35,13 @@ from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.offline.inference import run
 from cosyvoice_triton.offline.inputs import add_data_arguments, add_trt_argument
 from cosyvoice_triton.offline.llm import BACKENDS
-from cosyvoice_triton.offline.tool import use_one_thread
+from cosyvoice_triton.offline.tool import set_up
 
 
 @reporting_errors("interrupted; finished samples are kept, the same command continues")
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    use_one_thread()
+    set_up()
     return run(args)
 
 

@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from cosyvoice_triton.cli.arguments import command_parser, positive_int, reporting_errors
 from cosyvoice_triton.offline.inputs import add_token2wav_arguments
 from cosyvoice_triton.offline.token2wav import run
-from cosyvoice_triton.offline.tool import use_one_thread
+from cosyvoice_triton.offline.tool import set_up
 
 
 @reporting_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    use_one_thread()
+    set_up()
     return run(args)
 
 

@@ -1,4 +1,4 @@
-"""What the offline tools share: their threads, and the samples that failed."""
+"""What the offline tools share: how their process is set up, and the samples that failed."""
 
 import logging
 import os
@@ -29,8 +29,8 @@ class Failure(NamedTuple):
         return cls(sample.id, stage, reason)
 
 
-def use_one_thread() -> None:
-    """Let torch use one thread, unless OMP_NUM_THREADS is set."""
+def set_up() -> None:
+    """Show warnings as plain lines; let torch use one thread, unless OMP_NUM_THREADS is set."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if "OMP_NUM_THREADS" not in os.environ:
         # The LLM has threads of its own: torch's would wait for cores that those keep busy, ten times as long.

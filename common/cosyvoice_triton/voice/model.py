@@ -1,5 +1,6 @@
 """`audio_tokenizer` and `speaker_embedding` as Triton models: one answer for each recording of a batch."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,14 +31,14 @@ def reference(request: Any) -> Recording:
     return Recording(validate_reference(wav, triton_io.scalar(sent, "reference_wav_len"), rate), rate=rate)
 
 
-class RecordingModel:
+class RecordingModel(ABC):
     """Base class: `reference_wav` FP32 (1, T) and optionally `reference_wav_len` INT32 (1, 1) -> `output` (1, n)."""
 
     output: str  # set by each model.py's base class
 
+    @abstractmethod
     def load(self, args: dict[str, str]) -> Encoder:
         """Return what computes the outputs of a batch."""
-        raise NotImplementedError
 
     def initialize(self, args: dict[str, str]) -> None:
         self._name = args["model_name"]
