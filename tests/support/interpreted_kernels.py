@@ -246,7 +246,7 @@ class Padded(Graphs):
     """Computes at once what graphs would, with one more row and three more frames than are needed; prompts one by one,
     chunks together."""
 
-    def __init__(self, function: Any, inputs: Any, _: Any, name: str, worker: int) -> None:
+    def __init__(self, function: Any, inputs: Any, _: Any, name: str, worker: int, trial: Any) -> None:
         self._function, self._made, self._halved = function, inputs, name == "prompts"
 
     def parts(self, rows: int, length: int, *, warn: bool = True) -> list[tuple[slice, Size | None]]:

@@ -115,6 +115,39 @@ def launches(dtype: torch.dtype, capability: int) -> list[Launch]:
     return list(found.values())
 
 
+def trials_and_solves(capability: int, steps: int = 4) -> tuple[list[tuple[set[str], set[str]]], list[Tensor]]:
+    """Return the kernels of each flow's trial and those of its solve, as Triton tells compiled kernels apart, and the
+    streams' memories of convolutions after the trials. The kernels are not run."""
+    keys, found, histories = set[str](), [], []
+
+    def record(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+        _, specialization, options = kernel.device_caches[capability][-1](*arguments, **constants)
+        keys.add(f"{kernel.__name__} {specialization} {options}")
+
+    def keys_of(function: Any, inputs: Any) -> set[str]:
+        keys.clear()
+        function(*inputs(1, 32))
+        return set(keys)
+
+    def make(function: Any, inputs: Any, sizes: Any, name: str, worker: int, trial: Any) -> None:
+        tried = keys_of(trial, inputs)
+        histories.extend(pool.history.clone() for pool in pools if name == "the flow")
+        found.append((tried, keys_of(function, inputs)))
+
+    dit = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=DiTConfig(depth=1))).half()
+    unet = UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(mid_stages=1, blocks=1))).half()
+    rotary = CosyVoice3Flow(CosyVoice3FlowConfig(estimator=RotaryDiTConfig(depth=1))).half()
+    noise, pools = NoiseTape(torch.zeros(1, MEL_BINS)), []
+    with pretended(capability), patch.object(JITFunction, "run", record), torch.inference_mode():
+        fused = FusedUNet(unet.decoder.estimator, [0.0] * steps)
+        GraphedWindowSolve(unet, fused, noise, [], steps, worker=0, make=make)
+        for network, solver in ((dit, DiTSolver(dit, kernels, steps)), (rotary, RotarySolver(rotary, kernels, steps))):
+            weight = network.spk_embed_affine_layer.weight
+            pools = [StreamCachePool(network.config.estimator, weight, steps, 1, 8)]
+            GraphedSolve(solver, pools[0], noise, BatchLimits(max_streams=1, workers=1), 200, make=make)
+    return found, histories
+
+
 def shared_memory(launch: Launch, capability: int) -> int:
     """The bytes of a block. Triton's error if the kernel does not compile there."""
     return int(_code(launch, capability).metadata.shared)
@@ -220,7 +253,7 @@ def _run_decoder(dtype: torch.dtype) -> None:
         fused.sample(fused.head(x, weights["head"], 1e-6), requests, slots)
 
 
-def _every_size(function: Any, inputs: Any, sizes: Any, name: str, worker: int) -> Any:
+def _every_size(function: Any, inputs: Any, sizes: Any, name: str, worker: int, trial: Any) -> Any:
     """In place of `Graphs`: calls the function instead of capturing it."""
     for size in sizes:
         function(*inputs(*size))

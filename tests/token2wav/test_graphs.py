@@ -2,6 +2,7 @@
 `test_gpu`."""
 
 from copy import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,21 @@ def test_rows_by_graphs_are_those_of_the_function(rows: int, length: int) -> Non
             return graphs.run(size, of)[: len(of)] if size else 2 * of
 
         assert torch.equal(graphs.run_rows(rows, length, compute)[:, :length], 2 * values)
+
+
+def test_a_function_is_first_run_when_it_is_captured_and_its_trial_twice_for_each_size() -> None:
+    """Once to compile the kernels, once to load them: a start-up waits for the host, which launches each of them."""
+    ran: list[tuple[str, int]] = []
+
+    def function(name: str, x: Tensor) -> Tensor:
+        ran.append((name, len(x)))
+        return x
+
+    of = partial(function, "function"), partial(function, "trial")
+    graphs = rerun_graphs(of[0], lambda *size: (torch.zeros(size),), [(1, 4), (2, 4)], "the flow", trial=of[1])
+    assert ran == 2 * [("trial", 2), ("trial", 1)]
+    graphs.run((2, 4))
+    assert ran[4:] == [("function", 2)]
 
 
 class InPlaceOf:

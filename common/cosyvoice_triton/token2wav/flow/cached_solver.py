@@ -153,10 +153,13 @@ class CachedSolver(ABC):
         scratch = Scratch(keys, values, history, torch.empty_like(history))
         return Rows(starts, frames, kept, context, scratch)
 
-    def solve(self, noise: Tensor, conditions: Tensor, rows: Rows) -> Tensor:
-        """Solve: noise (B, T, mel) float32, conditions (R, T, C) -> mel (B, T, mel) float32. Fills `next_history`."""
+    def solve(self, noise: Tensor, conditions: Tensor, rows: Rows, steps: int | None = None) -> Tensor:
+        """Solve: noise (B, T, mel) float32, conditions (R, T, C) -> mel (B, T, mel) float32. Fills `next_history`.
+
+        steps: only the first ones, and of `next_history` their part.
+        """
         x, scratch = noise, rows.scratch
-        for step, width in enumerate(self._widths):
+        for step, width in enumerate(self._widths[:steps]):
             h = F.linear(x.to(self.dtype), self._input)
             h = (h + conditions.unflatten(0, (-1, len(h)))).flatten(0, 1)  # (B, T, C) -> (R / B, B, T, C) -> (R, T, C)
             h = self._begin(h, step, rows)

@@ -1,6 +1,7 @@
 """The solve of windows on a GPU: an estimator of fused kernels, as CUDA graphs by batch size and window length."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -10,7 +11,7 @@ from cosyvoice_triton.constants import TOKEN_MEL_RATIO
 from cosyvoice_triton.device import pinned
 from cosyvoice_triton.networks.flow.unet import UNetFlow
 from cosyvoice_triton.token2wav.flow.unet_window import WindowChunk, noise_indices
-from cosyvoice_triton.token2wav.gpu.graphs import Graphs
+from cosyvoice_triton.token2wav.gpu.graphs import TRIED_STEPS, Graphs
 from cosyvoice_triton.token2wav.gpu.limits import Size
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 
@@ -46,7 +47,8 @@ class GraphedWindowSolve:
         self._noise = noise
         weight = network.spk_embed_affine_layer.weight
         self._mel_bins, self._device, self._dtype = weight.shape[0], weight.device, weight.dtype
-        self._graphs = make(self._solve, self._inputs, sizes, "the flow", worker=worker)
+        trial = partial(self._solve, steps=TRIED_STEPS)
+        self._graphs = make(self._solve, self._inputs, sizes, "the flow", worker=worker, trial=trial)
 
     def run(self, chunks: list[WindowChunk], mu: Tensor) -> Tensor:
         frames = max(TOKEN_MEL_RATIO * chunk.computed for chunk in chunks)
@@ -71,13 +73,16 @@ class GraphedWindowSolve:
         inputs[0][: len(chunks), : mu.shape[1]] = mu[:, :T]
         return (self._graphs.run(size) if size else self._solve(*inputs))[: len(chunks)]
 
-    def _solve(self, mu: Tensor, speaker: Tensor, condition: Tensor, frames: Tensor, noise: Tensor) -> Tensor:
-        """Solve: mu, condition (B, T, mel), speaker (B, mel), frames (B,), noise (B, T) indices -> mel (B, T, mel)."""
+    def _solve(
+        self, mu: Tensor, speaker: Tensor, condition: Tensor, frames: Tensor, noise: Tensor, steps: int | None = None
+    ) -> Tensor:
+        """Solve, or do the first `steps` of it: mu, condition (B, T, mel), speaker (B, mel), frames (B,), noise (B, T)
+        indices -> mel (B, T, mel)."""
         B, T, C = mu.shape
         x = self._noise.at(noise)
         rows = mu.new_zeros(self._decoder.rows, B, T, 4, C)
         rows[0, :, :, 1], rows[0, :, :, 2], rows[0, :, :, 3] = mu, speaker[:, None], condition
-        for step, width in enumerate(self._widths):
+        for step, width in enumerate(self._widths[:steps]):
             rows[:, :, :, 0] = x
             velocity = self._estimator.velocity(step, rows.flatten(3).flatten(0, 1), frames)
             x = x + width * self._decoder.guided(velocity.float())

@@ -21,7 +21,9 @@ from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 
 logger = logging.getLogger(__name__)
 
-WARM_UPS = 2
+# How many Euler steps of a solve are tried before it is captured: all steps launch the same kernels, but the first one
+# reads noise and the others what a step has computed.
+TRIED_STEPS = 2
 
 
 @cache
@@ -65,7 +67,7 @@ class Capture(Protocol):
         ...
 
     def warm_up(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
-        """Initialise what the function uses; returns its result."""
+        """Run the function once, which initialises what it uses; returns its result."""
         ...
 
     def capture(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor) -> Replayable:
@@ -88,8 +90,7 @@ class CudaCapture:
         side = _side_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                result = function(*inputs)
+            result = function(*inputs)
         torch.cuda.current_stream().wait_stream(side)
         return result
 
@@ -122,20 +123,25 @@ class Graphs:
         name: str,
         worker: int = 0,
         capture: Callable[[int], Capture] = CudaCapture,
+        trial: Callable[..., Tensor] | None = None,
     ):
-        """`inputs(*size)` makes tensors of a size that `function` can be called with; `name` is for the log."""
+        """`inputs(*size)` makes tensors of a size that `function` can be called with; `name` is for the log.
+
+        trial: launches every kernel of `function` for the same inputs, but less often, and returns a result of the same
+        shape. It is what compiles and loads the kernels, because a start-up waits mostly for launches by the host.
+        """
         self._name = name
         self._warned = False
         self._graphs: dict[Size, _Graph] = {}
         # Largest first: the smaller ones then fit into the memory that its graph took.
         given = {size: inputs(*size) for size in sorted(sizes, key=math.prod, reverse=True)}
-        making = capture(worker)
+        making, trial = capture(worker), trial or function
         with making.compile(name):
             for size in tqdm(given, desc=f"finding the kernels of {name}", unit="size"):
-                function(*given[size])
+                trial(*given[size])
         shapes: dict[Size, torch.Size] = {}
         for size in tqdm(given, desc=f"warming up {name}", unit="size"):
-            sample = making.warm_up(function, given[size])
+            sample = making.warm_up(trial, given[size])
             shapes[size] = sample.shape
         # Where all sizes leave their results.
         memory = sample.new_empty(max(map(math.prod, shapes.values())))

@@ -7,8 +7,6 @@ from tqdm import tqdm
 
 from cosyvoice_triton.device import new_stream
 
-WARM_UPS = 2
-
 
 class SizedGraphs:
     """One function of a batch size as CUDA graphs, one for each size.
@@ -24,8 +22,7 @@ class SizedGraphs:
         stream = new_stream(device, urgent=True)  # every listener waits for tokens; token2wav's batches are long
         # Largest first: the smaller ones then fit into the memory that its graph took.
         for size in tqdm(sorted(sizes, reverse=True), desc=f"capturing {name}", unit="graph"):
-            for _ in range(WARM_UPS):  # compiles kernels
-                function(size)
+            function(size)  # compiles and loads its kernels
             torch.cuda.synchronize()
             graph = self._graphs[size] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
