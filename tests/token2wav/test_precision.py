@@ -129,6 +129,23 @@ def test_a_network_whose_error_is_small_keeps_its_precision(tmp_path, dit_networ
     assert len(figures) == 2 and all(0 < figure < 0.01 for figure in figures)
 
 
+def test_what_has_passed_is_compared_again_only_if_the_checkpoint_changes(tmp_path, dit_network, vocoder, caplog):
+    """A start-up waits seconds for it. A warning is repeated at every start."""
+    caplog.set_level(logging.INFO)
+    directory = saved(tmp_path, dit_network, vocoder._hift)
+    asked = {"automatic": AUTO_HALF, "named": HALF}
+
+    def compared(precision: Precision) -> int:
+        caplog.clear()
+        precision.checked(stacks.DIT, directory, "cpu", limits=BatchLimits(max_streams=2), steps=2, notes=notes)
+        return sum("RMS error" in line for line in caplog.messages)
+
+    notes = tmp_path / "notes"
+    assert [compared(asked[name]) for name in ("named", "named", "automatic", "automatic")] == [2, 2, 2, 0]
+    saved(tmp_path, overflowing(dit_network), vocoder._hift)
+    assert [compared(AUTO_HALF), compared(AUTO_HALF)] == [3, 3]
+
+
 def test_a_flow_that_overflows_computes_in_bfloat16_unless_it_was_asked_for(tmp_path, dit_network, vocoder, caplog):
     directory = saved(tmp_path, overflowing(dit_network), vocoder._hift)
     assert checked(directory, AUTO_HALF) == Precision(torch.bfloat16, torch.float16)

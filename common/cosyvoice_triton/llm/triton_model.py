@@ -12,6 +12,7 @@ from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.llm.triton_tensors import ALL_INPUTS, generation_request, output_tensors, scalar
 from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.health import ModelMonitor
+from cosyvoice_triton.monitoring.logs import timed
 from cosyvoice_triton.profiles import LLMNumbers
 
 # Most engines report single tokens; a response has as many as the smallest report of the engine `cuda`.
@@ -33,12 +34,14 @@ class TensorrtLLMModel:
         self._end_ids = tokenizer.end_ids
         self._decoupled = config.decoupled
         resources = config.llm_memory_gib, config.gpu_share, config.instance_kind, config.llm_gpu, config.profile
-        self.engine = load_engine(config.engine, config.engine_dir, tokenizer, config.max_requests, *resources)
+        with timed("LLM"):
+            self.engine = load_engine(config.engine, config.engine_dir, tokenizer, config.max_requests, *resources)
         # By request id, for `stop`; only used in the loop's thread.
         self._live: dict[str, asyncio.Task[Any] | None] = {}
         self._stopped: set[str] = set()
         self._requests = triton_io.RequestLoop(self._serve, model="tensorrt_llm", decoupled=config.decoupled)
-        self._requests.run(warm_up(self.engine, tokenizer, config.max_requests))
+        with timed("first requests"):
+            self._requests.run(warm_up(self.engine, tokenizer, config.max_requests))
         self._monitor = ModelMonitor(args, test=lambda: self._requests.run(speak_once(self.engine, tokenizer)))
 
     def execute(self, requests: list[Any]) -> None:

@@ -25,6 +25,7 @@ from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RAT
 from cosyvoice_triton.device import new_stream
 from cosyvoice_triton.errors import is_fatal
 from cosyvoice_triton.monitoring import faults
+from cosyvoice_triton.monitoring.logs import timed
 from cosyvoice_triton.monitoring.metrics import EVICTED, FAILED, FALLBACKS, RETRIED, Values
 from cosyvoice_triton.networks.flow.config import euler_steps
 from cosyvoice_triton.profiles import choose
@@ -34,7 +35,7 @@ from cosyvoice_triton.token2wav.clicks import heard, without_click
 from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, Vocoder, VocoderOptions, loader
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.memory import UNPLANNED_VOICES, MemoryPlan, Reading, planned
-from cosyvoice_triton.token2wav.gpu.precision import Precision
+from cosyvoice_triton.token2wav.gpu.precision import Precision, kept_notes
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 from cosyvoice_triton.token2wav.renderer import Renderer
 from cosyvoice_triton.token2wav.stream import Chunk, NotFiniteError, Stream
@@ -102,6 +103,7 @@ class Token2Wav:
         plan: Callable[[Precision], MemoryPlan | int] = lambda _: UNPLANNED_VOICES,
         read: Callable[[str], Reading] = Reading.of,
         asked: Precision | None = None,
+        notes: Path | None = None,
     ) -> "Token2Wav":
         """Load the networks of a stack from its checkpoint directory, and the runtime's own files.
 
@@ -109,7 +111,7 @@ class Token2Wav:
         runtime: of the flow's estimator. "torch" on a GPU captures no CUDA graphs: start-up is fast and most of the
         memory stays free, which suits whole utterances. plan: returns the bytes for prompt caches or, on a GPU, a plan
             that has the limits, too, and the rest of the memory for prompt caches, as `read` measures it after loading.
-        asked: what FALLBACKS counts from, by default `precision`.
+        asked: what FALLBACKS counts from, by default `precision`. notes: see `Precision.checked`.
         ValueError for a checkpoint that does not fit, see also `Precision.checked`.
         """
         _use(device)
@@ -117,7 +119,9 @@ class Token2Wav:
         again = partial(cls.load, stack, model_dir, device=device, limits=limits, runtime=runtime, steps=steps)
         again = partial(again, plan=plan, read=read)
         runtime = flow_runtime(runtime, device)
-        asked, precision = asked or precision, precision.checked(stack, model_dir, device, limits=limits, steps=steps)
+        asked = asked or precision
+        with timed("precision"):
+            precision = precision.checked(stack, model_dir, device, limits=limits, steps=steps, notes=notes)
         memory = plan(precision)
         if isinstance(memory, MemoryPlan):
             limits = memory.limits
@@ -131,15 +135,16 @@ class Token2Wav:
             prompt_cache_bytes=memory if isinstance(memory, int) else 0,
         )
         files = Path(model_dir) / stack.flow, Path(model_dir) / stack.hift
-        flow: StreamingFlow = loader(stack.loader)(files[0], options)
+        with timed("flow"):
+            flow: StreamingFlow = loader(stack.loader)(files[0], options)
         if flow.cumulative != stack.cumulative:
             raise ValueError(f"stack {stack.name!r} has cumulative {stack.cumulative}, its flow {flow.cumulative}")
-        vocoder: Vocoder = loader(stack.vocoder_loader)(
-            files[1],
-            VocoderOptions(device=device, dtype=precision.vocoder, limits=limits, graphs=options.graphs),
-        )
+        of_vocoder = VocoderOptions(device=device, dtype=precision.vocoder, limits=limits, graphs=options.graphs)
+        with timed("vocoder"):
+            vocoder: Vocoder = loader(stack.vocoder_loader)(files[1], of_vocoder)
         fallbacks = (asked.flow != precision.flow) + (asked.vocoder != precision.vocoder)
-        engine = cls(flow, vocoder, device, files=files, fallbacks=fallbacks)
+        with timed("other workers"):
+            engine = cls(flow, vocoder, device, files=files, fallbacks=fallbacks)
         wider = precision.wider(device)
         if wider is not None and runtime in ("torch", "cuda_graph"):  # the others' files have a format of their own
             engine._wider = partial(again, precision=wider, asked=asked)
@@ -169,6 +174,7 @@ class Token2Wav:
             precision=Precision.named(*names, config.device, config.flow_runtime),
             runtime=config.flow_runtime,
             steps=config.n_timesteps,
+            notes=kept_notes(),
             plan=lambda precision: planned(stack, config, limits, precision.flow.itemsize, precision.vocoder.itemsize),
         )
 

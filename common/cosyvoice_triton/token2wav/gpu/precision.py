@@ -4,8 +4,11 @@ A network that is to compute in less than float32 is compared with float32 when 
 voice. If its error is beyond a limit, the next format is tried: bfloat16, which has float32's range, then float32.
 """
 
+import hashlib
 import logging
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -63,15 +66,29 @@ class Precision:
 
     @torch.inference_mode()
     def checked(
-        self, stack: Stack, model_dir: str | Path, device: str, *, limits: BatchLimits, steps: int = EULER_STEPS
+        self,
+        stack: Stack,
+        model_dir: str | Path,
+        device: str,
+        *,
+        limits: BatchLimits,
+        steps: int = EULER_STEPS,
+        notes: Path | None = None,
     ) -> "Precision":
         """Return this precision, with bfloat16 or float32 for each automatic network whose error is beyond its limit.
         One that was asked for by name stays, with a warning. One network is loaded at a time, without CUDA graphs.
 
+        notes: a folder that outlives the process. What has passed there is not compared again, for as long as the
+        checkpoint, the GPU and torch are the same; what has not is, with its warnings, at every start.
         ValueError naming the file if its network's output is not finite in a precision that was asked for.
         """
         if self.flow == self.vocoder == torch.float32:
             return self
+        note = None
+        if notes and len(self.automatic) == 2:  # by name, a network keeps a format that it fails, with a warning
+            note = notes / f"precision-{self._circumstances(Path(model_dir), device, steps)}"
+            if note.exists():
+                return self
         one = replace(limits, max_streams=1)
         flow_path, hift_path = Path(model_dir) / stack.flow, Path(model_dir) / stack.hift
 
@@ -102,7 +119,12 @@ class Precision:
         vocoder = self._format("vocoder", hift_path, device, audio, None)
         if torch.device(device).type == "cuda":
             torch.cuda.empty_cache()
-        return replace(self, flow=flow, vocoder=vocoder)
+        made = replace(self, flow=flow, vocoder=vocoder)
+        if note and made == self:
+            with suppress(OSError):  # the next start takes longer
+                note.parent.mkdir(parents=True, exist_ok=True)
+                note.touch()
+        return made
 
     def wider(self, device: str) -> "Precision | None":
         """Return this precision with bfloat16 for automatic networks in float16; None if that changes nothing, or if
@@ -115,6 +137,14 @@ class Precision:
             if moved
             else None
         )
+
+    def _circumstances(self, model_dir: Path, device: str, steps: int) -> str:
+        """Return a digest of all that a comparison depends on."""
+        stats = {path.name: path.stat() for path in sorted(model_dir.glob("*")) if path.is_file()}
+        files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
+        gpu = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
+        all_of_it = self.flow, self.vocoder, files, gpu, steps, LIMITS, torch.__version__
+        return hashlib.sha256(repr(all_of_it).encode()).hexdigest()
 
     def _format(
         self,
@@ -142,6 +172,11 @@ class Precision:
             dtype = torch.bfloat16 if dtype == torch.float16 and _has_bfloat16(device) else torch.float32
             logger.warning("%s: the %s computes in %s", found, network, str(dtype).removeprefix("torch."))
         return dtype
+
+
+def kept_notes() -> Path:
+    """Return the folder where Triton keeps compiled kernels, for `Precision.checked`: users keep it between starts."""
+    return Path(os.path.expanduser(os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache")))
 
 
 def _utterance(stack: Stack, model_dir: str | Path) -> tuple[Prompt, np.ndarray]:

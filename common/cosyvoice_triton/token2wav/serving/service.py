@@ -20,6 +20,7 @@ import numpy as np
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.monitoring import faults
+from cosyvoice_triton.monitoring.logs import timed
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.policy.admission import Admission
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER, Candidate, ChunkScheduler, Opening
@@ -145,9 +146,10 @@ class Token2WavService:
 
     def _warm_up(self) -> None:
         """Warm up in each thread that uses the GPU, also in this one."""
-        self._workers.warm_up()
-        self._workers.call(partial(measure, self._engine, self._admission, self._clock))
-        self._engine.close(self._engine.open(self._engine.sample()[0]))
+        with timed("first chunks"):
+            self._workers.warm_up()
+            self._workers.call(partial(measure, self._engine, self._admission, self._clock))
+            self._engine.close(self._engine.open(self._engine.sample()[0]))
 
     def _end(self) -> None:
         """Answer what is left, and free all streams."""
