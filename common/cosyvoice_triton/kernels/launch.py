@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import triton
@@ -23,9 +24,19 @@ FIRST_ARCHITECTURE = 90  # compute capability 9.0
 COMPILERS = 8  # threads
 
 
+def architecture() -> int:
+    """Return the compute capability of the current GPU: 90 for 9.0."""
+    return _architecture(triton.runtime.driver.active.get_current_device())
+
+
+@cache  # torch takes some microseconds for it, and a launch asks three times
+def _architecture(device: int) -> int:
+    return triton.runtime.driver.active.get_current_target().arch
+
+
 def early() -> dict[str, bool]:
     """Return the arguments of a launch that say whether the kernel, by its parameter PDL, starts early on this GPU."""
-    if triton.runtime.driver.active.get_current_target().arch < FIRST_ARCHITECTURE:
+    if architecture() < FIRST_ARCHITECTURE:
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 import triton
 
+from cosyvoice_triton.kernels.launch import architecture
+
 FEW_ROWS = 128  # products of at most so many rows use small tiles: large ones would leave multiprocessors idle
 MANY_ROWS = 512  # products of more rows use tiles of 128 rows
 PROGRAMS = 80  # a kernel of fewer tiles of 64 rows is faster in smaller tiles
@@ -224,13 +226,12 @@ MULTIPLY_ADD = Tiles(
 
 def uses_tensor_cores(dtype: torch.dtype) -> bool:
     """Return whether Triton computes products of that type on the current GPU's tensor cores."""
-    arch = triton.runtime.driver.active.get_current_target().arch
-    return dtype != torch.float32 and arch >= FIRST_TENSOR_CORES
+    return dtype != torch.float32 and architecture() >= FIRST_TENSOR_CORES
 
 
 def uses_tma() -> bool:
     """Return whether the current GPU has TMA."""
-    return triton.runtime.driver.active.get_current_target().arch >= FIRST_TMA
+    return architecture() >= FIRST_TMA
 
 
 def tiles(dtype: torch.dtype) -> Tiles:

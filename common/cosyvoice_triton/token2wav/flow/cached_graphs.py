@@ -99,7 +99,7 @@ class GraphedSolve:
 
         return self._graphs.run_rows(B, T, compute)
 
-    def _prefill(self, mu: Tensor, speaker: Tensor, table: Tensor, mel: Tensor, steps: int | None = None) -> Tensor:
+    def _prefill(self, mu: Tensor, speaker: Tensor, table: Tensor, mel: Tensor, *, steps: int | None = None) -> Tensor:
         """Prefill B prompts: mu and mel (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> their convolution
         history, see `Scratch`; their keys and values go where the table says."""
         solver, (B, T, _) = self._solver, mu.shape
@@ -109,7 +109,7 @@ class GraphedSolve:
         return rows.scratch.next_history
 
     def _solve(
-        self, mu: Tensor, speaker: Tensor, table: Tensor, known: Tensor | None = None, steps: int | None = None
+        self, mu: Tensor, speaker: Tensor, table: Tensor, known: Tensor | None = None, *, steps: int | None = None
     ) -> Tensor:
         """Solve: mu and known (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> mel (B, T, mel); updates rings
         and, unless only the first `steps` are done, histories."""

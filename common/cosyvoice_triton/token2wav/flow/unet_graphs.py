@@ -74,7 +74,7 @@ class GraphedWindowSolve:
         return (self._graphs.run(size) if size else self._solve(*inputs))[: len(chunks)]
 
     def _solve(
-        self, mu: Tensor, speaker: Tensor, condition: Tensor, frames: Tensor, noise: Tensor, steps: int | None = None
+        self, mu: Tensor, speaker: Tensor, condition: Tensor, frames: Tensor, noise: Tensor, *, steps: int | None = None
     ) -> Tensor:
         """Solve, or do the first `steps` of it: mu, condition (B, T, mel), speaker (B, mel), frames (B,), noise (B, T)
         indices -> mel (B, T, mel)."""
