@@ -24,6 +24,7 @@ SpeakerRuntime = Literal["onnxruntime", "tensorrt"]
 FlowRuntime = Literal["auto", "torch", "cuda_graph", "onnxruntime", "tensorrt"]  # see runtimes/loading.py
 PlanPrecision = Literal["float32", "float16"]  # of TensorRT plans
 InstanceKind = Literal["KIND_AUTO", "KIND_CPU", "KIND_GPU"]
+KvCacheDtype = Literal["auto", "int8"]  # vLLM's name for the format of kept keys and values
 PromptDevice = Literal["auto", "cpu"]  # auto: that of the other models
 SamplingName = Literal["cosyvoice2", "triton"]
 
@@ -301,6 +302,8 @@ class Token2WavConfig(HopConfig):
     llm_memory_gib: of the memory of `llm_gpu`, the LLM's; None: `planned_llm_gib`.
     prompt_device: where `audio_tokenizer` and `speaker_embedding` compute.
     flow_runtime: what runs the flow's estimator, see docs/gpu.md; "auto" needs only the checkpoint's files.
+    kv_cache_dtype: of the keys and values that a flow keeps (dit, cosyvoice3). "auto": the flow's own format; "int8":
+        about half of the memory, see docs/gpu.md.
     flow_precision, vocoder_precision: precision of the networks. "auto": float16 on a GPU, float32 on a CPU, except
         bfloat16 for a flow in torch on a CPU that supports it; bfloat16 or float32 if the error is too large. See
         docs/gpu.md.
@@ -318,6 +321,7 @@ class Token2WavConfig(HopConfig):
     llm_memory_gib: float | None = None
     prompt_device: PromptDevice = "auto"
     flow_runtime: FlowRuntime = "auto"
+    kv_cache_dtype: KvCacheDtype = "auto"
     flow_precision: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     vocoder_precision: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: str = "cpu"

@@ -60,6 +60,7 @@ from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet
 from cosyvoice_triton.token2wav.gpu.graphs import Graphs
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits, Size
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
+from cosyvoice_triton.token2wav.gpu.quantization import dequantized, quantized
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 from cosyvoice_triton.token2wav.stream import VocoderState
 from cosyvoice_triton.token2wav.vocoder.hift_fused import FusedBody
@@ -261,13 +262,25 @@ class Padded(Graphs):
 
 
 @torch.inference_mode()
-def compare_dit() -> None:
+def compare_dit(hops: Sequence[Sequence[int]] = ((2, 3), (2, 1), (1, 2)), **options: Any) -> None:
     network = flow_dit.build(Fixture(GOLDEN / f"{DIT}.json"), "stepaudio2_flow_tiny.weights.safetensors")
-    compare_streams(
-        lambda: DiTStreaming(network, flow_noise(), PromptCaches(1 << 28), limits=TWO, steps=1, cache_frames=6),
-        voices=(5, 0),
-        hops=((2, 3), (2, 1), (1, 2)),
-    )
+    made = partial(DiTStreaming, network, flow_noise(), limits=TWO, steps=1, cache_frames=6, **options)
+    compare_streams(lambda: made(prompts=PromptCaches(1 << 28)), voices=(5, 0), hops=hops)
+
+
+def compare_int8() -> None:
+    """The same over keys and values in 8 bits, in a prompt and in rings that wrap around; rows of zeros, and rows that
+    are not finite stay so."""
+    compare_dit(((2, 3), (2, 1)), kv_cache_dtype="int8")
+    x = torch.randn(1, 1, 1, 4, D)
+    x[..., 1, :], x[..., 2, 3], x[..., 3, 5] = 0, torch.nan, torch.inf
+    rows = torch.zeros_like(quantized(x))
+    EXTENTS.addressed.append(rows)
+    place, frames = rows.data_ptr(), x.shape[-2]
+    kernels.append(x, x, torch.tensor([[0] * 8 + [place, place, frames, frames]]).T.contiguous(), 0, int8=True)
+    found, expected = (dequantized(of, torch.float32) for of in (rows, quantized(x)))
+    assert_close(found, expected, equal_nan=True)
+    assert not found[..., 2:, :].isfinite().any()
 
 
 @torch.inference_mode()

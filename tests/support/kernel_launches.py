@@ -84,7 +84,7 @@ class Launch:
         given = dict(self.constants)
         block = "x".join(str(given[name]) for name in BLOCK if name in given)
         parts = [block, *(f"{given[f'num_{name}']} {name}" for name in ("warps", "stages") if f"num_{name}" in given)]
-        return ", ".join(filter(None, [*parts, *(name for name in ("norm", "TMA") if given.get(name.upper()))]))
+        return ", ".join(filter(None, [*parts, *(name for name in ("norm", "TMA", "int8") if given.get(name.upper()))]))
 
 
 class Architecture:
@@ -178,9 +178,14 @@ def _run_networks(dtype: torch.dtype) -> None:
         noise = NoiseTape(torch.empty(1, MEL_BINS))
     fused_unet = FusedUNet(unet.decoder.estimator, [0.0])
     solvers = (DiTSolver(dit, kernels, 1), DIT_FRAMES), (RotarySolver(rotary, kernels, 1), COSYVOICE3_FRAMES)
+    solvers = (*solvers, solvers[0])
     pools = [
-        StreamCachePool(sizes, dit.encoder_proj.weight, 1, limits.max_streams, STREAM_CACHE_FRAMES)
-        for sizes in (dit.config.estimator, rotary.config.estimator)
+        StreamCachePool(sizes, dit.encoder_proj.weight, 1, limits.max_streams, STREAM_CACHE_FRAMES, 2, kind)
+        for sizes, kind in (
+            (dit.config.estimator, "auto"),
+            (rotary.config.estimator, "auto"),
+            (dit.config.estimator, "int8"),
+        )
     ]
     for of in (limits, limits.of_worker(FIRST_CHUNK_WORKER)):
         for (solver, most), pool in zip(solvers, pools, strict=True):

@@ -57,6 +57,7 @@ ENCODER = EncoderConfig(blocks=1, up_blocks=1)
 BOUNDS = [(torch.float32, 1e-4), (torch.float16, 3e-3), (torch.bfloat16, 3e-2)]
 # The same where cuDNN may multiply float32 in TF32: of CosyVoice3's flow, and of the audio of its vocoder.
 TF32, TF32_AUDIO = 1e-3, 3e-2
+INT8 = 2e-3  # the same over keys and values in 8 bits
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -144,15 +145,16 @@ def worst_error(plain, fused, hops: list[tuple[int, int, int]]) -> float:
 @torch.inference_mode()
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
 @pytest.mark.parametrize("kind", ["dit", "rotary"])
+@pytest.mark.parametrize("kept", ["auto", "int8"])
 def test_a_flow_that_keeps_its_past_on_a_gpu_equals_its_plain_form_up_to_rounding(
-    kind: str, dtype: torch.dtype, bound: float, request: pytest.FixtureRequest
+    kept: str, kind: str, dtype: torch.dtype, bound: float, request: pytest.FixtureRequest
 ) -> None:
     """Ring buffers wrap around; batch sizes are between and above those of the graphs; chunks end anywhere."""
     network, limits = request.getfixturevalue(kind), BatchLimits(max_streams=3)
     plain = streaming(network, limits=limits, graphs=False)
-    fused = streaming(copy.deepcopy(network).to(dtype), limits=limits)
+    fused = streaming(copy.deepcopy(network).to(dtype), limits=limits, kv_cache_dtype=kept)
     assert isinstance(plain._solve, GatheredSolve) and isinstance(fused._solve, GraphedSolve)
-    bound = max(bound, TF32 if kind == "rotary" else 0)
+    bound = max(bound, TF32 if kind == "rotary" else 0, INT8 if kept == "int8" else 0)
     assert worst_error(plain, fused, [(15, 15, 15), (25, 4, 22), (100, 60, 1), (104, 110, 30)]) < bound
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cosyvoice_triton import profiles, stacks
-from cosyvoice_triton.config import SPARE_REQUESTS, Token2WavConfig, planned_llm_gib
+from cosyvoice_triton.config import SPARE_REQUESTS, KvCacheDtype, Token2WavConfig, planned_llm_gib
 from cosyvoice_triton.demo_checkpoint.checkpoint import STACKS, TRAINED
 from cosyvoice_triton.networks.flow import (
     CosyVoice3Flow,
@@ -73,13 +73,18 @@ def plan(stack: Stack, streams: int, gib: float | None, prompt_device: str = "au
     return plan_memory(official(stack, prompt_device), limits(stack, streams), EMPTY, gib, None)
 
 
-@pytest.mark.parametrize("stack", STACKS, ids=lambda stack: stack.name)
-def test_weights_streams_and_voices_have_the_sizes_that_are_read(stack: Stack) -> None:
+@pytest.mark.parametrize(
+    ("stack", "kept"),
+    [*((stack, "auto") for stack in STACKS), (stacks.DIT, "int8")],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_weights_streams_and_voices_have_the_sizes_that_are_read(stack: Stack, kept: KvCacheDtype) -> None:
     directory = TRAINED / stack.checkpoint
-    read = Networks.read(stack, directory, flow_size=4, vocoder_size=4, steps=2)
+    read = Networks.read(stack, directory, flow_size=4, vocoder_size=4, steps=2, kv_cache_dtype=kept)
     engine = Token2Wav.load(
-        stack, directory, device="cpu", limits=limits(stack, 3), precision=FLOAT32, runtime="torch", steps=2
-    )
+        stack, directory, device="cpu", limits=limits(stack, 3), precision=FLOAT32, runtime="torch", steps=2,
+        kv_cache_dtype=kept,
+    )  # fmt: skip
     flow, vocoder = engine._flow, engine._vocoder
     assert engine.cache_bytes == pytest.approx(read.streams(3), rel=0.03)
     weights = sum(tensor.nbytes for of in (flow._network, vocoder._plain.hift) for tensor in of.parameters())
@@ -87,6 +92,18 @@ def test_weights_streams_and_voices_have_the_sizes_that_are_read(stack: Stack) -
     if isinstance(flow, CachedStreaming):
         stream = engine.open(Prompt(np.arange(30), np.zeros((60, 80), np.float32), np.ones(192, np.float32), text=""))
         assert stream.prompt.nbytes == read.voice(60 / 50)
+
+
+def test_in_8_bits_voices_and_streams_take_half_and_more_of_them_fit() -> None:
+    full = official(stacks.DIT)
+    int8 = replace(full, kv_cache_dtype="int8")
+    sizes = [[round(of.voice(5) / 2**20), round(of.streams(0) / 2**20)] for of in (full, int8)]
+    assert sizes == [[158, 64], [84, 34]]
+    many = limits(stacks.DIT, 500)
+    plan_memory(int8, many, EMPTY, 80, None)
+    with pytest.raises(ValueError, match="max_streams 500 needs"):
+        plan_memory(full, many, EMPTY, 80, None)
+    assert int8.batches(many) == full.batches(many), "what is computed is not in 8 bits"
 
 
 @pytest.mark.parametrize(
@@ -215,9 +232,12 @@ def test_a_loaded_engine_gives_voices_what_is_left() -> None:
     assert (fits(2 * room), fits(2 * room - 1)) == ([True, True], [True, False])
 
 
-def test_on_a_cpu_the_longest_voice_always_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", ["auto", "int8"])
+def test_on_a_cpu_the_longest_voice_always_has_room(kept: KvCacheDtype, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = TRAINED / stacks.DIT.checkpoint
-    config = Token2WavConfig(model_dir=str(directory), max_streams=2, n_timesteps=1, flow_precision="float32")
+    config = Token2WavConfig(
+        model_dir=str(directory), max_streams=2, n_timesteps=1, flow_precision="float32", kv_cache_dtype=kept
+    )
     monkeypatch.setattr("os.sysconf", lambda _: 1)  # a machine with a byte
     engine = Token2Wav.from_config(stacks.DIT, config)
     longest = Prompt(np.arange(752), np.zeros((1504, 80), np.float32), np.ones(192, np.float32), text="")

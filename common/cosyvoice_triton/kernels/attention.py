@@ -10,6 +10,8 @@ from cosyvoice_triton.kernels.tiles import tiles
 
 LOG2_E = 1.4426950408889634
 ALIGNED = tl.constexpr(16)  # bytes, to which torch aligns every tensor
+WORD = tl.constexpr(4)  # bytes of the scale of a row in 8 bits, to which it aligns the rows
+LEAST = tl.constexpr(1.17549435e-38)  # a row of zeros is not divided by zero
 
 
 @triton.jit
@@ -29,17 +31,39 @@ def softmax_step(scores, v, best, total, acc):
     return largest, total * shrink + tl.sum(weights, 1), acc
 
 
+@triton.jit
+def _load_rows(rows, key, frames, dtype: tl.constexpr, D: tl.constexpr, INT8: tl.constexpr):
+    """Load keys or values (K, D) of the frames `key`, in 8 bits (see `token2wav.gpu.quantization`) or as they are."""
+    lane, there = tl.arange(0, D)[None, :], key < frames
+    if INT8:
+        row = rows + key * (D + WORD)
+        scale = tl.load((row + D).to(tl.pointer_type(tl.float32)), mask=there, other=0.0)
+        levels = tl.load(row[:, None] + lane, mask=there[:, None], other=0)
+        x = (levels.to(tl.float32) * scale[:, None]).to(dtype)
+    else:
+        x = tl.load(rows + key[:, None] * D + lane, mask=there[:, None], other=0.0)
+    return x
+
+
+@triton.jit
+def _attend_block(q, k, v, ends, key, best, total, acc):
+    """Take a step of the online softmax with the frames `key`, of which a query attends to those before its `ends`."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    scores = tl.where(key[None, :] < ends[:, None], scores, float("-inf"))
+    return softmax_step(scores, v, best, total, acc)
+
+
 @triton.jit(do_not_specialize=["B", "T", "plane", "planes"])
 def _attend_paged(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, ring_keys, ring_values,
     B, T, plane, planes, scale,
     H: tl.constexpr, D: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys of a row, which are in three places.
 
-    One loop goes through all three, so that its pipeline fills once. All values of the table are loaded at the
-    beginning, or each would be waited for.
+    One loop goes through all three, so that its pipeline fills once, and through two if these are in 8 bits, which the
+    row's own are not. All values of the table are loaded at the beginning, or each would be waited for.
     """
     wait(PDL)
     row, head = tl.program_id(1) // H, tl.program_id(1) % H
@@ -67,26 +91,34 @@ def _attend_paged(
     last = tl.max(ends, 0)
     of_prompt = tl.cdiv(last, BLOCK_K)
     of_ring = of_prompt + tl.cdiv(prompt.to(tl.int32), BLOCK_K)
-    size: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
-    of_row, before = chunk * size, of_plane * prompt * (D * size)
-    in_ring = (slot * planes * ROWS * H + of_plane) * (RING * D * size)
-    for block in range(of_ring + tl.cdiv(ring, BLOCK_K)):
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    size: tl.constexpr = dtype.primitive_bitwidth // 8
+    width: tl.constexpr = D + WORD if INT8 else D * size  # bytes
+    aligned: tl.constexpr = WORD if INT8 else ALIGNED
+    of_row, before = chunk * size, of_plane * prompt * width
+    in_ring = (slot * planes * ROWS * H + of_plane) * (RING * width)
+    begin = 0
+    if INT8:
+        begin = of_prompt
+        for block in range(of_prompt):
+            key = block * BLOCK_K + tl.arange(0, BLOCK_K)
+            k = _load_rows(k_ptr + chunk, key, last, dtype, D, False)
+            v = _load_rows(v_ptr + chunk, key, last, dtype, D, False)
+            best, total, acc = _attend_block(q, k, v, ends, key, best, total, acc)
+    for block in range(begin, of_ring + tl.cdiv(ring, BLOCK_K)):
         own_block, prompt_block = block < of_prompt, block < of_ring
         keys = tl.where(prompt_block, prompt_keys + before, ring_keys.to(tl.int64) + in_ring)
         keys = tl.where(own_block, k_ptr.to(tl.int64) + of_row, keys)
         values = tl.where(prompt_block, prompt_values + before, ring_values.to(tl.int64) + in_ring)
         values = tl.where(own_block, v_ptr.to(tl.int64) + of_row, values)
-        keys = tl.multiple_of(keys.to(k_ptr.dtype), ALIGNED)
-        values = tl.multiple_of(values.to(k_ptr.dtype), ALIGNED)
+        keys = tl.multiple_of(keys.to(ring_keys.dtype), aligned)
+        values = tl.multiple_of(values.to(ring_keys.dtype), aligned)
         frames = tl.where(own_block, last, tl.where(prompt_block, prompt.to(tl.int32), ring))
         first = tl.where(own_block, 0, tl.where(prompt_block, of_prompt, of_ring))
         key = (block - first) * BLOCK_K + tl.arange(0, BLOCK_K)
-        offsets = key[:, None] * D + lane[None, :]
-        k = tl.load(keys + offsets, mask=(key < frames)[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        scores = tl.where(key[None, :] < tl.where(own_block, ends, frames)[:, None], scores, float("-inf"))
-        v = tl.load(values + offsets, mask=(key < frames)[:, None], other=0.0)
-        best, total, acc = softmax_step(scores, v, best, total, acc)
+        k = _load_rows(keys, key, frames, dtype, D, INT8)
+        v = _load_rows(values, key, frames, dtype, D, INT8)
+        best, total, acc = _attend_block(q, k, v, tl.where(own_block, ends, frames), key, best, total, acc)
 
     out_offsets = (row * T + at[:, None]) * (H * D) + head * D + lane[None, :]
     tl.store(out_ptr + out_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(at < T)[:, None])
@@ -98,10 +130,11 @@ def attend_paged(
     """Attend to a voice's prompt, a stream's ring buffer and a row's own frames, without copying them together.
 
     q, k, v (R, H, T, D) contiguous -> (R, T, H * D). Rows R: B conditional, then perhaps as many unconditional. Rings
-    (slots, steps, depth, R / B, H, ring, D); plane: step * depth + layer. The table (>= 6, B) int64 has these rows:
-    address of the prompt's keys and of its values (steps, depth, R / B, H, P, D), P, slot, number of frames written in
-    the slot's ring, number of valid frames of the row (at least one). A query attends to all of its row's own frames
-    or, if `chunk` is not 0, to its own block of so many and all before it, as in `attend_blocks`.
+    (slots, steps, depth, R / B, H, ring, D), with the prompts in k's type or 8 bits, see `append`; plane: step *
+    depth + layer. The table (>= 6, B) int64 has these rows: address of the prompt's keys and of its values (steps,
+    depth, R / B, H, P, D), P, slot, number of frames written in the slot's ring, number of valid frames of the row (at
+    least one). A query attends to all of its row's own frames or, if `chunk` is not 0, to its own block of so many and
+    all before it, as in `attend_blocks`.
     """
     R, H, T, D = q.shape
     steps, depth, rows = ring_keys.shape[1:4]
@@ -110,7 +143,7 @@ def attend_paged(
     _attend_paged[(triton.cdiv(T, span.queries), R * H)](
         q, k, v, out, table, ring_keys, ring_values, R // rows, T, plane, steps * depth, D**-0.5 * LOG2_E,
         H=H, D=D, RING=ring_keys.shape[-2], CHUNK=chunk, ROWS=rows, BLOCK_Q=span.queries, BLOCK_K=span.keys,
-        num_warps=span.warps, num_stages=span.stages, **early(),
+        INT8=ring_keys.dtype == torch.int8, num_warps=span.warps, num_stages=span.stages, **early(),
     )  # fmt: skip
     return out
 
@@ -162,10 +195,27 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, frames: Tensor, chunk: int) -
     return out
 
 
+@triton.jit
+def _store_rows(place, row, x, mask, D: tl.constexpr, INT8: tl.constexpr):
+    """Store keys or values x (K, D) as rows of what a table's address names: in 8 bits or as they are."""
+    lane = tl.arange(0, D)[None, :]
+    if INT8:
+        rows = tl.multiple_of(tl.load(place).to(tl.pointer_type(tl.int8)), ALIGNED) + row * (D + WORD)
+        x = x.to(tl.float32)
+        # The largest of numbers leaves out those that are none; the sum keeps them.
+        scale = tl.max(tl.abs(x), 1) / 127 + tl.sum(x * 0, 1)
+        levels = tl.floor(x / tl.maximum(scale, LEAST)[:, None] + 0.5)
+        tl.store(rows[:, None] + lane, levels.to(tl.int8), mask=mask[:, None])
+        tl.store((rows + D).to(tl.pointer_type(tl.float32)), scale, mask=mask)
+    else:
+        rows = _address(place, tl.pointer_type(x.dtype))
+        tl.store(rows + row[:, None] * D + lane, x, mask=mask[:, None])
+
+
 @triton.jit(do_not_specialize=["B", "T", "step"])
 def _append(
     keys_ptr, values_ptr, table_ptr, B, T, H, step,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
     head, row, layer = tl.program_id(1) % H, tl.program_id(1) // H, tl.program_id(2)
@@ -176,28 +226,29 @@ def _append(
     count = tl.minimum(kept, length)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     lane = tl.arange(0, D)[None, :]
-    mask = (at < count)[:, None]
+    mask = at < count
     chunk = ((layer * ROWS * B + row).to(tl.int64) * H + head) * T * D
     source = chunk + (kept - count + at)[:, None] * D + lane
-    of_plane = (((step * tl.num_programs(2) + layer) * ROWS + guidance) * H + head) * length * D
-    target = of_plane + ((place + at) % length)[:, None] * D + lane
-    keys = _address(table_ptr + 8 * B + stream, keys_ptr.dtype)
-    tl.store(keys + target, tl.load(keys_ptr + source, mask=mask), mask=mask)
-    values = _address(table_ptr + 9 * B + stream, values_ptr.dtype)
-    tl.store(values + target, tl.load(values_ptr + source, mask=mask), mask=mask)
+    of_plane = (((step * tl.num_programs(2) + layer) * ROWS + guidance) * H + head) * length
+    target = of_plane + (place + at) % length
+    keys = tl.load(keys_ptr + source, mask=mask[:, None], other=0.0)
+    _store_rows(table_ptr + 8 * B + stream, target, keys, mask, D, INT8)
+    values = tl.load(values_ptr + source, mask=mask[:, None], other=0.0)
+    _store_rows(table_ptr + 9 * B + stream, target, values, mask, D, INT8)
 
 
-def append(keys: Tensor, values: Tensor, table: Tensor, step: int) -> None:
+def append(keys: Tensor, values: Tensor, table: Tensor, step: int, *, int8: bool = False) -> None:
     """Store frames of each stream at one step, keys and values (depth, R, H, T, D), in its ring or prompt.
 
     The table is that of `attend_paged` with further rows: 6 index of a stream's next frame there, 8 and 9 address of
     its keys and of its values (steps, depth, R / B, H, length, D), 10 length, 11 how many frames to store, from the
-    row's first on; of more than there is room for, the last ones.
+    row's first on; of more than there is room for, the last ones. int8: a row there
+    is D integers of 8 bits and their scale, see `token2wav.gpu.quantization`.
     """
     depth, R, H, T, D = keys.shape
     B = table.shape[1]
     _append[(triton.cdiv(T, 32), R * H, depth)](
-        keys, values, table, B, T, H, step, ROWS=R // B, D=D, BLOCK=32, **early()
+        keys, values, table, B, T, H, step, ROWS=R // B, D=D, BLOCK=32, INT8=int8, **early()
     )  # fmt: skip
 
 

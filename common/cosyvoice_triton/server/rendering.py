@@ -62,7 +62,7 @@ _TEMPLATE_DEFAULTS = {
 FIXED: dict[str, dict[str, str]] = {"tensorrt_llm": {"decoupled_mode": "true"}}
 
 # With these, streams take less of token2wav's GPU than in the plans; so do those of networks that are not full-size.
-_OTHER_MEMORY = ("llm_memory_gib", "llm_gpu", "token2wav_gpus", "n_timesteps")
+_OTHER_MEMORY = ("llm_memory_gib", "llm_gpu", "token2wav_gpus", "n_timesteps", "kv_cache_dtype")
 _FULL_SIZE = 100 << 20  # bytes: less than any official flow.pt, and more than the demo's
 
 _PLACEHOLDER = re.compile(r"\$\{(\w+)\}")

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cosyvoice_triton.batches import isolated
-from cosyvoice_triton.config import FlowRuntime, Token2WavConfig
+from cosyvoice_triton.config import FlowRuntime, KvCacheDtype, Token2WavConfig
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
 from cosyvoice_triton.device import new_stream
 from cosyvoice_triton.errors import is_fatal
@@ -100,6 +100,7 @@ class Token2Wav:
         precision: Precision,
         runtime: FlowRuntime = "auto",
         steps: int | None = None,
+        kv_cache_dtype: KvCacheDtype = "auto",
         plan: Callable[[Precision], MemoryPlan | int] = lambda _: UNPLANNED_VOICES,
         read: Callable[[str], Reading] = Reading.of,
         asked: Precision | None = None,
@@ -107,7 +108,7 @@ class Token2Wav:
     ) -> "Token2Wav":
         """Load the networks of a stack from its checkpoint directory, and the runtime's own files.
 
-        steps: of the Euler solve; None: the checkpoint's.
+        steps: of the Euler solve; None: the checkpoint's. kv_cache_dtype: see `Token2WavConfig`.
         runtime: of the flow's estimator. "torch" on a GPU captures no CUDA graphs: start-up is fast and most of the
         memory stays free, which suits whole utterances. plan: returns the bytes for prompt caches or, on a GPU, a plan
             that has the limits, too, and the rest of the memory for prompt caches, as `read` measures it after loading.
@@ -117,7 +118,7 @@ class Token2Wav:
         _use(device)
         steps = euler_steps(Path(model_dir) / stack.flow, steps)
         again = partial(cls.load, stack, model_dir, device=device, limits=limits, runtime=runtime, steps=steps)
-        again = partial(again, plan=plan, read=read)
+        again = partial(again, kv_cache_dtype=kv_cache_dtype, plan=plan, read=read)
         runtime = flow_runtime(runtime, device)
         asked = asked or precision
         with timed("precision"):
@@ -133,6 +134,7 @@ class Token2Wav:
             steps=steps,
             limits=limits,
             prompt_cache_bytes=memory if isinstance(memory, int) else 0,
+            kv_cache_dtype=kv_cache_dtype,
         )
         files = Path(model_dir) / stack.flow, Path(model_dir) / stack.hift
         with timed("flow"):
@@ -175,6 +177,7 @@ class Token2Wav:
             runtime=config.flow_runtime,
             steps=config.n_timesteps,
             notes=kept_notes(),
+            kv_cache_dtype=config.kv_cache_dtype,
             plan=lambda precision: planned(stack, config, limits, precision.flow.itemsize, precision.vocoder.itemsize),
         )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import Self
 
-from cosyvoice_triton.config import FlowRuntime
+from cosyvoice_triton.config import FlowRuntime, KvCacheDtype
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.dit import DiTFlow
@@ -38,7 +38,8 @@ class FlowOptions:
     """How a stack's `loader` is to load its flow.
 
     runtime: of the flow's estimator (docs/gpu.md), already resolved. prompt_cache_bytes: for prompt caches of
-    voices, if the flow has them. retries: whether what is not finite is computed again in float32.
+    voices, if the flow has them. kv_cache_dtype: of its keys and values, as the setting names it. retries: whether what
+    is not finite is computed again in float32.
     """
 
     stack: Stack
@@ -48,6 +49,7 @@ class FlowOptions:
     steps: int
     limits: BatchLimits
     prompt_cache_bytes: int
+    kv_cache_dtype: KvCacheDtype = "auto"
     retries: bool = True
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import Self
 
+from cosyvoice_triton.config import KvCacheDtype
 from cosyvoice_triton.constants import EULER_STEPS, MAX_STREAM_TOKENS, STREAM_CACHE_FRAMES, TOKEN_MEL_RATIO
 from cosyvoice_triton.device import on_device
 from cosyvoice_triton.monitoring import faults
@@ -38,7 +39,8 @@ CachedStreamT = TypeVar("CachedStreamT", bound=CachedStream)
 class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
     """Every stream attends to its whole prompt and its most recent frames.
 
-    cache_frames: so many recent frames of a stream are kept. graphs: whether to capture CUDA graphs, on a GPU.
+    cache_frames: so many recent frames of a stream are kept, in the format `kv_cache_dtype`. graphs: whether to capture
+    CUDA graphs, on a GPU.
     """
 
     graph_frames: int  # the most frames of a batch in a graph, padding included
@@ -53,6 +55,7 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         steps: int = EULER_STEPS,
         max_tokens: int = MAX_STREAM_TOKENS,
         cache_frames: int = STREAM_CACHE_FRAMES,
+        kv_cache_dtype: KvCacheDtype = "auto",
         graphs: bool = True,
         load_exact: Callable[[], Any] | None = None,
     ):
@@ -61,9 +64,8 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         )
         self._prompts = prompts
         weight = network.spk_embed_affine_layer.weight
-        self._pool = StreamCachePool(
-            network.config.estimator, weight, steps, limits.max_streams, cache_frames, network.decoder.rows
-        )
+        sizes = network.config.estimator, weight, steps, limits.max_streams, cache_frames, network.decoder.rows
+        self._pool = StreamCachePool(*sizes, kv_cache_dtype)
         self._solve: Solve
         if self._graphed:
             from cosyvoice_triton import kernels  # they need Triton
@@ -183,12 +185,12 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         """Check prompt caches, and make those that are not finite again in float32. NotFiniteError if that does not
         help."""
         checked = []
-        for cache, good in zip(caches, _are_finite(caches), strict=True):
+        for cache, good in zip(caches, self._are_finite(caches), strict=True):
             if not good:
                 logger.warning("a prompt cache is not finite: it is made again in float32")
                 (exact,) = self.exact()._prefill([cache.voice])
-                cache = _converted(exact, cache.history.dtype)
-                if not _are_finite([cache])[0]:
+                cache = self._converted(exact)
+                if not self._are_finite([cache])[0]:
                     raise NotFiniteError("the prompt cache of the voice is not finite")
             checked.append(cache)
         return checked
@@ -204,7 +206,7 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
     def _render(self, chunks: list[Chunk[CachedStreamT]]) -> list[Tensor]:
         rows = [self._row(chunk) for chunk in chunks]
         if faults.take("nan_voice"):
-            chunks[0].stream.prompt.attention.keys.fill_(torch.nan)
+            chunks[0].stream.prompt.attention.keys.view(torch.float32).fill_(torch.nan)  # so is a scale
         mu = self._encode(chunks, rows)
         streams = [chunk.stream for chunk in chunks]
         mel = self._solve.run(streams, rows, mu, self._known(streams, rows, mu))
@@ -232,8 +234,23 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         """Replace what the stream keeps, and its voice's prompt cache for new streams, by those of a stream of
         `exact`."""
         self._pool.replace(stream.cache, exact._pool, anew.cache)
-        dtype = stream.prompt.speaker.dtype
-        stream.prompt = self._prompts.replace(stream.prompt_key, stream.prompt, _converted(anew.prompt, dtype))
+        stream.prompt = self._prompts.replace(stream.prompt_key, stream.prompt, self._converted(anew.prompt))
+
+    def _converted(self, exact: PromptCache) -> PromptCache:
+        """Return a prompt cache of `exact` in the formats of this flow."""
+        dtype, stored = self._pool.history.dtype, self._pool.stored
+        return replace(
+            exact,
+            attention=KeyValues(*(stored(x.to(dtype)) for x in (exact.attention.keys, exact.attention.values))),
+            history=exact.history.to(dtype),
+            rest=exact.rest.to(dtype),
+            speaker=exact.speaker.to(dtype),
+        )
+
+    def _are_finite(self, caches: list[PromptCache]) -> list[bool]:
+        """Return which prompt caches are finite. Histories and last values suffice: all others come before them."""
+        last = [(cache.history, self._pool.loaded(cache.attention.values[-1, -1])) for cache in caches]
+        return torch.stack([history.isfinite().all() & values.isfinite().all() for history, values in last]).tolist()
 
     def _plain(self, network: Any) -> Self:
         return type(self)(
@@ -246,20 +263,3 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
             cache_frames=self._pool.frames,
             graphs=False,
         )
-
-
-def _converted(cache: PromptCache, dtype: torch.dtype) -> PromptCache:
-    attention = KeyValues(cache.attention.keys.to(dtype), cache.attention.values.to(dtype))
-    return replace(
-        cache,
-        attention=attention,
-        history=cache.history.to(dtype),
-        rest=cache.rest.to(dtype),
-        speaker=cache.speaker.to(dtype),
-    )
-
-
-def _are_finite(caches: list[PromptCache]) -> list[bool]:
-    """Return which prompt caches are finite. Histories and last values suffice: all others come before them."""
-    last = [(cache.history, cache.attention.values[-1, -1]) for cache in caches]
-    return torch.stack([history.isfinite().all() & values.isfinite().all() for history, values in last]).tolist()

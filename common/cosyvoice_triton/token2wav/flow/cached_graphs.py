@@ -36,7 +36,7 @@ class PagedContext:
         return kernels.attend_paged(q, k, v, self._table, pool.keys, pool.values, plane, pool.mask_chunk)
 
     def keep(self, step: int, keys: Tensor, values: Tensor) -> None:
-        kernels.append(keys, values, self._table, step)
+        kernels.append(keys, values, self._table, step, int8=self._pool.int8)
 
 
 class GraphedSolve:

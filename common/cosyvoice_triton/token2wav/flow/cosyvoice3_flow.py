@@ -33,7 +33,10 @@ LOOKBACK_TOKENS = 2  # before a token, that the causal convolution of the look-a
 def load(path: Path, options: FlowOptions) -> "CosyVoice3Streaming":
     """Load the flow of a `flow.pt`. ValueError names what does not fit, or a runtime that the flow does not have."""
     network, shared = options.load(load_cosyvoice3_flow, path)
-    return CosyVoice3Streaming(network, flow_noise(options.device), PromptCaches(options.prompt_cache_bytes), **shared)
+    prompts = PromptCaches(options.prompt_cache_bytes)
+    return CosyVoice3Streaming(
+        network, flow_noise(options.device), prompts, kv_cache_dtype=options.kv_cache_dtype, **shared
+    )
 
 
 class CosyVoice3Streaming(CachedStreaming[CachedStream]):

@@ -28,7 +28,8 @@ from cosyvoice_triton.voice.prompt import Prompt
 def load(path: Path, options: FlowOptions) -> "DiTStreaming":
     """Load the flow of a `flow.pt`, and the runtime's files next to it. ValueError names what does not fit."""
     network, shared = options.load(load_dit_flow, path)
-    return DiTStreaming(network, flow_noise(options.device), PromptCaches(options.prompt_cache_bytes), **shared)
+    prompts = PromptCaches(options.prompt_cache_bytes)
+    return DiTStreaming(network, flow_noise(options.device), prompts, kv_cache_dtype=options.kv_cache_dtype, **shared)
 
 
 @dataclass(kw_only=True)

@@ -31,7 +31,8 @@ class ChunkwiseSolve:
             starts = torch.zeros(1, dtype=torch.int64, device=mu.device)
             self._advance(caches, starts, mu[row, :count], speaker[row], mel[row, :count])
             history = caches.conv.transpose(-1, -2).contiguous()  # (.., C, frame) -> (.., frame, C)
-            left.append(Prefilled(caches.attention, history))
+            attention = (self._pool.stored(x) for x in (caches.attention.keys, caches.attention.values))
+            left.append(Prefilled(KeyValues(*attention), history))
         return left
 
     def run(self, streams: Sequence[CachedStream], rows: Sequence[Row], mu: Tensor, known: Tensor | None) -> Tensor:
@@ -78,8 +79,8 @@ class ChunkwiseSolve:
         """Gather keys and values of the prompts and streams: (steps, depth, R, H, K, D)."""
         prompts, pool = [stream.prompt.attention for stream in streams], self._pool
         return KeyValues(
-            _gathered(streams, [prompt.keys for prompt in prompts], pool.keys),
-            _gathered(streams, [prompt.values for prompt in prompts], pool.values),
+            pool.loaded(_gathered(streams, [prompt.keys for prompt in prompts], pool.keys)),
+            pool.loaded(_gathered(streams, [prompt.values for prompt in prompts], pool.values)),
         )
 
 

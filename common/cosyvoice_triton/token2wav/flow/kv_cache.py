@@ -10,11 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cosyvoice_triton.config import KvCacheDtype
 from cosyvoice_triton.constants import TOKEN_MEL_RATIO
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.networks.flow.cache import KeyValues
 from cosyvoice_triton.networks.flow.config import DiTConfig, RotaryDiTConfig
 from cosyvoice_triton.token2wav.flow.prompt_caches import Prefilled, PromptCache
+from cosyvoice_triton.token2wav.gpu.quantization import SCALE_BYTES, dequantized, quantized
 from cosyvoice_triton.token2wav.stream import Chunk, Stream
 
 CachedConfig = DiTConfig | RotaryDiTConfig
@@ -60,11 +62,22 @@ class StreamCachePool:
     The last slot is scratch: padding rows of a batch write to it.
     """
 
-    def __init__(self, config: CachedConfig, like: Tensor, steps: int, slots: int, frames: int, rows: int = 2):
+    def __init__(
+        self,
+        config: CachedConfig,
+        like: Tensor,
+        steps: int,
+        slots: int,
+        frames: int,
+        rows: int = 2,
+        kv_cache_dtype: KvCacheDtype = "auto",
+    ):
         """Make the pool. like: a tensor of its device and dtype. frames: of a ring. rows: of a stream in a batch."""
         reach = config.conv_kernel - 1
         self.rows = rows
-        self.keys = like.new_zeros(slots + 1, steps, config.depth, rows, config.heads, frames, config.head_dim)
+        self.int8 = kv_cache_dtype == "int8"
+        row, dtype = (config.head_dim + SCALE_BYTES, torch.int8) if self.int8 else (config.head_dim, like.dtype)
+        self.keys = like.new_zeros(slots + 1, steps, config.depth, rows, config.heads, frames, row, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
         # (.., convolution, guidance row, frame, C)
         self.history = like.new_zeros(slots + 1, steps, config.conv_pairs, 2, rows, reach, config.width)
@@ -81,6 +94,14 @@ class StreamCachePool:
         """Return the bytes of the `PromptCache` of a voice of that many frames."""
         keys, history = self.keys[0], self.history[0]
         return 2 * keys.nbytes // self.frames * frames + history.nbytes
+
+    def stored(self, x: Tensor) -> Tensor:
+        """Return keys or values (.., D) as they are kept."""
+        return quantized(x) if self.int8 else x
+
+    def loaded(self, rows: Tensor) -> Tensor:
+        """Return keys or values (.., D), given how they are kept."""
+        return dequantized(rows, self.history.dtype) if self.int8 else rows
 
     def empty_attention(self, frames: int) -> KeyValues:
         """Allocate the keys and values of a prompt."""
@@ -102,9 +123,11 @@ class StreamCachePool:
         self._free.append(stream_cache.slot)
 
     def replace(self, stream_cache: StreamCache, other: "StreamCachePool", theirs: StreamCache) -> None:
-        """Copy what a stream of another pool, with rings of the same length, keeps over what this one does."""
-        for ours, source in ((self.keys, other.keys), (self.values, other.values), (self.history, other.history)):
-            ours[stream_cache.slot] = source[theirs.slot]
+        """Copy what a stream of another pool, with rings of the same length and not in 8 bits, keeps over what this one
+        does."""
+        for ours, source in ((self.keys, other.keys), (self.values, other.values)):
+            ours[stream_cache.slot] = self.stored(source[theirs.slot])
+        self.history[stream_cache.slot] = other.history[theirs.slot]
         stream_cache.frames, stream_cache.next, stream_cache.total = theirs.frames, theirs.next, theirs.total
 
     def history_of(self, slots: Tensor) -> Tensor:
@@ -134,7 +157,8 @@ class StreamCachePool:
         count = min(row.kept, self.frames)
         first = min(count, self.frames - stream_cache.next)  # up to the ring's end; the rest goes to its start
         for ring, new in ((self.keys, keys), (self.values, values)):
-            slot, new = ring[stream_cache.slot, step], new[:, index::B, :, row.kept - count : row.kept]
+            slot = ring[stream_cache.slot, step]
+            new = self.stored(new[:, index::B, :, row.kept - count : row.kept])
             slot[..., stream_cache.next : stream_cache.next + first, :] = new[..., :first, :]
             slot[..., : count - first, :] = new[..., first:, :]
 

@@ -47,7 +47,7 @@ class GatheredSolve:
         (B, T, _), solver = mu.shape, self._solver
         starts, lengths = torch.zeros(B, dtype=torch.int64, device=mu.device), torch.tensor(frames, device=mu.device)
         prompts = [self._pool.empty_attention(count) for count in frames]
-        context = NoContext(lengths.repeat(self._pool.rows), T, prompts, self._pool.mask_chunk)
+        context = NoContext(lengths.repeat(self._pool.rows), T, prompts, self._pool)
         rows = solver.rows(starts, lengths, lengths, T, context, solver.no_history(B))
         solver.solve(self._noise.gather(starts, T), solver.conditions(mu, speaker, mel), rows)
         return prefilled(prompts, rows.scratch.next_history, self._pool.rows)
@@ -90,10 +90,10 @@ class NoContext:
     frames (R,): their lengths in rows of `longest` frames.
     """
 
-    def __init__(self, frames: Tensor, longest: int, prompts: Sequence[KeyValues], mask_chunk: int):
-        visible = own_mask(frames, longest, mask_chunk)
+    def __init__(self, frames: Tensor, longest: int, prompts: Sequence[KeyValues], pool: StreamCachePool):
+        visible = own_mask(frames, longest, pool.mask_chunk)
         self._mask = None if visible.all() else visible[:, None]  # (R, 1, 1 or T, T)
-        self._prompts = prompts
+        self._prompts, self._stored = prompts, pool.stored
 
     def attend(self, step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask))
@@ -101,8 +101,8 @@ class NoContext:
     def keep(self, step: int, keys: Tensor, values: Tensor) -> None:
         B = len(self._prompts)
         for index, prompt in enumerate(self._prompts):
-            prompt.keys[step] = keys[:, index::B, :, : prompt.frames]
-            prompt.values[step] = values[:, index::B, :, : prompt.frames]
+            prompt.keys[step] = self._stored(keys[:, index::B, :, : prompt.frames])
+            prompt.values[step] = self._stored(values[:, index::B, :, : prompt.frames])
 
 
 class GatheredContext:
@@ -112,22 +112,22 @@ class GatheredContext:
         B = len(streams)
         self._pool, self._streams, self._rows = pool, streams, rows
         lengths = [stream.prompt.frames + stream.cache.frames for stream in streams]
-        steps, depth, per_stream, H, _, D = streams[0].prompt.attention.keys.shape
-        shape = (steps, depth, R := per_stream * B, H, max(lengths), D)
-        self._keys = pool.keys.new_zeros(shape)
-        self._values = pool.keys.new_zeros(shape)
+        steps, depth, per_stream, H, _, row = streams[0].prompt.attention.keys.shape
+        shape = (steps, depth, R := per_stream * B, H, max(lengths), row)
+        gathered = pool.keys.new_zeros(2, *shape)
         before = torch.zeros(R, 1, max(lengths), dtype=torch.bool, device=pool.keys.device)
         for index, stream in enumerate(streams):
             own_rows = slice(index, None, B)
             prompt, stream_cache = stream.prompt, stream.cache
             P, length = prompt.frames, lengths[index]
             for out, of_prompt, of_ring in (
-                (self._keys, prompt.attention.keys, pool.keys),
-                (self._values, prompt.attention.values, pool.values),
+                (gathered[0], prompt.attention.keys, pool.keys),
+                (gathered[1], prompt.attention.values, pool.values),
             ):
                 out[:, :, own_rows, :, :P] = of_prompt
                 out[:, :, own_rows, :, P:length] = of_ring[stream_cache.slot, ..., : stream_cache.frames, :]
             before[own_rows, :, :length] = True
+        self._keys, self._values = pool.loaded(gathered)
         own_frames = torch.tensor([row.frames for row in rows] * per_stream, device=before.device)
         own = own_mask(own_frames, frames, pool.mask_chunk)
         visible = torch.cat([before.expand(-1, own.shape[1], -1), own], dim=2)

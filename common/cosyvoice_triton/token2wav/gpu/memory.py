@@ -16,13 +16,11 @@ from pkgutil import resolve_name
 import torch
 
 from cosyvoice_triton.checkpoint import read_state, shapes_of
-from cosyvoice_triton.config import SPARE_REQUESTS, PromptDevice, Token2WavConfig, planned_llm_gib
+from cosyvoice_triton.config import SPARE_REQUESTS, KvCacheDtype, PromptDevice, Token2WavConfig, planned_llm_gib
 from cosyvoice_triton.constants import HOP_SAMPLES, MEL_RATE, STREAM_CACHE_FRAMES
 from cosyvoice_triton.networks.flow.config import (
     CosyVoice3FlowConfig,
-    DiTConfig,
     DiTFlowConfig,
-    RotaryDiTConfig,
     UNetFlowConfig,
     euler_steps,
     stated_solve,
@@ -30,6 +28,7 @@ from cosyvoice_triton.networks.flow.config import (
 from cosyvoice_triton.runtimes.loading import flow_runtime
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.gpu.limits import ENCODER_TOKENS, HIFT_FRAMES, BatchLimits
+from cosyvoice_triton.token2wav.gpu.quantization import SCALE_BYTES
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)  # the models log warnings otherwise, and this at every start
@@ -75,7 +74,7 @@ class Networks:
 
     weights: of flow and vocoder as they are served, with the noise. vocoder_stream: the vocoder's part of a stream.
     flow_size, vocoder_size: of each value that they compute. steps: of the Euler solve. tokenizer: of the speech
-    tokenizer's weights; None if the prompt models are on the CPU.
+    tokenizer's weights; None if the prompt models are on the CPU. kv_cache_dtype: see `Token2WavConfig`.
     """
 
     flow: DiTFlowConfig | UNetFlowConfig | CosyVoice3FlowConfig
@@ -85,6 +84,7 @@ class Networks:
     vocoder_size: int
     steps: int
     tokenizer: int | None
+    kv_cache_dtype: KvCacheDtype = "auto"
 
     @classmethod
     def read(
@@ -96,6 +96,7 @@ class Networks:
         vocoder_size: int,
         steps: int,
         prompt_device: PromptDevice = "auto",
+        kv_cache_dtype: KvCacheDtype = "auto",
     ) -> "Networks":
         """Read the sizes, and nothing else, from the files of a checkpoint."""
         tokenizer = model_dir / stack.speech_tokenizer  # another model reads it, maybe from elsewhere
@@ -112,6 +113,7 @@ class Networks:
             vocoder_size=vocoder_size,
             steps=steps,
             tokenizer=None if prompt_device == "cpu" else tokenizer_size,
+            kv_cache_dtype=kv_cache_dtype,
         )
 
     @property
@@ -119,7 +121,9 @@ class Networks:
         """Return the bytes of keys and values of a mel frame; a flow that computes its window again keeps none."""
         if isinstance(self.flow, UNetFlowConfig):
             return 0
-        return kept_per_frame(self.flow.estimator, self.steps * self.flow.rows, self.flow_size)
+        of = self.flow.estimator
+        row = of.head_dim + SCALE_BYTES if self.kv_cache_dtype == "int8" else of.head_dim * self.flow_size
+        return self.steps * self.flow.rows * of.depth * 2 * of.heads * row
 
     @property
     def history(self) -> int:
@@ -149,13 +153,8 @@ class Networks:
         """Return about how many bytes CUDA graphs' tensors take: those of each worker's largest batch, with the keys
         and values of a step."""
         frames = sum(max(B * T for B, T in of.sizes(of.chunk_frames, HIFT_FRAMES)) for of in limits.of_each_worker)
-        return frames * (HOP_SAMPLES * SAMPLE_VALUES * self.vocoder_size + self.frame // self.steps)
-
-
-def kept_per_frame(config: DiTConfig | RotaryDiTConfig, evaluations: int, size: int) -> int:
-    """Return the bytes of an estimator's keys and values of a mel frame. evaluations: steps, times the rows of a
-    stream. size: bytes per value."""
-    return evaluations * config.depth * 2 * config.heads * config.head_dim * size
+        computed = replace(self, kv_cache_dtype="auto").frame // self.steps
+        return frames * (HOP_SAMPLES * SAMPLE_VALUES * self.vocoder_size + computed)
 
 
 def graphs(limits: BatchLimits) -> int:
@@ -289,6 +288,7 @@ def planned(
         vocoder_size=vocoder_size,
         steps=euler_steps(Path(config.model_dir) / stack.flow, config.n_timesteps),
         prompt_device=config.prompt_device,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     if torch.device(config.device).type != "cuda":
         return voices_on_host(networks, limits)
