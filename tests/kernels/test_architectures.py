@@ -93,7 +93,7 @@ def test_memory_that_a_table_names_is_read_and_written_in_wide_pieces() -> None:
         assert moved and not {name for name in moved if name.endswith(("U8", "U16"))}, (launch.name, moved)
 
 
-def test_two_steps_of_a_solve_are_tried_and_launch_every_kernel_of_all_steps() -> None:
+def test_two_blocks_of_two_steps_of_a_solve_are_tried_and_launch_every_kernel_of_it() -> None:
     """A kernel that is first met in a capture would be compiled and loaded there, which CUDA may not allow. What the
     trial leaves out has to stay as it was: the padding of every later batch begins with it."""
     torch.use_deterministic_algorithms(True)  # memory that is not written to is NaN

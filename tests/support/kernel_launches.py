@@ -134,9 +134,9 @@ def trials_and_solves(capability: int, steps: int = 4) -> tuple[list[tuple[set[s
         histories.extend(pool.history.clone() for pool in pools if name == "the flow")
         found.append((tried, keys_of(function, inputs)))
 
-    dit = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=DiTConfig(depth=1))).half()
+    dit = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=DiTConfig(depth=4))).half()
     unet = UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(mid_stages=1, blocks=1))).half()
-    rotary = CosyVoice3Flow(CosyVoice3FlowConfig(estimator=RotaryDiTConfig(depth=1))).half()
+    rotary = CosyVoice3Flow(CosyVoice3FlowConfig(estimator=RotaryDiTConfig(depth=4))).half()
     noise, pools = NoiseTape(torch.zeros(1, MEL_BINS)), []
     with pretended(capability), patch.object(JITFunction, "run", record), torch.inference_mode():
         fused = FusedUNet(unet.decoder.estimator, [0.0] * steps)

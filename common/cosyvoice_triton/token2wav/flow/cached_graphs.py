@@ -13,7 +13,7 @@ from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver
 from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, StreamCachePool
 from cosyvoice_triton.token2wav.flow.prompt_caches import Prefilled
 from cosyvoice_triton.token2wav.flow.solve import prefilled
-from cosyvoice_triton.token2wav.gpu.graphs import TRIED_STEPS, Graphs
+from cosyvoice_triton.token2wav.gpu.graphs import TRIED, Graphs
 from cosyvoice_triton.token2wav.gpu.limits import PREFILL_FRAMES, BatchLimits, Size, batch_parts
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 
@@ -60,7 +60,7 @@ class GraphedSolve:
         self._pool = pool
         self._noise = noise
         self.sizes = limits.sizes(limits.row_frames, most)
-        solve, prefill = (partial(function, steps=TRIED_STEPS) for function in (self._solve, self._prefill))
+        solve, prefill = (partial(function, tried=TRIED) for function in (self._solve, self._prefill))
         self._graphs = make(self._solve, self._inputs, self.sizes, "the flow", worker=limits.worker, trial=solve)
         self._prompts: Graphs | None = None
         if limits.of_prompts:
@@ -99,26 +99,26 @@ class GraphedSolve:
 
         return self._graphs.run_rows(B, T, compute)
 
-    def _prefill(self, mu: Tensor, speaker: Tensor, table: Tensor, mel: Tensor, *, steps: int | None = None) -> Tensor:
+    def _prefill(self, mu: Tensor, speaker: Tensor, table: Tensor, mel: Tensor, *, tried: int | None = None) -> Tensor:
         """Prefill B prompts: mu and mel (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> their convolution
         history, see `Scratch`; their keys and values go where the table says."""
         solver, (B, T, _) = self._solver, mu.shape
         starts, frames, kept = table[7], table[5], table[11]
         rows = solver.rows(starts, frames, kept, T, PagedContext(self._pool, table), solver.no_history(B))
-        solver.solve(self._noise.gather(starts, T), solver.conditions(mu, speaker, mel), rows, steps)
+        solver.solve(self._noise.gather(starts, T), solver.conditions(mu, speaker, mel), rows, tried)
         return rows.scratch.next_history
 
     def _solve(
-        self, mu: Tensor, speaker: Tensor, table: Tensor, known: Tensor | None = None, *, steps: int | None = None
+        self, mu: Tensor, speaker: Tensor, table: Tensor, known: Tensor | None = None, *, tried: int | None = None
     ) -> Tensor:
         """Solve: mu and known (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> mel (B, T, mel); updates rings
-        and, unless only the first `steps` are done, histories."""
+        and, unless only a part is `tried`, histories."""
         T, solver, pool = mu.shape[1], self._solver, self._pool
         slots, starts, frames, kept = table[3], table[7], table[5], table[11]
         rows = solver.rows(starts, frames, kept, T, PagedContext(pool, table), pool.history_of(slots))
-        mel = solver.solve(self._noise.gather(starts, T), solver.conditions(mu, speaker, known), rows, steps)
-        # After some of the steps, the next history of the others is memory that nothing was written to.
-        pool.keep_history(slots, rows.scratch.next_history if steps is None else rows.scratch.history)
+        mel = solver.solve(self._noise.gather(starts, T), solver.conditions(mu, speaker, known), rows, tried)
+        # After a trial, the next history of the other steps and blocks is memory that nothing was written to.
+        pool.keep_history(slots, rows.scratch.next_history if tried is None else rows.scratch.history)
         return mel
 
     def _table(self, streams: Sequence[CachedStream], rows: Sequence[Row], batch: int) -> Tensor:

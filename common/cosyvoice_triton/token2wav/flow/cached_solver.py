@@ -153,17 +153,17 @@ class CachedSolver(ABC):
         scratch = Scratch(keys, values, history, torch.empty_like(history))
         return Rows(starts, frames, kept, context, scratch)
 
-    def solve(self, noise: Tensor, conditions: Tensor, rows: Rows, steps: int | None = None) -> Tensor:
+    def solve(self, noise: Tensor, conditions: Tensor, rows: Rows, tried: int | None = None) -> Tensor:
         """Solve: noise (B, T, mel) float32, conditions (R, T, C) -> mel (B, T, mel) float32. Fills `next_history`.
 
-        steps: only the first ones, and of `next_history` their part.
+        tried: only so many first steps are done, and so many first blocks of each; of `next_history` their part.
         """
         x, scratch = noise, rows.scratch
-        for step, width in enumerate(self._widths[:steps]):
+        for step, width in enumerate(self._widths[:tried]):
             h = F.linear(x.to(self.dtype), self._input)
             h = (h + conditions.unflatten(0, (-1, len(h)))).flatten(0, 1)  # (B, T, C) -> (R / B, B, T, C) -> (R, T, C)
             h = self._begin(h, step, rows)
-            for layer in range(self.depth):
+            for layer in range(self.depth)[:tried]:
                 h = self._block(h, step, layer, rows)
             rows.context.keep(step, scratch.keys, scratch.values)
             x = x + width * self._decoder.guided(self._velocity(h, step).float())

@@ -11,7 +11,7 @@ from cosyvoice_triton.constants import TOKEN_MEL_RATIO
 from cosyvoice_triton.device import pinned
 from cosyvoice_triton.networks.flow.unet import UNetFlow
 from cosyvoice_triton.token2wav.flow.unet_window import WindowChunk, noise_indices
-from cosyvoice_triton.token2wav.gpu.graphs import TRIED_STEPS, Graphs
+from cosyvoice_triton.token2wav.gpu.graphs import TRIED, Graphs
 from cosyvoice_triton.token2wav.gpu.limits import Size
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 
@@ -47,7 +47,7 @@ class GraphedWindowSolve:
         self._noise = noise
         weight = network.spk_embed_affine_layer.weight
         self._mel_bins, self._device, self._dtype = weight.shape[0], weight.device, weight.dtype
-        trial = partial(self._solve, steps=TRIED_STEPS)
+        trial = partial(self._solve, steps=TRIED)
         self._graphs = make(self._solve, self._inputs, sizes, "the flow", worker=worker, trial=trial)
 
     def run(self, chunks: list[WindowChunk], mu: Tensor) -> Tensor:

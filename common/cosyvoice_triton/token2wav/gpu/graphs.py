@@ -21,9 +21,9 @@ from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 
 logger = logging.getLogger(__name__)
 
-# How many Euler steps of a solve are tried before it is captured: all steps launch the same kernels, but the first one
-# reads noise and the others what a step has computed.
-TRIED_STEPS = 2
+# How much of a solve is tried before it is captured, Euler steps and blocks of each: all steps and all blocks launch the
+# same kernels, but the first ones may read what the others do not, such as noise.
+TRIED = 2
 
 
 @cache
