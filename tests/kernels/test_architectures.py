@@ -93,7 +93,7 @@ def test_memory_that_a_table_names_is_read_and_written_in_wide_pieces() -> None:
         assert moved and not {name for name in moved if name.endswith(("U8", "U16"))}, (launch.name, moved)
 
 
-def test_two_blocks_of_two_steps_of_a_solve_are_tried_and_launch_every_kernel_of_it() -> None:
+def test_two_blocks_of_a_network_are_tried_and_launch_every_kernel_of_it() -> None:
     """A kernel that is first met in a capture would be compiled and loaded there, which CUDA may not allow. What the
     trial leaves out has to stay as it was: the padding of every later batch begins with it."""
     torch.use_deterministic_algorithms(True)  # memory that is not written to is NaN
@@ -101,7 +101,9 @@ def test_two_blocks_of_two_steps_of_a_solve_are_tried_and_launch_every_kernel_of
         kernels, histories = trials_and_solves(90)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(kernels) == 5 and len(histories) == 2  # of three flows, and the prompts of two, which keep a history
+    assert (
+        len(kernels) == 6 and len(histories) == 2
+    )  # of the encoder, three flows, and the prompts of two with histories
     for tried, solved in kernels:
         assert tried == solved and len(tried) > 5
     assert all(history.isfinite().all() for history in histories)

@@ -34,10 +34,12 @@ from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator
 from cosyvoice_triton.token2wav.flow.cached_graphs import GraphedSolve
 from cosyvoice_triton.token2wav.flow.dit_solver import DiTSolver
 from cosyvoice_triton.token2wav.flow.encoder_fused import FusedEncoder
+from cosyvoice_triton.token2wav.flow.encoder_window import WindowEncoder
 from cosyvoice_triton.token2wav.flow.kv_cache import StreamCachePool
 from cosyvoice_triton.token2wav.flow.rotary_solver import RotarySolver
 from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet
 from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
+from cosyvoice_triton.token2wav.gpu.graphs import TRIED
 from cosyvoice_triton.token2wav.gpu.limits import (
     COSYVOICE3_FRAMES,
     DIT_FRAMES,
@@ -116,17 +118,17 @@ def launches(dtype: torch.dtype, capability: int) -> list[Launch]:
 
 
 def trials_and_solves(capability: int, steps: int = 4) -> tuple[list[tuple[set[str], set[str]]], list[Tensor]]:
-    """Return the kernels of each flow's trial and those of its solve, as Triton tells compiled kernels apart, and the
-    streams' memories of convolutions after the trials. The kernels are not run."""
+    """Return the kernels of the trials of flows and encoder, and those of the whole, as Triton tells compiled kernels
+    apart, and the streams' memories of convolutions after the trials. The kernels are not run."""
     keys, found, histories = set[str](), [], []
 
     def record(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
         _, specialization, options = kernel.device_caches[capability][-1](*arguments, **constants)
         keys.add(f"{kernel.__name__} {specialization} {options}")
 
-    def keys_of(function: Any, inputs: Any) -> set[str]:
+    def keys_of(function: Any, inputs: Any, **part: int) -> set[str]:
         keys.clear()
-        function(*inputs(1, 32))
+        function(*inputs(1, 32), **part)
         return set(keys)
 
     def make(function: Any, inputs: Any, sizes: Any, name: str, worker: int, trial: Any) -> None:
@@ -134,9 +136,9 @@ def trials_and_solves(capability: int, steps: int = 4) -> tuple[list[tuple[set[s
         histories.extend(pool.history.clone() for pool in pools if name == "the flow")
         found.append((tried, keys_of(function, inputs)))
 
-    dit = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=DiTConfig(depth=4))).half()
+    dit = DiTFlow(DiTFlowConfig(encoder=EncoderConfig(blocks=3, up_blocks=3), estimator=DiTConfig(depth=3))).half()
     unet = UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(mid_stages=1, blocks=1))).half()
-    rotary = CosyVoice3Flow(CosyVoice3FlowConfig(estimator=RotaryDiTConfig(depth=4))).half()
+    rotary = CosyVoice3Flow(CosyVoice3FlowConfig(estimator=RotaryDiTConfig(depth=3))).half()
     noise, pools = NoiseTape(torch.zeros(1, MEL_BINS)), []
     with pretended(capability), patch.object(JITFunction, "run", record), torch.inference_mode():
         fused = FusedUNet(unet.decoder.estimator, [0.0] * steps)
@@ -145,6 +147,9 @@ def trials_and_solves(capability: int, steps: int = 4) -> tuple[list[tuple[set[s
             weight = network.spk_embed_affine_layer.weight
             pools = [StreamCachePool(network.config.estimator, weight, steps, 1, 8)]
             GraphedSolve(solver, pools[0], noise, BatchLimits(max_streams=1, workers=1), 200, make=make)
+        windows = WindowEncoder(dit, BatchLimits(max_streams=1), graphs=False)._inputs
+        encoder = FusedEncoder(dit, 32)
+        found.append((keys_of(encoder, windows, tried=TRIED), keys_of(encoder, windows)))
     return found, histories
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cosyvoice_triton.kernels.launch import early, wait
+from cosyvoice_triton.kernels.launch import cdiv, early, wait
 from cosyvoice_triton.kernels.tiles import tiles
 
 LOG2_E = 1.4426950408889634
@@ -140,7 +140,7 @@ def attend_paged(
     steps, depth, rows = ring_keys.shape[1:4]
     out = torch.empty(R, T, H * D, device=q.device, dtype=k.dtype)
     span = tiles(k.dtype).paged(R * T)
-    _attend_paged[(triton.cdiv(T, span.queries), R * H)](
+    _attend_paged[(cdiv(T, span.queries), R * H)](
         q, k, v, out, table, ring_keys, ring_values, R // rows, T, plane, steps * depth, D**-0.5 * LOG2_E,
         H=H, D=D, RING=ring_keys.shape[-2], CHUNK=chunk, ROWS=rows, BLOCK_Q=span.queries, BLOCK_K=span.keys,
         INT8=ring_keys.dtype == torch.int8, num_warps=span.warps, num_stages=span.stages, **early(),
@@ -187,7 +187,7 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, frames: Tensor, chunk: int) -
     R, H, T, D = q.shape
     out = torch.empty(R, T, H * D, device=q.device, dtype=k.dtype)
     span = tiles(k.dtype).blocks(R * T)
-    _attend_blocks[(triton.cdiv(T, span.queries), R * H)](
+    _attend_blocks[(cdiv(T, span.queries), R * H)](
         q, k, v, out, frames, len(frames), T, D**-0.5 * LOG2_E,
         H=H, D=D, CHUNK=chunk, BLOCK_Q=span.queries, BLOCK_K=span.keys,
         num_warps=span.warps, num_stages=span.stages, **early(),
@@ -247,7 +247,7 @@ def append(keys: Tensor, values: Tensor, table: Tensor, step: int, *, int8: bool
     """
     depth, R, H, T, D = keys.shape
     B = table.shape[1]
-    _append[(triton.cdiv(T, 32), R * H, depth)](
+    _append[(cdiv(T, 32), R * H, depth)](
         keys, values, table, B, T, H, step, ROWS=R // B, D=D, BLOCK=32, INT8=int8, **early()
     )  # fmt: skip
 
@@ -282,6 +282,6 @@ def rotate_first_head(q: Tensor, k: Tensor, rotary: Tensor) -> None:
     rotary (2, B, T, D / 2) float32: cosine, sine; B divides R, and row r is stream r % B.
     """
     R, H, T, D = q.shape
-    _rotate_first_head[(triton.cdiv(T, 32), R)](
+    _rotate_first_head[(cdiv(T, 32), R)](
         q, k, rotary, rotary.shape[1], T, H=H, HALF=D // 2, BLOCK=32, num_warps=4, **early()
     )  # fmt: skip

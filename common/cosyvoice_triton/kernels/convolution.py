@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cosyvoice_triton.kernels.launch import early, wait
+from cosyvoice_triton.kernels.launch import cdiv, early, wait
 from cosyvoice_triton.kernels.linear import _mish, prepared
 from cosyvoice_triton.kernels.tiles import tiles
 
@@ -51,7 +51,7 @@ def convolve_groups(
     _, taps, G, _ = weight.shape
     out = x.new_empty(R, T, C) if add_to is None else add_to
     tile = tiles(x.dtype).grouped_convolution(R * T, G)
-    _convolve[(triton.cdiv(R * T, tile.rows), C // tile.columns)](
+    _convolve[(cdiv(R * T, tile.rows), C // tile.columns)](
         prepared(x, taps - 1, history=history), weight, bias, out, R * T, T,
         C=C, PAD=taps - 1, G=G, RESIDUAL=add_to is not None, BM=tile.rows, BN=tile.columns, BK=tile.depth,
         num_warps=tile.warps, num_stages=tile.stages, **early(),

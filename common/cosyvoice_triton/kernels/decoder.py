@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cosyvoice_triton.kernels.launch import early, wait
+from cosyvoice_triton.kernels.launch import cdiv, early, next_power_of_2, wait
 from cosyvoice_triton.kernels.tiles import ProductTile
 
 PRODUCT_PROGRAMS = 256  # programs of a product at least, so that all of a GPU reads weights
@@ -140,7 +140,7 @@ def project_heads(
     H = len(weight) // D - 2 * KV
     q = torch.empty(T, H, D, dtype=weight.dtype, device=x.device)
     columns = min(tile.columns, D // 2)
-    _project_heads[(triton.cdiv(T, tile.rows), (H + 2 * KV) * (D // 2 // columns))](
+    _project_heads[(cdiv(T, tile.rows), (H + 2 * KV) * (D // 2 // columns))](
         x, weight, bias, q, keys, values, tables, slots, positions, rotary, T, eps, tables.shape[1], rotary.shape[1],
         K=K, H=H, KV=KV, D=D, PAGE=PAGE, BM=tile.rows, BN=columns, BK=tile.depth,
         num_warps=tile.warps, num_stages=tile.stages, **early(),
@@ -183,7 +183,7 @@ def gated(x: Tensor, weight: Tensor, eps: float, tile: ProductTile) -> Tensor:
     silu(gate) * up (T, N)."""
     (T, K), N = x.shape, len(weight) // 2
     out = torch.empty(T, N, dtype=weight.dtype, device=x.device)
-    _gated[(triton.cdiv(T, tile.rows), triton.cdiv(N, tile.columns))](
+    _gated[(cdiv(T, tile.rows), cdiv(N, tile.columns))](
         x, weight, out, T, eps, K=K, N=N, BM=tile.rows, BN=tile.columns, BK=tile.depth,
         num_warps=tile.warps, num_stages=tile.stages, **early(),
     )  # fmt: skip
@@ -240,11 +240,11 @@ def linear_residual(
     """
     rounded = None
     if cast:
-        rounded = torch.empty_like(x, dtype=weight.dtype), x.new_empty(len(x), triton.cdiv(len(weight), tile.columns))
-    blocks = triton.cdiv(y.shape[1], tile.depth)
-    programs = triton.cdiv(len(y), tile.rows) * triton.cdiv(len(weight), tile.columns)
+        rounded = torch.empty_like(x, dtype=weight.dtype), x.new_empty(len(x), cdiv(len(weight), tile.columns))
+    blocks = cdiv(y.shape[1], tile.depth)
+    programs = cdiv(len(y), tile.rows) * cdiv(len(weight), tile.columns)
     splits = max(1, min(PRODUCT_PROGRAMS // programs, blocks // 2))
-    splits = triton.next_power_of_2(splits + 1) // 2
+    splits = next_power_of_2(splits + 1) // 2
     assert programs <= len(arrived)
     parts = torch.empty(programs * splits if splits > 1 else 0, tile.rows, tile.columns, device=x.device)
     _launch_project(y, weight, x, 0.0, tile, parts, arrived, splits, rounded, norm=False, add=True)
@@ -263,8 +263,8 @@ def _launch_project(
     rounded: tuple[Tensor, Tensor] | None, *, norm: bool, add: bool,
 ) -> None:  # fmt: skip
     (T, K), N = x.shape, len(weight)
-    part = triton.cdiv(triton.cdiv(K, tile.depth), splits) * tile.depth
-    _project[(triton.cdiv(T, tile.rows), triton.cdiv(N, tile.columns), splits)](
+    part = cdiv(cdiv(K, tile.depth), splits) * tile.depth
+    _project[(cdiv(T, tile.rows), cdiv(N, tile.columns), splits)](
         x, weight, out, parts, arrived, *(rounded or (None, None)), T, N, eps,
         K=K, PART=part, SPLITS=splits, NORM=norm, ADD=add,
         BM=tile.rows, BN=tile.columns, BK=tile.depth, num_warps=tile.warps, num_stages=tile.stages, **early(),
@@ -288,7 +288,7 @@ def rms_norm(x: Tensor, eps: float, dtype: torch.dtype, added: Tensor | None = N
     out = torch.empty_like(x, dtype=dtype)
     K, y = x.shape[1], x if added is None else added
     _rms_norm[(len(x),)](
-        x, y, out, eps, K=K, ADD=added is not None, WIDE=triton.next_power_of_2(K), num_warps=4, **early()
+        x, y, out, eps, K=K, ADD=added is not None, WIDE=next_power_of_2(K), num_warps=4, **early()
     )  # fmt: skip
     return out
 
@@ -339,7 +339,7 @@ def apply_rope(
     q = torch.empty(T, H, D, dtype=heads.dtype, device=heads.device)
     _apply_rope[(T,)](
         heads, q, keys, values, tables, slots, positions, rotary, tables.shape[1], rotary.shape[1],
-        H=H, KV=KV, D=D, PAGE=PAGE, HEADS=triton.next_power_of_2(H + 2 * KV), num_warps=4, **early(),
+        H=H, KV=KV, D=D, PAGE=PAGE, HEADS=next_power_of_2(H + 2 * KV), num_warps=4, **early(),
     )  # fmt: skip
     return q
 
@@ -359,5 +359,5 @@ def silu_and_mul(pairs: Tensor) -> Tensor:
     """Compute SwiGLU of interleaved gates and ups: (T, 2 N) -> silu(gate) * up (T, N)."""
     T, N = len(pairs), pairs.shape[1] // 2
     out = torch.empty(T, N, dtype=pairs.dtype, device=pairs.device)
-    _silu_and_mul[(T, triton.cdiv(N, COLUMNS))](pairs, out, N=N, BLOCK=COLUMNS, num_warps=4, **early())
+    _silu_and_mul[(T, cdiv(N, COLUMNS))](pairs, out, N=N, BLOCK=COLUMNS, num_warps=4, **early())
     return out

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cosyvoice_triton.kernels.decoder import INTERLEAVE, store_rotated
-from cosyvoice_triton.kernels.launch import early, wait
+from cosyvoice_triton.kernels.launch import cdiv, early, next_power_of_2, wait
 from cosyvoice_triton.kernels.tiles import ProductTile
 
 
@@ -83,10 +83,10 @@ def project_heads_tma(
     (T, K), (_, KV, PAGE, D) = x.shape, keys.shape
     H = len(weight) // D - 2 * KV
     q = torch.empty(T, H, D, dtype=weight.dtype, device=x.device)
-    _project_heads_tma[(triton.cdiv(T, tile.rows), H + 2 * KV)](
+    _project_heads_tma[(cdiv(T, tile.rows), H + 2 * KV)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]), TensorDescriptor.from_tensor(weight, [D, tile.depth]),
         squares, bias, q, keys, values, tables, slots, positions, rotary, T, eps, tables.shape[1], rotary.shape[1],
-        K=K, SUMS=squares.shape[1], WIDE=triton.next_power_of_2(squares.shape[1]), H=H, KV=KV, D=D, PAGE=PAGE,
+        K=K, SUMS=squares.shape[1], WIDE=next_power_of_2(squares.shape[1]), H=H, KV=KV, D=D, PAGE=PAGE,
         BM=tile.rows, BK=tile.depth, num_warps=tile.warps, num_stages=tile.stages, **early(),
     )  # fmt: skip
     return q
@@ -121,10 +121,10 @@ def gated_tma(x: Tensor, squares: Tensor | None, weight: Tensor, eps: float, til
     (T, K), N = x.shape, len(weight) // 2
     out = torch.empty(T, N, dtype=weight.dtype, device=x.device)
     sums = 0 if squares is None else squares.shape[1]
-    _gated_tma[(triton.cdiv(T, tile.rows), triton.cdiv(N, tile.columns))](
+    _gated_tma[(cdiv(T, tile.rows), cdiv(N, tile.columns))](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [2 * tile.columns, tile.depth]), squares, out, T, eps,
-        K=K, N=N, SUMS=sums, WIDE=triton.next_power_of_2(max(sums, 1)),
+        K=K, N=N, SUMS=sums, WIDE=next_power_of_2(max(sums, 1)),
         BM=tile.rows, BN=tile.columns, BK=tile.depth, num_warps=tile.warps, num_stages=tile.stages, **early(),
     )  # fmt: skip
     return out

@@ -41,6 +41,17 @@ def early() -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True}
 
 
+def cdiv(x: int, y: int) -> int:
+    """Return x / y, rounded up. Triton's own, as its `next_power_of_2`, is for kernels, and slow on the host, where
+    thousands of launches are captured at a start."""
+    return -(-x // y)
+
+
+def next_power_of_2(x: int) -> int:
+    """Return the smallest power of 2 that is at least x, which is at least 1."""
+    return 1 << (x - 1).bit_length()
+
+
 @triton.jit
 def wait(PDL: tl.constexpr):
     """Return when the kernel before has ended, and let the next one start. Comes before any other work of a kernel.

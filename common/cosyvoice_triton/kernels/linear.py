@@ -5,12 +5,16 @@ the activation and the shifted frames of a causal convolution are computed while
 bias, activation, gate and residual are applied while it stores its result.
 """
 
+from functools import lru_cache
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cosyvoice_triton.kernels.launch import early, wait
+from cosyvoice_triton.kernels.launch import cdiv, early, next_power_of_2, wait
 from cosyvoice_triton.kernels.tiles import FEW_ROWS, is_few, tiles, uses_tma
 
 
@@ -239,13 +243,27 @@ def prepared(
     scale, shift = norm or (x, x)
     old, new, kept = history or (x, x, x)
     made, rows = x.new_empty(R, pad + T, C), R * (pad + T)
-    wide, few = triton.next_power_of_2(C), rows <= FEW_ROWS
+    wide, few = next_power_of_2(C), rows <= FEW_ROWS
     at_once = 2 if few or pad else 4
-    _prepare[(triton.cdiv(rows, at_once),)](
+    _prepare[(cdiv(rows, at_once),)](
         x, scale, shift, extra, old, new, kept, frames, made, rows, T, len(kept if frames is None else frames), eps,
         C=C, PAD=pad, NORM=norm is not None, MISH=mish, EXTRA=extra is not None, HISTORY=history is not None,
         BM=at_once, WIDE=wide, num_warps=4 if few else max(1, wide // 512), **early(),
     )  # fmt: skip
+    return made
+
+
+@lru_cache(1024)
+def _layout(dtype: torch.dtype, *sizes: int) -> dict[str, Any]:
+    rows, columns, *block = sizes
+    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), [rows, columns], [columns, 1], block))
+
+
+def _descriptor(x: Tensor, *sizes: int) -> TensorDescriptor:
+    """Describe x, contiguous, as rows and columns in tiles of rows and columns. Triton's checks, which take longer than
+    the rest of a launch, are made once for the same sizes."""
+    made = object.__new__(TensorDescriptor)
+    vars(made).update(_layout(x.dtype, *sizes), base=x)
     return made
 
 
@@ -293,11 +311,11 @@ def linear(
     fetched = tiles(x.dtype).linear_tma(M, N, D) if uses_tma() and not few else None
     if fetched is not None and C % fetched.depth == 0:
         tile, rows = fetched, R * (pad + T)
-        x = TensorDescriptor.from_tensor(x.view(rows, C), [tile.rows, tile.depth])
-        weight = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth])
+        x = _descriptor(x, rows, C, tile.rows, tile.depth)
+        weight = _descriptor(weight, N, (pad + 1) * C, tile.columns, tile.depth)
         if add_to is not None and pad == 0:
-            residual = TensorDescriptor.from_tensor(add_to.view(rows, N), [tile.rows, tile.columns])
-    _linear[(triton.cdiv(rows, tile.rows), triton.cdiv(N, tile.columns))](
+            residual = _descriptor(add_to, rows, N, tile.rows, tile.columns)
+    _linear[(cdiv(rows, tile.rows), cdiv(N, tile.columns))](
         x, weight, bias, out, scale, shift, gate, extra, keys, values, qk_norm, frames, residual,
         M, T, R if frames is None else len(frames), N, eps,
         C=C, PAD=pad, NORM=norm is not None, MISH=mish, EXTRA=extra is not None,
@@ -330,7 +348,5 @@ def add_norm_mish(x: Tensor, norm: tuple[Tensor, Tensor], add_to: Tensor) -> Ten
     """Add mish(layer norm of x) to `add_to` in place: x and add_to (..., C); norm: scale and shift (C,)."""
     C = x.shape[-1]
     rows = x.numel() // C
-    _add_norm_mish[(triton.cdiv(rows, 8),)](
-        x, *norm, add_to, rows, C=C, BM=8, WIDE=triton.next_power_of_2(C), **early()
-    )
+    _add_norm_mish[(cdiv(rows, 8),)](x, *norm, add_to, rows, C=C, BM=8, WIDE=next_power_of_2(C), **early())
     return add_to

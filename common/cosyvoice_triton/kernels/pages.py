@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cosyvoice_triton.kernels.attention import LOG2_E
-from cosyvoice_triton.kernels.launch import early, wait
+from cosyvoice_triton.kernels.launch import early, next_power_of_2, wait
 from cosyvoice_triton.kernels.tiles import tiles
 
 MOST_SPLITS = 16  # of a sequence: the parts' results are joined by one more launch, in one block
@@ -94,8 +94,8 @@ def attend_pages(
     sequences are split over more programs.
     """
     (T, H, D), (_, KV, PAGE, _) = q.shape, keys.shape
-    runs, group = T // consecutive, triton.next_power_of_2(H // KV)
-    splits = max(1, min(MOST_SPLITS, triton.next_power_of_2(PROGRAMS // (runs * KV) + 1) // 2))
+    runs, group = T // consecutive, next_power_of_2(H // KV)
+    splits = max(1, min(MOST_SPLITS, next_power_of_2(PROGRAMS // (runs * KV) + 1) // 2))
     out = torch.empty(T, H * D, dtype=q.dtype, device=q.device)
     parts = torch.empty(T * H * splits if splits > 1 else 0, D + 2, dtype=torch.float32, device=q.device)
     span = tiles(q.dtype).paged_few if consecutive == 1 else tiles(q.dtype).queries

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cosyvoice_triton.kernels.attention import LOG2_E, softmax_step
-from cosyvoice_triton.kernels.launch import early, wait
+from cosyvoice_triton.kernels.launch import cdiv, early, wait
 from cosyvoice_triton.kernels.tiles import tiles
 
 
@@ -67,7 +67,7 @@ def attend_relative(
     B, H, T, D = q.shape
     out = torch.empty(B, T, H * D, device=q.device, dtype=q.dtype)
     tile = tiles(q.dtype).relative
-    _attend_relative[(triton.cdiv(T, tile.queries), B * H)](
+    _attend_relative[(cdiv(T, tile.queries), B * H)](
         q, k, v, positions, biases, visible, out, T, (len(positions) + 1) // 2, D**-0.5 * LOG2_E,
         H=H, D=D, RATIO=ratio, BLOCK=tile.queries, num_warps=tile.warps, num_stages=tile.stages, **early(),
     )  # fmt: skip

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cosyvoice_triton.kernels.launch import early, wait
+from cosyvoice_triton.kernels.launch import early, next_power_of_2, wait
 
 WARPS = 8
 # Columns of `numbers`: see `Requests` of the engine
@@ -54,7 +54,7 @@ def begin(
     rounded = (torch.empty_like(x, dtype=embedding.dtype), x.new_empty(R, 1)) if cast else None
     _begin[(R,)](
         batch, ended.view(torch.uint8), numbers, embedding, slots, positions, x, steps, *(rounded or (None, None)),
-        len(ended) - 1, NUMBERS=numbers.shape[1], K=K, WIDE=triton.next_power_of_2(K), num_warps=4, **early(),
+        len(ended) - 1, NUMBERS=numbers.shape[1], K=K, WIDE=next_power_of_2(K), num_warps=4, **early(),
     )  # fmt: skip
     return slots, positions, x, rounded
 
@@ -189,5 +189,5 @@ def sample(
         logits, bias, seen.view(torch.uint8), recent, numbers, sampling, ends.view(torch.uint8),
         ended.view(torch.uint8), slots, steps, ring, C, first, len(ended) - 1, ring.shape[1], nothing, fault,
         NUMBERS=numbers.shape[1], FIELDS=sampling.shape[1], RING=len(ring), RECENT=recent.shape[1],
-        WINDOW=triton.next_power_of_2(recent.shape[1]), BLOCK=triton.next_power_of_2(C), num_warps=WARPS, **early(),
+        WINDOW=next_power_of_2(recent.shape[1]), BLOCK=next_power_of_2(C), num_warps=WARPS, **early(),
     )  # fmt: skip

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cosyvoice_triton.kernels.launch import early, wait
+from cosyvoice_triton.kernels.launch import cdiv, early, wait
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -27,7 +27,7 @@ def snake(x: Tensor, alpha: Tensor, lengths: Tensor | None) -> Tensor:
     """Compute x + sin(alpha x)^2 / alpha: x (B, C, T), alpha (C,) -> (B, C, T), zero after each row's length (B,)."""
     B, C, T = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _snake[(triton.cdiv(T, 1024), B * C)](
+    _snake[(cdiv(T, 1024), B * C)](
         x.contiguous(), alpha, lengths, out, T, C, RAGGED=lengths is not None, BLOCK=1024, **early()
     )  # fmt: skip
     return out

@@ -8,9 +8,8 @@ so a tile must be small and not deep, or they spill to memory.
 from typing import NamedTuple
 
 import torch
-import triton
 
-from cosyvoice_triton.kernels.launch import architecture
+from cosyvoice_triton.kernels.launch import architecture, cdiv, next_power_of_2
 
 FEW_ROWS = 128  # products of at most so many rows use small tiles: large ones would leave multiprocessors idle
 MANY_ROWS = 512  # products of more rows use tiles of 128 rows
@@ -75,7 +74,7 @@ class TmaDecoderTiles(NamedTuple):
         """Return the tiles of heads and of gates for T tokens; None if TMA is not faster for so many: 1, 2 or many."""
         if not 2 < T <= self.heads.rows:
             return None
-        rows = max(16, triton.next_power_of_2(T))
+        rows = max(16, next_power_of_2(T))
         gated = next(tile for tile in self.gated if tile.rows >= rows)
         return self.heads._replace(rows=rows), gated._replace(rows=rows)
 
@@ -128,7 +127,7 @@ class Tiles(NamedTuple):
         part = N // 3 if D else N  # queries, keys or values
         for tile in self.tma:
             whole_heads = not D or (tile.columns % D == 0 and part % tile.columns == 0)
-            if whole_heads and triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns) >= TMA_PROGRAMS:
+            if whole_heads and cdiv(M, tile.rows) * cdiv(N, tile.columns) >= TMA_PROGRAMS:
                 return tile
         return None
 
@@ -143,8 +142,8 @@ class Tiles(NamedTuple):
         A large tile does more work for what it reads, and has to occupy the GPU more evenly.
         """
         for tile in self.vocoder:
-            columns = max(16, min(tile.columns, triton.next_power_of_2(N)))
-            if B * triton.cdiv(T, tile.rows) * triton.cdiv(N, columns) * branches >= PROGRAMS * tile.rows // 64:
+            columns = max(16, min(tile.columns, next_power_of_2(N)))
+            if B * cdiv(T, tile.rows) * cdiv(N, columns) * branches >= PROGRAMS * tile.rows // 64:
                 break
         return tile._replace(columns=columns)
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cosyvoice_triton.kernels.launch import early, wait
+from cosyvoice_triton.kernels.launch import cdiv, early, next_power_of_2, wait
 from cosyvoice_triton.kernels.tiles import tiles
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of this size has no digits after the point
@@ -242,9 +242,9 @@ def convolve_frames(
     merged = branches > 1 and made.ndim == 3
     programs = 1 if merged else branches
     tile = tiles(x.dtype).frames(B, T_OUT, N, programs)
-    depth = min(tile.depth, max(16, triton.next_power_of_2(C)))
+    depth = min(tile.depth, max(16, next_power_of_2(C)))
     adjacent = branches == dilation == 1 and (stride > 1 or C % depth != 0)
-    _convolve_frames[(triton.cdiv(T_OUT, tile.rows) * triton.cdiv(N, tile.columns), B, programs)](
+    _convolve_frames[(cdiv(T_OUT, tile.rows) * cdiv(N, tile.columns), B, programs)](
         x, conv.weight, conv.bias, lengths.frames, residual, added, out, active, snake,
         T, T_OUT, lengths.rate, lengths.more, dilation, stride,
         0 if residual is None or residual.ndim == 3 else B * T_OUT, slope,

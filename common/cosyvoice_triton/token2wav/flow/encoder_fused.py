@@ -62,19 +62,20 @@ class FusedEncoder:
         self._up_layers = [_layer(layer, config.ratio * longest) for layer in up_layers]
         self._last_norm, self._projection = encoder.after_norm, network.encoder_proj
 
-    def __call__(self, tokens: Tensor, visible: Tensor) -> Tensor:
-        """Compute `MelFlow.encode_window`; what comes after a window, as far as its last token sees, is 0."""
+    def __call__(self, tokens: Tensor, visible: Tensor, *, tried: int | None = None) -> Tensor:
+        """Compute `MelFlow.encode_window`; what comes after a window, as far as its last token sees, is 0. tried: by
+        only so many first layers before and after the upsampling."""
         B, T, _ = tokens.shape
         frames = visible.amax(1)
         x = self._tokens[tokens]  # (B, T, 1 + lookahead, C)
         y = kernels.linear(x.flatten(2), self._conv1, self._conv1_bias, activation="leaky_relu")
         h = kernels.linear(y, self._conv2, self._conv2_bias, add_to=x[:, :, 0].contiguous())
-        h = self._run(self._layers, h, visible, frames, 1)
+        h = self._run(self._layers[:tried], h, visible, frames, 1)
 
         frames = self._ratio * frames
         h = kernels.linear(h, self._up, self._up_bias).view(B, self._ratio * T, -1)  # (B, T, ratio * C) -> (B, 2T, C)
         h = _embedded(self._up_embed, h)
-        h = self._run(self._up_layers, h, visible, frames, self._ratio)
+        h = self._run(self._up_layers[:tried], h, visible, frames, self._ratio)
         last, projection = self._last_norm, self._projection
         mu = kernels.linear(
             h, projection.weight, projection.bias, norm=(last.weight, last.bias), eps=last.eps, frames=frames

@@ -7,6 +7,7 @@ window holds `CONTEXT_TOKENS` of the stream's past; older tokens are left out.
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS
 from cosyvoice_triton.device import pinned
 from cosyvoice_triton.networks.flow.base import ConformerFlow, MelFlow
-from cosyvoice_triton.token2wav.gpu.graphs import Graphs
+from cosyvoice_triton.token2wav.gpu.graphs import TRIED, Graphs
 from cosyvoice_triton.token2wav.gpu.limits import ENCODER_TOKENS, BatchLimits, Size
 
 ABSENT = -1
@@ -65,7 +66,7 @@ class WindowEncoder:
             # cuDNN plans every new attention shape for tens of milliseconds.
             torch.backends.cuda.enable_cudnn_sdp(False)
         if graphs and self._device.type == "cuda":
-            self._fused = _fused(network, limits)
+            self._fused, self._trial = _fused(network, limits)
             self._capture(limits)
 
     def for_worker(self, limits: BatchLimits) -> "WindowEncoder":
@@ -75,7 +76,9 @@ class WindowEncoder:
         return encoder
 
     def _capture(self, limits: BatchLimits) -> None:
-        self._graphs = Graphs(self._fused, self._inputs, _sizes(limits), "the encoder", worker=limits.worker)
+        self._graphs = Graphs(
+            self._fused, self._inputs, _sizes(limits), "the encoder", worker=limits.worker, trial=self._trial
+        )
 
     def encode(self, windows: Sequence[Window], *, warn: bool = True) -> Tensor:
         """Encode windows -> (B, 2 T, mel), T at least that of the longest one. Valid until the next call.
@@ -107,10 +110,11 @@ def _sizes(limits: BatchLimits) -> list[Size]:
     return limits.sizes(limits.window_tokens, ENCODER_TOKENS)
 
 
-def _fused(network: MelFlow, limits: BatchLimits) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return `network.encode_window`, for a conformer by fused kernels."""
+def _fused(network: MelFlow, limits: BatchLimits) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Return `network.encode_window`, for a conformer by fused kernels, and its trial, see `Graphs`."""
     if not isinstance(network, ConformerFlow):
-        return network.encode_window
+        return network.encode_window, network.encode_window
     from cosyvoice_triton.token2wav.flow.encoder_fused import FusedEncoder  # its kernels need Triton
 
-    return FusedEncoder(network, max(length for _, length in _sizes(limits)))
+    fused = FusedEncoder(network, max(length for _, length in _sizes(limits)))
+    return fused, partial(fused, tried=TRIED)

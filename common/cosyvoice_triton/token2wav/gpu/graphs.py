@@ -21,8 +21,8 @@ from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 
 logger = logging.getLogger(__name__)
 
-# How much of a solve is tried before it is captured, Euler steps and blocks of each: all steps and all blocks launch the
-# same kernels, but the first ones may read what the others do not, such as noise.
+# How many Euler steps of a solve are tried before it is captured, and how many blocks of each: all launch the same
+# kernels, but the first ones may read what the others do not, such as noise.
 TRIED = 2
 
 
