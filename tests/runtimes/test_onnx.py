@@ -45,9 +45,9 @@ def exported(demo_models, tmp_path_factory) -> dict[str, Path]:
     return directories
 
 
-def engine(stack: str, directory: Path, runtime: str) -> Token2Wav:
+def engine(stack: str, directory: Path, runtime: str, kept: str = "auto") -> Token2Wav:
     limits = BatchLimits(max_streams=4)
-    options = dict(device="cpu", limits=limits, precision=FLOAT32, runtime=runtime, steps=3)
+    options = dict(device="cpu", limits=limits, precision=FLOAT32, runtime=runtime, steps=3, kv_cache_dtype=kept)
     return Token2Wav.load(stacks.named(stack), directory, **options)
 
 
@@ -87,9 +87,9 @@ def test_files_have_the_names_inputs_and_outputs_of_upstream(exported, stack):
         assert set(free) == ({"rows", "frames", "cached"} if signature.axes is CHUNK else {"rows", "frames"})
 
 
-@pytest.mark.parametrize("stack", STACKS)
-def test_streams_are_equal_on_torch_and_onnxruntime(exported, stack):
-    on_torch, on_onnx = (engine(stack, exported[stack], runtime) for runtime in ("torch", "onnxruntime"))
+@pytest.mark.parametrize(("stack", "kept"), [*((stack, "auto") for stack in STACKS), ("dit", "int8")])
+def test_streams_are_equal_on_torch_and_onnxruntime(exported, stack, kept):
+    on_torch, on_onnx = (engine(stack, exported[stack], runtime, kept) for runtime in ("torch", "onnxruntime"))
     for ours, theirs in zip(synthesize_together(stack, on_torch), synthesize_together(stack, on_onnx), strict=True):
         assert np.abs(ours).max() > 0.01
         np.testing.assert_allclose(theirs, ours, atol=1e-3)

@@ -1,5 +1,6 @@
 """CosyVoice3's flow and vocoder over streams; tests/assets/golden_cosyvoice3 has upstream's values of both."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,13 @@ def test_the_engine_of_the_stack_loads_the_official_files(checkpoint, network, h
     own = Token2Wav(flow, CausalVocoder(hift, noise, limits=LIMITS))
     audio, expected = (each.whole(prompt(3), ids(3, 40)) for each in (engine, own))
     np.testing.assert_allclose(audio, expected, atol=1e-3)
+
+
+def test_the_engine_keeps_keys_and_values_in_eight_bits(checkpoint):
+    load = partial(Token2Wav.load, stacks.COSYVOICE3, checkpoint, device="cpu", limits=LIMITS, steps=2)
+    precision = Precision(torch.float32, torch.float32)
+    kept, rounded = (load(precision=precision, kv_cache_dtype=of).cache_bytes for of in ("auto", "int8"))
+    assert 0.25 < rounded / kept < 0.5
 
 
 @torch.inference_mode()

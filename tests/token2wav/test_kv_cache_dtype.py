@@ -1,17 +1,22 @@
 """Keys and values in 8 bits: what they cost in error, also over a long stream; test_memory has what they save."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import TOKEN_RATE
+from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
+from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
+from cosyvoice_triton.token2wav.gpu.precision import Precision
 from cosyvoice_triton.token2wav.gpu.quantization import SCALE_BYTES, dequantized, quantized
 from cosyvoice_triton.token2wav.stream import VocoderState
 from torch import Tensor
@@ -19,9 +24,7 @@ from torch import Tensor
 from tests.support.streams import VOICES_BYTES, ids, pieces, prompt
 
 NOISE = flow_noise()
-ERROR = (
-    1e-3  # RMS, relative to the mel's: twice what is found; a format of the network may have 5e-2 (gpu/precision.py)
-)
+ERROR = 1e-3  # RMS, relative to the mel's: twice what is found; a network's format may have 5e-2 (gpu/precision.py)
 HOPS = [15, 60, 100, 175, 200]
 
 
@@ -82,6 +85,13 @@ def test_what_is_not_finite_is_seen_and_made_again_in_eight_bits(flows: list[Cac
     assert stream.prompt.attention.keys is not bad
     levels = dequantized(stream.prompt.attention.keys, torch.float32)
     torch.testing.assert_close(levels, dequantized(good, torch.float32), atol=0.05, rtol=0)
+
+
+def test_eight_bits_are_refused_for_a_flow_that_keeps_no_keys_and_values() -> None:
+    limits, float32 = BatchLimits(max_streams=1), Precision(torch.float32, torch.float32)
+    load = partial(Token2Wav.load, stacks.UNET, TRAINED / stacks.UNET.checkpoint, device="cpu", limits=limits)
+    with pytest.raises(ValueError, match="kv_cache_dtype 'int8': the flow of the stack 'unet' keeps no keys and val"):
+        load(precision=float32, kv_cache_dtype="int8")
 
 
 def test_rows_keep_their_largest_value_and_tell_what_is_not_finite() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cosyvoice_triton import stacks
+from cosyvoice_triton.config import Token2WavConfig
 from cosyvoice_triton.networks.flow import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.checkpoint import with_rotary
 from cosyvoice_triton.networks.hift.checkpoint import split_weight_norm
@@ -20,6 +21,7 @@ from cosyvoice_triton.token2wav.flow.base import StreamingFlow
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
 from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
+from cosyvoice_triton.token2wav.gpu import precision
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.token2wav.gpu.precision import LIMITS, Precision
@@ -129,21 +131,46 @@ def test_a_network_whose_error_is_small_keeps_its_precision(tmp_path, dit_networ
     assert len(figures) == 2 and all(0 < figure < 0.01 for figure in figures)
 
 
-def test_what_has_passed_is_compared_again_only_if_the_checkpoint_changes(tmp_path, dit_network, vocoder, caplog):
+def test_what_has_passed_is_compared_again_only_if_what_it_depends_on_changes(
+    tmp_path, dit_network, vocoder, caplog, monkeypatch
+):
     """A start-up waits seconds for it. A warning is repeated at every start."""
     caplog.set_level(logging.INFO)
     directory = saved(tmp_path, dit_network, vocoder._hift)
-    asked = {"automatic": AUTO_HALF, "named": HALF}
+    given: dict[str, Any] = {"limits": BatchLimits(max_streams=2), "steps": 2, "notes": tmp_path / "notes"}
 
-    def compared(precision: Precision) -> int:
+    def compared(asked: Precision = AUTO_HALF, stack: Stack = stacks.DIT, **others: Any) -> int:
         caplog.clear()
-        precision.checked(stacks.DIT, directory, "cpu", limits=BatchLimits(max_streams=2), steps=2, notes=notes)
+        asked.checked(stack, directory, "cpu", **given | others)
         return sum("RMS error" in line for line in caplog.messages)
 
-    notes = tmp_path / "notes"
-    assert [compared(asked[name]) for name in ("named", "named", "automatic", "automatic")] == [2, 2, 2, 0]
+    assert [compared(HALF), compared(HALF), compared(), compared()] == [2, 2, 2, 0]
+    assert compared(notes=tmp_path / ("long" * 99)) == 2, "a folder that cannot be used is not an error"
+    assert compared(replace(AUTO_HALF, flow=torch.bfloat16)) == compared(steps=3) == 2
+    assert compared(stack=replace(stacks.DIT, mel_max_hz=7000.0)) == 2
+    for module, name, other in ((torch, "__version__", "1.0"), (precision, "CODE", tmp_path)):
+        monkeypatch.setattr(module, name, other)
+        assert [compared(), compared()] == [2, 0], name
     saved(tmp_path, overflowing(dit_network), vocoder._hift)
-    assert [compared(AUTO_HALF), compared(AUTO_HALF)] == [3, 3]
+    assert [compared(), compared()] == [3, 3]
+
+
+def test_a_start_logs_its_stages_and_keeps_notes_beside_compiled_kernels(
+    tmp_path, dit_network, vocoder, caplog, monkeypatch
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    directory = saved(tmp_path, dit_network, vocoder._hift)
+    config = Token2WavConfig(model_dir=str(directory), max_streams=2, n_timesteps=1)
+    for notes in (1, 1):
+        caplog.clear()
+        Token2Wav.from_config(stacks.DIT, config)
+        assert len(list((tmp_path / "kernels").iterdir())) == notes
+        stages = [record.getMessage() for record in caplog.records if record.name.endswith(".starts")]
+        assert [stage.split(":")[0] for stage in stages] == ["precision", "flow", "vocoder", "other workers"]
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    monkeypatch.setenv("TRITON_HOME", "/elsewhere")
+    assert precision.kept_notes() == Path("/elsewhere/.triton/cache"), "as Triton does"
 
 
 def test_a_flow_that_overflows_computes_in_bfloat16_unless_it_was_asked_for(tmp_path, dit_network, vocoder, caplog):

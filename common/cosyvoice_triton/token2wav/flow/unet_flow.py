@@ -29,6 +29,11 @@ from cosyvoice_triton.voice.prompt import Prompt
 
 def load(path: Path, options: FlowOptions) -> "UNetStreaming":
     """Load the flow of a `flow.pt`, and the runtime's files next to it. ValueError names what does not fit."""
+    if options.kv_cache_dtype != "auto":
+        raise ValueError(
+            f"kv_cache_dtype {options.kv_cache_dtype!r}: the flow of the stack {options.stack.name!r} keeps no keys "
+            "and values; set auto"
+        )
     network, shared = options.load(load_unet_flow, path)
     return UNetStreaming(network, flow_noise(options.device), **shared)
 

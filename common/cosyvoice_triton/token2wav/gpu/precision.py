@@ -36,6 +36,7 @@ NetworkName = Literal["flow", "vocoder"]
 # format in use, is at half of them or less (docs/results/speed.md); a network whose values leave a format's range
 # is beyond them by far. 0.05 of a log mel's RMS is about 2.5 dB in each bin; 0.1 of the audio is noise 20 dB below it.
 LIMITS: dict[NetworkName, float] = {"flow": 0.05, "vocoder": 0.1}
+CODE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -79,15 +80,15 @@ class Precision:
         One that was asked for by name stays, with a warning. One network is loaded at a time, without CUDA graphs.
 
         notes: a folder that outlives the process. What has passed there is not compared again, for as long as the
-        checkpoint, the GPU and torch are the same; what has not is, with its warnings, at every start.
+        checkpoint, the GPU, torch and this package are the same; what has not is, with its warnings, at every start.
         ValueError naming the file if its network's output is not finite in a precision that was asked for.
         """
         if self.flow == self.vocoder == torch.float32:
             return self
         note = None
         if notes and len(self.automatic) == 2:  # by name, a network keeps a format that it fails, with a warning
-            note = notes / f"precision-{self._circumstances(Path(model_dir), device, steps)}"
-            if note.exists():
+            note = notes / f"precision-{self._circumstances(stack, Path(model_dir), device, steps)}"
+            if os.path.exists(note):  # Path.exists raises where the folder may not be entered
                 return self
         one = replace(limits, max_streams=1)
         flow_path, hift_path = Path(model_dir) / stack.flow, Path(model_dir) / stack.hift
@@ -138,12 +139,12 @@ class Precision:
             else None
         )
 
-    def _circumstances(self, model_dir: Path, device: str, steps: int) -> str:
+    def _circumstances(self, stack: Stack, model_dir: Path, device: str, steps: int) -> str:
         """Return a digest of all that a comparison depends on."""
-        stats = {path.name: path.stat() for path in sorted(model_dir.glob("*")) if path.is_file()}
-        files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
+        paths = [path for path in sorted(model_dir.glob("*")) + sorted(CODE.rglob("*.py")) if path.is_file()]
+        files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         gpu = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
-        all_of_it = self.flow, self.vocoder, files, gpu, steps, LIMITS, torch.__version__
+        all_of_it = stack, self.flow, self.vocoder, files, gpu, steps, torch.__version__
         return hashlib.sha256(repr(all_of_it).encode()).hexdigest()
 
     def _format(
@@ -176,7 +177,8 @@ class Precision:
 
 def kept_notes() -> Path:
     """Return the folder where Triton keeps compiled kernels, for `Precision.checked`: users keep it between starts."""
-    return Path(os.path.expanduser(os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache")))
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    return Path(os.environ.get("TRITON_CACHE_DIR") or f"{home}/.triton/cache")
 
 
 def _utterance(stack: Stack, model_dir: str | Path) -> tuple[Prompt, np.ndarray]:
