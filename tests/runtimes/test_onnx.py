@@ -92,7 +92,8 @@ def test_streams_are_equal_on_torch_and_onnxruntime(exported, stack, kept):
     on_torch, on_onnx = (engine(stack, exported[stack], runtime, kept) for runtime in ("torch", "onnxruntime"))
     for ours, theirs in zip(synthesize_together(stack, on_torch), synthesize_together(stack, on_onnx), strict=True):
         assert np.abs(ours).max() > 0.01
-        np.testing.assert_allclose(theirs, ours, atol=1e-3)
+        # In 8 bits, a value between two integers is rounded either way.
+        np.testing.assert_allclose(theirs, ours, atol=1e-3 if kept == "auto" else 1e-2)
     tokens = np.random.default_rng(1).integers(0, 6561, 60)
     ours, theirs = (subject.whole(voice(3, 30), tokens) for subject in (on_torch, on_onnx))
     np.testing.assert_allclose(theirs, ours, atol=1e-3)
