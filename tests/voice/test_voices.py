@@ -3,7 +3,9 @@
 import dataclasses
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -179,6 +181,30 @@ def test_voices_can_be_added_changed_and_removed_while_the_server_runs(folder: P
         book.get("anna")
 
 
+def test_who_asks_for_the_words_of_a_recording_does_not_wait_for_the_files_of_voices(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The orchestrator asks in its event loop."""
+    torch.save({"anna": cosyvoice_speaker()}, tmp_path / "spk2info.pt")
+    reading, read = Event(), Event()
+
+    def decode_later(ids: object) -> str:
+        reading.set()
+        assert read.wait(60)
+        return ""
+
+    book = VoiceBook(folder, tmp_path, decode_later)
+    with ThreadPoolExecutor() as threads:
+        voice = threads.submit(book.get, "anna")
+        assert reading.wait(60)
+        words = threads.submit(book.pronunciation, Recording(TONE))
+        try:
+            assert words.result(30) == {}
+        finally:
+            read.set()
+    assert voice.result().text == ""
+
+
 def test_a_file_is_read_once_and_a_limited_number_is_cached(
     folder: Path, book: VoiceBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +215,7 @@ def test_a_file_is_read_once_and_a_limited_number_is_cached(
     first = book.get("0")
     for index in range(1, 5):
         assert_same(book.get(str(index)), fake_prompt(index))
-    assert len(book._cache) == 3
+    assert len(book._voices._cache) == 3
     assert book.get("0") is not first
 
 

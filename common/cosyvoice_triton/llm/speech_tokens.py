@@ -1,8 +1,9 @@
 """Speech tokens in the LLM's vocabulary, `<|s_N|>`, as ids and as text, and the prompt template."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -140,7 +141,12 @@ class LLMTokenizer:
 
     def text_ids(self, text: str) -> list[int]:
         """Return the ids of a text without control tokens."""
-        return self.tokenizer.encode(text, add_special_tokens=False).ids if text else []
+        return list(self._ids(text)) if text else []
+
+    @cached_property
+    def _ids(self) -> Callable[[str], tuple[int, ...]]:
+        """Return what tokenizes a text, once for the bound of its answer and its prompt, and once for a transcript."""
+        return lru_cache(256)(lambda text: tuple(self.tokenizer.encode(text, add_special_tokens=False).ids))
 
     def to_llm_ids(self, tokens: Sequence[int]) -> np.ndarray:
         """Return speech ids 0..6560 (n,) as ids of the LLM (n,). ValueError for any other id."""

@@ -76,7 +76,7 @@ class Token2WavPort(Protocol):
 
 
 class TextPreparer(Protocol):
-    """Makes the texts for the LLM, see `text.TextFrontend`. Called in a thread."""
+    """Makes the texts for the LLM, see `text.TextFrontend`. Long ones are made in a thread."""
 
     def segments(
         self,
@@ -94,13 +94,16 @@ class TextPreparer(Protocol):
 
 
 class Voices(Protocol):
-    """Registered voices by name, None: the default voice, see `voice.book.VoiceBook`. Called in a thread."""
+    """Registered voices by name, None: the default one, see `voice.book.VoiceBook`. Called in a thread."""
 
     def get(self, name: str | None) -> Recording | Prompt | Mix: ...
 
     def pronunciation(self, voice: Recording | str | None) -> Mapping[str, str]: ...
 
 
+# Characters of text and transcript that are prepared in the event loop, which takes less than a millisecond: a thread
+# holds the GIL as long, and passing the text to it and back takes as long as most of this.
+SHORT_TEXT = 500
 # After a listener was refused, others' work waits this long for their places: at several times the capacity, what
 # refusals cost would be taken from those who were admitted.
 CAREFUL_SECONDS = 10.0
@@ -251,23 +254,20 @@ class Synthesizer:
         place = None if first is None else cache(lambda: scope.spawn(self._reserve(first)))
         if place is not None and (self._clock() < self._careful_until or self._beginning > CROWD):
             await scope.result(place())
-        voice: Recording | Prompt | Mix
-        if isinstance(request.voice, Recording):
-            voice = request.voice
-        else:
-            voice = await scope.result(asyncio.to_thread(self._voices.get, request.voice))
+        voice, words = await scope.call(self._read, request, quick=isinstance(request.voice, Recording))
         prompts = self._prompts[request.trim_reference]
         known = prompts.get(voice) if isinstance(voice, Recording) else None
         ready = known or voice
         if place is not None and not isinstance(ready, Prompt):
             await scope.result(place())
-        prepared = scope.spawn(asyncio.to_thread(self._prepared, request, voice.text, on_warning))
         # Of tokens, mel and x-vector. None for a prompt: each task would have its turn before the LLM is asked.
         encoding: list[asyncio.Task[np.ndarray]] = []
         if not isinstance(ready, Prompt):
             mended = await scope.result(_mended(ready, request.trim_reference, on_warning))
             encoding = self._encoded(mended, scope)
-        transcript, text, texts = await scope.result(prepared)
+        quick = isinstance(ready, Prompt) and len(request.target_text) + len(voice.text) <= SHORT_TEXT
+        prepare = partial(self._prepared, request, voice.text, words, on_warning)
+        transcript, text, texts = await scope.call(prepare, quick=quick)
         kept = None
         if voice.text and not (request.instruct_text or request.cross_lingual):
             kept = await _kept(ready, encoding, scope)
@@ -294,11 +294,17 @@ class Synthesizer:
             await scope.result(place())
         return prompt, segments
 
+    def _read(self, request: SynthesisRequest) -> tuple[Recording | Prompt | Mix, Mapping[str, str]]:
+        """Return the voice, and the words with another pronunciation; none for a text in pieces."""
+        voice = request.voice if isinstance(request.voice, Recording) else self._voices.get(request.voice)
+        if request.pieces is not None:
+            return voice, {}
+        return voice, combined(request.pronunciation, self._voices.pronunciation(request.voice))
+
     def _prepared(
-        self, request: SynthesisRequest, transcript: str, on_warning: OnWarning
+        self, request: SynthesisRequest, transcript: str, pronunciation: Mapping[str, str], on_warning: OnWarning
     ) -> tuple[str, str | Pause | None, Iterator[str | Pause]]:
-        """Return the voice's transcript, the first of the texts and the others, which are none if the text comes in
-        pieces. In one thread: passing work to another one takes longer than most of this."""
+        """Return the voice's transcript, the first of the texts and the others: none if the text comes in pieces."""
         spelled = self._texts.transcript(transcript, request.normalize)
         if request.pieces is not None:
             return spelled, None, iter(())
@@ -309,7 +315,7 @@ class Synthesizer:
             request.as_is,
             request.language,
             transcript,
-            combined(request.pronunciation, self._voices.pronunciation(request.voice)),
+            pronunciation,
             on_warning,
         )
         return spelled, next(texts, None), texts

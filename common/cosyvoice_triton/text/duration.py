@@ -39,8 +39,11 @@ _PHONEME, _PHONEME_SECONDS = re.compile(r"\[[A-Za-zà-ǜ]{1,4}[0-2]?\]"), 0.1
 def expected_seconds(text: str, japanese: bool | None = None) -> float:
     """Return the seconds that `text` takes to speak. `japanese`: how its Han characters are read; None: as its kana
     say."""
-    if japanese is None:
-        japanese = bool(_KANA.search(text))
+    return _expected(text, bool(_KANA.search(text)) if japanese is None else japanese)
+
+
+@lru_cache(maxsize=64)  # of one text it is asked when that is divided, and again to bound the LLM's answer
+def _expected(text: str, japanese: bool) -> float:
     text, phonemes = _PHONEME.subn("", text)
     characters = sum(_seconds(char, japanese) for char in text)
     pauses = sum(seconds * len(mark.findall(text)) for mark, seconds in _PAUSES)

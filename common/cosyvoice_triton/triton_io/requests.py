@@ -239,32 +239,24 @@ class RequestLoop:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, request: Any, responder: Responder) -> None:
-        """Serve one request; this is its error boundary."""
+        """Serve one request; this is its error boundary. `_watch` cancels the task if its client disconnects."""
         failure: Any = None
+        task = asyncio.current_task()
+        assert task is not None
         try:
             request_id.set(request.request_id())  # for this task; ValueError if it is not UTF-8
             if self._closing:
                 raise self._shutting_down()
-            await self._handle(request, responder)
+            self._live[task] = responder
+            await self._handler(request, responder)
             responder.check_answered()
         except asyncio.CancelledError as error:
             failure = error_response(self._shutting_down() if self._closing else error, self._model)
         except Exception as error:
             failure = error_response(error, self._model)
         finally:
+            self._live.pop(task, None)
             responder.finish(failure)
-
-    async def _handle(self, request: Any, responder: Responder) -> None:
-        """Run the handler; `_watch` cancels it if its client disconnects."""
-        work = asyncio.ensure_future(self._handler(request, responder))
-        self._live[work] = responder
-        try:
-            await asyncio.wait({work})
-        finally:
-            self._live.pop(work, None)
-            work.cancel()  # no effect if it is done
-            await asyncio.wait({work})
-        work.result()
 
     def _watch(self) -> None:
         """Poll which clients have disconnected.

@@ -3,6 +3,7 @@
 Waveforms are mono float32 in -1..1. torch is imported only where a recording is resampled, see `features`.
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,15 +62,15 @@ def validate_reference(wav: np.ndarray, length: int | None = None, rate: int = P
             f"reference_wav of {wav.size} samples lasts {seconds:.7g} s at {rate} Hz: "
             f"expected {MIN_REFERENCE_SECONDS} to {MAX_REFERENCE_SECONDS} s"
         )
-    bad = np.flatnonzero(~np.isfinite(wav))
-    if bad.size:
-        raise ValueError(f"reference_wav is {wav[bad[0]]} at sample {bad[0]}: every sample must be finite")
-    peak = float(np.abs(wav).max())
-    if peak > MAX_PEAK:
+    low, high = float(wav.min()), float(wav.max())  # NaN if there is one: no array is made that is as large
+    if not math.isfinite(high - low):
+        bad = np.flatnonzero(~np.isfinite(wav))[0]
+        raise ValueError(f"reference_wav is {wav[bad]} at sample {bad}: every sample must be finite")
+    if (peak := max(-low, high)) > MAX_PEAK:
         raise ValueError(
             f"reference_wav holds a sample of {peak:g}: samples are -1..1; divide 16-bit ones by {_INT16_PEAK + 1}"
         )
-    if (swing := float(np.ptp(wav)) / 2) < SILENCE_PEAK:  # also if all samples are the same
+    if (swing := (high - low) / 2) < SILENCE_PEAK:  # also if all samples are the same
         raise ValueError(f"reference_wav is silent: its samples vary by {swing:.1e}, less than {SILENCE_PEAK:.0e}")
     return wav
 

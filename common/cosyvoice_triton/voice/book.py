@@ -8,7 +8,8 @@ checked for changes on every request, so voices can be added, changed or removed
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -42,6 +43,37 @@ Voice = Recording | Prompt
 ContentT = TypeVar("ContentT")
 
 
+class _Files:
+    """The contents of files, which one thread at a time may read."""
+
+    def __init__(self) -> None:
+        self._cache: OrderedDict[Path, tuple[tuple[int, ...], Any]] = OrderedDict()  # path -> its stamp, its content
+        self._lock = Lock()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Let the block `read`, after what was read from files that are gone, also of voices that nobody names anymore,
+        is dropped."""
+        with self._lock:
+            for path in [path for path in self._cache if not path.is_file()]:
+                del self._cache[path]
+            yield
+
+    def read(self, path: Path, read: Callable[[Path], ContentT]) -> ContentT | None:
+        """Return the content of a file, read again after the file has changed; None if there is no such file."""
+        if not path.is_file():
+            return None
+        stamp = _stamp(path) + _stamp(path.with_suffix(".txt"))
+        if (known := self._cache.get(path)) is None or known[0] != stamp:
+            if (size := path.stat().st_size) > MAX_FILE_BYTES:
+                raise ValueError(f"{path.name} has {size} bytes, more than the limit of {MAX_FILE_BYTES}")
+            self._cache[path] = known = (stamp, read(path))
+            if len(self._cache) > CACHED_FILES:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(path)
+        return known[1]
+
+
 class VoiceBook:
     """The registered voices. Safe to use from several threads.
 
@@ -64,15 +96,14 @@ class VoiceBook:
         self._decode = decode
         self._read_voice = partial(read_voice, full_band=full_band)
         self._default = default
-        self._cache: OrderedDict[Path, tuple[tuple[int, ...], Any]] = OrderedDict()  # path -> its stamp, its content
-        self._lock = Lock()
+        self._voices = _Files()
+        self._words = _Files()  # apart: whoever asks for words must not wait for a large file of voices
 
     def get(self, name: str | None = None) -> Voice | Mix:
         """Return the voice of that name, or the default voice: that of `default`, else speaker UPSTREAM_DEFAULT of a
         spk2info.pt, else the only voice there is. ValueError with the known names if there is none, or naming what is
         wrong with a mix; UnavailableError if its file is damaged."""
-        with self._lock:
-            self._forget_deleted()
+        with self._voices.current():
             voice = None
             if name is None:
                 name, voice = self._default_voice()
@@ -91,14 +122,20 @@ class VoiceBook:
     def pronunciation(self, voice: Recording | str | None) -> dict[str, str]:
         """Return the words of the voice of that name (None: the default voice), and those of all voices.
         UnavailableError naming what is wrong with a file."""
-        with self._lock:
-            self._forget_deleted()
-            name = voice if isinstance(voice, str) else self._default_voice()[0] if voice is None else ""
-            files = [f"{name}.{PRONUNCIATION}.txt"] if is_voice_name(name) else []
+        name = voice if isinstance(voice, str) else ""
+        if voice is None:
+            with self._voices.current():
+                name = self._default_voice()[0]
+        files = [f"{name}.{PRONUNCIATION}.txt"] if is_voice_name(name) else []
+        if self._folder is None:
+            return {}
+        with self._words.current():
+            paths = [self._folder / file for file in (*files, f"{PRONUNCIATION}.txt")]
             try:
-                return combined(*(self._words(file) for file in (*files, f"{PRONUNCIATION}.txt")))
+                known = [self._words.read(path, read_pronunciations) for path in paths]
             except (OSError, ValueError) as error:
                 raise UnavailableError(f"the pronunciations cannot be used: {error}") from error
+        return combined(*(each for each in known if each))
 
     def rights(self, name: str) -> Rights:
         """Return who registered a voice, when and with which consent, as far as its file says so."""
@@ -106,8 +143,7 @@ class VoiceBook:
 
     def names(self) -> list[str]:
         """Return the known names, sorted. UnavailableError if they cannot be read."""
-        with self._lock:
-            self._forget_deleted()
+        with self._voices.current():
             try:
                 return self._names()
             except OSError as error:
@@ -132,20 +168,16 @@ class VoiceBook:
 
     def _find(self, name: str) -> Voice | None:
         if self._folder is not None and is_voice_name(name):
-            voice = self._cached(self._folder / f"{name}.safetensors", self._read_voice)
+            voice = self._voices.read(self._folder / f"{name}.safetensors", self._read_voice)
             for ending in RECORDINGS:
-                voice = voice or self._cached(self._folder / f"{name}{ending}", read_recording)
+                voice = voice or self._voices.read(self._folder / f"{name}{ending}", read_recording)
             if voice is not None:
                 return voice
         return self._of_spk2info(name)
 
-    def _words(self, file: str) -> dict[str, str]:
-        known = None if self._folder is None else self._cached(self._folder / file, read_pronunciations)
-        return known or {}
-
     def _of_spk2info(self, name: str) -> Prompt | None:
         for path in self._spk2infos:
-            if (entry := (self._cached(path, read_spk2info) or {}).get(name)) is not None:
+            if (entry := (self._voices.read(path, read_spk2info) or {}).get(name)) is not None:
                 return spk2info_prompt(entry, f"{path.name}, {name!r}", self._decode)
         return None
 
@@ -154,7 +186,7 @@ class VoiceBook:
         found: set[str] = set()
         for path in self._spk2infos:
             try:
-                found.update(self._cached(path, read_spk2info) or ())
+                found.update(self._voices.read(path, read_spk2info) or ())
             except ValueError as error:  # it holds nobody that could be listed, and the others can be used
                 logger.warning("the speakers of %s are not listed: %s", path, error)
         if self._folder is not None and self._folder.is_dir():
@@ -163,25 +195,6 @@ class VoiceBook:
                 file.stem for file in files if file.suffix in (".safetensors", *RECORDINGS) and is_voice_name(file.stem)
             }
         return sorted(found)
-
-    def _forget_deleted(self) -> None:
-        """Drop what was read from files that are gone, also of voices that nobody names anymore."""
-        for path in [path for path in self._cache if not path.is_file()]:
-            del self._cache[path]
-
-    def _cached(self, path: Path, read: Callable[[Path], ContentT]) -> ContentT | None:
-        """Return the content of a file, read again after the file has changed; None if there is no such file."""
-        if not path.is_file():
-            return None
-        stamp = _stamp(path) + _stamp(path.with_suffix(".txt"))
-        if (known := self._cache.get(path)) is None or known[0] != stamp:
-            if (size := path.stat().st_size) > MAX_FILE_BYTES:
-                raise ValueError(f"{path.name} has {size} bytes, more than the limit of {MAX_FILE_BYTES}")
-            self._cache[path] = known = (stamp, read(path))
-            if len(self._cache) > CACHED_FILES:
-                self._cache.popitem(last=False)
-        self._cache.move_to_end(path)
-        return known[1]
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
