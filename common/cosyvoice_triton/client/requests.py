@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 WAVEFORM = "waveform"
 WARNING = "warning"
 VOICE_KEY = "x-voice-key"  # a header, see deploy/envoy/envoy.yaml
-KEY_SAMPLES = 16384  # of a recording, that make its key
+KEY_SAMPLES = 1024  # of a recording, that make its key
 TIMELINE, SEGMENTS = "timeline", "segments"  # the request parameters and the outputs
 
 _TEXTS = ("reference_text", "speaker", "instruct_text", "target_text")  # of an utterance: input tensors
@@ -134,7 +134,7 @@ class Utterance:
         By it the gateway chooses the server that has the voice's prompt cache.
         """
         if self.reference is not None:
-            # Of some samples: all 5 MB of a long recording would take milliseconds before the request is sent.
+            # Of some samples: hashing all of a recording would delay its request.
             some = self.reference[:: 1 + len(self.reference) // KEY_SAMPLES]
             return {VOICE_KEY: hashlib.sha256(some.tobytes()).hexdigest()[:16]}
         return {VOICE_KEY: quote(self.speaker[:100], safe="")} if self.speaker else {}

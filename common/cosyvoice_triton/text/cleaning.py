@@ -19,6 +19,7 @@ END_OF_PROMPT = "<|endofprompt|>"
 _SPEAKABLE = ("L", "N", "S")
 # Tags and selectors, which hide a text in another one, and accents in heaps.
 _HIDDEN = regex.compile(r"[\U000e0000-\U000e01ef]+|\p{M}{9,}")
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # Unicode's category Cc without line feeds
 _FILLERS = "\u115f\u1160\u3164\uffa0"  # invisible letters
 
 
@@ -78,5 +79,4 @@ def clean_line(text: str, *, name: str, max_chars: int) -> str:
 def _printable(text: str) -> str:
     """Return the text without control characters, which splitting into lines and words would leave to the tokenizer,
     and without signs that nobody sees or that cover others, for which the LLM invents speech."""
-    lines = _HIDDEN.sub("", "\n".join(text.splitlines()))
-    return "".join(" " if char != "\n" and unicodedata.category(char) == "Cc" else char for char in lines)
+    return _CONTROL.sub(" ", _HIDDEN.sub("", "\n".join(text.splitlines())))

@@ -116,7 +116,7 @@ class RecordingCache:
         if (prompt := self._prompts.get(recording.digest)) is None:
             return None
         self._prompts.move_to_end(recording.digest)
-        return replace(prompt, text=recording.text)
+        return prompt if prompt.text == recording.text else replace(prompt, text=recording.text)
 
     def put(self, recording: Recording, prompt: Prompt) -> None:
         self._prompts[recording.digest] = prompt
