@@ -41,15 +41,20 @@ def _load_rows(rows, key, frames, dtype: tl.constexpr, D: tl.constexpr, INT8: tl
         levels = tl.load(row[:, None] + lane, mask=there[:, None], other=0)
         x = (levels.to(tl.float32) * scale[:, None]).to(dtype)
     else:
-        x = tl.load(rows + key[:, None] * D + lane, mask=there[:, None], other=0.0)
+        # In brackets, so that keys and values share the offsets, of 32 bits.
+        x = tl.load(rows + (key[:, None] * D + lane), mask=there[:, None], other=0.0)
     return x
 
 
 @triton.jit
-def _attend_block(q, k, v, ends, key, best, total, acc):
-    """Take a step of the online softmax with the frames `key`, of which a query attends to those before its `ends`."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+def _attend_block(
+    q, keys, values, key, frames, ends, best, total, acc, D: tl.constexpr, INT8: tl.constexpr
+):  # fmt: skip
+    """Take a step of the online softmax with the frames `key`, of which there are those before `frames`, and a query
+    attends to those before its `ends`."""
+    scores = tl.dot(q, tl.trans(_load_rows(keys, key, frames, q.dtype, D, INT8)), input_precision="ieee")
     scores = tl.where(key[None, :] < ends[:, None], scores, float("-inf"))
+    v = _load_rows(values, key, frames, q.dtype, D, INT8)  # not before: both would be in shared memory at once
     return softmax_step(scores, v, best, total, acc)
 
 
@@ -91,8 +96,7 @@ def _attend_paged(
     last = tl.max(ends, 0)
     of_prompt = tl.cdiv(last, BLOCK_K)
     of_ring = of_prompt + tl.cdiv(prompt.to(tl.int32), BLOCK_K)
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
-    size: tl.constexpr = dtype.primitive_bitwidth // 8
+    size: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
     width: tl.constexpr = D + WORD if INT8 else D * size  # bytes
     aligned: tl.constexpr = WORD if INT8 else ALIGNED
     of_row, before = chunk * size, of_plane * prompt * width
@@ -102,9 +106,9 @@ def _attend_paged(
         begin = of_prompt
         for block in range(of_prompt):
             key = block * BLOCK_K + tl.arange(0, BLOCK_K)
-            k = _load_rows(k_ptr + chunk, key, last, dtype, D, False)
-            v = _load_rows(v_ptr + chunk, key, last, dtype, D, False)
-            best, total, acc = _attend_block(q, k, v, ends, key, best, total, acc)
+            best, total, acc = _attend_block(
+                q, k_ptr + chunk, v_ptr + chunk, key, last, ends, best, total, acc, D, False
+            )  # fmt: skip
     for block in range(begin, of_ring + tl.cdiv(ring, BLOCK_K)):
         own_block, prompt_block = block < of_prompt, block < of_ring
         keys = tl.where(prompt_block, prompt_keys + before, ring_keys.to(tl.int64) + in_ring)
@@ -116,9 +120,8 @@ def _attend_paged(
         frames = tl.where(own_block, last, tl.where(prompt_block, prompt.to(tl.int32), ring))
         first = tl.where(own_block, 0, tl.where(prompt_block, of_prompt, of_ring))
         key = (block - first) * BLOCK_K + tl.arange(0, BLOCK_K)
-        k = _load_rows(keys, key, frames, dtype, D, INT8)
-        v = _load_rows(values, key, frames, dtype, D, INT8)
-        best, total, acc = _attend_block(q, k, v, tl.where(own_block, ends, frames), key, best, total, acc)
+        seen = tl.where(own_block, ends, frames)
+        best, total, acc = _attend_block(q, keys, values, key, frames, seen, best, total, acc, D, INT8)
 
     out_offsets = (row * T + at[:, None]) * (H * D) + head * D + lane[None, :]
     tl.store(out_ptr + out_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(at < T)[:, None])
@@ -169,12 +172,7 @@ def _attend_blocks(
     keys, values, last = k_ptr + start, v_ptr + start, tl.max(ends, 0)
     for begin in range(0, last, BLOCK_K):
         key = begin + tl.arange(0, BLOCK_K)
-        offsets = key[:, None] * D + lane[None, :]
-        k = tl.load(keys + offsets, mask=(key < last)[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        scores = tl.where(key[None, :] < ends[:, None], scores, float("-inf"))
-        v = tl.load(values + offsets, mask=(key < last)[:, None], other=0.0)
-        best, total, acc = softmax_step(scores, v, best, total, acc)
+        best, total, acc = _attend_block(q, keys, values, key, last, ends, best, total, acc, D, False)
     out_offsets = (row * T + at[:, None]) * (H * D) + head * D + lane[None, :]
     tl.store(out_ptr + out_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(at < T)[:, None])
 
