@@ -1,11 +1,27 @@
 """Every kernel that serving launches is compiled for every GPU architecture, by Triton's assembler, without a GPU."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
+from cosyvoice_triton import kernels, stacks
 from cosyvoice_triton.kernels.launch import compiled_ahead
 from cosyvoice_triton.kernels.tiles import MULTIPLY_ADD, TENSOR_CORES, ProductTile, Tiles, tiles
+from cosyvoice_triton.networks.flow import (
+    CosyVoice3Flow,
+    CosyVoice3FlowConfig,
+    DiTConfig,
+    DiTFlow,
+    DiTFlowConfig,
+    EncoderConfig,
+)
+from cosyvoice_triton.networks.flow.config import RotaryDiTConfig
+from cosyvoice_triton.runtimes.loading import HEAD_CHANNELS
+from cosyvoice_triton.token2wav.flow.base import FlowOptions
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from triton.compiler import CompilationError, CompiledKernel
 from triton.runtime.jit import JITFunction
 
@@ -91,6 +107,36 @@ def test_memory_that_a_table_names_is_read_and_written_in_wide_pieces() -> None:
     for launch in kernels_of_tables:
         moved = {name for name in instructions(launch, 90) if name.startswith(("LDG", "STG"))}
         assert moved and not {name for name in moved if name.endswith(("U8", "U16"))}, (launch.name, moved)
+
+
+@pytest.mark.parametrize("D", [8, min(HEAD_CHANNELS), 48])
+def test_heads_that_attention_does_not_compile_for_are_refused(D: int) -> None:
+    q = torch.empty(2, 1, 9, D, dtype=torch.float16, device="meta")
+    ring, table = q[None, None, None], torch.empty(12, 2, dtype=torch.int64, device="meta")
+    fits = D in HEAD_CHANNELS
+    for attend, others in (
+        (kernels.attend_paged, (table, ring, ring, 0)),
+        (kernels.attend_relative, (q[0], q[:, 0, :1], table)),
+    ):
+        with nullcontext() if fits else pytest.raises(CompilationError), pretended(90), compiled_ahead("attention"):
+            attend(q, q, q, *others)
+    with torch.device("meta"):
+        encoder = EncoderConfig(width=2 * D, heads=2, blocks=1, up_blocks=1)
+        dit = DiTFlow(DiTFlowConfig(encoder=encoder, estimator=DiTConfig(depth=1)))
+        rotary = CosyVoice3Flow(CosyVoice3FlowConfig(estimator=RotaryDiTConfig(depth=1, head_dim=D)))
+    options = FlowOptions(
+        stack=stacks.DIT,
+        device="meta",
+        dtype=torch.float16,
+        runtime="cuda_graph",
+        steps=1,
+        limits=BatchLimits(),
+        prompt_cache_bytes=0,
+    )
+    for flow in (dit, rotary):
+        with nullcontext() if fits else pytest.raises(ValueError, match=f"heads of .{D}.: set flow_runtime to torch"):
+            options.load(lambda *_, flow=flow: flow, Path())
+        replace(options, runtime="torch").load(lambda *_, flow=flow: flow, Path())
 
 
 def test_two_blocks_of_a_network_are_tried_and_launch_every_kernel_of_it() -> None:

@@ -11,9 +11,9 @@ import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import MEL_BINS
 from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
+from cosyvoice_triton.demo_checkpoint.vocoder import COSYVOICE3_FLOW, HIFT, write_cosyvoice3_flow, write_hift
 from cosyvoice_triton.monitoring.metrics import FALLBACKS, RETRIED
-from cosyvoice_triton.networks.flow.checkpoint import with_rotary
-from cosyvoice_triton.networks.hift.checkpoint import split_weight_norm
+from cosyvoice_triton.networks.hift import CausalHiFTGenerator
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import MOVES_AFTER, Token2Wav
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
@@ -35,14 +35,13 @@ State = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[Stack], Path]:
-    """Makes a directory with a stack's networks and, of the demo voice, its encoders."""
+def checkpoint(tmp_path: Path) -> Callable[[Stack], Path]:
+    """Makes a directory with a stack's networks, of CosyVoice3 untrained ones, and of the demo voice its encoders."""
 
     def make(stack: Stack) -> Path:
         if stack is stacks.COSYVOICE3:
-            flow, hift = (request.getfixturevalue(name) for name in ("rotary_network", "causal_hift"))
-            torch.save(with_rotary(flow.state_dict(), flow.config), tmp_path / stack.flow)
-            torch.save(split_weight_norm(hift.state_dict()), tmp_path / stack.hift)
+            write_cosyvoice3_flow(tmp_path / stack.flow, 1, COSYVOICE3_FLOW)
+            write_hift(tmp_path / stack.hift, 2, HIFT, CausalHiFTGenerator)
             return tmp_path
         for file in (TRAINED / stack.checkpoint).iterdir():
             os.symlink(file, tmp_path / file.name)

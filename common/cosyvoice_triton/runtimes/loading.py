@@ -18,6 +18,8 @@ from cosyvoice_triton.stacks import Stack
 logger = logging.getLogger(__name__)
 
 PRECISIONS: dict[torch.dtype, PlanPrecision] = {torch.float32: "float32", torch.float16: "float16"}
+# Channels of a head for which the kernels compile. Official networks have 64; Triton multiplies no less than 16.
+HEAD_CHANNELS = 16, 32, 64
 
 
 def flow_runtime(setting: FlowRuntime, device: torch.device | str) -> FlowRuntime:
@@ -82,6 +84,18 @@ def use_runtime(
         estimator = DiTOnRuntime(flow.config.estimator, *networks, weight.device, weight.dtype)
     flow.decoder.add_module("estimator", estimator)
     logger.info("the flow's estimator runs in %s", runtime)
+
+
+def check_heads(flow: CosyVoice3Flow | DiTFlow | UNetFlow) -> None:
+    """Raise ValueError unless the kernels of `cuda_graph` compute attention with the flow's heads."""
+    sizes = {flow.config.estimator.head_dim}
+    if isinstance(flow, DiTFlow | UNetFlow):
+        sizes.add(flow.config.encoder.width // flow.config.encoder.heads)
+    if other := sizes.difference(HEAD_CHANNELS):
+        raise ValueError(
+            f"flow_runtime 'cuda_graph' has kernels for heads of {HEAD_CHANNELS} channels; the flow has heads of "
+            f"{sorted(other)}: set flow_runtime to torch"
+        )
 
 
 def _onnx(model_dir: Path, workload: Workload) -> Network:

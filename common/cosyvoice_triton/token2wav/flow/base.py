@@ -22,7 +22,7 @@ from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.networks.flow.layers import valid_frames
 from cosyvoice_triton.networks.flow.unet import UNetFlow
 from cosyvoice_triton.runtimes.estimators import OnRuntime
-from cosyvoice_triton.runtimes.loading import use_runtime
+from cosyvoice_triton.runtimes.loading import check_heads, use_runtime
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.flow.encoder_window import Window, WindowEncoder, with_ahead
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits, padding
@@ -67,6 +67,8 @@ class FlowOptions:
         runs it, the network's estimator is replaced by the runtime's files next to it. ValueError names what does not
         fit."""
         network = load_network(path, self.device, self.dtype)
+        if self.runtime == "cuda_graph":
+            check_heads(network)
         use_runtime(
             network,
             self.stack,
