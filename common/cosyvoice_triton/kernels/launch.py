@@ -25,13 +25,13 @@ COMPILERS = 8  # threads
 
 
 def architecture() -> int:
-    """Return the compute capability of the current GPU: 90 for 9.0."""
-    return _architecture(triton.runtime.driver.active.get_current_device())
+    """Return the compute capability of the process's GPU: 90 for 9.0."""
+    return _architecture(triton.runtime.driver.active)
 
 
-@cache  # torch takes some microseconds for it, and a launch asks three times
-def _architecture(device: int) -> int:
-    return triton.runtime.driver.active.get_current_target().arch
+@cache  # torch takes some microseconds for it, and a launch asks four times
+def _architecture(driver: Any) -> int:
+    return driver.get_current_target().arch
 
 
 def early() -> dict[str, bool]:
