@@ -36,7 +36,7 @@ NetworkName = Literal["flow", "vocoder"]
 # format in use, is at half of them or less (docs/results/speed.md); a network whose values leave a format's range
 # is beyond them by far. 0.05 of a log mel's RMS is about 2.5 dB in each bin; 0.1 of the audio is noise 20 dB below it.
 LIMITS: dict[NetworkName, float] = {"flow": 0.05, "vocoder": 0.1}
-CODE = Path(__file__).parents[2]
+CODE = Path(__file__).parents[2]  # a change there may change an error
 
 
 @dataclass(frozen=True)
