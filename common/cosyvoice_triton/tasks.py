@@ -1,7 +1,7 @@
 """asyncio tasks that end with a block."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -33,10 +33,6 @@ class TaskScope:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         return task
-
-    async def call(self, function: Callable[..., T], *arguments: Any, quick: bool) -> T:
-        """Return what `function` returns. Unless it is `quick` it runs in a thread, concurrently with the block."""
-        return function(*arguments) if quick else await self.result(asyncio.to_thread(function, *arguments))
 
     async def result(self, work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> T:
         """Return the result of `work`; raises as soon as it or any other task of the scope fails."""

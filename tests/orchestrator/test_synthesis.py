@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 
@@ -24,7 +25,7 @@ from tests.support.fakes import (
     fake_prompt,
     speech_request,
 )
-from tests.support.pipeline import Pipeline, Speak, one_by_one, run_until
+from tests.support.pipeline import FakeVoices, Pipeline, Speak, one_by_one, run_until
 
 
 @pytest.mark.parametrize("strategy", ["exponential", "equal", "time_based"])
@@ -41,6 +42,26 @@ def test_time_based_chunks_use_the_tokens_that_arrived_while_a_chunk_was_rendere
     llm = FakeLM(list(range(18)), list(range(18, 95)))
     pipeline = Pipeline(llm, rules=HopRules(strategy="time_based"), clock=lambda: next(times))
     assert [len(waveform) for waveform in pipeline.run()] == [15, 75, 5]
+
+
+def test_a_disk_of_voices_that_hangs_holds_no_other_stream() -> None:
+    asked, answered = threading.Event(), threading.Event()
+    pipeline = Pipeline(FakeLM([1]))
+
+    class Hanging(FakeVoices):
+        def pronunciation(self, voice: Recording | str | None) -> dict[str, str]:
+            asked.set()
+            assert answered.wait(60)
+            return {}
+
+    async def scenario() -> list[np.ndarray]:
+        speech = asyncio.create_task(pipeline.synthesize())
+        await run_until(asked.is_set)
+        answered.set()  # by the loop, which goes on
+        return await speech
+
+    pipeline.voices = Hanging()
+    np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), [1])
 
 
 PARTS = ("tokens", "mel", "embedding")

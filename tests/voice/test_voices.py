@@ -184,7 +184,6 @@ def test_voices_can_be_added_changed_and_removed_while_the_server_runs(folder: P
 def test_who_asks_for_the_words_of_a_recording_does_not_wait_for_the_files_of_voices(
     folder: Path, tmp_path: Path
 ) -> None:
-    """The orchestrator asks in its event loop."""
     torch.save({"anna": cosyvoice_speaker()}, tmp_path / "spk2info.pt")
     reading, read = Event(), Event()
 

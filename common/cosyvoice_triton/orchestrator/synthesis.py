@@ -254,7 +254,7 @@ class Synthesizer:
         place = None if first is None else cache(lambda: scope.spawn(self._reserve(first)))
         if place is not None and (self._clock() < self._careful_until or self._beginning > CROWD):
             await scope.result(place())
-        voice, words = await scope.call(self._read, request, quick=isinstance(request.voice, Recording))
+        voice, words = await scope.result(asyncio.to_thread(self._read, request))  # a network disk can hang
         prompts = self._prompts[request.trim_reference]
         known = prompts.get(voice) if isinstance(voice, Recording) else None
         ready = known or voice
@@ -267,7 +267,7 @@ class Synthesizer:
             encoding = self._encoded(mended, scope)
         quick = isinstance(ready, Prompt) and len(request.target_text) + len(voice.text) <= SHORT_TEXT
         prepare = partial(self._prepared, request, voice.text, words, on_warning)
-        transcript, text, texts = await scope.call(prepare, quick=quick)
+        transcript, text, texts = prepare() if quick else await scope.result(asyncio.to_thread(prepare))
         kept = None
         if voice.text and not (request.instruct_text or request.cross_lingual):
             kept = await _kept(ready, encoding, scope)
