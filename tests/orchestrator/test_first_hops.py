@@ -41,7 +41,7 @@ def listen(slow: float, jitter: float, **numbers: float) -> tuple[float, float]:
     In the others they come when the audio has 0.06 seconds left, more or less `jitter`.
     """
     rng = random.Random(0)
-    first_hops = FirstHops(RULES, FirstHopNumbers(**numbers))  # type: ignore[arg-type]
+    first_hops = FirstHops(RULES, FirstHopNumbers(**numbers))  # type: ignore[arg-type]  # some are counts
     short = gaps = 0
     for number in range(4000):
         loaded = number // 100 % 2

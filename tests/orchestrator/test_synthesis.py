@@ -44,24 +44,36 @@ def test_time_based_chunks_use_the_tokens_that_arrived_while_a_chunk_was_rendere
     assert [len(waveform) for waveform in pipeline.run()] == [15, 75, 5]
 
 
-def test_a_disk_of_voices_that_hangs_holds_no_other_stream() -> None:
+@pytest.mark.parametrize("what", ["a disk of voices that hangs", "the reading of a long text"])
+def test_the_event_loop_does_not_wait_for(what: str) -> None:
     asked, answered = threading.Event(), threading.Event()
-    pipeline = Pipeline(FakeLM([1]))
 
-    class Hanging(FakeVoices):
+    def wait() -> None:
+        asked.set()
+        assert answered.wait(60)
+
+    class Voices(FakeVoices):
         def pronunciation(self, voice: Recording | str | None) -> dict[str, str]:
-            asked.set()
-            assert answered.wait(60)
+            wait()
             return {}
 
+    class Texts(FakeTextPreparer):
+        def segments(self, text: str, normalize: bool, request_seconds: float, *rest: object) -> Iterator[str]:
+            wait()
+            yield text
+
+    pipeline, long = Pipeline(FakeLM([1])), "long" in what
+    pipeline.voices, pipeline.texts = (FakeVoices(), Texts()) if long else (Voices(), FakeTextPreparer())
+    pipeline.voices["anna"] = fake_prompt(1)
+    request = dataclasses.replace(speech_request(), voice="anna", target_text="word " * 100 if long else "word")
+
     async def scenario() -> list[np.ndarray]:
-        speech = asyncio.create_task(pipeline.synthesize())
+        speech = asyncio.create_task(pipeline.synthesize(request))
         await run_until(asked.is_set)
         answered.set()  # by the loop, which goes on
         return await speech
 
-    pipeline.voices = Hanging()
-    np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), [1])
+    assert sum(waveform.size for waveform in pipeline.run(scenario())) == 1
 
 
 PARTS = ("tokens", "mel", "embedding")
