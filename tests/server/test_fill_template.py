@@ -51,7 +51,8 @@ def test_urls_reach_the_parameter(template):
 def test_a_mistake_is_reported_and_the_file_kept(template, capsys, substitutions, message):
     before = template.read_text()
     assert main(["-i", str(template), substitutions]) == 1
-    assert message in capsys.readouterr().err
+    reported = capsys.readouterr().err
+    assert message in reported and str(template) in reported
     assert template.read_text() == before
 
 

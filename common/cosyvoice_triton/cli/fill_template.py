@@ -40,8 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("substitutions", help="key:value,key:value")
     parser.add_argument("-i", "--in_place", action="store_true", help="write the result back to the file")
     args = parser.parse_args(argv)
-    template, given = args.file_path.read_text(), parse_substitutions(args.substitutions)
-    filled = fill(template, given)
+    try:
+        template, given = args.file_path.read_text(), parse_substitutions(args.substitutions)
+        filled = fill(template, given)
+    except ValueError as error:  # stages fill several templates, one after another
+        raise ValueError(f"{args.file_path}: {error}") from None
     for key, value in FIXED.get(model_name(template), {}).items():
         if key in given and given[key].lower() != value:
             print(f"{args.file_path}: {key}:{given[key]} has no effect, it is always {value}", file=sys.stderr)
