@@ -8,7 +8,6 @@ paths, so that it corrects its own errors. Only the estimator is trained. Condit
 in its voices, with the attention masks of streams.
 """
 
-import argparse
 import copy
 import json
 import random
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from cosyvoice_triton import stacks
+from cosyvoice_triton.cli.arguments import command_parser
 from cosyvoice_triton.constants import EULER_STEPS, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
 from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
@@ -140,7 +140,7 @@ def export(student: DiTFlow, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("models", type=Path, help="checkpoints, such as models/demo")
     parser.add_argument("output", type=Path, help="folder for the copy")
     parser.add_argument("--seconds", type=float, default=1500.0, help="of training (default: 1500)")

@@ -18,6 +18,7 @@ import torch
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.bench.token2wav_load import LoadResult, Piece, run_load
+from cosyvoice_triton.cli.arguments import command_parser
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from cosyvoice_triton.demo_checkpoint.make import OFFICIAL, parts
 from cosyvoice_triton.load.host import host_ms
@@ -158,7 +159,7 @@ def loaded(subject: Subject, utterances: int, window: float) -> LoadResult:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(DESCRIPTION)
     parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     parser.add_argument("--models", type=Path, help="checkpoints; without it: full size, RANDOM weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
