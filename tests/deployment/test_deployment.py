@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def test_the_constraints_of_the_images_are_all_that_their_extras_need() -> None:
     if certificates := os.environ.get("PIP_CERT"):
         environment["SSL_CERT_FILE"] = certificates
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    runs = {}
+    runs, running = {}, ExitStack()
     for image in IMAGES:
         comment = (ROOT / f"deploy/constraints/{image}.txt").read_text().split("plus s3tokenizer")[0]
         options = re.findall(r"(--(?:python-version|extra) \S+)", comment)
@@ -110,14 +111,16 @@ def test_the_constraints_of_the_images_are_all_that_their_extras_need() -> None:
         command += (
             f" --constraint deploy/constraints/{image}.txt --python-platform x86_64-manylinux_2_36 pyproject.toml"
         )
-        runs[image] = subprocess.Popen([TOOLS / "uv", *command.split()], cwd=ROOT, env=environment, **pipes)
-    for image, run in runs.items():
-        resolved, error = run.communicate(timeout=240)
-        if "Failed to fetch" in error:
-            pytest.skip(f"no package index: {error.splitlines()[0]}")
-        assert run.returncode == 0, error
-        pins = re.findall(r"^[^#\n].*", (ROOT / f"deploy/constraints/{image}.txt").read_text(), re.MULTILINE)
-        assert {*resolved.splitlines(), "s3tokenizer==0.3.0"} ^ set(pins) == set(), image
+        run = subprocess.Popen([TOOLS / "uv", *command.split()], cwd=ROOT, env=environment, **pipes)
+        runs[image] = running.enter_context(run)  # others end, too, where one finds no index
+    with running:
+        for image, run in runs.items():
+            resolved, error = run.communicate(timeout=240)
+            if "Failed to fetch" in error:
+                pytest.skip(f"no package index: {error.splitlines()[0]}")
+            assert run.returncode == 0, error
+            pins = re.findall(r"^[^#\n].*", (ROOT / f"deploy/constraints/{image}.txt").read_text(), re.MULTILINE)
+            assert {*resolved.splitlines(), "s3tokenizer==0.3.0"} ^ set(pins) == set(), image
 
 
 def stage(target: str) -> str:
