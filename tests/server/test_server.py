@@ -176,9 +176,13 @@ def test_a_server_that_aborts_while_loading_is_started_again(aborts, repository,
 
 @pytest.mark.server
 def test_a_server_that_hangs_with_its_models_loaded_is_started_again(repository, tmp_path, monkeypatch):
-    """A script in its place hangs once, as tritonserver does that waits for a stub that waits for it."""
+    """A script in its place hangs once, as tritonserver does that waits for a stub that waits for it. Until then there
+    is a model whose C++ backend is not installed here."""
+    (repository / "cpp").mkdir()
+    (repository / "cpp" / "config.pbtxt").write_text('name: "cpp"\nbackend: "tensorrtllm"\n')
     hang = f'touch {tmp_path}/hung "${METRICS_DIRECTORY}/idle_0_0.metrics"\nexec sleep 1000\n'
-    replace_tritonserver(tmp_path, monkeypatch, f'[ -e {tmp_path}/hung ] && exec BINARY "$@"\n{hang}')
+    again = f'[ -e {tmp_path}/hung ] && rm -r {repository}/cpp && exec BINARY "$@"\n'
+    replace_tritonserver(tmp_path, monkeypatch, again + hang)
     monkeypatch.setattr(tritonserver, "HUNG_SECONDS", 1.0)
     with TritonServer(repository, ports=FREE) as server:
         assert server.answers_ready() and (tmp_path / "hung").exists()

@@ -288,8 +288,9 @@ class TritonServer:
         return {path.stem for path in self.metrics_directory.glob(f"*{metrics.ENDING}")}
 
     def _all_loaded(self, instances: set[str]) -> bool:
-        """Return whether there is one of each model. Others than ours, such as C++ ones, publish nothing."""
-        models = {path.parent.name for path in self.repository.glob("*/config.pbtxt")}
+        """Return whether there is one of each model of the Python backend; C++ ones publish nothing."""
+        configs = self.repository.glob("*/config.pbtxt")
+        models = {path.parent.name for path in configs if 'backend: "python"' in path.read_text()}
         return {re.sub(r"_\d+_\d+$", "", instance) for instance in instances} >= models
 
     def answers_ready(self) -> bool:
