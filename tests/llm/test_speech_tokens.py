@@ -24,18 +24,6 @@ from cosyvoice_triton.voice.files import spk2info_prompt
 from tests.support.qwen_vocabulary import qwen2_tokenizer
 
 
-@pytest.fixture(scope="module")
-def tokenizer_dir(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tokenizer")
-    build_tokenizer().save(str(directory / "tokenizer.json"))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_dir):
-    return LLMTokenizer.from_dir(tokenizer_dir)
-
-
 def encode(tokenizer, text):
     return tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -72,13 +60,8 @@ def test_cosyvoice3_prompts_begin_with_its_system_words_once(tokenizer, prompt, 
 
 
 def test_every_special_speech_token_of_cosyvoice3_ends_an_utterance():
-    assert added_tokens(COSYVOICE3)[SPEECH_VOCAB:][:5] == [
-        "<|sos|>",
-        "<|eos1|>",
-        "<|task_id|>",
-        "<|fill|>",
-        "<|s_6565|>",
-    ]
+    first = ["<|sos|>", "<|eos1|>", "<|task_id|>", "<|fill|>", "<|s_6565|>"]
+    assert added_tokens(COSYVOICE3)[SPEECH_VOCAB:][:5] == first
     assert len(added_tokens(COSYVOICE3)) == SPEECH_VOCAB + 200 == len({*added_tokens(COSYVOICE3)})
     assert {*COSYVOICE3.ends} == {*added_tokens(COSYVOICE3)[SPEECH_VOCAB:]}
     for token in COSYVOICE3.ends:
@@ -92,9 +75,9 @@ def test_an_end_token_longer_than_any_speech_token_may_arrive_in_pieces():
     assert parser.feed("ech|><|s_6|>") == [] and parser.ended
 
 
-def test_the_first_speech_id_is_read_from_the_tokenizer_or_the_official_one(tokenizer_dir, tokenizer):
+def test_the_first_speech_id_is_read_from_the_tokenizer_or_the_official_one(llm_dir, tokenizer):
     assert read_first_speech_id("") == OFFICIAL_FIRST_SPEECH_ID
-    assert read_first_speech_id(str(tokenizer_dir)) == tokenizer.first_speech_id
+    assert read_first_speech_id(str(llm_dir)) == tokenizer.first_speech_id
     assert tokenizer.first_speech_id == build_tokenizer().token_to_id("<|s_0|>")
 
 
@@ -107,8 +90,8 @@ def test_a_missing_or_damaged_tokenizer_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["<|s_0|>", "<|eos1|>", "<|sos|>", "<|task_id|>", "<|endofprompt|>"])
-def test_a_tokenizer_of_another_model_is_an_error_with_the_missing_token(tmp_path, tokenizer_dir, missing):
-    content = json.loads((tokenizer_dir / "tokenizer.json").read_text())
+def test_a_tokenizer_of_another_model_is_an_error_with_the_missing_token(tmp_path, llm_dir, missing):
+    content = json.loads((llm_dir / "tokenizer.json").read_text())
     content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] != missing]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="has no token " + missing.replace("|", r"\|")):
@@ -121,9 +104,8 @@ def test_the_template_is_the_same_as_ids_and_as_text(tokenizer):
     assert text == "<|sos|>Prompt text. Target 文本.<|task_id|><|s_0|><|s_5|><|s_6560|>"
     assert tokenizer.encode_prompt(prompt).tolist() == encode(tokenizer, text)
     continued = LLMPrompt("Target 文本.", "Prompt text. ", [0], generated=(5, SPEECH_VOCAB - 1))
-    assert tokenizer.prompt_string(continued) == text and tokenizer.encode_prompt(continued).tolist() == encode(
-        tokenizer, text
-    )
+    assert tokenizer.prompt_string(continued) == text
+    assert tokenizer.encode_prompt(continued).tolist() == encode(tokenizer, text)
 
 
 @pytest.fixture(scope="module")

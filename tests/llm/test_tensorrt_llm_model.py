@@ -1,5 +1,6 @@
 """The python backend of `tensorrt_llm`: its model.py loaded as Triton does, with the real CPU engine."""
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,36 +16,29 @@ from tests.support.waiting import until
 MAX_REQUESTS = 8
 
 
-def make_model(genai_dir: Path, decoupled: bool):
+@contextmanager
+def serving(genai_dir: Path, decoupled: bool):
     path = ROOT / "model_repo" / "tensorrt_llm" / "1" / "model.py"
-    return initialized_model(path, decoupled, gpt_model_path=str(genai_dir), max_requests=str(MAX_REQUESTS))
+    model = initialized_model(path, decoupled, gpt_model_path=str(genai_dir), max_requests=str(MAX_REQUESTS))
+    yield model
+    model.finalize()
 
 
 @pytest.fixture(scope="module")
 def decoupled_model(genai_dir):
-    model = make_model(genai_dir, decoupled=True)
-    yield model
-    model.finalize()
+    with serving(genai_dir, decoupled=True) as model:
+        yield model
 
 
 @pytest.fixture(scope="module")
-def plain_model(genai_dir):
-    model = make_model(genai_dir, decoupled=False)
-    yield model
-    model.finalize()
+def prompt(tokenizer):
+    return tokenizer.encode_prompt(LLMPrompt("Hello")).tolist()
 
 
 def send(model, input_ids, *, decoupled=True, request_id="", parameters=None, **tensors) -> InferenceRequest:
     """Send a request to the model as Triton does; tensors that are None are omitted."""
-    kinds = {
-        "random_seed": np.uint64,
-        "temperature": np.float32,
-        "runtime_top_p": np.float32,
-        "seed": np.uint64,
-        "repetition_penalty": np.float32,
-        "streaming": bool,
-        "stop": bool,
-    }
+    kinds = {"streaming": bool, "stop": bool} | dict.fromkeys(("random_seed", "seed"), np.uint64)
+    kinds |= dict.fromkeys(("temperature", "runtime_top_p", "repetition_penalty"), np.float32)
     tensors = {"request_output_len": 200, "streaming": decoupled, "random_seed": 1} | tensors
     inputs = {
         name: np.array([value], kinds.get(name, np.int32)) for name, value in tensors.items() if value is not None
@@ -75,19 +69,23 @@ def error_of(request):
     return response.error()
 
 
-def test_streaming_returns_the_tokens_of_the_whole_answer_a_few_at_a_time(decoupled_model, plain_model, tokenizer):
-    prompt = tokenizer.encode_prompt(LLMPrompt("Hello")).tolist()
+def test_streaming_returns_the_tokens_of_the_whole_answer_a_few_at_a_time(
+    decoupled_model, genai_dir, tokenizer, prompt
+):
     streamed = tokens_of(send(decoupled_model, prompt))
     (at_once,) = tokens_of(send(decoupled_model, prompt, streaming=False))
-    (plain,) = tokens_of(send(plain_model, prompt, decoupled=False))
+    with serving(genai_dir, decoupled=False) as plain_model:
+        (plain,) = tokens_of(send(plain_model, prompt, decoupled=False))
+        error = error_of(send(plain_model, [1, 2, 3], decoupled=False, streaming=True))
+    assert "without decoupled responses" in error.message()
     assert all(len(group) == 3 for group in streamed[:-1]) and 1 <= len(streamed[-1]) <= 3
     assert [token for group in streamed for token in group] == at_once == plain
     assert at_once[-1] in tokenizer.end_ids
 
 
-def test_a_cancelled_request_ends_and_frees_its_capacity(decoupled_model, tokenizer):
+def test_a_cancelled_request_ends_and_frees_its_capacity(decoupled_model, prompt):
     endless = {"request_output_len": 3000, "min_length": 3000}
-    request = send(decoupled_model, tokenizer.encode_prompt(LLMPrompt("Hello")).tolist(), **endless)
+    request = send(decoupled_model, prompt, **endless)
     until(lambda: request.sender.responses)
     request.sender.cancelled = True
     assert finished(request)[-1].error().code() == TritonError.CANCELLED
@@ -95,8 +93,7 @@ def test_a_cancelled_request_ends_and_frees_its_capacity(decoupled_model, tokeni
     until(lambda: decoupled_model.engine.live == 0)
 
 
-def test_a_request_with_stop_ends_the_live_request_with_its_id(decoupled_model, tokenizer):
-    prompt = tokenizer.encode_prompt(LLMPrompt("Hello")).tolist()
+def test_a_request_with_stop_ends_the_live_request_with_its_id(decoupled_model, tokenizer, prompt):
     request = send(decoupled_model, prompt, request_id="a", request_output_len=3000, min_length=3000)
     other = send(decoupled_model, prompt, request_id="b")
     until(lambda: request.sender.responses)
@@ -124,15 +121,13 @@ def test_a_failure_ends_an_answer_with_an_error(decoupled_model, monkeypatch):
     assert error_of(send(decoupled_model, [1, 2, 3], streaming=False)).code() == TritonError.UNAVAILABLE
 
 
-def test_two_live_requests_cannot_share_an_id(decoupled_model, tokenizer):
-    prompt = tokenizer.encode_prompt(LLMPrompt("Hello")).tolist()
+def test_two_live_requests_cannot_share_an_id(decoupled_model, prompt):
     first = send(decoupled_model, prompt, request_id="a", min_length=100)
     assert "'a' is in use" in error_of(send(decoupled_model, prompt, request_id="a")).message()
     assert sum(map(len, tokens_of(first))) > 100
 
 
-def test_a_full_engine_answers_unavailable(decoupled_model, tokenizer):
-    prompt = tokenizer.encode_prompt(LLMPrompt("Hello")).tolist()
+def test_a_full_engine_answers_unavailable(decoupled_model, prompt):
     live = [send(decoupled_model, prompt, min_length=150) for _ in range(MAX_REQUESTS)]
     error = error_of(send(decoupled_model, prompt))
     assert error.code() == TritonError.UNAVAILABLE
@@ -160,6 +155,8 @@ def test_a_full_engine_answers_unavailable(decoupled_model, tokenizer):
         ({"seed": 2**64 - 1}, "seed 18446744073709551615 is out of range"),
         ({"parameters": {"urgent_tokens": "-1"}}, "urgent_tokens -1 is out of range: 0..3000"),
         ({"parameters": {"urgent_tokens": "9" * 5000}}, "urgent_tokens must be a number"),
+        ({"parameters": {"urgent_tokens": "all"}}, "urgent_tokens must be a number, not 'all'"),
+        ({"parameters": {"ras_window": "ten"}}, "ras_window must be a number, not 'ten'"),
         ({"parameters": {"ras_window": "65"}}, "ras_window 65 is out of range"),
     ],
 )
@@ -169,25 +166,14 @@ def test_bad_input_is_an_error_that_names_the_value(decoupled_model, tensors, me
     assert message in error.message()
 
 
-def test_repetition_aware_sampling_is_set_by_request_parameters(decoupled_model, tokenizer):
-    prompt = tokenizer.encode_prompt(LLMPrompt("Hello")).tolist()
+def test_repetition_aware_sampling_is_set_by_request_parameters(decoupled_model, prompt):
     narrow = {"runtime_top_k": 1, "repetition_penalty": 1.0, "request_output_len": 60, "min_length": 60}
     (looping,) = tokens_of(send(decoupled_model, prompt, streaming=False, **narrow))
     ras = {"ras_window": "10", "ras_tau": "0.1"}
     (free,) = tokens_of(send(decoupled_model, prompt, streaming=False, parameters=ras, **narrow))
     assert looping[:2] == free[:2] and looping != free
-    error = error_of(send(decoupled_model, prompt, parameters={"ras_window": "ten"}))
-    assert "ras_window must be a number, not 'ten'" in error.message()
-    error = error_of(send(decoupled_model, prompt, parameters={"urgent_tokens": "all"}))
-    assert "urgent_tokens must be a number, not 'all'" in error.message()
 
 
-def test_streaming_from_a_model_that_is_not_decoupled_is_an_error(plain_model):
-    error = error_of(send(plain_model, [1, 2, 3], decoupled=False, streaming=True))
-    assert "without decoupled responses" in error.message()
-
-
-def test_ids_after_input_lengths_are_ignored(decoupled_model, tokenizer):
-    prompt = tokenizer.encode_prompt(LLMPrompt("Hello")).tolist()
+def test_ids_after_input_lengths_are_ignored(decoupled_model, prompt):
     padded = send(decoupled_model, prompt + [0] * 7, input_lengths=len(prompt))
     assert tokens_of(padded) == tokens_of(send(decoupled_model, prompt))
