@@ -79,6 +79,14 @@ def step(engine: Token2Wav, stream: Stream, piece: Piece) -> np.ndarray:
     return audio
 
 
+def spoken(engine: Token2Wav, voice: Prompt, pieces: Sequence[Piece]) -> np.ndarray:
+    """The audio of a stream of its own."""
+    stream = engine.open(voice)
+    audio = np.concatenate([step(engine, stream, piece) for piece in pieces])
+    engine.close(stream)
+    return audio
+
+
 def overflowing(network: torch.nn.Module) -> torch.nn.Module:
     """The same function with values beyond float16 in its first attention."""
     network = copy.deepcopy(network)

@@ -10,7 +10,7 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import HOP_SAMPLES
 from cosyvoice_triton.networks.flow import CosyVoice3Flow, load_cosyvoice3_flow
 from cosyvoice_triton.networks.flow.checkpoint import ROTARY_KEY, with_rotary
-from cosyvoice_triton.networks.hift import CausalHiFTGenerator, load_causal_hift, split_weight_norm
+from cosyvoice_triton.networks.hift import load_causal_hift, split_weight_norm
 from cosyvoice_triton.networks.hift.causal import WITHHELD_FRAMES
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
@@ -28,28 +28,13 @@ AUDIO = 1e-4  # largest difference of streamed audio from the whole's, which is 
 
 
 @pytest.fixture(scope="module")
-def network(rotary_network) -> CosyVoice3Flow:
-    return rotary_network
-
-
-@pytest.fixture(scope="module")
-def hift(causal_hift) -> CausalHiFTGenerator:
-    return causal_hift
-
-
-@pytest.fixture(scope="module")
 def noise():
     return uniform_noise(9)
 
 
 @pytest.fixture
-def vocoder(hift, noise) -> CausalVocoder:
-    return CausalVocoder(hift, noise, limits=LIMITS)
-
-
-@pytest.fixture
-def flow(network) -> CosyVoice3Streaming:
-    return streaming(network)
+def vocoder(causal_hift, noise) -> CausalVocoder:
+    return CausalVocoder(causal_hift, noise, limits=LIMITS)
 
 
 def streaming(network: CosyVoice3Flow, **options: Any) -> CosyVoice3Streaming:
@@ -88,10 +73,10 @@ def test_a_chunk_gives_all_but_the_audio_that_later_frames_change(vocoder):
     ]
 
 
-def test_no_frame_is_vocoded_twice(vocoder, hift):
+def test_no_frame_is_vocoded_twice(vocoder, causal_hift):
     """In front of its new columns a chunk has those that the convolution needs, and no more."""
-    columns, of_frame = [], HOP_SAMPLES // hift.config.istft_hop
-    hook = hift.conv_post.register_forward_hook(lambda _, inputs, output: columns.append(output.shape[2]))
+    columns, of_frame = [], HOP_SAMPLES // causal_hift.config.istft_hop
+    hook = causal_hift.conv_post.register_forward_hook(lambda _, inputs, output: columns.append(output.shape[2]))
     try:
         vocoded(vocoder, mels(130), [(30, 50, 50)])
     finally:
@@ -107,14 +92,14 @@ def test_long_audio_in_chunks_keeps_the_phase_of_the_whole(vocoder):
     torch.testing.assert_close(end, expected, atol=AUDIO, rtol=0)
 
 
-def test_the_pitch_is_computed_in_float64(hift, tmp_path):
-    assert {parameter.dtype for parameter in hift.f0_predictor.parameters()} == {torch.float64}
-    state = split_weight_norm(hift.state_dict())
+def test_the_pitch_is_computed_in_float64(causal_hift, tmp_path):
+    assert {parameter.dtype for parameter in causal_hift.f0_predictor.parameters()} == {torch.float64}
+    state = split_weight_norm(causal_hift.state_dict())
     torch.save({f"generator.{key}": tensor.float() for key, tensor in state.items()}, tmp_path / "hift.pt")
     loaded = load_causal_hift(tmp_path / "hift.pt").body_to(torch.float16)
     assert {parameter.dtype for parameter in loaded.f0_predictor.parameters()} == {torch.float64}
     assert loaded.conv_pre.weight.dtype == torch.float16
-    torch.testing.assert_close(loaded.f0_predictor.classifier.weight, hift.f0_predictor.classifier.weight)
+    torch.testing.assert_close(loaded.f0_predictor.classifier.weight, causal_hift.f0_predictor.classifier.weight)
 
 
 def saved(network: CosyVoice3Flow, path, **changes: Tensor):
@@ -122,29 +107,29 @@ def saved(network: CosyVoice3Flow, path, **changes: Tensor):
     return path
 
 
-def test_the_flow_is_loaded_strictly_and_its_positions_stay_exact_in_every_precision(network, tmp_path):
-    loaded = load_cosyvoice3_flow(saved(network, tmp_path / "flow.pt"), dtype=torch.bfloat16)
-    assert loaded.config == network.config and loaded.decoder.estimator.proj_out.weight.dtype == torch.bfloat16
+def test_the_flow_is_loaded_strictly_and_its_positions_stay_exact_in_every_precision(rotary_network, tmp_path):
+    loaded = load_cosyvoice3_flow(saved(rotary_network, tmp_path / "flow.pt"), dtype=torch.bfloat16)
+    assert loaded.config == rotary_network.config and loaded.decoder.estimator.proj_out.weight.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="unexpected: stray"):
-        load_cosyvoice3_flow(saved(network, tmp_path / "flow.pt", stray=torch.zeros(1)))
+        load_cosyvoice3_flow(saved(rotary_network, tmp_path / "flow.pt", stray=torch.zeros(1)))
     with pytest.raises(ValueError, match=r"inv_freq is not 10000\^"):
-        load_cosyvoice3_flow(saved(network, tmp_path / "flow.pt", **{ROTARY_KEY: torch.ones(4)}))
+        load_cosyvoice3_flow(saved(rotary_network, tmp_path / "flow.pt", **{ROTARY_KEY: torch.ones(4)}))
 
 
 @pytest.fixture
-def checkpoint(network, hift, tmp_path):
+def checkpoint(rotary_network, causal_hift, tmp_path):
     """flow.pt and hift.pt in the official layout."""
-    saved(network, tmp_path / "flow.pt")
-    state = {key: tensor.float() for key, tensor in split_weight_norm(hift.state_dict()).items()}
+    saved(rotary_network, tmp_path / "flow.pt")
+    state = {key: tensor.float() for key, tensor in split_weight_norm(causal_hift.state_dict()).items()}
     torch.save(state, tmp_path / "hift.pt")
     return tmp_path
 
 
-def test_the_engine_of_the_stack_loads_the_official_files(checkpoint, network, hift, noise):
+def test_the_engine_of_the_stack_loads_the_official_files(checkpoint, rotary_network, causal_hift, noise):
     precision = Precision(torch.float32, torch.float32)
     engine = Token2Wav.load(stacks.COSYVOICE3, checkpoint, device="cpu", limits=LIMITS, precision=precision, steps=2)
-    flow = streaming(network)
-    own = Token2Wav(flow, CausalVocoder(hift, noise, limits=LIMITS))
+    flow = streaming(rotary_network)
+    own = Token2Wav(flow, CausalVocoder(causal_hift, noise, limits=LIMITS))
     audio, expected = (each.whole(prompt(3), ids(3, 40)) for each in (engine, own))
     np.testing.assert_allclose(audio, expected, atol=1e-3)
 
@@ -157,29 +142,20 @@ def test_the_engine_keeps_keys_and_values_in_eight_bits(checkpoint):
 
 
 @torch.inference_mode()
-def test_the_engine_in_bfloat16_is_near_the_one_in_float32(checkpoint, network, hift, noise):
+def test_the_engine_in_bfloat16_is_near_the_one_in_float32(checkpoint, rotary_network, causal_hift, noise):
     """A mel's error moves the pitch, and with it the phase: the vocoder is compared on one mel."""
     precision = Precision(torch.bfloat16, torch.bfloat16)
     engine = Token2Wav.load(stacks.COSYVOICE3, checkpoint, device="cpu", limits=LIMITS, precision=precision, steps=2)
-    exact = streaming(network)
+    exact = streaming(rotary_network)
     mel, expected = (flow.whole([(prompt(3), ids(3, 40))])[0].float() for flow in (engine._flow, exact))
     assert (mel - expected).norm() < 0.05 * expected.norm()
-    vocoders = engine._vocoder, CausalVocoder(hift, noise, limits=LIMITS)
+    vocoders = engine._vocoder, CausalVocoder(causal_hift, noise, limits=LIMITS)
     audio, expected = (vocoder.whole(mels(40))[0] for vocoder in vocoders)
     assert (audio - expected).norm() < 0.1 * expected.norm()
 
 
 def test_another_runtime_than_torch_is_refused(checkpoint):
     precision = Precision(torch.float32, torch.float32)
-    with pytest.raises(
-        ValueError, match="flow_runtime 'onnxruntime': the flow of the stack 'cosyvoice3' runs in torch"
-    ):
-        Token2Wav.load(
-            stacks.COSYVOICE3,
-            checkpoint,
-            device="cpu",
-            limits=LIMITS,
-            precision=precision,
-            runtime="onnxruntime",
-            steps=2,
-        )
+    load = partial(Token2Wav.load, stacks.COSYVOICE3, checkpoint, device="cpu", limits=LIMITS, steps=2)
+    with pytest.raises(ValueError, match="flow_runtime 'onnxruntime': the flow of the stack 'cosyvoice3' runs in tor"):
+        load(precision=precision, runtime="onnxruntime")

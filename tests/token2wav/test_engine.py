@@ -6,22 +6,13 @@ import numpy as np
 import pytest
 import torch
 from cosyvoice_triton.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
-from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape, flow_noise
-from cosyvoice_triton.voice.prompt import Prompt
 
 from tests.parity.reference import dit_flow, window_flow
-from tests.support.streams import Piece, dit_pieces, ids, prompt, step, tensors, unet_pieces
-
-
-def synthesize(engine: Token2Wav, voice: Prompt, pieces: list[Piece]) -> np.ndarray:
-    stream = engine.open(voice)
-    audio = np.concatenate([step(engine, stream, piece) for piece in pieces])
-    engine.close(stream)
-    return audio
+from tests.support.streams import Piece, ids, pieces, prompt, spoken, step, tensors
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, subject: object, name: str, fails: Callable[..., Exception | None]) -> None:
@@ -54,9 +45,9 @@ def test_a_batch_that_needs_too_much_memory_is_rendered_in_parts(kind, request, 
 def test_one_bad_chunk_of_a_batch_gets_an_error_and_the_others_their_audio(kind, fault, request, vocoder, monkeypatch):
     engine = request.getfixturevalue(kind)
     tokens = ids(1, 40)
-    plans = (dit_pieces if kind == "dit" else unet_pieces)(tokens, [20])
+    plans = pieces(engine, tokens, [20])
     streams = [engine.open(prompt(seed)) for seed in range(3)]
-    expected = [synthesize(engine, prompt(seed), plans) for seed in (0, 2)]
+    expected = [spoken(engine, prompt(seed), plans) for seed in (0, 2)]
     first = engine.step([plans[0].of(engine, stream) for stream in streams])
     chunks = [plans[1].of(engine, stream) for stream in streams]
     if fault == "in the flow":
@@ -68,12 +59,8 @@ def test_one_bad_chunk_of_a_batch_gets_an_error_and_the_others_their_audio(kind,
         fail(monkeypatch, engine._flow._solve, "run", refused)
     elif fault == "in the vocoder":
         slot = streams[1].vocoder.slot
-        fail(
-            monkeypatch,
-            vocoder._renderer,
-            "later",
-            lambda mel, slots, *_: RuntimeError("bad") if slot in slots else None,
-        )
+        at_slot = lambda mel, slots, *_: RuntimeError("bad") if slot in slots else None  # noqa: E731
+        fail(monkeypatch, vocoder._renderer, "later", at_slot)
     else:
         vocoder.pool.speech[streams[1].vocoder.slot] = torch.nan
     results = engine.render(chunks)
@@ -88,7 +75,7 @@ def test_one_bad_chunk_of_a_batch_gets_an_error_and_the_others_their_audio(kind,
 def test_the_sample_of_a_models_own_test_is_audible_work(kind, request):
     engine = request.getfixturevalue(kind)
     voice, tokens = engine.sample()
-    audio = synthesize(engine, voice, [Piece(tokens, final=True)])
+    audio = spoken(engine, voice, [Piece(tokens, final=True)])
     assert len(audio) == len(engine.whole(voice, tokens)) == len(tokens) * TOKEN_MEL_RATIO * HOP_SAMPLES
 
 
@@ -159,11 +146,11 @@ def test_invalid_tokens_of_a_chunk_are_named(kind, piece, message, request):
 @pytest.mark.parametrize("kind", ["dit", "unet"])
 def test_a_chunk_that_makes_a_stream_too_long_is_refused_and_the_stream_may_end_at_the_limit(kind, request):
     engine, tokens = request.getfixturevalue(kind), ids(8, 201)
-    stream, split = engine.open(prompt(8)), dit_pieces if kind == "dit" else unet_pieces
-    step(engine, stream, split(tokens, [190])[0])
+    stream = engine.open(prompt(8))
+    step(engine, stream, pieces(engine, tokens, [190])[0])
     with pytest.raises(ValueError, match="the stream has 201 speech tokens; the limit is 200"):
-        split(tokens, [190])[1].of(engine, stream)
-    assert len(step(engine, stream, split(tokens[:-1], [190])[1])) > 0
+        pieces(engine, tokens, [190])[1].of(engine, stream)
+    assert len(step(engine, stream, pieces(engine, tokens[:-1], [190])[1])) > 0
 
 
 def test_warm_up_does_not_change_later_audio(dit, unet):

@@ -7,7 +7,7 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.token2wav.clicks import FADE_SAMPLES, LOUD, without_click
 from cosyvoice_triton.token2wav.engine import Token2Wav
 
-from tests.support.streams import ids, pieces, prompt, step
+from tests.support.streams import ids, pieces, prompt, spoken, step
 from tests.token2wav.test_chunks_equal_whole import mel
 
 LAST = SAMPLE_RATE // 25  # 40 ms
@@ -29,9 +29,7 @@ def test_the_last_40_ms_of_a_stream_are_those_of_the_whole(engine: Token2Wav, re
     cross-faded, they are not.
     """
     voice, tokens = prompt(4, 25), ids(4, sum(HOPS) + rest)
-    stream = engine.open(voice)
-    audio = np.concatenate([step(engine, stream, piece) for piece in pieces(engine, tokens, HOPS)])
-    engine.close(stream)
+    audio = spoken(engine, voice, pieces(engine, tokens, HOPS))
     (whole,) = engine._vocoder.whole([mel(engine._flow, voice, tokens, HOPS)])
     assert len(audio) == len(whole)
     np.testing.assert_allclose(audio[-LAST:], whole.numpy()[-LAST:], atol=1e-4)

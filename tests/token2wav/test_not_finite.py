@@ -12,14 +12,12 @@ from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
-from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
-from cosyvoice_triton.token2wav.gpu.noise import flow_noise, uniform_noise
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.token2wav.stream import NotFiniteError, Stream
-from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from cosyvoice_triton.voice.prompt import Prompt
 
-from tests.support.streams import VOICES_BYTES, Piece, dit_pieces, ids, overflowing, prompt, unet_pieces
+from tests.support.streams import VOICES_BYTES, ids, overflowing, pieces, prompt, spoken, step
 
 LIMITS = BatchLimits(max_streams=8)
 TOLERANCE = 1e-3  # between batches, as in test_engine
@@ -28,42 +26,20 @@ SEEDS = [1, 2, 3]
 TOKENS = 47
 
 
-@pytest.fixture
-def dit(dit_network, vocoder) -> Token2Wav:
-    flow = DiTStreaming(dit_network, flow_noise(), PromptCaches(VOICES_BYTES), limits=LIMITS, steps=4)
-    return Token2Wav(flow, vocoder)
-
-
-@pytest.fixture
-def unet(unet_network, vocoder) -> Token2Wav:
-    return Token2Wav(UNetStreaming(unet_network, flow_noise(), limits=LIMITS, steps=4), vocoder)
-
-
-@pytest.fixture
-def cosyvoice3(rotary_network, causal_hift) -> Token2Wav:
-    flow = CosyVoice3Streaming(rotary_network, flow_noise(), PromptCaches(VOICES_BYTES), limits=LIMITS, steps=4)
-    return Token2Wav(flow, CausalVocoder(causal_hift, uniform_noise(9), limits=LIMITS))
-
-
 def voice(engine: Token2Wav, seed: int) -> Prompt:
     """Long enough that CosyVoice3's flow keeps some of it."""
     return prompt(seed, tokens=40 if isinstance(engine._flow, CosyVoice3Streaming) else 12)
 
 
-def pieces(engine: Token2Wav, seed: int, tokens: int = TOKENS, hops: list[int] = HOPS) -> list[Piece]:
-    return (unet_pieces if engine._flow.cumulative else dit_pieces)(ids(seed, tokens), hops)
-
-
-def spoken(engine: Token2Wav, seeds: list[int], before: Callable[[int, list[Stream]], None]) -> list[np.ndarray]:
+def together(engine: Token2Wav, seeds: list[int], before: Callable[[int, list[Stream]], None]) -> list[np.ndarray]:
     """The audio of streams that are rendered together. `before` is called before each of their chunks."""
-    plans = [pieces(engine, seed) for seed in seeds]
+    plans = [pieces(engine, ids(seed, TOKENS), HOPS) for seed in seeds]
     streams = [engine.open(voice(engine, seed)) for seed in seeds]
     parts: list[list[np.ndarray]] = [[] for _ in seeds]
     for turn in range(len(plans[0])):
         before(turn, streams)
-        for part, audio in zip(
-            parts, engine.step([p[turn].of(engine, s) for p, s in zip(plans, streams, strict=True)]), strict=True
-        ):
+        chunks = [plan[turn].of(engine, stream) for plan, stream in zip(plans, streams, strict=True)]
+        for part, audio in zip(parts, engine.step(chunks), strict=True):
             part.append(audio)
     for stream in streams:
         engine.close(stream)
@@ -108,7 +84,7 @@ def once(monkeypatch: pytest.MonkeyPatch, subject: object, name: str, row: int) 
 def test_a_chunk_that_is_not_finite_is_rendered_again_and_no_listener_notices(kind, fault, turn, request, monkeypatch):
     engine = request.getfixturevalue(kind)
     flow = engine._flow
-    expected = spoken(engine, SEEDS, nothing)
+    expected = together(engine, SEEDS, nothing)
 
     def spoil(now: int, streams: list[Stream]) -> None:
         if now != turn:
@@ -124,7 +100,7 @@ def test_a_chunk_that_is_not_finite_is_rendered_again_and_no_listener_notices(ki
         else:
             streams[1].prompt.attention.values[..., 5, :] = torch.nan
 
-    for actual, whole in zip(spoken(engine, SEEDS, spoil), expected, strict=True):
+    for actual, whole in zip(together(engine, SEEDS, spoil), expected, strict=True):
         np.testing.assert_allclose(actual, whole, atol=TOLERANCE)
     assert (engine.counts[RETRIED], engine.counts[FAILED]) == (1, 0)
     assert engine.counts[EVICTED] == (0 if kind == "unet" else 1)
@@ -133,7 +109,7 @@ def test_a_chunk_that_is_not_finite_is_rendered_again_and_no_listener_notices(ki
 @torch.inference_mode()
 def test_a_voice_that_is_not_finite_is_evicted_and_its_live_streams_go_on(dit):
     """Both streams of the voice are rendered again; the second one and all later streams take the new prompt cache."""
-    plan = pieces(dit, 1)
+    plan = pieces(dit, ids(1, TOKENS), HOPS)
     first, second = dit.open(prompt(1)), dit.open(prompt(1))
     bad = first.prompt
     expected = bad.attention.keys.clone()
@@ -151,7 +127,7 @@ def test_a_voice_that_is_not_finite_is_evicted_and_its_live_streams_go_on(dit):
 def test_a_prompt_cache_that_is_not_finite_is_made_again(kind, bad, request, monkeypatch, caplog):
     """Where the convolutions come before all blocks, the last step's values are in no history."""
     engine = request.getfixturevalue(kind)
-    expected = spoken(engine, SEEDS, nothing)
+    expected = together(engine, SEEDS, nothing)
     engine._flow._prompts = PromptCaches(VOICES_BYTES)
     prefill = engine._flow._solve.prefill
 
@@ -163,24 +139,18 @@ def test_a_prompt_cache_that_is_not_finite_is_made_again(kind, bad, request, mon
     monkeypatch.setattr(engine._flow._solve, "prefill", spoiled)
     engine.prefill([voice(engine, seed) for seed in SEEDS])
     assert "a prompt cache is not finite" in caplog.text
-    for actual, whole in zip(spoken(engine, SEEDS, nothing), expected, strict=True):
+    for actual, whole in zip(together(engine, SEEDS, nothing), expected, strict=True):
         np.testing.assert_allclose(actual, whole, atol=TOLERANCE)
     assert engine.counts[RETRIED] == 0
 
 
 def test_a_flow_that_overflows_in_float16_speaks_as_in_float32(dit, dit_network, vocoder):
     network = overflowing(dit_network)
-    flow = DiTStreaming(
-        copy.deepcopy(network).half(),
-        flow_noise(),
-        PromptCaches(VOICES_BYTES),
-        limits=LIMITS,
-        steps=4,
-        load_exact=lambda: network,
-    )
+    half, options = copy.deepcopy(network).half(), {"limits": LIMITS, "steps": 4, "load_exact": lambda: network}
+    flow = DiTStreaming(half, flow_noise(), PromptCaches(VOICES_BYTES), **options)
     half = Token2Wav(flow, vocoder)
     half.prefill([prompt(9)])
-    for actual, expected in zip(spoken(half, [1, 2], nothing), spoken(dit, [1, 2], nothing), strict=True):
+    for actual, expected in zip(together(half, [1, 2], nothing), together(dit, [1, 2], nothing), strict=True):
         np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
     assert half.counts[RETRIED] == 2 * (len(HOPS) + 1)
     assert prompt(9).digest not in flow._prompts, "the float32 copy needs the memory of idle voices"
@@ -193,13 +163,14 @@ def test_a_long_stream_is_rendered_again_from_its_recent_tokens(dit_network, voc
         dit_network, flow_noise(), PromptCaches(VOICES_BYTES), limits=LIMITS, steps=4, context_tokens=60
     )
     engine, mels = Token2Wav(flow, vocoder), []
+    *plan, last = pieces(engine, ids(1, 100), [20, 20, 20, 20])
     for poisoned in (False, True):
         stream = engine.open(prompt(1))
-        for piece in pieces(engine, 1, 100, [20, 20, 20, 20])[:-1]:
+        for piece in plan:
             engine.step([piece.of(engine, stream)])
         if poisoned:
             flow._pool.history[stream.cache.slot] = torch.nan
-        chunk = pieces(engine, 1, 100, [20, 20, 20, 20])[-1].of(engine, stream)
+        chunk = last.of(engine, stream)
         (mel,) = flow.render([chunk])
         mels.append(flow.again(chunk) if poisoned else mel.clone())
         assert stream.cache.total == 200
@@ -208,17 +179,12 @@ def test_a_long_stream_is_rendered_again_from_its_recent_tokens(dit_network, voc
 
 @torch.inference_mode()
 def test_a_mel_too_short_for_audio_is_not_kept_if_it_is_not_finite(dit):
-    plan = pieces(dit, 1, 20, [2])
-    expected = spoken_alone(dit, plan)
+    plan = pieces(dit, ids(1, 20), [2])
+    expected = spoken(dit, prompt(1), plan)
     stream = dit.open(prompt(1))
     dit._flow._pool.history[stream.cache.slot] = torch.nan
-    actual = [dit.step([piece.of(dit, stream)])[0] for piece in plan]
+    actual = [step(dit, stream, piece) for piece in plan]
     np.testing.assert_allclose(np.concatenate(actual), expected, atol=TOLERANCE)
-
-
-def spoken_alone(engine: Token2Wav, plan: list[Piece]) -> np.ndarray:
-    stream = engine.open(prompt(1))
-    return np.concatenate([engine.step([piece.of(engine, stream)])[0] for piece in plan])
 
 
 @pytest.mark.parametrize("kind", ["dit", "unet"])

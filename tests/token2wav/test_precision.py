@@ -7,17 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.config import Token2WavConfig
-from cosyvoice_triton.networks.flow import CosyVoice3Flow
+from cosyvoice_triton.networks.flow import CosyVoice3Flow, DiTFlow
 from cosyvoice_triton.networks.flow.checkpoint import with_rotary
 from cosyvoice_triton.networks.hift.checkpoint import split_weight_norm
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import Token2Wav
-from cosyvoice_triton.token2wav.flow.base import StreamingFlow
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
 from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
@@ -26,13 +24,9 @@ from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.token2wav.gpu.precision import LIMITS, Precision
 from cosyvoice_triton.token2wav.stream import VocoderState
-from cosyvoice_triton.voice.prompt import Prompt
 
-from tests.parity import flow_dit, flow_unet
-from tests.parity.fixture import Fixture
-from tests.support.streams import overflowing
+from tests.support.streams import VOICES_BYTES, ids, overflowing, pieces, prompt
 
-GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 FLOAT32, HALF = Precision(torch.float32, torch.float32), Precision(torch.float16, torch.float16)
 BFLOAT16_FLOW = Precision(torch.bfloat16, torch.float32)
 TOLERANCE = 3e-2  # RMS error, relative to the RMS of the mel
@@ -75,37 +69,21 @@ def test_bfloat16_is_refused_on_a_gpu_that_does_not_compute_in_it(monkeypatch, f
     assert getattr(Precision.named(flow, vocoder, "cuda:0"), named) == torch.bfloat16
 
 
-def flow_of(stack: str, dtype: torch.dtype) -> StreamingFlow:
-    if stack == "dit":
-        fixture = Fixture(GOLDEN / "item8b_dit_streaming_token2wav.json")
-        dit = flow_dit.build(fixture, "stepaudio2_flow_tiny.weights.safetensors").to(dtype)
-        return DiTStreaming(dit, flow_noise(), PromptCaches(64 << 20), limits=BatchLimits(max_streams=1))
-    fixture = Fixture(GOLDEN / "item8c_cosyvoice2_streaming_token2wav.json")
-    unet = flow_unet.build(fixture, "cosyvoice2_flow_tiny.weights.safetensors").to(dtype)
-    return UNetStreaming(unet, flow_noise(), limits=BatchLimits(max_streams=1))
-
-
 @torch.inference_mode()
-def mels(flow: StreamingFlow) -> list[torch.Tensor]:
-    """Mel of a whole utterance, and mels of its first chunks."""
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 120, 60)
-    prompt = Prompt(
-        tokens=rng.integers(0, 120, 20),
-        mel=rng.standard_normal((40, 80)).astype(np.float32) - 4,
-        embedding=rng.standard_normal(24).astype(np.float32),
-        text="",
-    )
-    stream = flow.open(prompt, VocoderState(0))
-    chunks = [flow.render([flow.chunk(stream, tokens[:28], final=False)])[0].clone()]
-    second = tokens if flow.cumulative else tokens[25:]
-    chunks += flow.render([flow.chunk(stream, second, final=True)])
-    return [*flow.whole([(prompt, tokens)]), *chunks]
+def mels(network: torch.nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Mel of a whole utterance, and mels of its chunks."""
+    kind, caches = (DiTStreaming, [PromptCaches(VOICES_BYTES)]) if isinstance(network, DiTFlow) else (UNetStreaming, [])
+    limits, tokens, voice = BatchLimits(max_streams=1), ids(0, 60), prompt(0, tokens=20)
+    flow: Any = kind(copy.deepcopy(network).to(dtype), flow_noise(), *caches, limits=limits)
+    stream = flow.open(voice, VocoderState(0))
+    chunks = [flow.render([piece.of(flow, stream)])[0].clone() for piece in pieces(flow, tokens, [25])]
+    return [*flow.whole([(voice, tokens)]), *chunks]
 
 
 @pytest.mark.parametrize("stack", ["dit", "unet"])
-def test_bfloat16_changes_the_mel_of_ten_steps_only_slightly(stack):
-    for exact, rounded in zip(mels(flow_of(stack, torch.float32)), mels(flow_of(stack, torch.bfloat16)), strict=True):
+def test_bfloat16_changes_the_mel_of_ten_steps_only_slightly(stack, request):
+    network = request.getfixturevalue(f"{stack}_network")
+    for exact, rounded in zip(mels(network, torch.float32), mels(network, torch.bfloat16), strict=True):
         error = (rounded - exact).norm() / exact.norm()
         assert rounded.dtype == torch.float32 and 0 < error < TOLERANCE
 
