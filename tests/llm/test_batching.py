@@ -135,7 +135,7 @@ def test_a_cancelled_request_frees_its_capacity_at_once(model, engine):
 def test_a_failing_model_fails_live_and_later_requests(model, engine):
     async def run():
         model.gate.clear()
-        live = [asyncio.create_task(collect(engine, make_request(i))) for i in range(3)]
+        live = [asyncio.create_task(collect(engine, make_request(i))) for i in (2, 3, 4)]
         await asyncio.sleep(0.05)
         model.broken = True
         model.gate.set()

@@ -25,6 +25,7 @@ from cosyvoice_triton.server import readiness
 from cosyvoice_triton.server.tritonserver import free_port
 
 from tests.support.serve_process import VOICE, ServeProcess, StreamResult, rendered, serve_process, synthesize
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.server, pytest.mark.serial]
 
@@ -127,10 +128,7 @@ def test_a_stopped_model_is_not_ready_and_may_go_on(server: ServeProcess) -> Non
 
 
 def wait_for_readiness(server: ServeProcess, wanted: tuple[int, str]) -> None:
-    deadline = time.monotonic() + END_SECONDS
-    while (now := server.readiness()) != wanted:
-        assert time.monotonic() < deadline, now
-        time.sleep(0.1)
+    until(lambda: server.readiness() == wanted, every=0.1)
 
 
 def test_a_gpu_error_ends_the_server_with_its_reason(server: ServeProcess, faults: Path) -> None:

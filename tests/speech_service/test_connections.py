@@ -38,11 +38,11 @@ def url() -> Iterator[str]:
     ids=["nothing", "half of the headers", "half of the body", "half of a second request"],
 )
 def test_a_request_that_does_not_arrive_in_time_is_closed(url: str, data: bytes) -> None:
+    started = time.monotonic()
     with opened(url, data) as client:
-        started = time.monotonic()
         while client.recv(1 << 16):
             pass
-        assert SECONDS / 2 < time.monotonic() - started  # and within the 10 s of this socket
+        assert time.monotonic() - started > SECONDS  # and within the 10 s of this socket
 
 
 def test_an_idle_connection_is_kept_as_long_as_the_setting_says() -> None:
@@ -111,17 +111,15 @@ def test_a_request_over_the_limit_of_connections_is_answered_503(url: str) -> No
 
 def test_a_websocket_is_idle_only_when_nothing_is_spoken(url: str) -> None:
     with connect(url.replace("http", "ws") + f"{SPEECH}/stream") as client:
+        started, kinds = time.monotonic(), []
         send(client, "input.text", text="Hello")
         send(client, "input.done")
-        kinds = []
-        started = time.monotonic()
         with pytest.raises(ConnectionClosed) as closed:
             while True:
                 message = client.recv(10)
                 kinds.append("audio" if isinstance(message, bytes) else json.loads(message)["type"])
-                spoken = time.monotonic()
         assert kinds == ["audio.start", *["audio"] * STUB.chunks, "audio.done", "session.done"]
-        assert spoken - started > SECONDS and time.monotonic() - spoken > SECONDS / 2
+        assert time.monotonic() - started > (STUB.chunks - 1) * STUB.pause + SECONDS
         assert closed.value.rcvd is not None and closed.value.rcvd.reason == "idle"
 
 

@@ -192,9 +192,9 @@ def test_a_new_voice_that_waits_for_its_turn_is_refused_by_its_headers_alone(
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 0.0)  # however long ago the refusal was
     monkeypatch.setattr(dispatcher, "TURN_SECONDS", 60.0)
     readers = [half_sent(url, b" " * 300_000) for _ in range(os.cpu_count() or 1)]
-    time.sleep(0.2)  # they have their turns
+    httpx.get(f"{url}/health")  # came later: those who were before it have their turns now
     with half_sent(url) as waiting:
-        time.sleep(0.2)
+        httpx.get(f"{url}/health")  # and this one waits
         stub.error = OVERLOADED
         assert httpx.post(url + SPEECH, json=TEXT).status_code == 429  # a known voice waits for nobody
         for each in readers:
@@ -208,7 +208,7 @@ def test_a_refusal_while_a_slow_client_sends_its_recording_does_not_refuse_it_wh
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 0.0)
     body = json.dumps({**TEXT, "ref_audio": recording(1)}).encode()
     with half_sent(url, body[:-1], size=len(body)) as slow:
-        time.sleep(0.2)  # it has its turn
+        httpx.get(f"{url}/health")  # came later: the other one has its turn now
         stub.error = OVERLOADED
         assert httpx.post(url + SPEECH, json=TEXT).status_code == 429
         stub.error = ""
@@ -234,7 +234,7 @@ def test_a_batch_waits_for_places(stub: TritonStub, url: str, monkeypatch: pytes
 def test_a_batch_waits_no_longer_than_its_time(stub: TritonStub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speech, "RETRY_SECONDS", 0.02)
     stub.error = OVERLOADED
-    with stubbed(stub, timeout=0.3) as url:
+    with stubbed(stub, timeout=2) as url:
         results = httpx.post(f"{url}{SPEECH}/batch", json={"items": [TEXT, TEXT]}, timeout=60).json()["results"]
     assert [each["error"]["code"] for each in results] == ["overloaded", "overloaded"]
 

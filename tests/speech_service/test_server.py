@@ -56,7 +56,7 @@ def test_settings_are_read_from_the_environment_and_live_streams_end_after_sigte
                 size += len(part)
                 process.send_signal(signal.SIGTERM)
         assert size == 2 * stub.chunks * stub.samples
-        process.wait(10)
+        process.wait(60)
         assert not answers(url)
 
 
@@ -84,6 +84,6 @@ def test_the_sidecar_starts_and_stops_with_the_block_and_signals_its_unexpected_
                     )  # before its block, that is, before models load
             assert not answers(url) and not signalled.is_set()
         with speech_service("no address", tmp_path, "127.0.0.1", port):  # it ends by itself
-            assert signalled.wait(20)
+            assert signalled.wait(60)
     finally:
         signal.signal(signal.SIGTERM, before)

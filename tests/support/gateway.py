@@ -49,7 +49,8 @@ class Gateway:
 
     def accesses(self) -> list[dict[str, Any]]:
         """Returns the lines of its access log, which Envoy writes within a second."""
-        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        complete = self.log.read_text().split("\n")[:-1]
+        return [json.loads(line) for line in complete if line.startswith("{")]
 
 
 @contextmanager

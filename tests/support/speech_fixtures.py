@@ -82,7 +82,7 @@ class Loop:
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, Any], timeout: float = 20) -> Any:
+    def run(self, work: Coroutine[Any, Any, Any], timeout: float = 60) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ def serving(settings: Settings) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(15)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -163,7 +163,7 @@ class StubbedService:
     voices: Path
 
     def post(self, body: Any = None, path: str = SPEECH, **how: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=20, **how)
+        return httpx.post(self.url + path, json=body, timeout=60, **how)
 
     def metrics(self) -> str:
         return httpx.get(f"{self.url}/metrics").text

@@ -77,7 +77,8 @@ def test_a_replica_that_dies_takes_only_its_own_streams_and_the_last_one_the_ser
     assert len(errors) == 2 and all(SECOND in error for error in errors), errors
     lost = f"the process of model {SECOND} has died"
     until(lambda: health.readiness() == (200, f"ready\n{lost}"))
-    assert supervised.metric(FAILING.name, SECOND) == 1 and supervised.metric(FAILING.name, FIRST) == 0
+    until(lambda: supervised.metric(FAILING.name, SECOND) == 1)
+    assert supervised.metric(FAILING.name, FIRST) == 0
     assert [result.error for result in asyncio.run(speak(server, 3, TEXT, lambda: None))] == [None] * 3
     os.kill(process_of(server, FIRST), signal.SIGKILL)
     supervised.thread.join(WAIT_SECONDS)

@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from cosyvoice_triton.token2wav.serving.worker import RenderedBatch, Worker
 
-from tests.support.waiting import Clock
+from tests.support.waiting import Clock, until
 
 BATCH: Any = ("one", "two")  # stand for requests, which it only hands back
 AUDIO = np.zeros(3, np.float32)
@@ -67,8 +66,4 @@ def test_an_idle_thread_keeps_nothing_of_its_last_batch(worker: Worker, done: th
     assert done.wait(10)
     worker.take()
     del request, batch
-    deadline = time.monotonic() + 5
-    while kept() is not None and time.monotonic() < deadline:  # the thread may still be on its way to rest
-        gc.collect()
-        time.sleep(0.01)
-    assert kept() is None
+    until(lambda: (gc.collect(), kept())[1] is None)  # the thread may still be on its way to rest

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 
 import async_timeout
 import numpy as np
@@ -110,11 +109,12 @@ def test_calls_are_refused_while_too_many_are_stuck(triton_models, monkeypatch):
 def test_threads_are_reused_and_at_most_max_idle_are_kept(triton_models, monkeypatch):
     monkeypatch.setattr(calls, "MAX_IDLE", 2)
     monkeypatch.setattr(calls, "_idle", [])
-    names: list[str] = []
+    names, five = list[str](), threading.Barrier(5)
 
     def callee(sent: InferenceRequest) -> InferenceResponse:
         names.append(str(threading.get_ident()))
-        time.sleep(0.05)
+        if len(names) <= five.parties:
+            five.wait(60)  # so that none of their threads is reused for another
         return answer(y=np.ones(1))
 
     triton_models["m"] = callee

@@ -94,8 +94,9 @@ def test_a_server_that_stops_during_a_stream_is_unavailable(triton_grpc: FakeGrp
     def callee(request: InferenceRequest) -> Iterator[InferenceResponse]:
         yield answer(1)
         threading.Thread(target=triton_grpc.stop).start()
-        threading.Event().wait(1)
+        ended.wait(60)
 
-    triton_models["m"] = callee
+    ended, triton_models["m"] = threading.Event(), callee
     with pytest.raises(UnavailableError, match="m at 127.0.0.1"):
         read()
+    ended.set()
