@@ -121,6 +121,8 @@ def test_say_plays_chunks_with_the_first_player_that_is_installed(
     monkeypatch.setattr(say, "PLAYERS", (["absent-player"],))
     with pytest.raises(OSError, match="no player is installed, one of absent-player"):
         say.play(iter(chunks))
+    with pytest.raises(OSError, match=r"cannot write to .*Is a directory.*; choose another with --output"):
+        say.write(iter(chunks), tmp_path)
 
 
 def test_values_that_cannot_be_sent_are_named_before_a_request() -> None:

@@ -206,6 +206,8 @@ def test_a_port_in_use_and_a_foreign_address_are_told_apart(host: str) -> None:
     for foreign in ("192.0.2.1", "2001:db8::1"):
         with pytest.raises(ServerError, match=r"cannot listen on .*: Cannot assign.*; a host must be an address of"):
             require_free(free_port(), foreign)
+    with pytest.raises(ServerError, match="65536 is no port"):
+        require_free(65536, "127.0.0.1")
 
 
 def test_a_folder_for_the_log_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from cosyvoice_triton import stacks
-from cosyvoice_triton.cli import prepare, render
+from cosyvoice_triton.cli import prepare, render, wait_ready
 from cosyvoice_triton.prepare import hub, share_tensorrt, steps, transfer
 from cosyvoice_triton.runtimes import plans
 from cosyvoice_triton.voice.files import read_spk2info
@@ -296,6 +296,8 @@ def test_waiting_ends_when_the_awaited_process_ends() -> None:
     assert run.returncode == 1 and f"process {ending.pid} has ended" in run.stderr
     run = subprocess.run([*command, "--seconds", "0"], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert run.returncode == 1 and "Connection refused" in run.stderr
+    with pytest.raises(SystemExit):
+        wait_ready.main(["localhost:8003/ready"])
 
 
 # --- TensorRT ----------------------------------------------------------------------------------------------------

@@ -90,8 +90,8 @@ def recorded(path: Path, wav: np.ndarray) -> Path:
     ("name", "audio", "more", "message"),
     [
         ("../anna", VOICE, (), "'../anna' cannot be a voice's name"),
-        ("anna", Path("absent.wav"), (), "absent.wav"),
-        ("anna", ROOT / "pyproject.toml", (), "pyproject.toml"),
+        ("anna", Path("absent.wav"), (), "No such file or directory: 'absent.wav'"),
+        ("anna", ROOT / "pyproject.toml", (), "use WAV, FLAC, OGG or MP3"),
         ("anna", VOICE, (), "speech_tokenizer_v[23]*.onnx"),
         ("anna", VOICE, ("--reference-text", "<|s_1|>"), "reference_text has nothing to speak"),
         ("anna", 500, (), "lasts 0.03125 s at 16000 Hz"),  # samples of silence
@@ -120,6 +120,8 @@ def test_voices_are_listed_and_deleted(tmp_path: Path, capsys: pytest.CaptureFix
         (tmp_path / "voices" / name).touch()
     assert command.main(["list", str(tmp_path)]) == 0
     assert capsys.readouterr().out.split() == ["anna", "ben"]
+    assert command.main(["list", str(tmp_path / "absent")]) == 1
+    assert "there is no folder" in capsys.readouterr().err
     assert command.main(["delete", str(tmp_path), "anna"]) == 0
     assert [path.name for path in (tmp_path / "voices").iterdir()] == ["ben.wav"]
     for name in ("anna", "../voices/ben"):

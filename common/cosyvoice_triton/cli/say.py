@@ -75,12 +75,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write(chunks: Iterator[np.ndarray], path: Path) -> float:
     """Write the chunks as they arrive; returns the seconds of audio. Without a first chunk there is no file."""
     first = next(chunks)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with wave.open(str(path), "wb") as file:
-        file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
-        for chunk in (first, *chunks):
-            file.writeframes(samples(chunk))
-        return file.getnframes() / SAMPLE_RATE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Opened here: `wave` shows a traceback of its own if it cannot open a file.
+        with path.open("wb") as opened, wave.open(opened, "wb") as file:
+            file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
+            for chunk in (first, *chunks):
+                file.writeframes(samples(chunk))
+            return file.getnframes() / SAMPLE_RATE
+    except OSError as error:
+        raise OSError(f"cannot write to {path}: {error}; choose another with --output") from None
 
 
 def play(chunks: Iterator[np.ndarray]) -> None:

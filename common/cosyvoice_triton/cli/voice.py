@@ -64,6 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
 @reporting_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    if not args.models_dir.is_dir():
+        raise ValueError(f"there is no folder {args.models_dir}: give that of the checkpoints, such as models/demo")
     options = StackOptions(models_dir=args.models_dir, stack=args.stack)
     if args.action == "add":
         from cosyvoice_triton.prepare.voice import add_voice  # imports torch, which takes a second

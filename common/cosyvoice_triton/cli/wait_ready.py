@@ -21,6 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=300, help="how long to wait (300); 0: try once")
     parser.add_argument("--process", type=int, metavar="PID", help="stop waiting when it ends")
     args = parser.parse_args(argv)
+    for url in args.urls:
+        if not url.startswith(("http://", "https://")):
+            parser.error(f"'{url}' is not a page's address, such as http://localhost:8003/ready")
     faults = wait(args.urls, args.seconds, args.process)
     print("\n".join(faults), end="\n" if faults else "", file=sys.stderr)
     return 1 if faults else 0

@@ -367,7 +367,7 @@ def unreachable(server: str, reason: object) -> ClientError:
     """Return the error for a server that does not answer at `server`."""
     return ClientError(
         f"no tritonserver answers at {server} ({one_line(reason)}): start one with `cosyvoice-triton serve`, "
-        "or correct the address"
+        "or correct the address, such as localhost:8001 for gRPC"
     )
 
 

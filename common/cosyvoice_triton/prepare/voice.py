@@ -40,7 +40,12 @@ def add_voice(
         raise ValueError(f"{destination} exists; choose another name, or give --replace")
     rights = Rights.now(consent)
     text = clean_line(text, name="reference_text", max_chars=MAX_TRANSCRIPT_CHARS)
-    recording = dataclasses.replace(load_reference(audio), text=text)
+    try:
+        recording = dataclasses.replace(load_reference(audio), text=text)
+    except RuntimeError as error:  # libsndfile's
+        raise ValueError(
+            f"{error}; use WAV, FLAC, OGG or MP3, or add it over HTTP, which reads M4A and others"
+        ) from None
     print(f"[1/2] {audio}: {recording.seconds:.1f} s, encoding it with {options.checkpoint_dir}", flush=True)
     judgement = judge(recording)
     for warning in judgement.warnings:

@@ -106,7 +106,7 @@ def free_port() -> int:
 
 
 def require_free(port: int, host: str) -> None:
-    """Raise ServerError if `port` is in use, or `host` is no address of this machine."""
+    """Raise ServerError if `port` is in use or none, or `host` is no address of this machine."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -119,9 +119,11 @@ def require_free(port: int, host: str) -> None:
                 ) from None
             raise ServerError(
                 f"port {port} is in use ({error.strerror}); stop the process on it (ss -ltnp 'sport = :{port}') "
-                "or add to the make command: HTTP_PORT=8100 GRPC_PORT=8101 METRICS_PORT=8102 "
+                "or choose others, such as --grpc-port 8101; for make HTTP_PORT=8100 GRPC_PORT=8101 METRICS_PORT=8102 "
                 "HEALTH_PORT=8103 SPEECH_PORT=8186"
             ) from None
+        except OverflowError:
+            raise ServerError(f"{port} is no port: choose one from 0 to 65535") from None
 
 
 @contextmanager

@@ -116,6 +116,8 @@ def _decoded(source: str | Path | BinaryIO, max_seconds: float | None) -> tuple[
     """Return the samples of a sound file, float32 (N,), and their rate."""
     import soundfile as sf  # here: the models' processes read no sound files unless recordings are registered
 
+    if isinstance(source, (str, Path)):
+        Path(source).stat()  # FileNotFoundError: libsndfile calls a missing file a "System error"
     with sf.SoundFile(source if isinstance(source, (str, Path)) else _Lenient(source)) as file:
         limit = sys.maxsize
         if max_seconds is not None:
