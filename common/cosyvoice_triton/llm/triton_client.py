@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from async_timeout import timeout
@@ -12,25 +12,15 @@ from async_timeout import timeout
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import LengthRatios, LLMPrompt, Sampling, Timeouts, TokenChunk, TokenStream
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from cosyvoice_triton.llm.triton_tensors import Tensors, output_tokens, request_parameters, request_tensors
+from cosyvoice_triton.llm.triton_tensors import output_tokens, request_parameters, request_tensors
 from cosyvoice_triton.monitoring import tracing
+
+if TYPE_CHECKING:
+    from cosyvoice_triton.triton_io.streams import Streams
 
 CLOSE_SECONDS = 1.0  # from the end token to the end of the stream
 
 logger = logging.getLogger(__name__)
-
-
-class ResponseStreams(Protocol):
-    """Sends requests to the LLM model, see `triton_io.streams.Streams`."""
-
-    def ask(self, inputs: Tensors, parameters: Mapping[str, str]) -> AsyncGenerator[dict[str, np.ndarray], None]:
-        """Yield the outputs of each response; closing the generator early ends the request.
-
-        Raises ValueError, UnavailableError or RuntimeError, depending on the model's error.
-        """
-        ...
-
-    async def aclose(self) -> None: ...
 
 
 class TritonLM:
@@ -42,7 +32,7 @@ class TritonLM:
 
     def __init__(
         self,
-        streams: ResponseStreams,
+        streams: "Streams",
         tokenizer: LLMTokenizer,
         timeouts: Timeouts | None = None,
         ratios: LengthRatios | None = None,

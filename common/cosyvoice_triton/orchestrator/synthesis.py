@@ -33,9 +33,10 @@ from cosyvoice_triton.orchestrator.token_buffer import TokenBuffer
 from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.refusals import LastRefusal
 from cosyvoice_triton.tasks import TaskScope
+from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.text.markup import Pause
-from cosyvoice_triton.text.normalization import Spelled
 from cosyvoice_triton.text.pronunciation import combined
+from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.judgement import judge
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, PromptEncoder, Recording, RecordingCache
@@ -75,32 +76,6 @@ class Token2WavPort(Protocol):
         ...
 
 
-class TextPreparer(Protocol):
-    """Makes the texts for the LLM, see `text.TextFrontend`. Long ones are made in a thread."""
-
-    def segments(
-        self,
-        text: str,
-        normalize: bool,
-        request_seconds: float,
-        as_is: Collection[Spelled],
-        language: str,
-        voice_text: str,
-        pronunciation: Mapping[str, str],
-        on_warning: OnWarning,
-    ) -> Iterator[str | Pause]: ...
-
-    def transcript(self, text: str, normalize: bool) -> str: ...
-
-
-class Voices(Protocol):
-    """Registered voices by name, None: the default one, see `voice.book.VoiceBook`. Called in a thread."""
-
-    def get(self, name: str | None) -> Recording | Prompt | Mix: ...
-
-    def pronunciation(self, voice: Recording | str | None) -> Mapping[str, str]: ...
-
-
 # Characters of text and transcript that are prepared in the event loop: 0.3 ms of a core, 2 if all are numbers. A
 # thread would hold the GIL as long, and passing the text to it and back takes as long as most of this.
 SHORT_TEXT = 250
@@ -116,12 +91,13 @@ SegmentQueue = asyncio.Queue[TokenBuffer | Pause | None]
 
 
 class Synthesizer:
-    """Turns requests into audio. Requests share only the ports and the cache of prompts."""
+    """Turns requests into audio. Requests share only the ports and the cache of prompts. Long texts are prepared, and
+    voices are read, in threads."""
 
     def __init__(
         self,
-        texts: TextPreparer,
-        voices: Voices,
+        texts: TextFrontend,
+        voices: VoiceBook,
         encoder: PromptEncoder,
         llm: SpeechLM,
         interleaved: InterleavedLM,
@@ -353,7 +329,7 @@ class Synthesizer:
                 used = await segment.fill(self._llm, prompt, request.sampling, left)
                 left = None if left is None else left - used
                 llm_prompt = replace(llm_prompt, urgent_tokens=0)  # later segments' listener has audio
-            text = await _next(rest)
+            text = await asyncio.to_thread(next, rest, None)
         if pause:
             await segments.put(Pause(pause))
         await segments.put(None)
@@ -433,11 +409,6 @@ async def _next_hop(schedule: HopSchedule, segment: TokenBuffer) -> Hop:
     while (hop := schedule.next_hop(len(segment.tokens), segment.ended)) is None:
         await segment.wait_for_change()
     return hop
-
-
-async def _next(texts: Iterator[str | Pause]) -> str | Pause | None:
-    """Return the next text, computed in a thread; None at the end."""
-    return await asyncio.to_thread(next, texts, None)
 
 
 def _silence(segment: TokenBuffer | Pause) -> np.ndarray:
