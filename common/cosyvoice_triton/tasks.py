@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Coroutine
-from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -21,9 +20,7 @@ class TaskScope:
     async def __aenter__(self) -> "TaskScope":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

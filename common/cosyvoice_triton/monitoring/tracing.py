@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Mapping
 from contextvars import ContextVar, Token
-from types import TracebackType
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -52,9 +51,7 @@ class Span:
             self._before = current.set(self._traceparent)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._before is not None:
             current.reset(self._before)
         self.end(error)

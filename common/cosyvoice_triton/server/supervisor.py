@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Literal
 
 from cosyvoice_triton.addresses import join
@@ -55,9 +54,7 @@ class HealthPage:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._pages.shutdown()
         self._pages.server_close()
         self._thread.join()

@@ -18,7 +18,7 @@ from cosyvoice_triton.constants import CALLS_AT_ONCE
 from cosyvoice_triton.errors import LostAnswerError, UnavailableError
 from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.logs import request_id
-from cosyvoice_triton.triton_io.errors import to_exception
+from cosyvoice_triton.triton_io.errors import exception_of
 from cosyvoice_triton.triton_io.tensors import to_tensor
 
 ResultT = TypeVar("ResultT")
@@ -63,7 +63,9 @@ async def call(
             response = await _in_thread(request.exec)
     except asyncio.TimeoutError:
         raise UnavailableError(f"{model} did not answer within {timeout:g} s") from None
-    arrays = _outputs(model, response)
+    if response.has_error():
+        raise exception_of(model, response.error().message(), response.error().code())
+    arrays = {tensor.name(): _to_array(tensor) for tensor in response.output_tensors()}
     if absent := [name for name in outputs if name not in arrays]:
         raise LostAnswerError(f"{model} answered without {', '.join(absent)}: the same request failed before")
     return arrays
@@ -189,13 +191,6 @@ async def _running(target: Callable[[], None]) -> AsyncIterator[None]:
         _abandoned.add(call)
         if call.done:  # checked after adding it, because it may end at any time
             _abandoned.discard(call)
-
-
-def _outputs(model: str, response: Any) -> dict[str, np.ndarray]:
-    """Return the arrays of a response. Raises the response's error if it has one."""
-    if response.has_error():
-        raise to_exception(model, response.error())
-    return {tensor.name(): _to_array(tensor) for tensor in response.output_tensors()}
 
 
 def _to_array(tensor: Any) -> np.ndarray:

@@ -64,13 +64,8 @@ def error_response(error: BaseException, model: str) -> Any:
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
 
 
-def to_exception(model: str, error: Any) -> Exception:
-    """Return the exception that the error in a response of `model` stands for."""
-    return exception_of(model, error.message(), error.code())
-
-
 def exception_of(model: str, message: str, code: Any = None) -> Exception:
-    """Return the same exception, from the message and, if Triton passes it on, the code."""
+    """Return the exception that an error of `model` stands for, from its message and, if Triton passes it, its code."""
     if code == pb_utils.TritonError.INVALID_ARG or message.startswith(INVALID):
         return ValueError(f"{model}: {message.removeprefix(INVALID)}")
     if MODEL_DOWN.match(message):

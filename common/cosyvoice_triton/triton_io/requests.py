@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -150,9 +149,7 @@ class DeferredAnswer:
     def __enter__(self) -> "DeferredAnswer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception):
             return False
         self(error)
