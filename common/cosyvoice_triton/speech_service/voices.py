@@ -21,31 +21,28 @@ from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.bundle import export_voice, read_bundle
 from cosyvoice_triton.voice.files import delete_voice, is_voice_name, normalized, register_voice
 from cosyvoice_triton.voice.judgement import Judgement, judge
-from cosyvoice_triton.voice.mix import Mix, mixed_voices
-from cosyvoice_triton.voice.prompt import Prompt, Recording
+from cosyvoice_triton.voice.mix import mixed_voices
+from cosyvoice_triton.voice.prompt import Recording
 from cosyvoice_triton.voice.rights import Rights
 
 MAX_VOICES = 1000
 
 
-class VoiceFolder:
-    """All methods access files, so do not call them on an event loop. Threads and several services may share it."""
+class VoiceFolder(VoiceBook):
+    """The voices of a service. All methods access files, so do not call them on an event loop. Threads and several
+    services may share it."""
 
     def __init__(
         self, folder: Path, max_bytes: int, aliases: Iterable[str] = (), max_per_key: int = MAX_VOICES
     ) -> None:
         """Open a folder. aliases: as in `Settings.voice_aliases`. max_per_key: voices that one API key may register."""
-        self._folder = folder
+        # Transcripts in a spk2info.pt are token ids of the LLM; only the models need them.
+        super().__init__(folder, folder, decode=lambda ids: "")
+        self.folder = folder
         self._max_bytes = max_bytes
         self._max_per_key = max_per_key
         self._changing = Lock()  # one after another, so that the limits hold
         self._aliases = {alias: voice for alias, _, voice in (each.partition("=") for each in aliases)}
-        # Transcripts in a spk2info.pt are token ids of the LLM; only the models need them.
-        self._book = VoiceBook(folder, folder, decode=lambda ids: "")
-
-    def names(self) -> list[str]:
-        """Return the names of the voices, sorted; UnavailableError if the folder cannot be read."""
-        return self._book.names()
 
     def aliases(self) -> dict[str, str]:
         """Return the registered voice that each alias stands for. A registered voice of the same name wins."""
@@ -67,25 +64,12 @@ class VoiceFolder:
         known = self.aliases()
         return "+".join(f"{known.get(part, part)}({weight})" for part, weight in parts) or known.get(name, name)
 
-    def get(self, name: str) -> Recording | Prompt | Mix:
-        """Return the voice. ValueError if the folder lacks it, or one of a mix; UnavailableError if its file is
-        damaged."""
-        return self._book.get(name)
-
     def transcript(self, name: str) -> str:
         """Return the transcript of a voice; "" if it is unknown."""
         try:
-            return self._book.get(name).text if name else ""
+            return self.get(name).text if name else ""
         except (UnavailableError, ValueError):
             return ""
-
-    def pronunciation(self, name: str) -> dict[str, str]:
-        """Return the words of a voice and of all voices; UnavailableError if a file of them is damaged."""
-        return self._book.pronunciation(name)
-
-    def rights(self, name: str) -> Rights:
-        """Return who registered a voice, when and with which consent, as far as that is known."""
-        return self._book.rights(name)
 
     def add(self, name: str, data: bytes, text: str, words: Any = "", consent: str = "", key: str = "") -> Judgement:
         """Register a recording in any libsndfile format with its transcript (empty: unknown) and its dictionary.
@@ -116,7 +100,7 @@ class VoiceFolder:
         """Return a voice as one file, to the key that registered it. ApiError."""
         name = self._owned(name, key)
         try:
-            return export_voice(self._folder, self._book, name)
+            return export_voice(self.folder, self, name)
         except ValueError as error:
             raise invalid(error, "name") from None
 
@@ -143,7 +127,7 @@ class VoiceFolder:
             try:
                 if name in names:
                     raise FileExistsError
-                register_voice(self._folder, name, voice, words, rights)
+                register_voice(self.folder, name, voice, words, rights)
             except FileExistsError:
                 message = f"the voice {name!r} already exists: delete it first, or choose another name"
                 raise ApiError(409, message, code="voice_exists", param="name") from None
@@ -175,11 +159,11 @@ class VoiceFolder:
         with self._changing:  # nobody registers another one of this name in between
             name = self._owned(name, key)
             try:
-                delete_voice(self._folder, name)
+                delete_voice(self.folder, name)
             except ValueError:
                 message = f"the voice {name!r} is part of a spk2info.pt and has no file of its own"
                 raise invalid(message, "name") from None
-        self._book.names()  # forgets what it has read of them
+        self.names()  # forgets what it has read of them
 
 
 def _check(name: str) -> None:
