@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, get_args
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli.arguments import command_parser, positive_int, reporting_errors
 from cosyvoice_triton.load.host import host_ms
-from cosyvoice_triton.load.sweep import Sweep, with_suffix
+from cosyvoice_triton.load.sweep import with_suffix
 from cosyvoice_triton.server import mps
 from cosyvoice_triton.server.rendering import Device, StackOptions, parse_settings, render
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
@@ -129,7 +129,8 @@ def benchmark(
     command += ["--concurrency" if listeners == 1 else "--listeners", str(listeners)]
     command += ["--num-requests", str(requests + (listeners if listeners > 1 else 0)), "--output", str(output)]
     subprocess.run([*command, *more], check=True, stdout=subprocess.DEVNULL)
-    return Sweep.read(with_suffix(output, ".json")).rows[0]
+    rows: list[dict[str, Any]] = json.loads(with_suffix(output, ".json").read_text(encoding="utf-8"))["rows"]
+    return rows[0]
 
 
 def line(row: dict[str, Any]) -> str:

@@ -115,11 +115,14 @@ def plot_sweep(rows: Sequence[Figures], label: str, title: str, path: Path) -> N
     for panel, key, what in ((axes[0][0], "first_chunk_ms", "first chunk"), (axes[0][1], "total_ms", "whole answer")):
         for share in SHARES:
             points = [(x, row[key][share]) for x, row in zip(xs, rows, strict=True) if row[key]]
-            panel.plot(*_columns(points), marker="o", label=share)
+            panel.plot(*np.reshape(points, (-1, 2)).T, marker="o", label=share)
         panel.set(title=what, ylabel="ms")
     points = [(x, 1 / row["rtf"]) for x, row in zip(xs, rows, strict=True) if row["rtf"]]
-    axes[1][0].plot(*_columns(points), marker="o", color="tab:green", label="audio seconds per second")
-    _playback_notes(axes[1][0], points, xs, rows)
+    axes[1][0].plot(*np.reshape(points, (-1, 2)).T, marker="o", color="tab:green", label="audio seconds per second")
+    for x, row in zip(xs, rows, strict=True):
+        if row["rtf"] and row["share_without_gap"] is not None:
+            note = f"{100 * row['share_without_gap']:.0f} %"
+            axes[1][0].annotate(note, (x, 1 / row["rtf"]), textcoords="offset points", xytext=(4, -12), fontsize=8)
     axes[1][0].set(title="throughput, and the share of streams without a gap", ylabel="audio seconds per second")
     _stage_bars(axes[1][1], rows)
     for panel in (axes[0][0], axes[0][1], axes[1][0]):
@@ -133,25 +136,12 @@ def plot_sweep(rows: Sequence[Figures], label: str, title: str, path: Path) -> N
     save(picture, path)
 
 
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
-
-
-def _playback_notes(
-    axes: Any, points: Sequence[tuple[float, float]], xs: Sequence[float], rows: Sequence[Figures]
-) -> None:
-    shares = {x: row["share_without_gap"] for x, row in zip(xs, rows, strict=True)}
-    for x, y in points:
-        if shares[x] is not None:
-            axes.annotate(f"{100 * shares[x]:.0f} %", (x, y), textcoords="offset points", xytext=(4, -12), fontsize=8)
-
-
 def _stage_bars(axes: Any, rows: Sequence[Figures]) -> None:
     """Draws one bar per row, stacked from the mean share of each stage."""
     names, left = stage_names(rows), [0.0] * len(rows)
     for name in names:
         shares = [row["stages_ms"][name]["mean"] if name in row["stages_ms"] else 0.0 for row in rows]
-        axes.barh([f"{row['label']}" for row in rows], shares, left=left, label=STAGES[name].short)
+        axes.barh([f"{row['label']}" for row in rows], shares, left=left, label=STAGES[name])
         left = [begin + share for begin, share in zip(left, shares, strict=True)]
     axes.set(title="first chunk by stage, mean", xlabel="ms")
     axes.invert_yaxis()

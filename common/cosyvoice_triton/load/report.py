@@ -1,31 +1,28 @@
 """Reports of a run: upstream's two text files, summary.json, and lines and tables for people."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cosyvoice_triton.load.measure import PERCENTILES, TRANSPORT, Run
 from cosyvoice_triton.load.statistics import ModelTimes
 
 GIB = 1 << 30
 Figures = Mapping[str, Any]
-
-
-class Stage(NamedTuple):
-    """Titles of a stage in plots and in tables."""
-
-    short: str
-    long: str
+Cell = Callable[[Figures], object]
+Columns = dict[str, Cell]  # by heading
 
 
 STAGES = {  # in plotting order; see `orchestrator.callbacks.OnStage` and `measure.RequestOutcome.stages`
-    "voice": Stage("prompt", "Prompt: Tokens, Mel, Text of the Voice"),
-    "llm": Stage("LLM, first token", "LLM, until its First Token"),
-    "prompt_cache": Stage("prompt cache in token2wav", "token2wav, Prompt Cache"),
-    "tokens": Stage("LLM, the chunk's tokens", "LLM, until the Chunk's Last Token"),
-    "audio": Stage("token2wav: queue, flow, vocoder", "token2wav: Queue, Flow, Vocoder"),
-    TRANSPORT: Stage("request's queue, network", "Request's Queue, Network, Client"),
+    "voice": "Prompt: Tokens, Mel, Text of the Voice",
+    "llm": "LLM, until its First Token",
+    "prompt_cache": "token2wav, Prompt Cache",
+    "tokens": "LLM, until the Chunk's Last Token",
+    "audio": "token2wav: Queue, Flow, Vocoder",
+    TRANSPORT: "Request's Queue, Network, Client",
 }
 
 
@@ -138,121 +135,93 @@ def closing_lines(figures: Figures) -> list[str]:
 # --- tables of several runs ------------------------------------------------------------------------------------------
 
 
+def _part(key: str, name: str) -> Cell:
+    """Return the cell of one figure of the distribution `key`, such as its "p95"."""
+    return lambda row: _number(row[key] and row[key][name], 2)
+
+
+def _latency(key: str) -> Columns:
+    return {
+        "Average (ms)": _part(key, "mean"),
+        **{f"{share}th Percentile (ms)": _part(key, f"p{share}") for share in PERCENTILES},
+    }
+
+
+# The first three are those of upstream's DiT page.
+TABLES: dict[str, Columns] = {
+    "Total Request Latency": {"RTF": lambda row: _number(row["rtf"], 4), **_latency("total_ms")},
+    "First Chunk Latency": _latency("first_chunk_ms"),
+    "First Audible Sample": {**_latency("audible_ms"), "Inaudible": itemgetter("inaudible")},
+    "Playback and Throughput": {
+        "Requests": itemgetter("requests"),
+        "Errors": itemgetter("errors"),
+        "Refused": itemgetter("refused"),
+        "Not Sent": itemgetter("unsent"),
+        "Without a Gap": lambda row: _percent(row["share_without_gap"]),
+        "Worst Gap (ms)": lambda row: _number(row["worst_gap_ms"], 0),
+        "Without a Gap, No Buffer": lambda row: _percent(row["unbuffered_share_without_gap"]),
+        "Peak in Flight": itemgetter("peak_in_flight"),
+        "Later Chunks p95 (ms)": _part("later_chunk_ms", "p95"),
+        "Requests per Second": lambda row: _number(row["requests_per_second"], 2),
+        "Audio Seconds per Second": lambda row: _number(row["rtf"] and 1 / row["rtf"], 1),
+    },
+}
+REFUSALS: Columns = {
+    "Refused": itemgetter("refused"),
+    "50th Percentile (ms)": _part("refusal_ms", "p50"),
+    "95th Percentile (ms)": _part("refusal_ms", "p95"),
+    "Longest (ms)": _part("refusal_ms", "max"),
+    "By token2wav's Limit": lambda row: _limits(row),
+}
+MINUTES: Columns = {
+    "Minute": itemgetter("number"),
+    "Requests": itemgetter("requests"),
+    "Errors": itemgetter("errors"),
+    "Refused": itemgetter("refused"),
+    "Cancelled": itemgetter("cancelled"),
+    "Without a Gap": lambda row: _percent(row["share_without_gap"]),
+    "Audible p50 (ms)": _part("audible_ms", "p50"),
+    "Audible p95 (ms)": _part("audible_ms", "p95"),
+}
+BATCHES: Columns = {
+    "Mean Wait of a Chunk (ms)": _part("vocoder", "mean_wait_ms"),
+    "Mean Batch": _part("vocoder", "mean_batch"),
+}
+
+
 def markdown_tables(rows: Sequence[Figures], label: str) -> str:
-    """Returns the tables of upstream's DiT page, and those of playback and stages. label: title of the first column."""
-    percentiles = [f"{share}th Percentile (ms)" for share in PERCENTILES]
-    keys = ["mean", *(f"p{share}" for share in PERCENTILES)]
-    parts = [
-        "#### Total Request Latency\n",
-        table(
-            [label, "RTF", "Average (ms)", *percentiles],
-            [[row["label"], _number(row["rtf"], 4), *_values(row["total_ms"], keys)] for row in rows],
-        ),
-        "\n#### First Chunk Latency\n",
-        table(
-            [label, "Average (ms)", *percentiles],
-            [[row["label"], *_values(row["first_chunk_ms"], keys)] for row in rows],
-        ),
-        "\n#### First Audible Sample\n",
-        table(
-            [label, "Average (ms)", *percentiles, "Inaudible"],
-            [[row["label"], *_values(row["audible_ms"], keys), row["inaudible"]] for row in rows],
-        ),
-        "\n#### Playback and Throughput\n",
-        table(
-            [
-                label,
-                "Requests",
-                "Errors",
-                "Refused",
-                "Not Sent",
-                "Without a Gap",
-                "Worst Gap (ms)",
-                "Without a Gap, No Buffer",
-                "Peak in Flight",
-                "Later Chunks p95 (ms)",
-            ]
-            + ["Requests per Second", "Audio Seconds per Second"],
-            [
-                [
-                    *(row["label"], row["requests"], row["errors"], row["refused"], row["unsent"]),
-                    _percent(row["share_without_gap"]),
-                    _number(row["worst_gap_ms"], 0),
-                    _percent(row["unbuffered_share_without_gap"]),
-                    row["peak_in_flight"],
-                    *_values(row["later_chunk_ms"], ["p95"]),
-                    _number(row["requests_per_second"], 2),
-                    _number(row["rtf"] and 1 / row["rtf"], 1),
-                ]
-                for row in rows
-            ],
-        ),
+    """Return the tables of a sweep, without those that have nothing to show. label: title of the first column."""
+    minutes = [
+        {**minute, "label": row["label"], "number": number}
+        for row in rows
+        for number, minute in enumerate(row["minutes"], 1)
     ]
+    memory: Columns = {f"{name} (GiB)": partial(_gib, name) for minute in minutes for name in minute["memory"]}
+    stages: Columns = {STAGES[name]: partial(_stage, name) for name in stage_names(rows)}
+    waits = "Where the First Chunk's Time Goes, Mean / 95th Percentile (ms)"
+    shown = [(title, columns, rows) for title, columns in TABLES.items()]
     if any(row["refused"] for row in rows):
-        parts += [
-            "\n#### Refusals: Time until the Answer (ms)\n",
-            table(
-                [
-                    label,
-                    "Refused",
-                    "50th Percentile (ms)",
-                    "95th Percentile (ms)",
-                    "Longest (ms)",
-                    "By token2wav's Limit",
-                ],
-                [
-                    [row["label"], row["refused"], *_values(row["refusal_ms"], ["p50", "p95", "max"]), _limits(row)]
-                    for row in rows
-                ],
-            ),
-        ]
+        shown.append(("Refusals: Time until the Answer (ms)", REFUSALS, rows))
     if any(len(row["minutes"]) > 1 for row in rows):
-        memory = list(dict.fromkeys(name for row in rows for minute in row["minutes"] for name in minute["memory"]))
-        parts += [
-            "\n#### Minute by Minute\n",
-            table(
-                [label, "Minute", "Requests", "Errors", "Refused", "Cancelled", "Without a Gap"]
-                + ["Audible p50 (ms)", "Audible p95 (ms)", *(f"{name} (GiB)" for name in memory)],
-                [
-                    [row["label"], number, *(minute[key] for key in ("requests", "errors", "refused", "cancelled"))]
-                    + [_percent(minute["share_without_gap"]), *_values(minute["audible_ms"], ["p50", "p95"])]
-                    + [_number(minute["memory"].get(name, 0.0) / GIB, 2) for name in memory]
-                    for row in rows
-                    for number, minute in enumerate(row["minutes"], 1)
-                ],
-            ),
-        ]
+        shown.append(("Minute by Minute", MINUTES | memory, minutes))
     if any(row["vocoder"] for row in rows):
-        parts += [
-            "\n#### token2wav: Wait for a Batch, Size of a Batch\n",
-            table(
-                [label, "Mean Wait of a Chunk (ms)", "Mean Batch"],
-                [[row["label"], *_values(row["vocoder"], ["mean_wait_ms", "mean_batch"])] for row in rows],
-            ),
-        ]
-    if stages := stage_names(rows):
-        parts += [
-            "\n#### Where the First Chunk's Time Goes, Mean / 95th Percentile (ms)\n",
-            table(
-                [label, *(STAGES[name].long for name in stages)],
-                [[row["label"], *(_stage(row["stages_ms"].get(name)) for name in stages)] for row in rows],
-            ),
-        ]
-    return "\n".join(parts) + "\n"
+        shown.append(("token2wav: Wait for a Batch, Size of a Batch", BATCHES, rows))
+    if stages:
+        shown.append((waits, stages, rows))
+    tables = (f"#### {title}\n\n{_table({label: itemgetter('label'), **columns}, of)}" for title, columns, of in shown)
+    return "\n\n".join(tables) + "\n"
 
 
 def disaggregated_table(rows: Sequence[Figures], gpus: int) -> str:
-    """Returns the table of upstream's page on disaggregated serving."""
-    keys = ["mean", "p50", "p90", "p99"]
-    return table(
-        ["token2wav_num_gpu", "concurrent_task_per_instance", "concurrent_tasks_per_gpu"]
-        + ["avg (ms)", "p50 (ms)", "p90 (ms)", "p99 (ms)"],
-        [
-            [gpus, row["concurrent_task_per_instance"], f"{row['concurrent_tasks_per_gpu']:.2f}"]
-            + _values(row["first_chunk_ms"], keys)
-            for row in rows
-        ],
-    )
+    """Return the table of upstream's page on disaggregated serving."""
+    shares = {"avg": "mean", "p50": "p50", "p90": "p90", "p99": "p99"}
+    columns: Columns = {
+        "token2wav_num_gpu": lambda row: gpus,
+        "concurrent_task_per_instance": itemgetter("concurrent_task_per_instance"),
+        "concurrent_tasks_per_gpu": lambda row: f"{row['concurrent_tasks_per_gpu']:.2f}",
+        **{f"{title} (ms)": _part("first_chunk_ms", name) for title, name in shares.items()},
+    }
+    return _table(columns, rows)
 
 
 def stage_names(rows: Sequence[Figures]) -> list[str]:
@@ -271,8 +240,8 @@ def _cell(value: object) -> str:
     return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def _values(values: Mapping[str, float] | None, keys: Sequence[str]) -> list[str]:
-    return [_number(values[key] if values else None, 2) for key in keys]
+def _table(columns: Columns, rows: Sequence[Figures]) -> str:
+    return table(columns, [[cell(row) for cell in columns.values()] for row in rows])
 
 
 def _limits(row: Figures) -> str:
@@ -288,5 +257,10 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f} %"
 
 
-def _stage(values: Mapping[str, float] | None) -> str:
+def _gib(name: str, minute: Figures) -> str:
+    return _number(minute["memory"].get(name, 0.0) / GIB, 2)
+
+
+def _stage(name: str, row: Figures) -> str:
+    values = row["stages_ms"].get(name)
     return "" if values is None else f"{values['mean']:.1f} / {values['p95']:.1f}"

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cosyvoice_triton.client.requests import ClientError
 from cosyvoice_triton.load.measure import Run
 from cosyvoice_triton.load.plan import Load
 from cosyvoice_triton.load.plot import plot_sweep
@@ -32,16 +31,6 @@ class Sweep:
             row["concurrent_task_per_instance"] = load.tasks // len(load.servers)
             row["concurrent_tasks_per_gpu"] = load.tasks / (self.token2wav_gpus + self.llm_gpus)
         self.rows.append(row)
-
-    @classmethod
-    def read(cls, path: Path) -> "Sweep":
-        """Read the JSON of `write`; ClientError if it is something else."""
-        try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise ClientError(
-                f"{path} is not a benchmark: {error}; give the .json that `cosyvoice-triton bench load` wrote"
-            ) from None
 
     def write(self, output: Path) -> None:
         """Writes OUTPUT.md, .json and .png."""
