@@ -290,7 +290,8 @@ def utterance(
     sampling = {name: value for name in SAMPLING if (value := getattr(wanted, name)) is not None}
     parameters = {name: str(value) if isinstance(value, float) else value for name, value in sampling.items()}
     parameters |= wanted.flags(voice.pop("pronunciation", {}))
-    if _other_language(wanted.named_language, voice.pop("transcript", "") or voice.get("reference_text") or ""):
+    transcript = voice.pop("transcript", "") or voice.get("reference_text")
+    if wanted.named_language and transcript and language_of(transcript) not in (None, wanted.named_language):
         if voice.pop("reference_text", None) is None:
             parameters["cross_lingual"] = True
     instructions = wanted.instructions.strip() or None
@@ -337,9 +338,3 @@ def _refuse_mix(name: str, voices: VoiceFolder) -> None:
         raise invalid(error, "voice") from None
     if mixed:
         raise invalid(f"voice {name!r} with a ref_audio: a recording cannot be mixed", "voice")
-
-
-def _other_language(language: str, transcript: str) -> bool:
-    """Return whether the language of a voice's transcript is known and differs from `language`."""
-    known = language_of(transcript) if transcript else None
-    return bool(language) and known is not None and known != language

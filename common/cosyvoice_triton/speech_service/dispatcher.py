@@ -145,7 +145,7 @@ class Dispatcher:
     async def waveforms(self, job: SpeechJob) -> AsyncGenerator[np.ndarray, None]:
         """Yield float32 (N,) at SAMPLE_RATE, at least one for each utterance. If a Triton fails or refuses before the
         first one of an utterance, another is tried. ApiError."""
-        with self._admitted(), self._counted(), self._metered(job):
+        with self._live_stream(job), self._counted():
             started = time.perf_counter()
             await self._check_default_voice(job)
             for utterance in job.utterances:
@@ -210,8 +210,8 @@ class Dispatcher:
                             yield part
                 except ApiError as error:
                     failed.add(backend)
-                    elsewhere = error.status == 503 or error.code == OVERLOADED
-                    if elsewhere and not samples and self._others(model, failed):
+                    others = any(model in each.models and each not in failed for each in self.pool.backends)
+                    if others and not samples and (error.status == 503 or error.code == OVERLOADED):
                         continue
                     if error.code == OVERLOADED:
                         self._refusals.setdefault(model, LastRefusal()).note(error)
@@ -248,12 +248,10 @@ class Dispatcher:
         # Shielded: after a cancellation no thread may still use an encoder that is being closed.
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._encoders, work))
 
-    def _others(self, model: str, failed: set[Backend]) -> bool:
-        return any(model in backend.models and backend not in failed for backend in self.pool.backends)
-
     @contextlib.contextmanager
-    def _admitted(self) -> Iterator[None]:
-        """Occupy one of the slots for live streams. Raise ApiError 429 if there is none."""
+    def _live_stream(self, job: SpeechJob) -> Iterator[None]:
+        """Occupy one of the slots for live streams, and count what was generated for the job, also if it fails or its
+        caller leaves. Raise ApiError 429 if there is no slot."""
         self._require_slot()
         self._live += 1
         self.metrics.live.set(self._live)
@@ -262,21 +260,14 @@ class Dispatcher:
         finally:
             self._live -= 1
             self.metrics.live.set(self._live)
+            if job.samples:
+                self.metrics.count(job.key, job.usage)
 
     def _require_slot(self) -> None:
         if self._live >= self._settings.max_streams:
             raise ApiError(
                 429, f"the limit of {self._live} concurrent streams is reached", code="too_many_streams", retry_after=1
             )
-
-    @contextlib.contextmanager
-    def _metered(self, job: SpeechJob) -> Iterator[None]:
-        """Count what was generated for the job, also if it fails or its caller leaves."""
-        try:
-            yield
-        finally:
-            if job.samples:
-                self.metrics.count(job.key, job.usage)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

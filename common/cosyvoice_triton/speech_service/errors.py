@@ -15,11 +15,9 @@ from cosyvoice_triton.errors import (
 )
 from cosyvoice_triton.speech_service.fields import named
 
-_CLIENT_ERRORS = {
-    str(grpc.StatusCode.INVALID_ARGUMENT): 400,
-    str(grpc.StatusCode.NOT_FOUND): 404,
-}
-_SERVER_ERRORS = {
+_ERRORS = {  # HTTP status and code
+    str(grpc.StatusCode.INVALID_ARGUMENT): (400, None),
+    str(grpc.StatusCode.NOT_FOUND): (404, None),
     str(grpc.StatusCode.UNAVAILABLE): (503, "unavailable"),
     str(grpc.StatusCode.RESOURCE_EXHAUSTED): (503, "unavailable"),
     str(grpc.StatusCode.DEADLINE_EXCEEDED): (504, "timeout"),
@@ -89,7 +87,5 @@ def from_triton(status: str | None, message: str | None) -> ApiError:
         status, text = str(grpc.StatusCode.UNAVAILABLE), NO_SHARED_MEMORY
     if text.startswith(_NOT_SERVED):
         status = str(grpc.StatusCode.UNAVAILABLE)
-    if status in _CLIENT_ERRORS:
-        return ApiError(_CLIENT_ERRORS[status], text)
-    http, code = _SERVER_ERRORS.get(status or "", (502, "upstream_error"))
+    http, code = _ERRORS.get(status or "", (502, "upstream_error"))
     return ApiError(http, text, code=code, retry_after=1 if http == 503 else 0)

@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException
 from cosyvoice_triton import stacks
 from cosyvoice_triton.addresses import channel_options
 from cosyvoice_triton.client.grpc_client import chunks, complete
-from cosyvoice_triton.client.requests import AudioPart, Utterance
+from cosyvoice_triton.client.requests import AudioPart, Utterance, one_line
 from cosyvoice_triton.llm.checkpoint import follows_instructions, is_demo
 from cosyvoice_triton.speech_service.errors import ApiError, from_triton, invalid
 
@@ -58,7 +58,9 @@ class Backend:
         try:
             # Model by model, because a gateway forwards no RepositoryIndex.
             names = stacks.orchestrators()
-            ready = await asyncio.gather(*map(self._is_ready, names))
+            ready = await asyncio.gather(
+                *(self.connection.is_model_ready(name, client_timeout=PROBE_TIMEOUT) for name in names)
+            )
             self.models = {
                 name: await self._served(name) for name, is_ready in zip(names, ready, strict=True) if is_ready
             }
@@ -67,11 +69,8 @@ class Backend:
             self.misses += 1
             gone = isinstance(error, InferenceServerException) and error.status() == str(grpc.StatusCode.UNAVAILABLE)
             if self.models and (gone or self.misses >= MISSES):
-                logger.warning("Triton at %s does not answer anymore: %s", self.url, _reason(error))
+                logger.warning("Triton at %s does not answer anymore: %s", self.url, one_line(error)[:200])
                 self.models = {}
-
-    async def _is_ready(self, model: str) -> bool:
-        return bool(await self.connection.is_model_ready(model, client_timeout=PROBE_TIMEOUT))
 
     async def _served(self, model: str) -> ServedModel:
         """Return what is known of a model. Cached: only reloading the model could change it."""
@@ -101,10 +100,6 @@ class Backend:
 
 def _connect(url: str) -> triton.InferenceServerClient:
     return triton.InferenceServerClient(url, channel_args=[*channel_options(url), *_RECONNECTION])
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 class TritonPool:

@@ -6,6 +6,7 @@ normalized, with numbers as words.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from html import escape
 from typing import Any, Literal
 
@@ -65,9 +66,11 @@ class Timestamps:
 def subtitles(segments: Iterable[dict[str, Any]], kind: Subtitles) -> str:
     """Return a file of the segments, which have words: cues of whole words, up to CUE_CHARS and CUE_SECONDS."""
     mark, head = (",", "") if kind == "srt" else (".", "WEBVTT\n\n")
+    # WebVTT reads `<`, `&` and `-->` as its own; SubRip has no escapes.
+    escaped = str if kind == "srt" else partial(escape, quote=False)
     cues = (cue for segment in segments for cue in _cues(segment))
     return head + "".join(
-        f"{number}\n{_clock(start, mark)} --> {_clock(end, mark)}\n{_cue_text(text, kind)}\n\n"
+        f"{number}\n{_clock(start, mark)} --> {_clock(end, mark)}\n{escaped(text)}\n\n"
         for number, (text, start, end) in enumerate(cues, 1)
     )
 
@@ -87,11 +90,6 @@ def _cues(segment: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
         text, end = text + gap + word["word"], word["end"]
     if text:
         yield text, start, end
-
-
-def _cue_text(text: str, kind: Subtitles) -> str:
-    """Return the text as a cue may have it: WebVTT reads `<`, `&` and `-->` as its own; SubRip has no escapes."""
-    return escape(text, quote=False) if kind == "vtt" else text
 
 
 def _clock(seconds: float, mark: str) -> str:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 # Of whole answers -> names in the job's usage.
 USAGE_HEADERS = {"x-input-tokens": "input_tokens", "x-output-tokens": "output_tokens", "x-audio-seconds": "seconds"}
 WARNING_CHARS = 300  # in a header: warnings quote texts
+_VISIBLE = " !#$&'()*+,/:;=?@[]\"<>^`{|}~"  # ASCII that a header may have; the rest is percent-encoded
 _STREAMING_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second one is for nginx
 
 
@@ -78,7 +79,7 @@ class AudioResponse(Response):
                 await error.response(scope, receive, send)
                 return
             if self._job.warnings:
-                self.headers["x-speech-warning"] = _header("; ".join(self._job.warnings))
+                self.headers["x-speech-warning"] = quote("; ".join(self._job.warnings)[:WARNING_CHARS], safe=_VISIBLE)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 await self._send_part(send, first)
@@ -94,11 +95,6 @@ class AudioResponse(Response):
     async def _send_part(self, send: Send, part: bytes) -> None:
         async with timeout(self._stall):
             await send({"type": "http.response.body", "body": part, "more_body": True})
-
-
-def _header(text: str) -> str:
-    """Return `text` as the value of a header: visible ASCII, the rest percent-encoded."""
-    return quote(text[:WARNING_CHARS], safe=" !#$&'()*+,/:;=?@[]\"<>^`{|}~")
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -149,10 +149,7 @@ class SocketSession(SocketSessionBase):
                 return documents
             documents.append(document.strip() + end)
         text, self._document = self._document + text, ""  # "<speak" may have been the beginning of another word
-        return [*documents, *self._split(text)]
-
-    def _split(self, text: str) -> list[str]:
-        return [sentence.strip() for sentence in self._splitter.push(text) if is_speakable(sentence)]
+        return documents + [sentence.strip() for sentence in self._splitter.push(text) if is_speakable(sentence)]
 
     def _finish(self) -> None:
         if self._waiting.count(None) >= MAX_WAITING_UTTERANCES:

@@ -84,7 +84,9 @@ class Guard:
 
         try:
             try:
-                await self._enter(scope)
+                self._check(scope)
+                if scope["path"] in self._spoken:
+                    await self._admit()
             except ApiError as error:
                 await self._reject(error, scope, receive, watched)
                 return
@@ -106,11 +108,6 @@ class Guard:
         if scope["type"] == "websocket":
             await receive()  # the connect message
         await error.response(scope, receive, send)
-
-    async def _enter(self, scope: Scope) -> None:
-        self._check(scope)
-        if scope["path"] in self._spoken:
-            await self._admit()
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
