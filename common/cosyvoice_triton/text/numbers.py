@@ -87,37 +87,24 @@ def chinese_digits(digits: str) -> str:
 
 def japanese(number: int) -> str:
     """Return a number of at least 0 in kanji, as it is said in Japanese: 千 and 百 without 一."""
-    if not number:
-        return "零"
-    words = ""
-    for scale, name in ((10**12, "兆"), (10**8, "億"), (10**4, "万"), (1, "")):
-        count, number = divmod(number, scale)
-        if count:
-            words += "".join(
-                (_HAN[digit] if digit > 1 or unit == 1 else "") + mark
-                for unit, mark in ((1000, "千"), (100, "百"), (10, "十"), (1, ""))
-                if (digit := count // unit % 10)
-            )
-            words += name
-    return words
+    return _by_myriads(number, "兆億万", "千百十", _HAN) or "零"
 
 
 def korean(number: int) -> str:
     """Return a number of at least 0 in Sino-Korean words."""
-    if not number:
-        return "영"
+    words = _by_myriads(number, "조억만", "천백십", _SINO) or "영"
+    return words.removeprefix("일") if words.startswith("일만") else words
+
+
+def _by_myriads(number: int, myriads: str, units: str, digits: str) -> str:
+    """Return a number in groups of four digits, with a one only before a myriad and as the last digit; "" for 0."""
     words = ""
-    for scale, name in ((10**12, "조"), (10**8, "억"), (10**4, "만"), (1, "")):
+    for scale, name in zip((10**12, 10**8, 10**4, 1), (*myriads, ""), strict=True):
         count, number = divmod(number, scale)
-        if count == 1 and name == "만" and not words:
-            words += "만"
-        elif count:
-            words += "".join(
-                (_SINO[digit] if digit > 1 or unit == 1 else "") + mark
-                for unit, mark in ((1000, "천"), (100, "백"), (10, "십"), (1, ""))
-                if (digit := count // unit % 10)
-            )
-            words += name
+        for unit, mark in zip((1000, 100, 10, 1), (*units, ""), strict=True):
+            if digit := count // unit % 10:
+                words += (digits[digit] if digit > 1 or unit == 1 else "") + mark
+        words += name if count else ""
     return words
 
 
