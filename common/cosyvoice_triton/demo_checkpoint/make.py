@@ -40,7 +40,7 @@ from cosyvoice_triton.demo_checkpoint import checkpoint, llm, speaker, speech_to
 from cosyvoice_triton.llm import speech_tokens
 from cosyvoice_triton.llm.checkpoint import DEMO_MANIFEST
 from cosyvoice_triton.networks import flow, hift
-from cosyvoice_triton.stacks import SpeechLLM, Stack
+from cosyvoice_triton.stacks import Stack
 
 VOICES_DIR = "voices"
 MANIFEST = DEMO_MANIFEST
@@ -90,7 +90,7 @@ OFFICIAL = CheckpointSizes(
 def parts(sizes: CheckpointSizes, seed: int) -> dict[str, Writer]:
     """Return path in the checkpoint -> function that writes it. The stacks share no weights, as in official ones."""
     found: dict[str, Writer] = {
-        model.directory: partial(_write_llm, model=model, seed=seed, sizes=sizes)
+        model.directory: partial(llm.make_llm, seed=seed, sizes=sizes.lm, dtype=sizes.lm_dtype, rules=model.tokenizer)
         for model in dict.fromkeys(stack.llm for stack in stacks.BUILT_IN)
     }
     flows: dict[Stack, tuple[Callable[..., None], Any, Generator]] = {
@@ -105,21 +105,13 @@ def parts(sizes: CheckpointSizes, seed: int) -> dict[str, Writer]:
     return found
 
 
-def _write_llm(path: Path, model: SpeechLLM, seed: int, sizes: CheckpointSizes) -> None:
-    llm.make_llm(path, seed, sizes.lm, sizes.lm_dtype, model.tokenizer)
-
-
 def _parts_of(
-    stack: Stack,
-    seed: int,
-    sizes: CheckpointSizes,
-    write_flow: Writer,
-    generator: Generator,
+    stack: Stack, seed: int, sizes: CheckpointSizes, write_flow: Writer, generator: Generator
 ) -> dict[str, Writer]:
     """Return the files of a stack's checkpoint, each with the function that writes it."""
     files: dict[str, Writer] = {
         stack.speech_tokenizer: lambda path: _write_tokenizer(path, seed, sizes),
-        stack.speaker_encoder: lambda path: _write_speaker(path, seed),
+        stack.speaker_encoder: lambda path: speaker.write_campplus(path, speaker.random_weights(seed), ABOUT),
         stack.flow: write_flow,
         stack.hift: lambda path: vocoder.write_hift(path, seed, sizes.generator, generator),
     }
@@ -130,10 +122,6 @@ def _write_tokenizer(path: Path, seed: int, sizes: CheckpointSizes) -> None:
     third = path.name == stacks.COSYVOICE3.speech_tokenizer
     weights = speech_tokenizer.random_weights(seed, *(sizes.third_tokenizer if third else sizes.tokenizer))
     speech_tokenizer.write_speech_tokenizer(path, weights, ABOUT)
-
-
-def _write_speaker(path: Path, seed: int) -> None:
-    speaker.write_campplus(path, speaker.random_weights(seed), ABOUT)
 
 
 def make_demo_model(dest: Path, weights: Weights = "trained", seed: int = 0) -> bool:

@@ -209,7 +209,8 @@ def read_spk2info(path: Path) -> dict[str, Any]:
     """
     import torch  # here: it takes a second, and few folders have such a file
 
-    content = _content(path, lambda data: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    data = path.read_bytes()  # not memory-mapped: a file that shrinks would crash the process
+    content = _parsed(data, path.name, lambda data: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} holds a {type(content).__name__}, not speakers by name")
     return {str(name): entry for name, entry in content.items()}
@@ -241,11 +242,6 @@ def spk2info_prompt(entry: Any, where: str, decode: Decode) -> Prompt:
             raise ValueError(f"{where}: its transcript has the token id {min(ids)}")
         return _prompt(tensors, lambda: decode(ids), where)
     return _prompt(tensors, lambda: str(transcript or ""), where)
-
-
-def _content(path: Path, parse: Callable[[bytes], Any]) -> Any:
-    """Return `parse` of a file's bytes. It is not memory-mapped: a file that shrinks would crash the process."""
-    return _parsed(path.read_bytes(), path.name, parse)
 
 
 def _parsed(data: bytes, where: str, parse: Callable[[bytes], Any]) -> Any:
