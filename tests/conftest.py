@@ -153,7 +153,7 @@ def speech_stack(serve: Callable[..., Any], demo_models: Path) -> Iterator[objec
     from tests.support.speech_fixtures import MAX_STREAMS, speech_stack_over
 
     # Idle streams are never evicted, so a stream that kept its slot would block the next one.
-    triton = serve(settings={"max_streams": str(MAX_STREAMS), "idle_seconds": "600", "text_timeout": "2"})
+    triton = serve(settings={"max_streams": str(MAX_STREAMS), "idle_seconds": "600", "text_timeout": "5"})
     with speech_stack_over(triton, demo_models / "voices") as stack:
         yield stack
 

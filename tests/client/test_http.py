@@ -79,7 +79,7 @@ def test_the_answer_is_written_as_a_16_bit_wav_at_24_khz(tmp_path: Path, capsys:
         (Answers(infer=waveform([])), (), "without audio"),
         (Answers(ready=400), (), "does not serve the model 'cosyvoice2_dit'"),
         (Answers(decoupled=True), (), "client-grpc --mode streaming"),
-        (Answers(delay=1.0), ("--timeout", "0.3"), "raise --timeout"),
+        (Answers(delay=2.0), ("--timeout", "1"), "raise --timeout"),
         (Answers(), ("--reference-audio", __file__), f"cannot read the reference audio {__file__}"),
     ],
 )

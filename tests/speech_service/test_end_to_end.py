@@ -78,7 +78,7 @@ def test_a_part_without_a_voice_is_spoken_by_the_only_one_or_refused_before_any_
     url, voices = f"{speech_stack.url}/v1/audio/speech", f"{speech_stack.url}/v1/audio/voices"
     assert httpx.post(url, json=body, timeout=60).status_code == 200
     files = {"audio_sample": (RECORDING.name, RECORDING.read_bytes())}
-    assert httpx.post(voices, data={"name": "berta"}, files=files).status_code == 201
+    assert httpx.post(voices, data={"name": "berta"}, files=files, timeout=60).status_code == 201
     try:
         refused = httpx.post(url, json=body, timeout=60)
         assert refused.status_code == 400, refused.text
@@ -290,15 +290,15 @@ def test_the_plain_runtimes_http_clients_work(
     texts = {"tts_text": "Hello.", **{name: value for name, value in fields.items() if name != "prompt_wav"}}
     files = {"prompt_wav": ("prompt_wav", RECORDING.read_bytes())} if "prompt_wav" in fields else {}
     url = f"{speech_stack.url}/inference_{route}"
-    answer = httpx.request(method, url, data=texts, files=files, timeout=30)
+    answer = httpx.request(method, url, data=texts, files=files, timeout=60)
     assert answer.status_code == 200, answer.text
     assert np.abs(np.frombuffer(answer.content, "<i2")).max() > 100
     for name in texts:
         partly = {other: value for other, value in texts.items() if other != name}
-        rejected = httpx.request(method, url, data=partly, files=files, timeout=30)
+        rejected = httpx.request(method, url, data=partly, files=files, timeout=60)
         assert rejected.status_code == 400 and rejected.json()["error"]["param"] == name
     if files:
-        assert httpx.request(method, url, data=texts, timeout=30).status_code == 400
+        assert httpx.request(method, url, data=texts, timeout=60).status_code == 400
 
 
 def test_the_plain_runtimes_grpc_clients_work(speech_stack: SpeechStack) -> None:
@@ -314,7 +314,7 @@ def test_the_plain_runtimes_grpc_clients_work(speech_stack: SpeechStack) -> None
     with grpc.insecure_channel(f"127.0.0.1:{speech_stack.runtime_port}") as channel:
         client = services.CosyVoiceStub(channel)
         for request in requests:
-            parts = [response.tts_audio for response in client.Inference(request, timeout=30)]
+            parts = [response.tts_audio for response in client.Inference(request, timeout=60)]
             assert np.abs(np.frombuffer(b"".join(parts), "<i2")).max() > 100
         for request, words in (
             (messages.Request(), "empty"),
@@ -322,7 +322,7 @@ def test_the_plain_runtimes_grpc_clients_work(speech_stack: SpeechStack) -> None
             (messages.Request(cross_lingual_request={**text, "prompt_audio": b"x"}), "whole 16-bit samples"),
         ):
             with pytest.raises(grpc.RpcError) as error:
-                list(client.Inference(request, timeout=30))
+                list(client.Inference(request, timeout=60))
             assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT and words in error.value.details()
 
 

@@ -91,7 +91,7 @@ def record(page: Any) -> None:
 
 def cancelled(stack: SpeechStack) -> float:
     """How many requests ended because their client disconnected."""
-    lines = httpx.get(f"{stack.url}/metrics").text.splitlines()
+    lines = httpx.get(f"{stack.url}/metrics", timeout=60).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if 'status="gone"' in line and "_total{" in line)
 
 

@@ -61,10 +61,10 @@ class Response:
 
 
 def send(address: str, model: str, arrays: dict[str, np.ndarray], parameters: dict[str, Any] | None = None) -> Response:
-    """Send a streamed request of any tensors; TimeoutError unless the server ends it within 30 s."""
+    """Send a streamed request of any tensors; TimeoutError unless the server ends it within 60 s."""
 
     async def run() -> Response:
-        return await asyncio.wait_for(collect(address, model, inputs_of(arrays), parameters), 30)
+        return await asyncio.wait_for(collect(address, model, inputs_of(arrays), parameters), 60)
 
     return asyncio.run(run())
 

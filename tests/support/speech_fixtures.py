@@ -68,7 +68,7 @@ def speech_stack_over(triton: TritonServer, voices: Path) -> Iterator[SpeechStac
     with serving(Settings(urls=(triton.grpc_url,), voices_dir=voices, runtime_port=port)) as url:
         files = {"audio_sample": (RECORDING.name, RECORDING.read_bytes())}
         words = {"name": VOICE, "ref_text": transcript(RECORDING)}
-        assert httpx.post(f"{url}/v1/audio/voices", data=words, files=files).status_code == 201
+        assert httpx.post(f"{url}/v1/audio/voices", data=words, files=files, timeout=60).status_code == 201
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5) as client:
             yield SpeechStack(url, port, client, triton)
     shutil.rmtree(voices)

@@ -205,7 +205,7 @@ def test_no_shape_of_an_input_ends_a_model(server: Server) -> None:
             for tensor, shape in wanted:
                 request = service_pb2.ModelInferRequest(model_name=model.name, raw_input_contents=[b""])
                 request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=shape)
-                (answer,) = stub.ModelStreamInfer(iter([request]), timeout=30)
+                (answer,) = stub.ModelStreamInfer(iter([request]), timeout=60)
                 assert f"input '{tensor.name}'" in answer.error_message and "of its shape" in answer.error_message
             assert model.name in server.triton.model_processes().values()
 
@@ -219,7 +219,7 @@ def test_a_stream_ends_with_exactly_one_final_response(server: Server, voice: np
         inputs = inputs_of(request_arrays(voice))
         connection.async_stream_infer(server.model, inputs, enable_empty_final_response=True)
         while not finals:
-            result, error = arrivals.get(timeout=30)
+            result, error = arrivals.get(timeout=60)
             assert error is None
             finals += result.get_response().parameters["triton_final_response"].bool_param
             waveform = result.as_numpy("waveform")
