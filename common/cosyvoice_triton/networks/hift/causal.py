@@ -6,8 +6,6 @@ and vocodes all mel again for every chunk. Attribute names are the keys of `hift
 """
 
 from collections.abc import Callable
-from itertools import accumulate
-from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -141,18 +139,16 @@ class CausalHiFTGenerator(nn.Module):
     def __init__(self, config: HiFTConfig) -> None:
         super().__init__()
         self.config = config
-        widths = [config.channels >> stage for stage in range(len(config.upsample_rates) + 1)]
+        widths = config.widths
         self.m_source = HarmonicSource(config, held=True)
         self.conv_pre = nn.Conv1d(config.mel_bins, widths[0], PRE_LOOKAHEAD + 1)
         self.ups = nn.ModuleList(
             ContinuedConv1d(wide, narrow, kernel)
             for wide, narrow, kernel in zip(widths[:-1], widths[1:], config.upsample_kernels, strict=True)
         )
-        # The source's STFT has the rate of the last stage; earlier stages are coarser by the rates after them.
-        coarser = list(accumulate((1, *config.upsample_rates[:0:-1]), mul))[::-1]
         self.source_downs = nn.ModuleList(
             ContinuedConv1d(config.n_fft + 2, width, 1 if rate == 1 else 2 * rate, stride=rate)
-            for width, rate in zip(widths[1:], coarser, strict=True)
+            for width, rate in zip(widths[1:], config.source_rates, strict=True)
         )
         self.source_resblocks = nn.ModuleList(
             CausalResBlock(width, kernel, dilations)

@@ -1,7 +1,9 @@
 """Sizes of HiFT; the defaults are CosyVoice2's."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
+from operator import mul
 
 from cosyvoice_triton.checkpoint import Shapes
 from cosyvoice_triton.constants import MEL_BINS, SAMPLE_RATE
@@ -39,6 +41,16 @@ class HiFTConfig:
     def hop(self) -> int:
         """Return the samples per mel frame; HOP_SAMPLES at the official sizes."""
         return prod(self.upsample_rates) * self.istft_hop
+
+    @property
+    def widths(self) -> list[int]:
+        """Return the channels before the first upsampling stage and after each."""
+        return [self.channels >> stage for stage in range(len(self.upsample_rates) + 1)]
+
+    @property
+    def source_rates(self) -> list[int]:
+        """Return how much coarser than the source's STFT, which has the last stage's frame rate, each stage is."""
+        return list(accumulate((1, *self.upsample_rates[:0:-1]), mul))[::-1]
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> "HiFTConfig":

@@ -1,8 +1,6 @@
 """HiFT generator, inference only, with weight norm folded into plain convolutions. Upstream's `HiFTGenerator`."""
 
 from collections.abc import Callable
-from itertools import accumulate
-from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -79,7 +77,7 @@ class HiFTGenerator(nn.Module):
     def __init__(self, config: HiFTConfig | None = None) -> None:
         super().__init__()
         self.config = config = config or HiFTConfig()
-        widths = [config.channels >> stage for stage in range(len(config.upsample_rates) + 1)]
+        widths = config.widths
         self.m_source = HarmonicSource(config)
         self.conv_pre = nn.Conv1d(config.mel_bins, widths[0], 7, padding=3)
         self.ups = nn.ModuleList(
@@ -88,11 +86,9 @@ class HiFTGenerator(nn.Module):
                 widths[:-1], widths[1:], config.upsample_kernels, config.upsample_rates, strict=True
             )
         )
-        # The source's STFT has the frame rate of the last stage; earlier stages are coarser by the rates after them.
-        coarser = list(accumulate((1, *config.upsample_rates[:0:-1]), mul))[::-1]
         self.source_downs = nn.ModuleList(
             nn.Conv1d(config.n_fft + 2, width, 1 if rate == 1 else 2 * rate, rate, padding=rate // 2)
-            for width, rate in zip(widths[1:], coarser, strict=True)
+            for width, rate in zip(widths[1:], config.source_rates, strict=True)
         )
         self.source_resblocks = nn.ModuleList(
             ResBlock(width, kernel, dilations)
