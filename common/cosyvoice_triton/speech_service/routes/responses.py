@@ -59,7 +59,7 @@ class AudioResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with TaskScope() as tasks:
             work = tasks.spawn(self._send(scope, receive, send))
-            gone = tasks.spawn(_disconnected(receive))
+            gone = tasks.spawn(disconnected(receive))
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 work.result()
@@ -97,7 +97,8 @@ class AudioResponse(Response):
             await send({"type": "http.response.body", "body": part, "more_body": True})
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Return once the client is gone; what is left of the body is discarded."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -23,7 +23,7 @@ from cosyvoice_triton.speech_service.bodies import (
     read_json,
 )
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
-from cosyvoice_triton.speech_service.routes.responses import AudioResponse, events, whole, whole_json
+from cosyvoice_triton.speech_service.routes.responses import AudioResponse, disconnected, events, whole, whole_json
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.tasks import TaskScope
@@ -98,7 +98,7 @@ async def batch(request: Request) -> Response:
 
     async with TaskScope() as tasks:
         work = [tasks.spawn(one(index, item)) for index, item in enumerate(wanted.requests())]
-        gone = tasks.spawn(_disconnected(request))
+        gone = tasks.spawn(disconnected(request.receive))
         await asyncio.wait((tasks.spawn(asyncio.wait(work)), gone), return_when=asyncio.FIRST_COMPLETED)
         if not all(item.done() for item in work):
             request.scope["speech.outcome"] = "gone"
@@ -108,7 +108,6 @@ async def batch(request: Request) -> Response:
 
 
 async def _whole(service: Service, item: Any) -> dict[str, Any]:
-    """Return the result of one item of a batch."""
     if not isinstance(item, dict):
         raise invalid(f"the item is a JSON {type(item).__name__}, not an object")
     wanted: SpeechRequest = parse(SpeechRequest, item)
@@ -116,11 +115,6 @@ async def _whole(service: Service, item: Any) -> dict[str, Any]:
     encoder = service.encoder(wanted)
     job = await service.job(wanted)
     return await whole(service.audio(job, encoder), job, encoder, wanted.subtitles)
-
-
-async def _disconnected(request: Request) -> None:
-    while not await request.is_disconnected():
-        await asyncio.sleep(0.2)
 
 
 @router.get("/v1/models")
