@@ -150,7 +150,7 @@ class Utterance:
                 arrays["reference_sample_rate"] = ("INT32", np.array([[self.reference_sample_rate]], dtype=np.int32))
         for name in _TEXTS:
             if (text := getattr(self, name)) is not None:
-                arrays[name] = ("BYTES", _text_tensor(text))
+                arrays[name] = ("BYTES", np.array([[text.encode("utf-8")]], dtype=np.object_))
         return arrays
 
     def tensors(self, infer_input: Callable[[str, list[int], str], Any]) -> list[Any]:
@@ -161,10 +161,6 @@ class Utterance:
             tensor.set_data_from_numpy(array)
             inputs.append(tensor)
         return inputs
-
-
-def _text_tensor(text: str) -> np.ndarray:
-    return np.array([[text.encode("utf-8")]], dtype=np.object_)
 
 
 def waveform_of(result: Any) -> np.ndarray | None:

@@ -155,15 +155,12 @@ class RequestInputs:
                 raise ValueError(f"speaker {self.speaker!r} with a reference_wav: give only one voice")
             rate = PROMPT_SAMPLE_RATE if self.reference_sample_rate is None else self.reference_sample_rate
             wav = audio.validate_reference(self.reference_wav, self.reference_wav_len, rate)
-            return Recording(wav, self._line("reference_text", max_text_chars), rate)
+            text = clean_line(self.reference_text or "", name="reference_text", max_chars=max_text_chars)
+            return Recording(wav, text, rate)
         for name in ("reference_text", "reference_wav_len", "reference_sample_rate"):
             if (value := getattr(self, name)) not in (None, ""):
                 raise ValueError(f"{name} {value!r} without a reference_wav")
         return self.speaker or None
-
-    def _line(self, name: str, max_text_chars: int) -> str:
-        """Return an optional text, "" if it is missing or blank. ValueError if it consists of control tokens alone."""
-        return clean_line(getattr(self, name) or "", name=name, max_chars=max_text_chars)
 
 
 def default_sampling(config: OrchestratorConfig) -> Sampling:

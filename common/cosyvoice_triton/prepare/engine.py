@@ -40,7 +40,8 @@ def build_engine(models: Path, llm: SpeechLLM, options: EngineOptions) -> bool:
     with tempfile.TemporaryDirectory(dir=models, prefix=f".{llm.engine}.") as scratch:
         weights, built = Path(scratch) / "weights", Path(scratch) / "engine"
         sizes = [f"--tp_size={options.tp_size}", f"--pp_size={options.pp_size}"]
-        convert = [_python(), "-m", "cosyvoice_triton", "prepare", "convert-checkpoint", "--dtype=bfloat16", *sizes]
+        python = os.environ.get("TRTLLM_PYTHON") or sys.executable  # in the image another one has TensorRT-LLM
+        convert = [python, "-m", "cosyvoice_triton", "prepare", "convert-checkpoint", "--dtype=bfloat16", *sizes]
         _run([*convert, f"--model_dir={source}", f"--output_dir={weights}"])
         limits = [f"--max_batch_size={options.max_batch_size}", f"--max_num_tokens={MAX_TOKENS}"]
         workers = [f"--workers={options.tp_size * options.pp_size}"]
@@ -51,11 +52,6 @@ def build_engine(models: Path, llm: SpeechLLM, options: EngineOptions) -> bool:
             shutil.rmtree(destination)
         built.rename(destination)
     return True
-
-
-def _python() -> str:
-    """Return the interpreter that has TensorRT-LLM; in the image it is a different one."""
-    return os.environ.get("TRTLLM_PYTHON") or sys.executable
 
 
 def _run(command: list[str]) -> None:

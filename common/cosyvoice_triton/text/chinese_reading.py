@@ -70,10 +70,6 @@ def _clock(hour: str, minute: str) -> str:
     return f"{hours}点{'零' if minute[0] == '0' else ''}{chinese(int(minute))}分"
 
 
-def _time(match: re.Match[str]) -> str:
-    return _clock(match[1], match[2])
-
-
 def _seconds(match: re.Match[str]) -> str:
     return _clock(match[1], match[2]) + f"{'零' if match[3][0] == '0' else ''}{chinese(int(match[3]))}秒"
 
@@ -210,7 +206,7 @@ _read = reader(
      lambda match: f"{match[1]}{number(match[2])}比{number(match[3])}"),
     (r"(?<![\d:-])(\d{1,3})(?:[:：]|[-–])(\d{1,3})(?=(?:逆转|获胜|取胜|击败|战胜|大胜|险胜|战平|落败|领先|落后|完胜|不敌|负于|力克|轻取|横扫|淘汰))",
      lambda match: f"{number(match[1])}比{number(match[2])}"),
-    (r"(?<![\d:])([01]?\d|2[0-4])[:：]([0-5]\d)(?![:\d])", _time),
+    (r"(?<![\d:])([01]?\d|2[0-4])[:：]([0-5]\d)(?![:\d])", lambda match: _clock(match[1], match[2])),
     (r"(?<![\d:])(\d+(?:\.\d+)?)[:：](\d+(?:\.\d+)?)(?![:\d])", lambda match: f"{number(match[1])}比{number(match[2])}"),
     (r"(?<![\d.])2(?=点(?:钟|半|整|多|左右|前|后|到|[^\d十一二三四五六七八九]|$))", "两"),
     (rf"(?<![\d.])([01]?\d|2[0-4]){_DASH}([01]?\d|2[0-4])(?=点)", _before_measure),

@@ -87,7 +87,8 @@ class AudioEncoder:
         if rate is None:
             rate = SAMPLE_RATE if SAMPLE_RATE in self.format.rates else min(self.format.rates)
         if rate not in self.format.rates:
-            raise ValueError(f"sample_rate {rate} is not one of {_listed(self.format.rates)}, which {name} supports")
+            rates = ", ".join(map(str, sorted(self.format.rates)))
+            raise ValueError(f"sample_rate {rate} is not one of {rates}, which {name} supports")
         if not MIN_SPEED <= speed <= MAX_SPEED:
             raise ValueError(f"speed {speed:g} is not in {MIN_SPEED:g}..{MAX_SPEED:g}")
         if not 0 < volume <= MAX_VOLUME:
@@ -236,7 +237,3 @@ def _tempos(speed: float) -> Iterator[float]:
         speed /= factor
     if speed != 1.0:
         yield speed
-
-
-def _listed(rates: frozenset[int]) -> str:
-    return ", ".join(map(str, sorted(rates)))

@@ -281,7 +281,7 @@ class StreamingFlow(ABC, Generic[StreamT]):
             valid_frames(frames, mu.shape[2]),
             pad_sequence([torch.from_numpy(prompt.mel) for prompt, _ in utterances], batch_first=True).to(mu.device),
             torch.stack([torch.from_numpy(prompt.embedding) for prompt, _ in utterances]).to(mu.device),
-            noise=self._noise_of(0, mu.shape[2]),
+            noise=self._noise.read(0, mu.shape[2]).T[None],  # (T, C) -> (1, C, T)
             steps=self._steps,
             before_step=before_step,
         )
@@ -311,9 +311,6 @@ class StreamingFlow(ABC, Generic[StreamT]):
     def _mel_of(self, prompt: Prompt) -> Tensor:
         """Return the prompt's mel on the device, (1, 2P, 80)."""
         return torch.from_numpy(prompt.mel)[None].to(self._device)
-
-    def _noise_of(self, start: int, frames: int) -> Tensor:
-        return self._noise.read(start, frames).T[None]  # (T, C) -> (1, C, T)
 
     def _check_length(self, tokens: int) -> None:
         if tokens > self._max_tokens:
