@@ -187,7 +187,6 @@ class SpeechLogits(LogitsProcessor):
                 self._step(rows, GRAPH_TOP_K)
 
     def _copy(self, target: torch.Tensor, values: list[Any]) -> None:
-        """Copy `values` to the first elements of `target`."""
         target[: len(values)].copy_(torch.tensor(values, pin_memory=self._pinned), non_blocking=True)
 
 

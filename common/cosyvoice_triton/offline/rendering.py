@@ -107,7 +107,6 @@ class OfflineToken2Wav:
             return error
 
     def _advance(self, live: Sequence["_Stream"]) -> None:
-        """Render one more chunk of each."""
         chunks: list[tuple[_Stream, Chunk]] = []
         for each in live:
             try:
@@ -137,8 +136,6 @@ class OfflineToken2Wav:
 
 @dataclass
 class _Stream:
-    """An utterance in progress."""
-
     stream: Stream
     tokens: np.ndarray
     schedule: HopSchedule

@@ -160,7 +160,6 @@ class HopSchedule:
 
     @property
     def _is_first(self) -> bool:
-        """Return whether the next hop is the first one of the text."""
         return self._before + self._offset == 0
 
     def _length(self, ready: int) -> int:

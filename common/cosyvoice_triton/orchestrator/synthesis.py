@@ -366,7 +366,6 @@ async def _kept(voice: Recording | Prompt | Mix, encoding: Sequence[asyncio.Task
 
 
 async def _prompt(voice: Recording | Prompt | Mix, encoding: Sequence[asyncio.Task[Any]], scope: TaskScope) -> Prompt:
-    """Return the voice as token2wav takes it."""
     if isinstance(voice, Prompt):
         return voice
     tokens, mel, embedding = [await scope.result(part) for part in encoding]
@@ -405,7 +404,6 @@ async def _render(
 
 
 async def _next_hop(schedule: HopSchedule, segment: TokenBuffer) -> Hop:
-    """Return the next hop, once the LLM has made its tokens."""
     while (hop := schedule.next_hop(len(segment.tokens), segment.ended)) is None:
         await segment.wait_for_change()
     return hop

@@ -202,7 +202,6 @@ def _listing_unless_complete(source: Source, models: Path, revision: str | None)
 
 
 def _listing(source: Source, revision: str | None) -> tuple[str, list[RemoteFile]]:
-    """Return the commit of a revision and its matching files."""
     try:
         commit, names = _HUBS[source.hub][0](source.repository, revision)
     except Exception as error:  # includes the errors of an HTTP library, which differs between versions

@@ -304,7 +304,6 @@ def utterance(
 def _reference(
     wanted: SpeechRequest, decode_upload: Callable[[], Recording] | None, max_bytes: int
 ) -> Recording | None:
-    """Return the recording in the request, uploaded or in base64."""
     try:
         if decode_upload is not None:
             return decode_upload()

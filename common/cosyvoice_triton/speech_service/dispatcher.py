@@ -198,7 +198,6 @@ class Dispatcher:
                 pass
 
     async def _generated(self, job: SpeechJob, utterance: Utterance) -> AsyncGenerator[AudioPart, None]:
-        """Yield the responses of a model to one of the job's utterances."""
         samples = 0
         failed: set[Backend] = set()
         while True:

@@ -89,7 +89,6 @@ class BatchingEngine(ThreadedEngine[RowGeneration]):
         self._advance([row], logits[None])
 
     def _decode_all(self) -> None:
-        """Compute one more token for every row."""
         for row in reversed(range(len(self._rows))):
             if self._rows[row].cancelled:
                 self._release(row)

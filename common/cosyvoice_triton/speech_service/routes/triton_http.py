@@ -151,7 +151,6 @@ def _texts(data: Any) -> list[str]:
 
 
 def _numbers(data: Any, kind: str) -> np.ndarray:
-    """Return the values (N,) of a tensor."""
     if isinstance(data, bytes):
         return np.frombuffer(data, kind)
     values = np.asarray(data)
@@ -162,7 +161,6 @@ def _numbers(data: Any, kind: str) -> np.ndarray:
 
 
 def _is_binary(content: dict[str, Any]) -> bool:
-    """Return whether the waveform is wanted as bytes."""
     outputs = content.get("outputs")
     for each in outputs if isinstance(outputs, list) else ():
         if isinstance(each, dict) and each.get("name") == WAVEFORM:

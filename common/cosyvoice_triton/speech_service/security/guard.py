@@ -153,7 +153,6 @@ def _has_large_body(scope: Scope) -> bool:
 
 
 def _span(scope: Scope) -> tracing.Span:
-    """Begin the span of a request that may speak."""
     speaks = scope.get("method", "POST") == "POST" or scope["path"].startswith("/inference_")  # WebSockets have none
     if not speaks:
         return tracing.OFF
