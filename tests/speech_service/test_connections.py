@@ -42,7 +42,7 @@ def test_a_request_that_does_not_arrive_in_time_is_closed(url: str, data: bytes)
     with opened(url, data) as client:
         while client.recv(1 << 16):
             pass
-        assert time.monotonic() - started > SECONDS  # and within the 10 s of this socket
+        assert time.monotonic() - started > SECONDS  # and within the 60 s of this socket
 
 
 def test_an_idle_connection_is_kept_as_long_as_the_setting_says() -> None:

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2 as httpx
@@ -173,16 +174,18 @@ def test_memory_of_half_sent_bodies_is_bounded_and_given_back() -> None:
             except httpx.TransportError:
                 return False
 
+        def half_sent(_: int) -> socket.socket:
+            client = opened(f"http://127.0.0.1:{port}", request(b" " * half, KEY)[: -half // 2])
+            with contextlib.suppress(OSError):  # it is refused
+                client.sendall(b" " * (half // 3))
+            return client
+
         try:
             until(answers_at_all)
             before = resident()
             for _ in range(2):
-                clients = []
-                for _ in range(flood):
-                    client = opened(f"http://127.0.0.1:{port}", request(b" " * half, KEY)[: -half // 2])
-                    clients.append(client)
-                    with contextlib.suppress(OSError):  # it is refused
-                        client.sendall(b" " * (half // 3))
+                with ThreadPoolExecutor(flood) as threads:  # each waits a second for its turn
+                    clients = list(threads.map(half_sent, range(flood)))
                 assert resident() - before < flood * half / 4
                 for client in clients:
                     client.close()

@@ -95,7 +95,7 @@ def test_a_connection_is_used_again_after_a_refusal_that_came_before_the_body(st
 
 def half_sent(url: str, body: bytes = b"", more: str = "", size: int = 1_000_000) -> socket.socket:
     """A connection with a request for a new voice, of which only the headers, with `more`, and `body` are sent."""
-    return opened(url, request(body, more.encode(), size), seconds=60)
+    return opened(url, request(body, more.encode(), size))
 
 
 @pytest.fixture

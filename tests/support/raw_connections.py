@@ -10,7 +10,7 @@ WEBSOCKET = (
 )
 
 
-def opened(url: str, data: bytes = b"", receive_buffer: int = 0, seconds: float = 10.0) -> socket.socket:
+def opened(url: str, data: bytes = b"", receive_buffer: int = 0, seconds: float = 60.0) -> socket.socket:
     """A connection on which `data` has been sent. receive_buffer: its bytes, 0 for the system's choice."""
     host, port = url.removeprefix("http://").split(":")
     client = socket.socket()

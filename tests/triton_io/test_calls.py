@@ -183,7 +183,7 @@ def test_a_caller_that_is_cancelled_when_it_gets_its_slot_gives_it_back() -> Non
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        async with async_timeout.timeout(5):
+        async with async_timeout.timeout(60):
             await slots.acquire()
 
     asyncio.run(run())
