@@ -10,7 +10,19 @@ _ND = rf"{_N}(?:\.\d+)?"
 _DASH = r"\s?(?:[-~～〜–—]+|--)\s?"
 _FIRST = r"(?<![\d.,])"
 
-_SIGNS = {"¥": "元", "￥": "元", "$": "美元", "US$": "美元", "HK$": "港元", "NT$": "新台币", "A$": "澳元", "C$": "加元"}
+_SIGNS = {
+    "¥": "元",
+    "￥": "元",
+    "$": "美元",
+    "US$": "美元",
+    "HK$": "港元",
+    "NT$": "新台币",
+    "A$": "澳元",
+    "C$": "加元",
+    "CA$": "加元",
+    "AU$": "澳元",
+    "S$": "新加坡元",
+}
 _SIGNS |= {"€": "欧元", "£": "英镑", "₩": "韩元", "₽": "卢布", "₹": "卢比", "RMB": "元", "CNY": "元", "USD": "美元"}
 _SIGN = "|".join(re.escape(sign) for sign in sorted(_SIGNS, key=len, reverse=True))
 _SAME_UNIT = "元|块钱|块|美元|美金|港元|港币|欧元|英镑|日元"
@@ -71,6 +83,8 @@ def _clock(hour: str, minute: str) -> str:
 
 
 def _seconds(match: re.Match[str]) -> str:
+    if not int(match[3]):
+        return _clock(match[1], match[2])
     return _clock(match[1], match[2]) + f"{'零' if match[3][0] == '0' else ''}{chinese(int(match[3]))}秒"
 
 
@@ -160,8 +174,10 @@ _read = reader(
     ]),
     # Numbers that are said digit by digit.
     (r"\d{3}|\d\D\d|后", [
+    (r"(血压\D{0,6}?)(\d{2,3})/(\d{2,3})(?!\d)(\s?mmHg)?",
+     lambda match: f"{match[1]}{number(match[2])}，{number(match[3])}{'毫米汞柱' if match[4] else ''}"),
     (r"(?<![\d.])\+?(?:86[- ]?)?1[3-9]\d[- ]?\d{4}[- ]?\d{4}(?![\d.])", _spelled),
-    (r"(?<![\d.])[(（]?0\d{2,3}[)）]?[- ]?\d{3,4}[- ]?\d{4}(?!\d)", _spelled),
+    (r"(?<![\d.])(?<!\d )[(（]?0\d{2,3}[)）]?[- ]?\d{3,4}[- ]?\d{4}(?!\d)", _spelled),
     (r"(?<![\d.])(?:400|800)[- ]\d{3,4}[- ]\d{3,4}(?!\d)", _spelled),
     (rf"({_CALL}\s?)(1\d{{2}}|9\d{{2}}|1\d{{4}}|9\d{{4}})(?!\d|[.,]\d|\s?(?:元|块|个|人|万|亿|次|分|%|年|天|岁|折|斤))",
      lambda match: match[1] + chinese_digits(match[2])),
@@ -172,16 +188,19 @@ _read = reader(
     (rf"{_FIRST}\d{{3,4}}(?=(?:号)?(?:房间|房|教室|会议室|病房|包间|包厢|寝室|宿舍|室))", _spelled),
     (r"(?:(?<=[座栋幢])|(?<=单元|号楼))\d{3,4}(?!\d|[.,]\d|[元块个人户万亿米平])", _spelled),
     (rf"{_FIRST}(?:\d{{3,4}}(?=(?:{_EVENT}))|(?:985|211)(?=[、和/高院大名工学硕本])|(?:996|007|404)(?![.\d]|\s?(?:{_MEASURE}|%)))", _spelled),
+    (r"(?<=[A-Z]·)\d{3,}(?!\d)", _spelled),
     (r"(?<=[A-Z] )\d{4}(?![\d.,]*\d|\s?[年万亿元人个台辆])", _spelled),
-    (r"(?<![\d.])[05-9][05](?=后(?![退续来面边，。再]))", _spelled),
+    (r"(?<![\d.])[05-9][05](?=后(?![退续来面边再]))", _spelled),
     (rf"{_FIRST}\d{{7,}}(?![\d]|,\d|\.\d|[元块个人万亿])", _spelled),
     ]),
     # Dates.
     (r"\d\s?[-/.·年月日号学~～〜—–]", [
+    (r"(?<=\d{4}-\d\d-\d\d)T(\d\d:\d\d(?::\d\d)?)(?:\.\d+)?Z?", r" \1"),
     (r"(?<![\d.-])(\d{4})([-/.])(1[0-2]|0?[1-9])\2(3[01]|[12]\d|0?[1-9])(?![.-]?\d)日?", _date),
     (rf"(?<!\d)((?:1\d|20)\d\d)年?{_DASH}((?:1\d|20)\d\d)(?=学?年|财年|赛季)",
      lambda match: f"{chinese_digits(match[1])}{'年' if match.string[match.end()] == '年' else ''}到{chinese_digits(match[2])}"),
-    (rf"(?<=\d月){_DASH}(?=\d\d?月)", "到"),
+    (rf"(?<=\d月){_DASH}(?=\d\d?月)|(?<![\d./-])(1[0-2]|0?[1-9]){_DASH}(?=(?:1[0-2]|0?[1-9])月)",
+     lambda match: f"{chinese(int(match[1]))}到" if match[1] else "到"),
     (r"(?<![\d.])(\d{1,2})·(\d{1,2})(?!\d)", _spelled),
     (r"(?<![\d.])[4-9]\d(?=年(?:出?生|毕业|参军|入[伍学党]|结婚|属|高考|[级版款]|的(?:人|车|老)|[春夏秋冬]))", _spelled),
     (r"(公元前|距今)(\d+)(?=年)", lambda match: match[1] + chinese(int(match[2]))),
@@ -196,7 +215,7 @@ _read = reader(
     (r"(?<![\d.,])(3[01]|[12]\d|[1-9])(?=[日号](?!元|内|均|常|间))", lambda match: chinese(int(match[1]))),
     ]),
     # Clock times, and the colons that are none.
-    (r"\d\s?[:：点~～〜–—-]", [
+    (r"\d[点时岁元米页层级天楼]?\s?[:：点~～〜–—-]", [
     (r"(用了?|用时|耗时|历时|成绩是?|时长|仅|以|超过|长达)\s?(\d{1,2}):([0-5]\d):([0-5]\d)(?!\d)",
      lambda match: match[1] + _duration_of(match[2], match[3], match[4])),
     (r"(?<!\d)([01]?\d|2[0-4]):([0-5]\d):([0-5]\d)(?!\d)", _seconds),
@@ -208,6 +227,7 @@ _read = reader(
      lambda match: f"{number(match[1])}比{number(match[2])}"),
     (r"(?<![\d:])([01]?\d|2[0-4])[:：]([0-5]\d)(?![:\d])", lambda match: _clock(match[1], match[2])),
     (r"(?<![\d:])(\d+(?:\.\d+)?)[:：](\d+(?:\.\d+)?)(?![:\d])", lambda match: f"{number(match[1])}比{number(match[2])}"),
+    (rf"(?<=\d([点时岁元米页层级天楼])){_DASH}(?=\d+\1)", "到"),
     (r"(?<![\d.])2(?=点(?:钟|半|整|多|左右|前|后|到|[^\d十一二三四五六七八九]|$))", "两"),
     (rf"(?<![\d.])([01]?\d|2[0-4]){_DASH}([01]?\d|2[0-4])(?=点)", _before_measure),
     ]),
@@ -225,32 +245,37 @@ _read = reader(
     # Thousands, shares, temperatures, units.
     (r"[%％‰℃℉°度]|\d[万亿千百]?\s?[A-Za-zμµ㎡]", [
     (rf"(?<![A-Za-z\d.])({_ND})[kK]{_DASH}({_ND})[kK](?![A-Za-z\d])", lambda match: f"{_thousands(match[1])}到{_thousands(match[2])}"),
+    (r"(?<![A-Za-z\d.])(\d+)\s?h\s?([0-5]?\d)\s?m?(?:in)?(?![A-Za-z\d])",
+     lambda match: f"{counted(match[1])}小时{chinese(int(match[2]))}分钟"),
     (rf"(?<!\d)({_ND})[%％]?{_DASH}({_ND})[%％]", _percent_range),
     (rf"(?<![A-Za-z\d%])-({_ND})([%％‰])", lambda match: f"负{_share('‰' if match[2] == '‰' else '%')}{number(match[1])}"),
+    (rf"(?<![\w)])\+(?={_ND}\s?[%％])|(?<=[\u4e00-\u9fff])\+(?={_ND}\s?[%％])", "正"),
     (rf"({_ND})\s?([%％‰])", lambda match: _share("‰" if match[2] == "‰" else "%") + number(match[1])),
     (rf"(?<![\d.])(-?)({_ND})(?:℃|°C|°F|℉|摄氏度|度)?{_DASH}(-?)({_ND})\s?(℃|°C|°F|℉|摄氏度|度)",
      lambda match: f"{_degrees(match[1], match[2], '')}到{_degrees(match[3], match[4], match[5])}"),
     (rf"(?<![\d.])(-?)({_ND})\s?(℃|°C|°F|℉|摄氏度)", lambda match: _degrees(match[1], match[2], match[3])),
-    (rf"(?<![\d.\w])-({_ND})(?=度)", lambda match: _degrees("-", match[1], "")),
+    (rf"(?<![\dA-Za-z.])-({_ND})(?=度)", lambda match: _degrees("-", match[1], "")),
     (rf"({_ND})({_DASH})({_ND})\s?({_UNIT})(?![A-Za-z0-9])",
      lambda match: f"{number(match[1])}到{counted(match[3])}{_UNITS[match[4]]}"),
     (rf"(?<![A-Za-z\d.])({_ND})\s?({_SCALE})?\s?({_UNIT})(?:/({_UNIT}))?(?![A-Za-z0-9²³])", _unit),
     ]),
     # Arithmetic.
-    (r"[×xX*÷+=≥≤<>≠≈±^²³π-]", [
+    (r"[×xX*÷+=≥≤<>≠≈±^²³π√-]", [
     (r"7\s?[×xX*]\s?24(?=\s?(?:小时|$|[，。全]))", "七乘二十四"),
     (r"(?<=[\d米寸尺])\s?[×*]\s?(?=[\d一二三四五六七八九十两])", "乘以"),
-    (r"(?<=\d)\s?÷\s?(?=\d)", "除以"),
+    (r"(?<=\d)\s?÷\s?(?=\d)", "除以"), (r"(?<=\d)\+(?=[\u4e00-\u9fff]|[，。、；]|$)", "多"),
     (r"(?<=[\w)])\^(-?\d{1,3})", _power), (r"π", "派"),
     (r"(?<=([\da-z²³方)]))\s?\+\s?(?=([\da-z(]))", _plus),
     (r"(?<=[\da-z²³方)])\s?-\s?(?=[\da-z(]{1,6}[²³]?\s?=)", "减"),
     (r"(?<=[\d\w])\s?=\s?(?=[-\d\w])", "等于"),
     (r"\s?(?:≥|>=)\s?(?=[-\d])", "大于等于"), (r"\s?(?:≤|<=)\s?(?=[-\d])", "小于等于"),
-    (r"(?<=\w)\s?>\s?(?=\d)", "大于"), (r"(?<=\w)\s?<\s?(?=\d)", "小于"),
+    (r"\s?>\s?(?=\d)", "大于"), (r"\s?<\s?(?=\d)", "小于"), (r"√\s?(?=\d)", "根号"),
     (r"[≠]|!=", "不等于"), (r"[≈]\s?", "约等于"), (r"±", "正负"),
     ]),
     # Ranges and fractions.
-    (r"第|/|\d\s?[-~～〜–—]", [
+    (r"第|/|[Nn][Oo]\.|\d\s?[-~～〜–—]", [
+    (r"(?<![A-Za-z])[Nn][Oo]\.\s?(\d{1,2})(?!\d)", lambda match: f"第{_with_two(match[1])}"),
+    (r"(?<=[图表例式])(\d+)[-–](?=\d)", lambda match: f"{number(match[1])}杠"),
     (rf"第(\d+){_DASH}第?(\d+)", lambda match: f"第{number(match[1])}到第{number(match[2])}"),
     (r"第(\d+)", lambda match: f"第{_with_two(match[1])}"),
     (r"(?<![\d/])(?:(\d+) )?(\d{1,3})/(\d{1,3})(?![\d/])", _fraction),
@@ -262,15 +287,16 @@ _read = reader(
     # Versions, models, chemistry.
     (r"[A-Za-z]|\.\d+\.|-", [
     (r"(?<![\d.])\d+(?:\.\d+){2,}(?!\d)", lambda match: "点".join(map(number, match[0].split(".")))),
-    (r"(?<=[A-Za-z])\d+(?![\d.]*\d)(?!\.\d)", _attached),
+    (r"(?<=[A-Za-z_])\d+(?![\d.]*\d)(?!\.\d)", _attached),
     (r"(?<![\d.,])\d{3,}(?=[A-Z])", _spelled),
     (r"(?<=[A-Za-z零一二三四五六七八九十]-)\d+", _attached),
     ]),
-    # Counts: 两 before a measure word, 二 elsewhere.
+    # Counts: the centimeters after meters; 两 before a measure word, 二 elsewhere.
     (r"\d", [
+    (r"(?<=\d米)\d\d(?![\d.]|\s?[厘公分])", _spelled),
     (rf"{_FIRST}2(?={_NOT_COUNTED}(?!线))", "二"),
     (rf"{_FIRST}2\s?(?=(?:多)?(?:{_MEASURE}))", "两"),
-    (rf"(?<![\w.,%])-({_ND})", lambda match: f"负{number(match[1])}"),
+    (rf"(?:(?<![\w.,%])|(?<=[是为到至低于约得]))-({_ND})", lambda match: f"负{number(match[1])}"),
     (_ND, lambda match: number(match[0])),
     ]),
 )  # fmt: skip

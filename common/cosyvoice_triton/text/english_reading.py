@@ -16,12 +16,17 @@ _MONTH = "|".join((*_MONTH_NAMES, *(rf"{name[:3]}\b\.?" for name in _MONTH_NAMES
 _CURRENCIES = {  # one, many, one hundredth, many of these
     "$": ("dollar", "dollars", "cent", "cents"), "US$": ("US dollar", "US dollars", "cent", "cents"),
     "C$": ("Canadian dollar", "Canadian dollars", "cent", "cents"), "A$": ("Australian dollar", "Australian dollars", "cent", "cents"),
+    "NZ$": ("New Zealand dollar", "New Zealand dollars", "cent", "cents"), "S$": ("Singapore dollar", "Singapore dollars", "cent", "cents"),
+    "CHF": ("Swiss franc", "Swiss francs", "", ""),
     "HK$": ("Hong Kong dollar", "Hong Kong dollars", "cent", "cents"), "€": ("euro", "euros", "cent", "cents"),
     "£": ("pound", "pounds", "penny", "pence"), "¥": ("yen", "yen", "", ""), "￥": ("yuan", "yuan", "", ""), "₹": ("rupee", "rupees", "paisa", "paise"),
     "₩": ("won", "won", "", ""), "₽": ("ruble", "rubles", "kopeck", "kopecks"),
 }  # fmt: skip
+_CURRENCIES |= {"CA$": _CURRENCIES["C$"], "AU$": _CURRENCIES["A$"]}
 _SIGN = "|".join(re.escape(sign) for sign in sorted(_CURRENCIES, key=len, reverse=True))
 _CODES = {"USD": "$", "EUR": "€", "GBP": "£", "JPY": "¥", "CAD": "C$", "AUD": "A$", "INR": "₹", "HKD": "HK$"}
+_CODES |= {"NZD": "NZ$", "SGD": "S$", "CNY": "￥", "RMB": "￥", "KRW": "₩", "CHF": "CHF"}
+_CODE_NAMES = "|".join(_CODES)
 _SCALES = {"k": "thousand", "m": "million", "mn": "million", "mm": "million", "b": "billion", "bn": "billion"}
 _SCALES |= {"t": "trillion", "tn": "trillion"}
 _SCALE = r"(?:\s?(thousand|million|billion|trillion)\b|([kKmMbBtT]n?)\b)"
@@ -46,6 +51,8 @@ _UNITS = {
 _ONE = {"feet": "foot", "hertz": "hertz", "gigahertz": "gigahertz", "megahertz": "megahertz", "kilohertz": "kilohertz"}
 _UNIT = "|".join(re.escape(unit) for unit in sorted(_UNITS, key=len, reverse=True))
 
+_BOUNDS = {"<": "less than ", ">": "more than ", "≈": "about "}  # where a number has nothing before it to compare
+_BOUNDS |= dict.fromkeys(("≥", ">="), "at least ") | dict.fromkeys(("≤", "<="), "at most ")
 _DENOMINATORS = {2: ("half", "halves"), 4: ("quarter", "quarters")}
 _ROMAN = r"(?=[IVXL])(?:XL|L?X{0,3})(?:IX|IV|V?I{0,3})"
 _ROMAN_VALUES = {"I": 1, "V": 5, "X": 10, "L": 50}
@@ -109,6 +116,8 @@ def _after(match: re.Match[str], sign: str) -> str:
 
 def _date(month: str, day: str, year: str | None) -> str:
     name = _MONTH_NAMES[int(month) - 1] if month.isdigit() else MONTHS[month.rstrip(".").lower()]
+    if year and len(year) == 2:
+        year = ("20" if year < "50" else "19") + year
     return f"{name} {english_ordinal(int(day))}" + (f", {_plain(year)}" if year else "")
 
 
@@ -117,7 +126,13 @@ def _clock(hour: str, minute: str, alone: bool) -> str:
         return f"{english(int(hour))} {'oh ' if minute[0] == '0' else ''}{english(int(minute))}"
     if not int(hour):
         return "midnight"
-    return f"{english(int(hour))}{' oclock' if alone and int(hour) <= 12 else ''}".replace("oclock", "o'clock")
+    return english(int(hour)) + ("" if not alone else " o'clock" if int(hour) <= 12 else " hundred")
+
+
+def _moment(match: re.Match[str]) -> str:
+    """Return the time that a date is followed by, as machines write it."""
+    seconds = int(match[3] or 0)
+    return f" {_clock(match[1], match[2], not seconds)}{f' and {english(seconds)} seconds' if seconds else ''}{match[4] and ' UTC'}"
 
 
 def _time(match: re.Match[str]) -> str:
@@ -143,9 +158,12 @@ def _fractions(match: re.Match[str]) -> str:
     whole, over, under = match[1], int(match[2]), int(match[3])
     if not under:
         return match[0]
+    units = _UNITS[match[4]] if match[4] else ""
     if whole:
         part = f"a {_fraction(1, under).removeprefix('one ')}" if over == 1 else _fraction(over, under)
-        return f"{number(whole)} and {part}"
+        return f"{number(whole)} and {part} {units}".rstrip()
+    if units:
+        return f"{_fraction(over, under)} {_ONE.get(units) or units.removesuffix('s')}"
     if under in (10, 100) and over > 1:
         return f"{english(over)} out of {english(under)}"
     return _fraction(over, under) if over < under else f"{english(over)} over {english(under)}"
@@ -204,7 +222,7 @@ def _decade(match: re.Match[str]) -> str:
 def _year_or_number(match: re.Match[str]) -> str:
     digits, after = match[0], match.string[match.end() :]
     counted = re.match(
-        r"\s+(?:(?:more|other|new|different|of)\s+)?(?!was\b|is\b|has\b|his\b|its\b|this\b)(?:[a-z]+(?<!s)s\b|people|men|women|children)",
+        r"\s+(?:(?:more|other|new|different|of)\s+)?(?!(?:was|is|has|his|its|this|as|us|vs|thus|plus|versus|yes|always|perhaps|besides|unless)\b)(?:[a-z]+(?<!s)s\b|people|men|women|children)",
         after,
     )
     if counted and int(digits) % 100:
@@ -244,20 +262,25 @@ _read = reader(
     ]),
     # Money.
     (r"[$€£¥￥₩₽₹¢]|[A-Z]{3}", [
+    # An amount with a code, and one without a whole part, as if it had a sign.
+    (rf"(?<![\w.,$€£])({_ND}\s?(?:million|billion|trillion|[kKmMbB]n?)?)\s?({_CODE_NAMES})\b",
+     lambda match: _CODES[match[2]] + match[1].rstrip()),
+    (rf"\b({_CODE_NAMES})\s?(?={_ND})", lambda match: _CODES[match[1]]), (r"(?<=[$€£])\.(?=\d\d\b)", "0."),
     (rf"({_SIGN})({_ND}){_DASH}(?:{_SIGN})?({_ND}){_SCALE}?(?![\d])", _amount_range),
     (rf"([-~≈])?({_SIGN})\s?({_N})(?:\.(\d+))?{_SCALE}?", _money),
     (rf"(?<![\w.,])({_ND})\s?(US\$|€|£|\$)(?!\d)", lambda match: _after(match, match[2])),
-    (rf"(?<![\w.,])({_ND})\s(USD|EUR|GBP|JPY|CAD|AUD|INR|HKD)\b", lambda match: _after(match, _CODES[match[2]])),
-    (rf"\b(USD|EUR|GBP|JPY|CAD|AUD|INR|HKD)\s({_ND})",
-     lambda match: f"{number(match[2])} {_CURRENCIES[_CODES[match[1]]][1]}"),
     (rf"({_ND})\s?¢", lambda match: f"{number(match[1])} cent{'' if match[1] == '1' else 's'}"),
     ]),
     # Dates.
     (r"\d[-/.]\d|Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec", [
+    (r"(?<=\d{4}-\d\d-\d\d)[T ](\d\d):(\d\d)(?::(\d\d)(?:\.\d+)?)?(Z?)\b", _moment),
     (r"(?<![\d-])(\d{4})([-/.])(1[0-2]|0?[1-9])\2(3[01]|[12]\d|0?[1-9])(?![\d-])",
      lambda match: _date(match[3], match[4], match[1])),
-    (r"(?<![\d/])(1[0-2]|0?[1-9])/(3[01]|[12]\d|0?[1-9])/(\d{4})(?![\d/])",
-     lambda match: _date(match[1], match[2], match[3])),
+    # Of a date with the year last, slashes and hyphens have the month first, unless it is no month; full stops the day.
+    (r"(?<![\d/-])(1[0-2]|0?[1-9])([/-])(3[01]|[12]\d|0?[1-9])\2(\d{4}|(?<=/)\d\d)(?![\d/-])",
+     lambda match: _date(match[1], match[3], match[4])),
+    (r"(?<![\d./-])(3[01]|[12]\d|0?[1-9])([./-])(1[0-2]|0?[1-9])\2(\d{4}|(?<=/)\d\d)(?![\d/-]|\.\d)",
+     lambda match: _date(match[3], match[1], match[4])),
     (r"(?i)\b((?:on|by|until|till|before|after|from|since|due) )(1[0-2]|0?[1-9])/(3[01]|[12]\d|0?[1-9])(?![\d/])",
      lambda match: match[1] + _date(match[2], match[3], None)),
     (rf"\b({_MONTH}) (3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?{_DASH}(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?(?!\d)(?:,? (\d{{4}})(?!\d))?",
@@ -277,6 +300,7 @@ _read = reader(
     (r"(?i)(?<![\d:])([01]?\d|2[0-4]):([0-5]\d)(?![\d:])(\s?[ap]\.?\s?m\b)?", _time),
     (r"(?i)(?<![\d:.,$])(1[0-2]|[1-9])\s?[-–—]\s?(1[0-2]|[1-9])(?=\s?[ap]\.?m\b)",
      lambda match: f"{english(int(match[1]))} to {english(int(match[2]))} "),
+    (r"(?<![\w.:])(\d{1,4}):(\d{1,4})(?![\w:])", lambda match: f"{number(match[1])} to {number(match[2])}"),
     (r"(?i)(\b[ap]m|\d[ap]m|[ap]\.m\.)\s?[-–—]\s?(?=\d)", r"\1 to "),
     (r"(?i)(?<![\d:.,$])(1[0-2]|[1-9])\s?([ap]\.?m)\b", lambda match: f"{english(int(match[1]))} {match[2]}"),
     ]),
@@ -295,7 +319,7 @@ _read = reader(
     (rf"(?<=[a-z] )((?=[IVX]{{2}})(?!MIX\b){_ROMAN})(?![\w'’])", lambda match: english(_roman(match[1]))),
     ]),
     # Shares, temperatures, fractions, arithmetic.
-    (r"[%°℃℉/=≠<>≥≤≈±×*÷+~x²³π^]|\s[-–]\s|-\d", [
+    (r"[%°℃℉/=≠<>≥≤≈±×*÷+~x²³π^√]|\d[eE]|\s[-–]\s|-\d", [
     (rf"(?<![\w.,])({_ND})\s?%?\s?[-–—~]\s?({_ND})\s?%", lambda match:
      f"{number(match[1])}{' percent' if '%' in match[0][:-1] else ''} to {number(match[2])} percent"),
     (rf"(?<![\w)%-])-({_ND})\s?%", lambda match: f"minus {number(match[1])} percent"),
@@ -304,17 +328,24 @@ _read = reader(
     (rf"(?<![\w.,])(-)?({_ND})\s?(℃|℉|°\s?[CF]\b|°)", _degrees),
     (r"(?<=[\w)])(?:\^(-?\d{1,3})|([²³]))", _power), (r"\s?π\s?", " pi "),
     (r"(?<=[\d)]) / (?=[\d(])", " divided by "),
-    (r"(?<![\w/.])(?:(\d+)[ -])?(\d{1,3})/(\d{1,3})(?:ths|rds|nds)?(?![\w/])", _fractions),
+    (rf"(?<![\w/.])(?:(\d+)[ -])?(\d{{1,3}})/(\d{{1,3}})(?:\s?({_UNIT})(?![\w²³/°])|(?:ths|rds|nds)?(?![\w/]))", _fractions),
+    (r"(^|[^\w)\s]\s?|\b(?:is|are|be|was|were|of|for|with|at|to|and|or|if|than) )([<>]=?|[≥≤≈])\s?(?=\d)(?!(?<=<)3\b(?! ?[%°\w]))",
+     lambda match: match[1] + _BOUNDS[match[2]]),
+    (r"√\s?(?=[\d(a-z])", "square root of "),
+    (r"(?<![\w.])(\d+\.\d+[eE]|\d+[eE](?=[-+]))([-+]?)(\d{1,3})(?!\w)",
+     lambda match: f"{number(match[1][:-1])} times ten to the power of {'minus ' if match[2] == '-' else ''}{english(int(match[3]))}"),
     (r"(?<=[\w)])\s?(?:!=|≠)\s?(?=[\w(-])", " is not equal to "),
     (r"(?<=[\w)])\s?(?:>=|≥)\s?(?=[\w(-])", " is greater than or equal to "),
     (r"(?<=[\w)])\s?(?:<=|≤)\s?(?=[\w(-])", " is less than or equal to "),
     (r"(?<=\d)\s?>\s?(?=\d)", " is greater than "), (r"(?<=\d)\s?<\s?(?=\d)", " is less than "),
-    (r"(?<![\w-])([a-z]) (<|>) (?=[\w-])", lambda match: f"{match[1]} is {'less' if match[2] == '<' else 'greater'} than "),
+    (r"(?<![\w-])([a-z])(?: ([<>]) (?=[\w-])|([<>])(?=\d|\.\d))",
+     lambda match: f"{match[1]} is {'less' if '<' in match[0] else 'greater'} than "),
     (r"(?<=[\w)])\s?(?:≈)\s?(?=[\w(-])", " is about "), (r"±\s?", "plus or minus "),
     (r"(?<=\w)\s+[-–]\s+(?=\d[\d.,]*\s*=)", " minus "),
     (r"(?<=\d)\s?(?:[×*]|(?<=\s)x(?=\s))\s?(?=\d)", " times "), (r"(?<=\d)\s?x\s?(?=\d)", " by "),
     (r"(?<=\d)\s?÷\s?(?=\d)", " divided by "), (r"(?<=[\d)])\s?\+\s?(?=[\d(])", " plus "),
     (r"(?<=[\w)])\s?=\s?(?=[\w(-])", " equals "), (r"(?<![\w~])~\s?(?=\d)", "about "),
+    (rf"(?<![\w.,)-])-(?={_ND})", "minus "),
     ]),
     # Ranges.
     (r"\d\s?[-–—~]\s?\d", [
@@ -325,9 +356,11 @@ _read = reader(
     ]),
     # Units, versions, scales.
     (r"\d[ -]?[A-Za-zµμ]|[vV]\d|\.\d+\.", [
-    (r"(?<![\w.,])(\d+ ?hr?s?) ?(\d+) ?m(?![\w/²³])", r"\1 \2 min"),
+    (r"(?<![\w.,])(\d+ ?hr?s?) ?(\d+) ?m(?![\w/²³])|(?<![\w.,])(\d+h)([0-5]\d)(?!\w)",
+     lambda match: f"{match[1] or match[3]} {match[2] or match[4]} min"),
+    (r"(?<=\d ft )(\d+) ?in\b\.?", lambda match: f"{number(match[1])} inch{'' if match[1] == '1' else 'es'}"),
     (rf"(?<![\w.,])({_ND})[ -]?({_UNIT})(?![\w²³/°]|['’][a-z])", _unit),
-    (r"(?<![\w.,])([248])K(?= (?!people|users|views|followers|subscribers|dollars|a\b))|(?<![\w.,])(5|10)[kK](?= (?:run|race|walk))",
+    (r"(?<![\w.,])([248])K(?= (?!people|users|views|followers|subscribers|dollars|a\b)|[@).,;:!?]|$)|(?<![\w.,])(5|10)[kK](?= (?:run|race|walk))",
      lambda match: f"{english(int(match[1] or match[2]))} K"),
     (rf"(?<![\w.,])({_ND})([kKM])\+?(?![\w])", lambda match: f"{number(match[1])} {_SCALES[match[2].lower()]}"),
     (r"\b[vV](?=\d+\.\d)", "version "),
@@ -337,14 +370,13 @@ _read = reader(
     (r"\d", [
     (r"(?<=[A-Za-z])-(?=\d{1,4}\b(?![-.]\d))", " "),
     (r"(?<=[A-Za-z])\d+(?![\d.,]*\d)|(?<![\w.,])\d+(?=[A-Za-z])|(?<=[A-Za-z])\d+(?=[A-Za-z])", _attached),
-    (rf"(?<![\w.,)-])-({_ND})", lambda match: f"minus {number(match[1])}"),
     (r"(?<![\w.,])(?:1\d\d\d|20\d\d)(?![\w]|[.,]\d)", _year_or_number),
     (r"(?<![\w.,])\d{7,}(?![\w]|[.,]\d)", lambda match: english_digits(match[0])),
     (rf"(?<![\d.]){_ND}", lambda match: number(match[0])),
     ]),
 )  # fmt: skip
 
-_NEEDED = re.compile(r"[\d<>=≠≥≤≈±²³πIVXL]")  # most texts have nothing that a rule could match
+_NEEDED = re.compile(r"[\d<>=≠≥≤≈±²³π√IVXL]")  # most texts have nothing that a rule could match
 
 
 def read_english(text: str) -> str:

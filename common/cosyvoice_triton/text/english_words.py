@@ -23,7 +23,12 @@ _ANYWHERE = {
     "Jr": "Junior", "Sr": "Senior", "Ltd": "Limited", "Corp": "Corporation", "Inc": "Incorporated",
     "dept": "department", "Dept": "Department", "approx": "approximately",
     "Approx": "Approximately", "incl": "including",
-    "vs": "versus",
+}  # fmt: skip
+BEFORE_NUMBERS = {
+    "p": "page", "pp": "pages", "ext": "extension", "Ext": "Extension", "fig": "figure", "Fig": "Figure",
+    "ch": "chapter", "Ch": "Chapter", "vol": "volume", "Vol": "Volume", "eq": "equation", "Eq": "Equation",
+    "sec": "section", "Sec": "Section", "apt": "apartment", "Apt": "Apartment",
+    "approx": "approximately", "Approx": "Approximately",
 }  # fmt: skip
 _ROADS = {
     "Ave": "Avenue",
@@ -48,9 +53,11 @@ _SIGNS |= {"&": "and", "#": "hash", "%": "percent", "+": "plus", "~": "tilde"}
 _STREET = r"(?=\s+[a-z]|[,;:]|\s*$)"
 
 _WORDS: list[Rule] = [
-    (rf"(?<=[a-z] )St\.{_STREET}", "Street"),
+    (rf"(?<=[a-z] )St(?:\.{_STREET}|(?=, [A-Z]))", "Street"),
+    (rf"\b({'|'.join(BEFORE_NUMBERS)})\.\s?(?=\d)|\b(Apt)(?=\s\w)",
+     lambda match: BEFORE_NUMBERS[match[1] or match[2]] + (" " if match[1] else "")),
+    (r"\bvs\.(?= )", "versus"),
     (rf"(?<=[a-z0-9] )({'|'.join(_ROADS)})\b\.?(?=\s|[,;:]|$)", lambda match: _ROADS[match[1]]),
-    (r"\bApt\.?(?=\s\w)", "Apartment"),
     (rf"\b({'|'.join(_BEFORE_NAMES)})\.(?= [A-Z])", lambda match: _BEFORE_NAMES[match[1]]),
     (rf"(?<!\d )\b({'|'.join(_ANYWHERE)})\.(?=,? \S)", lambda match: _ANYWHERE[match[1]]),
     (r"(?<=[a-z] )Co\.(?!\w)", "Company"),

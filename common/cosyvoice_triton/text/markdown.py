@@ -13,7 +13,9 @@ _SOUND_TAG = re.compile(r"</?(?:strong|laughter)>")  # of the LLM's vocabulary
 # star between numbers is a sign, and so is a number sign before one.
 _LEFT = re.compile(
     r"\*{2,}|_{2,}|~{2,}|`+|(?<!\S)[*_](?=[^\s*_])|(?<=[^\s*_])[*_](?!\S)|(?<!\d )(?<!\S)\*(?!\S)|(?<!\w)#+(?=[^\W\d])"
+    r"|(?<=[\u4e00-\u9fff])#(?!\d)"
 )
+_STAR_KEY = re.compile(r"\b([Pp]ress|[Dd]ial) \*(?=[\s\d.,]|$)")
 _FOOTNOTE = re.compile(r"\[\^[\w-]{1,32}\]|(?<=[^\s\[\]])(?:\[\d{1,3}\])+")
 _TASK = re.compile(r"^(\s*[-*+] )\[[ xX]\] ", re.MULTILINE)
 _BLANKS = re.compile(r"[^\S\n]{2,}")
@@ -46,7 +48,7 @@ def without_emoji(text: str) -> str:
 def spoken(text: str) -> str:
     """Return `text` without markup and rows of signs: the words of links, code and tables stay, and the numbers of
     lists."""
-    text = _FOOTNOTE.sub("", without_emoji(text))
+    text = _STAR_KEY.sub(r"\1 star ", _FOOTNOTE.sub("", without_emoji(text)))
     if _MARKED_UP.search(text):
         text = _LEFT.sub("", "".join(_rendered(_TASK.sub(r"\1", text))).replace(", \n", "\n"))
     text = _ROW.sub(lambda row: row[1] if row[1] in _PAUSES else " ", text)

@@ -51,7 +51,7 @@ def normalized(sentence: str, language: Language, as_is: Collection[Spelled] = (
 
     Where a grammar is needed it takes 10 ms and holds the GIL, so callers go sentence by sentence.
     """
-    if language == "en" and '"' in sentence:
+    if language == "en":
         sentence = _INCHES.sub(_inches, sentence)
     parts = _unchanged(frozenset(as_is)).split(sentence)  # every second part matched and stays unchanged
     parts[::2] = [_read(part, language, korean_words) for part in parts[::2]]
