@@ -33,7 +33,7 @@ CONFIG = """
 name: "idle" backend: "python" max_batch_size: 1 instance_group [ { kind: KIND_CPU count: 1 } ]
 input [ { name: "x" data_type: TYPE_FP32 dims: [1] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [1] } ]
 """
-# `caller` calls `slow`, which takes a second, a hundred times at once and returns how long that took.
+# `caller` calls `slow`, which takes a second, 400 times at once and returns how long that took.
 SLOW = """
 import threading
 import numpy as np
@@ -57,7 +57,7 @@ import triton_python_backend_utils as pb
 class TritonPythonModel:
     def execute(self, requests):
         begun = time.monotonic()
-        threads = [threading.Thread(target=self.call) for _ in range(100)]
+        threads = [threading.Thread(target=self.call) for _ in range(400)]
         for thread in threads:
             thread.start()
         for thread in threads:
