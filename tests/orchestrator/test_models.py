@@ -401,7 +401,7 @@ def test_a_failing_model_fails_the_request_and_leaves_no_sequence(
     assert not bench.models.sequences
 
 
-@pytest.mark.parametrize("llm_pause", [0.02, 1.0])
+@pytest.mark.parametrize("llm_pause", [0.1, 1.0])
 def test_the_sequence_of_a_client_that_disconnects_is_ended(llm_pause: float, bench: Bench) -> None:
     """During generation, and before the first token."""
     models, request = bench.models, client_request()
