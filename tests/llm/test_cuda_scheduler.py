@@ -63,7 +63,7 @@ class Served:
         assert len(held) == len(set(held)) and len(held) + self.pages.free == self.pages.total
 
 
-def test_a_hundred_thousand_random_changes_lose_no_page_and_no_token():
+def test_thirty_thousand_random_changes_lose_no_page_and_no_token():
     """Requests come, are cancelled, end by an end token, their length or a fault; more come than fit."""
     rng = random.Random(0)
 
@@ -73,7 +73,7 @@ def test_a_hundred_thousand_random_changes_lose_no_page_and_no_token():
 
     served = Served(sample, pages=40)
     changes, ended, cancelled, most_waiting = 0, 0, 0, 0
-    while changes < 100_000:
+    while changes < 30_000:
         for _ in range(rng.randrange(12)):
             if len(served.waiting) < 20:
                 served.add(rng.randrange(1, 150), rng.randrange(1, 30))
@@ -89,7 +89,7 @@ def test_a_hundred_thousand_random_changes_lose_no_page_and_no_token():
         assert len(served.scheduler.live) <= SLOTS
     served.run()
     assert served.pages.free == served.pages.total == 40 and most_waiting == 20
-    assert min(ended, cancelled) > 10_000
+    assert min(ended, cancelled) > 3_000
     for sequence, items in served.answers.items():
         device = served.model.of_request.get(id(sequence.request))
         chunks = [item for item in items if not isinstance(item, Exception)]

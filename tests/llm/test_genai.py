@@ -63,12 +63,11 @@ def test_a_checkpoint_without_speech_tokens_is_not_converted(llm_dir, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_bias_of_the_output_head_is_kept(precision, llm_dir, tmp_path):
-    """Qwen2 has no such bias, so transformers and the model builder drop it."""
+def test_the_bias_of_the_output_head_is_kept(precision, llm_dir, genai_dir, tmp_path):
+    """Qwen2 has no such bias, so transformers and the model builder drop it. This one is large beside rounding."""
     shutil.copytree(llm_dir, tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "without", precision)
     weights = load_file(tmp_path / "hf" / "model.safetensors")
-    bias = torch.randn(len(weights["lm_head.weight"]), generator=torch.Generator().manual_seed(0))
+    bias = 1e4 * torch.randn(len(weights["lm_head.weight"]), generator=torch.Generator().manual_seed(0))
     save_file(weights | {"lm_head.bias": bias}, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     parts: list[str] = []
     convert(tmp_path / "hf", tmp_path / "with", precision, parts.append)
@@ -77,9 +76,9 @@ def test_the_bias_of_the_output_head_is_kept(precision, llm_dir, tmp_path):
     assert len(parts) == len(found) == len(set(found))
     assert ("quantising" in found) == (precision != "fp32")
     ids = np.array([3, 300, 40])
-    with_, without = (GenAIModel(tmp_path / name, rows=1, threads=1) for name in ("with", "without"))
-    difference = with_.prefill(0, ids) - without.prefill(0, ids)
-    np.testing.assert_allclose(difference, bias[with_.logit_ids].numpy(), atol=1e-5)
+    biased, plain = (GenAIModel(of, rows=1, threads=1) for of in (tmp_path / "with", genai_dir))
+    difference = biased.prefill(0, ids) - plain.prefill(0, ids)
+    np.testing.assert_allclose(difference, bias[biased.logit_ids].numpy(), atol=1.0)
 
 
 def test_converting_an_empty_directory_is_one_clear_error_and_leaves_nothing(tmp_path):

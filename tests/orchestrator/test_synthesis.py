@@ -200,20 +200,6 @@ def test_text_and_transcript_are_spelled_out_if_the_request_enables_it() -> None
     assert texts == [("HELLO in 4 s", "REFERENCE"), ("hello in 4 s", "reference")]
 
 
-def test_words_of_the_request_come_before_those_of_the_voice() -> None:
-    class Noting(FakeTextPreparer):
-        def segments(self, text: str, normalize: bool, request_seconds: float, *rest: object) -> Iterator[str]:
-            yield str(rest[-2])
-
-    pipeline = Pipeline(FakeLM([1]))
-    pipeline.texts = Noting()
-    pipeline.voices["anna"] = fake_prompt(1)
-    pipeline.voices.words = {"anna": {"a": "hers", "b": "hers"}}
-    request = dataclasses.replace(speech_request(), voice="anna", pronunciation={"a": "mine"})
-    pipeline.run(pipeline.synthesize(request))
-    assert pipeline.llm.prompts[-1].target_text == "{'b': 'hers', 'a': 'mine'}"
-
-
 def test_an_unknown_voice_ends_the_request_and_leaves_nothing_behind() -> None:
     pipeline = Pipeline(FakeLM([1]))
     with pytest.raises(KeyError, match="anna"):

@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ from websockets.sync.client import connect
 
 from tests.speech_service.test_hostile_connections import KEY, answers
 from tests.support.raw_connections import opened
-from tests.support.speech_fixtures import SPEECH, TEXT, client_that_leaves, say, stubbed, until
+from tests.support.speech_fixtures import SPEECH, TEXT, client_that_leaves, counted, say, stubbed, until
 
 BEARER = {"authorization": "Bearer key"}
 SITE = "https://site.example"
@@ -50,10 +49,8 @@ def test_a_preflight_of_openais_sdk_is_allowed(url: str) -> None:
 
 def usage_of(url: str, key: str) -> list[float]:
     """The metrics of a key: input tokens, output tokens, seconds."""
-    page = httpx.get(f"{url}/metrics").text
     names = ("input_tokens", "output_tokens", "audio_seconds")
-    found = [re.search(rf'^speech_{name}_total{{key="{key_name(key)}"}} (\S+)$', page, re.MULTILINE) for name in names]
-    return [float(each[1]) if each else 0.0 for each in found]
+    return [counted(url, f'speech_{name}_total{{key="{key_name(key)}"}} ') for name in names]
 
 
 def test_usage_is_in_the_headers_of_a_whole_answer_and_in_the_metrics_of_its_key(url: str) -> None:

@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from tests.support.raw_connections import WEBSOCKET, frame, opened, request
-from tests.support.speech_fixtures import SPEECH, TEXT, in_base64, recording, send, serving, stubbed, until
+from tests.support.speech_fixtures import SPEECH, TEXT, counted, in_base64, recording, send, serving, stubbed, until
 from tests.support.triton_stub import TritonStub
 
 SECONDS = 0.5  # receive_timeout and idle
@@ -75,13 +75,6 @@ def test_clients_that_do_not_read_lose_their_streams_and_their_connections() -> 
     stub, whole = TritonStub(samples=20 * SAMPLE_RATE), request(json.dumps({**TEXT, "stream": False}).encode())
     batch = request(json.dumps({"items": [TEXT] * 3}).encode()).replace(b"speech ", b"speech/batch ", 1)
     with stubbed(stub, stall=SECONDS) as served:
-
-        def ended() -> float:
-            lines = httpx.get(f"{served}/metrics").text.splitlines()
-            return sum(
-                float(line.split()[-1]) for line in lines if line.startswith(f'speech_requests_total{{route="{SPEECH}')
-            )
-
         clients = [opened(served, data, receive_buffer=4096) for data in (whole, batch)]
         clients.append(opened(served, request(json.dumps({**TEXT, "input": "endless"}).encode()), receive_buffer=4096))
         handshake = request(headers=WEBSOCKET, line=f"GET {SPEECH}/stream")
@@ -90,7 +83,8 @@ def test_clients_that_do_not_read_lose_their_streams_and_their_connections() -> 
         for message in ({"type": "input.text", "text": "Hello"}, {"type": "input.done"}):
             clients[-1].sendall(frame(1, json.dumps(message).encode()))
         try:
-            until(lambda: ended() == len(clients) and stub.live == 0)
+            ended = f'speech_requests_total{{route="{SPEECH}'
+            until(lambda: counted(served, ended) == len(clients) and stub.live == 0)
             with pytest.raises(ConnectionError):  # the connection is gone, and not only the stream
                 while clients[0].recv(1 << 16):
                     pass
@@ -124,10 +118,8 @@ def test_a_websocket_is_idle_only_when_nothing_is_spoken(url: str) -> None:
 
 
 def test_clients_that_leave_are_no_errors(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    def gone() -> int:
-        lines = httpx.get(f"{url}/metrics").text.splitlines()
-        counts = (line for line in lines if line.startswith("speech_requests_total") and 'status="gone"' in line)
-        return int(sum(float(line.split()[-1]) for line in counts))
+    def gone() -> float:
+        return counted(url, "speech_requests_total", 'status="gone"')
 
     before, (endless, stall) = gone(), (json.dumps({**TEXT, "input": word}).encode() for word in ("endless", "stall"))
     batch = request(b'{"items": [' + stall + b"]}").replace(b"speech ", b"speech/batch ", 1)

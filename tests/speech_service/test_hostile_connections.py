@@ -159,14 +159,16 @@ def test_unfinished_bodies_share_a_budget_which_is_given_back(url: str) -> None:
     until(lambda: httpx.post(f"{url}{SPEECH}", content=b" " * half, headers=key).status_code == 400)
 
 
+def resident(process: int | str) -> int:
+    """The bytes of a process's memory."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_memory_of_half_sent_bodies_is_bounded_and_given_back() -> None:
     """In a process of its own. What it holds is compared with what was sent to it."""
     port, half, flood = free_port(), 9 << 20, 40
     command = [sys.executable, "-m", "cosyvoice_triton", "speech", "--url", "localhost:9", "--port", str(port)]
     with subprocess.Popen([*command, "--max_streams", "4", "--receive_timeout", "30"]) as service:
-
-        def resident() -> int:
-            return int(Path(f"/proc/{service.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
         def answers_at_all() -> bool:
             try:
@@ -182,14 +184,14 @@ def test_memory_of_half_sent_bodies_is_bounded_and_given_back() -> None:
 
         try:
             until(answers_at_all)
-            before = resident()
+            before = resident(service.pid)
             for _ in range(2):
                 with ThreadPoolExecutor(flood) as threads:  # each waits a second for its turn
                     clients = list(threads.map(half_sent, range(flood)))
-                assert resident() - before < flood * half / 4
+                assert resident(service.pid) - before < flood * half / 4
                 for client in clients:
                     client.close()
-            until(lambda: answers_at_all() and resident() - before < flood * half / 8)
+            until(lambda: answers_at_all() and resident(service.pid) - before < flood * half / 8)
         finally:
             service.terminate()
 
@@ -225,12 +227,8 @@ def test_requests_that_wait_for_answers_that_nobody_reads_are_few(url: str) -> N
 
 
 def test_pings_of_a_client_that_does_not_read_are_not_collected(url: str) -> None:
-    def resident() -> int:
-        with open("/proc/self/statm") as pages:
-            return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
     with socket_of(url, receive_buffer=4096) as client:
-        before, pings = resident(), frame(9, bytes(125)) * 1000
+        before, pings = resident("self"), frame(9, bytes(125)) * 1000
         for _ in range(400):  # 52 MB
             client.sendall(pings)
-        assert resident() - before < 25 << 20
+        assert resident("self") - before < 25 << 20

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
 
 from tests.conftest import ROOT
 from tests.support.page_scripts import CONTROLS, POOR_CONTRASTS, RECORD_PLAYBACK
-from tests.support.speech_fixtures import RECORDING, VOICE, SpeechStack, until
+from tests.support.speech_fixtures import RECORDING, VOICE, SpeechStack, counted, until
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -91,8 +90,7 @@ def record(page: Any) -> None:
 
 def cancelled(stack: SpeechStack) -> float:
     """How many requests ended because their client disconnected."""
-    lines = httpx.get(f"{stack.url}/metrics", timeout=60).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if 'status="gone"' in line and "_total{" in line)
+    return counted(stack.url, 'status="gone"', "_total{")
 
 
 def frames(path: Path) -> int:

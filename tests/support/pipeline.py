@@ -2,10 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import aclosing
 from functools import cache, cached_property
-from typing import Any
 
 import numpy as np
 from cosyvoice_triton.demo_checkpoint.llm import build_tokenizer
@@ -28,15 +27,13 @@ def demo_tokenizer() -> LLMTokenizer:
 
 
 class FakeVoices(dict[str | None, Recording | Prompt | Mix]):
-    """Registered voices, and the dictionary of each."""
-
-    words: Mapping[Any, dict[str, str]] = {}
+    """Registered voices without dictionaries."""
 
     def get(self, name: str | None) -> Recording | Prompt | Mix:  # type: ignore[override]
         return self[name]
 
     def pronunciation(self, voice: Recording | str | None) -> dict[str, str]:
-        return self.words.get(voice, {}) if isinstance(voice, str) else {}
+        return {}
 
 
 class Pipeline:

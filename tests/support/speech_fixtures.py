@@ -129,6 +129,12 @@ def stubbed(stub: TritonStub | None = None, **settings: Any) -> Iterator[str]:
         yield url
 
 
+def counted(url: str, *words: str) -> float:
+    """The sum of a service's metrics whose lines have all these words."""
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line[0] != "#" and all(word in line for word in words))
+
+
 def client_that_leaves(url: str, body: Any, key: str = "none") -> socket.socket:
     """Sends a request, and disconnects after a `with` block without having read an answer."""
     return opened(url, request(json.dumps(body).encode(), f"Authorization: Bearer {key}\r\n".encode()))

@@ -1,17 +1,26 @@
-"""Held texts in four languages with their segments, and their lengths in Qwen2's own vocabulary."""
+"""Held texts in four languages with their segments, and their lengths in Qwen2's own vocabulary.
 
+python -m tests.text.test_cases                 prints the table of docs/results/quality.md
+python -m tests.text.test_cases --write         stores the segments of this checkout, for the tests
+"""
+
+import json
+import sys
+from pathlib import Path
 from statistics import median
 
 import pytest
 from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.llm.interface import LengthRatios, LLMPrompt, Sampling
+from cosyvoice_triton.text import TextFrontend, clean_text
 from cosyvoice_triton.text.duration import expected_seconds
 from cosyvoice_triton.text.segments import SEGMENT_SECONDS
 
 from tests.support.qwen_vocabulary import qwen2_tokenizer
-from tests.text.table import cases, segments_of
 
-HELD = {case["name"]: case for case in cases()}
+CASES = Path(__file__).resolve().parents[1] / "assets" / "text_cases.json"
+# By name: a text, and under `segments` [text, expected seconds] of each segment.
+HELD = {case["name"]: case for case in json.loads(CASES.read_text(encoding="utf-8"))}
 PHRASES = [
     "高速公路",
     "高度重视食品安全。",
@@ -24,11 +33,15 @@ PHRASES = [
 ]
 
 
+def segments_of(text: str) -> list[list[str | float]]:
+    found = TextFrontend().segments(clean_text(text, name="text", max_chars=4096))
+    return [[segment, round(expected_seconds(segment), 2)] for segment in found]
+
+
 @pytest.mark.parametrize("name", HELD)
 def test_a_held_text_has_its_segments(name: str) -> None:
-    """After an intended change: python -m tests.text.table --write"""
     case = HELD[name]
-    assert [list(segment) for segment in segments_of(case["text"])] == case["segments"]
+    assert segments_of(case["text"]) == case["segments"]
     assert all(seconds <= SEGMENT_SECONDS for _, seconds in case["segments"])
 
 
@@ -52,3 +65,12 @@ def test_the_token_ratios_never_cut_normal_speech() -> None:
         if LengthRatios.max * tokens < 1.2 * expected:
             cut.append(text)
     assert cut == ["ありがとうございます。"]
+
+
+if __name__ == "__main__":
+    held = [case | {"segments": segments_of(case["text"])} for case in HELD.values()]
+    if "--write" in sys.argv:
+        CASES.write_text(json.dumps(held, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    for each in held:
+        lengths = ", ".join(f"{len(text)} ({seconds:.1f} s)" for text, seconds in each["segments"])
+        print(f"| {each['name']} | {len(each['text'])} | {lengths} |")

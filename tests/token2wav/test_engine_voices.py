@@ -15,27 +15,28 @@ from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from tests.support.streams import VOICES_BYTES, dit_pieces, ids, prompt, step
 
 
+def of_the_dit(network, vocoder, prompts, streams=9):
+    limits = BatchLimits(max_streams=streams)
+    return Token2Wav(DiTStreaming(network, flow_noise(), prompts, limits=limits, steps=4), vocoder)
+
+
 def test_voices_prefilled_together_equal_each_prefilled_alone(dit, dit_network, vocoder):
     """Of different lengths, one without a prompt; and their streams need no prefill."""
-    limits = BatchLimits(max_streams=8)
-    caches = PromptCaches(VOICES_BYTES)
-    together = Token2Wav(DiTStreaming(dit_network, flow_noise(), caches, limits=limits, steps=4), vocoder)
+    together = of_the_dit(dit_network, vocoder, PromptCaches(VOICES_BYTES))
     voices = [prompt(1, 12), prompt(2, 30), prompt(3, 0), prompt(4, 7)]
     together.prefill(voices)
     assert [together.prefill_frames(voice) for voice in [*voices, prompt(5, 9)]] == [0, 0, 0, 0, 18]
     for voice in voices:
         stream, alone = together.open(voice), dit.open(voice)
-        torch.testing.assert_close(stream.prompt.attention.keys, alone.prompt.attention.keys, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(stream.prompt.attention.values, alone.prompt.attention.values, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(stream.prompt.history, alone.prompt.history, atol=1e-4, rtol=1e-4)
+        ours, theirs = ((of.attention.keys, of.attention.values, of.history) for of in (stream.prompt, alone.prompt))
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
         together.close(stream)
         dit.close(alone)
 
 
 def test_a_voice_prefilled_ahead_is_dropped_if_there_is_no_room(dit_network, vocoder):
     caches = PromptCaches(1)
-    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), caches, limits=BatchLimits(max_streams=2)), vocoder)
-    engine.prefill([prompt(1), prompt(2)])
+    of_the_dit(dit_network, vocoder, caches).prefill([prompt(1), prompt(2)])
     assert (len(caches), caches.nbytes) == (0, 0)
 
 
@@ -57,11 +58,15 @@ def test_streams_are_limited_and_release_their_slots(dit):
     dit.close(dit.open(prompt(5)))
 
 
+def size_of(network, vocoder):
+    """The bytes of a voice of 12 tokens."""
+    return of_the_dit(network, vocoder, PromptCaches(0))._flow._pool.prompt_bytes(24)
+
+
 def test_prompt_caches_are_limited_in_bytes_and_the_least_recently_used_idle_one_is_evicted(dit_network, vocoder):
-    limits = BatchLimits(max_streams=9)
-    size = DiTStreaming(dit_network, flow_noise(), PromptCaches(0), limits=limits, steps=4)._pool.prompt_bytes(24)
+    size = size_of(dit_network, vocoder)
     prompts = PromptCaches(2 * size)
-    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4), vocoder)
+    engine = of_the_dit(dit_network, vocoder, prompts)
     live = engine.open(prompt(0))
     assert live.prompt.nbytes == size
     for seed in (1, 2, 3):
@@ -77,10 +82,7 @@ def test_prompt_caches_are_limited_in_bytes_and_the_least_recently_used_idle_one
 
 
 def test_a_voice_without_room_waits_for_it_in_turn_and_one_that_never_has_room_is_refused(dit_network, vocoder):
-    limits = BatchLimits(max_streams=9)
-    size = DiTStreaming(dit_network, flow_noise(), PromptCaches(0), limits=limits, steps=4)._pool.prompt_bytes
-    prompts = PromptCaches(2 * size(24))
-    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4), vocoder)
+    engine = of_the_dit(dit_network, vocoder, PromptCaches(2 * size_of(dit_network, vocoder)))
     first, short = prompt(0), prompt(3, 5)
     assert engine.fitting([first, prompt(1), first, prompt(2)]) == [True, True, True, False]
     live, idle = engine.open(first), engine.open(prompt(1))
@@ -100,10 +102,8 @@ def test_room_for_new_voices_is_made_before_they_are_prefilled_and_evicted_ones_
     dit_network, vocoder, monkeypatch
 ):
     """At no time is there more than the limit, whoever still refers to a stream that has ended."""
-    limits, prefill, before = BatchLimits(max_streams=9), DiTStreaming._prefill, []
-    size = DiTStreaming(dit_network, flow_noise(), PromptCaches(0), limits=limits, steps=4)._pool.prompt_bytes(24)
-    prompts = PromptCaches(2 * size)
-    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4), vocoder)
+    prefill, before, prompts = DiTStreaming._prefill, [], PromptCaches(2 * size_of(dit_network, vocoder))
+    engine = of_the_dit(dit_network, vocoder, prompts)
     ended = engine.open(prompt(0))
     cache = weakref.ref(ended.prompt)
     engine.close(ended)
@@ -129,9 +129,8 @@ def test_idle_voices_are_evicted_if_the_free_memory_is_in_pieces(dit, prompts, m
 
 
 def test_a_stream_that_gets_no_slot_releases_its_prompt_cache(dit_network, vocoder):
-    prompts, limits = PromptCaches(VOICES_BYTES), BatchLimits(max_streams=1)
-    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4), vocoder)
-    free = len(vocoder.pool._free)
+    prompts, free = PromptCaches(VOICES_BYTES), len(vocoder.pool._free)
+    engine = of_the_dit(dit_network, vocoder, prompts, streams=1)
     stream = engine.open(prompt(0))
     with pytest.raises(UnavailableError, match="all 1 streams"):
         engine.open(prompt(1))
@@ -141,9 +140,8 @@ def test_a_stream_that_gets_no_slot_releases_its_prompt_cache(dit_network, vocod
 
 
 def test_a_prompt_cache_is_released_if_its_streams_slot_cannot_be_filled(dit_network, vocoder, monkeypatch):
-    prompts = PromptCaches(VOICES_BYTES)
-    flow = DiTStreaming(dit_network, flow_noise(), prompts, limits=BatchLimits(max_streams=1), steps=4)
-    engine, free = Token2Wav(flow, vocoder), len(vocoder.pool._free)
+    prompts, free = PromptCaches(VOICES_BYTES), len(vocoder.pool._free)
+    engine = of_the_dit(dit_network, vocoder, prompts, streams=1)
     with monkeypatch.context() as patch:
         patch.setattr(StreamCachePool, "acquire", lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA error")))
         with pytest.raises(RuntimeError, match="CUDA error"):

@@ -64,13 +64,17 @@ def official_state(blank_dir):
     }
 
 
+def convert(state, blank_dir, folder, name="llm.pt"):
+    """The exit code of the conversion of such a checkpoint to folder / "hf"."""
+    torch.save(state, folder / name)
+    arguments = ["--llm-pt", str(folder / name), "--blank-dir", str(blank_dir), "--dtype", "float32"]
+    return main([*arguments, "--output-dir", str(folder / "hf")])
+
+
 @pytest.fixture(scope="module")
 def converted(blank_dir, official_state):
-    directory = blank_dir.parent
-    torch.save(official_state, directory / "llm.pt")
-    arguments = ["--llm-pt", str(directory / "llm.pt"), "--blank-dir", str(blank_dir), "--dtype", "float32"]
-    assert main([*arguments, "--output-dir", str(directory / "hf")]) == 0
-    return directory / "hf"
+    assert convert(official_state, blank_dir, blank_dir.parent) == 0
+    return blank_dir.parent / "hf"
 
 
 def official_logits(state, blank_dir, text_ids, speech):
@@ -104,15 +108,10 @@ def test_both_layouts_give_equal_logits(converted, official_state, blank_dir, tm
 def test_the_tokenizer_has_the_official_ids_after_those_of_the_text(converted):
     tokenizer = LLMTokenizer.from_dir(converted)
     ids = tokenizer.tokenizer.token_to_id
-    assert tokenizer.first_speech_id == 256 + 1 + len(TEXT_SPECIALS)
-    assert [ids(token) for token in TEXT_SPECIALS] == list(range(257, tokenizer.first_speech_id))
-    assert tokenizer.end_ids == tuple(
-        range(tokenizer.first_speech_id + SPEECH_VOCAB, tokenizer.first_speech_id + SPEECH_LOGITS)
-    )
-    assert (tokenizer.sos_id, tokenizer.task_id) == (
-        tokenizer.first_speech_id + SPEECH_LOGITS,
-        tokenizer.first_speech_id + SPEECH_LOGITS + 1,
-    )
+    first, end = tokenizer.first_speech_id, tokenizer.first_speech_id + SPEECH_LOGITS
+    assert first == 256 + 1 + len(TEXT_SPECIALS) and [*map(ids, TEXT_SPECIALS)] == list(range(257, first))
+    assert tokenizer.end_ids == tuple(range(first + SPEECH_VOCAB, end))
+    assert (tokenizer.sos_id, tokenizer.task_id) == (end, end + 1)
     config = json.loads((converted / "config.json").read_text())
     assert config["vocab_size"] % 128 == 0 and config["vocab_size"] > tokenizer.task_id
     assert (config["eos_token_id"], config["tie_word_embeddings"]) == (list(tokenizer.end_ids), False)
@@ -129,9 +128,7 @@ def test_cosyvoice3_is_converted_with_its_own_tokens_and_nothing_else_can_be_sam
     blank_dir, cosyvoice3_state, tmp_path
 ):
     """tests/assets/golden_cosyvoice3 has upstream's logits of such a conversion."""
-    torch.save(cosyvoice3_state, tmp_path / "llm.rl.pt")
-    arguments = ["--llm-pt", str(tmp_path / "llm.rl.pt"), "--blank-dir", str(blank_dir), "--dtype", "float32"]
-    assert main([*arguments, "--output-dir", str(tmp_path / "hf")]) == 0
+    assert convert(cosyvoice3_state, blank_dir, tmp_path, "llm.rl.pt") == 0
     tokenizer = LLMTokenizer.from_dir(tmp_path / "hf")
     first, ids = tokenizer.first_speech_id, tokenizer.tokenizer.token_to_id
     assert first == 256 + 3 + 278  # the new text tokens, as in the official vocabulary
@@ -163,15 +160,11 @@ def test_the_chat_template_renders_the_prompt(converted):
 )
 def test_a_checkpoint_with_other_keys_is_refused(official_state, blank_dir, tmp_path, capsys, change, message):
     state = {name: tensor for name, tensor in (official_state | change).items() if tensor is not None}
-    torch.save(state, tmp_path / "llm.pt")
-    arguments = ["--llm-pt", str(tmp_path / "llm.pt"), "--blank-dir", str(blank_dir)]
-    assert main([*arguments, "--output-dir", str(tmp_path / "hf")]) == 1
+    assert convert(state, blank_dir, tmp_path) == 1
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["llm.pt"]
 
 
 def test_code_in_a_checkpoint_is_not_executed(blank_dir, tmp_path, capsys):
-    torch.save({"llm_decoder.bias": print}, tmp_path / "llm.pt")
-    arguments = ["--llm-pt", str(tmp_path / "llm.pt"), "--blank-dir", str(blank_dir)]
-    assert main([*arguments, "--output-dir", str(tmp_path / "hf")]) == 1
+    assert convert({"llm_decoder.bias": print}, blank_dir, tmp_path) == 1
     assert "is not a file of tensors" in capsys.readouterr().err

@@ -87,12 +87,6 @@ def test_a_second_run_synthesizes_only_missing_samples(synthesize, tmp_path, cap
     assert "3 of 3 samples are finished" in capsys.readouterr().out
 
 
-def test_a_sample_with_another_text_that_fails_leaves_no_earlier_audio(synthesize, tmp_path):
-    assert synthesize(rows=ROWS[1:2]) == 0
-    assert synthesize(rows=[{**ROWS[1], "target_text": "?!"}]) == 1
-    assert not (tmp_path / "out" / "second.wav").exists()
-
-
 def test_failed_samples_are_named_and_the_others_are_synthesized(synthesize, tmp_path, capsys):
     silent = {**ROWS[0], "id": "silent", "prompt_audio": "silence.wav"}
     no_words = {**ROWS[0], "id": "no_words", "target_text": "?!"}
@@ -104,6 +98,8 @@ def test_failed_samples_are_named_and_the_others_are_synthesized(synthesize, tmp
     assert "failed: silent (voice): " in capsys.readouterr().err
     assert synthesize("--batch-size", "4", rows=[silent, ROWS[0], {**no_words, "target_text": "Yes."}]) == 1
     assert log_of(tmp_path / "out")["samples_kept"] == 1 and sorted(records(tmp_path / "out")) == ["first", "no_words"]
+    assert synthesize(rows=[{**ROWS[0], "target_text": "?!"}]) == 1
+    assert not (tmp_path / "out" / "first.wav").exists(), "of the text before"
 
 
 def test_one_recording_can_replace_the_voices_of_all_samples(synthesize, tmp_path, capsys):

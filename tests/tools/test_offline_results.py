@@ -1,6 +1,5 @@
 """The output folder of an offline run, and which samples a second run keeps."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +8,6 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.samples import Sample, SampleError
 from cosyvoice_triton.offline.results import JOURNAL, OutputFolder, identity
 from cosyvoice_triton.offline.stages import Stages
-from cosyvoice_triton.voice.audio import load_audio
 from cosyvoice_triton.voice.prompt import Recording
 
 SETTINGS = {"backend": "hf", "seed": 0}
@@ -26,16 +24,6 @@ def save(path, *samples, settings=SETTINGS):
 
 def holds(path, sample, settings=SETTINGS):
     return OutputFolder(path, settings).holds(sample)
-
-
-def test_a_finished_sample_is_saved_with_its_tokens(tmp_path):
-    save(tmp_path / "new" / "folder", SAMPLE)
-    audio = load_audio(tmp_path / "new" / "folder" / "a.wav", SAMPLE_RATE)
-    np.testing.assert_allclose(audio, AUDIO, atol=1e-4)
-    (line,) = (tmp_path / "new" / "folder" / JOURNAL).read_text().splitlines()
-    record = json.loads(line)
-    assert record["id"] == "a" and record["seconds"] == 1.0 and record["target_audio_cosy2_tokens"] == [5, 6560]
-    assert holds(tmp_path / "new" / "folder", SAMPLE)
 
 
 @pytest.mark.parametrize(
@@ -92,15 +80,8 @@ def test_the_time_of_each_stage_is_reported_also_per_second_of_audio():
         pass
     with pytest.raises(ValueError), stages.time("token2wav"):
         raise ValueError("the time of a failed stage counts")
-    figures = stages.figures(audio_seconds=20.0, total=stages.total())
-    assert figures == {
-        "llm_time_seconds": 2.0,
-        "llm_rtf": 0.1,
-        "token2wav_time_seconds": 4.0,
-        "token2wav_rtf": 0.2,
-        "idle_time_seconds": 0.0,
-        "idle_rtf": 0.0,
-        "pipeline_time_seconds": 10.0,
-        "pipeline_rtf": 0.5,
-    }
+    seconds = {"llm": 2.0, "token2wav": 4.0, "idle": 0.0, "pipeline": 10.0}
+    expected = {f"{stage}_time_seconds": of for stage, of in seconds.items()}
+    expected |= {f"{stage}_rtf": of / 20 for stage, of in seconds.items()}
+    assert stages.figures(audio_seconds=20.0, total=stages.total()) == expected
     assert stages.figures(0.0, 1.0)["llm_rtf"] is None

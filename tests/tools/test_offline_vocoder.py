@@ -86,13 +86,11 @@ def test_failed_samples_are_named_and_the_others_are_rendered(run, tmp_path, too
 
 # Chunks of streams of 60, 140 and 4 tokens in batches of two. With the UNet flow the first
 # chunk ends at a chunk boundary; its prompts have 25, 25 and 30 tokens.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stack", "strategy", "chunks", "calls"),
     [
         ("dit", "equal", 3 + 6 + 1, 6 + 1),  # 25 25 10, 25 25 25 25 25 15, 4
         ("dit", "exponential", 2 + 3 + 1, 3 + 1),  # 25 35, 25 50 65, 4
-        ("unet", "equal", 3 + 6 + 1, 6 + 1),
         ("unet", "exponential", 3 + 4 + 1, 4 + 1),  # 25 25 10, 25 25 50 40, 4
     ],
 )
