@@ -288,9 +288,7 @@ def test_what_will_be_spoken_is_answered_without_a_model(served: StubbedService)
     assert answer["segments"] == ["engine x costs five dollars.", "", "twenty five."] and answer["language"] == "en"
     assert answer["seconds"][1] == 1 and len(answer["seconds"]) == 3 and "warnings" not in answer
     parts = {"input": "[pause 1s] One. [voice:anna] 2", "normalization_options": {"normalize": False}}
-    files = {"audio_sample": ("a.wav", recording())}
-    words = {"name": "anna", "ref_text": "你好。", "pronunciation": "2 = zwei"}
-    assert httpx.post(f"{served.url}/v1/audio/voices", data=words, files=files).status_code == 201
+    assert served.add("anna", ref_text="你好。", pronunciation="2 = zwei").status_code == 201
     try:
         assert served.post(parts, f"{SPEECH}/text").json()["segments"] == ["", "One.", "zwei."]
         chinese = served.post({"input": "25", "voice": "anna"}, f"{SPEECH}/text").json()
@@ -300,7 +298,7 @@ def test_what_will_be_spoken_is_answered_without_a_model(served: StubbedService)
         save_voice(served.voices / "anna.safetensors", fake_prompt(1, "你好。"))
         assert served.post({"input": "25 2", "voice": "anna"}, f"{SPEECH}/text").json()["segments"] == ["二十五zwei。"]
     finally:
-        httpx.delete(f"{served.url}/v1/audio/voices/anna")
+        served.remove("anna")
     for broken, param in (
         ({"input": "?!"}, "input"),
         ({"input": "Hallo.", "language": "de"}, "language"),

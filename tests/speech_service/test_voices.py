@@ -24,15 +24,12 @@ def names_of(url: str) -> list[str]:
 
 def test_open_webui_gets_its_lists_of_voices_and_models_and_speech(served: StubbedService) -> None:
     """It reads `id` and `name` of each entry of `voices` and `models`, see docs/recipes/open_webui.md."""
-    assert [model["name"] for model in httpx.get(f"{served.url}/v1/audio/models").json()["models"]] == [
-        *("cosyvoice2_dit", "tts-1", "tts-1-hd", "gpt-4o-mini-tts")
-    ]
-    assert httpx.get(f"{served.url}/v1/audio/models").json()["max_input_chars"] == 4096
-    languages = [model["languages"] for model in httpx.get(f"{served.url}/v1/audio/models").json()["models"]]
-    assert languages == [["zh", "en", "ja", "ko"]] * 4
-    files = {"audio_sample": ("a.wav", recording())}
+    listed = httpx.get(f"{served.url}/v1/audio/models").json()
+    names = [model["name"] for model in listed["models"]]
+    assert names == ["cosyvoice2_dit", "tts-1", "tts-1-hd", "gpt-4o-mini-tts"] and listed["max_input_chars"] == 4096
+    assert [model["languages"] for model in listed["models"]] == [["zh", "en", "ja", "ko"]] * 4
     for name in ("anna", "bert"):
-        httpx.post(f"{served.url}/v1/audio/voices", data={"name": name}, files=files)
+        served.add(name)
     try:
         answer = httpx.get(f"{served.url}/v1/audio/voices").json()
         assert answer["data"] == answer["voices"]
@@ -45,7 +42,7 @@ def test_open_webui_gets_its_lists_of_voices_and_models_and_speech(served: Stubb
         assert (spoken.status_code, spoken.headers["content-type"]) == (200, "audio/mpeg")
     finally:
         for name in ("anna", "bert"):
-            httpx.delete(f"{served.url}/v1/audio/voices/{name}")
+            served.remove(name)
     assert httpx.get(f"{served.url}/v1/audio/voices").json()["voices"] == []
 
 
@@ -61,8 +58,7 @@ def test_aliases_can_be_chosen_and_a_registered_voice_comes_first(tmp_path: Path
 
 
 def test_a_voice_is_added_used_and_deleted(served: StubbedService) -> None:
-    files = {"audio_sample": ("a.flac", recording(1.5, 48_000, kind="FLAC"))}
-    answer = httpx.post(f"{served.url}/v1/audio/voices", data={"name": "zöe", "ref_text": "Hi."}, files=files)
+    answer = served.add("zöe", recording(1.5, 48_000, kind="FLAC"), ref_text="Hi.")
     assert answer.status_code == 201 and answer.json()["seconds"] == 1.5, answer.text
     (warning,) = answer.json()["warnings"]
     assert warning.startswith("the recording speaks for 1.5 s, but its transcript takes about 0.5 s")
@@ -71,8 +67,7 @@ def test_a_voice_is_added_used_and_deleted(served: StubbedService) -> None:
     assert isinstance(stored, Recording) and (stored.wav.size, stored.rate, stored.text) == (72_000, 48_000, "Hi.")
     with serving(Settings(urls=("127.0.0.1:1",), voices_dir=served.voices)) as restarted:
         assert "zöe" in names_of(restarted)
-    again = httpx.post(f"{served.url}/v1/audio/voices", data={"name": "zöe"}, files=files)
-    assert again.status_code == 409
+    assert served.add("zöe").status_code == 409
     for more, texts in (
         ({}, {"reference_text": "Hi."}),
         ({"language": "zh"}, {}),
@@ -82,15 +77,14 @@ def test_a_voice_is_added_used_and_deleted(served: StubbedService) -> None:
         assert served.post({**TEXT, "voice": "zöe", **more}).status_code == 200
         assert ("trim_reference" in served.stub.requests[-1].parameters) == ("trim_reference" in more)
         assert texts_of(served.stub.requests[-1]) == {"target_text": "Hello.", **texts}
-    assert httpx.delete(f"{served.url}/v1/audio/voices/zöe").json()["deleted"]
+    assert served.remove("zöe").json()["deleted"]
     assert list(served.voices.iterdir()) == []
-    assert httpx.delete(f"{served.url}/v1/audio/voices/zöe").status_code == 404
+    assert served.remove("zöe").status_code == 404
 
 
 def test_words_of_the_request_then_of_the_voice_then_of_all_are_sent_with_a_recording(served: StubbedService) -> None:
-    files = {"audio_sample": ("a.wav", recording())}
-    fields = {"name": "speller", "pronunciation": "nginx = of the voice\nb = of the voice"}
-    assert httpx.post(f"{served.url}/v1/audio/voices", data=fields, files=files).status_code == 201
+    words = "nginx = of the voice\nb = of the voice"
+    assert served.add("speller", pronunciation=words).status_code == 201
     (served.voices / "pronunciation.txt").write_text("b = of all\nc = of all")
     try:
         for body in (
@@ -105,7 +99,7 @@ def test_words_of_the_request_then_of_the_voice_then_of_all_are_sent_with_a_reco
         assert error.status_code == 503 and "pronunciation.txt, line 1: 'b' is not" in error.text
     finally:
         (served.voices / "pronunciation.txt").unlink()
-    assert httpx.delete(f"{served.url}/v1/audio/voices/speller").status_code == 200
+    assert served.remove("speller").status_code == 200
     assert list(served.voices.iterdir()) == []
 
 
@@ -135,9 +129,8 @@ def test_an_invalid_voice_is_rejected(served: StubbedService, name: str, data: b
 
 def test_of_two_services_with_one_folder_one_adds_a_voice_and_its_transcript(served: StubbedService) -> None:
     def add(url: str, name: str, seconds: int) -> int:
-        files = {"audio_sample": ("a.wav", recording(seconds))}
-        data = {"name": name, "ref_text": f"This takes {seconds} s."}
-        return httpx.post(f"{url}/v1/audio/voices", data=data, files=files, timeout=20).status_code
+        service = StubbedService(url, served.stub, served.voices)
+        return service.add(name, recording(seconds), ref_text=f"This takes {seconds} s.").status_code
 
     names = [f"voice {number}" for number in range(10)]
     with serving(Settings(urls=("127.0.0.1:1",), voices_dir=served.voices)) as second, ThreadPoolExecutor(2) as pool:
@@ -155,11 +148,10 @@ def test_of_two_services_with_one_folder_one_adds_a_voice_and_its_transcript(ser
 
 
 def test_a_voice_that_cannot_be_stored_leaves_nothing_behind(served: StubbedService) -> None:
-    files = {"audio_sample": ("a.wav", recording())}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, before[1]))  # as on a full disk, writing fails in the middle
     try:
-        answer = httpx.post(f"{served.url}/v1/audio/voices", data={"name": "anna", "ref_text": "Hi."}, files=files)
+        answer = served.add("anna", ref_text="Hi.")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert answer.status_code == 507 and "cannot be stored" in answer.text

@@ -206,6 +206,11 @@ def value(replies):
     return float(reply[0]) if len(reply) else None
 
 
+def answered(replies):
+    """Whether all that was asked has audio, which may be empty; waits for it."""
+    return all(isinstance(reply.get(timeout=10), np.ndarray) for reply in replies)
+
+
 @contextmanager
 def ended(service, engine):
     """After the body the service must end, free every stream, and have kept to what the `FakeWorkers` allows."""

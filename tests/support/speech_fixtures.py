@@ -171,6 +171,14 @@ class StubbedService:
     def post(self, body: Any = None, path: str = SPEECH, **how: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60, **how)
 
+    def add(self, name: str, data: bytes | None = None, **fields: str) -> httpx.Response:
+        """Registers a voice with that file, or a tone."""
+        files = {"audio_sample": ("a.wav", recording() if data is None else data)}
+        return httpx.post(f"{self.url}/v1/audio/voices", data={"name": name, **fields}, files=files, timeout=20)
+
+    def remove(self, name: str) -> httpx.Response:
+        return httpx.delete(f"{self.url}/v1/audio/voices/{name}")
+
     def metrics(self) -> str:
         return httpx.get(f"{self.url}/metrics").text
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,27 +52,16 @@ class Piece(NamedTuple):
         return engine.chunk(stream, self.tokens, final=self.final, offset=self.offset)
 
 
-def dit_pieces(tokens: np.ndarray, hops: list[int]) -> list[Piece]:
-    """New tokens and look-ahead, chunk by chunk; the final chunk has the rest."""
-    pieces, at = [], 0
-    for hop in hops:
-        pieces.append(Piece(tokens[at : at + hop + LOOKAHEAD_TOKENS], final=False, offset=at))
-        at += hop
-    return [*pieces, Piece(tokens[at:], final=True, offset=at)]
-
-
-def unet_pieces(tokens: np.ndarray, hops: list[int]) -> list[Piece]:
-    """All tokens so far, chunk by chunk."""
-    return [
-        Piece(tokens if piece.final else tokens[: piece.offset + len(piece.tokens)], piece.final, piece.offset)
-        for piece in dit_pieces(tokens, hops)
-    ]
-
-
 def pieces(of: Token2Wav | StreamingFlow, tokens: np.ndarray, hops: list[int]) -> list[Piece]:
-    """The chunks as the flow of `of` takes them."""
+    """The chunks as the flow of `of` takes them: new tokens, or all so far, and look-ahead; the final one has the
+    rest."""
     flow = of._flow if isinstance(of, Token2Wav) else of
-    return (unet_pieces if flow.cumulative else dit_pieces)(tokens, hops)
+    begins = list(accumulate(hops, initial=0))
+    ends = [begin + hop + LOOKAHEAD_TOKENS for begin, hop in zip(begins, hops, strict=False)]
+    return [
+        Piece(tokens[0 if flow.cumulative else begin : end], final=end is None, offset=begin)
+        for begin, end in zip(begins, [*ends, None], strict=True)
+    ]
 
 
 def step(engine: Token2Wav, stream: Stream, piece: Piece) -> np.ndarray:

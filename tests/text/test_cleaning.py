@@ -22,11 +22,6 @@ def test_hidden_signs_and_heaps_of_accents_are_left_out():
     assert clean("e\u0301 ก็่ नि 🏴\U000e0067\U000e007f a") == "e\u0301 ก็่ नि 🏴 a"
 
 
-def test_text_without_control_tokens_is_unchanged():
-    text = "收到好友 [laughter] from <strong>far</strong>: a < b | c > d <||"
-    assert clean(text) == text
-
-
 @pytest.mark.parametrize("token", ["<|s_1|>", "<|eos1|>", "<|fill|>", "<|task_id|>", "<|im_start|>", "<||>"])
 def test_control_tokens_are_removed(token):
     assert clean(f"one{token} two") == "one two"
@@ -38,9 +33,11 @@ def test_removing_a_token_never_leaves_another(text):
         clean(text)
 
 
-def test_prose_between_distant_token_marks_is_kept():
-    text = "<| " + "words " * 12 + "|>"
-    assert strip_control_tokens(text) == text
+@pytest.mark.parametrize(
+    "text", ["收到好友 [laughter] from <strong>far</strong>: a < b | c > d <||", "<| " + "words " * 12 + "|>"]
+)
+def test_text_without_control_tokens_is_unchanged_also_between_distant_marks(text):
+    assert clean(text) == strip_control_tokens(text) == text
 
 
 @pytest.mark.parametrize(
@@ -57,12 +54,9 @@ def test_text_that_is_too_long_is_rejected_with_both_lengths():
         clean("a" * 101)
 
 
-@pytest.mark.parametrize(("text", "line"), [("", ""), (" \n\t", ""), (" a\nb ", "a b")])
-def test_an_optional_line_may_be_blank(text, line):
-    assert clean_line(text, name="reference_text", max_chars=3) == line
-
-
-def test_an_optional_line_of_control_tokens_alone_is_an_error():
+def test_an_optional_line_may_be_blank_but_not_of_control_tokens_alone():
+    for text, line in (("", ""), (" \n\t", ""), (" a\nb ", "a b")):
+        assert clean_line(text, name="reference_text", max_chars=3) == line
     with pytest.raises(ValueError, match="reference_text has nothing to speak"):
         clean_line("<|s_1|>", name="reference_text", max_chars=100)
 
@@ -83,11 +77,7 @@ def test_what_is_before_the_end_of_a_prompt_is_an_instruction_and_not_spoken(tex
     assert found == instruction and spoken.strip() == "Hi."
 
 
-def test_a_text_of_an_instruction_alone_has_nothing_to_speak():
+def test_a_text_of_an_instruction_alone_has_nothing_to_speak_and_words_without_their_token_are_text():
     with pytest.raises(ValueError, match="text has nothing to speak"):
-        clean_text("Speak sadly.<|endofprompt|>", name="text", max_chars=100)
-
-
-def test_the_same_words_without_their_token_are_text():
-    text = "You are a helpful assistant. Hi."
-    assert clean_text(text, name="text", max_chars=100) == text
+        clean("Speak sadly.<|endofprompt|>")
+    assert clean("You are a helpful assistant. Hi.") == "You are a helpful assistant. Hi."

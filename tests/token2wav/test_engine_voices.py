@@ -12,7 +12,7 @@ from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 
-from tests.support.streams import VOICES_BYTES, dit_pieces, ids, prompt, step
+from tests.support.streams import VOICES_BYTES, ids, pieces, prompt, step
 
 
 def of_the_dit(network, vocoder, prompts, streams=9):
@@ -45,7 +45,7 @@ def test_streams_of_one_voice_share_its_prompt_cache(dit, prompts):
     assert len(prompts) == 1
     assert first.prompt is second.prompt
     before = first.prompt.attention.keys.clone()
-    step(dit, first, dit_pieces(ids(5, 20), [10])[0])
+    step(dit, first, pieces(dit, ids(5, 20), [10])[0])
     torch.testing.assert_close(second.prompt.attention.keys, before)
 
 

@@ -45,6 +45,7 @@ OFFICIAL = {
 }
 HIFT_VALUES = 20_806_557
 TOKENIZERS = {"v2": 495_900_000, "v3": 968_000_000}  # bytes
+VOICE = Prompt(np.arange(30), np.zeros((60, 80), np.float32), np.ones(192, np.float32), text="")
 EMPTY = Reading(free=200 * GIB, total=200 * GIB)
 
 
@@ -90,7 +91,7 @@ def test_weights_streams_and_voices_have_the_sizes_that_are_read(stack: Stack, k
     weights = sum(tensor.nbytes for of in (flow._network, vocoder._plain.hift) for tensor in of.parameters())
     assert read.weights - stack.vocoder_noise_bytes == pytest.approx(weights, rel=0.05)
     if isinstance(flow, CachedStreaming):
-        stream = engine.open(Prompt(np.arange(30), np.zeros((60, 80), np.float32), np.ones(192, np.float32), text=""))
+        stream = engine.open(VOICE)
         assert stream.prompt.nbytes == read.voice(60 / 50)
 
 
@@ -218,7 +219,6 @@ def test_a_loaded_engine_gives_voices_what_is_left() -> None:
     directory, sizes = TRAINED / stacks.DIT.checkpoint, limits(stacks.DIT, 3)
     networks = Networks.read(stacks.DIT, directory, flow_size=4, vocoder_size=4, steps=2)
     made = plan_memory(networks, sizes, EMPTY, 24, 0.0)
-    prompt = Prompt(np.arange(30), np.zeros((60, 80), np.float32), np.ones(192, np.float32), text="")
     room = networks.voice(60 / 50)
 
     def fits(voices: int) -> list[bool]:
@@ -227,7 +227,7 @@ def test_a_loaded_engine_gives_voices_what_is_left() -> None:
             plan=lambda _: replace(made, voice=0),
             read=lambda device: Reading(24 * GIB, 24 * GIB, made.own - RESERVE - voices),
         )  # fmt: skip
-        return engine.fitting([prompt, replace(prompt, embedding=np.zeros(192, np.float32))])
+        return engine.fitting([VOICE, replace(VOICE, embedding=np.zeros(192, np.float32))])
 
     assert (fits(2 * room), fits(2 * room - 1)) == ([True, True], [True, False])
 
@@ -240,7 +240,7 @@ def test_on_a_cpu_the_longest_voice_always_has_room(kept: KvCacheDtype, monkeypa
     )
     monkeypatch.setattr("os.sysconf", lambda _: 1)  # a machine with a byte
     engine = Token2Wav.from_config(stacks.DIT, config)
-    longest = Prompt(np.arange(752), np.zeros((1504, 80), np.float32), np.ones(192, np.float32), text="")
+    longest = replace(VOICE, tokens=np.arange(752), mel=np.zeros((1504, 80), np.float32))
     assert engine.fitting([longest, replace(longest, embedding=np.zeros(192, np.float32))]) == [True, False]
     assert (engine.limits.workers, engine.workers) == (2, 1)  # without graphs there is one
     assert engine.limits.profile is profiles.CPU

@@ -9,7 +9,7 @@ from cosyvoice_triton.constants import CALLS_AT_ONCE, HOP_SAMPLES
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.monitoring.metrics import GAP_SECONDS, GAPS, OPENED, OPENED_WAITED, REFUSED
 
-from tests.support.fake_engine import NEW, PROMPT, queue_behind_a_running_chunk
+from tests.support.fake_engine import NEW, PROMPT, answered, queue_behind_a_running_chunk
 
 
 @pytest.mark.parametrize("last", [{}, {"tokens": [5], "final": True}])
@@ -21,13 +21,11 @@ def test_a_later_segment_waits_for_a_slot_and_its_requests_keep_their_order(serv
     first_chunk = client.post(4, [4], final=False)
     waits = client.post("request a", [6], start=None, prompt=PROMPT, final=False, audio_left=0.0)
     engine.gate.set()
-    for reply in replies:
-        assert isinstance(reply.get(timeout=10), np.ndarray)
+    assert answered(replies)
     assert len(client.send(1, [1], final=False)) and len(client.send(9, [9], start=True, end=True, prompt=PROMPT))
     assert starts.empty() and waits.empty() and service.stats().queued == 3
     ends = client.post(0, end=True, **last)
-    for reply in [ends, starts, first_chunk]:
-        assert isinstance(reply.get(timeout=10), np.ndarray)
+    assert answered([ends, starts, first_chunk])
     assert service.stats().live_streams == 4 and waits.empty()
     client.send(1, end=True)
     assert len(waits.get(timeout=10)) and len(client.send("request a", end=True)) == 0
@@ -129,7 +127,7 @@ def test_those_who_listen_already_are_never_refused(full, engine):
     replies += [full.post(2, [8], final=False), full.post(1, end=True), full.post(9, end=True)]
     replies.append(full.post(6, [9], start=True, end=True, prompt=PROMPT))  # nobody listens to a whole utterance yet
     engine.gate.set()
-    assert all(isinstance(reply.get(timeout=10), np.ndarray) for reply in replies)
+    assert answered(replies)
 
 
 @pytest.mark.parametrize("start", [True, None])
@@ -160,7 +158,7 @@ def test_a_place_is_reserved_at_once_and_the_voice_comes_later(service, client, 
         client.post(4, start=True)
     voice, chunk = client.post(2, prompt=PROMPT), client.post(2, [2], final=False)
     engine.gate.set()
-    assert all(isinstance(reply.get(timeout=10), np.ndarray) for reply in [*replies, voice, chunk])
+    assert answered([*replies, voice, chunk])
     assert service.stats().live_streams == 3
 
 
@@ -199,7 +197,7 @@ def test_a_whole_utterance_waits_for_listeners(client, engine, clock):
     replies.append(client.post(3, [9], start=True, end=True, prompt=PROMPT))
     replies += [client.post(1, [1], final=False)]
     engine.gate.set()
-    assert all(isinstance(reply.get(timeout=10), np.ndarray) for reply in replies)
+    assert answered(replies)
     assert whole == [4], "after the chunk of the first"
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cosyvoice_triton.constants import SPEAKER_DIM
 
-from tests.support.fake_engine import PROMPT, queue_behind_a_running_chunk
+from tests.support.fake_engine import PROMPT, answered, queue_behind_a_running_chunk
 
 
 def test_chunks_that_wait_together_are_rendered_together(service, client, engine):
@@ -53,8 +53,7 @@ def test_first_chunks_are_rendered_first_then_those_of_listeners_who_run_out_of_
     waiting += [client.post(1, [1], final=False), client.post(2, [2] * 2, final=False)]
     waiting.append(client.post(3, [3] * 4, final=False))
     engine.gate.set()
-    for replies in waiting:
-        assert isinstance(replies.get(timeout=10), np.ndarray)
+    assert answered(waiting)
     assert engine.batches == [[40], [3, 2, 1]]
 
 
@@ -68,7 +67,7 @@ def test_starts_that_wait_together_are_prefilled_together_and_their_first_chunks
         waiting.append(client.post(stream, start=True, prompt=other_voice(stream)))
         waiting.append(client.post(stream, [stream], final=False))
     engine.gate.set()
-    assert all(isinstance(replies.get(timeout=10), np.ndarray) for replies in waiting)
+    assert answered(waiting)
     assert engine.prefills == [3]
     assert engine.batches == [[40], [1, 2, 3]]
 
@@ -88,8 +87,7 @@ def test_many_starts_do_not_hold_up_a_listener_who_runs_out_of_audio(client, eng
     late = client.post(1, [2], final=True, end=True)
     starts = [client.post(stream, start=True, prompt=other_voice(stream)) for stream in (2, 3)]
     engine.gate.set()
-    for replies in (running, late, *starts):
-        assert isinstance(replies.get(timeout=10), np.ndarray)
+    assert answered((running, late, *starts))
     assert engine.batches[-2:] == [[41], [2]]
     assert opened == [3, 4]  # the second one after the late listener's batch
 
@@ -102,7 +100,7 @@ def test_voices_that_cannot_be_prefilled_together_are_prefilled_one_by_one(clien
     waiting = queue_behind_a_running_chunk(client, engine, {})
     waiting += [client.post(stream, start=True, prompt=other_voice(stream)) for stream in (1, 2)]
     engine.gate.set()
-    assert all(isinstance(replies.get(timeout=10), np.ndarray) for replies in waiting)
+    assert answered(waiting)
 
 
 def test_an_abort_is_served_before_everything_else(client, engine):
@@ -115,8 +113,7 @@ def test_an_abort_is_served_before_everything_else(client, engine):
     gone = client.post(5, end=True, final=False)
     aborted = client.post(0, end=True, final=False)
     engine.gate.set()
-    for replies in [*waiting, new, gone, aborted]:
-        assert isinstance(replies.get(timeout=10), np.ndarray)
+    assert answered([*waiting, new, gone, aborted])
     assert closed[0] == 1  # after the batch that was running, before the others
     assert engine.batches == [[40], [1, 2, 3]]
 
@@ -125,7 +122,7 @@ def test_an_end_that_waits_behind_its_start_frees_the_stream(service, client, en
     waiting = queue_behind_a_running_chunk(client, engine, {})
     waiting += [client.post(5, start=True, prompt=PROMPT), client.post(5, end=True)]
     engine.gate.set()
-    assert all(isinstance(replies.get(timeout=10), np.ndarray) for replies in waiting)
+    assert answered(waiting)
     assert service.stats().live_streams == 1
 
 
