@@ -1,5 +1,6 @@
 """Commands that run no network start without the libraries for networks."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,16 @@ def test_the_command_is_named_as_the_callers_shell_finds_it(tmp_path: Path, monk
     assert program() == "venv/bin/cosyvoice-triton"
     monkeypatch.setenv("PATH", str(command.parent))
     assert program() == "cosyvoice-triton"
+
+
+def test_a_library_that_is_not_installed_is_named_with_the_command_that_installs_it() -> None:
+    code = (
+        "import sys; sys.modules['tritonclient'] = None\nfrom cosyvoice_triton.cli import main; sys.exit(main(['say']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and re.fullmatch(
+        r"error: .*tritonclient.*; run: pip install '.*client.*'\n", done.stderr
+    )
 
 
 def test_a_trial_of_other_checkpoints_says_what_is_missing_and_how_to_get_it(

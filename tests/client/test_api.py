@@ -3,7 +3,7 @@
 import json
 import socket
 import wave
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,13 @@ def test_a_local_server_has_the_demo_voice_and_stops_with_its_block() -> None:
         _ = server.address
 
 
-def test_say_plays_chunks_with_the_first_player_that_is_installed(
+def broken_off() -> Iterator[np.ndarray]:
+    """Yield two chunks and the end of a server."""
+    yield from (np.zeros(3, np.float32), np.zeros(1, np.float32))
+    raise ClientError("the server has stopped")
+
+
+def test_say_plays_chunks_with_the_first_player_that_is_installed_and_writes_them_as_they_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = [np.array([0.0, 2.0], np.float32), np.array([-1.0], np.float32)]
@@ -121,6 +127,11 @@ def test_say_plays_chunks_with_the_first_player_that_is_installed(
     monkeypatch.setattr(say, "PLAYERS", (["absent-player"],))
     with pytest.raises(OSError, match="no player is installed, one of absent-player"):
         say.play(iter(chunks))
+    partial = tmp_path / "partial.wav"
+    with pytest.raises(ClientError):
+        say.write(broken_off(), partial)
+    with wave.open(str(partial)) as file:
+        assert file.getnframes() == 4
     with pytest.raises(OSError, match=r"cannot write to .*Is a directory.*; choose another with --output"):
         say.write(iter(chunks), tmp_path)
 

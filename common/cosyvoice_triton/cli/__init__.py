@@ -103,7 +103,12 @@ def _run(program: str, groups: Mapping[str, Mapping[str, Command]], arguments: S
         return _run(f"{program} {name}", {"": command.actions}, rest)
     own = command.module == _PREPARE  # its parser reads the action
     sys.argv = [program if own else f"{program} {name}", *(arguments if own else rest)]
-    return int(importlib.import_module(command.module).main(sys.argv[1:]))
+    try:
+        module = importlib.import_module(command.module)
+    except ModuleNotFoundError as error:  # of an extra that is not installed
+        print(f"error: {error}; run: pip install 'cosyvoice-triton[server,client,http]'", file=sys.stderr)
+        return 1
+    return int(module.main(sys.argv[1:]))
 
 
 def _help(program: str, groups: Mapping[str, Mapping[str, Command]]) -> str:

@@ -8,6 +8,7 @@
 """
 
 import argparse
+import itertools
 import shutil
 import subprocess
 import wave
@@ -80,7 +81,7 @@ def write(chunks: Iterator[np.ndarray], path: Path) -> float:
         # Opened here: `wave` shows a traceback of its own if it cannot open a file.
         with path.open("wb") as opened, wave.open(opened, "wb") as file:
             file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
-            for chunk in (first, *chunks):
+            for chunk in itertools.chain([first], chunks):
                 file.writeframes(samples(chunk))
             return file.getnframes() / SAMPLE_RATE
     except OSError as error:
