@@ -201,6 +201,8 @@ _read = reader(
      lambda match: f"{chinese_digits(match[1])}{'年' if match.string[match.end()] == '年' else ''}到{chinese_digits(match[2])}"),
     (rf"(?<=\d月){_DASH}(?=\d\d?月)|(?<![\d./-])(1[0-2]|0?[1-9]){_DASH}(?=(?:1[0-2]|0?[1-9])月)",
      lambda match: f"{chinese(int(match[1]))}到" if match[1] else "到"),
+    (r"(?<![\d/])(1[0-2]|0?[1-9])/(3[01]|[12]\d|0?[1-9])(?=前(?![\d一二三])|起|截止|当[天日])",
+     lambda match: f"{chinese(int(match[1]))}月{chinese(int(match[2]))}日"),
     (r"(?<![\d.])(\d{1,2})·(\d{1,2})(?!\d)", _spelled),
     (r"(?<![\d.])[4-9]\d(?=年(?:出?生|毕业|参军|入[伍学党]|结婚|属|高考|[级版款]|的(?:人|车|老)|[春夏秋冬]))", _spelled),
     (r"(公元前|距今)(\d+)(?=年)", lambda match: match[1] + chinese(int(match[2]))),
@@ -232,19 +234,21 @@ _read = reader(
     (rf"(?<![\d.])([01]?\d|2[0-4]){_DASH}([01]?\d|2[0-4])(?=点)", _before_measure),
     ]),
     # Money.
-    (r"[¥￥$€£₩₽₹]|[A-Z]{3}|/", [
+    (r"[¥￥$€£₩₽₹]|[A-Z]{3}|/|满\d", [
     (rf"({_SIGN})\s?({_ND}){_DASH}(?:{_SIGN})?\s?({_ND})({_SCALE})?(?:{_SAME_UNIT})?", _money_range),
     (rf"({_SIGN})\s?(-)?({_ND})\s?({_SCALE})?(?:{_SAME_UNIT})?", _money),
     (rf"(-)({_SIGN})\s?({_ND})", lambda match: f"负{number(match[3])}{_SIGNS[match[2]]}"),
     (rf"({_ND})\s?({_SCALE})?\s?([€£$])", lambda match: number(match[1]) + (match[2] or "") + _SIGNS[match[3]]),
     (rf"({_ND})\s?({_SCALE})?\s?(USD|RMB|CNY|EUR|HKD|JPY|GBP)(?![A-Za-z])",
      lambda match: number(match[1]) + (match[2] or "") + _CODES[match[3]]),
-    (r"(?<=[元块角分次件万人GB])/(人|位|个|天|日|月|年|小时|分钟|秒|次|件|份|斤|公斤|千克|吨|平米?|平方米|晚|间|瓶|盒|张|课时|节|周|米|公里|升|度|kg)",
+    (r"满(\d+)-(\d+)(?!\d|[岁周天月年])", lambda match: f"满{number(match[1])}减{number(match[2])}"),
+    (r"(?<=[元块角分次件万人GB%])/(人|位|个|天|日|月|年|小时|分钟|秒|次|件|份|斤|公斤|千克|吨|平米?|平方米|晚|间|瓶|盒|张|课时|节|周|米|公里|升|度|kg)",
      lambda match: f"每{_UNITS.get(match[1], match[1])}"),
     ]),
     # Thousands, shares, temperatures, units.
     (r"[%％‰℃℉°度]|\d[万亿千百]?\s?[A-Za-zμµ㎡]", [
     (rf"(?<![A-Za-z\d.])({_ND})[kK]{_DASH}({_ND})[kK](?![A-Za-z\d])", lambda match: f"{_thousands(match[1])}到{_thousands(match[2])}"),
+    (rf"(?<![A-Za-z\d.])({_ND})w(?![A-Za-z\d])", lambda match: f"{counted(match[1])}万"),
     (r"(?<![A-Za-z\d.])(\d+)\s?h\s?([0-5]?\d)\s?m?(?:in)?(?![A-Za-z\d])",
      lambda match: f"{counted(match[1])}小时{chinese(int(match[2]))}分钟"),
     (rf"(?<!\d)({_ND})[%％]?{_DASH}({_ND})[%％]", _percent_range),
@@ -263,13 +267,13 @@ _read = reader(
     (r"[×xX*÷+=≥≤<>≠≈±^²³π√-]", [
     (r"7\s?[×xX*]\s?24(?=\s?(?:小时|$|[，。全]))", "七乘二十四"),
     (r"(?<=[\d米寸尺])\s?[×*]\s?(?=[\d一二三四五六七八九十两])", "乘以"),
-    (r"(?<=\d)\s?÷\s?(?=\d)", "除以"), (r"(?<=\d)\+(?=[\u4e00-\u9fff]|[，。、；]|$)", "多"),
+    (r"(?<=\d)\s?÷\s?(?=\d)", "除以"), (r"(?<=[\d万])\+(?=[\u4e00-\u9fff]|[，。、；]|$)", "多"),
     (r"(?<=[\w)])\^(-?\d{1,3})", _power), (r"π", "派"),
     (r"(?<=([\da-z²³方)]))\s?\+\s?(?=([\da-z(]))", _plus),
     (r"(?<=[\da-z²³方)])\s?-\s?(?=[\da-z(]{1,6}[²³]?\s?=)", "减"),
     (r"(?<=[\d\w])\s?=\s?(?=[-\d\w])", "等于"),
-    (r"\s?(?:≥|>=)\s?(?=[-\d])", "大于等于"), (r"\s?(?:≤|<=)\s?(?=[-\d])", "小于等于"),
-    (r"\s?>\s?(?=\d)", "大于"), (r"\s?<\s?(?=\d)", "小于"), (r"√\s?(?=\d)", "根号"),
+    (r"\s?(?:≥|>=)\s?(?=[-\d零一二两三四五六七八九十百])", "大于等于"), (r"\s?(?:≤|<=)\s?(?=[-\d零一二两三四五六七八九十百])", "小于等于"),
+    (r"\s?>\s?(?=[\d零一二两三四五六七八九十百])", "大于"), (r"\s?<\s?(?=[\d零一二两三四五六七八九十百])", "小于"), (r"√\s?(?=\d)", "根号"),
     (r"[≠]|!=", "不等于"), (r"[≈]\s?", "约等于"), (r"±", "正负"),
     ]),
     # Ranges and fractions.

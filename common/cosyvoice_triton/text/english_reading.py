@@ -51,6 +51,10 @@ _UNITS = {
 _ONE = {"feet": "foot", "hertz": "hertz", "gigahertz": "gigahertz", "megahertz": "megahertz", "kilohertz": "kilohertz"}
 _UNIT = "|".join(re.escape(unit) for unit in sorted(_UNITS, key=len, reverse=True))
 
+_BOOKS = (
+    "Genesis|Exodus|Deuteronomy|Joshua|Job|Psalms?|Proverbs|Ecclesiastes|Isaiah|Jeremiah|Ezekiel|Daniel|Matthew|Mark|Luke|"
+    "John|Acts|Romans|Corinthians|Galatians|Ephesians|Philippians|Colossians|Timothy|Hebrews|James|Peter|Revelation|Surah|Quran"
+)
 _BOUNDS = {"<": "less than ", ">": "more than ", "≈": "about "}  # where a number has nothing before it to compare
 _BOUNDS |= dict.fromkeys(("≥", ">="), "at least ") | dict.fromkeys(("≤", "<="), "at most ")
 _DENOMINATORS = {2: ("half", "halves"), 4: ("quarter", "quarters")}
@@ -281,7 +285,7 @@ _read = reader(
      lambda match: _date(match[1], match[3], match[4])),
     (r"(?<![\d./-])(3[01]|[12]\d|0?[1-9])([./-])(1[0-2]|0?[1-9])\2(\d{4}|(?<=/)\d\d)(?![\d/-]|\.\d)",
      lambda match: _date(match[3], match[1], match[4])),
-    (r"(?i)\b((?:on|by|until|till|before|after|from|since|due) )(1[0-2]|0?[1-9])/(3[01]|[12]\d|0?[1-9])(?![\d/])",
+    (r"(?i)\b((?:on|by|until|till|before|after|from|since|due|(?:mon|tues?|wed|thu(?:rs?)?|fri|sat|sun)(?:day|nesday|rday|urday)?,?) )(1[0-2]|0?[1-9])/(3[01]|[12]\d|0?[1-9])(?![\d/])",
      lambda match: match[1] + _date(match[2], match[3], None)),
     (rf"\b({_MONTH}) (3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?{_DASH}(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?(?!\d)(?:,? (\d{{4}})(?!\d))?",
      lambda match: f"{_date(match[1], match[2], None)} to {english_ordinal(int(match[3]))}" + (f", {_plain(match[4])}" if match[4] else "")),
@@ -294,6 +298,8 @@ _read = reader(
     ]),
     # Clock times.
     (r":\d|\d\s?[AaPp]\.?\s?[Mm]\b", [
+    (rf"\b({_BOOKS}) (\d{{1,3}}):(\d{{1,3}})(?:[-–](\d{{1,3}}))?(?!\d|:)", lambda match:
+     f"{match[1]} {number(match[2])} {number(match[3])}" + (f" to {number(match[4])}" if match[4] else "")),
     (r"(?<![\d:])(\d{1,2}):([0-5]\d):([0-5]\d)(?![\d:])", _duration),
     (r"(?<![\d:])([01]?\d|2[0-4]):([0-5]\d)\s?[-–—]\s?([01]?\d|2[0-4]):([0-5]\d)(?![\d:])",
      lambda match: f"{_clock(match[1], match[2], False)} to {_clock(match[3], match[4], False)}"),
@@ -328,6 +334,7 @@ _read = reader(
     (rf"(?<![\w.,])(-)?({_ND})\s?(℃|℉|°\s?[CF]\b|°)", _degrees),
     (r"(?<=[\w)])(?:\^(-?\d{1,3})|([²³]))", _power), (r"\s?π\s?", " pi "),
     (r"(?<=[\d)]) / (?=[\d(])", " divided by "),
+    (r"(?<![\w/.])(\d+\.\d+)/(\d+)(?![\w/]|\.\d)", lambda match: f"{number(match[1])} out of {number(match[2])}"),
     (rf"(?<![\w/.])(?:(\d+)[ -])?(\d{{1,3}})/(\d{{1,3}})(?:\s?({_UNIT})(?![\w²³/°])|(?:ths|rds|nds)?(?![\w/]))", _fractions),
     (r"(^|[^\w)\s]\s?|\b(?:is|are|be|was|were|of|for|with|at|to|and|or|if|than) )([<>]=?|[≥≤≈])\s?(?=\d)(?!(?<=<)3\b(?! ?[%°\w]))",
      lambda match: match[1] + _BOUNDS[match[2]]),
@@ -362,6 +369,7 @@ _read = reader(
     (rf"(?<![\w.,])({_ND})[ -]?({_UNIT})(?![\w²³/°]|['’][a-z])", _unit),
     (r"(?<![\w.,])([248])K(?= (?!people|users|views|followers|subscribers|dollars|a\b)|[@).,;:!?]|$)|(?<![\w.,])(5|10)[kK](?= (?:run|race|walk))",
      lambda match: f"{english(int(match[1] or match[2]))} K"),
+    (rf"(?<![\w.,])({_ND})x(?!\w)", lambda match: f"{number(match[1])} times"),
     (rf"(?<![\w.,])({_ND})([kKM])\+?(?![\w])", lambda match: f"{number(match[1])} {_SCALES[match[2].lower()]}"),
     (r"\b[vV](?=\d+\.\d)", "version "),
     (r"(?<![\d.])\d+(?:\.\d+){2,}(?!\d)", lambda match: " point ".join(number(part) for part in match[0].split("."))),
