@@ -157,10 +157,13 @@ def test_if_a_server_dies_only_streams_that_had_begun_there_fail(running_gateway
 
     async def run() -> tuple[list[StreamResult], list[StreamResult]]:
         async with triton.InferenceServerClient(f"127.0.0.1:{running_gateway.grpc}") as connection:
+            sent = running_gateway.statistic("upstream_rq_total") + STREAMS
             outcomes = [StreamResult() for _ in range(STREAMS)]
-            speaking = [asyncio.create_task(synthesize(connection, LONG, outcome)) for outcome in outcomes]
-            while sum(outcome.begun.is_set() for outcome in outcomes) < BEGUN:  # the others wait to be admitted
-                await asyncio.sleep(0.05)
+            speaking = [asyncio.create_task(synthesize(connection, LONG, outcome)) for outcome in outcomes[:BEGUN]]
+            await asyncio.gather(*(outcome.begun.wait() for outcome in outcomes[:BEGUN]))
+            speaking += [asyncio.create_task(synthesize(connection, LONG, outcome)) for outcome in outcomes[BEGUN:]]
+            while running_gateway.statistic("upstream_rq_total") < sent:
+                await asyncio.sleep(0.01)
             dying.kill_tritonserver()
             late = [await synthesize(connection, SHORT, StreamResult()) for _ in range(4)]
             await asyncio.gather(*speaking)

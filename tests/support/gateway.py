@@ -44,8 +44,12 @@ class Gateway:
 
     def servers(self, cluster: str = "tts_grpc") -> int:
         """Returns how many servers get requests."""
-        statistic = f"cluster.{cluster}.membership_healthy"
-        return int(get(f"http://127.0.0.1:{self.admin}/stats?filter=^{statistic}$")[1].removeprefix(f"{statistic}: "))
+        return self.statistic("membership_healthy", cluster)
+
+    def statistic(self, name: str, cluster: str = "tts_grpc") -> int:
+        """Returns what Envoy counts for a cluster by this name."""
+        name = f"cluster.{cluster}.{name}"
+        return int(get(f"http://127.0.0.1:{self.admin}/stats?filter=^{name}$")[1].removeprefix(f"{name}: "))
 
     def accesses(self) -> list[dict[str, Any]]:
         """Returns the lines of its access log, which Envoy writes within a second."""
