@@ -208,7 +208,7 @@ def value(replies):
 
 def answered(replies):
     """Whether all that was asked has audio, which may be empty; waits for it."""
-    return all(isinstance(reply.get(timeout=10), np.ndarray) for reply in replies)
+    return all(isinstance(reply.get(timeout=60), np.ndarray) for reply in replies)
 
 
 @contextmanager

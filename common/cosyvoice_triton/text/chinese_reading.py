@@ -203,6 +203,8 @@ _read = reader(
      lambda match: f"{chinese(int(match[1]))}到" if match[1] else "到"),
     (r"(?<![\d/])(1[0-2]|0?[1-9])/(3[01]|[12]\d|0?[1-9])(?=前(?![\d一二三])|起|截止|当[天日])",
      lambda match: f"{chinese(int(match[1]))}月{chinese(int(match[2]))}日"),
+    (rf"(?<=\d[日号]){_DASH}(?=\d\d?[日号])|(?<![\d./-])(3[01]|[12]\d|[1-9]){_DASH}(?=(?:3[01]|[12]\d|[1-9])[日号])",
+     lambda match: f"{chinese(int(match[1]))}到" if match[1] else "到"),
     (r"(?<![\d.])(\d{1,2})·(\d{1,2})(?!\d)", _spelled),
     (r"(?<![\d.])[4-9]\d(?=年(?:出?生|毕业|参军|入[伍学党]|结婚|属|高考|[级版款]|的(?:人|车|老)|[春夏秋冬]))", _spelled),
     (r"(公元前|距今)(\d+)(?=年)", lambda match: match[1] + chinese(int(match[2]))),
@@ -267,7 +269,7 @@ _read = reader(
     (r"[×xX*÷+=≥≤<>≠≈±^²³π√-]", [
     (r"7\s?[×xX*]\s?24(?=\s?(?:小时|$|[，。全]))", "七乘二十四"),
     (r"(?<=[\d米寸尺])\s?[×*]\s?(?=[\d一二三四五六七八九十两])", "乘以"),
-    (r"(?<=\d)\s?÷\s?(?=\d)", "除以"), (r"(?<=[\d万])\+(?=[\u4e00-\u9fff]|[，。、；]|$)", "多"),
+    (r"(?<=\d)\s?÷\s?(?=\d)", "除以"), (r"(?<=[\d万])(?<!\D18)(?<!^18)\+(?=[\u4e00-\u9fff]|[，。、；]|$)", "多"),
     (r"(?<=[\w)])\^(-?\d{1,3})", _power), (r"π", "派"),
     (r"(?<=([\da-z²³方)]))\s?\+\s?(?=([\da-z(]))", _plus),
     (r"(?<=[\da-z²³方)])\s?-\s?(?=[\da-z(]{1,6}[²³]?\s?=)", "减"),
@@ -282,7 +284,7 @@ _read = reader(
     (r"(?<=[图表例式])(\d+)[-–](?=\d)", lambda match: f"{number(match[1])}杠"),
     (rf"第(\d+){_DASH}第?(\d+)", lambda match: f"第{number(match[1])}到第{number(match[2])}"),
     (r"第(\d+)", lambda match: f"第{_with_two(match[1])}"),
-    (r"(?<![\d/])(?:(\d+) )?(\d{1,3})/(\d{1,3})(?![\d/])", _fraction),
+    (r"(?<![\d/.])(?:(\d+) )?(\d{1,3})/(\d{1,3})(?![\d/]|\.\d)", _fraction),
     (rf"{_FIRST}({_ND})\s?({_SCALE})?{_DASH}({_ND})(?=\s?(?:{_MEASURE}|多))(?!\s?{_NOT_COUNTED})",
      lambda match: f"{counted(match[1])}{match[2] or ''}到{counted(match[3])}"),
     (rf"(?<![A-Za-z\d.,-])({_ND})({_DASH})({_ND})(?![\d-])",
@@ -295,9 +297,9 @@ _read = reader(
     (r"(?<![\d.,])\d{3,}(?=[A-Z])", _spelled),
     (r"(?<=[A-Za-z零一二三四五六七八九十]-)\d+", _attached),
     ]),
-    # Counts: the centimeters after meters; 两 before a measure word, 二 elsewhere.
+    # Counts: the centimeters of a height after its meters; 两 before a measure word, 二 elsewhere.
     (r"\d", [
-    (r"(?<=\d米)\d\d(?![\d.]|\s?[厘公分])", _spelled),
+    (rf"(?<=(?<![\d.])[12]米)\d\d(?![\d.]|\s?(?:[厘公分秒]|{_MEASURE}))", _spelled),
     (rf"{_FIRST}2(?={_NOT_COUNTED}(?!线))", "二"),
     (rf"{_FIRST}2\s?(?=(?:多)?(?:{_MEASURE}))", "两"),
     (rf"(?:(?<![\w.,%])|(?<=[是为到至低于约得]))-({_ND})", lambda match: f"负{number(match[1])}"),

@@ -369,7 +369,7 @@ _read = reader(
     (rf"(?<![\w.,])({_ND})[ -]?({_UNIT})(?![\w²³/°]|['’][a-z])", _unit),
     (r"(?<![\w.,])([248])K(?= (?!people|users|views|followers|subscribers|dollars|a\b)|[@).,;:!?]|$)|(?<![\w.,])(5|10)[kK](?= (?:run|race|walk))",
      lambda match: f"{english(int(match[1] or match[2]))} K"),
-    (rf"(?<![\w.,])({_ND})x(?!\w)", lambda match: f"{number(match[1])} times"),
+    (rf"(?<![\w.,])(?!0x)({_ND})x(?!\w)", lambda match: f"{number(match[1])} times"),
     (rf"(?<![\w.,])({_ND})([kKM])\+?(?![\w])", lambda match: f"{number(match[1])} {_SCALES[match[2].lower()]}"),
     (r"\b[vV](?=\d+\.\d)", "version "),
     (r"(?<![\d.])\d+(?:\.\d+){2,}(?!\d)", lambda match: " point ".join(number(part) for part in match[0].split("."))),

@@ -54,7 +54,7 @@ _STREET = r"(?=\s+[a-z]|[,;:]|\s*$)"
 
 _WORDS: list[Rule] = [
     (rf"(?<=[a-z] )St(?:\.{_STREET}|(?=, [A-Z]))", "Street"),
-    (rf"\b({'|'.join(BEFORE_NUMBERS)})\.\s?(?=\d)|\b(Apt)(?=\s\w)",
+    (rf"(?<!\d )\b({'|'.join(BEFORE_NUMBERS)})\.\s?(?=\d)|\b(Apt)(?=\s\w)",
      lambda match: BEFORE_NUMBERS[match[1] or match[2]] + (" " if match[1] else "")),
     (r"\bvs\.(?= )", "versus"),
     (rf"(?<=[a-z0-9] )({'|'.join(_ROADS)})\b\.?(?=\s|[,;:]|$)", lambda match: _ROADS[match[1]]),

@@ -9,10 +9,8 @@ from cosyvoice_triton.text.english_words import BEFORE_NUMBERS
 # 65,000 characters, at most 3 ms for these.
 WINDOW = 512
 _UNDECIDED = 32  # last characters of a window: what follows them may still join two sentences, as after "Dr."
-
-
-# An abbreviation that sentencex takes for an end, before its number.
-_BEFORE_NUMBER = re.compile(rf"\b(?:{'|'.join(BEFORE_NUMBERS)})\.\s+\Z")
+# An abbreviation that sentencex takes for an end, before its number. After a number it is a unit, as in "5 sec.".
+_BEFORE_NUMBER = re.compile(rf"(?<!\d )\b(?:{'|'.join(BEFORE_NUMBERS)})\.\s+\Z")
 
 
 def _with_numbers(complete: list[str], last: str) -> tuple[list[str], str]:
