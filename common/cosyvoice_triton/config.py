@@ -127,15 +127,7 @@ class ModelConfig:
         `model_instance_device_id`."""
         model_config = json.loads(args["model_config"])
         given = {key: entry.get("string_value", "") for key, entry in model_config.get("parameters", {}).items()}
-        known = cls.parameters()
-        if unknown := sorted(given.keys() - known.keys() - cls.foreign_parameters):
-            key = unknown[0]
-            raise ValueError(f"unknown parameter {key!r} (value {given[key]!r}); known are {', '.join(sorted(known))}")
-        hints = get_type_hints(cls)
-        values = {f.name: parse_setting(key, given[key], hints[f.name]) for key, f in known.items() if key in given}
-        for key, field in known.items():
-            if field.default is dataclasses.MISSING and not values.get(field.name):
-                raise ValueError(f"parameter {key!r} is missing or empty")
+        hints, values = get_type_hints(cls), cls.parsed(given)
         if "device" in hints:
             kind = values.get("instance_kind")
             number = replica_number(model_config.get("name", ""))
@@ -145,6 +137,20 @@ class ModelConfig:
         if "instances" in hints:
             values["instances"] = sum(group.get("count", 1) for group in model_config.get("instance_group", [])) or 1
         return cls(**values)
+
+    @classmethod
+    def parsed(cls, given: Mapping[str, str]) -> dict[str, Any]:
+        """Return the fields that these parameters of config.pbtxt give. ValueError naming one that is unknown, missing
+        or not of its kind."""
+        known, hints = cls.parameters(), get_type_hints(cls)
+        if unknown := sorted(given.keys() - known.keys() - cls.foreign_parameters):
+            key = unknown[0]
+            raise ValueError(f"unknown parameter {key!r} (value {given[key]!r}); known are {', '.join(sorted(known))}")
+        values = {f.name: parse_setting(key, given[key], hints[f.name]) for key, f in known.items() if key in given}
+        for key, field in known.items():
+            if field.default is dataclasses.MISSING and not values.get(field.name):
+                raise ValueError(f"parameter {key!r} is missing or empty")
+        return values
 
     @classmethod
     def _gpu(cls, values: Mapping[str, Any], number: int) -> int:

@@ -98,3 +98,11 @@ def unavailable_error(message: str, caller: str = "") -> UnavailableError:
     if found := _OVERLOADED.match(text):
         return OverloadedError(f"{caller}{text[found.end() :]}", float(found[1]))
     return UnavailableError(f"{caller}{text}")
+
+
+def json_kind(value: object) -> str:
+    """Return what a value read from JSON is, with its article: "a list"."""
+    if value is None:
+        return "null"
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+    return kinds.get(type(value), "a number")

@@ -54,7 +54,7 @@ def test_a_seed_tts_list_is_read(tmp_path: Path) -> None:
     ("bad", "words"),
     [
         ("{'id': 1}", "line 2 is not JSON"),
-        ("[1]", "line 2 is a JSON list"),
+        ("[1]", "line 2 is a list"),
         (row(id="b", target_text=None), "line 2 has no target_text; it has id, prompt_audio, prompt_text"),
         (row(id="b", prompt_audio=None, prompt_text=None), "has no prompt_audio and no prompt_text"),
         (row(id="b", target_text=3), "target_text is 3, not a text"),

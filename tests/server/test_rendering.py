@@ -202,6 +202,8 @@ def test_a_directory_with_other_content_is_not_replaced(tmp_path):
 def test_a_failed_rendering_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match="unknown setting 'colour'"):
         render(options(tmp_path, settings={"colour": "red"}), tmp_path / "out")
+    with pytest.raises(ValueError, match="'max_streams' must be above 0, not -1"):
+        render(options(tmp_path, settings={"max_streams": "-1"}), tmp_path / "out")
     with pytest.raises(ValueError, match="not a valid config.pbtxt"):
         render(options(tmp_path, settings={"max_queue_delay_microseconds": "many"}), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -158,7 +158,7 @@ def test_a_response_that_fails_says_why(socket: ClientConnection) -> None:
         ({"type": "session.update", "session": {"type": "transcription"}}, "this service speaks"),
         ({"type": "session.update", "session": {"speed": 9}}, "speed 9"),
         ({"type": "session.update", "session": {"voice": "nobody"}}, "unknown speaker 'nobody'"),
-        ({"type": "session.update", "session": {"audio": []}}, "audio is a JSON list"),
+        ({"type": "session.update", "session": {"audio": []}}, "audio is a list"),
         ({"type": "session.update", "session": {"instructions": "a" * 5000}}, "up to 4096 characters"),
         ({"type": "session.update", "session": {"output_audio_format": ["pcm16"]}}, "the format ['pcm16']"),
         ({"type": "session.update", "session": {"output_modalities": ["text"]}}, "answers with audio"),

@@ -106,7 +106,7 @@ def test_a_cancel_stops_the_current_sentence_and_discards_the_waiting_ones(url: 
     ("message", "error"),
     [
         ("{", "not JSON"),
-        ("[]", "not an object"),
+        ("null", "is null, not a JSON object"),
         (json.dumps({"type": "input.text", "text": "\udc00"}), "surrogate"),
         (json.dumps({"type": "input.text", "text": "a\ud83db"}), "surrogate"),
         (json.dumps({"type": "\ud800"}), "unknown"),

@@ -128,7 +128,7 @@ GOOD = {"voice.json": ABOUT, "recording.wav": recording()}
         (zipped({"voice.json": ABOUT, "recording.wav": bytes(30 << 20)}), "recording.wav has more than"),
         (zipped(GOOD, zipfile.ZIP_LZMA), "another way than by deflate"),
         (zipped({**GOOD, "voice.json": b"[" * 100_000}), "not JSON"),
-        (zipped({**GOOD, "voice.json": b"[]"}), "is a JSON list"),
+        (zipped({**GOOD, "voice.json": b"[]"}), "is a list"),
         (zipped({**GOOD, "voice.json": b'{"name": 5}'}), "name in voice.json"),
         (zipped({**GOOD, "voice.json": b'{"name": "../up"}'}), "not a valid name"),
         (zipped({**GOOD, "voice.json": b'{"name": "a", "consent": "\\ud800"}'}), "consent in voice.json"),

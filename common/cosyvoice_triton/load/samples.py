@@ -23,6 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from cosyvoice_triton.constants import SPEECH_VOCAB
+from cosyvoice_triton.errors import json_kind
 from cosyvoice_triton.voice.audio import load_recording
 from cosyvoice_triton.voice.prompt import Recording
 
@@ -186,7 +187,7 @@ def _json_row(where: str, line: str) -> Mapping[str, Any]:
     except json.JSONDecodeError as error:
         raise SampleError(f"{where} is not JSON ({error}): a manifest has one JSON object per line") from None
     if not isinstance(row, dict):
-        raise SampleError(f"{where} is a JSON {type(row).__name__}: a manifest has one JSON object per line")
+        raise SampleError(f"{where} is {json_kind(row)}: a manifest has one JSON object per line")
     return row
 
 

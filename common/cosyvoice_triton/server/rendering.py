@@ -350,7 +350,7 @@ def render(options: StackOptions, destination: Path) -> None:
 
 
 def _filled_configs(options: StackOptions) -> dict[str, str]:
-    """Return the config.pbtxt of each model, checked by parsing it."""
+    """Return the config.pbtxt of each model. ValueError for a setting that it could not load with."""
     templates = {name: (source / "config.pbtxt").read_text() for name, source in options.models.items()}
     keys = {name: {*placeholders(template), *settings_to_add(template)} for name, template in templates.items()}
     known = set().union(*keys.values())
@@ -364,5 +364,7 @@ def _filled_configs(options: StackOptions) -> dict[str, str]:
             values |= {"instance_kind": "KIND_CPU", "instance_gpus": ""}
         filled = fill(template, {key: value for key, value in values.items() if key in keys[name]})
         configs[name] = re.sub(r'^name: *"\w+"', f'name: "{name}"', filled, count=1, flags=re.MULTILINE)
-        parse(configs[name], name)
+        given = {key: value.string_value for key, value in parse(configs[name], name).parameters.items()}
+        model = settings_of(name)
+        model(**model.parsed(given))  # a value that it would refuse when it loads is refused here
     return configs

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cosyvoice_triton.client.requests import Utterance, of_recording
+from cosyvoice_triton.errors import json_kind
 from cosyvoice_triton.llm.interface import preset_values
 from cosyvoice_triton.speech_service.audio.recordings import decode_base64
 from cosyvoice_triton.speech_service.audio.timestamps import Detail, Subtitles
@@ -200,7 +201,7 @@ def read_json(data: bytes, what: str, settings: Settings) -> dict[str, Any]:
     except ValueError as error:
         raise invalid(f"{what} is not JSON: {str(error).partition(';')[0]}") from None
     if not isinstance(fields, dict):
-        raise invalid(f"{what} is a JSON {type(fields).__name__}, not an object")
+        raise invalid(f"{what} is {json_kind(fields)}, not a JSON object")
     return fields
 
 

@@ -239,7 +239,7 @@ def _too_deep() -> ValueError:
 def _not_supported(tag: str) -> ValueError:
     return ValueError(
         f"the tag <{tag}> is not supported here: <break> is anywhere, and in a text that begins with <speak> and ends "
-        "with </speak> also p, s, say-as and sub"
+        "with </speak> also p, s, say-as, sub and, for the speech service, voice"
     )
 
 

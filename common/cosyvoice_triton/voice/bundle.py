@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cosyvoice_triton.constants import MAX_REFERENCE_RATE, MAX_REFERENCE_SECONDS, MAX_TRANSCRIPT_CHARS
+from cosyvoice_triton.errors import json_kind
 from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.text.pronunciation import pronunciations, read_pronunciations
 from cosyvoice_triton.voice.audio import load_reference
@@ -72,7 +73,7 @@ def read_bundle(data: bytes) -> Bundle:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{_ABOUT} is not JSON: {error}") from None
     if not isinstance(about, dict):
-        raise ValueError(f"{_ABOUT} is a JSON {type(about).__name__}, not an object")
+        raise ValueError(f"{_ABOUT} is {json_kind(about)}, not a JSON object")
     texts = {name: about.get(name, "") for name in ("name", "text", "consent")}
     for name, text in texts.items():
         if not isinstance(text, str) or len(text) > MAX_CONSENT_CHARS or any("\ud800" <= c <= "\udfff" for c in text):

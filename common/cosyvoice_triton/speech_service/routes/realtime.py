@@ -17,6 +17,7 @@ from typing import Any
 from fastapi import APIRouter, WebSocket
 
 from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.errors import json_kind
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.dispatcher import SpeechJob
 from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
@@ -381,7 +382,7 @@ def _where(response: Response) -> dict[str, Any]:
 def _object(fields: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the object in a field; an empty one without the field. ApiError."""
     if not isinstance(value := fields.get(name, {}), dict):
-        raise invalid(f"{name} is a JSON {type(value).__name__}, not an object", name)
+        raise invalid(f"{name} is {json_kind(value)}, not a JSON object", name)
     return value
 
 

@@ -14,6 +14,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import JSONResponse, Response
 
 from cosyvoice_triton import stacks
+from cosyvoice_triton.errors import json_kind
 from cosyvoice_triton.speech_service.bodies import (
     OPENAI_MODELS,
     BatchRequest,
@@ -109,7 +110,7 @@ async def batch(request: Request) -> Response:
 
 async def _whole(service: Service, item: Any) -> dict[str, Any]:
     if not isinstance(item, dict):
-        raise invalid(f"the item is a JSON {type(item).__name__}, not an object")
+        raise invalid(f"the item is {json_kind(item)}, not a JSON object")
     wanted: SpeechRequest = parse(SpeechRequest, item)
     wanted.stream = False
     encoder = service.encoder(wanted)
