@@ -139,7 +139,8 @@ def test_unfinished_messages_share_a_budget(url: str) -> None:
     half = 9 << 20
     with socket_of(url) as first, socket_of(url) as second:
         first.sendall(frame(1, b" " * half, length=half + 1))
-        second.sendall(frame(1, b" " * half, length=half + 1))
+        with contextlib.suppress(ConnectionError):  # it may be closed before all is sent
+            second.sendall(frame(1, b" " * half, length=half + 1))
         assert closed_with(second) in (1013, 0)
         spoken = httpx.post(f"{url}{SPEECH}", json=TEXT, headers={"authorization": "Bearer key"})
         assert spoken.status_code == 200
