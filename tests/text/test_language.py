@@ -24,6 +24,7 @@ from cosyvoice_triton.text.signs import plain_signs
         ("La città è più bella di sera.", "it"),
         ("สวัสดี", None),
         ("12345", "en"),
+        ("Wait 5s, 10 ms", "en"),  # "Wait s ms" would be French
     ],
 )
 def test_the_words_of_a_text_show_its_language(text: str, language: str | None) -> None:

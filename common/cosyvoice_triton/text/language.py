@@ -40,6 +40,7 @@ _ENGLISH_ONLY = re.compile(
     re.IGNORECASE,
 )
 _TAG = re.compile(r"\[[A-Za-zà-ǜ0-9_-]+\]|<[^<>]*>|(?:https?://|www\.)\S+|[\w.+-]+@[\w.-]+")
+_UNIT = re.compile(r"(?<=\d)\s?(?:[cdkm]?m|[km]?g|m?s|min|h|[KMGT]?B)\b")  # a word of no language
 _CONTINENTAL = re.compile(r"\d\.\d{3},\d|\d,\d\d?\s?€")  # numbers that no English text has
 _CHINESE_SIGN = re.compile(r"[，。！？；：、￥【】《》]")
 
@@ -122,7 +123,7 @@ def _by_letters(text: str) -> str | None:
 def _guessed(text: str, default: Language | None) -> Language | None:
     if _by_letters(text) == "other":
         return None
-    text = _TAG.sub(" ", text[:_LOOKED_AT])
+    text = _UNIT.sub(" ", _TAG.sub(" ", text[:_LOOKED_AT]))
     words = len(_LONG_WORD.findall(text))
     if not words or (words < FEW_WORDS and default):
         return default or "en"
