@@ -101,8 +101,8 @@ def unavailable_error(message: str, caller: str = "") -> UnavailableError:
 
 
 def json_kind(value: object) -> str:
-    """Return what a value read from JSON is, with its article: "a list"."""
+    """Return what a value read from JSON is that is no object, with its article: "a list"."""
     if value is None:
         return "null"
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
+    kinds = {list: "a list", str: "a text", bool: "true or false"}
     return kinds.get(type(value), "a number")
