@@ -101,7 +101,7 @@ def unavailable_error(message: str, caller: str = "") -> UnavailableError:
 
 
 def json_kind(value: object) -> str:
-    """Return what a value read from JSON is that is no object, with its article: "a list"."""
+    """Return the kind of a JSON value that is not an object, such as "a list" or "null"."""
     if value is None:
         return "null"
     kinds = {list: "a list", str: "a text", bool: "true or false"}
