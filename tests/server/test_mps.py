@@ -12,15 +12,16 @@ from cosyvoice_triton.server.rendering import StackOptions, render
 
 from tests.support.waiting import until
 
-# Like NVIDIA's: with -f it makes its pipe and runs until another one of it passes "quit" on.
+# Like NVIDIA's: with -f it makes its pipe and runs until another one of it passes "quit" on, which needs its pipe.
 DAEMON = """#!/bin/sh
 log=$CUDA_MPS_LOG_DIRECTORY/control.log pipe=$CUDA_MPS_PIPE_DIRECTORY/control
 if [ "$1" = -f ]; then
     echo "$CUDA_VISIBLE_DEVICES" >"$MPS_RECORD/started"
     : break
-    mkfifo "$pipe" && read -r line <"$pipe" && echo "$line" >"$MPS_RECORD/ended"
+    mkfifo "$pipe" && until [ "${line%% *}" = quit ]; do read -r line <"$pipe"; done
+    echo "$line" >"$MPS_RECORD/ended"
 else
-    cat >"$pipe"
+    [ -p "$pipe" ] && cat >"$pipe"
 fi
 """
 
@@ -69,6 +70,29 @@ def test_daemon_and_models_number_the_gpus_alike(record: Path, monkeypatch: pyte
     with mps.shared_gpu(rendered(record)):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-1f" and (record / "started").read_text() == "GPU-1f\n"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+@pytest.mark.parametrize("state", ["runs", "has ended", "is the host's"])
+def test_a_daemon_of_the_machine_is_used_unless_only_its_pipe_is_left(
+    record: Path, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, pipes = record / "programs" / mps.PROGRAM, record / "pipes"
+    pipes.mkdir()
+    monkeypatch.setattr(mps, "DEFAULT_PIPES", pipes)
+    variables = os.environ | {mps.PIPES: str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(pipes)}
+    if state == "runs":
+        daemon = subprocess.Popen([program, "-f"], env=variables)
+        until((pipes / "control").exists)
+    else:
+        (pipes / "control").touch()
+    if state == "is the host's":
+        program.unlink()
+    with mps.shared_gpu(rendered(record)):
+        assert (mps.PIPES in os.environ) == (state == "has ended")
+    if state == "runs":
+        assert not (record / "ended").exists()
+        subprocess.run([program], input=b"quit\n", env=variables, check=True)
+        assert daemon.wait(60) == 0
 
 
 @pytest.mark.parametrize("lacking", ["program", "support"])

@@ -24,6 +24,7 @@ PROGRAM = "nvidia-cuda-mps-control"
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"  # where CUDA looks for a daemon; set: somebody has decided
 DEFAULT_PIPES = Path("/tmp/nvidia-mps")  # where it looks otherwise
 START_SECONDS = 10.0
+ANSWER_SECONDS = 10.0
 QUIT_SECONDS = 10.0
 PRICE = "the LLM and token2wav take turns on the GPU: first chunks come later, and fewer listeners are admitted"
 
@@ -41,7 +42,7 @@ def shared_gpu(repository: Path) -> Iterator[None]:
     One that runs already, on this machine or where CUDA_MPS_PIPE_DIRECTORY says, is used instead. Where MPS cannot be
     had, a warning says what that costs.
     """
-    if PIPES in os.environ or (DEFAULT_PIPES / "control").exists() or not _share(repository):
+    if PIPES in os.environ or _answers(DEFAULT_PIPES) or not _share(repository):
         yield
         return
     # Short names: a socket's path has at most 108 bytes.
@@ -82,6 +83,23 @@ def _share(repository: Path) -> bool:
         return False
     configs = [path.read_text() for path in repository.glob("*/config.pbtxt")]
     return sum(bool(_ON_GPU.search(config)) for config in configs) > 1
+
+
+def _answers(folder: Path) -> bool:
+    """Return whether a daemon answers in `folder`. One that has ended leaves its pipe there, and CUDA, which cannot
+    connect to it, computes without MPS and says nothing."""
+    if not (folder / "control").exists():
+        return False
+    if shutil.which(PROGRAM) is None:
+        return True  # the host's, whose folder a container has
+    variables = os.environ | {PIPES: str(folder)}
+    try:
+        asked = subprocess.run(
+            PROGRAM, input=b"get_server_list\n", env=variables, capture_output=True, timeout=ANSWER_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return asked.returncode == 0
 
 
 def _listens(folder: Path) -> bool:
