@@ -50,6 +50,13 @@ def test_every_stored_output_is_computed_within_its_tolerance(path):
     assert not [f"{result.name}: {result.detail}" for result in results if result.verdict != "PASS"]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run on a machine with a GPU")
+@pytest.mark.parametrize("folder", ["golden", "golden_cosyvoice3"])
+def test_a_gpu_computes_every_output_within_its_tolerance(folder):
+    assert main([str(GOLDEN.with_name(folder)), "--device", "cuda"]) == 0
+
+
 @pytest.mark.parametrize("name", ["item4_cosyvoice2_flow_inference", "item6d_stepaudio2_flow_streaming"])
 def test_the_served_engine_is_what_is_compared(name, monkeypatch):
     """What serving computes, and networks alone do not, makes the fixture fail when it is wrong."""
