@@ -74,7 +74,7 @@ def test_daemon_and_models_number_the_gpus_alike(record: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("state", ["runs", "has ended", "is the host's"])
 def test_a_daemon_of_the_machine_is_used_unless_only_its_pipe_is_left(
-    record: Path, state: str, monkeypatch: pytest.MonkeyPatch
+    record: Path, state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     program, pipes = record / "programs" / mps.PROGRAM, record / "pipes"
     pipes.mkdir()
@@ -89,6 +89,7 @@ def test_a_daemon_of_the_machine_is_used_unless_only_its_pipe_is_left(
         program.unlink()
     with mps.shared_gpu(rendered(record)):
         assert (mps.PIPES in os.environ) == (state == "has ended")
+    assert not caplog.messages
     if state == "runs":
         assert not (record / "ended").exists()
         subprocess.run([program], input=b"quit\n", env=variables, check=True)
