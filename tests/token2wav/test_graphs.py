@@ -154,4 +154,5 @@ def test_chunks_vocoded_by_graphs_equal_the_plain_ones_whatever_was_vocoded_befo
             for mel in given if of is graphed else []:
                 mel.fill_(torch.nan)
         for ours, theirs in zip(*results, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+            # Rounding, which is another on each processor, adds up in the source's phase.
+            torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
