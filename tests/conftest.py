@@ -3,11 +3,13 @@
 import filecmp
 import importlib.util
 import json
+import random
 import shutil
 import signal
 import sys
 import types
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before any test module imports the library; inside tritonserver the real module is already loaded.
 sys.modules.setdefault("triton_python_backend_utils", fake_triton.as_module())
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Each of several workers has ports of its own: a server binds its port long after it was found to be free."""
+    if worker := getattr(config, "workerinput", None):
+        from cosyvoice_triton.server import tritonserver
+
+        ports = sorted(tritonserver.usable_ports())[int(worker["workerid"][2:]) :: worker["workercount"]]
+        first = random.randrange(len(ports))
+        tritonserver._ports = cycle(ports[first:] + ports[:first])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
