@@ -86,8 +86,8 @@ def _share(repository: Path) -> bool:
 
 
 def _answers(folder: Path) -> bool:
-    """Return whether a daemon answers in `folder`. One that has ended leaves its pipe there, and CUDA, which cannot
-    connect to it, computes without MPS and says nothing."""
+    """Return whether a daemon answers in `folder`. One that has ended can leave its pipe there, and CUDA, which
+    cannot connect to it, computes without MPS and says nothing."""
     if not (folder / "control").exists():
         return False
     if shutil.which(PROGRAM) is None:
