@@ -34,7 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker := getattr(config, "workerinput", None):
         from cosyvoice_triton.server import tritonserver
 
-        ports = sorted(tritonserver.usable_ports())[int(worker["workerid"][2:]) :: worker["workercount"]]
+        ports, number, count = sorted(tritonserver.usable_ports()), int(worker["workerid"][2:]), worker["workercount"]
+        # A range without gaps: some servers need two adjacent ports.
+        ports = ports[len(ports) * number // count : len(ports) * (number + 1) // count]
         first = random.randrange(len(ports))
         tritonserver._ports = cycle(ports[first:] + ports[:first])
 
