@@ -159,7 +159,8 @@ def test_if_a_server_dies_only_streams_that_had_begun_there_fail(running_gateway
         async with triton.InferenceServerClient(f"127.0.0.1:{running_gateway.grpc}") as connection:
             sent = running_gateway.statistic("upstream_rq_total") + STREAMS
             outcomes = [StreamResult() for _ in range(STREAMS)]
-            speaking = [asyncio.create_task(synthesize(connection, LONG, outcome)) for outcome in outcomes[:BEGUN]]
+            # Three times as long: those of a quick server must still speak when the last of a slow one has begun.
+            speaking = [asyncio.create_task(synthesize(connection, 3 * LONG, each)) for each in outcomes[:BEGUN]]
             await asyncio.gather(*(outcome.begun.wait() for outcome in outcomes[:BEGUN]))
             speaking += [asyncio.create_task(synthesize(connection, LONG, outcome)) for outcome in outcomes[BEGUN:]]
             while running_gateway.statistic("upstream_rq_total") < sent:
