@@ -25,18 +25,19 @@ class SchedulerNumbers:
     # The fixed cost of a batch in tokens: 12 ms on an H200, where a token takes 0.04 ms. Measured with the DiT flow;
     # the UNet's ratio is about the same.
     batch_start_tokens: int = 300
-    # A listener with this much audio left can wait; all others are urgent. Chunks of such listeners fill a batch up to
-    # `unhurried_share` of the tokens, so that a new stream waits less for them, and up to `company_share` if the batch
-    # has a first chunk. If the GPU cannot keep up that way, listeners soon have less audio left, and batches grow.
+    # A listener with this much audio left can wait. Chunks of such listeners fill a batch up to `unhurried_share` of
+    # the tokens, so that a new stream waits less for them, and up to `company_share` if the batch has a first chunk. If
+    # the GPU cannot keep up that way, listeners soon have less audio left, and batches grow.
     plenty_seconds: float = 1.0
     unhurried_share: float = 0.5
     company_share: float = 0.25
     # While a listener with a queued chunk has less audio left than this, one voice at a time is prefilled.
     nearly_dry_seconds: float = 0.25
-    # While this many urgent later chunks wait, first chunks do too, for a batch of `first_chunk_batch` or until one of
-    # them has waited this long: eight of them take half as long again as one, and the GPU is the others' meanwhile. By
-    # simulation, chunks of listeners who can wait would delay the median first chunk of 400 listeners by 12 ms if they
-    # counted, and serve nobody more; with 0.1 s, 5 % more listeners have no gap, and first chunks' p95 is 25 ms later.
+    # While this many later chunks wait, first chunks do too, for a batch of `first_chunk_batch` or until one of them
+    # has waited this long: eight of them take half as long again as one, and the GPU is the others' meanwhile. By
+    # simulation, with 0.1 s the first chunks of 512 listeners (p95) come 30 ms later, and a server that is offered more
+    # than it can serve admits up to 6 % more; with 0.05 s it admits up to 9 % fewer. If chunks whose listeners have
+    # plenty of audio did not count, it would measure less capacity, and admit up to 15 % fewer.
     crowd_chunks: int = 16
     gather_seconds: float = 0.07
     # First chunks, or prompts, of a batch of their own: more would make the first of them wait for the last.

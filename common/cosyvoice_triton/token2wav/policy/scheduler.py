@@ -95,11 +95,10 @@ class ChunkScheduler:
         return [index for index, request in enumerate(waiting) if not request.first] or firsts
 
     def gathers(self, waiting: Sequence[Candidate]) -> float:
-        """Return for how many more seconds first chunks wait for others, because a crowd of urgent later chunks waits
-        too."""
+        """Return for how many more seconds first chunks wait for others, because a crowd of later chunks waits too."""
         waited = [request.waited for request in waiting if request.first]
-        urgent = sum(not each.first and each.tokens is not None and self._is_urgent(each) for each in waiting)
-        if urgent < self._numbers.crowd_chunks or not 0 < len(waited) < self._numbers.first_chunk_batch:
+        later = sum(not request.first and request.tokens is not None for request in waiting)
+        if later < self._numbers.crowd_chunks or not 0 < len(waited) < self._numbers.first_chunk_batch:
             return 0.0
         return max(0.0, self._numbers.gather_seconds - max(waited))
 
