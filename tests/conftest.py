@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from cosyvoice_triton.server import tritonserver
 
         ports, number, count = sorted(tritonserver.usable_ports()), int(worker["workerid"][2:]), worker["workercount"]
-        # A range without gaps: some servers need two adjacent ports.
+        # One range, not every second port: some servers need two adjacent ones.
         ports = ports[len(ports) * number // count : len(ports) * (number + 1) // count]
         first = random.randrange(len(ports))
         tritonserver._ports = cycle(ports[first:] + ports[:first])

@@ -34,12 +34,9 @@ class SchedulerNumbers:
     # While a listener with a queued chunk has less audio left than this, one voice at a time is prefilled.
     nearly_dry_seconds: float = 0.25
     # While this many later chunks wait, first chunks do too, for a batch of `first_chunk_batch` or until one of them
-    # has waited this long: eight of them take half as long again as one, and the GPU is the others' meanwhile. By
-    # simulation, with 0.1 s the first chunks of 512 listeners (p95) come 30 ms later, and a server that is offered more
-    # than it can serve admits up to 6 % more; with 0.05 s it admits up to 9 % fewer. If chunks whose listeners have
-    # plenty of audio did not count, it would measure less capacity, and admit up to 15 % fewer.
+    # has waited this long: eight of them take half as long again as one, and the GPU is the others' meanwhile.
     crowd_chunks: int = 16
-    gather_seconds: float = 0.07
+    gather_seconds: float = 0.1
     # First chunks, or prompts, of a batch of their own: more would make the first of them wait for the last.
     first_chunk_batch: int = 8
     # Nobody listens to a whole utterance while it is rendered: it waits this long for the listeners, and after that

@@ -195,7 +195,7 @@ def apart(count: int, gather_seconds: float = numbers.gather_seconds) -> tuple[f
 def test_first_chunks_that_are_gathered_leave_the_gpu_to_a_crowd() -> None:
     """Rendered as they come, they are sooner, and take so much of the GPU that most of 512 listeners have a gap."""
     without_gap, first = apart(512)
-    assert without_gap == 1 and first < 0.11
+    assert without_gap == 1 and first < 0.14
     without_gap, first = apart(512, gather_seconds=0.0)
     assert without_gap < 0.5 and first < 0.06
 
