@@ -75,9 +75,9 @@ class Admission:
         self._learned = math.inf
         self._lowered = -math.inf
         self._updated = self._refilled = now
-        self._chunks: deque[tuple[float, bool]] = (
-            deque()
-        )  # of `settle_seconds`: when each came, and whether too narrowly
+        # Of `settle_seconds`: when each chunk came, and whether too narrowly; and how many did.
+        self._chunks: deque[tuple[float, bool]] = deque()
+        self._narrow_chunks = 0
         self._live: deque[tuple[float, int]] = deque()  # when there were the most live streams lately, and how many
         self._awaited, self._paced = 1.0, self._numbers.max_demand  # seconds that chunks' tokens took, and their speech
         averaged = self._numbers.averaged_seconds
@@ -116,6 +116,7 @@ class Admission:
         self._gaps, self._gap_seconds = self._gaps + (gap > 0), self._gap_seconds + gap
         narrow = audio_left + PLAYER_SECONDS < self._numbers.tight_seconds
         self._chunks.append((now, narrow))
+        self._narrow_chunks += narrow
         kept = self._numbers.memory
         self._awaited, self._paced = kept * self._awaited + awaited, kept * self._paced + speech
 
@@ -138,10 +139,10 @@ class Admission:
     def _narrow(self, audio_left: Iterable[float], now: float) -> bool:
         """Return whether many listeners nearly run, or ran, out of audio."""
         while self._chunks and self._chunks[0][0] < now - self._numbers.settle_seconds:
-            self._chunks.popleft()
+            self._narrow_chunks -= self._chunks.popleft()[1]
         abandoned, tight = -self._numbers.abandoned_seconds, self._numbers.tight_seconds
         late = sum(abandoned < left + PLAYER_SECONDS < tight for left in audio_left)
-        late += sum(narrow for _, narrow in self._chunks)
+        late += self._narrow_chunks
         return late >= max(self._numbers.tight_chunks, self._numbers.tight_share * len(self._chunks))
 
     def _peak(self, live: int, now: float) -> int:

@@ -8,6 +8,7 @@ chunks of a batch.
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,10 @@ from cosyvoice_triton.voice.prompt import Prompt
 logger = logging.getLogger(__name__)
 
 SILENCE = np.zeros(0, np.float32)
-REAP_SECONDS = 1.0  # between two looks for idle sessions
+REAP_SECONDS = 1.0  # between two looks for idle sessions while nothing happens
+# Between two looks at all sessions. Under load there is a step each millisecond, and its Python holds up the threads
+# that start the kernels.
+LOOK_SECONDS = 0.01
 CANCEL_CHECK_SECONDS = 0.5  # requests that waited for less are not checked for cancellation
 
 
@@ -63,6 +67,7 @@ class Token2WavService:
         self._sessions = Sessions(self._admission, self._limits.max_streams, clock)
         self._workers = Workers(engine, on_done=self._sessions.wake, clock=clock)
         self._gathering = 0.0  # seconds that first chunks still wait for others, although their worker is idle
+        self._looked_at = -math.inf
         self._client_checked_at = clock()
         self._batches = 0
         self._chunks = 0
@@ -136,12 +141,12 @@ class Token2WavService:
         """Do what there is to do now; False if that was nothing."""
         if faults.take("token2wav_thread"):
             raise RuntimeError("a fault of a test")
-        self._expire()
-        self._learn()
+        self._look()
         answered = self._answer_batches()
-        aborted = self._serve_aborts()
-        opened = self._open_streams()
-        begun = self._begin_batches()
+        turns = [session for session in self._sessions if session.has_turn]
+        aborted = self._serve_aborts(turns)
+        opened = self._open_streams(turns)
+        begun = self._begin_batches(turns)
         return answered or aborted or opened or begun
 
     def _warm_up(self) -> None:
@@ -164,15 +169,16 @@ class Token2WavService:
                 self._reply(session, self._sessions.refusal or FatalError("token2wav has ended"))
         self._replies.shutdown()
 
-    def _expire(self) -> None:
-        """End the sessions that have been idle for too long."""
-        for session in self._sessions.expire(self._clock() - self._idle_seconds):
+    def _look(self) -> None:
+        """End the sessions that have been idle for too long, and tell admission how the listeners are."""
+        now = self._clock()
+        if now - self._looked_at < LOOK_SECONDS:
+            return
+        self._looked_at = now
+        for session in self._sessions.expire(now - self._idle_seconds):
             if session.stream is not None:
                 logger.warning("%s was idle for %.0f s and was freed", session.id, self._idle_seconds)
             self._free(session)
-
-    def _learn(self) -> None:
-        now = self._clock()
         left = [session.playback.left(now) for session in self._sessions if session.stream is not None]
         self._admission.update(self._sessions.listeners, [each for each in left if each is not None], now)
 
@@ -219,19 +225,19 @@ class Token2WavService:
 
     # --- aborts ---
 
-    def _serve_aborts(self) -> bool:
-        """Serve aborts first of all: an abort takes no time, and frees a slot for a stream that waits for one.
+    def _serve_aborts(self, turns: Sequence[Session]) -> bool:
+        """Serve aborts first of all: an abort takes no time, and frees a slot for a stream that waits for one. turns:
+        sessions that had their turn when the step began.
 
         A stream that cannot be opened now and is aborted is never opened: it would only keep its sender waiting.
         """
         aborted = False
-        for session in self._sessions:
-            requests = self._sessions.requests(session)
-            if not session.has_turn or not any(queued.request.aborts for queued in requests):
-                continue
-            if session.stream is None and session.must_open and not self._can_open(session):
-                for _ in takewhile(lambda queued: not queued.request.aborts, requests):
-                    self._reply(session, UnavailableError(f"{session.id} was ended before it was opened"))
+        for session in turns:
+            if session.stream is None and session.must_open:
+                requests = [queued.request for queued in self._sessions.requests(session)]
+                if any(request.aborts for request in requests) and not self._can_open(session):
+                    for _ in takewhile(lambda request: not request.aborts, requests):
+                        self._reply(session, UnavailableError(f"{session.id} was ended before it was opened"))
             if session.aborts:
                 self._free(session)
                 self._reply(session, SILENCE)
@@ -244,18 +250,18 @@ class Token2WavService:
 
     # --- streams that are opened ---
 
-    def _open_streams(self) -> bool:
+    def _open_streams(self, turns: Sequence[Session]) -> bool:
         """Open the streams that the scheduler chooses of those whose voices have room, new voices prefilled in one
         batch if the workers allow it; False if there is none. The chunk of a stream that is opened for one is rendered
         next."""
-        sessions = [each for each in self._sessions if each.has_turn and each.must_open]
+        sessions = [each for each in turns if each.has_turn and each.must_open]
         waiting = [(each, opening) for each in sessions if (opening := self._opening(each)) is not None]
         waiting = list(compress(waiting, self._engine.fitting([each.first.request.voice for each, _ in waiting])))
         waiting = [(each, opening) for each, opening in waiting if self._workers.can_prefill or not opening.frames]
         if not waiting:
             return False
         now = self._clock()
-        left = [each.playback.left(now) for each in self._sessions if each.state is State.READY and each.requests]
+        left = [each.playback.left(now) for each in turns if each.state is State.READY and each.requests]
         openings = [opening for _, opening in waiting]
         order = self._scheduler.opens(openings, left, self._limits.prefill_frames, self._sessions.free)
         chosen = [waiting[index] for index in order if not self._cancelled(waiting[index][0])]
@@ -308,11 +314,11 @@ class Token2WavService:
 
     # --- batches that begin ---
 
-    def _begin_batches(self) -> bool:
+    def _begin_batches(self, turns: Sequence[Session]) -> bool:
         """Give each idle worker the most urgent chunks that it renders, as one batch, or a whole utterance; False if
         there is nothing to render."""
         idle = [worker for worker in self._workers if worker.idle]
-        turns = [each for each in self._sessions if each.has_turn] if idle else []
+        turns = [each for each in turns if each.has_turn] if idle else []
         sessions = [each for each in turns if not each.must_open and not each.aborts]
         waiting = [(candidate, each) for each in sessions if (candidate := self._candidate(each)) is not None]
         worked = len(waiting) < len(sessions)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from itertools import takewhile
 
 import numpy as np
 
@@ -222,12 +223,14 @@ class Sessions:
     def heard(self, session: Session) -> None:
         """Take note that a stream has ended with its final chunk: the next one of its id has the same listener."""
         with self._changed:
+            self._heard.pop(session.id, None)  # so that the dictionary is in the order of these times
             self._heard[session.id] = self._clock()
 
     def expire(self, before: float) -> list[Session]:
         """End the sessions without requests that nobody has used since then, and return them."""
         with self._changed:
-            self._heard = {name: at for name, at in self._heard.items() if at >= before}
+            for name in list(takewhile(lambda name: self._heard[name] < before, self._heard)):
+                del self._heard[name]
             idle = [each for each in self._table.values() if not each.requests and each.used_at < before]
             for session in idle:
                 self._remove(session)
