@@ -1,10 +1,12 @@
 """The service: what is rendered together, and in which order. The engine is a fake."""
 
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from cosyvoice_triton.constants import SPEAKER_DIM
+from cosyvoice_triton.token2wav.serving import service as serving_service
 
 from tests.support.fake_engine import PROMPT, answered, queue_behind_a_running_chunk
 
@@ -124,6 +126,25 @@ def test_an_end_that_waits_behind_its_start_frees_the_stream(service, client, en
     engine.gate.set()
     assert answered(waiting)
     assert service.stats().live_streams == 1
+
+
+def test_a_request_behind_a_start_that_fails_waits_for_nothing_else(client, engine, monkeypatch):
+    """Both come while the service opens another stream, so that nothing wakes it when the start has failed."""
+    monkeypatch.setattr(serving_service, "REAP_SECONDS", 1000.0)
+    opening, go_on, opened = threading.Event(), threading.Event(), engine.open
+
+    def slow(prompt):
+        opening.set()
+        assert go_on.wait(60)
+        return opened(prompt)
+
+    engine.open = slow
+    other = client.post(1, start=True, prompt=PROMPT)
+    assert opening.wait(60)
+    failing, end = client.post(2, start=True, prompt=PROMPT, speed=2.0), client.post(2, end=True)
+    go_on.set()
+    assert answered([other, end])
+    assert isinstance(failing.get(timeout=60), ValueError)
 
 
 def test_a_later_segment_waits_for_listeners_with_less_audio(client, engine, clock):

@@ -141,8 +141,7 @@ class Admission:
         while self._chunks and self._chunks[0][0] < now - self._numbers.settle_seconds:
             self._narrow_chunks -= self._chunks.popleft()[1]
         abandoned, tight = -self._numbers.abandoned_seconds, self._numbers.tight_seconds
-        late = sum(abandoned < left + PLAYER_SECONDS < tight for left in audio_left)
-        late += self._narrow_chunks
+        late = self._narrow_chunks + sum(abandoned < left + PLAYER_SECONDS < tight for left in audio_left)
         return late >= max(self._numbers.tight_chunks, self._numbers.tight_share * len(self._chunks))
 
     def _peak(self, live: int, now: float) -> int:

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 SILENCE = np.zeros(0, np.float32)
 REAP_SECONDS = 1.0  # between two looks for idle sessions while nothing happens
-# Between two looks at all sessions. Under load there is a step each millisecond, and its Python holds up the threads
-# that start the kernels.
+# Between two looks at all sessions. Under load there are hundreds of steps in a second, and their Python holds up the
+# threads that start the kernels.
 LOOK_SECONDS = 0.01
 CANCEL_CHECK_SECONDS = 0.5  # requests that waited for less are not checked for cancellation
 
@@ -170,7 +170,8 @@ class Token2WavService:
         self._replies.shutdown()
 
     def _look(self) -> None:
-        """End the sessions that have been idle for too long, and tell admission how the listeners are."""
+        """End the sessions that have been idle for too long, and tell admission how the listeners are; once in
+        LOOK_SECONDS."""
         now = self._clock()
         if now - self._looked_at < LOOK_SECONDS:
             return
@@ -252,14 +253,15 @@ class Token2WavService:
 
     def _open_streams(self, turns: Sequence[Session]) -> bool:
         """Open the streams that the scheduler chooses of those whose voices have room, new voices prefilled in one
-        batch if the workers allow it; False if there is none. The chunk of a stream that is opened for one is rendered
-        next."""
+        batch if the workers allow it; False if no request was opened or answered. The chunk of a stream that is opened
+        for one is rendered next."""
         sessions = [each for each in turns if each.has_turn and each.must_open]
         waiting = [(each, opening) for each in sessions if (opening := self._opening(each)) is not None]
+        failed = len(waiting) < len(sessions)  # the next request of such a session has its turn
         waiting = list(compress(waiting, self._engine.fitting([each.first.request.voice for each, _ in waiting])))
         waiting = [(each, opening) for each, opening in waiting if self._workers.can_prefill or not opening.frames]
         if not waiting:
-            return False
+            return failed
         now = self._clock()
         left = [each.playback.left(now) for each in turns if each.state is State.READY and each.requests]
         openings = [opening for _, opening in waiting]
@@ -272,7 +274,7 @@ class Token2WavService:
         for session, _ in chosen:
             self._open(session)
         self._admission.prefilled(self._clock() - begun)
-        return bool(chosen)
+        return failed or bool(order)
 
     def _opening(self, session: Session) -> Opening | None:
         """Return a session that waits for a stream as the scheduler sees it; None if its request is invalid, and has
