@@ -25,6 +25,7 @@ what computed the result: the engine and its setting where it is not the default
 reference, which is upstream's algorithm where serving differs on purpose (docs/results/quality.md).
 
 float16: a result may differ by 1e-2 of the largest expected magnitude, and in RMS by 3e-3 of the expected RMS.
+CosyVoice3's vocoder is given the stored mel there: it adds up the phase of its source over the whole stream.
 
 exit status: 0 all within tolerance; 1 a miss, an output that was not computed, or a fixture without a check;
 2 the folder is missing or holds no fixture.

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.parity.__main__ import main
 from tests.parity.fixture import Fixture, Tolerance
 from tests.parity.manifests import run_manifests
-from tests.parity.runner import all_checks, compare, run_fixture
+from tests.parity.runner import SERVED, all_checks, compare, run_fixture
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 FIXTURES = sorted(path for path in GOLDEN.parent.glob("golden*/*.json") if not path.stem.endswith(".weights"))
@@ -68,10 +68,12 @@ def test_the_served_engine_is_what_is_compared(name, monkeypatch):
     assert {result.verdict for result in results if result not in of_engine} == {"PASS"}
 
 
-@pytest.mark.parametrize("name", ["item6c_stepaudio2_flow_inference", "item8c_cosyvoice2_streaming_token2wav"])
-def test_the_engine_in_float16_is_compared_with_bounds_of_its_own(name):
-    fixture = Fixture(GOLDEN / f"{name}.json", "cpu", torch.float16)
-    results = list(run_fixture(fixture, all_checks()[name]))
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=path.stem) for path in FIXTURES if path.stem in SERVED and path not in FULL_SIZE]
+)
+def test_the_engine_in_float16_is_compared_with_bounds_of_its_own(path):
+    fixture = Fixture(path, "cpu", torch.float16)
+    results = list(run_fixture(fixture, all_checks()[path.stem]))
     assert results and {result.verdict for result in results} == {"PASS"}
     assert all(" float16" in result.name for result in results)
     key = next(key for key in fixture.outputs if fixture[key].is_floating_point())
