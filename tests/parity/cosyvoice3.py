@@ -236,8 +236,8 @@ def check_streaming(fixture: Fixture) -> Results:
             noise = fixture["in/rand_noise"]
             mel = reference.inference(network, tokens[None], *inputs, noise=noise, streaming=False, final=False)
             mel = mel[0, :, TOKEN_MEL_RATIO * offset :]
-        # The vocoder sums f0 over the whole stream, so what float16 rounds of a mel shifts the phase of all later samples,
-        # unheard, and no bound of their difference holds. In float16 it is given the stored mel; the flow's is compared.
+        # The vocoder sums f0 over the whole stream: what float16 rounds of a mel shifts the phase of all later samples,
+        # unheard, and no bound of the difference holds. In float16 it gets the stored mel; the flow's own is compared.
         rendered = mel if fixture.dtype == torch.float32 else fixture[f"mid/{tag}/mel"][0].to(mel)
         speech = spoken.after(rendered, final)[:, call["speech_offset"] :][:, : call["speech_samples"]]
         results = {f"mid/{tag}/mel": mel[None], f"out/{tag}/mel": mel[None], f"out/{tag}/speech": speech}
