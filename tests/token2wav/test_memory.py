@@ -33,7 +33,9 @@ from cosyvoice_triton.token2wav.gpu.memory import (
     MemoryPlan,
     Networks,
     Reading,
+    host_memory,
     plan_memory,
+    voices_on_host,
 )
 from cosyvoice_triton.voice.prompt import Prompt
 
@@ -244,6 +246,21 @@ def test_on_a_cpu_the_longest_voice_always_has_room(kept: KvCacheDtype, monkeypa
     assert engine.fitting([longest, replace(longest, embedding=np.zeros(192, np.float32))]) == [True, False]
     assert (engine.limits.workers, engine.workers) == (2, 1)  # without graphs there is one
     assert engine.limits.profile is profiles.CPU
+
+
+def test_a_containers_memory_counts_not_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = host_memory([])
+    (version2 := tmp_path / "memory.max").write_text("max\n")
+    (version1 := tmp_path / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # there it means no limit
+    assert machine > GIB and host_memory([version2, version1, tmp_path / "missing"]) == machine
+    version2.write_text(f"{GIB}\n")
+    assert host_memory([version2, version1]) == GIB
+    version1.write_text(f"{GIB // 2}\n")
+    assert host_memory([version2, version1]) == GIB // 2
+
+    networks, sizes = official(stacks.DIT), limits(stacks.DIT, 2)
+    monkeypatch.setattr("cosyvoice_triton.token2wav.gpu.memory.host_memory", lambda: 40 * GIB)
+    assert voices_on_host(networks, sizes) == 20 * GIB - networks.weights - networks.streams(2)
 
 
 def test_the_settings_have_the_models_names(tmp_path: Path) -> None:

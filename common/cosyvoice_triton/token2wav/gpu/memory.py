@@ -8,7 +8,7 @@ loading takes a minute. It needs estimates of what CUDA graphs take; what is giv
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -36,6 +36,9 @@ logger.setLevel(logging.INFO)  # the models log warnings otherwise, and this at 
 MIB, GIB = 1 << 20, 1 << 30
 VOICE_SECONDS = 5.0  # of the recording of a voice: each stream should have room for one of its own
 UNPLANNED_VOICES = 4 * GIB  # for prompt caches where nothing is planned: in offline tools
+# Files with the limit of a container's memory, by version 2 and 1 of Linux's control groups. Beyond it the process is
+# killed, however much the machine has.
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 # The shares of others, measured: tritonserver with the MPS daemon, and the process of `audio_tokenizer` without its
 # weights (`speaker_embedding` is on the CPU).
@@ -269,11 +272,18 @@ def plan_memory(
     )
 
 
+def host_memory(limits: Sequence[Path] = CONTAINER_LIMITS) -> int:
+    """Return the bytes of memory of this machine, or of this container if it may take less."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    given = (path.read_text().strip() for path in limits if path.is_file())
+    return min(sizes + [int(limit) for limit in given if limit != "max"])
+
+
 def voices_on_host(networks: Networks, limits: BatchLimits) -> int:
-    """Return the bytes of prompt caches on a CPU: what the rest leaves of half of the machine's memory, and at least
-    one of the longest."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return max(memory - networks.weights - networks.streams(limits.max_streams), networks.longest_voice(limits))
+    """Return the bytes of prompt caches on a CPU: what the rest leaves of half of the memory, and at least one of the
+    longest."""
+    left = host_memory() // 2 - networks.weights - networks.streams(limits.max_streams)
+    return max(left, networks.longest_voice(limits))
 
 
 def planned(
