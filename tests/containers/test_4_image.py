@@ -39,6 +39,12 @@ def test_the_image_holds_the_package_and_no_sources_and_lists_what_it_holds(dock
     assert listed >= {"pkg:pypi/cosyvoice-triton", "pkg:pypi/nvidia-pytriton", "pkg:deb/debian/gcc"}
 
 
+def test_prompt_caches_see_the_containers_limit_of_memory(docker: Engine) -> None:
+    code = "from cosyvoice_triton.token2wav.gpu.memory import host_memory; print(host_memory())"
+    limited = docker.docker("run", "--rm", "--network=none", "--memory=1g", CPU, "python3", "-c", code)
+    assert int(limited) == 1 << 30
+
+
 @pytest.mark.extended
 def test_the_image_alone_prepares_the_demo_and_serves_it(docker: Engine) -> None:
     docker.docker("run", "--detach", "--name=demo", "--network=none", "--shm-size=1g", CPU)
