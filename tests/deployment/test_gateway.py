@@ -23,15 +23,15 @@ pytestmark = [pytest.mark.server, pytest.mark.serial]
 
 SHORT = "A short sentence."
 LONG = "word " * 24
-STREAMS = 16
-BEGUN = 8  # before a server dies
+STREAMS = 8  # few: Triton ends a model's process that gets no processor for a second
+BEGUN = 4  # before a server dies
 NOTICE = "2"  # seconds; the gateway checks each second
 DRAIN = "40"  # seconds, far more than a stream takes
 
 
 @pytest.fixture(scope="module")
 def repository(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With long timeouts, since 8 streams begin at once on one core."""
+    """With long timeouts, since several streams begin at once on one core."""
     names = ("token_timeout", "model_timeout")
     patience = dict.fromkeys(names, "60")
     return rendered(demo_models, tmp_path_factory.mktemp("gateway") / "repository", **patience)
@@ -172,7 +172,7 @@ def test_if_a_server_dies_only_streams_that_had_begun_there_fail(running_gateway
 
     outcomes, late = asyncio.run(run())
     failed = [outcome for outcome in outcomes if outcome.error]
-    assert 0 < len(failed) < STREAMS
+    assert 0 < len(failed) < STREAMS, fleet.logs()
 
     def broken() -> list[dict[str, Any]]:
         speech = (line for line in running_gateway.accesses() if line["request"].endswith("ModelStreamInfer"))

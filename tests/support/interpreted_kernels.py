@@ -291,7 +291,7 @@ def compare_rotary() -> None:
     estimator = RotaryDiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=40, time_frequencies=16,
                                 conv_kernel=5, conv_groups=2, chunk_frames=4)  # fmt: skip
     encoder = LookaheadConfig(hidden=24, chunk_tokens=2)
-    for guidance, grid, hops in ((0.7, (), ((2, 3), (1, 4), (5, 1))), (0.0, (0, 0.3, 1), ((2, 3), (1, 4)))):
+    for guidance, grid, hops in ((0.7, (), ((2, 3), (1, 4), (5, 1))), (0.0, (0, 0.3, 1), ((2, 3),))):
         config = CosyVoice3FlowConfig(vocab=50, speaker_dim=8, encoder=encoder, estimator=estimator, steps=2,
                                       guidance=guidance, time_grid=grid)  # fmt: skip
         network = CosyVoice3Flow(config).eval()

@@ -40,6 +40,15 @@ EXTENTS = Extents()
 @contextmanager
 def checked() -> Iterator[None]:
     """Each address that a kernel reads or writes is within its tensors, or AssertionError."""
+    interpreted: set[str] = set()
+
+    def call(self: Any, *given: Any, **named: Any) -> Any:
+        """Of a function that a kernel calls. Triton's own makes its module interpreted each time, which takes long."""
+        if self.fn.__module__ not in interpreted:
+            interpreted.add(self.fn.__module__)
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*given, **named)
+
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
     arguments = interpreter.GridExecutor._init_args_hst
@@ -63,6 +72,7 @@ def checked() -> Iterator[None]:
         EXTENTS.check(addresses.data[inside.astype(bool)], addresses.get_element_ty().primitive_bitwidth // 8)
 
     with (
+        patch.object(interpreter.InterpretedFunction, "__call__", call),
         patch.object(interpreter.GridExecutor, "_init_args_hst", init),
         patch.object(builder, "create_masked_load", masked_load),
         patch.object(builder, "create_masked_store", masked_store),
