@@ -14,8 +14,9 @@ from typing import Any
 import grpc
 import tritonclient.grpc.aio as triton
 from cosyvoice_triton.client.grpc_client import chunks
-from cosyvoice_triton.client.requests import Utterance
+from cosyvoice_triton.client.requests import Utterance, of_recording
 from cosyvoice_triton.server.tritonserver import free_port
+from cosyvoice_triton.voice.audio import Recording
 from tritonclient.utils import InferenceServerException
 
 from tests.conftest import ROOT
@@ -112,9 +113,10 @@ class Project:
     def get(self, path: str, port: str = "HTTP_PORT") -> tuple[int, bytes]:
         return http(f"http://127.0.0.1:{self.ports[port]}{path}")
 
-    async def speak(self, model: str, text: str, answer: Answer) -> Answer:
-        """One stream in a registered voice through the gateway."""
-        request = Utterance(text, speaker=VOICE, parameters={"seed": 1})
+    async def speak(self, model: str, text: str, answer: Answer, recording: Recording | None = None) -> Answer:
+        """One stream through the gateway, in a registered voice or that of a recording."""
+        voice = {"speaker": VOICE} if recording is None else of_recording(recording)
+        request = Utterance(text, parameters={"seed": 1}, **voice)
         async with triton.InferenceServerClient(f"127.0.0.1:{self.ports['GRPC_PORT']}") as connection:
             try:
                 async for part in chunks(connection, model, request, SECONDS):

@@ -11,9 +11,8 @@ from tests.containers.images import CPU
 from tests.containers.project import wait_for
 
 DIT = ("bash", "run_stepaudio2_dit_token2wav.sh")
-SAMPLES = "/usr/local/lib/python3.11/site-packages/cosyvoice_triton/samples"
 SBOM = "/usr/local/share/sbom.cdx.json"
-DATA = f"DATA=--manifest-path {SAMPLES}/manifest.jsonl --num-requests 2"
+MANIFEST = "from cosyvoice_triton import samples; print(samples.MANIFEST)"
 
 
 def test_the_image_alone_ends_soon_while_it_prepares_the_demo(docker: Engine) -> None:
@@ -62,7 +61,9 @@ def test_the_image_alone_prepares_the_demo_and_serves_it(docker: Engine) -> None
 @pytest.mark.extended
 def test_the_stages_give_a_server_and_ask_it(docker: Engine) -> None:
     """As the documents have them, where they stand in the image, as its user."""
-    options = ("--detach", "--name=stages", "--network=none", "--shm-size=1g", "--env=LOCAL=1", f"--env={DATA}")
+    manifest = docker.docker("run", "--rm", "--network=none", CPU, "python3", "-c", MANIFEST).strip()
+    data = f"--env=DATA=--manifest-path {manifest} --num-requests 2"
+    options = ("--detach", "--name=stages", "--network=none", "--shm-size=1g", "--env=LOCAL=1", data)
     docker.docker("run", *options, CPU, *DIT, "0", "3")
 
     def printed() -> str:
