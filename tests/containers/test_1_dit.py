@@ -61,18 +61,17 @@ def test_three_servers_share_the_load(dit: Project) -> None:
         dit.up(server, "redis", "prometheus")
         wait_for(f"{number} servers in the gateway's list", lambda number=number: dit.servers() == number)
     assert dit.execute("redis", "redis-cli", "ping").strip() == "PONG"
-    servers, recording = ("tts", "tts-2", "tts-3"), read_reference(samples.FOLDER / "reference_en.wav")
+    recording = read_reference(samples.FOLDER / "reference_en.wav")
 
     async def crowd(first: int) -> list[Answer]:
         """Six voices: the gateway sends a voice to its server, and to others only if that has more than its share."""
         voices = [Recording(recording.wav * (1 - number / 100), recording.rate) for number in range(first, first + 6)]
         return await asyncio.gather(*(dit.speak(MODEL, "Hello.", Answer(), voice) for voice in voices))
 
-    served: set[str] = set()
-    for first in range(1, 31, 6):  # the places of voices are random
+    for first in range(1, 31, 6):  # thirty voices, whose places are random
         assert [answer.error for answer in asyncio.run(crowd(first))] == [""] * 6
-        served |= {name for name in servers if sum_of(dit.execute(name, "python3", "-c", METRICS), ENDED.name)}
-    assert served == set(servers)
+    for server in ("tts", "tts-2", "tts-3"):
+        assert sum_of(dit.execute(server, "python3", "-c", METRICS), ENDED.name) > 0, server
 
 
 @pytest.mark.extended
@@ -123,7 +122,7 @@ def test_a_dead_model_ends_only_its_own_streams_and_its_container_starts_again(d
         for answer in answers:  # not at once: the fourth of a voice gets another server once Envoy has counted three
             speaking.append(asyncio.create_task(dit.speak(MODEL, 3 * LONG, answer)))
             await answer.begun.wait()
-        server = max(restarts, key=live)
+        server = await asyncio.to_thread(max, restarts, key=live)
         await asyncio.to_thread(dit.execute, server, "python3", "-c", KILL_MODELS)
         noticed = await asyncio.to_thread(wait_for, "the dead server is off the list", lambda: dit.servers() == 2, 60)
         late = await dit.speak(MODEL, "Hello.", Answer())

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.server, pytest.mark.serial]
 
 SHORT = "A short sentence."
 LONG = "word " * 24
-STREAMS = 8  # few: Triton ends a model's process that gets no processor for a second
+STREAMS = 8  # few: Triton ends a model's process that does not run for 1.5 s during a request
 BEGUN = 4  # before a server dies
 NOTICE = "2"  # seconds; the gateway checks each second
 DRAIN = "40"  # seconds, far more than a stream takes
@@ -164,7 +164,7 @@ def test_if_a_server_dies_only_streams_that_had_begun_there_fail(running_gateway
             # Six times as long: those of a quick server must still speak when the last of a slow one has begun.
             speaking = [asyncio.create_task(synthesize(connection, 6 * LONG, each)) for each in outcomes[:BEGUN]]
             await asyncio.gather(*(outcome.begun.wait() for outcome in outcomes[:BEGUN]))
-            dying = max(fleet.servers, key=live)  # the other may have none: Envoy counts those that have a connection
+            dying = max(fleet.servers, key=live)  # a stream without a key goes anywhere: the other may have none
             speaking += [asyncio.create_task(synthesize(connection, LONG, outcome)) for outcome in outcomes[BEGUN:]]
             while running_gateway.statistic("upstream_rq_total") < sent:
                 await asyncio.sleep(0.01)
