@@ -27,7 +27,7 @@ Findings = Iterator[str]
 
 @cache
 def pages() -> dict[Path, str]:
-    """Returns every Markdown file of the repository, committed or about to be, with its text."""
+    """Return every Markdown file of the repository, committed or about to be, with its text."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     return {ROOT / name: (ROOT / name).read_text(encoding="utf-8") for name in sorted(names) if (ROOT / name).exists()}
@@ -35,7 +35,7 @@ def pages() -> dict[Path, str]:
 
 @cache
 def sources() -> dict[Path, str]:
-    """Returns the text of everything that may name a page or define what a page names."""
+    """Return the text of everything that may name a page or define what a page names."""
     patterns = [
         "*.py",
         "*.sh",
@@ -54,7 +54,7 @@ def sources() -> dict[Path, str]:
 
 
 def of_this_version() -> list[tuple[Path, str]]:
-    """Returns the pages without the changelog, which names what earlier versions had."""
+    """Return the pages without the changelog, which names what earlier versions had."""
     return [(path, text) for path, text in pages().items() if path.name != "CHANGELOG.md"]
 
 
@@ -71,13 +71,13 @@ def without_code(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """Returns the headings of a page as GitHub writes them in links."""
+    """Return the headings of a page as GitHub writes them in links."""
     headings = re.findall(r"^#+ (.+)$", without_code(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def cells(text: str) -> set[str]:
-    """Returns what stands in code in the tables of a page, without labels and values."""
+    """Return what stands in code in the tables of a page, without labels and values."""
     rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
     return {re.split(r"[{= ]", code)[0] for code in re.findall(r"`([^`]+)`", rows)}
 
@@ -178,7 +178,7 @@ def tensors_and_models() -> Findings:
 
 
 def code_of(text: str) -> str:
-    """Returns the blocks of code and the inline code of a page, a command on each line."""
+    """Return the blocks of code and the inline code of a page, a command on each line."""
     joined = re.sub(r"\\\n\s*", " ", text)
     blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", joined, re.MULTILINE | re.DOTALL)
     shell = [block for language, block in blocks if not language]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from cosyvoice_triton import samples
+from cosyvoice_triton.arguments import program
 from cosyvoice_triton.cli import demo
-from cosyvoice_triton.cli.arguments import program
 
 HEAVY = {"torch", "scipy", "transformers"}
 

@@ -57,7 +57,7 @@ class Client:
         self._thread.start()
 
     def speak(self, text: str, **options: Any) -> np.ndarray:
-        """Returns the whole audio of `text`, float32 (N,) in -1..1; options and errors are those of `stream`."""
+        """Return the whole audio of `text`, float32 (N,) in -1..1; options and errors are those of `stream`."""
         return np.concatenate(list(self.stream(text, **options)))
 
     def stream(
@@ -73,7 +73,7 @@ class Client:
         timeout: float = 120.0,
         **parameters: int | float | str | bool,
     ) -> Iterator[np.ndarray]:
-        """Yields the audio of `text` in chunks, float32 (N,) in -1..1, as the server renders them.
+        """Yield the audio of `text` in chunks, float32 (N,) in -1..1, as the server renders them.
 
         voice: the name of a registered voice. reference: instead, a recording to clone, of 0.5 to 30 seconds: a file,
         or float32 (T,) at reference_sample_rate; reference_text: what it says, word for word. instruct_text: how to
@@ -184,7 +184,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Returns HOST:PORT of its gRPC endpoint, once it is serving."""
+        """Return HOST:PORT of its gRPC endpoint, once it is serving."""
         if self._triton is None:
             raise ServerError("the server has not been started: use it in `with Server() as server:`")
         return self._triton.grpc_url

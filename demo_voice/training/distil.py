@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from cosyvoice_triton import stacks
-from cosyvoice_triton.cli.arguments import command_parser
+from cosyvoice_triton.arguments import command_parser
 from cosyvoice_triton.constants import EULER_STEPS, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
 from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling

@@ -57,7 +57,7 @@ class Pod:
         self._started = self._threads.submit(self._stack.enter_context, running)
 
     def stop(self) -> "Future[int]":
-        """Send SIGTERM; returns its exit code once its streams have ended."""
+        """Send SIGTERM; return its exit code once its streams have ended."""
         assert self._started is not None
         server, self._started = self._started.result(), None
         server.terminate()

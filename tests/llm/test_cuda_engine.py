@@ -36,7 +36,7 @@ def weights_of(read):
 
 
 class Observed(Plain):
-    """Keeps the logits of each step."""
+    """Keep the logits of each step."""
 
     def __init__(self):
         self.logits = []

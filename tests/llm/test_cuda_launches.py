@@ -34,7 +34,7 @@ class Engine(CudaEngine):
             action()
 
     def send(self, max_tokens=2):
-        """Submit a request; returns an event that its end sets."""
+        """Submit a request; return an event that its end sets."""
         ended = threading.Event()
 
         def report(item):

@@ -70,7 +70,7 @@ def cuda_engine(llm_dir, tokenizer):
 
 
 class AskedLM(EngineLM):
-    """Keeps the ids of its requests."""
+    """Keep the ids of its requests."""
 
     def generate(self, prompt, sampling):
         self.asked = [*getattr(self, "asked", ()), list(prompt.ids)]

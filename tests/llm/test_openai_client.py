@@ -53,7 +53,7 @@ def over(tokenizer, scripts, scenario, dialect="auto", urls=(), timeouts=PATIENT
 
 
 def ask(tokenizer, *answers, dialect="auto", **sampling):
-    """One utterance from a server that gives these answers; returns the result and the server."""
+    """One utterance from a server that gives these answers; return the result and the server."""
     result, (server,) = over(tokenizer, [answers], lambda llm, _: speak(llm, **sampling), dialect)
     return result, server
 

@@ -42,12 +42,12 @@ class Mutation:
     tests: str  # arguments of pytest
 
     def applied(self, text: str) -> str | None:
-        """Returns the changed text, or None unless `old` occurs exactly once in it."""
+        """Return the changed text, or None unless `old` occurs exactly once in it."""
         return text.replace(self.old, self.new) if text.count(self.old) == 1 else None
 
 
 def read(path: Path = MUTATIONS) -> list[Mutation]:
-    """Returns the mutations in a file. Raises TypeError if an entry lacks a field or has another one."""
+    """Return the mutations in a file. Raises TypeError if an entry lacks a field or has another one."""
     groups = yaml.safe_load(path.read_text())
     return [
         Mutation(package=name, **({"tests": group["tests"], "file": group.get("file")} | entry))

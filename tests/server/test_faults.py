@@ -51,7 +51,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def servers(
     repository: Path, faults: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[], ServeProcess]]:
-    """Returns the running server; a new one if a test has ended it."""
+    """Return the running server; a new one if a test has ended it."""
     running: list[ServeProcess] = []
     voices = tmp_path_factory.mktemp("voices")
     shutil.copy(VOICE, voices / "anna.wav")

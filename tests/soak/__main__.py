@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cosyvoice_triton import samples
-from cosyvoice_triton.cli.arguments import natural_int, positive_int
+from cosyvoice_triton.arguments import natural_int, positive_int
 from cosyvoice_triton.client.requests import ClientError, positive_number
 from cosyvoice_triton.load.samples import read_manifest
 from cosyvoice_triton.prepare import steps
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def conditions() -> str:
-    """Returns commit and machine."""
+    """Return commit and machine."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
@@ -141,7 +141,7 @@ def conditions() -> str:
 
 @dataclass
 class Progress:
-    """Prints how the load gets on to standard error, a line every LINE_SECONDS."""
+    """Print how the load gets on to standard error, a line every LINE_SECONDS."""
 
     seconds: float
     next_line: float = 0.0

@@ -152,7 +152,7 @@ class Injector:
 
     @property
     def present(self) -> str:
-        """Returns the name of the fault that lasts; empty if there is none."""
+        """Return the name of the fault that lasts; empty if there is none."""
         return self.injected[-1].name if self.injected and self.injected[-1].ended is None else ""
 
     def end(self) -> None:
@@ -241,7 +241,7 @@ class Injector:
         return next(service for service in self.stack.services if service.name == name)
 
     def _process(self, target: str) -> int:
-        """Returns the id of a process of the stack. RuntimeError if there is none."""
+        """Return the id of a process of the stack. RuntimeError if there is none."""
         for pid, name in family(self.stack.roots()).items():
             if name == target:
                 return pid

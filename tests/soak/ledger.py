@@ -91,5 +91,5 @@ class Ledger:
         return Counter(request.outcome for request in self.requests if request.outcome)
 
     def offenders(self) -> list[Request]:
-        """Returns the lost and hung requests."""
+        """Return the lost and hung requests."""
         return [request for request in self.requests if request.outcome in BAD_OUTCOMES]

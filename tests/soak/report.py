@@ -15,7 +15,7 @@ REASONS = 12  # shown per outcome, most frequent first
 
 
 def markdown(result: SoakResult, conditions: Sequence[str]) -> str:
-    """Returns the report. conditions: lines about command, commit and machine."""
+    """Return the report. conditions: lines about command, commit and machine."""
     problems = result.problems()
     verdict = f"**{len(problems)} problems**" if problems else "No loss, no hang, no growth."
     judged = len({growth.pid for growth in result.growths})  # the others lived too short a time
@@ -75,7 +75,7 @@ def _faults(result: SoakResult) -> str:
 
 
 def write(result: SoakResult, output: Path, conditions: Sequence[str]) -> str:
-    """Writes OUTPUT.md and OUTPUT.json; returns the Markdown."""
+    """Write OUTPUT.md and OUTPUT.json; return the Markdown."""
     output.parent.mkdir(parents=True, exist_ok=True)
     text = markdown(result, conditions)
     output.with_name(f"{output.name}.md").write_text(text, encoding="utf-8")

@@ -79,7 +79,7 @@ class Addresses:
 
     @property
     def routes(self) -> list[str]:
-        """Returns the routes that lead there."""
+        """Return the routes that lead there."""
         needs = {
             "grpc": self.grpc and self.streaming,
             "grpc-offline": self.grpc and self.offline,

@@ -108,7 +108,7 @@ class MixedLoad:
         self._numbers = itertools.count(1)
 
     async def run(self, tasks: int, seconds: float) -> None:
-        """Begin requests for so many seconds; returns when the last has ended."""
+        """Begin requests for so many seconds; return when the last has ended."""
         await asyncio.gather(*(self._work(seconds) for _ in range(tasks)))
 
     async def _work(self, seconds: float) -> None:

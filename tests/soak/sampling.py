@@ -50,7 +50,7 @@ class ProcessHistory:
     shared: list[float] = field(default_factory=list)
 
     def add(self, now: float) -> None:
-        """Reads all measures. OSError or LookupError if the process has ended."""
+        """Read all measures. OSError or LookupError if the process has ended."""
         directory = Path("/proc", str(self.pid))
         memory = int(_MEMORY.findall((directory / "smaps_rollup").read_text())[0]) / 1024
         threads, files = len(list((directory / "task").iterdir())), len(list((directory / "fd").iterdir()))

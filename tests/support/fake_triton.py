@@ -78,7 +78,7 @@ class InferenceResponse:
 
 
 class ResponseSender:
-    """Records responses; refuses any after the final one, and a second one of a model that is not decoupled."""
+    """Record responses; refuse any after the final one, and a second one of a model that is not decoupled."""
 
     def __init__(self, decoupled: bool) -> None:
         self.responses: list[InferenceResponse] = []

@@ -43,16 +43,16 @@ class Gateway:
     process: "subprocess.Popen[bytes]"
 
     def servers(self, cluster: str = "tts_grpc") -> int:
-        """Returns how many servers get requests."""
+        """Return how many servers get requests."""
         return self.statistic("membership_healthy", cluster)
 
     def statistic(self, name: str, cluster: str = "tts_grpc") -> int:
-        """Returns what Envoy counts for a cluster by this name."""
+        """Return what Envoy counts for a cluster by this name."""
         name = f"cluster.{cluster}.{name}"
         return int(get(f"http://127.0.0.1:{self.admin}/stats?filter=^{name}$")[1].removeprefix(f"{name}: "))
 
     def accesses(self) -> list[dict[str, Any]]:
-        """Returns the lines of its access log, which Envoy writes within a second."""
+        """Return the lines of its access log, which Envoy writes within a second."""
         complete = self.log.read_text().split("\n")[:-1]
         return [json.loads(line) for line in complete if line.startswith("{")]
 
@@ -98,7 +98,7 @@ def gateway(
 
 
 def at(place: dict[str, Any], port: int) -> dict[str, Any]:
-    """Returns `place` with an address of this machine."""
+    """Return `place` with an address of this machine."""
     place["address"] = {"socket_address": {"address": "127.0.0.1", "port_value": port}}
     return place
 

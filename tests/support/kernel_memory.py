@@ -1,4 +1,4 @@
-"""Checks in Triton's interpreter that kernels use the memory of their tensors only."""
+"""Check in Triton's interpreter that kernels use the memory of their tensors only."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -28,7 +28,7 @@ class QuantConfig:
 
 @dataclass
 class QWenForCausalLM:
-    """Records conversions; options that the real class does not have are errors."""
+    """Record conversions; options that the real class does not have are errors."""
 
     model_dir: str
     dtype: str

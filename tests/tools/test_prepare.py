@@ -237,7 +237,7 @@ echo "$0 $*" >>"$CALLS"
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Fakes of trtllm-build and of the Python interpreter with TensorRT-LLM; returns the log of their calls."""
+    """Fakes of trtllm-build and of the Python interpreter with TensorRT-LLM; return the log of their calls."""
     (tmp_path / "bin").mkdir()
     for name in ("trtllm-build", "trtllm-python"):
         (tmp_path / "bin" / name).write_text(TOOL)

@@ -20,7 +20,7 @@ from typing import get_args
 
 import torch
 
-from cosyvoice_triton.cli.arguments import command_parser
+from cosyvoice_triton.arguments import command_parser
 from cosyvoice_triton.config import InstanceKind, LLMEngine, OrchestratorConfig, TensorrtLLMConfig
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS
 from cosyvoice_triton.demo_checkpoint.llm import OFFICIAL, make_llm
@@ -45,7 +45,7 @@ class TimedTokens:
     reason: FinishReason | None = None
 
     def rate(self) -> float:
-        """Returns the tokens per second after the first."""
+        """Return the tokens per second after the first."""
         seconds = self.arrivals[-1] - self.arrivals[0]
         return (len(self.tokens) - 1) / seconds if seconds else float("inf")
 
@@ -64,7 +64,7 @@ async def generate(llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> Time
 
 
 async def generate_all(llm: SpeechLM, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[TimedTokens]:
-    """Returns the answers to concurrent requests; prints a line of figures."""
+    """Return the answers to concurrent requests; prints a line of figures."""
     begun = time.perf_counter()
     answers = await asyncio.gather(*(generate(llm, prompt, sampling) for prompt in prompts))
     seconds = time.perf_counter() - begun
@@ -98,13 +98,13 @@ async def generate_and_print(args: argparse.Namespace, tokenizer: LLMTokenizer, 
 
 
 def padded(prompt: LLMPrompt, ids: int, tokenizer: LLMTokenizer) -> LLMPrompt:
-    """Returns the prompt, with speech tokens of a recording so that it has at least `ids` ids."""
+    """Return the prompt, with speech tokens of a recording so that it has at least `ids` ids."""
     missing = ids - len(tokenizer.encode_prompt(prompt))
     return LLMPrompt(prompt.target_text, "", [token % 100 for token in range(missing)]) if missing > 0 else prompt
 
 
 def speech_lm(args: argparse.Namespace, tokenizer: LLMTokenizer) -> SpeechLM:
-    """Returns the server or engine that the options select. Raises ValueError."""
+    """Return the server or engine that the options select. Raises ValueError."""
     if args.urls:
         return OpenAILM(args.urls, args.llm_model, tokenizer, Timeouts(first_token=60), NO_RATIOS, args.llm_dialect)
     share = args.kv_cache_free_gpu_memory_fraction

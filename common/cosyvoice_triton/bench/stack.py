@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.cli.arguments import command_parser, positive_int, reporting_errors
+from cosyvoice_triton.arguments import command_parser, positive_int, reporting_errors
 from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.load.sweep import with_suffix
 from cosyvoice_triton.server import mps
@@ -86,7 +86,7 @@ class PeakMemory:
 
 
 def peak(samples: str) -> int | None:
-    """Returns the largest sum over the GPUs in lines "index, MiB"; the last sample may be incomplete."""
+    """Return the largest sum over the GPUs in lines "index, MiB"; the last sample may be incomplete."""
     sums: list[int] = []
     first: str | None = None  # GPU of each sample
     for line in samples.splitlines():
@@ -101,7 +101,7 @@ def peak(samples: str) -> int | None:
 
 
 def measure(plan: BenchPlan, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields the figures of each load of a plan, as soon as they are known."""
+    """Yield the figures of each load of a plan, as soon as they are known."""
     options = StackOptions(
         models_dir=args.models,
         stack=args.stack,
@@ -123,7 +123,7 @@ def measure(plan: BenchPlan, args: argparse.Namespace) -> Iterator[dict[str, Any
 def benchmark(
     server: TritonServer, options: StackOptions, listeners: int, requests: int, more: Sequence[str], output: Path
 ) -> dict[str, Any]:
-    """Measures one load, after as many requests of warm-up as there are listeners. more: further options."""
+    """Measure one load, after as many requests of warm-up as there are listeners. more: further options."""
     command = [sys.executable, "-m", "cosyvoice_triton", "bench", "load", "--server", server.grpc_url]
     command += ["--model-name", stacks.named(options.stack).orchestrator, "--warmup-requests", str(listeners)]
     command += ["--concurrency" if listeners == 1 else "--listeners", str(listeners)]
@@ -134,7 +134,7 @@ def benchmark(
 
 
 def line(row: dict[str, Any]) -> str:
-    """Returns one load as a line for people."""
+    """Return one load as a line for people."""
     first, share, rtf = row["first_chunk_ms"], row["share_without_gap"], row["rtf"]
     parts = [
         f"{row['stack']} {row['plan']}, {row['listeners']} listener(s):",

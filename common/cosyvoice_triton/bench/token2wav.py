@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from cosyvoice_triton import stacks
+from cosyvoice_triton.arguments import command_parser
 from cosyvoice_triton.bench.token2wav_load import LoadResult, Piece, run_load
-from cosyvoice_triton.cli.arguments import command_parser
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from cosyvoice_triton.demo_checkpoint.make import OFFICIAL, parts
 from cosyvoice_triton.load.host import host_ms
@@ -66,13 +66,13 @@ def voice(seed: int) -> Prompt:
 
 
 def hops_of(stack: Stack) -> tuple[int, ...]:
-    """Returns HOPS with the first one as the stack's orchestrator makes it after a prompt of PROMPT_TOKENS."""
+    """Return HOPS with the first one as the stack's orchestrator makes it after a prompt of PROMPT_TOKENS."""
     rules = HopRules(first_hop=HOPS[0], max_hop=HOPS[-1], boundary=stack.chunk_boundary)
     return rules.first_length(PROMPT_TOKENS), *HOPS[1:]
 
 
 def utterance(seed: int, hops: Sequence[int], cumulative: bool) -> list[Piece]:
-    """Returns random tokens cut into the hops; the last has the rest. `cumulative`: with all tokens before them."""
+    """Return random tokens cut into the hops; the last has the rest. `cumulative`: with all tokens before them."""
     tokens = np.random.default_rng(seed).integers(0, SPEECH_VOCAB, UTTERANCE_TOKENS)
     cuts = [0, *(cut for cut in itertools.accumulate(hops) if cut < UTTERANCE_TOKENS)]
     begins = [0 if cumulative else cut for cut in cuts]
@@ -122,7 +122,7 @@ class Subject:
         engine.step([engine.chunk(stream, piece.tokens, final=piece.final) for stream, piece in batch])
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Returns the wall time of `work`, including the GPU's."""
+        """Return the wall time of `work`, including the GPU's."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         begun = time.perf_counter()
@@ -133,7 +133,7 @@ class Subject:
 
 
 def first_chunk(subject: Subject) -> float:
-    """Returns the median seconds of a first chunk of one stream."""
+    """Return the median seconds of a first chunk of one stream."""
     times = []
     for seed in range(16):
         stream, chunks = subject.engine.open(voice(seed % VOICES)), subject.utterance(seed)
@@ -143,7 +143,7 @@ def first_chunk(subject: Subject) -> float:
 
 
 def steady(listeners: int) -> tuple[int, float]:
-    """Returns how many utterances start within how many seconds, so that this many are heard at any moment."""
+    """Return how many utterances start within how many seconds, so that this many are heard at any moment."""
     return int(ROUNDS * listeners), ROUNDS * UTTERANCE_SECONDS
 
 

@@ -84,7 +84,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the subcommand that is named first; returns its exit code."""
+    """Run the subcommand that is named first; return its exit code."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of transformers, too
     arguments = list(sys.argv[1:] if argv is None else argv)
     return _run("cosyvoice-triton", COMMANDS, arguments)

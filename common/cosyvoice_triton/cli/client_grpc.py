@@ -20,7 +20,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from cosyvoice_triton.cli.arguments import command_parser, positive_int, reporting_errors
+from cosyvoice_triton.arguments import command_parser, positive_int, reporting_errors
 from cosyvoice_triton.cli.upstream import accept_upstream_options
 from cosyvoice_triton.client.grpc_client import synthesize
 from cosyvoice_triton.client.requests import Utterance, add_request_arguments, positive_number

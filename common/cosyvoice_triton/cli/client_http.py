@@ -8,7 +8,7 @@ request.
 
 import argparse
 
-from cosyvoice_triton.cli.arguments import command_parser, reporting_errors
+from cosyvoice_triton.arguments import command_parser, reporting_errors
 from cosyvoice_triton.client.http_client import synthesize
 from cosyvoice_triton.client.requests import Utterance, add_request_arguments
 from cosyvoice_triton.constants import HTTP_PORT

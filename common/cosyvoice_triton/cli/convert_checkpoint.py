@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from cosyvoice_triton.cli.arguments import command_parser, fraction, positive_int, reporting_errors
+from cosyvoice_triton.arguments import command_parser, fraction, positive_int, reporting_errors
 from cosyvoice_triton.cli.upstream import accept_upstream_options
 from cosyvoice_triton.prepare.trtllm_checkpoint import WEIGHT_ONLY, convert
 

@@ -14,7 +14,7 @@ The llm.pt and llm.rl.pt of CosyVoice3 are recognised by their tensors: docs/cos
 
 from pathlib import Path
 
-from cosyvoice_triton.cli.arguments import command_parser, reporting_errors
+from cosyvoice_triton.arguments import command_parser, reporting_errors
 from cosyvoice_triton.prepare.huggingface_llm import DTYPES, convert
 
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cosyvoice_triton import samples, stacks
-from cosyvoice_triton.cli.arguments import command_parser, program, reporting_errors
+from cosyvoice_triton.arguments import command_parser, program, reporting_errors
 from cosyvoice_triton.cli.say import PLAYERS
 from cosyvoice_triton.client.grpc_client import synthesize
 from cosyvoice_triton.client.requests import SpeechResult, Utterance, of_recording

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cosyvoice_triton.cli.arguments import command_parser
+from cosyvoice_triton.arguments import command_parser
 from cosyvoice_triton.cli.stack_options import add_stack_options, stack_options
 from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.server import gpus

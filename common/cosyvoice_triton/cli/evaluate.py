@@ -30,7 +30,7 @@ import numpy as np
 from tqdm import tqdm
 
 from cosyvoice_triton import samples, stacks
-from cosyvoice_triton.cli.arguments import command_parser, positive_int, reporting_errors
+from cosyvoice_triton.arguments import command_parser, positive_int, reporting_errors
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
 from cosyvoice_triton.evaluate import judges, report, speech
@@ -56,7 +56,7 @@ class Panel:
         self._dnsmos, self._similarity = _installed(judges.Dnsmos), _installed(judges.Similarity)
 
     def judge(self, name: str, answers: Sequence[speech.SpokenSentence]) -> list[dict[str, Any]]:
-        """Returns the figures of every answer, {} of one that failed."""
+        """Return the figures of every answer, {} of one that failed."""
         found = [report.measures(answer) for answer in answers]
         waves = [np.zeros(0, np.float32) if each.wave is None else judges.at_16k(each.wave) for each in answers]
         for answer, figures, wave in zip(tqdm(answers, desc=f"judging {name}"), found, waves, strict=True):
@@ -86,7 +86,7 @@ class Panel:
             found[index]["error_rate"] = wrong / max(units, 1)
 
     def _reference(self, sample: Sample) -> np.ndarray | None:
-        """Returns the recording of a sample's voice at 16 kHz, if it is known."""
+        """Return the recording of a sample's voice at 16 kHz, if it is known."""
         if sample.prompt_audio is not None:
             return at_rate(sample.prompt_audio, PROMPT_SAMPLE_RATE)
         path = self._models / VOICES_DIR / f"{sample.speaker}.wav" if self._models else None
@@ -141,7 +141,7 @@ def write(
     found: Mapping[str, Sequence[dict[str, Any]]],
     sentences: Sequence[Sample],
 ) -> None:
-    """Prints the table and writes the three files of the report."""
+    """Print the table and write the three files of the report."""
     table = report.markdown(rows, set_name)
     print(table)
     (output / "report.md").write_text(f"{about}\n\n{table}\n", encoding="utf-8")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cosyvoice_triton.cli.arguments import command_parser, reporting_errors
+from cosyvoice_triton.arguments import command_parser, reporting_errors
 from cosyvoice_triton.server.rendering import FIXED, fill, model_name
 
 

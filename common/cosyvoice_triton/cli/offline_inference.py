@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.cli.arguments import command_parser, fraction, positive_int, reporting_errors
+from cosyvoice_triton.arguments import command_parser, fraction, positive_int, reporting_errors
 from cosyvoice_triton.cli.upstream import accept_upstream_options
 from cosyvoice_triton.config import TensorrtLLMConfig
 from cosyvoice_triton.llm.interface import Sampling

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import get_args
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.cli.arguments import command_parser, program, reporting_errors
+from cosyvoice_triton.arguments import command_parser, program, reporting_errors
 from cosyvoice_triton.config import PlanPrecision
 from cosyvoice_triton.prepare import hub, steps
 from cosyvoice_triton.prepare.genai import PRECISIONS

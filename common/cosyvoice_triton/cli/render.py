@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from cosyvoice_triton.cli.arguments import command_parser, reporting_errors
+from cosyvoice_triton.arguments import command_parser, reporting_errors
 from cosyvoice_triton.cli.stack_options import add_stack_options, stack_options
 from cosyvoice_triton.prepare.missing import require_files
 from cosyvoice_triton.server.rendering import planned, render

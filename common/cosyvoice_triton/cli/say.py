@@ -19,7 +19,8 @@ from typing import IO
 import numpy as np
 
 from cosyvoice_triton.api import Client
-from cosyvoice_triton.cli.arguments import command_parser, reporting_errors, words
+from cosyvoice_triton.arguments import command_parser, reporting_errors
+from cosyvoice_triton.cli.pronunciation import words
 from cosyvoice_triton.client.requests import parameter, positive_number
 from cosyvoice_triton.constants import GRPC_PORT, SAMPLE_RATE
 
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write(chunks: Iterator[np.ndarray], path: Path) -> float:
-    """Write the chunks as they arrive; returns the seconds of audio. Without a first chunk there is no file."""
+    """Write the chunks as they arrive; return the seconds of audio. Without a first chunk there is no file."""
     first = next(chunks)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

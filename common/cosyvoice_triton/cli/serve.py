@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cosyvoice_triton.addresses import join
-from cosyvoice_triton.cli.arguments import command_parser
+from cosyvoice_triton.arguments import command_parser
 from cosyvoice_triton.cli.render import render_stack
 from cosyvoice_triton.cli.stack_options import add_stack_options, given_options
 from cosyvoice_triton.constants import HEALTH_PORT

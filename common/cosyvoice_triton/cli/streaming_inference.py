@@ -17,7 +17,7 @@ recordings is not included.
 import argparse
 from collections.abc import Sequence
 
-from cosyvoice_triton.cli.arguments import command_parser, positive_int, reporting_errors
+from cosyvoice_triton.arguments import command_parser, positive_int, reporting_errors
 from cosyvoice_triton.offline.inputs import add_token2wav_arguments
 from cosyvoice_triton.offline.token2wav import run
 from cosyvoice_triton.offline.tool import set_up

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import get_args
 
 from cosyvoice_triton import stacks
+from cosyvoice_triton.arguments import command_parser, fraction, reporting_errors
 from cosyvoice_triton.bench.llm import SAMPLING_OPTIONS, run
-from cosyvoice_triton.cli.arguments import command_parser, fraction, reporting_errors
 from cosyvoice_triton.config import LLMEngine, TensorrtLLMConfig
 from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.llm.openai_dialects import DIALECTS

@@ -17,7 +17,8 @@ from functools import cache
 from typing import Any
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.cli.arguments import command_parser, reporting_errors, words
+from cosyvoice_triton.arguments import command_parser, reporting_errors
+from cosyvoice_triton.cli.pronunciation import words
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.text import TextFrontend, clean_text
 from cosyvoice_triton.text.preview import preview

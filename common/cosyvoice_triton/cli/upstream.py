@@ -31,7 +31,7 @@ def accept_upstream_options(parser: argparse.ArgumentParser, program: str) -> No
 
 
 class _Explained(argparse.Action):
-    """Prints the option's reason and stores nothing."""
+    """Print the option's reason and store nothing."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None

@@ -10,7 +10,7 @@ With --process it stops as soon as that process has ended.
 import sys
 from collections.abc import Sequence
 
-from cosyvoice_triton.cli.arguments import command_parser, reporting_errors
+from cosyvoice_triton.arguments import command_parser, reporting_errors
 from cosyvoice_triton.server.readiness import wait
 
 

@@ -129,7 +129,7 @@ class Utterance:
             raise ClientError(str(error)) from None
 
     def headers(self) -> dict[str, str]:
-        """Returns the key of the voice: its name, or a hash of the recording; nothing for the server's default voice.
+        """Return the key of the voice: its name, or a hash of the recording; nothing for the server's default voice.
 
         By it the gateway chooses the server that has the voice's prompt cache.
         """

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from cosyvoice_triton import demo_checkpoint as demo_model
 from cosyvoice_triton import stacks
-from cosyvoice_triton.cli.arguments import command_parser, reporting_errors
+from cosyvoice_triton.arguments import command_parser, reporting_errors
 from cosyvoice_triton.demo_checkpoint import checkpoint, llm, speaker, speech_tokenizer, vocoder
 from cosyvoice_triton.llm import speech_tokens
 from cosyvoice_triton.llm.checkpoint import DEMO_MANIFEST

@@ -38,7 +38,7 @@ class MissingJudgeError(ValueError):
 
 
 def data_file(package: str, name: str) -> Path:
-    """Returns a file of a package without importing it. MissingJudgeError if it is not installed."""
+    """Return a file of a package without importing it. MissingJudgeError if it is not installed."""
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise MissingJudgeError(f"{package} is not installed: pip install {INSTALL[package]}")
@@ -46,7 +46,7 @@ def data_file(package: str, name: str) -> Path:
 
 
 def onnx_session(path: Path) -> Any:
-    """Returns a session of ONNX Runtime on the CPU."""
+    """Return a session of ONNX Runtime on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -55,7 +55,7 @@ def onnx_session(path: Path) -> Any:
 
 
 def at_16k(wave: np.ndarray) -> np.ndarray:
-    """Returns a wave of 24 kHz as judges take it."""
+    """Return a wave of 24 kHz as judges take it."""
     resampled: np.ndarray = resample(torch.from_numpy(wave), SAMPLE_RATE, PROMPT_SAMPLE_RATE).numpy()
     return resampled.clip(-1, 1)
 
@@ -64,14 +64,14 @@ def at_16k(wave: np.ndarray) -> np.ndarray:
 
 
 def units(text: str) -> list[str]:
-    """Returns the words of a text, or characters in Chinese, Japanese and Korean: lower case, numbers in words, no
+    """Return the words of a text, or characters in Chinese, Japanese and Korean: lower case, numbers in words, no
     punctuation."""
     spoken = normalized(text, language_of(text) or "en").lower()
     return _UNIT.findall(re.sub(r"['’]", "", spoken))
 
 
 def errors(text: str, recognised: str) -> tuple[int, int]:
-    """Returns how many units were inserted, left out or replaced, and how many the text has."""
+    """Return how many units were inserted, left out or replaced, and how many the text has."""
     said, heard = units(text), units(recognised)
     row = list(range(len(heard) + 1))  # distances of the empty text to each prefix of what was recognised
     for count, unit in enumerate(said, 1):
@@ -89,7 +89,7 @@ class Moonshine:
     HEADS, HEAD_SIZE = 8, 52
 
     def __init__(self) -> None:
-        """Raises MissingJudgeError without the package."""
+        """Raise MissingJudgeError without the package."""
         self._encoder, self._decoder = (
             onnx_session(data_file("moonshine_cpp", f"models/base-en/{name}.ort"))
             for name in ("encoder_model", "decoder_model_merged")
@@ -98,7 +98,7 @@ class Moonshine:
         self._past = [each.name for each in self._decoder.get_inputs() if each.name.startswith("past_key_values")]
 
     def __call__(self, paths: Sequence[Path], waves: Sequence[np.ndarray]) -> list[str]:
-        """Returns what is said in each wave."""
+        """Return what is said in each wave."""
         return [self._recognise(wave) for wave in waves]
 
     def _recognise(self, wave: np.ndarray) -> str:
@@ -123,7 +123,7 @@ class Moonshine:
 
 
 def _pieces(content: bytes) -> list[bytes]:
-    """Returns the bytes of every token. A length of 128 or more has two bytes, low part first; 0 is no token."""
+    """Return the bytes of every token. A length of 128 or more has two bytes, low part first; 0 is no token."""
     pieces, at = [], 0
     while at < len(content):
         size, at = content[at], at + 1
@@ -138,13 +138,13 @@ class CommandRecogniser:
     """A program that is called once, with the paths of all files in the place of {wav}, and prints a line for each."""
 
     def __init__(self, command: str) -> None:
-        """Raises ValueError if the command has no {wav}."""
+        """Raise ValueError if the command has no {wav}."""
         self._command = shlex.split(command)
         if "{wav}" not in self._command:
             raise ValueError(f"--recogniser {command!r} has no {{wav}}, which becomes the paths of the files")
 
     def __call__(self, paths: Sequence[Path], waves: Sequence[np.ndarray]) -> list[str]:
-        """Returns its lines. ValueError if it fails or prints another number of them."""
+        """Return its lines. ValueError if it fails or prints another number of them."""
         at = self._command.index("{wav}")
         command = [*self._command[:at], *map(str, paths), *self._command[at + 1 :]]
         found = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -167,11 +167,11 @@ class Dnsmos:
     SCALE = np.poly1d([-0.06766283, 1.11546468, 0.04602535])  # its authors', from the network's score
 
     def __init__(self) -> None:
-        """Raises MissingJudgeError without the package."""
+        """Raise MissingJudgeError without the package."""
         self._network = onnx_session(data_file("speechmos", "dnsmos_models/sig_bak_ovr.onnx"))
 
     def __call__(self, wave: np.ndarray) -> float:
-        """Returns the mean score of windows of 9 s, one a second; a shorter wave is repeated."""
+        """Return the mean score of windows of 9 s, one a second; a shorter wave is repeated."""
         while len(wave) < self.SAMPLES:
             wave = np.concatenate([wave, wave])
         starts = range(0, len(wave) - self.SAMPLES + 1, PROMPT_SAMPLE_RATE)
@@ -186,7 +186,7 @@ class Similarity:
     LEVEL = 10 ** (-30 / 20)  # quieter waves are amplified
 
     def __init__(self) -> None:
-        """Raises MissingJudgeError without the package."""
+        """Raise MissingJudgeError without the package."""
         from transformers.audio_utils import mel_filter_bank
 
         weights = torch.load(data_file("resemblyzer", "pretrained.pt"), "cpu", weights_only=True)["model_state"]
@@ -200,7 +200,7 @@ class Similarity:
 
     @torch.inference_mode()
     def vector(self, wave: np.ndarray) -> np.ndarray:
-        """Returns the speaker vector (256,) of a wave, of unit length."""
+        """Return the speaker vector (256,) of a wave, of unit length."""
         level = float(np.sqrt(np.mean(np.square(wave)))) or 1.0
         samples = torch.from_numpy(wave * max(1.0, self.LEVEL / level))
         spectrum = torch.stft(
@@ -214,5 +214,5 @@ class Similarity:
         return torch.nn.functional.normalize(vectors.mean(0), dim=0).numpy()
 
     def __call__(self, wave: np.ndarray, reference: np.ndarray) -> float:
-        """Returns the similarity of two voices, 0 to 1."""
+        """Return the similarity of two voices, 0 to 1."""
         return float(self.vector(wave) @ self.vector(reference))

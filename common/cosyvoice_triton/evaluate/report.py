@@ -73,7 +73,7 @@ class Requirement:
         return cls(match[1], match[2] == "<=", float(match[3]))
 
     def missed_by(self, row: Row) -> str:
-        """Returns what is wrong with a row, in a line; "" if nothing is."""
+        """Return what is wrong with a row, in a line; "" if nothing is."""
         value = row.get(self.name)
         sign = "<=" if self.at_most else ">="
         if value is not None and (value <= self.limit if self.at_most else value >= self.limit):
@@ -83,7 +83,7 @@ class Requirement:
 
 
 def measures(answer: SpokenSentence) -> dict[str, float]:
-    """Returns what an answer shows without a judge; unknown figures are left out."""
+    """Return what an answer shows without a judge; unknown figures are left out."""
     wave, outcome = answer.wave, answer.outcome
     if wave is None:
         return {}
@@ -99,7 +99,7 @@ def measures(answer: SpokenSentence) -> dict[str, float]:
 
 
 def summary(name: str, found: Sequence[Mapping[str, Any]]) -> Row:
-    """Returns the row of a table from the figures of its answers, of which those that failed have none."""
+    """Return the row of a table from the figures of its answers, of which those that failed have none."""
     good = [each for each in found if each]
 
     def values(key: str) -> list[float]:
@@ -118,7 +118,7 @@ def summary(name: str, found: Sequence[Mapping[str, Any]]) -> Row:
 
 
 def markdown(rows: Sequence[Row], set_name: str) -> str:
-    """Returns the table, without columns that no row has, with upstream's published figures."""
+    """Return the table, without columns that no row has, with upstream's published figures."""
     published = [
         {"name": f"{system}, as published", "error_rate": wrong / 100, "similarity": alike / 100}
         for system, wrong, alike in PUBLISHED.get(set_name, ())
@@ -137,7 +137,7 @@ def markdown(rows: Sequence[Row], set_name: str) -> str:
 
 
 def plot(found: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: Path) -> None:
-    """Draws the distribution of each figure over the answers, a line for each row."""
+    """Draw the distribution of each figure over the answers, a line for each row."""
     names = [column.each for column in COLUMNS.values() if column.each]
     names = [name for name in names if any(name in each for row in found.values() for each in row)]
     columns = min(3, len(names))

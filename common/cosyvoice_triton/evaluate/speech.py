@@ -38,7 +38,7 @@ class SpokenSentence:
 
 
 def read_set(name: str, data: Path, limit: int | None) -> list[Sample]:
-    """Returns the sentences of a set; `data` is seed-tts-eval's folder, or the manifest of one's own set.
+    """Return the sentences of a set; `data` is seed-tts-eval's folder, or the manifest of one's own set.
 
     SampleError naming what cannot be read.
     """
@@ -48,7 +48,7 @@ def read_set(name: str, data: Path, limit: int | None) -> list[Sample]:
 def served(
     options: StackOptions, samples: Sequence[Sample], rates: Sequence[int | None], tasks: int, output: Path
 ) -> Iterator[tuple[str, list[SpokenSentence]]]:
-    """Yields a name and the answers, for each rate of the recordings; None keeps theirs.
+    """Yield a name and the answers, for each rate of the recordings; None keeps theirs.
 
     tasks: requests at once. output: a folder for the audio. ClientError, ServerError or ValueError.
     """
@@ -95,7 +95,7 @@ def _answer(sample: Sample, folder: Path, outcome: RequestOutcome | None) -> Spo
 
 
 def from_folder(folder: Path, samples: Sequence[Sample]) -> tuple[str, list[SpokenSentence]]:
-    """Returns the folder's name and an answer for each sample, from ID.wav; OSError if one cannot be read."""
+    """Return the folder's name and an answer for each sample, from ID.wav; OSError if one cannot be read."""
     paths = [folder / f"{sample.id}.wav" for sample in samples]
     try:
         waves = [load_audio(path, SAMPLE_RATE) for path in paths]

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from cosyvoice_triton import stacks
+from cosyvoice_triton.arguments import command_parser, reporting_errors
 from cosyvoice_triton.checkpoint import read_state
-from cosyvoice_triton.cli.arguments import command_parser, reporting_errors
 from cosyvoice_triton.constants import MEL_BINS
 from cosyvoice_triton.networks.flow.checkpoint import load_dit_flow, load_unet_flow
 from cosyvoice_triton.networks.flow.dit import DiTFlow
@@ -117,7 +117,7 @@ FLOWS: dict[Stack, tuple[Callable[[Path], Any], Callable[[Stack, Any], Iterator[
 
 
 def write_and_check(export: Export, directory: Path) -> bool:
-    """Write the file unless it exists; returns whether its outputs equal torch's."""
+    """Write the file unless it exists; return whether its outputs equal torch's."""
     path = directory / export.signature.file
     if path.exists():
         print(f"{path}: exists already, checking it")

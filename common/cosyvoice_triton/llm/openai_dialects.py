@@ -130,7 +130,7 @@ DIALECTS = {
 
 
 class EventReader:
-    """Reads speech ids from the server-sent events of a completion, which may arrive in pieces.
+    """Read speech ids from the server-sent events of a completion, which may arrive in pieces.
 
     {"choices": [{"token_ids": [...], "finish_reason": ...}]}, or "text", or a chat's {"delta": {"content": ...}}.
     """

@@ -169,7 +169,7 @@ def read_first_speech_id(tokenizer_dir: str) -> int:
 
 
 class SpeechTokenParser:
-    """Reads speech ids from streamed text whose pieces may end anywhere inside a token. Other text is skipped."""
+    """Read speech ids from streamed text whose pieces may end anywhere inside a token. Other text is skipped."""
 
     def __init__(self, rules: TokenizerRules = COSYVOICE2) -> None:
         self._ends = frozenset(rules.ends)

@@ -14,7 +14,7 @@ LEVEL = 10 ** (-45 / 20)  # root mean square, of a full scale of 1
 
 
 def leading_silence(waveform: np.ndarray) -> float | None:
-    """Returns the seconds of `waveform`, float32 (N,), before it becomes audible; None if it never does."""
+    """Return the seconds of `waveform`, float32 (N,), before it becomes audible; None if it never does."""
     for begin in range(0, waveform.size - 2 * STEP, BLOCK):
         block = waveform[begin : begin + BLOCK + 2 * STEP].astype(np.float64)  # so that windows cross its end
         steps = block[: block.size // STEP * STEP].reshape(-1, STEP)  # (N,) -> (steps, STEP)

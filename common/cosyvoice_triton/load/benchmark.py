@@ -1,4 +1,4 @@
-"""Measures running servers under load; writes tables, figures and a plot.
+"""Measure running servers under load; write tables, figures and a plot.
 
     cosyvoice-triton bench load --concurrency 1 4 16 --title "2 CPU cores, demo checkpoint"
     cosyvoice-triton bench load --listeners 1 10 32
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from cosyvoice_triton import samples
-from cosyvoice_triton.cli.arguments import command_parser, natural_int, positive_int, reporting_errors
+from cosyvoice_triton.arguments import command_parser, natural_int, positive_int, reporting_errors
 from cosyvoice_triton.client.requests import add_voice_arguments, positive_number
 from cosyvoice_triton.constants import GRPC_PORT
 from cosyvoice_triton.load.host import host_ms
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def sweep(args: argparse.Namespace, command: list[str]) -> int:
-    """Measures until a step is aborted; returns 0 if every request of every step was answered."""
+    """Measure until a step is aborted; return 0 if every request of every step was answered."""
     if not (args.manifest_path or args.huggingface_dataset or args.target_text):
         args.manifest_path = samples.MANIFEST
     jobs = Jobs.from_arguments(args)

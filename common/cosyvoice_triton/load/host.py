@@ -7,7 +7,7 @@ RUNS = 7
 
 
 def host_ms() -> float:
-    """Returns the milliseconds of a fixed loop of arithmetic, calls and dictionary accesses: the fastest of RUNS."""
+    """Return the milliseconds of a fixed loop of arithmetic, calls and dictionary accesses: the fastest of RUNS."""
     return 1e3 * min(_seconds() for _ in range(RUNS))
 
 

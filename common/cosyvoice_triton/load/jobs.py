@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cosyvoice_triton.cli.arguments import boolean, positive_int
+from cosyvoice_triton.arguments import boolean, positive_int
 from cosyvoice_triton.client.requests import TIMELINE, ClientError, Utterance, of_recording, request_parameters
 from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.load.samples import Sample, read_dataset, read_manifest
@@ -43,7 +43,7 @@ class LoadJob:
         return dataclasses.replace(self.base, reference=reference)
 
     def realistic(self, random: np.random.Generator) -> "LoadJob":
-        """Returns the job as a service with many callers gets it: an answer of 1 to 30 s, some in a new voice, some
+        """Return the job as a service with many callers gets it: an answer of 1 to 30 s, some in a new voice, some
         cancelled while they are heard."""
         seconds, text = random.uniform(*REALISTIC_SECONDS), self.base.target_text
         base = dataclasses.replace(
@@ -96,7 +96,7 @@ class Jobs:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> "Jobs":
-        """Reads the requests that the options select; SampleError or ClientError if they cannot be read."""
+        """Read the requests that the options select; SampleError or ClientError if they cannot be read."""
         if args.manifest_path is not None:
             split, samples = args.manifest_path.stem, read_manifest(args.manifest_path, limit=args.num_requests)
         elif args.huggingface_dataset is not None:
@@ -117,7 +117,7 @@ class Jobs:
         return len(self.requests)
 
     def take(self, count: int) -> list[LoadJob]:
-        """Returns `count` jobs, cycling through the rows."""
+        """Return `count` jobs, cycling through the rows."""
         jobs, random = [], np.random.default_rng(0)
         for index, (base, name) in enumerate(islice(cycle(zip(self.requests, self.ids, strict=True)), count)):
             turn = index // len(self) + 1
@@ -127,7 +127,7 @@ class Jobs:
 
 
 def _utterance(sample: Sample, args: argparse.Namespace) -> Utterance:
-    """Returns the request of a row, with its own voice, that of --speaker, or the server's default."""
+    """Return the request of a row, with its own voice, that of --speaker, or the server's default."""
     text_only = Utterance(
         sample.target_text,
         parameters=request_parameters(args) | {TIMELINE: True},

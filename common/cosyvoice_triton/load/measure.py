@@ -60,28 +60,28 @@ class RequestOutcome:
 
     @property
     def refused(self) -> bool:
-        """Returns whether the server had as many listeners as it can serve."""
+        """Return whether the server had as many listeners as it can serve."""
         return is_overloaded(self.error)
 
     @property
     def cancelled(self) -> bool:
-        """Returns whether its caller left before its end."""
+        """Return whether its caller left before its end."""
         return self.error == CANCELLED
 
     @property
     def seconds(self) -> float:
-        """Returns the length of the audio in seconds."""
+        """Return the length of the audio in seconds."""
         return sum(self.samples) / SAMPLE_RATE
 
     def played(self, buffer: float = PLAYER_SECONDS) -> Player:
-        """Returns how playback of this answer went."""
+        """Return how playback of this answer went."""
         player = Player(buffer)
         for arrival, samples in zip(self.arrivals, self.samples, strict=True):
             player.add(arrival, samples / SAMPLE_RATE)
         return player
 
     def audible(self) -> float | None:
-        """Returns the time to the first audible sample, since `begun`, in a player without a buffer; None if silent."""
+        """Return the time to the first audible sample, since `begun`, in a player without a buffer; None if silent."""
         if self.silence is None:
             return None
         player, before = Player(0.0), 0.0
@@ -94,7 +94,7 @@ class RequestOutcome:
         return None
 
     def stages(self) -> dict[str, float]:
-        """Returns the first chunk's latency by stage, in the order they were reached.
+        """Return the first chunk's latency by stage, in the order they were reached.
 
         `TRANSPORT` is the latency that is left after the stages. Empty if the server reported none.
         """
@@ -163,7 +163,7 @@ class Run:
         return not self.failed and not self.unsent
 
     def figures(self) -> dict[str, Any]:
-        """Returns the figures of the requests that were answered completely, JSON-ready."""
+        """Return the figures of the requests that were answered completely, JSON-ready."""
         good = self.good
         audio = sum(outcome.seconds for outcome in good)
         gaps = [outcome.played().worst_gap for outcome in good]
@@ -204,7 +204,7 @@ class Run:
         }
 
     def _minute(self, number: int) -> dict[str, Any]:
-        """Returns figures of the requests that were sent in a minute of the run, and of the memory at its end."""
+        """Return figures of the requests that were sent in a minute of the run, and of the memory at its end."""
         sent = Run([outcome for outcome in self.outcomes if outcome.begun // MINUTE == number], elapsed=MINUTE)
         audible = (at for outcome in sent.good if (at := outcome.audible()) is not None)
         memory = [read for at, read in self.memory if at // MINUTE == number]
@@ -220,7 +220,7 @@ class Run:
 
 
 def distribution(values: Any, unit: float = 1000.0) -> dict[str, float] | None:
-    """Returns mean, variance, percentiles and maximum of seconds, in milliseconds; None if `values` is empty."""
+    """Return mean, variance, percentiles and maximum of seconds, in milliseconds; None if `values` is empty."""
     scaled = np.fromiter(values, np.float64) * unit
     if not scaled.size:
         return None
@@ -234,7 +234,7 @@ def distribution(values: Any, unit: float = 1000.0) -> dict[str, float] | None:
 
 
 def _peak(outcomes: Sequence[RequestOutcome]) -> int:
-    """Returns how many requests were in flight at most; one that ends as another begins is not."""
+    """Return how many requests were in flight at most; one that ends as another begins is not."""
     changes = [(each.begun, 1) for each in outcomes] + [(each.begun + each.total, -1) for each in outcomes]
     return int(max(np.cumsum([change for _, change in sorted(changes)]), default=0))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cosyvoice_triton.cli.arguments import natural_int, positive_int
+from cosyvoice_triton.arguments import natural_int, positive_int
 from cosyvoice_triton.load.jobs import Jobs, LoadJob
 
 MIN_WARMUP = 8  # so that the server has cached the voices of a small manifest, unless --new-voices
@@ -65,7 +65,7 @@ class Load:
         )
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings, JSON-ready."""
+        """Return the settings, JSON-ready."""
         return {
             "servers": list(self.servers),
             "model": self.model,

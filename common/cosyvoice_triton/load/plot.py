@@ -14,7 +14,7 @@ SHARES = ("p50", "p95", "p99")
 
 
 def figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
-    """Returns a matplotlib figure and its axes, (rows, columns), for a file."""
+    """Return a matplotlib figure and its axes, (rows, columns), for a file."""
     import matplotlib  # here, because importing it takes long
 
     matplotlib.use("Agg")
@@ -35,7 +35,7 @@ def save(picture: Any, path: Path) -> None:
 
 
 def plot_run(summary: Figures, title: str, path: Path) -> None:
-    """Draws latencies, the chunks of each stream over time, and gaps. summary: the result of `report.write_run`."""
+    """Draw latencies, the chunks of each stream over time, and gaps. summary: the result of `report.write_run`."""
     streams = [stream for stream in summary["streams"] if not stream["error"]]
     picture, axes = figure(1, 3, 17, 5)
     picture.suptitle(title)
@@ -105,7 +105,7 @@ def _slack(axes: Any, streams: Sequence[Figures], summary: Figures) -> None:
 
 
 def plot_sweep(rows: Sequence[Figures], label: str, title: str, path: Path) -> None:
-    """Draws first chunk, whole answer, throughput with gaps, and stages of a sweep.
+    """Draw first chunk, whole answer, throughput with gaps, and stages of a sweep.
 
     rows: `label` of a row is the swept number. label: of the x axis.
     """
@@ -137,7 +137,7 @@ def plot_sweep(rows: Sequence[Figures], label: str, title: str, path: Path) -> N
 
 
 def _stage_bars(axes: Any, rows: Sequence[Figures]) -> None:
-    """Draws one bar per row, stacked from the mean share of each stage."""
+    """Draw one bar per row, stacked from the mean share of each stage."""
     names, left = stage_names(rows), [0.0] * len(rows)
     for name in names:
         shares = [row["stages_ms"][name]["mean"] if name in row["stages_ms"] else 0.0 for row in rows]

@@ -13,7 +13,7 @@ SHOWN_ERRORS = 5  # the rest are in the report
 
 
 class Progress:
-    """Shows how many requests have ended, and the first chunks of the latest. interval: see `runner.measured`."""
+    """Show how many requests have ended, and the first chunks of the latest. interval: see `runner.measured`."""
 
     def __init__(self, total: int, title: str, interval: int) -> None:
         self._total = total

@@ -27,7 +27,7 @@ STAGES = {  # in plotting order; see `orchestrator.callbacks.OnStage` and `measu
 
 
 def write_run(run: Run, settings: Mapping[str, Any], split: str, directory: Path) -> dict[str, Any]:
-    """Writes `rtf-<split>.txt`, `stats_summary-<split>.txt` and `summary.json`; returns the content of the last.
+    """Write `rtf-<split>.txt`, `stats_summary-<split>.txt` and `summary.json`; return the content of the last.
 
     settings: those of the load, JSON-ready; includes `mode`.
     """
@@ -42,7 +42,7 @@ def write_run(run: Run, settings: Mapping[str, Any], split: str, directory: Path
 
 
 def rtf_text(figures: Figures) -> str:
-    """Returns the figures under upstream's keys.
+    """Return the figures under upstream's keys.
 
     Variances are of milliseconds here; upstream multiplies the variance in s^2 by 1000.
     """
@@ -77,7 +77,7 @@ def _upstream_lines(values: Mapping[str, float] | None, name: str) -> list[str]:
 
 
 def statistics_text(models: Sequence[ModelTimes]) -> str:
-    """Returns Triton's statistics during the run, in upstream's format."""
+    """Return Triton's statistics during the run, in upstream's format."""
     lines = ["Triton's statistics during the run, without the warm-up.", ""]
     for model in models:
         each = 1000 / max(model.requests + model.failures, 1)
@@ -94,7 +94,7 @@ def statistics_text(models: Sequence[ModelTimes]) -> str:
 
 
 def closing_lines(figures: Figures) -> list[str]:
-    """Returns the lines that are printed at the end of a run."""
+    """Return the lines that are printed at the end of a run."""
     answered = figures["requests"] - figures["errors"] - figures["refused"] - figures["cancelled"]
     lines = [f"{answered} requests answered, {figures['errors']} failed, {figures['unsent']} not sent"]
     if refusal := figures["refusal_ms"]:
@@ -230,7 +230,7 @@ def stage_names(rows: Sequence[Figures]) -> list[str]:
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
-    """Returns a Markdown table. Cells of type float have four digits; None is an empty cell."""
+    """Return a Markdown table. Cells of type float have four digits; None is an empty cell."""
     lines = [[_cell(cell) for cell in line] for line in (head, *rows)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -245,7 +245,7 @@ def _table(columns: Columns, rows: Sequence[Figures]) -> str:
 
 
 def _limits(row: Figures) -> str:
-    """Returns how many each of token2wav's limits refused, if its counters were read."""
+    """Return how many each of token2wav's limits refused, if its counters were read."""
     return ", ".join(f"{limit} {count}" for limit, count in ((row["vocoder"] or {}).get("refused") or {}).items())
 
 

@@ -52,7 +52,7 @@ class Sample:
 
 
 def read_manifest(path: Path, *, limit: int | None = None) -> list[Sample]:
-    """Reads a manifest: JSON lines, or lines of `id|prompt_text|prompt_audio|target_text` in a `.lst` file.
+    """Read a manifest: JSON lines, or lines of `id|prompt_text|prompt_audio|target_text` in a `.lst` file.
 
     limit: number of rows to read.
     SampleError names the line and the column.
@@ -78,7 +78,7 @@ def read_manifest(path: Path, *, limit: int | None = None) -> list[Sample]:
 
 
 def read_dataset(name: str, split: str, *, limit: int | None = None) -> list[Sample]:
-    """Reads the samples of a HuggingFace data set, or of a directory that `datasets` can load; parameters as above.
+    """Read the samples of a HuggingFace data set, or of a directory that `datasets` can load; parameters as above.
 
     SampleError if `datasets` is not installed, the data set cannot be loaded or has other columns.
     """
@@ -150,7 +150,7 @@ def _text(where: str, row: Mapping[str, Any], column: str) -> str:
 
 
 def _tokens(where: str, row: Mapping[str, Any]) -> np.ndarray | None:
-    """Returns speech token ids (n,); None if the row has none."""
+    """Return speech token ids (n,); None if the row has none."""
     if (value := row.get(TOKENS)) is None:
         return None
     try:

@@ -30,7 +30,7 @@ class SpeechService:
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
     async def require(self) -> None:
-        """Raises ClientError unless the service has a Triton that serves a speech model."""
+        """Raise ClientError unless the service has a Triton that serves a speech model."""
         try:
             ready = await self.is_server_live(client_timeout=CONNECT_SECONDS)
         except InferenceServerException as error:
@@ -56,7 +56,7 @@ class SpeechService:
                 _take(received, recorder)
 
     async def is_server_live(self, client_timeout: float) -> bool:
-        """Returns whether the service can answer; InferenceServerException if nothing answers at its address."""
+        """Return whether the service can answer; InferenceServerException if nothing answers at its address."""
         limit = aiohttp.ClientTimeout(total=client_timeout)
         try:
             with self._explained(client_timeout):
@@ -66,7 +66,7 @@ class SpeechService:
             raise InferenceServerException(str(error)) from None
 
     async def get_inference_statistics(self, _model: str, client_timeout: float) -> NoReturn:
-        """Raises InferenceServerException: Triton's counters are behind the service."""
+        """Raise InferenceServerException: Triton's counters are behind the service."""
         raise InferenceServerException(f"{self._url} has no statistics of Triton")
 
     async def aclose(self) -> None:
@@ -83,7 +83,7 @@ class SpeechService:
 
 
 def _body(model: str, request: speech.Utterance, stream: bool) -> dict[str, Any]:
-    """Returns the body as a keyword argument of aiohttp: a form if there is a recording, JSON otherwise."""
+    """Return the body as a keyword argument of aiohttp: a form if there is a recording, JSON otherwise."""
     fields: dict[str, Any] = {"model": model, "input": request.target_text, "response_format": "pcm", "stream": stream}
     fields |= {name: value for name, value in request.parameters.items() if name != speech.TIMELINE}
     texts = {"voice": request.speaker, "instructions": request.instruct_text, "ref_text": request.reference_text}
@@ -100,14 +100,14 @@ def _body(model: str, request: speech.Utterance, stream: bool) -> dict[str, Any]
 
 
 def _take(received: bytes, recorder: speech.Recorder) -> bytes:
-    """Records the whole samples that were received; returns the rest, less than one sample."""
+    """Record the whole samples that were received; return the rest, less than one sample."""
     whole = len(received) // SAMPLE_BYTES
     recorder.add(np.frombuffer(received, "<i2", whole).astype(np.float32) / 32768)
     return received[whole * SAMPLE_BYTES :]
 
 
 def _refuse(status: int, retry_after: str, text: str) -> NoReturn:
-    """Raises the ClientError of an answer that is not audio."""
+    """Raise the ClientError of an answer that is not audio."""
     try:
         text = json.loads(text)["error"]["message"]
     except (ValueError, KeyError, TypeError):  # not the service's own: a proxy's

@@ -49,7 +49,7 @@ class ModelTimes:
 
 
 async def model_times(client: triton.InferenceServerClient | SpeechService, server: str) -> list[ModelTimes]:
-    """Returns the counters of every model; empty if the server does not report any."""
+    """Return the counters of every model; empty if the server does not report any."""
     try:
         answer = await client.get_inference_statistics("", client_timeout=STATISTICS_SECONDS)
     except InferenceServerException:
@@ -74,14 +74,14 @@ def _of(server: str, model: Any) -> ModelTimes:
 
 
 def between(before: Iterable[ModelTimes], after: Iterable[ModelTimes]) -> list[ModelTimes]:
-    """Returns the differences of two readings, for models that had requests."""
+    """Return the differences of two readings, for models that had requests."""
     known = {model.key: model for model in before}
     added = [model.since(known.get(model.key, ModelTimes(*model.key))) for model in after]
     return [model for model in added if model.requests or model.failures]
 
 
 async def token2wav_counters(pages: Sequence[str]) -> dict[str, float]:
-    """Returns sums of token2wav's counters over the metrics pages host:port, and of its refusals by their limit.
+    """Return sums of token2wav's counters over the metrics pages host:port, and of its refusals by their limit.
 
     Empty if a page cannot be read.
     """
@@ -94,13 +94,13 @@ async def token2wav_counters(pages: Sequence[str]) -> dict[str, float]:
 
 
 async def page_sums(pages: Sequence[str], names: Sequence[str]) -> dict[str, float]:
-    """Returns the sums of the metrics `names` over metrics pages, without those that are 0 or on no page."""
+    """Return the sums of the metrics `names` over metrics pages, without those that are 0 or on no page."""
     texts = await _texts(pages)
     return {name: value for name in names if (value := sum(sum_of(text, name) for text in texts))}
 
 
 async def _texts(pages: Sequence[str]) -> list[str]:
-    """Returns the content of metrics pages; nothing if one cannot be read."""
+    """Return the content of metrics pages; nothing if one cannot be read."""
     try:
         return [await asyncio.to_thread(_page, page) for page in pages]
     except (OSError, ValueError, HTTPException):  # urllib's own errors are OSErrors; the others: not HTTP, not UTF-8
@@ -113,7 +113,7 @@ def _page(address: str) -> str:
 
 
 def token2wav_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any] | None:
-    """Returns a chunk's mean wait for its batch, ms, the mean batch size, and how many listeners each limit refused.
+    """Return a chunk's mean wait for its batch, ms, the mean batch size, and how many listeners each limit refused.
 
     None without counters or chunks.
     """

@@ -33,7 +33,7 @@ class Sweep:
         self.rows.append(row)
 
     def write(self, output: Path) -> None:
-        """Writes OUTPUT.md, .json and .png."""
+        """Write OUTPUT.md, .json and .png."""
         output.parent.mkdir(parents=True, exist_ok=True)
         with_suffix(output, ".json").write_text(
             json.dumps(asdict(self), indent=1, ensure_ascii=False), encoding="utf-8"
@@ -63,5 +63,5 @@ class Sweep:
 
 
 def with_suffix(output: Path, suffix: str) -> Path:
-    """Returns `output` with a suffix appended; a name such as run-0.5 keeps its dot."""
+    """Return `output` with a suffix appended; a name such as run-0.5 keeps its dot."""
     return output.with_name(output.name + suffix)

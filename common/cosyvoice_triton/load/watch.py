@@ -57,7 +57,7 @@ class ServerWatch:
                 self._lose(server, reason)
 
     async def _silence(self, server: str) -> str:
-        """Returns why a server does not answer; "" if it does."""
+        """Return why a server does not answer; "" if it does."""
         try:
             if await self._probes[server].is_server_live(client_timeout=PROBE_SECONDS):
                 return ""
@@ -75,7 +75,7 @@ class ServerWatch:
 
 @asynccontextmanager
 async def lags() -> AsyncIterator[list[float]]:
-    """Yields a list that fills with the delays of this process's timers, in seconds."""
+    """Yield a list that fills with the delays of this process's timers, in seconds."""
     measured: list[float] = []
 
     async def measure() -> None:
@@ -90,7 +90,7 @@ async def lags() -> AsyncIterator[list[float]]:
 
 @asynccontextmanager
 async def memory_of(pages: Sequence[str]) -> AsyncIterator[list[tuple[float, dict[str, float]]]]:
-    """Yields a list that fills with the memory that metrics pages show, and the clock's seconds when it was read."""
+    """Yield a list that fills with the memory that metrics pages show, and the clock's seconds when it was read."""
     read: list[tuple[float, dict[str, float]]] = []
 
     async def measure() -> None:
@@ -117,7 +117,7 @@ async def _in_background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Lets Ctrl-C and SIGTERM cancel the running task once; a second one ends the process as usual."""
+    """Let Ctrl-C and SIGTERM cancel the running task once; a second one ends the process as usual."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()

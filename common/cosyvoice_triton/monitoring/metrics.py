@@ -168,7 +168,7 @@ def outcome_of(error: BaseException) -> RequestStatus:
 
 
 class MetricsPublisher:
-    """Writes what `read` returns to the file of a model instance every PERIOD_SECONDS, in a thread of its own.
+    """Write what `read` returns to the file of a model instance every PERIOD_SECONDS, in a thread of its own.
 
     Does nothing if the environment names no directory.
     """

@@ -115,7 +115,7 @@ class Pipeline:
         return [LLMPrompt(str(segment), *prompt) for segment in segments]
 
     def _generate(self, jobs: Sequence[SampleJob]) -> dict[SampleJob, Exception]:
-        """Fill in `answers`; returns the errors."""
+        """Fill in `answers`; return the errors."""
         requested = [(job, segment) for job in jobs for segment in job.segments]
         with self.stages.time("llm"):
             answers = self.llm.generate([segment for _, segment in requested], self.sampling)

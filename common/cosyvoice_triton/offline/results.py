@@ -59,7 +59,7 @@ class OutputFolder:
             journal.write("\n" * (journal.tell() > 0) + json.dumps(record, ensure_ascii=False))
 
     def log(self, figures: Mapping[str, Any]) -> Path:
-        """Write the figures of the run; returns the file."""
+        """Write the figures of the run; return the file."""
         path = self.path / LOG
         path.write_text(json.dumps(figures, indent=4, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
         return path
@@ -76,7 +76,7 @@ class OutputFolder:
 
 
 def identity(directory: Path) -> list[tuple[str, int, int]]:
-    """Returns names, sizes and modification times of a checkpoint's files."""
+    """Return names, sizes and modification times of a checkpoint's files."""
     stats = ((path.name, path.stat()) for path in sorted(directory.iterdir()) if path.is_file())
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 

@@ -118,7 +118,7 @@ class TokenBuffer:
             await self.wait_for_change()
 
     async def wait_for_change(self) -> None:
-        """Wait for tokens or the end; returns at once if either came since the last wait."""
+        """Wait for tokens or the end; return at once if either came since the last wait."""
         await self._changed.wait()
         self._changed.clear()
 

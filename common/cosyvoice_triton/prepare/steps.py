@@ -47,7 +47,7 @@ def revisions() -> dict[str, str]:
 
 
 def demo(models: Path, stack: str = stacks.DEFAULT.name) -> bool:
-    """Write the trained demo checkpoint and its LLM's form for a CPU; returns whether the checkpoint was missing.
+    """Write the trained demo checkpoint and its LLM's form for a CPU; return whether the checkpoint was missing.
 
     ValueError if `stack` has no trained demo voice.
     """

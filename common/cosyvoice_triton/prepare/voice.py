@@ -27,7 +27,7 @@ def add_voice(
     trim: bool = True,
     consent: str = "",
 ) -> Path:
-    """Encode the recording `audio` with the transcript `text` and write the voice and its dictionary; returns its file.
+    """Encode the recording `audio` with the transcript `text` and write the voice and its dictionary; return its file.
 
     consent: as in `Rights`. trim: see `Judgement.mended`.
 

@@ -26,7 +26,7 @@ def fault(url: str) -> str | None:
 
 
 def wait(urls: Sequence[str], seconds: float, process: int | None = None) -> list[str]:
-    """Wait at most `seconds`, or until `process` ends; returns one line per page that was not ready in time."""
+    """Wait at most `seconds`, or until `process` ends; return one line per page that was not ready in time."""
     deadline = time.monotonic() + seconds
     waiting = list(urls)
     while True:

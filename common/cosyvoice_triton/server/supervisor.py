@@ -106,7 +106,7 @@ class HealthPage:
 
 
 def drain(server: TritonServer, health: HealthPage, notice: float, limit: float) -> int:
-    """Wait for running requests to end, at most `limit` seconds; returns how many did not.
+    """Wait for running requests to end, at most `limit` seconds; return how many did not.
 
     notice: seconds in which new requests are still accepted although the page answers 503, so that load balancers stop
     sending before any request is refused.

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cosyvoice_triton.addresses import join
-from cosyvoice_triton.cli.arguments import command_parser
+from cosyvoice_triton.arguments import command_parser
 from cosyvoice_triton.speech_service.settings import LOOPBACK, Settings
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ class KeyValues:
         return KeyValues(_with_room(self.keys, frames), _with_room(self.values, frames))
 
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store n new frames (B, H, n, D) as the last n; returns all keys and all values of this layer."""
+        """Store n new frames (B, H, n, D) as the last n; return all keys and all values of this layer."""
         frames = keys.shape[-2]
         self.keys[..., -frames:, :] = keys
         self.values[..., -frames:, :] = values

@@ -1,4 +1,4 @@
-"""Loads `flow.pt` of each network: sizes are read from its tensors, and keys and shapes must match exactly."""
+"""Load `flow.pt` of each network: sizes are read from its tensors, and keys and shapes must match exactly."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -133,7 +133,7 @@ class SocketSessionBase(ABC):
         await self._socket.close(_POLICY_VIOLATION, "the client does not read the audio")
 
     async def stop_speaking(self) -> None:
-        """Stop speaking; returns once the speaking task has ended."""
+        """Stop speaking; return once the speaking task has ended."""
         if self._speaker is not None:
             self._speaker.cancel()
             await asyncio.gather(self._speaker, return_exceptions=True)

@@ -95,7 +95,7 @@ class PromptCaches:
         self._put(key, cache)
 
     def replace(self, key: bytes, bad: PromptCache, good: PromptCache) -> PromptCache:
-        """Evict `bad` for new streams, unless that was done before; returns the cache that they get."""
+        """Evict `bad` for new streams, unless that was done before; return the cache that they get."""
         entry = self._entries[key]
         if entry.cache is bad:
             entry.cache = good

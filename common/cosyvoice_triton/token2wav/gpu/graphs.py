@@ -67,7 +67,7 @@ class Capture(Protocol):
         ...
 
     def warm_up(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
-        """Run the function once, which initialises what it uses; returns its result."""
+        """Run the function once, which initialises what it uses; return its result."""
         ...
 
     def capture(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor) -> Replayable:

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec
 
-from cosyvoice_triton.text.pronunciation import read_pronunciations
-
 P = ParamSpec("P")
 # What a command reports without a traceback. Most errors of ours are RuntimeErrors.
 ERRORS = (ValueError, RuntimeError, OSError, ImportError, subprocess.SubprocessError)
@@ -67,14 +65,6 @@ def fraction(text: str) -> float:
     if not 0 <= (number := float(text)) <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not in 0..1")
     return number
-
-
-def words(path: str) -> dict[str, str]:
-    """Read a file with a dictionary of words and readings."""
-    try:
-        return read_pronunciations(Path(path))
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def boolean(text: str) -> bool:
