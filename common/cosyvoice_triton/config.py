@@ -362,7 +362,7 @@ class OrchestratorConfig(HopConfig):
     llm_transport: "triton" calls the model `llm_model` of the same server, which `llm_backend` runs; "openai" calls the
         servers at `llm_urls` (base URLs) in their `llm_dialect`, see llm/openai_dialects.py.
     dynamic_chunk_strategy, first_hop_tokens, max_hop_tokens: see orchestrator/chunking.py.
-    short_first_hop_tokens: of first hops where the server has slack, see orchestrator/first_hops.py.
+    short_first_hop_tokens: of first hops where the server has slack, see orchestrator/chunking.py.
     sampling, max_tokens: defaults of the request parameters of the same names.
     min_token_ratio, max_token_ratio: fewest and most speech tokens per text token.
     token_timeout, model_timeout: seconds to the LLM's first tokens and between later ones, and for the answer of any

@@ -101,7 +101,7 @@ class LimitNumbers:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstHopNumbers:
-    """Which streams begin with a short first hop, see orchestrator/first_hops.py."""
+    """Which streams begin with a short first hop, see orchestrator/chunking.py."""
 
     # A server has slack if the slowest of so many second chunks came early enough. One chunk would be luck: every tenth
     # of a loaded server's comes early.

@@ -93,7 +93,7 @@ class Stack:
     vocoder_stream_bytes, vocoder_noise_bytes: what the vocoder keeps of a stream at its official sizes, and of the
         noise of its source.
     settings: defaults of template keys, such as sampling, that differ from those of `cosyvoice_triton.config`.
-    silent_tokens: the speech tokens of silence, of which long runs are shortened, see orchestrator/silence.py.
+    silent_tokens: the speech tokens of silence, of which long runs are shortened, see orchestrator/token_buffer.py.
     speakers: where upstream's scripts get their spk2info.pt, "" if they have none for this stack. A branch of a third
         party, so there is no checksum.
     upstream: what upstream's deployment of the stack takes for granted about its LLM: defaults of template keys for

@@ -4,8 +4,7 @@ import random
 
 import pytest
 from cosyvoice_triton.constants import TOKEN_RATE
-from cosyvoice_triton.orchestrator.chunking import WITHHELD_TOKENS, Hop, HopRules
-from cosyvoice_triton.orchestrator.first_hops import FirstHops, StreamOpening
+from cosyvoice_triton.orchestrator.chunking import WITHHELD_TOKENS, FirstHops, Hop, HopRules, StreamOpening
 from cosyvoice_triton.profiles import FirstHopNumbers
 
 RULES = HopRules(first_hop=15, short_first_hop=10)

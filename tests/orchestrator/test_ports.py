@@ -9,12 +9,8 @@ import pytest
 from cosyvoice_triton.constants import MEL_BINS, SPEAKER_DIM
 from cosyvoice_triton.errors import LostAnswerError, ModelDownError, OverloadedError, UnavailableError
 from cosyvoice_triton.orchestrator.chunking import Hop
-from cosyvoice_triton.orchestrator.ports import (
-    TritonPromptEncoder,
-    TritonToken2Wav,
-    TritonToken2WavStream,
-    new_correlation_id,
-)
+from cosyvoice_triton.orchestrator.token2wav_port import Token2WavReplicas, Token2WavSequence, new_sequence_id
+from cosyvoice_triton.orchestrator.triton_ports import TritonPromptEncoder, send_over_triton
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 
 from tests.support.pipeline import settle
@@ -72,11 +68,14 @@ class FakeCall:
         return {name: self.answers[name] for name in outputs}
 
 
-def token2wav(call: FakeCall, *, cumulative: bool) -> TritonToken2Wav:
-    return TritonToken2Wav(call, ["token2wav"], cumulative=cumulative, first_speech_id=FIRST_SPEECH_ID)
+def token2wav(
+    call: Any, models: Sequence[str] = ("token2wav",), *, cumulative: bool = False, failed: Any = lambda model: False
+) -> Token2WavReplicas:
+    sends = {model: send_over_triton(call, model, FIRST_SPEECH_ID) for model in models}
+    return Token2WavReplicas(sends, cumulative=cumulative, failed=failed)
 
 
-async def two_chunks(stream: TritonToken2WavStream) -> None:
+async def two_chunks(stream: Token2WavSequence) -> None:
     """An utterance of 13 tokens: 6, then 7. The LLM is further ahead than the look-ahead of the first chunk."""
     await stream.start(PROMPT, None)
     await stream.render(list(range(12)), Hop(0, 6, final=False))
@@ -213,7 +212,7 @@ def test_an_abort_waits_for_the_chunk_in_flight_also_without_its_client(leaves: 
 
 
 def test_correlation_ids_are_63_bits_and_differ() -> None:
-    ids = {new_correlation_id() for _ in range(100)}
+    ids = {new_sequence_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(0 < correlation_id < 2**63 for correlation_id in ids)
 
@@ -246,11 +245,9 @@ def test_a_failure_that_the_response_cache_kept_does_not_disable_a_voice() -> No
     assert [sent.inputs["reference_wav"].shape for sent in call.sent] == [(1, 100), (1, 101)]
 
 
-def two_models(call: FakeCall, failed: set[str] | None = None) -> TritonToken2Wav:
+def two_models(call: FakeCall, failed: set[str] | None = None) -> Token2WavReplicas:
     gone: set[str] = failed or set()
-    return TritonToken2Wav(
-        call, ["a", "a_1"], cumulative=False, first_speech_id=FIRST_SPEECH_ID, failed=gone.__contains__
-    )
+    return token2wav(call, ["a", "a_1"], failed=gone.__contains__)
 
 
 def test_listeners_are_spread_over_the_models_and_keep_theirs() -> None:
@@ -352,7 +349,7 @@ def test_a_place_that_is_refused_after_the_caller_has_gone_is_not_logged(replica
             raise OverloadedError("9 listeners", 1.0)
 
         names = [f"token2wav_{number}" for number in range(replicas)]
-        stream = TritonToken2Wav(call, names, cumulative=False, first_speech_id=0).open()
+        stream = token2wav(call, names).open()
         reserving = asyncio.ensure_future(stream.reserve())
         await asked.wait()
         reserving.cancel()

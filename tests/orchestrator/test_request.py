@@ -6,14 +6,14 @@ import pytest
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.interface import Sampling, preset_values
-from cosyvoice_triton.orchestrator.request import RequestInputs, SynthesisRequest, default_sampling
+from cosyvoice_triton.orchestrator.request import RequestRules, SynthesisRequest, default_sampling
 
 WAV = np.sin(np.arange(PROMPT_SAMPLE_RATE, dtype=np.float32))
 
 
 def check(defaults: Sampling | None = None, **inputs: Any) -> SynthesisRequest:
     given = {"target_text": "hello", "reference_wav": WAV, "reference_text": "reference"} | inputs
-    return RequestInputs(**given).check(defaults or Sampling(), 100)
+    return RequestRules(sampling=defaults or Sampling(), max_text_chars=100).request(**given)
 
 
 def test_parameters_replace_the_defaults_and_those_of_triton_are_ignored() -> None:
@@ -125,7 +125,7 @@ def test_an_instruction_before_the_text_is_the_request_s_instruction() -> None:
 
 def test_a_request_without_a_recording_names_a_speaker_or_means_the_default_voice() -> None:
     for speaker, voice in (("anna", "anna"), ("", None), (None, None)):
-        assert RequestInputs(target_text="hello", speaker=speaker).check(Sampling(), 100).voice == voice
+        assert RequestRules().request("hello", speaker=speaker).voice == voice
 
 
 @pytest.mark.parametrize(("value", "flag"), [(True, True), ("false", False), ("True", True), (0, False), ("1", True)])

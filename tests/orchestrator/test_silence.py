@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 from cosyvoice_triton import stacks
-from cosyvoice_triton.orchestrator.silence import SilenceFilter
+from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -123,7 +123,7 @@ def test_segments_and_pauses_are_reported_with_their_samples_before_their_last_w
     reported: list[tuple[str, int]] = []
     synthesizer, received = pipeline.synthesizer, 0
 
-    def ended(text: str, samples: int) -> None:
+    def ended(text: str, samples: int, tokens: Sequence[int]) -> None:
         reported.append((text, samples))
         assert received < sum(size for _, size in reported)
 

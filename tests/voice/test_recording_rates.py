@@ -17,9 +17,8 @@ import soundfile as sf
 import torch
 from cosyvoice_triton.client.requests import Utterance, of_recording, read_reference
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.load.samples import read_manifest
-from cosyvoice_triton.orchestrator.request import RequestInputs
+from cosyvoice_triton.orchestrator.request import RequestRules
 from cosyvoice_triton.speech_service.audio.recordings import decode
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.stacks import COSYVOICE3, DEFAULT
@@ -54,10 +53,8 @@ def has_the_tone(recording: Any) -> bool:
 def received(arrays: dict[str, np.ndarray]) -> Any:
     """The recording that the orchestrator makes of a request's inputs (1, N) without texts."""
     wav, rate = arrays["reference_wav"], arrays.get("reference_sample_rate")
-    inputs = RequestInputs(
-        target_text="Hello.", reference_wav=wav, reference_sample_rate=None if rate is None else int(rate.item())
-    )
-    return inputs.check(Sampling(), 100).voice
+    rate = None if rate is None else int(rate.item())
+    return RequestRules().request("Hello.", reference_wav=wav, reference_sample_rate=rate).voice
 
 
 def of_command_line(path: Path) -> Any:
@@ -169,7 +166,7 @@ def test_a_rate_that_is_not_carried_is_refused_by_name(rate: int) -> None:
     with pytest.raises(ValueError, match=f"reference_sample_rate {rate} is not a multiple of 25 from 8000 to 48000"):
         received({"reference_wav": tone(48_000, 440), "reference_sample_rate": np.array([rate])})
     with pytest.raises(ValueError, match="reference_sample_rate 24000 without a reference_wav"):
-        RequestInputs(target_text="Hello.", reference_sample_rate=24_000).check(Sampling(), 100)
+        RequestRules().request("Hello.", reference_sample_rate=24_000)
 
 
 def test_equal_samples_of_different_rates_are_different_recordings() -> None:

@@ -1,8 +1,10 @@
-"""What answers speech requests: it reads their tensors, and has the parts that a stack's settings select."""
+"""What answers speech requests: it reads their tensors, speaks them by the pipeline over Triton, and writes the
+responses: audio, warnings, segments and the stages that were reached."""
 
-import dataclasses
+import json
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -11,11 +13,8 @@ import numpy as np
 
 from cosyvoice_triton import triton_io
 from cosyvoice_triton.config import OrchestratorConfig
-from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
-from cosyvoice_triton.llm.checkpoint import follows_instructions, read_limits, speech_bias
-from cosyvoice_triton.llm.interface import LengthRatios, SpeechLM, Timeouts
-from cosyvoice_triton.llm.interleaving import InterleavedLM
-from cosyvoice_triton.llm.openai_client import OpenAILM
+from cosyvoice_triton.llm.checkpoint import read_limits, speech_bias
+from cosyvoice_triton.llm.interface import SpeechLM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.llm.triton_client import TritonLM
 from cosyvoice_triton.llm.triton_tensors import RESPONSE_OUTPUTS
@@ -24,17 +23,12 @@ from cosyvoice_triton.monitoring.drain import DrainFile
 from cosyvoice_triton.monitoring.environment import ModelEnvironment
 from cosyvoice_triton.monitoring.health import has_failed
 from cosyvoice_triton.monitoring.metrics import RequestStats
-from cosyvoice_triton.orchestrator.chunking import HopRules
-from cosyvoice_triton.orchestrator.ports import TritonPromptEncoder, TritonToken2Wav
-from cosyvoice_triton.orchestrator.request import RequestInputs, default_sampling
-from cosyvoice_triton.orchestrator.responses import Timeline, outputs
-from cosyvoice_triton.orchestrator.synthesis import Synthesizer
+from cosyvoice_triton.orchestrator.assembly import Pipeline, length_ratios, llm_server, timeouts
 from cosyvoice_triton.orchestrator.text_stream import TextStream, TextStreams
+from cosyvoice_triton.orchestrator.token2wav_port import Token2WavReplicas
+from cosyvoice_triton.orchestrator.triton_ports import TritonPromptEncoder, send_over_triton
 from cosyvoice_triton.replicas import replicas
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.text import TextFrontend
-from cosyvoice_triton.text.markup import left_out
-from cosyvoice_triton.voice.book import VoiceBook
 
 logger = logging.getLogger(__name__)
 
@@ -47,41 +41,22 @@ class Orchestrator:
     def __init__(self, config: OrchestratorConfig, stack: Stack):
         tokenizer = LLMTokenizer.from_dir(config.llm_tokenizer_dir, stack.llm.tokenizer)
         call = partial(triton_io.call, timeout=config.model_timeout)
-        self._llm = _speech_lm(config, tokenizer)
-        full_band = stack.mel_max_hz > PROMPT_SAMPLE_RATE / 2
-        voices = VoiceBook(config.voices_dir, config.model_dir, tokenizer.decode, config.default_speaker, full_band)
-        voices.pronunciation(None)  # fail now rather than in a request
-        if config.default_speaker:
-            voices.get()
-        texts = TextFrontend(stack.name)
-        self._languages = texts.languages
-        if texts.warning:
-            logger.warning("%s", texts.warning)
-        self._synthesizer = Synthesizer(
-            texts,
-            voices,
-            TritonPromptEncoder(call, tokenizer.first_speech_id, stack.mel_max_hz),
-            self._llm,
-            InterleavedLM(self._llm, tokenizer),
-            TritonToken2Wav(
-                call,
-                replicas(stack.token2wav, len(config.token2wav_gpus)),
+        first_id = tokenizer.first_speech_id
+        models = replicas(stack.token2wav, len(config.token2wav_gpus))
+        self._pipeline = Pipeline(
+            config,
+            stack,
+            tokenizer,
+            TritonPromptEncoder(call, first_id, stack.mel_max_hz),
+            _speech_lm(config, tokenizer),
+            Token2WavReplicas(
+                {model: send_over_triton(call, model, first_id) for model in models},
                 cumulative=stack.cumulative,
-                first_speech_id=tokenizer.first_speech_id,
                 failed=has_failed,
             ),
-            HopRules(
-                strategy=config.dynamic_chunk_strategy,
-                first_hop=config.first_hop_tokens,
-                short_first_hop=config.short_first_hop_tokens,
-                max_hop=config.max_hop_tokens,
-                boundary=stack.chunk_boundary,
-            ),
-            silent_tokens=stack.silent_tokens,
         )
-        self._sampling = default_sampling(config)
-        self._instructions = follows_instructions(config.llm_tokenizer_dir)
-        self._max_text_chars = config.max_text_chars
+        if warning := self._pipeline.texts.warning:
+            logger.warning("%s", warning)
         self._decoupled = config.decoupled
         self._instances = config.instances
         self._texts = TextStreams(config.max_text_chars, config.text_timeout)
@@ -117,14 +92,12 @@ class Orchestrator:
         with self.stats.request() as live, tracing.span("orchestrator", caller) as span:
             timeline = Timeline(span)
             self._drain.check()
+            synthesizer = self._pipeline.synthesizer
             if self._decoupled:
-                self._synthesizer.check()
-            speech = _inputs(request, parameters, pieces).check(self._sampling, self._max_text_chars, self._languages)
-            if speech.instruct_text and not self._instructions:  # it would read them aloud
-                speech = dataclasses.replace(speech, instruct_text="")
-                warnings.append("instruct_text was left out: this LLM does not follow instructions")
-            if tags := left_out(speech.target_text):
-                warnings.append(f"tags were left out, as they mean nothing here: {', '.join(tags[:8])}")
+                synthesizer.check()
+            speech = self._pipeline.rules.request(
+                **_inputs(request), parameters=parameters, pieces=pieces, on_warning=warnings.append
+            )
 
             def send(waveform: np.ndarray) -> None:
                 tracing.current.set("")  # calls for later chunks are not part of the trace
@@ -132,44 +105,83 @@ class Orchestrator:
                 responder.send(outputs(waveform, warnings, segments, stages if speech.timeline else []))
                 live.sent(waveform.size)
 
-            def ended(text: str, samples: int) -> None:
+            def ended(text: str, samples: int, tokens: Sequence[int]) -> None:
                 if speech.segments:
                     segments.append((text, samples))
 
             if not self._decoupled:
-                send(await self._synthesizer.offline(speech, warnings.append, ended))
+                send(await synthesizer.offline(speech, warnings.append, on_segment=ended))
                 return
-            stream = self._synthesizer.stream(speech, warnings.append, timeline.add, ended)
+            stream = synthesizer.stream(speech, warnings.append, timeline.add, ended)
             async with aclosing(stream) as waveforms:
                 async for waveform in waveforms:
                     send(waveform)
 
     async def aclose(self) -> None:
         """Release the LLM's connections."""
-        await self._llm.aclose()
+        await self._pipeline.llm.aclose()
 
 
-def _inputs(request: Any, parameters: Mapping[str, Any], pieces: TextStream | None) -> RequestInputs:
+def _inputs(request: Any) -> dict[str, Any]:
     sent = triton_io.read_all(request, (*TEXTS, "reference_wav", "reference_wav_len", "reference_sample_rate"))
-    return RequestInputs(
-        **{name: triton_io.text(sent, name) for name in TEXTS},
-        reference_wav=sent.get("reference_wav"),
-        reference_wav_len=triton_io.scalar(sent, "reference_wav_len"),
-        reference_sample_rate=triton_io.scalar(sent, "reference_sample_rate"),
-        parameters=parameters,
-        pieces=pieces,
-    )
+    inputs: dict[str, Any] = {name: triton_io.text(sent, name) for name in TEXTS}
+    inputs |= {name: triton_io.scalar(sent, name) for name in ("reference_wav_len", "reference_sample_rate")}
+    return inputs | {"reference_wav": sent.get("reference_wav")}
 
 
 def _speech_lm(config: OrchestratorConfig, tokenizer: LLMTokenizer) -> SpeechLM:
-    timeouts = Timeouts(first_token=config.token_timeout, token=config.token_timeout)
-    ratios = LengthRatios(min=config.min_token_ratio, max=config.max_token_ratio)
     if config.llm_transport == "openai":
-        return OpenAILM(config.llm_urls, config.llm_model, tokenizer, timeouts, ratios, config.llm_dialect)
+        return llm_server(config, tokenizer)
     bias = None
     if config.llm_backend == "tensorrtllm":  # the python backend restricts the vocabulary itself
         limits = read_limits(config.llm_tokenizer_dir)
         bias = speech_bias(config.llm_tokenizer_dir, tokenizer, limits.vocab_size)
     from cosyvoice_triton.triton_io.streams import Streams  # only this transport needs the client
 
-    return TritonLM(Streams(config.llm_model, RESPONSE_OUTPUTS), tokenizer, timeouts, ratios, bias)
+    streams = Streams(config.llm_model, RESPONSE_OUTPUTS)
+    return TritonLM(streams, tokenizer, timeouts(config), length_ratios(config), bias)
+
+
+class Timeline:
+    """When each stage of a request was reached, in milliseconds since its processing started. Those up to the first
+    response become events of `span`."""
+
+    def __init__(self, span: tracing.Span) -> None:
+        self._span = span
+        self._started = time.perf_counter()
+        self._stages: list[tuple[str, float]] = []
+
+    def add(self, stage: str) -> None:
+        self._span.event(stage)
+        self._stages.append((stage, round(1e3 * (time.perf_counter() - self._started), 3)))
+
+    def take(self) -> list[tuple[str, float]]:
+        """Return the stages added since the last call."""
+        self._span = tracing.OFF
+        stages, self._stages = self._stages, []
+        return stages
+
+
+def outputs(
+    waveform: np.ndarray,
+    warnings: list[str],
+    segments: list[tuple[str, int]],
+    stages: Sequence[tuple[str, float]] = (),
+) -> dict[str, np.ndarray]:
+    """Return the outputs of one response: waveform (N,) as (1, N), and if there are any, warnings, stages, segments.
+
+    Stages and segments are JSON. A segment is the text and the samples of one that ends here, "" for a pause.
+
+    `warnings` and `segments` are emptied, so each is sent once. They are outputs because Triton 2.51's python backend
+    cannot set parameters of a response.
+    """
+    tensors = {"waveform": waveform[None]}
+    if stages:
+        tensors["timeline"] = np.array([[json.dumps(stages)]], np.object_)
+    if segments:
+        tensors["segments"] = np.array([[json.dumps(segments)]], np.object_)
+        segments.clear()
+    if warnings:
+        tensors["warning"] = np.array([["; ".join(warnings)]], np.object_)
+        warnings.clear()
+    return tensors

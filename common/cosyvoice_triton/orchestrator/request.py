@@ -13,8 +13,10 @@ from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import MAX_SPEED, MIN_SPEED, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.interface import Sampling, preset_values
 from cosyvoice_triton.monitoring.tracing import TRACEPARENT
+from cosyvoice_triton.orchestrator.callbacks import OnWarning, ignore
 from cosyvoice_triton.text import clean_line, clean_text, split_instruction, strip_control_tokens
 from cosyvoice_triton.text.language import EVERY, Language, named
+from cosyvoice_triton.text.markup import left_out
 from cosyvoice_triton.text.normalization import SPELLING, Spelled
 from cosyvoice_triton.text.pronunciation import MAX_WORDS, pronunciations
 from cosyvoice_triton.voice import audio
@@ -72,95 +74,109 @@ class SynthesisRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestInputs:
-    """The inputs of a request as received; None for a missing one. `pieces`: where the further text comes from."""
+class RequestRules:
+    """What the requests of a server, or of another door to the same pipeline, are checked by.
 
-    target_text: str | None
-    reference_wav: np.ndarray | None = dataclasses.field(default=None, repr=False)
-    reference_wav_len: int | None = None
-    reference_sample_rate: int | None = None
-    reference_text: str | None = None
-    speaker: str | None = None
-    instruct_text: str | None = None
-    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    pieces: AsyncIterator[str] | None = dataclasses.field(default=None, repr=False)
+    sampling: of requests that ask for none. languages: those of the stack. instructions: whether the LLM follows them;
+    another one would read them aloud.
+    """
 
-    def check(
-        self, defaults: Sampling, max_text_chars: int, languages: tuple[Language, ...] = EVERY
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    max_text_chars: int = OrchestratorConfig.max_text_chars
+    languages: tuple[Language, ...] = EVERY
+    instructions: bool = True
+
+    def request(
+        self,
+        target_text: str | None,
+        *,
+        reference_wav: np.ndarray | None = None,
+        reference_wav_len: int | None = None,
+        reference_sample_rate: int | None = None,
+        reference_text: str | None = None,
+        speaker: str | None = None,
+        instruct_text: str | None = None,
+        parameters: Mapping[str, Any] | None = None,
+        pieces: AsyncIterator[str] | None = None,
+        on_warning: OnWarning = ignore,
     ) -> SynthesisRequest:
-        """Return the validated request. `languages`: those of the stack. Raises ValueError naming the invalid value."""
-        if self.target_text is None:
+        """Return the validated request with these inputs, None for a missing one. pieces: where the further text comes
+        from. Raises ValueError naming the invalid value."""
+        given = parameters or {}
+        for name in given:
+            if name not in _PARAMETERS and not name.startswith(_TRITONS_OWN):
+                raise ValueError(f"request parameter {name!r} is unknown; known: {', '.join(sorted(_PARAMETERS))}")
+        if target_text is None:
             raise ValueError("target_text is missing")
-        self._check_parameters()
-        target_text = ""
-        if self.pieces is None:
-            target_text = clean_text(self.target_text, name="target_text", max_chars=max_text_chars)
-        instruct_text = self._instruction(max_text_chars)
-        cross_lingual = _flag("cross_lingual", self.parameters.get("cross_lingual", False))
+        instruct_text = self._instruction(instruct_text or "", target_text)
+        cross_lingual = _flag(given, "cross_lingual", False)
         if instruct_text and cross_lingual:
             raise ValueError(f"cross_lingual with the instruct_text {instruct_text!r}: use one of the two")
-        voice = self._voice(max_text_chars)
-        if self.reference_text and (instruct_text or cross_lingual):
+        if pieces is None:
+            target_text = clean_text(target_text, name="target_text", max_chars=self.max_text_chars)
+        voice = self._voice(reference_wav, reference_wav_len, reference_sample_rate, reference_text, speaker)
+        if reference_text and (instruct_text or cross_lingual):
             other = f"instruct_text {instruct_text!r}" if instruct_text else "cross_lingual"
-            raise ValueError(f"{other} with the reference_text {self.reference_text!r}: the LLM would not use the text")
-        sampling = sampling_of(self.parameters, defaults)
+            raise ValueError(f"{other} with the reference_text {reference_text!r}: the LLM would not use the text")
+        if instruct_text and not self.instructions:
+            instruct_text = ""
+            on_warning("instruct_text was left out: this LLM does not follow instructions")
+        if pieces is None and (tags := left_out(target_text)):
+            on_warning(f"tags were left out, as they mean nothing here: {', '.join(tags[:8])}")
+        sampling = sampling_of(given, self.sampling)
         return SynthesisRequest(
-            target_text=target_text,
+            target_text=target_text if pieces is None else "",
             voice=voice,
             instruct_text=instruct_text,
             cross_lingual=cross_lingual,
-            normalize=_flag("text_frontend", self.parameters.get("text_frontend", True)),
-            as_is=frozenset(
-                kind for name, kind in SPELLING.items() if not _flag(name, self.parameters.get(name, True))
-            ),
-            language=named(str(self.parameters.get("language", "")), languages) or "",
+            normalize=_flag(given, "text_frontend", True),
+            as_is=frozenset(kind for name, kind in SPELLING.items() if not _flag(given, name, True)),
+            language=named(str(given.get("language", "")), self.languages) or "",
             # The speech service sends those of a voice and of its folder with the request's own.
-            pronunciation=pronunciations(self.parameters.get("pronunciation", ""), max_words=3 * MAX_WORDS),
+            pronunciation=pronunciations(given.get("pronunciation", ""), max_words=3 * MAX_WORDS),
             sampling=sampling,
-            max_tokens=sampling.max_tokens if "max_tokens" in self.parameters else None,
-            speed=_speed_of(self.parameters),
-            timeline=_flag("timeline", self.parameters.get("timeline", False)),
-            segments=_flag("segments", self.parameters.get("segments", False)),
-            played=_flag("played", self.parameters.get("played", True)),
-            trim_reference=_flag("trim_reference", self.parameters.get("trim_reference", True)),
-            pieces=self.pieces,
+            max_tokens=sampling.max_tokens if "max_tokens" in given else None,
+            speed=_speed_of(given),
+            timeline=_flag(given, "timeline", False),
+            segments=_flag(given, "segments", False),
+            played=_flag(given, "played", True),
+            trim_reference=_flag(given, "trim_reference", True),
+            pieces=pieces,
         )
 
-    def _check_parameters(self) -> None:
-        for name in self.parameters:
-            if name not in _PARAMETERS and not name.startswith(_TRITONS_OWN):
-                raise ValueError(f"request parameter {name!r} is unknown; known: {', '.join(sorted(_PARAMETERS))}")
-
-    def _instruction(self, max_text_chars: int) -> str:
+    def _instruction(self, given: str, target_text: str) -> str:
         """Return `instruct_text`, or the words before `<|endofprompt|>` in the text, as upstream's clients may send
         them."""
-        given = self.instruct_text or ""
+        spoken = ""
         if given.strip():
             plain = strip_control_tokens(given)  # the token may end it
-            given = clean_line(plain, name="instruct_text", max_chars=max_text_chars) if plain.strip() else ""
-            if not given:
-                raise ValueError(f"instruct_text has nothing to speak: {self.instruct_text!r}")
-        written = split_instruction(self.target_text or "")[0]
-        if given and written:
+            spoken = clean_line(plain, name="instruct_text", max_chars=self.max_text_chars) if plain.strip() else ""
+            if not spoken:
+                raise ValueError(f"instruct_text has nothing to speak: {given!r}")
+        written = split_instruction(target_text)[0]
+        if spoken and written:
             raise ValueError(
-                f"instruct_text {given!r}, and the instruction {written!r} before <|endofprompt|> in target_text: "
+                f"instruct_text {spoken!r}, and the instruction {written!r} before <|endofprompt|> in target_text: "
                 "use one of the two"
             )
-        return given or written
+        return spoken or written
 
-    def _voice(self, max_text_chars: int) -> Recording | str | None:
+    def _voice(
+        self, wav: np.ndarray | None, length: int | None, rate: int | None, text: str | None, speaker: str | None
+    ) -> Recording | str | None:
         """Return the recording or the speaker; None without either. ValueError if both are given."""
-        if self.reference_wav is not None:
-            if self.speaker:
-                raise ValueError(f"speaker {self.speaker!r} with a reference_wav: give only one voice")
-            rate = PROMPT_SAMPLE_RATE if self.reference_sample_rate is None else self.reference_sample_rate
-            wav = audio.validate_reference(self.reference_wav, self.reference_wav_len, rate)
-            text = clean_line(self.reference_text or "", name="reference_text", max_chars=max_text_chars)
-            return Recording(wav, text, rate)
-        for name in ("reference_text", "reference_wav_len", "reference_sample_rate"):
-            if (value := getattr(self, name)) not in (None, ""):
+        if wav is not None:
+            if speaker:
+                raise ValueError(f"speaker {speaker!r} with a reference_wav: give only one voice")
+            rate = PROMPT_SAMPLE_RATE if rate is None else rate
+            wav = audio.validate_reference(wav, length, rate)
+            said = clean_line(text or "", name="reference_text", max_chars=self.max_text_chars)
+            return Recording(wav, said, rate)
+        of_recording = {"reference_text": text, "reference_wav_len": length, "reference_sample_rate": rate}
+        for name, value in of_recording.items():
+            if value not in (None, ""):
                 raise ValueError(f"{name} {value!r} without a reference_wav")
-        return self.speaker or None
+        return speaker or None
 
 
 def default_sampling(config: OrchestratorConfig) -> Sampling:
@@ -198,9 +214,10 @@ def _speed_of(parameters: Mapping[str, Any]) -> float:
     return speed
 
 
-def _flag(name: str, value: Any) -> bool:
-    """Return `value` as a boolean. Text is accepted because not every client can send a boolean parameter."""
+def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Return a parameter as a boolean. Text is accepted because not every client can send a boolean parameter."""
     flags: dict[str, bool] = {"true": True, "1": True, "false": False, "0": False}
+    value = parameters.get(name, default)
     if (flag := flags.get(str(value).lower())) is None:
         raise ValueError(f"request parameter {name} must be true or false, not {value!r}")
     return flag

@@ -16,8 +16,8 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import cache, partial
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,9 +26,9 @@ from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.llm.interface import LLMPrompt, SpeechLM
 from cosyvoice_triton.llm.interleaving import InterleavedLM
 from cosyvoice_triton.orchestrator.callbacks import OnSegment, OnStage, OnWarning, ignore
-from cosyvoice_triton.orchestrator.chunking import Hop, HopRules, HopSchedule
-from cosyvoice_triton.orchestrator.first_hops import FirstHops
+from cosyvoice_triton.orchestrator.chunking import FirstHops, Hop, HopRules, HopSchedule
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
+from cosyvoice_triton.orchestrator.token2wav_port import Token2WavReplicas, Token2WavSequence
 from cosyvoice_triton.orchestrator.token_buffer import TokenBuffer
 from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.refusals import LastRefusal
@@ -40,41 +40,6 @@ from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.judgement import judge
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, PromptEncoder, Recording, RecordingCache
-
-
-class Token2WavStream(Protocol):
-    """One utterance, rendered chunk by chunk: `start` once, then the hops in order, then `abort`."""
-
-    async def reserve(self) -> None:
-        """Reserve a stream of the model for a new listener, before `start`. OverloadedError, soon, if it is full."""
-        ...
-
-    async def start(self, prompt: Prompt, audio_left: float | None) -> None:
-        """Prefill the prompt. audio_left: seconds that the listener still has of earlier segments; None: none yet."""
-        ...
-
-    async def render(self, tokens: Sequence[int], hop: Hop) -> np.ndarray:
-        """Return audio (N,) float32 of `hop`; `tokens` are all so far, at least `hop.end_of_context`."""
-        ...
-
-    def following(self) -> "Token2WavStream":
-        """Return a stream for the next segment of the same listener."""
-        ...
-
-    async def abort(self) -> None:
-        """Free what is still held; a no-op before the first call and after the final hop. Never raises."""
-        ...
-
-
-class Token2WavPort(Protocol):
-    """Speech tokens -> 24 kHz audio, by flow and vocoder."""
-
-    def open(self) -> Token2WavStream: ...
-
-    async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
-        """Return audio (N,) float32 of a whole utterance, at `speed` times the usual rate."""
-        ...
-
 
 # Characters of text and transcript that are prepared in the event loop: 0.3 ms of a core, 2 if all are numbers. A
 # thread would hold the GIL as long, and passing the text to it and back takes as long as most of this.
@@ -90,6 +55,51 @@ CROWD = 16
 SegmentQueue = asyncio.Queue[TokenBuffer | Pause | None]
 
 
+Step = Literal["reading", "encoding", "rendering"]
+
+
+def asks_for_place(step: Step, *, crowded: bool = False, new_voice: bool = False) -> bool:
+    """Return whether a listener's place is asked for before a step, unless it was asked for before an earlier one.
+
+    Asking takes milliseconds, and usually there is a place. So it is asked for before the audio is rendered, once the
+    LLM has started; before a new voice is encoded, which takes much longer and cannot be cancelled; or first of all,
+    before the voice is read, in a crowd or if a listener was refused lately (`crowded`).
+    """
+    return step == "rendering" or (step == "encoding" and new_voice) or (step == "reading" and crowded)
+
+
+class Place:
+    """A listener's place in token2wav, which is asked for once. reserve: None if nobody listens; then it is held from
+    the beginning."""
+
+    def __init__(self, reserve: Callable[[], Coroutine[Any, Any, None]] | None, scope: TaskScope) -> None:
+        self.wanted = reserve is not None
+        self._reserve = reserve
+        self._scope = scope
+        self._asking: asyncio.Task[None] | None = None
+
+    def ask(self) -> None:
+        """Begin to ask for it, unless that was done."""
+        if self._asking is None and self._reserve is not None:
+            self._asking = self._scope.spawn(self._reserve())
+
+    async def held(self) -> None:
+        """Ask for it and wait for the answer. OverloadedError if it is refused."""
+        self.ask()
+        if self._asking is not None:
+            await self._scope.result(self._asking)
+
+    async def unless_refused(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await `work`. Where the LLM is full, token2wav may be full, too: then its refusal is the error."""
+        try:
+            await work
+        except UnavailableError:
+            self.ask()
+            if self._asking is not None:
+                await self._asking
+            raise
+
+
 class Synthesizer:
     """Turns requests into audio. Requests share only the ports and the cache of prompts. Long texts are prepared, and
     voices are read, in threads."""
@@ -101,7 +111,7 @@ class Synthesizer:
         encoder: PromptEncoder,
         llm: SpeechLM,
         interleaved: InterleavedLM,
-        token2wav: Token2WavPort,
+        token2wav: Token2WavReplicas,
         rules: HopRules,
         clock: Callable[[], float] = time.monotonic,
         silent_tokens: Collection[int] = (),
@@ -145,7 +155,7 @@ class Synthesizer:
         if request.speed != 1.0:
             raise ValueError(f"speed {request.speed} is for whole utterances; streaming supports speed 1 only")
         first = self._token2wav.open()
-        stream: Token2WavStream | None = first
+        stream: Token2WavSequence | None = first
         opening = self._first_hops.open(
             played=request.played and request.pieces is None, repeatable=request.sampling.repeatable
         )
@@ -161,7 +171,7 @@ class Synthesizer:
                 while (segment := await scope.result(segments.get())) is not None:
                     if (silence := _silence(segment)).size:
                         playback.add(len(silence) / SAMPLE_RATE, self._clock())
-                        on_segment("", silence.size)
+                        on_segment("", silence.size, ())
                         yield silence
                     if isinstance(segment, Pause):
                         continue
@@ -182,7 +192,7 @@ class Synthesizer:
             if stream is not None:
                 await stream.abort()
 
-    async def _reserve(self, stream: Token2WavStream) -> None:
+    async def _reserve(self, stream: Token2WavSequence) -> None:
         since = self._clock()
         async with self._asking:
             self._refusal.check(since)
@@ -194,21 +204,27 @@ class Synthesizer:
                 raise
 
     async def offline(
-        self, request: SynthesisRequest, on_warning: OnWarning = ignore, on_segment: OnSegment = ignore
+        self,
+        request: SynthesisRequest,
+        on_warning: OnWarning = ignore,
+        on_stage: OnStage = ignore,
+        on_segment: OnSegment = ignore,
     ) -> np.ndarray:
         """Return the whole utterance, (N,) float32. Warns and raises like `stream`."""
         async with TaskScope() as scope:
-            prompt, segments = await self._begin(request, scope, on_warning, ignore, first=None, short=False)
+            prompt, segments = await self._begin(request, scope, on_warning, on_stage, first=None, short=False)
             waveforms = []
             while (segment := await scope.result(segments.get())) is not None:
                 if (silence := _silence(segment)).size:
                     waveforms.append(silence)
-                    on_segment("", silence.size)
+                    on_segment("", silence.size, ())
                 if isinstance(segment, Pause):
                     continue
                 await scope.result(segment.wait_for_end())
+                on_stage("tokens")
                 waveforms.append(await scope.result(self._token2wav.offline(prompt, segment.tokens, request.speed)))
-                on_segment(segment.text, waveforms[-1].size)
+                on_stage("audio")
+                on_segment(segment.text, waveforms[-1].size, segment.tokens)
             return np.concatenate(waveforms)
 
     async def _begin(
@@ -217,42 +233,33 @@ class Synthesizer:
         scope: TaskScope,
         on_warning: OnWarning,
         on_stage: OnStage,
-        first: Token2WavStream | None,
+        first: Token2WavSequence | None,
         short: bool,
     ) -> tuple[Prompt, SegmentQueue]:
         """Look up or encode the voice, start the LLM as soon as its part of the prompt is ready, and reserve a place
-        for the `first` stream if somebody hears it meanwhile.
-
-        Asking for the place takes milliseconds, and usually there is one. So it is asked for once the LLM has started;
-        before a new voice is encoded, which takes much longer and cannot be cancelled; or first of all in a crowd, or
-        if a listener was refused lately.
-        """
-        place = None if first is None else cache(lambda: scope.spawn(self._reserve(first)))
-        if place is not None and (self._clock() < self._careful_until or self._beginning > CROWD):
-            await scope.result(place())
+        for the `first` stream meanwhile, if somebody hears it: when, says `asks_for_place`."""
+        place = Place(None if first is None else partial(self._reserve, first), scope)
+        crowded = self._clock() < self._careful_until or self._beginning > CROWD
+        if asks_for_place("reading", crowded=crowded):
+            await place.held()
         voice, words = await scope.result(asyncio.to_thread(self._read, request))  # a network disk can hang
         prompts = self._prompts[request.trim_reference]
         known = prompts.get(voice) if isinstance(voice, Recording) else None
         ready = known or voice
-        if place is not None and not isinstance(ready, Prompt):
-            await scope.result(place())
+        new_voice = not isinstance(ready, Prompt)
+        if asks_for_place("encoding", new_voice=new_voice):
+            await place.held()
         # Of tokens, mel and x-vector. None for a prompt: each task would have its turn before the LLM is asked.
         encoding: list[asyncio.Task[np.ndarray]] = []
         if not isinstance(ready, Prompt):
-            mended = await scope.result(_mended(ready, request.trim_reference, on_warning))
-            encoding = self._encoded(mended, scope)
-        quick = isinstance(ready, Prompt) and len(request.target_text) + len(voice.text) <= SHORT_TEXT
+            encoding = self._encoded(await scope.result(_mended(ready, request.trim_reference, on_warning)), scope)
         prepare = partial(self._prepared, request, voice.text, words, on_warning)
-        transcript, text, texts = prepare() if quick else await scope.result(asyncio.to_thread(prepare))
+        in_loop = not new_voice and len(request.target_text) + len(voice.text) <= SHORT_TEXT
+        transcript, text, texts = prepare() if in_loop else await scope.result(asyncio.to_thread(prepare))
         kept = None
         if voice.text and not (request.instruct_text or request.cross_lingual):
             kept = await _kept(ready, encoding, scope)
-            llm_prompt = LLMPrompt("", transcript, kept)
-        else:
-            llm_prompt = LLMPrompt("", instruction=request.instruct_text)
-        played = request.played and first is not None  # else nobody hears it before it is whole
-        urgent = self._rules.first_context(None if kept is None else len(kept), short=short) if played else 0
-        llm_prompt = replace(llm_prompt, urgent_tokens=urgent, played=played)
+        llm_prompt = self._llm_prompt(request, transcript, kept, played=request.played and place.wanted, short=short)
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
         new_buffer = partial(TokenBuffer, on_warning, on_stage, self._silent_tokens)
@@ -260,15 +267,22 @@ class Synthesizer:
             work = self._generate(text, texts, llm_prompt, request, segments, new_buffer, on_warning)
         else:
             work = self._generate_interleaved(request, llm_prompt, segments, new_buffer(0.0))
-        scope.spawn(_unless_refused(work, place))
-        if place is not None:
-            place()
+        scope.spawn(place.unless_refused(work))
+        place.ask()  # asks_for_place("rendering"), after the LLM was started
         prompt = await _prompt(ready, encoding, scope)
         if known is None and isinstance(voice, Recording):
             prompts.put(voice, prompt)
-        if place is not None:
-            await scope.result(place())
+        await place.held()
         return prompt, segments
+
+    def _llm_prompt(
+        self, request: SynthesisRequest, transcript: str, kept: list[int] | None, *, played: bool, short: bool
+    ) -> LLMPrompt:
+        """Return the prompt without a text. kept: speech tokens of the voice that the LLM continues, if it does."""
+        urgent = self._rules.first_context(None if kept is None else len(kept), short=short) if played else 0
+        if kept is None:
+            return LLMPrompt("", instruction=request.instruct_text, urgent_tokens=urgent, played=played)
+        return LLMPrompt("", transcript, kept, urgent_tokens=urgent, played=played)
 
     def _read(self, request: SynthesisRequest) -> tuple[Recording | Prompt | Mix, Mapping[str, str]]:
         """Return the voice, and the words with another pronunciation; none for a text in pieces."""
@@ -372,18 +386,8 @@ async def _prompt(voice: Recording | Prompt | Mix, encoding: Sequence[asyncio.Ta
     return Prompt.aligned(tokens, mel, embedding, voice.text)
 
 
-async def _unless_refused(work: Coroutine[Any, Any, None], place: Callable[[], asyncio.Task[None]] | None) -> None:
-    """Await `work`. Where the LLM is full, token2wav may be full, too: then its refusal is the error."""
-    try:
-        await work
-    except UnavailableError:
-        if place is not None:
-            await place()
-        raise
-
-
 async def _render(
-    stream: Token2WavStream,
+    stream: Token2WavSequence,
     segment: TokenBuffer,
     schedule: HopSchedule,
     scope: TaskScope,
@@ -399,7 +403,7 @@ async def _render(
         on_stage("audio")
         samples += waveform.size
         if final := hop.final:
-            on_segment(segment.text, samples)
+            on_segment(segment.text, samples, segment.tokens)
         yield hop, waveform
 
 

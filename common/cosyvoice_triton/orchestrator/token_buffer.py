@@ -2,14 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from dataclasses import replace
 
 from cosyvoice_triton.constants import MAX_STREAM_TOKENS, TOKEN_RATE
 from cosyvoice_triton.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenStream
 from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.orchestrator.callbacks import OnStage, OnWarning
-from cosyvoice_triton.orchestrator.silence import SilenceFilter
 from cosyvoice_triton.text.duration import expected_seconds
 
 logger = logging.getLogger(__name__)
@@ -17,6 +16,28 @@ logger = logging.getLogger(__name__)
 # An answer is continued up to this many times the expected duration of its text, and some seconds for the pauses of a
 # short text. Slow speech is at half the usual rate; what takes longer does not speak the text any more.
 RUNAWAY_FACTOR, RUNAWAY_SECONDS = 2.0, 2.0
+MAX_SILENT_TOKENS = 5  # spoken of a run: 0.2 s, as upstream
+
+
+class SilenceFilter:
+    """Shortens runs of silent tokens in one segment, which may arrive in any grouping: the LLM sometimes says nothing
+    for seconds. Its own context keeps what is dropped. Source: `llm_job` of upstream's CosyVoice3 model.
+
+    silent: the ids in 0..6560 that are silent, `Stack.silent_tokens`.
+    """
+
+    def __init__(self, silent: Collection[int]):
+        self._silent = silent
+        self._run = 0  # silent tokens since the last other one, dropped ones included
+
+    def kept(self, tokens: Sequence[int]) -> list[int]:
+        """Return those of the tokens that arrived next that are to be spoken."""
+        kept = []
+        for token in tokens:
+            self._run = self._run + 1 if token in self._silent else 0
+            if self._run <= MAX_SILENT_TOKENS:
+                kept.append(token)
+        return kept
 
 
 class TokenBuffer:

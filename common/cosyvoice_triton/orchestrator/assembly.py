@@ -1,0 +1,84 @@
+"""The pipeline of a stack: one assembly, whatever its ports lead to.
+
+The orchestrator's Triton model gives it ports to other models (triton_ports.py), `Speaker` ports within its process.
+"""
+
+from cosyvoice_triton.config import OrchestratorConfig
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.llm.checkpoint import follows_instructions
+from cosyvoice_triton.llm.interface import LengthRatios, SpeechLM, Timeouts
+from cosyvoice_triton.llm.interleaving import InterleavedLM
+from cosyvoice_triton.llm.openai_client import OpenAILM
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.orchestrator.chunking import HopRules
+from cosyvoice_triton.orchestrator.request import RequestRules, default_sampling
+from cosyvoice_triton.orchestrator.synthesis import Synthesizer
+from cosyvoice_triton.orchestrator.token2wav_port import Token2WavReplicas
+from cosyvoice_triton.stacks import Stack
+from cosyvoice_triton.text import TextFrontend
+from cosyvoice_triton.voice.book import VoiceBook
+from cosyvoice_triton.voice.prompt import PromptEncoder
+
+
+class Pipeline:
+    """A stack's synthesizer, and the rules for its requests.
+
+    rules: make a request of inputs. synthesizer: speaks it. voices: the registered ones. llm: to be closed by the
+    caller. ValueError if the settings or the registered voices cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        stack: Stack,
+        tokenizer: LLMTokenizer,
+        encoder: PromptEncoder,
+        llm: SpeechLM,
+        token2wav: Token2WavReplicas,
+    ) -> None:
+        full_band = stack.mel_max_hz > PROMPT_SAMPLE_RATE / 2
+        self.voices = VoiceBook(
+            config.voices_dir, config.model_dir, tokenizer.decode, config.default_speaker, full_band
+        )
+        self.voices.pronunciation(None)  # fail now rather than in a request
+        if config.default_speaker:
+            self.voices.get()
+        self.texts = TextFrontend(stack.name)
+        self.llm = llm
+        hops = HopRules(
+            strategy=config.dynamic_chunk_strategy,
+            first_hop=config.first_hop_tokens,
+            short_first_hop=config.short_first_hop_tokens,
+            max_hop=config.max_hop_tokens,
+            boundary=stack.chunk_boundary,
+        )
+        self.synthesizer = Synthesizer(
+            self.texts,
+            self.voices,
+            encoder,
+            llm,
+            InterleavedLM(llm, tokenizer),
+            token2wav,
+            hops,
+            silent_tokens=stack.silent_tokens,
+        )
+        self.rules = RequestRules(
+            sampling=default_sampling(config),
+            max_text_chars=config.max_text_chars,
+            languages=self.texts.languages,
+            instructions=follows_instructions(config.llm_tokenizer_dir),
+        )
+
+
+def length_ratios(config: OrchestratorConfig) -> LengthRatios:
+    return LengthRatios(min=config.min_token_ratio, max=config.max_token_ratio)
+
+
+def timeouts(config: OrchestratorConfig) -> Timeouts:
+    return Timeouts(first_token=config.token_timeout, token=config.token_timeout)
+
+
+def llm_server(config: OrchestratorConfig, tokenizer: LLMTokenizer) -> OpenAILM:
+    """Return the LLM behind `llm_urls`."""
+    ratios = length_ratios(config)
+    return OpenAILM(config.llm_urls, config.llm_model, tokenizer, timeouts(config), ratios, config.llm_dialect)

@@ -1,0 +1,196 @@
+"""The port of `synthesis` to token2wav: streams as sequences of requests, and the replicas that serve them.
+
+A stream is a sequence: START with the voice and no tokens, then the chunks, and END exactly once, either with the final
+chunk or alone if the stream is aborted. The first stream of a listener has one request more: START without the voice,
+which reserves a place, and then the voice. How a request reaches a model is its `Send`: over Triton (triton_ports.py)
+or to a service of the same process (speaker/ports.py).
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cosyvoice_triton.errors import ModelDownError, OverloadedError, UnavailableError
+from cosyvoice_triton.orchestrator.chunking import Hop
+from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
+from cosyvoice_triton.voice.prompt import Prompt
+
+logger = logging.getLogger(__name__)
+
+# Sends a request of the sequence with that id, of 63 bits, and returns its waveform (N,) float32.
+Send = Callable[[int, Token2WavRequest], Awaitable[np.ndarray]]
+
+NO_TOKENS = np.zeros(0, np.int64)
+FAILED_POLL_SECONDS = 0.25
+
+
+class Token2WavReplicas:
+    """Token2wav models that are replicas: a listener is served by one of them.
+
+    models: how to send to each, by name. failed: whether a model cannot serve any request. If it is one of several,
+    calls in flight end with ModelDownError then; Triton leaves them unanswered.
+    cumulative: a chunk is sent with all tokens before it and its offset (token2wav, whose flow computes a window of
+    past tokens again); otherwise with its own tokens alone (token2wav_dit, which keeps caches).
+    """
+
+    def __init__(
+        self, models: Mapping[str, Send], *, cumulative: bool, failed: Callable[[str], bool] = lambda model: False
+    ):
+        self._models = models
+        self.live = dict.fromkeys(models, 0)  # streams by model
+        self.failed = failed
+        self.cumulative = cumulative
+
+    def open(self) -> "Token2WavSequence":
+        """Return a stream for a new listener."""
+        return Token2WavSequence(self, self.by_load()[0])
+
+    def by_load(self) -> list[str]:
+        """Return the models that have not failed, those with the fewest streams first; all if all have failed."""
+        working = [model for model in self.live if not self.failed(model)]
+        return sorted(working or self.live, key=self.live.__getitem__)
+
+    async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
+        """Return audio (N,) float32 of a whole utterance, at `speed` times the usual rate."""
+
+        async def whole(model: str) -> np.ndarray:
+            self.live[model] += 1
+            try:
+                sequence = new_sequence_id()
+                request = _request(sequence, start=True, end=True, tokens=tokens, prompt=prompt, speed=speed)
+                return await self.request(model, sequence, request)
+            finally:
+                self.live[model] -= 1
+
+        return await self.first_accepted(whole)
+
+    async def first_accepted(self, ask: Callable[[str], Awaitable[np.ndarray]]) -> np.ndarray:
+        """Return the answer of the first model that neither refuses nor is down. Raises the first refusal if there is
+        none."""
+        errors: list[UnavailableError] = []
+        for model in self.by_load():
+            try:
+                return await ask(model)
+            except UnavailableError as error:
+                if not self.is_for_another(model, error):
+                    raise
+                errors.append(error)
+        raise next((error for error in errors if isinstance(error, OverloadedError)), errors[0])
+
+    def is_for_another(self, model: str, error: UnavailableError) -> bool:
+        """Return whether a request that `model` answered so may be sent to another one."""
+        return isinstance(error, (OverloadedError, ModelDownError)) or self.failed(model)
+
+    async def request(self, model: str, sequence: int, request: Token2WavRequest) -> np.ndarray:
+        """Return the waveform (N,) of the answer."""
+        answer = self._models[model](sequence, request)
+        return await (answer if len(self.live) == 1 else self._unless_failed(model, answer))
+
+    async def _unless_failed(self, model: str, answer: Awaitable[np.ndarray]) -> np.ndarray:
+        waiting = asyncio.ensure_future(answer)
+        waiting.add_done_callback(_retrieve_error)
+        try:
+            while not waiting.done():
+                if self.failed(model):
+                    raise ModelDownError(f"{model} has failed")
+                await asyncio.wait({waiting}, timeout=FAILED_POLL_SECONDS)
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
+
+def new_sequence_id() -> int:
+    """Return a random id of 63 bits, never 0, which means "no sequence" to Triton. It is never a client's."""
+    return 1 + secrets.randbelow(2**63 - 1)
+
+
+def _request(sequence: int, *, tokens: Sequence[int] | np.ndarray = NO_TOKENS, **fields: Any) -> Token2WavRequest:
+    return Token2WavRequest(f"sequence {sequence}", tokens=np.asarray(tokens, np.int64), **fields)
+
+
+def _retrieve_error(answer: "asyncio.Future[Any]") -> None:
+    """Retrieve an answer's error, which asyncio otherwise logs with a traceback: "exception was never retrieved"."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+class Token2WavSequence:
+    """One stream, rendered chunk by chunk: `start` once, then the hops in order, then `abort`.
+
+    Calls are made one after another, but `abort` may be called while another is in flight.
+    """
+
+    def __init__(self, replicas: Token2WavReplicas, model: str, sequence: int | None = None):
+        self._replicas = replicas
+        self.model = model
+        self._sequence = sequence or new_sequence_id()
+        self._open = False
+        self._in_flight: asyncio.Task[np.ndarray] | None = None
+
+    async def reserve(self) -> None:
+        """Reserve a place for a new listener, before `start`. OverloadedError, soon, if there is none."""
+
+        async def ask(model: str) -> np.ndarray:
+            self.model = model
+            try:
+                return await self._send(start=True)
+            except UnavailableError as error:
+                if self._replicas.is_for_another(model, error):
+                    self._set_open(False)  # a further call would only delay the refusal
+                raise
+
+        await self._replicas.first_accepted(ask)
+
+    async def start(self, prompt: Prompt, audio_left: float | None) -> None:
+        """Prefill the prompt. audio_left: seconds that the listener still has of earlier segments; None: none yet."""
+        left = None if audio_left is None else max(0.0, audio_left)
+        await self._send(start=not self._open, prompt=prompt, audio_left=left)
+
+    async def render(self, tokens: Sequence[int], hop: Hop) -> np.ndarray:
+        """Return audio (N,) float32 of `hop`; `tokens` are all so far, at least `hop.end_of_context`."""
+        begin = 0 if self._replicas.cumulative else hop.offset
+        chunk = tokens[begin : hop.end_of_context]
+        return await self._send(end=hop.final, final=hop.final, tokens=chunk, offset=hop.offset)
+
+    def following(self) -> "Token2WavSequence":
+        """Return a stream for the listener's next segment: on the same model, which has the voice's prompt cache,
+        unless it has failed. The id is the same, by which the model knows a listener whom it has admitted."""
+        if self._replicas.failed(self.model):
+            return self._replicas.open()
+        return Token2WavSequence(self._replicas, self.model, self._sequence)
+
+    async def abort(self) -> None:
+        """Free what is still held; a no-op before the first call and after the final hop. Never raises."""
+        # In a task of its own: a client who leaves meanwhile cancels its waiter, and END must be sent all the same.
+        await asyncio.shield(asyncio.ensure_future(self._abort()))
+
+    async def _abort(self) -> None:
+        if self._in_flight is not None:
+            await asyncio.wait({self._in_flight})
+        if not self._open:
+            return
+        try:
+            await self._send(end=True)
+        except (ValueError, RuntimeError) as error:
+            # It was never opened or is already freed; the error worth reporting is the one that ended the stream.
+            logger.warning("stream %d could not be closed: %s", self._sequence, error)
+
+    async def _send(
+        self, *, start: bool = False, end: bool = False, final: bool = False, offset: int = 0, **fields: Any
+    ) -> np.ndarray:
+        # Set before the answer is known: even a request that fails has opened or ended the sequence.
+        self._set_open(not end)
+        of_chunk = offset if self._replicas.cumulative else None
+        request = _request(self._sequence, start=start, end=end, final=final, offset=of_chunk, **fields)
+        # A request that was sent cannot be withdrawn. If only its waiter were cancelled, END could overtake it.
+        self._in_flight = asyncio.ensure_future(self._replicas.request(self.model, self._sequence, request))
+        self._in_flight.add_done_callback(_retrieve_error)  # its waiter may have been cancelled
+        return await asyncio.shield(self._in_flight)
+
+    def _set_open(self, is_open: bool) -> None:
+        self._replicas.live[self.model] += is_open - self._open
+        self._open = is_open
