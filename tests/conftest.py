@@ -134,7 +134,8 @@ def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
     To bound the memory, each worker runs one server at a time: asking for another stack stops the previous server.
     """
-    from cosyvoice_triton.server.rendering import StackOptions, render
+    from cosyvoice_triton.server.options import StackOptions
+    from cosyvoice_triton.server.rendering import render
     from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 
     running: list[tuple[StackOptions, TritonServer]] = []

@@ -171,7 +171,7 @@ class Server:
     """A speech server on this machine, on free ports: `with Server() as server: Client(server.address)`.
 
     models: the directory of the checkpoints, see `cosyvoice-triton prepare`; by default the demo voice. options: those
-    of `cosyvoice_triton.server.rendering.StackOptions`, such as stack="unet" or settings={"max_streams": "4"}.
+    of `cosyvoice_triton.server.options.StackOptions`, such as stack="unet" or settings={"max_streams": "4"}.
 
     Entering it takes the time to load the models; ServerError or ValueError if they cannot be loaded.
     """
@@ -194,7 +194,8 @@ class Server:
         from cosyvoice_triton.prepare import steps
         from cosyvoice_triton.prepare.missing import require_files
         from cosyvoice_triton.server import mps
-        from cosyvoice_triton.server.rendering import StackOptions, planned, render
+        from cosyvoice_triton.server.options import StackOptions, planned
+        from cosyvoice_triton.server.rendering import render
         from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 
         with ExitStack() as stack:

@@ -139,6 +139,14 @@ class ModelConfig:
         return cls(**values)
 
     @classmethod
+    def of(cls: type[ConfigT], given: Mapping[str, str]) -> ConfigT:
+        """Return settings from parameters of config.pbtxt alone: those of a model that runs in this process."""
+        values = cls.parsed(given)
+        if "device" in get_type_hints(cls) and "instance_kind" in values:
+            values["device"] = device_of(values["instance_kind"], cls._gpu(values, 0))
+        return cls(**values)
+
+    @classmethod
     def parsed(cls, given: Mapping[str, str]) -> dict[str, Any]:
         """Return the fields that these parameters of config.pbtxt give. ValueError naming one that is unknown, missing
         or not of its kind."""

@@ -17,7 +17,7 @@ from cosyvoice_triton import cli
 from cosyvoice_triton.cli import doctor, prepare, render
 from cosyvoice_triton.cli.stack_options import stack_options
 from cosyvoice_triton.prepare import steps
-from cosyvoice_triton.server.rendering import StackOptions
+from cosyvoice_triton.server.options import StackOptions
 
 from tests.conftest import ROOT
 from tests.support.compose import MISSING, compose_command

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cosyvoice_triton.cli import doctor, render
 from cosyvoice_triton.server import gpus
-from cosyvoice_triton.server.rendering import StackOptions, planned
+from cosyvoice_triton.server.options import StackOptions, planned
 
 CARDS = {
     "Tesla T4": ("15360", "14900", "580.95.05", "7.5"),

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from cosyvoice_triton.server import gpus, mps
-from cosyvoice_triton.server.rendering import StackOptions, render
+from cosyvoice_triton.server.options import StackOptions
+from cosyvoice_triton.server.rendering import render
 
 from tests.support.waiting import until
 

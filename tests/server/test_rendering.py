@@ -1,6 +1,7 @@
 """Templates and rendered stacks, parsed like Triton parses them."""
 
 import ast
+import dataclasses
 import re
 from pathlib import Path
 
@@ -11,15 +12,16 @@ from cosyvoice_triton.config import SPARE_REQUESTS, TensorrtLLMConfig, Token2Wav
 from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.llm.triton_tensors import request_tensors
 from cosyvoice_triton.server import rendering
+from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.server.rendering import (
     TEMPLATES,
-    StackOptions,
     defaults,
     fill,
     parse,
     placeholders,
     render,
     settings_of,
+    templates_of,
 )
 
 CONFIGS = sorted(TEMPLATES.glob("model_repo*/*/config.pbtxt"))
@@ -46,7 +48,7 @@ def test_a_rendered_stack_parses_and_leaves_no_placeholder(tmp_path, stack, tran
     wanted = options(tmp_path, stack=stack, llm_transport=transport, llm_urls=urls)
     render(wanted, tmp_path / "out")
     models = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
-    assert models == set(wanted.models)
+    assert models == set(templates_of(wanted))
     for name in models:
         text = (tmp_path / "out" / name / "config.pbtxt").read_text()
         assert "${" not in text
@@ -62,6 +64,19 @@ def as_args(config) -> dict[str, str]:
 
     text = json_format.MessageToJson(config, preserving_proto_field_name=True)
     return {"model_config": text, "model_instance_kind": "CPU", "model_instance_device_id": "0"}
+
+
+@pytest.mark.parametrize("stack", stacks.names())
+def test_a_model_of_this_process_is_configured_as_by_the_rendering(stack, tmp_path):
+    wanted = options(tmp_path, stack=stack, device="cpu", settings={"max_streams": "3", "first_hop_tokens": "25"})
+    render(wanted, tmp_path / "out")
+    for name in (wanted.orchestrator, stacks.named(stack).token2wav, "tensorrt_llm"):
+        kind = settings_of(name)
+        rendered = kind.from_triton(as_args(parse((tmp_path / "out" / name / "config.pbtxt").read_text(), name)))
+        own = {"decoupled": False} if hasattr(rendered, "decoupled") else {}  # follows from Triton's policy
+        assert dataclasses.replace(rendered, **own) == wanted.config(kind)
+    with pytest.raises(ValueError, match="unknown setting 'max_stream'"):
+        options(tmp_path, settings={"max_stream": "3"}).config(Token2WavConfig)
 
 
 EMPTY = {"guided_decoding_backend", "xgrammar_tokenizer_info_path"}
@@ -169,7 +184,9 @@ def test_the_llm_renders_for_the_cpp_backend(tmp_path, stack):
     ],
 )
 def test_each_engine_gets_the_directory_that_it_loads(tmp_path, monkeypatch, engine, device, installed, directory):
-    monkeypatch.setattr(rendering, "reads_huggingface", lambda kind: installed and kind != "KIND_CPU")
+    monkeypatch.setattr(
+        "cosyvoice_triton.server.options.reads_huggingface", lambda kind: installed and kind != "KIND_CPU"
+    )
     assert options(tmp_path, llm_engine=engine, device=device).engine_dir.name == directory
 
 
@@ -245,7 +262,9 @@ def test_each_gpu_of_token2wav_has_a_model_of_its_own(stack, tmp_path, monkeypat
         assert (tmp_path / "out" / name / "1" / "model.py").exists()
     assert [each.device for each in settings.values()] == ["cuda:0", "cuda:3"]
     assert [each.llm_share_gib for each in settings.values()] == [0, 2.5]
-    configs = {name: parse((tmp_path / "out" / name / "config.pbtxt").read_text(), name) for name in wanted.models}
+    configs = {
+        name: parse((tmp_path / "out" / name / "config.pbtxt").read_text(), name) for name in templates_of(wanted)
+    }
     assert settings_of("tensorrt_llm").from_triton(as_args(configs["tensorrt_llm"])).llm_gpu == 3
     assert configs["tensorrt_llm"].parameters["max_requests"].string_value == str(2 * 5 + SPARE_REQUESTS)
     for name in ("audio_tokenizer", "speaker_embedding"):

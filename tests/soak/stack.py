@@ -18,7 +18,8 @@ from pathlib import Path
 import aiohttp
 from cosyvoice_triton import stacks
 from cosyvoice_triton.monitoring.environment import TEST_FAULTS
-from cosyvoice_triton.server.rendering import StackOptions, render
+from cosyvoice_triton.server.options import StackOptions
+from cosyvoice_triton.server.rendering import render
 from cosyvoice_triton.server.tritonserver import free_port
 
 from tests.soak.routes import Addresses

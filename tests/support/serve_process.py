@@ -20,7 +20,8 @@ import pytest
 import tritonclient.grpc.aio as triton
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.client.requests import Utterance, of_recording, read_reference
-from cosyvoice_triton.server.rendering import StackOptions, render
+from cosyvoice_triton.server.options import StackOptions
+from cosyvoice_triton.server.rendering import render
 from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
 

@@ -21,7 +21,8 @@ from cosyvoice_triton.client.requests import add_request_arguments, not_served
 from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
 from cosyvoice_triton.prepare import hub, steps
 from cosyvoice_triton.runtimes.workloads import workloads
-from cosyvoice_triton.server.rendering import MARKER, TEMPLATES, StackOptions, parse, placeholders, settings_of
+from cosyvoice_triton.server.options import StackOptions
+from cosyvoice_triton.server.rendering import MARKER, TEMPLATES, parse, placeholders, settings_of, templates_of
 from cosyvoice_triton.speech_service.triton import TritonPool
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import Token2Wav
@@ -143,7 +144,7 @@ def test_a_stack_of_another_package_is_rendered_and_valid(
 def test_its_template_of_a_shared_model_replaces_the_default_one(third: Stack, models: Path) -> None:
     own = Path(third.templates) / "audio_tokenizer"
     shutil.copytree(TEMPLATES / stacks.SHARED_TEMPLATES / "audio_tokenizer", own)
-    found = StackOptions(models_dir=models, stack="third").models
+    found = templates_of(StackOptions(models_dir=models, stack="third"))
     assert found["audio_tokenizer"] == own
     assert found["speaker_embedding"] == TEMPLATES / stacks.SHARED_TEMPLATES / "speaker_embedding"
 

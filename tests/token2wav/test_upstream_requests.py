@@ -16,7 +16,8 @@ import tritonclient.grpc as triton
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, TOKEN_RATE
 from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
-from cosyvoice_triton.server.rendering import StackOptions, render
+from cosyvoice_triton.server.options import StackOptions
+from cosyvoice_triton.server.rendering import render
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.voice.audio import load_audio

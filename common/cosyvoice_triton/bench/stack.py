@@ -30,7 +30,8 @@ from cosyvoice_triton.arguments import command_parser, positive_int, reporting_e
 from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.load.sweep import with_suffix
 from cosyvoice_triton.server import mps
-from cosyvoice_triton.server.rendering import Device, StackOptions, parse_settings, render
+from cosyvoice_triton.server.options import Device, StackOptions, parse_settings
+from cosyvoice_triton.server.rendering import render
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 
 SAMPLE_MILLISECONDS = 300

@@ -28,7 +28,8 @@ from cosyvoice_triton.client.requests import SpeechResult, Utterance, of_recordi
 from cosyvoice_triton.load.samples import read_manifest
 from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.prepare.missing import require_files
-from cosyvoice_triton.server.rendering import StackOptions, parse_settings, render
+from cosyvoice_triton.server.options import StackOptions, parse_settings
+from cosyvoice_triton.server.rendering import render
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 
 TEXT = "Good morning. You are listening to Cosy Voice, which runs on your own computer."

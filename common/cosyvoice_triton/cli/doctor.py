@@ -17,7 +17,7 @@ from cosyvoice_triton.cli.stack_options import add_stack_options, stack_options
 from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.server import gpus
 from cosyvoice_triton.server.installation import Installation, ServerError
-from cosyvoice_triton.server.rendering import StackOptions, planned
+from cosyvoice_triton.server.options import StackOptions, planned
 
 CHECKPOINT_GB = 8  # of a stack's downloads, the LLM's directory and a reserve
 SHARED_MEMORY_GB = 1.0  # of requests and answers between tritonserver and its models

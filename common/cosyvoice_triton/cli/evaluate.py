@@ -37,7 +37,7 @@ from cosyvoice_triton.evaluate import judges, report, speech
 from cosyvoice_triton.evaluate.report import Requirement
 from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.load.samples import Sample
-from cosyvoice_triton.server.rendering import Device, StackOptions, parse_settings
+from cosyvoice_triton.server.options import Device, StackOptions, parse_settings
 from cosyvoice_triton.text.language import language_of
 from cosyvoice_triton.voice.audio import at_rate, load_audio
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from cosyvoice_triton.arguments import command_parser, reporting_errors
 from cosyvoice_triton.cli.stack_options import add_stack_options, stack_options
 from cosyvoice_triton.prepare.missing import require_files
-from cosyvoice_triton.server.rendering import planned, render
+from cosyvoice_triton.server.options import planned
+from cosyvoice_triton.server.rendering import render, templates_of
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,7 +42,7 @@ def render_stack(models: Path, destination: Path, args: argparse.Namespace) -> N
     options, plan = planned(stack_options(models, args))
     require_files(options)
     render(options, destination)
-    print(f"rendered the {options.stack} stack to {destination}: {', '.join(options.models)}")
+    print(f"rendered the {options.stack} stack to {destination}: {', '.join(templates_of(options))}")
     if plan:
         print(plan)
     others = "the defaults of plan and stack" if plan else "the stack's defaults"

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.config import LLMBackend, LLMEngine, LLMTransport
-from cosyvoice_triton.server.rendering import Device, StackOptions, parse_settings
+from cosyvoice_triton.server.options import Device, StackOptions, parse_settings
 
 _FIELDS = {field.name: field for field in dataclasses.fields(StackOptions)}
 

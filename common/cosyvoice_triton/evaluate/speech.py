@@ -14,7 +14,8 @@ from cosyvoice_triton.load.measure import RequestOutcome
 from cosyvoice_triton.load.plan import MIN_WARMUP, Load
 from cosyvoice_triton.load.runner import measured
 from cosyvoice_triton.load.samples import Sample, read_manifest
-from cosyvoice_triton.server.rendering import StackOptions, render
+from cosyvoice_triton.server.options import StackOptions
+from cosyvoice_triton.server.rendering import render
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 from cosyvoice_triton.voice.audio import at_rate, load_audio
 from cosyvoice_triton.voice.prompt import Recording

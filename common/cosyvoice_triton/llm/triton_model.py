@@ -7,7 +7,7 @@ from typing import Any
 from cosyvoice_triton import triton_io
 from cosyvoice_triton.config import TensorrtLLMConfig
 from cosyvoice_triton.llm.engines.interface import GenerationRequest, speak_once, warm_up
-from cosyvoice_triton.llm.engines.loading import load_engine
+from cosyvoice_triton.llm.engines.loading import engine_of
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.llm.triton_tensors import ALL_INPUTS, generation_request, output_tensors, scalar
 from cosyvoice_triton.monitoring import tracing
@@ -33,9 +33,8 @@ class TensorrtLLMModel:
         tokenizer = LLMTokenizer.from_dir(config.tokenizer_dir or config.engine_dir)
         self._end_ids = tokenizer.end_ids
         self._decoupled = config.decoupled
-        resources = config.llm_memory_gib, config.gpu_share, config.instance_kind, config.llm_gpu, config.profile
         with timed("LLM"):
-            self.engine = load_engine(config.engine, config.engine_dir, tokenizer, config.max_requests, *resources)
+            self.engine = engine_of(config, tokenizer)
         # By request id, for `stop`; only used in the loop's thread.
         self._live: dict[str, asyncio.Task[Any] | None] = {}
         self._stopped: set[str] = set()

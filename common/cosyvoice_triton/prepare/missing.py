@@ -4,7 +4,7 @@ from pathlib import Path
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.demo_checkpoint.checkpoint import STACKS
-from cosyvoice_triton.server.rendering import StackOptions
+from cosyvoice_triton.server.options import StackOptions
 
 
 def require_files(options: StackOptions) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS
-from cosyvoice_triton.server.rendering import StackOptions
+from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.voice.audio import load_reference
 from cosyvoice_triton.voice.encoders import ReferenceEncoder

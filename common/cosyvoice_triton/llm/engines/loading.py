@@ -69,6 +69,12 @@ def load_engine(
     )
 
 
+def engine_of(config: TensorrtLLMConfig, tokenizer: LLMTokenizer) -> Engine:
+    """Load what a model of these settings serves."""
+    resources = config.llm_memory_gib, config.gpu_share, config.instance_kind, config.llm_gpu, config.profile
+    return load_engine(config.engine, config.engine_dir, tokenizer, config.max_requests, *resources)
+
+
 def reads_huggingface(instance_kind: InstanceKind) -> bool:
     """Return whether "auto" finds an engine that reads a HuggingFace directory without conversion. Imports none."""
     if instance_kind == "KIND_CPU":

@@ -1,0 +1,162 @@
+"""Text to speech in this process: the Python API without a server."""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from contextlib import ExitStack, aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cosyvoice_triton import stacks
+from cosyvoice_triton.background import BackgroundLoop
+from cosyvoice_triton.config import OrchestratorConfig, TensorrtLLMConfig, Token2WavConfig
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.orchestrator.request import SynthesisRequest
+from cosyvoice_triton.prepare import steps
+from cosyvoice_triton.prepare.missing import require_files
+from cosyvoice_triton.server.options import StackOptions, planned
+from cosyvoice_triton.speaker.engines import LocalEngines
+from cosyvoice_triton.text.pronunciation import pronunciations
+from cosyvoice_triton.voice.audio import load_recording
+
+logger = logging.getLogger(__name__)
+
+OnWarning = Callable[[str], object]
+
+
+class Speaker:
+    """A stack in this process: `with Speaker("models/demo") as speaker: speaker.speak("Hello.")`.
+
+    models: the directory of the checkpoints, see `cosyvoice-triton prepare`; by default the demo voice. options: those
+    of `cosyvoice_triton.server.options.StackOptions`, such as stack="unet", device="cpu", llm_engine="cuda" or
+    settings={"max_streams": "4"}. A request without a voice has the voice of the setting `default_speaker`; without
+    that, the default of a server, or else the first registered voice.
+
+    Any number of threads and asyncio loops may speak at the same time. Listeners are admitted as by a server: one for
+    whom there is no room is refused with OverloadedError (a RuntimeError), which says when to try again.
+
+    ValueError if a file is missing, or a setting is wrong or does not fit the machine.
+    """
+
+    sample_rate = SAMPLE_RATE  # Hz, of all audio
+
+    def __init__(self, models: str | Path | None = None, **options: Any) -> None:
+        with ExitStack() as closing:
+            if models is None:
+                work = closing.enter_context(tempfile.TemporaryDirectory(prefix="cosyvoice-triton-"))
+                models = Path(work) / "models"
+                steps.demo(models, options.get("stack", stacks.DEFAULT.name))
+            chosen, _ = planned(StackOptions(models_dir=Path(models), **options))
+            require_files(chosen)
+            llm = chosen.config(TensorrtLLMConfig) if chosen.llm_transport == "triton" else None
+            speech = chosen.config(OrchestratorConfig)
+            engines = closing.enter_context(
+                LocalEngines(stacks.named(chosen.stack), chosen.config(Token2WavConfig), speech, llm)
+            )
+            self._pipeline = engines.pipeline()
+            if warning := self._pipeline.texts.warning:
+                logger.warning("%s", warning)
+            self._default = None if speech.default_speaker else self._default_voice()
+            self._loop = BackgroundLoop("speaker")
+            closing.callback(self._loop.close)
+            self._closing = closing.pop_all()
+
+    @property
+    def voices(self) -> list[str]:
+        """Return the names of the registered voices, sorted."""
+        return self._pipeline.voices.names()
+
+    def stream(self, text: str, **options: Any) -> Iterator[np.ndarray]:
+        """Yield the audio of `text` in chunks, float32 (N,) in -1..1, as they are rendered.
+
+        voice: the name of a registered voice. reference: instead, a recording to clone, of 0.5 to 30 seconds: a file,
+        or float32 (T,) at reference_sample_rate (16 kHz); reference_text: what it says, word for word. instruct_text:
+        how to speak. pronunciation: words of the text and what is spoken for each. on_warning: called with what the
+        caller should know although there is audio; without it, that is logged. All others are request parameters, such
+        as seed=2 or language="de", see docs/clients.md. Closing the iterator cancels the request.
+
+        ValueError naming a value that cannot be used, OverloadedError without a place for a listener.
+        """
+        return self._loop.iterate(self._stream(text, **options))
+
+    def astream(self, text: str, **options: Any) -> AsyncGenerator[np.ndarray, None]:
+        """Yield what `stream` yields, in the caller's asyncio loop."""
+        return self._loop.aiterate(self._stream(text, **options))
+
+    def speak(self, text: str, **options: Any) -> np.ndarray:
+        """Return the whole audio of `text`, float32 (N,) in -1..1, rendered at once; options and errors are those of
+        `stream`, and speed=1.2 is spoken faster. It waits while listeners are in a hurry."""
+        return self._loop.run(self._speak(text, **options))
+
+    def aspeak(self, text: str, **options: Any) -> Coroutine[Any, Any, np.ndarray]:
+        """Return what `speak` returns, in the caller's asyncio loop."""
+        return self._loop.arun(self._speak(text, **options))
+
+    def close(self) -> None:
+        """Cancel the requests under way and free everything; the speaker cannot be used afterwards."""
+        self._closing.close()
+
+    def __enter__(self) -> "Speaker":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    async def _stream(
+        self, text: str, on_warning: OnWarning | None = None, **options: Any
+    ) -> AsyncGenerator[np.ndarray, None]:
+        warn, synthesizer = on_warning or _log_warning, self._pipeline.synthesizer
+        synthesizer.check()
+        async with aclosing(synthesizer.stream(await self._request(text, warn, **options), warn)) as waveforms:
+            async for waveform in waveforms:
+                yield waveform
+
+    async def _speak(self, text: str, on_warning: OnWarning | None = None, **options: Any) -> np.ndarray:
+        warn = on_warning or _log_warning
+        return await self._pipeline.synthesizer.offline(await self._request(text, warn, **options), warn)
+
+    async def _request(
+        self,
+        text: str,
+        on_warning: OnWarning,
+        voice: str | None = None,
+        reference: str | Path | np.ndarray | None = None,
+        reference_text: str | None = None,
+        reference_sample_rate: int = PROMPT_SAMPLE_RATE,
+        instruct_text: str | None = None,
+        pronunciation: Mapping[str, str] | None = None,
+        **parameters: int | float | str | bool,
+    ) -> SynthesisRequest:
+        if isinstance(reference, (str, Path)):
+            recording = await asyncio.to_thread(load_recording, Path(reference))
+            reference, reference_sample_rate = recording.wav, recording.rate
+        if pronunciation:
+            parameters["pronunciation"] = json.dumps(pronunciations(pronunciation), ensure_ascii=False)
+        request = self._pipeline.rules.request(
+            text,
+            reference_wav=reference,
+            reference_sample_rate=None if reference is None else reference_sample_rate,
+            reference_text=reference_text,
+            speaker=voice,
+            instruct_text=instruct_text,
+            parameters=parameters,
+            on_warning=on_warning,
+        )
+        return dataclasses.replace(request, voice=self._default) if request.voice is None else request
+
+    def _default_voice(self) -> str | None:
+        """Return the voice of requests without one: None for what a server has, else the first registered one."""
+        try:
+            self._pipeline.voices.get()
+            return None
+        except ValueError:
+            return next(iter(self.voices), None)
+
+
+def _log_warning(warning: str) -> None:
+    logger.warning("%s", warning)
