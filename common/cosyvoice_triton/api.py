@@ -10,11 +10,9 @@ with Server() as server, Client(server.address) as client:
 
 import asyncio
 import json
-import queue
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +22,7 @@ import numpy as np
 from tritonclient.utils import InferenceServerException
 
 from cosyvoice_triton import stacks
+from cosyvoice_triton.background import BackgroundLoop
 from cosyvoice_triton.client.grpc_client import AsyncConnection, chunks, explained, served_model
 from cosyvoice_triton.client.requests import ClientError, Utterance, read_reference
 from cosyvoice_triton.constants import GRPC_PORT, PROMPT_SAMPLE_RATE, SAMPLE_RATE
@@ -52,9 +51,7 @@ class Client:
         self.address = address
         self._model = model
         self._connection: AsyncConnection | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="speech-client", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop("speech-client")
 
     def speak(self, text: str, **options: Any) -> np.ndarray:
         """Return the whole audio of `text`, float32 (N,) in -1..1; options and errors are those of `stream`."""
@@ -103,24 +100,9 @@ class Client:
             instruct_text,
             reference_sample_rate=reference_sample_rate,
         )
-        return self._stream(utterance, timeout)
+        return self._loop.iterate(self._received(utterance, timeout))
 
-    def _stream(self, utterance: Utterance, timeout: float) -> Iterator[np.ndarray]:
-        received: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
-        request = asyncio.run_coroutine_threadsafe(self._receive(utterance, timeout, received.put), self._loop)
-        request.add_done_callback(lambda _: received.put(None))
-        silent = True
-        try:
-            while (chunk := received.get()) is not None:
-                silent = False
-                yield chunk
-            request.result()  # raises its error
-        finally:
-            request.cancel()
-        if silent:
-            raise ClientError("the server ended the request without audio; see its log for the reason")
-
-    async def _receive(self, utterance: Utterance, timeout: float, take: Callable[[np.ndarray], None]) -> None:
+    async def _received(self, utterance: Utterance, timeout: float) -> AsyncGenerator[np.ndarray, None]:
         if self._connection is None:
             self._connection = AsyncConnection(self.address)  # here, because it belongs to this loop
         triton = self._connection.client
@@ -130,9 +112,13 @@ class Client:
         while True:
             try:
                 async with aclosing(chunks(triton, self._model, utterance, last - time.monotonic())) as parts:
+                    silent = True
                     async for part in parts:
                         if part.waveform.size:
-                            take(part.waveform)
+                            silent = False
+                            yield part.waveform
+                if silent:
+                    raise ClientError("the server ended the request without audio; see its log for the reason")
                 return
             except InferenceServerException as error:
                 failure = explained(error.status(), error.message(), self.address, timeout)
@@ -145,20 +131,7 @@ class Client:
 
     def close(self) -> None:
         """Cancel the requests under way and close the connection; the client cannot be used afterwards."""
-        if self._loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _end(self) -> None:
-        requests = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for request in requests:
-            request.cancel()
-        await asyncio.gather(*requests, return_exceptions=True)
-        if self._connection is not None:
-            await self._connection.aclose()
+        self._loop.close(None if self._connection is None else self._connection.aclose)
 
     def __enter__(self) -> "Client":
         return self

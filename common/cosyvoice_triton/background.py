@@ -3,7 +3,7 @@
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -57,11 +57,13 @@ class BackgroundLoop:
         finally:
             ended.cancel()
 
-    def close(self) -> None:
-        """Cancel all work, wait for its end and stop; the loop cannot be used afterwards."""
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Cancel all work, wait for its end and for that of `last`, and stop; the loop cannot be used afterwards."""
         if self._loop.is_closed():
             return
         self.run(_cancel_all())
+        if last is not None:
+            self.run(last())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

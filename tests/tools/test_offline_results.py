@@ -7,7 +7,7 @@ import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.samples import Sample, SampleError
 from cosyvoice_triton.offline.results import JOURNAL, OutputFolder, identity
-from cosyvoice_triton.offline.stages import Stages
+from cosyvoice_triton.offline.tool import Stages
 from cosyvoice_triton.voice.prompt import Recording
 
 SETTINGS = {"backend": "hf", "seed": 0}
@@ -73,15 +73,16 @@ def test_a_replaced_checkpoint_has_another_identity(tmp_path):
     assert before != identity(tmp_path)
 
 
-def test_the_time_of_each_stage_is_reported_also_per_second_of_audio():
-    clock = iter([0.0, 1.0, 3.0, 3.0, 7.0, 10.0])
+def test_the_time_of_each_stage_is_that_in_which_a_sample_is_in_it():
+    clock = iter([0.0, 1.0, 3.0, 4.0, 7.0, 10.0, 10.0])
     stages = Stages(("llm", "token2wav", "idle"), lambda: next(clock))
-    with stages.time("llm"):
-        pass
-    with pytest.raises(ValueError), stages.time("token2wav"):
-        raise ValueError("the time of a failed stage counts")
-    seconds = {"llm": 2.0, "token2wav": 4.0, "idle": 0.0, "pipeline": 10.0}
+    with stages.time("llm"):  # 1 to 7
+        stages.enter("llm")  # of another sample
+        with pytest.raises(ValueError), stages.time("token2wav"):  # 3 to 4
+            stages.leave("llm")
+            raise ValueError("the time of a failed stage counts")
+    seconds = {"llm": 6.0, "token2wav": 1.0, "idle": 0.0, "pipeline": 10.0}
     expected = {f"{stage}_time_seconds": of for stage, of in seconds.items()}
     expected |= {f"{stage}_rtf": of / 20 for stage, of in seconds.items()}
-    assert stages.figures(audio_seconds=20.0, total=stages.total()) == expected
-    assert stages.figures(0.0, 1.0)["llm_rtf"] is None
+    assert stages.figures(audio_seconds=20.0) == expected
+    assert stages.figures(0.0)["llm_rtf"] is None

@@ -11,7 +11,7 @@ from cosyvoice_triton.cli import (
     token2wav,
 )
 from cosyvoice_triton.cli.upstream import WITHOUT_MEANING
-from cosyvoice_triton.offline.inference import backend_of
+from cosyvoice_triton.offline.engines import llm_configs
 
 PARSERS = {
     "convert_checkpoint": lambda arguments: convert_checkpoint.build_parser().parse_args(arguments),
@@ -66,17 +66,16 @@ def test_shares_of_memory_outside_of_0_to_1_are_refused(capsys: pytest.CaptureFi
 
 
 def test_the_share_of_memory_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--output-dir", "o", "--backend", "trtllm", "--kv-cache-free-gpu-memory-fraction", "0.3"]
+    _, llm = llm_configs(offline_inference.parse_args(arguments))
+    assert llm is not None and (llm.engine, llm.gpu_share) == ("tensorrt_llm", 0.3)
     shares: list[float] = []
 
     def load_engine(*arguments: object, free_share: float) -> object:
         shares.append(free_share)
         return object()
 
-    monkeypatch.setattr("cosyvoice_triton.offline.llm.load_engine", load_engine)
     monkeypatch.setattr("cosyvoice_triton.bench.llm.load_engine", load_engine)
-    arguments = ["--output-dir", "o", "--backend", "trtllm", "--kv-cache-free-gpu-memory-fraction", "0.3"]
-    llm = backend_of(offline_inference.parse_args(arguments), tokenizer=None)  # type: ignore[arg-type]
-    llm._loop.close()
     arguments = ["--tokenizer_dir", "t", "--engine_dir", "e", "--kv_cache_free_gpu_memory_fraction", "0.2"]
     speech_lm(test_llm.build_parser().parse_args(arguments), tokenizer=None)  # type: ignore[arg-type]
-    assert shares == [0.3, 0.2]
+    assert shares == [0.2]

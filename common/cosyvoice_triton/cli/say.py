@@ -1,10 +1,13 @@
-"""Speak a text at a running server, and write it to a file or play it.
+"""Speak a text at a running server or in this process, and write it to a file or play it.
 
     cosyvoice-triton say "Good morning."                                       the demo's voice rms -> out/say.wav
     cosyvoice-triton say "Good morning." --voice slt --play                    heard while it is being rendered
+    cosyvoice-triton say "Good morning." --local                               without a server, with the demo voice
+    cosyvoice-triton say "Good morning." --local models/official --stack unet
     cosyvoice-triton say "Good morning." --server gpu1:8001 --reference anna.wav --reference-text "What she says."
 
-`cosyvoice-triton serve` starts a server. --play needs one of the programs aplay, ffplay or play (sox).
+`cosyvoice-triton serve` starts a server. With --local the checkpoints are loaded first, which takes seconds. --play
+needs one of the programs aplay, ffplay or play (sox).
 """
 
 import argparse
@@ -13,16 +16,22 @@ import shutil
 import subprocess
 import wave
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
+from cosyvoice_triton import stacks
 from cosyvoice_triton.api import Client
 from cosyvoice_triton.arguments import command_parser, reporting_errors
 from cosyvoice_triton.cli.pronunciation import words
 from cosyvoice_triton.client.requests import parameter, positive_number
 from cosyvoice_triton.constants import GRPC_PORT, SAMPLE_RATE
+from cosyvoice_triton.prepare import steps
+
+if TYPE_CHECKING:
+    from cosyvoice_triton.speaker.speaker import Speaker
 
 # Programs that play 16-bit samples from their standard input.
 PLAYERS = (
@@ -35,7 +44,17 @@ PLAYERS = (
 def build_parser() -> argparse.ArgumentParser:
     parser = command_parser(__doc__)
     parser.add_argument("text", help="what to speak")
-    parser.add_argument("--server", default=f"localhost:{GRPC_PORT}", help="gRPC address (default: %(default)s)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--server", default=f"localhost:{GRPC_PORT}", help="gRPC address (default: %(default)s)")
+    where.add_argument(
+        "--local",
+        nargs="?",
+        type=Path,
+        const=steps.DEMO,
+        metavar="MODELS",
+        help=f"without a server: load these checkpoints into this process (default: {steps.DEMO}, written if missing)",
+    )
+    parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help="with --local")
     voice = parser.add_mutually_exclusive_group()
     voice.add_argument("--voice", help="a registered voice (default: the server's, rms of the demo)")
     voice.add_argument("--reference", type=Path, help="instead, a recording of a voice, 0.5 to 30 s")
@@ -55,15 +74,15 @@ def build_parser() -> argparse.ArgumentParser:
 @reporting_errors("interrupted; the request was cancelled")
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    with Client(args.server) as client:
-        chunks = client.stream(
+    with voice_of(args) as speaker:
+        chunks = speaker.stream(
             args.text,
             voice=args.voice,
             reference=args.reference,
             reference_text=args.reference_text,
             instruct_text=args.instruct_text,
             pronunciation=args.pronunciation,
-            timeout=args.timeout,
+            **({"timeout": args.timeout} if args.local is None else {}),
             **({"language": args.language} if args.language else {}),
             **dict(args.parameter),
         )
@@ -72,6 +91,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"{write(chunks, args.output):.2f} s written to {args.output}")
     return 0
+
+
+@contextmanager
+def voice_of(args: argparse.Namespace) -> Iterator["Client | Speaker"]:
+    """Yield what speaks: the server's client, or the stack in this process."""
+    if args.local is None:
+        with Client(args.server) as client:
+            yield client
+        return
+    from cosyvoice_triton.speaker.speaker import Speaker  # a client does not need what it imports
+
+    if args.local == steps.DEMO:
+        steps.demo(args.local, args.stack)
+    with Speaker(args.local, stack=args.stack) as speaker:
+        yield speaker
 
 
 def write(chunks: Iterator[np.ndarray], path: Path) -> float:

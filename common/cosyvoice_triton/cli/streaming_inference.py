@@ -10,8 +10,8 @@ The UNet flow's chunks end on 25-token boundaries counted from the start of the 
 The samples are those of `cosyvoice-triton token2wav`. The folder gets <id>.wav and streaming-<strategy>.json.
 
 Figures: in the first pass the voices are new to the flow, in the second it has their prompt caches. A forward call
-renders one chunk of each stream of a batch. First chunk: from the prompts of a batch to its first audio; encoding the
-recordings is not included.
+renders the chunks that wait at that time, of up to --batch-size streams, as on a server. First chunk: from a stream's
+start to its first audio; encoding the recordings is not included.
 """
 
 import argparse

@@ -1,10 +1,8 @@
-"""Upstream's three programs without a server.
+"""Upstream's three programs without a server, over the pipeline and the engines of `speaker`.
 
-inputs       options, samples and voice prompts
-llm          the LLM, in this process or behind a server
-rendering    speech tokens to audio, whole or streamed
-pipeline, stages          samples through all stages, and their times
+inputs       options, samples and speech tokens
+engines      what the options load
 results      the output folder
-tool         exit codes and failures
+tool         the process, times of stages, failures
 inference, token2wav      the programs; `streaming` is token2wav in chunks
 """

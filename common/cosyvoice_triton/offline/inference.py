@@ -1,28 +1,44 @@
-"""Text to speech without a server: samples through LLM and token2wav to a folder of audio files."""
+"""Text to speech without a server: samples through the pipeline to a folder of audio files.
+
+An error fails only its own sample and is recorded.
+"""
 
 import argparse
+import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
-from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
-from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.load.report import table
 from cosyvoice_triton.load.samples import Sample
-from cosyvoice_triton.offline.inputs import VoicePrompts, read_samples
-from cosyvoice_triton.offline.llm import OfflineLLM, connect, engine_of, load_llm
-from cosyvoice_triton.offline.pipeline import Pipeline
-from cosyvoice_triton.offline.rendering import OfflineToken2Wav
+from cosyvoice_triton.offline.engines import (
+    WholeToken2Wav,
+    described,
+    llm_configs,
+    llm_engine,
+    prompt_encoder,
+    stack_of,
+    token2wav_config,
+)
+from cosyvoice_triton.offline.inputs import read_samples, recording_of
 from cosyvoice_triton.offline.results import OutputFolder, identity
-from cosyvoice_triton.offline.tool import show_failures
-from cosyvoice_triton.text import TextFrontend
+from cosyvoice_triton.offline.tool import Failure, Stages, show_failures
+from cosyvoice_triton.orchestrator.assembly import Pipeline
+from cosyvoice_triton.orchestrator.request import SynthesisRequest
+from cosyvoice_triton.orchestrator.token_buffer import CUT_SHORT
+from cosyvoice_triton.speaker.engines import load_pipeline
 from cosyvoice_triton.voice.audio import load_recording
 
-WARM_UP = LLMPrompt("Hello.")
+STAGES = ("voice", "text", "llm", "token2wav", "audio_save")
+GIVE_UP_BATCHES = 3  # consecutive batches for which the LLM was unavailable
 CUT_SHORT_SHOWN = 10
 
 
@@ -39,41 +55,27 @@ def run(args: argparse.Namespace) -> int:
     if not wanted:
         return 0
     begun = time.perf_counter()
-    with loaded_pipeline(args, sampling) as pipeline:
+    with ExitStack() as closing:
+        stack = stack_of(args.token2wav_path)
+        # Without CUDA graphs: start-up is fast, and most of a GPU's memory stays free.
+        config = token2wav_config(args, args.token2wav_path, "torch", 1)
+        whole = WholeToken2Wav(stack, config, args.token2wav_batch_size)
+        closing.callback(whole.close)
+        encoder = prompt_encoder(args, stack, args.token2wav_path)
+        closing.callback(encoder.close)
+        pipeline = load_pipeline(stack, *llm_configs(args), encoder, whole, closing)
         loaded = time.perf_counter() - begun
+        made = Run(pipeline, folder, sampling, args.batch_size)
         try:
-            with tqdm(total=len(wanted), desc="synthesizing", unit="sample") as progress:
-                pipeline.run(wanted, folder, progress)
+            asyncio.run(made.speak_all(wanted))
         finally:
-            figures = figures_of(args, pipeline, kept=kept, read=read, loaded=loaded)
+            figures = made.figures() | {"data_load_time_seconds": read, "model_load_time_seconds": loaded}
+            figures |= {"args": vars(args), "vocoder": described(stack, args.token2wav_path), "samples_kept": kept}
             log = folder.log(figures)
-    show(args, pipeline, figures)
+    show(args, made, figures)
     print(f"figures: {log}")
-    show_failures(pipeline.outcome.failures, log.name)
-    return 1 if pipeline.outcome.failures else 0
-
-
-@contextmanager
-def loaded_pipeline(args: argparse.Namespace, sampling: Sampling) -> Iterator[Pipeline]:
-    """Yield the pipeline with everything loaded and warmed up."""
-    tokenizer = LLMTokenizer.from_dir(args.llm_model_name_or_path)
-    token2wav = OfflineToken2Wav.load(args.token2wav_path, args.device, streams=0, enable_trt=args.enable_trt)
-    voices = VoicePrompts(token2wav.stack, args.token2wav_path, args.device, args.enable_trt)
-    voices.warm_up()
-    llm = backend_of(args, tokenizer)
-    try:
-        llm.generate([WARM_UP], Sampling(max_tokens=8, seed=0))
-        yield Pipeline(
-            voices=voices,
-            texts=TextFrontend(token2wav.stack.name),
-            llm=llm,
-            token2wav=token2wav,
-            batch_size=args.batch_size,
-            token2wav_batch_size=args.token2wav_batch_size,
-            sampling=sampling,
-        )
-    finally:
-        llm.close()
+    show_failures(made.failures, log.name)
+    return 1 if made.failures else 0
 
 
 def in_one_voice(args: argparse.Namespace, samples: list[Sample]) -> list[Sample]:
@@ -96,7 +98,7 @@ def settings_of(args: argparse.Namespace, sampling: Sampling) -> dict[str, Any]:
     if args.backend == "trtllm-serve":
         settings["server_model"] = args.openai_model_name
     else:
-        directories.append(engine_of(args.backend, args.llm_model_name_or_path, args.engine_dir, args.device)[1])
+        directories.append(llm_engine(args.backend, args.llm_model_name_or_path, args.engine_dir, args.device)[1])
     for directory in directories:
         if not directory.is_dir():
             raise ValueError(
@@ -106,44 +108,128 @@ def settings_of(args: argparse.Namespace, sampling: Sampling) -> dict[str, Any]:
     return settings | {"checkpoints": [[str(path.resolve()), identity(path)] for path in dict.fromkeys(directories)]}
 
 
-def backend_of(args: argparse.Namespace, tokenizer: LLMTokenizer) -> OfflineLLM:
-    if args.backend == "trtllm-serve":
-        return connect(args.openai_api_base, args.openai_model_name, tokenizer, args.batch_size)
-    engine, directory = engine_of(args.backend, args.llm_model_name_or_path, args.engine_dir, args.device)
-    return load_llm(engine, directory, tokenizer, args.batch_size, args.kv_cache_free_gpu_memory_fraction)
+@dataclass
+class Run:
+    """Samples on their way to their files, `concurrency` at a time. Valid after an interruption, too."""
+
+    pipeline: Pipeline
+    folder: OutputFolder
+    sampling: Sampling
+    concurrency: int
+    stages: Stages = field(default_factory=lambda: Stages(STAGES))
+    finished: int = 0
+    audio_seconds: float = 0.0
+    tokens: int = 0
+    cut_short: list[str] = field(default_factory=list)  # ids of samples that a limit of tokens cut short
+    failures: list[Failure] = field(default_factory=list)
+    unanswered: int = 0  # samples in a row for which the LLM was unavailable
+
+    async def speak_all(self, samples: Sequence[Sample]) -> None:
+        places = asyncio.Semaphore(self.concurrency)
+        with tqdm(total=len(samples), desc="synthesizing", unit="sample") as progress:
+
+            async def speak(sample: Sample) -> None:
+                async with places:
+                    await self.speak(sample)
+                progress.update()
+                progress.set_postfix(failed=len(self.failures))
+
+            try:
+                await asyncio.gather(*map(speak, samples))
+            finally:
+                await self.pipeline.llm.aclose()
+
+    async def speak(self, sample: Sample) -> None:
+        """Write the sample's file, or record why there is none."""
+        self.folder.discard(sample)
+        stage = SampleStage(self.stages)
+        try:
+            if self.unanswered >= GIVE_UP_BATCHES * self.concurrency:
+                stage.enter("llm")
+                raise UnavailableError("not tried: the LLM was unavailable for the samples before")
+            await self._spoken(sample, stage)
+            self.unanswered = 0
+        except Exception as error:
+            if stage.name == "llm" and isinstance(error, UnavailableError):
+                self.unanswered += 1
+            self.failures.append(Failure.of(sample, stage.name, error))
+        finally:
+            stage.leave()
+
+    async def _spoken(self, sample: Sample, stage: "SampleStage") -> None:
+        stage.enter("voice")
+        recording = recording_of(sample)
+        stage.enter("text")
+        request = self.pipeline.rules.request(sample.target_text)
+        request = replace(request, voice=recording, sampling=self.sampling, trim_reference=False)
+        warnings: list[str] = []
+        tokens: list[int] = []
+
+        def segment_ended(text: str, samples: int, of_segment: Sequence[int]) -> None:
+            tokens.extend(of_segment)
+
+        audio = await self._audio(request, warnings, stage, segment_ended)
+        stage.enter("audio_save")
+        cut_short = any(warning.startswith(CUT_SHORT) for warning in warnings)
+        self.folder.save(sample, audio, np.asarray(tokens), cut_short)
+        self.finished += 1
+        self.audio_seconds += len(audio) / SAMPLE_RATE
+        self.tokens += len(tokens)
+        self.cut_short += [sample.id] * cut_short
+
+    async def _audio(
+        self, request: SynthesisRequest, warnings: list[str], stage: "SampleStage", segment_ended: Any
+    ) -> np.ndarray:
+        # Each stage of the pipeline ends the one before.
+        following = {"voice": "llm", "tokens": "token2wav", "audio": "llm"}
+
+        def reached(name: str) -> None:
+            if name in following:
+                stage.enter(following[name])
+
+        return await self.pipeline.synthesizer.offline(request, warnings.append, reached, segment_ended)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of the run, with upstream's names where it has them."""
+        return {
+            **self.stages.figures(self.audio_seconds),
+            "total_audio_duration_seconds": self.audio_seconds,
+            "speech_tokens": self.tokens,
+            "samples_finished": self.finished,
+            "samples_failed": len(self.failures),
+            "cut_short": self.cut_short,
+            "failures": [failure._asdict() for failure in self.failures],
+        }
 
 
-def figures_of(
-    args: argparse.Namespace, pipeline: Pipeline, *, kept: int, read: float, loaded: float
-) -> dict[str, Any]:
-    """Return the figures of the run, with upstream's names where it has them."""
-    outcome = pipeline.outcome
-    return {
-        "args": vars(args),
-        "vocoder": pipeline.token2wav.name,
-        "data_load_time_seconds": read,
-        "model_load_time_seconds": loaded,
-        **pipeline.stages.figures(outcome.audio_seconds, pipeline.stages.total()),
-        "total_audio_duration_seconds": outcome.audio_seconds,
-        "speech_tokens": outcome.tokens,
-        "samples_finished": outcome.finished,
-        "samples_kept": kept,
-        "samples_failed": len(outcome.failures),
-        "cut_short": outcome.cut_short,
-        "failures": [failure._asdict() for failure in outcome.failures],
-    }
+class SampleStage:
+    """The stage that a sample is in; `name` is kept after it has left it."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._entered = False
+        self.name = ""
+
+    def enter(self, name: str) -> None:
+        self.leave()
+        self._stages.enter(name)
+        self.name, self._entered = name, True
+
+    def leave(self) -> None:
+        if self._entered:
+            self._stages.leave(self.name)
+            self._entered = False
 
 
-def show(args: argparse.Namespace, pipeline: Pipeline, figures: dict[str, Any]) -> None:
+def show(args: argparse.Namespace, made: Run, figures: dict[str, Any]) -> None:
     """Print the tables and the samples that were cut short."""
-    outcome = pipeline.outcome
-    print(f"{outcome.finished} samples, {outcome.audio_seconds:.1f} s of audio, {pipeline.token2wav.name}")
-    stages = [*pipeline.stages.seconds, "pipeline"]
+    print(f"{made.finished} samples, {made.audio_seconds:.1f} s of audio, {figures['vocoder']}")
+    stages = [*STAGES, "pipeline"]
     print(table(("stage", "seconds", "RTF"), [(s, figures[f"{s}_time_seconds"], figures[f"{s}_rtf"]) for s in stages]))
     print()
     row = (args.backend, args.batch_size, *(figures[key] for key in ("llm_time_seconds", "pipeline_time_seconds")))
     header = ("Backend", "Batch Size", "llm_time_seconds", "total_time_seconds", "RTF")
     print(table(header, [(*row, figures["pipeline_rtf"])]))
-    if outcome.cut_short:
-        shown = ", ".join(outcome.cut_short[:CUT_SHORT_SHOWN])
-        print(f"{len(outcome.cut_short)} samples were cut short by the token limit (log.txt: cut_short): {shown}")
+    if made.cut_short:
+        shown = ", ".join(made.cut_short[:CUT_SHORT_SHOWN])
+        print(f"{len(made.cut_short)} samples were cut short by the token limit (log.txt: cut_short): {shown}")

@@ -1,4 +1,4 @@
-"""Inputs of the offline tools: samples, their voice prompts, and precomputed speech tokens."""
+"""Inputs of the offline tools: options, samples, and speech tokens that are there already."""
 
 import argparse
 import json
@@ -11,13 +11,10 @@ import torch
 
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.config import OrchestratorConfig
-from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.load.samples import Sample, SampleError, read_dataset, read_manifest
-from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.voice.audio import validate_reference
-from cosyvoice_triton.voice.encoders import ReferenceEncoder
-from cosyvoice_triton.voice.prompt import Prompt, Recording
+from cosyvoice_triton.voice.prompt import Recording
 
 
 def add_data_arguments(parser: argparse.ArgumentParser, split: str) -> None:
@@ -86,29 +83,10 @@ def with_tokens(samples: Sequence[Sample], path: Path | None) -> list[Sample]:
     return [replace(sample, target_audio_cosy2_tokens=tokens[sample.id]) for sample in samples]
 
 
-class VoicePrompts:
-    """Encodes recordings to prompts. Samples often share a voice, so the most recent prompts are cached."""
-
-    def __init__(self, stack: Stack, model_dir: Path, device: str, enable_trt: bool = False) -> None:
-        self._encode = ReferenceEncoder(stack, model_dir, device, "tensorrt" if enable_trt else "onnxruntime")
-
-    def __call__(self, sample: Sample) -> Prompt:
-        """Return the sample's voice. Raise ValueError if the recording or its transcript cannot be used."""
-        assert sample.prompt_audio is not None  # checked by `read_samples`
-        validate_reference(sample.prompt_audio.wav, rate=sample.prompt_audio.rate)
-        text = clean_line(sample.prompt_text, name="prompt_text", max_chars=OrchestratorConfig.max_text_chars)
-        return self._encode(replace(sample.prompt_audio, text=text))
-
-    def utterance(self, sample: Sample) -> tuple[Prompt, np.ndarray]:
-        """Return the prompt and the sample's speech tokens (n,), or those of the recording if the sample has none."""
-        prompt = self(sample)
-        tokens = sample.target_audio_cosy2_tokens
-        return prompt, prompt.tokens if tokens is None else tokens
-
-    def clear(self) -> None:
-        """Empty the cache."""
-        self._encode.clear()
-
-    def warm_up(self) -> None:
-        """Load the networks, so that the first voice does not include it."""
-        self._encode(Recording(np.random.default_rng(0).uniform(-0.1, 0.1, PROMPT_SAMPLE_RATE).astype(np.float32)))
+def recording_of(sample: Sample) -> Recording:
+    """Return the sample's recording and transcript. ValueError if one of them cannot be used."""
+    recording = sample.prompt_audio
+    assert recording is not None  # checked by `read_samples`
+    validate_reference(recording.wav, rate=recording.rate)
+    text = clean_line(sample.prompt_text, name="prompt_text", max_chars=OrchestratorConfig.max_text_chars)
+    return replace(recording, text=text)

@@ -1,122 +1,208 @@
 """Speech tokens to audio files, whole or in chunks, in timed passes over the samples."""
 
 import argparse
+import asyncio
 import json
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.config import OrchestratorConfig
+from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS, SAMPLE_RATE
+from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.load.report import table
 from cosyvoice_triton.load.samples import Sample
-from cosyvoice_triton.offline.inputs import VoicePrompts, read_samples, with_tokens
-from cosyvoice_triton.offline.pipeline import batches
-from cosyvoice_triton.offline.rendering import OfflineToken2Wav, PromptedTokens, Streamed
-from cosyvoice_triton.offline.stages import Stages
-from cosyvoice_triton.offline.tool import Failure, show_failures, show_resynthesis
+from cosyvoice_triton.offline.engines import WholeToken2Wav, described, prompt_encoder, stack_of, token2wav_config
+from cosyvoice_triton.offline.inputs import read_samples, recording_of, with_tokens
+from cosyvoice_triton.offline.tool import Failure, Stages, show_failures
 from cosyvoice_triton.orchestrator.chunking import HopRules
+from cosyvoice_triton.orchestrator.token2wav_port import Token2WavSequence
+from cosyvoice_triton.speaker.engines import LocalPromptEncoder, load_token2wav, port_of
+from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.voice.audio import save_audio
+from cosyvoice_triton.voice.prompt import Prompt
 
 STAGES = ("voice", "token2wav")
+RETRY_SECONDS = 0.1  # until a stream that found no place asks again
+
+
+@dataclass
+class Rendered:
+    """One utterance: chunks (N,) float32 at 24 kHz, and the seconds from its stream's start to the first."""
+
+    chunks: list[np.ndarray]
+    first_chunk: float = 0.0
+
+
+Render = Callable[[Prompt, np.ndarray], Awaitable[Rendered]]  # of speech tokens (n,)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return the exit code. Raises ValueError, RuntimeError or OSError if it cannot start."""
+    """Return the exit code. Raise ValueError, RuntimeError or OSError if it cannot start."""
     samples = with_tokens(read_samples(args), args.tokens_path)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    streams = args.batch_size if args.streaming else 0
-    token2wav = OfflineToken2Wav.load(args.model_dir, args.device, streams, args.enable_trt)
-    voices = VoicePrompts(token2wav.stack, args.model_dir, args.device, args.enable_trt)
-    voices.warm_up()
-    rules = token2wav.rules(args.strategy) if args.streaming else None
+    stack = stack_of(args.model_dir)
+    with ExitStack() as closing:
+        render, calls = renderer(args, stack, closing)
+        encoder = prompt_encoder(args, stack, args.model_dir)
+        closing.callback(encoder.close)
+        epochs = asyncio.run(passes(args, samples, encoder, render, calls))
+    report(args, samples, described(stack, args.model_dir), epochs)
+    return 1 if epochs[-1].failures else 0
+
+
+def renderer(args: argparse.Namespace, stack: Stack, closing: ExitStack) -> tuple[Render, Callable[[], int]]:
+    """Load token2wav; return what renders an utterance, and what counts the forward calls of the flow."""
+    if not args.streaming:
+        # Without CUDA graphs: start-up is fast, and most of a GPU's memory stays free.
+        whole = WholeToken2Wav(stack, token2wav_config(args, args.model_dir, "torch", 1), args.batch_size)
+        closing.callback(whole.close)
+
+        async def rendered(prompt: Prompt, tokens: np.ndarray) -> Rendered:
+            return Rendered([await whole.offline(prompt, tokens.tolist())])
+
+        return rendered, lambda: whole.calls
+    service = load_token2wav(stack, token2wav_config(args, args.model_dir, "auto", args.batch_size))
+    closing.callback(service.close)
+    # Hops of 25 tokens at first, as in upstream's streaming test, and the server's longest hop.
+    rules = HopRules(
+        strategy=args.strategy,
+        first_hop=FLOW_CHUNK_TOKENS,
+        max_hop=OrchestratorConfig.max_hop_tokens,
+        boundary=stack.chunk_boundary,
+    )
+    port = port_of(service, stack)
+
+    async def streamed(prompt: Prompt, tokens: np.ndarray) -> Rendered:
+        if not len(tokens):
+            raise ValueError("there are no speech tokens")
+        stream, answer, schedule = port.open(), Rendered([]), rules.schedule(len(prompt.tokens))
+        await admitted(stream)
+        begun = time.perf_counter()
+        try:
+            await stream.start(prompt, None)
+            while (hop := schedule.next_hop(len(tokens), ended=True)) is not None:
+                answer.chunks.append(await stream.render(tokens.tolist(), hop))
+                answer.first_chunk = answer.first_chunk or time.perf_counter() - begun
+        finally:
+            await stream.abort()
+        return answer
+
+    return streamed, lambda: service.stats().batches
+
+
+async def admitted(stream: Token2WavSequence) -> None:
+    """Reserve a place, waiting for one as long as it takes: there are no listeners who would hear a gap."""
+    while True:
+        try:
+            return await stream.reserve()
+        except OverloadedError:
+            await asyncio.sleep(RETRY_SECONDS)
+
+
+async def passes(
+    args: argparse.Namespace,
+    samples: Sequence[Sample],
+    encoder: LocalPromptEncoder,
+    render: Render,
+    calls: Callable[[], int],
+) -> "list[Epoch]":
     epochs = []
     with tqdm(total=args.warmup * len(samples), desc="token2wav", unit="sample") as progress:
         for _ in range(args.warmup):
-            voices.clear()
-            epochs.append(Epoch(voices, token2wav, rules, args.output_dir))
-            for batch in batches(samples, args.batch_size):
-                epochs[-1].render(batch)
+            epochs.append(epoch := Epoch())
+            called = calls()
+            for begin in range(0, len(samples), args.batch_size):
+                batch = samples[begin : begin + args.batch_size]
+                prompts = [await epoch.prompt(encoder, sample) for sample in batch]
+                with epoch.stages.time("token2wav"):
+                    answers = await asyncio.gather(
+                        *(render(*each) for each in prompts if each is not None), return_exceptions=True
+                    )
+                spoken = [sample for sample, each in zip(batch, prompts, strict=True) if each is not None]
+                for sample, answer in zip(spoken, answers, strict=True):
+                    epoch.save(args, sample, answer)
                 progress.update(len(batch))
-    report(args, samples, token2wav, epochs)
-    return 1 if epochs[-1].failures else 0
+            epoch.forward_calls = calls() - called
+    return epochs
 
 
 @dataclass
 class Epoch:
-    """One pass over the samples. rules: the hops of streams; None renders whole utterances."""
+    """One pass over the samples, in which each voice is encoded once."""
 
-    voices: VoicePrompts
-    token2wav: OfflineToken2Wav
-    rules: HopRules | None
-    output_dir: Path
     stages: Stages = field(default_factory=lambda: Stages(STAGES))
     audio_seconds: float = 0.0
     failures: list[Failure] = field(default_factory=list)
     forward_calls: int = 0
     chunks: int = 0
     first_chunks: list[float] = field(default_factory=list)  # seconds
+    voices: dict[bytes, Prompt] = field(default_factory=dict)  # by digest of the recording
 
-    def render(self, samples: Sequence[Sample]) -> None:
-        """Render a batch and write its files."""
-        utterances: list[tuple[Sample, PromptedTokens]] = []
-        for sample in samples:
-            try:
-                with self.stages.time("voice"):
-                    utterances.append((sample, self.voices.utterance(sample)))
-            except Exception as error:
-                self.failures.append(Failure.of(sample, "voice", error))
-        called = self.token2wav.calls
-        with self.stages.time("token2wav"):
-            rendered = self._rendered([utterance for _, utterance in utterances])
-        self.forward_calls += self.token2wav.calls - called
-        for (sample, _), audio in zip(utterances, rendered, strict=True):
-            try:
-                self._save(sample, audio)
-            except Exception as error:
-                self.failures.append(Failure.of(sample, "token2wav", error))
+    async def prompt(self, encoder: LocalPromptEncoder, sample: Sample) -> tuple[Prompt, np.ndarray] | None:
+        """Return the sample's voice and speech tokens, those of the recording if it has none; None if its recording
+        cannot be used."""
+        try:
+            with self.stages.time("voice"):
+                recording = recording_of(sample)
+                if (prompt := self.voices.get(recording.digest)) is None:
+                    prompt = self.voices[recording.digest] = await encoder.prompt(recording)
+        except Exception as error:
+            self.failures.append(Failure.of(sample, "voice", error))
+            return None
+        tokens = sample.target_audio_cosy2_tokens
+        return prompt, prompt.tokens if tokens is None else tokens
 
-    def _rendered(self, utterances: Sequence[PromptedTokens]) -> Sequence[np.ndarray | Streamed | Exception]:
-        if self.rules is None:
-            return self.token2wav.whole(utterances) if utterances else []
-        return self.token2wav.streamed(utterances, self.rules)
+    def save(self, args: argparse.Namespace, sample: Sample, answer: Rendered | BaseException) -> None:
+        try:
+            if isinstance(answer, BaseException):
+                raise answer
+            audio = np.concatenate(answer.chunks)
+            save_audio(args.output_dir / f"{sample.id}.wav", audio, SAMPLE_RATE)
+        except Exception as error:
+            self.failures.append(Failure.of(sample, "token2wav", error))
+            return
+        self.audio_seconds += len(audio) / SAMPLE_RATE
+        if args.streaming:
+            self.first_chunks.append(answer.first_chunk)
+            self.chunks += len(answer.chunks)
 
-    def _save(self, sample: Sample, audio: np.ndarray | Streamed | Exception) -> None:
-        if isinstance(audio, Exception):
-            raise audio
-        if isinstance(audio, Streamed):
-            self.first_chunks.append(audio.first_chunk)
-            self.chunks += len(audio.waveforms)
-        whole = np.concatenate(audio.waveforms) if isinstance(audio, Streamed) else audio
-        save_audio(self.output_dir / f"{sample.id}.wav", whole, SAMPLE_RATE)
-        self.audio_seconds += len(whole) / SAMPLE_RATE
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of all stages, which follow one another."""
+        return sum(self.stages.seconds.values())
 
     def figures(self) -> dict[str, Any]:
         """Return the times of the stages, and what the chunks of streams cost."""
-        total = sum(self.stages.seconds.values())
-        return self.stages.figures(self.audio_seconds, total) | {
+        total, audio = self.seconds, self.audio_seconds
+        pipeline = {"pipeline_time_seconds": total, "pipeline_rtf": total / audio if audio else None}
+        return {
+            **self.stages.figures(audio),
+            **pipeline,  # without the time that writing files takes
             "forward_calls": self.forward_calls,
             "chunks": self.chunks,
             "first_chunk_ms": 1e3 * statistics.median(self.first_chunks) if self.first_chunks else None,
         }
 
 
-def report(
-    args: argparse.Namespace, samples: Sequence[Sample], token2wav: OfflineToken2Wav, epochs: list[Epoch]
-) -> None:
+def report(args: argparse.Namespace, samples: Sequence[Sample], vocoder: str, epochs: list[Epoch]) -> None:
     """Print the figures and write them as JSON, `args.figures`."""
     last = epochs[-1]
     how = f"streamed ({args.strategy})" if args.streaming else "whole"
-    print(f"{token2wav.name}, {how}, batches of {args.batch_size}: {last.audio_seconds:.1f} s of audio")
+    print(f"{vocoder}, {how}, batches of {args.batch_size}: {last.audio_seconds:.1f} s of audio")
+    if without := sum(sample.target_audio_cosy2_tokens is None for sample in samples):
+        print(f"{without} of {len(samples)} samples have no tokens and resynthesize their recordings")
     figures = {
         "args": vars(args),
-        "vocoder": token2wav.name,
+        "vocoder": vocoder,
         "samples": len(samples),
-        "samples_that_say_their_recording": show_resynthesis(samples),
+        "samples_that_say_their_recording": without,
         "total_audio_duration_seconds": last.audio_seconds,
         **last.figures(),
         "passes": [epoch.figures() for epoch in epochs],
@@ -128,9 +214,10 @@ def report(
     print(table(("stage", "seconds", "RTF"), rows))
     if args.streaming:
         header = ("pass", "first chunk, median ms", "forward calls", "chunks")
-        passes = [each.figures() for each in epochs]
-        costs = [(n, each["first_chunk_ms"], each["forward_calls"], each["chunks"]) for n, each in enumerate(passes, 1)]
+        costs = [
+            (n, each.figures()["first_chunk_ms"], each.forward_calls, each.chunks) for n, each in enumerate(epochs, 1)
+        ]
         print(table(header, costs))
         print(f"Total flow matching forward calls: {last.forward_calls}")
-    print(f"Measurement epoch time taken: {sum(last.stages.seconds.values()):.4f} seconds")
+    print(f"Measurement epoch time taken: {last.seconds:.4f} seconds")
     show_failures(last.failures, path.name)

@@ -13,7 +13,7 @@ from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.orchestrator.request import RequestRules, default_sampling
 from cosyvoice_triton.orchestrator.synthesis import Synthesizer
-from cosyvoice_triton.orchestrator.token2wav_port import Token2WavReplicas
+from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.voice.book import VoiceBook
@@ -34,7 +34,7 @@ class Pipeline:
         tokenizer: LLMTokenizer,
         encoder: PromptEncoder,
         llm: SpeechLM,
-        token2wav: Token2WavReplicas,
+        token2wav: Token2WavPort,
     ) -> None:
         full_band = stack.mel_max_hz > PROMPT_SAMPLE_RATE / 2
         self.voices = VoiceBook(

@@ -28,7 +28,7 @@ from cosyvoice_triton.llm.interleaving import InterleavedLM
 from cosyvoice_triton.orchestrator.callbacks import OnSegment, OnStage, OnWarning, ignore
 from cosyvoice_triton.orchestrator.chunking import FirstHops, Hop, HopRules, HopSchedule
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
-from cosyvoice_triton.orchestrator.token2wav_port import Token2WavReplicas, Token2WavSequence
+from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort, Token2WavSequence
 from cosyvoice_triton.orchestrator.token_buffer import TokenBuffer
 from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.refusals import LastRefusal
@@ -111,7 +111,7 @@ class Synthesizer:
         encoder: PromptEncoder,
         llm: SpeechLM,
         interleaved: InterleavedLM,
-        token2wav: Token2WavReplicas,
+        token2wav: Token2WavPort,
         rules: HopRules,
         clock: Callable[[], float] = time.monotonic,
         silent_tokens: Collection[int] = (),

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,6 +26,18 @@ Send = Callable[[int, Token2WavRequest], Awaitable[np.ndarray]]
 
 NO_TOKENS = np.zeros(0, np.int64)
 FAILED_POLL_SECONDS = 0.25
+
+
+class Token2WavPort(Protocol):
+    """Speech tokens to audio, by flow and vocoder."""
+
+    def open(self) -> "Token2WavSequence":
+        """Return a stream for a new listener."""
+        ...
+
+    async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
+        """Return audio (N,) float32 of a whole utterance, at `speed` times the usual rate."""
+        ...
 
 
 class Token2WavReplicas:
@@ -46,7 +58,6 @@ class Token2WavReplicas:
         self.cumulative = cumulative
 
     def open(self) -> "Token2WavSequence":
-        """Return a stream for a new listener."""
         return Token2WavSequence(self, self.by_load()[0])
 
     def by_load(self) -> list[str]:
@@ -55,8 +66,6 @@ class Token2WavReplicas:
         return sorted(working or self.live, key=self.live.__getitem__)
 
     async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
-        """Return audio (N,) float32 of a whole utterance, at `speed` times the usual rate."""
-
         async def whole(model: str) -> np.ndarray:
             self.live[model] += 1
             try:

@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 # An answer is continued up to this many times the expected duration of its text, and some seconds for the pauses of a
 # short text. Slow speech is at half the usual rate; what takes longer does not speak the text any more.
 RUNAWAY_FACTOR, RUNAWAY_SECONDS = 2.0, 2.0
+CUT_SHORT = "speech was cut short"  # the beginning of these warnings
 MAX_SILENT_TOKENS = 5  # spoken of a run: 0.2 s, as upstream
 
 
@@ -130,7 +131,7 @@ class TokenBuffer:
         return stream.finish_reason
 
     def _warn(self, after: str) -> None:
-        warning = f"speech was cut short after {after}"
+        warning = f"{CUT_SHORT} after {after}"
         logger.warning(warning)
         self._on_warning(warning)
 

@@ -17,18 +17,17 @@ from cosyvoice_triton.config import OrchestratorConfig, SpeakerRuntime, Tensorrt
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.engines.interface import EngineLM, warm_up
 from cosyvoice_triton.llm.engines.loading import engine_of
-from cosyvoice_triton.llm.interface import SpeechLM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.monitoring.logs import timed
 from cosyvoice_triton.orchestrator.assembly import Pipeline, length_ratios, llm_server
-from cosyvoice_triton.orchestrator.token2wav_port import Send, Token2WavReplicas
+from cosyvoice_triton.orchestrator.token2wav_port import Send, Token2WavPort, Token2WavReplicas
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
 from cosyvoice_triton.token2wav.serving.service import Token2WavService
 from cosyvoice_triton.voice.audio import at_rate
 from cosyvoice_triton.voice.encoders import AudioTokenizer, SpeakerEncoder, reference_mel
-from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.prompt import Prompt, Recording
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,13 @@ class LocalPromptEncoder:
 
         return await asyncio.get_running_loop().run_in_executor(thread, encoded)
 
+    async def prompt(self, recording: Recording) -> Prompt:
+        """Return the prompt of a checked recording, with its transcript."""
+        parts = await asyncio.gather(self.tokens(recording), self.mel(recording), self.embedding(recording))
+        return Prompt.aligned(*parts, recording.text)
+
     def close(self) -> None:
+        """Wait for the recordings that are being encoded."""
         for thread in self._threads:
             thread.shutdown()
 
@@ -90,61 +95,36 @@ def send_to(service: Token2WavService) -> Send:
     return send
 
 
-class LocalEngines:
-    """What a stack's models are on a server, loaded into this process: `with LocalEngines(...) as engines`.
+def load_token2wav(stack: Stack, config: Token2WavConfig) -> Token2WavService:
+    """Load token2wav as its model does, with admission. On a GPU before the LLM: it plans the memory by what is free.
+    Raises what the model would fail to load with."""
+    return Token2WavService(Token2Wav.from_config(stack, config), idle_seconds=config.idle_seconds)
 
-    speech, token2wav, llm: the settings of these models; llm None: no LLM, for speech tokens that are there already.
-    An LLM behind a server (`llm_transport` "openai") is called as the orchestrator calls it. token2wav is loaded
-    first, because it plans the GPU's memory by what is free, and one after another, because kernels are compiled and
-    graphs captured for the whole process. Raises what the models would fail to load with.
+
+def port_of(service: Token2WavService, stack: Stack) -> Token2WavReplicas:
+    return Token2WavReplicas({stack.token2wav: send_to(service)}, cumulative=stack.cumulative)
+
+
+def load_pipeline(
+    stack: Stack,
+    speech: OrchestratorConfig,
+    llm: TensorrtLLMConfig | None,
+    encoder: LocalPromptEncoder,
+    token2wav: Token2WavPort,
+    closing: ExitStack,
+) -> Pipeline:
+    """Load the LLM as its model does, and return the pipeline over these ports.
+
+    llm: of the engine in this process; None: it is behind a server (`llm_transport` "openai"), and the pipeline's `llm`
+    is to be closed in the loop that has used it. closing: closes the engine.
     """
-
-    def __init__(
-        self,
-        stack: Stack,
-        token2wav: Token2WavConfig,
-        speech: OrchestratorConfig | None = None,
-        llm: TensorrtLLMConfig | None = None,
-        speaker_runtime: SpeakerRuntime = "onnxruntime",
-    ) -> None:
-        self.stack = stack
-        self._speech = speech
-        with ExitStack() as closing:
-            self.service = Token2WavService(
-                Token2Wav.from_config(stack, token2wav), idle_seconds=token2wav.idle_seconds
-            )
-            closing.callback(self.service.close)
-            self.token2wav = Token2WavReplicas({stack.token2wav: send_to(self.service)}, cumulative=stack.cumulative)
-            device = "cpu" if token2wav.prompt_device == "cpu" else token2wav.device
-            with timed("prompt encoders"):
-                self.encoder = LocalPromptEncoder(stack, token2wav.model_dir, device, speaker_runtime)
-            closing.callback(self.encoder.close)
-            if speech is not None:
-                self.tokenizer = LLMTokenizer.from_dir(speech.llm_tokenizer_dir, stack.llm.tokenizer)
-                self.llm = self._loaded_llm(speech, llm, closing)
-            self._closing = closing.pop_all()
-
-    def _loaded_llm(self, speech: OrchestratorConfig, llm: TensorrtLLMConfig | None, closing: ExitStack) -> SpeechLM:
-        if llm is None:
-            return llm_server(speech, self.tokenizer)
-        with timed("LLM"):
-            engine = engine_of(llm, self.tokenizer)
-        closing.callback(engine.close)
-        with timed("first requests"):
-            asyncio.run(warm_up(engine, self.tokenizer, llm.max_requests))
-        return EngineLM(engine, self.tokenizer, length_ratios(speech))
-
-    def pipeline(self) -> Pipeline:
-        """Return the stack's pipeline over these engines."""
-        assert self._speech is not None
-        return Pipeline(self._speech, self.stack, self.tokenizer, self.encoder, self.llm, self.token2wav)
-
-    def close(self) -> None:
-        """Free the engines, after the pipeline's requests have ended."""
-        self._closing.close()
-
-    def __enter__(self) -> "LocalEngines":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    tokenizer = LLMTokenizer.from_dir(speech.llm_tokenizer_dir, stack.llm.tokenizer)
+    if llm is None:
+        return Pipeline(speech, stack, tokenizer, encoder, llm_server(speech, tokenizer), token2wav)
+    with timed("LLM"):
+        engine = engine_of(llm, tokenizer)
+    closing.callback(engine.close)
+    with timed("first requests"):
+        asyncio.run(warm_up(engine, tokenizer, llm.max_requests))
+    lm = EngineLM(engine, tokenizer, length_ratios(speech))
+    return Pipeline(speech, stack, tokenizer, encoder, lm, token2wav)

@@ -16,11 +16,12 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.background import BackgroundLoop
 from cosyvoice_triton.config import OrchestratorConfig, TensorrtLLMConfig, Token2WavConfig
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.monitoring.logs import timed
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.prepare.missing import require_files
 from cosyvoice_triton.server.options import StackOptions, planned
-from cosyvoice_triton.speaker.engines import LocalEngines
+from cosyvoice_triton.speaker.engines import LocalPromptEncoder, load_pipeline, load_token2wav, port_of
 from cosyvoice_triton.text.pronunciation import pronunciations
 from cosyvoice_triton.voice.audio import load_recording
 
@@ -55,15 +56,19 @@ class Speaker:
             require_files(chosen)
             llm = chosen.config(TensorrtLLMConfig) if chosen.llm_transport == "triton" else None
             speech = chosen.config(OrchestratorConfig)
-            engines = closing.enter_context(
-                LocalEngines(stacks.named(chosen.stack), chosen.config(Token2WavConfig), speech, llm)
-            )
-            self._pipeline = engines.pipeline()
+            stack, config = stacks.named(chosen.stack), chosen.config(Token2WavConfig)
+            service = load_token2wav(stack, config)
+            closing.callback(service.close)
+            with timed("prompt encoders"):
+                device = "cpu" if config.prompt_device == "cpu" else config.device
+                encoder = LocalPromptEncoder(stack, config.model_dir, device)
+            closing.callback(encoder.close)
+            self._pipeline = load_pipeline(stack, speech, llm, encoder, port_of(service, stack), closing)
             if warning := self._pipeline.texts.warning:
                 logger.warning("%s", warning)
             self._default = None if speech.default_speaker else self._default_voice()
             self._loop = BackgroundLoop("speaker")
-            closing.callback(self._loop.close)
+            closing.callback(self._loop.close, None if llm else self._pipeline.llm.aclose)
             self._closing = closing.pop_all()
 
     @property
