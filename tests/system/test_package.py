@@ -94,6 +94,21 @@ def test_the_demo_runs_in_an_empty_folder(command: Path, tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["build", "models", "out"]
 
 
+QUICK_START = re.search(
+    r"```python\n(from cosyvoice_triton import Speaker\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+)
+# What the extra `local` does not bring.
+WITHOUT = (
+    "import sys; sys.modules.update(dict.fromkeys(['tritonclient', 'pytriton', 'grpc', 'fastapi', 'matplotlib']))\n"
+)
+
+
+def test_readmes_library_speaks_from_the_wheel_without_a_server(command: Path, tmp_path: Path) -> None:
+    assert QUICK_START is not None
+    printed = run(command.with_name("python"), "-c", WITHOUT + QUICK_START[1], folder=tmp_path)
+    assert len(printed.split()) > 1 and all(int(samples) > 0 for samples in printed.split())
+
+
 ENTRIES = {name: entry for group in COMMANDS.values() for name, entry in group.items()}
 
 
@@ -133,7 +148,7 @@ def test_the_locked_versions_are_those_of_the_project(version: str) -> None:
     project = (ROOT / "pyproject.toml").read_text()
     sections = {
         name: re.search(rf"^{name} = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
-        for name in ("dependencies", "client", "http", "server", "dev")
+        for name in ("dependencies", "client", "http", "local", "server", "dev")
     }
     assert all(sections.values())
     wanted = [
