@@ -154,19 +154,15 @@ class HopSchedule:
         else:
             return None
         # A first hop that is short, or was extended to a boundary, is no unit: the doubling then starts after it.
-        if not self._is_first or not (self._short or rules.boundary > 1):
+        if self._before + self._offset or not (self._short or rules.boundary > 1):
             self._doublings += 1
         self._offset = hop.end
         self._finished = hop.final
         return hop
 
-    @property
-    def _is_first(self) -> bool:
-        return self._before + self._offset == 0
-
     def _length(self, ready: int) -> int:
         """Return the length of the next hop, given that `ready` tokens could be rendered now."""
-        if self._is_first:
+        if self._before + self._offset == 0:
             return self._rules.first_length(self._prompt_tokens, short=self._short)
         length = self._later_hop(ready)
         # The tokens of a segment follow the prompt, which may end between two boundaries.
@@ -256,13 +252,11 @@ class FirstHops:
         repeatable: the same request gives the same audio. Only a stream that is played and not repeatable may have a
         short first hop.
         """
+        has_slack = len(self._seconds) == self._seconds.maxlen and max(self._seconds) <= self._limit_seconds
         possible = played and not repeatable and self._possible
-        short = possible and self._waiting < self._numbers.max_at_once and self._has_slack()
+        short = possible and has_slack and self._waiting < self._numbers.max_at_once
         self._waiting += short
         return StreamOpening(self, short=short, measured=played)
-
-    def _has_slack(self) -> bool:
-        return len(self._seconds) == self._seconds.maxlen and max(self._seconds) <= self._limit_seconds
 
     def ended(self, opening: "StreamOpening", seconds: float | None) -> None:
         """Take note that an opening has ended, with the seconds between the first two chunks if they were measured."""

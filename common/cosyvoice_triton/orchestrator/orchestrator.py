@@ -32,6 +32,7 @@ from cosyvoice_triton.stacks import Stack
 
 logger = logging.getLogger(__name__)
 
+NUMBERS = ("reference_wav_len", "reference_sample_rate")
 TEXTS = ("target_text", "reference_text", "speaker", "instruct_text")
 
 
@@ -123,10 +124,14 @@ class Orchestrator:
 
 
 def _inputs(request: Any) -> dict[str, Any]:
-    sent = triton_io.read_all(request, (*TEXTS, "reference_wav", "reference_wav_len", "reference_sample_rate"))
-    inputs: dict[str, Any] = {name: triton_io.text(sent, name) for name in TEXTS}
-    inputs |= {name: triton_io.scalar(sent, name) for name in ("reference_wav_len", "reference_sample_rate")}
-    return inputs | {"reference_wav": sent.get("reference_wav")}
+    sent: dict[str, Any] = dict.fromkeys((*TEXTS, *NUMBERS, "reference_wav"))
+    tensors = triton_io.read_all(request, list(sent))
+    sent |= tensors
+    for name in TEXTS:
+        sent[name] = triton_io.text(tensors, name)
+    for name in NUMBERS:
+        sent[name] = triton_io.scalar(tensors, name)
+    return sent
 
 
 def _speech_lm(config: OrchestratorConfig, tokenizer: LLMTokenizer) -> SpeechLM:

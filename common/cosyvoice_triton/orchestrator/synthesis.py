@@ -408,6 +408,7 @@ async def _render(
 
 
 async def _next_hop(schedule: HopSchedule, segment: TokenBuffer) -> Hop:
+    # In one task of the scope: tokens come one by one, and each would cost a task.
     while (hop := schedule.next_hop(len(segment.tokens), segment.ended)) is None:
         await segment.wait_for_change()
     return hop
