@@ -28,6 +28,11 @@ BIG = os.urandom(24 << 20)  # the client of the hub writes 10 MiB at a time
 FILES = {"flow.pt": BIG, "CosyVoice-BlankEN/config.json": b"{}", "README.md": b"not needed"}
 
 
+def fetch(source: hub.Source, models: Path, revision: str | None = None) -> bool:
+    (incomplete,) = hub.fetch((source,), models, {source.repository: revision} if revision else {})
+    return incomplete
+
+
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with fake_hub(dict(FILES)) as running:
@@ -37,27 +42,27 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 def test_existing_files_are_not_requested_again(remote: FakeHub, tmp_path: Path) -> None:
-    assert hub.fetch(SOURCE, tmp_path)
+    assert fetch(SOURCE, tmp_path)
     assert (tmp_path / "CosyVoice2-0.5B/flow.pt").read_bytes() == BIG
     assert not (tmp_path / "CosyVoice2-0.5B/README.md").exists()
     assert hub.read_record(tmp_path)[COSYVOICE2]["commit"] == COMMIT
     remote.requested.clear()
-    assert not hub.fetch(SOURCE, tmp_path)
-    assert not hub.fetch(SOURCE, tmp_path, COMMIT)
+    assert not fetch(SOURCE, tmp_path)
+    assert not fetch(SOURCE, tmp_path, COMMIT)
     assert remote.requested == []
     (tmp_path / "CosyVoice2-0.5B/CosyVoice-BlankEN/config.json").unlink()
-    assert hub.fetch(SOURCE, tmp_path)
+    assert fetch(SOURCE, tmp_path)
     assert not any(path.endswith("flow.pt") for path in remote.requested)
 
 
 def test_a_file_that_another_stack_has_is_not_downloaded_again(remote: FakeHub, tmp_path: Path) -> None:
-    hub.fetch(SOURCE, tmp_path)
+    fetch(SOURCE, tmp_path)
     remote.requested.clear()
-    assert hub.fetch(hub.Source(STEP_AUDIO2, "Step", ("flow.pt",)), tmp_path)
+    assert fetch(hub.Source(STEP_AUDIO2, "Step", ("flow.pt",)), tmp_path)
     assert (tmp_path / "Step/flow.pt").samefile(tmp_path / "CosyVoice2-0.5B/flow.pt")
     assert not any("resolve" in path for path in remote.requested)
     (tmp_path / "CosyVoice2-0.5B/flow.pt").write_bytes(bytes(len(BIG)))  # damaged since
-    assert hub.fetch(hub.Source("any/other", "Other", ("flow.pt",)), tmp_path)
+    assert fetch(hub.Source("any/other", "Other", ("flow.pt",)), tmp_path)
     assert (tmp_path / "Other/flow.pt").read_bytes() == BIG
 
 
@@ -88,10 +93,10 @@ def test_only_files_that_are_read_are_downloaded_and_the_llm_can_be_chosen(
 def test_an_interrupted_download_is_resumed(remote: FakeHub, tmp_path: Path) -> None:
     remote.cut["flow.pt"] = 15 << 20
     try:
-        hub.fetch(SOURCE, tmp_path)
+        fetch(SOURCE, tmp_path)
     except hub.DownloadError as error:
         assert "complete parts are kept: run again" in str(error)
-        hub.fetch(SOURCE, tmp_path)
+        fetch(SOURCE, tmp_path)
     assert (tmp_path / "CosyVoice2-0.5B/flow.pt").read_bytes() == BIG
     assert any(int(header.removeprefix("bytes=").split("-")[0]) > 0 for header in remote.ranges)
 
@@ -107,10 +112,10 @@ def test_a_server_that_ignores_where_to_go_on_sends_the_whole_file(remote: FakeH
 def test_a_damaged_file_is_removed_and_downloaded_by_the_next_run(remote: FakeHub, tmp_path: Path) -> None:
     remote.damage.add("flow.pt")
     with pytest.raises(hub.DownloadError, match=r"flow.pt is damaged .* run again"):
-        hub.fetch(SOURCE, tmp_path)
+        fetch(SOURCE, tmp_path)
     assert not (tmp_path / "CosyVoice2-0.5B/flow.pt").exists() and not (tmp_path / hub.RECORD).exists()
     remote.damage.clear()
-    assert hub.fetch(SOURCE, tmp_path)
+    assert fetch(SOURCE, tmp_path)
 
 
 MODELSCOPE = hub.Source("iic/CosyVoice2-0.5B", SOURCE.directory, SOURCE.patterns, "modelscope")
@@ -128,24 +133,24 @@ def test_modelscope_has_the_same_files(modelscope: FakeHub, tmp_path: Path) -> N
     """Resumed, verified and recorded as those of the HuggingFace hub."""
     modelscope.cut["flow.pt"] = 15 << 20
     with pytest.raises(hub.DownloadError, match="MODELSCOPE_ENDPOINT is a mirror"):
-        hub.fetch(MODELSCOPE, tmp_path)
+        fetch(MODELSCOPE, tmp_path)
     assert not (tmp_path / "CosyVoice2-0.5B/flow.pt").exists()
-    assert hub.fetch(MODELSCOPE, tmp_path)
+    assert fetch(MODELSCOPE, tmp_path)
     assert modelscope.ranges == [f"bytes={15 << 20}-"]
     assert (tmp_path / "CosyVoice2-0.5B/flow.pt").read_bytes() == BIG
     assert sorted(path.name for path in (tmp_path / "CosyVoice2-0.5B").iterdir()) == ["CosyVoice-BlankEN", "flow.pt"]
     assert hub.read_record(tmp_path)["iic/CosyVoice2-0.5B"]["commit"] == "master"
     modelscope.requested.clear()
-    assert not hub.fetch(MODELSCOPE, tmp_path) and modelscope.requested == []
+    assert not fetch(MODELSCOPE, tmp_path) and modelscope.requested == []
 
 
 def test_a_damaged_file_and_a_strange_name_of_modelscope_are_refused(modelscope: FakeHub, tmp_path: Path) -> None:
     modelscope.damage.add("flow.pt")
     with pytest.raises(hub.DownloadError, match=r"flow.pt is damaged .* run again"):
-        hub.fetch(MODELSCOPE, tmp_path)
+        fetch(MODELSCOPE, tmp_path)
     modelscope.files["CosyVoice-BlankEN/../../owned"] = b""
     with pytest.raises(hub.DownloadError, match="a file outside of itself"):
-        hub.fetch(MODELSCOPE, tmp_path)
+        fetch(MODELSCOPE, tmp_path)
 
 
 def test_upstreams_speakers_are_downloaded_once_and_only_as_such_a_file(remote: FakeHub, tmp_path: Path) -> None:
@@ -172,7 +177,7 @@ def test_a_full_disk_is_reported_before_any_download(
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(hub.DownloadError, match="1.1 GB are needed .* 0.0 GB are free"):
-        hub.fetch(SOURCE, tmp_path)
+        fetch(SOURCE, tmp_path)
     assert not any("resolve" in path for path in remote.requested)
 
 
@@ -181,7 +186,7 @@ def test_a_missing_file_and_an_unreachable_hub_are_reported_in_one_line(
 ) -> None:
     del remote.files["flow.pt"]
     with pytest.raises(hub.DownloadError, match=f"at {COMMIT} has no flow.pt"):
-        hub.fetch(SOURCE, tmp_path)
+        fetch(SOURCE, tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert prepare.main(["download", str(tmp_path)]) == 1
     error = capsys.readouterr().err.strip()

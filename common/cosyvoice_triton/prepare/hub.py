@@ -9,10 +9,11 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cosyvoice_triton.prepare import transfer
 from cosyvoice_triton.stacks import Stack
@@ -60,8 +61,7 @@ def sources(stack: Stack, hub: HubName = "huggingface", weights: str = "") -> tu
     return llm, Source(repositories[1], stack.download, files, hub)
 
 
-@dataclass(frozen=True)
-class RemoteFile:
+class RemoteFile(NamedTuple):
     """A file of a commit. `digest`: sha256 of large files; for others git's blob hash, "git:SHA1"."""
 
     name: str
@@ -69,16 +69,12 @@ class RemoteFile:
     digest: str
 
     def is_at(self, path: Path) -> bool:
-        """Return whether a file of this size exists; `verify` checks its content."""
+        """Return whether a file of this size exists; `is_whole_at` reads it."""
         return path.is_file() and path.stat().st_size == self.size
 
-    def verify(self, path: Path) -> None:
-        """Raise DownloadError if the checksum differs from the hub's; the file is then removed."""
-        if (found := digest_of(path, git=self.digest.startswith("git:"))) != self.digest:
-            path.unlink()
-            raise DownloadError(
-                f"{path} is damaged (its checksum is {found}, the hub's {self.digest}) and was removed; run again"
-            )
+    def is_whole_at(self, path: Path) -> bool:
+        """Return whether the file there has the hub's checksum."""
+        return digest_of(path, git=self.digest.startswith("git:")) == self.digest
 
 
 def digest_of(path: Path, *, git: bool) -> str:
@@ -90,55 +86,65 @@ def digest_of(path: Path, *, git: bool) -> str:
     return f"git:{digest.hexdigest()}" if git else digest.hexdigest()
 
 
-def fetch(source: Source, models: Path, revision: str | None = None) -> bool:
-    """Complete one source, as `fetch_all` does; return False if it was complete."""
-    return next(fetch_all((source,), models, {source.repository: revision}))
-
-
-def fetch_all(sources: Sequence[Source], models: Path, revisions: Mapping[str, str | None]) -> Iterator[bool]:
-    """Complete one source after another below `models`; yield False for one that was complete.
+def fetch(sources: Sequence[Source], models: Path, revisions: Mapping[str, str]) -> list[bool]:
+    """Complete the sources below `models`; return which of them were not complete.
 
     revisions: commits, branches or tags to switch to, by repository. Raise DownloadError if a hub cannot be reached or
-    refuses, a file is missing there, the disk is too full or a file is damaged. A hub may list what it does not send
-    without a token, so the smallest file of every later source comes before the gigabytes of the first.
+    refuses, a file is missing there, the disk is too full or a file is damaged.
     """
-    listings = [_listing_unless_complete(source, models, revisions.get(source.repository)) for source in sources]
-    for source, listed in [*zip(sources, listings, strict=True)][1:]:
-        if listed is not None:
-            smallest = min(listed[1], key=lambda file: file.size)
-            if not smallest.is_at(models / source.directory / smallest.name):
-                _download(source, smallest, listed[0], models)
-    for source, listed in zip(sources, listings, strict=True):
-        if listed is not None:
-            _complete(source, *listed, models, revisions.get(source.repository))
-        yield listed is not None
+    record, listings = read_record(models), dict[Source, tuple[str, list[RemoteFile]]]()
+    for source in sources:
+        known, revision = record.get(source.repository), revisions.get(source.repository)
+        if known and revision in (None, known["commit"], known["revision"]):
+            if _is_complete(source, known, models):
+                continue
+            revision = known["commit"]  # the rest of the same
+        listings[source] = _listing(source, revision)
+    missing = [
+        (file, commit, source)
+        for source, (commit, files) in listings.items()
+        for file in files
+        if not file.is_at(path := models / source.directory / file.name) and not _linked(file, path, models, record)
+    ]
+    require_space(models, sum(file.size for file, *_ in missing))
+    # A hub may list what it does not send without a token: the smallest file of each source comes before any gigabytes.
+    # One after another in this thread, because those of `snapshot_download` do not end at Ctrl-C or SIGTERM.
+    missing.sort(key=lambda each: each[0].size)
+    smallest = {source: file for file, _, source in reversed(missing)}
+    for file, commit, source in sorted(missing, key=lambda each: each[0] is not smallest[each[2]]):
+        with _explaining(source):
+            _HUBS[source.hub].download(source.repository, file.name, commit, models / source.directory)
+    for source, (commit, files) in listings.items():
+        for file in files:
+            if not file.is_whole_at(path := models / source.directory / file.name):
+                path.unlink()
+                raise DownloadError(
+                    f"{path} is damaged (its checksum is not the hub's {file.digest}) and was removed; run again"
+                )
+        _write_record(models, source, commit, revisions.get(source.repository), files)
+    return [source in listings for source in sources]
 
 
-def _complete(source: Source, commit: str, files: list[RemoteFile], models: Path, revision: str | None) -> None:
-    """Download the missing files of a source, verify all of them and write them to the record."""
-    record = read_record(models)
-    known = record.get(source.repository)
-    missing = []
-    for file in files:
-        path = models / source.directory / file.name
-        if not file.is_at(path) and not _linked(file, path, models, record):
-            missing.append(file)
-    require_space(models, sum(file.size for file in missing))
-    for file in files:
-        path = models / source.directory / file.name
-        if file in missing:
-            _download(source, file, commit, models)
-        file.verify(path)
-    all_files = (known or {}).get("files", []) if known and known["commit"] == commit else []
-    names = {file.name for file in files}
-    all_files = [old for old in all_files if old["name"] not in names] + [asdict(file) for file in files]
-    entry = {
-        "commit": commit,
-        "revision": revision,
-        "directory": source.directory,
-        "files": sorted(all_files, key=lambda entry: entry["name"]),
-    }
-    _write_record(models, record | {source.repository: entry})
+def _is_complete(source: Source, known: Mapping[str, Any], models: Path) -> bool:
+    """Return whether there are recorded files for each pattern, all of their sizes."""
+    files = [RemoteFile(**entry) for entry in known["files"]]
+    found = [_matching(files, pattern) for pattern in source.patterns]
+    return all(found) and all(file.is_at(models / source.directory / file.name) for files in found for file in files)
+
+
+def _listing(source: Source, revision: str | None) -> tuple[str, list[RemoteFile]]:
+    """Return the commit of a revision, and its files that the source needs."""
+    with _explaining(source):
+        commit, files = _HUBS[source.hub].files(source.repository, revision)
+    found = {pattern: _matching([RemoteFile(*file) for file in files], pattern) for pattern in source.patterns}
+    for pattern, matching in found.items():
+        if not matching:
+            raise DownloadError(f"{source.repository} at {commit} has no {pattern}; name another revision")
+    return commit, [file for matching in found.values() for file in matching]
+
+
+def _matching(files: Sequence[RemoteFile], pattern: str) -> list[RemoteFile]:
+    return [file for file in files if fnmatch.fnmatch(file.name, pattern)]
 
 
 def _linked(file: RemoteFile, path: Path, models: Path, record: Mapping[str, Any]) -> bool:
@@ -146,30 +152,18 @@ def _linked(file: RemoteFile, path: Path, models: Path, record: Mapping[str, Any
 
     Stacks share files under different names: Step-Audio2's vocoder and prompt models are CosyVoice2's.
     """
-    olds = [(entry.get("directory", ""), RemoteFile(**old)) for entry in record.values() for old in entry["files"]]
-    for directory, old in olds:
-        known = models / directory / old.name
-        if (
-            old.digest == file.digest
-            and file.is_at(known)
-            and digest_of(known, git=file.digest.startswith("git:")) == file.digest
-        ):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
-            try:
-                path.hardlink_to(known)
-            except OSError:  # the file system has none
-                shutil.copyfile(known, path)
-            return True
+    for entry in record.values():
+        for old in entry["files"]:
+            known = models / entry.get("directory", "") / old["name"]
+            if old["digest"] == file.digest and file.is_at(known) and file.is_whole_at(known):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.unlink(missing_ok=True)
+                try:
+                    path.hardlink_to(known)
+                except OSError:  # the file system has none
+                    shutil.copyfile(known, path)
+                return True
     return False
-
-
-def read_record(models: Path) -> dict[str, Any]:
-    """Return the downloaded and verified files by repository."""
-    try:
-        return dict(json.loads((models / RECORD).read_text()))
-    except (OSError, ValueError):
-        return {}
 
 
 def require_space(models: Path, size: int) -> None:
@@ -182,45 +176,29 @@ def require_space(models: Path, size: int) -> None:
         )
 
 
-def _wanted(source: Source, known: Mapping[str, Any]) -> list[RemoteFile]:
-    """Return the recorded files of a source; for a pattern without any, a placeholder that does not exist."""
-    files = [RemoteFile(**entry) for entry in known["files"]]
-    found = []
-    for pattern in source.patterns:
-        found += [file for file in files if fnmatch.fnmatch(file.name, pattern)] or [RemoteFile(pattern, -1, "")]
-    return found
-
-
-def _listing_unless_complete(source: Source, models: Path, revision: str | None) -> tuple[str, list[RemoteFile]] | None:
-    """Return the commit to fetch, that of the record if it may stay, and its files; None if all of them are there."""
-    known = read_record(models).get(source.repository)
-    if known and (revision is None or revision in (known["commit"], known["revision"])):
-        if all(file.is_at(models / source.directory / file.name) for file in _wanted(source, known)):
-            return None
-        revision = known["commit"]
-    return _listing(source, revision)
-
-
-def _listing(source: Source, revision: str | None) -> tuple[str, list[RemoteFile]]:
+def read_record(models: Path) -> dict[str, Any]:
+    """Return the downloaded and verified files by repository."""
     try:
-        commit, names = _HUBS[source.hub][0](source.repository, revision)
-    except Exception as error:  # includes the errors of an HTTP library, which differs between versions
-        raise DownloadError(_unreachable(source, error)) from error
-    found: list[RemoteFile] = []
-    for pattern in source.patterns:
-        matching = [RemoteFile(*one) for one in names if fnmatch.fnmatch(one[0], pattern)]
-        if not matching:
-            raise DownloadError(f"{source.repository} at {commit} has no {pattern}; name another revision")
-        found += matching
-    return commit, found
+        return dict(json.loads((models / RECORD).read_text()))
+    except (OSError, ValueError):
+        return {}
 
 
-def _download(source: Source, file: RemoteFile, commit: str, models: Path) -> None:
-    """Download one file with a progress bar; an interrupted download is continued."""
-    try:
-        _HUBS[source.hub][1](source.repository, file.name, commit, models / source.directory / file.name)
-    except Exception as error:  # as above
-        raise DownloadError(_unreachable(source, error)) from error
+def _write_record(models: Path, source: Source, commit: str, revision: str | None, files: list[RemoteFile]) -> None:
+    """Add the files of a source to those that other stacks have of the same commit."""
+    record = read_record(models)
+    known = record.get(source.repository, {"commit": None})
+    by_name = {old["name"]: old for old in known["files"]} if known["commit"] == commit else {}
+    by_name |= {file.name: file._asdict() for file in files}
+    record[source.repository] = {
+        "commit": commit,
+        "revision": revision,
+        "directory": source.directory,
+        "files": [by_name[name] for name in sorted(by_name)],
+    }
+    fresh = models / f"{RECORD}.new"
+    fresh.write_text(json.dumps(record, indent=1) + "\n")
+    fresh.rename(models / RECORD)
 
 
 def _huggingface_files(repository: str, revision: str | None) -> tuple[str, list[tuple[str, int, str]]]:
@@ -233,22 +211,10 @@ def _huggingface_files(repository: str, revision: str | None) -> tuple[str, list
     return str(info.sha), files
 
 
-def _huggingface_download(repository: str, name: str, commit: str, path: Path) -> None:
+def _huggingface_download(repository: str, name: str, commit: str, directory: Path) -> None:
     from huggingface_hub import hf_hub_download
 
-    directory = path.parents[name.count("/")]
     hf_hub_download(repository, name, revision=commit, local_dir=directory, endpoint=_endpoint())
-
-
-# Of each hub: what lists a repository's files, what downloads one, and what its user can set.
-_HUBS = {
-    "huggingface": (
-        _huggingface_files,
-        _huggingface_download,
-        "HF_ENDPOINT is a mirror, HF_TOKEN your access token, --hub modelscope the other hub",
-    ),
-    "modelscope": (transfer.modelscope_files, transfer.modelscope_download, "MODELSCOPE_ENDPOINT is a mirror"),
-}
 
 
 def _endpoint() -> str | None:
@@ -256,20 +222,41 @@ def _endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT") or None
 
 
-def _unreachable(source: Source, error: Exception) -> str:
-    status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "code", None)
-    if status in (401, 403):
-        return (
-            f"{source.hub} refuses {source.repository} (HTTP {status}), which is private or gated: "
-            + ("set HF_TOKEN to a token" if source.hub == "huggingface" else "leave --hub out, and set HF_TOKEN to one")
-            + " of an account that may read it, after it has accepted the terms on the repository's page"
-        )
-    words = str(error).strip().splitlines() or [type(error).__name__]
-    hint = _HUBS[source.hub][2]
-    return f"{source.repository} could not be downloaded: {words[0]}; complete parts are kept: run again ({hint})"
+class _Hub(NamedTuple):
+    """files: lists a repository. download: gets one file, and goes on where it was interrupted. settings: a hint."""
+
+    files: Callable[[str, str | None], tuple[str, list[tuple[str, int, str]]]]
+    download: Callable[[str, str, str, Path], None]
+    settings: str
 
 
-def _write_record(models: Path, record: Mapping[str, Any]) -> None:
-    fresh = models / f"{RECORD}.new"
-    fresh.write_text(json.dumps(record, indent=1) + "\n")
-    fresh.rename(models / RECORD)
+_HUBS = {
+    "huggingface": _Hub(
+        _huggingface_files,
+        _huggingface_download,
+        "HF_ENDPOINT is a mirror, HF_TOKEN your access token, --hub modelscope the other hub",
+    ),
+    "modelscope": _Hub(transfer.modelscope_files, transfer.modelscope_download, "MODELSCOPE_ENDPOINT is a mirror"),
+}
+
+
+@contextmanager
+def _explaining(source: Source) -> Iterator[None]:
+    """Raise a DownloadError that says what to do for any error of the block: those of HTTP libraries differ."""
+    try:
+        yield
+    except Exception as error:
+        status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "code", None)
+        if status in (401, 403):
+            token = (
+                "set HF_TOKEN to a token" if source.hub == "huggingface" else "leave --hub out, and set HF_TOKEN to one"
+            )
+            raise DownloadError(
+                f"{source.hub} refuses {source.repository} (HTTP {status}), which is private or gated: {token} of an "
+                "account that may read it, after it has accepted the terms on the repository's page"
+            ) from error
+        words = str(error).strip().splitlines() or [type(error).__name__]
+        raise DownloadError(
+            f"{source.repository} could not be downloaded: {words[0]}; complete parts are kept: run again "
+            f"({_HUBS[source.hub].settings})"
+        ) from error

@@ -69,7 +69,7 @@ def download(models: Path, args: argparse.Namespace) -> None:
     if not weights:
         raise ValueError(f"the {stack.name} stack has one LLM only: leave --rl out")
     sources = hub.sources(stack, args.hub, weights)
-    for source, made in zip(sources, hub.fetch_all(sources, models, wanted), strict=True):
+    for source, made in zip(sources, hub.fetch(sources, models, wanted), strict=True):
         report(models / source.directory, made, f"commit {hub.read_record(models)[source.repository]['commit']}")
     llm = models / stack.llm.directory
     if missing := not llm.exists():

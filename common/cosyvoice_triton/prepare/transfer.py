@@ -27,9 +27,9 @@ def modelscope_files(repository: str, revision: str | None) -> tuple[str, list[t
     return revision, files
 
 
-def modelscope_download(repository: str, name: str, revision: str, path: Path) -> None:
-    """Download one file to `path`; an interrupted download is continued."""
-    download(_modelscope(repository, "repo", {"Revision": revision, "FilePath": name}), path)
+def modelscope_download(repository: str, name: str, revision: str, directory: Path) -> None:
+    """Download one file; an interrupted download is continued."""
+    download(_modelscope(repository, "repo", {"Revision": revision, "FilePath": name}), directory / name)
 
 
 def download(url: str, path: Path) -> None:
