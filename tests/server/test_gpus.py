@@ -12,6 +12,7 @@ from cosyvoice_triton.server.options import StackOptions, planned
 
 CARDS = {
     "Tesla T4": ("15360", "14900", "580.95.05", "7.5"),
+    "NVIDIA GeForce RTX 3080": ("10240", "9900", "580.95.05", "8.6"),
     "NVIDIA L4": ("23034", "22600", "580.95.05", "8.9"),
     "NVIDIA GeForce RTX 5090": ("32607", "31800", "580.95.05", "12.0"),
     "NVIDIA A100-SXM4-40GB": ("40960", "40300", "580.95.05", "8.0"),
@@ -81,6 +82,12 @@ def test_what_is_set_is_kept_and_memory_that_others_take_makes_the_plan_smaller(
     machine("NVIDIA H100 80GB HBM3", "NVIDIA L4")
     assert settings()["max_streams"] == "240", "token2wav has the first GPU"
     assert settings(token2wav_gpus="0,1")["max_streams"] == "56", "the smaller one's on each"
+
+
+def test_a_card_gets_a_plan_of_its_size_where_that_of_a_larger_one_would_fit(machine: Machine) -> None:
+    for name, streams in (("NVIDIA GeForce RTX 3080", "32"), ("NVIDIA L4", "96")):
+        machine(name)
+        assert settings("unet") == {"max_streams": streams, "prompt_device": "cpu"}
 
 
 def test_cuda_visible_devices_chooses_the_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,10 @@
 """The log of tritonserver is kept over restarts and bounded."""
 
+import os
 from pathlib import Path
 
+import pytest
+from cosyvoice_triton.server import logs
 from cosyvoice_triton.server.logs import KEPT, LogRotation
 
 
@@ -26,3 +29,22 @@ def test_a_log_below_its_limit_is_left_alone(tmp_path: Path) -> None:
     assert log.read_text() == "abc" and list(tmp_path.iterdir()) == [log]
     LogRotation(log).rotate(above=2)
     assert log.read_text() == "" and log.with_name("log.1").read_text() == "abc"
+
+
+def test_after_a_failed_copy_the_next_is_tried_when_the_log_has_grown_by_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, attempts = tmp_path / "log", list[int]()
+
+    def full(log: Path, copy: Path) -> None:
+        attempts.append(log.stat().st_size)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    monkeypatch.setattr(logs, "MAX_BYTES", 100)
+    rotation = LogRotation(log)
+    for size in (150, 151, 249, 250, 251):
+        log.touch()
+        os.truncate(log, size)
+        rotation.rotate(above=100)
+    assert attempts == [150, 250]

@@ -262,38 +262,42 @@ def test_no_process_outlives_a_killed_parent(victims, repository):
     until(lambda: not Path(work).exists(), every=0.1)  # the last thing to go
 
 
-def as_in_the_image(root: Path, wheel: installation.Installation, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def image(tmp_path, monkeypatch) -> installation.Installation:
     """The wheel's files where NVIDIA's image has them, and no wheel."""
-    root.mkdir()
-    shutil.copytree(wheel.backend_directory(root / "unpacked"), root / "backends")
+    root, wheel = tmp_path / "opt", installation.Installation.find()
+    shutil.copytree(wheel.backend_directory(tmp_path / "unpacked"), root / "backends")
     (root / "bin").mkdir()
     (root / "bin" / "tritonserver").symlink_to(wheel.binary)
-    (root / "caches").symlink_to(wheel.caches)
     monkeypatch.setattr(installation, "IMAGE_ROOT", root)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    return installation.Installation(root / "bin/tritonserver", root / "backends", root / "caches")
 
 
-def test_a_numpy_with_which_models_misread_strings_is_refused_wherever_the_server_is(tmp_path, monkeypatch):
-    """By what its stub was built for: the wheel's, the same files elsewhere, and one that knows numpy 2."""
+def test_without_the_wheel_the_images_tritonserver_is_found(image, tmp_path, monkeypatch):
+    assert installation.Installation.find() == image and image.backend_directory(tmp_path) == image.backends
+    monkeypatch.setattr(installation, "IMAGE_ROOT", tmp_path / "nowhere")
+    with pytest.raises(ServerError, match="run: make setup"):
+        installation.Installation.find()
+
+
+def test_the_wheels_stub_can_be_executed_also_if_an_installer_has_dropped_its_mode(tmp_path):
     wheel = installation.Installation.find()
+    assert wheel.stub is not None
+    stub = Path(shutil.copyfile(wheel.stub, tmp_path / wheel.stub.name))
+    assert not os.stat(stub).st_mode & 0o111
+    directory = dataclasses.replace(wheel, stub=stub).backend_directory(tmp_path)
+    assert os.stat(directory / "python" / stub.name).st_mode & 0o111 == 0o111
+
+
+@pytest.mark.parametrize("where", ["wheel", "image"])
+def test_a_numpy_with_which_models_misread_strings_is_refused_wherever_the_server_is(where, request, monkeypatch):
+    """By what its stub was built for: the wheel's, the same files elsewhere, and one that knows numpy 2."""
+    image = request.getfixturevalue("image") if where == "image" else None
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.5.2" if name == "numpy" else "")
     refusal = r"needs numpy 1.26; this Python has 2.5.2; run: .* -m pip install 'numpy<2'"
     with pytest.raises(ServerError, match=refusal):
         installation.Installation.find()
-    as_in_the_image(tmp_path / "opt", wheel, monkeypatch)
-    with pytest.raises(ServerError, match=refusal):
-        installation.Installation.find()
-    (tmp_path / "opt/backends/python" / installation.STUB).write_bytes(b"imports numpy._core.multiarray")
-    assert installation.Installation.find().backends == tmp_path / "opt/backends"
-
-
-@pytest.mark.server
-def test_without_the_wheel_the_images_tritonserver_runs(repository, tmp_path, monkeypatch):
-    wheel = installation.Installation.find()
-    as_in_the_image(tmp_path / "opt", wheel, monkeypatch)
-    monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(map(str, wheel.libraries)))
-    with TritonServer(repository, ports=FREE) as server:
-        assert urllib.request.urlopen(f"http://{server.http_url}/v2/models/idle/ready").status == 200
-    monkeypatch.setattr(installation, "IMAGE_ROOT", tmp_path / "nowhere")
-    with pytest.raises(ServerError, match="run: make setup"):
-        installation.Installation.find()
+    if image is not None:
+        (image.backends / "python" / installation.STUB).write_bytes(b"imports numpy._core.multiarray")
+        assert installation.Installation.find() == image

@@ -17,7 +17,7 @@ from cosyvoice_triton.profiles import GPU_PLANS, GpuPlan
 MIN_CAPABILITY = 7.5  # of CUDA 13 and of its builds of torch
 CUDA = "13.0"  # of the torch that the extra `gpu` installs
 DRIVERS = {"12": 525, "13": 580}  # by CUDA's major version, the oldest that it runs on
-SURELY = 0.9  # of what the plans' sizes say for other numbers of listeners: less is never enough
+LOWER_BOUND = 0.9  # of the memory that the plans give for other numbers of listeners: less is never enough
 PROMPT_GIB = 2  # more than the prompt models take on a GPU
 _FIELDS = ("index", "uuid", "name", "memory.total", "memory.free", "driver_version", "compute_cap")
 
@@ -105,7 +105,8 @@ def plan(stack: str, gpus: Sequence[Gpu], gib: float | None = None) -> GpuPlan |
     if not plans:
         return None
     least, memory = _least(gpus, gib)
-    # A card has a little less than its name says: an L4 22.5 GiB.
+    # A card has a little less than its name says: an L4 22.5 GiB. The unet stack, which takes little memory, would fit
+    # into the plans of larger cards, but from 40 GB on they read new voices on the GPU.
     of_size = [each for each in plans if min(gpu.total for gpu in gpus) >= 0.93 * each.card]
     if fitting := [each for each in of_size if each.streams[stack].gib <= memory]:
         return fitting[-1]
@@ -130,7 +131,7 @@ def require_room(stack: str, gpus: Sequence[Gpu], streams: int, gib: float | Non
     (fewest, base), (most, top) = points[0], points[-1]
     each = (top - base) / (most - fewest)
     least, memory = _least(gpus, gib)
-    if (needed := SURELY * (base + each * (streams - fewest))) > memory:
+    if (needed := LOWER_BOUND * (base + each * (streams - fewest))) > memory:
         fitting = fewest + int((memory - PROMPT_GIB - base) / each)
         raise GpuError(
             f"max_streams {streams} of the {stack} stack needs at least {needed:.0f} GiB, and {least} "
