@@ -74,14 +74,14 @@ def test_a_full_disk_stops_no_sign_of_life_no_number_no_drain_and_no_report_of_a
         live = 10**6
         for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 1):
             time.sleep(1.1 * PERIOD_SECONDS)
-            assert watch.look() == {} and watch.doubts() == ""
+            assert watch.check() == {} and watch.why_not_ready() == ""
         assert sum_of(page(disk), LIVE.name) == live
         drain.create()
         with pytest.raises(UnavailableError, match="shutting down"):
             DrainFile(disk / "draining").check()
         assert not caplog.records
         report_failure("m", FatalError("the engine is dead"))
-        assert watch.look() == {"m": "model m has failed and cannot recover: the engine is dead"} and has_failed("m")
+        assert watch.check() == {"m": "model m has failed and cannot recover: the engine is dead"} and has_failed("m")
     finally:
         monitor.close()
 
@@ -118,7 +118,7 @@ def test_a_log_that_cannot_be_rotated_grows_on_with_one_warning_and_loses_nothin
     assert log.stat().st_size == 600_000 and earlier.read_text() == "earlier"
     assert {path.name for path in disk.iterdir()} == {"log", "log.1"}
     os.truncate(log, 750_000)
-    monkeypatch.setattr(logs, "_move_on", lambda log: os.truncate(log, 0))  # there is room again
+    monkeypatch.setattr(logs, "_shift", lambda log: os.truncate(log, 0))  # there is room again
     rotation.rotate(above=1)
     assert log.stat().st_size == 0 and len(caplog.records) == 1
 

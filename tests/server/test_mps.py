@@ -112,7 +112,7 @@ def test_where_it_cannot_be_had_one_warning_says_what_that_costs(
         assert mps.PIPES not in os.environ
     (warning,) = caplog.messages
     why = "is not installed" if lacking == "program" else "Only the compute mode Default is supported"
-    assert why in warning and warning.endswith(mps.PRICE)
+    assert why in warning and warning.endswith(mps.WITHOUT_MPS)
 
 
 def test_it_is_left_alone_where_nothing_is_shared_or_somebody_has_decided(

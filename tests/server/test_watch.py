@@ -49,27 +49,27 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_process_that_stops_publishing_hangs(directory: Path) -> None:
     hung, sound, watch = Model("hung"), Model("sound"), ModelWatch(directory)
     silent, faults = 0.0, {}
-    assert watch.look() == {} and watch.doubts() == ""
+    assert watch.check() == {} and watch.why_not_ready() == ""
     while not faults:
         silent += WATCH_SECONDS
         sound.publish()
-        faults = watch.look()
-        assert watch.doubts() == ("hung hangs" if silent >= SILENT_SECONDS else "")
+        faults = watch.check()
+        assert watch.why_not_ready() == ("hung hangs" if silent >= SILENT_SECONDS else "")
     assert silent == HUNG_SECONDS and "the process of model hung hangs" in faults.pop("hung") and not faults
     hung.publish()
-    assert watch.look() == {} and watch.doubts() == ""
+    assert watch.check() == {} and watch.why_not_ready() == ""
 
 
 def test_a_model_that_completes_nothing_is_not_ready_and_then_useless(directory: Path) -> None:
     model, watch = Model("m"), ModelWatch(directory)
-    for age, doubts, useless in (
+    for age, reason, useless in (
         (IDLE_SECONDS - 1, "", False),
         (IDLE_SECONDS, "m completes nothing", False),
         (USELESS_SECONDS, "m completes nothing", False),  # perhaps a long utterance on a CPU
         (STUCK_SECONDS, "m completes nothing", True),
     ):
         model.publish(age)
-        assert (watch.look() != {}) == useless and watch.doubts() == doubts
+        assert (watch.check() != {}) == useless and watch.why_not_ready() == reason
 
 
 def test_a_model_that_fails_its_test_is_not_ready_until_something_succeeds(directory: Path) -> None:
@@ -80,30 +80,30 @@ def test_a_model_that_fails_its_test_is_not_ready_until_something_succeeds(direc
     model.health.suspect()
     model.health.test_if_due(fail, "m")
     model.publish()
-    assert watch.look() == {} and watch.doubts() == "m fails its own test"
+    assert watch.check() == {} and watch.why_not_ready() == "m fails its own test"
     model.publish(USELESS_SECONDS)
-    assert watch.look() != {}
+    assert watch.check() != {}
     model.health.succeeded()
     model.publish()
-    assert watch.look() == {} and watch.doubts() == ""
+    assert watch.check() == {} and watch.why_not_ready() == ""
 
 
 def test_a_failure_that_a_model_reports_ends_the_server(directory: Path) -> None:
     Model("m")
     watch = ModelWatch(directory)
     report_failure("m", FatalError("the engine is dead"))
-    assert watch.look() == {"m": "model m has failed and cannot recover: the engine is dead"}
+    assert watch.check() == {"m": "model m has failed and cannot recover: the engine is dead"}
 
 
 def test_a_lost_model_is_published_as_failing_and_no_longer_a_fault(directory: Path) -> None:
     lost, sound, watch = Model("lost"), Model("sound"), ModelWatch(directory)
     lost.publish(STUCK_SECONDS)
-    (reason,) = watch.look().values()
+    (reason,) = watch.check().values()
     watch.lose("lost", reason)
     assert watch.lost == {"lost": reason} and has_failed("lost") and not has_failed("sound")
     for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 2):
         sound.publish()
-        assert watch.look() == {} and watch.doubts() == ""
+        assert watch.check() == {} and watch.why_not_ready() == ""
     assert 'tts_model_failing{model="lost",model_instance="lost_0"} 1' in page(directory)
     assert SUCCESS_AGE.name + '{model="lost"' not in page(directory)
 
@@ -112,7 +112,7 @@ def test_files_of_other_metrics_are_no_model(directory: Path) -> None:
     MetricsPublisher(dict, {"model_name": "m", "model_instance_name": "m_0"}).close()
     watch = ModelWatch(directory)
     for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 2):
-        assert watch.look() == {} and watch.doubts() == ""
+        assert watch.check() == {} and watch.why_not_ready() == ""
 
 
 def test_a_monitor_tests_its_model_and_publishes_the_result(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from cosyvoice_triton.monitoring.metrics import Metric, MetricsPublisher, Values
 
 logger = logging.getLogger(__name__)
 
-TEST_SECONDS = 10.0
+TEST_SECONDS = 10.0  # an idle model passes two tests before it counts as not ready (server/watch.py)
 POLL_SECONDS = 1.0
 RETURN_SECONDS = 30.0  # between two times that freed memory is given back
 FAILED = ".failed"  # ending of the file that names the reason

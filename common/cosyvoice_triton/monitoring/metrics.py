@@ -25,7 +25,7 @@ from cosyvoice_triton.monitoring.metrics_file import MetricsFile
 
 logger = logging.getLogger(__name__)
 
-PERIOD_SECONDS = 0.25
+PERIOD_SECONDS = 0.25  # so at least once between two checks of the server or of a drain, which are 0.5 s apart
 ENDING = ".metrics"  # of the file of each model instance
 
 RequestStatus = Literal["ok", "invalid", "refused", "unavailable", "cancelled", "error"]

@@ -31,7 +31,7 @@ class LogRotation:
             size = self._log.stat().st_size if self._log.is_file() else 0
             if size <= above or self._failed_at and size < self._failed_at + MAX_BYTES:
                 return
-            _move_on(self._log)
+            _shift(self._log)
             self._failed_at = 0
         except OSError as error:
             if not self._failed_at:
@@ -39,7 +39,7 @@ class LogRotation:
             self._failed_at = size or 1
 
 
-def _move_on(log: Path) -> None:
+def _shift(log: Path) -> None:
     names = [log.with_name(f"{log.name}.{number}") for number in range(1, KEPT + 1)]
     copy = log.with_name(f"{log.name}.new")
     try:

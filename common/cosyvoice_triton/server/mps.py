@@ -26,7 +26,7 @@ DEFAULT_PIPES = Path("/tmp/nvidia-mps")  # where it looks otherwise
 START_SECONDS = 10.0
 ANSWER_SECONDS = 10.0
 QUIT_SECONDS = 10.0
-PRICE = "the LLM and token2wav take turns on the GPU: first chunks come later, and fewer listeners are admitted"
+WITHOUT_MPS = "the LLM and token2wav take turns on the GPU: first chunks come later, and fewer listeners are admitted"
 
 # Runs the daemon until a line, or the end of the file when its parent has died, arrives on stdin. The server that the
 # daemon starts for CUDA ends with it.
@@ -63,7 +63,7 @@ def shared_gpu(repository: Path) -> Iterator[None]:
             if _listens(Path(folder)):
                 os.environ.update(variables)
             else:
-                logger.warning("CUDA MPS cannot be started (%s): %s", _reason(Path(folder)), PRICE)
+                logger.warning("CUDA MPS cannot be started (%s): %s", _reason(Path(folder)), WITHOUT_MPS)
             yield
         finally:
             for name, value in before.items():

@@ -63,8 +63,8 @@ class HealthPage:
         """Return status and text of /ready."""
         if self.state != "ready":
             return 503, self.state
-        if doubts := self._server.doubts():
-            return 503, doubts
+        if reason := self._server.why_not_ready():
+            return 503, reason
         if self._server.answers_ready():
             return 200, "\n".join(["ready", *self._server.lost])
         return 503, "unanswering" if self.state == "ready" else self.state  # it may have changed meanwhile

@@ -321,14 +321,14 @@ class TritonServer:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(WATCH_SECONDS)
         if code := self._process.returncode:
-            cause = self._watch.doubts() or f"see {self.log_file}"
+            cause = self._watch.why_not_ready() or f"see {self.log_file}"
             raise ServerError(f"tritonserver ended unexpectedly with code {code}: {cause}")
 
     def check_models(self) -> None:
         """Kill the server and raise ServerError if a model has died, hangs or has failed, unless a replica of it works.
         It must be called every WATCH_SECONDS."""
         self._rotation.rotate(above=MAX_BYTES)
-        faults = self._watch.look()
+        faults = self._watch.check()
         running = self.model_processes()
         if dead := self._models.keys() - running.keys():
             self._unloading += WATCH_SECONDS  # a server that is being stopped is not ready while it ends its models
@@ -367,9 +367,9 @@ class TritonServer:
         """Return why the server works without some of its models, one line for each."""
         return list(self._watch.lost.values())
 
-    def doubts(self) -> str:
+    def why_not_ready(self) -> str:
         """Return why the server is not ready although it says so, as of the last check; empty if it is."""
-        return self._watch.doubts()
+        return self._watch.why_not_ready()
 
     def kill(self) -> None:
         """End the server and its models at once, so that no client waits for an answer that cannot come."""

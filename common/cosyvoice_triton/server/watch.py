@@ -14,7 +14,7 @@ from cosyvoice_triton.monitoring.metrics_file import MetricsFile
 
 logger = logging.getLogger(__name__)
 
-WATCH_SECONDS = 0.5  # between two looks
+WATCH_SECONDS = 0.5  # between two checks; models publish twice in that time
 # After the first, the server is not ready; after the second it has to be restarted, because neither heals by itself.
 SILENT_SECONDS, HUNG_SECONDS = 3.0, 15.0  # without a renewed file; 15 s is also when calls of a model time out
 IDLE_SECONDS, USELESS_SECONDS = 30.0, 60.0  # without an answered request or a passed test
@@ -35,14 +35,15 @@ class _Instance:
 
 
 class ModelWatch:
-    """Looks at the models' files. Time counts by looks, so that a pause of the whole machine is not a model's."""
+    """Checks the models' files. A model's silence is counted in checks, not by a clock, so that a pause of the whole
+    machine, such as a suspended VM, is not taken for a hanging model."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._instances: dict[str, _Instance] = {}
         self.lost: dict[str, str] = {}  # the models without which the server goes on, and why
 
-    def look(self) -> dict[str, str]:
+    def check(self) -> dict[str, str]:
         """Return the models that have to be restarted, apart from those that are lost, and why. It must be called every
         WATCH_SECONDS."""
         for path in self._directory.glob(f"*{metrics.ENDING}"):
@@ -77,7 +78,7 @@ class ModelWatch:
             # In place of its last numbers.
             MetricsFile(self._directory / name, metrics.to_bytes(labels, {FAILING: 1})).close()
 
-    def doubts(self) -> str:
+    def why_not_ready(self) -> str:
         """Return why the server is not ready, in a few words for each model concerned; empty if it is."""
         found = []
         for instance in self._instances.values():
