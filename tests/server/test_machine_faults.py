@@ -33,6 +33,7 @@ from cosyvoice_triton.triton_io.streams import Streams
 
 from tests.conftest import ROOT
 from tests.support.http_pages import Page, http_server
+from tests.support.serve_process import children
 from tests.support.waiting import until
 
 ARGS = {"model_name": "m", "model_instance_name": "m_0"}
@@ -309,8 +310,7 @@ except (serving.Terminated, KeyboardInterrupt):
 
 
 def descendants(process: int) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True).stdout.split()
-    return [each for child in map(int, found) for each in (child, *descendants(child))]
+    return [each for child in children(process) for each in (child, *descendants(child))]
 
 
 def test_without_a_compiler_the_server_warns_what_a_stranger_can_do(

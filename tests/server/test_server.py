@@ -93,8 +93,14 @@ def replace_tritonserver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines:
     monkeypatch.setattr(installation.Installation, "find", lambda: dataclasses.replace(real, binary=script))
 
 
-def stubs_of(server: TritonServer) -> list[str]:
-    return subprocess.run(["pgrep", "-f", server._shm_prefix], capture_output=True, text=True).stdout.split()
+def stubs_of(prefix: str) -> list[str]:
+    return subprocess.run(["pgrep", "-f", prefix], capture_output=True, text=True).stdout.split()
+
+
+def assert_gone(prefix: str) -> None:
+    """Soon no process of the server is left, nor its shared memory."""
+    until(lambda: stubs_of(prefix) == [], every=0.1)
+    assert list(Path("/dev/shm").glob(f"{prefix}*")) == []
 
 
 def assert_closed(server: TritonServer) -> None:
@@ -119,11 +125,13 @@ def test_a_server_answers_while_it_runs_and_leaves_nothing_behind(repository, tm
     with TritonServer(repository, ports=FREE, host="0.0.0.0") as server:
         assert urllib.request.urlopen(f"http://{server.http_url}/v2/models/idle/ready").status == 200
         assert urllib.request.urlopen(f"http://{server.metrics_url}/metrics").status == 200
-        assert stubs_of(server)
+        assert stubs_of(server._shm_prefix)
         assert_closed(server)
-    assert stubs_of(server) == []
+        assert server._process is not None
+        threading.Timer(0.2, server._process.terminate).start()
+        server.wait()  # stopping it from outside is not mistaken for a dead model
     assert not server.log_file.exists()
-    assert list(Path("/dev/shm").glob(f"{server._shm_prefix}*")) == []
+    assert_gone(server._shm_prefix)
 
 
 @pytest.mark.server
@@ -170,8 +178,7 @@ def test_a_server_that_aborts_while_loading_is_started_again(aborts, repository,
     except ServerError as error:
         assert aborts == STARTS and "code -6" in str(error)
     assert len(starts.read_text().splitlines()) == min(aborts + 1, STARTS)
-    until(lambda: stubs_of(server) == [])
-    assert list(Path("/dev/shm").glob(f"{server._shm_prefix}*")) == []
+    assert_gone(server._shm_prefix)
 
 
 @pytest.mark.server
@@ -201,34 +208,6 @@ def test_a_port_in_use_is_named(repository):
             pass
 
 
-def child(parent: int | str, command: str) -> str:
-    found = subprocess.run(["pgrep", "-P", str(parent), "-f", command], capture_output=True, text=True, check=True)
-    return found.stdout.split()[0]
-
-
-@pytest.mark.server
-def test_serve_ends_and_names_the_model_if_a_models_process_dies(repository, tmp_path):
-    command = [sys.executable, "-m", "cosyvoice_triton", "serve", str(repository), "--log-file", str(tmp_path / "log")]
-    command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--health-port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
-        assert serving.stdout is not None
-        while "ready" not in (line := serving.stdout.readline()):
-            assert line, "it ended"
-        tritonserver = child(serving.pid, "bin/tritonserver")
-        os.kill(int(child(tritonserver, "python_backend_stub")), signal.SIGKILL)
-        _, errors = serving.communicate(timeout=60)
-    assert serving.returncode == 1
-    assert errors == "the process of model idle has died; tritonserver has to be restarted\n"
-
-
-@pytest.mark.server
-def test_stopping_the_server_is_not_mistaken_for_a_dead_model(repository):
-    with TritonServer(repository, ports=FREE) as server:
-        assert server._process is not None
-        threading.Timer(0.2, server._process.terminate).start()
-        server.wait()
-
-
 @pytest.mark.server
 def test_a_tritonserver_that_crashes_while_it_stops_leaves_nothing_behind_and_is_no_error(repository):
     with TritonServer(repository, ports=FREE) as server:
@@ -237,8 +216,7 @@ def test_a_tritonserver_that_crashes_while_it_stops_leaves_nothing_behind_and_is
         process.send_signal(signal.SIGSTOP)
         threading.Timer(0.3, lambda: [process.send_signal(each) for each in (signal.SIGSEGV, signal.SIGCONT)]).start()
     assert process.returncode == -signal.SIGSEGV
-    until(lambda: stubs_of(server) == [])  # they have been killed
-    assert list(Path("/dev/shm").glob(f"{server._shm_prefix}*")) == []
+    assert_gone(server._shm_prefix)
 
 
 @pytest.mark.server
@@ -257,8 +235,7 @@ def test_no_process_outlives_a_killed_parent(victims, repository):
         os.kill(parent.pid, signal.SIGKILL)
         if victims != "parent":
             os.kill(int(tritonserver), signal.SIGKILL)
-    until(lambda: subprocess.run(["pgrep", "-f", prefix], capture_output=True).returncode, every=0.1)
-    assert list(Path("/dev/shm").glob(f"{prefix}*")) == []
+    assert_gone(prefix)
     until(lambda: not Path(work).exists(), every=0.1)  # the last thing to go
 
 

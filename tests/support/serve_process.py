@@ -21,6 +21,7 @@ import tritonclient.grpc.aio as triton
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.client.requests import Utterance, of_recording, read_reference
 from cosyvoice_triton.server.options import StackOptions
+from cosyvoice_triton.server.readiness import is_alive
 from cosyvoice_triton.server.rendering import render
 from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
@@ -55,19 +56,21 @@ class ServeProcess:
 
     def kill_tritonserver(self) -> None:
         """Simulate the failure of a machine: tritonserver and all its connections end immediately."""
-        command = ["pgrep", "-P", str(self.process.pid), "tritonserver"]
-        (victim,) = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-        os.kill(int(victim), signal.SIGKILL)
-        while not dead(int(victim)):  # earlier requests may still have reached it
+        (victim,) = children(self.process.pid, "bin/tritonserver")
+        os.kill(victim, signal.SIGKILL)
+        while is_alive(victim):  # earlier requests may still have reached it
             time.sleep(0.01)
 
+    def process_of(self, model: str) -> int:
+        (tritonserver,) = children(self.process.pid, "bin/tritonserver")
+        (stub,) = children(tritonserver, f"/{model}/1/model.py")
+        return stub
 
-def dead(process: int) -> bool:
-    """Whether the process has ended, and with it its sockets."""
-    try:
-        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
-    except FileNotFoundError:
-        return True
+
+def children(process: int, command: str = "") -> list[int]:
+    """The processes that a process has started, those with this in their command line."""
+    found = subprocess.run(["pgrep", "-P", str(process), "-f", command], capture_output=True, text=True)
+    return [int(child) for child in found.stdout.split()]
 
 
 def get(url: str) -> tuple[int, str]:
