@@ -54,7 +54,7 @@ class Installation:
 
     @classmethod
     def _of_wheel(cls, package: Path) -> "Installation":
-        _require_glibc()
+        libraries = require_machine()
         root = package / "tritonserver"
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         stub = root / "python_backend_stubs" / version / STUB
@@ -66,7 +66,7 @@ class Installation:
             backends=root / "backends",
             caches=root / "caches",
             stub=stub,
-            libraries=(package.parent / "nvidia_pytriton.libs", *_libpython_directories(version)),
+            libraries=(package.parent / "nvidia_pytriton.libs", *libraries),
         )
 
     def backend_directory(self, work: Path) -> Path:
