@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cosyvoice_triton.errors import UnavailableError
-from cosyvoice_triton.llm import triton_tensors as llm_tensors
+from cosyvoice_triton.llm import triton_client as llm_tensors
 from cosyvoice_triton.llm.interface import LLMPrompt, TokenChunk
 
 from tests.conftest import ROOT, initialized_model

@@ -10,7 +10,7 @@ import pytest
 from cosyvoice_triton import stacks
 from cosyvoice_triton.config import SPARE_REQUESTS, TensorrtLLMConfig, Token2WavConfig
 from cosyvoice_triton.llm.interface import Sampling
-from cosyvoice_triton.llm.triton_tensors import request_tensors
+from cosyvoice_triton.llm.triton_client import request_tensors
 from cosyvoice_triton.server import rendering
 from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.server.rendering import (

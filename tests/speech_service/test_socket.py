@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.routes.socket import MAX_WAITING_UTTERANCES
-from cosyvoice_triton.text.sentences import SentenceSplitter
+from cosyvoice_triton.text.segments import SentenceSplitter
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 

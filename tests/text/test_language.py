@@ -2,8 +2,8 @@
 
 import pytest
 from cosyvoice_triton.text import TextFrontend
+from cosyvoice_triton.text.cleaning import plain_signs
 from cosyvoice_triton.text.language import OF_COSYVOICE2, language_of, language_of_sentence, named
-from cosyvoice_triton.text.signs import plain_signs
 
 
 @pytest.mark.parametrize(

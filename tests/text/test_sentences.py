@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import sentencex
-from cosyvoice_triton.text.sentences import SentenceSplitter
+from cosyvoice_triton.text.segments import SentenceSplitter
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -16,8 +16,7 @@ from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.llm.checkpoint import read_limits, speech_bias
 from cosyvoice_triton.llm.interface import SpeechLM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from cosyvoice_triton.llm.triton_client import TritonLM
-from cosyvoice_triton.llm.triton_tensors import RESPONSE_OUTPUTS
+from cosyvoice_triton.llm.triton_client import RESPONSE_OUTPUTS, TritonLM
 from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.drain import DrainFile
 from cosyvoice_triton.monitoring.environment import ModelEnvironment

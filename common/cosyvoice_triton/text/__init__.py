@@ -1,19 +1,15 @@
 """Text before it reaches the LLM: cleaned, normalized, and split into segments that are synthesized one after another.
 
-cleaning.py        whitespace and control tokens; text with nothing to speak is an error
-signs.py           invisible characters, and the dress of letters, digits and blanks
+cleaning.py        what nobody speaks: control tokens, Markdown, HTML, emoji, invisible signs
 markup.py          pauses, changes of the voice, and the part of SSML that is supported
-markdown.py        Markdown, HTML, emoji and footnote marks, which are not spoken
 pronunciation.py   a request's dictionary of words and readings
 language.py        the language of a text and of its sentences
 normalization.py   numbers, dates, units and currencies as words: the rules of the language, then its grammar
 *_reading.py       the rules of a language; numbers.py has the words of numbers
 kana.py            Japanese kanji as kana, by an optional package
-endings.py         full stops at the ends of lines, and those that a grammar took
-sentences.py       sentences of a text that arrives in pieces
 chinese.py         marks and blanks of Chinese text that are not spoken
 duration.py        how many seconds a text takes to speak
-segments.py        sentences, and how many of them make a segment
+segments.py        sentences, also of a text that arrives in pieces, and how many of them make a segment
 preview.py         what will be spoken, for people
 frontend.py        all of this: a text -> its segments
 """

@@ -2,8 +2,7 @@
 
 import re
 
-from cosyvoice_triton.text.numbers import LONGEST, chinese, chinese_digits
-from cosyvoice_triton.text.rules import reader
+from cosyvoice_triton.text.numbers import LONGEST, chinese, chinese_digits, reader
 
 _N = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 _ND = rf"{_N}(?:\.\d+)?"

@@ -1,12 +1,148 @@
-"""Clean a client's text: normalize whitespace, remove control tokens; text with nothing to speak is an error."""
+"""What nobody speaks is removed from a client's text: control tokens, Markdown, HTML, emoji, and invisible signs.
+
+Text with nothing to speak is an error.
+"""
 
 import re
 import unicodedata
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import regex
 
 from cosyvoice_triton.constants import SYSTEM_WORDS
-from cosyvoice_triton.text.markdown import without_emoji
+
+# Format characters, but the joiner and the tags of emoji, which `without_emoji` removes with them.
+_INVISIBLE = re.compile(
+    "[\u00ad\u034f\u061c\u115f\u1160\u180e\u3164\uffa0\u200b-\u200c\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
+)
+_JOINER = re.compile("(?<![\u200d\ufe0f\u2600-\u27bf\U0001f000-\U0001ffff])\u200d")  # not that of an emoji
+_ODD_BLANK = re.compile("[\u00a0\u2000-\u200a\u202f\u205f]")
+_SAME = str.maketrans({"\u2010": "-", "\u2011": "-", "\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2044": "/"})
+_VULGAR = re.compile("(\\d?)([\u00bc-\u00be\u2150-\u215e\u2189])")
+_RAISED = "[\u207b\u00b9\u00b2\u00b3\u2070\u2074-\u2079]+"
+_POWER = re.compile(f"(?<=\\d){_RAISED}")
+_FOOTNOTE_MARK = re.compile(f"(?:(?<=[a-z]{{4}})|(?<=[.,;:!?。，、\u4e00-\u9fff])(?<!米)){_RAISED}")
+_SUPERSCRIPT = re.compile("(?<=[A-Za-z)])[\u00b2\u00b3]")  # of m² and x²: the languages read it
+# Letters and digits that are others in another dress: full width, mathematical, ligatures, super- and subscripts.
+_DRESSED = re.compile(
+    "[\uff10-\uff19\uff21-\uff3a\uff41-\uff5a\ufb00-\ufb06\u2070-\u209c\u00b9\u00b2\u00b3\u2460-\u2473"
+    "\u2102\u2107\u210a-\u2115\u2119-\u211d\u2124\u2128-\u2131\u2133-\u2138\U0001d400-\U0001d7ff\u33a0-\u33a5\u338d-\u339e\uff05\uff04\uffe1]"
+)
+# A heart between two words is one.
+_LOVE = (
+    re.compile("\\b(I|[Ww]e|[Yy]ou|[Tt]hey)\\s?[❤♥]\ufe0f?\\s?(?=[A-Za-z])"),
+    re.compile("(?<=[我们])[❤♥]\ufe0f?(?=[\u4e00-\u9fff])"),
+)
+_FULL_WIDTH_MARK = re.compile("(?<=\\d)[\uff1a\uff0e](?=\\d)")
+
+
+def plain_signs(text: str) -> str:
+    """Return `text` without invisible characters, and with plain letters, digits, hyphens and blanks for their
+    typographic variants."""
+    if text.isascii():
+        return text
+    text = _ODD_BLANK.sub(" ", _JOINER.sub("", _INVISIBLE.sub("", text))).translate(_SAME)
+    text = _LOVE[1].sub("爱", _LOVE[0].sub(r"\1 love ", text))
+    text = _VULGAR.sub(_fraction, text)
+    text = _FOOTNOTE_MARK.sub("", _POWER.sub(lambda match: "^" + _plain(match[0]), text))
+    kept = _SUPERSCRIPT.sub(lambda match: {"\u00b2": "\ue002", "\u00b3": "\ue003"}[match[0]], text)
+    kept = _DRESSED.sub(lambda match: _plain(match[0]), kept)
+    kept = kept.replace("\ue002", "\u00b2").replace("\ue003", "\u00b3")
+    return _FULL_WIDTH_MARK.sub(lambda match: {"\uff1a": ":", "\uff0e": "."}[match[0]], kept)
+
+
+def _plain(dressed: str) -> str:
+    return unicodedata.normalize("NFKC", dressed).replace("\u2212", "-")
+
+
+def _fraction(match: re.Match[str]) -> str:
+    written = _plain(match[2]).replace("\u2044", "/")
+    return f"{match[1]} {written}" if match[1] else written
+
+
+_MARKUP = re.compile(r"[\\`*_#<>&~|\[\]+-]|^\d+[.)]", re.MULTILINE)
+_SOUND_TAG = re.compile(r"</?(?:strong|laughter)>")  # of the LLM's vocabulary
+# What the parser leaves, because it is no Markdown: "** bold **", or half of a pair whose other half is elsewhere. A
+# star between numbers is a sign, and so is a number sign before one.
+_LEFT = re.compile(
+    r"\*{2,}|_{2,}|~{2,}|`+|(?<!\S)[*_](?=[^\s*_])|(?<=[^\s*_])[*_](?!\S)|(?<!\d )(?<!\S)\*(?!\S)|(?<!\w)#+(?=[^\W\d])"
+    r"|(?<=[\u4e00-\u9fff])#(?!\d)"
+)
+_STAR_KEY = re.compile(r"\b([Pp]ress|[Dd]ial) \*(?=[\s\d.,]|$)")
+_FOOTNOTE = re.compile(r"\[\^[\w-]{1,32}\]|(?<=[^\s\[\]])(?:\[\d{1,3}\])+")
+_TASK = re.compile(r"^(\s*[-*+] )\[[ xX]\] ", re.MULTILINE)
+_BLANKS = re.compile(r"[^\S\n]{2,}")
+# Rows of one sign are drawn, as lines and borders are: read, they are seconds of invention or of "equals equals". Of
+# marks one is left, which is a pause.
+_ROW = regex.compile(r"([\p{P}\p{S}])\1{3,}")
+_PAUSES = frozenset(".,;:!?…-–—。，、；：！？")
+
+_SYMBOLS_OF_TEXT = "©®™‼⁉〰〽㊗㊙"  # are emoji in Unicode's tables only
+_EMOJI = regex.compile(
+    rf"(?:[[\p{{Extended_Pictographic}}\p{{Emoji_Presentation}}]--[{_SYMBOLS_OF_TEXT}]]"
+    r"|\p{Regional_Indicator}|\p{Emoji_Modifier}|[\u200D\u20E3\uFE0F])+",
+    regex.V1,
+)
+_MARKS = frozenset(".,!?;:…")
+_BLANK = "".join(char for char in map(chr, range(0x3001)) if char.isspace() and char != "\n")
+
+
+def without_emoji(text: str) -> str:
+    """Return `text` with blanks in place of emoji, none before a mark; a digit in a key cap stays. Linear time."""
+    if text.isascii():
+        return text
+    kept, end = [], 0
+    for found in _EMOJI.finditer(text):
+        before, end = text[end : found.start()], found.end()
+        kept += [before.rstrip(_BLANK)] if text[end : end + 1] in _MARKS else [before, " "]
+    return "".join(kept) + text[end:]
+
+
+def without_markup(text: str) -> str:
+    """Return `text` without markup and rows of signs: the words of links, code and tables stay, and the numbers of
+    lists."""
+    text = _STAR_KEY.sub(r"\1 star ", _FOOTNOTE.sub("", without_emoji(text)))
+    if _MARKUP.search(text):
+        text = _LEFT.sub("", "".join(_rendered(_TASK.sub(r"\1", text))).replace(", \n", "\n"))
+    text = _ROW.sub(lambda row: row[1] if row[1] in _PAUSES else " ", text)
+    return _BLANKS.sub(" ", text).strip()
+
+
+def _rendered(text: str) -> Iterator[str]:
+    """Yield the words of each block, each block as a line."""
+    for token in _parser().parse(text):
+        if token.type == "list_item_open" and token.info:
+            yield f"{token.info}{token.markup} "
+        elif token.type == "inline":
+            yield "".join(map(_words, token.children))
+        elif token.type == "fence":
+            yield token.content
+        if token.type in ("th_close", "td_close"):
+            yield ", "
+        elif token.type in ("paragraph_close", "heading_close", "tr_close"):
+            yield "\n"
+
+
+def _words(token: Any) -> str:
+    if token.type in ("softbreak", "hardbreak"):
+        return "\n"
+    if token.type == "html_inline":
+        return str(token.content) if _SOUND_TAG.fullmatch(token.content) else ""
+    return str(token.content)  # an image's is its description
+
+
+@cache
+def _parser() -> Any:
+    """Return the parser. It is imported here, because most models of the server process no text."""
+    from markdown_it import MarkdownIt
+
+    # HTML inside lines only, because empty lines, which end blocks, are removed before. No definitions of links:
+    # "[laughter]: yes" is speech.
+    rules = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+    return rules.disable(["html_block", "code", "reference"])
+
 
 # Every control token of the LLM's vocabulary is written <|name|>. The length limit keeps the prose between a stray "<|"
 # and a distant "|>"; names are short.
@@ -44,13 +180,19 @@ def split_instruction(text: str) -> tuple[str, str]:
 
 def is_speakable(text: str) -> bool:
     """Return whether `text` contains anything that can be spoken."""
-    return any(unicodedata.category(char)[0] in _SPEAKABLE for char in without_emoji(text))
+    for char in without_emoji(text):
+        if unicodedata.category(char)[0] in _SPEAKABLE:
+            return True
+    return False
 
 
 def has_words(text: str) -> bool:
     """Return whether `text` has a letter or a digit. Symbols with names are words by now, and for others alone, such as
     an arrow, the LLM invents speech."""
-    return any(char.isalnum() and char not in _FILLERS for char in text)
+    for char in text:
+        if char.isalnum() and char not in _FILLERS:
+            return True
+    return False
 
 
 def clean_text(text: str, *, name: str, max_chars: int) -> str:
@@ -61,9 +203,12 @@ def clean_text(text: str, *, name: str, max_chars: int) -> str:
     """
     if len(text) > max_chars:
         raise ValueError(f"{name} has {len(text)} characters, more than the limit of {max_chars}")
-    words = strip_control_tokens(_printable(split_instruction(text)[1]))
-    lines = (" ".join(line.split()) for line in words.split("\n"))
-    spoken = "\n".join(line for line in lines if line)
+    words = strip_control_tokens(_printable(text.rpartition(END_OF_PROMPT)[2]))
+    lines = []
+    for line in words.split("\n"):
+        if said := " ".join(line.split()):
+            lines.append(said)
+    spoken = "\n".join(lines)
     if not is_speakable(spoken):
         shown = text if len(text) <= 80 else text[:80] + "..."
         raise ValueError(f"{name} has nothing to speak: {shown!r}")

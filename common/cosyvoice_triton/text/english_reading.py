@@ -3,8 +3,7 @@
 import re
 
 from cosyvoice_triton.text.english_words import ADDRESS, MONTHS, address, named, words
-from cosyvoice_triton.text.numbers import LONGEST, english, english_digits, english_ordinal, english_year
-from cosyvoice_triton.text.rules import reader
+from cosyvoice_triton.text.numbers import LONGEST, english, english_digits, english_ordinal, english_year, reader
 
 _N = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _ND = rf"(?:{_N}(?:\.\d+)?|\.\d+)"

@@ -2,8 +2,7 @@
 
 import re
 
-from cosyvoice_triton.text.numbers import english_digits
-from cosyvoice_triton.text.rules import Rule, reader
+from cosyvoice_triton.text.numbers import Rule, english_digits, reader
 
 _MONTHS = "January February March April May June July August September October November December".split()
 MONTHS = {name[:length].lower(): name for name in _MONTHS for length in (3, len(name))} | {"sept": "September"}

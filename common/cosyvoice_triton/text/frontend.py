@@ -5,16 +5,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, lru_cache, partial
 
 from cosyvoice_triton.text import chinese
+from cosyvoice_triton.text.cleaning import plain_signs, without_markup
 from cosyvoice_triton.text.duration import expected_seconds
-from cosyvoice_triton.text.endings import closed, ended_as
 from cosyvoice_triton.text.kana import MISSING, has_kanji, in_kana, kana_available
 from cosyvoice_triton.text.language import COSYVOICE3, Language, language_of, language_of_sentence, languages_of, named
-from cosyvoice_triton.text.markdown import spoken
 from cosyvoice_triton.text.markup import Pause, is_heard, parts
 from cosyvoice_triton.text.normalization import Spelled, normalized
 from cosyvoice_triton.text.pronunciation import Pronouncer
-from cosyvoice_triton.text.segments import Seconds, fitting, segment_limit, segments, sentences
-from cosyvoice_triton.text.signs import plain_signs
+from cosyvoice_triton.text.segments import Seconds, closed, ended_as, fitting, segment_limit, segments, sentences
 
 CACHED_TRANSCRIPTS = 256  # voices are used repeatedly, and normalizing a transcript takes about 10 ms
 
@@ -67,7 +65,7 @@ class TextFrontend:
             whole = list(parts(plain_signs(text) if normalize else text))
         except ValueError as error:
             raise ValueError(f"target_text: {error}") from None
-        words = "".join(part for part in whole if isinstance(part, str))
+        words = "".join([part for part in whole if isinstance(part, str)])
         of_text = given or language_of(words, language_of(voice_text[:400]) if voice_text else None)
         seconds = partial(expected_seconds, japanese=of_text == "ja")
         warn = cache(on_warning)
@@ -113,7 +111,7 @@ class TextFrontend:
     ) -> Iterator[str]:
         """Yield the sentences of `text` in words. `fixed`: all of them are in `language`, which the request named.
         `close`: end each line with a full stop if it has none."""
-        text = spoken(text)
+        text = without_markup(text)
         if language == "zh":
             text = chinese.closed(text)
         for line in text.split("\n"):
@@ -140,7 +138,9 @@ class TextFrontend:
         if own is None:
             return sentence, own
         # In parts that fit a segment: reading a long sentence at once would block every stream of the process.
-        words = "".join(normalized(part, own, as_is, self._korean_words) for part in fitting(sentence, seconds))
+        words = ""
+        for part in fitting(sentence, seconds):
+            words += normalized(part, own, as_is, self._korean_words)
         if own == "ja" and self._kana:
             if self.warning and has_kanji(words):
                 warn(self.warning)

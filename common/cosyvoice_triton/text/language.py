@@ -28,6 +28,7 @@ _HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 _KANA = re.compile(r"[\u3041-\u30fa\u30fc-\u30ff]")
 _HANGUL = re.compile(r"[\uac00-\ud7a3]")
 _CYRILLIC = re.compile(r"[\u0400-\u04ff]")
+_ANY_LETTER = re.compile(r"[^\W\d_]")
 _OTHER = re.compile(r"[\u0370-\u03ff\u0530-\u10ff\u1200-\u137f\u1780-\u17ff]")
 _LETTER = r"[A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f]"  # without × and ÷
 _WORD = re.compile(rf"{_LETTER}+(?:['’-]{_LETTER}+)*")
@@ -75,7 +76,7 @@ def language_of(text: str, default: Language | None = None) -> Language | None:
 
 def language_of_sentence(sentence: str, text: Language | None) -> Language | None:
     """Return the language of one sentence of a text in the language `text`, which short and mixed sentences have."""
-    if not any(char.isalpha() for char in sentence):
+    if not _ANY_LETTER.search(sentence):
         return text
     own = _by_letters(sentence)
     if own == "latin":

@@ -3,7 +3,7 @@
 Anywhere: `[pause 1.2s]`, `[pause 300ms]`, `[pause]`, `<break time="500ms"/>`, `<break strength="strong"/>`, `<break/>`,
 and as other servers write it `[pause:1.2s]`, `[silent 1s]`. Their tags `[name:value]` are left out, see `left_out`. A
 text that is a document `<speak>...</speak>` may also have p, s, sub and say-as; any other tag in it is an error, and so
-are tags that only SSML has outside of one. Other tags are HTML, see `markdown`.
+are tags that only SSML has outside of one. Other tags are HTML, see `cleaning`.
 
 A request to a model has one voice, so `parts` rejects voices. The speech service cuts its texts with `by_voice` before:
 `[voice:NAME]` is for what follows, and in a document `<voice name="NAME">...</voice>` for its content.
@@ -17,8 +17,7 @@ from itertools import groupby
 from xml.sax.saxutils import escape
 
 from cosyvoice_triton.constants import MEL_RATE
-from cosyvoice_triton.text.cleaning import is_speakable
-from cosyvoice_triton.text.markdown import spoken
+from cosyvoice_triton.text.cleaning import is_speakable, without_markup
 
 MAX_PAUSE_SECONDS = 10.0
 MAX_PAUSES_SECONDS = 60.0  # of a text: silence costs a caller few characters and the server memory
@@ -111,7 +110,7 @@ def _limited(found: Iterable[str | Pause]) -> Iterator[str | Pause]:
 
 def _is_heard(content: list[str | Pause]) -> bool:
     pauses = sum(part.seconds for part in content if isinstance(part, Pause))
-    return is_heard(pauses) or any(isinstance(part, str) and is_speakable(spoken(part)) for part in content)
+    return is_heard(pauses) or any(isinstance(part, str) and is_speakable(without_markup(part)) for part in content)
 
 
 def is_heard(pauses: float) -> bool:

@@ -53,8 +53,9 @@ def normalized(sentence: str, language: Language, as_is: Collection[Spelled] = (
     """
     if language == "en":
         sentence = _INCHES.sub(_inches, sentence)
-    parts = _unchanged(frozenset(as_is)).split(sentence)  # every second part matched and stays unchanged
-    parts[::2] = [_read(part, language, korean_words) for part in parts[::2]]
+    parts = _unchanged(frozenset(as_is)).split(sentence)
+    for index in range(0, len(parts), 2):  # every second part matched and stays unchanged
+        parts[index] = _read(parts[index], language, korean_words)
     return "".join(parts)
 
 

@@ -69,7 +69,7 @@ class Pronouncer:
 
     def __init__(self, words: Mapping[str, str]) -> None:
         self._words = words
-        self._small = {_small(word) for word in words}
+        self._small = set(map(_small, words))
         lengths: dict[str, set[int]] = {}
         for word in self._small:
             lengths.setdefault(word[0], set()).add(len(word))

@@ -6,12 +6,121 @@ split between sentences, else between clauses, else between words.
 
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from typing import NamedTuple
 
 from cosyvoice_triton.text.cleaning import has_words, is_speakable
-from cosyvoice_triton.text.endings import closed
-from cosyvoice_triton.text.sentences import SentenceSplitter
+from cosyvoice_triton.text.english_words import BEFORE_NUMBERS
+from cosyvoice_triton.text.language import Language
+
+_TAG_AT_END = re.compile(r"(?:\[[A-Za-zà-ǜ0-9_-]+\]|<[^<>]*>)\Z")
+_CLOSERS = "\"'”’»›“」』】）)]}〉》"
+_ENDS = ".!?。！？…．｡"
+_CJK = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uff00-\uffef]")
+
+
+def closed(sentence: str, language: Language | None) -> str:
+    """Return the last sentence of a line, with a full stop of its script if it has no mark at its end, and a space
+    after it. Chinese and Japanese have no space between sentences.
+
+    Quotation marks, brackets and per cent signs are no marks, and end no sentence; a comma does not either, but it
+    stays, and so does a tag of a sound.
+    """
+    sentence = sentence.rstrip()
+    wide = is_wide(sentence, language)
+    if not sentence:
+        return sentence
+    if is_open(sentence):
+        sentence += "。" if wide else "."
+    return sentence if wide else sentence + " "
+
+
+def ended_as(written: str, spoken: str, language: Language | None) -> str:
+    """Return `spoken` with the full stop that `written` ends with and that the grammar took for that of "p.m."."""
+    body = spoken.rstrip()
+    if not body or written.rstrip()[-1:] not in _ENDS or not is_open(body):
+        return spoken
+    return body + ("。" if is_wide(body, language) else ".") + spoken[len(body) :]
+
+
+def is_wide(text: str, language: Language | None) -> bool:
+    """Return whether a full stop of `text` is 。: it is Chinese or Japanese, or in their script."""
+    return language in ("zh", "ja") or (language is None and bool(_CJK.search(text)))
+
+
+def is_open(text: str) -> bool:
+    """Return whether nothing says at the end of `text` that its sentence ends there."""
+    if _TAG_AT_END.search(text):
+        return False
+    last = text.rstrip(_CLOSERS + " ")[-1:]
+    return bool(last) and (unicodedata.category(last)[0] in "LNSM" or last in "%‰&@°")
+
+
+# sentencex takes quadratic to cubic time for quotation marks that are never closed, and holds the GIL: 7 to 30 s for
+# 65,000 characters, at most 3 ms for these.
+WINDOW = 512
+_UNDECIDED = 32  # last characters of a window: what follows them may still join two sentences, as after "Dr."
+# An abbreviation that sentencex takes for an end, before its number. After a number it is a unit, as in "5 sec.".
+_BEFORE_NUMBER = re.compile(rf"(?<!\d )\b(?:{'|'.join(BEFORE_NUMBERS)})\.\s+\Z")
+
+
+def _with_numbers(complete: list[str], last: str) -> tuple[list[str], str]:
+    """Join a sentence that ends with "Apt." and one that begins with a digit."""
+    joined = list[str]()
+    for part in (*complete, last):
+        if joined and part[:1].isdigit() and _BEFORE_NUMBER.search(joined[-1]):
+            part = joined.pop() + part
+        joined.append(part)
+    return joined[:-1], joined[-1]
+
+
+class SentenceSplitter:
+    """Splits where sentencex does, in linear time.
+
+    A sentence is complete once the next one has begun. In sentences longer than half a WINDOW, a quotation or an
+    abbreviation that lies across the middle of a window may be split.
+    """
+
+    def __init__(self) -> None:
+        self._begin = ""  # of the unfinished sentence: no end in it
+        self._rest = ""  # after _begin, at most a WINDOW
+
+    @property
+    def unfinished(self) -> str:
+        """Return the text after the last complete sentence."""
+        return self._begin + self._rest
+
+    def push(self, text: str) -> Iterator[str]:
+        """Yield the sentences that `text` completes, with their trailing whitespace."""
+        from sentencex import segment  # here: LLM servers import this package only to count tokens
+
+        text, position = self._rest + text, 0
+        while True:
+            window = text[position : position + WINDOW]
+            cut = position + WINDOW < len(text)
+            *complete, last = segment("en", window) or [""]
+            complete, last = _with_numbers(complete, last)
+            while cut and complete and len(last) < _UNDECIDED:
+                last = complete.pop() + last
+            for sentence in complete:
+                yield self._begin + sentence
+                self._begin = ""
+            if not cut:
+                self._rest = last
+                return
+            used = len(window) - len(last)
+            if used < WINDOW // 2:  # otherwise most of the window would be split again and again
+                self._begin += window[used : WINDOW // 2]
+                used = WINDOW // 2
+            position += used
+
+    def finish(self) -> str:
+        """Return the text after the last complete sentence, which is discarded here."""
+        rest, self._begin, self._rest = self.unfinished, "", ""
+        return rest
+
 
 # Seconds of expected speech. CosyVoice2's own limit is 80 Chinese characters, about 17 s.
 SEGMENT_SECONDS = 18.0
@@ -40,10 +149,14 @@ def sentences(text: str, close: bool = True) -> Iterator[str]:
     """
     for line in text.split("\n"):
         splitter = SentenceSplitter()
-        found = [sentence for sentence in (*splitter.push(line), splitter.finish()) if is_speakable(sentence)]
-        if found and close:
-            found[-1] = closed(found[-1], None)
-        yield from found
+        last = ""  # known to be the line's last one only once the line has ended
+        for sentence in (*splitter.push(line), splitter.finish()):
+            if is_speakable(sentence):
+                if last:
+                    yield last
+                last = sentence
+        if last:
+            yield closed(last, None) if close else last
 
 
 def segments(spoken: Iterable[str], seconds: Seconds, limit: float = SEGMENT_SECONDS) -> Iterator[str]:
@@ -53,8 +166,7 @@ def segments(spoken: Iterable[str], seconds: Seconds, limit: float = SEGMENT_SEC
     """
     ready: list[_Piece] = []  # complete, unless the text ends shortly after it
     current: list[_Piece] = []
-    for text in (piece for sentence in spoken for piece in fitting(sentence, seconds, limit) if has_words(piece)):
-        piece = _Piece(text, seconds(text))
+    for piece in _spoken_pieces(spoken, seconds, limit):
         if current and _length(current) + piece.seconds > limit:
             if ready:
                 yield _joined(ready)
@@ -67,7 +179,10 @@ def segments(spoken: Iterable[str], seconds: Seconds, limit: float = SEGMENT_SEC
         ready, current = [], ready + current
     elif len(ready) > 1 and ready[-1].seconds + _length(current) <= limit:
         current.insert(0, ready.pop())
-    yield from (_joined(segment) for segment in (ready, current) if segment)
+    if ready:
+        yield _joined(ready)
+    if current:
+        yield _joined(current)
 
 
 class _Piece(NamedTuple):
@@ -75,12 +190,20 @@ class _Piece(NamedTuple):
     seconds: float
 
 
+def _spoken_pieces(sentences: Iterable[str], seconds: Seconds, limit: float) -> Iterator[_Piece]:
+    """Yield what is to be spoken of the sentences, in pieces that take at most `limit` seconds."""
+    for sentence in sentences:
+        for text in fitting(sentence, seconds, limit):
+            if has_words(text):
+                yield _Piece(text, seconds(text))
+
+
 def _length(pieces: list[_Piece]) -> float:
     return sum(piece.seconds for piece in pieces)
 
 
 def _joined(pieces: list[_Piece]) -> str:
-    return "".join(piece.text for piece in pieces).strip()
+    return "".join(map(itemgetter(0), pieces)).strip()
 
 
 def fitting(sentence: str, seconds: Seconds, limit: float = SEGMENT_SECONDS) -> list[str]:
@@ -88,7 +211,10 @@ def fitting(sentence: str, seconds: Seconds, limit: float = SEGMENT_SECONDS) -> 
 
     It is split between clauses; a clause that does not fit between words, and a word that does not fit anywhere.
     """
-    pieces = [_Piece(sentence, seconds(sentence))]
+    whole = _Piece(sentence, seconds(sentence))
+    if whole.seconds <= limit:
+        return [sentence] if is_speakable(sentence) else []
+    pieces = [whole]
     for end in (_CLAUSE_END, _WORD_END, _ANYWHERE):
         pieces = [part for piece in pieces for part in _cut(piece, end, seconds, limit)]
     return [piece.text for piece in pieces if is_speakable(piece.text)]

@@ -4,10 +4,9 @@ import asyncio
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import async_timeout
 import numpy as np
@@ -20,8 +19,6 @@ from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.logs import request_id
 from cosyvoice_triton.triton_io.errors import exception_of
 from cosyvoice_triton.triton_io.tensors import to_tensor
-
-ResultT = TypeVar("ResultT")
 
 # Calls whose caller no longer waits. Triton 2.51 cannot cancel a call, so it occupies its thread until the other model
 # has answered.
@@ -52,7 +49,7 @@ async def call(
     request = pb_utils.InferenceRequest(
         model_name=model,
         requested_output_names=list(outputs),
-        inputs=[to_tensor(name, array) for name, array in inputs.items()],
+        inputs=list(map(to_tensor, inputs.keys(), inputs.values())),
         correlation_id=correlation_id,
         request_id=request_id.get(),
         flags=flags,
@@ -65,30 +62,14 @@ async def call(
         raise UnavailableError(f"{model} did not answer within {timeout:g} s") from None
     if response.has_error():
         raise exception_of(model, response.error().message(), response.error().code())
-    arrays = {tensor.name(): _to_array(tensor) for tensor in response.output_tensors()}
-    if absent := [name for name in outputs if name not in arrays]:
-        raise LostAnswerError(f"{model} answered without {', '.join(absent)}: the same request failed before")
+    arrays = {}
+    for tensor in response.output_tensors():  # copied to the CPU, because Triton reuses the response's memory
+        on_cpu = tensor.is_cpu()
+        array = tensor.as_numpy().copy() if on_cpu else torch.from_dlpack(tensor.to_dlpack()).cpu().numpy()
+        arrays[tensor.name()] = array
+    if absent := set(outputs) - arrays.keys():
+        raise LostAnswerError(f"{model} answered without {', '.join(sorted(absent))}: the same request failed before")
     return arrays
-
-
-async def _in_thread(function: Callable[[], ResultT]) -> ResultT:
-    """Run a blocking `function` in a thread of its own.
-
-    Not in an executor: nested calls that wait for each other must not share a bounded pool, and a thread that is stuck
-    in Triton must not prevent the process from exiting.
-    """
-    future: Future[ResultT] = Future()
-
-    def run() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    async with _running(run):
-        return await asyncio.wrap_future(future)
 
 
 class CallSlots:
@@ -138,14 +119,18 @@ _slots = CallSlots(CALLS_AT_ONCE)
 class _Call:
     """A function to run in a worker thread; releases its slot at the end."""
 
-    def __init__(self, target: Callable[[], None], slots: CallSlots) -> None:
-        self._target = target
+    def __init__(self, function: Callable[[], Any], slots: CallSlots) -> None:
+        self._function = function
         self._slots = slots
+        self.future: Future[Any] = Future()
         self.done = False
 
     def run(self) -> None:
         try:
-            self._target()
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_result(self._function())
+        except BaseException as error:
+            self.future.set_exception(error)
         finally:
             self.done = True
             _abandoned.discard(self)
@@ -168,17 +153,17 @@ class _Worker(threading.Thread):
             _idle.append(self)
 
 
-@asynccontextmanager
-async def _running(target: Callable[[], None]) -> AsyncIterator[None]:
-    """Run `target` in a thread during the block; if it is still running after the block, the call counts as abandoned.
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """Run a blocking `function` in a thread of its own; if its caller stops waiting first, the call is abandoned.
 
-    UnavailableError if too many calls are abandoned.
+    Not in an executor: nested calls that wait for each other must not share a bounded pool, and a thread that is stuck
+    in Triton must not prevent the process from exiting. UnavailableError if too many calls are abandoned.
     """
     if len(_abandoned) >= MAX_ABANDONED:
         raise UnavailableError(f"{len(_abandoned)} calls of other models are stuck; a model hangs or has died")
     slots = _slots
     await slots.acquire()
-    call = _Call(target, slots)
+    call = _Call(function, slots)
     try:
         worker = _idle.pop() if _idle else _Worker()
     except RuntimeError:  # no thread could be started
@@ -186,13 +171,8 @@ async def _running(target: Callable[[], None]) -> AsyncIterator[None]:
         raise
     worker.calls.put(call)
     try:
-        yield
+        return await asyncio.wrap_future(call.future)
     finally:
         _abandoned.add(call)
         if call.done:  # checked after adding it, because it may end at any time
             _abandoned.discard(call)
-
-
-def _to_array(tensor: Any) -> np.ndarray:
-    """Return a copy on the CPU, because Triton reuses the response's memory."""
-    return tensor.as_numpy().copy() if tensor.is_cpu() else torch.from_dlpack(tensor.to_dlpack()).cpu().numpy()

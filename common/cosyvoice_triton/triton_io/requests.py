@@ -89,8 +89,10 @@ class Responder:
             else:
                 assert self._held is None, "second response from a model that is not decoupled"
                 self._held = response
-        if any(array.size for array in outputs.values()):  # an empty one, as to a stream's start, took no work
-            health.succeeded()
+        for array in outputs.values():
+            if array.size:  # an empty one, as to a stream's start, took no work
+                health.succeeded()
+                break
 
     def check_answered(self) -> None:
         """Raise RuntimeError if a model that is not decoupled is about to end a request without a response."""

@@ -55,7 +55,10 @@ class Streams:
             async for result, error in responses:
                 if error is not None:
                     raise exception_of(self._model, error.message())
-                yield {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
+                outputs = {}
+                for output in result.get_response().outputs:
+                    outputs[output.name] = result.as_numpy(output.name)
+                yield outputs
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
             if error.details() == ENDED_EARLY:

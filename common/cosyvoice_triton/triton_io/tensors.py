@@ -18,9 +18,11 @@ def read(request: Any, name: str) -> np.ndarray | None:
 
 def read_all(request: Any, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
     """Return the inputs among `names` that were sent, by name; without `names` all of them."""
-    # One look at the inputs: looking each name up makes objects of all of them every time.
-    sent = {tensor.name(): tensor for tensor in request.inputs()}
-    return {name: sent[name].as_numpy() for name in (sent if names is None else names) if name in sent}
+    sent = {}
+    for tensor in request.inputs():  # once: looking each name up makes objects of all of them every time
+        if names is None or tensor.name() in names:
+            sent[tensor.name()] = tensor.as_numpy()
+    return sent
 
 
 def require(request: Any, name: str) -> np.ndarray:
@@ -81,4 +83,4 @@ def to_tensor(name: str, array: np.ndarray) -> Any:
 
 
 def to_response(outputs: Mapping[str, np.ndarray]) -> Any:
-    return pb_utils.InferenceResponse([to_tensor(name, array) for name, array in outputs.items()])
+    return pb_utils.InferenceResponse(list(map(to_tensor, outputs.keys(), outputs.values())))

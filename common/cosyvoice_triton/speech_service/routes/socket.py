@@ -29,7 +29,7 @@ from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.text import is_speakable
 from cosyvoice_triton.text.markup import without_voices
-from cosyvoice_triton.text.sentences import WINDOW, SentenceSplitter
+from cosyvoice_triton.text.segments import WINDOW, SentenceSplitter
 
 MAX_WAITING_CHARS = 65_536  # in sentences that are not spoken yet
 MAX_WAITING_UTTERANCES = 64  # that have ended and are not spoken yet
