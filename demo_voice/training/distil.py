@@ -27,7 +27,7 @@ from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.networks.flow import DiTFlow, load_dit_flow
-from cosyvoice_triton.networks.flow.matching import FlowMatching, time_schedule
+from cosyvoice_triton.networks.flow.base import FlowMatching, time_schedule
 from cosyvoice_triton.offline.llm import GeneratedTokens, engine_of, load_llm
 from cosyvoice_triton.voice.encoders import ReferenceEncoder
 from cosyvoice_triton.voice.files import read_recording

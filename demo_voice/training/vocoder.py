@@ -106,7 +106,7 @@ class VocoderTraining:
 
     def step(self, predicted_pitch: bool, adversarial: bool) -> dict[str, Tensor]:
         wave, mel, f0 = random_crops(self.speech)
-        predicted = self.hift.f0(mel)
+        predicted = self.hift.f0_predictor(mel)
         pitch_error = pitch_loss(predicted, f0)
         descend(pitch_error, self.of_pitch, clip=10.0)
         if predicted_pitch:
@@ -158,7 +158,7 @@ def render(hift: HiFTGenerator, mel: Tensor, f0: Tensor) -> Tensor:
     Not in bfloat16: quiet sounds are differences of large terms, and its rounding would be louder than they are.
     """
     B, T = f0.shape
-    source, _ = hift.source(f0, torch.randn(B, T * HOP_SAMPLES, CONFIG.harmonics + 1, device=f0.device))
+    source, _ = hift.m_source(f0, torch.randn(B, T * HOP_SAMPLES, CONFIG.harmonics + 1, device=f0.device))
     return hift.decode(mel, source)
 
 

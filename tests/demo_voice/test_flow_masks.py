@@ -16,7 +16,7 @@ from cosyvoice_triton.networks.flow import (
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.token2wav.flow.base import StreamingFlow
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
-from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches
 from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise

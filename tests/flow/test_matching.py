@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from cosyvoice_triton.constants import EULER_STEPS, GUIDANCE
+from cosyvoice_triton.networks.flow.base import FlowMatching, time_schedule
 from cosyvoice_triton.networks.flow.config import FlowConfig, euler_steps, stated_solve
-from cosyvoice_triton.networks.flow.matching import FlowMatching, time_schedule
 from torch import Tensor, nn
 
 GRID = (0.0, 0.125, 0.25, 0.375, 0.75, 1.0)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from cosyvoice_triton.constants import HOP_SAMPLES
 from cosyvoice_triton.networks.hift import HiFTConfig, fuse_weight_norm, load_hift, split_weight_norm
-from cosyvoice_triton.networks.hift.f0 import F0_REACH
 from cosyvoice_triton.networks.hift.generator import Past
+from cosyvoice_triton.networks.hift.source import F0_REACH
 
 from tests.parity.fixture import Fixture
 from tests.parity.hift import build
@@ -52,9 +52,9 @@ def test_a_source_continues_from_the_phases_it_had(hift):
     """Frames with and without voice, before and after the cut."""
     f0, hop = torch.tensor([[180.0, 0.0, 210.5, 220.0, 0.0, 99.0, 140.0]]), hift.config.hop
     noise = torch.randn(1, 7 * hop, hift.config.harmonics + 1)
-    whole, phases = hift.source(f0, noise)
+    whole, phases = hift.m_source(f0, noise)
     for cut in range(1, 7):
-        source, following = hift.source(f0[:, cut:], noise[:, cut * hop :], phases[..., cut - 1])
+        source, following = hift.m_source(f0[:, cut:], noise[:, cut * hop :], phases[..., cut - 1])
         torch.testing.assert_close(source, whole[..., cut * hop :], atol=1e-5, rtol=0)
         assert apart(following, phases[..., cut:]) < 1e-9
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_loads_with_sizes_taken_from_it(checkpoint, hift, fixture, 
     loaded = load_hift(path)
     assert loaded.config == hift.config
     assert not loaded.training
-    assert torch.equal(loaded.f0(fixture["in/mel"]), hift.f0(fixture["in/mel"]))
+    assert torch.equal(loaded.f0_predictor(fixture["in/mel"]), hift.f0_predictor(fixture["in/mel"]))
 
 
 def test_a_missing_half_of_a_weight_norm_pair_is_named(checkpoint):

@@ -20,7 +20,7 @@ from cosyvoice_triton.networks.hift import (
     split_weight_norm,
 )
 from cosyvoice_triton.networks.hift.causal import F0_LOOKAHEAD, PRE_LOOKAHEAD, Contexts
-from cosyvoice_triton.networks.hift.spectrum import stft
+from cosyvoice_triton.networks.hift.generator import stft
 from cosyvoice_triton.orchestrator.token_buffer import MAX_SILENT_TOKENS, SilenceFilter
 from cosyvoice_triton.token2wav.gpu.noise import (
     FLOW_NOISE_FRAMES,

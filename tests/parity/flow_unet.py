@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from cosyvoice_triton.checkpoint import load_strict, shapes_of
 from cosyvoice_triton.constants import TOKEN_MEL_RATIO
+from cosyvoice_triton.networks.flow.base import FlowMatching, time_schedule
 from cosyvoice_triton.networks.flow.config import EncoderConfig, UNetConfig, UNetFlowConfig
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.encoder import UpsampleConformerEncoder
-from cosyvoice_triton.networks.flow.matching import FlowMatching, time_schedule
 from cosyvoice_triton.networks.flow.unet import UNetEstimator, UNetFlow
 from torch import Tensor
 

@@ -66,7 +66,7 @@ def _call(hift: HiFTGenerator, fixture: Fixture, text: str, inputs: list[Tensor]
     """The results of one call by name."""
     mel = inputs[0]
     if text.startswith("f0"):
-        return {"f0": hift.f0(mel)}
+        return {"f0": hift.f0_predictor(mel)}
     if text.startswith("decode"):
         return {"speech": hift.decode(*inputs)}
     if not text.startswith("inference"):
@@ -74,7 +74,7 @@ def _call(hift: HiFTGenerator, fixture: Fixture, text: str, inputs: list[Tensor]
     B, _, T = mel.shape
     silent = torch.zeros(B, T * hift.config.hop, hift.config.harmonics + 1)
     noise = silent if "zero" in text else fixture["in/draw1_randn"]
-    source, _ = hift.source(hift.f0(mel), noise)
+    source, _ = hift.m_source(hift.f0_predictor(mel), noise)
     if not inputs[1:]:
         return {"speech": hift(mel, noise)[0], "source": source}
     (cached,) = inputs[1:]
@@ -87,7 +87,7 @@ def check_tiny(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
     yield from _calls(hift, fixture)
     for key in fixture.keys:
         if key.startswith("mid/sine_waves_first_"):
-            waves, _ = hift.m_source.sines(hift.f0(fixture["in/mel"]), fixture["in/draw1_randn"])
+            waves, _ = hift.m_source.sines(hift.f0_predictor(fixture["in/mel"]), fixture["in/draw1_randn"])
             yield key, waves[:, : fixture[key].shape[1]]
 
 

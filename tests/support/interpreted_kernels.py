@@ -46,16 +46,15 @@ from cosyvoice_triton.networks.flow.cache import KeyValues
 from cosyvoice_triton.networks.flow.layers import valid_frames
 from cosyvoice_triton.networks.flow.unet import UNetEstimator
 from cosyvoice_triton.networks.hift.config import HiFTConfig
-from cosyvoice_triton.networks.hift.f0 import silenced
 from cosyvoice_triton.networks.hift.generator import HiFTGenerator
+from cosyvoice_triton.networks.hift.source import silenced
 from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
 from cosyvoice_triton.token2wav.flow.cached_graphs import GraphedSolve
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.encoder_fused import FusedEncoder
 from cosyvoice_triton.token2wav.flow.encoder_window import ABSENT
-from cosyvoice_triton.token2wav.flow.kv_cache import StreamCachePool
-from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches, StreamCachePool
 from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet
 from cosyvoice_triton.token2wav.gpu.graphs import Graphs
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits, Size

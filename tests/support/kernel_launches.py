@@ -32,11 +32,11 @@ from cosyvoice_triton.networks.flow import (
 from cosyvoice_triton.networks.flow.config import DiTConfig, EncoderConfig, RotaryDiTConfig, UNetConfig
 from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator
 from cosyvoice_triton.token2wav.flow.cached_graphs import GraphedSolve
-from cosyvoice_triton.token2wav.flow.dit_solver import DiTSolver
+from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import RotarySolver
+from cosyvoice_triton.token2wav.flow.dit_flow import DiTSolver
 from cosyvoice_triton.token2wav.flow.encoder_fused import FusedEncoder
 from cosyvoice_triton.token2wav.flow.encoder_window import WindowEncoder
 from cosyvoice_triton.token2wav.flow.kv_cache import StreamCachePool
-from cosyvoice_triton.token2wav.flow.rotary_solver import RotarySolver
 from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet
 from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
 from cosyvoice_triton.token2wav.gpu.graphs import TRIED

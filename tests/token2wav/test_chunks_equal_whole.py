@@ -19,13 +19,13 @@ from cosyvoice_triton.constants import (
     TOKEN_RATE,
 )
 from cosyvoice_triton.networks.flow import CosyVoice3Flow, DiTFlow, UNetFlow
-from cosyvoice_triton.networks.flow.matching import FlowMatching
+from cosyvoice_triton.networks.flow.base import FlowMatching
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.base import StreamingFlow
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.encoder_window import with_ahead
-from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches
 from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import SOURCE_NOISE_SECONDS, NoiseTape, flow_noise

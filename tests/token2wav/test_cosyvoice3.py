@@ -14,7 +14,7 @@ from cosyvoice_triton.networks.hift import load_causal_hift, split_weight_norm
 from cosyvoice_triton.networks.hift.causal import WITHHELD_FRAMES
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
-from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise, uniform_noise
 from cosyvoice_triton.token2wav.gpu.precision import Precision

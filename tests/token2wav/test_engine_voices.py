@@ -7,8 +7,7 @@ import torch
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
-from cosyvoice_triton.token2wav.flow.kv_cache import StreamCachePool
-from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches, StreamCachePool
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 

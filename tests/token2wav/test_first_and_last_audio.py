@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.token2wav.clicks import FADE_SAMPLES, LOUD, without_click
 from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.stream import FADE_SAMPLES, LOUD, without_click
 
 from tests.support.streams import ids, pieces, prompt, spoken, step
 from tests.token2wav.test_chunks_equal_whole import mel

@@ -31,7 +31,7 @@ from cosyvoice_triton.token2wav.flow.cached_graphs import GraphedSolve
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.encoder_window import Window, WindowEncoder, with_ahead
-from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches
 from cosyvoice_triton.token2wav.flow.solve import GatheredSolve
 from cosyvoice_triton.token2wav.flow.unet_flow import PlainWindowSolve, UNetStreaming
 from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
@@ -41,8 +41,7 @@ from cosyvoice_triton.token2wav.gpu.noise import flow_noise, source_noise, unifo
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 from cosyvoice_triton.token2wav.stream import Chunk, Stream, VocoderState
 from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
-from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
-from cosyvoice_triton.token2wav.vocoder.overlap import OverlapPool, OverlapRenderer
+from cosyvoice_triton.token2wav.vocoder.hift_vocoder import OverlapPool, OverlapRenderer, StreamingVocoder
 from cosyvoice_triton.token2wav.vocoder.vocoder_graphs import GraphedRenderer
 from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor

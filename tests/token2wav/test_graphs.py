@@ -10,8 +10,8 @@ import pytest
 import torch
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS
 from cosyvoice_triton.networks.flow import UNetFlow
+from cosyvoice_triton.networks.flow.base import FlowMatching, time_schedule
 from cosyvoice_triton.networks.flow.layers import valid_frames
-from cosyvoice_triton.networks.flow.matching import FlowMatching, time_schedule
 from cosyvoice_triton.networks.hift import CausalHiFTGenerator
 from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
 from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve

@@ -11,7 +11,7 @@ from cosyvoice_triton.monitoring.metrics import EVICTED, FAILED, RETRIED
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
-from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.token2wav.stream import NotFiniteError, Stream

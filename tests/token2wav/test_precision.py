@@ -17,7 +17,7 @@ from cosyvoice_triton.networks.hift.checkpoint import split_weight_norm
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
-from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches
 from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
 from cosyvoice_triton.token2wav.gpu import precision
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits

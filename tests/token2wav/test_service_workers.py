@@ -245,7 +245,7 @@ def test_closing_answers_all_even_if_a_batch_cannot_be_answered(service, client,
     def broken(*_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(service, "_deliver", broken)
+    monkeypatch.setattr(service, "_answer_chunks", broken)
     closing = threading.Thread(target=service.close)
     closing.start()
     engine.gate.set()

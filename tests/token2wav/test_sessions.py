@@ -21,17 +21,17 @@ class Table:
     def ask(self, name: str) -> Session:
         """Ask for a segment whose listener is said to have a second of audio left."""
         request = Token2WavRequest(name, start=True, end=True, tokens=np.arange(3), prompt=PROMPT, audio_left=1.0)
-        self.sessions.add(request, lambda _: None, lambda: False)
+        self.sessions.add(request)
         return next(session for session in self.sessions if session.id == name)
 
     def end(self, session: Session) -> None:
         """End the first segment of a session with its final chunk."""
-        self.sessions.heard(session)
+        self.sessions.finished(session)
         self.sessions.answered(session)
 
     def remembers(self, name: str) -> bool:
         """Return whether a further segment is known to have a listener: only then is it believed what audio is left."""
-        return self.ask(name).first.request.audio_left is not None
+        return self.ask(name).first.audio_left is not None
 
 
 def test_streams_that_ended_long_ago_are_forgotten() -> None:

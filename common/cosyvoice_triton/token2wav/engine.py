@@ -31,14 +31,12 @@ from cosyvoice_triton.networks.flow.config import euler_steps
 from cosyvoice_triton.profiles import choose
 from cosyvoice_triton.runtimes.loading import flow_runtime
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.token2wav.clicks import heard, without_click
-from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, Vocoder, VocoderOptions, loader
+from cosyvoice_triton.token2wav.flow.base import FlowOptions, Renderer, StreamingFlow, Vocoder, VocoderOptions, loader
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.memory import UNPLANNED_VOICES, MemoryPlan, Reading, planned
 from cosyvoice_triton.token2wav.gpu.precision import Precision, kept_notes
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
-from cosyvoice_triton.token2wav.renderer import Renderer
-from cosyvoice_triton.token2wav.stream import Chunk, NotFiniteError, Stream
+from cosyvoice_triton.token2wav.stream import Chunk, NotFiniteError, Stream, without_click
 from cosyvoice_triton.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
@@ -75,11 +73,10 @@ class Token2Wav:
             vocoder_of_worker = vocoder.for_worker(worker) if of_worker is not None else None
             if of_worker is None or vocoder_of_worker is None:
                 break
-            self._renderers.append(
-                Renderer(of_worker, vocoder_of_worker, self._new_stream(urgent=worker == FIRST_CHUNK_WORKER))
-            )
-        starts = self._renderers[FIRST_CHUNK_WORKER] if self.workers > 1 else self._renderers[0]
-        self._opening = replace(starts, stream=self._new_stream(urgent=True))
+            stream = self._new_stream(urgent=worker == FIRST_CHUNK_WORKER)
+            self._renderers.append(Renderer(of_worker, vocoder_of_worker, stream))
+        # With the worker of first chunks, or the only one: the last.
+        self._opening = replace(self._renderers[-1], stream=self._new_stream(urgent=True))
         self._lock = threading.Lock()  # of the prompt caches, the slots of streams, and the counts
         self._files = files
         self._fallbacks = fallbacks
@@ -167,13 +164,13 @@ class Token2Wav:
             chunk_boundary=stack.chunk_boundary,
             profile=choose(config.profile, config.device),
         )
-        names = config.flow_precision, config.vocoder_precision
+        formats = config.flow_precision, config.vocoder_precision
         return cls.load(
             stack,
             config.model_dir,
             device=config.device,
             limits=limits,
-            precision=Precision.named(*names, config.device, config.flow_runtime),
+            precision=Precision.named(*formats, config.device, config.flow_runtime),
             runtime=config.flow_runtime,
             steps=config.n_timesteps,
             notes=kept_notes(),
@@ -187,8 +184,7 @@ class Token2Wav:
 
     @property
     def workers(self) -> int:
-        """Return how many batches can be rendered at the same time. If there are two, FIRST_CHUNK_WORKER renders first
-        chunks only."""
+        """Return how many batches can be rendered at once. If two, FIRST_CHUNK_WORKER renders first chunks only."""
         return len(self._renderers)
 
     def warm_up(self, worker: int = 0) -> None:
@@ -229,7 +225,7 @@ class Token2Wav:
                 if self._live:
                     return [False] * len(prompts)
                 self._move(self._wider)
-            return self._flow.fitting(prompts)
+            return self._flow.fitting(prompts) if prompts else []
 
     def _move(self, load: Callable[[], "Token2Wav"]) -> None:
         logger.warning("%d chunks were not finite: the networks are loaded again, in bfloat16", self._retried)
@@ -333,12 +329,16 @@ class Token2Wav:
                 if isinstance(result, NotFiniteError):
                     with self._lock:
                         results[index] = self._again(chunks[index], result)
-        with self._lock:
-            self._failed += sum(isinstance(result, Exception) for result in results)
-        return [
-            result if isinstance(result, Exception) else heard(chunk.stream, result.numpy())
-            for chunk, result in zip(chunks, results, strict=True)
-        ]
+        audio: list[np.ndarray | Exception] = []
+        for chunk, result in zip(chunks, results, strict=True):
+            if isinstance(result, Exception):
+                with self._lock:
+                    self._failed += 1
+                audio.append(result)
+                continue
+            audio.append(result.numpy() if chunk.stream.begun else without_click(result.numpy()))
+            chunk.stream.begun |= len(result) > 0
+        return audio
 
     def _rendered(self, renderer: Renderer, chunks: Sequence[Chunk]) -> list[Tensor | Exception]:
         def flow(part: Sequence[Chunk]) -> list[Tensor]:
@@ -346,12 +346,14 @@ class Token2Wav:
             mels = renderer.flow.render(part)
             return mels if len(part) == len(chunks) else [mel.clone() for mel in mels]  # the next part overwrites them
 
-        mels = isolated(flow, chunks)
-        good = [(chunk, mel) for chunk, mel in zip(chunks, mels, strict=True) if isinstance(mel, Tensor)]
-        if good and faults.take("nan_mel"):
-            good[0][1].fill_(torch.nan)
-        audio = iter(renderer.vocoder.step([chunk for chunk, _ in good], [mel for _, mel in good]))
-        return [mel if isinstance(mel, Exception) else next(audio) for mel in mels]
+        results: list[Tensor | Exception] = [*isolated(flow, chunks)]
+        mels = {index: mel for index, mel in enumerate(results) if isinstance(mel, Tensor)}
+        if mels and faults.take("nan_mel"):
+            next(iter(mels.values())).fill_(torch.nan)
+        audio = renderer.vocoder.step(list(map(chunks.__getitem__, mels)), list(mels.values()))
+        for index, speech in zip(mels, audio, strict=True):
+            results[index] = speech
+        return results
 
     def _again(self, chunk: Chunk, reason: NotFiniteError) -> Tensor | Exception:
         """Render the audio (N,) of a chunk in float32. Other streams of its worker and new ones wait meanwhile."""
@@ -424,8 +426,8 @@ class Token2Wav:
     def _check(self, prompt: Prompt) -> None:
         self._flow.check_ids(prompt.tokens)
         if 0 < len(prompt.tokens) < LOOKAHEAD_TOKENS:
-            count = len(prompt.tokens)
-            raise ValueError(f"the prompt has {count} speech tokens; it needs {LOOKAHEAD_TOKENS} or more, or none")
+            found = f"the prompt has {len(prompt.tokens)} speech tokens"
+            raise ValueError(f"{found}; it needs {LOOKAHEAD_TOKENS} or more, or none")
 
 
 def _whole(

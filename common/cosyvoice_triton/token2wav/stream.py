@@ -10,7 +10,12 @@ from typing import Generic, TypeVar
 import numpy as np
 from torch import Tensor
 
-from cosyvoice_triton.constants import TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_MEL_RATIO
+
+# CosyVoice3's utterances sometimes begin in the middle of a wave, which is heard as a click.
+FADE_SAMPLES = SAMPLE_RATE // 50  # 20 ms, as cosyvoice.cpp
+BEGINNING = SAMPLE_RATE // 500  # 2 ms: no speech rises so fast
+LOUD = 0.01  # -40 dBFS; where speech begins with silence, nothing is changed
 
 
 class NotFiniteError(FloatingPointError):
@@ -33,7 +38,7 @@ class Stream:
 
     vocoder: VocoderState
     rendered: int = 0  # tokens that have become mel
-    heard: bool = False  # audio of it has been returned
+    begun: bool = False  # audio of it has been returned
 
 
 StreamT = TypeVar("StreamT", bound=Stream)
@@ -60,3 +65,12 @@ class Chunk(Generic[StreamT]):
     def frames(self) -> int:
         """Return how many mel frames the chunk adds."""
         return TOKEN_MEL_RATIO * self.new
+
+
+def without_click(audio: np.ndarray) -> np.ndarray:
+    """Return the first audio (N,) of an utterance, faded in over 20 ms if it begins loudly."""
+    if not (np.abs(audio[:BEGINNING]) > LOUD).any():
+        return audio
+    faded = audio.copy()
+    faded[:FADE_SAMPLES] *= np.linspace(0, 1, FADE_SAMPLES, dtype=np.float32)[: len(audio)]
+    return faded

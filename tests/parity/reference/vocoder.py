@@ -44,7 +44,7 @@ class ReferenceVocoder:
         """The audio (N,) of the next mel frames (80, T)."""
         mel = torch.cat([self.mel, mel], dim=1)
         samples = mel.shape[1] * self._hift.config.hop
-        source, _ = self._hift.source(self._hift.f0(mel[None]), self._noise(self._begin, samples)[None])
+        source, _ = self._hift.m_source(self._hift.f0_predictor(mel[None]), self._noise(self._begin, samples)[None])
         source[0, 0, : len(self.source)] = self.source
         speech = self._hift.decode(mel[None], source)[0]
         if len(self.speech):

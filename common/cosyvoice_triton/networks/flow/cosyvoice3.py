@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cosyvoice_triton.networks.flow.base import MelFlow
+from cosyvoice_triton.networks.flow.base import FlowMatching, MelFlow
 from cosyvoice_triton.networks.flow.config import CosyVoice3FlowConfig, RotaryDiTConfig
 from cosyvoice_triton.networks.flow.encoder import LookaheadLayer
 from cosyvoice_triton.networks.flow.layers import attention_mask, merge_heads, split_heads, time_angles
-from cosyvoice_triton.networks.flow.matching import FlowMatching
 
 NORM_EPS = 1e-6
 ROTARY_BASE = 10_000

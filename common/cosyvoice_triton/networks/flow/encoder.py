@@ -195,10 +195,6 @@ def query_blocks(length: int, rows: int) -> list[tuple[int, int]]:
     """
     if torch.compiler.is_exporting():
         return [(0, length)]
-    size = _queries_at_once(length, rows)
-    return [(first, min(first + size, length)) for first in range(0, length, size)]
-
-
-def _queries_at_once(length: int, rows: int) -> int:
     most = SCORES_AT_ONCE // (rows * 2 * length) // QUERIES_AT_ONCE * QUERIES_AT_ONCE
-    return max(most, QUERIES_AT_ONCE)
+    size = max(most, QUERIES_AT_ONCE)
+    return [(first, min(first + size, length)) for first in range(0, length, size)]

@@ -13,10 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cosyvoice_triton.networks.hift.config import HiFTConfig
-from cosyvoice_triton.networks.hift.f0 import silenced
-from cosyvoice_triton.networks.hift.generator import Snake
-from cosyvoice_triton.networks.hift.source import HarmonicSource
-from cosyvoice_triton.networks.hift.spectrum import istft, stft
+from cosyvoice_triton.networks.hift.generator import Snake, istft, stft
+from cosyvoice_triton.networks.hift.source import HarmonicSource, silenced
 
 F0_LOOKAHEAD = 3  # mel frames after a frame that its f0 depends on
 PRE_LOOKAHEAD = 4  # the same of the first convolution

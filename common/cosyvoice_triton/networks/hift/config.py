@@ -1,6 +1,7 @@
 """Sizes of HiFT; the defaults are CosyVoice2's."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from operator import mul
@@ -37,7 +38,7 @@ class HiFTConfig:
     leaky_slope: float = 0.1
     audio_limit: float = 0.99  # samples are clamped to -limit..limit
 
-    @property
+    @cached_property
     def hop(self) -> int:
         """Return the samples per mel frame; HOP_SAMPLES at the official sizes."""
         return prod(self.upsample_rates) * self.istft_hop

@@ -1,5 +1,6 @@
 """HiFT generator, inference only, with weight norm folded into plain convolutions. Upstream's `HiFTGenerator`."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -8,9 +9,44 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cosyvoice_triton.networks.hift.config import HiFTConfig
-from cosyvoice_triton.networks.hift.f0 import F0_REACH, F0Predictor, silenced
-from cosyvoice_triton.networks.hift.source import HarmonicSource
-from cosyvoice_triton.networks.hift.spectrum import istft, stft
+from cosyvoice_triton.networks.hift.source import F0_REACH, F0Predictor, HarmonicSource, silenced
+
+_MAX_LOG_MAGNITUDE = math.log(100.0)  # of one STFT bin
+
+
+def stft(wave: Tensor, window: Tensor, hop: int, *, center: bool = True) -> Tensor:
+    """Transform wave (B, N) -> (B, n_fft + 2, N / hop + 1): real parts, then imaginary parts.
+
+    Without `center` the first column begins at the first sample and the last one ends at the last:
+    (N - n_fft) / hop + 1 columns.
+    """
+    spectrum = torch.stft(wave, len(window), hop, window=window, center=center, return_complex=True)
+    return torch.cat([spectrum.real, spectrum.imag], dim=1)
+
+
+def istft(x: Tensor, window: Tensor, hop: int, bins: Tensor | None) -> Tensor:
+    """Transform (B, n_fft + 2, T), log magnitudes, then values whose sines are the phases -> (B, (T - 1) * hop).
+
+    bins (B,): number of valid frames of each row. torch.istft is not used because it checks the sum of its windows on
+    the host, which a CUDA graph cannot capture.
+    """
+    n_fft = len(window)
+    log_magnitude, phase = x.chunk(2, dim=1)
+    magnitude = log_magnitude.clamp(max=_MAX_LOG_MAGNITUDE).exp()  # bounded before it can overflow
+    frames = torch.fft.irfft(torch.polar(magnitude, phase.sin()), n_fft, dim=1) * window[:, None]  # (B, n_fft, T)
+    length = (frames.shape[2] - 1) * hop
+    weight = window.square()[None, :, None].expand(1 if bins is None else len(x), -1, frames.shape[2])
+    frames, weight = silenced(frames, bins), silenced(weight, bins)
+    inner = slice(n_fft // 2, n_fft // 2 + length)
+    wave, total = _overlap_add(frames, hop)[:, inner], _overlap_add(weight, hop)[:, inner]
+    return wave / (total if bins is None else total.clamp(min=1e-8))  # after a row's end the sum is 0
+
+
+def _overlap_add(frames: Tensor, hop: int) -> Tensor:
+    """Add overlapping frames: (B, n_fft, T) -> (B, (T - 1) * hop + n_fft)."""
+    _, n_fft, T = frames.shape
+    length = (T - 1) * hop + n_fft
+    return F.fold(frames, (1, length), (1, n_fft), stride=(1, hop)).flatten(1)
 
 
 class Snake(nn.Module):
@@ -56,7 +92,7 @@ class Past(NamedTuple):
     """What a chunk of a recording continues, of each row.
 
     frames (B,): how many of the F0_REACH mel frames before the chunk there are: fewer near the recording's beginning.
-    phases (B, harmonics+1): of the source at the middle of the last of them, as `HiFTGenerator.source` returned them.
+    phases (B, harmonics+1): of the source at the middle of the last of them, as `forward` returned them.
     """
 
     frames: Tensor
@@ -111,14 +147,6 @@ class HiFTGenerator(nn.Module):
             part.to(dtype)
         return self
 
-    def f0(self, mel: Tensor, ends: Tensor | None = None, begins: Tensor | None = None) -> Tensor:
-        """Predict f0 (B, T) in Hz from mel (B, mel_bins, T): see `F0Predictor.forward`."""
-        return self.f0_predictor(mel, ends, begins)
-
-    def source(self, f0: Tensor, noise: Tensor, carried: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Make source (B, 1, T*hop), phases (B, harmonics+1, T) of f0 (B, T) in Hz: see `HarmonicSource.forward`."""
-        return self.m_source(f0, noise, carried)
-
     def decode(
         self, mel: Tensor, source: Tensor, frames: Tensor | None = None, *, body: Body | None = None
     ) -> Tensor:  # fmt: skip
@@ -128,7 +156,11 @@ class HiFTGenerator(nn.Module):
         """
         config, dtype = self.config, self.conv_pre.weight.dtype
         bins = None if frames is None else frames * (config.hop // config.istft_hop) + 1
-        wave = self._mirrored(source.squeeze(1), frames)
+        wave = source.squeeze(1)
+        if frames is not None:  # reflected at each row's own end, as the STFT does at that of the longest one
+            last = frames[:, None] * config.hop - 1
+            index = torch.arange(wave.shape[1], device=wave.device)
+            wave = wave.gather(1, torch.where(index <= last, index, 2 * last - index).clamp(min=0))
         excitation = silenced(stft(wave, self.stft_window, config.istft_hop), bins).to(dtype)
         spectrum = (body or self.body)(silenced(mel, frames).to(dtype), excitation, frames).float()
         wave = istft(spectrum, self.stft_window, config.istft_hop, bins)
@@ -140,6 +172,7 @@ class HiFTGenerator(nn.Module):
         bins: T * hop / istft_hop + 1. frames (B,): length of each row, as in `forward`.
         """
         config, lengths = self.config, frames
+        blocks = len(config.resblock_kernels)
         bins = None if frames is None else frames * (config.hop // config.istft_hop) + 1
         x = self.conv_pre(mel)
         for stage, (up, rate) in enumerate(zip(self.ups, config.upsample_rates, strict=True)):
@@ -149,7 +182,12 @@ class HiFTGenerator(nn.Module):
                 x = F.pad(x, (1, 0), mode="reflect")  # one more frame: the source's centred STFT has one more
                 lengths = bins
             x = x + self.source_resblocks[stage](self.source_downs[stage](excitation), lengths)
-            x = self._parallel_resblocks(stage, x, lengths)
+            # The mean of the stage's residual blocks, which differ in kernel size.
+            first, *others = self.resblocks[stage * blocks : (stage + 1) * blocks]
+            total = first(x, lengths)
+            for block in others:
+                total = total + block(x, lengths)
+            x = total / blocks
         return self.conv_post(silenced(F.leaky_relu(x), lengths))
 
     def forward(
@@ -166,31 +204,14 @@ class HiFTGenerator(nn.Module):
         mel (B, mel_bins, T), with a past F0_REACH frames more at its beginning, which are not rendered; noise
         (B, T*hop, harmonics+1) of unit variance. Rows may be padded: with frames (B,), the number of frames to render,
         each row is computed as if it ended there, and its output after that is undefined; a past needs it. body: in
-        place of the module's own. Returns speech (B, T*hop) and the phases (B, harmonics+1, T) of `source`. ValueError
-        for noise of another shape.
+        place of the module's own. Returns speech (B, T*hop) and the source's phases (B, harmonics+1, T). ValueError for
+        noise of another shape.
         """
         context, begins, carried = (0, None, None) if past is None else (F0_REACH, F0_REACH - past.frames, past.phases)
         B, T = mel.shape[0], mel.shape[2] - context
         expected = (B, T * self.config.hop, self.config.harmonics + 1)
         if noise.shape != expected:
             raise ValueError(f"noise of shape {tuple(noise.shape)} for a mel of {T} frames: expected {expected}")
-        f0 = self.f0(mel, None if frames is None else frames + context, begins)[:, context:]
-        source, phases = self.source(f0, noise, carried)
+        f0 = self.f0_predictor(mel, None if frames is None else frames + context, begins)[:, context:]
+        source, phases = self.m_source(f0, noise, carried)
         return self.decode(mel[..., context:], source, frames, body=body), phases
-
-    def _parallel_resblocks(self, stage: int, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """Return the mean of a stage's residual blocks, which differ in kernel size: (B, C, T) -> (B, C, T)."""
-        count = len(self.config.resblock_kernels)
-        first, *others = self.resblocks[stage * count : (stage + 1) * count]
-        total = first(x, lengths)
-        for block in others:
-            total = total + block(x, lengths)
-        return total / count
-
-    def _mirrored(self, wave: Tensor, frames: Tensor | None) -> Tensor:
-        """Return wave (B, N), each row reflected at its own end, as the STFT does at the end of the longest row."""
-        if frames is None:
-            return wave
-        last = frames[:, None] * self.config.hop - 1
-        index = torch.arange(wave.shape[1], device=wave.device)
-        return wave.gather(1, torch.where(index <= last, index, 2 * last - index).clamp(min=0))

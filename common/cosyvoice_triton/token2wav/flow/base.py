@@ -2,7 +2,8 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -124,6 +125,26 @@ class Vocoder(Protocol):
     def whole(self, mels: Sequence[Tensor]) -> list[Tensor]:
         """Return the audio (N,) of whole utterances on the CPU, given their mels (80, T)."""
         ...
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """What one worker of the engine renders with: a flow and a vocoder with their CUDA graphs, and a CUDA stream."""
+
+    flow: "StreamingFlow"
+    vocoder: Vocoder
+    stream: torch.cuda.Stream | None
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Let the body compute on the CUDA stream. What it has begun there is done at the end, also after an error, so
+        that threads and workers need no other order between them."""
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            try:
+                yield
+            finally:
+                if self.stream is not None:
+                    self.stream.synchronize()
 
 
 def loader(name: str) -> Callable[..., Any]:
@@ -252,13 +273,17 @@ class StreamingFlow(ABC, Generic[StreamT]):
 
     def render(self, chunks: Sequence[Chunk[StreamT]]) -> list[Tensor]:
         """Return the mels (80, T) that chunks of different streams add."""
-        assert all(chunk.offset == chunk.stream.rendered for chunk in chunks)
-        adding = [chunk for chunk in chunks if chunk.new]
-        mels = iter(self._render(adding) if adding else [])
-        rendered = [next(mels) if chunk.new else torch.zeros(MEL_BINS, 0, device=self._device) for chunk in chunks]
+        adding = []
         for chunk in chunks:
+            assert chunk.offset == chunk.stream.rendered
+            if chunk.new:
+                adding.append(chunk)
+        mels = self._render(adding) if adding else []
+        for index, chunk in enumerate(chunks):
+            if not chunk.new:
+                mels.insert(index, torch.zeros(MEL_BINS, 0, device=self._device))
             chunk.stream.rendered += chunk.new
-        return rendered
+        return mels
 
     def again(self, chunk: Chunk[StreamT]) -> Tensor:
         """Render a chunk whose mel was not finite again -> (80, T): in float32, from its stream's prompt and

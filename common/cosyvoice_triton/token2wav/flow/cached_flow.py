@@ -19,13 +19,11 @@ from cosyvoice_triton.monitoring import faults
 from cosyvoice_triton.networks.flow.cache import KeyValues
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.dit import DiTFlow
-from cosyvoice_triton.token2wav.flow import plain_operations
 from cosyvoice_triton.token2wav.flow.base import StreamingFlow
 from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver, Operations
 from cosyvoice_triton.token2wav.flow.encoder_window import Window
-from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, StreamCachePool
-from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCache, PromptCaches
-from cosyvoice_triton.token2wav.flow.solve import GatheredSolve, Solve
+from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, PromptCache, PromptCaches, Row, StreamCachePool
+from cosyvoice_triton.token2wav.flow.solve import GatheredSolve, PlainOperations, Solve
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits, padding
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 from cosyvoice_triton.token2wav.stream import Chunk, NotFiniteError, VocoderState
@@ -81,7 +79,7 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
 
     def _plain_solve(self) -> Solve:
         """Make the solve without CUDA graphs."""
-        return GatheredSolve(self._solver(plain_operations), self._pool, self._noise)
+        return GatheredSolve(self._solver(PlainOperations), self._pool, self._noise)
 
     def _capture(self) -> None:
         from cosyvoice_triton.token2wav.flow.cached_graphs import GraphedSolve  # its kernels need Triton
@@ -204,29 +202,32 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         return None
 
     def _render(self, chunks: list[Chunk[CachedStreamT]]) -> list[Tensor]:
-        rows = [self._row(chunk) for chunk in chunks]
+        streams, rows = [], []
+        for chunk in chunks:
+            row = self._pool.row(chunk.stream, chunk.offset + chunk.new)
+            if row.frames < chunk.frames:  # a part of its batch failed after its own
+                raise RuntimeError("the stream's memory is ahead of its audio")
+            streams.append(chunk.stream)
+            rows.append(row)
         if faults.take("nan_voice"):
             chunks[0].stream.prompt.attention.keys.view(torch.float32).fill_(torch.nan)  # so is a scale
         mu = self._encode(chunks, rows)
-        streams = [chunk.stream for chunk in chunks]
         mel = self._solve.run(streams, rows, mu, self._known(streams, rows, mu))
         return [
-            mel[index, row.frames - chunk.frames : row.frames].T  # (T, C) -> (C, T)
-            for index, (chunk, row) in enumerate(zip(chunks, rows, strict=True))
+            own[row.frames - chunk.frames : row.frames].T  # (T, C) -> (C, T)
+            for own, chunk, row in zip(mel, chunks, rows, strict=True)
         ]
-
-    def _row(self, chunk: Chunk[CachedStreamT]) -> Row:
-        row = self._pool.row(chunk.stream, chunk.offset + chunk.new)
-        if row.frames < chunk.frames:  # a part of its batch failed after its own
-            raise RuntimeError("the stream's memory is ahead of its audio")
-        return row
 
     def _encode(self, chunks: list[Chunk[CachedStreamT]], rows: list[Row]) -> Tensor:
         """Compute the encoder output of the rows, (B, T, mel), where T is that of the longest one."""
-        windows = [self._window(chunk, row) for chunk, row in zip(chunks, rows, strict=True)]
+        windows, starts, longest = [], [], 0
+        for chunk, row in zip(chunks, rows, strict=True):
+            window = self._window(chunk, row)
+            windows.append(window)
+            starts.append(TOKEN_MEL_RATIO * len(window.tokens) - row.frames)
+            longest = max(longest, row.frames)
         mu = self._encoder.encode(windows)
-        starts = [TOKEN_MEL_RATIO * len(window) - row.frames for window, row in zip(windows, rows, strict=True)]
-        frames = torch.tensor(starts)[:, None] + torch.arange(max(row.frames for row in rows))
+        frames = torch.tensor(starts)[:, None] + torch.arange(longest)
         frames = on_device(frames.clamp(max=mu.shape[1] - 1), mu.device)
         return mu.gather(1, frames[:, :, None].expand(-1, -1, mu.shape[2]))
 

@@ -10,8 +10,7 @@ from cosyvoice_triton import kernels
 from cosyvoice_triton.device import pinned
 from cosyvoice_triton.networks.flow.cache import KeyValues
 from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver
-from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, StreamCachePool
-from cosyvoice_triton.token2wav.flow.prompt_caches import Prefilled
+from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Prefilled, Row, StreamCachePool
 from cosyvoice_triton.token2wav.flow.solve import prefilled
 from cosyvoice_triton.token2wav.gpu.graphs import TRIED, Graphs
 from cosyvoice_triton.token2wav.gpu.limits import PREFILL_FRAMES, BatchLimits, Size, batch_parts

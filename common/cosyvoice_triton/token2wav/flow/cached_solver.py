@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cosyvoice_triton.networks.flow.base import FlowMatching
 from cosyvoice_triton.networks.flow.config import DiTConfig, RotaryDiTConfig
-from cosyvoice_triton.networks.flow.matching import FlowMatching
 
 NORM_EPS = 1e-6  # of the norms that adaLN modulates, in both estimators
 
@@ -43,7 +43,7 @@ History = tuple[Tensor, Tensor, Tensor]
 
 
 class Operations(Protocol):
-    """The operations of an estimator's blocks: `plain_operations` or, for GPUs, the fused ones of `kernels`, which
+    """The operations of an estimator's blocks: `solve.PlainOperations` or, for GPUs, the fused ones of `kernels`, which
     document the arguments."""
 
     def linear(
@@ -158,7 +158,7 @@ class CachedSolver(ABC):
 
         tried: only so many first steps are done, and so many first blocks of each; of `next_history` their part.
         """
-        x, scratch = noise, rows.scratch
+        x, scratch, ends = noise, rows.scratch, self._ends
         for step, width in enumerate(self._widths[:tried]):
             h = F.linear(x.to(self.dtype), self._input)
             h = (h + conditions.unflatten(0, (-1, len(h)))).flatten(0, 1)  # (B, T, C) -> (R / B, B, T, C) -> (R, T, C)
@@ -166,7 +166,9 @@ class CachedSolver(ABC):
             for layer in range(self.depth)[:tried]:
                 h = self._block(h, step, layer, rows)
             rows.context.keep(step, scratch.keys, scratch.values)
-            x = x + width * self._decoder.guided(self._velocity(h, step).float())
+            norm = (ends.scale[step], ends.shift[step])
+            velocity = self._operations.linear(h, ends.output, ends.output_bias, norm=norm, eps=NORM_EPS)
+            x = x + width * self._decoder.guided(velocity.float())
         return x
 
     def _begin(self, h: Tensor, step: int, rows: Rows) -> Tensor:
@@ -177,10 +179,3 @@ class CachedSolver(ABC):
     def _block(self, h: Tensor, step: int, layer: int, rows: Rows) -> Tensor:
         """Compute a block in place: (R, T, C) -> the same tensor. Writes the layer's `scratch.keys` and
         `scratch.values`."""
-
-    def _velocity(self, h: Tensor, step: int) -> Tensor:
-        """Compute the velocity: (R, T, C) -> (R, T, mel)."""
-        ends = self._ends
-        return self._operations.linear(
-            h, ends.output, ends.output_bias, norm=(ends.scale[step], ends.shift[step]), eps=NORM_EPS
-        )  # fmt: skip

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from cosyvoice_triton.networks.flow.cache import EstimatorCache, KeyValues
 from cosyvoice_triton.networks.flow.dit import DiTFlow
-from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, StreamCachePool
-from cosyvoice_triton.token2wav.flow.prompt_caches import Prefilled
+from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Prefilled, Row, StreamCachePool
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 
 

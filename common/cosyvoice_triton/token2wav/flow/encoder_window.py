@@ -34,9 +34,6 @@ class Window:
     tokens: np.ndarray
     visible: np.ndarray
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
 
 def with_ahead(tokens: np.ndarray, length: int) -> np.ndarray:
     """Return the first `length` of `tokens`, each with the `LOOKAHEAD_TOKENS` after it: (length, 1 + look-ahead)."""
@@ -51,7 +48,8 @@ def stacked(windows: Sequence[Window], length: int) -> tuple[Tensor, Tensor]:
     tokens = np.full((len(windows), length, 1 + LOOKAHEAD_TOKENS), ABSENT, np.int64)
     visible = np.ones((len(windows), length), np.int64)  # padding attends to one token: a softmax over none is NaN
     for row, window in enumerate(windows):
-        tokens[row, : len(window)], visible[row, : len(window)] = window.tokens, window.visible
+        count = len(window.tokens)
+        tokens[row, :count], visible[row, :count] = window.tokens, window.visible
     return torch.from_numpy(tokens), torch.from_numpy(visible)
 
 
@@ -85,7 +83,7 @@ class WindowEncoder:
 
         warn: log a length beyond every graph; whole utterances may be of such lengths.
         """
-        graphs, longest = self._graphs, max(len(window) for window in windows)
+        graphs, longest = self._graphs, max(len(window.tokens) for window in windows)
         if graphs is None:
             return self._eager(windows, longest)
 
@@ -99,7 +97,8 @@ class WindowEncoder:
         return graphs.run_rows(len(windows), longest, compute, warn=warn)
 
     def _eager(self, windows: Sequence[Window], longest: int) -> Tensor:
-        return self._network.encode_window(*(x.to(self._device) for x in stacked(windows, longest)))
+        tokens, visible = stacked(windows, longest)
+        return self._network.encode_window(tokens.to(self._device), visible.to(self._device))
 
     def _inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
         tokens = torch.zeros(B, T, 1 + LOOKAHEAD_TOKENS, dtype=torch.int64, device=self._device)

@@ -1,4 +1,7 @@
-"""Ways to run the solve of a batch whose streams keep their keys and values apart; `cached_graphs` has that of GPUs."""
+"""The solve of a batch whose streams keep their keys and values apart, in plain PyTorch on any device.
+
+`cached_graphs` has that of GPUs.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,11 +11,83 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cosyvoice_triton.networks.flow.cache import KeyValues
+from cosyvoice_triton.networks.flow.cosyvoice3 import rotate
 from cosyvoice_triton.networks.flow.layers import attention_mask, merge_heads
-from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver
-from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, StreamCachePool
-from cosyvoice_triton.token2wav.flow.prompt_caches import Prefilled
+from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver, History
+from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Prefilled, Row, StreamCachePool
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
+
+
+class PlainOperations:
+    """`Operations` in plain PyTorch; `cosyvoice_triton.kernels` has them fused, for GPUs. Valid frames of rows
+    (`frames`) are not looked at: what comes after them is computed, too."""
+
+    @staticmethod
+    def linear(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, Tensor] | None = None,
+        eps: float = 1e-5,
+        mish: bool = False,
+        history: History | None = None,
+        activation: str = "",
+        gate: Tensor | None = None,
+        add_to: Tensor | None = None,
+        heads: tuple[Tensor, Tensor, Tensor] | None = None,
+        qk_norm: Tensor | None = None,
+        frames: Tensor | None = None,
+    ) -> Tensor:
+        """See `kernels.linear`."""
+        if norm is not None:
+            scale, shift = norm
+            x = F.layer_norm(x, x.shape[-1:], eps=eps) * scale + shift
+        if mish:
+            x = F.mish(x)
+        if history is not None:
+            x = _after(history, x).unfold(1, history[0].shape[1] + 1, 1).transpose(2, 3).flatten(2)  # (R, T, taps * C)
+        y = F.linear(x, weight, bias)
+        if activation == "gelu_tanh":
+            y = F.gelu(y, approximate="tanh")
+        if heads is not None:
+            _, H, _, D = heads[0].shape
+            for index, (part, out) in enumerate(zip(y.chunk(3, dim=-1), heads, strict=True)):
+                part = part.unflatten(-1, (H, D))
+                if qk_norm is not None and index < 2:
+                    part = F.layer_norm(part, (D,), *qk_norm[index])
+                out.copy_(part.transpose(1, 2))  # (R, T, H, D) -> (R, H, T, D)
+            return heads[0]
+        if gate is not None:
+            y = gate * y
+        return y if add_to is None else add_to.add_(y)
+
+    @staticmethod
+    def convolve_groups(
+        x: Tensor, weight: Tensor, bias: Tensor, history: History, *, add_to: Tensor | None = None
+    ) -> Tensor:
+        """See `kernels.convolve_groups`."""
+        kernel = weight.permute(0, 3, 2, 1).flatten(0, 1)  # (groups, taps, G in, G out) -> (C, G in, taps)
+        y = F.conv1d(_after(history, x).transpose(1, 2), kernel, bias, groups=len(weight))
+        y = F.mish(y).transpose(1, 2)  # (R, C, T) -> (R, T, C)
+        return y if add_to is None else add_to.add_(y)
+
+    @staticmethod
+    def rotate_first_head(q: Tensor, k: Tensor, rotary: Tensor) -> None:
+        """See `kernels.rotate_first_head`."""
+        rotary = rotary.repeat(1, len(q) // rotary.shape[1], 1, 1)
+        for x in (q, k):
+            x[:, 0] = rotate(x[:, 0], rotary)
+
+
+def _after(history: History, x: Tensor) -> Tensor:
+    """Put the frames before x (R, T, C) in front of it -> (R, reach + T, C). Writes the history that the next chunk
+    needs: the last frames of those that each row keeps."""
+    old, new, kept = history
+    x = torch.cat([old, x], dim=1)
+    at = (kept.repeat(len(x) // len(kept))[:, None] + torch.arange(old.shape[1], device=x.device)).long()
+    torch.gather(x, 1, at[:, :, None].expand(-1, -1, x.shape[2]), out=new)
+    return x
 
 
 class Solve(Protocol):
@@ -53,13 +128,14 @@ class GatheredSolve:
         return prefilled(prompts, rows.scratch.next_history, self._pool.rows)
 
     def run(self, streams: Sequence[CachedStream], rows: Sequence[Row], mu: Tensor, known: Tensor | None) -> Tensor:
-        T, device, solver = mu.shape[1], mu.device, self._solver
-        starts = torch.tensor([row.start for row in rows], device=device)
-        frames = torch.tensor([row.frames for row in rows], device=device)
-        kept = torch.tensor([row.kept for row in rows], device=device)
-        slots = torch.tensor([stream.cache.slot for stream in streams], device=device)
-        conditions = solver.conditions(mu, torch.cat([stream.prompt.speaker for stream in streams]), known)
-        context = GatheredContext(self._pool, streams, rows, T)
+        T, solver = mu.shape[1], self._solver
+        numbers, speakers = [], []
+        for stream, row in zip(streams, rows, strict=True):
+            numbers.append([row.start, row.frames, row.kept, stream.cache.slot])
+            speakers.append(stream.prompt.speaker)
+        starts, frames, kept, slots = torch.tensor(numbers, device=mu.device).unbind(1)
+        conditions = solver.conditions(mu, torch.cat(speakers), known)
+        context = GatheredContext(self._pool, streams, rows, frames, T)
         computed = solver.rows(starts, frames, kept, T, context, self._pool.history_of(slots))
         mel = solver.solve(self._noise.gather(starts, T), conditions, computed)
         self._pool.keep_history(slots, computed.scratch.next_history)
@@ -108,18 +184,21 @@ class NoContext:
 class GatheredContext:
     """Context copied into one padded tensor per solve: for CPUs, and the reference of the fused kernel's tests."""
 
-    def __init__(self, pool: StreamCachePool, streams: Sequence[CachedStream], rows: Sequence[Row], frames: int):
+    def __init__(
+        self, pool: StreamCachePool, streams: Sequence[CachedStream], rows: Sequence[Row], frames: Tensor, T: int
+    ):
+        """Gather the context of rows of `frames` (B,), at most T each."""
         B = len(streams)
         self._pool, self._streams, self._rows = pool, streams, rows
-        lengths = [stream.prompt.frames + stream.cache.frames for stream in streams]
+        longest = max(stream.prompt.frames + stream.cache.frames for stream in streams)
         steps, depth, per_stream, H, _, row = streams[0].prompt.attention.keys.shape
-        shape = (steps, depth, R := per_stream * B, H, max(lengths), row)
+        shape = (steps, depth, R := per_stream * B, H, longest, row)
         gathered = pool.keys.new_zeros(2, *shape)
-        before = torch.zeros(R, 1, max(lengths), dtype=torch.bool, device=pool.keys.device)
+        before = torch.zeros(R, 1, longest, dtype=torch.bool, device=pool.keys.device)
         for index, stream in enumerate(streams):
             own_rows = slice(index, None, B)
             prompt, stream_cache = stream.prompt, stream.cache
-            P, length = prompt.frames, lengths[index]
+            P, length = prompt.frames, prompt.frames + stream_cache.frames
             for out, of_prompt, of_ring in (
                 (gathered[0], prompt.attention.keys, pool.keys),
                 (gathered[1], prompt.attention.values, pool.values),
@@ -128,8 +207,7 @@ class GatheredContext:
                 out[:, :, own_rows, :, P:length] = of_ring[stream_cache.slot, ..., : stream_cache.frames, :]
             before[own_rows, :, :length] = True
         self._keys, self._values = pool.loaded(gathered)
-        own_frames = torch.tensor([row.frames for row in rows] * per_stream, device=before.device)
-        own = own_mask(own_frames, frames, pool.mask_chunk)
+        own = own_mask(frames.repeat(per_stream), T, pool.mask_chunk)
         visible = torch.cat([before.expand(-1, own.shape[1], -1), own], dim=2)
         self._mask = None if visible.all() else visible[:, None]  # (R, 1, 1 or T, K)
 

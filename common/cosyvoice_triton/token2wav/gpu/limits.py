@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
+from operator import mul
 
 from cosyvoice_triton.config import Token2WavConfig
 from cosyvoice_triton.constants import (
@@ -179,11 +180,12 @@ def padding(sizes: Collection[Size]) -> Callable[[int, int], int]:
     sizes: batch sizes and mel frames of the CUDA graphs; none if there are no graphs.
     """
 
+    if not sizes:
+        return mul
+
     @cache
     def padded(chunks: int, tokens: int) -> int:
         frames = TOKEN_MEL_RATIO * tokens
-        if not sizes:
-            return chunks * tokens
         return sum(math.prod(size or (1, frames)) for _, size in batch_parts(sizes, chunks, frames)) // TOKEN_MEL_RATIO
 
     return padded

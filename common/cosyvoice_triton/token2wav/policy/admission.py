@@ -75,9 +75,9 @@ class Admission:
         self._learned = math.inf
         self._lowered = -math.inf
         self._updated = self._refilled = now
-        # Of `settle_seconds`: when each chunk came, and whether too narrowly; and how many did.
+        # Of `settle_seconds`: when each chunk came, and whether with too little slack; and how many did.
         self._chunks: deque[tuple[float, bool]] = deque()
-        self._narrow_chunks = 0
+        self._tight_chunks = 0
         self._live: deque[tuple[float, int]] = deque()  # when there were the most live streams lately, and how many
         self._awaited, self._paced = 1.0, self._numbers.max_demand  # seconds that chunks' tokens took, and their speech
         averaged = self._numbers.averaged_seconds
@@ -114,9 +114,9 @@ class Admission:
         """Count a later chunk of a stream, which came when its listener had `audio_left`. Its tokens came in `awaited`
         seconds; `gap` is the silence before it."""
         self._gaps, self._gap_seconds = self._gaps + (gap > 0), self._gap_seconds + gap
-        narrow = audio_left + PLAYER_SECONDS < self._numbers.tight_seconds
-        self._chunks.append((now, narrow))
-        self._narrow_chunks += narrow
+        tight = audio_left + PLAYER_SECONDS < self._numbers.tight_seconds
+        self._chunks.append((now, tight))
+        self._tight_chunks += tight
         kept = self._numbers.memory
         self._awaited, self._paced = kept * self._awaited + awaited, kept * self._paced + speech
 
@@ -127,22 +127,27 @@ class Admission:
     def update(self, live: int, audio_left: Iterable[float], now: float) -> None:
         """Learn from the last moments. live: streams; audio_left: of their listeners who have heard something."""
         passed, self._updated = max(0.0, min(now - self._updated, self._numbers.averaged_seconds)), now
-        overloaded = self._narrow(audio_left, now)
+        overloaded = self._overloaded(audio_left, now)
         peak = self._peak(live, now)
-        self._average(live, passed)
+        kept = math.exp(-passed / self._numbers.averaged_seconds)
+        self._seconds, self._other = kept * self._seconds + passed, kept * self._other
+        if live:
+            self._live_seconds, self._ended = kept * self._live_seconds + live * passed, kept * self._ended
         if overloaded and now - self._lowered > self._numbers.settle_seconds:
             self._learned, self._lowered = max(1.0, self._numbers.back_off * min(peak, self._learned)), now
         elif not overloaded:
             self._learned *= 1 + self._numbers.growth * passed * (1 + min(now - self._lowered, 60.0) / 10)
         self._state = AdmissionState(max(1.0, min(self._capacity, self._learned)), overloaded)
 
-    def _narrow(self, audio_left: Iterable[float], now: float) -> bool:
+    def _overloaded(self, audio_left: Iterable[float], now: float) -> bool:
         """Return whether many listeners nearly run, or ran, out of audio."""
         while self._chunks and self._chunks[0][0] < now - self._numbers.settle_seconds:
-            self._narrow_chunks -= self._chunks.popleft()[1]
+            self._tight_chunks -= self._chunks.popleft()[1]
         abandoned, tight = -self._numbers.abandoned_seconds, self._numbers.tight_seconds
-        late = self._narrow_chunks + sum(abandoned < left + PLAYER_SECONDS < tight for left in audio_left)
-        return late >= max(self._numbers.tight_chunks, self._numbers.tight_share * len(self._chunks))
+        short = self._tight_chunks
+        for left in audio_left:
+            short += abandoned < left + PLAYER_SECONDS < tight
+        return short >= max(self._numbers.tight_chunks, self._numbers.tight_share * len(self._chunks))
 
     def _peak(self, live: int, now: float) -> int:
         """Return the most live streams of the last `settle_seconds`."""
@@ -152,12 +157,6 @@ class Admission:
             self._live.pop()
         self._live.append((now, live))
         return self._live[0][1]
-
-    def _average(self, live: int, passed: float) -> None:
-        kept = math.exp(-passed / self._numbers.averaged_seconds)
-        self._seconds, self._other = kept * self._seconds + passed, kept * self._other
-        if live:
-            self._live_seconds, self._ended = kept * self._live_seconds + live * passed, kept * self._ended
 
     @property
     def _pace(self) -> float:

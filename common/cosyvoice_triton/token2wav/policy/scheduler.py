@@ -110,8 +110,10 @@ class ChunkScheduler:
         padded: Callable[[int, int], int],
         *,
         waited_for: bool = True,
+        among: Sequence[int] | None = None,
     ) -> list[int]:
-        """Return the indices of the next batch, most urgent first. `waiting` is not empty.
+        """Return the indices of the next batch, most urgent first, `among` those, not none, of `waiting`: by default of
+        all.
 
         padded: how many tokens are computed for a number of chunks, given the tokens of the longest: every row costs as
         much as the longest, and a batch is filled with empty rows to the size of a CUDA graph. The most urgent chunk is
@@ -120,7 +122,8 @@ class ChunkScheduler:
         A batch of several chunks has at most `max_tokens` tokens, padding included; fewer if first chunks have to wait
         for it (`waited_for`), see `unhurried_share`. That bounds how long a chunk waits for the batch before it.
         """
-        order = sorted(range(len(waiting)), key=lambda index: _urgency(waiting[index]))
+        indices = range(len(waiting)) if among is None else among
+        order = sorted(indices, key=lambda index: _urgency(waiting[index]))
         first = waiting[order[0]]
         if first.tokens is None:
             return order[:1]
@@ -128,13 +131,15 @@ class ChunkScheduler:
         if waited_for:
             share = self._numbers.company_share if first.audio_left is None else self._numbers.unhurried_share
         chunks: list[tuple[int, int, int, float]] = []  # index, tokens, padded tokens, most tokens of a batch with it
+        padded_tokens: set[int] = set()
         for index in order:
             request = waiting[index]
             if request.tokens is not None:
                 most = max_tokens if self._is_urgent(request) else max_tokens * share
                 chunks.append((index, request.tokens, padded(1, request.tokens), most))
+                padded_tokens.add(chunks[-1][2])
         best, best_rate = order[:1], 0.0
-        lengths = sorted({length for _, _, length, _ in chunks})
+        lengths = sorted(padded_tokens)
         at_least = lengths.index(padded(1, first.tokens))
         for low, high in product(lengths[: at_least + 1], lengths[at_least:]):
             batch: list[int] = []

@@ -3,8 +3,11 @@
 Arrays only: nothing here depends on Triton.
 """
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,16 +23,29 @@ from cosyvoice_triton.constants import (
 )
 from cosyvoice_triton.voice.prompt import Prompt
 
+logger = logging.getLogger(__name__)
+
 # Seconds of audio that a listener may still have: far above what any has, because it goes into sums that are published.
 MAX_AUDIO_LEFT = 3600.0
 TEST_STREAM = "test"  # the id of a service's own tests; no client can name it
 
 Tensors = Mapping[str, np.ndarray]
+Reply = Callable[[np.ndarray | BaseException], object]
 
 PROMPT_TENSORS = ("prompt_speech_tokens", "prompt_speech_feat", "prompt_spk_embedding")
 
 
-@dataclass(frozen=True)
+class Kind(Enum):
+    """What a request asks for."""
+
+    RESERVE = auto()  # a place for a listener, and nothing else yet
+    OPEN = auto()  # a stream in a voice, without audio
+    CHUNK = auto()  # the audio of a chunk, of a stream that it may open
+    WHOLE = auto()  # the audio of a whole utterance
+    ABORT = auto()  # the end of a stream, without audio
+
+
+@dataclass(eq=False)
 class Token2WavRequest:
     """One request of a stream, or a whole utterance.
 
@@ -43,6 +59,8 @@ class Token2WavRequest:
     speed: speaking rate of a whole utterance; a stream is rendered at 1.
     audio_left: seconds of audio that the listener still has when the stream starts, if it continues what they are
         listening to; None if they have heard nothing yet. It counts only if a stream of the same id has just ended.
+    reply, is_cancelled: see `Token2WavService.submit`, which sets them. arrived, arrived_at: its number in the order of
+        arrival, and when that was.
     """
 
     stream_id: str
@@ -54,24 +72,25 @@ class Token2WavRequest:
     final: bool | None = None
     speed: float = 1.0
     audio_left: float | None = None
+    reply: Reply = lambda _: None
+    is_cancelled: Callable[[], bool] = lambda: False
+    arrived: int = 0
+    arrived_at: float = 0.0
 
-    @property
-    def whole(self) -> bool:
-        return bool(self.start) and self.end and self.final is None and self.offset is None
-
-    @property
-    def aborts(self) -> bool:
-        return self.end and not self.final and not self.whole
-
-    @property
-    def reserves(self) -> bool:
-        return bool(self.start) and not self.end and self.prompt is None and not len(self.tokens)
+    @cached_property
+    def kind(self) -> Kind:
+        """Return what it asks for: as it arrives, and so also after `start` is changed."""
+        if self.end and not self.final:
+            return Kind.WHOLE if self.start and self.final is None and self.offset is None else Kind.ABORT
+        if self.start and not self.end and self.prompt is None and not len(self.tokens):
+            return Kind.RESERVE
+        return Kind.CHUNK if len(self.tokens) or self.final else Kind.OPEN
 
     @property
     def first_of_listener(self) -> bool:
         """Return whether it may be the first request of somebody who has heard nothing yet. The start of a later
         segment belongs to one who has, and nobody listens to a whole utterance yet."""
-        starts = self.start is not False and not self.whole and not self.aborts
+        starts = self.start is not False and self.kind not in (Kind.WHOLE, Kind.ABORT)
         return starts and self.audio_left is None and self.stream_id != TEST_STREAM
 
     @property
@@ -84,23 +103,31 @@ class Token2WavRequest:
             )
         return self.prompt
 
-    def check_voice(self, voice: Prompt) -> None:
-        """Raise ValueError if the request has another voice than its stream began with."""
-        own = self.prompt
-        if own is not None and not (
-            np.array_equal(own.tokens, voice.tokens) and np.array_equal(own.embedding, voice.embedding)
-        ):
-            raise ValueError(f"{self.stream_id} began with another prompt: two streams have the same id")
-
-    def check_speed(self) -> None:
-        """Raise ValueError for a stream's request at another speed than 1."""
+    def check(self, voice: Prompt | None) -> None:
+        """Raise ValueError for what a stream's request cannot have: another speed than 1, or another voice than
+        `voice`, with which the stream began; None: it has not begun."""
         if self.speed != 1.0:
             raise ValueError(f"speed {self.speed} is for whole utterances; a stream is rendered at speed 1")
+        own = self.prompt
+        if own is None or voice is None:
+            return
+        if not (np.array_equal(own.tokens, voice.tokens) and np.array_equal(own.embedding, voice.embedding)):
+            raise ValueError(f"{self.stream_id} began with another prompt: two streams have the same id")
 
-    @property
-    def has_chunk(self) -> bool:
-        """Return whether audio is to be rendered from it as a chunk of a stream."""
-        return not self.whole and not self.aborts and bool(len(self.tokens) or self.final)
+    def client_has_gone(self) -> bool:
+        """Return whether Triton says that the client has disconnected."""
+        try:
+            return self.is_cancelled()
+        except Exception:  # an error with one request must not end the other streams
+            logger.exception("cannot find out whether a client has disconnected")
+            return False
+
+    def answer(self, result: np.ndarray | BaseException) -> None:
+        """Reply; never raises."""
+        try:
+            self.reply(result)
+        except Exception:  # a receiver's error must not end the other streams
+            logger.exception("a reply failed")
 
 
 def read_request(
@@ -210,11 +237,9 @@ def _ids(tensors: Tensors, name: str, first_speech_id: int) -> np.ndarray:
 
 
 def _prompt(tensors: Tensors, first_speech_id: int) -> Prompt | None:
-    given = [name for name in PROMPT_TENSORS if name in tensors]
-    if not given:
+    if tensors.keys().isdisjoint(PROMPT_TENSORS):
         return None
-    missing = [name for name in PROMPT_TENSORS if name not in tensors]
-    if missing:
+    if missing := [name for name in PROMPT_TENSORS if name not in tensors]:
         raise ValueError(f"a voice needs {', '.join(PROMPT_TENSORS)}; {', '.join(missing)} is missing")
     mel, embedding = tensors["prompt_speech_feat"], tensors["prompt_spk_embedding"]
     count, frames = tensors["prompt_speech_tokens"].size, mel.size // max(1, mel.shape[-1])

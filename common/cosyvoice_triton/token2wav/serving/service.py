@@ -9,12 +9,12 @@ chunks of a batch.
 import asyncio
 import logging
 import math
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import compress, takewhile
 
 import numpy as np
 
@@ -25,21 +25,20 @@ from cosyvoice_triton.monitoring.logs import timed
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.policy.admission import Admission
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER, Candidate, ChunkScheduler, Opening
-from cosyvoice_triton.token2wav.serving.batch_costs import costs, measure
-from cosyvoice_triton.token2wav.serving.requests import TEST_STREAM, Token2WavRequest
-from cosyvoice_triton.token2wav.serving.session import QueuedRequest, Reply, Session, Sessions, State
+from cosyvoice_triton.token2wav.serving.requests import TEST_STREAM, Kind, Reply, Token2WavRequest
+from cosyvoice_triton.token2wav.serving.session import Session, Sessions, State
 from cosyvoice_triton.token2wav.serving.stats import Stats
-from cosyvoice_triton.token2wav.serving.worker import RenderedBatch, Worker, Workers
+from cosyvoice_triton.token2wav.serving.worker import SWITCH_SECONDS, RenderedBatch, Worker, measure
 from cosyvoice_triton.token2wav.stream import Chunk
 from cosyvoice_triton.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
 SILENCE = np.zeros(0, np.float32)
-REAP_SECONDS = 1.0  # between two looks for idle sessions while nothing happens
-# Between two looks at all sessions. Under load there are hundreds of steps in a second, and their Python holds up the
-# threads that start the kernels.
-LOOK_SECONDS = 0.01
+REAP_SECONDS = 1.0  # between two searches for idle sessions while nothing happens
+# Between two passes over all sessions. Under load there are hundreds of steps in a second, and their Python holds up
+# the threads that start the kernels.
+UPDATE_SECONDS = 0.01
 CANCEL_CHECK_SECONDS = 0.5  # requests that waited for less are not checked for cancellation
 
 
@@ -51,27 +50,24 @@ class Token2WavService:
     batch. New listeners are admitted by `Admission`.
     """
 
-    def __init__(
-        self,
-        engine: Token2Wav,
-        *,
-        idle_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, engine: Token2Wav, *, idle_seconds: float, clock: Callable[[], float] = time.monotonic):
         self._engine = engine
         self._limits = engine.limits
         self._idle_seconds = idle_seconds
         self._clock = clock
         self._scheduler = ChunkScheduler(self._limits.profile.scheduler)
-        self._admission = Admission(self._limits.max_streams, engine.batch_tokens, clock(), self._limits.profile)
+        self._batch_tokens = engine.batch_tokens
+        self._admission = Admission(self._limits.max_streams, self._batch_tokens, clock(), self._limits.profile)
         self._sessions = Sessions(self._admission, self._limits.max_streams, clock)
-        self._workers = Workers(engine, on_done=self._sessions.wake, clock=clock)
+        # In the order in which they choose their batches: that of first chunks first, if there is one.
+        self._workers: list[Worker] = []
+        for number in reversed(range(engine.workers)):
+            most = self._limits.of_worker(number).max_chunks
+            self._workers.append(Worker(number, max_chunks=most, on_done=self._sessions.wake, clock=clock))
         self._gathering = 0.0  # seconds that first chunks still wait for others, although their worker is idle
-        self._looked_at = -math.inf
+        self._updated_at = -math.inf
         self._client_checked_at = clock()
-        self._batches = 0
-        self._chunks = 0
-        self._waited_seconds = 0.0
+        self._batches, self._chunks, self._waited_seconds = 0, 0, 0.0
         # Replies are sent in order while the next batch is rendered: passing one to tritonserver takes milliseconds.
         self._replies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="token2wav-replies")
         self._warm: Future[None] = Future()
@@ -86,7 +82,8 @@ class Token2WavService:
         Raises UnavailableError at once when the queue is full or the service is closed, OverloadedError for a listener
         who is not admitted.
         """
-        if not self._sessions.add(request, reply, is_cancelled):
+        request.reply, request.is_cancelled = reply, is_cancelled
+        if not self._sessions.add(request):
             reply(SILENCE)
 
     def stats(self) -> Stats:
@@ -106,7 +103,7 @@ class Token2WavService:
         all of them must not look like a failure. Raises what a client would get."""
         reply: Future[np.ndarray | BaseException] = Future()
         prompt, tokens = self._engine.sample()
-        final = True if self._sessions.free > 0 and self._engine.fitting([prompt])[0] else None
+        final = True if self._can_open(prompt) else None
         request = Token2WavRequest(TEST_STREAM, start=True, end=True, tokens=tokens, prompt=prompt, final=final)
         self.submit(request, reply.set_result)
         if isinstance(result := reply.result(), BaseException):
@@ -117,13 +114,11 @@ class Token2WavService:
         self._sessions.close(UnavailableError("token2wav is shutting down"))
         self._thread.join()
 
-    # --- the service's thread ------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
             self._warm_up()
         except BaseException as error:
-            self._workers.close()
+            self._close_workers()
             self._warm.set_exception(error)
             return
         self._warm.set_result(None)
@@ -141,24 +136,32 @@ class Token2WavService:
         """Do what there is to do now; False if that was nothing."""
         if faults.take("token2wav_thread"):
             raise RuntimeError("a fault of a test")
-        self._look()
+        self._update()
         answered = self._answer_batches()
-        turns = [session for session in self._sessions if session.has_turn]
-        aborted = self._serve_aborts(turns)
-        opened = self._open_streams(turns)
-        begun = self._begin_batches(turns)
+        schedulable = self._sessions.schedulable()
+        aborted = self._serve_aborts(schedulable)
+        opened = self._open_streams(schedulable)
+        begun = self._begin_batches(schedulable)
         return answered or aborted or opened or begun
 
     def _warm_up(self) -> None:
-        """Warm up in each thread that uses the GPU, also in this one."""
+        """Warm up in each thread that uses the GPU, also in this one, because the GPU libraries cache per thread."""
         with timed("first chunks"):
-            self._workers.warm_up()
-            self._workers.call(partial(measure, self._engine, self._admission, self._clock))
+            if len(self._workers) > 1:
+                sys.setswitchinterval(SWITCH_SECONDS)
+            for worker in reversed(self._workers):
+                worker.call(partial(self._engine.warm_up, worker.number))
+            self._workers[-1].call(partial(measure, self._engine, self._admission, self._clock))
             self._engine.close(self._engine.open(self._engine.sample()[0]))
+
+    def _close_workers(self) -> None:
+        """End the threads after what they render."""
+        for worker in self._workers:
+            worker.close()
 
     def _end(self) -> None:
         """Answer what is left, and free all streams."""
-        self._workers.close()
+        self._close_workers()
         try:
             self._answer_batches()
         except BaseException:
@@ -169,141 +172,144 @@ class Token2WavService:
                 self._reply(session, self._sessions.refusal or FatalError("token2wav has ended"))
         self._replies.shutdown()
 
-    def _look(self) -> None:
-        """End the sessions that have been idle for too long, and tell admission how the listeners are; once in
-        LOOK_SECONDS."""
+    def _update(self) -> None:
+        """End the sessions that have been idle for too long, and tell admission how much audio the listeners have left;
+        once in UPDATE_SECONDS."""
         now = self._clock()
-        if now - self._looked_at < LOOK_SECONDS:
+        if now - self._updated_at < UPDATE_SECONDS:
             return
-        self._looked_at = now
+        self._updated_at = now
         for session in self._sessions.expire(now - self._idle_seconds):
             if session.stream is not None:
                 logger.warning("%s was idle for %.0f s and was freed", session.id, self._idle_seconds)
             self._free(session)
-        left = [session.playback.left(now) for session in self._sessions if session.stream is not None]
-        self._admission.update(self._sessions.listeners, [each for each in left if each is not None], now)
-
-    # --- batches that are done ---
+        listeners, audio_left = 0, []
+        for session in self._sessions:
+            listeners += session.listens or session.stream is not None
+            if session.stream is not None and (left := session.playback.left(now)) is not None:
+                audio_left.append(left)
+        self._admission.update(listeners, audio_left, now)
 
     def _answer_batches(self) -> bool:
         """Reply to the requests of the batches that are done; False if there is none."""
-        done = [(worker, rendered) for worker in self._workers if (rendered := worker.take()) is not None]
-        for worker, rendered in done:
-            if rendered.batch[0].first.request.whole:
-                self._answer_whole(rendered)
+        answered = False
+        for worker in self._workers:
+            if (rendered := worker.take()) is None:
+                continue
+            answered = True
+            if rendered.batch[0].first.kind is Kind.WHOLE:
+                (session,), (result,) = rendered.batch, rendered.results
+                if not isinstance(result, BaseException):
+                    self._admission.rendered_whole(rendered.seconds)
+                self._reply(session, result)
             else:
                 self._answer_chunks(worker, rendered)
-        return bool(done)
-
-    def _answer_whole(self, rendered: RenderedBatch) -> None:
-        (session,), (result,) = rendered.batch, rendered.results
-        if not isinstance(result, BaseException):
-            self._admission.rendered_whole(rendered.seconds)
-        self._reply(session, result)
+        return answered
 
     def _answer_chunks(self, worker: Worker, rendered: RenderedBatch) -> None:
-        # Batches of first chunks alone, and the test's small chunk, tell nothing about what the others cost.
-        if worker.number != FIRST_CHUNK_WORKER and rendered.batch[0].id != TEST_STREAM:
-            chunks = [session.chunk for session in rendered.batch if session.chunk is not None]
-            self._admission.rendered(*costs(self._engine, chunks, rendered.results), rendered.seconds)
+        """Reply with the chunks' audio, and count for its listener what they had left when it came."""
+        longest, samples, is_test = 0, 0, rendered.batch[0].id == TEST_STREAM
         for session, result in zip(rendered.batch, rendered.results, strict=True):
+            assert session.chunk is not None
+            longest = max(longest, session.chunk.computed)
             if isinstance(result, BaseException):
                 self._fail(session, result)
                 continue
-            self._deliver(session, len(result) / SAMPLE_RATE)
-            if session.first.request.final:
+            samples, seconds, now = samples + len(result), len(result) / SAMPLE_RATE, self._clock()
+            awaited, session.used_at = max(0.0, session.first.arrived_at - session.used_at), now
+            left, gap = session.playback.left(now), session.playback.add(seconds, now)
+            if left is not None:
+                self._admission.delivered(left, awaited, seconds, gap, now)
+            if session.first.final:
                 self._free(session)
-                self._sessions.heard(session)
+                self._sessions.finished(session)
             self._reply(session, result)
+        # Batches of first chunks alone, and the test's small chunk, tell nothing about what the others cost.
+        if worker.number != FIRST_CHUNK_WORKER and not is_test:
+            computed = self._engine.padded(len(rendered.batch), longest)
+            self._admission.rendered(len(rendered.batch), computed, samples / SAMPLE_RATE, rendered.seconds)
 
-    def _deliver(self, session: Session, seconds: float) -> None:
-        """Count a chunk's audio for its listener, and how narrowly it came."""
-        now = self._clock()
-        awaited, session.used_at = max(0.0, session.first.arrived_at - session.used_at), now
-        left, gap = session.playback.left(now), session.playback.add(seconds, now)
-        if left is not None:
-            self._admission.delivered(left, awaited, seconds, gap, now)
-
-    # --- aborts ---
-
-    def _serve_aborts(self, turns: Sequence[Session]) -> bool:
-        """Serve aborts first of all: an abort takes no time, and frees a slot for a stream that waits for one. turns:
-        sessions that had their turn when the step began.
+    def _serve_aborts(self, schedulable: Sequence[Session]) -> bool:
+        """Serve aborts first of all: an abort takes no time, and frees a slot for a stream that waits for one.
 
         A stream that cannot be opened now and is aborted is never opened: it would only keep its sender waiting.
         """
         aborted = False
-        for session in turns:
+        for session in schedulable:
             if session.stream is None and session.must_open:
-                requests = [queued.request for queued in self._sessions.requests(session)]
-                if any(request.aborts for request in requests) and not self._can_open(session):
-                    for _ in takewhile(lambda request: not request.aborts, requests):
+                kinds = [request.kind for request in self._sessions.requests(session)]
+                if Kind.ABORT in kinds and not self._can_open(session.first.prompt):
+                    for _ in range(kinds.index(Kind.ABORT)):
                         self._reply(session, UnavailableError(f"{session.id} was ended before it was opened"))
-            if session.aborts:
+            if session.first.kind is Kind.ABORT:
                 self._free(session)
                 self._reply(session, SILENCE)
                 aborted = True
         return aborted
 
-    def _can_open(self, session: Session) -> bool:
-        prompt = session.first.request.prompt
-        return self._sessions.free > 0 and (prompt is None or self._engine.fitting([prompt])[0])
+    def _can_open(self, voice: Prompt | None) -> bool:
+        return self._sessions.free > 0 and (voice is None or self._engine.fitting([voice])[0])
 
-    # --- streams that are opened ---
+    def _open_streams(self, schedulable: Sequence[Session]) -> bool:
+        """Open streams of those whose voices have room; False if no request was opened or answered. The chunk of a
+        stream that is opened for one is rendered next."""
+        waiting, voices, failed = [], [], False
+        for session in schedulable:
+            if not session.is_schedulable or not session.must_open:
+                continue
+            if (opening := self._opening(session)) is None:
+                failed = True  # the next request of such a session is scheduled
+            else:
+                waiting.append((session, opening))
+                voices.append(session.first.voice)
+        ready = []
+        # Also of no voices: the engine may have waited for the end of all streams.
+        for each, fits in zip(waiting, self._engine.fitting(voices), strict=True):
+            # A prefill uses the memory of the worker of first chunks, or of the only one.
+            if fits and (self._workers[0].idle or not each[1].frames):
+                ready.append(each)
+        return self._open_chosen(ready, schedulable) or failed if ready else failed
 
-    def _open_streams(self, turns: Sequence[Session]) -> bool:
-        """Open the streams that the scheduler chooses of those whose voices have room, new voices prefilled in one
-        batch if the workers allow it; False if no request was opened or answered. The chunk of a stream that is opened
-        for one is rendered next."""
-        sessions = [each for each in turns if each.has_turn and each.must_open]
-        waiting = [(each, opening) for each in sessions if (opening := self._opening(each)) is not None]
-        failed = len(waiting) < len(sessions)  # the next request of such a session has its turn
-        waiting = list(compress(waiting, self._engine.fitting([each.first.request.voice for each, _ in waiting])))
-        waiting = [(each, opening) for each, opening in waiting if self._workers.can_prefill or not opening.frames]
-        if not waiting:
-            return failed
+    def _open_chosen(self, ready: list[tuple[Session, Opening]], schedulable: Sequence[Session]) -> bool:
+        """Open those that the scheduler chooses, new voices prefilled in one batch if the workers allow it."""
         now = self._clock()
-        left = [each.playback.left(now) for each in turns if each.state is State.READY and each.requests]
-        openings = [opening for _, opening in waiting]
+        left = [each.playback.left(now) for each in schedulable if each.state is State.READY and each.requests]
+        openings = [opening for _, opening in ready]
         order = self._scheduler.opens(openings, left, self._limits.prefill_frames, self._sessions.free)
-        chosen = [waiting[index] for index in order if not self._cancelled(waiting[index][0])]
+        chosen = [ready[index] for index in order if not self._cancelled(ready[index][0])]
         for session, _ in chosen:
             session.state = State.OPENING
         begun = self._clock()
-        self._prefill({opening.voice: each.first.request.voice for each, opening in chosen if opening.frames})
+        new_voices = {opening.voice: each.first.voice for each, opening in chosen if opening.frames}
+        try:
+            if len(new_voices) > 1:  # a single one is prefilled by opening its stream
+                self._engine.prefill(list(new_voices.values()))
+        except Exception:
+            logger.exception("%d voices could not be prefilled in one batch; each is tried alone", len(new_voices))
         for session, _ in chosen:
             self._open(session)
         self._admission.prefilled(self._clock() - begun)
-        return failed or bool(order)
+        return bool(order)
 
     def _opening(self, session: Session) -> Opening | None:
         """Return a session that waits for a stream as the scheduler sees it; None if its request is invalid, and has
         its reply."""
-        queued = session.first
+        request = session.first
         self._free(session)  # START on a live stream restarts it
         session.state = State.WAITING
         try:
-            if queued.request.start is None and self._sessions.has_idled(session):
+            if request.start is None and self._sessions.has_idled(session):
                 raise ValueError(f"{session.id} was idle for {self._idle_seconds:g} s and was freed")
-            queued.request.check_speed()
-            prompt = queued.request.voice
+            request.check(None)
+            prompt = request.voice
             frames = self._engine.prefill_frames(prompt)
         except Exception as error:
             self._fail(session, error)
             return None
-        return Opening(prompt.digest, frames, queued.request.audio_left, queued.arrived)
-
-    def _prefill(self, voices: Mapping[bytes, Prompt]) -> None:
-        """Prefill new voices in one batch; a single one is prefilled by opening its stream."""
-        if len(voices) < 2:
-            return
-        try:
-            self._engine.prefill(list(voices.values()))
-        except Exception:
-            logger.exception("%d voices could not be prefilled in one batch; each is tried alone", len(voices))
+        return Opening(prompt.digest, frames, request.audio_left, request.arrived)
 
     def _open(self, session: Session) -> None:
-        voice = session.first.request.voice
+        voice = session.first.voice
         try:
             stream, now = self._engine.open(voice), self._clock()
         except Exception as error:
@@ -311,46 +317,54 @@ class Token2WavService:
             return
         self._admission.opened(now - session.first.arrived_at)
         session.opened(stream, voice, now)
-        if not session.first.request.has_chunk:
+        if session.first.kind is not Kind.CHUNK:
             self._reply(session, SILENCE)
 
-    # --- batches that begin ---
-
-    def _begin_batches(self, turns: Sequence[Session]) -> bool:
-        """Give each idle worker the most urgent chunks that it renders, as one batch, or a whole utterance; False if
-        there is nothing to render."""
-        idle = [worker for worker in self._workers if worker.idle]
-        turns = [each for each in turns if each.has_turn] if idle else []
-        sessions = [each for each in turns if not each.must_open and not each.aborts]
-        waiting = [(candidate, each) for each in sessions if (candidate := self._candidate(each)) is not None]
-        worked = len(waiting) < len(sessions)
-        self._gathering = 0.0
-        for worker in idle:
-            candidates = [candidate for candidate, _ in waiting]
-            if worker.number == FIRST_CHUNK_WORKER:
-                self._gathering = self._scheduler.gathers(candidates)
-            if not (takes := self._scheduler.worker_takes(worker.number, len(self._workers), candidates)):
-                continue
-            chosen = self._scheduler.pick(
-                [candidates[index] for index in takes],
-                self._limits.of_worker(worker.number).max_chunks,
-                self._engine.batch_tokens,
-                partial(self._engine.padded, worker=worker.number),
-                waited_for=len(self._workers) == 1,
-            )
-            batch = [waiting[takes[index]][1] for index in chosen]
-            waiting = [each for each in waiting if each[1] not in batch]
-            if wanted := [session for session in batch if not self._cancelled(session)]:
-                self._begin(worker, wanted)
-            worked = True
+    def _begin_batches(self, schedulable: Sequence[Session]) -> bool:
+        """Give each idle worker a batch; False if there is nothing to render."""
+        worked, self._gathering = False, 0.0
+        for worker in self._workers:
+            if worker.idle:
+                worked |= self._begin_batch(worker, schedulable)
         return worked
+
+    def _begin_batch(self, worker: Worker, schedulable: Sequence[Session]) -> bool:
+        """Give a worker the most urgent chunks that it renders, as one batch, or a whole utterance; False if there is
+        nothing for it, and no request was answered."""
+        candidates: list[Candidate] = []
+        sessions, worked = [], False
+        for session in schedulable:
+            if not session.is_schedulable or session.must_open or session.first.kind is Kind.ABORT:
+                continue
+            if (candidate := self._candidate(session)) is None:
+                worked = True
+            else:
+                candidates.append(candidate)
+                sessions.append(session)
+        if worker.number == FIRST_CHUNK_WORKER:
+            self._gathering = self._scheduler.gathers(candidates)
+        takes = self._scheduler.worker_takes(worker.number, len(self._workers), candidates)
+        if not takes:
+            return worked
+        chosen = self._scheduler.pick(
+            candidates,
+            worker.max_chunks,
+            self._batch_tokens,
+            partial(self._engine.padded, worker=worker.number),
+            waited_for=len(self._workers) == 1,
+            among=takes,
+        )
+        if batch := [sessions[index] for index in chosen if not self._cancelled(sessions[index])]:
+            self._begin(worker, batch)
+        return True
 
     def _candidate(self, session: Session) -> Candidate | None:
         """Return a session's first request as the scheduler sees it; None if nothing is to be rendered for it, and it
         has its reply."""
-        queued, waited = session.first, self._clock() - session.first.arrived_at
-        if queued.request.whole:
-            return Candidate(self._scheduler.patience(waited), queued.arrived, None, waited=waited)
+        request, now = session.first, self._clock()
+        waited = now - request.arrived_at
+        if request.kind is Kind.WHOLE:
+            return Candidate(self._scheduler.patience(waited), request.arrived, None, waited=waited)
         if session.chunk is None:
             try:
                 session.chunk = self._chunk(session)
@@ -360,62 +374,60 @@ class Token2WavService:
             if session.chunk is None:
                 self._reply(session, SILENCE)
                 return None
-        left = session.playback.left(self._clock())
-        first = left is None and self._engine.is_first_chunk(session.chunk)
-        first = first and session.id != TEST_STREAM  # the test is CHUNK_WORKER's
-        return Candidate(left, queued.arrived, session.chunk.computed, first, waited)
+        left = session.playback.left(now)
+        # The test is CHUNK_WORKER's.
+        first = left is None and session.id != TEST_STREAM and self._engine.is_first_chunk(session.chunk)
+        return Candidate(left, request.arrived, session.chunk.computed, first, waited)
 
     def _chunk(self, session: Session) -> Chunk | None:
         """Return the chunk of a session's first request; None if it has none. ValueError if it is invalid."""
-        request = session.first.request
+        request = session.first
         if session.stream is None or session.voice is None:
             raise ValueError(
                 f"{session.id} is not live: it was not opened, has ended or failed, or was idle for "
                 f"{self._idle_seconds:g} s"
             )
-        request.check_speed()
-        if not request.has_chunk:
+        has_chunk = request.kind is Kind.CHUNK
+        request.check(session.voice if has_chunk else None)
+        if not has_chunk:
             return None
-        request.check_voice(session.voice)
         return self._engine.chunk(session.stream, request.tokens, final=bool(request.final), offset=request.offset)
 
     def _begin(self, worker: Worker, batch: Sequence[Session]) -> None:
         """Begin to render the first requests of these sessions."""
-        for session in batch:
-            session.state = State.RENDERING
-        request = batch[0].first.request
-        if request.whole:
-            go_on = partial(self._check_client, batch[0].first)
+        request = batch[0].first
+        if request.kind is Kind.WHOLE:
+            batch[0].state = State.RENDERING
+            go_on = partial(self._check_client, request)
             worker.render(batch, lambda: [self._engine.whole(request.voice, request.tokens, request.speed, go_on)])
             return
+        chunks, now = [], self._clock()
+        for session in batch:
+            assert session.chunk is not None
+            session.state = State.RENDERING
+            self._waited_seconds += now - session.first.arrived_at
+            chunks.append(session.chunk)
         self._batches += 1
         self._chunks += len(batch)
-        self._waited_seconds += sum(self._clock() - session.first.arrived_at for session in batch)
-        chunks = [session.chunk for session in batch if session.chunk is not None]
         worker.render(batch, partial(self._engine.render, chunks, worker.number))
 
-    # --- replies ---
-
     def _cancelled(self, session: Session) -> bool:
-        """Return whether the client has gone; its stream is then freed.
-
-        The check is a call to tritonserver, a millisecond under load while the GPU waits, so it is made only where it
-        can save much work.
-        """
-        queued = session.first
-        waited = self._clock() - queued.arrived_at
-        if not ((queued.request.whole or waited > CANCEL_CHECK_SECONDS) and queued.client_has_gone()):
+        """Return whether the client has gone; its stream is then freed."""
+        request = session.first
+        waited = self._clock() - request.arrived_at
+        # A call to tritonserver takes a millisecond under load while the GPU waits: only where it can save much work.
+        if not ((request.kind is Kind.WHOLE or waited > CANCEL_CHECK_SECONDS) and request.client_has_gone()):
             return False
         self._fail(session, asyncio.CancelledError())
         return True
 
-    def _check_client(self, queued: QueuedRequest) -> None:
+    def _check_client(self, request: Token2WavRequest) -> None:
         """Raise CancelledError if the client has gone, between the steps of a whole utterance, which may take a minute
         on a CPU. Triton is asked every CANCEL_CHECK_SECONDS: a GPU needs less for all the steps."""
         if (now := self._clock()) - self._client_checked_at < CANCEL_CHECK_SECONDS:
             return
         self._client_checked_at = now
-        if queued.client_has_gone():
+        if request.client_has_gone():
             raise asyncio.CancelledError
 
     def _fail(self, session: Session, error: BaseException) -> None:
@@ -432,4 +444,4 @@ class Token2WavService:
 
     def _reply(self, session: Session, result: np.ndarray | BaseException) -> None:
         """Reply to the session's first request."""
-        self._replies.submit(self._sessions.answered(session).send, result)
+        self._replies.submit(self._sessions.answered(session).answer, result)

@@ -1,26 +1,18 @@
 """The sessions of a token2wav service: what each stream is doing, and the requests that wait for it."""
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import takewhile
-
-import numpy as np
 
 from cosyvoice_triton.constants import CALLS_AT_ONCE
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.token2wav.policy.admission import Admission
-from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
+from cosyvoice_triton.token2wav.serving.requests import Kind, Token2WavRequest
 from cosyvoice_triton.token2wav.stream import Chunk, Stream
 from cosyvoice_triton.voice.prompt import Prompt
-
-logger = logging.getLogger(__name__)
-
-Reply = Callable[[np.ndarray | BaseException], None]
 
 
 class State(Enum):
@@ -32,32 +24,6 @@ class State(Enum):
     READY = auto()  # it has a stream, of which nothing is rendered now
     RENDERING = auto()  # its first request is rendered by a worker, and nothing else happens to it
     ENDED = auto()  # it is no longer in the table
-
-
-@dataclass(eq=False)
-class QueuedRequest:
-    """A request that has no reply yet. arrived: its number in the order of arrival."""
-
-    request: Token2WavRequest
-    reply: Reply
-    is_cancelled: Callable[[], bool]
-    arrived: int
-    arrived_at: float
-
-    def client_has_gone(self) -> bool:
-        """Return whether Triton says that the client has disconnected."""
-        try:
-            return self.is_cancelled()
-        except Exception:  # an error with one request must not end the other streams
-            logger.exception("cannot find out whether a client has disconnected")
-            return False
-
-    def send(self, result: np.ndarray | BaseException) -> None:
-        """Reply; never raises."""
-        try:
-            self.reply(result)
-        except Exception:  # a receiver's error must not end the other streams
-            logger.exception("a reply failed")
 
 
 @dataclass(eq=False)
@@ -73,40 +39,34 @@ class Session:
     state: State
     listens: bool
     used_at: float
-    requests: deque[QueuedRequest] = field(default_factory=deque)
+    requests: deque[Token2WavRequest] = field(default_factory=deque)
     stream: Stream | None = None
     voice: Prompt | None = None
     playback: Playback = field(default_factory=Playback)
     chunk: Chunk | None = None
 
     @property
-    def first(self) -> QueuedRequest:
-        """Return the request whose turn it is."""
+    def first(self) -> Token2WavRequest:
+        """Return the request that is served next, or now."""
         return self.requests[0]
 
     @property
-    def has_turn(self) -> bool:
+    def is_schedulable(self) -> bool:
         """Return whether a request waits, and nothing is rendered."""
         return bool(self.requests) and self.state is not State.RENDERING
 
     @property
-    def aborts(self) -> bool:
-        """Return whether the first request ends the session without audio."""
-        return self.first.request.aborts
-
-    @property
     def must_open(self) -> bool:
         """Return whether a stream has to be opened for the first request. START on a live stream restarts it."""
-        request = self.first.request
-        if request.start is False or request.whole or request.aborts:
+        first = self.requests[0]
+        if first.start is False or first.kind is Kind.WHOLE or first.kind is Kind.ABORT:
             return False
-        return bool(request.start) or self.stream is None
+        return bool(first.start) or self.stream is None
 
     def opened(self, stream: Stream, voice: Prompt, now: float) -> None:
         """Note that its stream is open: the first request continues it from now on."""
-        request = self.first.request
-        self.first.request = replace(request, start=False)
-        self.stream, self.voice, self.playback = stream, voice, Playback(request.audio_left, now)
+        self.first.start = False
+        self.stream, self.voice, self.playback = stream, voice, Playback(self.first.audio_left, now)
         self.used_at, self.state = now, State.READY
 
 
@@ -125,7 +85,7 @@ class Sessions:
         self._clock = clock
         self._table: dict[str, Session] = {}
         self._idled: deque[str] = deque(maxlen=max_streams)  # those ended last because they were idle
-        self._heard: dict[str, float] = {}  # when streams ended with their final chunk, by id
+        self._finished: dict[str, float] = {}  # when streams ended with their final chunk, by id
         self._arrivals = 0
         self._changed = threading.Condition(threading.RLock())  # reentrant: `add` counts sessions, too
         self.version = 0  # increases with each change by another thread
@@ -153,15 +113,19 @@ class Sessions:
     @property
     def queued(self) -> int:
         """Count the requests that wait."""
-        return sum(len(session.requests) - (session.state is State.RENDERING) for session in self)
+        with self._changed:
+            queued = 0
+            for session in self._table.values():
+                queued += len(session.requests) - (session.state is State.RENDERING)
+            return queued
 
     @property
     def wholes(self) -> int:
         """Count the whole utterances that wait."""
         waiting = (session for session in self if session.state is not State.RENDERING)
-        return sum(each.request.whole for session in waiting for each in session.requests)
+        return sum(each.kind is Kind.WHOLE for session in waiting for each in session.requests)
 
-    def add(self, request: Token2WavRequest, reply: Reply, is_cancelled: Callable[[], bool]) -> bool:
+    def add(self, request: Token2WavRequest) -> bool:
         """Queue a request. False if there is nothing to do: a place was reserved.
 
         Raises UnavailableError if the queue is full or closed, OverloadedError for a listener who is not admitted; for
@@ -171,66 +135,72 @@ class Sessions:
             if self.refusal:
                 raise self.refusal
             session = self._table.get(request.stream_id)
-            if session is None and request.start is not False and self._heard.pop(request.stream_id, None) is None:
+            if session is None and request.start is not False and self._finished.pop(request.stream_id, None) is None:
                 # Whoever has heard nothing of this stream is a new listener, whatever they say.
-                request = replace(request, audio_left=None)
+                request.audio_left = None
             new = session is None and request.first_of_listener
             reserved = session is not None and session.state is State.RESERVED
             self._check(request, new=new, has_place=new or reserved)
             now = self._clock()
             if session is None:
                 session = self._table[request.stream_id] = Session(request.stream_id, State.WAITING, new, now)
-            if (new or reserved) and request.reserves:
+            if (new or reserved) and request.kind is Kind.RESERVE:
                 session.state, session.used_at = State.RESERVED, now
                 return False
             if reserved:
                 session.state = State.WAITING
-                request = request if request.aborts else replace(request, start=True)
+                request.start = request.start if request.kind is Kind.ABORT else True
             self._arrivals += 1
-            session.requests.append(QueuedRequest(request, reply, is_cancelled, self._arrivals, now))
-            self._notify()
+            request.arrived, request.arrived_at = self._arrivals, now
+            session.requests.append(request)
+            self.wake()
             return True
 
     def _check(self, request: Token2WavRequest, *, new: bool, has_place: bool) -> None:
         """Raise the error of a request that cannot be queued."""
         if new and (refusal := self._admission.ask(self.listeners, self._clock())):
             raise self._admission.count(refusal)
-        if request.whole:
+        if request.kind is Kind.WHOLE:
             if refusal := self._admission.ask_whole(self.wholes):
                 raise self._admission.count(refusal)
-        if not has_place and not request.aborts and self.queued >= self._max_requests:
+        if not has_place and request.kind is not Kind.ABORT and self.queued >= self._max_requests:
             raise UnavailableError(f"token2wav's queue is full: {self._max_requests} requests wait")
 
-    def requests(self, session: Session) -> list[QueuedRequest]:
+    def schedulable(self) -> list[Session]:
+        """Return the sessions of which a request waits and nothing is rendered."""
+        with self._changed:
+            return [session for session in self._table.values() if session.is_schedulable]
+
+    def requests(self, session: Session) -> list[Token2WavRequest]:
         """Return the requests of a session that wait now; other threads add more at any time, so a loop over the queue
         itself would fail."""
         with self._changed:
             return list(session.requests)
 
-    def answered(self, session: Session) -> QueuedRequest:
-        """Remove the first request of a session, which gets its reply now. The next one has its turn, or the session
-        ends if it has neither requests nor a stream."""
+    def answered(self, session: Session) -> Token2WavRequest:
+        """Remove the first request of a session, which gets its reply now. The next one can be scheduled, or the
+        session ends if it has neither requests nor a stream."""
         with self._changed:
-            queued, session.chunk = session.requests.popleft(), None
+            request, session.chunk = session.requests.popleft(), None
             if session.stream is not None:
                 session.state = State.READY
             elif session.requests:
                 session.state = State.WAITING
             else:
                 self._remove(session)
-            return queued
+            return request
 
-    def heard(self, session: Session) -> None:
+    def finished(self, session: Session) -> None:
         """Take note that a stream has ended with its final chunk: the next one of its id has the same listener."""
         with self._changed:
-            self._heard.pop(session.id, None)  # so that the dictionary is in the order of these times
-            self._heard[session.id] = self._clock()
+            self._finished.pop(session.id, None)  # so that the dictionary is in the order of these times
+            self._finished[session.id] = self._clock()
 
     def expire(self, before: float) -> list[Session]:
         """End the sessions without requests that nobody has used since then, and return them."""
         with self._changed:
-            for name in list(takewhile(lambda name: self._heard[name] < before, self._heard)):
-                del self._heard[name]
+            while self._finished and self._finished[oldest := next(iter(self._finished))] < before:
+                del self._finished[oldest]
             idle = [each for each in self._table.values() if not each.requests and each.used_at < before]
             for session in idle:
                 self._remove(session)
@@ -254,19 +224,17 @@ class Sessions:
         """Refuse what comes from now on; the first reason stays."""
         with self._changed:
             self.refusal = self.refusal or refusal
-            self._notify()
+            self.wake()
 
     def wake(self) -> None:
         """End `wait_for_change`."""
         with self._changed:
-            self._notify()
+            self.version += 1
+            self._changed.notify()
 
     def wait_for_change(self, version: int, seconds: float) -> None:
         """Return once a request is added, the table is closed or `wake` is called after that version, or after
         `seconds`."""
         with self._changed:
-            self._changed.wait_for(lambda: self.version != version, seconds)
-
-    def _notify(self) -> None:
-        self.version += 1
-        self._changed.notify()
+            if self.version == version:
+                self._changed.wait(seconds)

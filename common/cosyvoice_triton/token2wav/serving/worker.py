@@ -1,19 +1,19 @@
 """The threads of a token2wav service that render, each one batch at a time."""
 
 import asyncio
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.token2wav.engine import Token2Wav
-from cosyvoice_triton.token2wav.policy.scheduler import CHUNK_WORKER, FIRST_CHUNK_WORKER
+from cosyvoice_triton.token2wav.policy.admission import Admission
 from cosyvoice_triton.token2wav.serving.session import Session
 
 SWITCH_SECONDS = 0.0005  # until a thread lets another one run Python: 5 ms would delay first chunks
+MEASURED_CHUNKS = (1, 8)  # of the batches that are rendered before the first listener comes
 
 Work = Callable[[], Sequence[np.ndarray | Exception]]
 
@@ -32,9 +32,11 @@ class Worker:
     The service gives it a batch, and takes that back with its results when it is done.
     """
 
-    def __init__(self, number: int, *, on_done: Callable[[], None], clock: Callable[[], float]):
-        """Start a worker. number: of the engine's worker. on_done: called from the thread after each batch."""
+    def __init__(self, number: int, *, max_chunks: int = 1, on_done: Callable[[], None], clock: Callable[[], float]):
+        """Start a worker. number: of the engine's worker. max_chunks: of a batch. on_done: called from the thread after
+        each batch."""
         self.number = number
+        self.max_chunks = max_chunks
         self._on_done = on_done
         self._clock = clock
         self._rendering: Future[RenderedBatch] | None = None
@@ -76,38 +78,20 @@ class Worker:
         return RenderedBatch(batch, results, self._clock() - begun)
 
 
-class Workers:
-    """The workers of an engine, in the order in which they choose their batches: that of first chunks first."""
-
-    def __init__(self, engine: Token2Wav, *, on_done: Callable[[], None], clock: Callable[[], float]):
-        """See `Worker`."""
-        self._engine = engine
-        self._workers = [Worker(number, on_done=on_done, clock=clock) for number in range(engine.workers)]
-
-    def __iter__(self) -> Iterator[Worker]:
-        return iter(sorted(self._workers, key=lambda worker: worker.number != FIRST_CHUNK_WORKER))
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    @property
-    def can_prefill(self) -> bool:
-        """Return whether a voice can be prefilled: that uses the memory of the worker of first chunks, or of the only
-        one."""
-        return self._workers[-1].idle
-
-    def warm_up(self) -> None:
-        """Warm the engine up in each thread, because the GPU libraries cache per thread."""
-        if len(self) > 1:
-            sys.setswitchinterval(SWITCH_SECONDS)
-        for worker in self._workers:
-            worker.call(partial(self._engine.warm_up, worker.number))
-
-    def call(self, function: Callable[[], object]) -> None:
-        """Run a function in the thread of CHUNK_WORKER and wait for it. Raises what it raises."""
-        self._workers[CHUNK_WORKER].call(function)
-
-    def close(self) -> None:
-        """End the threads after what they render."""
-        for worker in self._workers:
-            worker.close()
+def measure(engine: Token2Wav, admission: Admission, clock: Callable[[], float]) -> None:
+    """Render first chunks, one alone and several together, so that admission knows what they cost. Raises what that
+    raises."""
+    prompt, tokens = engine.sample(engine.limits.first_hop_tokens)
+    for warm in (False, True):  # the first batch of a size takes longer
+        for size in MEASURED_CHUNKS:
+            streams = [engine.open(prompt) for _ in range(min(size, engine.limits.max_streams))]
+            try:
+                chunks, begun = [engine.chunk(stream, tokens, final=True) for stream in streams], clock()
+                results = engine.render(chunks)
+                if warm:
+                    samples = sum(len(result) for result in results if not isinstance(result, Exception))
+                    computed = engine.padded(len(chunks), chunks[0].computed)
+                    admission.rendered(len(chunks), computed, samples / SAMPLE_RATE, clock() - begun)
+            finally:
+                for stream in streams:
+                    engine.close(stream)

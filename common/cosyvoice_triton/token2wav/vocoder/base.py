@@ -1,6 +1,7 @@
 """The base of the streaming vocoders: slots of streams, and chunks that are rendered in batches."""
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -100,29 +101,33 @@ class BatchVocoder(ABC):
 
     def _render(self, begun: bool, rows: Sequence[tuple[Chunk, Tensor]]) -> list[Tensor | Exception]:
         """Render in one pass chunks that all continue (`begun`) or all begin their streams: (80, T) -> (N,)."""
-        lengths = [mel.shape[1] for _, mel in rows]
-        mel = torch.stack([F.pad(mel, (0, max(lengths) - mel.shape[1])) for _, mel in rows])
-        states = [chunk.stream.vocoder for chunk, _ in rows]
-        positions = [[state.slot, state.frame, length] for state, length in zip(states, lengths, strict=True)]
-        slots, starts, frames = on_device(positions, mel.device).unbind(1)
-        finals = [chunk.final for chunk, _ in rows]
-        made = self._pass(begun, mel, slots, starts, frames, finals)
+        longest = max(mel.shape[1] for _, mel in rows)
+        mels, positions, finals = [], [], []
+        for chunk, mel in rows:
+            state = chunk.stream.vocoder
+            mels.append(F.pad(mel, (0, longest - mel.shape[1])))
+            positions.append([state.slot, state.frame, mel.shape[1]])
+            finals.append(chunk.final)
+        slots, starts, frames = on_device(positions, self._device).unbind(1)
+        made = self._pass(begun, torch.stack(mels), slots, starts, frames, finals)
         finite, speech = on_host(made.sum(1).isfinite(), made)
         audio: list[Tensor | Exception] = []
-        of_rows = zip(finite.tolist(), finals, lengths, states, strict=True)
-        for row, (good, final, length, state) in enumerate(of_rows):
+        for good, row, (chunk, mel) in zip(finite.tolist(), speech, rows, strict=True):
             if not good:  # what is kept of the stream has then not been replaced
                 audio.append(NotFiniteError("the audio is not finite"))
                 continue
-            sent, samples = self._sent(length, begun=begun, final=final)
-            audio.append(speech[row, :samples])
+            sent, samples = self._sent(mel.shape[1], begun=begun, final=chunk.final)
+            audio.append(row[:samples])
+            state = chunk.stream.vocoder
             state.frame += sent
             state.begun, state.pending = True, None
         return audio
 
     def _length_class(self, frames: int) -> int:
         """Return the smallest class that holds that many frames; beyond all of them, the number itself."""
-        return next((most for most in self._limits.chunk_frames if most >= frames), frames)
+        classes = self._limits.chunk_frames
+        index = bisect_left(classes, frames)
+        return classes[index] if index < len(classes) else frames
 
     @torch.inference_mode()
     def whole(self, mels: Sequence[Tensor]) -> list[Tensor]:
