@@ -8,7 +8,7 @@ from cosyvoice_triton import samples
 from cosyvoice_triton.client.requests import add_voice_arguments
 from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
-from cosyvoice_triton.text.duration import expected_seconds
+from cosyvoice_triton.text.segments import expected_seconds
 
 MANIFEST = ("--manifest-path", str(samples.MANIFEST))
 VOICE = ("--reference-audio", str(samples.FOLDER / "reference_en.wav"), "--reference-text", "Words.")

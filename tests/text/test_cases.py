@@ -13,8 +13,7 @@ import pytest
 from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.llm.interface import LengthRatios, LLMPrompt, Sampling
 from cosyvoice_triton.text import TextFrontend, clean_text
-from cosyvoice_triton.text.duration import expected_seconds
-from cosyvoice_triton.text.segments import SEGMENT_SECONDS
+from cosyvoice_triton.text.segments import SEGMENT_SECONDS, expected_seconds
 
 from tests.support.qwen_vocabulary import qwen2_tokenizer
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import soundfile
 from cosyvoice_triton import samples
-from cosyvoice_triton.text.duration import expected_seconds
+from cosyvoice_triton.text.segments import expected_seconds
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ import pytest
 from cosyvoice_triton.prepare.huggingface_llm import PHONEMES, TEXT_SPECIALS
 from cosyvoice_triton.text import TextFrontend, clean_text, is_speakable
 from cosyvoice_triton.text.cleaning import without_markup
-from cosyvoice_triton.text.duration import expected_seconds
-from cosyvoice_triton.text.normalization import normalized
-from cosyvoice_triton.text.segments import SEGMENT_SECONDS, segments, sentences
+from cosyvoice_triton.text.frontend import normalized
+from cosyvoice_triton.text.segments import SEGMENT_SECONDS, expected_seconds, segments, sentences
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.text.frontend import normalized
 from cosyvoice_triton.text.language import language_of
-from cosyvoice_triton.text.normalization import normalized
 from cosyvoice_triton.voice.features import resample
 
 INSTALL = {  # how pip installs a package

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from cosyvoice_triton.config import SAMPLING_PRESETS, HopConfig, OrchestratorConfig
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MAX_STREAM_TOKENS
-from cosyvoice_triton.text.duration import expected_seconds
+from cosyvoice_triton.text.segments import expected_seconds
 
 MAX_INT32 = 2**31 - 1  # the type of integers in the LLM's tensors
 MAX_SEED = MAX_INT32  # the smallest maximum seed among the engines

@@ -14,7 +14,7 @@ from cosyvoice_triton.arguments import boolean, positive_int
 from cosyvoice_triton.client.requests import TIMELINE, ClientError, Utterance, of_recording, request_parameters
 from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.load.samples import Sample, read_dataset, read_manifest
-from cosyvoice_triton.text.duration import expected_seconds
+from cosyvoice_triton.text.segments import expected_seconds
 
 CUT = 10  # a new voice lacks up to a tenth of its recording
 REALISTIC_SECONDS, REALISTIC_NEW, REALISTIC_CANCELLED = (1, 30), 0.05, 0.1  # of audio; shares of the requests

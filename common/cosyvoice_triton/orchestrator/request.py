@@ -15,9 +15,9 @@ from cosyvoice_triton.llm.interface import Sampling, preset_values
 from cosyvoice_triton.monitoring.tracing import TRACEPARENT
 from cosyvoice_triton.orchestrator.callbacks import OnWarning, ignore
 from cosyvoice_triton.text import clean_line, clean_text, split_instruction, strip_control_tokens
+from cosyvoice_triton.text.frontend import SPELLING, Spelled
 from cosyvoice_triton.text.language import EVERY, Language, named
 from cosyvoice_triton.text.markup import left_out
-from cosyvoice_triton.text.normalization import SPELLING, Spelled
 from cosyvoice_triton.text.pronunciation import MAX_WORDS, pronunciations
 from cosyvoice_triton.voice import audio
 from cosyvoice_triton.voice.prompt import Recording

@@ -9,7 +9,7 @@ from cosyvoice_triton.constants import MAX_STREAM_TOKENS, TOKEN_RATE
 from cosyvoice_triton.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenStream
 from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.orchestrator.callbacks import OnStage, OnWarning
-from cosyvoice_triton.text.duration import expected_seconds
+from cosyvoice_triton.text.segments import expected_seconds
 
 logger = logging.getLogger(__name__)
 

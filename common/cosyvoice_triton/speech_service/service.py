@@ -26,7 +26,7 @@ from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.text import TextFrontend, clean_text
-from cosyvoice_triton.text.normalization import SPELLING
+from cosyvoice_triton.text.frontend import SPELLING
 from cosyvoice_triton.text.preview import preview
 from cosyvoice_triton.text.pronunciation import MAX_WORDS, combined, pronunciations
 from cosyvoice_triton.voice.judgement import judge

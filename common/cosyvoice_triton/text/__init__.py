@@ -4,14 +4,12 @@ cleaning.py        what nobody speaks: control tokens, Markdown, HTML, emoji, in
 markup.py          pauses, changes of the voice, and the part of SSML that is supported
 pronunciation.py   a request's dictionary of words and readings
 language.py        the language of a text and of its sentences
-normalization.py   numbers, dates, units and currencies as words: the rules of the language, then its grammar
 *_reading.py       the rules of a language; numbers.py has the words of numbers
 kana.py            Japanese kanji as kana, by an optional package
 chinese.py         marks and blanks of Chinese text that are not spoken
-duration.py        how many seconds a text takes to speak
-segments.py        sentences, also of a text that arrives in pieces, and how many of them make a segment
+segments.py        sentences, also of a text that arrives in pieces, the seconds that a text takes, segments
 preview.py         what will be spoken, for people
-frontend.py        all of this: a text -> its segments
+frontend.py        numbers and signs as words; all of this: a text -> its segments
 """
 
 from cosyvoice_triton.text.cleaning import clean_line, clean_text, is_speakable, split_instruction, strip_control_tokens

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from cosyvoice_triton.text.duration import expected_seconds
 from cosyvoice_triton.text.frontend import TextFrontend
 from cosyvoice_triton.text.language import language_of, named
 from cosyvoice_triton.text.markup import Pause
+from cosyvoice_triton.text.segments import expected_seconds
 
 
 def preview(frontend: TextFrontend, text: str, language: str = "", **options: Any) -> dict[str, Any]:

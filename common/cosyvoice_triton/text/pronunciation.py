@@ -24,6 +24,8 @@ def pronunciations(given: Any, name: str = "pronunciation", max_words: int = MAX
     capitalized forms too.
     """
     if isinstance(given, str):
+        if not given.strip():
+            return {}
         given = _json(given, name) if given.lstrip().startswith(("{", "[")) else _lines(given, name)
     if not isinstance(given, Mapping):
         raise ValueError(f'{name} must be an object of words and readings such as {{"nginx": "engine x"}}')
@@ -54,7 +56,7 @@ def read_pronunciations(path: Path) -> dict[str, str]:
 def combined(*dictionaries: Mapping[str, str]) -> dict[str, str]:
     """Return all words. A dictionary has precedence over those after it, also for other forms of its words."""
     words: dict[str, str] = {}
-    for more in dictionaries:
+    for more in filter(None, dictionaries):
         words = {word: reading for word, reading in more.items() if word.lower() not in words} | words
     return words
 
@@ -77,8 +79,6 @@ class Pronouncer:
 
     def __call__(self, text: str) -> str:
         """Return `text` with the readings. The time is linear in the text for any dictionary."""
-        if not self._words:
-            return text
         small, read, end = _small(text), [], 0
         for start, first in enumerate(small):
             if start < end or first not in self._lengths or _joined(text, start):

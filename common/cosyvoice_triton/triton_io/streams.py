@@ -41,11 +41,16 @@ class Streams:
         if self._connection is None:
             self._connection = triton.InferenceServerClient(self._address, channel_args=channel_options(self._address))
 
+        tensors = []
+        for name, array in inputs.items():
+            tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+            tensors.append(tensor.set_data_from_numpy(array))
+
         async def requests() -> AsyncGenerator[dict[str, Any], None]:
             # The end of this generator half-closes the call: the server closes its side after the last response.
             yield {
                 "model_name": self._model,
-                "inputs": _tensors(inputs),
+                "inputs": tensors,
                 "outputs": self._outputs,
                 "parameters": dict(parameters) or None,
             }
@@ -71,11 +76,3 @@ class Streams:
         """Close the connection if there is one."""
         if self._connection is not None:
             await self._connection.close()
-
-
-def _tensors(inputs: Mapping[str, np.ndarray]) -> list[InferInput]:
-    tensors = []
-    for name, array in inputs.items():
-        tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
-        tensors.append(tensor.set_data_from_numpy(array))
-    return tensors

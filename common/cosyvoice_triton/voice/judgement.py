@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cosyvoice_triton.constants import MAX_REFERENCE_SECONDS, MIN_REFERENCE_SECONDS
-from cosyvoice_triton.text.duration import expected_seconds
+from cosyvoice_triton.text.segments import expected_seconds
 from cosyvoice_triton.voice.prompt import Recording
 
 KEPT_SILENCE = 0.2  # seconds at either end, as upstream's web page leaves

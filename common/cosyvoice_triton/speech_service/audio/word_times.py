@@ -1,6 +1,6 @@
 """When each word of a segment is spoken: an estimate from its text and its audio, without a recogniser.
 
-Every word takes a share of the sound according to its expected seconds (`text/duration.py`). Pauses that are
+Every word takes a share of the sound according to its expected seconds (`text/segments.py`). Pauses that are
 heard in the audio correct this: each is assigned to the end of a word, preferably one with punctuation, so that the
 words between two pauses share the sound between them.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.text.duration import expected_seconds
+from cosyvoice_triton.text.segments import expected_seconds
 
 FRAME = SAMPLE_RATE // 100
 _QUIET = 10 ** (-40 / 20)  # of the loud frames: below it, a frame is silent
