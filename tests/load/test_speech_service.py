@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from cosyvoice_triton import samples, stacks
-from cosyvoice_triton.client.requests import Utterance
+from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load import benchmark
 from cosyvoice_triton.load.jobs import LoadJob

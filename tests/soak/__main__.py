@@ -38,8 +38,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cosyvoice_triton import samples
-from cosyvoice_triton.arguments import natural_int, positive_int
-from cosyvoice_triton.client.requests import ClientError, positive_number
+from cosyvoice_triton.arguments import natural_int, positive_int, positive_number
+from cosyvoice_triton.client.failures import ClientError
 from cosyvoice_triton.load.samples import read_manifest
 from cosyvoice_triton.prepare import steps
 
@@ -150,8 +150,8 @@ class Progress:
         if elapsed < self.next_line:
             return
         self.next_line += LINE_SECONDS
-        done, live = ledger.counts()["done"], sum(request.ended is None for request in ledger.requests)
-        state = f"{len(ledger.requests)} requests, {live} live, {done} done, {ledger.errors} errors"
+        done = ledger.counts()["done"]
+        state = f"{len(ledger.requests)} requests, {ledger.live} live, {done} done, {ledger.errors} errors"
         note = f", {fault}" if fault else ""
         print(f"{elapsed:.0f} of {self.seconds:.0f} s: {state}{note}", file=sys.stderr, flush=True)
 

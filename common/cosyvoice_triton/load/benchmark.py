@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 from cosyvoice_triton import samples
-from cosyvoice_triton.arguments import command_parser, natural_int, positive_int, reporting_errors
-from cosyvoice_triton.client.requests import add_voice_arguments, positive_number
+from cosyvoice_triton.arguments import command_parser, natural_int, positive_int, positive_number, reporting_errors
+from cosyvoice_triton.client.arguments import add_voice_arguments
 from cosyvoice_triton.constants import GRPC_PORT
 from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.load.jobs import Jobs, add_job_arguments

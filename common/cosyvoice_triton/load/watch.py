@@ -9,12 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-import grpc
-import tritonclient.grpc.aio as triton
-from tritonclient.utils import InferenceServerException
-
-from cosyvoice_triton.client.requests import one_line
-from cosyvoice_triton.load.speech_service import SpeechService
+from cosyvoice_triton.load.doors import Door
 from cosyvoice_triton.load.statistics import page_sums
 
 logger = logging.getLogger(__name__)
@@ -27,45 +22,32 @@ LAG_SECONDS = 0.02  # between two measurements of this process's own delay
 
 
 class ServerWatch:
-    """Probes servers. lost: those that do not answer, and why; `on_loss` is called for each."""
+    """Probe servers. lost: those that do not answer, and why; `on_loss` is called for each."""
 
-    def __init__(
-        self, probes: Mapping[str, triton.InferenceServerClient | SpeechService], on_loss: Callable[[str], None]
-    ) -> None:
+    def __init__(self, doors: Mapping[str, Door], on_loss: Callable[[str], None]) -> None:
         self.lost: dict[str, str] = {}
-        self._probes = probes
+        self._doors = doors
         self._on_loss = on_loss
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Probe every server regularly."""
-        async with _in_background(*(self._watch(server) for server in self._probes)):
+        async with _in_background(*(self._watch(server) for server in self._doors)):
             yield
 
     async def check(self, server: str) -> None:
         """Probe at once after a failure, so that a dead server does not fail all remaining requests one by one."""
-        if server not in self.lost and (reason := await self._silence(server)):
+        if server not in self.lost and (reason := await self._doors[server].silence(PROBE_SECONDS)):
             self._lose(server, reason)
 
     async def _watch(self, server: str) -> None:
         silent = 0
         while server not in self.lost:
             await asyncio.sleep(WATCH_SECONDS)
-            reason = await self._silence(server)
+            reason = await self._doors[server].silence(PROBE_SECONDS)
             silent = silent + 1 if reason else 0
             if silent == 2:
                 self._lose(server, reason)
-
-    async def _silence(self, server: str) -> str:
-        """Return why a server does not answer; "" if it does."""
-        try:
-            if await self._probes[server].is_server_live(client_timeout=PROBE_SECONDS):
-                return ""
-            return "it reports that it is not live"
-        except InferenceServerException as error:
-            if error.status() == str(grpc.StatusCode.DEADLINE_EXCEEDED):
-                return f"no answer within {PROBE_SECONDS:g} s"
-            return one_line(error.message())
 
     def _lose(self, server: str, reason: str) -> None:
         if server not in self.lost:
