@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 LISTENERS_SPREAD = 8.0  # seconds within which listeners start: about the length of an utterance
 START_SPACING = 0.004  # seconds between the tasks' first requests: real callers do not arrive at the same instant
 MAX_SHARED_CONNECTIONS = 8  # asyncio connections to one server; each carries many requests
-MAX_IN_FLIGHT = 1024  # at a given rate: with more the server is overloaded, and memory is limited
+MAX_IN_FLIGHT = 2048  # at a given rate: with more the server is overloaded, and memory is limited
 
 
 class Observer(Protocol):
@@ -46,16 +46,16 @@ class Observer(Protocol):
         """Note that a request has ended while `live` others are in flight."""
 
 
-def measured(load: Load, title: str, interval: int) -> Run:
+def measured(load: Load, title: str, interval: int, doors: Mapping[str, Door] | None = None) -> Run:
     """Run a load with a progress bar. interval: requests between two updates of its percentiles.
 
-    ClientError as in `run`. Ctrl-C and SIGTERM end the run early; what was measured so far is returned.
+    doors, ClientError: as in `run`. Ctrl-C and SIGTERM end the run early; what was measured so far is returned.
     """
     progress = Progress(len(load.jobs), title, interval)
 
     async def work() -> Run:
         with interruptible():
-            return await run(load, progress)
+            return await run(load, progress, doors)
 
     try:
         return asyncio.run(work())
