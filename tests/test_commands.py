@@ -31,7 +31,7 @@ from cosyvoice_triton.cli import demo, prepare, serve
 """,
     "wait, bench load": """
 from cosyvoice_triton.cli import wait_ready
-from cosyvoice_triton.load import benchmark
+from cosyvoice_triton.bench import load as benchmark
 """,
     "speech": """
 from cosyvoice_triton.speech_service import service

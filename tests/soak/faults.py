@@ -150,11 +150,6 @@ class Injector:
             kind = next(chosen if self.chosen else hard if fatal else soft)
             await self.inject(kind, float(random.uniform(*STOP_SECONDS)))
 
-    @property
-    def present(self) -> str:
-        """Return the name of the fault that lasts; empty if there is none."""
-        return self.injected[-1].name if self.injected and self.injected[-1].ended is None else ""
-
     def end(self) -> None:
         """Ends a fault that lasts, with the run."""
         for fault in self.injected:

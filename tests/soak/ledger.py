@@ -10,6 +10,7 @@ hung        nothing for `patience` seconds
 """
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 Outcome = Literal["done", "cancelled", "rejected", "refused", "failed", "lost", "hung"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 BAD_OUTCOMES: tuple[Outcome, ...] = ("lost", "hung")
+LINE_SECONDS = 30.0
 LEAST_SECONDS = 0.1  # of audio in a whole answer
 
 # What a full server says: limits of the speech service, the orchestrator's models and the LLM.
@@ -56,16 +58,18 @@ class Request:
 class Ledger:
     """All requests, in the order in which they ended: a load's observer.
 
-    clock: of the run. live: requests under way.
+    clock: of the run. seconds: of the load, of which a line is printed every LINE_SECONDS. loaded: when it began.
     """
 
     clock: Callable[[], float] = lambda: 0.0
+    seconds: float = 0.0
     requests: list[Request] = field(default_factory=list)
-    live: int = 0
-    loaded: float = 0.0  # when the load began
+    loaded: float = 0.0
+    next_line: float = 0.0
 
     def begins(self, phase: str) -> None:
         self.loaded = self.clock()
+        self._show(0)
 
     def ended(self, outcome: RequestOutcome, live: int) -> None:
         if not outcome.error and outcome.seconds < LEAST_SECONDS:
@@ -76,7 +80,15 @@ class Ledger:
         elif _FULL.search(outcome.error):
             verdict = "refused"
         self.requests.append(Request(outcome, self.loaded + outcome.begun, verdict))
-        self.live = live
+        self._show(live)
+
+    def _show(self, live: int) -> None:
+        """Print how the load gets on to standard error."""
+        if (elapsed := self.clock() - self.loaded) < self.next_line:
+            return
+        self.next_line += LINE_SECONDS
+        state = f"{len(self.requests)} requests, {live} live, {self.counts()['done']} done, {self.errors} errors"
+        print(f"{elapsed:.0f} of {self.seconds:.0f} s: {state}", file=sys.stderr, flush=True)
 
     def settle(self, faults: "Iterable[InjectedFault]") -> None:
         """Settle every error: failed if one of the faults explains it, otherwise lost."""

@@ -32,8 +32,6 @@ PAUSE_SECONDS = 5.0  # after an error or a refusal, so that a server that is dow
 QUIET_SECONDS = 30.0  # after the last request, for the servers to end all work
 LIMIT = 300.0  # seconds for a whole answer; a silent server is given up much earlier
 
-Observe = Callable[[float, Ledger, str], None]  # seconds of load, the requests so far, the fault that lasts
-
 
 @dataclass(frozen=True)
 class SoakSettings:
@@ -91,7 +89,7 @@ class SoakResult:
         return found + [f"left behind: {line}" for line in self.left]
 
 
-async def soak(settings: SoakSettings, samples: Sequence[Sample], observe: Observe) -> SoakResult:
+async def soak(settings: SoakSettings, samples: Sequence[Sample]) -> SoakResult:
     """The whole run. ClientError, RuntimeError or OSError if it cannot begin.
 
     Ctrl-C and SIGTERM end the load early; what was seen so far is the result. Before and after the load they raise
@@ -104,9 +102,9 @@ async def soak(settings: SoakSettings, samples: Sequence[Sample], observe: Obser
 
     with interruptible():
         if settings.addresses is not None:
-            return await _soak(settings, samples, observe, clock, settings.addresses, None)
+            return await _soak(settings, samples, clock, settings.addresses, None)
         async with local_stack(settings.models, settings.work, clock) as local:
-            result = await _soak(settings, samples, observe, clock, local.addresses, local)
+            result = await _soak(settings, samples, clock, local.addresses, local)
     result.lives = [life for service in local.services for life in service.lives]
     # uvicorn sends itself the signal again when it has ended its work
     badly = [each for each in local.services if each.code not in (0, -signal.SIGTERM)]
@@ -119,13 +117,12 @@ async def soak(settings: SoakSettings, samples: Sequence[Sample], observe: Obser
 async def _soak(
     settings: SoakSettings,
     samples: Sequence[Sample],
-    observe: Observe,
     clock: Callable[[], float],
     addresses: Addresses,
     local: LocalStack | None,
 ) -> SoakResult:
     sampler = Sampler(dict if local is None else local.roots, clock)
-    result = SoakResult(settings, Ledger(clock), loaded=clock())
+    result = SoakResult(settings, Ledger(clock, 60 * settings.minutes), loaded=clock())
     until = clock() + 60 * settings.minutes
     injector = None
     if local is not None and settings.faults:
@@ -150,7 +147,6 @@ async def _soak(
         before = await voices.names() if isinstance(voices, VoicesDoor) else set()
         tasks = await stack.enter_async_context(TaskScope())
         sampling = tasks.spawn(sampler.run())
-        tasks.spawn(_observing(observe, result, clock, until, injector))
         injecting = None if injector is None else tasks.spawn(injector.run())
         loading = tasks.spawn(run(load, result.ledger, doors))
         try:
@@ -174,14 +170,6 @@ async def _soak(
     result.ledger.settle(result.faults)
     result.processes, result.growths = list(sampler.processes.values()), sampler.growths()
     return result
-
-
-async def _observing(
-    observe: Observe, result: SoakResult, clock: Callable[[], float], until: float, injector: Injector | None
-) -> None:
-    while True:
-        observe(clock() - result.loaded, result.ledger, "" if injector is None else injector.present)
-        await asyncio.sleep(1.0)
 
 
 async def with_models(addresses: Addresses) -> Addresses:

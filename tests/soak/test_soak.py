@@ -256,7 +256,7 @@ def test_running_servers_are_loaded_without_faults(addresses: Addresses, monkeyp
     """The stub takes every text and voice, so what only the models refuse is lost."""
     monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.01)
     settings = SoakSettings(1.0 / 60, 1, 4, 10.0, True, Path(), Path(), addresses=addresses)
-    found = asyncio.run(runner.soak(settings, [SAMPLE], lambda *_: None))
+    found = asyncio.run(runner.soak(settings, [SAMPLE]))
     assert not found.faults and not found.interrupted
     assert "done" in {request.outcome for request in found.ledger.requests}
     assert [each for each in found.ledger.offenders() if "instead of the error" not in each.answer.error] == []

@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from cosyvoice_triton.load.doors import Door
 from cosyvoice_triton.load.jobs import LoadJob
 from cosyvoice_triton.load.plan import Load
 from cosyvoice_triton.load.runner import measured
+from cosyvoice_triton.speaker.engines import send_to
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
 from cosyvoice_triton.token2wav.serving.service import Token2WavService
@@ -49,7 +50,7 @@ class Token2WavDoor(Door):
         hops: Sequence[int],
         tokens: int,
     ) -> None:
-        self._service, self._pieces, self._voice = service, pieces, voice
+        self._send, self._pieces, self._voice = send_to(service), pieces, voice
         needs = [end + LOOKAHEAD_TOKENS for end in itertools.accumulate(hops)]
         self._needs = [*(need for need in needs if need < tokens), tokens]
         self.first: list[float] = []
@@ -58,29 +59,21 @@ class Token2WavDoor(Door):
     async def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
         begun, seed = time.perf_counter(), int(request.parameters["seed"])
         ask, pieces = partial(Token2WavRequest, f"sequence {seed + 1}"), self._pieces(seed)
-        await self._answer(ask(start=True, end=False, tokens=NOTHING, prompt=self._voice(seed)))
+        await self._answer(seed, ask(start=True, end=False, tokens=NOTHING, prompt=self._voice(seed)))
         needs = [*self._needs[: len(pieces) - 1], self._needs[-1]]
         for piece, need in zip(pieces, needs, strict=True):
             await asyncio.sleep(begun + need / FEED_RATE - time.perf_counter())
             asked = time.perf_counter()
-            audio = await self._answer(ask(start=False, end=piece.final, tokens=piece.tokens, final=piece.final))
+            audio = await self._answer(seed, ask(start=False, end=piece.final, tokens=piece.tokens, final=piece.final))
             (self.first if piece is pieces[0] else self.later).append(time.perf_counter() - asked)
             yield AudioPart(audio)
 
-    async def _answer(self, request: Token2WavRequest) -> np.ndarray:
+    async def _answer(self, seed: int, request: Token2WavRequest) -> np.ndarray:
         """Return the audio of a request. ClientError for a refusal; other errors are the service's own."""
-        loop, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-        def reply(found: Any) -> None:
-            give = answer.set_exception if isinstance(found, BaseException) else answer.set_result
-            loop.call_soon_threadsafe(give, found)
-
         try:
-            self._service.submit(request, reply)
-            audio: np.ndarray = await answer
+            return await self._send(seed, request)
         except OverloadedError as error:
             raise failures.refused(unavailable_message(error)) from None
-        return audio
 
 
 def run_load(

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 LISTENERS_SPREAD = 8.0  # seconds within which listeners start: about the length of an utterance
 START_SPACING = 0.004  # seconds between the tasks' first requests: real callers do not arrive at the same instant
+NO_DOORS: Mapping[str, Door] = {}
 MAX_SHARED_CONNECTIONS = 8  # asyncio connections to one server; each carries many requests
 MAX_IN_FLIGHT = 2048  # at a given rate: with more the server is overloaded, and memory is limited
 
@@ -46,7 +47,7 @@ class Observer(Protocol):
         """Note that a request has ended while `live` others are in flight."""
 
 
-def measured(load: Load, title: str, interval: int, doors: Mapping[str, Door] | None = None) -> Run:
+def measured(load: Load, title: str, interval: int, doors: Mapping[str, Door] = NO_DOORS) -> Run:
     """Run a load with a progress bar. interval: requests between two updates of its percentiles.
 
     doors, ClientError: as in `run`. Ctrl-C and SIGTERM end the run early; what was measured so far is returned.
@@ -65,10 +66,10 @@ def measured(load: Load, title: str, interval: int, doors: Mapping[str, Door] | 
         progress.close()
 
 
-async def run(load: Load, observer: Observer, doors: Mapping[str, Door] | None = None) -> Run:
+async def run(load: Load, observer: Observer, doors: Mapping[str, Door] = NO_DOORS) -> Run:
     """Run a load and return its results, also if it is cancelled after its beginning.
 
-    doors: by the names in `load.servers`, if these are no addresses; they stay open.
+    doors: of the names in `load.servers` that are no addresses; they stay open.
     ClientError if a server is not ready at the start or an audio file cannot be written.
     """
     if load.audio_dir is not None:
@@ -77,15 +78,15 @@ async def run(load: Load, observer: Observer, doors: Mapping[str, Door] | None =
         except OSError as error:
             raise ClientError(f"cannot write to {load.audio_dir}: {error}; choose another with --log-dir") from None
     async with AsyncExitStack() as stack:
-        if doors is None:
-            most = MAX_SHARED_CONNECTIONS
-            connections = most if load.rate else min(most, -(-load.tasks // len(load.servers)))
-            doors = {server: opened(server, load.model, load.mode, connections) for server in load.servers}
-            for door in doors.values():
+        share = MAX_SHARED_CONNECTIONS if load.rate else -(-load.tasks // len(load.servers))
+        all_doors = dict(doors)
+        for server in load.servers:
+            if server not in doors:
+                door = opened(server, load.model, load.mode, min(share, MAX_SHARED_CONNECTIONS))
                 stack.push_async_callback(door.aclose)
-            for door in doors.values():
                 await door.require()
-        return await _Runner(load, doors, observer).run()
+                all_doors[server] = door
+        return await _Runner(load, all_doors, observer).run()
 
 
 class _Runner:
