@@ -26,7 +26,8 @@ from cosyvoice_triton.load.measure import CANCELLED, HUNG, RequestOutcome, Run
 from cosyvoice_triton.load.plan import Load
 from cosyvoice_triton.load.progress import Progress
 from cosyvoice_triton.load.statistics import ModelTimes, between, token2wav_counters, token2wav_figures
-from cosyvoice_triton.load.watch import ServerWatch, interruptible, lags, memory_of
+from cosyvoice_triton.load.watch import ServerWatch, interruptible, measure_lags, read_memory
+from cosyvoice_triton.tasks import TaskScope
 
 logger = logging.getLogger(__name__)
 
@@ -101,20 +102,18 @@ class _Runner:
         self._outcomes: list[RequestOutcome] = []
         self._counts = False  # whether outcomes count, as they do after the warm-up
         self._begun = 0.0
+        self._models: list[ModelTimes] = []  # the servers' counters before the measurement
+        self._vocoder: dict[str, float] = {}
 
     async def run(self) -> Run:
         load, interrupted = self._load, False
-        before: list[ModelTimes] = []
-        token2wav_before: dict[str, float] = {}
-        async with self._watch.running(), lags() as late, memory_of(load.metrics) as memory:
+        late: list[float] = []
+        memory: list[tuple[float, dict[str, float]]] = []
+        async with TaskScope() as tasks:
+            for monitor in (self._watch.run(), measure_lags(late), read_memory(load.metrics, memory)):
+                tasks.spawn(monitor)
             try:
-                self._observer.begins("warming up")
-                await self._closed(load.warmup)
-                before, token2wav_before = await self._model_times(), await token2wav_counters(load.metrics)
-                late.clear()
-                self._observer.begins("measuring")
-                self._counts, self._begun = True, time.perf_counter()
-                await (self._closed(load.jobs) if load.rate is None else self._open(load.jobs, load.rate))
+                await tasks.result(self._phases(late))
             except asyncio.CancelledError:
                 interrupted = True
         return Run(
@@ -125,9 +124,20 @@ class _Runner:
             lost=self._watch.lost,
             interrupted=interrupted,
             client_lag=float(np.percentile(late, 95)) if late else 0.0,
-            models=between(before, await self._model_times()) if self._counts else [],
-            vocoder=token2wav_figures(token2wav_before, await token2wav_counters(load.metrics)),
+            models=between(self._models, await self._model_times()) if self._counts else [],
+            vocoder=token2wav_figures(self._vocoder, await token2wav_counters(load.metrics)),
         )
+
+    async def _phases(self, late: list[float]) -> None:
+        """Warm up, then measure. late: this process's delays, of which those of the warm-up are dropped."""
+        load = self._load
+        self._observer.begins("warming up")
+        await self._closed(load.warmup)
+        self._models, self._vocoder = await self._model_times(), await token2wav_counters(load.metrics)
+        late.clear()
+        self._observer.begins("measuring")
+        self._counts, self._begun = True, time.perf_counter()
+        await (self._closed(load.jobs) if load.rate is None else self._open(load.jobs, load.rate))
 
     # --- when requests are sent -----------------------------------------------------------------------------------
 
