@@ -17,7 +17,8 @@ HEAVY = {"torch", "scipy", "transformers"}
 LIGHT = {
     "say, client-grpc, client-http": """
 from cosyvoice_triton.cli import client_grpc, client_http, say
-from cosyvoice_triton.client.requests import SpeechResult, read_reference
+from cosyvoice_triton.client.answer import SpeechResult
+from cosyvoice_triton.client.utterance import read_reference
 SpeechResult(read_reference(Path(RECORDING)).wav, (0.1,), 0.2).save(Path("hello.wav"))
 """,
     "voice": """
@@ -30,7 +31,7 @@ from cosyvoice_triton.cli import demo, prepare, serve
 """,
     "wait, bench load": """
 from cosyvoice_triton.cli import wait_ready
-from cosyvoice_triton.load import benchmark
+from cosyvoice_triton.bench import load as benchmark
 """,
     "speech": """
 from cosyvoice_triton.speech_service import service

@@ -23,8 +23,9 @@ from tritonclient.utils import InferenceServerException
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.background import BackgroundLoop
+from cosyvoice_triton.client.failures import ClientError
 from cosyvoice_triton.client.grpc_client import AsyncConnection, chunks, explained, served_model
-from cosyvoice_triton.client.requests import ClientError, Utterance, read_reference
+from cosyvoice_triton.client.utterance import Utterance, read_reference
 from cosyvoice_triton.constants import GRPC_PORT, PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.errors import is_overloaded
 from cosyvoice_triton.server.installation import ServerError

@@ -60,6 +60,14 @@ def natural_int(text: str) -> int:
     return number
 
 
+def positive_number(text: str) -> float:
+    """Parse a number of a command line that is above 0."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
+    return number
+
+
 def fraction(text: str) -> float:
     """Parse a number from 0 to 1."""
     if not 0 <= (number := float(text)) <= 1:

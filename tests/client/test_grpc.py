@@ -12,7 +12,7 @@ import pytest
 import soundfile as sf
 from cosyvoice_triton.cli import client_grpc
 from cosyvoice_triton.client import grpc_client
-from cosyvoice_triton.client.requests import TextPieces, Utterance
+from cosyvoice_triton.client.utterance import TextPieces, Utterance
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.server.tritonserver import free_port
 from tritonclient.grpc import service_pb2

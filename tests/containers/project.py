@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import tritonclient.grpc.aio as triton
 from cosyvoice_triton.client.grpc_client import chunks
-from cosyvoice_triton.client.requests import Utterance, of_recording
+from cosyvoice_triton.client.utterance import Utterance, of_recording
 from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.voice.audio import Recording
 from tritonclient.utils import InferenceServerException

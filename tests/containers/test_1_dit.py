@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 from cosyvoice_triton import samples
-from cosyvoice_triton.client.requests import read_reference
+from cosyvoice_triton.client.utterance import read_reference
 from cosyvoice_triton.monitoring.metrics import ENDED, LIVE, sum_of
 from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
 from cosyvoice_triton.voice.audio import Recording

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 import numpy as np
+from cosyvoice_triton.client.failures import ClientError
 from cosyvoice_triton.client.http_client import synthesize
-from cosyvoice_triton.client.requests import ClientError, Utterance
+from cosyvoice_triton.client.utterance import Utterance
 
 from tests.containers.project import VOICE, Project, wait_for
 

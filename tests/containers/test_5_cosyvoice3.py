@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cosyvoice_triton.client.requests import Utterance, of_recording, read_reference
+from cosyvoice_triton.client.utterance import Utterance, of_recording, read_reference
 
 from tests.containers.project import SECONDS, Project, wait_for
 from tests.support.server_requests import VOICE, VOICE_TEXT, assert_speech, stream

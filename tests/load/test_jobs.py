@@ -5,7 +5,7 @@ import argparse
 import numpy as np
 import pytest
 from cosyvoice_triton import samples
-from cosyvoice_triton.client.requests import add_voice_arguments
+from cosyvoice_triton.client.arguments import add_voice_arguments
 from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
 from cosyvoice_triton.text.segments import expected_seconds

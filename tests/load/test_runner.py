@@ -18,9 +18,10 @@ import pytest
 import soundfile
 import tritonclient.grpc.aio as triton
 from cosyvoice_triton import samples, stacks
+from cosyvoice_triton.bench import load as benchmark
 from cosyvoice_triton.cli import client_grpc
 from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.load import benchmark, runner
+from cosyvoice_triton.load import runner
 from tritonclient.grpc import InferInput
 
 from tests.conftest import ROOT
@@ -171,6 +172,19 @@ def test_a_listener_sends_its_next_request_after_the_audio_has_been_played(
     played = SCHEDULE[0] + len(SCHEDULE) * CHUNK_SECONDS
     assert -0.01 < result["rows"][0]["processing_seconds"] - (played + SCHEDULE[-1]) < played, "it waited once"
     assert result["label"] == "Listeners"
+
+
+def test_a_sweep_over_two_addresses_writes_tables_and_a_plot(stub: StubProcess, tmp_path: Path) -> None:
+    servers = ["--server", stub.address, stub.address.replace("127.0.0.1", "localhost"), "--token2wav-gpus", "2"]
+    more = ["--llm-gpus", "1", "--num-requests", "4", "--warmup-requests", "1", "--concurrency", "1", "2"]
+    assert benchmark.main([*servers, *more, "--output", str(tmp_path / "a")]) == 0
+    tables = (tmp_path / "a.md").read_text()
+    for title in ("Total Request Latency", "First Chunk Latency", "Playback", "Disaggregated Server"):
+        assert f"#### {title}" in tables
+    assert "| 2 | 2 | 1.33 |" in tables, "2 tasks on each of 2 servers with 2 GPUs, and 1 GPU for the LLM"
+    sweep = json.loads((tmp_path / "a.json").read_text())
+    assert [row["label"] for row in sweep["rows"]] == [2, 4] and all(row["errors"] == 0 for row in sweep["rows"])
+    assert (tmp_path / "a.png").stat().st_size > 20_000
 
 
 @pytest.mark.parametrize("sent_signal", [signal.SIGKILL, signal.SIGSTOP])

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import soundfile
 from cosyvoice_triton import samples
+from cosyvoice_triton.bench import load as bench_load
 from cosyvoice_triton.cli import client_grpc
-from cosyvoice_triton.load import benchmark
 from cosyvoice_triton.speech_service.settings import Settings
 
 from tests.support.speech_fixtures import serving
 
 pytestmark = pytest.mark.server
 
-
 Serve = Callable[..., Any]
+VOICE = samples.FOLDER / "reference_en.wav"
 
 
 def measure(address: str, log_dir: Path, *more: object) -> int:
@@ -58,38 +58,16 @@ def test_new_voices_are_not_in_the_caches_of_the_server(serve: Serve, tmp_path: 
     assert counts == [[], [(2, 0)]]  # the orchestrator caches the tokens of known voices
 
 
-def test_a_sweep_over_two_addresses_writes_tables_and_a_plot(serve: Serve, tmp_path: Path) -> None:
-    port = serve(stack="dit").grpc_url.split(":")[1]
-    servers = ["--server", f"127.0.0.1:{port}", f"localhost:{port}", "--token2wav-gpus", "2", "--llm-gpus", "1"]
-    more = ["--num-requests", "4", "--warmup-requests", "1", "--concurrency", "1", "2", "--title", "A run"]
-    assert benchmark.main([*servers, *more, "--output", str(tmp_path / "a")]) == 0
-    tables = (tmp_path / "a.md").read_text()
-    for title in ("Total Request Latency", "First Chunk Latency", "Playback", "Disaggregated Server"):
-        assert f"#### {title}" in tables
-    assert "| 2 | 2 | 1.33 |" in tables, "2 tasks on each of 2 servers with 2 GPUs, and 1 GPU for the LLM"
-    sweep = json.loads((tmp_path / "a.json").read_text())
-    assert [row["label"] for row in sweep["rows"]] == [2, 4] and all(row["errors"] == 0 for row in sweep["rows"])
-    assert (tmp_path / "a.png").stat().st_size > 20_000
-
-
-def test_open_loops_over_grpc_and_through_the_speech_service_get_as_much_audio(serve: Serve, tmp_path: Path) -> None:
-    address, voices = serve(stack="dit").grpc_url, tmp_path / "voices"
+def test_every_door_leads_to_as_much_audio(serve: Serve, demo_models: Path, tmp_path: Path) -> None:
+    address, voices, output = serve(stack="dit").grpc_url, tmp_path / "voices", tmp_path / "rates"
     voices.mkdir()
-    text = (
-        "--target-text",
-        "Hello there.",
-        "--seed",
-        "3",
-        "--reference-audio",
-        str(samples.FOLDER / "reference_en.wav"),
-    )
-    seconds = []
+    said = ["--target-text", "Hello there.", "--seed", "3", "--reference-audio", str(VOICE), "--num-requests", "2"]
+    seconds = {}
     with serving(Settings(urls=(address,), voices_dir=voices)) as url:
-        for server in (address, url):
-            more = ["--request-rates", "2", "4", "--num-requests", "2", "--output", str(tmp_path / "rates")]
-            assert benchmark.main(["--server", server, *more, *text]) == 0
-            assert "| Requests per Second | RTF |" in (tmp_path / "rates.md").read_text()
-            rows = json.loads((tmp_path / "rates.json").read_text())["rows"]
-            assert all(row["audible_ms"]["p50"] > 0 for row in rows)
-            seconds.append([row["audio_seconds"] for row in rows])
-    assert seconds[0] == seconds[1]
+        for door in (address, url, url.replace("http", "ws"), str(demo_models)):
+            loop = ["--concurrency", "1", "--parameter", "ras_window=0", "--output", str(output)]
+            assert bench_load.main(["--server", door, *loop, *said]) == 0
+            (row,) = json.loads(output.with_suffix(".json").read_text())["rows"]
+            assert row["audible_ms"]["p50"] > 0 and row["errors"] == 0
+            seconds[door] = row["audio_seconds"]
+    assert len(set(seconds.values())) == 1, seconds

@@ -17,8 +17,9 @@ from pathlib import Path
 import grpc
 import pytest
 from cosyvoice_triton.cli import serve
+from cosyvoice_triton.client.failures import ClientError
 from cosyvoice_triton.client.grpc_client import AsyncConnection
-from cosyvoice_triton.client.requests import ClientError, Recorder, Utterance
+from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.monitoring.drain import DrainFile
 from cosyvoice_triton.monitoring.environment import GRPC_ADDRESS, METRICS_DIRECTORY
@@ -186,7 +187,8 @@ def test_grpc_to_this_machine_goes_through_no_proxy(
             return
         connection = AsyncConnection(address)
         try:
-            await connection.record("m", Utterance("a"), "streaming", 10.0, Recorder())
+            async for _ in connection.stream("m", Utterance("a"), "streaming", 10.0):
+                pass
         finally:
             await connection.aclose()
 

@@ -34,23 +34,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cosyvoice_triton import samples
-from cosyvoice_triton.arguments import natural_int, positive_int
-from cosyvoice_triton.client.requests import ClientError, positive_number
+from cosyvoice_triton.arguments import natural_int, positive_int, positive_number
+from cosyvoice_triton.client.failures import ClientError
 from cosyvoice_triton.load.samples import read_manifest
 from cosyvoice_triton.prepare import steps
 
 from tests.soak.faults import KINDS
-from tests.soak.ledger import Ledger
 from tests.soak.report import write
 from tests.soak.routes import Addresses
 from tests.soak.runner import SoakSettings, soak
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LINE_SECONDS = 30.0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -113,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             addresses=None if given == Addresses() else given,
         )
         print("starting the servers ...", file=sys.stderr, flush=True)
-        result = asyncio.run(soak(settings, read_manifest(samples.MANIFEST), Progress(60 * args.minutes).show))
+        result = asyncio.run(soak(settings, read_manifest(samples.MANIFEST)))
     except (ClientError, RuntimeError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -137,23 +134,6 @@ def conditions() -> str:
         f"Commit {described.stdout.strip() or 'unknown'}, {time.strftime('%Y-%m-%d %H:%M')}, "
         f"{os.cpu_count()} CPU cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}."
     )
-
-
-@dataclass
-class Progress:
-    """Print how the load gets on to standard error, a line every LINE_SECONDS."""
-
-    seconds: float
-    next_line: float = 0.0
-
-    def show(self, elapsed: float, ledger: Ledger, fault: str) -> None:
-        if elapsed < self.next_line:
-            return
-        self.next_line += LINE_SECONDS
-        done, live = ledger.counts()["done"], sum(request.ended is None for request in ledger.requests)
-        state = f"{len(ledger.requests)} requests, {live} live, {done} done, {ledger.errors} errors"
-        note = f", {fault}" if fault else ""
-        print(f"{elapsed:.0f} of {self.seconds:.0f} s: {state}{note}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,14 @@ A bad request is wrong in one way, and each way has the answer that it must get.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
-from cosyvoice_triton.client.requests import Parameters, Utterance
+from cosyvoice_triton.client.utterance import Parameters, Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.load.jobs import LoadJob
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.voice.audio import at_rate
-
-Kind = Literal["good", "cancel", "bad"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 CANCELLED, BAD = 0.10, 0.05  # shares of all requests
 EARLY = 0.3  # share of the cancelled ones that are cancelled within a second, without waiting for audio
@@ -30,6 +28,7 @@ WEIGHTS: Mapping[str, int] = {
     "speech-sse": 2,
     "speech-batch": 1,
     "websocket": 3,
+    "barge-in": 1,
     "runtime-http": 2,
     "runtime-grpc": 2,
     "voices": 2,
@@ -37,147 +36,122 @@ WEIGHTS: Mapping[str, int] = {
 }
 
 
-@dataclass(frozen=True)
-class BadInput:
-    """What is wrong with a request, and its answer.
-
-    change: values to replace, by names that the route knows. answer: pattern of the error's text, which begins with
-    "HTTP STATUS" where there is one.
-    """
+class BadInput(NamedTuple):
+    """What is wrong with a request: fields of its utterance to replace; and the pattern of its answer, which has
+    "HTTP STATUS" where there is one."""
 
     name: str
     change: Mapping[str, Any]
     answer: str
 
 
-_TOO_LONG = "word " * 1000
+class Unchecked(Utterance):
+    """An utterance whose values no client would send."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def _field(name: str, value: Any) -> dict[str, Any]:
+    """Return the change of a field of a request's body."""
+    return {"parameters": {name: value}}
+
+
+_NOBODY = {"speaker": "nobody", "reference": None, "reference_text": None}
+_SECOND = np.full(PROMPT_SAMPLE_RATE, 0.1, np.float32)
 _TRITON_BAD = (
     BadInput("empty text", {"target_text": "   "}, "target_text has nothing to speak"),
-    BadInput("text too long", {"target_text": _TOO_LONG}, "target_text has .* characters"),
-    BadInput(
-        "unknown speaker", {"speaker": "nobody", "reference": None, "reference_text": None}, "unknown speaker 'nobody'"
-    ),
-    BadInput("recording too short", {"reference": np.full(400, 0.1, np.float32), "speaker": None}, "reference_wav"),
-    BadInput(
-        "recording not finite",
-        {"reference": np.full(PROMPT_SAMPLE_RATE, np.nan, np.float32), "speaker": None},
-        "finite",
-    ),
-    BadInput(
-        "two voices", {"reference": np.full(PROMPT_SAMPLE_RATE, 0.1, np.float32), "speaker": "slt"}, "only one voice"
-    ),
-    BadInput("temperature is text", {"parameters": {"temperature": "hot"}}, "temperature must be a number"),
-    BadInput("unknown sampling", {"parameters": {"sampling": "best"}}, "sampling"),
+    BadInput("text too long", {"target_text": "word " * 1000}, "target_text has .* characters"),
+    BadInput("unknown speaker", _NOBODY, "unknown speaker 'nobody'"),
+    BadInput("recording too short", {"reference": _SECOND[:400], "speaker": None}, "reference_wav"),
+    BadInput("recording not finite", {"reference": np.nan * _SECOND, "speaker": None}, "finite"),
+    BadInput("two voices", {"reference": _SECOND, "speaker": "slt"}, "only one voice"),
+    BadInput("temperature is text", _field("temperature", "hot"), "temperature must be a number"),
+    BadInput("unknown sampling", _field("sampling", "best"), "sampling"),
 )
+_NO_AUDIO = {"reference": None, "reference_text": None}
 _SPEECH_BAD = (
-    BadInput("empty text", {"input": " "}, "HTTP 400 .*input is empty"),
-    BadInput("text too long", {"input": _TOO_LONG}, "HTTP 400 .*input has .* characters"),
-    BadInput("unknown voice", {"voice": "nobody", "ref_audio": "", "ref_text": ""}, "HTTP 400 .*nobody"),
-    BadInput("unknown field", {"voices": "slt"}, "HTTP 400 .*voices"),
-    BadInput("unknown model", {"model": "another"}, "HTTP 404 .*another"),
-    BadInput("unknown format", {"response_format": "midi"}, "HTTP 400 .*midi"),
-    BadInput("speed out of range", {"speed": 9}, "HTTP 400 .*speed"),
-    BadInput("recording is not base64", {"ref_audio": "%%%"}, "HTTP 400 .*ref_audio"),
-    BadInput("recording is no sound file", {"ref_audio": "AAAA"}, "HTTP 400 .*ref_audio"),
-    BadInput("seed of 65 bits", {"seed": 1 << 64}, "HTTP 400 .*seed"),
-    BadInput("half a surrogate pair", {"input": "\ud800"}, "HTTP 400 .*input"),
+    BadInput("empty text", {"target_text": " "}, "HTTP 400.*input is empty"),
+    BadInput("text too long", {"target_text": "word " * 1000}, "HTTP 400.*input has .* characters"),
+    BadInput("unknown voice", _NOBODY, "HTTP 400.*nobody"),
+    BadInput("unknown field", _field("voices", "slt"), "HTTP 400.*voices"),
+    BadInput("unknown model", _field("model", "another"), "HTTP 404.*another"),
+    BadInput("unknown format", _field("response_format", "midi"), "HTTP 400.*midi"),
+    BadInput("speed out of range", _field("speed", 9), "HTTP 400.*speed"),
+    BadInput("recording is not base64", _NO_AUDIO | _field("ref_audio", "%%%"), "HTTP 400.*ref_audio"),
+    BadInput("recording is no sound file", _NO_AUDIO | _field("ref_audio", "AAAA"), "HTTP 400.*not a readable"),
+    BadInput("seed of 65 bits", _field("seed", 1 << 64), "HTTP 400.*seed"),
+    BadInput("half a surrogate pair", {"target_text": "\ud800"}, "HTTP 400.*input"),
+)
+_SOCKET_BAD = (
+    BadInput("unknown message", _field("type", "hello"), "message type 'hello' is unknown"),
+    BadInput("no text", _field("type", "input.text"), "input.text has no text"),
+    BadInput("unknown field", _field("voices", "slt"), "voices"),
 )
 BAD_INPUTS: Mapping[str, Sequence[BadInput]] = {
     "grpc": _TRITON_BAD,
     "grpc-offline": _TRITON_BAD,
-    "triton-http": (*(BadInput(bad.name, bad.change, f"HTTP 400 .*{bad.answer}") for bad in _TRITON_BAD),),
-    "speech": (*_SPEECH_BAD, BadInput("not JSON", {"body": "{"}, "HTTP 400 .*not JSON")),
+    "triton-http": (*(bad._replace(answer=f"HTTP 400.*{bad.answer}") for bad in _TRITON_BAD),),
+    "speech": _SPEECH_BAD,
     "speech-sse": _SPEECH_BAD,
-    "speech-batch": (BadInput("no items", {"items": []}, "HTTP 400 .*items"),),
-    "websocket": (
-        BadInput("unknown message", {"message": {"type": "hello"}}, "message type 'hello' is unknown"),
-        BadInput("no text", {"message": {"type": "input.text"}}, "input.text has no text"),
-        BadInput("unknown field", {"message": {"type": "session.config", "voices": "slt"}}, "voices"),
-    ),
+    "speech-batch": (BadInput("no items", _field("items", []), "HTTP 400.*items"),),
+    "websocket": _SOCKET_BAD,
+    "barge-in": _SOCKET_BAD,
     "runtime-http": (
-        BadInput("no text", {"tts_text": ""}, "HTTP 400 .*tts_text is missing"),
-        BadInput("unknown voice", {"spk_id": "nobody"}, "HTTP 400 .*nobody"),
+        BadInput("no text", {"target_text": ""}, "HTTP 400.*tts_text is missing"),
+        BadInput("unknown voice", _NOBODY, "HTTP 400.*nobody"),
     ),
     "runtime-grpc": (
-        BadInput("no text", {"tts_text": ""}, "INVALID_ARGUMENT .*input is empty"),
-        BadInput("unknown voice", {"spk_id": "nobody"}, "INVALID_ARGUMENT .*nobody"),
+        BadInput("no text", {"target_text": ""}, "INVALID_ARGUMENT .*input is empty"),
+        BadInput("unknown voice", _NOBODY, "INVALID_ARGUMENT .*nobody"),
     ),
-    "hostile": (BadInput("deep JSON", {"body": '{"input":' + "[" * 100_000}, "HTTP 400 .*(levels|besides letters)"),),
     "voices": (
-        BadInput("name is a path", {"name": "../voice"}, "HTTP 400 .*not a valid name"),
-        BadInput("name is taken", {"name": "slt"}, "HTTP 409 .*already exists"),
-        BadInput("not a sound file", {"audio": b"RIFF" * 20}, "HTTP 400 .*audio_sample"),
+        BadInput("name is a path", {"speaker": "../voice"}, "HTTP 400.*not a valid name"),
+        BadInput("name is taken", {"speaker": "slt"}, "HTTP 409.*already exists"),
+        BadInput("no recording", {"reference": _SECOND[:0]}, "HTTP 400.*reference_wav is empty"),
     ),
 }
 
 
 @dataclass(frozen=True)
-class SoakCase:
-    """One request, or on the route "voices" the life of one voice.
-
-    cancel_after: parts of the answer after which a request of kind "cancel" is cancelled; 0: after `pause` seconds.
-    choice: random numbers for what only some routes choose, such as a format.
-    """
-
-    number: int
-    route: str
-    kind: Kind
-    utterance: Utterance
-    cancel_after: int
-    pause: float
-    choice: int
-    bad: BadInput | None = None
-
-    @property
-    def what(self) -> str:
-        """Describes the request in a few words."""
-        if self.bad is not None:
-            return f"bad: {self.bad.name}"
-        voice = self.utterance.speaker or ("zero-shot" if self.utterance.reference_text else "cross-lingual")
-        return f"{self.kind}: {voice}, {len(self.utterance.target_text)} characters"
-
-    @property
-    def barge_in(self) -> bool:
-        """Whether it is cancelled by a message, after which its session goes on, instead of being broken off."""
-        return self.route == "websocket" and self.kind == "cancel" and self.choice % 2 == 1
-
-    @property
-    def seed(self) -> int:
-        return int(self.utterance.parameters["seed"])
-
-
-@dataclass(frozen=True)
-class SoakPlan:
-    """All cases. routes: those that the server has. samples: texts and recordings."""
+class SoakPlan(Sequence[LoadJob]):
+    """All requests, endless. routes: those that the server has. samples: texts and recordings."""
 
     seed: int
     routes: Sequence[str]
     samples: Sequence[Sample]
 
-    def case(self, number: int) -> SoakCase:
+    def __len__(self) -> int:
+        return 1 << 31
+
+    def __getitem__(self, number: Any) -> Any:
         random = np.random.default_rng((self.seed, number))
         weights = np.array([WEIGHTS[route] for route in self.routes], float)
         route = str(random.choice(self.routes, p=weights / weights.sum()))
-        kind = KINDS[int(random.choice(len(KINDS), p=[1 - CANCELLED - BAD, CANCELLED, BAD]))]
-        ways = BAD_INPUTS[route]
-        return SoakCase(
-            number=number,
-            route=route,
-            kind=kind,
-            utterance=self._utterance(random),
-            cancel_after=0 if random.random() < EARLY else int(random.integers(1, 3)),
-            pause=float(random.uniform(0, 1)),
-            choice=int(random.integers(0, 1 << 16)),
-            bad=ways[int(random.integers(len(ways)))] if kind == "bad" else None,
-        )
+        cancelled, bad = np.cumsum([CANCELLED, BAD]) > random.random()
+        said = self._utterance(random, route, f"soak-{number}")
+        if bad and not cancelled and (ways := BAD_INPUTS.get(route)):
+            way = ways[int(random.integers(len(ways)))]
+            said = Unchecked(**{**vars(said), **way.change})
+            return LoadJob(f"{number}. bad: {way.name}", said, door=route, expected=way.answer)
+        voice = said.speaker or ("zero-shot" if said.reference_text else "cross-lingual")
+        what = f"{number}. {'cancelled: ' if cancelled else ''}{voice}, {len(said.target_text)} characters"
+        if not cancelled:
+            return LoadJob(what, said, door=route)
+        if random.random() < EARLY:
+            return LoadJob(what, said, door=route, cancel_after=float(random.uniform(0, 1)))
+        return LoadJob(what, said, door=route, cancel_after_parts=int(random.integers(1, 3)))
 
-    def _utterance(self, random: np.random.Generator) -> Utterance:
+    def _utterance(self, random: np.random.Generator, route: str, name: str) -> Utterance:
         sample = self.samples[int(random.integers(len(self.samples)))]
         parameters: Parameters = {"seed": int(random.integers(1 << 31))}
-        if random.random() < 0.6:
+        if route == "speech":
+            parameters["response_format"] = str(random.choice(FORMATS))
+        if random.random() < 0.6 and route != "voices":
             return Utterance(sample.target_text, speaker=str(random.choice(VOICES)), parameters=parameters)
         transcript = sample.prompt_text if random.random() < 0.7 else None
         assert sample.prompt_audio is not None
         recording = at_rate(sample.prompt_audio, PROMPT_SAMPLE_RATE).copy()
         recording[0] += 1e-3 * random.integers(VARIANTS)  # inaudible, but another recording for any cache
-        return Utterance(sample.target_text, recording, transcript, parameters)
+        new = name if route == "voices" else None  # which the recording is registered as
+        return Utterance(sample.target_text, recording, transcript, parameters, new)

@@ -16,8 +16,8 @@ from typing import Literal, get_args
 import numpy as np
 from cosyvoice_triton.monitoring.faults import Fault
 
+from tests.soak.cases import WEIGHTS
 from tests.soak.ledger import Request
-from tests.soak.routes import ROUTES
 from tests.soak.sampling import family
 from tests.soak.stack import STREAMED, WHOLE, LocalStack, SupervisedService
 
@@ -34,7 +34,7 @@ HARD_SHARE = 0.5  # of the run, in which faults may end services; after it they 
 HARD_PROBABILITY = 0.5  # of such a fault, in that share
 
 MODELS = ("audio_tokenizer", "speaker_embedding", "tensorrt_llm", *STREAMED.models, *WHOLE.models)
-TRITON_ROUTES = (*ROUTES, "voices")  # a dead Triton is behind every route
+TRITON_ROUTES = tuple(WEIGHTS)  # a dead Triton is behind every route
 SPEECH_ROUTES = tuple(route for route in TRITON_ROUTES if route not in ("grpc", "grpc-offline", "triton-http"))
 
 
@@ -113,7 +113,7 @@ class InjectedFault:
         """Whether the request was under way while the fault lasted, on a route that it concerns; counts it."""
         routes = SPEECH_ROUTES if self.kind.target == "speech" else TRITON_ROUTES
         until = float("inf") if self.ended is None else self.ended
-        within = request.begun <= until and (request.ended or until) >= self.begun
+        within = request.begun <= until and request.ended >= self.begun
         if request.route not in routes or not within or self.explained == self.kind.errors:
             return False
         self.explained += 1
@@ -149,11 +149,6 @@ class Injector:
             fatal = bool(random.random() < HARD_PROBABILITY) and self.clock() < last_hard
             kind = next(chosen if self.chosen else hard if fatal else soft)
             await self.inject(kind, float(random.uniform(*STOP_SECONDS)))
-
-    @property
-    def present(self) -> str:
-        """Return the name of the fault that lasts; empty if there is none."""
-        return self.injected[-1].name if self.injected and self.injected[-1].ended is None else ""
 
     def end(self) -> None:
         """Ends a fault that lasts, with the run."""

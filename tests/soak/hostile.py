@@ -9,15 +9,11 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import grpc
-from cosyvoice_triton.client.requests import ClientError
+from cosyvoice_triton.client.failures import ClientError
 
 from tests.support.raw_connections import SPEECH, WEBSOCKET, frame, request
-
-if TYPE_CHECKING:
-    from tests.soak.routes import Addresses
 
 HOLD_SECONDS = 3.0
 
@@ -28,6 +24,8 @@ _OPEN = request(headers=WEBSOCKET, line=f"GET {SPEECH}/stream")
 ATTACKS: tuple[tuple[bytes, str], ...] = (
     (request(headers=b"Connection: Upgrade\r\nUpgrade: h2c\r\n", line="GET /health"), "HTTP/1.1 (200|503)"),
     (request(b"{}", WEBSOCKET), "HTTP/1.1 400"),
+    (request(b"{"), "HTTP/1.1 400"),
+    (request(b'{"input":' + b"[" * 100_000), "HTTP/1.1 400"),
     (request(b'{"target_text":' + b"[" * 100_000, line="POST /v2/models/cosyvoice2_dit/infer"), "HTTP/1.1 400"),
     (request(b" " * (1 << 20), length=1 << 21), ""),
     (b"POST /v1/audio/speech HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: ", ""),
@@ -37,13 +35,14 @@ ATTACKS: tuple[tuple[bytes, str], ...] = (
 )
 
 
-async def attack(addresses: "Addresses", choice: int) -> None:
-    """One of them. ClientError for another answer than expected, and where there is no connection."""
-    if addresses.runtime and choice % (len(ATTACKS) + 1) == len(ATTACKS):
-        await _unsent_call(addresses.runtime)
+async def attack(speech: str, runtime: str, choice: int) -> None:
+    """One of them, at the services' addresses. ClientError for another answer than expected, and where there is no
+    connection."""
+    if runtime and choice % (len(ATTACKS) + 1) == len(ATTACKS):
+        await _unsent_call(runtime)
         return
     data, expected = ATTACKS[choice % len(ATTACKS)]
-    host, _, port = addresses.speech.rpartition("/")[2].partition(":")
+    host, _, port = speech.rpartition("/")[2].partition(":")
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port), limit=64), HOLD_SECONDS)
         try:

@@ -10,10 +10,13 @@ hung        nothing for `patience` seconds
 """
 
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
+
+from cosyvoice_triton.load.measure import RequestOutcome
 
 if TYPE_CHECKING:
     from tests.soak.faults import InjectedFault
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 Outcome = Literal["done", "cancelled", "rejected", "refused", "failed", "lost", "hung"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 BAD_OUTCOMES: tuple[Outcome, ...] = ("lost", "hung")
+LINE_SECONDS = 30.0
+LEAST_SECONDS = 0.1  # of audio in a whole answer
 
 # What a full server says: limits of the speech service, the orchestrator's models and the LLM.
 _FULL = re.compile(
@@ -31,60 +36,72 @@ _FULL = re.compile(
 
 @dataclass
 class Request:
-    """One request. Times are seconds since the start of the run.
-
-    number: of its case, see `cases`. first: when the first audio or answer came. outcome: None until it is settled;
-    an error is settled by `Ledger.settle`, when it is known how long each fault lasted. fault: that explains it.
+    """One request. begun, ended: seconds since the start of the run. outcome: None until it is settled; an error is
+    settled by `Ledger.settle`, when it is known how long each fault lasted. fault: that explains it.
     """
 
-    number: int
-    route: str
-    what: str
+    answer: RequestOutcome
     begun: float
-    first: float | None = None
-    ended: float | None = None
-    outcome: Outcome | None = None
-    reason: str = ""
+    outcome: Outcome | None
     fault: str = ""
 
     @property
-    def answered(self) -> bool:
-        """Whether the server is up and not full."""
-        return self.outcome not in (None, "refused")
+    def route(self) -> str:
+        return self.answer.server
+
+    @property
+    def ended(self) -> float:
+        return self.begun + self.answer.total
 
 
 @dataclass
 class Ledger:
-    """All requests, in the order in which they began."""
+    """All requests, in the order in which they ended: a load's observer.
 
+    clock: of the run. seconds: of the load, of which a line is printed every LINE_SECONDS. loaded: when it began.
+    """
+
+    clock: Callable[[], float] = lambda: 0.0
+    seconds: float = 0.0
     requests: list[Request] = field(default_factory=list)
+    loaded: float = 0.0
+    next_line: float = 0.0
 
-    def open(self, number: int, route: str, what: str, now: float) -> Request:
-        self.requests.append(Request(number, route, what, now))
-        return self.requests[-1]
+    def begins(self, phase: str) -> None:
+        self.loaded = self.clock()
+        self._show(0)
 
-    def close(self, request: Request, outcome: Outcome | None, reason: str, now: float) -> None:
-        """Notes that the request has ended; `outcome` None: with an error."""
-        if request.ended is not None:
-            raise AssertionError(f"request {request.number} ended twice: {request.outcome}, then {outcome} ({reason})")
-        if outcome is None and _FULL.search(reason):
-            outcome = "refused"
-        request.ended, request.outcome, request.reason = now, outcome, reason
+    def ended(self, outcome: RequestOutcome, live: int) -> None:
+        if not outcome.error and outcome.seconds < LEAST_SECONDS:
+            outcome = replace(outcome, error=f"a whole answer of {outcome.seconds:.3f} s of audio")
+        verdict: Outcome | None = None if outcome.error else "done"
+        if outcome.cancelled or outcome.rejected or outcome.hung:
+            verdict = "cancelled" if outcome.cancelled else "rejected" if outcome.rejected else "hung"
+        elif _FULL.search(outcome.error):
+            verdict = "refused"
+        self.requests.append(Request(outcome, self.loaded + outcome.begun, verdict))
+        self._show(live)
+
+    def _show(self, live: int) -> None:
+        """Print how the load gets on to standard error."""
+        if (elapsed := self.clock() - self.loaded) < self.next_line:
+            return
+        self.next_line += LINE_SECONDS
+        state = f"{len(self.requests)} requests, {live} live, {self.counts()['done']} done, {self.errors} errors"
+        print(f"{elapsed:.0f} of {self.seconds:.0f} s: {state}", file=sys.stderr, flush=True)
 
     def settle(self, faults: "Iterable[InjectedFault]") -> None:
-        """Settle every error: failed if one of the faults explains it, otherwise lost. What never ended has hung."""
+        """Settle every error: failed if one of the faults explains it, otherwise lost."""
         faults = sorted(faults, key=lambda fault: fault.limited)
         for request in self.requests:
-            if request.ended is None:
-                request.outcome, request.reason = "hung", "the run ended without an answer"
-            elif request.outcome is None:
+            if request.outcome is None:
                 request.fault = next((fault.name for fault in faults if fault.explains(request)), "")
                 request.outcome = "failed" if request.fault else "lost"
 
     @property
     def errors(self) -> int:
         """Requests that have ended with an error and are not settled yet."""
-        return sum(request.ended is not None and request.outcome is None for request in self.requests)
+        return sum(request.outcome is None for request in self.requests)
 
     def counts(self) -> Counter[str]:
         """Requests by outcome, once all are settled."""

@@ -41,18 +41,18 @@ def _requests(result: SoakResult) -> str:
     rows, requests = [], result.ledger.requests
     for route in (*sorted({request.route for request in requests}), "all"):
         chosen = [request for request in requests if route in (request.route, "all")]
-        firsts = [1000 * (request.first - request.begun) for request in chosen if request.first is not None]
+        firsts = [1000 * request.answer.arrivals[0] for request in chosen if request.answer.arrivals]
         p50, p95 = (f"{value:.0f}" for value in np.percentile(firsts, (50, 95))) if firsts else ("", "")
         counts = Counter(request.outcome for request in chosen)
         rows.append([route, len(chosen), *(counts[outcome] or "" for outcome in OUTCOMES), p50, p95])
-    return table(["route", "requests", *OUTCOMES, "first part p50 (ms)", "p95"], rows)
+    return table(["route", "requests", *OUTCOMES, "first audio p50 (ms)", "p95"], rows)
 
 
 def _reasons(result: SoakResult) -> list[str]:
     lines = []
     for outcome in ("refused", "failed", "rejected"):
         found = Counter(
-            (request.fault.partition(" ")[2], request.reason[:160])
+            (request.fault.partition(" ")[2], request.answer.error[:160])
             for request in result.ledger.requests
             if request.outcome == outcome
         )
@@ -84,7 +84,7 @@ def write(result: SoakResult, output: Path, conditions: Sequence[str]) -> str:
         "loaded": result.loaded,
         "ended": result.seconds,
         "problems": result.problems(),
-        "requests": [vars(request) for request in result.ledger.requests],
+        "requests": [vars(each) | {"answer": each.answer.as_json()} for each in result.ledger.requests],
         "faults": [vars(fault) | {"kind": fault.kind.name, "name": fault.name} for fault in result.faults],
         "lives": [vars(life) for life in result.lives],
         "processes": [vars(process) for process in result.processes],

@@ -2,40 +2,35 @@
 
 import asyncio
 import dataclasses
-import itertools
-import re
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 from cosyvoice_triton import stacks
+from cosyvoice_triton.client.failures import unreachable
 from cosyvoice_triton.client.grpc_client import AsyncConnection
-from cosyvoice_triton.client.requests import ClientError, one_line, unreachable
-from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.load.plan import Load
+from cosyvoice_triton.load.runner import run
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.load.watch import interruptible
 from cosyvoice_triton.monitoring.metrics import LIVE, STREAMS, sum_of
 from cosyvoice_triton.tasks import TaskScope
-from cosyvoice_triton.voice.audio import at_rate
 from tritonclient.utils import InferenceServerException
 
-from tests.soak.cases import SoakCase, SoakPlan
+from tests.soak.cases import SoakPlan
 from tests.soak.faults import FaultKind, InjectedFault, Injector
-from tests.soak.ledger import Ledger, Outcome, Request
-from tests.soak.routes import Addresses, Client, Parts, wav
+from tests.soak.ledger import Ledger
+from tests.soak.routes import Addresses, VoicesDoor
 from tests.soak.sampling import Growth, ProcessHistory, Sampler, regions
 from tests.soak.stack import Life, LocalStack, local_stack
 
 PAUSE_SECONDS = 5.0  # after an error or a refusal, so that a server that is down or full does not get thousands
 QUIET_SECONDS = 30.0  # after the last request, for the servers to end all work
-UNKNOWN_VOICE = "HTTP 400 .*unknown speaker"
-
-
-Observe = Callable[[float, Ledger, str], None]  # seconds of load, the requests so far, the fault that lasts
+LIMIT = 300.0  # seconds for a whole answer; a silent server is given up much earlier
 
 
 @dataclass(frozen=True)
@@ -75,8 +70,8 @@ class SoakResult:
     def problems(self) -> list[str]:
         """One line for each loss, hang, growth and whatever else must not be; the run is good without any."""
         found = [
-            f"{each.outcome}: request {each.number}, {each.route}, {each.what}, begun at {each.begun:.1f} s, "
-            f"ended at {each.ended or self.seconds:.1f} s: {each.reason}"
+            f"{each.outcome}: request {each.answer.id}, {each.route}, begun at {each.begun:.1f} s, "
+            f"ended at {each.ended:.1f} s: {each.answer.error}"
             for each in self.ledger.offenders()
         ]
         found += [
@@ -94,144 +89,7 @@ class SoakResult:
         return found + [f"left behind: {line}" for line in self.left]
 
 
-class MixedLoad:
-    """Sends the cases of a plan with `tasks` requests at a time."""
-
-    def __init__(
-        self, plan: SoakPlan, client: Client, ledger: Ledger, patience: float, clock: Callable[[], float]
-    ) -> None:
-        self._plan = plan
-        self._client = client
-        self._ledger = ledger
-        self._patience = patience
-        self._clock = clock
-        self._numbers = itertools.count(1)
-
-    async def run(self, tasks: int, seconds: float) -> None:
-        """Begin requests for so many seconds; return when the last has ended."""
-        await asyncio.gather(*(self._work(seconds) for _ in range(tasks)))
-
-    async def _work(self, seconds: float) -> None:
-        while self._clock() < seconds:
-            case = self._plan.case(next(self._numbers))
-            good = await (self._voice(case) if case.route == "voices" else self._case(case))
-            if not good:
-                await asyncio.sleep(PAUSE_SECONDS)
-
-    async def _case(self, case: SoakCase) -> bool:
-        expected = None if case.bad is None else case.bad.answer
-        request = await self.request(case, case.what, lambda parts: self._client.send(case, parts), expected)
-        return request.answered
-
-    async def _voice(self, case: SoakCase) -> bool:
-        """The life of a voice: registered, used, deleted, unknown."""
-        name, sample = f"soak-{case.number}", self._plan.samples[case.choice % len(self._plan.samples)]
-        assert sample.prompt_audio is not None
-        audio = wav(at_rate(sample.prompt_audio, PROMPT_SAMPLE_RATE))
-        if case.bad is not None:
-            given = {"name": name, "audio": audio, "transcript": "", **case.bad.change}
-            added = await self._step(case, case.what, lambda _: self._client.add_voice(**given), case.bad.answer)
-            return added.answered
-        client = self._client
-        added = await self._step(case, "add", lambda _: client.add_voice(name, audio, sample.prompt_text))
-        said = None
-        if added.outcome == "done":
-            said = await self.request(case, f"{case.kind}: say", lambda parts: client.say(name, parts))
-        deleted = await self._step(case, "delete", lambda _: client.delete_voice(name, added.outcome != "done"))
-        if said is None or deleted.outcome != "done":
-            return False
-        unknown = await self._step(case, "say deleted", lambda parts: client.say(name, parts), UNKNOWN_VOICE)
-        return said.answered and unknown.answered
-
-    async def _step(
-        self, case: SoakCase, what: str, send: Callable[[Parts], Awaitable[None]], expected: str | None = None
-    ) -> Request:
-        """A request that is never cancelled."""
-        return await self.request(case, what, send, expected, cancel=False)
-
-    async def request(
-        self,
-        case: SoakCase,
-        what: str,
-        send: Callable[[Parts], Awaitable[None]],
-        expected: str | None = None,
-        cancel: bool = True,
-    ) -> Request:
-        """Send one request and account for it. expected: pattern of the error that must be the answer."""
-        request = self._ledger.open(case.number, case.route, what, self._clock())
-        changed = asyncio.Event()
-        parts = Parts(changed.set)
-        task = asyncio.create_task(_sent(send, parts))
-        cancels = cancel and case.kind == "cancel" and not case.barge_in
-        try:
-            outcome, reason = await self._watch(task, parts, changed, request, case if cancels else None)
-        except asyncio.CancelledError:
-            self._ledger.close(request, "cancelled", "the run was interrupted", self._clock())
-            raise
-        finally:
-            task.cancel()
-        if outcome is None:
-            outcome, reason = _judged(task, expected)
-        if outcome == "done" and case.barge_in:
-            outcome = "cancelled"
-        self._ledger.close(request, outcome, reason, self._clock())
-        return request
-
-    async def _watch(
-        self, task: "asyncio.Task[None]", parts: Parts, changed: asyncio.Event, request: Request, case: SoakCase | None
-    ) -> tuple[Outcome | None, str]:
-        """Until the request has ended by itself (None), is cancelled as `case` says, or has been silent too long."""
-        begun = last = self._clock()
-        while not task.done():
-            silent = self._patience - (self._clock() - last)
-            early = case is not None and not case.cancel_after
-            wait = min(silent, begun + case.pause - self._clock()) if early and case is not None else silent
-            await _first_of(task, changed, max(0.0, wait))
-            now = self._clock()
-            if changed.is_set():
-                changed.clear()
-                last, request.first = now, now if request.first is None and parts.count else request.first
-            if task.done():
-                break
-            if case is not None and (parts.count >= case.cancel_after > 0 or early and now >= begun + case.pause):
-                return await self._cancelled(task)
-            if now - last >= self._patience:
-                task.cancel()
-                return "hung", f"nothing for {self._patience:g} s, after {parts.count} parts"
-        return None, ""
-
-    async def _cancelled(self, task: "asyncio.Task[None]") -> tuple[Outcome, str]:
-        task.cancel()
-        await asyncio.wait({task}, timeout=self._patience)
-        return ("cancelled", "") if task.done() else ("hung", "the cancelled request does not end")
-
-
-async def _sent(send: Callable[[Parts], Awaitable[None]], parts: Parts) -> None:
-    await send(parts)
-
-
-async def _first_of(task: "asyncio.Task[None]", changed: asyncio.Event, seconds: float) -> None:
-    """Wait for the end of the task or the event."""
-    waiting: asyncio.Future[Any] = asyncio.ensure_future(changed.wait())
-    await asyncio.wait({task, waiting}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-
-
-def _judged(task: "asyncio.Task[None]", expected: str | None) -> tuple[Outcome | None, str]:
-    """The outcome of a request that has ended by itself; None for an error."""
-    error = task.exception()
-    reason = (
-        "" if error is None else str(error) if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
-    )
-    reason = one_line(reason)[:500]
-    if expected is None:
-        return (None, reason) if error is not None else ("done", "")
-    if error is None:
-        return None, f"an answer instead of the error /{expected}/"
-    return ("rejected", reason) if re.search(expected, reason) else (None, f"{reason} (expected /{expected}/)")
-
-
-async def soak(settings: SoakSettings, samples: Sequence[Sample], observe: Observe) -> SoakResult:
+async def soak(settings: SoakSettings, samples: Sequence[Sample]) -> SoakResult:
     """The whole run. ClientError, RuntimeError or OSError if it cannot begin.
 
     Ctrl-C and SIGTERM end the load early; what was seen so far is the result. Before and after the load they raise
@@ -244,9 +102,9 @@ async def soak(settings: SoakSettings, samples: Sequence[Sample], observe: Obser
 
     with interruptible():
         if settings.addresses is not None:
-            return await _soak(settings, samples, observe, clock, settings.addresses, None)
+            return await _soak(settings, samples, clock, settings.addresses, None)
         async with local_stack(settings.models, settings.work, clock) as local:
-            result = await _soak(settings, samples, observe, clock, local.addresses, local)
+            result = await _soak(settings, samples, clock, local.addresses, local)
     result.lives = [life for service in local.services for life in service.lives]
     # uvicorn sends itself the signal again when it has ended its work
     badly = [each for each in local.services if each.code not in (0, -signal.SIGTERM)]
@@ -259,55 +117,59 @@ async def soak(settings: SoakSettings, samples: Sequence[Sample], observe: Obser
 async def _soak(
     settings: SoakSettings,
     samples: Sequence[Sample],
-    observe: Observe,
     clock: Callable[[], float],
     addresses: Addresses,
     local: LocalStack | None,
 ) -> SoakResult:
     sampler = Sampler(dict if local is None else local.roots, clock)
-    result = SoakResult(settings, Ledger(), loaded=clock())
+    result = SoakResult(settings, Ledger(clock, 60 * settings.minutes), loaded=clock())
     until = clock() + 60 * settings.minutes
     injector = None
     if local is not None and settings.faults:
         injector = Injector(local, clock, until, settings.chosen, settings.seed)
-    async with Client(await with_models(addresses)) as client:
-        plan = SoakPlan(settings.seed, client.addresses.routes, samples)
-        load = MixedLoad(plan, client, result.ledger, settings.patience, clock)
-        before = await client.voices() if addresses.speech else []
-        async with TaskScope() as tasks:
-            sampling = tasks.spawn(sampler.run())
-            tasks.spawn(_observing(observe, result, clock, until, injector))
-            injecting = None if injector is None else tasks.spawn(injector.run())
-            loading = tasks.spawn(load.run(settings.tasks, until))
-            try:
-                await tasks.result(loading)
-            except asyncio.CancelledError:
-                result.interrupted = True
-                loading.cancel()
-                await asyncio.gather(loading, return_exceptions=True)
-            result.seconds = clock()
-            sampling.cancel()  # idle servers need less
-            if injecting is not None and injector is not None:
-                injecting.cancel()
-                await asyncio.gather(injecting, return_exceptions=True)
-                injector.end()
-                result.faults = injector.injected
-            if local is not None:
-                await local.wait_ready()
-                result.left += await _unfinished(local)
-            if addresses.speech:
-                result.left += await _voices_left(client, before)
+    doors = (await with_models(addresses)).doors()
+    voices = doors.get("voices")
+    load = Load(
+        servers=list(doors),
+        model="",
+        mode="streaming",
+        jobs=SoakPlan(settings.seed, list(doors), samples),
+        tasks=settings.tasks,
+        seconds=60 * settings.minutes,
+        timeout=LIMIT,
+        patience=settings.patience,
+        persistent=True,
+        pause=PAUSE_SECONDS,
+    )
+    async with AsyncExitStack() as stack:
+        for door in doors.values():
+            stack.push_async_callback(door.aclose)
+        before = await voices.names() if isinstance(voices, VoicesDoor) else set()
+        tasks = await stack.enter_async_context(TaskScope())
+        sampling = tasks.spawn(sampler.run())
+        injecting = None if injector is None else tasks.spawn(injector.run())
+        loading = tasks.spawn(run(load, result.ledger, doors))
+        try:
+            await tasks.result(loading)
+        except asyncio.CancelledError:
+            result.interrupted = True
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+        result.seconds = clock()
+        sampling.cancel()  # idle servers need less
+        if injecting is not None and injector is not None:
+            injecting.cancel()
+            await asyncio.gather(injecting, return_exceptions=True)
+            injector.end()
+            result.faults = injector.injected
+        if local is not None:
+            await local.wait_ready()
+            result.left += await _unfinished(local)
+        if isinstance(voices, VoicesDoor):
+            result.left += await _voices_left(voices, before)
     result.ledger.settle(result.faults)
     result.processes, result.growths = list(sampler.processes.values()), sampler.growths()
     return result
-
-
-async def _observing(
-    observe: Observe, result: SoakResult, clock: Callable[[], float], until: float, injector: Injector | None
-) -> None:
-    while True:
-        observe(clock() - result.loaded, result.ledger, "" if injector is None else injector.present)
-        await asyncio.sleep(1.0)
 
 
 async def with_models(addresses: Addresses) -> Addresses:
@@ -346,9 +208,9 @@ async def _unfinished(local: LocalStack) -> list[str]:
         await asyncio.sleep(1.0)
 
 
-async def _voices_left(client: Client, before: Sequence[str]) -> list[str]:
+async def _voices_left(door: VoicesDoor, before: set[str]) -> list[str]:
     """Voices that were registered and not deleted, because a fault hit the request that should delete them, are
     deleted now; afterwards there must be none."""
-    for name in set(await client.voices()) - set(before):
-        await client.delete_voice(name)
-    return [f"the voice {name}" for name in sorted(set(await client.voices()) - set(before))]
+    for name in await door.names() - before:
+        await door.delete(name)
+    return [f"the voice {name}" for name in sorted(await door.names() - before)]

@@ -2,26 +2,34 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cosyvoice_triton.client.requests import ClientError, Utterance
+from cosyvoice_triton.client.answer import AudioPart, SpeechResult, recorded
+from cosyvoice_triton.client.failures import ClientError
+from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.errors import OverloadedError, unavailable_message
+from cosyvoice_triton.load.doors import Door
+from cosyvoice_triton.load.jobs import LoadJob
+from cosyvoice_triton.load.measure import RequestOutcome
+from cosyvoice_triton.load.plan import Load
+from cosyvoice_triton.load.runner import run
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.voice.prompt import Recording
 
 from tests.soak import runner
-from tests.soak.cases import WEIGHTS, SoakCase, SoakPlan
+from tests.soak.cases import BAD_INPUTS, BadInput, Unchecked
 from tests.soak.faults import KINDS, InjectedFault
 from tests.soak.ledger import Ledger, Request
-from tests.soak.routes import ROUTES, Addresses, Client, Parts
-from tests.soak.runner import MixedLoad, SoakResult, SoakSettings
+from tests.soak.routes import Addresses
+from tests.soak.runner import SoakResult, SoakSettings
 from tests.soak.sampling import JUDGED_SECONDS, LONG_SECONDS, WARM_UP_SECONDS, Measure, ProcessHistory
 from tests.soak.stack import Life
 from tests.support.speech_fixtures import serving, stub_triton
@@ -33,40 +41,35 @@ SECOND = np.full(SAMPLE_RATE, 0.1, np.float32)
 SAMPLE = Sample(
     "one", "quick words", Recording(np.resize(np.array([0.1, -0.1], np.float32), PROMPT_SAMPLE_RATE)), "A transcript."
 )
-PLAN = SoakPlan(1, tuple(WEIGHTS), [SAMPLE])
-
-Send = Callable[[Parts], Awaitable[None]]
-
-
-def case(route: str = "grpc", **how: Any) -> SoakCase:
-    given = {"number": 1, "route": route, "kind": "good", "cancel_after": 0, "pause": 0.0, "choice": 0}
-    said = Utterance("quick words", speaker="slt", parameters={"seed": 1})
-    return SoakCase(**{**given, "utterance": said, **how})
+SAID = Utterance("quick words", speaker="slt", parameters={"seed": 1, "response_format": "pcm"})
+SERVICE = ("speech", "speech-sse", "speech-batch", "websocket", "barge-in", "runtime-http", "runtime-grpc", "voices")
 
 
 # --- one request -----------------------------------------------------------------------------------------------------
 
 
-async def parts_of(parts: Parts, count: int, then: Exception | float | None = None) -> None:
-    """An answer of `count` parts, and then an error, or a silence of so many seconds."""
-    for _ in range(count):
-        parts.add(SECOND)
-        await asyncio.sleep(0)
-    if isinstance(then, Exception):
-        raise then
-    await asyncio.sleep(then or 0)
+class Answers(Door):
+    """Answers of `count` parts, and then an error, or a silence of so many seconds."""
+
+    def __init__(self, count: int, then: Exception | float | None = None) -> None:
+        self._count, self._then = count, then
+
+    async def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
+        for _ in range(self._count):
+            yield AudioPart(SECOND)
+            await asyncio.sleep(0)
+        if isinstance(self._then, Exception):
+            raise self._then
+        await asyncio.sleep(self._then or 0)
 
 
-def ended(
-    send: Send, wanted: SoakCase | None = None, expected: str | None = None, patience: float = PATIENCE
-) -> Request:
+def ended(door: Door, patience: float = PATIENCE, **job: Any) -> Request:
     """How a request with that answer is accounted for."""
-
-    async def run() -> Request:
-        load = MixedLoad(PLAN, Client(Addresses()), Ledger(), patience, asyncio.get_running_loop().time)
-        return await load.request(wanted or case(), "test", send, expected)
-
-    return asyncio.run(run())
+    load = Load(["door"], "", "streaming", [LoadJob("one", SAID, **job)], patience=patience, persistent=True, pause=0)
+    ledger = Ledger()
+    asyncio.run(run(load, ledger, {"door": door}))
+    (request,) = ledger.requests
+    return request
 
 
 @pytest.mark.parametrize(
@@ -82,10 +85,9 @@ def ended(
     ],
 )
 def test_a_request_is_accounted_for_by_how_it_ends(answer: Any, outcome: str | None, reason: str) -> None:
-    patience = SHORT if outcome == "hung" else PATIENCE
-    request = ended(lambda parts: parts_of(parts, *answer), patience=patience)
-    assert (request.outcome, request.reason) == (outcome, reason)
-    assert request.ended is not None and (request.first is not None) == bool(answer[0])
+    request = ended(Answers(*answer), SHORT if outcome == "hung" else PATIENCE)
+    assert (request.outcome, request.answer.error) == (outcome, reason)
+    assert bool(request.answer.arrivals) == bool(answer[0])
 
 
 @pytest.mark.parametrize(
@@ -93,14 +95,13 @@ def test_a_request_is_accounted_for_by_how_it_ends(answer: Any, outcome: str | N
     [((0, ClientError("it is too long")), "rejected"), ((0, ClientError("?")), None), ((1,), None)],
 )
 def test_bad_input_must_get_its_error(answer: Any, outcome: str | None) -> None:
-    request = ended(lambda parts: parts_of(parts, *answer), case(kind="bad"), "too long")
-    assert request.outcome == outcome and (outcome or "/too long/" in request.reason)
+    request = ended(Answers(*answer), expected="too long")
+    assert request.outcome == outcome and (outcome or "/too long/" in request.answer.error)
 
 
-@pytest.mark.parametrize(("after", "pause"), [(1, 600.0), (2, 600.0), (0, 0.02)])
-def test_a_request_is_cancelled_after_parts_or_a_pause(after: int, pause: float) -> None:
-    cancelled = case(kind="cancel", cancel_after=after, pause=pause)
-    assert ended(lambda parts: parts_of(parts, 3, 600.0), cancelled).outcome == "cancelled"
+@pytest.mark.parametrize(("after", "pause"), [(1, None), (2, None), (None, 0.02)])
+def test_a_request_is_cancelled_after_parts_or_a_pause(after: int | None, pause: float | None) -> None:
+    assert ended(Answers(3, 600.0), cancel_after_parts=after, cancel_after=pause).outcome == "cancelled"
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
@@ -108,6 +109,10 @@ def test_a_request_is_cancelled_after_parts_or_a_pause(after: int, pause: float)
 
 def fault(name: str, begun: float, end: float) -> InjectedFault:
     return InjectedFault(KINDS[name], 1, begun, end)
+
+
+def broken(route: str, begun: float, end: float) -> RequestOutcome:
+    return RequestOutcome("one", route, begun, (), (), end - begun, "it broke")
 
 
 @pytest.mark.parametrize(
@@ -127,22 +132,19 @@ def test_an_error_is_lost_unless_a_fault_explains_it(
     injected: list[InjectedFault], route: str, begun: float, outcome: str
 ) -> None:
     ledger = Ledger()
-    ledger.close(ledger.open(1, route, "test", begun), None, "it broke", begun + 2)
+    ledger.ended(broken(route, begun, begun + 2), 0)
     assert ledger.errors == 1
     ledger.settle(injected)
     assert ledger.counts() == {outcome: 1}
 
 
-def test_a_fault_of_one_row_explains_one_error_and_what_never_ends_has_hung() -> None:
+def test_a_fault_of_one_row_explains_one_error() -> None:
     ledger = Ledger()
-    for number, (begun, end) in enumerate(
-        [(18.0, 22.0), (10.0, 12.0), (10.0, 12.0)]
-    ):  # the first: of the killed process
-        ledger.close(ledger.open(number, "grpc", "test", begun), None, "it broke", end)
-    ledger.open(3, "grpc", "test", 10.0)
+    for begun, end in [(18.0, 22.0), (10.0, 12.0), (10.0, 12.0)]:  # the first: of the killed process
+        ledger.ended(broken("grpc", begun, end), 0)
     ledger.settle([fault("file nan_logits", 11.0, 20.0), fault("kill tensorrt_llm", 21.0, 30.0)])
-    assert [request.outcome for request in ledger.requests] == ["failed", "failed", "lost", "hung"]
-    assert [request.number for request in ledger.offenders()] == [2, 3]
+    assert [request.outcome for request in ledger.requests] == ["failed", "failed", "lost"]
+    assert ledger.offenders() == ledger.requests[2:]
 
 
 def result(**found: Any) -> SoakResult:
@@ -204,9 +206,6 @@ def test_memory_grows_if_what_stays_is_more_at_the_end(values: np.ndarray, secon
     assert grows(history(values, seconds)) == expected
 
 
-# --- the requests ----------------------------------------------------------------------------------------------------
-
-
 # --- the clients, against a service in front of a stub ----------------------------------------------------------------
 
 
@@ -219,31 +218,45 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
             yield Addresses(grpc=triton, speech=url, runtime=f"127.0.0.1:{port}", streaming="cosyvoice2_dit")
 
 
-def send(addresses: Addresses, sent: SoakCase) -> Parts:
-    async def run() -> Parts:
-        parts = Parts(lambda: None)
-        async with Client(addresses) as client:
-            await client.send(sent, parts)
-        return parts
+def answered(addresses: Addresses, job: LoadJob) -> SpeechResult:
+    async def ask() -> SpeechResult:
+        doors = addresses.doors()
+        try:
+            return await recorded(doors[job.door].stream(job.base, 60.0))
+        finally:
+            for door in doors.values():
+                await door.aclose()
 
-    return asyncio.run(run())
+    return asyncio.run(ask())
 
 
 @pytest.mark.parametrize(
-    "route", [route for route in ROUTES if route not in ("grpc-offline", "triton-http", "hostile")]
+    "route", ["grpc", "speech", "speech-sse", "speech-batch", "websocket", "runtime-http", "runtime-grpc"]
 )
 @pytest.mark.parametrize(("word", "good"), [("quick", True), ("break", False), ("silent", False)])
 def test_no_route_takes_half_an_answer_for_a_whole_one(route: str, word: str, good: bool, addresses: Addresses) -> None:
-    said = Utterance(f"{word} words", speaker="slt", parameters={"seed": 1})
+    job = LoadJob("one", dataclasses.replace(SAID, target_text=f"{word} words"), door=route)
     with contextlib.nullcontext() if good else pytest.raises(ClientError):
-        assert send(addresses, case(route, utterance=said)).count
+        assert answered(addresses, job).arrivals
+
+
+@pytest.mark.parametrize(
+    ("route", "bad"),
+    [(route, bad) for route in SERVICE for bad in BAD_INPUTS[route] if bad.name != "name is taken"],
+    ids=lambda each: each if isinstance(each, str) else each.name,
+)
+def test_bad_input_has_the_answer_that_the_soak_expects(route: str, bad: BadInput, addresses: Addresses) -> None:
+    name = "new" if route == "voices" else "slt"
+    said = Utterance("quick words", SECOND if route == "voices" else None, speaker=name)
+    with pytest.raises(ClientError, match=bad.answer):
+        answered(addresses, LoadJob("bad", Unchecked(**{**vars(said), **bad.change}), door=route))
 
 
 def test_running_servers_are_loaded_without_faults(addresses: Addresses, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stub takes every text and voice, so what only the models refuse is lost."""
     monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.01)
     settings = SoakSettings(1.0 / 60, 1, 4, 10.0, True, Path(), Path(), addresses=addresses)
-    found = asyncio.run(runner.soak(settings, [SAMPLE], lambda *_: None))
+    found = asyncio.run(runner.soak(settings, [SAMPLE]))
     assert not found.faults and not found.interrupted
     assert "done" in {request.outcome for request in found.ledger.requests}
-    assert [each for each in found.ledger.offenders() if "instead of the error" not in each.reason] == []
+    assert [each for each in found.ledger.offenders() if "instead of the error" not in each.answer.error] == []

@@ -15,7 +15,7 @@ import numpy as np
 import openai
 import pytest
 import tritonclient.grpc.aio as triton
-from cosyvoice_triton.client.requests import Utterance
+from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO

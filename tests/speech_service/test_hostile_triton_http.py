@@ -8,7 +8,7 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 import tritonclient.http as triton
-from cosyvoice_triton.client.requests import Utterance
+from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.stacks import DEFAULT
 
 from tests.support.speech_fixtures import StubbedService

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import soundfile
 from cosyvoice_triton import refusals
-from cosyvoice_triton.client.requests import AudioPart, Utterance
+from cosyvoice_triton.client.answer import AudioPart
+from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.speech_service import bodies, dispatcher
 from cosyvoice_triton.speech_service.audio.recordings import decode_base64
 from cosyvoice_triton.speech_service.errors import ApiError

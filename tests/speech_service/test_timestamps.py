@@ -8,7 +8,7 @@ from typing import Any
 import httpx2 as httpx
 import numpy as np
 import pytest
-from cosyvoice_triton.client.requests import AudioPart
+from cosyvoice_triton.client.answer import AudioPart
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps, subtitles
 from cosyvoice_triton.speech_service.audio.word_times import word_times

@@ -19,7 +19,7 @@ import grpc
 import pytest
 import tritonclient.grpc.aio as triton
 from cosyvoice_triton import samples, stacks
-from cosyvoice_triton.client.requests import Utterance, of_recording, read_reference
+from cosyvoice_triton.client.utterance import Utterance, of_recording, read_reference
 from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.server.readiness import is_alive
 from cosyvoice_triton.server.rendering import render

@@ -11,7 +11,8 @@ import torch
 import tritonclient.grpc as triton
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.client import grpc_client
-from cosyvoice_triton.client.requests import WARNING, SpeechResult, Utterance
+from cosyvoice_triton.client.answer import WARNING, SpeechResult
+from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.monitoring import metrics
 from cosyvoice_triton.voice.features import resample

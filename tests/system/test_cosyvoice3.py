@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from cosyvoice_triton import stacks
 from cosyvoice_triton.client import grpc_client
-from cosyvoice_triton.client.requests import SpeechResult, Utterance
+from cosyvoice_triton.client.answer import SpeechResult
+from cosyvoice_triton.client.utterance import Utterance
 
 from tests.support.server_requests import TEXT, VOICE_TEXT, Serve, assert_speech, stream
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import fill_template
-from cosyvoice_triton.client.requests import Utterance, of_recording, read_reference
+from cosyvoice_triton.client.utterance import Utterance, of_recording, read_reference
 from cosyvoice_triton.server.rendering import TEMPLATES, parse, placeholders, settings_to_add
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 

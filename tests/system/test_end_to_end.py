@@ -17,7 +17,8 @@ import torch
 import tritonclient.grpc as triton
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.client import grpc_client
-from cosyvoice_triton.client.requests import SpeechResult, Utterance, read_reference
+from cosyvoice_triton.client.answer import SpeechResult
+from cosyvoice_triton.client.utterance import Utterance, read_reference
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.voice.audio import load_audio

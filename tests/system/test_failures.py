@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cosyvoice_triton.client.requests import ClientError, Utterance
+from cosyvoice_triton.client.failures import ClientError
+from cosyvoice_triton.client.utterance import Utterance
 
 from tests.support import failing_llm
 from tests.support.server_requests import MODELS, TEXT, VOICE_TEXT, Serve, assert_speech, process_of, stream

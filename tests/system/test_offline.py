@@ -13,7 +13,7 @@ import soundfile as sf
 from cosyvoice_triton import samples
 from cosyvoice_triton.cli import client_grpc
 from cosyvoice_triton.client import grpc_client, http_client
-from cosyvoice_triton.client.requests import Utterance
+from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.speech_service.settings import Settings
 
 from tests.support.server_requests import MODELS, STACKS, TEXT, VOICE_TEXT, Serve, assert_speech

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import soundfile as sf
 import torch
-from cosyvoice_triton.client.requests import Utterance, of_recording, read_reference
+from cosyvoice_triton.client.utterance import Utterance, of_recording, read_reference
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.load.samples import read_manifest
 from cosyvoice_triton.orchestrator.request import RequestRules

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, get_args
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.arguments import command_parser, positive_int, reporting_errors
+from cosyvoice_triton.bench.load import with_suffix
 from cosyvoice_triton.load.host import host_ms
-from cosyvoice_triton.load.sweep import with_suffix
 from cosyvoice_triton.server import mps
 from cosyvoice_triton.server.options import Device, StackOptions, parse_settings
 from cosyvoice_triton.server.rendering import render

@@ -18,7 +18,7 @@ import torch
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.arguments import command_parser
-from cosyvoice_triton.bench.token2wav_load import LoadResult, Piece, run_load
+from cosyvoice_triton.bench.token2wav_load import Piece, line, run_load
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from cosyvoice_triton.demo_checkpoint.make import OFFICIAL, parts
 from cosyvoice_triton.load.host import host_ms
@@ -142,20 +142,20 @@ def first_chunk(subject: Subject) -> float:
     return statistics.median(times[4:])
 
 
-def steady(listeners: int) -> tuple[int, float]:
-    """Return how many utterances start within how many seconds, so that this many are heard at any moment."""
-    return int(ROUNDS * listeners), ROUNDS * UTTERANCE_SECONDS
-
-
-def loaded(subject: Subject, utterances: int, window: float) -> LoadResult:
-    return run_load(
+def loaded(subject: Subject, listeners: int) -> dict[str, float]:
+    """Return the figures of a load in which about this many are heard at any moment, and print them."""
+    utterances, voices = int(ROUNDS * listeners), [voice(seed) for seed in range(VOICES)]
+    found = run_load(
         subject.engine,
-        [subject.utterance(seed) for seed in range(utterances)],
-        [voice(seed % VOICES) for seed in range(utterances)],
+        [subject.utterance(seed) for seed in range(utterances)].__getitem__,  # made before timing
+        lambda seed: voices[seed % VOICES],
         hops=subject.hops,
         tokens=UTTERANCE_TOKENS,
-        window=window,
+        utterances=utterances,
+        window=ROUNDS * UTTERANCE_SECONDS,
     )
+    print(f"  {listeners} listeners: {line(found)}", flush=True)
+    return found
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -187,15 +187,13 @@ def main(argv: list[str] | None = None) -> int:
     result |= {"hops": subject.hops, "prompt_tokens": PROMPT_TOKENS}
     if args.listeners:
         for listeners in args.listeners:
-            print(f"  {listeners} listeners: {loaded(subject, *steady(listeners)).line()}", flush=True)
+            loaded(subject, listeners)
         return 0
     subject.engine.warm_up()
     result["first_chunk_ms"] = 1e3 * first_chunk(subject)
     print(f"first chunk of one stream: {result['first_chunk_ms']:.1f} ms", flush=True)
     for listeners in CPU_LISTENERS if subject.device.type == "cpu" else LISTENERS[stack]:
-        load = loaded(subject, *steady(listeners))
-        print(f"  {listeners} listeners: {load.line()}", flush=True)
-        result.setdefault("loads", []).append({"listeners": listeners, **load.summary()})
+        result.setdefault("loads", []).append({"listeners": listeners, **loaded(subject, listeners)})
     most = [each["listeners"] for each in result["loads"] if each["share_without_gap"] == 1]
     result["listeners_without_gap"] = max(most, default=0)
     print(f"most listeners without a gap, of those tried: {result['listeners_without_gap']}")

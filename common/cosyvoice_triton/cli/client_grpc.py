@@ -20,10 +20,10 @@ import asyncio
 import logging
 from pathlib import Path
 
-from cosyvoice_triton.arguments import command_parser, positive_int, reporting_errors
+from cosyvoice_triton.arguments import command_parser, positive_int, positive_number, reporting_errors
 from cosyvoice_triton.cli.upstream import accept_upstream_options
+from cosyvoice_triton.client.arguments import add_request_arguments, utterance_of
 from cosyvoice_triton.client.grpc_client import synthesize
-from cosyvoice_triton.client.requests import Utterance, add_request_arguments, positive_number
 from cosyvoice_triton.constants import GRPC_PORT
 from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
 from cosyvoice_triton.load.plan import Load, add_load_arguments
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     data = args.manifest_path or args.huggingface_dataset or args.use_spk2info_cache
     if several or data or args.request_rate or args.log_dir:
         return measure(args, server)
-    request = Utterance.from_arguments(args)
+    request = utterance_of(args)
     answer = asyncio.run(synthesize(server, args.model_name, request, args.mode, args.timeout))
     answer.save(args.output_audio)
     print(answer.summary())

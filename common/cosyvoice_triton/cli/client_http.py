@@ -9,15 +9,15 @@ request.
 import argparse
 
 from cosyvoice_triton.arguments import command_parser, reporting_errors
+from cosyvoice_triton.client.arguments import add_request_arguments, utterance_of
 from cosyvoice_triton.client.http_client import synthesize
-from cosyvoice_triton.client.requests import Utterance, add_request_arguments
 from cosyvoice_triton.constants import HTTP_PORT
 
 
 @reporting_errors("interrupted; the request was dropped")
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    request = Utterance.from_arguments(args)
+    request = utterance_of(args)
     answer = synthesize(args.server_url, args.model_name, request, args.timeout)
     answer.save(args.output_audio)
     print(answer.summary())

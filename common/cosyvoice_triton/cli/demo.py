@@ -23,8 +23,9 @@ from pathlib import Path
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.arguments import command_parser, program, reporting_errors
 from cosyvoice_triton.cli.say import PLAYERS
+from cosyvoice_triton.client.answer import SpeechResult
 from cosyvoice_triton.client.grpc_client import synthesize
-from cosyvoice_triton.client.requests import SpeechResult, Utterance, of_recording
+from cosyvoice_triton.client.utterance import Utterance, of_recording
 from cosyvoice_triton.load.samples import read_manifest
 from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.prepare.missing import require_files

@@ -24,9 +24,9 @@ import numpy as np
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.api import Client
-from cosyvoice_triton.arguments import command_parser, reporting_errors
+from cosyvoice_triton.arguments import command_parser, positive_number, reporting_errors
 from cosyvoice_triton.cli.pronunciation import words
-from cosyvoice_triton.client.requests import parameter, positive_number
+from cosyvoice_triton.client.arguments import parameter
 from cosyvoice_triton.constants import GRPC_PORT, SAMPLE_RATE
 from cosyvoice_triton.prepare import steps
 

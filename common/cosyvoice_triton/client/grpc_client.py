@@ -15,15 +15,18 @@ from tritonclient.utils import InferenceServerException
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.addresses import ENDED_EARLY, channel_options
-from cosyvoice_triton.client import requests as speech
+from cosyvoice_triton.client import failures
+from cosyvoice_triton.client.answer import AudioPart, SpeechResult, recorded
+from cosyvoice_triton.client.failures import ClientError
+from cosyvoice_triton.client.utterance import Parameters, Utterance
 from cosyvoice_triton.monitoring import tracing
 
 CONNECT_SECONDS = 10.0
 
 
 async def synthesize(
-    server: str, model: str, request: speech.Utterance, mode: str = "streaming", timeout: float = 60.0
-) -> speech.SpeechResult:
+    server: str, model: str, request: Utterance, mode: str = "streaming", timeout: float = 60.0
+) -> SpeechResult:
     """Send one request over its own connection; it is cancelled with the task that awaits it.
 
     server: host:port. mode: "streaming" or "offline". timeout: seconds until the answer must be complete.
@@ -31,28 +34,27 @@ async def synthesize(
     """
     async with AsyncConnection(server) as connection:
         await require_model(connection.client, server, model, mode)
-        recorder = speech.Recorder()
-        await connection.record(model, request, mode, timeout, recorder)
-    return recorder.finish()
+        return await recorded(connection.stream(model, request, mode, timeout))
 
 
 class AsyncConnection:
-    """tritonclient's asyncio client."""
+    """tritonclient's asyncio client, whose errors are ClientErrors."""
 
     def __init__(self, server: str) -> None:
         self._server = server
         self.client = triton.InferenceServerClient(server, channel_args=channel_options(server))
 
-    async def record(
-        self, model: str, request: speech.Utterance, mode: str, timeout: float, recorder: speech.Recorder
-    ) -> None:
+    async def stream(
+        self, model: str, request: Utterance, mode: str, timeout: float
+    ) -> AsyncGenerator[AudioPart, None]:
+        """Yield the responses as they arrive; closing the iterator cancels the request."""
         try:
             if mode == "offline":
-                recorder.take(await _whole(self.client, model, request, timeout))
+                yield await complete(self.client, model, request, timeout)
                 return
-            async with aclosing(_responses(self.client, model, request, timeout)) as responses:
-                async for result in responses:
-                    recorder.take(result)
+            async with aclosing(chunks(self.client, model, request, timeout)) as parts:
+                async for part in parts:
+                    yield part
         except InferenceServerException as error:
             raise explained(error.status(), error.message(), self._server, timeout) from None
         except grpc.aio.AioRpcError as error:
@@ -72,12 +74,12 @@ async def require_model(connection: triton.InferenceServerClient, server: str, m
     """Raise ClientError unless `model` is ready and supports this mode."""
     try:
         if not await connection.is_model_ready(model, client_timeout=CONNECT_SECONDS):
-            raise speech.not_served(server, model)
+            raise failures.not_served(server, model)
         answer = await connection.get_model_config(model, client_timeout=CONNECT_SECONDS)
     except InferenceServerException as error:
-        raise speech.unreachable(server, error.message()) from None
+        raise failures.unreachable(server, error.message()) from None
     if mode == "offline" and answer.config.model_transaction_policy.decoupled:
-        raise speech.streams_only(model)
+        raise failures.streams_only(model)
 
 
 async def served_model(connection: triton.InferenceServerClient, server: str) -> str:
@@ -87,50 +89,32 @@ async def served_model(connection: triton.InferenceServerClient, server: str) ->
             if await connection.is_model_ready(model, client_timeout=CONNECT_SECONDS):
                 return model
     except InferenceServerException as error:
-        raise speech.unreachable(server, error.message()) from None
-    raise speech.not_served(server, " or ".join(stacks.orchestrators()))
+        raise failures.unreachable(server, error.message()) from None
+    raise failures.not_served(server, " or ".join(stacks.orchestrators()))
 
 
 async def complete(
-    connection: triton.InferenceServerClient, model: str, request: speech.Utterance, timeout: float
-) -> speech.AudioPart:
-    """Return the audio of an offline request."""
-    return speech.AudioPart.of(await _whole(connection, model, request, timeout))
+    connection: triton.InferenceServerClient, model: str, request: Utterance, timeout: float
+) -> AudioPart:
+    """Return the audio of an offline request. The server's error is an InferenceServerException."""
+    options = {"headers": request.headers(), "parameters": _parameters(request)}
+    return AudioPart.of(await connection.infer(model, request.tensors(InferInput), client_timeout=timeout, **options))
 
 
 async def chunks(
-    connection: triton.InferenceServerClient, model: str, request: speech.Utterance, timeout: float
-) -> AsyncGenerator[speech.AudioPart, None]:
+    connection: triton.InferenceServerClient, model: str, request: Utterance, timeout: float
+) -> AsyncGenerator[AudioPart, None]:
     """Yield the responses to a streaming request as they arrive; closing the iterator cancels the request.
 
-    The server's errors are AioRpcError or InferenceServerException.
-    """
-    async with aclosing(_responses(connection, model, request, timeout)) as responses:
-        async for result in responses:
-            yield speech.AudioPart.of(result)
-
-
-async def _whole(
-    connection: triton.InferenceServerClient, model: str, request: speech.Utterance, timeout: float
-) -> Any:
-    options = {"headers": request.headers(), "parameters": _parameters(request)}
-    return await connection.infer(model, request.tensors(InferInput), client_timeout=timeout, **options)
-
-
-async def _responses(
-    connection: triton.InferenceServerClient, model: str, request: speech.Utterance, timeout: float
-) -> AsyncGenerator[Any, None]:
-    """Yield the responses of a streaming request.
-
     The request generator ends, which half-closes the call: the server closes its side after the final response to the
-    last request, so no end marker is needed.
+    last request, so no end marker is needed. The server's errors are AioRpcError or InferenceServerException.
     """
     responses = connection.stream_infer(_requests(model, request), stream_timeout=timeout, headers=request.headers())
     try:
         async for result, error in responses:
             if error is not None:
                 raise error
-            yield result
+            yield AudioPart.of(result)
     except grpc.aio.AioRpcError as error:
         if error.details() != ENDED_EARLY:
             raise
@@ -140,11 +124,11 @@ async def _responses(
         responses.cancel()
 
 
-def _parameters(request: speech.Utterance) -> speech.Parameters | None:
+def _parameters(request: Utterance) -> Parameters | None:
     return {**request.parameters, **tracing.carried()} or None
 
 
-async def _requests(model: str, request: speech.Utterance) -> AsyncGenerator[dict[str, Any], None]:
+async def _requests(model: str, request: Utterance) -> AsyncGenerator[dict[str, Any], None]:
     """Yield one request; a text in pieces is a sequence of them: START with the voice, END after the last piece."""
     first = {"model_name": model, "inputs": request.tensors(InferInput), "parameters": _parameters(request)}
     if request.pieces is None:
@@ -153,14 +137,14 @@ async def _requests(model: str, request: speech.Utterance) -> AsyncGenerator[dic
     sequence = {"model_name": model, "sequence_id": 1 + secrets.randbelow(2**63 - 1)}
     yield first | sequence | {"sequence_start": True}
     async for piece in request.pieces:
-        yield sequence | {"inputs": speech.Utterance(piece).tensors(InferInput)}
-    yield sequence | {"inputs": speech.Utterance("").tensors(InferInput), "sequence_end": True}
+        yield sequence | {"inputs": Utterance(piece).tensors(InferInput)}
+    yield sequence | {"inputs": Utterance("").tensors(InferInput), "sequence_end": True}
 
 
-def explained(status: str | None, message: str | None, server: str, timeout: float) -> speech.ClientError:
+def explained(status: str | None, message: str | None, server: str, timeout: float) -> ClientError:
     """Return the ClientError for a failed call; `status` and `message` are gRPC's."""
     if status == str(grpc.StatusCode.DEADLINE_EXCEEDED):
-        return speech.timed_out(server, timeout)
+        return failures.timed_out(server, timeout)
     if status == str(grpc.StatusCode.UNAVAILABLE):
-        return speech.unavailable(server, message)
-    return speech.refused(message)
+        return failures.unavailable(server, message)
+    return failures.refused(message)

@@ -6,15 +6,17 @@ from urllib.parse import urlsplit
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from cosyvoice_triton.client import requests as speech
+from cosyvoice_triton.client import failures
+from cosyvoice_triton.client.answer import AudioPart, Recorder, SpeechResult
+from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import HTTP_PORT
 
 
-def synthesize(server_url: str, model: str, request: speech.Utterance, timeout: float) -> speech.SpeechResult:
+def synthesize(server_url: str, model: str, request: Utterance, timeout: float) -> SpeechResult:
     """Return one complete waveform. Raise ClientError for any failure."""
     address = urlsplit(server_url if "://" in server_url else f"http://{server_url}")
     if address.scheme not in ("http", "https") or not address.hostname:
-        raise speech.ClientError(f"--server-url is '{server_url}'; it must look like http://localhost:{HTTP_PORT}")
+        raise failures.ClientError(f"--server-url is '{server_url}'; it must look like http://localhost:{HTTP_PORT}")
     location = address.netloc + address.path.rstrip("/")
     try:
         with triton.InferenceServerClient(
@@ -25,22 +27,22 @@ def synthesize(server_url: str, model: str, request: speech.Utterance, timeout: 
         ) as connection:
             require_offline_model(connection, server_url, model)
             inputs = request.tensors(triton.InferInput)
-            recorder = speech.Recorder()
+            recorder = Recorder()
             result = connection.infer(model, inputs, parameters=request.parameters or None)
-            recorder.add(speech.waveform_of(result))
+            recorder.add(AudioPart.of(result))
             return recorder.finish()
     except InferenceServerException as error:
-        raise speech.refused(error.message()) from None
+        raise failures.refused(error.message()) from None
     except TimeoutError:
-        raise speech.timed_out(server_url, timeout) from None
+        raise failures.timed_out(server_url, timeout) from None
     except (OSError, ValueError, HTTPException) as error:  # the two last: the response is not one of Triton's
-        raise speech.unreachable(server_url, error) from None
+        raise failures.unreachable(server_url, error) from None
 
 
 def require_offline_model(connection: triton.InferenceServerClient, server_url: str, model: str) -> None:
     """Raise ClientError unless `model` is ready and sends one response per request."""
     if not connection.is_model_ready(model):
-        raise speech.not_served(server_url, model)
+        raise failures.not_served(server_url, model)
     policy = connection.get_model_config(model).get("model_transaction_policy", {})
     if policy.get("decoupled", False):
-        raise speech.streams_only(model)
+        raise failures.streams_only(model)

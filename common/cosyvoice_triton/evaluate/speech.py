@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cosyvoice_triton.client.requests import Utterance, of_recording
+from cosyvoice_triton.client.utterance import Utterance, of_recording
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.jobs import LoadJob
 from cosyvoice_triton.load.measure import RequestOutcome

@@ -1,3 +1,3 @@
-"""Load generator for speech servers: inputs (`samples`, `jobs`), requests (`runner`), results (`measure`, `report`,
-`plot`).
+"""Loads: what is sent (`samples`, `jobs`, `plan`), where to (`doors`), by whom (`runner`), results (`measure`,
+`report`, `plot`). `bench load`, `bench token2wav`, `evaluate` and the soak of tests/ are uses.
 """

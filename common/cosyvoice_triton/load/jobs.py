@@ -11,7 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from cosyvoice_triton.arguments import boolean, positive_int
-from cosyvoice_triton.client.requests import TIMELINE, ClientError, Utterance, of_recording, request_parameters
+from cosyvoice_triton.client.answer import TIMELINE
+from cosyvoice_triton.client.arguments import request_parameters, utterance_of
+from cosyvoice_triton.client.failures import ClientError
+from cosyvoice_triton.client.utterance import Utterance, of_recording
 from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.load.samples import Sample, read_dataset, read_manifest
 from cosyvoice_triton.text.segments import expected_seconds
@@ -25,13 +28,18 @@ ONE_REQUEST = "test"  # its id and its split, as upstream names them
 class LoadJob:
     """One request; `id` names its audio file.
 
-    new_voice: cut its recording, so that no server has the voice cached. cancel_after: seconds until the caller leaves.
+    new_voice: cut its recording, so that no server has the voice cached. cancel_after, cancel_after_parts: seconds, or
+    parts of the answer, until the caller leaves. door: through which it goes, "" for any. expected: pattern of the
+    error that must be its answer, "" for none.
     """
 
     id: str
     base: Utterance
     new_voice: bool = False
     cancel_after: float | None = None
+    cancel_after_parts: int | None = None
+    door: str = ""
+    expected: str = ""
 
     def utterance(self) -> Utterance:
         if not self.new_voice or self.base.reference is None:
@@ -103,7 +111,7 @@ class Jobs:
             split = args.split_name
             samples = read_dataset(args.huggingface_dataset, split, limit=args.num_requests)
         else:
-            base = Utterance.from_arguments(args)
+            base = utterance_of(args)
             base = Utterance(base.target_text) if args.use_spk2info_cache else base
             base = dataclasses.replace(base, parameters=request_parameters(args) | {TIMELINE: True})
             return cls(ONE_REQUEST, [base], [ONE_REQUEST], args.new_voices, args.realistic)

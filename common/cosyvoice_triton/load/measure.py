@@ -14,6 +14,7 @@ from cosyvoice_triton.playback import PLAYER_SECONDS
 
 PERCENTILES = (50, 90, 95, 99)
 CANCELLED = "cancelled by the caller"  # the error of a request that its job has cancelled
+HUNG = "nothing for "  # how the error of one begins that was silent for too long
 MINUTE = 60.0
 TRANSPORT = "transport"  # the rest of the first chunk's latency: network, server front end, queues, client
 
@@ -43,9 +44,9 @@ class RequestOutcome:
 
     begun: when it was sent, or was due at a given rate, from the start of the run. arrivals: of each chunk, since
     `begun`; samples: its length. total: time to the end of the answer. error: "" or why it failed; chunks before the
-    failure are included. timeline: stages reported by the server, see
-    `cosyvoice_triton.client.requests.timeline_of`. silence:
-    seconds of audio before the first audible sample, see `audible`; None if there is none.
+    failure are included. timeline: stages reported by the server, see `AudioPart`. silence: seconds of audio before the
+    first audible sample, see `audible`; None if there is none. rejected: whether the error is the one that the request
+    should get.
     """
 
     id: str
@@ -57,6 +58,7 @@ class RequestOutcome:
     error: str = ""
     timeline: tuple[tuple[str, float], ...] = ()
     silence: float | None = None
+    rejected: bool = False
 
     @property
     def refused(self) -> bool:
@@ -67,6 +69,16 @@ class RequestOutcome:
     def cancelled(self) -> bool:
         """Return whether its caller left before its end."""
         return self.error == CANCELLED
+
+    @property
+    def hung(self) -> bool:
+        """Return whether nothing came for longer than the load's patience."""
+        return self.error.startswith(HUNG)
+
+    @property
+    def failed(self) -> bool:
+        """Return whether it ended with an error that the server should not make."""
+        return bool(self.error) and not (self.refused or self.cancelled or self.rejected)
 
     @property
     def seconds(self) -> float:
@@ -156,7 +168,7 @@ class Run:
 
     @property
     def failed(self) -> list[RequestOutcome]:
-        return [outcome for outcome in self.outcomes if outcome.error and not outcome.refused and not outcome.cancelled]
+        return [outcome for outcome in self.outcomes if outcome.failed]
 
     @property
     def complete(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from cosyvoice_triton.arguments import natural_int, positive_int
 from cosyvoice_triton.load.jobs import Jobs, LoadJob
 
+REFUSED_PAUSE = 1.0  # seconds until a task whose request was refused sends its next one
 MIN_WARMUP = 8  # so that the server has cached the voices of a small manifest, unless --new-voices
 
 
@@ -16,10 +17,13 @@ MIN_WARMUP = 8  # so that the server has cached the voices of a small manifest, 
 class Load:
     """The requests of a run and the servers that receive them.
 
-    servers: host:port each; tasks and requests are distributed over them in turn. tasks: of the closed loop, over all
-    servers. rate: requests per second of the open loop, None for the closed loop. listening: a task of the closed loop
-    waits until its audio has been played before the next request. warmup: jobs that run first and are not counted.
-    audio_dir: where the audio is written, None to drop it. metrics: host:port of the servers' metrics pages.
+    servers: an address each, see `doors`; tasks and requests are distributed over them in turn. tasks: of the closed
+    loop, over all servers. rate: requests per second of the open loop, None for the closed loop. listening: a task of
+    the closed loop waits until its audio has been played before the next request. warmup: jobs that run first and are
+    not counted. seconds: for which the closed loop sends requests. timeout: of a whole answer; patience: without any
+    part of it. persistent: a server that ends comes back; a task sends nothing for `pause` seconds after an error then,
+    otherwise only after a refusal. audio_dir: where the audio is written, None to drop it. metrics: host:port of the
+    servers' metrics pages.
     """
 
     servers: Sequence[str]
@@ -30,7 +34,11 @@ class Load:
     tasks: int = 1
     rate: float | None = None
     listening: bool = False
+    seconds: float = float("inf")
     timeout: float = 120.0
+    patience: float | None = None
+    persistent: bool = False
+    pause: float = REFUSED_PAUSE
     audio_dir: Path | None = None
     metrics: Sequence[str] = ()
 

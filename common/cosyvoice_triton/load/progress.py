@@ -35,7 +35,7 @@ class Progress:
         assert self._bar is not None, "call begins() first"
         if outcome.refused:
             self._refused += 1
-        elif outcome.error and not outcome.cancelled:
+        elif outcome.failed:
             self._errors += 1
             if self._errors <= SHOWN_ERRORS:
                 more = "; further ones are in the report" if self._errors == SHOWN_ERRORS else ""

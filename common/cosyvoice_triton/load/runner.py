@@ -3,61 +3,75 @@
 Closed loop: each of `tasks` tasks sends its next request when the previous one is answered, or with `listening` when
 its audio has been played. Open loop: requests are sent at random times (Poisson) at `rate`, whether earlier ones are
 answered or not; latencies are measured from the time a request was due. A failing request does not delay others, and a
-server that stops answering is given up within seconds.
+server that stops answering is given up within seconds, unless it is expected to come back.
 """
 
 import asyncio
 import logging
+import re
 import time
-from collections import deque
-from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
-from typing import Any, TypeAlias
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any, Protocol
 
 import numpy as np
-import tritonclient.grpc.aio as triton
 from async_timeout import timeout
 
-from cosyvoice_triton.addresses import channel_options
-from cosyvoice_triton.client.grpc_client import AsyncConnection, require_model
-from cosyvoice_triton.client.requests import ClientError, Recorder
+from cosyvoice_triton.client.answer import Recorder, SpeechResult
+from cosyvoice_triton.client.failures import ClientError, one_line
 from cosyvoice_triton.load.audible import leading_silence
+from cosyvoice_triton.load.doors import Door, opened
 from cosyvoice_triton.load.jobs import LoadJob
-from cosyvoice_triton.load.measure import CANCELLED, RequestOutcome, Run
+from cosyvoice_triton.load.measure import CANCELLED, HUNG, RequestOutcome, Run
 from cosyvoice_triton.load.plan import Load
 from cosyvoice_triton.load.progress import Progress
-from cosyvoice_triton.load.speech_service import SpeechService
-from cosyvoice_triton.load.statistics import ModelTimes, between, model_times, token2wav_counters, token2wav_figures
-from cosyvoice_triton.load.watch import ServerWatch, interruptible, lags, memory_of
+from cosyvoice_triton.load.statistics import ModelTimes, between, token2wav_counters, token2wav_figures
+from cosyvoice_triton.load.watch import ServerWatch, interruptible, measure_lags, read_memory
+from cosyvoice_triton.tasks import TaskScope
 
 logger = logging.getLogger(__name__)
 
 LISTENERS_SPREAD = 8.0  # seconds within which listeners start: about the length of an utterance
-REFUSED_PAUSE = 1.0  # seconds until a task whose request was refused sends its next one
 START_SPACING = 0.004  # seconds between the tasks' first requests: real callers do not arrive at the same instant
+NO_DOORS: Mapping[str, Door] = {}
 MAX_SHARED_CONNECTIONS = 8  # asyncio connections to one server; each carries many requests
-MAX_IN_FLIGHT = 1024  # at a given rate: with more the server is overloaded, and memory is limited
-
-Connection: TypeAlias = AsyncConnection | SpeechService
-Probe: TypeAlias = triton.InferenceServerClient | SpeechService
+MAX_IN_FLIGHT = 2048  # at a given rate: with more the server is overloaded, and memory is limited
 
 
-def measured(load: Load, title: str, interval: int) -> Run:
-    """Run a load with a progress bar. interval: requests between two updates of its percentiles. ClientError as in
-    `run`."""
+class Observer(Protocol):
+    """What is told how a run gets on."""
+
+    def begins(self, phase: str) -> None:
+        """Note that the warm-up or the measurement begins."""
+
+    def ended(self, outcome: RequestOutcome, live: int) -> None:
+        """Note that a request has ended while `live` others are in flight."""
+
+
+def measured(load: Load, title: str, interval: int, doors: Mapping[str, Door] = NO_DOORS) -> Run:
+    """Run a load with a progress bar. interval: requests between two updates of its percentiles.
+
+    doors, ClientError: as in `run`. Ctrl-C and SIGTERM end the run early; what was measured so far is returned.
+    """
     progress = Progress(len(load.jobs), title, interval)
+
+    async def work() -> Run:
+        with interruptible():
+            return await run(load, progress, doors)
+
     try:
-        return asyncio.run(run(load, progress))
+        return asyncio.run(work())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
     finally:
         progress.close()
 
 
-async def run(load: Load, progress: Progress) -> Run:
-    """Runs a load and returns its results.
+async def run(load: Load, observer: Observer, doors: Mapping[str, Door] = NO_DOORS) -> Run:
+    """Run a load and return its results, also if it is cancelled after its beginning.
 
+    doors: of the names in `load.servers` that are no addresses; they stay open.
     ClientError if a server is not ready at the start or an audio file cannot be written.
-
-    Ctrl-C and SIGTERM end the run early; what was measured so far is returned.
     """
     if load.audio_dir is not None:
         try:
@@ -65,64 +79,41 @@ async def run(load: Load, progress: Progress) -> Run:
         except OSError as error:
             raise ClientError(f"cannot write to {load.audio_dir}: {error}; choose another with --log-dir") from None
     async with AsyncExitStack() as stack:
-        probes: dict[str, Probe] = {}
-        connections: dict[str, Sequence[Connection]] = {}
+        share = MAX_SHARED_CONNECTIONS if load.rate else -(-load.tasks // len(load.servers))
+        all_doors = dict(doors)
         for server in load.servers:
-            if server.startswith(("http://", "https://")):
-                speech = SpeechService(server)
-                stack.push_async_callback(speech.aclose)
-                await speech.require()
-                probes[server], connections[server] = speech, [speech]
-                continue
-            probes[server] = probe = await stack.enter_async_context(
-                triton.InferenceServerClient(server, channel_args=channel_options(server))
-            )
-            await require_model(probe, server, load.model, load.mode)
-            connections[server] = _connections(load, server)
-            for connection in connections[server]:
-                stack.push_async_callback(connection.aclose)
-        return await _Runner(load, probes, connections, progress).run()
-
-
-def _connections(load: Load, server: str) -> list[AsyncConnection]:
-    share = -(-load.tasks // len(load.servers))
-    most = share if load.rate is None else MAX_SHARED_CONNECTIONS
-    return [AsyncConnection(server) for _ in range(min(most, MAX_SHARED_CONNECTIONS))]
+            if server not in doors:
+                door = opened(server, load.model, load.mode, min(share, MAX_SHARED_CONNECTIONS))
+                stack.push_async_callback(door.aclose)
+                await door.require()
+                all_doors[server] = door
+        return await _Runner(load, all_doors, observer).run()
 
 
 class _Runner:
-    def __init__(
-        self,
-        load: Load,
-        probes: dict[str, Probe],
-        connections: dict[str, Sequence[Connection]],
-        progress: Progress,
-    ) -> None:
+    def __init__(self, load: Load, doors: Mapping[str, Door], observer: Observer) -> None:
         self._load = load
-        self._probes = probes
-        self._connections = connections
-        self._progress = progress
-        self._watch = ServerWatch(probes, self._give_up)
+        self._doors = doors
+        self._observer = observer
+        self._watch = ServerWatch({} if load.persistent else doors, self._give_up)
         self._tasks: dict[asyncio.Task[object], str] = {}  # by task: its server
         self._live = 0
+        self._taken = 0  # jobs of this phase
         self._outcomes: list[RequestOutcome] = []
         self._counts = False  # whether outcomes count, as they do after the warm-up
         self._begun = 0.0
+        self._models: list[ModelTimes] = []  # the servers' counters before the measurement
+        self._vocoder: dict[str, float] = {}
 
     async def run(self) -> Run:
         load, interrupted = self._load, False
-        before: list[ModelTimes] = []
-        token2wav_before: dict[str, float] = {}
-        async with self._watch.running(), lags() as late, memory_of(load.metrics) as memory:
+        late: list[float] = []
+        memory: list[tuple[float, dict[str, float]]] = []
+        async with TaskScope() as tasks:
+            for monitor in (self._watch.run(), measure_lags(late), read_memory(load.metrics, memory)):
+                tasks.spawn(monitor)
             try:
-                with interruptible():
-                    self._progress.begins("warming up")
-                    await self._closed(load.warmup)
-                    before, token2wav_before = await self._model_times(), await token2wav_counters(load.metrics)
-                    late.clear()
-                    self._progress.begins("measuring")
-                    self._counts, self._begun = True, time.perf_counter()
-                    await (self._closed(load.jobs) if load.rate is None else self._open(load.jobs, load.rate))
+                await tasks.result(self._phases(late))
             except asyncio.CancelledError:
                 interrupted = True
         return Run(
@@ -133,27 +124,41 @@ class _Runner:
             lost=self._watch.lost,
             interrupted=interrupted,
             client_lag=float(np.percentile(late, 95)) if late else 0.0,
-            models=between(before, await self._model_times()) if self._counts else [],
-            vocoder=token2wav_figures(token2wav_before, await token2wav_counters(load.metrics)),
+            models=between(self._models, await self._model_times()) if self._counts else [],
+            vocoder=token2wav_figures(self._vocoder, await token2wav_counters(load.metrics)),
         )
+
+    async def _phases(self, late: list[float]) -> None:
+        """Warm up, then measure. late: this process's delays, of which those of the warm-up are dropped."""
+        load = self._load
+        self._observer.begins("warming up")
+        await self._closed(load.warmup)
+        self._models, self._vocoder = await self._model_times(), await token2wav_counters(load.metrics)
+        late.clear()
+        self._observer.begins("measuring")
+        self._counts, self._begun = True, time.perf_counter()
+        await (self._closed(load.jobs) if load.rate is None else self._open(load.jobs, load.rate))
 
     # --- when requests are sent -----------------------------------------------------------------------------------
 
     async def _closed(self, jobs: Sequence[LoadJob]) -> None:
-        left, spread = deque(jobs), np.random.default_rng(0)
+        self._taken, spread = 0, np.random.default_rng(0)
         for index in range(min(self._load.tasks, len(jobs))):
-            server, connection = self._connection(self._load.servers, index)
+            server = self._load.servers[index % len(self._load.servers)]
             delay = spread.uniform(0, LISTENERS_SPREAD) if self._load.listening else index * START_SPACING
-            self._start(self._work(left, server, connection, delay), server)
+            self._start(self._work(jobs, server, delay), server)
         await self._finish()
 
-    async def _work(self, jobs: deque[LoadJob], server: str, connection: Connection, delay: float) -> None:
+    async def _work(self, jobs: Sequence[LoadJob], server: str, delay: float) -> None:
+        load, last = self._load, time.perf_counter() + self._load.seconds
         await asyncio.sleep(delay)
-        while jobs and server not in self._watch.lost:
-            outcome = await self._request(jobs.popleft(), server, connection, start := time.perf_counter())
-            if outcome.refused:
-                await asyncio.sleep(REFUSED_PAUSE)
-            elif self._load.listening and jobs and outcome.arrivals:
+        while self._taken < len(jobs) and server not in self._watch.lost and (start := time.perf_counter()) < last:
+            self._taken += 1
+            job = jobs[self._taken - 1]
+            outcome = await self._request(job, job.door or server, start)
+            if outcome.refused or outcome.failed and load.persistent and not outcome.hung:
+                await asyncio.sleep(load.pause)
+            elif load.listening and self._taken < len(jobs) and outcome.arrivals:
                 await asyncio.sleep(start + outcome.arrivals[0] + outcome.seconds - time.perf_counter())
 
     async def _open(self, jobs: Sequence[LoadJob], rate: float) -> None:
@@ -163,24 +168,18 @@ class _Runner:
                 await asyncio.sleep(at - time.perf_counter())
                 if not (servers := [server for server in self._load.servers if server not in self._watch.lost]):
                     break
-                server, connection = self._connection(servers, index)
+                server = servers[index % len(servers)]
                 if self._live >= MAX_IN_FLIGHT:
                     refusal = f"not sent: {MAX_IN_FLIGHT} requests are unanswered; the rate is too high for the server"
                     self._note(RequestOutcome(job.id, server, at - self._begun, (), (), 0.0, refusal))
                 else:
-                    self._start(self._request(job, server, connection, at), server)
+                    self._start(self._request(job, job.door or server, at), server)
         except asyncio.CancelledError:
             for task in self._tasks:
                 task.cancel()
             raise
         finally:
             await self._finish()
-
-    def _connection(self, servers: Sequence[str], index: int) -> tuple[str, Connection]:
-        """Chooses in turn among the servers, and among the connections of each."""
-        server = servers[index % len(servers)]
-        connections = self._connections[server]
-        return server, connections[index // len(servers) % len(connections)]
 
     def _start(self, work: Coroutine[Any, Any, object], server: str) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -200,31 +199,36 @@ class _Runner:
                 raise result
 
     def _give_up(self, server: str) -> None:
-        """Cancels the tasks that wait for a lost server."""
+        """Cancel the tasks that wait for a lost server."""
         for task, used in self._tasks.items():
             if used == server and task is not asyncio.current_task():
                 task.cancel()
 
     # --- one request ---------------------------------------------------------------------------------------------
 
-    async def _request(self, job: LoadJob, server: str, connection: Connection, start: float) -> RequestOutcome:
-        load, recorder, error, silence = self._load, Recorder(start=start), "", None
+    async def _request(self, job: LoadJob, server: str, start: float) -> RequestOutcome:
+        load, recorder, error, silence = self._load, Recorder(start), "", None
+        speech: SpeechResult | None = None
         self._live += 1
         try:
-            async with timeout(job.cancel_after):
-                await connection.record(load.model, job.utterance(), load.mode, load.timeout, recorder)
-            speech = recorder.finish()
-            silence = leading_silence(speech.waveform)
+            if await self._record(job, server, recorder):
+                speech = recorder.finish()
+                silence = leading_silence(speech.waveform)
+            else:
+                error = CANCELLED
         except ClientError as problem:
             error = str(problem)
-        except asyncio.TimeoutError:
-            error = CANCELLED
         except asyncio.CancelledError:
             if server not in self._watch.lost:
                 raise
             error = self._watch.lost[server]
+        except Exception as bug:  # of the door's: it must not end the other requests
+            error = one_line(f"{type(bug).__name__}: {bug}")
         finally:
             self._live -= 1
+        rejected = bool(error and job.expected and re.search(job.expected, error))
+        if job.expected and not rejected:
+            error = f"{error or 'an answer'} instead of the error /{job.expected}/"
         outcome = RequestOutcome(
             id=job.id,
             server=server,
@@ -235,22 +239,41 @@ class _Runner:
             error=error,
             timeline=tuple(recorder.timeline),
             silence=silence,
+            rejected=rejected,
         )
         self._note(outcome)
-        if error and not outcome.refused and not outcome.cancelled:
+        if outcome.failed and not load.persistent:
             await self._watch.check(server)
-        elif not error and self._counts:
-            if load.audio_dir is not None:
-                await asyncio.to_thread(speech.save, load.audio_dir / f"{job.id}.wav")
+        elif speech is not None and self._counts and load.audio_dir is not None:
+            await asyncio.to_thread(speech.save, load.audio_dir / f"{job.id}.wav")
         return outcome
+
+    async def _record(self, job: LoadJob, server: str, recorder: Recorder) -> bool:
+        """Send a request and record its answer; return False if its caller has left before the end. ClientError."""
+        parts, loop, load = 0, asyncio.get_running_loop(), self._load
+        leaving, patience = timeout(job.cancel_after), timeout(load.patience)
+        try:
+            async with leaving, patience, aclosing(self._doors[server].stream(job.utterance(), load.timeout)) as answer:
+                async for part in answer:
+                    recorder.add(part)
+                    parts += 1
+                    if parts == job.cancel_after_parts:
+                        return False
+                    if load.patience is not None:
+                        patience.update(loop.time() + load.patience)
+        except asyncio.TimeoutError:
+            if leaving.expired:
+                return False
+            raise ClientError(f"{HUNG}{load.patience:g} s, after {parts} parts") from None
+        return True
 
     def _note(self, outcome: RequestOutcome) -> None:
         if self._counts:
             self._outcomes.append(outcome)
-            self._progress.ended(outcome, self._live)
+            self._observer.ended(outcome, self._live)
         elif outcome.error:
             logger.warning("warm-up, %s: %s", outcome.id, outcome.error)
 
     async def _model_times(self) -> list[ModelTimes]:
         servers = [server for server in self._load.servers if server not in self._watch.lost]
-        return [model for server in servers for model in await model_times(self._probes[server], server)]
+        return [model for server in servers for model in await self._doors[server].model_times()]

@@ -16,7 +16,6 @@ import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
 from cosyvoice_triton.addresses import open_page
-from cosyvoice_triton.load.speech_service import SpeechService
 from cosyvoice_triton.monitoring.metrics import sum_of
 
 STATISTICS_SECONDS = 10.0
@@ -48,7 +47,7 @@ class ModelTimes:
         return ModelTimes(self.server, self.name, **sums)
 
 
-async def model_times(client: triton.InferenceServerClient | SpeechService, server: str) -> list[ModelTimes]:
+async def model_times(client: triton.InferenceServerClient, server: str) -> list[ModelTimes]:
     """Return the counters of every model; empty if the server does not report any."""
     try:
         answer = await client.get_inference_statistics("", client_timeout=STATISTICS_SECONDS)

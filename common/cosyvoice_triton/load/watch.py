@@ -1,23 +1,14 @@
 """Monitors of a run: whether the servers are live, how late this process is, and interruptions."""
 
 import asyncio
-import logging
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-import grpc
-import tritonclient.grpc.aio as triton
-from tritonclient.utils import InferenceServerException
-
-from cosyvoice_triton.client.requests import one_line
-from cosyvoice_triton.load.speech_service import SpeechService
+from cosyvoice_triton.load.doors import Door
 from cosyvoice_triton.load.statistics import page_sums
-
-logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0  # between two probes of a server
 PROBE_SECONDS = 2.0  # for its answer; after two probes without one it is lost
@@ -27,45 +18,30 @@ LAG_SECONDS = 0.02  # between two measurements of this process's own delay
 
 
 class ServerWatch:
-    """Probes servers. lost: those that do not answer, and why; `on_loss` is called for each."""
+    """Probe servers. lost: those that do not answer, and why; `on_loss` is called for each."""
 
-    def __init__(
-        self, probes: Mapping[str, triton.InferenceServerClient | SpeechService], on_loss: Callable[[str], None]
-    ) -> None:
+    def __init__(self, doors: Mapping[str, Door], on_loss: Callable[[str], None]) -> None:
         self.lost: dict[str, str] = {}
-        self._probes = probes
+        self._doors = doors
         self._on_loss = on_loss
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Probe every server regularly."""
-        async with _in_background(*(self._watch(server) for server in self._probes)):
-            yield
+    async def run(self) -> None:
+        """Probe every server regularly, until all are lost."""
+        await asyncio.gather(*(self._watch(server) for server in self._doors))
 
     async def check(self, server: str) -> None:
         """Probe at once after a failure, so that a dead server does not fail all remaining requests one by one."""
-        if server not in self.lost and (reason := await self._silence(server)):
+        if server not in self.lost and (reason := await self._doors[server].silence(PROBE_SECONDS)):
             self._lose(server, reason)
 
     async def _watch(self, server: str) -> None:
         silent = 0
         while server not in self.lost:
             await asyncio.sleep(WATCH_SECONDS)
-            reason = await self._silence(server)
+            reason = await self._doors[server].silence(PROBE_SECONDS)
             silent = silent + 1 if reason else 0
             if silent == 2:
                 self._lose(server, reason)
-
-    async def _silence(self, server: str) -> str:
-        """Return why a server does not answer; "" if it does."""
-        try:
-            if await self._probes[server].is_server_live(client_timeout=PROBE_SECONDS):
-                return ""
-            return "it reports that it is not live"
-        except InferenceServerException as error:
-            if error.status() == str(grpc.StatusCode.DEADLINE_EXCEEDED):
-                return f"no answer within {PROBE_SECONDS:g} s"
-            return one_line(error.message())
 
     def _lose(self, server: str, reason: str) -> None:
         if server not in self.lost:
@@ -73,46 +49,19 @@ class ServerWatch:
             self._on_loss(server)
 
 
-@asynccontextmanager
-async def lags() -> AsyncIterator[list[float]]:
-    """Yield a list that fills with the delays of this process's timers, in seconds."""
-    measured: list[float] = []
-
-    async def measure() -> None:
-        while True:
-            due = time.perf_counter() + LAG_SECONDS
-            await asyncio.sleep(LAG_SECONDS)
-            measured.append(max(0.0, time.perf_counter() - due))
-
-    async with _in_background(measure()):
-        yield measured
+async def measure_lags(measured: list[float]) -> None:
+    """Add the delays of this process's timers, in seconds, until it is cancelled."""
+    while True:
+        due = time.perf_counter() + LAG_SECONDS
+        await asyncio.sleep(LAG_SECONDS)
+        measured.append(max(0.0, time.perf_counter() - due))
 
 
-@asynccontextmanager
-async def memory_of(pages: Sequence[str]) -> AsyncIterator[list[tuple[float, dict[str, float]]]]:
-    """Yield a list that fills with the memory that metrics pages show, and the clock's seconds when it was read."""
-    read: list[tuple[float, dict[str, float]]] = []
-
-    async def measure() -> None:
-        while pages:
-            read.append((time.perf_counter(), await page_sums(pages, MEMORY)))
-            await asyncio.sleep(MEMORY_SECONDS)
-
-    async with _in_background(measure()):
-        yield read
-
-
-@asynccontextmanager
-async def _in_background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, Exception):
-                logger.error("a monitor of the run has failed: %r", result)
+async def read_memory(pages: Sequence[str], read: list[tuple[float, dict[str, float]]]) -> None:
+    """Add the memory that metrics pages show, and the clock's seconds when it was read, until it is cancelled."""
+    while pages:
+        read.append((time.perf_counter(), await page_sums(pages, MEMORY)))
+        await asyncio.sleep(MEMORY_SECONDS)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from cosyvoice_triton.client.requests import Utterance, of_recording
+from cosyvoice_triton.client.utterance import Utterance, of_recording
 from cosyvoice_triton.errors import json_kind
 from cosyvoice_triton.llm.interface import preset_values
 from cosyvoice_triton.speech_service.audio.recordings import decode_base64

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from async_timeout import timeout
 
-from cosyvoice_triton.client.requests import AudioPart, Utterance
+from cosyvoice_triton.client.answer import AudioPart
+from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.refusals import LastRefusal
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder

@@ -10,7 +10,8 @@ from typing import Any
 from starlette.requests import HTTPConnection
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.client.requests import SEGMENTS, Utterance
+from cosyvoice_triton.client.answer import SEGMENTS
+from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.errors import UnavailableError

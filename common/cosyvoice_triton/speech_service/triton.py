@@ -12,8 +12,10 @@ from tritonclient.utils import InferenceServerException
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.addresses import channel_options
+from cosyvoice_triton.client.answer import AudioPart
+from cosyvoice_triton.client.failures import one_line
 from cosyvoice_triton.client.grpc_client import chunks, complete
-from cosyvoice_triton.client.requests import AudioPart, Utterance, one_line
+from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.llm.checkpoint import follows_instructions, is_demo
 from cosyvoice_triton.speech_service.errors import ApiError, from_triton, invalid
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cosyvoice_triton.client.requests import AudioPart
+from cosyvoice_triton.client.answer import AudioPart
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.audio.word_times import word_times
 

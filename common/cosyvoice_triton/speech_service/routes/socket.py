@@ -22,7 +22,7 @@ from typing import Any
 from async_timeout import timeout
 from fastapi import APIRouter, WebSocket
 
-from cosyvoice_triton.client.requests import TextPieces
+from cosyvoice_triton.client.utterance import TextPieces
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
 from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase

@@ -1,15 +1,20 @@
-"""An open loop through a speech service over HTTP, whose Triton is a stub."""
+"""Loads through each door: a speech service whose Triton is a stub, that stub itself, a speaker in this process."""
 
+import dataclasses
 import json
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cosyvoice_triton import samples, stacks
-from cosyvoice_triton.client.requests import Utterance
-from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.load import benchmark
+from cosyvoice_triton.bench import load as benchmark
+from cosyvoice_triton.client.utterance import Utterance
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.errors import OverloadedError
+from cosyvoice_triton.load.doors import SpeakerDoor
 from cosyvoice_triton.load.jobs import LoadJob
 from cosyvoice_triton.load.plan import Load
 from cosyvoice_triton.load.runner import measured
@@ -77,9 +82,41 @@ def test_a_failed_answer_is_an_error_in_the_words_of_the_service(service: Served
         assert (code, row["errors"]) == (1, 10) and words in row["failures"][0]
 
 
-@pytest.mark.parametrize("over", ["grpc", "http"])
+def test_an_open_loop_over_a_websocket_has_as_much_audio(service: Served, tmp_path: Path) -> None:
+    over = dataclasses.replace(service, url=service.url.replace("http", "ws"))
+    code, row = row_of(over, tmp_path / "out", "--target-text", "Hello.", "--speaker", "anna", "--seed", "3")
+    assert (code, row["requests"], row["errors"]) == (0, 10, 0)
+    assert row["audio_seconds"] == pytest.approx(10 * service.stub.chunks * service.stub.samples / SAMPLE_RATE)
+    assert service.stub.requests[-1].parameters["seed"].int64_param == 3
+    code, row = row_of(over, tmp_path / "out", "--target-text", "refuse it")
+    assert (code, row["errors"]) == (1, 10) and "is refused" in row["failures"][0]
+
+
+class EchoSpeaker:
+    """Yields its options as they come in, and refuses a voice for which it has no place."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    async def astream(self, text: str, **options: Any) -> AsyncGenerator[np.ndarray, None]:
+        self.asked.append({"text": text, **options})
+        if options["voice"] == "late":
+            raise OverloadedError("listeners: 9", 3.0)
+        yield np.full(SAMPLE_RATE, 0.1, np.float32)
+
+
+def test_a_speaker_in_this_process_is_a_server_like_others() -> None:
+    speaker, names = EchoSpeaker(), ("anna", "late")
+    jobs = [LoadJob(name, Utterance("Hi.", speaker=name, parameters={"seed": 2, "timeline": True})) for name in names]
+    run = measured(Load(["here"], "", "streaming", jobs=jobs), "speaker", 1, {"here": SpeakerDoor(speaker)})
+    assert [each.id for each in run.good] == ["anna"] and [each.id for each in run.refused] == ["late"]
+    voice = {"voice": "anna", "reference": None, "reference_text": None, "instruct_text": None}
+    assert speaker.asked[0] == {"text": "Hi.", "seed": 2, "reference_sample_rate": PROMPT_SAMPLE_RATE, **voice}
+
+
+@pytest.mark.parametrize("over", ["grpc", "http", "ws"])
 def test_a_cancelled_request_ends_at_the_server_and_is_no_error(service: Served, over: str) -> None:
-    stub, server = service.stub, service.url if over == "http" else service.triton
+    stub, server = service.stub, service.triton if over == "grpc" else service.url.replace("http", over)
     cancelled, arrived = stub.cancelled, stub.asked
     job = LoadJob("left", Utterance("endless"), cancel_after=1.0)
     run = measured(Load([server], stacks.DEFAULT.orchestrator, "streaming", jobs=[job]), "cancelled", 1)

@@ -14,25 +14,89 @@ docs/clients.md defines each figure.
 """
 
 import argparse
+import json
 import logging
 import platform
 import shlex
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cosyvoice_triton import samples
-from cosyvoice_triton.arguments import command_parser, natural_int, positive_int, reporting_errors
-from cosyvoice_triton.client.requests import add_voice_arguments, positive_number
+from cosyvoice_triton.arguments import command_parser, natural_int, positive_int, positive_number, reporting_errors
+from cosyvoice_triton.client.arguments import add_voice_arguments
 from cosyvoice_triton.constants import GRPC_PORT
+from cosyvoice_triton.load.doors import Door, SpeakerDoor
 from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
+from cosyvoice_triton.load.measure import Run
 from cosyvoice_triton.load.plan import Load, add_load_arguments
+from cosyvoice_triton.load.plot import plot_sweep
+from cosyvoice_triton.load.report import disaggregated_table, markdown_tables
 from cosyvoice_triton.load.runner import measured
-from cosyvoice_triton.load.sweep import Sweep
 
 REQUESTS_PER_TASK = 4  # with fewer, start-up and tail dominate the run
 MIN_REQUESTS = 40  # with fewer, the 95th percentile is the second worst value
+
+
+@dataclass
+class Sweep:
+    """Results and conditions of a sweep. rows: the figures of each run, with the swept number as `label`."""
+
+    title: str
+    command: str
+    made: str
+    client_machine: str
+    label: str
+    token2wav_gpus: int = 1
+    llm_gpus: int = 0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, load: Load, run: Run) -> None:
+        row = {"label": load.tasks if load.rate is None else load.rate, **load.settings(), **run.figures()}
+        row["failures"] = sorted({outcome.error for outcome in run.failed})
+        if load.rate is None:
+            row["concurrent_task_per_instance"] = load.tasks // len(load.servers)
+            row["concurrent_tasks_per_gpu"] = load.tasks / (self.token2wav_gpus + self.llm_gpus)
+        self.rows.append(row)
+
+    def write(self, output: Path) -> None:
+        """Write OUTPUT.md, .json and .png."""
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with_suffix(output, ".json").write_text(
+            json.dumps(asdict(self), indent=1, ensure_ascii=False), encoding="utf-8"
+        )
+        with_suffix(output, ".md").write_text(self.markdown(), encoding="utf-8")
+        plot_sweep(self.rows, self.label.lower(), self.title, with_suffix(output, ".png"))
+
+    def markdown(self) -> str:
+        settings = self.rows[0]
+        head = [
+            f"{self.title or 'Benchmark'}: {settings['model']}, {settings['mode']}, {len(settings['servers'])} "
+            f"server(s). Made {self.made}, the client on {self.client_machine}.",
+            f"\n`{self.command}`\n",
+            f"The warm-up ({settings['warmup_requests']} requests for the first row) is not counted. A gap is an "
+            f"underrun of a player that starts {settings['player_buffer_ms']:.0f} ms after the first chunk.\n",
+        ]
+        parts = [*head, markdown_tables(self.rows, self.label)]
+        if "concurrent_tasks_per_gpu" in settings and (self.llm_gpus or len(settings["servers"]) > 1):
+            parts += [
+                "#### Disaggregated Server, First Chunk Latency\n",
+                disaggregated_table(self.rows, self.token2wav_gpus),
+            ]
+        failures = sorted({error for row in self.rows for error in row["failures"]})
+        if failures:
+            parts += ["\nErrors:\n", *(f"- {error}" for error in failures)]
+        return "\n".join(parts).rstrip() + "\n"
+
+
+def with_suffix(output: Path, suffix: str) -> Path:
+    """Return `output` with a suffix appended; a name such as run-0.5 keeps its dot."""
+    return output.with_name(output.name + suffix)
 
 
 @reporting_errors("interrupted before there was anything to report")
@@ -43,6 +107,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def sweep(args: argparse.Namespace, command: list[str]) -> int:
     """Measure until a step is aborted; return 0 if every request of every step was answered."""
+    with ExitStack() as stack:
+        folders = [server for server in args.servers if Path(server).is_dir()]
+        return _sweep(args, command, {each: SpeakerDoor(stack.enter_context(_speaker(each))) for each in folders})
+
+
+def _speaker(models: str) -> Any:
+    from cosyvoice_triton.speaker.speaker import Speaker  # here, because a client does not need torch
+
+    return Speaker(models)
+
+
+def _sweep(args: argparse.Namespace, command: list[str], doors: Mapping[str, Door]) -> int:
     if not (args.manifest_path or args.huggingface_dataset or args.target_text):
         args.manifest_path = samples.MANIFEST
     jobs = Jobs.from_arguments(args)
@@ -64,7 +140,7 @@ def sweep(args: argparse.Namespace, command: list[str]) -> int:
         if rate and args.duration:
             count = max(1, round(rate * args.duration))
         load = Load.from_arguments(args, args.servers, jobs, count, tasks, rate, None, listening=bool(args.listeners))
-        run = measured(load, load.shape(), args.log_interval)
+        run = measured(load, load.shape(), args.log_interval, doors)
         found.add(load, run)
         found.write(args.output)  # after each step, so that an aborted sweep keeps its results
         code = code or (0 if run.complete else 1)
@@ -83,8 +159,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         dest="servers",
         nargs="+",
         default=[f"localhost:{GRPC_PORT}"],
-        metavar="HOST:PORT",
-        help="gRPC addresses, or URLs of speech services, such as http://localhost:10086: asked over HTTP for raw PCM",
+        metavar="ADDRESS",
+        help="HOST:PORT of gRPC; the URL of a speech service, http://localhost:10086 for raw PCM over HTTP, ws:// for "
+        "its WebSocket; or a folder of checkpoints, which speak in this process",
     )
     parser.add_argument("--mode", choices=("streaming", "offline"), default="streaming")
     add_voice_arguments(parser)
