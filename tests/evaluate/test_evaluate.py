@@ -1,4 +1,4 @@
-"""`cosyvoice-triton evaluate`: the demo voice is served and judged, so that a fault in the speech fails."""
+"""`cosyvoice-triton evaluate`: the demo voice speaks and is judged, so that a fault in the speech fails."""
 
 import json
 import shutil
@@ -14,7 +14,8 @@ from tests.support.evaluation import OF_THE_DEMO_VOICE
 SENTENCES = Path("tests/assets/everyday_sentences.jsonl")
 
 
-@pytest.mark.server
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("stack", ["dit", "unet"])
 def test_the_demo_voice_speaks_as_well_as_it_did(stack: str, tmp_path: Path) -> None:
     models, output = tmp_path / "demo", tmp_path / "out"

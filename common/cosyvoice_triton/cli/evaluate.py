@@ -1,4 +1,4 @@
-"""Judge a checkpoint: serve it, let it speak a set of sentences, and measure the speech.
+"""Judge a checkpoint: load it, let it speak a set of sentences, and measure the speech.
 
     cosyvoice-triton evaluate models/official --set seed-tts-en --data seedtts_testset
     cosyvoice-triton evaluate models/official --set seed-tts-zh --data seedtts_testset --recogniser 'asr.sh {wav}'
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace, command: str) -> int:
             llm_engine=args.llm_engine,
             settings=parse_settings(args.settings),
         )
-        spoken = [*speech.served(options, sentences, args.prompt_rates or [None], args.tasks, args.output), *spoken]
+        spoken = [*speech.spoken(options, sentences, args.prompt_rates or [None], args.tasks, args.output), *spoken]
     found = {name: panel.judge(name, answers) for name, answers in spoken}
     rows = [report.summary(name, answers) for name, answers in found.items()]
     about = f"{args.set}, {len(sentences)} sentences; {platform.platform()}, host {host_ms():.1f} ms"

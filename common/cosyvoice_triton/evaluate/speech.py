@@ -1,6 +1,5 @@
-"""The speech to judge: the answers of a stack that is served for it, or a folder of files."""
+"""The speech to judge: the answers of a stack in this process, or a folder of files."""
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,18 +8,19 @@ import numpy as np
 
 from cosyvoice_triton.client.utterance import Utterance, of_recording
 from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.load.doors import SpeakerDoor
 from cosyvoice_triton.load.jobs import LoadJob
 from cosyvoice_triton.load.measure import RequestOutcome
 from cosyvoice_triton.load.plan import MIN_WARMUP, Load
 from cosyvoice_triton.load.runner import measured
 from cosyvoice_triton.load.samples import Sample, read_manifest
 from cosyvoice_triton.server.options import StackOptions
-from cosyvoice_triton.server.rendering import render
-from cosyvoice_triton.server.tritonserver import Ports, TritonServer
+from cosyvoice_triton.speaker.speaker import Speaker
 from cosyvoice_triton.voice.audio import at_rate, load_audio
 from cosyvoice_triton.voice.prompt import Recording
 
 OWN = "own"
+HERE = "this process"
 # The lists of seed-tts-eval's folder `seedtts_testset`, whose recordings lie beside them in prompt-wavs/.
 SETS = {"seed-tts-en": Path("en/meta.lst"), "seed-tts-zh": Path("zh/meta.lst"), OWN: Path()}
 
@@ -46,34 +46,31 @@ def read_set(name: str, data: Path, limit: int | None) -> list[Sample]:
     return read_manifest(data / SETS[name], limit=limit)
 
 
-def served(
+def spoken(
     options: StackOptions, samples: Sequence[Sample], rates: Sequence[int | None], tasks: int, output: Path
 ) -> Iterator[tuple[str, list[SpokenSentence]]]:
     """Yield a name and the answers, for each rate of the recordings; None keeps theirs.
 
-    tasks: requests at once. output: a folder for the audio. ClientError, ServerError or ValueError.
+    tasks: requests at once. output: a folder for the audio. ClientError or ValueError.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        repository = Path(folder) / "repository"
-        render(options, repository)
-        with TritonServer(repository, ports=Ports(0, 0, 0), log_file=output / "tritonserver.log") as server:
-            for rate in rates:
-                name = options.stack + (f"-{rate}" if rate else "")
-                jobs = [LoadJob(each.id, _utterance(each, seed, rate)) for seed, each in enumerate(samples)]
-                load = Load(
-                    servers=[server.grpc_url],
-                    model=options.orchestrator,
-                    mode="streaming",
-                    jobs=jobs,
-                    warmup=jobs[:MIN_WARMUP],
-                    tasks=tasks,
-                    audio_dir=output / name,
-                )
-                run = measured(load, name, 5)
-                if run.interrupted:
-                    raise KeyboardInterrupt
-                outcomes = {outcome.id: outcome for outcome in run.outcomes}
-                yield name, [_answer(each, output / name, outcomes.get(each.id)) for each in samples]
+    with Speaker.of(options) as speaker:
+        for rate in rates:
+            name = options.stack + (f"-{rate}" if rate else "")
+            jobs = [LoadJob(each.id, _utterance(each, seed, rate)) for seed, each in enumerate(samples)]
+            load = Load(
+                servers=[HERE],
+                model=options.orchestrator,
+                mode="streaming",
+                jobs=jobs,
+                warmup=jobs[:MIN_WARMUP],
+                tasks=tasks,
+                audio_dir=output / name,
+            )
+            run = measured(load, name, 5, {HERE: SpeakerDoor(speaker)})
+            if run.interrupted:
+                raise KeyboardInterrupt
+            outcomes = {outcome.id: outcome for outcome in run.outcomes}
+            yield name, [_answer(each, output / name, outcomes.get(each.id)) for each in samples]
 
 
 def _utterance(sample: Sample, seed: int, rate: int | None) -> Utterance:

@@ -52,24 +52,33 @@ class Speaker:
                 work = closing.enter_context(tempfile.TemporaryDirectory(prefix="cosyvoice-triton-"))
                 models = Path(work) / "models"
                 steps.demo(models, options.get("stack", stacks.DEFAULT.name))
-            chosen, _ = planned(StackOptions(models_dir=Path(models), **options))
-            require_files(chosen)
-            llm = chosen.config(TensorrtLLMConfig) if chosen.llm_transport == "triton" else None
-            speech = chosen.config(OrchestratorConfig)
-            stack, config = stacks.named(chosen.stack), chosen.config(Token2WavConfig)
-            service = load_token2wav(stack, config)
-            closing.callback(service.close)
-            with timed("prompt encoders"):
-                device = "cpu" if config.prompt_device == "cpu" else config.device
-                encoder = LocalPromptEncoder(stack, config.model_dir, device)
-            closing.callback(encoder.close)
-            self._pipeline = load_pipeline(stack, speech, llm, encoder, port_of(service, stack), closing)
-            if warning := self._pipeline.texts.warning:
-                logger.warning("%s", warning)
-            self._default = None if speech.default_speaker else self._default_voice()
-            self._loop = BackgroundLoop("speaker")
-            closing.callback(self._loop.close, None if llm else self._pipeline.llm.aclose)
+            self._load(StackOptions(models_dir=Path(models), **options), closing)
             self._closing = closing.pop_all()
+
+    @classmethod
+    def of(cls, options: StackOptions) -> "Speaker":
+        """Return the speaker of a stack with these options."""
+        given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+        return cls(given.pop("models_dir"), **given)
+
+    def _load(self, options: StackOptions, closing: ExitStack) -> None:
+        chosen, _ = planned(options)
+        require_files(chosen)
+        llm = chosen.config(TensorrtLLMConfig) if chosen.llm_transport == "triton" else None
+        speech = chosen.config(OrchestratorConfig)
+        stack, config = stacks.named(chosen.stack), chosen.config(Token2WavConfig)
+        service = load_token2wav(stack, config)
+        closing.callback(service.close)
+        with timed("prompt encoders"):
+            device = "cpu" if config.prompt_device == "cpu" else config.device
+            encoder = LocalPromptEncoder(stack, config.model_dir, device)
+        closing.callback(encoder.close)
+        self._pipeline = load_pipeline(stack, speech, llm, encoder, port_of(service, stack), closing)
+        if warning := self._pipeline.texts.warning:
+            logger.warning("%s", warning)
+        self._default = None if speech.default_speaker else self._default_voice()
+        self._loop = BackgroundLoop("speaker")
+        closing.callback(self._loop.close, None if llm else self._pipeline.llm.aclose)
 
     @property
     def voices(self) -> list[str]:
