@@ -22,6 +22,7 @@ from cosyvoice_triton import refusals
 from cosyvoice_triton.client.answer import AudioPart
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.speech_service import bodies, dispatcher
+from cosyvoice_triton.speech_service.answer import Answer
 from cosyvoice_triton.speech_service.audio.recordings import decode_base64
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.metrics import Metrics
@@ -118,7 +119,7 @@ def full() -> dispatcher.Dispatcher:
 
 
 async def asked(full: dispatcher.Dispatcher) -> None:
-    async for _ in full.waveforms(dispatcher.SpeechJob((Utterance("Hello."),), 6)):
+    async for _ in full.waveforms(Answer((Utterance("Hello."),), 6)):
         raise AssertionError("audio")
 
 
@@ -131,8 +132,8 @@ def test_a_voice_that_waits_to_be_read_is_refused_like_the_others_however_long_t
     async def waits() -> None:
         async with contextlib.AsyncExitStack() as readers:
             for _ in range(os.cpu_count() or 1):
-                await readers.enter_async_context(full.reading)
-            waiting = asyncio.create_task(service.job(bodies.parse(bodies.SpeechRequest, TEXT)))
+                await readers.enter_async_context(full.decoding)
+            waiting = asyncio.create_task(service.answer(bodies.parse(bodies.SpeechRequest, TEXT)))
             await asyncio.sleep(0)
             with pytest.raises(ApiError, match="9 listeners"):
                 await asked(full)
@@ -191,7 +192,7 @@ def test_a_new_voice_that_waits_for_its_turn_is_refused_by_its_headers_alone(
     stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 0.0)  # however long ago the refusal was
-    monkeypatch.setattr(dispatcher, "TURN_SECONDS", 60.0)
+    monkeypatch.setattr(dispatcher, "UPLOAD_WAIT_SECONDS", 60.0)
     readers = [half_sent(url, b" " * 300_000) for _ in range(os.cpu_count() or 1)]
     httpx.get(f"{url}/health")  # came later: those who were before it have their turns now
     with half_sent(url) as waiting:

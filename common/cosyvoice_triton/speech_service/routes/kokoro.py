@@ -2,14 +2,12 @@
 
 import json
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
+from cosyvoice_triton.speech_service.answer import Answer
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
-from cosyvoice_triton.speech_service.dispatcher import SpeechJob
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.routes.responses import AudioResponse, whole
 from cosyvoice_triton.speech_service.routes.speech import read_fields
@@ -31,26 +29,23 @@ async def captioned(request: Request) -> Response:
     """Speak a text; the answer is one JSON object with the audio and the times of its words, also if `stream` is
     true."""
     service = Service.of(request)
-    async with service.dispatcher.turn(request.headers.get("content-length")):
+    async with service.dispatcher.upload_slot(request.headers.get("content-length")):
         fields, _ = await read_fields(request)
         fields.pop("return_timestamps", None)
         if fields.get("model") == "kokoro":  # its clients' default
             del fields["model"]
         wanted: SpeechRequest = parse(SpeechRequest, {**fields, "stream_format": "json", "timestamps": "word"})
-        encoder = service.encoder(wanted)
-        job = await service.job(wanted)
-    answer = _captioned(service.audio(job, encoder), job, encoder)
-    return AudioResponse(answer, "application/json", service.settings.stall, encoder.rate, job, whole=bytes)
+        answer = await service.answer(wanted)
+    parts = _captioned(service.dispatcher.encoded(answer), answer)
+    return AudioResponse(answer, parts, service.settings.stall, "application/json", whole=bytes)
 
 
-async def _captioned(
-    parts: AsyncGenerator[bytes, None], job: SpeechJob, encoder: AudioEncoder
-) -> AsyncGenerator[bytes, None]:
-    answer = await whole(parts, job, encoder, None)
-    words = [word for segment in answer["segments"] for word in segment["words"]]
+async def _captioned(audio: AsyncGenerator[bytes, None], answer: Answer) -> AsyncGenerator[bytes, None]:
+    given = await whole(audio, answer)
+    words = [word for segment in given["segments"] for word in segment["words"]]
     times = [{"word": word["word"], "start_time": word["start"], "end_time": word["end"]} for word in words]
-    content: dict[str, Any] = {"audio": answer["audio_data"], "audio_format": answer["media_type"], "timestamps": times}
-    yield json.dumps(content | job.warned).encode()
+    content = {"audio": given["audio_data"], "audio_format": given["media_type"], "timestamps": times}
+    yield json.dumps({**content, **answer.with_warnings}).encode()
 
 
 async def _instead(request: Request) -> Response:

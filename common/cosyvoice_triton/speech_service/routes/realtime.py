@@ -18,8 +18,8 @@ from fastapi import APIRouter, WebSocket
 
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import json_kind
+from cosyvoice_triton.speech_service.answer import Answer
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
-from cosyvoice_triton.speech_service.dispatcher import SpeechJob
 from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
 from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
 from cosyvoice_triton.speech_service.service import Service
@@ -66,14 +66,14 @@ class Response:
     metadata: dict[str, str]
     id: str = field(default_factory=lambda: _new_id("resp"))
     item: str = field(default_factory=lambda: _new_id("item"))
-    job: SpeechJob | None = None
+    answer: Answer | None = None
     ending: bool = False  # its last messages are being sent
 
     def usage(self) -> dict[str, Any] | None:
         """Return OpenAI's usage of what was generated so far."""
-        if self.job is None:
+        if self.answer is None:
             return None
-        usage = self.job.usage
+        usage = self.answer.usage
         text, audio = usage["input_tokens"], usage["output_tokens"]
         return usage | {
             "input_token_details": {"text_tokens": text, "audio_tokens": 0, "cached_tokens": 0},
@@ -178,9 +178,9 @@ class RealtimeSession(SocketSessionBase):
         if not wanted.voice_name or wanted.voice_name == self._config.get("voice"):
             return
         try:
-            job = await self._service.job(wanted)
-            if (utterance := job.utterances[0]).reference is None:
-                await self._service.dispatcher.check_voice(job, utterance)
+            answer = await self._service.answer(wanted)
+            if (utterance := answer.utterances[0]).reference is None:
+                await self._service.dispatcher.check_voice(answer.model, utterance)
         except ApiError as error:
             if error.status == 400:
                 raise
@@ -305,10 +305,9 @@ class RealtimeSession(SocketSessionBase):
         if (response := self._response) is None:
             return False
         try:
-            encoder = self._service.encoder(response.wanted)
-            response.job = await self._service.job(response.wanted)
+            response.answer = await self._service.answer(response.wanted)
             await self._send_part(response, "response.output_audio_transcript.delta", delta=response.wanted.input)
-            async with aclosing(self._service.audio(response.job, encoder)) as parts:
+            async with aclosing(self._service.dispatcher.encoded(response.answer)) as parts:
                 async for part in parts:
                     for begin in range(0, len(part), DELTA_BYTES):
                         delta = base64.b64encode(part[begin : begin + DELTA_BYTES]).decode()
@@ -342,7 +341,7 @@ class RealtimeSession(SocketSessionBase):
         if details is not None:
             about["status_details"] = {"type": status, **details}
         self._response = None  # the client may answer response.done with the next one
-        await self._send("response.done", response=about | (response.job.warned if response.job else {}))
+        await self._send("response.done", response=about | (response.answer.with_warnings if response.answer else {}))
 
     def _about(self, response: Response, status: str) -> dict[str, Any]:
         about: dict[str, Any] = {"object": "realtime.response", "id": response.id, "status": status, "output": []}

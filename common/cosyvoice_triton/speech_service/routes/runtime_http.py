@@ -33,7 +33,7 @@ async def infer(request: Request) -> Response:
     """Answer a request to any of the routes."""
     service = Service.of(request)
     names = ROUTES[request.url.path]
-    async with service.dispatcher.turn(request.headers.get("content-length")):
+    async with service.dispatcher.upload_slot(request.headers.get("content-length")):
         fields, upload = await read_fields(request, "prompt_wav")
         values: dict[str, Any] = {}
         for field, name in names.items():
@@ -44,11 +44,8 @@ async def infer(request: Request) -> Response:
                 raise invalid(f"{field} is missing", field)
             else:
                 values[name] = str(fields[field])
-        job = await service.job(parse(SpeechRequest, values), upload)
-    encoder = AudioEncoder("pcm")
-    return AudioResponse(
-        service.audio(job, encoder), encoder.format.media_type, service.settings.stall, encoder.rate, job
-    )
+        answer = await service.answer(parse(SpeechRequest, values), upload, encoder=AudioEncoder("pcm"))
+    return AudioResponse(answer, service.dispatcher.encoded(answer), service.settings.stall)
 
 
 for path in ROUTES:

@@ -23,6 +23,7 @@ from async_timeout import timeout
 from fastapi import APIRouter, WebSocket
 
 from cosyvoice_triton.client.utterance import TextPieces
+from cosyvoice_triton.speech_service.answer import Answer
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
 from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
@@ -215,28 +216,28 @@ class SocketSession(SocketSessionBase):
         try:
             text = sentence if isinstance(sentence, str) else ""
             wanted: SpeechRequest = parse(SpeechRequest, {**self._config, **before, "input": text or "."})
-            encoder = self._service.encoder(wanted)
-            job = await self._service.job(wanted)
+            answer = await self._service.answer(wanted)
             if isinstance(sentence, TextPieces):
-                job.utterances = (replace(job.utterances[0], target_text="", pieces=sentence),)
-            await self._send(
-                "audio.start", **index, sentence_text=text, format=wanted.response_format, sample_rate=encoder.rate
-            )
-            async with aclosing(self._service.audio(job, encoder)) as parts:
+                answer.utterances = (replace(answer.utterances[0], target_text="", pieces=sentence),)
+            audio = {"format": wanted.response_format, "sample_rate": answer.encoder.rate}
+            await self._send("audio.start", **index, sentence_text=text, **audio)
+            async with aclosing(self._service.dispatcher.encoded(answer)) as parts:
                 async for part in parts:
                     sent += len(part)
                     async with timeout(self._service.settings.stall):
                         await self._socket.send_bytes(part)
-                    if segments := job.ended():
-                        await self._send("audio.timestamps", **index, segments=segments)
-            if segments := job.ended():  # of a last part without audio
-                await self._send("audio.timestamps", **index, segments=segments)
-            for message in job.warnings:
+                    await self._send_segments(answer, index)
+            await self._send_segments(answer, index)  # of a last part without audio
+            for message in answer.warnings:
                 await self._send("warning", **index, message=message)
-            usage = {"usage": job.usage}
+            usage = {"usage": answer.usage}
         except ApiError as error:
             failed = await self._report(error, index)
         await self._send("audio.done", **index, total_bytes=sent, error=failed, **usage)
+
+    async def _send_segments(self, answer: Answer, index: dict[str, int]) -> None:
+        if segments := answer.new_segments():
+            await self._send("audio.timestamps", **index, segments=segments)
 
     async def _report(self, error: ApiError, index: dict[str, int]) -> bool:
         """Tell why a sentence was not spoken, and return whether that is a failure: markup or a symbol between the

@@ -43,7 +43,7 @@ router = APIRouter()
 async def speech(request: Request) -> Response:
     """Speak a text; the audio is streamed."""
     service = Service.of(request)
-    async with service.dispatcher.turn(request.headers.get("content-length")):
+    async with service.dispatcher.upload_slot(request.headers.get("content-length")):
         fields, upload = await read_fields(request, "ref_audio")
         wanted: SpeechRequest = parse(SpeechRequest, fields)
         if wanted.stream_format == "sse" and not wanted.stream:
@@ -52,18 +52,13 @@ async def speech(request: Request) -> Response:
             for field in ("timestamps", "subtitles"):
                 if value := getattr(wanted, field):
                     raise invalid(f"{field} {value!r} with stream_format 'audio': use 'json' or 'sse'", field)
-        encoder = service.encoder(wanted)
-        job = await service.job(wanted, upload)
-    audio = service.audio(job, encoder)
+        answer = await service.answer(wanted, upload)
+    audio, stall = service.dispatcher.encoded(answer), service.settings.stall
     if wanted.stream_format == "sse":
-        answer = events(audio, job, wanted.subtitles)
-        return AudioResponse(answer, "text/event-stream", service.settings.stall, encoder.rate, job)
+        return AudioResponse(answer, events(audio, answer), stall, "text/event-stream")
     if wanted.stream_format == "json":
-        answer = whole_json(audio, job, encoder, wanted.subtitles)
-        return AudioResponse(answer, "application/json", service.settings.stall, encoder.rate, job, whole=bytes)
-    kind = encoder.format.media_type
-    complete = None if wanted.stream else encoder.complete
-    return AudioResponse(audio, kind, service.settings.stall, encoder.rate, job, complete)
+        return AudioResponse(answer, whole_json(audio, answer), stall, "application/json", whole=bytes)
+    return AudioResponse(answer, audio, stall, whole=None if wanted.stream else answer.encoder.complete)
 
 
 @router.post("/v1/audio/speech/text")
@@ -113,9 +108,8 @@ async def _whole(service: Service, item: Any) -> dict[str, Any]:
         raise invalid(f"the item is {json_kind(item)}, not a JSON object")
     wanted: SpeechRequest = parse(SpeechRequest, item)
     wanted.stream = False
-    encoder = service.encoder(wanted)
-    job = await service.job(wanted)
-    return await whole(service.audio(job, encoder), job, encoder, wanted.subtitles)
+    answer = await service.answer(wanted)
+    return await whole(service.dispatcher.encoded(answer), answer)
 
 
 @router.get("/v1/models")

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from cosyvoice_triton.client.answer import WAVEFORM
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
-from cosyvoice_triton.speech_service.dispatcher import SpeechJob
+from cosyvoice_triton.speech_service.answer import Answer
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.routes.speech import read_body
 from cosyvoice_triton.speech_service.security.guard import API_KEY
@@ -43,12 +43,12 @@ async def infer(name: str, request: Request) -> Response:
     """Return a model's whole answer to a request in Triton's protocol, and errors in Triton's form."""
     service = Service.of(request)
     try:
-        async with service.dispatcher.turn(request.headers.get("content-length")):
+        async with service.dispatcher.upload_slot(request.headers.get("content-length")):
             body = await read_body(request)
             wanted = await asyncio.to_thread(_content, body, request.headers.get(HEADER_LENGTH), service.settings)
             utterance = await asyncio.to_thread(_utterance, wanted, service.settings)
-        job = SpeechJob((utterance,), len(utterance.target_text), name, API_KEY.get())
-        parts = [part async for part in service.dispatcher.waveforms(job)]
+        answer = Answer((utterance,), len(utterance.target_text), name, API_KEY.get())
+        parts = [part async for part in service.dispatcher.waveforms(answer)]
         return await asyncio.to_thread(_answer, name, np.concatenate(parts), _is_binary(wanted), wanted.get("id"))
     except ApiError as error:
         headers = {"Retry-After": str(error.retry_after)} if error.retry_after else None
