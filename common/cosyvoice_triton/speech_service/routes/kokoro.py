@@ -6,10 +6,11 @@ from collections.abc import AsyncGenerator
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from cosyvoice_triton.speech_service import openapi as doc
 from cosyvoice_triton.speech_service.answer import Answer
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.errors import ApiError
-from cosyvoice_triton.speech_service.routes.responses import AudioResponse, whole
+from cosyvoice_triton.speech_service.routes.responses import HEADERS, AudioResponse, whole
 from cosyvoice_triton.speech_service.routes.speech import read_fields
 from cosyvoice_triton.speech_service.service import Service
 
@@ -24,7 +25,18 @@ _INSTEAD = {
 }
 
 
-@router.post(PATH)
+_FIELDS = {"allOf": [doc.SPEECH_FIELDS], "properties": {"return_timestamps": doc.BOOLEAN}}
+_TIMES = doc.array(doc.record({"word": doc.TEXT, "start_time": doc.NUMBER, "end_time": doc.NUMBER}))
+_CAPTIONED = doc.record(
+    {"audio": doc.described(doc.TEXT, "in base64"), "audio_format": doc.TEXT, "timestamps": _TIMES},
+    {"warnings": doc.array(doc.TEXT)},
+)
+
+
+@router.post(
+    PATH,
+    **doc.describe("Kokoro-FastAPI", body={doc.JSON: _FIELDS}, answer=_CAPTIONED, errors=doc.SPEAKING, headers=HEADERS),
+)
 async def captioned(request: Request) -> Response:
     """Speak a text; the answer is one JSON object with the audio and the times of its words, also if `stream` is
     true."""
@@ -49,8 +61,10 @@ async def _captioned(audio: AsyncGenerator[bytes, None], answer: Answer) -> Asyn
 
 
 async def _instead(request: Request) -> Response:
+    """Not served; the error says what to use in its place."""
     raise ApiError(404, f"{request.url.path} does not exist: {_INSTEAD[request.url.path]}", code="unsupported")
 
 
+_NOT_SERVED = doc.describe("Kokoro-FastAPI", answer=doc.FAILED, success=404)
 for path in _INSTEAD:
-    router.add_api_route(path, _instead, methods=["POST"])
+    router.add_api_route(path, _instead, methods=["POST"], **_NOT_SERVED)

@@ -12,9 +12,9 @@ import base64
 import uuid
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, WebSocket
+from fastapi import APIRouter, Query, WebSocket
 
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import json_kind
@@ -50,10 +50,11 @@ _BETA_EVENTS = {
 _DEAF = "the model does not listen: send text with conversation.item.create"
 
 router = APIRouter()
+_Model = Annotated[str, Query(description="a served model")]  # for the document: the session reads it
 
 
 @router.websocket("/v1/realtime")
-async def realtime_socket(socket: WebSocket) -> None:
+async def realtime_socket(socket: WebSocket, model: _Model = "") -> None:
     """Serve one connection with any number of responses, one at a time."""
     await RealtimeSession.serve(socket)
 

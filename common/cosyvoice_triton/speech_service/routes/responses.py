@@ -18,6 +18,7 @@ from async_timeout import timeout
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from cosyvoice_triton.speech_service import openapi as doc
 from cosyvoice_triton.speech_service.answer import Answer
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.tasks import TaskScope
@@ -29,6 +30,33 @@ USAGE_HEADERS = {"x-input-tokens": "input_tokens", "x-output-tokens": "output_to
 WARNING_CHARS = 300  # in a header: warnings quote texts
 _VISIBLE = " !#$&'()*+,/:;=?@[]\"<>^`{|}~"  # ASCII that a header may have; the rest is percent-encoded
 _STREAMING_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second one is for nginx
+
+
+HEADERS = {
+    "X-Sample-Rate": doc.described(doc.INTEGER, "of the audio, in Hz"),
+    "X-Speech-Warning": doc.described(doc.TEXT, "percent-encoded; warnings that are known before the first byte"),
+    **{
+        name.title(): doc.described(doc.NUMBER, f"`{of}` of the usage, of whole answers")
+        for name, of in USAGE_HEADERS.items()
+    },
+}
+
+
+_USAGE = {"input_tokens": doc.INTEGER, "output_tokens": doc.INTEGER, "total_tokens": doc.INTEGER, "seconds": doc.NUMBER}
+_WORD = doc.record({"word": doc.TEXT, "start": doc.NUMBER, "end": doc.NUMBER})
+_SEGMENT = doc.record({"text": doc.TEXT, "start": doc.NUMBER, "end": doc.NUMBER}, {"words": doc.array(_WORD)})
+SPEECH_FIELDS = {
+    "audio_data": doc.described(doc.TEXT, "in base64"),
+    "media_type": doc.TEXT,
+    "sample_rate": doc.INTEGER,
+    "usage": doc.component("Usage", doc.record(_USAGE)),
+}
+SPEECH_OPTIONS = {
+    "warnings": doc.array(doc.TEXT),
+    "segments": doc.array(doc.component("Segment", _SEGMENT)),
+    "subtitles": doc.TEXT,
+}
+SPEECH = doc.component("Speech", doc.record(SPEECH_FIELDS, SPEECH_OPTIONS))
 
 
 class AudioResponse(Response):

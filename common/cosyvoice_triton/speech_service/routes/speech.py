@@ -15,6 +15,8 @@ from starlette.responses import JSONResponse, Response
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.errors import json_kind
+from cosyvoice_triton.speech_service import openapi as doc
+from cosyvoice_triton.speech_service.audio.encoding import FORMATS
 from cosyvoice_triton.speech_service.bodies import (
     OPENAI_MODELS,
     BatchRequest,
@@ -24,7 +26,17 @@ from cosyvoice_triton.speech_service.bodies import (
     read_json,
 )
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
-from cosyvoice_triton.speech_service.routes.responses import AudioResponse, disconnected, events, whole, whole_json
+from cosyvoice_triton.speech_service.routes.responses import (
+    HEADERS,
+    SPEECH,
+    SPEECH_FIELDS,
+    SPEECH_OPTIONS,
+    AudioResponse,
+    disconnected,
+    events,
+    whole,
+    whole_json,
+)
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.tasks import TaskScope
@@ -38,8 +50,39 @@ PATHS = "/v1/audio/speech", "/audio/speech"
 router = APIRouter()
 
 
-@router.post(PATHS[0])
-@router.post(PATHS[1])
+_EVENTS = doc.described(
+    doc.TEXT,
+    "events `speech.audio.delta` with `audio` in base64, `speech.audio.timestamps` with `segments`, then "
+    "`speech.audio.done` with `usage`, `warnings`, `subtitles`, or `speech.audio.error` with `error`",
+)
+_CONTENT = {**{kind.media_type: doc.FILE for kind in FORMATS.values()}, "text/event-stream": _EVENTS}
+_SPEECH = doc.describe(
+    "Speech", body=doc.SPEECH_BODY, answer=SPEECH, content=_CONTENT, errors=doc.SPEAKING, headers=HEADERS
+)
+_PREVIEW = doc.record(
+    {"segments": doc.array(doc.TEXT), "seconds": doc.array(doc.NUMBER), "language": doc.TEXT},
+    {"warnings": doc.array(doc.TEXT)},
+)
+_RESULT: doc.Schema = {
+    "oneOf": [
+        doc.record({"index": doc.INTEGER, "status": {"const": "success"}, **SPEECH_FIELDS}, SPEECH_OPTIONS),
+        doc.record({"index": doc.INTEGER, "status": {"const": "error"}, "error": doc.ERROR}),
+    ]
+}
+_BATCH = doc.record(
+    {"results": doc.array(doc.component("BatchResult", _RESULT)), "succeeded": doc.INTEGER, "failed": doc.INTEGER}
+)
+_MODEL_FIELDS = {"id": doc.TEXT, "object": doc.TEXT, "created": doc.INTEGER, "owned_by": doc.TEXT}
+_ABOUT_MODEL = {"name": doc.TEXT, "languages": doc.array(doc.TEXT), "instructions": doc.BOOLEAN, "demo": doc.BOOLEAN}
+_ALIAS = {"alias_of": doc.described(doc.TEXT, "what the name stands for")}
+_MODEL = doc.component("Model", doc.record(_MODEL_FIELDS, _ALIAS))
+_MODELS = doc.record({"object": doc.TEXT, "data": doc.array(_MODEL)})
+_AUDIO_MODEL = doc.record({**_MODEL_FIELDS, **_ABOUT_MODEL}, _ALIAS)
+_AUDIO_MODELS = doc.record({"models": doc.array(_AUDIO_MODEL), "max_input_chars": doc.INTEGER})
+
+
+@router.post(PATHS[0], **_SPEECH)
+@router.post(PATHS[1], **_SPEECH)
 async def speech(request: Request) -> Response:
     """Speak a text; the audio is streamed."""
     service = Service.of(request)
@@ -61,14 +104,20 @@ async def speech(request: Request) -> Response:
     return AudioResponse(answer, audio, stall, whole=None if wanted.stream else answer.encoder.complete)
 
 
-@router.post("/v1/audio/speech/text")
+@router.post(
+    "/v1/audio/speech/text",
+    **doc.describe("Speech", body=doc.SPEECH_BODY, answer=_PREVIEW, errors=(404, 415, 429)),
+)
 async def text(request: Request) -> dict[str, Any]:
     """Return what will be spoken of a text: its segments in words, with expected seconds."""
     fields, upload = await read_fields(request, "ref_audio")
     return await Service.of(request).preview(parse(SpeechRequest, fields), upload)
 
 
-@router.post("/v1/audio/speech/batch")
+@router.post(
+    "/v1/audio/speech/batch",
+    **doc.describe("Speech", body={doc.JSON: doc.named(BatchRequest.__name__)}, answer=_BATCH, errors=(415,)),
+)
 async def batch(request: Request) -> Response:
     """Speak several texts, answered together. Failed items do not affect the others; those for which there is no place
     wait for one."""
@@ -112,13 +161,13 @@ async def _whole(service: Service, item: Any) -> dict[str, Any]:
     return await whole(service.dispatcher.encoded(answer), answer)
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", **doc.describe("Models", answer=_MODELS))
 async def models(request: Request) -> dict[str, Any]:
     """Return the served models, then OpenAI's names, which stand for the default one."""
     return {"object": "list", "data": list(_models(Service.of(request)).values())}
 
 
-@router.get("/v1/models/{name}")
+@router.get("/v1/models/{name}", **doc.describe("Models", answer=_MODEL, errors=(404,)))
 async def model(name: str, request: Request) -> dict[str, Any]:
     """Return one of the models that `models` lists."""
     listed = _models(Service.of(request))
@@ -129,7 +178,7 @@ async def model(name: str, request: Request) -> dict[str, Any]:
     return listed[name]
 
 
-@router.get("/v1/audio/models")
+@router.get("/v1/audio/models", **doc.describe("Models", answer=_AUDIO_MODELS))
 async def audio_models(request: Request) -> dict[str, Any]:
     """Return the same list in the form that Open WebUI reads, and the longest text that is accepted. Each model has its
     languages, whether it follows instructions, and whether it is the demo voice."""

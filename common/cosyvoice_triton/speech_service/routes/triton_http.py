@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from cosyvoice_triton.client.answer import WAVEFORM
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.speech_service import openapi as doc
 from cosyvoice_triton.speech_service.answer import Answer
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.routes.speech import read_body
@@ -38,7 +39,20 @@ DATATYPES = {
 router = APIRouter()
 
 
-@router.post("/v2/models/{name}/infer")
+_TENSOR = doc.record(
+    {"name": {"enum": [*DATATYPES]}, "datatype": doc.TEXT, "shape": doc.array(doc.INTEGER)},
+    {"data": {"type": "array"}, "parameters": {"type": "object"}},
+)
+_BINARY = {"application/octet-stream": doc.FILE}
+_REQUEST = doc.record({"inputs": doc.array(_TENSOR)}, {"id": doc.TEXT, "outputs": doc.array({}), "parameters": {}})
+
+
+@router.post(
+    "/v2/models/{name}/infer",
+    **doc.describe(
+        "Triton", body={doc.JSON: _REQUEST}, answer={"type": "object"}, content=_BINARY, errors=doc.SPEAKING
+    ),
+)
 async def infer(name: str, request: Request) -> Response:
     """Return a model's whole answer to a request in Triton's protocol, and errors in Triton's form."""
     service = Service.of(request)
