@@ -102,7 +102,7 @@ def _add_service_routes(app: FastAPI) -> None:
         """Return the document of `/openapi.json` as a page."""
         return FileResponse(PAGE / "docs.html", headers=_PAGE_HEADERS)
 
-    # Built once: it takes a tenth of a second of the event loop, and needs no key.
+    # Built once: that holds the event loop for 20 ms, and anyone may ask for it.
     described = cache(lambda: doc.document(routes_of(app)))
 
     @app.get("/openapi.json", **doc.describe("Service", answer={"type": "object"}))

@@ -4,6 +4,9 @@ uvicorn with httptools collects headers of any size and waits for the rest of a 
 It closes a connection only once the client has read everything, so one that stops reading keeps it, and its memory. It
 drops the body of a request that offers an upgrade, and answers what follows as a second request. A WebSocket collects
 an unfinished message for as long as the client likes, and answers the pings of a client that reads nothing.
+
+uvicorn has no public interface for any of this. This is the only file that uses its private classes, and
+tests/speech_service/test_connections.py names the release that it was read from.
 """
 
 import asyncio
@@ -19,17 +22,18 @@ from websockets.frames import Frame
 from cosyvoice_triton.speech_service.security.budget import ByteBudget, Claim
 from cosyvoice_triton.speech_service.settings import Settings
 
-MAX_HEADER_BYTES = 64 << 10
-HEADER_SECONDS = 10.0
-LINGER_SECONDS = 30.0  # as nginx
-MAX_MILLISECONDS = (1 << 31) - 1  # of a socket option
-
-MAX_PIPELINED = 100  # requests that wait for the answer before theirs; uvicorn reads on after each answer
+MAX_HEADER_BYTES = 64 << 10  # Envoy passes on 60 KiB
+HEADER_SECONDS = 10.0  # a few packets, also on a slow network
+LINGER_SECONDS = 30.0  # nginx's lingering_time
+MAX_MILLISECONDS = (1 << 31) - 1  # of a socket option, which is an int
+# Requests that wait for the answer before theirs. uvicorn reads on after each answer, so without a limit half a million
+# that a client sent without reading took 960 MB.
+MAX_PIPELINED = 100
 
 SOCKET_PATHS = b"/v1/audio/speech/stream", b"/v1/realtime"
 # Headers of an offer to upgrade, which a server that does not take it ignores (RFC 9110, 7.8).
 _OFFER = (b"upgrade", b"http2-settings")
-_FRAGMENT_BYTES = 128  # of memory for a piece of a message, however short
+_FRAGMENT_BYTES = 128  # of memory for a piece of a message, also for an empty one
 _PONG = 0x8A  # first byte of its frame
 
 logger = logging.getLogger(__name__)
@@ -193,7 +197,8 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         super().__init__(**uvicorn)
         self._receive_timeout = settings.receive_timeout
         self._claim = Claim(budget)
-        self._fragments = 0  # bytes of the pieces of an unfinished message
+        self._fragments = 0  # pieces of an unfinished message that have been counted
+        self._fragment_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -208,7 +213,10 @@ class LimitedSocket(WebSocketsSansIOProtocol):
             self.transport.write(STATUS_LINE[400] + b"connection: close\r\ncontent-length: 0\r\n\r\n")
             self.transport.close()
             return
-        unfinished = len(self.conn.reader.buffer) + self._fragments
+        new = self.frames[self._fragments :]  # the others are counted: a client may send a million pieces
+        self._fragments += len(new)
+        self._fragment_bytes += sum(len(each) + _FRAGMENT_BYTES for each in new)
+        unfinished = len(self.conn.reader.buffer) + self._fragment_bytes
         if not unfinished:
             self._finished()
         elif not self._claim.covers(unfinished):
@@ -218,20 +226,9 @@ class LimitedSocket(WebSocketsSansIOProtocol):
                 self._receive_timeout, self._refuse, 1008, "a message did not arrive in time"
             )
 
-    def handle_cont(self, event: Frame) -> None:
-        self._count(event)
-        super().handle_cont(event)
-
-    def handle_text(self, event: Frame) -> None:
-        self._count(event)
-        super().handle_text(event)
-
-    def handle_bytes(self, event: Frame) -> None:
-        self._count(event)
-        super().handle_bytes(event)
-
     def send_receive_event_to_app(self) -> None:
         """Pass on a message; uvicorn logs a traceback for a text that is not UTF-8."""
+        self._finished()
         if self.curr_msg_data_type == "text":
             try:
                 b"".join(self.frames).decode()
@@ -252,18 +249,12 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         self.transport.write(b"".join(output))
 
     def _control_frame(self) -> None:
-        if not self._fragments:  # what had begun to arrive was this frame, and no message
+        if not self.frames:  # what had begun to arrive was this frame, and no message
             self._finished()
-
-    def _count(self, event: Frame) -> None:
-        if event.fin:
-            self._finished()
-        else:
-            self._fragments += len(event.data) + _FRAGMENT_BYTES
 
     def _finished(self) -> None:
         """Forget the message that was unfinished."""
-        self._fragments = 0
+        self._fragments = self._fragment_bytes = 0
         self._claim.release()
         if self._deadline is not None:
             self._deadline.cancel()
