@@ -1,4 +1,4 @@
-"""More clients than places: refusals that cost nothing, and batches that wait for their turn, with a stub Triton."""
+"""More clients than places: refusals that cost nothing, and batches that wait for free ones, with a stub Triton."""
 
 import asyncio
 import base64
@@ -143,15 +143,15 @@ def test_a_voice_that_waits_to_be_read_is_refused_like_the_others_however_long_t
         asyncio.run(waits())
 
 
-def test_of_a_crowd_only_the_first_are_routed_and_live_streams_have_their_turn_after_each(
+def test_of_a_crowd_only_the_first_are_routed_and_live_streams_run_after_each(
     full: dispatcher.Dispatcher,
 ) -> None:
-    routed = turns = 0
+    routed = steps = 0
 
     async def live() -> None:
-        nonlocal turns
+        nonlocal steps
         while True:
-            turns += 1
+            steps += 1
             await asyncio.sleep(0)
 
     async def listen() -> None:
@@ -167,7 +167,7 @@ def test_of_a_crowd_only_the_first_are_routed_and_live_streams_have_their_turn_a
         return answers
 
     assert [getattr(each, "status", each) for each in asyncio.run(crowd())] == CROWD * [429]
-    assert routed < 4 and turns > CROWD / 2
+    assert routed < 4 and steps > CROWD / 2
 
 
 @pytest.mark.parametrize(
@@ -185,16 +185,16 @@ def test_an_answer_before_the_body_ends_the_connection_once_the_body_has_come(
         answer = b"".join(iter(lambda: client.recv(65_536), b""))  # to its end
         assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and b"\r\nconnection: close\r\n" in answer
         for _ in range(size // 1000):
-            client.sendall(1000 * b"x")  # by a client that does not look yet: it gets no reset
+            client.sendall(1000 * b"x")  # by a client that does not read yet: it gets no reset
 
 
-def test_a_new_voice_that_waits_for_its_turn_is_refused_by_its_headers_alone(
+def test_a_new_voice_that_waits_for_an_upload_slot_is_refused_by_its_headers_alone(
     stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 0.0)  # however long ago the refusal was
     monkeypatch.setattr(dispatcher, "UPLOAD_WAIT_SECONDS", 60.0)
     readers = [half_sent(url, b" " * 300_000) for _ in range(os.cpu_count() or 1)]
-    httpx.get(f"{url}/health")  # came later: those who were before it have their turns now
+    httpx.get(f"{url}/health")  # came later: those before it have their slots now
     with half_sent(url) as waiting:
         httpx.get(f"{url}/health")  # and this one waits
         stub.error = OVERLOADED
@@ -210,7 +210,7 @@ def test_a_refusal_while_a_slow_client_sends_its_recording_does_not_refuse_it_wh
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 0.0)
     body = json.dumps({**TEXT, "ref_audio": recording(1)}).encode()
     with half_sent(url, body[:-1], size=len(body)) as slow:
-        httpx.get(f"{url}/health")  # came later: the other one has its turn now
+        httpx.get(f"{url}/health")  # came later: the other one has its slot now
         stub.error = OVERLOADED
         assert httpx.post(url + SPEECH, json=TEXT).status_code == 429
         stub.error = ""

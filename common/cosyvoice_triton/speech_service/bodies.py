@@ -35,7 +35,7 @@ _BASE64 = bytes(range(ord("0"), ord("9") + 1)) + bytes(range(ord("A"), ord("Z") 
 _CHEAP = _BASE64 + _BASE64.lower() + bytes(range(128, 256))
 
 
-# Alternatives of a field, which pydantic lists in the place of an error like fields.
+# Names of types that pydantic puts into an error's location for a field of several types, as if they were fields.
 _TYPES = ("str", "constrained-str", "VoiceId")
 
 

@@ -19,6 +19,7 @@ _ERRORS = {  # HTTP status and code
     str(grpc.StatusCode.INVALID_ARGUMENT): (400, None),
     str(grpc.StatusCode.NOT_FOUND): (404, None),
     str(grpc.StatusCode.UNAVAILABLE): (503, "unavailable"),
+    # gRPC's own limits, such as the size of a message: not a refusal of the model, which has a text of its own.
     str(grpc.StatusCode.RESOURCE_EXHAUSTED): (503, "unavailable"),
     str(grpc.StatusCode.DEADLINE_EXCEEDED): (504, "timeout"),
 }
@@ -30,7 +31,7 @@ _NOT_SERVED = ("Request for unknown model", "Server is stopping")
 
 NOTHING = "nothing_to_speak"
 OVERLOADED = "overloaded"  # code of the refusal of a Triton that has as many listeners as it can serve
-MESSAGE_CHARS = 1000  # messages quote what clients send
+MESSAGE_CHARS = 1000  # messages quote what clients send, which may be a megabyte
 
 
 class ApiError(Exception):

@@ -25,7 +25,7 @@ from cosyvoice_triton.voice.mix import mixed_voices
 from cosyvoice_triton.voice.prompt import Recording
 from cosyvoice_triton.voice.rights import Rights
 
-MAX_VOICES = 1000
+MAX_VOICES = 1000  # of a folder, whose files are listed again for each list of voices and each new one
 
 
 class VoiceFolder(VoiceBook):

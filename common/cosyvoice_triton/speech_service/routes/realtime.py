@@ -24,8 +24,8 @@ from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
 from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
 from cosyvoice_triton.speech_service.service import Service
 
-MAX_ITEMS = 128  # of a conversation; the oldest ones are forgotten
-MAX_ID_CHARS = 64
+MAX_ITEMS = 128  # of a conversation, of which only the last is spoken: the oldest are forgotten
+MAX_ID_CHARS = 64  # ids come back in each event
 DELTA_BYTES = 1 << 15  # of audio in one event: 0.7 s; some clients refuse messages of a megabyte
 MAX_METADATA = 16, 64, 512  # pairs, characters of a name and of a value, as OpenAI's
 
@@ -47,7 +47,7 @@ _BETA_EVENTS = {
     "response.output_audio_transcript.delta": "response.audio_transcript.delta",
     "response.output_audio_transcript.done": "response.audio_transcript.done",
 }
-_DEAF = "the model does not listen: send text with conversation.item.create"
+_TEXT_ONLY = "the model does not listen: send text with conversation.item.create"
 
 router = APIRouter()
 _Model = Annotated[str, Query(description="a served model")]  # for the document: the session reads it
@@ -124,7 +124,7 @@ class RealtimeSession(SocketSessionBase):
         elif kind == "input_audio_buffer.clear":
             await self._send("input_audio_buffer.cleared")  # it is always empty
         elif kind in ("input_audio_buffer.append", "input_audio_buffer.commit"):
-            raise invalid(f"{kind}: {_DEAF}", "type", "input_audio_not_supported")
+            raise invalid(f"{kind}: {_TEXT_ONLY}", "type", "input_audio_not_supported")
         else:
             raise invalid(f"the message type {kind!r} is unknown", "type")
         return True
@@ -246,7 +246,7 @@ class RealtimeSession(SocketSessionBase):
         for part in content if isinstance(content, list) else [content]:
             text = part.get("text", part.get("transcript")) if isinstance(part, dict) else None
             if not isinstance(text, str):
-                raise invalid(f"the content of an item has a part without text: {_DEAF}", "item.content")
+                raise invalid(f"the content of an item has a part without text: {_TEXT_ONLY}", "item.content")
             texts.append(text)
         return self._checked(" ".join(texts), "item.content")
 

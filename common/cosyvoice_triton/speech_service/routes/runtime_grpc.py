@@ -23,7 +23,7 @@ from cosyvoice_triton.speech_service.settings import MAX_CHAR_BYTES, Settings
 logger = logging.getLogger(__name__)
 
 PROTO = "cosyvoice_triton/speech_service/routes/cosyvoice.proto"
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 5.0  # for live calls; uvicorn has waited DRAIN_SECONDS for the other streams by then
 
 _FIELDS = (("spk_id", "voice"), ("instruct_text", "instructions"), ("prompt_text", "ref_text"))  # (its field, ours)
 _CODES = {

@@ -32,8 +32,9 @@ from cosyvoice_triton.text import is_speakable
 from cosyvoice_triton.text.markup import without_voices
 from cosyvoice_triton.text.segments import WINDOW, SentenceSplitter
 
-MAX_WAITING_CHARS = 65_536  # in sentences that are not spoken yet
-MAX_WAITING_UTTERANCES = 64  # that have ended and are not spoken yet
+# An LLM writes faster than its text is spoken, so sentences and ended utterances wait; an hour of speech is enough.
+MAX_WAITING_CHARS = 65_536
+MAX_WAITING_UTTERANCES = 64
 
 _MODES = "sentences", "tokens"
 # Fields of /v1/audio/speech that a session has not, and what it has instead.

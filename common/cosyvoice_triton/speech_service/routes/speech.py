@@ -44,8 +44,8 @@ from cosyvoice_triton.text.language import languages_of
 
 BATCH_STREAMS = 4  # concurrent streams of one batch, so that it leaves capacity for interactive clients
 RETRY_SECONDS = 1.0  # a refusal costs little, and the place may be free long before the Retry-After
-MAX_FIELDS = 64
-PATHS = "/v1/audio/speech", "/audio/speech"
+MAX_FIELDS = 64  # of a form: about twice as many as SpeechRequest has
+PATHS = "/v1/audio/speech", "/audio/speech"  # the second for programs whose base URL has no /v1
 
 router = APIRouter()
 

@@ -206,7 +206,7 @@ def check_key(authorization: str, keys: Collection[str]) -> str:
 def key_name(key: str) -> str:
     """Return a key's name: eight digits that stay the same and do not tell the key. Metrics and voices have it.
 
-    Each guess of a key costs milliseconds, because everyone may read the metrics.
+    Everyone may read the metrics, so the hash is slow: each guess of a key costs milliseconds.
     """
     return hashlib.pbkdf2_hmac("sha256", key.encode(), b"cosyvoice-triton", 20_000).hex()[:8]
 
