@@ -12,7 +12,7 @@ triton.py       the Tritons: one connection each, health probes, the least busy 
 bodies.py       request bodies and their validation
 voices.py       registered voices: list, add, delete
 audio/          encoding to formats and rates, decoding of uploads, timestamps and subtitles
-errors.py       errors in OpenAI's format; fields.py: the names of a body's fields in the models' messages
+errors.py       errors in OpenAI's format, with the names of a body's fields
 settings.py     the settings, each defined once
 page/           the web page, served at /static
 """

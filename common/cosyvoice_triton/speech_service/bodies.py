@@ -13,8 +13,7 @@ from cosyvoice_triton.errors import json_kind
 from cosyvoice_triton.llm.interface import preset_values
 from cosyvoice_triton.speech_service.audio.recordings import decode_base64
 from cosyvoice_triton.speech_service.audio.timestamps import Detail, Subtitles
-from cosyvoice_triton.speech_service.errors import NOTHING, invalid
-from cosyvoice_triton.speech_service.fields import SAMPLING
+from cosyvoice_triton.speech_service.errors import NOTHING, SAMPLING, invalid, naming
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.text.language import language_of, named
@@ -237,10 +236,8 @@ def utterances(
     A voice that the text names must be registered here, so that an unknown one is an error before any audio.
     """
     own = utterance(wanted, decode_upload, voices, settings)
-    try:
+    with naming("input"):
         parts = by_voice(wanted.input)
-    except ValueError as error:
-        raise invalid(error, "input") from None
     if not parts:
         raise invalid("input has nothing to speak", "input", NOTHING)
     known = {"": own}
@@ -305,12 +302,10 @@ def utterance(
 def _reference(
     wanted: SpeechRequest, decode_upload: Callable[[], Recording] | None, max_bytes: int
 ) -> Recording | None:
-    try:
+    with naming("ref_audio"):
         if decode_upload is not None:
             return decode_upload()
         return decode_base64(wanted.ref_audio, max_bytes) if wanted.ref_audio else None
-    except ValueError as error:
-        raise invalid(error, "ref_audio") from None
 
 
 def _registered(name: str, voices: VoiceFolder) -> dict[str, Any]:
@@ -332,9 +327,7 @@ def _registered(name: str, voices: VoiceFolder) -> dict[str, Any]:
 def _refuse_mix(name: str, voices: VoiceFolder) -> None:
     """Raise ApiError if a request with a recording names a mix. Other names are ignored, since OpenAI's SDK requires
     one."""
-    try:
+    with naming("voice"):
         mixed = mixed_voices(name) and name not in voices.names()
-    except ValueError as error:
-        raise invalid(error, "voice") from None
     if mixed:
         raise invalid(f"voice {name!r} with a ref_audio: a recording cannot be mixed", "voice")

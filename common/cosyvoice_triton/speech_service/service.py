@@ -21,8 +21,7 @@ from cosyvoice_triton.speech_service.audio.recordings import decode
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, utterances
 from cosyvoice_triton.speech_service.dispatcher import Dispatcher
-from cosyvoice_triton.speech_service.errors import ApiError, invalid
-from cosyvoice_triton.speech_service.fields import named
+from cosyvoice_triton.speech_service.errors import ApiError, invalid, named
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.settings import Settings

@@ -1,7 +1,7 @@
 """Routes of Kokoro-FastAPI: speech with its words' times, and what to use in the place of the others."""
 
-import json
-from collections.abc import AsyncGenerator
+from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -48,16 +48,16 @@ async def captioned(request: Request) -> Response:
             del fields["model"]
         wanted: SpeechRequest = parse(SpeechRequest, {**fields, "stream_format": "json", "timestamps": "word"})
         answer = await service.answer(wanted)
-    parts = _captioned(service.dispatcher.encoded(answer), answer)
-    return AudioResponse(answer, parts, service.settings.stall, "application/json", whole=bytes)
+    audio, stall = service.dispatcher.encoded(answer), service.settings.stall
+    return AudioResponse(answer, audio, stall, "application/json", partial(_captioned_json, answer))
 
 
-async def _captioned(audio: AsyncGenerator[bytes, None], answer: Answer) -> AsyncGenerator[bytes, None]:
-    given = await whole(audio, answer)
+def _captioned_json(answer: Answer, audio: bytes) -> dict[str, Any]:
+    given = whole(answer, audio)
     words = [word for segment in given["segments"] for word in segment["words"]]
     times = [{"word": word["word"], "start_time": word["start"], "end_time": word["end"]} for word in words]
     content = {"audio": given["audio_data"], "audio_format": given["media_type"], "timestamps": times}
-    yield json.dumps({**content, **answer.with_warnings}).encode()
+    return {**content, **answer.with_warnings}
 
 
 async def _instead(request: Request) -> Response:

@@ -60,8 +60,8 @@ SPEECH = doc.component("Speech", doc.record(SPEECH_FIELDS, SPEECH_OPTIONS))
 
 
 class AudioResponse(Response):
-    """Sends the bytes of `parts`, an answer's audio as a rule, as they are produced, or, once all are there, what
-    `whole` makes of them.
+    """Sends `parts`, an answer's audio or events, as they are produced, or, once all are there, what `whole` makes of
+    them: bytes, or an object to send as JSON.
 
     stall: seconds that a client may leave them unread. The headers have the answer's warnings that are known by the
     first part that is sent, and its usage if all are there.
@@ -73,7 +73,7 @@ class AudioResponse(Response):
         parts: AsyncGenerator[bytes, None],
         stall: float,
         media_type: str = "",
-        whole: Callable[[bytes], bytes] | None = None,
+        whole: Callable[[bytes], bytes | dict[str, Any]] | None = None,
     ) -> None:
         headers = {"X-Sample-Rate": str(answer.encoder.rate), **_STREAMING_HEADERS}
         super().__init__(media_type=media_type or answer.encoder.format.media_type, headers=headers)
@@ -98,7 +98,8 @@ class AudioResponse(Response):
             try:
                 first = await anext(parts)
                 if self._whole is not None:
-                    first = self._whole(b"".join([first, *[part async for part in parts]]))
+                    made = self._whole(b"".join([first, *[part async for part in parts]]))
+                    first = made if isinstance(made, bytes) else json.dumps(made).encode()
                     self.headers["content-length"] = str(len(first))
                     for header, name in USAGE_HEADERS.items():
                         self.headers[header] = str(self._answer.usage[name])
@@ -132,25 +133,17 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def whole(parts: AsyncGenerator[bytes, None], answer: Answer) -> dict[str, Any]:
-    """Return a complete answer, with timestamps and subtitles if they are wanted."""
-    encoder = answer.encoder
-    async with aclosing(parts):
-        audio = encoder.complete(b"".join([part async for part in parts]))
+def whole(answer: Answer, audio: bytes) -> dict[str, Any]:
+    """Return a complete answer with its audio, with timestamps and subtitles if they are wanted."""
     return {
-        "audio_data": base64.b64encode(audio).decode(),
-        "media_type": encoder.format.media_type,
-        "sample_rate": encoder.rate,
+        "audio_data": base64.b64encode(answer.encoder.complete(audio)).decode(),
+        "media_type": answer.encoder.format.media_type,
+        "sample_rate": answer.encoder.rate,
         "usage": answer.usage,
         **answer.with_warnings,
         **({"segments": answer.timestamps.segments} if answer.timestamps is not None else {}),
         **answer.with_subtitles,
     }
-
-
-async def whole_json(parts: AsyncGenerator[bytes, None], answer: Answer) -> AsyncGenerator[bytes, None]:
-    """Yield the complete answer as JSON, in one part."""
-    yield json.dumps(await whole(parts, answer)).encode()
 
 
 async def events(parts: AsyncGenerator[bytes, None], answer: Answer) -> AsyncGenerator[bytes, None]:

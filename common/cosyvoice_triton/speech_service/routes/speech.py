@@ -5,6 +5,7 @@ import contextlib
 import sys
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -35,7 +36,6 @@ from cosyvoice_triton.speech_service.routes.responses import (
     disconnected,
     events,
     whole,
-    whole_json,
 )
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.speech_service.settings import Settings
@@ -100,7 +100,7 @@ async def speech(request: Request) -> Response:
     if wanted.stream_format == "sse":
         return AudioResponse(answer, events(audio, answer), stall, "text/event-stream")
     if wanted.stream_format == "json":
-        return AudioResponse(answer, whole_json(audio, answer), stall, "application/json", whole=bytes)
+        return AudioResponse(answer, audio, stall, "application/json", partial(whole, answer))
     return AudioResponse(answer, audio, stall, whole=None if wanted.stream else answer.encoder.complete)
 
 
@@ -158,7 +158,8 @@ async def _whole(service: Service, item: Any) -> dict[str, Any]:
     wanted: SpeechRequest = parse(SpeechRequest, item)
     wanted.stream = False
     answer = await service.answer(wanted)
-    return await whole(service.dispatcher.encoded(answer), answer)
+    async with contextlib.aclosing(service.dispatcher.encoded(answer)) as parts:
+        return whole(answer, b"".join([part async for part in parts]))
 
 
 @router.get("/v1/models", **doc.describe("Models", answer=_MODELS))
@@ -227,7 +228,7 @@ async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any
         raise ApiError(415, f"content type {kind!r} is not supported: send application/json or multipart/form-data")
     if "charset" in content_type and "charset=utf-8" not in content_type:  # some of Python's codecs take minutes
         raise ApiError(415, "forms must be in UTF-8")
-    async with _closing(await _form(request, settings)) as form:
+    async with _form(request, settings) as form:
         fields: dict[str, Any] = {name: value for name, value in form.items() if not _is_empty_file(value)}
         data = None
         if isinstance(file := fields.get(upload), UploadFile):
@@ -249,7 +250,9 @@ class _CompleteForm(MultiPartParser):
         self.complete = True
 
 
-async def _form(request: Request, settings: Settings) -> FormData:
+@contextlib.asynccontextmanager
+async def _form(request: Request, settings: Settings) -> AsyncIterator[FormData]:
+    """Yield a multipart form. ApiError, also for one that is cut off."""
     parser = _CompleteForm(
         request.headers, request.stream(), max_files=1, max_fields=MAX_FIELDS, max_part_size=settings.max_body_bytes
     )
@@ -257,15 +260,9 @@ async def _form(request: Request, settings: Settings) -> FormData:
         form = await parser.parse()
     except MultiPartException as error:
         raise invalid(f"the form cannot be read: {error.message}") from None
-    if not parser.complete:
-        await form.close()
-        raise invalid("the form is cut off: its last boundary is missing")
-    return form
-
-
-@contextlib.asynccontextmanager
-async def _closing(form: FormData) -> AsyncIterator[FormData]:
     try:
+        if not parser.complete:
+            raise invalid("the form is cut off: its last boundary is missing")
         yield form
     finally:
         await form.close()

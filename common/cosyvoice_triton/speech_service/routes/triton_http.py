@@ -19,7 +19,7 @@ from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.speech_service import openapi as doc
 from cosyvoice_triton.speech_service.answer import Answer
-from cosyvoice_triton.speech_service.errors import ApiError, invalid
+from cosyvoice_triton.speech_service.errors import ApiError, invalid, naming
 from cosyvoice_triton.speech_service.routes.speech import read_body
 from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.service import Service
@@ -113,13 +113,11 @@ def _utterance(content: dict[str, Any], settings: Settings) -> Utterance:
         for name, value in _parameters(content).items()
         if name not in ("binary_data_output", "priority", "timeout") and isinstance(value, bool | int | float | str)
     }
-    try:
+    with naming(None):
         if (wav := values.pop("reference_wav", None)) is not None:
             rate = values["reference_sample_rate"] = int(values.get("reference_sample_rate", PROMPT_SAMPLE_RATE))
             values["reference"] = validate_reference(wav, None if length is None else int(length), rate)
         return Utterance(parameters={**parameters, "played": False}, **values)
-    except ValueError as error:
-        raise invalid(error) from None
 
 
 def _value(tensor: dict[str, Any]) -> Any:
