@@ -289,6 +289,7 @@ def utterance(
     parameters = {name: str(value) if isinstance(value, float) else value for name, value in sampling.items()}
     parameters |= wanted.flags(voice.pop("pronunciation", {}))
     transcript = voice.pop("transcript", "") or voice.get("reference_text")
+    # In another language than its own, a voice is cloned without its transcript, which the LLM would continue.
     if wanted.named_language and transcript and language_of(transcript) not in (None, wanted.named_language):
         if voice.pop("reference_text", None) is None:
             parameters["cross_lingual"] = True

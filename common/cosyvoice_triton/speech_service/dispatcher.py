@@ -171,6 +171,7 @@ class Dispatcher:
                 except ApiError as error:
                     failed.add(backend)
                     others = any(name in each.models and each not in failed for each in self.pool.backends)
+                    # Only before any audio: another Triton would begin the utterance again, with other tokens.
                     if others and not samples and (error.status == 503 or error.code == OVERLOADED):
                         continue
                     if error.code == OVERLOADED:

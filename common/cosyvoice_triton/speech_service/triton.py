@@ -88,6 +88,7 @@ class Backend:
     async def parts(self, model: str, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
         """Yield the audio as it arrives; closing the generator ends the request. ApiError."""
         try:
+            # A model that has just gone counts as streaming: the call fails either way, with Triton's reason.
             if model not in self.models or self.models[model].streams:
                 async with contextlib.aclosing(chunks(self.connection, model, request, timeout)) as parts:
                     async for part in parts:

@@ -85,6 +85,7 @@ class AudioResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with TaskScope() as tasks:
+            # A client that leaves before the first audio would otherwise be noticed only when that is sent.
             work = tasks.spawn(self._send(scope, receive, send))
             gone = tasks.spawn(disconnected(receive))
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -38,13 +38,13 @@ MAX_WAITING_UTTERANCES = 64
 
 _MODES = "sentences", "tokens"
 # Fields of /v1/audio/speech that a session has not, and what it has instead.
-_OTHERWISE = {
+_NOT_OF_A_SESSION = {
     "input": "send input.text",
     "stream_format": "audio is sent in binary messages",
     "subtitles": "use timestamps",
 }
-_DOCUMENT_BEGINS, _DOCUMENT_ENDS = re.compile(r"\s*(?:<speak|<\?xml)\b"), "</speak>"
-_HALF_A_CHARACTER = "text has half of a surrogate pair, whose other half did not follow"
+_SSML_BEGINS, _SSML_ENDS = re.compile(r"\s*(?:<speak|<\?xml)\b"), "</speak>"
+_LONE_SURROGATE = "text has half of a surrogate pair, whose other half did not follow"
 
 router = APIRouter()
 
@@ -101,7 +101,7 @@ class SocketSession(SocketSessionBase):
             raise invalid(f"mode must be {' or '.join(_MODES)}, not {mode!r}", "mode")
         config = {"response_format": "pcm", **fields}
         wanted: SpeechRequest = parse(SpeechRequest, {**config, "input": "."})
-        for name, instead in _OTHERWISE.items():
+        for name, instead in _NOT_OF_A_SESSION.items():
             if (value := fields.get(name)) is not None:
                 raise invalid(f"{name} {value!r} of a WebSocket: {instead}", name)
         self._service.encoder(wanted)
@@ -143,9 +143,9 @@ class SocketSession(SocketSessionBase):
 
     def _complete(self, text: str) -> list[str]:
         documents: list[str] = []
-        while _DOCUMENT_BEGINS.match(begun := self._unfinished + text):
+        while _SSML_BEGINS.match(begun := self._unfinished + text):
             self._drop_unfinished()
-            document, end, text = begun.partition(_DOCUMENT_ENDS)
+            document, end, text = begun.partition(_SSML_ENDS)
             if not end:
                 self._document = document
                 return documents
@@ -169,7 +169,7 @@ class SocketSession(SocketSessionBase):
         self._waiting.append(None)
         self._wake()
         if half:
-            raise invalid(_HALF_A_CHARACTER, "text")
+            raise invalid(_LONE_SURROGATE, "text")
 
     def _queue(self, sentences: list[str]) -> None:
         self._waiting.extend(sentences)
@@ -270,5 +270,5 @@ def _joined(text: str) -> tuple[str, str]:
     half = text[-1:] if "\ud800" <= text[-1:] <= "\udbff" else ""
     text = text.removesuffix(half) if half else text
     if any("\ud800" <= char <= "\udfff" for char in text):
-        raise invalid(_HALF_A_CHARACTER, "text")
+        raise invalid(_LONE_SURROGATE, "text")
     return text, half

@@ -144,18 +144,11 @@ def _parameters(of: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(data: Any) -> list[str]:
-    """Return texts: a list, perhaps inside of others, or each after its length in four bytes."""
+    """Return texts: a list, perhaps inside of others, or one after its length in four bytes, as Triton sends them."""
     if isinstance(data, bytes):
-        texts = []
-        while data:
-            length = int.from_bytes(data[:4], "little")
-            if len(data) < 4 + length:
-                raise ValueError("a text is cut off")
-            texts.append(data[4 : 4 + length].decode())
-            data = data[4 + length :]
-            if len(texts) > 1:
-                raise ValueError("more than one text")
-        return texts
+        if int.from_bytes(data[:4], "little") != len(data) - 4:
+            raise ValueError("it is not one text with its length")
+        return [data[4:].decode()]
     while isinstance(data, list) and len(data) == 1 and isinstance(data[0], list):
         data = data[0]
     if not isinstance(data, list) or not all(isinstance(each, str) for each in data):

@@ -32,7 +32,7 @@ MAX_PIPELINED = 100
 
 SOCKET_PATHS = b"/v1/audio/speech/stream", b"/v1/realtime"
 # Headers of an offer to upgrade, which a server that does not take it ignores (RFC 9110, 7.8).
-_OFFER = (b"upgrade", b"http2-settings")
+_UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 _FRAGMENT_BYTES = 128  # of memory for a piece of a message, also for an empty one
 _PONG = 0x8A  # first byte of its frame
 
@@ -68,7 +68,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._max_bytes = MAX_HEADER_BYTES + 2 * settings.max_body_bytes  # of a request: its chunks have headers too
         self._deadline: asyncio.TimerHandle | None = None
         self._in_headers = True
-        self._declines = False  # the request offers an upgrade that is not taken
+        self._ignores_upgrade = False  # the request offers an upgrade that is not taken
         self._lingers = False  # answered, and to be closed
         self._received = 0  # bytes of these headers, or of this body
 
@@ -77,10 +77,10 @@ class LimitedProtocol(HttpToolsProtocol):
         # Only the kernel knows whether the client takes anything (tcp(7)). The option stays after an upgrade.
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._stall_milliseconds)
-        self._expect_within(self._header_seconds)
+        self._set_deadline(self._header_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_deadline()
+        self._clear_deadline()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -97,8 +97,8 @@ class LimitedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
-            if self._declines:
-                self._parse_without_offer(data[offer.args[0] :])
+            if self._ignores_upgrade:
+                self._parse_without_upgrade(data[offer.args[0] :])
             elif self._should_upgrade():
                 self.handle_websocket_upgrade()
             else:  # HTTP/2 without an upgrade
@@ -108,14 +108,14 @@ class LimitedProtocol(HttpToolsProtocol):
         finally:
             self._unset_keepalive_if_required()
 
-    def _parse_without_offer(self, rest: bytes) -> None:
+    def _parse_without_upgrade(self, rest: bytes) -> None:
         """Parse the request anew without its offer: httptools takes what follows an offer for another protocol."""
-        self._declines = False
+        self._ignores_upgrade = False
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         for name, value in self.headers:
             if name == b"connection":
-                value = b",".join(each for each in value.split(b",") if each.strip().lower() not in _OFFER)
-            if name not in _OFFER:
+                value = b",".join(each for each in value.split(b",") if each.strip().lower() not in _UPGRADE_HEADERS)
+            if name not in _UPGRADE_HEADERS:
                 lines.append(b"%s: %s" % (name, value))
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
@@ -133,7 +133,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if self._deadline is None:  # a later request of the connection
-            self._expect_within(self._header_seconds)
+            self._set_deadline(self._header_seconds)
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -141,10 +141,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade() and self.parser.get_method() == b"CONNECT":
             return  # no proxy: `_parse` refuses it
         if self.parser.should_upgrade() and not self._should_upgrade():
-            self._declines = True
+            self._ignores_upgrade = True
             return
         self._in_headers, self._received = False, 0
-        self._expect_within(self._receive_timeout)
+        self._set_deadline(self._receive_timeout)
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -159,29 +159,29 @@ class LimitedProtocol(HttpToolsProtocol):
             self._lingers = True
             self.transport.write_eof()
             self.flow.resume_reading()
-            self._expect_within(LINGER_SECONDS)
+            self._set_deadline(LINGER_SECONDS)
 
     def on_message_complete(self) -> None:
-        if self._declines:
+        if self._ignores_upgrade:
             return
         self._in_headers, self._received = True, 0
-        self._forget_deadline()
+        self._clear_deadline()
         super().on_message_complete()
         if self._lingers:
             self.transport.close()
 
-    def _expect_within(self, seconds: float) -> None:
-        self._forget_deadline()
-        self._deadline = self.loop.call_later(seconds, self._too_late, seconds)
+    def _set_deadline(self, seconds: float) -> None:
+        self._clear_deadline()
+        self._deadline = self.loop.call_later(seconds, self._on_timeout, seconds)
 
-    def _forget_deadline(self) -> None:
+    def _clear_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _too_late(self, seconds: float) -> None:
+    def _on_timeout(self, seconds: float) -> None:
         if self.flow.read_paused:  # by the server: the client cannot send now
-            self._expect_within(seconds)
+            self._set_deadline(seconds)
         else:
             self.transport.abort()
 
