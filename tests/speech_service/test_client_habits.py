@@ -26,25 +26,16 @@ from websockets.sync.client import connect
 
 from tests.speech_service.test_hostile_connections import KEY, answers
 from tests.support.raw_connections import opened
-from tests.support.speech_fixtures import SPEECH, TEXT, client_that_leaves, counted, say, stubbed, until
+from tests.support.speech_fixtures import SPEECH, TEXT, client_that_leaves, counted, events_of, say, stubbed, until
 
 BEARER = {"authorization": "Bearer key"}
-SITE = "https://site.example"
 MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with stubbed(api_keys=("key",), cors_origins=(SITE,)) as served:
+    with stubbed(api_keys=("key",)) as served:
         yield served
-
-
-def test_a_preflight_of_openais_sdk_is_allowed(url: str) -> None:
-    names = "authorization,content-type,x-stainless-os,x-stainless-retry-count,openai-organization"
-    headers = {"origin": SITE, "access-control-request-method": "POST", "access-control-request-headers": names}
-    answer = httpx.options(url + SPEECH, headers=headers)
-    assert answer.status_code == 200
-    assert set(names.split(",")) <= set(answer.headers["access-control-allow-headers"].replace(" ", "").split(","))
 
 
 def usage_of(url: str, key: str) -> list[float]:
@@ -82,18 +73,6 @@ def test_a_dated_model_of_openai_is_the_default_one(url: str, model: str) -> Non
     assert httpx.get(f"{url}/v1/models/{model}", headers=BEARER).json()["id"] == model
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"input": "Hi.", "response_format": "mp3", "voice": "alloy", "speed": 1, "model": "tts-1"},  # SillyTavern
-        {"model": "tts-1-hd", "input": "Hi.", "voice": "shimmer", "response_format": "opus", "speed": 0.3},  # n8n
-    ],
-)
-def test_requests_of_programs_in_the_recipes_are_answered(url: str, body: dict[str, Any]) -> None:
-    answer = httpx.post(url + SPEECH, json=body, headers=BEARER)
-    assert (answer.status_code, answer.headers["content-type"][:6]) == (200, "audio/")
-
-
 def test_a_client_that_waits_before_it_sends_a_body_in_chunks_is_told_to_go_on(url: str) -> None:
     """So do the clients of Java, Go and .NET with `Expect: 100-continue` and a body of unknown length."""
     headers = (
@@ -104,11 +83,6 @@ def test_a_client_that_waits_before_it_sends_a_body_in_chunks_is_told_to_go_on(u
         body = json.dumps({**TEXT, "stream": False}).encode()
         client.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
         assert answers(client) == [b"HTTP/1.1 200 OK"]
-
-
-@pytest.mark.parametrize("authorization", ["Bearer  key", "bearer  key", "BEARER   key"])
-def test_blanks_around_a_key_do_not_matter(url: str, authorization: str) -> None:
-    assert httpx.get(f"{url}/v1/models", headers={"authorization": authorization}).status_code == 200
 
 
 def test_an_upload_needs_no_disk(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +115,6 @@ def test_kokoros_other_routes_say_what_to_use(url: str, path: str, instead: str)
 def test_kokoros_older_clients_get_voices_as_names(url: str) -> None:
     old, new = (httpx.get(f"{url}/v1/audio/voices{query}", headers=BEARER).json() for query in ("?legacy=true", ""))
     assert old["voices"] == [each["id"] for each in new["voices"]] and old["data"] == new["data"]
-
-
-def test_a_request_without_a_key_is_told_how_to_send_one(url: str) -> None:
-    answer = httpx.get(f"{url}/v1/models")
-    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models", "/v1/audio/voices", "/static/app.js"])
@@ -298,8 +267,8 @@ def test_a_warning_of_the_model_reaches_every_kind_of_caller(url: str) -> None:
     assert "x-speech-warning" not in httpx.post(url + SPEECH, json=TEXT, headers=BEARER).headers
     whole = httpx.post(url + SPEECH, json={**body, "stream_format": "json"}, headers=BEARER)
     assert whole.json()["warnings"] == words
-    events = httpx.post(url + SPEECH, json={**body, "stream_format": "sse"}, headers=BEARER).text
-    assert json.loads(events.strip().splitlines()[-1].removeprefix("data: "))["warnings"] == words
+    events = events_of(httpx.post(url + SPEECH, json={**body, "stream_format": "sse"}, headers=BEARER))
+    assert events[-1]["warnings"] == words
     batch = httpx.post(f"{url}{SPEECH}/batch", json={"items": [body]}, headers=BEARER).json()
     assert batch["results"][0]["warnings"] == words
     with connect(url.replace("http", "ws") + f"{SPEECH}/stream", additional_headers=BEARER) as client:

@@ -1,8 +1,10 @@
 """Connections of slow, huge, idle and vanishing clients, over raw sockets, with a stub Triton."""
 
 import asyncio
+import inspect
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +12,14 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+import uvicorn
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.security.budget import FREE_BYTES, ByteBudget, Claim
+from cosyvoice_triton.speech_service.security.connection_limits import LimitedProtocol, LimitedSocket
 from cosyvoice_triton.speech_service.security.guard import Guard
 from cosyvoice_triton.speech_service.settings import Settings
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
@@ -139,6 +144,24 @@ def test_clients_that_leave_are_no_errors(url: str, caplog: pytest.LogCaptureFix
         until(lambda: STUB.live == 0 and "speech_live_sessions 0.0" in httpx.get(f"{url}/metrics").text)
         until(lambda: gone() == before + 4)
     assert [record.getMessage() for record in caplog.records] == []
+
+
+UVICORN = "0.54.0"  # the release whose classes connection_limits.py was read from
+
+
+@pytest.mark.parametrize("limited", [LimitedProtocol, LimitedSocket])
+def test_uvicorn_is_the_release_whose_private_classes_were_read(limited: type) -> None:
+    """At another one: compare both classes with uvicorn's, then name it here."""
+    assert uvicorn.__version__ == UVICORN
+    base, source = limited.__bases__[0], inspect.getsource(limited)
+    own = {*vars(limited), *re.findall(r"self\.(\w+)(?::[^=\n]+)? = ", source)}
+    inherited = {*dir(base), *re.findall(r"self\.(\w+)", inspect.getsource(base))}
+    assert set(re.findall(r"super\(\)\.(\w+)", source)) <= inherited
+    assert set(re.findall(r"self\.(\w+)", source)) - own <= inherited
+    for name in vars(limited).keys() & vars(base).keys() - {"__init__", "__doc__", "__module__"}:
+        ours, theirs = (inspect.signature(getattr(each, name)).parameters for each in (limited, base))
+        assert list(ours) == list(theirs), f"{name} takes other arguments"
+    assert "transport" in inspect.signature(RequestResponseCycle).parameters  # which is replaced
 
 
 def test_texts_are_served_whatever_else_arrives() -> None:

@@ -187,7 +187,7 @@ def test_memory_of_half_sent_bodies_is_bounded_and_given_back() -> None:
             until(answers_at_all)
             before = resident(service.pid)
             for _ in range(2):
-                with ThreadPoolExecutor(flood) as threads:  # each waits a second for its turn
+                with ThreadPoolExecutor(flood) as threads:  # each waits a second for a slot
                     clients = list(threads.map(half_sent, range(flood)))
                 assert resident(service.pid) - before < flood * half / 4
                 for client in clients:

@@ -13,14 +13,14 @@ import pytest
 from cosyvoice_triton import speech_service
 from cosyvoice_triton.speech_service.app import build, routes_of
 from cosyvoice_triton.speech_service.bodies import BatchRequest, SpeechRequest
-from cosyvoice_triton.speech_service.openapi import OPERATIONS, operations
+from cosyvoice_triton.speech_service.openapi import served as described_routes
 from cosyvoice_triton.speech_service.routes import runtime_http
 from cosyvoice_triton.speech_service.settings import Settings
-from fastapi.routing import APIRoute
+from fastapi.routing import APIRoute, APIWebSocketRoute
 
 from tests.support.speech_fixtures import RECORDING, StubbedService
 
-TO_ADD = "add it to OPERATIONS of common/cosyvoice_triton/speech_service/openapi.py"
+TO_ADD = "add it to the `describe` of the route's decorator"
 SOURCES = Path(speech_service.__file__).parent
 EVERYWHERE = {"x-request-id", "x-accel-buffering"}
 NAME_READ = re.compile(r'fields\.(?:get|pop)\(\s*"(\w+)"|read_fields\(request, "(\w+)"\)')
@@ -39,8 +39,13 @@ def document(client: httpx.Client) -> dict[str, Any]:
     return dict(answer.json())
 
 
-def routes() -> list[Any]:
-    return routes_of(build(Settings()))
+def routes() -> list[APIRoute | APIWebSocketRoute]:
+    return described_routes(routes_of(build(Settings())))
+
+
+def names_of(route: Any) -> list[str]:
+    """The method and path of each operation of a route. A WebSocket begins with GET."""
+    return [f"{method} {route.path}" for method in getattr(route, "methods", ("GET",))]
 
 
 def operation_of(document: dict[str, Any], name: str) -> dict[str, Any]:
@@ -62,13 +67,13 @@ def body_fields(document: dict[str, Any], name: str) -> set[str]:
 
 
 def test_the_document_has_every_route_and_no_other(document: dict[str, Any]) -> None:
-    there = operations(routes())
-    for name, docs in there.items():
-        assert name in OPERATIONS, f"{name} is missing in the OpenAPI document: {TO_ADD}"
-        assert docs or OPERATIONS[name].docs, f"{name} has no docstring, which the document would show"
-    assert set(OPERATIONS) - set(there) == set(), "of these routes in OPERATIONS none is served"
+    there = {name for route in routes() for name in names_of(route)}
+    for name in there:
+        operation = operation_of(document, name)
+        assert operation.get("tags"), f"{name} is not described: give its decorator a `describe`"
+        assert operation["summary"], f"{name} has no docstring, which the document would show"
     written = {f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods}
-    assert written == set(there)
+    assert written == there
 
 
 def test_the_document_has_every_field_that_a_route_reads(document: dict[str, Any]) -> None:
@@ -85,11 +90,11 @@ def test_the_document_has_every_field_that_a_route_reads(document: dict[str, Any
             continue
         read = {name for pair in NAME_READ.findall(inspect.getsource(route.endpoint)) for name in pair if name}
         queries = {param.name for param in route.dependant.query_params}
-        for name in (f"{method} {route.path}" for method in route.methods):
+        for name in names_of(route):
             known = body_fields(document, name)
             assert read <= known, f"{name} reads these fields, but its body has not all of them: {TO_ADD}"
             if not known & {"input", "items", "inputs"}:  # which a class parses, that refuses unknown fields
-                assert known <= read, f"{name} does not read all of these fields: correct its entry in OPERATIONS"
+                assert known <= read, f"{name} does not read all of these fields: correct its `describe`"
             given = {each["name"] for each in operation_of(document, name)["parameters"] if each["in"] == "query"}
             assert given == queries, f"{name} has other query parameters: {TO_ADD}"
 
@@ -100,7 +105,7 @@ def test_references_lead_to_schemas_and_statuses_of_the_sources_are_documented(d
     sources = "".join(path.read_text(encoding="utf-8") for path in SOURCES.rglob("*.py"))
     raised = set(re.findall(r"ApiError\(\s*(\d{3})", sources)) | {"400", "502"}
     everywhere = [set(each["responses"]) for path in document["paths"].values() for each in path.values()]
-    assert raised - {"405"} <= set().union(*everywhere), "add these to the `statuses` of an entry in OPERATIONS"
+    assert raised - {"405"} <= set().union(*everywhere), "add these to the `errors` of a `describe`"
 
 
 def example(name: str) -> str:
@@ -115,14 +120,14 @@ WRONG: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if OPERATIONS[name].success != 101])
+@pytest.mark.parametrize("name", [name for each in routes() if isinstance(each, APIRoute) for name in names_of(each)])
 def test_whatever_a_route_answers_is_documented(client: httpx.Client, document: dict[str, Any], name: str) -> None:
     """Also to requests that are wrong, each of which it answers with an error in the documented form."""
     known = operation_of(document, name)["responses"]
     for request in WRONG if name.startswith("POST") else WRONG[:1]:
         answer = client.request(name.split()[0], example(name), **request)
         status = str(answer.status_code)
-        assert status in known, f"{name} answers {status}: add it to the `statuses` of its entry in OPERATIONS"
+        assert status in known, f"{name} answers {status}: add it to the `errors` of its `describe`"
         if answer.status_code >= 400 and not name.startswith("POST /v2/"):
             jsonschema.validate(answer.json(), {**document["components"]["schemas"]["Error"]})
 

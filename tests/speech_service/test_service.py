@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from tests.support.speech_fixtures import (
     StubbedService,
     client_that_leaves,
     counted,
+    events_of,
     serving,
     stub_triton,
     stubbed,
@@ -52,10 +52,6 @@ def test_an_error_after_the_first_byte_aborts_the_answer(served: StubbedService,
             got += part
     assert got
     assert 'status="aborted"' in served.metrics()
-
-
-def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: ")]
 
 
 def test_events_contain_the_audio_and_then_the_usage(served: StubbedService) -> None:
@@ -230,6 +226,8 @@ def guarded() -> Iterator[str]:
         ({"authorization": "Bearer wrong"}, 401),
         ({"authorization": "second"}, 401),
         ({"authorization": "Bearer second"}, 200),
+        ({"authorization": "Bearer  second"}, 200),
+        ({"authorization": "bearer   second"}, 200),
         ({"authorization": "Bearer second", "origin": "https://evil.example"}, 403),
         ({"authorization": "Bearer second", "origin": "https://friend.example"}, 200),
         ({"authorization": "Bearer second", "origin": "http://["}, 403),
@@ -245,13 +243,17 @@ def guarded() -> Iterator[str]:
 def test_keys_and_foreign_pages(guarded: str, headers: dict[str, str], status: int) -> None:
     answer = httpx.post(guarded + SPEECH, json=TEXT, headers=headers)
     assert answer.status_code == status
+    assert answer.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
     if headers.get("origin") == "https://friend.example":
         assert answer.headers["access-control-allow-origin"] == "https://friend.example"
 
 
 def test_preflight_requests_and_monitoring_need_no_key(guarded: str) -> None:
+    names = "authorization,content-type,x-stainless-os,x-stainless-retry-count,openai-organization"  # of OpenAI's SDK
     headers = {"origin": "https://friend.example", "access-control-request-method": "POST"}
-    assert httpx.options(guarded + SPEECH, headers=headers).status_code == 200
+    answer = httpx.options(guarded + SPEECH, headers={**headers, "access-control-request-headers": names})
+    assert answer.status_code == 200
+    assert set(names.split(",")) <= set(answer.headers["access-control-allow-headers"].replace(" ", "").split(","))
     for path in ("/", "/health", "/metrics", "/static/style.css"):
         assert httpx.get(guarded + path).status_code == 200, path
     for path in ("/v1/models", "/v1/audio/models", "/v1/audio/voices"):

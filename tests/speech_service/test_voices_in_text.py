@@ -3,13 +3,10 @@
 import base64
 from collections.abc import Iterator
 
-import grpc
 import httpx2 as httpx
 import numpy as np
 import pytest
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
-from cosyvoice_triton.server.tritonserver import free_port
-from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
 from cosyvoice_triton.text.markup import MAX_VOICE_PARTS, VoicePart, by_voice
 from cosyvoice_triton.voice.files import save_recording
 from cosyvoice_triton.voice.prompt import Recording
@@ -19,7 +16,6 @@ from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, say, sen
 from tests.support.triton_stub import TritonStub, texts_of
 
 VOICES = {"anna": "Words of Anna.", "bert": "Words of Bert."}
-RUNTIME_PORT = free_port()
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +24,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubbedService]
     noise = np.random.default_rng(0).uniform(-0.1, 0.1, PROMPT_SAMPLE_RATE).astype(np.float32)
     for name, text in VOICES.items():
         save_recording(folder / f"{name}.safetensors", Recording(noise, text))
-    limits = {"max_streams": 1, "voice_aliases": ("nova=bert",), "runtime_port": RUNTIME_PORT}
+    limits = {"max_streams": 1, "voice_aliases": ("nova=bert",)}
     with stubbed(stub, voices_dir=folder, **limits) as url:
         yield StubbedService(url, stub, folder)
 
@@ -192,18 +188,6 @@ def test_a_mix_with_a_recording_is_a_400(served: StubbedService) -> None:
         assert answer.status_code == 400 and words in answer.json()["error"]["message"]
         assert answer.json()["error"]["param"] == "voice"
     assert served.stub.served == before
-
-
-def test_the_plain_runtime_speaks_them_too(served: StubbedService) -> None:
-    since, size = len(served.stub.requests), 4 * 2 * served.stub.chunks * served.stub.samples
-    form = {"tts_text": DIALOGUE, "spk_id": "anna"}
-    assert len(httpx.post(f"{served.url}/inference_sft", data=form).content) == size
-    messages, services = grpc.protos_and_services(PROTO)
-    request = messages.Request(sft_request=messages.sftRequest(spk_id="anna", tts_text=DIALOGUE))
-    with grpc.insecure_channel(f"127.0.0.1:{RUNTIME_PORT}") as channel:
-        answers = services.CosyVoiceStub(channel).Inference(request)
-        assert sum(len(answer.tts_audio) for answer in answers) == size
-    assert spoken(served.stub, since) == [*SPOKEN, *SPOKEN]
 
 
 def test_a_text_without_voices_stays_as_it_is() -> None:

@@ -135,6 +135,10 @@ def counted(url: str, *words: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line[0] != "#" and all(word in line for word in words))
 
 
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: ")]
+
+
 def client_that_leaves(url: str, body: Any, key: str = "none") -> socket.socket:
     """Sends a request, and disconnects after a `with` block without having read an answer."""
     return opened(url, request(json.dumps(body).encode(), f"Authorization: Bearer {key}\r\n".encode()))

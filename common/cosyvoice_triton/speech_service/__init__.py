@@ -6,12 +6,13 @@ app.py          the application that joins all of it
 routes/         OpenAI's routes and common extensions of them, the WebSocket, the plain runtime over HTTP and gRPC
 security/       before every route: connection limits, API keys, origins, sizes; after it: metrics
 service.py      what the routes share
-dispatcher.py   a request's audio as it is generated: admission, failover, cancellation, metrics
+dispatcher.py   an answer's audio as it is generated: admission, failover, cancellation, metrics
+answer.py       what one answer consists of, and what has been generated of it
 triton.py       the Tritons: one connection each, health probes, the least busy one for each request
 bodies.py       request bodies and their validation
 voices.py       registered voices: list, add, delete
 audio/          encoding to formats and rates, decoding of uploads, timestamps and subtitles
-errors.py       errors in OpenAI's format; fields.py: the names of a body's fields in the models' messages
+errors.py       errors in OpenAI's format, with the names of a body's fields
 settings.py     the settings, each defined once
 page/           the web page, served at /static
 """

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncIterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from starlette.routing import BaseRoute
 from starlette.staticfiles import StaticFiles
 
 from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.speech_service import openapi as doc
 from cosyvoice_triton.speech_service.dispatcher import Dispatcher
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.metrics import Metrics
-from cosyvoice_triton.speech_service.openapi import document
 from cosyvoice_triton.speech_service.routes import (
     kokoro,
     realtime,
@@ -88,22 +89,28 @@ def routes_of(app: FastAPI) -> list[BaseRoute]:
 
 
 def _add_service_routes(app: FastAPI) -> None:
-    @app.get("/")
+    page_route = doc.describe("Service", content={"text/html": doc.TEXT})
+    tritons = doc.array(doc.record({"address": doc.TEXT, "models": doc.array(doc.TEXT)}))
+
+    @app.get("/", **page_route)
     async def page() -> Response:
         """Return the page, to speak texts and to record voices."""
         return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
 
-    @app.get("/docs")
+    @app.get("/docs", **page_route)
     async def docs() -> Response:
         """Return the document of `/openapi.json` as a page."""
         return FileResponse(PAGE / "docs.html", headers=_PAGE_HEADERS)
 
-    @app.get("/openapi.json")
+    # Built once: that holds the event loop for 20 ms, and anyone may ask for it.
+    described = cache(lambda: doc.document(routes_of(app)))
+
+    @app.get("/openapi.json", **doc.describe("Service", answer={"type": "object"}))
     async def openapi() -> dict[str, Any]:
         """Return this document."""
-        return document(routes_of(app))
+        return described()
 
-    @app.get("/health")
+    @app.get("/health", **doc.describe("Service", answer=doc.record({"status": doc.TEXT}, {"tritons": tritons})))
     async def health(request: Request) -> Response:
         """Return 200 if at least one Triton serves a speech model. Their addresses are for callers with a key."""
         service = Service.of(request)
@@ -114,7 +121,7 @@ def _add_service_routes(app: FastAPI) -> None:
             about["tritons"] = [{"address": each.url, "models": sorted(each.models)} for each in pool.backends]
         return JSONResponse(about, 200 if pool.models else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", **doc.describe("Service", content={"text/plain": doc.TEXT}))
     async def metrics(request: Request) -> Response:
         """Return metrics in the format of Prometheus."""
         service = Service.of(request)

@@ -13,8 +13,7 @@ from cosyvoice_triton.errors import json_kind
 from cosyvoice_triton.llm.interface import preset_values
 from cosyvoice_triton.speech_service.audio.recordings import decode_base64
 from cosyvoice_triton.speech_service.audio.timestamps import Detail, Subtitles
-from cosyvoice_triton.speech_service.errors import NOTHING, invalid
-from cosyvoice_triton.speech_service.fields import SAMPLING
+from cosyvoice_triton.speech_service.errors import NOTHING, SAMPLING, invalid, naming
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.text.language import language_of, named
@@ -35,7 +34,7 @@ _BASE64 = bytes(range(ord("0"), ord("9") + 1)) + bytes(range(ord("A"), ord("Z") 
 _CHEAP = _BASE64 + _BASE64.lower() + bytes(range(128, 256))
 
 
-# Alternatives of a field, which pydantic lists in the place of an error like fields.
+# Names of types that pydantic puts into an error's location for a field of several types, as if they were fields.
 _TYPES = ("str", "constrained-str", "VoiceId")
 
 
@@ -237,10 +236,8 @@ def utterances(
     A voice that the text names must be registered here, so that an unknown one is an error before any audio.
     """
     own = utterance(wanted, decode_upload, voices, settings)
-    try:
+    with naming("input"):
         parts = by_voice(wanted.input)
-    except ValueError as error:
-        raise invalid(error, "input") from None
     if not parts:
         raise invalid("input has nothing to speak", "input", NOTHING)
     known = {"": own}
@@ -292,6 +289,7 @@ def utterance(
     parameters = {name: str(value) if isinstance(value, float) else value for name, value in sampling.items()}
     parameters |= wanted.flags(voice.pop("pronunciation", {}))
     transcript = voice.pop("transcript", "") or voice.get("reference_text")
+    # In another language than its own, a voice is cloned without its transcript, which the LLM would continue.
     if wanted.named_language and transcript and language_of(transcript) not in (None, wanted.named_language):
         if voice.pop("reference_text", None) is None:
             parameters["cross_lingual"] = True
@@ -305,12 +303,10 @@ def utterance(
 def _reference(
     wanted: SpeechRequest, decode_upload: Callable[[], Recording] | None, max_bytes: int
 ) -> Recording | None:
-    try:
+    with naming("ref_audio"):
         if decode_upload is not None:
             return decode_upload()
         return decode_base64(wanted.ref_audio, max_bytes) if wanted.ref_audio else None
-    except ValueError as error:
-        raise invalid(error, "ref_audio") from None
 
 
 def _registered(name: str, voices: VoiceFolder) -> dict[str, Any]:
@@ -332,9 +328,7 @@ def _registered(name: str, voices: VoiceFolder) -> dict[str, Any]:
 def _refuse_mix(name: str, voices: VoiceFolder) -> None:
     """Raise ApiError if a request with a recording names a mix. Other names are ignored, since OpenAI's SDK requires
     one."""
-    try:
+    with naming("voice"):
         mixed = mixed_voices(name) and name not in voices.names()
-    except ValueError as error:
-        raise invalid(error, "voice") from None
     if mixed:
         raise invalid(f"voice {name!r} with a ref_audio: a recording cannot be mixed", "voice")

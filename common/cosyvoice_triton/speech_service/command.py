@@ -30,7 +30,7 @@ from cosyvoice_triton.speech_service.settings import LOOPBACK, Settings
 if TYPE_CHECKING:
     import uvicorn
 
-DRAIN_SECONDS = 30
+DRAIN_SECONDS = 30  # most answers take less, and Kubernetes kills after 60 s (deploy/k8s/speech.yaml)
 ENVIRONMENT = "SPEECH_"
 
 

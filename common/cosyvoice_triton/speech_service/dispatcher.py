@@ -1,7 +1,7 @@
-"""A request's audio as it is generated. All routes use this to call a model.
+"""An answer's audio as it is generated. All routes use this to call a model.
 
     Dispatcher.waveforms   chunks of samples, from the least busy Triton
-    Dispatcher.encoded     the same as bytes of a format
+    Dispatcher.encoded     the same as bytes of the answer's format
 
 Both are async generators that must be closed (`aclosing`): this ends the work in Triton when a client disconnects.
 An `ApiError` before the first item can become an HTTP status; a later one must end the answer visibly.
@@ -15,17 +15,16 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 from async_timeout import timeout
 
 from cosyvoice_triton.client.answer import AudioPart
 from cosyvoice_triton.client.utterance import Utterance
-from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.refusals import LastRefusal
-from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
+from cosyvoice_triton.speech_service.answer import Answer
+from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder, framed
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
 from cosyvoice_triton.speech_service.errors import OVERLOADED, ApiError, invalid
 from cosyvoice_triton.speech_service.metrics import Metrics
@@ -35,51 +34,11 @@ from cosyvoice_triton.speech_service.triton import Backend, TritonPool
 
 logger = logging.getLogger(__name__)
 
-_MOMENT = "[pause 20ms]"  # a text that no model has to speak
-# That others wait while slow clients send their recordings. Then all of them are let in: nobody was refused meanwhile,
-# the memory of all bodies is limited (security/budget.py), and only as many as there are cores are decoded at once.
-TURN_SECONDS = 1.0
-
-
-@dataclass
-class SpeechJob:
-    """A text to generate as utterances, one after another. `chars`: of the text, with markup.
-
-    `key`: the name of the caller's API key. `samples`: generated so far, at the models' rate and normal speed.
-    `timestamps`: of what was generated so far, if they are wanted; then the utterances ask for segments. `warnings`: of
-    the models, such as speech cut short.
-    """
-
-    utterances: tuple[Utterance, ...]
-    chars: int
-    model: str = ""
-    key: str = ""
-    samples: int = 0
-    timestamps: Timestamps | None = None
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def warned(self) -> dict[str, list[str]]:
-        """Return the models' warnings so far as a field of an answer; no field without warnings."""
-        return {"warnings": self.warnings} if self.warnings else {}
-
-    def ended(self) -> list[dict[str, Any]]:
-        """Return the timestamps of the segments that ended since the last call; none if they are not wanted."""
-        return [] if self.timestamps is None else self.timestamps.take()
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of audio generated so far, at normal speed."""
-        return self.samples / SAMPLE_RATE
-
-    @property
-    def usage(self) -> dict[str, Any]:
-        """Return OpenAI's usage, and the seconds. input_tokens counts characters, because only Triton has the LLM's
-        tokenizer."""
-        text = sum(each.pieces.chars for each in self.utterances if each.pieces is not None) or self.chars
-        speech = round(self.seconds * TOKEN_RATE)
-        about = {"input_tokens": text, "output_tokens": speech, "total_tokens": text + speech}
-        return {**about, "seconds": round(self.seconds, 3)}
+_PROBE_TEXT = "[pause 20ms]"  # checks a voice without cost: no LLM or vocoder has to run for a pause
+# A slow client holds its upload slot while it sends, so a waiting one proceeds without a slot after this time. That is
+# safe: nobody was refused meanwhile, the memory of all bodies is limited (security/budget.py), and only as many
+# recordings as there are cores are decoded at once.
+UPLOAD_WAIT_SECONDS = 1.0
 
 
 class Dispatcher:
@@ -91,11 +50,11 @@ class Dispatcher:
         self._settings = settings
         self._live = 0
         self._refusals: dict[str, LastRefusal] = {}  # by model
-        # Where requests are read: so that the first of a crowd are refused before the bodies of the others are taken,
-        # and before their voices are decoded.
-        self._door = asyncio.Lock()
-        self._turns = asyncio.Semaphore(os.cpu_count() or 1)
-        self.reading = asyncio.Semaphore(os.cpu_count() or 1)
+        # Requests pass these one after another, so that once the first of a burst is refused, the others are refused
+        # before their bodies are read and their voices decoded. One for each core: more would only share the CPU.
+        self._admission = asyncio.Lock()
+        self._uploads = asyncio.Semaphore(os.cpu_count() or 1)
+        self.decoding = asyncio.Semaphore(os.cpu_count() or 1)
         self._encoders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="encode")
 
     async def __aenter__(self) -> "Dispatcher":
@@ -119,69 +78,70 @@ class Dispatcher:
     async def admit(self) -> None:
         """Return when the request may be routed; ApiError 429 like `check`.
 
-        One after another, each after the event loop has seen what the one before has caused: so the first of a crowd
-        are refused before the others are looked at.
+        Requests are admitted one after another, and the event loop runs once after each: live streams go on during a
+        burst, and the refusal of its first request answers the others.
         """
         since = time.monotonic()
-        async with self._door:
+        async with self._admission:
             self.check(since=since)
             await asyncio.sleep(0)
 
     @contextlib.asynccontextmanager
-    async def turn(self, length: str | None) -> AsyncIterator[None]:
-        """Let the block read a body of `length` bytes (None: unknown), in turn if it may hold a recording.
+    async def upload_slot(self, length: str | None) -> AsyncIterator[None]:
+        """Limit how many blocks read bodies at once, among those that may hold a recording. `length`: bytes of the
+        body, None if unknown.
 
-        Raises ApiError 429 like `check`, before anything of the body is read.
+        Raise ApiError 429 like `check`, before anything of the body is read.
         """
         since = time.monotonic()
         self.check()
         async with contextlib.AsyncExitStack() as held:
             if length is None or int(length) > FREE_BYTES:
                 with contextlib.suppress(asyncio.TimeoutError):
-                    async with timeout(TURN_SECONDS):
-                        await held.enter_async_context(self._turns)
+                    async with timeout(UPLOAD_WAIT_SECONDS):
+                        await held.enter_async_context(self._uploads)
                 self.check(since=since)
             yield
 
-    async def waveforms(self, job: SpeechJob) -> AsyncGenerator[np.ndarray, None]:
+    async def waveforms(self, answer: Answer) -> AsyncGenerator[np.ndarray, None]:
         """Yield float32 (N,) at SAMPLE_RATE, at least one for each utterance. If a Triton fails or refuses before the
         first one of an utterance, another is tried. ApiError."""
-        with self._live_stream(job), self._counted():
+        with self._live_stream(answer), self._counted():
             started = time.perf_counter()
-            await self._check_default_voice(job)
-            for utterance in job.utterances:
+            await self._check_default_voice(answer)
+            for utterance in answer.utterances:
                 if limit := int(utterance.parameters.get("max_tokens", 0)):  # of the whole answer
-                    if (left := limit - job.usage["output_tokens"]) <= 0:
-                        job.warnings.append(f"max_tokens {limit} was reached before {utterance.target_text[:80]!r}")
+                    if (left := limit - answer.usage["output_tokens"]) <= 0:
+                        answer.warnings.append(f"max_tokens {limit} was reached before {utterance.target_text[:80]!r}")
                         break
                     utterance = replace(utterance, parameters={**utterance.parameters, "max_tokens": left})
-                async with contextlib.aclosing(self._generated(job, utterance)) as parts:
+                async with contextlib.aclosing(self._generated(answer.model, utterance)) as parts:
                     async for part in parts:
-                        if part.warning and part.warning not in job.warnings:
-                            job.warnings.append(part.warning)
-                        if job.timestamps is not None:
-                            await self._add_times(job.timestamps, part)
+                        if part.warning and part.warning not in answer.warnings:
+                            answer.warnings.append(part.warning)
+                        if answer.timestamps is not None:
+                            await self._add_times(answer.timestamps, part)
                         if not part.waveform.size:
                             continue
-                        if not job.samples:
+                        if not answer.samples:
                             self.metrics.first_audio.observe(time.perf_counter() - started)
-                        job.samples += part.waveform.size
+                        answer.samples += part.waveform.size
                         yield part.waveform
 
-    async def _check_default_voice(self, job: SpeechJob) -> None:
+    async def _check_default_voice(self, answer: Answer) -> None:
         """Raise ApiError naming the first utterance without a voice if it is not the first one and there is no default
         voice.
 
         The answer would otherwise break off there.
         """
         number, unnamed = next(
-            ((n, each) for n, each in enumerate(job.utterances, 1) if each.reference is None and not each.speaker),
-            (1, job.utterances[0]),
+            ((n, each) for n, each in enumerate(answer.utterances, 1) if each.reference is None and not each.speaker),
+            (1, answer.utterances[0]),
         )
         if number == 1:
             return
         try:
-            await self.check_voice(job, Utterance(""))
+            await self.check_voice(answer.model, Utterance(""))
         except ApiError as error:
             if error.status != 400:
                 raise
@@ -189,44 +149,48 @@ class Dispatcher:
                 f"part {number} of input, {unnamed.target_text.strip()[:40]!r}, has no voice: {error.message}", "input"
             ) from None
 
-    async def check_voice(self, job: SpeechJob, utterance: Utterance) -> None:
-        """Raise ApiError if the job's model cannot speak in the utterance's voice.
+    async def check_voice(self, model: str, utterance: Utterance) -> None:
+        """Raise ApiError if the model cannot speak in the utterance's voice.
 
         Only the models know theirs, so they are asked for a pause in it.
         """
-        async with contextlib.aclosing(self._generated(job, replace(utterance, target_text=_MOMENT))) as parts:
+        async with contextlib.aclosing(self._generated(model, replace(utterance, target_text=_PROBE_TEXT))) as parts:
             async for _ in parts:
                 pass
 
-    async def _generated(self, job: SpeechJob, utterance: Utterance) -> AsyncGenerator[AudioPart, None]:
+    async def _generated(self, model: str, utterance: Utterance) -> AsyncGenerator[AudioPart, None]:
         samples = 0
         failed: set[Backend] = set()
         while True:
-            with self.pool.lease(job.model, failed) as (backend, model):
+            with self.pool.lease(model, failed) as (backend, name):
                 try:
-                    async with contextlib.aclosing(backend.parts(model, utterance, self._settings.timeout)) as parts:
+                    async with contextlib.aclosing(backend.parts(name, utterance, self._settings.timeout)) as parts:
                         async for part in parts:
                             samples += part.waveform.size
                             yield part
                 except ApiError as error:
                     failed.add(backend)
-                    others = any(model in each.models and each not in failed for each in self.pool.backends)
+                    others = any(name in each.models and each not in failed for each in self.pool.backends)
+                    # Only before any audio: another Triton would begin the utterance again, with other tokens.
                     if others and not samples and (error.status == 503 or error.code == OVERLOADED):
                         continue
                     if error.code == OVERLOADED:
-                        self._refusals.setdefault(model, LastRefusal()).note(error)
+                        self._refusals.setdefault(name, LastRefusal()).note(error)
                     raise
             if not samples:
                 raise ApiError(502, "the model ended the request without audio", code="upstream_error")
             return
 
-    async def encoded(self, job: SpeechJob, encoder: AudioEncoder) -> AsyncGenerator[bytes, None]:
-        """Yield `waveforms` as bytes of the encoder's format; no item is empty."""
-        async with contextlib.aclosing(self.waveforms(job)) as chunks:
+    def encoded(self, answer: Answer) -> AsyncGenerator[bytes, None]:
+        """Yield `waveforms` as bytes of the answer's format, in frames if its encoder has them; no item is empty."""
+        return framed(self._encoded(answer), answer.encoder)
+
+    async def _encoded(self, answer: Answer) -> AsyncGenerator[bytes, None]:
+        async with contextlib.aclosing(self.waveforms(answer)) as chunks:
             async for chunk in chunks:
-                if data := await self._run_encoder(encoder, chunk):
+                if data := await self._run_encoder(answer.encoder, chunk):
                     yield data
-            if data := await self._run_encoder(encoder, None):
+            if data := await self._run_encoder(answer.encoder, None):
                 yield data
 
     async def _add_times(self, timestamps: Timestamps, part: AudioPart) -> None:
@@ -249,9 +213,9 @@ class Dispatcher:
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._encoders, work))
 
     @contextlib.contextmanager
-    def _live_stream(self, job: SpeechJob) -> Iterator[None]:
-        """Occupy one of the slots for live streams, and count what was generated for the job, also if it fails or its
-        caller leaves. Raise ApiError 429 if there is no slot."""
+    def _live_stream(self, answer: Answer) -> Iterator[None]:
+        """Occupy one of the slots for live streams, and count what was generated, also if the request fails
+        or its caller leaves. Raise ApiError 429 if there is no slot."""
         self._require_slot()
         self._live += 1
         self.metrics.live.set(self._live)
@@ -260,8 +224,8 @@ class Dispatcher:
         finally:
             self._live -= 1
             self.metrics.live.set(self._live)
-            if job.samples:
-                self.metrics.count(job.key, job.usage)
+            if answer.samples:
+                self.metrics.count(answer.key, answer.usage)
 
     def _require_slot(self) -> None:
         if self._live >= self._settings.max_streams:

@@ -1,10 +1,14 @@
 """Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}} and an HTTP status."""
 
+import contextlib
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 from starlette.responses import JSONResponse
 
+from cosyvoice_triton.config import SamplingPreset
 from cosyvoice_triton.errors import (
     INVALID,
     NO_SHARED_MEMORY,
@@ -13,12 +17,26 @@ from cosyvoice_triton.errors import (
     OverloadedError,
     unavailable_error,
 )
-from cosyvoice_triton.speech_service.fields import named
+
+# A body's fields, and the models' names for them in their messages.
+SAMPLING = ("seed", "sampling", *SamplingPreset._fields, "max_tokens")  # request parameters of the same names
+
+_INPUTS = {
+    "target_text": "input",
+    "instruct_text": "instructions",
+    "reference_text": "ref_text",
+    "reference_wav": "ref_audio",
+    "nor a speaker": "nor a voice",
+}
+_FIELDS = (*_INPUTS.values(), *SAMPLING, "voice", "speed", "language", "pronunciation", "trim_reference")
+_INPUT = re.compile(rf"\b({'|'.join(_INPUTS)})\b")
+_BEGINS_WITH = {"request parameter ": "", "unknown speaker ": "voice ", "speaker ": "voice ", "no voice": "voice"}
 
 _ERRORS = {  # HTTP status and code
     str(grpc.StatusCode.INVALID_ARGUMENT): (400, None),
     str(grpc.StatusCode.NOT_FOUND): (404, None),
     str(grpc.StatusCode.UNAVAILABLE): (503, "unavailable"),
+    # gRPC's own limits, such as the size of a message: not a refusal of the model, which has a text of its own.
     str(grpc.StatusCode.RESOURCE_EXHAUSTED): (503, "unavailable"),
     str(grpc.StatusCode.DEADLINE_EXCEEDED): (504, "timeout"),
 }
@@ -30,7 +48,7 @@ _NOT_SERVED = ("Request for unknown model", "Server is stopping")
 
 NOTHING = "nothing_to_speak"
 OVERLOADED = "overloaded"  # code of the refusal of a Triton that has as many listeners as it can serve
-MESSAGE_CHARS = 1000  # messages quote what clients send
+MESSAGE_CHARS = 1000  # messages quote what clients send, which may be a megabyte
 
 
 class ApiError(Exception):
@@ -69,6 +87,15 @@ def invalid(message: object, param: str | None = None, code: str | None = None) 
     return ApiError(400, str(message), code=code, param=param)
 
 
+@contextlib.contextmanager
+def naming(field: str | None) -> Iterator[None]:
+    """Turn a ValueError of the block into an error of the client that names the field."""
+    try:
+        yield
+    except ValueError as error:
+        raise invalid(error, field) from None
+
+
 def from_triton(status: str | None, message: str | None) -> ApiError:
     """Return the error for a failed call to a model; `status` and `message` are those of gRPC.
 
@@ -89,3 +116,14 @@ def from_triton(status: str | None, message: str | None) -> ApiError:
         status = str(grpc.StatusCode.UNAVAILABLE)
     http, code = _ERRORS.get(status or "", (502, "upstream_error"))
     return ApiError(http, text, code=code, retry_after=1 if http == 503 else 0)
+
+
+def named(message: str) -> tuple[str, str | None]:
+    """Return a model's message about a request in the words of the body, and the field that it begins with, if any."""
+    message = _INPUT.sub(lambda found: _INPUTS[found[0]], message)
+    about = message
+    for words, field in _BEGINS_WITH.items():
+        if about.startswith(words):
+            about = field + about.removeprefix(words)
+    first = about.partition(" ")[0].rstrip(":")
+    return message, first if first in _FIELDS else None

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -15,13 +15,13 @@ from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.errors import UnavailableError
-from cosyvoice_triton.speech_service.audio.encoding import FORMATS, AudioEncoder, framed
+from cosyvoice_triton.speech_service.answer import Answer
+from cosyvoice_triton.speech_service.audio.encoding import FORMATS, AudioEncoder
 from cosyvoice_triton.speech_service.audio.recordings import decode
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, utterances
-from cosyvoice_triton.speech_service.dispatcher import Dispatcher, SpeechJob
-from cosyvoice_triton.speech_service.errors import ApiError, invalid
-from cosyvoice_triton.speech_service.fields import named
+from cosyvoice_triton.speech_service.dispatcher import Dispatcher
+from cosyvoice_triton.speech_service.errors import ApiError, invalid, named
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.settings import Settings
@@ -60,36 +60,43 @@ class Service:
         """Return the model of requests that name none; "" if none is served."""
         return self.settings.model or next(iter(self.dispatcher.pool.models), "")
 
-    async def job(self, wanted: SpeechRequest, upload: bytes | None = None, decode: Decoder = decode) -> SpeechJob:
-        """Return the validated job; `upload`: an uploaded recording of the voice. ApiError, before any other work if it
-        would be refused."""
-        # Since now: of what was full while a slow client sent its recording, places may have become free.
+    async def answer(
+        self,
+        wanted: SpeechRequest,
+        upload: bytes | None = None,
+        decode: Decoder = decode,
+        encoder: AudioEncoder | None = None,
+    ) -> Answer:
+        """Return the answer to a validated request, not generated yet. `upload`: an uploaded recording of the voice.
+        `encoder`: by default, what the request names. ApiError, before any other work if it would be refused."""
+        encoder = encoder or self.encoder(wanted)
+        # Refusals count from here on: of what was full while a slow client sent its recording, places may be free now.
         model, since = wanted.served_model(self.settings.model), time.monotonic()
         self.dispatcher.check(model)
         decode_upload = None if upload is None else partial(decode, upload, self.settings.max_reference_bytes)
         try:
-            async with self.dispatcher.reading:
+            async with self.dispatcher.decoding:
                 self.dispatcher.check(model, since)
                 requests = await asyncio.to_thread(utterances, wanted, decode_upload, self.voices, self.settings)
         except UnavailableError as error:  # a voice's file is damaged
             raise ApiError(503, str(error), code="unavailable", param="voice") from None
-        job = SpeechJob(requests, len(wanted.input), model, API_KEY.get())
+        answer = Answer(requests, len(wanted.input), model, API_KEY.get(), encoder, subtitles=wanted.subtitles)
         if detail := "word" if wanted.subtitles else wanted.timestamps:
             for each in requests:
                 each.parameters[SEGMENTS] = True
-            job.timestamps = Timestamps(detail, wanted.speed)
-        return job
+            answer.timestamps = Timestamps(detail, wanted.speed)
+        return answer
 
     async def preview(self, wanted: SpeechRequest, upload: bytes | None = None) -> dict[str, Any]:
         """Return what will be spoken, as `text.preview` does, of all parts of the text; the warnings include those
         about a recording in the request. ApiError."""
-        job = await self.job(wanted, upload)
-        with self.dispatcher.pool.lease(job.model) as (_, model):
+        answer = await self.answer(wanted, upload, encoder=AudioEncoder("pcm"))  # nothing is encoded
+        with self.dispatcher.pool.lease(answer.model) as (_, model):
             stack = stacks.of_model(model).name
         async with self.previewing:
             try:
                 judged = upload is not None or bool(wanted.ref_audio)
-                parts = [await asyncio.to_thread(self._preview, stack, each, judged) for each in job.utterances]
+                parts = [await asyncio.to_thread(self._preview, stack, each, judged) for each in answer.utterances]
             except ValueError as error:
                 raise invalid(*named(str(error))) from None
         whole: dict[str, Any] = {"language": parts[0]["language"]}
@@ -127,7 +134,3 @@ class Service:
             return AudioEncoder(wanted.response_format, rate, wanted.speed, wanted.volume_multiplier, wanted.frame_ms)
         except ValueError as error:
             raise invalid(error, str(error).split()[0]) from None
-
-    def audio(self, job: SpeechJob, encoder: AudioEncoder) -> AsyncGenerator[bytes, None]:
-        """Return the encoded audio of a job, in frames if the encoder has them."""
-        return framed(self.dispatcher.encoded(job, encoder), encoder)

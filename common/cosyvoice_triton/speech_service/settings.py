@@ -64,6 +64,8 @@ class Settings:
     timeout: float = _option(300.0, "seconds for a whole answer")
     stall: float = _option(60.0, "seconds that a client may leave its audio unread")
     receive_timeout: float = _option(60.0, "seconds in which a request must have arrived")
+    # Longer than pools of clients and gateways keep idle connections (nginx: 60 s): if the server closes first, a
+    # request that is sent at that moment is lost.
     keep_alive: float = _option(75.0, "seconds that an HTTP connection is kept between two requests")
     idle: float = _option(300.0, "seconds that a WebSocket may be silent, or a gRPC connection without calls")
 
@@ -97,8 +99,8 @@ class Settings:
 
     @property
     def max_unanswered_bytes(self) -> int:
-        """Return the limit for all bodies and WebSocket messages that have begun to arrive: a quarter of
-        `max_streams`."""
+        """Return the limit for all bodies and WebSocket messages that have begun to arrive: as many of the largest size
+        as a quarter of `max_streams`, because most requests have no recording."""
         return self.max_body_bytes * max(self.max_streams // 4, 1)
 
     @property

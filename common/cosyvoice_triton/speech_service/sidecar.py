@@ -13,7 +13,7 @@ from cosyvoice_triton.addresses import join
 from cosyvoice_triton.server.serving import Companion
 from cosyvoice_triton.server.tritonserver import require_free, uninterrupted
 
-STOP_SECONDS = 40.0  # longer than the service waits for its own streams
+STOP_SECONDS = 40.0  # longer than the service waits for its own streams (command.DRAIN_SECONDS)
 
 # Ends the service if this process dies without stopping it, as with `kill -9`; otherwise its port would stay in use.
 _REAPER = 'read -r _ || kill -s TERM "$1"'

@@ -21,9 +21,11 @@ from cosyvoice_triton.speech_service.errors import ApiError, from_triton, invali
 
 logger = logging.getLogger(__name__)
 
-PROBE_SECONDS = 2.0
-PROBE_TIMEOUT = 3.0
-MISSES = 3  # failed probes in a row before a backend counts as down
+PROBE_SECONDS = 2.0  # a restarted Triton is used again after about as long as its reconnection takes
+PROBE_TIMEOUT = 3.0  # of one call
+# Failed probes in a row before a backend counts as down: one that is only slow still serves, while an address at which
+# nothing listens counts as down at once.
+MISSES = 3
 _RECONNECTION = [
     # Reconnect to a restarted Triton quickly; gRPC's default backoff grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 200),
@@ -67,7 +69,7 @@ class Backend:
                 name: await self._served(name) for name, is_ready in zip(names, ready, strict=True) if is_ready
             }
             self.misses = 0
-        except Exception as error:  # any error: probing must go on
+        except Exception as error:  # any error, also of an answer that cannot be parsed: probing must go on
             self.misses += 1
             gone = isinstance(error, InferenceServerException) and error.status() == str(grpc.StatusCode.UNAVAILABLE)
             if self.models and (gone or self.misses >= MISSES):
@@ -86,6 +88,7 @@ class Backend:
     async def parts(self, model: str, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
         """Yield the audio as it arrives; closing the generator ends the request. ApiError."""
         try:
+            # A model that has just gone counts as streaming: the call fails either way, with Triton's reason.
             if model not in self.models or self.models[model].streams:
                 async with contextlib.aclosing(chunks(self.connection, model, request, timeout)) as parts:
                     async for part in parts:

@@ -14,7 +14,7 @@ from typing import Any
 from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.speech_service.audio.recordings import decode
-from cosyvoice_triton.speech_service.errors import ApiError, invalid
+from cosyvoice_triton.speech_service.errors import ApiError, invalid, naming
 from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.text.pronunciation import pronunciations
 from cosyvoice_triton.voice.book import VoiceBook
@@ -25,7 +25,7 @@ from cosyvoice_triton.voice.mix import mixed_voices
 from cosyvoice_triton.voice.prompt import Recording
 from cosyvoice_triton.voice.rights import Rights
 
-MAX_VOICES = 1000
+MAX_VOICES = 1000  # of a folder, whose files are listed again for each list of voices and each new one
 
 
 class VoiceFolder(VoiceBook):
@@ -77,40 +77,28 @@ class VoiceFolder(VoiceBook):
         consent, key: as in `Rights`. Returns what is to be said of the recording. ApiError.
         """
         _check(name)
-        try:
+        with naming("ref_text"):
             text = clean_line(text, name="ref_text", max_chars=MAX_TRANSCRIPT_CHARS)
-        except ValueError as error:
-            raise invalid(error, "ref_text") from None
-        try:
+        with naming("pronunciation"):
             words = pronunciations(words)
-        except ValueError as error:
-            raise invalid(error, "pronunciation") from None
-        try:
+        with naming("audio_sample"):
             recording = replace(decode(data, self._max_bytes), text=text)
-        except ValueError as error:
-            raise invalid(error, "audio_sample") from None
-        try:
+        with naming("consent"):
             rights = Rights.now(consent, key)
-        except ValueError as error:
-            raise invalid(error, "consent") from None
         self._save(name, recording, words, rights)
         return judge(recording)
 
     def export(self, name: str, key: str) -> bytes:
         """Return a voice as one file, to the key that registered it. ApiError."""
         name = self._owned(name, key)
-        try:
+        with naming("name"):
             return export_voice(self.folder, self, name)
-        except ValueError as error:
-            raise invalid(error, "name") from None
 
     def load(self, data: bytes, name: str, key: str) -> str:
         """Register an exported voice under `name`, "" for its own; return the name. ApiError."""
-        try:
+        with naming("file"):
             found = read_bundle(data)
             rights = Rights.now(found.consent, key)
-        except ValueError as error:
-            raise invalid(error, "file") from None
         _check(name := name or normalized(found.name))
         self._save(name, found.voice, found.words, rights)
         return name

@@ -18,7 +18,7 @@ from cosyvoice_triton.constants import MAX_SPEED, MIN_SPEED, PROMPT_SAMPLE_RATE,
 from cosyvoice_triton.speech_service.settings import RATES
 
 _INT16_PEAK = 32767
-_SLICE = 1024
+_SLICE = 1024  # samples: 43 ms, the most that a filter which withholds one frame delays
 MAX_VOLUME = 10.0
 _TEMPO_RANGE = (0.5, 2.0)  # of one atempo filter: outside this range it drops samples instead of blending them
 
@@ -44,6 +44,7 @@ TELEPHONE = frozenset((8_000,))
 FORMATS = {
     # The header of an MP3 or WAV file has its length, which is not known yet. Players accept a header without one, or
     # with the largest possible one.
+    # Neither a Xing header, which is written by seeking back, nor tags.
     "mp3": Format("audio/mpeg", "mp3", "libmp3lame", 96_000, {"write_xing": "0", "id3v2_version": "0"}),
     "opus": Format(
         "audio/ogg",

@@ -11,8 +11,9 @@ from cosyvoice_triton.constants import MAX_REFERENCE_SECONDS, SAMPLE_RATE
 from cosyvoice_triton.voice.audio import load_reference, validate_reference
 from cosyvoice_triton.voice.prompt import Recording
 
-MAX_CHANNELS = 8
+MAX_CHANNELS = 8  # as 7.1; a header that claims more would multiply the memory of its samples
 _MAGIC = {b"\x1aE\xdf\xa3": "matroska", b"FORM": "aiff", b"caff": "caf", b"#!AM": "amr"}  # matroska: WebM, too
+# What phones, browsers and editors write: each decoder of FFmpeg is one more that a hostile file can attack.
 _CODECS = (
     *("aac", "alac", "flac", "mp3", "mp3float", "opus", "libopus", "vorbis", "amrnb", "amrwb"),
     *("pcm_s16be", "pcm_s16le", "pcm_s24be", "pcm_s24le", "pcm_s32be", "pcm_f32be", "pcm_f32le", "pcm_alaw"),

@@ -1,17 +1,16 @@
 """Routes of Kokoro-FastAPI: speech with its words' times, and what to use in the place of the others."""
 
-import json
-from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
+from cosyvoice_triton.speech_service import openapi as doc
+from cosyvoice_triton.speech_service.answer import Answer
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
-from cosyvoice_triton.speech_service.dispatcher import SpeechJob
 from cosyvoice_triton.speech_service.errors import ApiError
-from cosyvoice_triton.speech_service.routes.responses import AudioResponse, whole
+from cosyvoice_triton.speech_service.routes.responses import HEADERS, AudioResponse, whole
 from cosyvoice_triton.speech_service.routes.speech import read_fields
 from cosyvoice_triton.speech_service.service import Service
 
@@ -26,36 +25,46 @@ _INSTEAD = {
 }
 
 
-@router.post(PATH)
+_FIELDS = {"allOf": [doc.SPEECH_FIELDS], "properties": {"return_timestamps": doc.BOOLEAN}}
+_TIMES = doc.array(doc.record({"word": doc.TEXT, "start_time": doc.NUMBER, "end_time": doc.NUMBER}))
+_CAPTIONED = doc.record(
+    {"audio": doc.described(doc.TEXT, "in base64"), "audio_format": doc.TEXT, "timestamps": _TIMES},
+    {"warnings": doc.array(doc.TEXT)},
+)
+
+
+@router.post(
+    PATH,
+    **doc.describe("Kokoro-FastAPI", body={doc.JSON: _FIELDS}, answer=_CAPTIONED, errors=doc.SPEAKING, headers=HEADERS),
+)
 async def captioned(request: Request) -> Response:
     """Speak a text; the answer is one JSON object with the audio and the times of its words, also if `stream` is
     true."""
     service = Service.of(request)
-    async with service.dispatcher.turn(request.headers.get("content-length")):
+    async with service.dispatcher.upload_slot(request.headers.get("content-length")):
         fields, _ = await read_fields(request)
         fields.pop("return_timestamps", None)
         if fields.get("model") == "kokoro":  # its clients' default
             del fields["model"]
         wanted: SpeechRequest = parse(SpeechRequest, {**fields, "stream_format": "json", "timestamps": "word"})
-        encoder = service.encoder(wanted)
-        job = await service.job(wanted)
-    answer = _captioned(service.audio(job, encoder), job, encoder)
-    return AudioResponse(answer, "application/json", service.settings.stall, encoder.rate, job, whole=bytes)
+        answer = await service.answer(wanted)
+    audio, stall = service.dispatcher.encoded(answer), service.settings.stall
+    return AudioResponse(answer, audio, stall, "application/json", partial(_captioned_json, answer))
 
 
-async def _captioned(
-    parts: AsyncGenerator[bytes, None], job: SpeechJob, encoder: AudioEncoder
-) -> AsyncGenerator[bytes, None]:
-    answer = await whole(parts, job, encoder, None)
-    words = [word for segment in answer["segments"] for word in segment["words"]]
+def _captioned_json(answer: Answer, audio: bytes) -> dict[str, Any]:
+    given = whole(answer, audio)
+    words = [word for segment in given["segments"] for word in segment["words"]]
     times = [{"word": word["word"], "start_time": word["start"], "end_time": word["end"]} for word in words]
-    content: dict[str, Any] = {"audio": answer["audio_data"], "audio_format": answer["media_type"], "timestamps": times}
-    yield json.dumps(content | job.warned).encode()
+    content = {"audio": given["audio_data"], "audio_format": given["media_type"], "timestamps": times}
+    return {**content, **answer.with_warnings}
 
 
 async def _instead(request: Request) -> Response:
+    """Not served; the error says what to use in its place."""
     raise ApiError(404, f"{request.url.path} does not exist: {_INSTEAD[request.url.path]}", code="unsupported")
 
 
+_NOT_SERVED = doc.describe("Kokoro-FastAPI", answer=doc.FAILED, success=404)
 for path in _INSTEAD:
-    router.add_api_route(path, _instead, methods=["POST"])
+    router.add_api_route(path, _instead, methods=["POST"], **_NOT_SERVED)

@@ -12,20 +12,20 @@ import base64
 import uuid
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, WebSocket
+from fastapi import APIRouter, Query, WebSocket
 
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import json_kind
+from cosyvoice_triton.speech_service.answer import Answer
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
-from cosyvoice_triton.speech_service.dispatcher import SpeechJob
 from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
 from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
 from cosyvoice_triton.speech_service.service import Service
 
-MAX_ITEMS = 128  # of a conversation; the oldest ones are forgotten
-MAX_ID_CHARS = 64
+MAX_ITEMS = 128  # of a conversation, of which only the last is spoken: the oldest are forgotten
+MAX_ID_CHARS = 64  # ids come back in each event
 DELTA_BYTES = 1 << 15  # of audio in one event: 0.7 s; some clients refuse messages of a megabyte
 MAX_METADATA = 16, 64, 512  # pairs, characters of a name and of a value, as OpenAI's
 
@@ -47,13 +47,14 @@ _BETA_EVENTS = {
     "response.output_audio_transcript.delta": "response.audio_transcript.delta",
     "response.output_audio_transcript.done": "response.audio_transcript.done",
 }
-_DEAF = "the model does not listen: send text with conversation.item.create"
+_TEXT_ONLY = "the model does not listen: send text with conversation.item.create"
 
 router = APIRouter()
+_Model = Annotated[str, Query(description="a served model")]  # for the document: the session reads it
 
 
 @router.websocket("/v1/realtime")
-async def realtime_socket(socket: WebSocket) -> None:
+async def realtime_socket(socket: WebSocket, model: _Model = "") -> None:
     """Serve one connection with any number of responses, one at a time."""
     await RealtimeSession.serve(socket)
 
@@ -66,14 +67,14 @@ class Response:
     metadata: dict[str, str]
     id: str = field(default_factory=lambda: _new_id("resp"))
     item: str = field(default_factory=lambda: _new_id("item"))
-    job: SpeechJob | None = None
+    answer: Answer | None = None
     ending: bool = False  # its last messages are being sent
 
     def usage(self) -> dict[str, Any] | None:
         """Return OpenAI's usage of what was generated so far."""
-        if self.job is None:
+        if self.answer is None:
             return None
-        usage = self.job.usage
+        usage = self.answer.usage
         text, audio = usage["input_tokens"], usage["output_tokens"]
         return usage | {
             "input_token_details": {"text_tokens": text, "audio_tokens": 0, "cached_tokens": 0},
@@ -123,7 +124,7 @@ class RealtimeSession(SocketSessionBase):
         elif kind == "input_audio_buffer.clear":
             await self._send("input_audio_buffer.cleared")  # it is always empty
         elif kind in ("input_audio_buffer.append", "input_audio_buffer.commit"):
-            raise invalid(f"{kind}: {_DEAF}", "type", "input_audio_not_supported")
+            raise invalid(f"{kind}: {_TEXT_ONLY}", "type", "input_audio_not_supported")
         else:
             raise invalid(f"the message type {kind!r} is unknown", "type")
         return True
@@ -178,9 +179,9 @@ class RealtimeSession(SocketSessionBase):
         if not wanted.voice_name or wanted.voice_name == self._config.get("voice"):
             return
         try:
-            job = await self._service.job(wanted)
-            if (utterance := job.utterances[0]).reference is None:
-                await self._service.dispatcher.check_voice(job, utterance)
+            answer = await self._service.answer(wanted)
+            if (utterance := answer.utterances[0]).reference is None:
+                await self._service.dispatcher.check_voice(answer.model, utterance)
         except ApiError as error:
             if error.status == 400:
                 raise
@@ -245,7 +246,7 @@ class RealtimeSession(SocketSessionBase):
         for part in content if isinstance(content, list) else [content]:
             text = part.get("text", part.get("transcript")) if isinstance(part, dict) else None
             if not isinstance(text, str):
-                raise invalid(f"the content of an item has a part without text: {_DEAF}", "item.content")
+                raise invalid(f"the content of an item has a part without text: {_TEXT_ONLY}", "item.content")
             texts.append(text)
         return self._checked(" ".join(texts), "item.content")
 
@@ -305,10 +306,9 @@ class RealtimeSession(SocketSessionBase):
         if (response := self._response) is None:
             return False
         try:
-            encoder = self._service.encoder(response.wanted)
-            response.job = await self._service.job(response.wanted)
+            response.answer = await self._service.answer(response.wanted)
             await self._send_part(response, "response.output_audio_transcript.delta", delta=response.wanted.input)
-            async with aclosing(self._service.audio(response.job, encoder)) as parts:
+            async with aclosing(self._service.dispatcher.encoded(response.answer)) as parts:
                 async for part in parts:
                     for begin in range(0, len(part), DELTA_BYTES):
                         delta = base64.b64encode(part[begin : begin + DELTA_BYTES]).decode()
@@ -342,7 +342,7 @@ class RealtimeSession(SocketSessionBase):
         if details is not None:
             about["status_details"] = {"type": status, **details}
         self._response = None  # the client may answer response.done with the next one
-        await self._send("response.done", response=about | (response.job.warned if response.job else {}))
+        await self._send("response.done", response=about | (response.answer.with_warnings if response.answer else {}))
 
     def _about(self, response: Response, status: str) -> dict[str, Any]:
         about: dict[str, Any] = {"object": "realtime.response", "id": response.id, "status": status, "output": []}

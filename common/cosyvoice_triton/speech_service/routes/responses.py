@@ -18,46 +18,74 @@ from async_timeout import timeout
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
-from cosyvoice_triton.speech_service.audio.timestamps import Subtitles, subtitles
-from cosyvoice_triton.speech_service.dispatcher import SpeechJob
+from cosyvoice_triton.speech_service import openapi as doc
+from cosyvoice_triton.speech_service.answer import Answer
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.tasks import TaskScope
 
 logger = logging.getLogger(__name__)
 
-# Of whole answers -> names in the job's usage.
+# Of whole answers -> names in the usage.
 USAGE_HEADERS = {"x-input-tokens": "input_tokens", "x-output-tokens": "output_tokens", "x-audio-seconds": "seconds"}
 WARNING_CHARS = 300  # in a header: warnings quote texts
 _VISIBLE = " !#$&'()*+,/:;=?@[]\"<>^`{|}~"  # ASCII that a header may have; the rest is percent-encoded
 _STREAMING_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second one is for nginx
 
 
-class AudioResponse(Response):
-    """Sends the bytes of `parts` as they are produced, or, once all are there, what `whole` makes of them.
+HEADERS = {
+    "X-Sample-Rate": doc.described(doc.INTEGER, "of the audio, in Hz"),
+    "X-Speech-Warning": doc.described(doc.TEXT, "percent-encoded; warnings that are known before the first byte"),
+    **{
+        name.title(): doc.described(doc.NUMBER, f"`{of}` of the usage, of whole answers")
+        for name, of in USAGE_HEADERS.items()
+    },
+}
 
-    stall: seconds that a client may leave them unread. The headers have the job's warnings that are known by the first
-    part that is sent, and its usage if all are there.
+
+_USAGE = {"input_tokens": doc.INTEGER, "output_tokens": doc.INTEGER, "total_tokens": doc.INTEGER, "seconds": doc.NUMBER}
+_WORD = doc.record({"word": doc.TEXT, "start": doc.NUMBER, "end": doc.NUMBER})
+_SEGMENT = doc.record({"text": doc.TEXT, "start": doc.NUMBER, "end": doc.NUMBER}, {"words": doc.array(_WORD)})
+SPEECH_FIELDS = {
+    "audio_data": doc.described(doc.TEXT, "in base64"),
+    "media_type": doc.TEXT,
+    "sample_rate": doc.INTEGER,
+    "usage": doc.component("Usage", doc.record(_USAGE)),
+}
+SPEECH_OPTIONS = {
+    "warnings": doc.array(doc.TEXT),
+    "segments": doc.array(doc.component("Segment", _SEGMENT)),
+    "subtitles": doc.TEXT,
+}
+SPEECH = doc.component("Speech", doc.record(SPEECH_FIELDS, SPEECH_OPTIONS))
+
+
+class AudioResponse(Response):
+    """Sends `parts`, an answer's audio or events, as they are produced, or, once all are there, what `whole` makes of
+    them: bytes, or an object to send as JSON.
+
+    stall: seconds that a client may leave them unread. The headers have the answer's warnings that are known by the
+    first part that is sent, and its usage if all are there.
     """
 
     def __init__(
         self,
+        answer: Answer,
         parts: AsyncGenerator[bytes, None],
-        media_type: str,
         stall: float,
-        rate: int,
-        job: SpeechJob,
-        whole: Callable[[bytes], bytes] | None = None,
+        media_type: str = "",
+        whole: Callable[[bytes], bytes | dict[str, Any]] | None = None,
     ) -> None:
-        super().__init__(media_type=media_type, headers={"X-Sample-Rate": str(rate), **_STREAMING_HEADERS})
+        headers = {"X-Sample-Rate": str(answer.encoder.rate), **_STREAMING_HEADERS}
+        super().__init__(media_type=media_type or answer.encoder.format.media_type, headers=headers)
         del self.headers["content-length"]  # unknown, so the body is chunked
+        self._answer = answer
         self._parts = parts
         self._stall = stall
         self._whole = whole
-        self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with TaskScope() as tasks:
+            # A client that leaves before the first audio would otherwise be noticed only when that is sent.
             work = tasks.spawn(self._send(scope, receive, send))
             gone = tasks.spawn(disconnected(receive))
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -71,15 +99,18 @@ class AudioResponse(Response):
             try:
                 first = await anext(parts)
                 if self._whole is not None:
-                    first = self._whole(b"".join([first, *[part async for part in parts]]))
+                    made = self._whole(b"".join([first, *[part async for part in parts]]))
+                    first = made if isinstance(made, bytes) else json.dumps(made).encode()
                     self.headers["content-length"] = str(len(first))
                     for header, name in USAGE_HEADERS.items():
-                        self.headers[header] = str(self._job.usage[name])
+                        self.headers[header] = str(self._answer.usage[name])
             except ApiError as error:
                 await error.response(scope, receive, send)
                 return
-            if self._job.warnings:
-                self.headers["x-speech-warning"] = quote("; ".join(self._job.warnings)[:WARNING_CHARS], safe=_VISIBLE)
+            if self._answer.warnings:
+                self.headers["x-speech-warning"] = quote(
+                    "; ".join(self._answer.warnings)[:WARNING_CHARS], safe=_VISIBLE
+                )
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 await self._send_part(send, first)
@@ -103,38 +134,20 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def whole(
-    parts: AsyncGenerator[bytes, None], job: SpeechJob, encoder: AudioEncoder, kind: Subtitles | None
-) -> dict[str, Any]:
-    """Return a complete answer, with timestamps and subtitles if they are wanted."""
-    async with aclosing(parts):
-        audio = encoder.complete(b"".join([part async for part in parts]))
+def whole(answer: Answer, audio: bytes) -> dict[str, Any]:
+    """Return a complete answer with its audio, with timestamps and subtitles if they are wanted."""
     return {
-        "audio_data": base64.b64encode(audio).decode(),
-        "media_type": encoder.format.media_type,
-        "sample_rate": encoder.rate,
-        "usage": job.usage,
-        **job.warned,
-        **({"segments": job.timestamps.segments} if job.timestamps is not None else {}),
-        **_subtitles(job, kind),
+        "audio_data": base64.b64encode(answer.encoder.complete(audio)).decode(),
+        "media_type": answer.encoder.format.media_type,
+        "sample_rate": answer.encoder.rate,
+        "usage": answer.usage,
+        **answer.with_warnings,
+        **({"segments": answer.timestamps.segments} if answer.timestamps is not None else {}),
+        **answer.with_subtitles,
     }
 
 
-async def whole_json(
-    parts: AsyncGenerator[bytes, None], job: SpeechJob, encoder: AudioEncoder, kind: Subtitles | None
-) -> AsyncGenerator[bytes, None]:
-    """Yield the complete answer as JSON, in one part."""
-    yield json.dumps(await whole(parts, job, encoder, kind)).encode()
-
-
-def _subtitles(job: SpeechJob, kind: Subtitles | None) -> dict[str, str]:
-    assert kind is None or job.timestamps is not None
-    return {"subtitles": subtitles(job.timestamps.segments, kind)} if kind and job.timestamps else {}
-
-
-async def events(
-    parts: AsyncGenerator[bytes, None], job: SpeechJob, kind: Subtitles | None
-) -> AsyncGenerator[bytes, None]:
+async def events(parts: AsyncGenerator[bytes, None], answer: Answer) -> AsyncGenerator[bytes, None]:
     """Yield the parts of an answer as server-sent events: deltas, and the timestamps of segments as these end; then
     `done` with the usage and subtitles, or `error`."""
     started = False
@@ -143,16 +156,16 @@ async def events(
             async for part in parts:
                 started = True
                 yield _event({"type": "speech.audio.delta", "audio": base64.b64encode(part).decode()})
-                if segments := job.ended():
+                if segments := answer.new_segments():
                     yield _event({"type": "speech.audio.timestamps", "segments": segments})
     except ApiError as error:
         if not started:
             raise
         yield _event({"type": "speech.audio.error", **error.body})
         return
-    if segments := job.ended():  # of a last part without audio
+    if segments := answer.new_segments():  # of a last part without audio
         yield _event({"type": "speech.audio.timestamps", "segments": segments})
-    yield _event({"type": "speech.audio.done", "usage": job.usage, **job.warned, **_subtitles(job, kind)})
+    yield _event({"type": "speech.audio.done", "usage": answer.usage, **answer.with_warnings, **answer.with_subtitles})
 
 
 def _event(content: dict[str, Any]) -> bytes:

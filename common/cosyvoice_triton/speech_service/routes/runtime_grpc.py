@@ -11,10 +11,10 @@ from async_timeout import timeout
 
 from cosyvoice_triton.addresses import join
 from cosyvoice_triton.constants import MAX_REFERENCE_SECONDS, PROMPT_SAMPLE_RATE
+from cosyvoice_triton.speech_service.answer import Answer
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.speech_service.audio.recordings import from_pcm16
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
-from cosyvoice_triton.speech_service.dispatcher import SpeechJob
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.security.guard import check_key
 from cosyvoice_triton.speech_service.service import Service
@@ -23,7 +23,7 @@ from cosyvoice_triton.speech_service.settings import MAX_CHAR_BYTES, Settings
 logger = logging.getLogger(__name__)
 
 PROTO = "cosyvoice_triton/speech_service/routes/cosyvoice.proto"
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 5.0  # for live calls; uvicorn has waited DRAIN_SECONDS for the other streams by then
 
 _FIELDS = (("spk_id", "voice"), ("instruct_text", "instructions"), ("prompt_text", "ref_text"))  # (its field, ours)
 _CODES = {
@@ -95,9 +95,9 @@ class RuntimeServicer:
             metadata = dict(context.invocation_metadata() or ())
             key = check_key(str(metadata.get("authorization", "")), self._service.settings.api_keys)
             self._service.dispatcher.check()
-            job = await self._job(await self._first(requests))
-            job.key = key
-            async with contextlib.aclosing(self._service.audio(job, AudioEncoder("pcm"))) as parts:
+            answer = await self._answer(await self._first(requests))
+            answer.key = key
+            async with contextlib.aclosing(self._service.dispatcher.encoded(answer)) as parts:
                 async for part in parts:
                     yield self._messages.Response(tts_audio=part)
         except ApiError as error:
@@ -113,7 +113,7 @@ class RuntimeServicer:
         except StopAsyncIteration:
             raise invalid("the call has no request") from None
 
-    async def _job(self, request: Any) -> SpeechJob:
+    async def _answer(self, request: Any) -> Answer:
         kind = request.WhichOneof("RequestPayload")
         if kind is None:
             raise invalid("the request is empty")
@@ -123,4 +123,4 @@ class RuntimeServicer:
             if field in payload.DESCRIPTOR.fields_by_name:
                 values[name] = getattr(payload, field)
         recording = payload.prompt_audio if "prompt_audio" in payload.DESCRIPTOR.fields_by_name else None
-        return await self._service.job(parse(SpeechRequest, values), recording, from_pcm16)
+        return await self._service.answer(parse(SpeechRequest, values), recording, from_pcm16, AudioEncoder("pcm"))

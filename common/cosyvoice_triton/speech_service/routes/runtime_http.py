@@ -9,10 +9,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
+from cosyvoice_triton.speech_service import openapi as doc
+from cosyvoice_triton.speech_service.audio.encoding import FORMATS, AudioEncoder
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.errors import invalid
-from cosyvoice_triton.speech_service.routes.responses import AudioResponse
+from cosyvoice_triton.speech_service.routes.responses import HEADERS, AudioResponse
 from cosyvoice_triton.speech_service.routes.speech import read_fields
 from cosyvoice_triton.speech_service.service import Service
 
@@ -30,10 +31,10 @@ ROUTES: Mapping[str, Mapping[str, str]] = {
 
 
 async def infer(request: Request) -> Response:
-    """Answer a request to any of the routes."""
+    """CosyVoice's plain runtime: 16-bit samples at 24 kHz. Its own clients send the form with GET."""
     service = Service.of(request)
     names = ROUTES[request.url.path]
-    async with service.dispatcher.turn(request.headers.get("content-length")):
+    async with service.dispatcher.upload_slot(request.headers.get("content-length")):
         fields, upload = await read_fields(request, "prompt_wav")
         values: dict[str, Any] = {}
         for field, name in names.items():
@@ -44,12 +45,19 @@ async def infer(request: Request) -> Response:
                 raise invalid(f"{field} is missing", field)
             else:
                 values[name] = str(fields[field])
-        job = await service.job(parse(SpeechRequest, values), upload)
-    encoder = AudioEncoder("pcm")
-    return AudioResponse(
-        service.audio(job, encoder), encoder.format.media_type, service.settings.stall, encoder.rate, job
-    )
+        answer = await service.answer(parse(SpeechRequest, values), upload, encoder=AudioEncoder("pcm"))
+    return AudioResponse(answer, service.dispatcher.encoded(answer), service.settings.stall)
 
 
-for path in ROUTES:
-    router.add_api_route(path, infer, methods=["GET", "POST"])
+for path, names in ROUTES.items():
+    fields = {
+        field: doc.described(
+            doc.FILE if field == "prompt_wav" else doc.TEXT, SpeechRequest.model_fields[name].description or ""
+        )
+        for field, name in names.items()
+    }
+    kinds = [doc.MULTIPART] if "prompt_wav" in fields else [doc.MULTIPART, doc.FORM]
+    body, audio = dict.fromkeys(kinds, doc.record(fields)), {FORMATS["pcm"].media_type: doc.FILE}
+    for method in ("GET", "POST"):
+        about = doc.describe("Plain runtime", body=body, content=audio, errors=doc.SPEAKING, headers=HEADERS)
+        router.add_api_route(path, infer, methods=[method], **about)

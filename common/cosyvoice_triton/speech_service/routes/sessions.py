@@ -69,7 +69,7 @@ class SocketSessionBase(ABC):
                 async with timeout(idle - self._silent):
                     message = await self._socket.receive_text()
             except asyncio.TimeoutError:
-                if self._silent < idle:
+                if self._silent < idle:  # audio was sent, or is being sent, since the wait began
                     continue
                 await self._socket.close(1000, "idle")
                 return

@@ -23,6 +23,7 @@ from async_timeout import timeout
 from fastapi import APIRouter, WebSocket
 
 from cosyvoice_triton.client.utterance import TextPieces
+from cosyvoice_triton.speech_service.answer import Answer
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
 from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
@@ -31,18 +32,19 @@ from cosyvoice_triton.text import is_speakable
 from cosyvoice_triton.text.markup import without_voices
 from cosyvoice_triton.text.segments import WINDOW, SentenceSplitter
 
-MAX_WAITING_CHARS = 65_536  # in sentences that are not spoken yet
-MAX_WAITING_UTTERANCES = 64  # that have ended and are not spoken yet
+# An LLM writes faster than its text is spoken, so sentences and ended utterances wait; an hour of speech is enough.
+MAX_WAITING_CHARS = 65_536
+MAX_WAITING_UTTERANCES = 64
 
 _MODES = "sentences", "tokens"
 # Fields of /v1/audio/speech that a session has not, and what it has instead.
-_OTHERWISE = {
+_NOT_OF_A_SESSION = {
     "input": "send input.text",
     "stream_format": "audio is sent in binary messages",
     "subtitles": "use timestamps",
 }
-_DOCUMENT_BEGINS, _DOCUMENT_ENDS = re.compile(r"\s*(?:<speak|<\?xml)\b"), "</speak>"
-_HALF_A_CHARACTER = "text has half of a surrogate pair, whose other half did not follow"
+_SSML_BEGINS, _SSML_ENDS = re.compile(r"\s*(?:<speak|<\?xml)\b"), "</speak>"
+_LONE_SURROGATE = "text has half of a surrogate pair, whose other half did not follow"
 
 router = APIRouter()
 
@@ -99,7 +101,7 @@ class SocketSession(SocketSessionBase):
             raise invalid(f"mode must be {' or '.join(_MODES)}, not {mode!r}", "mode")
         config = {"response_format": "pcm", **fields}
         wanted: SpeechRequest = parse(SpeechRequest, {**config, "input": "."})
-        for name, instead in _OTHERWISE.items():
+        for name, instead in _NOT_OF_A_SESSION.items():
             if (value := fields.get(name)) is not None:
                 raise invalid(f"{name} {value!r} of a WebSocket: {instead}", name)
         self._service.encoder(wanted)
@@ -141,9 +143,9 @@ class SocketSession(SocketSessionBase):
 
     def _complete(self, text: str) -> list[str]:
         documents: list[str] = []
-        while _DOCUMENT_BEGINS.match(begun := self._unfinished + text):
+        while _SSML_BEGINS.match(begun := self._unfinished + text):
             self._drop_unfinished()
-            document, end, text = begun.partition(_DOCUMENT_ENDS)
+            document, end, text = begun.partition(_SSML_ENDS)
             if not end:
                 self._document = document
                 return documents
@@ -167,7 +169,7 @@ class SocketSession(SocketSessionBase):
         self._waiting.append(None)
         self._wake()
         if half:
-            raise invalid(_HALF_A_CHARACTER, "text")
+            raise invalid(_LONE_SURROGATE, "text")
 
     def _queue(self, sentences: list[str]) -> None:
         self._waiting.extend(sentences)
@@ -215,28 +217,28 @@ class SocketSession(SocketSessionBase):
         try:
             text = sentence if isinstance(sentence, str) else ""
             wanted: SpeechRequest = parse(SpeechRequest, {**self._config, **before, "input": text or "."})
-            encoder = self._service.encoder(wanted)
-            job = await self._service.job(wanted)
+            answer = await self._service.answer(wanted)
             if isinstance(sentence, TextPieces):
-                job.utterances = (replace(job.utterances[0], target_text="", pieces=sentence),)
-            await self._send(
-                "audio.start", **index, sentence_text=text, format=wanted.response_format, sample_rate=encoder.rate
-            )
-            async with aclosing(self._service.audio(job, encoder)) as parts:
+                answer.utterances = (replace(answer.utterances[0], target_text="", pieces=sentence),)
+            audio = {"format": wanted.response_format, "sample_rate": answer.encoder.rate}
+            await self._send("audio.start", **index, sentence_text=text, **audio)
+            async with aclosing(self._service.dispatcher.encoded(answer)) as parts:
                 async for part in parts:
                     sent += len(part)
                     async with timeout(self._service.settings.stall):
                         await self._socket.send_bytes(part)
-                    if segments := job.ended():
-                        await self._send("audio.timestamps", **index, segments=segments)
-            if segments := job.ended():  # of a last part without audio
-                await self._send("audio.timestamps", **index, segments=segments)
-            for message in job.warnings:
+                    await self._send_segments(answer, index)
+            await self._send_segments(answer, index)  # of a last part without audio
+            for message in answer.warnings:
                 await self._send("warning", **index, message=message)
-            usage = {"usage": job.usage}
+            usage = {"usage": answer.usage}
         except ApiError as error:
             failed = await self._report(error, index)
         await self._send("audio.done", **index, total_bytes=sent, error=failed, **usage)
+
+    async def _send_segments(self, answer: Answer, index: dict[str, int]) -> None:
+        if segments := answer.new_segments():
+            await self._send("audio.timestamps", **index, segments=segments)
 
     async def _report(self, error: ApiError, index: dict[str, int]) -> bool:
         """Tell why a sentence was not spoken, and return whether that is a failure: markup or a symbol between the
@@ -268,5 +270,5 @@ def _joined(text: str) -> tuple[str, str]:
     half = text[-1:] if "\ud800" <= text[-1:] <= "\udbff" else ""
     text = text.removesuffix(half) if half else text
     if any("\ud800" <= char <= "\udfff" for char in text):
-        raise invalid(_HALF_A_CHARACTER, "text")
+        raise invalid(_LONE_SURROGATE, "text")
     return text, half

@@ -5,6 +5,7 @@ import contextlib
 import sys
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -15,6 +16,8 @@ from starlette.responses import JSONResponse, Response
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.errors import json_kind
+from cosyvoice_triton.speech_service import openapi as doc
+from cosyvoice_triton.speech_service.audio.encoding import FORMATS
 from cosyvoice_triton.speech_service.bodies import (
     OPENAI_MODELS,
     BatchRequest,
@@ -24,7 +27,16 @@ from cosyvoice_triton.speech_service.bodies import (
     read_json,
 )
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
-from cosyvoice_triton.speech_service.routes.responses import AudioResponse, disconnected, events, whole, whole_json
+from cosyvoice_triton.speech_service.routes.responses import (
+    HEADERS,
+    SPEECH,
+    SPEECH_FIELDS,
+    SPEECH_OPTIONS,
+    AudioResponse,
+    disconnected,
+    events,
+    whole,
+)
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.tasks import TaskScope
@@ -32,18 +44,49 @@ from cosyvoice_triton.text.language import languages_of
 
 BATCH_STREAMS = 4  # concurrent streams of one batch, so that it leaves capacity for interactive clients
 RETRY_SECONDS = 1.0  # a refusal costs little, and the place may be free long before the Retry-After
-MAX_FIELDS = 64
-PATHS = "/v1/audio/speech", "/audio/speech"
+MAX_FIELDS = 64  # of a form: about twice as many as SpeechRequest has
+PATHS = "/v1/audio/speech", "/audio/speech"  # the second for programs whose base URL has no /v1
 
 router = APIRouter()
 
 
-@router.post(PATHS[0])
-@router.post(PATHS[1])
+_EVENTS = doc.described(
+    doc.TEXT,
+    "events `speech.audio.delta` with `audio` in base64, `speech.audio.timestamps` with `segments`, then "
+    "`speech.audio.done` with `usage`, `warnings`, `subtitles`, or `speech.audio.error` with `error`",
+)
+_CONTENT = {**{kind.media_type: doc.FILE for kind in FORMATS.values()}, "text/event-stream": _EVENTS}
+_SPEECH = doc.describe(
+    "Speech", body=doc.SPEECH_BODY, answer=SPEECH, content=_CONTENT, errors=doc.SPEAKING, headers=HEADERS
+)
+_PREVIEW = doc.record(
+    {"segments": doc.array(doc.TEXT), "seconds": doc.array(doc.NUMBER), "language": doc.TEXT},
+    {"warnings": doc.array(doc.TEXT)},
+)
+_RESULT: doc.Schema = {
+    "oneOf": [
+        doc.record({"index": doc.INTEGER, "status": {"const": "success"}, **SPEECH_FIELDS}, SPEECH_OPTIONS),
+        doc.record({"index": doc.INTEGER, "status": {"const": "error"}, "error": doc.ERROR}),
+    ]
+}
+_BATCH = doc.record(
+    {"results": doc.array(doc.component("BatchResult", _RESULT)), "succeeded": doc.INTEGER, "failed": doc.INTEGER}
+)
+_MODEL_FIELDS = {"id": doc.TEXT, "object": doc.TEXT, "created": doc.INTEGER, "owned_by": doc.TEXT}
+_ABOUT_MODEL = {"name": doc.TEXT, "languages": doc.array(doc.TEXT), "instructions": doc.BOOLEAN, "demo": doc.BOOLEAN}
+_ALIAS = {"alias_of": doc.described(doc.TEXT, "what the name stands for")}
+_MODEL = doc.component("Model", doc.record(_MODEL_FIELDS, _ALIAS))
+_MODELS = doc.record({"object": doc.TEXT, "data": doc.array(_MODEL)})
+_AUDIO_MODEL = doc.record({**_MODEL_FIELDS, **_ABOUT_MODEL}, _ALIAS)
+_AUDIO_MODELS = doc.record({"models": doc.array(_AUDIO_MODEL), "max_input_chars": doc.INTEGER})
+
+
+@router.post(PATHS[0], **_SPEECH)
+@router.post(PATHS[1], **_SPEECH)
 async def speech(request: Request) -> Response:
     """Speak a text; the audio is streamed."""
     service = Service.of(request)
-    async with service.dispatcher.turn(request.headers.get("content-length")):
+    async with service.dispatcher.upload_slot(request.headers.get("content-length")):
         fields, upload = await read_fields(request, "ref_audio")
         wanted: SpeechRequest = parse(SpeechRequest, fields)
         if wanted.stream_format == "sse" and not wanted.stream:
@@ -52,28 +95,29 @@ async def speech(request: Request) -> Response:
             for field in ("timestamps", "subtitles"):
                 if value := getattr(wanted, field):
                     raise invalid(f"{field} {value!r} with stream_format 'audio': use 'json' or 'sse'", field)
-        encoder = service.encoder(wanted)
-        job = await service.job(wanted, upload)
-    audio = service.audio(job, encoder)
+        answer = await service.answer(wanted, upload)
+    audio, stall = service.dispatcher.encoded(answer), service.settings.stall
     if wanted.stream_format == "sse":
-        answer = events(audio, job, wanted.subtitles)
-        return AudioResponse(answer, "text/event-stream", service.settings.stall, encoder.rate, job)
+        return AudioResponse(answer, events(audio, answer), stall, "text/event-stream")
     if wanted.stream_format == "json":
-        answer = whole_json(audio, job, encoder, wanted.subtitles)
-        return AudioResponse(answer, "application/json", service.settings.stall, encoder.rate, job, whole=bytes)
-    kind = encoder.format.media_type
-    complete = None if wanted.stream else encoder.complete
-    return AudioResponse(audio, kind, service.settings.stall, encoder.rate, job, complete)
+        return AudioResponse(answer, audio, stall, "application/json", partial(whole, answer))
+    return AudioResponse(answer, audio, stall, whole=None if wanted.stream else answer.encoder.complete)
 
 
-@router.post("/v1/audio/speech/text")
+@router.post(
+    "/v1/audio/speech/text",
+    **doc.describe("Speech", body=doc.SPEECH_BODY, answer=_PREVIEW, errors=(404, 415, 429)),
+)
 async def text(request: Request) -> dict[str, Any]:
     """Return what will be spoken of a text: its segments in words, with expected seconds."""
     fields, upload = await read_fields(request, "ref_audio")
     return await Service.of(request).preview(parse(SpeechRequest, fields), upload)
 
 
-@router.post("/v1/audio/speech/batch")
+@router.post(
+    "/v1/audio/speech/batch",
+    **doc.describe("Speech", body={doc.JSON: doc.named(BatchRequest.__name__)}, answer=_BATCH, errors=(415,)),
+)
 async def batch(request: Request) -> Response:
     """Speak several texts, answered together. Failed items do not affect the others; those for which there is no place
     wait for one."""
@@ -113,18 +157,18 @@ async def _whole(service: Service, item: Any) -> dict[str, Any]:
         raise invalid(f"the item is {json_kind(item)}, not a JSON object")
     wanted: SpeechRequest = parse(SpeechRequest, item)
     wanted.stream = False
-    encoder = service.encoder(wanted)
-    job = await service.job(wanted)
-    return await whole(service.audio(job, encoder), job, encoder, wanted.subtitles)
+    answer = await service.answer(wanted)
+    async with contextlib.aclosing(service.dispatcher.encoded(answer)) as parts:
+        return whole(answer, b"".join([part async for part in parts]))
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", **doc.describe("Models", answer=_MODELS))
 async def models(request: Request) -> dict[str, Any]:
     """Return the served models, then OpenAI's names, which stand for the default one."""
     return {"object": "list", "data": list(_models(Service.of(request)).values())}
 
 
-@router.get("/v1/models/{name}")
+@router.get("/v1/models/{name}", **doc.describe("Models", answer=_MODEL, errors=(404,)))
 async def model(name: str, request: Request) -> dict[str, Any]:
     """Return one of the models that `models` lists."""
     listed = _models(Service.of(request))
@@ -135,7 +179,7 @@ async def model(name: str, request: Request) -> dict[str, Any]:
     return listed[name]
 
 
-@router.get("/v1/audio/models")
+@router.get("/v1/audio/models", **doc.describe("Models", answer=_AUDIO_MODELS))
 async def audio_models(request: Request) -> dict[str, Any]:
     """Return the same list in the form that Open WebUI reads, and the longest text that is accepted. Each model has its
     languages, whether it follows instructions, and whether it is the demo voice."""
@@ -184,7 +228,7 @@ async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any
         raise ApiError(415, f"content type {kind!r} is not supported: send application/json or multipart/form-data")
     if "charset" in content_type and "charset=utf-8" not in content_type:  # some of Python's codecs take minutes
         raise ApiError(415, "forms must be in UTF-8")
-    async with _closing(await _form(request, settings)) as form:
+    async with _form(request, settings) as form:
         fields: dict[str, Any] = {name: value for name, value in form.items() if not _is_empty_file(value)}
         data = None
         if isinstance(file := fields.get(upload), UploadFile):
@@ -206,7 +250,9 @@ class _CompleteForm(MultiPartParser):
         self.complete = True
 
 
-async def _form(request: Request, settings: Settings) -> FormData:
+@contextlib.asynccontextmanager
+async def _form(request: Request, settings: Settings) -> AsyncIterator[FormData]:
+    """Yield a multipart form. ApiError, also for one that is cut off."""
     parser = _CompleteForm(
         request.headers, request.stream(), max_files=1, max_fields=MAX_FIELDS, max_part_size=settings.max_body_bytes
     )
@@ -214,15 +260,9 @@ async def _form(request: Request, settings: Settings) -> FormData:
         form = await parser.parse()
     except MultiPartException as error:
         raise invalid(f"the form cannot be read: {error.message}") from None
-    if not parser.complete:
-        await form.close()
-        raise invalid("the form is cut off: its last boundary is missing")
-    return form
-
-
-@contextlib.asynccontextmanager
-async def _closing(form: FormData) -> AsyncIterator[FormData]:
     try:
+        if not parser.complete:
+            raise invalid("the form is cut off: its last boundary is missing")
         yield form
     finally:
         await form.close()

@@ -17,8 +17,9 @@ from starlette.responses import JSONResponse, Response
 from cosyvoice_triton.client.answer import WAVEFORM
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
-from cosyvoice_triton.speech_service.dispatcher import SpeechJob
-from cosyvoice_triton.speech_service.errors import ApiError, invalid
+from cosyvoice_triton.speech_service import openapi as doc
+from cosyvoice_triton.speech_service.answer import Answer
+from cosyvoice_triton.speech_service.errors import ApiError, invalid, naming
 from cosyvoice_triton.speech_service.routes.speech import read_body
 from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.service import Service
@@ -38,17 +39,30 @@ DATATYPES = {
 router = APIRouter()
 
 
-@router.post("/v2/models/{name}/infer")
+_TENSOR = doc.record(
+    {"name": {"enum": [*DATATYPES]}, "datatype": doc.TEXT, "shape": doc.array(doc.INTEGER)},
+    {"data": {"type": "array"}, "parameters": {"type": "object"}},
+)
+_BINARY = {"application/octet-stream": doc.FILE}
+_REQUEST = doc.record({"inputs": doc.array(_TENSOR)}, {"id": doc.TEXT, "outputs": doc.array({}), "parameters": {}})
+
+
+@router.post(
+    "/v2/models/{name}/infer",
+    **doc.describe(
+        "Triton", body={doc.JSON: _REQUEST}, answer={"type": "object"}, content=_BINARY, errors=doc.SPEAKING
+    ),
+)
 async def infer(name: str, request: Request) -> Response:
     """Return a model's whole answer to a request in Triton's protocol, and errors in Triton's form."""
     service = Service.of(request)
     try:
-        async with service.dispatcher.turn(request.headers.get("content-length")):
+        async with service.dispatcher.upload_slot(request.headers.get("content-length")):
             body = await read_body(request)
             wanted = await asyncio.to_thread(_content, body, request.headers.get(HEADER_LENGTH), service.settings)
             utterance = await asyncio.to_thread(_utterance, wanted, service.settings)
-        job = SpeechJob((utterance,), len(utterance.target_text), name, API_KEY.get())
-        parts = [part async for part in service.dispatcher.waveforms(job)]
+        answer = Answer((utterance,), len(utterance.target_text), name, API_KEY.get())
+        parts = [part async for part in service.dispatcher.waveforms(answer)]
         return await asyncio.to_thread(_answer, name, np.concatenate(parts), _is_binary(wanted), wanted.get("id"))
     except ApiError as error:
         headers = {"Retry-After": str(error.retry_after)} if error.retry_after else None
@@ -99,13 +113,11 @@ def _utterance(content: dict[str, Any], settings: Settings) -> Utterance:
         for name, value in _parameters(content).items()
         if name not in ("binary_data_output", "priority", "timeout") and isinstance(value, bool | int | float | str)
     }
-    try:
+    with naming(None):
         if (wav := values.pop("reference_wav", None)) is not None:
             rate = values["reference_sample_rate"] = int(values.get("reference_sample_rate", PROMPT_SAMPLE_RATE))
             values["reference"] = validate_reference(wav, None if length is None else int(length), rate)
         return Utterance(parameters={**parameters, "played": False}, **values)
-    except ValueError as error:
-        raise invalid(error) from None
 
 
 def _value(tensor: dict[str, Any]) -> Any:
@@ -132,18 +144,11 @@ def _parameters(of: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(data: Any) -> list[str]:
-    """Return texts: a list, perhaps inside of others, or each after its length in four bytes."""
+    """Return texts: a list, perhaps inside of others, or one after its length in four bytes, as Triton sends them."""
     if isinstance(data, bytes):
-        texts = []
-        while data:
-            length = int.from_bytes(data[:4], "little")
-            if len(data) < 4 + length:
-                raise ValueError("a text is cut off")
-            texts.append(data[4 : 4 + length].decode())
-            data = data[4 + length :]
-            if len(texts) > 1:
-                raise ValueError("more than one text")
-        return texts
+        if int.from_bytes(data[:4], "little") != len(data) - 4:
+            raise ValueError("it is not one text with its length")
+        return [data[4:].decode()]
     while isinstance(data, list) and len(data) == 1 and isinstance(data[0], list):
         data = data[0]
     if not isinstance(data, list) or not all(isinstance(each, str) for each in data):

@@ -1,12 +1,13 @@
 """/v1/audio/voices: list, add and delete registered voices."""
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
+from cosyvoice_triton.speech_service import openapi as doc
 from cosyvoice_triton.speech_service.errors import invalid
 from cosyvoice_triton.speech_service.routes.speech import read_fields
 from cosyvoice_triton.speech_service.security.guard import API_KEY
@@ -16,8 +17,36 @@ from cosyvoice_triton.voice.files import normalized
 router = APIRouter()
 
 
-@router.get("/v1/audio/voices")
-async def list_voices(request: Request, legacy: str = "") -> dict[str, Any]:
+_KNOWN = {"id": doc.TEXT, "object": doc.TEXT, "name": doc.TEXT}
+_RIGHTS = {
+    "consent": doc.TEXT,
+    "created_by": doc.described(doc.TEXT, "the name of the API key that added it"),
+    "created_at": doc.described(doc.INTEGER, "seconds since 1970"),
+}
+_ALIAS = {"alias_of": doc.described(doc.TEXT, "what the name stands for")}
+_VOICE = doc.component("Voice", doc.record(_KNOWN, {**_ALIAS, **_RIGHTS}))
+_VOICES = doc.record(
+    {"object": doc.TEXT, "voices": doc.array({"anyOf": [_VOICE, doc.TEXT]}), "data": doc.array(_VOICE)}
+)
+_ADDED = doc.record(
+    {**_KNOWN, "ref_text": doc.TEXT, "seconds": doc.NUMBER}, {**_RIGHTS, "warnings": doc.array(doc.TEXT)}
+)
+_DELETED = doc.record({"id": doc.TEXT, "object": doc.TEXT, "deleted": doc.BOOLEAN})
+_NEW = doc.record(
+    {"name": doc.TEXT, "audio_sample": doc.FILE},
+    {
+        "ref_text": doc.described(doc.TEXT, "the transcript of the recording"),
+        "pronunciation": doc.described(doc.TEXT, "words, and what is spoken for each, one a line"),
+        "consent": doc.described(doc.TEXT, "the speaker's agreement, or where it is kept"),
+    },
+)
+_EXPORTED = doc.record({"file": doc.FILE}, {"name": doc.described(doc.TEXT, "instead of its own")})
+_ADDING: dict[str, Any] = {"success": 201, "errors": (409, 415, 507)}
+_Legacy = Annotated[str, Query(description="`true`: `voices` are names")]
+
+
+@router.get("/v1/audio/voices", **doc.describe("Voices", answer=_VOICES))
+async def list_voices(request: Request, legacy: _Legacy = "") -> dict[str, Any]:
     """Return the registered voices, then the aliases. `voices` is for Open WebUI and Kokoro's clients, `data` for
     OpenAI's. `legacy`: `voices` are names, as Kokoro's older clients read them."""
     voices = Service.of(request).voices
@@ -32,7 +61,7 @@ def _voice(name: str) -> dict[str, Any]:
     return {"id": name, "object": "voice", "name": name}
 
 
-@router.post("/v1/audio/voices")
+@router.post("/v1/audio/voices", **doc.describe("Voices", body={doc.MULTIPART: _NEW}, answer=_ADDED, **_ADDING))
 async def add(request: Request) -> Response:
     """Register a voice: a form with `name`, `audio_sample` (an audio file), `ref_text` (its transcript),
     `pronunciation` (its dictionary) and `consent` (the speaker's, or where it is kept)."""
@@ -49,7 +78,10 @@ async def add(request: Request) -> Response:
     return JSONResponse({**about, **({"warnings": warnings} if warnings else {})}, 201)
 
 
-@router.post("/v1/audio/voices/import")
+@router.post(
+    "/v1/audio/voices/import",
+    **doc.describe("Voices", body={doc.MULTIPART: _EXPORTED}, answer=_VOICE, **_ADDING),
+)
 async def load(request: Request) -> Response:
     """Register a voice that was exported: a form with `file`, and `name` for another one than its own."""
     fields, data = await read_fields(request, "file")
@@ -60,7 +92,9 @@ async def load(request: Request) -> Response:
     return JSONResponse({**_voice(name), **voices.rights(name).known}, 201)
 
 
-@router.get("/v1/audio/voices/{name}/export")
+@router.get(
+    "/v1/audio/voices/{name}/export", **doc.describe("Voices", content={"application/zip": doc.FILE}, errors=(404,))
+)
 async def export(name: str, request: Request) -> Response:
     """Return a voice as one file, with its consent, for the API key that registered it."""
     data = await asyncio.to_thread(Service.of(request).voices.export, name, API_KEY.get())
@@ -69,7 +103,7 @@ async def export(name: str, request: Request) -> Response:
     return Response(data, media_type="application/zip", headers={"Content-Disposition": f"attachment; {named}"})
 
 
-@router.delete("/v1/audio/voices/{name}")
+@router.delete("/v1/audio/voices/{name}", **doc.describe("Voices", answer=_DELETED, errors=(404,)))
 async def remove(name: str, request: Request) -> dict[str, Any]:
     """Delete a voice, for the API key that registered it; later requests that name it are rejected."""
     await asyncio.to_thread(Service.of(request).voices.remove, name, API_KEY.get())

@@ -4,6 +4,9 @@ uvicorn with httptools collects headers of any size and waits for the rest of a 
 It closes a connection only once the client has read everything, so one that stops reading keeps it, and its memory. It
 drops the body of a request that offers an upgrade, and answers what follows as a second request. A WebSocket collects
 an unfinished message for as long as the client likes, and answers the pings of a client that reads nothing.
+
+uvicorn has no public interface for any of this. This is the only file that uses its private classes, and
+tests/speech_service/test_connections.py names the release that it was read from.
 """
 
 import asyncio
@@ -19,17 +22,18 @@ from websockets.frames import Frame
 from cosyvoice_triton.speech_service.security.budget import ByteBudget, Claim
 from cosyvoice_triton.speech_service.settings import Settings
 
-MAX_HEADER_BYTES = 64 << 10
-HEADER_SECONDS = 10.0
-LINGER_SECONDS = 30.0  # as nginx
-MAX_MILLISECONDS = (1 << 31) - 1  # of a socket option
-
-MAX_PIPELINED = 100  # requests that wait for the answer before theirs; uvicorn reads on after each answer
+MAX_HEADER_BYTES = 64 << 10  # Envoy passes on 60 KiB
+HEADER_SECONDS = 10.0  # a few packets, also on a slow network
+LINGER_SECONDS = 30.0  # nginx's lingering_time
+MAX_MILLISECONDS = (1 << 31) - 1  # of a socket option, which is an int
+# Requests that wait for the answer before theirs. uvicorn reads on after each answer, so without a limit half a million
+# that a client sent without reading took 960 MB.
+MAX_PIPELINED = 100
 
 SOCKET_PATHS = b"/v1/audio/speech/stream", b"/v1/realtime"
 # Headers of an offer to upgrade, which a server that does not take it ignores (RFC 9110, 7.8).
-_OFFER = (b"upgrade", b"http2-settings")
-_FRAGMENT_BYTES = 128  # of memory for a piece of a message, however short
+_UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
+_FRAGMENT_BYTES = 128  # of memory for a piece of a message, also for an empty one
 _PONG = 0x8A  # first byte of its frame
 
 logger = logging.getLogger(__name__)
@@ -64,7 +68,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._max_bytes = MAX_HEADER_BYTES + 2 * settings.max_body_bytes  # of a request: its chunks have headers too
         self._deadline: asyncio.TimerHandle | None = None
         self._in_headers = True
-        self._declines = False  # the request offers an upgrade that is not taken
+        self._ignores_upgrade = False  # the request offers an upgrade that is not taken
         self._lingers = False  # answered, and to be closed
         self._received = 0  # bytes of these headers, or of this body
 
@@ -73,10 +77,10 @@ class LimitedProtocol(HttpToolsProtocol):
         # Only the kernel knows whether the client takes anything (tcp(7)). The option stays after an upgrade.
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._stall_milliseconds)
-        self._expect_within(self._header_seconds)
+        self._set_deadline(self._header_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_deadline()
+        self._clear_deadline()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -93,8 +97,8 @@ class LimitedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
-            if self._declines:
-                self._parse_without_offer(data[offer.args[0] :])
+            if self._ignores_upgrade:
+                self._parse_without_upgrade(data[offer.args[0] :])
             elif self._should_upgrade():
                 self.handle_websocket_upgrade()
             else:  # HTTP/2 without an upgrade
@@ -104,14 +108,14 @@ class LimitedProtocol(HttpToolsProtocol):
         finally:
             self._unset_keepalive_if_required()
 
-    def _parse_without_offer(self, rest: bytes) -> None:
+    def _parse_without_upgrade(self, rest: bytes) -> None:
         """Parse the request anew without its offer: httptools takes what follows an offer for another protocol."""
-        self._declines = False
+        self._ignores_upgrade = False
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         for name, value in self.headers:
             if name == b"connection":
-                value = b",".join(each for each in value.split(b",") if each.strip().lower() not in _OFFER)
-            if name not in _OFFER:
+                value = b",".join(each for each in value.split(b",") if each.strip().lower() not in _UPGRADE_HEADERS)
+            if name not in _UPGRADE_HEADERS:
                 lines.append(b"%s: %s" % (name, value))
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
@@ -129,7 +133,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if self._deadline is None:  # a later request of the connection
-            self._expect_within(self._header_seconds)
+            self._set_deadline(self._header_seconds)
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -137,10 +141,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade() and self.parser.get_method() == b"CONNECT":
             return  # no proxy: `_parse` refuses it
         if self.parser.should_upgrade() and not self._should_upgrade():
-            self._declines = True
+            self._ignores_upgrade = True
             return
         self._in_headers, self._received = False, 0
-        self._expect_within(self._receive_timeout)
+        self._set_deadline(self._receive_timeout)
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -155,29 +159,29 @@ class LimitedProtocol(HttpToolsProtocol):
             self._lingers = True
             self.transport.write_eof()
             self.flow.resume_reading()
-            self._expect_within(LINGER_SECONDS)
+            self._set_deadline(LINGER_SECONDS)
 
     def on_message_complete(self) -> None:
-        if self._declines:
+        if self._ignores_upgrade:
             return
         self._in_headers, self._received = True, 0
-        self._forget_deadline()
+        self._clear_deadline()
         super().on_message_complete()
         if self._lingers:
             self.transport.close()
 
-    def _expect_within(self, seconds: float) -> None:
-        self._forget_deadline()
-        self._deadline = self.loop.call_later(seconds, self._too_late, seconds)
+    def _set_deadline(self, seconds: float) -> None:
+        self._clear_deadline()
+        self._deadline = self.loop.call_later(seconds, self._on_timeout, seconds)
 
-    def _forget_deadline(self) -> None:
+    def _clear_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _too_late(self, seconds: float) -> None:
+    def _on_timeout(self, seconds: float) -> None:
         if self.flow.read_paused:  # by the server: the client cannot send now
-            self._expect_within(seconds)
+            self._set_deadline(seconds)
         else:
             self.transport.abort()
 
@@ -193,7 +197,8 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         super().__init__(**uvicorn)
         self._receive_timeout = settings.receive_timeout
         self._claim = Claim(budget)
-        self._fragments = 0  # bytes of the pieces of an unfinished message
+        self._fragments = 0  # pieces of an unfinished message that have been counted
+        self._fragment_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -208,7 +213,10 @@ class LimitedSocket(WebSocketsSansIOProtocol):
             self.transport.write(STATUS_LINE[400] + b"connection: close\r\ncontent-length: 0\r\n\r\n")
             self.transport.close()
             return
-        unfinished = len(self.conn.reader.buffer) + self._fragments
+        new = self.frames[self._fragments :]  # the others are counted: a client may send a million pieces
+        self._fragments += len(new)
+        self._fragment_bytes += sum(len(each) + _FRAGMENT_BYTES for each in new)
+        unfinished = len(self.conn.reader.buffer) + self._fragment_bytes
         if not unfinished:
             self._finished()
         elif not self._claim.covers(unfinished):
@@ -218,20 +226,9 @@ class LimitedSocket(WebSocketsSansIOProtocol):
                 self._receive_timeout, self._refuse, 1008, "a message did not arrive in time"
             )
 
-    def handle_cont(self, event: Frame) -> None:
-        self._count(event)
-        super().handle_cont(event)
-
-    def handle_text(self, event: Frame) -> None:
-        self._count(event)
-        super().handle_text(event)
-
-    def handle_bytes(self, event: Frame) -> None:
-        self._count(event)
-        super().handle_bytes(event)
-
     def send_receive_event_to_app(self) -> None:
         """Pass on a message; uvicorn logs a traceback for a text that is not UTF-8."""
+        self._finished()
         if self.curr_msg_data_type == "text":
             try:
                 b"".join(self.frames).decode()
@@ -252,18 +249,12 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         self.transport.write(b"".join(output))
 
     def _control_frame(self) -> None:
-        if not self._fragments:  # what had begun to arrive was this frame, and no message
+        if not self.frames:  # what had begun to arrive was this frame, and no message
             self._finished()
-
-    def _count(self, event: Frame) -> None:
-        if event.fin:
-            self._finished()
-        else:
-            self._fragments += len(event.data) + _FRAGMENT_BYTES
 
     def _finished(self) -> None:
         """Forget the message that was unfinished."""
-        self._fragments = 0
+        self._fragments = self._fragment_bytes = 0
         self._claim.release()
         if self._deadline is not None:
             self._deadline.cancel()

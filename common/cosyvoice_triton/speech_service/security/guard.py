@@ -3,6 +3,7 @@
 Plain ASGI, because Starlette's middleware base class would relay every streamed answer.
 """
 
+import contextlib
 import hashlib
 import logging
 import secrets
@@ -124,8 +125,8 @@ class Guard:
     def _check_host(self, host: str) -> None:
         """Reject a name that is not ours: a page of that name, which its owner points at this machine (DNS rebinding),
         would be of the same origin. Nobody else decides to what an IP address or localhost leads."""
-        name, allowed = _hostname(f"//{host}"), self._settings.allowed_hosts
-        if host and "*" not in allowed and not _is_address(name) and not any(_matches(name, each) for each in allowed):
+        allowed = self._settings.allowed_hosts
+        if host and "*" not in allowed and not _is_allowed(host, allowed):
             raise ApiError(403, f"requests to {host!r} are refused: allow the name with --allowed_hosts", code="host")
 
     def _check_origin(self, headers: Headers, method: str) -> None:
@@ -164,23 +165,15 @@ def is_open(path: str) -> bool:
     return any(path == each or path.startswith(f"{each}/") and each != "/" for each in OPEN_PATHS)
 
 
-def _hostname(url: str) -> str:
-    """Return the host of a URL, empty if it has none."""
+def _is_allowed(host: str, allowed: Collection[str]) -> bool:
+    """Return whether a Host header has an IP address or one of the names, of which *.NAME stands for all below NAME."""
     try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        return bool(ip_address(name))
+        name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return False
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return name.endswith(pattern[1:].lower()) if pattern.startswith("*.") else name == pattern.lower()
+    with contextlib.suppress(ValueError):
+        return bool(ip_address(name))
+    return any(name.endswith(each[1:].lower()) if each.startswith("*.") else name == each.lower() for each in allowed)
 
 
 def _protocol_key(scope: Scope) -> str:
@@ -206,7 +199,7 @@ def check_key(authorization: str, keys: Collection[str]) -> str:
 def key_name(key: str) -> str:
     """Return a key's name: eight digits that stay the same and do not tell the key. Metrics and voices have it.
 
-    Each guess of a key costs milliseconds, because everyone may read the metrics.
+    Everyone may read the metrics, so the hash is slow: each guess of a key costs milliseconds.
     """
     return hashlib.pbkdf2_hmac("sha256", key.encode(), b"cosyvoice-triton", 20_000).hex()[:8]
 
