@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from cosyvoice_triton import stacks
 from cosyvoice_triton.arguments import command_parser
 from cosyvoice_triton.constants import EULER_STEPS, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
-from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
+from cosyvoice_triton.demo_checkpoint import VOICES_DIR
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.networks.flow import DiTFlow, load_dit_flow

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from cosyvoice_triton.constants import SPEECH_VOCAB
-from cosyvoice_triton.demo_checkpoint.llm import LLMSizes, save_llm
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -35,6 +34,7 @@ from demo_voice.training.training import (
     prepare,
     trained,
 )
+from tests.random_weights.llm import LLMSizes, save_llm
 
 logger = logging.getLogger(__name__)
 

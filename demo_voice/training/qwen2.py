@@ -2,8 +2,9 @@
 
 import torch
 import torch.nn.functional as F
-from cosyvoice_triton.demo_checkpoint.llm import LLMSizes
 from torch import Tensor, nn
+
+from tests.random_weights.llm import LLMSizes
 
 EPSILON = 1e-6
 SPREAD = 0.05  # standard deviation of the initial weights

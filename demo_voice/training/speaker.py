@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from cosyvoice_triton.constants import MEL_BINS, SPEAKER_DIM
-from cosyvoice_triton.demo_checkpoint.speaker import write_campplus
 from torch import Tensor, nn
 
 from demo_voice.training.dataset import TOKEN_SAMPLES, SpeechDataset
@@ -28,6 +27,7 @@ from demo_voice.training.training import (
     prepare,
     trained,
 )
+from tests.random_weights.speaker import write_campplus
 
 FILE = "speaker.pt"
 CHANNELS = 96
@@ -42,7 +42,7 @@ PERTURBED = 0.6
 
 
 class DemoSpeakerEncoder(nn.Module):
-    """Filter bank (B, T, 80) -> x-vector (B, 192); `cosyvoice_triton.demo_checkpoint.speaker` writes the same
+    """Filter bank (B, T, 80) -> x-vector (B, 192); `tests.random_weights.speaker` writes the same
     network as ONNX."""
 
     def __init__(self) -> None:

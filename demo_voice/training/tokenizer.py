@@ -13,13 +13,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_MEL_RATIO
-from cosyvoice_triton.demo_checkpoint.speech_tokenizer import (
-    FSMN_KERNEL,
-    HEAD_DIM,
-    N_MELS,
-    TRITS,
-    write_speech_tokenizer,
-)
 from cosyvoice_triton.voice import features
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -36,6 +29,13 @@ from demo_voice.training.training import (
     exact_inference,
     prepare,
     trained,
+)
+from tests.random_weights.speech_tokenizer import (
+    FSMN_KERNEL,
+    HEAD_DIM,
+    N_MELS,
+    TRITS,
+    write_speech_tokenizer,
 )
 
 logger = logging.getLogger(__name__)
