@@ -11,7 +11,7 @@
 #
 #   bash scripts/run_cosyvoice3.sh 0 3            from nothing to a server, in the image `gpu`
 #   bash scripts/run_cosyvoice3.sh 4 4            benchmark running servers
-#   LOCAL=1 bash scripts/run_cosyvoice3.sh -1 5   everything on a CPU, with random weights; the LLM inside Triton
+#   LOCAL=1 bash scripts/run_cosyvoice3.sh -1 5   from a clone, everything on a CPU, with random weights
 #
 # Settings, from the environment: WORK MODELS REPOSITORY OUT LOGS PYTHON, HTTP_PORT GRPC_PORT METRICS_PORT HEALTH_PORT
 # LLM_PORT, LLM, HUB (huggingface or modelscope), MAX_BATCH_SIZE NUM_TASKS, DATA and OFFLINE_DATA (options that choose the
@@ -36,7 +36,7 @@ if ((LOCAL)); then
     REPOSITORY=${REPOSITORY:-$WORK/build/cosyvoice3}
     DATA=${DATA:---manifest-path $SAMPLES/manifest.jsonl}
     OFFLINE_DATA=${OFFLINE_DATA:---manifest-path $SAMPLES/manifest.jsonl}
-    CHECKPOINTS=(cosyvoice_triton.demo_checkpoint.make "$MODELS" --weights random)
+    CHECKPOINTS=(tests.random_weights "$MODELS")
     ENGINE=(--kind onnxruntime_genai)
     ENGINE_PYTHON=$PYTHON
     LLM_TEST=(--engine_dir "$MODELS/cosyvoice3_llm_genai")

@@ -109,17 +109,16 @@ def initialized_model(path: Path, decoupled: bool = False, instances: int = 1, *
 
 @pytest.fixture(scope="session")
 def demo_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo checkpoint with random weights and its LLM converted for the CPU engine; this worker's own copy.
+    """The checkpoints with random weights and an LLM converted for the CPU engine; this worker's own copy.
 
     Its utterances last about three seconds by construction, whatever the text; tests that listen for words use the
     trained checkpoint.
     """
-    from cosyvoice_triton.demo_checkpoint import make as make_demo_model
-
+    from tests.random_weights.checkpoint import make as make_random_weights
     from tests.support.llm_fixtures import shared_genai, shared_llm
 
     def make(directory: Path) -> None:
-        assert make_demo_model.main([str(directory), "--weights", "random"]) == 0
+        make_random_weights(directory)
         weights = Path("cosyvoice2_llm", "model.safetensors")
         assert filecmp.cmp(directory / weights, shared_llm(tmp_path_factory).parent / weights, shallow=False)
         shutil.copytree(shared_genai(tmp_path_factory), directory / "cosyvoice2_llm_genai")

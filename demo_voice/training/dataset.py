@@ -10,6 +10,7 @@ padding or masks. Files, for T tokens and U utterances:
     speakers.npy    (U, 192) float32     x-vectors, from stage `speaker`
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, TOKEN_RATE
 from torch import Tensor
+from tqdm import tqdm
 
 TOKEN_SAMPLES = PROMPT_SAMPLE_RATE // TOKEN_RATE  # 640 samples of 16 kHz
 TOKEN_PHONES = 4  # phone labels per token
@@ -60,10 +62,20 @@ class SpeechDataset:
         """x-vectors (U, 192), not normalised, as campplus.onnx returns them."""
         return torch.from_numpy(np.load(self.work / "speakers.npy")).to(self.device)
 
+    def batches(self, most_tokens: int) -> Iterator[tuple[int, Tensor]]:
+        """All utterances, in batches of equal length: see `by_length`."""
+        return by_length(self.utterances[:, 2], torch.arange(len(self.starts), device=self.device), most_tokens)
+
     @property
     def voices(self) -> Tensor:
         """Voice of each utterance, (U,)."""
         return self.utterances[:, 1]
+
+    def others_of(self, voice: Tensor) -> Tensor:
+        """A random utterance (B,) of each voice (B,)."""
+        of_voice = self.voices.contiguous()
+        first, end = (torch.searchsorted(of_voice, voice, right=right) for right in (False, True))
+        return first + (torch.rand(len(voice), device=self.device) * (end - first)).long()
 
     def random_starts(self, batch: int, length: int) -> Tensor:
         """First tokens (batch,) of random crops of `length` tokens, which may cross ends of utterances.
@@ -100,6 +112,13 @@ class SpeechDataset:
     def utterance_of(self, starts: Tensor, length: int) -> Tensor:
         """Index (B,) of the utterance in the middle of each crop."""
         return self.owner[starts + length // 2]
+
+
+def by_length(lengths: Tensor, chosen: Tensor, most_tokens: int) -> Iterator[tuple[int, Tensor]]:
+    """Batches of the chosen utterances, whose lengths in tokens are equal: the length, and which utterances."""
+    for length in tqdm(lengths[chosen].unique().tolist(), desc="utterances", unit="length", mininterval=5):
+        for members in chosen[lengths[chosen] == length].split(max(1, most_tokens // length)):
+            yield length, members
 
 
 def _slices(stream: Tensor, starts: Tensor, length: int) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, TOKEN_RATE
-from cosyvoice_triton.demo_checkpoint.checkpoint import files_of, write_sums
+from cosyvoice_triton.prepare.demo import CARD, SUMS, sha256
 from cosyvoice_triton.stacks import Stack
 
 from demo_voice.training import flow_dit, flow_unet, llm, speaker, tokenizer, vocoder
@@ -59,6 +59,17 @@ def export(work: Path, checkpoint: Path) -> None:
     for name, size in sizes.items():
         logger.info("export: %10d bytes  %s", size, name)
     logger.info("export: %s, %.1f MB", checkpoint, sum(sizes.values()) / 1e6)
+
+
+def files_of(checkpoint: Path) -> list[str]:
+    """The files that have a checksum: all but the list of checksums and the model card."""
+    found = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
+    return sorted(name for name in found if name not in (SUMS, CARD))
+
+
+def write_sums(checkpoint: Path) -> None:
+    sums = "".join(f"{sha256(checkpoint / name)}  {name}\n" for name in files_of(checkpoint))
+    (checkpoint / SUMS).write_text(sums, encoding="utf-8")
 
 
 def _write_voices(work: Path, folder: Path) -> None:

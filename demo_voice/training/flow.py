@@ -145,10 +145,7 @@ def random_crops(speech: SpeechDataset, T: int) -> Batch:
 def embeddings(speech: SpeechDataset, utterance: Tensor) -> Tensor:
     """x-vectors (B, 192) for utterances (B,): their own or another of the same voice, with some noise."""
     device, voice = speech.device, speech.voices[utterance]
-    first = torch.searchsorted(speech.voices.contiguous(), voice)
-    count = torch.searchsorted(speech.voices.contiguous(), voice, right=True) - first
-    other = first + (torch.rand(len(voice), device=device) * count).long()
-    chosen = torch.where(torch.rand(len(voice), device=device) < OTHER_UTTERANCE, other, utterance)
+    chosen = torch.where(torch.rand(len(voice), device=device) < OTHER_UTTERANCE, speech.others_of(voice), utterance)
     vectors = F.normalize(speech.speakers[chosen], dim=1)
     return vectors + 0.2 * torch.rand(len(voice), 1, device=device) * F.normalize(torch.randn_like(vectors), dim=1)
 

@@ -1,6 +1,7 @@
 """A small grammar of everyday English, with numbers."""
 
 import random
+import re
 
 SUBJECTS = (
     "i,you,we,they,he,she,the teacher,my sister,our neighbour,the manager,a young woman,the children,my father,"
@@ -62,67 +63,47 @@ OPENINGS = (
     "hello,good morning,good evening,good afternoon,thank you,thank you very much,welcome,excuse me,well,yes,no,"
     "of course,sorry,good night,hi,okay,all right,great,please,oh,thanks,i am sorry,nice to meet you,goodbye"
 ).split(",")
-STATEMENTS = "my name is,this is,i am,we are from,it is,that was,here is,there is,that sounds like,it looks like".split(
-    ","
-)
+STATEMENTS = (
+    "my name is,this is,i am,we are from,it is,that was,here is,there is,that sounds like,it looks like"
+).split(",")
 JOINTS = "and,but,because,so,when,while,although,before,after,if,until,as soon as".split(",")
+
+
+KINDS = {
+    "clause": ("{subject} {verb} {object}",),
+    "subject": SUBJECTS, "verb": VERBS, "object": OBJECTS, "place": PLACES, "time": TIMES, "adjective": ADJECTIVES,
+    "request": REQUESTS, "action": ACTIONS, "question": QUESTIONS, "opening": OPENINGS, "statement": STATEMENTS,
+    "joint": JOINTS,
+}  # fmt: skip
+# By weight; "{word}" is a frequent word, "{number}" is in digits.
+PATTERNS = {
+    "{clause} {place} {time}": 25,
+    "{time}, {clause}": 10,
+    "{clause} {joint} {clause}": 10,
+    "the {word} is very {adjective} {time} and {clause}": 8,
+    "{request} {action} {object}": 4,
+    "{request} {action} {object} {time}": 4,
+    "{request} {action} {object}?": 4,
+    "{question} {object} {place}?": 10,
+    "{subject} {verb} {number} {word} {time}": 8,
+    "{opening}, {statement} {word} {word}": 7,
+    "it was {adjective} and {adjective} but {clause} {place}": 8,
+    "{opening}": 5 / 3,
+    "{opening}, {clause}": 5 / 3,
+    "{clause}": 5 / 3,
+}
 
 
 def everyday_sentence(rng: random.Random, words: list[str]) -> str:
     """One sentence in lower case, numbers in digits. words: frequent words, for places where any word is possible."""
-    sentence = rng.choices(PATTERNS, WEIGHTS)[0](rng, words)
+
+    def filled(pattern: str) -> str:
+        return re.sub(r"\{(\w+)\}", lambda found: of_kind(found[1]), pattern)
+
+    def of_kind(kind: str) -> str:
+        if kind == "number":
+            return str(rng.choice((rng.randint(0, rng.choice((20, 100, 999, 9999))), rng.randint(1900, 2030))))
+        return rng.choice(words) if kind == "word" else filled(rng.choice(KINDS[kind]))
+
+    sentence = filled(*rng.choices([*PATTERNS], [*PATTERNS.values()]))
     return sentence if sentence.endswith("?") else sentence + rng.choice("....!")
-
-
-def _clause(rng: random.Random) -> str:
-    return f"{rng.choice(SUBJECTS)} {rng.choice(VERBS)} {rng.choice(OBJECTS)}"
-
-
-def _statement(rng: random.Random, words: list[str]) -> str:
-    return f"{_clause(rng)} {rng.choice(PLACES)} {rng.choice(TIMES)}"
-
-
-def _time_first(rng: random.Random, words: list[str]) -> str:
-    return f"{rng.choice(TIMES)}, {_clause(rng)}"
-
-
-def _joined(rng: random.Random, words: list[str]) -> str:
-    return f"{_clause(rng)} {rng.choice(JOINTS)} {_clause(rng)}"
-
-
-def _quality(rng: random.Random, words: list[str]) -> str:
-    return f"the {rng.choice(words)} is very {rng.choice(ADJECTIVES)} {rng.choice(TIMES)} and {_clause(rng)}"
-
-
-def _request(rng: random.Random, words: list[str]) -> str:
-    end = rng.choice(("", " " + rng.choice(TIMES), "?"))
-    return f"{rng.choice(REQUESTS)} {rng.choice(ACTIONS)} {rng.choice(OBJECTS)}{end}"
-
-
-def _question(rng: random.Random, words: list[str]) -> str:
-    return f"{rng.choice(QUESTIONS)} {rng.choice(OBJECTS)} {rng.choice(PLACES)}?"
-
-
-def _number(rng: random.Random, words: list[str]) -> str:
-    most = rng.choice((20, 100, 999, 9999))
-    number = rng.choice((rng.randint(0, most), rng.randint(1900, 2030)))
-    return f"{rng.choice(SUBJECTS)} {rng.choice(VERBS)} {number} {rng.choice(words)} {rng.choice(TIMES)}"
-
-
-def _greeting(rng: random.Random, words: list[str]) -> str:
-    return f"{rng.choice(OPENINGS)}, {rng.choice(STATEMENTS)} {rng.choice(words)} {rng.choice(words)}"
-
-
-def _contrast(rng: random.Random, words: list[str]) -> str:
-    first, second = rng.choice(ADJECTIVES), rng.choice(ADJECTIVES)
-    return f"it was {first} and {second} but {_clause(rng)} {rng.choice(PLACES)}"
-
-
-def _short(rng: random.Random, words: list[str]) -> str:
-    return rng.choice((f"{rng.choice(OPENINGS)}", f"{rng.choice(OPENINGS)}, {_clause(rng)}", _clause(rng)))
-
-
-PATTERNS = (
-    _statement, _time_first, _joined, _quality, _request, _question, _number, _greeting, _contrast, _short,
-)  # fmt: skip
-WEIGHTS = (25, 10, 10, 8, 12, 10, 8, 7, 8, 5)

@@ -14,14 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from cosyvoice_triton.constants import SPEECH_VOCAB
-from cosyvoice_triton.demo_checkpoint.llm import LLMSizes, save_llm
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from demo_voice.training import tokenizer as speech_tokenizer
-from demo_voice.training.dataset import INT16_SCALE, TOKEN_SAMPLES
+from demo_voice.training.dataset import INT16_SCALE, TOKEN_SAMPLES, by_length
 from demo_voice.training.features import FASTEST, SLOWEST, as_recorded, at_speed, s3_log_mel
 from demo_voice.training.llm_data import Sequences, Utterances, encoded, text_tokenizer
 from demo_voice.training.qwen2 import Qwen2
@@ -35,6 +33,7 @@ from demo_voice.training.training import (
     prepare,
     trained,
 )
+from tests.random_weights.llm import LLMSizes, save_llm
 
 logger = logging.getLogger(__name__)
 
@@ -162,17 +161,15 @@ def _tokens(
 ) -> list[np.ndarray]:
     """Tokens of the chosen utterances in the stream rows (T, 640) int16, optionally of a perturbed recording."""
     starts, tokens = lengths.cumsum(0) - lengths, [np.empty(0, np.int32)] * len(lengths)
-    for length in tqdm(lengths[chosen].unique().tolist(), desc="recordings to tokens", unit="length", mininterval=5):
-        for members in chosen[lengths[chosen] == length].split(max(1, RECORDINGS_AT_ONCE // length)):
-            positions = starts[members, None] + torch.arange(length, device=rows.device)
-            wave = rows[positions].flatten(1).float() * INT16_SCALE
-            if perturbed:
-                speed = SLOWEST * (FASTEST / SLOWEST) ** float(torch.rand(()))
-                wave = as_recorded(at_speed(wave, round(length / speed) * TOKEN_SAMPLES))
-            for u, ids in zip(
-                members.tolist(), network.ids(network(s3_log_mel(wave))).int().cpu().numpy(), strict=True
-            ):
-                tokens[u] = ids
+    for length, members in by_length(lengths, chosen, RECORDINGS_AT_ONCE):
+        positions = starts[members, None] + torch.arange(length, device=rows.device)
+        wave = rows[positions].flatten(1).float() * INT16_SCALE
+        if perturbed:
+            speed = SLOWEST * (FASTEST / SLOWEST) ** float(torch.rand(()))
+            wave = as_recorded(at_speed(wave, round(length / speed) * TOKEN_SAMPLES))
+        found = network.ids(network(s3_log_mel(wave))).int().cpu().numpy()
+        for u, ids in zip(members.tolist(), found, strict=True):
+            tokens[u] = ids
     return tokens
 
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from cosyvoice_triton.constants import SPEECH_VOCAB
-from cosyvoice_triton.demo_checkpoint.llm import build_tokenizer
 from cosyvoice_triton.llm.speech_tokens import COSYVOICE2
 from tokenizers import Tokenizer, models, trainers
 from torch import Tensor
 from torch.utils.data import IterableDataset
+
+from tests.random_weights.llm import build_tokenizer
 
 # With this many merges, a text token is about 2.5 letters and 4 speech tokens, which is within the bounds of serving
 # for the length of an utterance (cosyvoice_triton.config, min_token_ratio and max_token_ratio).

@@ -2,10 +2,12 @@
 
 import torch
 import torch.nn.functional as F
-from cosyvoice_triton.demo_checkpoint.llm import LLMSizes
 from torch import Tensor, nn
 
+from tests.random_weights.llm import LLMSizes
+
 EPSILON = 1e-6
+Rotation = tuple[Tensor, Tensor]  # cosines and sines (L, D) of the rotary position embedding
 SPREAD = 0.05  # standard deviation of the initial weights
 
 
@@ -37,11 +39,9 @@ class _QwenBody(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = F.dropout(self.embed_tokens(ids), self._dropout, self.training)
         head = self._sizes.hidden // self._sizes.heads
-        frequency = self._sizes.rope_theta ** -(torch.arange(0, head, 2, device=ids.device) / head)
-        angles = torch.arange(ids.shape[1], device=ids.device)[:, None] * torch.cat([frequency, frequency])
-        rotation = angles.cos(), angles.sin()
+        turns = rotation(ids.shape[1], head, self._sizes.rope_theta, ids.device)
         for layer in self.layers:
-            x = layer(x, rotation)
+            x = layer(x, turns)
         return self.norm(x)
 
 
@@ -54,8 +54,8 @@ class _QwenLayer(nn.Module):
         self.mlp = _QwenMLP(sizes)
         self._dropout = dropout
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + F.dropout(self.self_attn(self.input_layernorm(x), rotation), self._dropout, self.training)
+    def forward(self, x: Tensor, turns: Rotation) -> Tensor:
+        x = x + F.dropout(self.self_attn(self.input_layernorm(x), turns), self._dropout, self.training)
         return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self._dropout, self.training)
 
 
@@ -71,12 +71,12 @@ class _QwenAttention(nn.Module):
         self.v_proj = nn.Linear(sizes.hidden, sizes.kv_heads * self._head)
         self.o_proj = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, turns: Rotation) -> Tensor:
         query, key, value = (
             project(x).unflatten(-1, (-1, self._head)).transpose(1, 2)  # (B, L, H * D) -> (B, H, L, D)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = (_rotated(part, rotation) for part in (query, key))
+        query, key = (rotated(part, turns) for part in (query, key))
         key, value = (part.repeat_interleave(self._shared, dim=1) for part in (key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -93,8 +93,14 @@ class _QwenMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding of x (B, H, L, D), halves paired; `rotation`: cosines and sines (L, D)."""
-    cosine, sine = rotation
+def rotation(length: int, head: int, theta: float, device: torch.device) -> Rotation:
+    frequency = theta ** -(torch.arange(0, head, 2, device=device) / head)
+    angles = torch.arange(length, device=device)[:, None] * torch.cat([frequency, frequency])
+    return angles.cos(), angles.sin()
+
+
+def rotated(x: Tensor, turns: Rotation) -> Tensor:
+    """Rotary position embedding of x (B, H, L, D), halves paired; `turns`: cosines and sines (L, D)."""
+    cosine, sine = turns
     low, high = x.chunk(2, dim=-1)
     return (x * cosine + torch.cat([-high, low], dim=-1) * sine).to(x.dtype)

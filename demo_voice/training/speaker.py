@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from cosyvoice_triton.constants import MEL_BINS, SPEAKER_DIM
-from cosyvoice_triton.demo_checkpoint.speaker import write_campplus
 from torch import Tensor, nn
 
 from demo_voice.training.dataset import TOKEN_SAMPLES, SpeechDataset
@@ -26,8 +25,10 @@ from demo_voice.training.training import (
     descend,
     exact_inference,
     prepare,
+    rounded,
     trained,
 )
+from tests.random_weights.speaker import write_campplus
 
 FILE = "speaker.pt"
 CHANNELS = 96
@@ -42,7 +43,7 @@ PERTURBED = 0.6
 
 
 class DemoSpeakerEncoder(nn.Module):
-    """Filter bank (B, T, 80) -> x-vector (B, 192); `cosyvoice_triton.demo_checkpoint.speaker` writes the same
+    """Filter bank (B, T, 80) -> x-vector (B, 192); `tests.random_weights.speaker` writes the same
     network as ONNX."""
 
     def __init__(self) -> None:
@@ -96,11 +97,8 @@ def _random_crops(speech: SpeechDataset, crop: int) -> tuple[Tensor, Tensor]:
     """Features (B, T, 80) of crops and their classes (B,): all voices equally often, at every speed."""
     rows = len(SPEEDS) * ROWS
     voice = torch.randint(speech.voice_count, (rows,), device=speech.device)
-    first = torch.searchsorted(speech.voices.contiguous(), voice)
-    count = torch.searchsorted(speech.voices.contiguous(), voice, right=True) - first
-    utterance = first + (torch.rand(rows, device=speech.device) * count).long()
     waves = []
-    for speed, chosen in zip(SPEEDS, utterance.split(ROWS), strict=True):
+    for speed, chosen in zip(SPEEDS, speech.others_of(voice).split(ROWS), strict=True):
         played = round(crop * speed)
         starts = speech.starts[chosen].clamp(max=len(speech.owner) - played)
         waves.append(at_speed(speech.wave(starts, played), crop * TOKEN_SAMPLES))
@@ -113,19 +111,16 @@ def _random_crops(speech: SpeechDataset, crop: int) -> tuple[Tensor, Tensor]:
 def load(work: Path, device: str | torch.device) -> DemoSpeakerEncoder:
     """The trained network with weights rounded as in the export: matrices in half precision."""
     network = DemoSpeakerEncoder()
-    weights = {key: value.half().float() if value.ndim > 1 else value for key, value in trained(work / FILE).items()}
-    network.load_state_dict(weights)
+    network.load_state_dict(rounded(work / FILE))
     return network.to(device).eval()
 
 
 def embed_utterances(network: DemoSpeakerEncoder, speech: SpeechDataset) -> np.ndarray:
     """x-vectors (U, 192) of all utterances."""
-    lengths = speech.utterances[:, 2]
-    vectors = torch.zeros(len(lengths), SPEAKER_DIM, device=speech.device)
+    vectors = torch.zeros(len(speech.starts), SPEAKER_DIM, device=speech.device)
     with exact_inference():
-        for length in lengths.unique().tolist():
-            for members in (lengths == length).nonzero()[:, 0].split(max(1, EMBEDDED_AT_ONCE // length)):
-                vectors[members] = network(kaldi_fbank(speech.wave(speech.starts[members], length)))
+        for length, members in speech.batches(EMBEDDED_AT_ONCE):
+            vectors[members] = network(kaldi_fbank(speech.wave(speech.starts[members], length)))
     return vectors.cpu().numpy()
 
 

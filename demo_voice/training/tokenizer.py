@@ -13,20 +13,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_MEL_RATIO
-from cosyvoice_triton.demo_checkpoint.speech_tokenizer import (
-    FSMN_KERNEL,
-    HEAD_DIM,
-    N_MELS,
-    TRITS,
-    write_speech_tokenizer,
-)
 from cosyvoice_triton.voice import features
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from demo_voice.training.dataset import TOKEN_PHONES, TOKEN_SAMPLES, SpeechDataset
 from demo_voice.training.features import as_recorded, at_speed, s3_log_mel
 from demo_voice.training.flite import PHONES, VOICES
+from demo_voice.training.qwen2 import Rotation, rotated, rotation
 from demo_voice.training.training import (
     CapturedStep,
     TrainingRun,
@@ -35,7 +28,15 @@ from demo_voice.training.training import (
     descend,
     exact_inference,
     prepare,
+    rounded,
     trained,
+)
+from tests.random_weights.speech_tokenizer import (
+    FSMN_KERNEL,
+    HEAD_DIM,
+    N_MELS,
+    TRITS,
+    write_speech_tokenizer,
 )
 
 logger = logging.getLogger(__name__)
@@ -81,9 +82,9 @@ class _TokenizerEncoder(nn.Module):
 
     def forward(self, mel: Tensor) -> Tensor:
         x = F.gelu(self.conv2(F.gelu(self.conv1(mel)))).transpose(1, 2)  # (B, C, T) -> (B, T, C)
-        angles = _angles(x.shape[1], x.device)
+        turns = rotation(x.shape[1], HEAD_DIM, 10_000.0, x.device)
         for block in self.blocks:
-            x = block(x, angles)
+            x = block(x, turns)
         return x
 
 
@@ -110,8 +111,8 @@ class _TokenizerBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
         self.mlp_ln = nn.LayerNorm(WIDTH)
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        x = x + self.attn(self.attn_ln(x), angles)
+    def forward(self, x: Tensor, turns: Rotation) -> Tensor:
+        x = x + self.attn(self.attn_ln(x), turns)
         return x + self.mlp(self.mlp_ln(x))
 
 
@@ -124,26 +125,15 @@ class _FSMNAttention(nn.Module):
         self.key = nn.Linear(WIDTH, WIDTH, bias=False)
         self.fsmn_block = nn.Conv1d(WIDTH, WIDTH, FSMN_KERNEL, padding=FSMN_KERNEL // 2, groups=WIDTH, bias=False)
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: Rotation) -> Tensor:
         B, T, _ = x.shape
         value = self.value(x)
         memory = value + self.fsmn_block(value.transpose(1, 2)).transpose(1, 2)
         query, key, heads = (
             y.view(B, T, -1, HEAD_DIM).transpose(1, 2) for y in (self.query(x), self.key(x), value)
         )  # (B, T, C) -> (B, H, T, D)
-        mixed = F.scaled_dot_product_attention(_rotated(query, angles), _rotated(key, angles), heads)
+        mixed = F.scaled_dot_product_attention(rotated(query, turns), rotated(key, turns), heads)
         return self.out(mixed.transpose(1, 2).reshape(B, T, WIDTH)) + memory
-
-
-def _angles(length: int, device: torch.device) -> Tensor:
-    frequencies = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2, device=device) / HEAD_DIM)
-    return torch.arange(length, device=device)[:, None] * torch.cat([frequencies, frequencies])
-
-
-def _rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary position embedding, halves paired."""
-    low, high = x.chunk(2, dim=-1)
-    return (x * angles.cos() + torch.cat([-high, low], dim=-1) * angles.sin()).to(x.dtype)
 
 
 class TrainingHeads(nn.Module):
@@ -221,20 +211,18 @@ def _losses(
 def load(work: Path, device: str | torch.device) -> S3Tokenizer:
     """The trained tokenizer with weights rounded as in the export: matrices in half precision."""
     tokenizer = S3Tokenizer()
-    weights = {key: value.half().float() if value.ndim > 1 else value for key, value in trained(work / FILE).items()}
-    tokenizer.load_state_dict(weights)
+    tokenizer.load_state_dict(rounded(work / FILE))
     return tokenizer.to(device).eval()
 
 
 def tokenize_utterances(tokenizer: S3Tokenizer, speech: SpeechDataset) -> np.ndarray:
     """Tokens (T,) int16 of the whole stream. Each utterance is tokenized on its own; equal lengths form batches."""
-    lengths, tokens = speech.utterances[:, 2], torch.zeros(len(speech.owner), dtype=torch.int16, device=speech.device)
+    tokens = torch.zeros(len(speech.owner), dtype=torch.int16, device=speech.device)
     with exact_inference():
-        for length in tqdm(lengths.unique().tolist(), desc="tokens", unit="length", mininterval=5):
-            members = speech.starts[lengths == length]
-            for starts in members.split(max(1, TOKENIZED_AT_ONCE // length)):
-                ids = tokenizer.ids(tokenizer(s3_log_mel(speech.wave(starts, length))))
-                tokens[starts[:, None] + torch.arange(length, device=speech.device)] = ids.to(torch.int16)
+        for length, members in speech.batches(TOKENIZED_AT_ONCE):
+            starts = speech.starts[members]
+            ids = tokenizer.ids(tokenizer(s3_log_mel(speech.wave(starts, length))))
+            tokens[starts[:, None] + torch.arange(length, device=speech.device)] = ids.to(torch.int16)
     return tokens.cpu().numpy()
 
 

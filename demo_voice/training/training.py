@@ -179,3 +179,8 @@ class TrainingRun:
 def trained(path: Path) -> dict[str, Tensor]:
     """The averaged weights in the file of a `TrainingRun`, float32 on the CPU."""
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def rounded(path: Path) -> dict[str, Tensor]:
+    """The same as it is exported: matrices in half precision."""
+    return {key: value.half().float() if value.ndim > 1 else value for key, value in trained(path).items()}

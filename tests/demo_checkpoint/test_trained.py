@@ -1,5 +1,6 @@
 """The committed trained checkpoint is complete, small and without executable content, and the demo installs it."""
 
+import filecmp
 import json
 import pickletools
 import shutil
@@ -11,18 +12,21 @@ import numpy as np
 import onnx
 import pytest
 import safetensors
+from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
-from cosyvoice_triton.demo_checkpoint import checkpoint
-from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
-from cosyvoice_triton.demo_checkpoint.make import MANIFEST, VOICES_DIR, main, make_demo_model, weights_of
+from cosyvoice_triton.demo_checkpoint import MANIFEST, TRAINED, VOICES_DIR
+from cosyvoice_triton.prepare import demo
+from cosyvoice_triton.prepare.demo import CARD, SUMS, copy_demo
 from cosyvoice_triton.voice.audio import load_audio, validate_reference
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.encoders import SpeakerEncoder
 from cosyvoice_triton.voice.prompt import Recording
 
+from demo_voice.training import export
 from tests.support.checkpoints import DIT_DIR, LLM_DIR, UNET_DIR
 
 VOICES = ("rms", "slt")
+MAX_BYTES = 24 * 10**6  # of all files together, since they are in every clone
 OFFICIAL = {
     LLM_DIR: {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"},
     UNET_DIR: {"campplus.onnx", "flow.pt", "hift.pt", "speech_tokenizer_v2.onnx"},
@@ -34,18 +38,16 @@ HARMLESS = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict", "torch
 
 
 def test_the_checkpoint_has_the_official_layout() -> None:
-    assert set(checkpoint.files_of(TRAINED)) == {f"{room}/{name}" for room in OFFICIAL for name in OFFICIAL[room]}
+    assert set(export.files_of(TRAINED)) == {f"{room}/{name}" for room in OFFICIAL for name in OFFICIAL[room]}
 
 
-def test_the_checksums_are_verified_by_our_check_and_by_sha256sum() -> None:
-    assert set(checkpoint.read_sums(TRAINED)) == set(checkpoint.files_of(TRAINED))
-    checkpoint.check(TRAINED)
-    done = subprocess.run(["sha256sum", "-c", "--quiet", checkpoint.SUMS], cwd=TRAINED, capture_output=True, text=True)
+def test_the_checksums_are_those_of_sha256sum() -> None:
+    done = subprocess.run(["sha256sum", "-c", "--quiet", SUMS], cwd=TRAINED, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
 def test_the_checkpoint_is_small_enough_for_the_repository() -> None:
-    assert sum(path.stat().st_size for path in TRAINED.rglob("*") if path.is_file()) <= checkpoint.MAX_BYTES
+    assert sum(path.stat().st_size for path in TRAINED.rglob("*") if path.is_file()) <= MAX_BYTES
 
 
 @pytest.mark.parametrize("path", sorted(TRAINED.rglob("*.pt")), ids=lambda path: path.parent.name + "-" + path.stem)
@@ -95,51 +97,60 @@ def test_both_voices_are_registered_with_their_transcripts() -> None:
 
 @pytest.fixture
 def ready(tmp_path: Path) -> Path:
-    assert main([str(tmp_path / "demo")]) == 0
+    (tmp_path / "demo").mkdir()
+    assert copy_demo(tmp_path / "demo")
     return tmp_path / "demo"
 
 
-def test_the_trained_checkpoint_is_the_default_and_an_installed_one_is_kept(ready: Path) -> None:
-    checkpoint.check(ready)
-    assert weights_of(ready) == weights_of(ready / DIT_DIR) == "trained"
-    before = (ready / MANIFEST).stat().st_mtime_ns
-    assert not make_demo_model(ready)
-    assert (ready / MANIFEST).stat().st_mtime_ns == before
+def test_a_complete_copy_is_kept(ready: Path) -> None:
+    copied = {path.relative_to(ready).as_posix() for path in ready.rglob("*") if path.is_file()}
+    assert copied == {*export.files_of(TRAINED), SUMS, CARD, MANIFEST}
+    before = {path: path.stat().st_mtime_ns for path in ready.rglob("*")}
+    assert not copy_demo(ready)
+    assert {path: path.stat().st_mtime_ns for path in ready.rglob("*")} == before
 
 
-def test_random_weights_replace_the_trained_checkpoint_and_back(ready: Path) -> None:
-    assert make_demo_model(ready, "random") and weights_of(ready) == "random"
-    assert make_demo_model(ready) and weights_of(ready) == "trained"
-    checkpoint.check(ready)
-
-
-def test_a_deleted_voice_is_restored_and_registered_voices_stay(ready: Path) -> None:
-    voices = ready / VOICES_DIR
+def test_what_is_missing_or_damaged_is_copied_again_and_registered_voices_stay(ready: Path) -> None:
+    voices, computed = ready / VOICES_DIR, ready / stacks.DIT.llm.genai
+    computed.mkdir()
     (voices / "anna.safetensors").write_bytes(b"computed")
     (voices / "anna.wav").write_bytes(b"recorded")
     (voices / "slt.wav").unlink()
-    assert make_demo_model(ready)
-    assert (voices / "slt.wav").is_file()
+    (ready / UNET_DIR / "flow.pt").write_bytes(b"truncated")
+    assert copy_demo(ready)
+    assert filecmp.cmp(voices / "slt.wav", TRAINED / VOICES_DIR / "slt.wav", shallow=False)
+    assert filecmp.cmp(ready / UNET_DIR / "flow.pt", TRAINED / UNET_DIR / "flow.pt", shallow=False)
     assert (voices / "anna.wav").read_bytes() == b"recorded" and (voices / "anna.safetensors").is_file()
-    assert make_demo_model(ready, "random")  # features of other networks are discarded
-    assert (voices / "anna.wav").is_file() and not (voices / "anna.safetensors").exists()
+    (ready / SUMS).write_text(f"{'0' * 64}  {UNET_DIR}/flow.pt\n")  # those of another version
+    assert copy_demo(ready) and (ready / SUMS).read_bytes() == (TRAINED / SUMS).read_bytes()
+    assert (voices / "anna.wav").is_file() and not (voices / "anna.safetensors").exists() and not computed.exists()
 
 
-def test_a_damaged_committed_file_is_named_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_other_directories_are_refused(tmp_path: Path, demo_models: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="is no demo checkpoint"):
+        copy_demo(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    with pytest.raises(ValueError, match="has random weights"):
+        copy_demo(demo_models)
+
+
+def test_a_damaged_file_of_the_package_is_named_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damaged = tmp_path / "trained"
     shutil.copytree(TRAINED, damaged)
     with (damaged / DIT_DIR / "hift.pt").open("r+b") as weights:
         weights.seek(1000)
         weights.write(b"worms")
-    monkeypatch.setattr(checkpoint, "TRAINED", damaged)
-    assert main([str(tmp_path / "demo")]) == 1
-    assert "hift.pt is damaged" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["trained"]
+    monkeypatch.setattr(demo, "TRAINED", damaged)
+    (tmp_path / "demo").mkdir()
+    with pytest.raises(ValueError, match=r"hift.pt is damaged"):
+        copy_demo(tmp_path / "demo")
+    assert not list((tmp_path / "demo").iterdir())
 
 
 def test_written_checksums_equal_the_committed_ones(tmp_path: Path) -> None:
     shutil.copytree(TRAINED, tmp_path / "trained")
-    checkpoint.write_sums(tmp_path / "trained")
-    assert (tmp_path / "trained" / checkpoint.SUMS).read_bytes() == (TRAINED / checkpoint.SUMS).read_bytes()
+    export.write_sums(tmp_path / "trained")
+    assert (tmp_path / "trained" / SUMS).read_bytes() == (TRAINED / SUMS).read_bytes()

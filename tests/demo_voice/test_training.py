@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 from cosyvoice_triton.constants import HOP_SAMPLES, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB
-from cosyvoice_triton.networks.flow import DiTFlow, load_dit_flow, load_unet_flow
+from cosyvoice_triton.networks.flow import load_dit_flow, load_unet_flow
 from cosyvoice_triton.networks.hift import HiFTGenerator, load_hift
-from cosyvoice_triton.voice.prompt import Prompt
 
-from demo_voice.training import distil, flow, flow_dit, flow_unet, vocoder
+from demo_voice.training import flow, flow_dit, flow_unet, vocoder
 from demo_voice.training.dataset import TOKEN_PHONES, TOKEN_SAMPLES
 from demo_voice.training.training import trained
 
@@ -42,22 +41,6 @@ def test_a_flow_is_trained_and_can_be_served(work: Path, stage, monkeypatch: pyt
     served = load(work / "flow.pt").state_dict()
     for name, tensor in trained(work / stage.FILE).items():
         torch.testing.assert_close(served[name], tensor, atol=1e-6, rtol=1e-3)
-
-
-def test_a_distilled_flow_is_served_with_its_own_steps_and_no_guidance(tmp_path: Path) -> None:
-    teacher = DiTFlow(flow_dit.CONFIG).eval().requires_grad_(False)
-    prompt = Prompt(np.arange(9), np.ones((18, MEL_BINS), np.float32), np.ones(SPEAKER_DIM, np.float32), text="")
-    student = distil.distil(teacher, [(prompt, np.arange(200))], tmp_path / "student.pt", 0.5)
-    distil.export(student, tmp_path / "flow.pt")
-    served = load_dit_flow(tmp_path / "flow.pt")
-    assert (served.config.steps, served.config.guidance, served.decoder.rows) == (len(distil.ENDS), 0, 1)
-    crop = distil.solved(teacher, distil.random_crop((prompt, np.arange(200))), streaming=True)
-    with torch.no_grad():
-        expected, found = (distil.states(each.decoder, crop, len(distil.ENDS)) for each in (student, served))
-    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
-    changed = {key for key, tensor in student.state_dict().items() if not tensor.equal(teacher.state_dict()[key])}
-    assert changed
-    assert all(key.startswith("decoder.estimator.") for key in changed)
 
 
 def test_the_vocoder_is_trained_and_can_be_served(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

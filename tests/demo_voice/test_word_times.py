@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
+from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.speech_service.audio.word_times import word_times
 from cosyvoice_triton.voice.audio import load_audio
 from pocketsphinx import Decoder

@@ -281,8 +281,10 @@ def test_without_a_gpu_cosyvoice3_gets_random_weights_and_an_llm_for_a_cpu() -> 
     services = composed(COSYVOICE3, CPU, RANDOM)["services"]
     made, engine = services["download"]["command"][2].split(" && exec ")
     staged = (ROOT / "scripts/run_cosyvoice3.sh").read_text()
-    assert re.fullmatch(r"python3 -m cosyvoice_triton.demo_checkpoint.make /models --weights random", made)
-    assert 'cosyvoice_triton.demo_checkpoint.make "$MODELS" --weights random' in staged
+    assert made == "python3 -m tests.random_weights /models" and '(tests.random_weights "$MODELS")' in staged
+    (folder,) = (one for one in services["download"]["volumes"] if one["type"] == "bind")
+    assert Path(folder["source"]) == ROOT / "tests/random_weights"
+    assert folder["target"] == "/opt/cosyvoice-triton/tests/random_weights"
     parsed = prepared(engine.split())
     assert (parsed.step, parsed.stack, parsed.kind) == ("engine", "cosyvoice3", "onnxruntime_genai")
     assert services["tts"]["environment"]["LLM_OPTIONS"] == "--llm-transport triton"

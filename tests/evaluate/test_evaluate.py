@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from cosyvoice_triton.cli.evaluate import main
-from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
+from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.prepare import steps
 
 from tests.support.evaluation import OF_THE_DEMO_VOICE

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cosyvoice_triton.constants import HOP_SAMPLES, PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
-from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
+from cosyvoice_triton.demo_checkpoint import TRAINED, VOICES_DIR
 from cosyvoice_triton.evaluate import judges
 from cosyvoice_triton.evaluate.report import Requirement, measures, summary
 from cosyvoice_triton.evaluate.speech import SpokenSentence

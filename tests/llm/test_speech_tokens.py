@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from cosyvoice_triton.constants import OFFICIAL_FIRST_SPEECH_ID, SPEECH_VOCAB
-from cosyvoice_triton.demo_checkpoint.llm import build_tokenizer
 from cosyvoice_triton.llm.interface import LLMPrompt
 from cosyvoice_triton.llm.speech_tokens import (
     COSYVOICE2,
@@ -21,6 +20,7 @@ from cosyvoice_triton.llm.speech_tokens import (
 from cosyvoice_triton.stacks import TokenizerRules
 from cosyvoice_triton.voice.files import spk2info_prompt
 
+from tests.random_weights.llm import build_tokenizer
 from tests.support.qwen_vocabulary import qwen2_tokenizer
 
 

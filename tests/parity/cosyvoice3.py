@@ -1,6 +1,5 @@
 """Fixtures of CosyVoice3: flow, vocoder, noise tables, silent tokens, and the streaming loops of upstream's callers."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from cosyvoice_triton.checkpoint import load_strict, shapes_of
 from cosyvoice_triton.constants import MAX_STREAM_TOKENS, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
-from cosyvoice_triton.networks.flow.checkpoint import ROTARY_KEY, with_rotary, without_rotary
+from cosyvoice_triton.networks.flow.checkpoint import without_rotary
 from cosyvoice_triton.networks.flow.config import CosyVoice3FlowConfig
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.hift import (
@@ -33,12 +32,12 @@ from cosyvoice_triton.token2wav.stream import Chunk, Stream
 from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from torch import Tensor
 
-from tests.parity.fixture import Check, Fixture, outputs_of
-from tests.parity.flow_unet import flow_calls, solve_calls
-from tests.parity.hift import config_of
+from tests.parity.fixture import Check, Fixture
+from tests.parity.flow_unet import estimator_calls, flow_calls, solve_calls
+from tests.parity.hift import config_of, vocoder_calls
 from tests.parity.reference import window_flow as reference
 from tests.parity.served import LIMITS, ServedFlow, prompt_of
-from tests.parity.tracing import intermediates, steps_of
+from tests.parity.tracing import steps_of
 
 Results = Iterator[tuple[str, Tensor]]
 TABLE_SECONDS = 300  # of upstream's noise tables
@@ -68,15 +67,7 @@ def check_lookahead(fixture: Fixture) -> Results:
 
 
 def check_estimator(fixture: Fixture) -> Results:
-    estimator = build(fixture).decoder.estimator
-    for call in fixture.meta["calls"]:
-        x, mask, mu, t, speaker, condition = (fixture[key] for key in call["args"])
-        with intermediates(estimator, fixture, call["tag"]) as found:
-            y = estimator(x, t, mu, speaker, condition, mask.bool(), call["streaming"])
-        lengths = call.get("lengths", [])
-        rows = [row[:, :length] for row, length in zip(y, lengths, strict=True)] if lengths else [y]
-        yield from zip(outputs_of(call), rows, strict=True)
-        yield from found.items()
+    yield from estimator_calls(fixture, build(fixture).decoder.estimator, fixture.meta["calls"])
 
 
 def check_solve(fixture: Fixture) -> Results:
@@ -88,12 +79,7 @@ def check_flow(fixture: Fixture) -> Results:
 
 
 def check_full_size_flow(fixture: Fixture) -> Results:
-    config = CosyVoice3FlowConfig()
-    with torch.device("meta"):
-        flow = CosyVoice3Flow(config)
-    shapes = {key: tuple(shape) for key, shape in shapes_of(with_rotary(flow.state_dict(), config)).items()}
-    del shapes[ROTARY_KEY]  # kept as it is, and not in the check of the weights
-    yield from flow_calls(fixture, load_strict(flow, fixture.generated_weights(shapes), "cpu", torch.float32))
+    yield from flow_calls(fixture, fixture.full_size(lambda: CosyVoice3Flow(CosyVoice3FlowConfig())))
 
 
 class _WholeVocoder:
@@ -133,16 +119,9 @@ class _WholeVocoder:
         return speech[:, : self.hift.config.hop * (frames if final else frames - 1)]
 
     def calls(self) -> Results:
-        for call in self._fixture.meta["calls"]:
-            with intermediates(self.hift, self._fixture, call["tag"]) as found:
-                results = self._call(call["fn"])
-            for key in outputs_of(call):
-                name = key.rpartition("/")[2]
-                yield key, results["f0" if name.startswith("f0") else name]
-            yield from found.items()
+        return vocoder_calls(self._fixture, self.hift, self._call)
 
-    def _call(self, text: str) -> dict[str, Tensor]:
-        inputs = [self._input(*found) for found in re.findall(r"(?:([\d.]+)\*)?(in/\w+)(?:\[:, :, :(\d+)\])?", text)]
+    def _call(self, text: str, inputs: list[Tensor]) -> dict[str, Tensor]:
         final, gain = "finalize=False" not in text, 0.0 if "noise table all zero" in text else 1.0
         if text.startswith("f0_predictor"):
             return {"f0": self.f0(inputs[0], final)}
@@ -151,9 +130,6 @@ class _WholeVocoder:
         if not text.startswith("inference"):
             raise ValueError(f"{self._fixture.name}: cannot read the call {text!r}")
         return {"speech": self.inference(inputs[0], final, gain), "source": self.source(inputs[0], final, gain)}
-
-    def _input(self, gain: str, key: str, end: str) -> Tensor:
-        return float(gain or 1) * self._fixture[key][..., : int(end) if end else None]
 
 
 def tiny_vocoder(fixture: Fixture, file: str | None = None) -> CausalHiFTGenerator:

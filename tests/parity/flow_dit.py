@@ -19,10 +19,11 @@ from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 
 from tests.parity.fixture import Check, Fixture, prefixed
+from tests.parity.flow_unet import estimator_calls
 from tests.parity.reference import dit_flow as reference
 from tests.parity.reference.encoder import EncoderCache, encode_chunk, encode_whole
 from tests.parity.served import ServedFlow, caches_of, prompt_of
-from tests.parity.tracing import evaluate, intermediates, recorded, steps_of
+from tests.parity.tracing import evaluate, recorded, steps_of
 
 Results = Iterator[tuple[str, Tensor]]
 
@@ -75,7 +76,7 @@ def check_estimator(fixture: Fixture) -> Results:
     streams: dict[str, tuple[EstimatorCache, list[int]]] = {}  # cache after a call, lengths of the blocks in it
     for call in fixture.meta["calls"]:
         if "frames" not in call:
-            yield from _whole_estimate(fixture, estimator, call)
+            yield from estimator_calls(fixture, estimator, [call])
             continue
         fresh = not call["caches"].startswith("from ")
         cache, blocks = (_empty_cache(estimator, x), []) if fresh else streams[_origin(call)]
@@ -86,13 +87,6 @@ def check_estimator(fixture: Fixture) -> Results:
         y = estimator.forward_chunk(x[..., part], t, mu[..., part], speaker, condition[..., part], cache)
         attention = estimator_attention(cache.attention, blocks)
         yield from _stored(call["outputs"], {"x": y, "cnn_cache": estimator_conv(cache.conv), "att_cache": attention})
-
-
-def _whole_estimate(fixture: Fixture, estimator: DiTEstimator, call: dict[str, Any]) -> Results:
-    x, mask, mu, t, speaker, condition = (fixture[key] for key in call["args"])
-    with intermediates(estimator, fixture, call["tag"]) as found:
-        yield call["output"], estimator(x, t, mu, speaker, condition, mask.bool())
-    yield from found.items()
 
 
 def _empty_cache(estimator: DiTEstimator, x: Tensor) -> EstimatorCache:

@@ -1,6 +1,6 @@
 """Fixtures of CosyVoice2's flow: encoder, UNet estimator, flow-matching solve, and the whole flow."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,9 @@ from cosyvoice_triton.networks.flow.config import EncoderConfig, UNetConfig, UNe
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.encoder import UpsampleConformerEncoder
 from cosyvoice_triton.networks.flow.unet import UNetEstimator, UNetFlow
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.parity.fixture import Check, Fixture, prefixed
+from tests.parity.fixture import Check, Fixture, outputs_of, prefixed
 from tests.parity.reference import window_flow as reference
 from tests.parity.reference.encoder import encode_whole
 from tests.parity.served import ServedFlow, prompt_of
@@ -71,11 +71,21 @@ def check_encoder(fixture: Fixture) -> Results:
 
 
 def check_estimator(fixture: Fixture) -> Results:
-    estimator = load_strict(_estimator(fixture, "decoder.estimator."), fixture.weights(), "cpu", torch.float32)
-    for call in fixture.meta["calls"]:
+    estimator = _estimator(fixture, "decoder.estimator.")
+    load_strict(estimator, fixture.weights(), "cpu", torch.float32)
+    yield from estimator_calls(fixture, estimator, fixture.meta["calls"])
+
+
+def estimator_calls(fixture: Fixture, estimator: nn.Module, calls: Iterable[dict[str, Any]]) -> Results:
+    """Calls with "lengths" store the valid frames of each row."""
+    for call in calls:
         x, mask, mu, t, speaker, condition = (fixture[key] for key in call["args"])
+        streaming = [call["streaming"]] if "streaming" in call else []
         with intermediates(estimator, fixture, call["tag"]) as found:
-            yield call["output"], estimator(x, t, mu, speaker, condition, mask.bool(), call["streaming"])
+            y = estimator(x, t, mu, speaker, condition, mask.bool(), *streaming)
+        lengths = call.get("lengths", [])
+        rows = [row[:, :length] for row, length in zip(y, lengths, strict=True)] if lengths else [y]
+        yield from zip(outputs_of(call), rows, strict=True)
         yield from found.items()
 
 

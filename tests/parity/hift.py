@@ -1,15 +1,24 @@
 """Checks of HiFT: f0, source with given noise, decode, cached source; tiny and full size."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from cosyvoice_triton.checkpoint import load_strict
-from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator, fuse_weight_norm, split_weight_norm
+from cosyvoice_triton.networks.hift import (
+    CausalHiFTGenerator,
+    HiFTConfig,
+    HiFTGenerator,
+    fuse_weight_norm,
+    split_weight_norm,
+)
 from torch import Tensor
 
 from tests.parity.fixture import Check, Fixture, outputs_of
 from tests.parity.tracing import intermediates
+
+Results = dict[str, Tensor]  # of a call, by name
 
 
 def config_of(meta: dict) -> HiFTConfig:
@@ -50,19 +59,28 @@ def build_full_size(fixture: Fixture) -> HiFTGenerator:
     return load_strict(hift, fuse_weight_norm(fixture.generated_weights(shapes)), "cpu", torch.float32)
 
 
-def _calls(hift: HiFTGenerator, fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
+def vocoder_calls(
+    fixture: Fixture, hift: HiFTGenerator | CausalHiFTGenerator, compute: Callable[[str, list[Tensor]], Results]
+) -> Iterator[tuple[str, Tensor]]:
+    """compute: the results of a call, by the text of the call and its inputs."""
     for call in fixture.meta["calls"]:
         text = call.get("fn", outputs_of(call)[0].rpartition("/")[2])
-        # "decode(x=40*in/mel, s=10*in/decode_source)": inputs in the order of the arguments, some with a factor.
-        inputs = [float(gain or 1) * fixture[key] for gain, key in re.findall(r"(?:([\d.]+)\*)?(in/\w+)", text)]
-        with intermediates(hift, fixture, call["tag"]) as found:
-            results = _call(hift, fixture, text, inputs or [fixture["in/mel"]])
+        # "decode(x=40*in/mel, s=in/decode_source[:, :, :9])": the arguments, some with a factor or cut.
+        found = re.findall(r"(?:([\d.]+)\*)?(in/\w+)(?:\[:, :, :(\d+)\])?", text)
+        inputs = [float(gain or 1) * fixture[key][..., : int(end) if end else None] for gain, key, end in found]
+        with intermediates(hift, fixture, call["tag"]) as traced:
+            results = compute(text, inputs or [fixture["in/mel"]])
         for key in outputs_of(call):
-            yield key, results[key.rpartition("/")[2]]
-        yield from found.items()
+            name = key.rpartition("/")[2]
+            yield key, results["f0" if name.startswith("f0") else name]
+        yield from traced.items()
 
 
-def _call(hift: HiFTGenerator, fixture: Fixture, text: str, inputs: list[Tensor]) -> dict[str, Tensor]:
+def _calls(hift: HiFTGenerator, fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
+    return vocoder_calls(fixture, hift, partial(_call, hift, fixture))
+
+
+def _call(hift: HiFTGenerator, fixture: Fixture, text: str, inputs: list[Tensor]) -> Results:
     """The results of one call by name."""
     mel = inputs[0]
     if text.startswith("f0"):

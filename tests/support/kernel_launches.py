@@ -18,7 +18,6 @@ import torch
 import triton
 from cosyvoice_triton import kernels
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, OVERLAP_FRAMES, SPEECH_VOCAB, STREAM_CACHE_FRAMES
-from cosyvoice_triton.demo_checkpoint.llm import OFFICIAL as LLM_SIZES
 from cosyvoice_triton.llm.engines.cuda.fused_operations import Fused
 from cosyvoice_triton.llm.engines.cuda.operations import CONSECUTIVE, PAGE, AttentionMetadata, Requests, Residual
 from cosyvoice_triton.networks.flow import (
@@ -55,6 +54,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from tests.random_weights.llm import OFFICIAL as LLM_SIZES
 
 # KiB of shared memory of a block, by compute capability: CUDA C++ Programming Guide, "Compute Capabilities".
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}

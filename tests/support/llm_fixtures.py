@@ -8,10 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from cosyvoice_triton.demo_checkpoint.llm import make_llm
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.prepare.genai import convert
 
+from tests.random_weights.llm import make_llm
 from tests.support import fake_tensorrt_llm, fake_vllm
 from tests.support.shared import made_once
 

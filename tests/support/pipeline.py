@@ -7,7 +7,6 @@ from contextlib import aclosing
 from functools import cache, cached_property
 
 import numpy as np
-from cosyvoice_triton.demo_checkpoint.llm import build_tokenizer
 from cosyvoice_triton.llm.interleaving import InterleavedLM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.orchestrator.chunking import Hop, HopRules
@@ -16,6 +15,7 @@ from cosyvoice_triton.orchestrator.synthesis import Synthesizer
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 
+from tests.random_weights.llm import build_tokenizer
 from tests.support.fakes import FakeLM, FakePromptEncoder, FakeTextPreparer, FakeToken2Wav, Step, speech_request
 
 

@@ -7,9 +7,10 @@ import json
 import re
 from pathlib import Path
 
-from cosyvoice_triton.demo_checkpoint.llm import build_tokenizer
 from cosyvoice_triton.prepare.hub import digest_of
 from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tests.random_weights.llm import build_tokenizer
 
 SIZE = 151_643
 # CosyVoice-BlankEN has none of the merges of Qwen2 that join a Chinese character to another or to a blank before it.

@@ -19,7 +19,7 @@ from cosyvoice_triton.cli import demo, fill_template, prepare, render, serve
 from cosyvoice_triton.cli import voice as voice_command
 from cosyvoice_triton.client.arguments import add_request_arguments
 from cosyvoice_triton.client.failures import not_served
-from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
+from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.prepare import hub, steps
 from cosyvoice_triton.runtimes.workloads import workloads
 from cosyvoice_triton.server.options import StackOptions

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import TOKEN_RATE
-from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
+from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.monitoring.environment import TEST_FAULTS
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming

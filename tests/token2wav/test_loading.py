@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cosyvoice_triton.demo_checkpoint.checkpoint import STACKS, TRAINED
+from cosyvoice_triton.demo_checkpoint import STACKS, TRAINED
 from cosyvoice_triton.networks.flow.config import euler_steps
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import Token2Wav

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cosyvoice_triton import profiles, stacks
 from cosyvoice_triton.config import SPARE_REQUESTS, KvCacheDtype, Token2WavConfig, planned_llm_gib
-from cosyvoice_triton.demo_checkpoint.checkpoint import STACKS, TRAINED
+from cosyvoice_triton.demo_checkpoint import STACKS, TRAINED
 from cosyvoice_triton.networks.flow import (
     CosyVoice3Flow,
     CosyVoice3FlowConfig,

@@ -8,8 +8,7 @@ import pytest
 import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import HOP_SAMPLES, OVERLAP_FRAMES, OVERLAP_SAMPLES, TOKEN_MEL_RATIO
-from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
-from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
+from cosyvoice_triton.demo_checkpoint import TRAINED, VOICES_DIR
 from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator, load_hift
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.constants import HOP_SAMPLES, SAMPLE_RATE, TOKEN_MEL_RATIO
-from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
+from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.base import VocoderOptions
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits

@@ -10,16 +10,15 @@ import pytest
 import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import MEL_BINS
-from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
-from cosyvoice_triton.demo_checkpoint.vocoder import COSYVOICE3_FLOW, HIFT, write_cosyvoice3_flow, write_hift
+from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.monitoring.metrics import FALLBACKS, RETRIED
-from cosyvoice_triton.networks.hift import CausalHiFTGenerator
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import MOVES_AFTER, Token2Wav
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.precision import Precision
 from cosyvoice_triton.token2wav.stream import Stream
 
+from tests.random_weights.token2wav import COSYVOICE3_FLOW, HIFT, write_flow, write_hift
 from tests.support.streams import ids, prompt
 
 AUTO = Precision(torch.float16, torch.float16, frozenset({"flow", "vocoder"}))
@@ -40,8 +39,8 @@ def checkpoint(tmp_path: Path) -> Callable[[Stack], Path]:
 
     def make(stack: Stack) -> Path:
         if stack is stacks.COSYVOICE3:
-            write_cosyvoice3_flow(tmp_path / stack.flow, 1, COSYVOICE3_FLOW)
-            write_hift(tmp_path / stack.hift, 2, HIFT, CausalHiFTGenerator)
+            write_flow(tmp_path / stack.flow, stack, 1, COSYVOICE3_FLOW)
+            write_hift(tmp_path / stack.hift, stack, 2, HIFT)
             return tmp_path
         for file in (TRAINED / stack.checkpoint).iterdir():
             os.symlink(file, tmp_path / file.name)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cosyvoice_triton import stacks
-from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
+from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.precision import Precision

@@ -3,6 +3,7 @@
 import io
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import prepare, render, wait_ready
-from cosyvoice_triton.prepare import hub, share_tensorrt, steps, transfer
+from cosyvoice_triton.prepare import hub, steps, transfer
 from cosyvoice_triton.runtimes import plans
 from cosyvoice_triton.voice.files import read_spk2info
 
@@ -333,24 +334,19 @@ def test_plans_are_built_from_existing_onnx_files_and_kept(
 
 
 @pytest.mark.parametrize("packages", [("tensorrt", "tensorrt_bindings"), ()])
-def test_the_images_tensorrt_is_linked_into_our_environment(
-    tmp_path: Path, packages: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    theirs, ours, python = tmp_path / "theirs", tmp_path / "ours", tmp_path / "python3"
-    ours.mkdir()
+def test_the_images_tensorrt_is_linked_into_our_environment(tmp_path: Path, packages: tuple[str, ...]) -> None:
+    """By the shell of Dockerfile.server."""
+    (tmp_path / "ours").mkdir()
     for name in (*packages, "torch"):
-        (theirs / name).mkdir(parents=True)
-        (theirs / name / "__init__.py").write_text(f"__version__ = '10.11.0 of {name}'")
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={theirs} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    assert share_tensorrt.main([str(python), "--site", str(ours)]) == (0 if packages else 1)
-    assert sorted(path.name for path in ours.iterdir()) == sorted(packages)
-    if packages:
-        code = "import tensorrt; print(tensorrt.__version__)"
-        printed = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ours)}, capture_output=True)
-        assert printed.stdout == b"10.11.0 of tensorrt\n"
-    else:
-        assert "has no TensorRT" in capsys.readouterr().err
+        (tmp_path / "theirs" / name).mkdir(parents=True)
+    for name, line in (("theirs.sh", f'PYTHONPATH=theirs exec {sys.executable} "$@"'), ("python3", "echo ours")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    (shell,) = re.findall(r"theirs=.*?done$", (ROOT / "Dockerfile.server").read_text(), re.MULTILINE | re.DOTALL)
+    environment = os.environ | {"TRTLLM_PYTHON": "./theirs.sh", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", shell], cwd=tmp_path, env=environment, capture_output=True)
+    assert (done.returncode == 0) == bool(packages), done.stderr
+    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == sorted(packages)
 
 
 def test_sigterm_ends_a_preparation_with_the_hint_to_run_it_again(tmp_path: Path) -> None:

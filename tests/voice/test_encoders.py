@@ -13,13 +13,13 @@ import pytest
 import torch
 from cosyvoice_triton import samples
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
-from cosyvoice_triton.demo_checkpoint.make import OFFICIAL, SMALL, parts
-from cosyvoice_triton.demo_checkpoint.speech_tokenizer import random_weights, write_speech_tokenizer
 from cosyvoice_triton.runtimes import plans
 from cosyvoice_triton.runtimes.workloads import speaker
 from cosyvoice_triton.voice import audio
 from cosyvoice_triton.voice.encoders import AudioTokenizer, SpeakerEncoder, import_s3tokenizer
 
+from tests.random_weights.checkpoint import OFFICIAL, SMALL, parts
+from tests.random_weights.speech_tokenizer import random_weights, write_speech_tokenizer
 from tests.support import fake_tensorrt
 from tests.support.checkpoints import COSYVOICE3_DIR, DIT_DIR
 
@@ -124,13 +124,13 @@ def test_speaker_vector_ignores_loudness(encoder: SpeakerEncoder) -> None:
 @pytest.mark.slow
 def test_a_speech_tokenizer_of_another_versions_depth_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "speech_tokenizer_v3.onnx"
-    width, layers = OFFICIAL.third_tokenizer
+    width, layers = OFFICIAL.tokenizers["v3"]
     write_speech_tokenizer(path, random_weights(0, width, 1), "one layer")
     with pytest.raises(ValueError, match=rf"v3.onnx has 1 layers, but v3 of the tokenizer has {layers}: .* again"):
         AudioTokenizer(tmp_path)
     path.unlink()
     write_speech_tokenizer(tmp_path / "speech_tokenizer_v2.onnx", random_weights(0, width, 1), "one layer")
-    with pytest.raises(ValueError, match=f"has 1 layers, but v2 of the tokenizer has {OFFICIAL.tokenizer[1]}"):
+    with pytest.raises(ValueError, match=f"has 1 layers, but v2 of the tokenizer has {OFFICIAL.tokenizers['v2'][1]}"):
         AudioTokenizer(tmp_path)
 
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cosyvoice_triton import samples
-from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
-from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
+from cosyvoice_triton.demo_checkpoint import TRAINED, VOICES_DIR
 from cosyvoice_triton.load.samples import read_manifest
 from cosyvoice_triton.voice.audio import load_reference
 from cosyvoice_triton.voice.judgement import judge

@@ -1,16 +1,14 @@
 """Generate one prompt, or many concurrently, with any engine of the LLM, and print the speed.
 
-    cosyvoice-triton bench llm --engine cuda  the time to token 18 and tokens/s of 1, 16, 64 and 256 streams
+    cosyvoice-triton bench llm --engine cuda --model-dir models/official/cosyvoice2_llm
 
-The streams of a line begin together, after a warm-up. Without --model-dir the network is a full-size one of random
-weights.
+prints the time to token 18 and tokens/s of 1, 16, 64 and 256 streams, which begin together, after a warm-up.
 """
 
 import argparse
 import asyncio
 import gc
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,12 +16,10 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import get_args
 
-import torch
-
 from cosyvoice_triton.arguments import command_parser
+from cosyvoice_triton.bench import FULL_SIZE
 from cosyvoice_triton.config import InstanceKind, LLMEngine, OrchestratorConfig, TensorrtLLMConfig
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS
-from cosyvoice_triton.demo_checkpoint.llm import OFFICIAL, make_llm
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.engines.interface import EngineLM, warm_up
 from cosyvoice_triton.llm.engines.loading import load_engine
@@ -121,8 +117,8 @@ async def run(args: argparse.Namespace, tokenizer: LLMTokenizer) -> None:
         await llm.aclose()
 
 
-async def measure(args: argparse.Namespace, model_dir: Path) -> None:
-    tokenizer = LLMTokenizer.from_dir(model_dir)
+async def measure(args: argparse.Namespace) -> None:
+    tokenizer, model_dir = LLMTokenizer.from_dir(args.model_dir), args.model_dir
     requests = max(args.streams)
     engine = load_engine(args.engine, model_dir, tokenizer, requests, args.memory_gib, instance_kind=args.instance_kind)
     llm = EngineLM(engine, tokenizer, NO_RATIOS)
@@ -141,7 +137,7 @@ async def measure(args: argparse.Namespace, model_dir: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__)
     parser.add_argument("--engine", choices=get_args(LLMEngine), default="cuda")
-    parser.add_argument("--model-dir", type=Path, help="what the engine loads")
+    parser.add_argument("--model-dir", type=Path, required=True, help=f"what the engine loads; {FULL_SIZE}")
     parser.add_argument("--instance-kind", choices=get_args(InstanceKind), default=TensorrtLLMConfig.instance_kind)
     parser.add_argument("--memory-gib", type=float, help="as llm_memory_gib")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
@@ -149,8 +145,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=212, help="of each answer")
     parser.add_argument("--repeats", type=int, default=3, help="lines for each number of streams")
     args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as temporary:
-        if args.model_dir is None:
-            make_llm(Path(temporary), sizes=OFFICIAL, dtype=torch.bfloat16)
-        asyncio.run(measure(args, args.model_dir or Path(temporary)))
+    asyncio.run(measure(args))
     return 0

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, get_args
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.arguments import command_parser, positive_int, reporting_errors
+from cosyvoice_triton.bench import FULL_SIZE
 from cosyvoice_triton.bench.load import with_suffix
 from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.server import mps
@@ -163,11 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_parser(__doc__)
-    parser.add_argument(
-        "models",
-        type=Path,
-        help="checkpoints; `python -m cosyvoice_triton.demo_checkpoint.make DEST --weights random-full` has full size",
-    )
+    parser.add_argument("models", type=Path, help=f"checkpoints; {FULL_SIZE}")
     parser.add_argument("--plans", type=BenchPlan.read, nargs="+", required=True, metavar="GIB:STREAMS")
     parser.add_argument("--listeners", type=positive_int, nargs="+", help="loads of each plan (1 and its streams)")
     parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name)

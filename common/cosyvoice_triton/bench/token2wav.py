@@ -5,7 +5,6 @@ import itertools
 import json
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ import torch
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.arguments import command_parser
+from cosyvoice_triton.bench import FULL_SIZE
 from cosyvoice_triton.bench.token2wav_load import Piece, line, run_load
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
-from cosyvoice_triton.demo_checkpoint.make import OFFICIAL, parts
 from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.stacks import Stack
@@ -33,9 +32,7 @@ from cosyvoice_triton.voice.prompt import Prompt
 DESCRIPTION = """\
 Time token2wav's engine and scheduler.
 
-  cosyvoice-triton bench token2wav --stack dit  full-size networks with RANDOM weights, on a GPU
-  cosyvoice-triton bench token2wav --stack dit --models models/demo  a checkpoint on the CPU: what `make
-  bench` runs
+  cosyvoice-triton bench token2wav --stack dit --models models/official
 
 Prompts are 5 s, utterances 8.5 s, hops 15, 25, 50, 100 tokens, the first one as long as the stack's boundary demands.
 In the load tests utterances start at random times within a window, their tokens arrive at twice real time, and a chunk
@@ -96,21 +93,15 @@ class Subject:
     device: torch.device
 
     @classmethod
-    def build(cls, stack: Stack, models: Path | None, device: str, max_streams: int) -> "Subject":
-        with tempfile.TemporaryDirectory() as folder:
-            if models is None:
-                models = Path(folder)
-                (models / stack.checkpoint).mkdir(parents=True)
-                for name in (stack.checkpoint / stack.flow, stack.checkpoint / stack.hift):
-                    parts(OFFICIAL, seed=0)[str(name)](models / name)
-            engine = Token2Wav.load(
-                stack,
-                models / stack.checkpoint,
-                device=device,
-                limits=BatchLimits(max_streams=max_streams, chunk_boundary=stack.chunk_boundary),
-                precision=Precision.named("auto", "auto", device),
-                plan=lambda _: PROMPT_CACHES,
-            )
+    def build(cls, stack: Stack, models: Path, device: str, max_streams: int) -> "Subject":
+        engine = Token2Wav.load(
+            stack,
+            models / stack.checkpoint,
+            device=device,
+            limits=BatchLimits(max_streams=max_streams, chunk_boundary=stack.chunk_boundary),
+            precision=Precision.named("auto", "auto", device),
+            plan=lambda _: PROMPT_CACHES,
+        )
         return cls(engine, hops_of(stack), stack.cumulative, torch.device(device))
 
     def utterance(self, seed: int) -> list[Piece]:
@@ -161,7 +152,7 @@ def loaded(subject: Subject, listeners: int) -> dict[str, float]:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = command_parser(DESCRIPTION)
     parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
-    parser.add_argument("--models", type=Path, help="checkpoints; without it: full size, RANDOM weights")
+    parser.add_argument("--models", type=Path, required=True, help=f"checkpoints; {FULL_SIZE}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("out/bench"), help="OUTPUT.json is written")
     parser.add_argument("--max-streams", type=int, default=400)
@@ -174,7 +165,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     stack = stacks.named(args.stack)
-    weights = f"checkpoint {args.models}" if args.models else "full size, RANDOM weights"
+    weights = f"checkpoint {args.models}"
     gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else "no GPU"
     host = host_ms()
     print(

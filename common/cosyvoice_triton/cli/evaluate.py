@@ -32,7 +32,7 @@ from tqdm import tqdm
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.arguments import command_parser, positive_int, reporting_errors
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
-from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
+from cosyvoice_triton.demo_checkpoint import VOICES_DIR
 from cosyvoice_triton.evaluate import judges, report, speech
 from cosyvoice_triton.evaluate.report import Requirement
 from cosyvoice_triton.load.host import host_ms

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     # Process 1 of a container gets no SIGTERM unless it has a handler.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if args.step == "demo":  # writes its directory atomically, so it needs no lock
+    if args.step == "demo":
         steps.report(args.models, steps.demo(args.models), "a small trained voice, see demo_voice/README.md")
     else:
         with steps.only_one(args.models):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from safetensors import safe_open
 
+from cosyvoice_triton.demo_checkpoint import MANIFEST
 from cosyvoice_triton.llm.engines.interface import candidate_ids
 from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer, chat_template
@@ -17,7 +18,6 @@ from cosyvoice_triton.llm.speech_tokens import LLMTokenizer, chat_template
 MAX_CONTEXT = 4096
 HEAD_BIAS = "lm_head.bias"
 END_OF_TEXT = "<|endoftext|>"  # of Qwen2
-DEMO_MANIFEST = "demo_model.json"  # of the demo checkpoint, beside the directories of its models
 
 
 class LLMLimits(NamedTuple):
@@ -47,7 +47,7 @@ def follows_instructions(model_dir: str | Path) -> bool:
 
 def is_demo(model_dir: str | Path) -> bool:
     """Return whether the model is part of the demo checkpoint, as far as its files are on this machine."""
-    return (Path(model_dir).parent / DEMO_MANIFEST).is_file()
+    return (Path(model_dir).parent / MANIFEST).is_file()
 
 
 def made_from(model_dir: Path) -> str:

@@ -13,7 +13,7 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.checkpoint import read_state
 from cosyvoice_triton.config import FlowRuntime, LLMEngine, OrchestratorConfig, TensorrtLLMConfig, Token2WavConfig
 from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS
-from cosyvoice_triton.demo_checkpoint.make import weights_of
+from cosyvoice_triton.demo_checkpoint import has_random_weights
 from cosyvoice_triton.speaker.engines import LocalPromptEncoder
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import Token2Wav
@@ -35,7 +35,7 @@ def stack_of(model_dir: Path) -> Stack:
 
 def described(stack: Stack, model_dir: Path) -> str:
     """Return the vocoder's name in the figures, which says so if its weights are random."""
-    return f"{stack.name} token2wav{', RANDOM weights' if weights_of(model_dir) == 'random' else ''}"
+    return f"{stack.name} token2wav{', RANDOM weights' if has_random_weights(model_dir) else ''}"
 
 
 def token2wav_config(args: argparse.Namespace, model_dir: Path, runtime: FlowRuntime, streams: int) -> Token2WavConfig:

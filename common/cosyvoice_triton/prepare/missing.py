@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.demo_checkpoint.checkpoint import STACKS
+from cosyvoice_triton.demo_checkpoint import STACKS
 from cosyvoice_triton.server.options import StackOptions
 
 
@@ -24,6 +24,5 @@ def remedy(options: StackOptions, missing: Path) -> str:
     if stacks.named(options.stack) in STACKS:
         other = f"for the demo checkpoint: {prepare} demo {models}"
     else:
-        make = "python -m cosyvoice_triton.demo_checkpoint.make"
-        other = f"for random weights: {make} {models}-random --weights random"
+        other = f"for random weights, in a clone: python -m tests.random_weights {models}-random"
     return f"for the official files run: {prepare} download {models} --stack {options.stack}; {other}"

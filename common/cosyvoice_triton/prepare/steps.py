@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cosyvoice_triton import samples, stacks
+from cosyvoice_triton.demo_checkpoint import STACKS
 from cosyvoice_triton.llm.checkpoint import made_from
 from cosyvoice_triton.prepare import engine, hub, transfer
+from cosyvoice_triton.prepare.demo import copy_demo
 from cosyvoice_triton.voice.book import SPK2INFO
 from cosyvoice_triton.voice.files import read_spk2info
 
@@ -47,19 +49,18 @@ def revisions() -> dict[str, str]:
 
 
 def demo(models: Path, stack: str = stacks.DEFAULT.name) -> bool:
-    """Write the trained demo checkpoint and its LLM's form for a CPU; return whether the checkpoint was missing.
+    """Copy the trained demo checkpoint and make its LLM's form for a CPU; return whether a file was missing.
 
     ValueError if `stack` has no trained demo voice.
     """
-    from cosyvoice_triton.demo_checkpoint.checkpoint import STACKS
-    from cosyvoice_triton.demo_checkpoint.make import make_demo_model
     from cosyvoice_triton.prepare.genai import convert
 
     if stacks.named(stack) not in STACKS:
         raise ValueError(f"no trained demo voice for {stack}, only for {', '.join(each.name for each in STACKS)}")
-    made = make_demo_model(models)
     llm = stacks.named(stack).llm
-    convert(models / llm.directory, models / llm.genai, "fp32")
+    with only_one(models):
+        made = copy_demo(models)
+        convert(models / llm.directory, models / llm.genai, "fp32")
     return made
 
 

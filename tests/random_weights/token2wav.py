@@ -1,4 +1,4 @@
-"""Random-weight `flow.pt` and `hift.pt` of every stack: the networks of common/ with official key names.
+"""Random-weight `flow.pt` and `hift.pt` of every stack: networks of the package with official key names.
 
 Weights keep the scale of signals from layer to layer. The few exceptions give the vocoder the pitch and loudness of a
 voice, and make voices differ.
@@ -7,10 +7,10 @@ voice, and make voices differ.
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-
+from cosyvoice_triton import stacks
 from cosyvoice_triton.networks.flow import (
     CosyVoice3Flow,
     CosyVoice3FlowConfig,
@@ -26,6 +26,8 @@ from cosyvoice_triton.networks.flow import (
 )
 from cosyvoice_triton.networks.flow.checkpoint import with_rotary
 from cosyvoice_triton.networks.hift import CausalHiFTGenerator, HiFTConfig, HiFTGenerator, split_weight_norm
+from cosyvoice_triton.stacks import Stack
+from torch import Tensor, nn
 
 Draw = Callable[[Tensor], Tensor]  # from standard normal noise in the shape of a weight to that weight
 
@@ -40,6 +42,11 @@ COSYVOICE3_FLOW = CosyVoice3FlowConfig(
     estimator=RotaryDiTConfig(width=64, depth=2, heads=2, head_dim=32, feed_forward=128, time_frequencies=64),
 )
 HIFT = HiFTConfig(channels=64, f0_channels=32)
+FLOWS: dict[Stack, Callable[[Any], nn.Module]] = {
+    stacks.UNET: UNetFlow,
+    stacks.DIT: DiTFlow,
+    stacks.COSYVOICE3: CosyVoice3Flow,
+}
 
 # Hz: bias of the f0 predictor, and standard deviation of its weights. Small, as a pitch error grows with time.
 PITCH, PITCH_SPREAD = 150.0, 2.0
@@ -50,24 +57,13 @@ LOG_MAGNITUDE = 0.8  # bias of the log spectrum: loudness
 VOICE: dict[str, Draw] = {"spk_embed_affine_layer.weight": lambda noise: noise}
 
 
-def write_unet_flow(path: Path, seed: int, sizes: UNetFlowConfig) -> None:
-    """Write CosyVoice2's flow."""
-    torch.save(_drawn(UNetFlow(sizes), seed, VOICE), path)
+def write_flow(path: Path, stack: Stack, seed: int, sizes: Any) -> None:
+    """Write the flow of a stack. The modulation of a DiT must not be zero, as it is at the start of training."""
+    state = _drawn(FLOWS[stack], sizes, seed, VOICE)
+    torch.save(with_rotary(state, sizes) if stack == stacks.COSYVOICE3 else state, path)
 
 
-def write_dit_flow(path: Path, seed: int, sizes: DiTFlowConfig) -> None:
-    """Write Step-Audio2's flow. Its modulation must not be zero, as it is at the start of training (adaLN-Zero)."""
-    torch.save(_drawn(DiTFlow(sizes), seed, VOICE), path)
-
-
-def write_cosyvoice3_flow(path: Path, seed: int, sizes: CosyVoice3FlowConfig) -> None:
-    """Write CosyVoice3's flow."""
-    torch.save(with_rotary(_drawn(CosyVoice3Flow(sizes), seed, VOICE), sizes), path)
-
-
-def write_hift(
-    path: Path, seed: int, sizes: HiFTConfig, network: type[HiFTGenerator] | type[CausalHiFTGenerator] = HiFTGenerator
-) -> None:
+def write_hift(path: Path, stack: Stack, seed: int, sizes: HiFTConfig) -> None:
     """Write the vocoder of a stack, in the official form with weight norm."""
     special: dict[str, Draw] = {
         "f0_predictor.classifier.weight": lambda noise: PITCH_SPREAD * noise,
@@ -81,12 +77,15 @@ def write_hift(
         ".convs2.1.weight": lambda noise: 0.3 * _scaled(noise),
         ".convs2.2.weight": lambda noise: 0.3 * _scaled(noise),
     }
-    torch.save(split_weight_norm(_drawn(network(sizes), seed, special)), path)
+    network = CausalHiFTGenerator if stack == stacks.COSYVOICE3 else HiFTGenerator
+    torch.save(split_weight_norm(_drawn(network, sizes, seed, special)), path)
 
 
-def _drawn(network: nn.Module, seed: int, special: dict[str, Draw]) -> dict[str, Tensor]:
-    """Return a random state_dict with the network's keys and shapes. special: rules by the end of a key."""
+def _drawn(kind: Callable[[Any], nn.Module], sizes: Any, seed: int, special: dict[str, Draw]) -> dict[str, Tensor]:
+    """Return a random state_dict with the keys and shapes of a kind of network. special: rules by the end of a key."""
     generator = torch.Generator().manual_seed(seed)
+    with torch.device("meta"):
+        network = kind(sizes)
     state = {}
     for key, value in network.state_dict().items():
         noise = torch.randn(value.shape, generator=generator)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+from cosyvoice_triton.constants import MEL_BINS, SPEAKER_DIM
 from onnx import TensorProto, helper
 
-from cosyvoice_triton.constants import MEL_BINS, SPEAKER_DIM
-from cosyvoice_triton.demo_checkpoint.onnx_graph import OnnxGraph
+from tests.random_weights.onnx_graph import OnnxGraph
 
 CHANNELS, KERNEL = 64, 5  # with random weights
 KERNEL_SPREAD = 0.012  # log mel features have a standard deviation of 3; keep sums in tanh's range

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from onnx import TensorProto, helper
 
-from cosyvoice_triton.demo_checkpoint.onnx_graph import OnnxGraph
+from tests.random_weights.onnx_graph import OnnxGraph
 
 N_MELS, HEAD_DIM = 128, 64
 FSMN_KERNEL = 31

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
 from cosyvoice_triton.constants import SPEECH_VOCAB
 from cosyvoice_triton.llm.checkpoint import END_OF_TEXT, write_configs
 from cosyvoice_triton.llm.speech_tokens import COSYVOICE2, added_tokens
 from cosyvoice_triton.stacks import TokenizerRules
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 TEXT_SPECIALS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>", "<|endofprompt|>")
 # Qwen2's split of text into words before byte-pair encoding.

@@ -50,7 +50,7 @@ class OnnxGraph:
         model = helper.make_model(
             graph,
             opset_imports=[helper.make_opsetid("", OPSET)],
-            producer_name="make_demo_model",
+            producer_name="tests.random_weights",
             doc_string=about,
         )
         model.ir_version = IR_VERSION
