@@ -19,7 +19,7 @@ from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.client import grpc_client
 from cosyvoice_triton.client.answer import SpeechResult
 from cosyvoice_triton.client.utterance import Utterance, read_reference
-from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.voice.audio import load_audio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -86,20 +86,6 @@ def server(stack: str, serve: Serve) -> Server:
     return Server(MODELS[stack], serve(stack=stack, settings=SETTINGS))
 
 
-# --- valid requests -----------------------------------------------------------------------------------------------
-
-
-@once
-def test_padding_after_the_recording_changes_nothing(server: Server, voice: np.ndarray) -> None:
-    """Upstream's clients pad recordings to multiples of ten seconds and send the true length."""
-    plain = server.stream(TEXT, voice, VOICE_TEXT, seed=9)
-    padded = np.zeros((1, 40 * PROMPT_SAMPLE_RATE), np.float32)
-    padded[0, : voice.size] = voice
-    answer = server.send(request_arrays(voice) | {"reference_wav": padded}, {"seed": 9})
-    assert answer.error is None
-    np.testing.assert_allclose(answer.waveform, plain.waveform, atol=1e-3)
-
-
 # --- long texts, modes and registered voices ---------------------------------------------------------------------
 
 LONG_TEXT = ("The first sentence costs $3.50 and is spoken by nobody. " * 2 + "今天是2023年11月5日，一切都好。") * 2
@@ -161,14 +147,6 @@ def test_upstreams_client_without_a_voice_hears_the_speaker_001_of_spk2info(serv
     assert_speech(unnamed)
     np.testing.assert_allclose(unnamed.waveform, named.waveform, atol=1e-3)
     assert_speech(server.stream(TEXT, seed=2, speaker=spk2info, instruct_text="Speak sadly."))
-
-
-@once
-def test_max_tokens_limits_the_answer_with_a_warning(server: Server, voice: np.ndarray) -> None:
-    """Without it the answer has about 75 tokens."""
-    answer = server.send(request_arrays(voice), {"max_tokens": 20, "seed": 1})
-    assert answer.error is None and "max_tokens" in (answer.warning or "")
-    assert answer.waveform.size / SAMPLE_RATE * TOKEN_RATE == pytest.approx(20, abs=1)
 
 
 # --- invalid requests: tests/orchestrator/test_request.py and tests/voice have all of them ----------------------------
