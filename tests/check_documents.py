@@ -290,7 +290,9 @@ def transcripts() -> Findings:
 
 def messages() -> Findings:
     """Messages that the troubleshooting page quotes are in the code, apart from what they name."""
-    said = " ".join("\n".join(text for path, text in sources().items() if "tests" not in path.parts).split())
+    said = " ".join(
+        "\n".join(text for path, text in sources().items() if not name_of(path).startswith("tests/")).split()
+    )
     for quoted in re.findall(r'"([^"]+)"', page("docs/troubleshooting.md")):
         for part in quoted.split("…"):
             if (words := part.strip()) and words not in said and words not in OF_TRITON:

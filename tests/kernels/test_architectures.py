@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def decoder(capability: int) -> set[str]:
     return DECODER | ({"gated_tma", "project_heads_tma"} if capability >= TMA else {"silu_and_mul"})
 
 
+@cache
 def of_each_size(capability: int) -> list[Launch]:
     """One launch of each kernel and tile."""
     found = launches(torch.float16, capability)
@@ -62,9 +64,11 @@ def elements(launch: Launch) -> int:
 
 
 def too_large(some: list[Launch], capability: int) -> dict[str, int]:
-    """Bytes of shared memory of those that need more than a block can have. Raises if one does not compile."""
+    """Bytes of shared memory of those that need more than a block can have on GPUs of that generation, which have the
+    same tiles. Raises if one does not compile."""
     needs = {f"{launch.name} {launch.size}": shared_memory(launch, capability) for launch in some}
-    return {name: need for name, need in needs.items() if need > SHARED_KIB[capability] * 1024}
+    least = min(size for other, size in SHARED_KIB.items() if other // 10 == capability // 10)
+    return {name: need for name, need in needs.items() if need > least * 1024}
 
 
 @pytest.mark.parametrize("capability", SHARED_KIB)
@@ -74,8 +78,8 @@ def test_the_largest_product_compiles_for_every_architecture_and_fits_its_shared
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED_KIB)
-def test_every_kernel_compiles_for_every_architecture_and_fits_its_shared_memory(capability: int) -> None:
+@pytest.mark.parametrize("capability", [75, 80, 90, 100, 120])
+def test_every_kernel_compiles_for_every_generation_and_fits_its_shared_memory(capability: int) -> None:
     assert too_large([launch for launch in of_each_size(capability) if launch.name in FLOW], capability) == {}
 
 

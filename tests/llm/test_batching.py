@@ -11,6 +11,8 @@ from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.profiles import LLMNumbers
 
+from tests.support.waiting import until
+
 VOCAB = 100
 CONTEXT = 50
 END = 99
@@ -26,7 +28,7 @@ class CountingModel:
     def __init__(self, rows: int) -> None:
         self.last = np.zeros(rows, np.int64)
         self.lengths = np.zeros(rows, np.int64)
-        self.gate = threading.Event()
+        self.gate, self.held = threading.Event(), threading.Event()
         self.gate.set()
         self.broken: bool | int | None = None  # True: every step fails; a token: prefills that end with it
         self.poison = -1  # logits after this token are NaN
@@ -38,7 +40,9 @@ class CountingModel:
         return self._logits(self.last[row : row + 1])[0]
 
     def decode(self, tokens, lengths):
-        self.gate.wait(5)
+        if not self.gate.is_set():
+            self.held.set()
+            self.gate.wait(60)
         if self.broken is True:
             raise OSError("the device is gone")
         rows = slice(0, len(tokens))
@@ -120,12 +124,12 @@ def test_a_cancelled_request_frees_its_capacity_at_once(model, engine):
     async def run():
         model.gate.clear()
         live = [engine.submit(make_request(1), lambda item: None) for _ in range(4)]
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(model.held.wait, 60)
         with pytest.raises(UnavailableError, match="maximum of 4 requests"):
             engine.submit(make_request(1), lambda item: None)
         live[1].cancel()
         another = asyncio.create_task(collect(engine, make_request(50, max_tokens=3)))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)  # it has been accepted
         model.gate.set()
         return await another
 
@@ -136,7 +140,7 @@ def test_a_failing_model_fails_live_and_later_requests(model, engine):
     async def run():
         model.gate.clear()
         live = [asyncio.create_task(collect(engine, make_request(i))) for i in (2, 3, 4)]
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(model.held.wait, 60)
         model.broken = True
         model.gate.set()
         return await asyncio.wait_for(asyncio.gather(*live, return_exceptions=True), 5)
@@ -182,9 +186,9 @@ def test_closing_the_engine_fails_live_requests(model, engine):
     async def run():
         model.gate.clear()
         live = asyncio.create_task(collect(engine, make_request(1)))
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(model.held.wait, 60)
         closing = asyncio.create_task(asyncio.to_thread(engine.close))
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(until, lambda: engine.live == 0)  # the thread is still held
         model.gate.set()
         await closing
         return await asyncio.wait_for(asyncio.gather(live, return_exceptions=True), 5)

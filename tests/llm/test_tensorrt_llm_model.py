@@ -154,6 +154,7 @@ def test_a_full_engine_answers_unavailable(decoupled_model, prompt):
         ({"runtime_top_k": -1}, "top_k -1 is out of range"),
         ({"seed": 2**64 - 1}, "seed 18446744073709551615 is out of range"),
         ({"parameters": {"urgent_tokens": "-1"}}, "urgent_tokens -1 is out of range: 0..3000"),
+        ({"parameters": {"urgent_tokens": "3001"}}, "urgent_tokens 3001 is out of range"),
         ({"parameters": {"urgent_tokens": "9" * 5000}}, "urgent_tokens must be a number"),
         ({"parameters": {"urgent_tokens": "all"}}, "urgent_tokens must be a number, not 'all'"),
         ({"parameters": {"ras_window": "ten"}}, "ras_window must be a number, not 'ten'"),

@@ -156,7 +156,8 @@ def test_a_reader_cancelled_while_tokens_arrive_ends(tokenizer, moments):
                 await stream.aclose()
 
         reader = asyncio.create_task(read())
-        await asyncio.sleep(0.02)
+        for _ in range(9):  # until it waits
+            await asyncio.sleep(0)
         arrives.set_result(None)
         for _ in range(moments):
             await asyncio.sleep(0)

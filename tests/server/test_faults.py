@@ -25,7 +25,7 @@ from cosyvoice_triton.server.tritonserver import free_port
 from tests.support.serve_process import VOICE, ServeProcess, StreamResult, rendered, serve_process, synthesize
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.server, pytest.mark.serial]
+pytestmark = pytest.mark.server
 
 TEXT, LONG = "word " * 20, "word " * 100  # the second cannot end before a fault
 STREAMS = 3

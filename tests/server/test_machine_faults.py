@@ -92,16 +92,18 @@ def test_numbers_that_cannot_be_written_are_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
-    broken = False
+    broken, failures = False, 0
 
     def read() -> dict[object, float]:
+        nonlocal failures
         if broken:
+            failures += 1
             raise OSError("the disk is gone")
         return {}
 
     monitor = ModelMonitor(ARGS, test=dict, read=read)  # type: ignore[arg-type]
     broken = True
-    time.sleep(5 * PERIOD_SECONDS)
+    until(lambda: failures > 2)
     monitor.close()
     assert [record.message for record in caplog.records] == ["cannot write the metrics"]
 

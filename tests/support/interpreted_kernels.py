@@ -285,17 +285,18 @@ def compare_int8() -> None:
 @torch.inference_mode()
 def compare_rotary() -> None:
     """Rows begin within a prompt, at a chunk of the mask and within the last one; they keep all, a part and nothing of
-    what they compute. With guidance, and without."""
+    what they compute. With guidance, and without; steps are told apart in the latter."""
     torch.manual_seed(0)
     estimator = RotaryDiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=40, time_frequencies=16,
                                 conv_kernel=5, conv_groups=2, chunk_frames=4)  # fmt: skip
     encoder = LookaheadConfig(hidden=24, chunk_tokens=2)
-    for guidance, grid, hops in ((0.7, (), ((2, 3), (1, 4), (5, 1))), (0.0, (0, 0.3, 1), ((2, 3),))):
-        config = CosyVoice3FlowConfig(vocab=50, speaker_dim=8, encoder=encoder, estimator=estimator, steps=2,
+    for guidance, grid, hops in ((0.7, (0, 1), ((2, 3), (1, 4), (5, 1))), (0.0, (0, 0.3, 1), ((2, 3),))):
+        steps = len(grid) - 1
+        config = CosyVoice3FlowConfig(vocab=50, speaker_dim=8, encoder=encoder, estimator=estimator, steps=steps,
                                       guidance=guidance, time_grid=grid)  # fmt: skip
         network = CosyVoice3Flow(config).eval()
         randomize(network)
-        made = partial(CosyVoice3Streaming, network, flow_noise(), limits=TWO, steps=2, cache_frames=6)
+        made = partial(CosyVoice3Streaming, network, flow_noise(), limits=TWO, steps=steps, cache_frames=6)
         compare_streams(lambda made=made: made(prompts=PromptCaches(1 << 28)), voices=(8, 1), hops=hops)
 
 

@@ -27,7 +27,7 @@ VOICE_TEXT = "Your call is now first in line and will be answered by the next av
 Serve = Callable[..., Any]
 
 
-def stream(address: str, model: str, utterance: Utterance, timeout: float = 60.0) -> SpeechResult:
+def stream(address: str, model: str, utterance: Utterance, timeout: float = 240.0) -> SpeechResult:
     return asyncio.run(grpc_client.synthesize(address, model, utterance, timeout=timeout))
 
 

@@ -12,7 +12,7 @@ from cosyvoice_triton.client.utterance import Utterance
 from tests.support import failing_llm
 from tests.support.server_requests import MODELS, TEXT, VOICE_TEXT, Serve, assert_speech, process_of, stream
 
-pytestmark = [pytest.mark.server, pytest.mark.serial]
+pytestmark = pytest.mark.server
 
 # An error comes after a timeout of 3 s, on a slow machine somewhat later. The client gives up then, with another error.
 SOON_SECONDS = 30.0

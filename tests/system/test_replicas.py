@@ -19,7 +19,7 @@ from tests.support.serve_process import triton as grpc
 from tests.support.server_requests import Serve, process_of
 from tests.support.speech_fixtures import until
 
-pytestmark = [pytest.mark.server, pytest.mark.serial]
+pytestmark = pytest.mark.server
 
 TEXT, LONG = "word " * 20, "word " * 100  # the second cannot end before a fault
 FIRST, SECOND = stacks.DIT.token2wav, f"{stacks.DIT.token2wav}_1"

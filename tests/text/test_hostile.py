@@ -49,24 +49,29 @@ HOSTILE = {
     "invisible": "\u200b\u200d",
     "vulgar": "½²",
 }
-CHARS = 2_000
+CHARS = 1_000
 
 
 def seconds(frontend: TextFrontend, text: str, language: str) -> float:
-    begin = thread_time()
-    list(frontend.segments(clean_text("Go on " + text, name="text", max_chars=10**6), language=language))
-    return thread_time() - begin
+    """Return the CPU time of this thread, the least of two tries."""
+    taken = []
+    for _ in range(2):
+        begin = thread_time()
+        list(frontend.segments(clean_text("Go on " + text, name="text", max_chars=10**6), language=language))
+        taken.append(thread_time() - begin)
+    return min(taken)
 
 
 @pytest.mark.serial
 @pytest.mark.parametrize("language", ["zh", "en"])
 def test_the_time_of_hostile_text_grows_with_its_length(language: str) -> None:
-    """A quadratic pattern takes 16 times as long for four times the text."""
+    """A quadratic pattern takes 64 times as long for eight times the text. What is short beside plain text may grow."""
     frontend = TextFrontend()
+    plain = seconds(frontend, "We walked down to the harbour. " * (8 * CHARS // 31), language)
     for name, unit in HOSTILE.items():
         text = (unit * CHARS)[:CHARS]
-        once, four = (min(seconds(frontend, text * times, language) for _ in range(2)) for times in (1, 4))
-        assert four < 8 * once + 0.03, name
+        once, eight = (seconds(frontend, text * times, language) for times in (1, 8))
+        assert eight < 32 * max(once, plain / 8), name
 
 
 @pytest.mark.serial
@@ -76,7 +81,5 @@ def test_numbers_cost_at_most_a_few_times_plain_text() -> None:
         ("zh", "今天天气很好，我们去公园散步吧。", "2024年5月6日共1,234人，增长2.5%。"),
         ("en", "We walked down to the harbour today. ", "On March 3, 2026, 1,234 paid $12.50. "),
     ):
-        cost = {
-            text: min(seconds(frontend, (text * 300)[:4096], language) for _ in range(3)) for text in (plain, numbers)
-        }
+        cost = {text: seconds(frontend, (text * 300)[:4096], language) for text in (plain, numbers)}
         assert cost[numbers] < 10 * cost[plain], language

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -51,14 +52,19 @@ VOICE = Prompt(np.arange(30), np.zeros((60, 80), np.float32), np.ones(192, np.fl
 EMPTY = Reading(free=200 * GIB, total=200 * GIB)
 
 
-def official(stack: Stack, prompt_device: str = "auto") -> Networks:
-    """At the official sizes, in float16."""
+@cache
+def flow_values(stack: Stack) -> int:
     kind, config = OFFICIAL[stack]
     with torch.device("meta"):
-        values = HIFT_VALUES + sum(tensor.numel() for tensor in kind(config).parameters())
+        return sum(tensor.numel() for tensor in kind(config).parameters())
+
+
+def official(stack: Stack, prompt_device: str = "auto") -> Networks:
+    """At the official sizes, in float16."""
+    values = HIFT_VALUES + flow_values(stack)
     tokenizer = TOKENIZERS[stack.speech_tokenizer.split("_")[2][:2]]
     return Networks(
-        flow=config,
+        flow=OFFICIAL[stack][1],
         weights=2 * values + stack.vocoder_noise_bytes,
         vocoder_stream=stack.vocoder_stream_bytes,
         flow_size=2,

@@ -1,7 +1,6 @@
 """The service on an engine that renders first chunks apart from other batches. The engine is a fake."""
 
 import threading
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -89,7 +88,7 @@ def crowd(client, engine):
 def test_while_a_crowd_waits_first_chunks_are_gathered(client, engine, crowd):
     firsts = [client.post(stream, [stream], final=False, **NEW) for stream in range(20, 27)]
     until(lambda: client.service.stats().queued == 23)
-    time.sleep(0.06)
+    until(lambda: client.service._gathering)
     assert engine.starts == []
     firsts.append(client.post(27, [27], final=False, **NEW))
     assert [value(each) for each in firsts] == list(range(20, 28))
@@ -102,7 +101,7 @@ def test_a_first_chunk_waits_no_longer_than_is_set_for_others(client, engine, cr
     monkeypatch.setattr("cosyvoice_triton.token2wav.serving.service.REAP_SECONDS", 1000.0)
     first = client.post(20, [20], final=False, **NEW)
     until(lambda: client.service.stats().queued == 17)
-    time.sleep(0.06)
+    until(lambda: client.service._gathering)
     assert engine.starts == []
     clock.now += H200.scheduler.gather_seconds + 0.01  # nothing else wakes the service's thread
     assert value(first) == 20 and engine.starts == [[20]] and engine.batches == []

@@ -148,7 +148,8 @@ def test_calls_beyond_the_slots_wait_for_their_turn(triton_models, monkeypatch):
         )
         assert [type(error) for error in abandoned] == [UnavailableError] * 4
         waiting = [asyncio.ensure_future(triton_io.call("m", {}, ["y"])) for _ in range(8)]
-        await asyncio.sleep(0.02)
+        for _ in range(9):  # until they wait
+            await asyncio.sleep(0)
         waiting[0].cancel()
         release.set()
         answers = await asyncio.gather(*waiting, return_exceptions=True)
