@@ -71,19 +71,17 @@ $(VENV)/.python:
 $(VENV)/.server: $(VENV)/.python pyproject.toml constraints.txt
 	@echo 'setup: installing tritonserver, torch, the models'\'' libraries and the clients: 2 GB, a few minutes'
 	@$(PIP) install $(LOCKED) $(EXTRA_INDEX) -e '.[client,http,server]'
-	@$(PIP) install --no-deps --group s3tokenizer
 	@touch $@
 
 $(VENV)/.gpu: $(VENV)/.python pyproject.toml deploy/constraints/gpu.txt
 	@echo 'setup: installing tritonserver, torch for CUDA, the models'\'' libraries and the clients: 7 GB, a few minutes'
 	@$(PIP) install --constraint deploy/constraints/gpu.txt -e '.[client,http,gpu]'
-	@$(PIP) install --no-deps --group s3tokenizer
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.server
 	@echo 'setup: installing what tests and checks need'
 	@$(PIP) install $(LOCKED) $(EXTRA_INDEX) -e '.[client,http,japanese,server,dev]'
-	@$(PIP) install --no-deps --group qwen-vocabulary --group resemblyzer
+	@$(PIP) install --no-deps --group qwen-vocabulary --group resemblyzer --group s3tokenizer
 	@touch $@
 
 demo: $(VENV)/.server ## render a stack (MODELS, SET), start it, let it say TEXT, write out/demo.wav

@@ -1,4 +1,4 @@
-"""What the English grammar misreads: money, thousands, dates, clock times, ranges, units, names with numbers."""
+"""English in words: money, thousands, dates, clock times, ranges, units, names with numbers; by rules, no grammar."""
 
 import re
 

@@ -1,6 +1,6 @@
 """The networks that make a Prompt from a recording.
 
-    AudioTokenizer     recordings -> speech tokens   (S3 tokenizer v2 or v3, package s3tokenizer)
+    AudioTokenizer     recordings -> speech tokens   (S3 tokenizer v2 or v3)
     SpeakerEncoder     recordings -> x-vectors       (CAM++, onnxruntime or TensorRT)
     reference_mel      a recording -> the flow's mel
     ReferenceEncoder   a recording -> its Prompt: all of these in one process
@@ -15,36 +15,32 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from cosyvoice_triton.checkpoint import require_finite
 from cosyvoice_triton.config import SpeakerRuntime
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.networks.speech_tokenizer import load_speech_tokenizer
 from cosyvoice_triton.runtimes.network import Network
 from cosyvoice_triton.runtimes.signatures import SPEAKER
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.voice import audio, features
 from cosyvoice_triton.voice.prompt import Prompt, Recording, RecordingCache
-from cosyvoice_triton.voice.torchaudio_stub import torchaudio_or_stub
 
 logger = logging.getLogger(__name__)
 
 SESSION_THREADS = 2  # of the CAM++ session: by default onnxruntime would use all cores and slow down other models
 SECONDS_AT_ONCE = 60.0  # of recordings in a run of the speech tokenizer, padding included: 0.25 GiB of a GPU
 TOKENIZER_FILES = "speech_tokenizer_v[23]*.onnx"
-S3_HEAD_DIM = 64  # of the S3 tokenizer's attention; cannot be derived from the weights' shapes
 
 
 class AudioTokenizer:
     """S3 speech tokenizer v2, or v3 if the file's name says so: 16 kHz recordings to 25 tokens per second."""
 
     def __init__(self, model_dir: str | Path, device: str = "cpu") -> None:
-        self._s3 = import_s3tokenizer()
-        self._model = _load_s3_model(self._s3, _only_file(model_dir, TOKENIZER_FILES)).to(device).eval()
+        self._model = load_speech_tokenizer(_only_file(model_dir, TOKENIZER_FILES), device)
         self._device = device
 
     def __call__(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -63,13 +59,11 @@ class AudioTokenizer:
 
     def _encode(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Encode one padded batch, masked by length."""
-        mels = [self._s3.log_mel_spectrogram(torch.from_numpy(wave)) for wave in waves]
-        mel, mel_len = self._s3.padding(mels)  # (B, 128, T), (B,)
-        codes, code_len = self._model.quantize(mel.to(self._device), mel_len.to(self._device))  # (B, P), (B,)
-        return [
-            row[:length].astype(np.int64)
-            for row, length in zip(codes.cpu().numpy(), code_len.cpu().numpy(), strict=True)
-        ]
+        mels = [features.log_mel(torch.from_numpy(wave)).T for wave in waves]  # (T_i, 128)
+        lengths = torch.tensor([len(mel) for mel in mels], device=self._device)
+        mel = pad_sequence(mels, batch_first=True).to(self._device).transpose(1, 2)  # (B, 128, T)
+        ids, valid = (values.cpu().numpy() for values in self._model(mel, lengths))  # (B, P), (B,)
+        return [row[:length] for row, length in zip(ids, valid, strict=True)]
 
 
 class SpeakerEncoder:
@@ -178,47 +172,3 @@ def _only_file(model_dir: str | Path, pattern: str) -> Path:
     if len(found) != 1:
         raise ValueError(f"{model_dir}: expected one file {pattern}, found {[path.name for path in found]}")
     return found[0]
-
-
-def import_s3tokenizer() -> ModuleType:
-    """Return the package s3tokenizer; it imports torchaudio, but only for its file loader, which we do not use."""
-    with torchaudio_or_stub():
-        import s3tokenizer
-    return s3tokenizer
-
-
-def _load_s3_model(s3: ModuleType, path: Path) -> Any:
-    """Load like `s3tokenizer.load_model`, but with the sizes of the file instead of the official ones."""
-    from s3tokenizer.model_v2 import ModelConfig, S3TokenizerV2
-    from s3tokenizer.model_v3 import ModelConfigV3, S3TokenizerV3
-
-    third = path.name.startswith("speech_tokenizer_v3")
-    try:
-        state = s3.onnx2torch_v3(str(path)) if third else s3.onnx2torch(str(path))
-    except Exception as error:  # protobuf's, and the package's own assertions
-        raise ValueError(f"{path} is not a speech tokenizer, or is damaged: {error}") from None
-    require_finite(state, path)  # its tokens would be valid ids all the same
-    width, n_mels, _ = state["encoder.conv1.weight"].shape
-    sizes = {
-        "n_mels": n_mels,
-        "n_audio_state": width,
-        "n_audio_head": width // S3_HEAD_DIM,
-        "n_audio_layer": sum(key.endswith(".attn.query.weight") for key in state),
-    }
-    official = ModelConfigV3() if third else ModelConfig()
-    layers, wanted = sizes["n_audio_layer"], official.n_audio_layer
-    if width == official.n_audio_state and layers != wanted:
-        raise ValueError(
-            f"{path} has {layers} layers, but {'v3' if third else 'v2'} of the tokenizer has {wanted}: it is another "
-            "version under this name, or was made with other sizes; fetch or make it again"
-        )
-    # The package takes the rate from the first model's name only.
-    model = (
-        S3TokenizerV3(path.stem, ModelConfigV3(**sizes))
-        if third
-        else S3TokenizerV2("speech_tokenizer_v2_25hz", ModelConfig(**sizes))
-    )
-    # Norms may lack a shift in the file of v3: the package then leaves it at zero.
-    shifts = {key: value for key, value in model.state_dict().items() if third and key.endswith("_ln.bias")}
-    model.load_state_dict(shifts | state, strict=True)
-    return model

@@ -1,7 +1,7 @@
 """What the networks read of a waveform: resampled samples, mel, filter bank.
 
 Values equal those of the libraries that the networks were trained with: torchaudio's resampling, Matcha's mel
-spectrogram, Kaldi's filter bank.
+spectrogram, Whisper's log mel, Kaldi's filter bank.
 """
 
 import math
@@ -95,6 +95,15 @@ def mel_spectrogram(wav: Tensor, config: MelConfig | None = None) -> Tensor:
     )
     magnitude = torch.sqrt(spectrum.real.square() + spectrum.imag.square() + 1e-9)  # (B, bins, T)
     return torch.log((filters @ magnitude).clamp(min=_MEL_FLOOR))
+
+
+def log_mel(wav: Tensor) -> Tensor:
+    """Return a 16 kHz wave (N,) as Whisper's log mel (128, N // 160), what the speech tokenizer reads."""
+    config = MelConfig(sample_rate=PROMPT_SAMPLE_RATE, n_fft=400, window=400, hop=160, bins=128)
+    filters, window = _mel_basis(config, wav.device)
+    spectrum = torch.stft(wav, config.n_fft, config.hop, window=window, return_complex=True)[:, :-1]
+    bands = (filters @ spectrum.abs().square()).clamp(min=1e-10).log10()
+    return (bands.clamp(min=bands.max() - 8) + 4) / 4  # 80 dB below the loudest at least
 
 
 def fbank(
