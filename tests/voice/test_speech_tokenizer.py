@@ -11,11 +11,12 @@ import torch
 from cosyvoice_triton import samples
 from cosyvoice_triton.checkpoint import load_strict
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
-from cosyvoice_triton.demo_checkpoint.speech_tokenizer import random_weights, write_speech_tokenizer
 from cosyvoice_triton.networks.speech_tokenizer import OFFICIAL_LAYERS, OFFICIAL_WIDTH, SpeechTokenizer
 from cosyvoice_triton.voice import audio, features
 from cosyvoice_triton.voice.encoders import AudioTokenizer
 from torch import nn
+
+from tests.random_weights.speech_tokenizer import random_weights, write_speech_tokenizer
 
 
 @pytest.fixture(scope="module")
