@@ -30,8 +30,10 @@ GUIDANCE = 0.7  # classifier-free guidance: (1 + g) * conditional - g * uncondit
 STREAM_CACHE_FRAMES = 100
 
 # --- limits of an utterance --------------------------------------------------------------------------------------
-MAX_STREAM_TOKENS = 3_000  # two minutes
-CONTEXT_TOKENS = 375  # generated tokens (15 s) that a stream keeps as context in addition to its prompt
+MAX_STREAM_TOKENS = 3_000  # two minutes; the vocoder's noise for so many is made when it loads
+# Generated tokens (15 s) that a stream keeps as context in addition to its prompt. The UNet flow computes them anew for
+# each chunk, because its keys and values would take 2.3 MB a frame.
+CONTEXT_TOKENS = 375
 
 # --- vocoder streaming -------------------------------------------------------------------------------------------
 OVERLAP_FRAMES = 8  # mel frames that a chunk repeats from the previous one
@@ -43,7 +45,7 @@ MAX_SPEED = 4.0
 
 # --- limits of a reference recording -----------------------------------------------------------------------------
 MIN_REFERENCE_SECONDS = 0.5
-MAX_REFERENCE_SECONDS = 30.0
+MAX_REFERENCE_SECONDS = 30.0  # what the speech tokenizer reads at once; upstream refuses longer ones too
 MIN_REFERENCE_RATE, MAX_REFERENCE_RATE = 8_000, 48_000
 # Two rates with few common factors have a resampling filter of gigabytes. Every rate in use is a multiple of 25.
 REFERENCE_RATE_STEP = 25

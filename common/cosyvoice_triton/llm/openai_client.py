@@ -20,7 +20,7 @@ from cosyvoice_triton.monitoring import tracing
 _REJECTED = (400, 413, 422)  # the request is invalid, at least in this dialect
 _ABSENT = (404, 405)  # the dialect's path or the model does not exist; any other status is a failure of the server
 DOWN_SECONDS = 5.0  # a server that failed is tried only after the others for this long
-DRAIN_SECONDS = 0.2  # for the rest of an answer after its last token
+DRAIN_SECONDS = 0.2  # for the rest of an answer after its last token: a new connection costs less than a longer wait
 
 
 @dataclass(eq=False)
@@ -170,6 +170,7 @@ class OpenAILM:
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
+                # Without a limit, because each stream has a connection while it is generated.
                 # uvicorn closes an idle connection after 5 s; stay below, or a request may use one that is closing.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeouts.connect),  # the rest: _Deadline

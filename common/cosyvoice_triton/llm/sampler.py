@@ -39,7 +39,7 @@ class SamplingRow(NamedTuple):
         return cls(
             1.0 if greedy else sampling.temperature,
             sampling.repetition_penalty,
-            1.0 if greedy else float(min(sampling.top_k or width, width)),
+            1.0 if greedy else float(min(sampling.top_k or width, width)),  # 0 stands for all
             sampling.top_p,
             float(sampling.min_tokens),
             0.0 if greedy else float(sampling.ras_window),

@@ -69,12 +69,12 @@ class _Attention(nn.Module):
         super().__init__()
         self.query, self.value, self.out = (nn.Linear(width, width) for _ in range(3))
         self.key = nn.Linear(width, width, bias=False)
-        self.memory = nn.Conv1d(width, width, _MEMORY_KERNEL, padding=_MEMORY_KERNEL // 2, groups=width, bias=False)
+        self.fsmn_block = nn.Conv1d(width, width, _MEMORY_KERNEL, padding=_MEMORY_KERNEL // 2, groups=width, bias=False)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], valid: Tensor | None) -> Tensor:
         """x (B, P, C), rotary as of `_rotary`, valid (B, P) or None if all frames are -> (B, P, C)."""
         value = self.value(x) if valid is None else self.value(x) * valid[..., None]
-        memory = value + self.memory(value.transpose(1, 2)).transpose(1, 2)
+        memory = value + self.fsmn_block(value.transpose(1, 2)).transpose(1, 2)
         query, key, heads = (  # (B, P, C) -> (B, H, P, D)
             y.unflatten(2, (-1, HEAD_DIM)).transpose(1, 2) for y in (self.query(x), self.key(x), value)
         )
@@ -154,7 +154,7 @@ def _weights(path: Path) -> Iterator[tuple[str, Tensor]]:
         if node.op_type in ("Cast", "Identity"):
             known[node.output[0]] = used[0]
         if node.op_type == "Conv":  # in the order of the graph: the first two, then a memory in each block
-            key = f"conv{convolutions + 1}" if convolutions < 2 else f"blocks.{convolutions - 2}.attn.memory"
+            key = f"conv{convolutions + 1}" if convolutions < 2 else f"blocks.{convolutions - 2}.attn.fsmn_block"
             convolutions += 1
             yield from _named(key, *used)
         elif node.op_type == "MatMul" and used[0].shape[-1] == _DIGITS:
