@@ -8,8 +8,6 @@ import torch.nn.functional as F
 from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE
 from torch import Tensor
 
-S3_MELS = 128
-_S3_FFT, _S3_HOP = 400, 160
 _KALDI_WINDOW, _KALDI_HOP, _KALDI_FFT = 400, 160, 512
 _KALDI_LOWEST_HZ, _KALDI_PREEMPHASIS = 20.0, 0.97
 
@@ -17,15 +15,6 @@ SLOWEST, FASTEST = 0.85, 1.2
 QUIETEST, LOUDEST = math.log(0.1), math.log(1.6)
 NOISY = 0.4  # share of rows
 TONE_DB = 8.0  # largest gain of a random curve over frequency
-
-
-def s3_log_mel(wave: Tensor) -> Tensor:
-    """wave (B, N) at 16 kHz -> (B, 128, N // 160): Whisper's log mel, the input of the S3 tokenizer."""
-    filters, window = _whisper_filters(wave.device)
-    spectrum = torch.stft(wave, _S3_FFT, _S3_HOP, window=window, return_complex=True)[..., :-1]
-    mel = (filters @ spectrum.abs().square()).clamp(min=1e-10).log10()
-    mel = torch.maximum(mel, mel.amax((1, 2), keepdim=True) - 8.0)
-    return (mel + 4.0) / 4.0
 
 
 def kaldi_fbank(wave: Tensor) -> Tensor:
@@ -37,16 +26,6 @@ def kaldi_fbank(wave: Tensor) -> Tensor:
     power = torch.fft.rfft((frames - _KALDI_PREEMPHASIS * before) * window, _KALDI_FFT).abs().square()
     energies = (power[..., :-1] @ filters).clamp(min=torch.finfo(torch.float32).eps).log()
     return energies - energies.mean(1, keepdim=True)
-
-
-@lru_cache(maxsize=2)
-@torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
-def _whisper_filters(device: torch.device) -> tuple[Tensor, Tensor]:
-    from transformers.audio_utils import mel_filter_bank
-
-    bins = _S3_FFT // 2 + 1
-    filters = mel_filter_bank(bins, S3_MELS, 0, 8000, PROMPT_SAMPLE_RATE, norm="slaney", mel_scale="slaney")
-    return torch.from_numpy(filters.T.copy()).float().to(device), torch.hann_window(_S3_FFT, device=device)
 
 
 @lru_cache(maxsize=2)

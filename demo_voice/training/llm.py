@@ -14,13 +14,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from cosyvoice_triton.constants import SPEECH_VOCAB
+from cosyvoice_triton.networks.speech_tokenizer import SpeechTokenizer, token_ids
+from cosyvoice_triton.voice.features import log_mel
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from demo_voice.training import tokenizer as speech_tokenizer
 from demo_voice.training.dataset import INT16_SCALE, TOKEN_SAMPLES, by_length
-from demo_voice.training.features import FASTEST, SLOWEST, as_recorded, at_speed, s3_log_mel
+from demo_voice.training.features import FASTEST, SLOWEST, as_recorded, at_speed
 from demo_voice.training.llm_data import Sequences, Utterances, encoded, text_tokenizer
 from demo_voice.training.qwen2 import Qwen2
 from demo_voice.training.training import (
@@ -157,7 +159,7 @@ def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: 
 
 
 def _tokens(
-    network: speech_tokenizer.S3Tokenizer, rows: Tensor, lengths: Tensor, chosen: Tensor, perturbed: bool
+    network: SpeechTokenizer, rows: Tensor, lengths: Tensor, chosen: Tensor, perturbed: bool
 ) -> list[np.ndarray]:
     """Tokens of the chosen utterances in the stream rows (T, 640) int16, optionally of a perturbed recording."""
     starts, tokens = lengths.cumsum(0) - lengths, [np.empty(0, np.int32)] * len(lengths)
@@ -167,7 +169,7 @@ def _tokens(
         if perturbed:
             speed = SLOWEST * (FASTEST / SLOWEST) ** float(torch.rand(()))
             wave = as_recorded(at_speed(wave, round(length / speed) * TOKEN_SAMPLES))
-        found = network.ids(network(s3_log_mel(wave))).int().cpu().numpy()
+        found = token_ids(network.codes(log_mel(wave))).int().cpu().numpy()
         for u, ids in zip(members.tolist(), found, strict=True):
             tokens[u] = ids
     return tokens

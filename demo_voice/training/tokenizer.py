@@ -13,13 +13,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_MEL_RATIO
+from cosyvoice_triton.networks.speech_tokenizer import SpeechTokenizer, token_ids
 from cosyvoice_triton.voice import features
 from torch import Tensor, nn
 
 from demo_voice.training.dataset import TOKEN_PHONES, TOKEN_SAMPLES, SpeechDataset
-from demo_voice.training.features import as_recorded, at_speed, s3_log_mel
+from demo_voice.training.features import as_recorded, at_speed
 from demo_voice.training.flite import PHONES, VOICES
-from demo_voice.training.qwen2 import Rotation, rotated, rotation
 from demo_voice.training.training import (
     CapturedStep,
     TrainingRun,
@@ -32,8 +32,6 @@ from demo_voice.training.training import (
     trained,
 )
 from tests.random_weights.speech_tokenizer import (
-    FSMN_KERNEL,
-    HEAD_DIM,
     N_MELS,
     TRITS,
     write_speech_tokenizer,
@@ -52,88 +50,6 @@ MEL_MEAN, MEL_DEVIATION = -5.5, 2.5
 MEL_WEIGHT = 0.5
 PERTURBED = 0.6  # share of the rows
 TOKENIZED_AT_ONCE = 40_000  # tokens
-
-
-class S3Tokenizer(nn.Module):
-    """S3 tokenizer v2 with the keys of package s3tokenizer, for batches of equal lengths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = _TokenizerEncoder()
-        self.quantizer = _Quantizer()
-
-    def forward(self, mel: Tensor) -> Tensor:
-        """log mel (B, 128, T) -> codes before rounding (B, T / 4, 8) in -0.999..0.999"""
-        return self.quantizer(self.encoder(mel))
-
-    @staticmethod
-    def ids(codes: Tensor) -> Tensor:
-        """Codes (..., 8) -> token ids (...)"""
-        powers = 3 ** torch.arange(TRITS, device=codes.device)
-        return ((codes.round().long() + 1) * powers).sum(-1)
-
-
-class _TokenizerEncoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv1d(N_MELS, WIDTH, 3, 2, 1)
-        self.conv2 = nn.Conv1d(WIDTH, WIDTH, 3, 2, 1)
-        self.blocks = nn.ModuleList([_TokenizerBlock() for _ in range(LAYERS)])
-
-    def forward(self, mel: Tensor) -> Tensor:
-        x = F.gelu(self.conv2(F.gelu(self.conv1(mel)))).transpose(1, 2)  # (B, C, T) -> (B, T, C)
-        turns = rotation(x.shape[1], HEAD_DIM, 10_000.0, x.device)
-        for block in self.blocks:
-            x = block(x, turns)
-        return x
-
-
-class _Codebook(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.project_down = nn.Linear(WIDTH, TRITS)
-
-
-class _Quantizer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self._codebook = _Codebook()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 0.999 * self._codebook.project_down(x).float().tanh()
-
-
-class _TokenizerBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = _FSMNAttention()
-        self.attn_ln = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-        self.mlp_ln = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor, turns: Rotation) -> Tensor:
-        x = x + self.attn(self.attn_ln(x), turns)
-        return x + self.mlp(self.mlp_ln(x))
-
-
-class _FSMNAttention(nn.Module):
-    """Attention plus a convolution over the values (FSMN memory)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.key = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.fsmn_block = nn.Conv1d(WIDTH, WIDTH, FSMN_KERNEL, padding=FSMN_KERNEL // 2, groups=WIDTH, bias=False)
-
-    def forward(self, x: Tensor, turns: Rotation) -> Tensor:
-        B, T, _ = x.shape
-        value = self.value(x)
-        memory = value + self.fsmn_block(value.transpose(1, 2)).transpose(1, 2)
-        query, key, heads = (
-            y.view(B, T, -1, HEAD_DIM).transpose(1, 2) for y in (self.query(x), self.key(x), value)
-        )  # (B, T, C) -> (B, H, T, D)
-        mixed = F.scaled_dot_product_attention(rotated(query, turns), rotated(key, turns), heads)
-        return self.out(mixed.transpose(1, 2).reshape(B, T, WIDTH)) + memory
 
 
 class TrainingHeads(nn.Module):
@@ -165,7 +81,7 @@ class TrainingHeads(nn.Module):
 def train(work: Path, seconds: float, device: str | torch.device) -> None:
     """Write tokenizer.pt, then tokens.npy."""
     speech = SpeechDataset.load(work, prepare(device, seed=3))
-    tokenizer, heads = S3Tokenizer().to(speech.device), TrainingHeads().to(speech.device)
+    tokenizer, heads = SpeechTokenizer(N_MELS, WIDTH, LAYERS).to(speech.device), TrainingHeads().to(speech.device)
     optimizer = adamw([*tokenizer.parameters(), *heads.parameters()], PEAK_RATE)
     run = TrainingRun(work / FILE, seconds, tokenizer, [optimizer])
 
@@ -185,7 +101,7 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
 
 
 def _losses(
-    tokenizer: S3Tokenizer, heads: TrainingHeads, speech: SpeechDataset, taken: int
+    tokenizer: SpeechTokenizer, heads: TrainingHeads, speech: SpeechDataset, taken: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cross entropy of phones, absolute error of mel, and phone accuracy. taken: tokens played within the crop."""
     starts = speech.random_starts(BATCH, taken)
@@ -195,33 +111,33 @@ def _losses(
         target = features.mel_spectrogram(features.resample(clean, PROMPT_SAMPLE_RATE, SAMPLE_RATE)).transpose(1, 2)
         target = (target - MEL_MEAN) / MEL_DEVIATION  # (B, 80, T) -> (B, T, 80)
         perturbed = torch.rand(BATCH, 1, device=speech.device) < PERTURBED
-        mels = s3_log_mel(torch.where(perturbed, as_recorded(clean), clean))
+        mels = features.log_mel(torch.where(perturbed, as_recorded(clean), clean))
         labels = speech.phones_of(starts, taken)
         positions = (torch.arange(CROP_TOKENS * TOKEN_PHONES, device=speech.device) + 0.5) * (taken / CROP_TOKENS)
         labels = labels[:, positions.long()]
     voice = speech.voices[speech.utterance_of(starts, taken)]
     with autocast(speech.device):
-        codes = tokenizer(mels)
+        codes = tokenizer.codes(mels)
         rounded = codes + (codes.round() - codes).detach()
         phones, mel = heads(rounded, voice, taken / CROP_TOKENS)
     phones_loss = F.cross_entropy(phones.flatten(0, 1), labels.flatten())
     return phones_loss, (mel - target).abs().mean(), (phones.argmax(-1) == labels).float().mean()
 
 
-def load(work: Path, device: str | torch.device) -> S3Tokenizer:
+def load(work: Path, device: str | torch.device) -> SpeechTokenizer:
     """The trained tokenizer with weights rounded as in the export: matrices in half precision."""
-    tokenizer = S3Tokenizer()
+    tokenizer = SpeechTokenizer(N_MELS, WIDTH, LAYERS)
     tokenizer.load_state_dict(rounded(work / FILE))
     return tokenizer.to(device).eval()
 
 
-def tokenize_utterances(tokenizer: S3Tokenizer, speech: SpeechDataset) -> np.ndarray:
+def tokenize_utterances(tokenizer: SpeechTokenizer, speech: SpeechDataset) -> np.ndarray:
     """Tokens (T,) int16 of the whole stream. Each utterance is tokenized on its own; equal lengths form batches."""
     tokens = torch.zeros(len(speech.owner), dtype=torch.int16, device=speech.device)
     with exact_inference():
         for length, members in speech.batches(TOKENIZED_AT_ONCE):
             starts = speech.starts[members]
-            ids = tokenizer.ids(tokenizer(s3_log_mel(speech.wave(starts, length))))
+            ids = token_ids(tokenizer.codes(features.log_mel(speech.wave(starts, length))))
             tokens[starts[:, None] + torch.arange(length, device=speech.device)] = ids.to(torch.int16)
     return tokens.cpu().numpy()
 

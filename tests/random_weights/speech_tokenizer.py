@@ -5,7 +5,7 @@ kept, so that s3tokenizer reads the same file that onnxruntime runs, with equal 
 each cast by a node with the name of the node that uses it. In the file of v3 they are float32 and used directly, and
 the scale and shift of a norm are nodes of their own.
 
-Weights have the keys and shapes of s3tokenizer's network.
+Weights have the keys and shapes of `cosyvoice_triton.networks.speech_tokenizer`.
 """
 
 from collections.abc import Mapping
@@ -42,10 +42,10 @@ def random_weights(seed: int, width: int, layers: int) -> dict[str, np.ndarray]:
     for i, channels in ((1, N_MELS), (2, width)):
         kernel = rng.normal(0, (3 * channels) ** -0.5, (width, channels, 3))
         # Zero-mean filters: otherwise the level of the recording would dominate its changes.
-        weights[f"encoder.conv{i}.weight"] = kernel - kernel.mean(axis=(1, 2), keepdims=True)
-        weights[f"encoder.conv{i}.bias"] = np.zeros(width)
+        weights[f"conv{i}.weight"] = kernel - kernel.mean(axis=(1, 2), keepdims=True)
+        weights[f"conv{i}.bias"] = np.zeros(width)
     for i in range(layers):
-        block = f"encoder.blocks.{i}"
+        block = f"blocks.{i}"
         for norm in ("attn_ln", "mlp_ln"):
             weights[f"{block}.{norm}.weight"], weights[f"{block}.{norm}.bias"] = np.ones(width), np.zeros(width)
         for name in ("query", "key", "value", "out"):
@@ -55,8 +55,8 @@ def random_weights(seed: int, width: int, layers: int) -> dict[str, np.ndarray]:
         matrix(f"{block}.mlp.2", width, 4 * width)
     spread, bias = np.full((TRITS, 1), CODE_SPREAD), np.zeros(TRITS)
     spread[-1], bias[-1] = LAST_TRIT_SPREAD, LAST_TRIT_BIAS
-    weights["quantizer._codebook.project_down.weight"] = spread * rng.normal(0, 1, (TRITS, width))
-    weights["quantizer._codebook.project_down.bias"] = bias
+    weights["project_in.weight"] = spread * rng.normal(0, 1, (TRITS, width))
+    weights["project_in.bias"] = bias
     return weights
 
 
@@ -72,13 +72,13 @@ class _TokenizerWriter:
     def __init__(self, weights: TokenizerWeights) -> None:
         self.graph = OnnxGraph()
         self.weights = weights
-        self.width = len(weights["encoder.conv1.bias"])
+        self.width = len(weights["conv1.bias"])
         self.layers = sum(key.endswith(".attn.query.weight") for key in weights)
 
     def write(self, path: Path, about: str) -> None:
         g = self.graph
         x = self._encoder("feats")  # (1, t, width)
-        key = "quantizer._codebook.project_down"
+        key = "project_in"
         project = self._half("onnx::MatMul_2536", self.weights[f"{key}.weight"].T)
         code = g.op("MatMul", x, project, name="/quantizer/project_in/MatMul")
         bias = g.weight("quantizer.project_in.bias", self.weights[f"{key}.bias"])
@@ -106,8 +106,8 @@ class _TokenizerWriter:
         """Add the encoder, (1, N_MELS, T) -> (1, t, width): two strided convolutions, then transformer blocks."""
         g = self.graph
         for i in (1, 2):
-            weight = self._half(f"encoders.conv{i}.weight", self.weights[f"encoder.conv{i}.weight"])
-            bias = g.weight(f"encoders.conv{i}.bias", self.weights[f"encoder.conv{i}.bias"])
+            weight = self._half(f"encoders.conv{i}.weight", self.weights[f"conv{i}.weight"])
+            bias = g.weight(f"encoders.conv{i}.bias", self.weights[f"conv{i}.bias"])
             x = g.op("Conv", x, weight, bias, name=f"/conv{i}/Conv", strides=[2], pads=[1, 1], kernel_shape=[3])
             x = g.op("Gelu", x)
         x = g.op("Transpose", x, perm=[0, 2, 1])  # (1, width, t) -> (1, t, width)
@@ -137,9 +137,9 @@ class _TokenizerWriter:
         return g.op("Add", g.op("Mul", x, cos), g.op("Mul", turned, sin))
 
     def _linear(self, x: str, node: str) -> str:
-        """Add the linear layer with the key `node`, with dots and after "encoder"; official node names repeat "mlp"."""
+        """Add the linear layer with the key `node`, with dots; official node names repeat "mlp"."""
         g = self.graph
-        key = "encoder" + node.replace("/mlp/mlp.", "/mlp.").replace("/", ".")
+        key = node[1:].replace("/mlp/mlp.", "/mlp.").replace("/", ".")
         matrix = self._half(f"{node}.weight", self.weights[f"{key}.weight"].T, node=f"{node}/MatMul")
         y = g.op("MatMul", x, matrix, name=self._product_name(node))
         bias = self.weights.get(f"{key}.bias")
@@ -150,7 +150,7 @@ class _TokenizerWriter:
         return ""
 
     def _norm(self, x: str, node: str) -> str:
-        g, key = self.graph, "encoder" + node.replace("/", ".")
+        g, key = self.graph, node[1:].replace("/", ".")
         scale, shift = (g.weight(f"{node}.{part}", self.weights[f"{key}.{part}"]) for part in ("weight", "bias"))
         return g.op("LayerNormalization", x, scale, shift, name=f"{node}/LayerNormalization", epsilon=1e-5, axis=-1)
 
@@ -178,7 +178,7 @@ class _TokenizerWriter:
 
     def _memory(self, value: str, node: str) -> str:
         g = self.graph
-        kernel = self.weights[f"encoder{node.replace('/', '.')}.fsmn_block.weight"]
+        kernel = self.weights[f"{node[1:].replace('/', '.')}.fsmn_block.weight"]
         pad = FSMN_KERNEL // 2
         memory = g.op(
             "Conv",
@@ -200,7 +200,7 @@ class _ThirdTokenizerWriter(_TokenizerWriter):
         return f"{node}/MatMul"
 
     def _norm(self, x: str, node: str) -> str:
-        g, key = self.graph, "encoder" + node.replace("/", ".")
+        g, key = self.graph, node[1:].replace("/", ".")
         plain = g.op("LayerNormalization", x, g.constant(np.ones(self.width, np.float32)), epsilon=1e-5, axis=-1)
         scale, shift = (g.weight(f"{node}.{part}", self.weights[f"{key}.{part}"]) for part in ("weight", "bias"))
         return g.op("Add", g.op("Mul", plain, scale, name=f"{node}/Mul"), shift, name=f"{node}/Add")

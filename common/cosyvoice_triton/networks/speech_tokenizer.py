@@ -34,22 +34,37 @@ class SpeechTokenizer(nn.Module):
         self.blocks = nn.ModuleList([_Block(width) for _ in range(layers)])
         self.project_in = nn.Linear(width, _DIGITS)
 
-    @torch.inference_mode()
-    def forward(self, mel: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids (B, P) int64 and how many of each row are valid (B,), P = ceil(ceil(T / 2) / 2).
+    def codes(self, mel: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Return the tokens' codes before rounding, (B, P, 8) in -0.999..0.999, P = ceil(T / 4).
 
-        mel: (B, mels, T), zero beyond each row's `lengths` (B,). Ids do not depend on the other rows.
+        mel: (B, mels, T), zero beyond each row's `lengths` (B,); None: all T. A row's codes do not depend on others.
         """
-        halved = (lengths + 1) // 2
         x = F.gelu(self.conv1(mel))
-        x = F.gelu(self.conv2(x * _valid(halved, x.shape[2])[:, None])).transpose(1, 2)  # (B, C, P) -> (B, P, C)
-        lengths = (halved + 1) // 2
-        valid = None if bool((lengths == x.shape[1]).all()) else _valid(lengths, x.shape[1])
+        if lengths is not None:
+            x = x * _valid((lengths + 1) // 2, x.shape[2])[:, None]
+        x = F.gelu(self.conv2(x)).transpose(1, 2)  # (B, C, P) -> (B, P, C)
+        valid = None if lengths is None else _valid(token_counts(lengths), x.shape[1])
         rotary = _rotary(x)
         for block in self.blocks:
             x = block(x, rotary, valid)
-        digits = (self.project_in(x).tanh() * _BOUND).round().long() + _LEVELS // 2  # (B, P, 8) in 0..2
-        return (digits * _LEVELS ** torch.arange(_DIGITS, device=x.device)).sum(-1), lengths
+        return self.project_in(x).float().tanh() * _BOUND
+
+    @torch.inference_mode()
+    def forward(self, mel: Tensor, lengths: Tensor) -> Tensor:
+        """Return ids (B, P) int64, of which `token_counts(lengths)` are valid. Arguments as of `codes`."""
+        padded = bool((lengths < mel.shape[2]).any())
+        return token_ids(self.codes(mel, lengths if padded else None))
+
+
+def token_counts(frames: Tensor) -> Tensor:
+    """Return how many tokens so many mel frames have."""
+    return (frames + 3) // 4
+
+
+def token_ids(codes: Tensor) -> Tensor:
+    """Return the ids (...) of codes (..., 8)."""
+    digits = codes.round().long() + _LEVELS // 2  # 0, 1 or 2
+    return (digits * _LEVELS ** torch.arange(_DIGITS, device=codes.device)).sum(-1)
 
 
 class _Block(nn.Module):

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from cosyvoice_triton.config import SpeakerRuntime
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from cosyvoice_triton.networks.speech_tokenizer import load_speech_tokenizer
+from cosyvoice_triton.networks.speech_tokenizer import load_speech_tokenizer, token_counts
 from cosyvoice_triton.runtimes.network import Network
 from cosyvoice_triton.runtimes.signatures import SPEAKER
 from cosyvoice_triton.stacks import Stack
@@ -62,8 +62,8 @@ class AudioTokenizer:
         mels = [features.log_mel(torch.from_numpy(wave)).T for wave in waves]  # (T_i, 128)
         lengths = torch.tensor([len(mel) for mel in mels], device=self._device)
         mel = pad_sequence(mels, batch_first=True).to(self._device).transpose(1, 2)  # (B, 128, T)
-        ids, valid = (values.cpu().numpy() for values in self._model(mel, lengths))  # (B, P), (B,)
-        return [row[:length] for row, length in zip(ids, valid, strict=True)]
+        ids = self._model(mel, lengths).cpu().numpy()  # (B, P)
+        return [row[:count] for row, count in zip(ids, token_counts(lengths).tolist(), strict=True)]
 
 
 class SpeakerEncoder:

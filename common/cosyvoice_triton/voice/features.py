@@ -98,12 +98,13 @@ def mel_spectrogram(wav: Tensor, config: MelConfig | None = None) -> Tensor:
 
 
 def log_mel(wav: Tensor) -> Tensor:
-    """Return a 16 kHz wave (N,) as Whisper's log mel (128, N // 160), what the speech tokenizer reads."""
+    """Return 16 kHz waves (..., N) as Whisper's log mel (..., 128, N // 160), what the speech tokenizer reads."""
     config = MelConfig(sample_rate=PROMPT_SAMPLE_RATE, n_fft=400, window=400, hop=160, bins=128)
     filters, window = _mel_basis(config, wav.device)
-    spectrum = torch.stft(wav, config.n_fft, config.hop, window=window, return_complex=True)[:, :-1]
+    spectrum = torch.stft(wav, config.n_fft, config.hop, window=window, return_complex=True)[..., :-1]
     bands = (filters @ spectrum.abs().square()).clamp(min=1e-10).log10()
-    return (bands.clamp(min=bands.max() - 8) + 4) / 4  # 80 dB below the loudest at least
+    floor = bands.amax((-2, -1), keepdim=True) - 8  # 80 dB below the loudest
+    return (bands.maximum(floor) + 4) / 4
 
 
 def fbank(
