@@ -188,7 +188,7 @@ def test_closing_the_engine_fails_live_requests(model, engine):
         live = asyncio.create_task(collect(engine, make_request(1)))
         await asyncio.to_thread(model.held.wait, 60)
         closing = asyncio.create_task(asyncio.to_thread(engine.close))
-        await asyncio.to_thread(until, lambda: engine.live == 0)  # the thread is still held
+        await asyncio.to_thread(until, lambda: engine._failure)  # the thread is still held
         model.gate.set()
         await closing
         return await asyncio.wait_for(asyncio.gather(live, return_exceptions=True), 5)

@@ -23,7 +23,7 @@ from cosyvoice_triton.client.failures import ClientError, one_line, refused
 from cosyvoice_triton.client.grpc_client import AsyncConnection, explained
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.load.doors import SPEECH, Door, HttpDoor, Session, WebSocketDoor, recording_of
+from cosyvoice_triton.load.doors import SPEECH, Door, HttpDoor, WebSocketDoor, WebSocketSession, recording_of
 from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
 
 from tests.soak.hostile import attack
@@ -144,7 +144,7 @@ class BatchDoor(HttpDoor):
 class BargeInDoor(WebSocketDoor):
     """The WebSocket of someone who interrupts the first utterance and says another one."""
 
-    async def conversation(self, session: Session, text: str) -> AsyncGenerator[AudioPart, None]:
+    async def conversation(self, session: WebSocketSession, text: str) -> AsyncGenerator[AudioPart, None]:
         await session.say(text)
         async for part in session.until("audio.start"):
             yield part

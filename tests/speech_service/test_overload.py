@@ -15,7 +15,7 @@ from cosyvoice_triton import refusals
 from cosyvoice_triton.client.answer import AudioPart
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.speech_service import bodies, dispatcher
-from cosyvoice_triton.speech_service.answer import Answer
+from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.audio.recordings import decode_base64
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.metrics import Metrics
@@ -109,7 +109,7 @@ def full() -> dispatcher.Dispatcher:
 
 
 async def asked(full: dispatcher.Dispatcher) -> None:
-    async for _ in full.waveforms(Answer((Utterance("Hello."),), 6)):
+    async for _ in full.waveforms(SpeechAnswer((Utterance("Hello."),), 6)):
         raise AssertionError("audio")
 
 

@@ -165,14 +165,14 @@ class WebSocketDoor(HttpDoor):
         text = fields.pop("input")
         async with _explained(self.url, timeout):
             async with self._http.ws_connect(f"{self.url}{SPEECH}/stream") as socket:
-                session = Session(socket, last)
+                session = WebSocketSession(socket, last)
                 await session.send("session.config", **fields)
                 async with aclosing(self.conversation(session, text)) as parts:
                     async for part in parts:
                         yield part
                 await session.send("session.close")
 
-    async def conversation(self, session: "Session", text: str) -> AsyncGenerator[AudioPart, None]:
+    async def conversation(self, session: "WebSocketSession", text: str) -> AsyncGenerator[AudioPart, None]:
         """Speak `text` in a session."""
         await session.say(text)
         async with aclosing(session.until("session.done")) as parts:
@@ -181,7 +181,7 @@ class WebSocketDoor(HttpDoor):
 
 
 @dataclass
-class Session:
+class WebSocketSession:
     """A WebSocket's messages. last: when the answer must be complete, on the clock of `time.monotonic`."""
 
     socket: "aiohttp.ClientWebSocketResponse[Any]"

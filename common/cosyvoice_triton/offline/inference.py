@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         closing.callback(encoder.close)
         pipeline = load_pipeline(stack, *llm_configs(args), encoder, whole, closing)
         loaded = time.perf_counter() - begun
-        made = Run(pipeline, folder, sampling, args.batch_size)
+        made = OfflineRun(pipeline, folder, sampling, args.batch_size)
         try:
             asyncio.run(made.speak_all(wanted))
         finally:
@@ -109,7 +109,7 @@ def settings_of(args: argparse.Namespace, sampling: Sampling) -> dict[str, Any]:
 
 
 @dataclass
-class Run:
+class OfflineRun:
     """Samples on their way to their files, `concurrency` at a time. Valid after an interruption, too."""
 
     pipeline: Pipeline
@@ -221,7 +221,7 @@ class SampleStage:
             self._entered = False
 
 
-def show(args: argparse.Namespace, made: Run, figures: dict[str, Any]) -> None:
+def show(args: argparse.Namespace, made: OfflineRun, figures: dict[str, Any]) -> None:
     """Print the tables and the samples that were cut short."""
     print(f"{made.finished} samples, {made.audio_seconds:.1f} s of audio, {figures['vocoder']}")
     stages = [*STAGES, "pipeline"]

@@ -10,7 +10,7 @@ from cosyvoice_triton.speech_service.audio.timestamps import Subtitles, Timestam
 
 
 @dataclass
-class Answer:
+class SpeechAnswer:
     """Utterances that are generated one after another, and encoded as one audio.
 
     chars: of the request's text, with markup. key: the name of the caller's API key. timestamps: of what was generated

@@ -23,7 +23,7 @@ from async_timeout import timeout
 from cosyvoice_triton.client.answer import AudioPart
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.refusals import LastRefusal
-from cosyvoice_triton.speech_service.answer import Answer
+from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder, framed
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
 from cosyvoice_triton.speech_service.errors import OVERLOADED, ApiError, invalid
@@ -103,7 +103,7 @@ class Dispatcher:
                 self.check(since=since)
             yield
 
-    async def waveforms(self, answer: Answer) -> AsyncGenerator[np.ndarray, None]:
+    async def waveforms(self, answer: SpeechAnswer) -> AsyncGenerator[np.ndarray, None]:
         """Yield float32 (N,) at SAMPLE_RATE, at least one for each utterance. If a Triton fails or refuses before the
         first one of an utterance, another is tried. ApiError."""
         with self._live_stream(answer), self._counted():
@@ -128,7 +128,7 @@ class Dispatcher:
                         answer.samples += part.waveform.size
                         yield part.waveform
 
-    async def _check_default_voice(self, answer: Answer) -> None:
+    async def _check_default_voice(self, answer: SpeechAnswer) -> None:
         """Raise ApiError naming the first utterance without a voice if it is not the first one and there is no default
         voice.
 
@@ -181,11 +181,11 @@ class Dispatcher:
                 raise ApiError(502, "the model ended the request without audio", code="upstream_error")
             return
 
-    def encoded(self, answer: Answer) -> AsyncGenerator[bytes, None]:
+    def encoded(self, answer: SpeechAnswer) -> AsyncGenerator[bytes, None]:
         """Yield `waveforms` as bytes of the answer's format, in frames if its encoder has them; no item is empty."""
         return framed(self._encoded(answer), answer.encoder)
 
-    async def _encoded(self, answer: Answer) -> AsyncGenerator[bytes, None]:
+    async def _encoded(self, answer: SpeechAnswer) -> AsyncGenerator[bytes, None]:
         async with contextlib.aclosing(self.waveforms(answer)) as chunks:
             async for chunk in chunks:
                 if data := await self._run_encoder(answer.encoder, chunk):
@@ -213,7 +213,7 @@ class Dispatcher:
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._encoders, work))
 
     @contextlib.contextmanager
-    def _live_stream(self, answer: Answer) -> Iterator[None]:
+    def _live_stream(self, answer: SpeechAnswer) -> Iterator[None]:
         """Occupy one of the slots for live streams, and count what was generated, also if the request fails
         or its caller leaves. Raise ApiError 429 if there is no slot."""
         self._require_slot()

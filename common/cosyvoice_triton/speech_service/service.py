@@ -15,7 +15,7 @@ from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import TOKEN_RATE
 from cosyvoice_triton.errors import UnavailableError
-from cosyvoice_triton.speech_service.answer import Answer
+from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.audio.encoding import FORMATS, AudioEncoder
 from cosyvoice_triton.speech_service.audio.recordings import decode
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
@@ -66,7 +66,7 @@ class Service:
         upload: bytes | None = None,
         decode: Decoder = decode,
         encoder: AudioEncoder | None = None,
-    ) -> Answer:
+    ) -> SpeechAnswer:
         """Return the answer to a validated request, not generated yet. `upload`: an uploaded recording of the voice.
         `encoder`: by default, what the request names. ApiError, before any other work if it would be refused."""
         encoder = encoder or self.encoder(wanted)
@@ -80,7 +80,7 @@ class Service:
                 requests = await asyncio.to_thread(utterances, wanted, decode_upload, self.voices, self.settings)
         except UnavailableError as error:  # a voice's file is damaged
             raise ApiError(503, str(error), code="unavailable", param="voice") from None
-        answer = Answer(requests, len(wanted.input), model, API_KEY.get(), encoder, subtitles=wanted.subtitles)
+        answer = SpeechAnswer(requests, len(wanted.input), model, API_KEY.get(), encoder, subtitles=wanted.subtitles)
         if detail := "word" if wanted.subtitles else wanted.timestamps:
             for each in requests:
                 each.parameters[SEGMENTS] = True

@@ -78,7 +78,7 @@ function shown(path, method, operation, schemas) {
   entry.append(made("summary", "", made("strong", name), " ", made("code", path), " ", prose("span", operation.summary)));
   if (operation.description) entry.append(made("pre", operation.description));
   if (operation.parameters.length) {
-    const given = operation.parameters.map((each) => [each.name, ` in the ${each.in}`, each.description]);
+    const given = operation.parameters.map((each) => [each.name, ` in the ${each.in}`, each.description ?? ""]);
     entry.append(made("h3", "Parameters"), described(given));
   }
   if (operation.requestBody) entry.append(made("h3", "Body"), ...schemas.content(operation.requestBody.content));

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cosyvoice_triton.speech_service import openapi as doc
-from cosyvoice_triton.speech_service.answer import Answer
+from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.routes.responses import HEADERS, AudioResponse, whole
@@ -52,7 +52,7 @@ async def captioned(request: Request) -> Response:
     return AudioResponse(answer, audio, stall, "application/json", partial(_captioned_json, answer))
 
 
-def _captioned_json(answer: Answer, audio: bytes) -> dict[str, Any]:
+def _captioned_json(answer: SpeechAnswer, audio: bytes) -> dict[str, Any]:
     given = whole(answer, audio)
     words = [word for segment in given["segments"] for word in segment["words"]]
     times = [{"word": word["word"], "start_time": word["start"], "end_time": word["end"]} for word in words]

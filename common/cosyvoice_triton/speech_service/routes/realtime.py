@@ -18,7 +18,7 @@ from fastapi import APIRouter, Query, WebSocket
 
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import json_kind
-from cosyvoice_triton.speech_service.answer import Answer
+from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
 from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
@@ -67,7 +67,7 @@ class Response:
     metadata: dict[str, str]
     id: str = field(default_factory=lambda: _new_id("resp"))
     item: str = field(default_factory=lambda: _new_id("item"))
-    answer: Answer | None = None
+    answer: SpeechAnswer | None = None
     ending: bool = False  # its last messages are being sent
 
     def usage(self) -> dict[str, Any] | None:

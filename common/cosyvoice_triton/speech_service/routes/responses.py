@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cosyvoice_triton.speech_service import openapi as doc
-from cosyvoice_triton.speech_service.answer import Answer
+from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.tasks import TaskScope
 
@@ -69,7 +69,7 @@ class AudioResponse(Response):
 
     def __init__(
         self,
-        answer: Answer,
+        answer: SpeechAnswer,
         parts: AsyncGenerator[bytes, None],
         stall: float,
         media_type: str = "",
@@ -134,7 +134,7 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-def whole(answer: Answer, audio: bytes) -> dict[str, Any]:
+def whole(answer: SpeechAnswer, audio: bytes) -> dict[str, Any]:
     """Return a complete answer with its audio, with timestamps and subtitles if they are wanted."""
     return {
         "audio_data": base64.b64encode(answer.encoder.complete(audio)).decode(),
@@ -147,7 +147,7 @@ def whole(answer: Answer, audio: bytes) -> dict[str, Any]:
     }
 
 
-async def events(parts: AsyncGenerator[bytes, None], answer: Answer) -> AsyncGenerator[bytes, None]:
+async def events(parts: AsyncGenerator[bytes, None], answer: SpeechAnswer) -> AsyncGenerator[bytes, None]:
     """Yield the parts of an answer as server-sent events: deltas, and the timestamps of segments as these end; then
     `done` with the usage and subtitles, or `error`."""
     started = False

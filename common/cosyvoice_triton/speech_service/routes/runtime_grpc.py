@@ -11,7 +11,7 @@ from async_timeout import timeout
 
 from cosyvoice_triton.addresses import join
 from cosyvoice_triton.constants import MAX_REFERENCE_SECONDS, PROMPT_SAMPLE_RATE
-from cosyvoice_triton.speech_service.answer import Answer
+from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.speech_service.audio.recordings import from_pcm16
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
@@ -113,7 +113,7 @@ class RuntimeServicer:
         except StopAsyncIteration:
             raise invalid("the call has no request") from None
 
-    async def _answer(self, request: Any) -> Answer:
+    async def _answer(self, request: Any) -> SpeechAnswer:
         kind = request.WhichOneof("RequestPayload")
         if kind is None:
             raise invalid("the request is empty")

@@ -23,7 +23,7 @@ from async_timeout import timeout
 from fastapi import APIRouter, WebSocket
 
 from cosyvoice_triton.client.utterance import TextPieces
-from cosyvoice_triton.speech_service.answer import Answer
+from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
 from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
@@ -236,7 +236,7 @@ class SocketSession(SocketSessionBase):
             failed = await self._report(error, index)
         await self._send("audio.done", **index, total_bytes=sent, error=failed, **usage)
 
-    async def _send_segments(self, answer: Answer, index: dict[str, int]) -> None:
+    async def _send_segments(self, answer: SpeechAnswer, index: dict[str, int]) -> None:
         if segments := answer.new_segments():
             await self._send("audio.timestamps", **index, segments=segments)
 

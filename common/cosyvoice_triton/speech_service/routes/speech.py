@@ -81,8 +81,8 @@ _AUDIO_MODEL = doc.record({**_MODEL_FIELDS, **_ABOUT_MODEL}, _ALIAS)
 _AUDIO_MODELS = doc.record({"models": doc.array(_AUDIO_MODEL), "max_input_chars": doc.INTEGER})
 
 
-@router.post(PATHS[0], **_SPEECH)
 @router.post(PATHS[1], **_SPEECH)
+@router.post(PATHS[0], **_SPEECH)  # the lowest is the first in the documentation
 async def speech(request: Request) -> Response:
     """Speak a text; the audio is streamed."""
     service = Service.of(request)

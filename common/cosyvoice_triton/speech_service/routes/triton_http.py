@@ -18,7 +18,7 @@ from cosyvoice_triton.client.answer import WAVEFORM
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.speech_service import openapi as doc
-from cosyvoice_triton.speech_service.answer import Answer
+from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.errors import ApiError, invalid, naming
 from cosyvoice_triton.speech_service.routes.speech import read_body
 from cosyvoice_triton.speech_service.security.guard import API_KEY
@@ -61,7 +61,7 @@ async def infer(name: str, request: Request) -> Response:
             body = await read_body(request)
             wanted = await asyncio.to_thread(_content, body, request.headers.get(HEADER_LENGTH), service.settings)
             utterance = await asyncio.to_thread(_utterance, wanted, service.settings)
-        answer = Answer((utterance,), len(utterance.target_text), name, API_KEY.get())
+        answer = SpeechAnswer((utterance,), len(utterance.target_text), name, API_KEY.get())
         parts = [part async for part in service.dispatcher.waveforms(answer)]
         return await asyncio.to_thread(_answer, name, np.concatenate(parts), _is_binary(wanted), wanted.get("id"))
     except ApiError as error:
