@@ -167,6 +167,7 @@ print(*sys.modules)
 """
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="importlib.metadata knows the owners of few packages")
 def test_the_python_with_tensorrt_llm_gets_what_our_programs_import_there() -> None:
     """cosyvoice_triton.cli.test_llm and cosyvoice_triton.cli.convert_checkpoint, in stage 1."""
     (line,) = re.findall(r"-m pip install --break-system-packages (\w.+)", (ROOT / "Dockerfile.server").read_text())

@@ -5,6 +5,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import TimeoutError as FutureTimeout  # before Python 3.11 not the built-in one
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -439,6 +440,6 @@ def test_a_blocked_loop_fails_the_models_own_test(bench: Bench, monkeypatch: pyt
         model._test()
         monkeypatch.setattr("cosyvoice_triton.orchestrator.model.TEST_SECONDS", 0.1)
         model._loop.loop.call_soon_threadsafe(free.wait, 60)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(FutureTimeout):
             model._test()
         free.set()

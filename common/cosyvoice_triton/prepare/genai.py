@@ -20,6 +20,15 @@ PRECISIONS = ("int4", "int8", "fp32")  # of the weights; the first is the defaul
 # What the model builder says when a part begins. It prints a line for each matrix, too, and progress bars.
 _STAGES = re.compile(r"Reading (?:layer \d+|LM head)|(start to quantize)|Saving ONNX model")
 
+_BUILDER = "onnxruntime_genai.models.builder"
+# The one for Python 3.10 reads `rope_theta`, which transformers has in `rope_parameters`, or takes 10,000.
+_OLD_BUILDER = f"""
+import runpy
+from transformers import Qwen2Config
+Qwen2Config.rope_theta = property(lambda config: config.rope_parameters.get("rope_theta"))
+runpy.run_module("{_BUILDER}", run_name="__main__", alter_sys=True)
+"""
+
 
 def convert(model_dir: Path, output_dir: Path, precision: str, announce: Callable[[str], None] | None = None) -> bool:
     """Write `output_dir` atomically; False if it exists already. announce: takes a line for each part that begins.
@@ -46,7 +55,7 @@ def convert(model_dir: Path, output_dir: Path, precision: str, announce: Callabl
 
 
 def _build(model_dir: Path, built: Path, cache: Path, precision: str, announce: Callable[[str], None]) -> None:
-    command = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
+    command = [sys.executable, *(["-c", _OLD_BUILDER] if sys.version_info < (3, 11) else ["-m", _BUILDER])]
     command += ["-i", str(model_dir), "-o", str(built), "-p", precision, "-e", "cpu", "-c", str(cache)]
     # Serving reads only the logits of the last position; those of a long prompt take 100 MB at the official vocabulary.
     command += ["--extra_options", "prune_lm_head=true"]

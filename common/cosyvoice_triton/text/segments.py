@@ -286,7 +286,8 @@ def _cut(piece: _Piece, end: re.Pattern[str], seconds: Seconds, limit: float) ->
     part, size = "", 0.0
     for unit in units:
         share = rest / max(1, math.ceil(rest / limit))
-        if part and (size + unit.seconds > limit or size + unit.seconds / 2 > share):
+        # A part of a space alone would be dropped, and two words be one.
+        if part and not unit.text.isspace() and (size + unit.seconds > limit or size + unit.seconds / 2 > share):
             yield _Piece(part, size)
             part, size, rest = "", 0.0, rest - size
         part, size = part + unit.text, size + unit.seconds
