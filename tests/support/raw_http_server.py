@@ -44,7 +44,10 @@ class RawHttpServer:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
     async def _serve(self, reader, writer):
-        head = await reader.readuntil(b"\r\n\r\n")
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:  # the client left before its request
+            return writer.close()
         length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-l"))
         self.bodies.append(json.loads(await reader.readexactly(length)))
         answer = await self.answer_to(self.bodies[-1])
