@@ -1,8 +1,10 @@
 """Loads through each door: a speech service whose Triton is a stub, that stub itself, a speaker in this process."""
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.bench import load as benchmark
+from cosyvoice_triton.client.failures import ClientError
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.errors import OverloadedError
@@ -112,6 +115,21 @@ def test_a_speaker_in_this_process_is_a_server_like_others() -> None:
     assert [each.id for each in run.good] == ["anna"] and [each.id for each in run.refused] == ["late"]
     voice = {"voice": "anna", "reference": None, "reference_text": None, "instruct_text": None}
     assert speaker.asked[0] == {"text": "Hi.", "seed": 2, "reference_sample_rate": PROMPT_SAMPLE_RATE, **voice}
+
+
+def test_a_speaker_that_hangs_is_an_error_in_time() -> None:
+    class Silent:
+        async def astream(self, text: str, **options: object) -> AsyncGenerator[np.ndarray, None]:
+            yield np.zeros(1, np.float32)
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with aclosing(SpeakerDoor(Silent()).stream(Utterance("Hi."), 0.05)) as parts:
+            assert (await anext(parts)).waveform.size == 1
+            with pytest.raises(ClientError, match="no complete answer from this process within 0.05 s"):
+                await anext(parts)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("over", ["grpc", "http", "ws"])

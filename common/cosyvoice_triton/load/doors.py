@@ -18,6 +18,7 @@ from typing import Any
 
 import aiohttp
 import grpc
+from async_timeout import timeout_at
 from tritonclient.utils import InferenceServerException
 
 from cosyvoice_triton.client import failures
@@ -229,10 +230,16 @@ class SpeakerDoor(Door):
             instruct_text=request.instruct_text,
             **{name: value for name, value in request.parameters.items() if name != TIMELINE},
         )
+        last = asyncio.get_running_loop().time() + timeout
         try:
             async with aclosing(chunks):
-                async for chunk in chunks:
+                while True:
+                    async with timeout_at(last):  # not around the yield: the caller's own time is theirs
+                        if (chunk := await anext(chunks, None)) is None:
+                            return
                     yield AudioPart(chunk)
+        except asyncio.TimeoutError:
+            raise failures.timed_out("this process", timeout) from None
         except (ValueError, RuntimeError) as error:
             raise failures.refused(
                 unavailable_message(error) if isinstance(error, OverloadedError) else error
