@@ -1,4 +1,5 @@
 import dataclasses
+import time
 from typing import Any
 
 import numpy as np
@@ -163,3 +164,15 @@ def test_flags_may_be_text(value: object, flag: bool) -> None:
 def test_bad_input_is_an_error_naming_the_value(inputs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(**inputs)
+
+
+@pytest.mark.parametrize("name", ["target_text", "reference_text", "instruct_text", "speaker", "parameter"])
+@pytest.mark.parametrize("char", ["a", "\u0301", "<|", "[", "\n"])
+def test_a_text_that_is_too_long_is_refused_at_once_whatever_it_is(name: str, char: str) -> None:
+    """As a tensor or a parameter it may have any size that gRPC takes."""
+    text = char * (4 << 20)
+    begun = time.process_time()
+    for _ in range(1000):
+        with pytest.raises(ValueError, match=r"has \d+ characters, more than the limit of (100|2097152)$"):
+            check(**({"parameters": {"language": text}} if name == "parameter" else {name: text}))
+    assert time.process_time() - begun < 4.0  # a second of CPU for all 4 GB of them, here

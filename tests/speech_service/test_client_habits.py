@@ -67,7 +67,7 @@ def test_a_page_gives_its_websocket_the_key_as_a_subprotocol(url: str) -> None:
     assert refused.value.response.status_code == 401
 
 
-@pytest.mark.parametrize("model", ["gpt-4o-mini-tts-2025-12-15", "tts-1-1106", "tts-1-hd-2030-01-01"])
+@pytest.mark.parametrize("model", ["gpt-4o-mini-tts-2025-12-15", "tts-1-1106", "tts-1-hd-2030-01-01", "TTS-1"])
 def test_a_dated_model_of_openai_is_the_default_one(url: str, model: str) -> None:
     assert httpx.post(url + SPEECH, json={**TEXT, "model": model}, headers=BEARER).status_code == 200
     assert httpx.get(f"{url}/v1/models/{model}", headers=BEARER).json()["id"] == model
@@ -154,6 +154,53 @@ def test_a_form_that_is_cut_off_is_an_error(url: str, end: bytes) -> None:
 def test_a_file_field_in_which_nothing_was_chosen_is_none(url: str) -> None:
     empty = 'name="ref_audio"; filename=""\r\nContent-Type: application/octet-stream', b""
     assert httpx.post(url + SPEECH, **form(*FIELDS, empty)).status_code == 200
+
+
+def test_form_fields_in_which_nothing_was_written_are_absent(url: str) -> None:
+    blank = {"seed": "", "speed": "", "voice": "", "response_format": "", "sampling": "", "pronunciation": ""}
+    for how in ({"data": {**TEXT, **blank}}, {"data": {**TEXT, **blank}, "files": {"other": ("", b"")}}):
+        answer = httpx.post(url + SPEECH, headers=BEARER, **how)
+        assert answer.status_code == 200, answer.text
+
+
+def test_names_of_formats_may_have_capitals_and_a_voice_may_be_called_a_speaker(url: str) -> None:
+    answer = httpx.post(url + SPEECH, json={"input": "Hi.", "response_format": "MP3", "speaker": "zoe"}, headers=BEARER)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "audio/mpeg")
+    unknown = httpx.post(url + SPEECH, json={"input": "Hi.", "speaker": "nobody"}, headers=BEARER)
+    assert unknown.status_code == 400 and "nobody" in unknown.text
+
+
+@pytest.mark.parametrize("text", ["nothing \U0001f600", "[voice:zoe] ."])
+def test_a_text_without_words_is_a_short_silence_with_a_warning_or_an_error(url: str, text: str) -> None:
+    """Of the stub, which finds none in this one; a voice agent's turn goes on."""
+    answer = httpx.post(url + SPEECH, json={**TEXT, "input": text, "stream_format": "json"}, headers=BEARER).json()
+    assert answer["warnings"] == ["input has nothing to speak: '\u2192'"] and answer["usage"]["seconds"] == 0.1
+    assert not any(base64.b64decode(answer["audio_data"]))
+    refused = httpx.post(url + SPEECH, json={**TEXT, "input": text, "no_words": "error"}, headers=BEARER)
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "nothing_to_speak"
+
+
+def test_a_page_of_an_allowed_site_may_use_a_service_in_a_private_network() -> None:
+    site = "https://example.org"
+    asked = {"origin": site, "access-control-request-method": "POST", "access-control-request-private-network": "true"}
+    with stubbed(cors_origins=(site,)) as served:
+        answer = httpx.options(served + SPEECH, headers=asked)
+    assert answer.status_code == 200 and answer.headers["access-control-allow-private-network"] == "true"
+
+
+def test_an_answer_leads_to_no_other_host(url: str) -> None:
+    for path in ("/v1/audio/voices/", "/static", "/docs/"):
+        answer = httpx.get(url + path, headers={**BEARER, "host": "evil.example"})
+        assert answer.status_code in (403, 404) and "location" not in answer.headers
+
+
+def test_a_lost_connection_to_triton_is_unavailable_without_its_address() -> None:
+    for status, message in (
+        (None, "Stream removed (recvmsg:Connection reset by peer (104))"),
+        ("StatusCode.UNAVAILABLE", "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.7:8001: no"),
+    ):
+        error = from_triton(status, message)
+        assert (error.status, error.message) == (503, "the connection to Triton was lost")
 
 
 def test_json_without_its_header_is_told_so(url: str) -> None:
@@ -251,6 +298,7 @@ def test_base64_in_all_its_variants_is_read() -> None:
         "no padding": plain.rstrip("="),
         "for URLs": base64.urlsafe_b64encode(sink.getvalue()).decode(),
         "a data URL": f"data:audio/wav;base64,{plain}",
+        "a data URL in capitals": f"DATA:audio/wav;BASE64,{plain}",
     }
     for name, text in variants.items():
         assert decode_base64(text, MIB).digest == expected, name
@@ -276,10 +324,13 @@ def test_a_warning_of_the_model_reaches_every_kind_of_caller(url: str) -> None:
     assert [each["message"] for each in received if each["type"] == "warning"] == words
 
 
-@pytest.mark.parametrize("name", ["anna.WAV", "anna.flac", "anna.mp3", "anna.ogg", "anna.FLAC"])
+@pytest.mark.parametrize("name", ["anna.WAV", "anna.flac", "anna.mp3", "anna.ogg", "anna.FLAC", "anna.m4a", "anna.CAF"])
 def test_recordings_of_other_formats_in_the_voices_folder_are_voices(name: str, tmp_path: Path) -> None:
-    kind = {"ogg": "OGG", "mp3": "MP3"}.get(name[-3:], name[-4:].lstrip(".").upper())
-    sf.write(tmp_path / name, tone(), 16_000, format=kind)
+    kind = name.partition(".")[2].lower()
+    if kind in ("m4a", "caf"):
+        (tmp_path / name).write_bytes(encoded(*KINDS[kind]))
+    else:
+        sf.write(tmp_path / name, tone(), 16_000, format=kind.upper())
     folder = VoiceFolder(tmp_path, MIB)
     voice = folder.get("anna")
     assert folder.names() == ["anna"] and isinstance(voice, Recording) and abs(voice.seconds - 1) < 0.125

@@ -13,8 +13,9 @@ import pytest
 from cosyvoice_triton import speech_service
 from cosyvoice_triton.speech_service.app import build, routes_of
 from cosyvoice_triton.speech_service.bodies import BatchRequest, SpeechRequest
+from cosyvoice_triton.speech_service.limits import with_settings
 from cosyvoice_triton.speech_service.openapi import served as described_routes
-from cosyvoice_triton.speech_service.routes import runtime_http
+from cosyvoice_triton.speech_service.routes import runtime_http, voices
 from cosyvoice_triton.speech_service.settings import Settings
 from fastapi.routing import APIRoute, APIWebSocketRoute
 
@@ -22,8 +23,10 @@ from tests.support.speech_fixtures import RECORDING, StubbedService
 
 TO_ADD = "add it to the `describe` of the route's decorator"
 SOURCES = Path(speech_service.__file__).parent
+ROOT = Path(__file__).resolve().parents[2]
 EVERYWHERE = {"x-request-id", "x-accel-buffering"}
 NAME_READ = re.compile(r'fields\.(?:get|pop)\(\s*"(\w+)"|read_fields\(request, "(\w+)"\)')
+PARSED = re.compile(r"parse\(\s*(\w+),")
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +91,15 @@ def test_the_document_has_every_field_that_a_route_reads(document: dict[str, Any
     for route in routes():
         if not isinstance(route, APIRoute) or route.path in runtime_http.ROUTES:
             continue
-        read = {name for pair in NAME_READ.findall(inspect.getsource(route.endpoint)) for name in pair if name}
+        source = inspect.getsource(route.endpoint)
+        read = {name for pair in NAME_READ.findall(source) for name in pair if name}
+        for kind in PARSED.findall(source):
+            read |= set(inspect.getmodule(route.endpoint).__dict__[kind].model_fields)
         queries = {param.name for param in route.dependant.query_params}
         for name in names_of(route):
             known = body_fields(document, name)
             assert read <= known, f"{name} reads these fields, but its body has not all of them: {TO_ADD}"
-            if not known & {"input", "items", "inputs"}:  # which a class parses, that refuses unknown fields
+            if "inputs" not in known:
                 assert known <= read, f"{name} does not read all of these fields: correct its `describe`"
             given = {each["name"] for each in operation_of(document, name)["parameters"] if each["in"] == "query"}
             assert given == queries, f"{name} has other query parameters: {TO_ADD}"
@@ -106,6 +112,26 @@ def test_references_lead_to_schemas_and_statuses_of_the_sources_are_documented(d
     raised = set(re.findall(r"ApiError\(\s*(\d{3})", sources)) | {"400", "502"}
     everywhere = [set(each["responses"]) for path in document["paths"].values() for each in path.values()]
     assert raised - {"405"} <= set().union(*everywhere), "add these to the `errors` of a `describe`"
+
+
+def test_the_documents_name_the_limit_of_each_field(document: dict[str, Any]) -> None:
+    """Those of the default settings, and of no others."""
+    known: set[tuple[int, str]] = set()
+    for kind in (SpeechRequest, BatchRequest, voices.NewVoice):
+        schema = with_settings(kind.model_json_schema(), Settings())
+        for name, field in schema["properties"].items():
+            for each in field.get("anyOf", [field]):
+                known |= {(each[key], name) for key in ("maxLength", "maxItems", "maxProperties") if key in each}
+    text = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
+    section = text.partition("## Limits\n")[2].partition(".\n\n")[0].replace(",", "")
+    numbers = {part: re.search(r"\d+", part) for part in section.split(";")}
+    named = {
+        (int(number[0]), name)
+        for part, number in numbers.items()
+        if number is not None
+        for name in re.findall(r"`(\w+)`", part)
+    }
+    assert named == known
 
 
 def example(name: str) -> str:
@@ -141,11 +167,11 @@ def test_answers_have_the_documented_fields_and_no_others(client: httpx.Client, 
         schema = content[answer.headers["content-type"].partition(";")[0]]["schema"]
         jsonschema.validate(answer.json(), {**schema, "components": document["components"]})
 
-    voices = "/v1/audio/voices"
+    path = "/v1/audio/voices"
     added = {"name": "mia", "pronunciation": "a = b", "consent": "yes"}, {"audio_sample": RECORDING.read_bytes()}
     spoken = {"input": "warn me", "stream_format": "json", "timestamps": "word", "subtitles": "srt"}
-    check(f"POST {voices}", client.post(voices, data=added[0], files=added[1]))
-    for name in ("/v1/models", "/v1/audio/models", voices, f"{voices}?legacy=true", "/health"):
+    check(f"POST {path}", client.post(path, data=added[0], files=added[1]))
+    for name in ("/v1/models", "/v1/audio/models", path, f"{path}?legacy=true", "/health"):
         check(f"GET {name.partition('?')[0]}", client.get(name))
     check("GET /v1/models/{name}", client.get("/v1/models/tts-1"))
     check("POST /v1/audio/speech", client.post("/v1/audio/speech", json=spoken))
@@ -155,7 +181,7 @@ def test_answers_have_the_documented_fields_and_no_others(client: httpx.Client, 
     items = [{**spoken, "stream_format": "audio"}, {"input": "refuse"}]
     check("POST /v1/audio/speech/batch", client.post("/v1/audio/speech/batch", json={"items": items}))
     check("POST /dev/captioned_speech", client.post("/dev/captioned_speech", json={"input": "warn me"}))
-    check(f"DELETE {voices}/{{name}}", client.delete(f"{voices}/mia"))
+    check(f"DELETE {path}/{{name}}", client.delete(f"{path}/mia"))
 
 
 def test_the_documentation_needs_no_key_and_loads_nothing_of_others(client: httpx.Client) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import cast
 
@@ -26,7 +27,17 @@ from cosyvoice_triton.speech_service.triton import TritonPool
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 
 from tests.support.raw_connections import opened, request
-from tests.support.speech_fixtures import SPEECH, TEXT, in_base64, recording, serving, stub_triton, stubbed, until
+from tests.support.speech_fixtures import (
+    SPEECH,
+    TEXT,
+    client_that_leaves,
+    in_base64,
+    recording,
+    serving,
+    stub_triton,
+    stubbed,
+    until,
+)
 from tests.support.triton_stub import OVERLOADED, TritonStub
 
 CROWD = 64
@@ -123,7 +134,7 @@ def test_a_voice_that_waits_to_be_read_is_refused_like_the_others_however_long_t
         async with contextlib.AsyncExitStack() as readers:
             for _ in range(os.cpu_count() or 1):
                 await readers.enter_async_context(full.decoding)
-            waiting = asyncio.create_task(service.answer(bodies.parse(bodies.SpeechRequest, TEXT)))
+            waiting = asyncio.create_task(service.answer(bodies.parse(bodies.SpeechRequest, TEXT, Settings())))
             await asyncio.sleep(0)
             with pytest.raises(ApiError, match="9 listeners"):
                 await asked(full)
@@ -213,6 +224,25 @@ def test_slow_clients_hold_up_no_new_voice_for_long(stub: TritonStub, url: str) 
     assert httpx.post(url + SPEECH, json={**TEXT, "ref_audio": voice(1)}, timeout=30).status_code == 200
     for each in readers:
         each.close()
+
+
+def test_who_comes_after_a_listener_who_left_gets_the_place_that_is_not_free_yet(
+    stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Triton goes on with what it computes; so does this one, for a moment."""
+    monkeypatch.setattr(dispatcher, "LEAVE_SECONDS", 60.0)
+    with client_that_leaves(url, {**TEXT, "input": "endless"}):
+        until(lambda: stub.live == 1)
+        stub.places = 0
+    until(lambda: stub.live == 0)
+    asked = stub.asked
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(httpx.post, url + SPEECH, json=TEXT, timeout=60)
+        until(lambda: stub.asked > asked + 2)
+        stub.places = 1
+        assert answer.result().status_code == 200
+    stub.places = 0
+    assert httpx.post(url + SPEECH, json=TEXT).status_code == 429  # one left, and one came
 
 
 def test_a_batch_waits_for_places(stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

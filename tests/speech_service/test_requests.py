@@ -130,6 +130,12 @@ def test_a_body_of_much_punctuation_is_rejected_before_it_is_parsed(served: Stub
     assert answer.status_code == 400 and "besides letters" in answer.text
 
 
+def test_a_name_of_a_field_is_quoted_in_part(served: StubbedService) -> None:
+    answer = served.post({**TEXT, "a" * 900_000: 1})
+    assert answer.status_code == 400 and len(answer.content) < 2000
+    assert answer.json()["error"]["param"] == "a" * 100
+
+
 def test_a_body_without_content_length_is_rejected_at_the_limit(served: StubbedService) -> None:
     def endless() -> Iterator[bytes]:
         for _ in range(64):

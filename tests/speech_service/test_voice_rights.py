@@ -1,24 +1,31 @@
 """Voices with rights: whose consent is stored, who may add how many, and what is left of a deleted one."""
 
+import dataclasses
 import gc
 import io
 import json
 import pickle
 import re
+import time
 import weakref
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2 as httpx
+import numpy as np
 import pytest
 from cosyvoice_triton.speech_service.security.guard import key_name
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.voice.book import VoiceBook
-from cosyvoice_triton.voice.files import save_voice
-from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.files import register_voice, save_voice
+from cosyvoice_triton.voice.prompt import Prompt, Recording
+from cosyvoice_triton.voice.rights import UNKNOWN
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save
 
+from tests.support.bombs import flac
 from tests.support.fakes import fake_prompt
 from tests.support.speech_fixtures import recording, serving
 
@@ -101,6 +108,13 @@ def test_only_the_key_that_registered_a_voice_exports_and_deletes_it(service: ht
     assert service.delete(f"{VOICES}/anna").status_code == 200
 
 
+def hidden(prompt: Prompt) -> bytes:
+    """A voice's file with a needless tensor, whose name makes the header so long that nobody would find the owner."""
+    tensors = {"prompt_speech_tokens": prompt.tokens, "prompt_speech_feat": prompt.mel}
+    tensors |= {"prompt_spk_embedding": prompt.embedding, "reference_text": np.zeros(0, np.uint8)}
+    return save({**tensors, "x" * 70_000: np.zeros(1, np.float32)})
+
+
 def zipped(members: dict[str, bytes], how: int = zipfile.ZIP_DEFLATED) -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", how) as written:
@@ -133,14 +147,91 @@ GOOD = {"voice.json": ABOUT, "recording.wav": recording()}
         (zipped({**GOOD, "voice.json": b'{"name": "../up"}'}), "not a valid name"),
         (zipped({**GOOD, "voice.json": b'{"name": "a", "consent": "\\ud800"}'}), "consent in voice.json"),
         (zipped({**GOOD, "voice.json": b'{"name": "a", "pronunciation": [1]}'}), "pronunciation"),
-        (zipped({**GOOD, "recording.wav": b"no sound"}), "recording.wav is not readable"),
-        (zipped({"voice.json": ABOUT, "voice.safetensors": pickle.dumps({"a": 1})}), "voice.safetensors cannot be"),
+        (zipped({**GOOD, "recording.wav": b"no sound"}), "recording.wav: the recording is not a readable audio file"),
+        (zipped({**GOOD, "recording.wav": flac(6)}), "recording.wav: the recording's sample rate is 6"),
+        (zipped({**GOOD, "voice.json": b'{"name": "alloy"}'}), "'alloy' is reserved"),
+        (zipped({"voice.json": ABOUT, "voice.safetensors": hidden(fake_prompt(1))}), "has a header of 7.* bytes"),
+        (
+            zipped({"voice.json": ABOUT, "voice.safetensors": pickle.dumps({"a": 1})}),
+            "voice.safetensors has a header of",
+        ),
     ],
 )
 def test_a_hostile_file_is_refused(service: httpx.Client, folder: Path, data: bytes, message: str) -> None:
     answer = load(service, data)
     assert answer.status_code == 400 and re.search(message, answer.json()["error"]["message"]), answer.text
     assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_of_an_imported_voice_only_what_a_voice_has_is_kept(service: httpx.Client, folder: Path) -> None:
+    save_voice(folder / "placed.safetensors", dataclasses.replace(fake_prompt(1, "Hello."), rate=24_000))
+    tensors = load_tensors((folder / "placed.safetensors").read_bytes())
+    needless = {"more": np.zeros(1 << 20, np.float32), "prompt_speech_tokens": tensors["prompt_speech_tokens"][None]}
+    data = zipped({"voice.json": ABOUT, "voice.safetensors": save({**tensors, **needless})})
+    assert load(service, data).status_code == 201
+    assert (folder / "anna.safetensors").stat().st_size < 100_000
+    kept = load_tensors((folder / "anna.safetensors").read_bytes())
+    assert kept.keys() == tensors.keys()
+    for name, value in tensors.items():
+        np.testing.assert_array_equal(kept[name], value)
+    assert service.get(VOICES).json()["data"][0]["created_by"] == key_name("first")
+
+
+def test_the_voices_of_a_key_have_a_limit_of_bytes(service: httpx.Client, folder: Path) -> None:
+    """Of two voices together it is 4 MiB, and a recording of 30 s at 48 kHz has 5.8 MB."""
+    files = {"audio_sample": ("a.wav", recording(30.0, 48_000))}
+    assert service.post(VOICES, data={"name": "long"}, files=files).status_code == 201
+    refused = add(service, "short")
+    assert refused.status_code == 409 and "or of 4 MiB of them, is reached: there are 1 of 5 MiB" in refused.text
+    assert add(service, "short", "second").status_code == 201
+
+
+@pytest.mark.parametrize("name", ["alloy", "slt(2)+rms(1)", "a+b", "C++", "\uff41lloy"])
+def test_names_that_mean_something_else_are_reserved(service: httpx.Client, name: str) -> None:
+    answer = add(service, name)
+    assert answer.status_code == 400 and "is reserved" in answer.text and answer.json()["error"]["param"] == "name"
+
+
+def test_voices_of_callers_change_no_alias_and_no_default_voice(service: httpx.Client, folder: Path) -> None:
+    save_voice(folder / "placed.safetensors", fake_prompt(1))
+    before = {each["id"]: each.get("alias_of") for each in service.get(VOICES).json()["data"]}
+    assert before["alloy"] == before["ash"] == "placed"
+    assert add(service, "a stranger").status_code == 201
+    after = {each["id"]: each.get("alias_of") for each in service.get(VOICES).json()["data"]}
+    assert after == before | {"a stranger": None}
+    default = VoiceBook(folder, folder, str).get()
+    assert isinstance(default, Prompt) and default.digest == fake_prompt(1).digest
+
+
+def test_a_consent_is_for_the_owner_alone(service: httpx.Client, folder: Path) -> None:
+    add(service, "anna", consent=CONSENT)
+    theirs = service.get(VOICES, headers=bearer("second")).json()["data"][0]
+    assert theirs["id"] == "anna" and "consent" not in theirs
+    with serving(Settings(urls=("127.0.0.1:1",), voices_dir=folder)) as url:  # without keys nobody is the owner
+        assert "consent" not in httpx.get(url + VOICES).text
+        exported = zipfile.ZipFile(io.BytesIO(httpx.get(f"{url}{VOICES}/anna/export").content))
+        assert json.loads(exported.read("voice.json"))["consent"] == ""
+        added = httpx.post(url + VOICES, data={"name": "b"}, files={"audio_sample": ("a.wav", recording())}).json()
+        assert added["created_by"] == "anyone"
+    assert "was not added with an API key" in service.delete(f"{VOICES}/b").text
+
+
+def test_a_voice_that_cannot_be_stored_as_a_whole_is_not_stored(service: httpx.Client, folder: Path) -> None:
+    answer = add(service, "anna", pronunciation='{"a": "\\ud800"}')
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "pronunciation"
+    assert not folder.exists() or not list(folder.iterdir())
+    with pytest.raises(UnicodeEncodeError):
+        register_voice(folder, "anna", fake_prompt(1), {"a": "\ud800"}, UNKNOWN)
+    assert not list(folder.iterdir())
+
+
+def test_a_name_of_marks_costs_nothing(service: httpx.Client) -> None:
+    name = "a" + "\u0301\u0316" * 200_000
+    begun = time.process_time()
+    assert add(service, name).json()["error"]["param"] == "name"
+    assert load(service, b"", name=name).json()["error"]["param"] == "name"
+    assert service.delete(f"{VOICES}/{name[:5000]}").status_code == 400
+    assert time.process_time() - begun < 2.0  # it was a minute
 
 
 def test_nothing_is_left_of_a_deleted_voice(folder: Path) -> None:

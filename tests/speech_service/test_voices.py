@@ -6,14 +6,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2 as httpx
+import numpy as np
 import pytest
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
-from cosyvoice_triton.voice.files import read_voice
+from cosyvoice_triton.voice.files import read_voice, save_recording
 from cosyvoice_triton.voice.prompt import Recording
 
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, recording, serving
 from tests.support.triton_stub import texts_of
+
+
+def noise() -> np.ndarray:
+    return np.random.default_rng(0).uniform(-0.5, 0.5, 16_000).astype(np.float32)
 
 
 def names_of(url: str) -> list[str]:
@@ -28,8 +33,8 @@ def test_open_webui_gets_its_lists_of_voices_and_models_and_speech(served: Stubb
     names = [model["name"] for model in listed["models"]]
     assert names == ["cosyvoice2_dit", "tts-1", "tts-1-hd", "gpt-4o-mini-tts"] and listed["max_input_chars"] == 4096
     assert [model["languages"] for model in listed["models"]] == [["zh", "en", "ja", "ko"]] * 4
-    for name in ("anna", "bert"):
-        served.add(name)
+    for name in ("anna", "bert"):  # placed by the operator: aliases stand for no others
+        save_recording(served.voices / f"{name}.safetensors", Recording(noise(), "Hi."))
     try:
         answer = httpx.get(f"{served.url}/v1/audio/voices").json()
         assert answer["data"] == answer["voices"]
@@ -50,7 +55,7 @@ def test_aliases_can_be_chosen_and_a_registered_voice_comes_first(tmp_path: Path
     settings = Settings(voices_dir=tmp_path, voice_aliases=("nova=bert", "echo=nobody", "alloy", "anna=bert"))
     voices = VoiceFolder(tmp_path, 1 << 20, settings.voice_aliases)
     for name in ("anna", "bert"):
-        voices.add(name, recording(), "")
+        save_recording(tmp_path / f"{name}.safetensors", Recording(noise(), "Hi."))
     assert voices.aliases() == {"nova": "bert", "alloy": "anna"}
     assert [voices.resolve(name) for name in ("nova", "anna", "echo", "other")] == ["bert", "anna", "echo", "other"]
     with pytest.raises(ValueError, match="voice_aliases '=x' is not ALIAS=VOICE"):

@@ -120,7 +120,6 @@ def test_a_recording_in_the_request_is_the_voice_of_the_parts_without_a_name(ser
         ("One. [voice:] Two.", "anna", "without a name"),
         ("<speak><voice>One.</voice></speak>", "anna", "<voice> has no name"),
         ("<speak><sub alias='x'><voice name='bert'>y</voice></sub></speak>", "anna", "the tag <voice>"),
-        ("[voice:bert] . [voice:anna]", "anna", "nothing to speak"),
         ("[voice:bert] [pause 9s] a" * 7, "anna", "longer than 60 s"),
         ("[voice:bert] a" * (MAX_VOICE_PARTS + 1), "anna", f"{MAX_VOICE_PARTS + 1} parts, more than {MAX_VOICE_PARTS}"),
     ],

@@ -15,8 +15,8 @@ from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import source_noise
 from cosyvoice_triton.token2wav.stream import Chunk, Stream
 from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder, falling_half
-from cosyvoice_triton.voice.audio import load_reference
 from cosyvoice_triton.voice.encoders import reference_mel
+from cosyvoice_triton.voice.recordings import parse_recording
 from torch import Tensor
 
 from tests.support.checkpoints import DIT_DIR
@@ -52,7 +52,7 @@ def vocoder() -> StreamingVocoder:
 @pytest.fixture(scope="module")
 def speech() -> Tensor:
     """Mel (80, T) of a recording of the demo's voice."""
-    return torch.from_numpy(reference_mel(load_reference(TRAINED / VOICES_DIR / "slt.wav"))).T
+    return torch.from_numpy(reference_mel(parse_recording((TRAINED / VOICES_DIR / "slt.wav").read_bytes()))).T
 
 
 @pytest.fixture(scope="module")

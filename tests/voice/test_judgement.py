@@ -8,9 +8,9 @@ import pytest
 from cosyvoice_triton import samples
 from cosyvoice_triton.demo_checkpoint import TRAINED, VOICES_DIR
 from cosyvoice_triton.load.samples import read_manifest
-from cosyvoice_triton.voice.audio import load_reference
 from cosyvoice_triton.voice.judgement import judge
 from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.recordings import parse_recording
 
 from tests.support.fakes import FakeLM, speech_request
 from tests.support.pipeline import Pipeline
@@ -55,7 +55,9 @@ def test_each_fault_has_one_warning_that_says_what_to_do(bad: Recording, warning
 def test_good_recordings_have_no_warning() -> None:
     assert judge(GOOD).warnings == [] == judge(replace(GOOD, text="")).warnings
     for path in (TRAINED / VOICES_DIR).glob("*.wav"):
-        assert judge(replace(load_reference(path), text=path.with_suffix(".txt").read_text())).warnings == [], path
+        assert (
+            judge(replace(parse_recording(path.read_bytes()), text=path.with_suffix(".txt").read_text())).warnings == []
+        ), path
     for sample in read_manifest(samples.MANIFEST):
         assert sample.prompt_audio is not None
         assert judge(replace(sample.prompt_audio, text=sample.prompt_text)).warnings == [], sample.id
@@ -77,7 +79,7 @@ def test_an_abrupt_end_gets_silence_within_the_limit_of_the_duration() -> None:
     assert judge(longest).mended(longest).seconds == 30
 
 
-def test_a_recording_warns_at_its_first_use_and_is_trimmed_unless_the_request_says_no() -> None:
+def test_a_recording_warns_at_every_use_and_is_trimmed_unless_the_request_says_no() -> None:
     long = recording(silence(1.0), speech(), silence(0.7), text="It.")
     encoded: list[float] = []
     pipeline = Pipeline(FakeLM([1] * 40))
@@ -97,4 +99,4 @@ def test_a_recording_warns_at_its_first_use_and_is_trimmed_unless_the_request_sa
     for trim in (True, True, False):
         asyncio.run(speak(trim))
     assert encoded == [2.4, 3.7]
-    assert len(warnings) == 2 and all("its transcript takes about" in warning for warning in warnings)
+    assert len(warnings) == 3 and all("its transcript takes about" in warning for warning in warnings)

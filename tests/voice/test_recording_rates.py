@@ -22,13 +22,13 @@ from cosyvoice_triton.orchestrator.request import RequestRules
 from cosyvoice_triton.speech_service.audio.recordings import decode
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.stacks import COSYVOICE3, DEFAULT
-from cosyvoice_triton.voice.audio import load_reference
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.encoders import reference_mel
 from cosyvoice_triton.voice.features import MelConfig, mel_spectrogram
 from cosyvoice_triton.voice.files import read_voice, save_recording
 from cosyvoice_triton.voice.model import reference
 from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.recordings import parse_recording
 
 from tests.support import fake_triton
 from tests.support.speech_fixtures import StubbedService, service_with_stub
@@ -75,7 +75,7 @@ def of_manifest(path: Path) -> Any:
 
 
 def of_token2wav(path: Path) -> Any:
-    found = load_reference(path)
+    found = parse_recording(path.read_bytes())
     tensors = {"reference_wav": found.wav[None], "reference_sample_rate": np.array([[found.rate]], np.int32)}
     return reference(fake_triton.InferenceRequest.from_client(tensors, declared=frozenset(tensors)))
 

@@ -91,11 +91,11 @@ def recorded(path: Path, wav: np.ndarray) -> Path:
     [
         ("../anna", VOICE, (), "'../anna' cannot be a voice's name"),
         ("anna", Path("absent.wav"), (), "No such file or directory: 'absent.wav'"),
-        ("anna", ROOT / "pyproject.toml", (), "use WAV, FLAC, OGG or MP3"),
+        ("anna", ROOT / "pyproject.toml", (), "use one of WAV, FLAC, MP3, OGG, M4A"),
         ("anna", VOICE, (), "speech_tokenizer_v[23]*.onnx"),
         ("anna", VOICE, ("--reference-text", "<|s_1|>"), "reference_text has nothing to speak"),
         ("anna", 500, (), "lasts 0.03125 s at 16000 Hz"),  # samples of silence
-        ("anna", PROMPT_SAMPLE_RATE, (), "reference_wav is silent"),
+        ("anna", PROMPT_SAMPLE_RATE, (), "the recording is silent"),
     ],
 )
 def test_every_error_is_reported_in_one_line(

@@ -18,7 +18,7 @@ from cosyvoice_triton.text import clean_line, clean_text, split_instruction, str
 from cosyvoice_triton.text.frontend import SPELLING, Spelled
 from cosyvoice_triton.text.language import EVERY, Language, named
 from cosyvoice_triton.text.markup import left_out
-from cosyvoice_triton.text.pronunciation import MAX_WORDS, pronunciations
+from cosyvoice_triton.text.pronunciation import MAX_FILE_BYTES, MAX_WORDS, pronunciations
 from cosyvoice_triton.voice import audio
 from cosyvoice_triton.voice.prompt import Recording
 
@@ -103,6 +103,8 @@ class RequestRules:
         """Return the validated request with these inputs, None for a missing one. pieces: where the further text comes
         from. Raises ValueError naming the invalid value."""
         given = parameters or {}
+        texts = {"target_text": target_text, "reference_text": reference_text, "instruct_text": instruct_text}
+        self._require_lengths({**texts, "speaker": speaker}, given)
         for name in given:
             if name not in _PARAMETERS and not name.startswith(_TRITONS_OWN):
                 raise ValueError(f"request parameter {name!r} is unknown; known: {', '.join(sorted(_PARAMETERS))}")
@@ -143,6 +145,14 @@ class RequestRules:
             trim_reference=_flag(given, "trim_reference", True),
             pieces=pieces,
         )
+
+    def _require_lengths(self, texts: Mapping[str, str | None], parameters: Mapping[str, Any]) -> None:
+        """Raise ValueError naming a text that is too long for anything to be done with it."""
+        of_parameters = {f"request parameter {name}": value for name, value in parameters.items()}
+        for limit, given in ((self.max_text_chars, texts), (MAX_FILE_BYTES, of_parameters)):
+            for name, text in given.items():
+                if isinstance(text, str) and len(text) > limit:
+                    raise ValueError(f"{name} has {len(text)} characters, more than the limit of {limit}")
 
     def _instruction(self, given: str, target_text: str) -> str:
         """Return `instruct_text`, or the words before `<|endofprompt|>` in the text, as upstream's clients may send

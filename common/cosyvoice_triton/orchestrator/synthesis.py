@@ -37,7 +37,7 @@ from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.text.markup import Pause
 from cosyvoice_triton.text.pronunciation import combined
 from cosyvoice_triton.voice.book import VoiceBook
-from cosyvoice_triton.voice.judgement import judge
+from cosyvoice_triton.voice.judgement import Judgement, judge
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, PromptEncoder, Recording, RecordingCache
 
@@ -126,7 +126,8 @@ class Synthesizer:
         self._first_hops = FirstHops(rules)
         self._clock = clock
         self._silent_tokens = silent_tokens
-        self._prompts = {trimmed: RecordingCache() for trimmed in (True, False)}
+        self._prompts: dict[bool, RecordingCache[Prompt]] = {trimmed: RecordingCache() for trimmed in (True, False)}
+        self._judgements: RecordingCache[Judgement] = RecordingCache()
         self._careful_until = -math.inf
         self._refusal = LastRefusal(clock)
         self._asking = asyncio.Semaphore(CROWD)
@@ -192,6 +193,14 @@ class Synthesizer:
             if stream is not None:
                 await stream.abort()
 
+    async def _judged(self, recording: Recording, scope: TaskScope) -> Judgement:
+        """Return what is to be said of a recording, the same for each request with it."""
+        if (known := self._judgements.get(recording)) is not None:
+            return known.of(recording.text)
+        judgement = await scope.result(asyncio.to_thread(judge, recording))
+        self._judgements.put(recording, judgement)
+        return judgement
+
     async def _reserve(self, stream: Token2WavSequence) -> None:
         since = self._clock()
         async with self._asking:
@@ -245,14 +254,20 @@ class Synthesizer:
         voice, words = await scope.result(asyncio.to_thread(self._read, request))  # a network disk can hang
         prompts = self._prompts[request.trim_reference]
         known = prompts.get(voice) if isinstance(voice, Recording) else None
-        ready = known or voice
+        ready = voice if known is None else replace(known, text=voice.text)
         new_voice = not isinstance(ready, Prompt)
         if asks_for_place("encoding", new_voice=new_voice):
             await place.held()
+        if isinstance(voice, Recording):
+            judgement = await self._judged(voice, scope)
+            for warning in judgement.warnings:
+                on_warning(warning)
+            if known is None and request.trim_reference:
+                ready = judgement.mended(voice)
         # Of tokens, mel and x-vector. None for a prompt: each task would have its turn before the LLM is asked.
         encoding: list[asyncio.Task[np.ndarray]] = []
         if not isinstance(ready, Prompt):
-            encoding = self._encoded(await scope.result(_mended(ready, request.trim_reference, on_warning)), scope)
+            encoding = self._encoded(ready, scope)
         prepare = partial(self._prepared, request, voice.text, words, on_warning)
         in_loop = not new_voice and len(request.target_text) + len(voice.text) <= SHORT_TEXT
         transcript, text, texts = prepare() if in_loop else await scope.result(asyncio.to_thread(prepare))
@@ -357,16 +372,6 @@ class Synthesizer:
         pieces = segment.noted(request.pieces)
         await segment.read(self._interleaved.generate(llm_prompt, pieces, request.sampling, request.max_tokens))
         await segments.put(None)
-
-
-async def _mended(voice: Recording | Mix, trim: bool, on_warning: OnWarning) -> Recording | Mix:
-    """Return the voice as it is to be encoded, and warn of what is wrong with a recording."""
-    if not isinstance(voice, Recording):
-        return voice
-    judgement = await asyncio.to_thread(judge, voice)
-    for warning in judgement.warnings:
-        on_warning(warning)
-    return judgement.mended(voice) if trim else voice
 
 
 async def _kept(voice: Recording | Prompt | Mix, encoding: Sequence[asyncio.Task[Any]], scope: TaskScope) -> list[int]:

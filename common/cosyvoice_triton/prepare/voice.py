@@ -10,10 +10,10 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS
 from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.text import clean_line
-from cosyvoice_triton.voice.audio import load_reference
 from cosyvoice_triton.voice.encoders import ReferenceEncoder
 from cosyvoice_triton.voice.files import is_voice_name, save_pronunciation, save_voice
 from cosyvoice_triton.voice.judgement import judge
+from cosyvoice_triton.voice.recordings import parse_recording
 from cosyvoice_triton.voice.rights import Rights
 
 
@@ -41,11 +41,9 @@ def add_voice(
     rights = Rights.now(consent)
     text = clean_line(text, name="reference_text", max_chars=MAX_TRANSCRIPT_CHARS)
     try:
-        recording = dataclasses.replace(load_reference(audio), text=text)
-    except RuntimeError as error:  # libsndfile's
-        raise ValueError(
-            f"{error}; use WAV, FLAC, OGG or MP3, or add it over HTTP, which reads M4A and others"
-        ) from None
+        recording = dataclasses.replace(parse_recording(audio.read_bytes()), text=text)
+    except ValueError as error:
+        raise ValueError(f"{audio}: {error}") from None
     print(f"[1/2] {audio}: {recording.seconds:.1f} s, encoding it with {options.checkpoint_dir}", flush=True)
     judgement = judge(recording)
     for warning in judgement.warnings:
@@ -55,7 +53,7 @@ def add_voice(
     begun = time.monotonic()
     prompt = ReferenceEncoder(stacks.named(options.stack), options.checkpoint_dir)(recording)
     print(f"      {len(prompt.tokens)} speech tokens after {time.monotonic() - begun:.1f} s", flush=True)
-    save_voice(destination, prompt, recording.rate, rights)
+    save_voice(destination, dataclasses.replace(prompt, rate=recording.rate), rights)
     save_pronunciation(options.voices_dir, name, pronunciation or {})
     print(f"[2/2] written to {destination}; use it as speaker '{name}'")
     return destination

@@ -10,8 +10,9 @@ dispatcher.py   an answer's audio as it is generated: admission, failover, cance
 answer.py       what one answer consists of, and what has been generated of it
 triton.py       the Tritons: one connection each, health probes, the least busy one for each request
 bodies.py       request bodies and their validation
+limits.py       the limits of every field and route, which the OpenAPI document shows
 voices.py       registered voices: list, add, delete
-audio/          encoding to formats and rates, decoding of uploads, timestamps and subtitles
+audio/          encoding to formats and rates, decoding of uploads in other processes, timestamps and subtitles
 errors.py       errors in OpenAI's format, with the names of a body's fields
 settings.py     the settings, each defined once
 page/           the web page, served at /static

@@ -15,6 +15,7 @@ class SpeechAnswer:
 
     chars: of the request's text, with markup. key: the name of the caller's API key. timestamps: of what was generated
     so far, if they are wanted; then the utterances ask for segments. subtitles: their format, which needs timestamps.
+    no_words: what is made of a text without words: "silence" or an "error".
     samples: generated so far, at the models' rate and normal speed. warnings: of the models, such as speech cut short.
     """
 
@@ -25,6 +26,7 @@ class SpeechAnswer:
     encoder: AudioEncoder = field(default_factory=lambda: AudioEncoder("pcm"))
     timestamps: Timestamps | None = None
     subtitles: Subtitles | None = None
+    no_words: str = "error"
     samples: int = 0
     warnings: list[str] = field(default_factory=list)
 

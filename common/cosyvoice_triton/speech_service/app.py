@@ -1,5 +1,6 @@
 """The application: routes, middleware and error handlers."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from functools import cache
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -15,8 +17,9 @@ from starlette.staticfiles import StaticFiles
 
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.speech_service import openapi as doc
+from cosyvoice_triton.speech_service.audio.decoders import warm_up
 from cosyvoice_triton.speech_service.dispatcher import Dispatcher
-from cosyvoice_triton.speech_service.errors import ApiError
+from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.routes import (
     kokoro,
@@ -57,6 +60,7 @@ def build(settings: Settings) -> FastAPI:
     async def running(app: FastAPI) -> AsyncIterator[None]:
         async with TritonPool(settings.urls) as pool, Dispatcher(pool, settings, metrics) as dispatcher:
             app.state.service = service = Service(settings, folder, metrics, dispatcher)
+            await asyncio.to_thread(warm_up)
             async with runtime_grpc.serving(service):
                 yield
 
@@ -64,11 +68,13 @@ def build(settings: Settings) -> FastAPI:
         await app.state.service.dispatcher.admit()
 
     # Without FastAPI's documentation pages, which load scripts from other hosts.
-    app = FastAPI(openapi_url=None, lifespan=running)
+    # Nor redirections, whose address would be that of the Host header.
+    app = FastAPI(openapi_url=None, lifespan=running, redirect_slashes=False)
     for module in ROUTES:
         app.include_router(module.router)
     app.mount("/static", StaticFiles(directory=PAGE), name="static")
-    _add_service_routes(app)
+    _add_service_routes(app, settings)
+    doc.require_limits(routes_of(app))
     _add_errors(app)
     app.state.budget = ByteBudget(settings.max_unanswered_bytes)
     app.add_middleware(Guard, settings=settings, metrics=metrics, budget=app.state.budget, spoken=SPOKEN, admit=admit)
@@ -78,6 +84,7 @@ def build(settings: Settings) -> FastAPI:
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # SDKs send many of their own, and an allowed site may send any
+            allow_private_network=True,
             expose_headers=["x-sample-rate", "x-speech-warning", "x-request-id", "retry-after", *USAGE_HEADERS],
         )
     return app
@@ -88,7 +95,7 @@ def routes_of(app: FastAPI) -> list[BaseRoute]:
     return [*(route for module in ROUTES for route in module.router.routes), *app.routes]
 
 
-def _add_service_routes(app: FastAPI) -> None:
+def _add_service_routes(app: FastAPI, settings: Settings) -> None:
     page_route = doc.describe("Service", content={"text/html": doc.TEXT})
     tritons = doc.array(doc.record({"address": doc.TEXT, "models": doc.array(doc.TEXT)}))
 
@@ -103,7 +110,7 @@ def _add_service_routes(app: FastAPI) -> None:
         return FileResponse(PAGE / "docs.html", headers=_PAGE_HEADERS)
 
     # Built once: that holds the event loop for 20 ms, and anyone may ask for it.
-    described = cache(lambda: doc.document(routes_of(app)))
+    described = cache(lambda: doc.document(routes_of(app), settings))
 
     @app.get("/openapi.json", **doc.describe("Service", answer={"type": "object"}))
     async def openapi() -> dict[str, Any]:
@@ -135,6 +142,11 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def known(request: Request, error: ApiError) -> Response:
         return error.response
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_parameter(request: Request, error: RequestValidationError) -> Response:
+        found = error.errors()[0]
+        return invalid(f"{found['loc'][-1]}: {found['msg']}", str(found["loc"][-1])).response
 
     @app.exception_handler(UnavailableError)
     async def unavailable(request: Request, error: UnavailableError) -> Response:

@@ -1,24 +1,35 @@
 """Request bodies: OpenAI's fields and our extensions."""
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cosyvoice_triton.client.utterance import Utterance, of_recording
 from cosyvoice_triton.errors import json_kind
 from cosyvoice_triton.llm.interface import preset_values
 from cosyvoice_triton.speech_service.audio.recordings import decode_base64
 from cosyvoice_triton.speech_service.audio.timestamps import Detail, Subtitles
-from cosyvoice_triton.speech_service.errors import NOTHING, SAMPLING, invalid, naming
+from cosyvoice_triton.speech_service.errors import SAMPLING, invalid, naming
+from cosyvoice_triton.speech_service.limits import (
+    MAX_FIELDS,
+    Finite,
+    Int64,
+    Name,
+    Text,
+    Words,
+    by_setting,
+    require_lengths,
+)
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.text.language import language_of, named
 from cosyvoice_triton.text.markup import by_voice
-from cosyvoice_triton.text.pronunciation import combined, pronunciations
+from cosyvoice_triton.text.pronunciation import combined
 from cosyvoice_triton.voice.mix import mixed_voices
 from cosyvoice_triton.voice.prompt import Recording
 
@@ -38,23 +49,9 @@ _CHEAP = _BASE64 + _BASE64.lower() + bytes(range(128, 256))
 _TYPES = ("str", "constrained-str", "VoiceId")
 
 
-def _encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"character {error.start + 1} is half of a surrogate pair") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
-Name = Annotated[str, Field(max_length=256)]  # also rejects what cannot be encoded
-Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]  # what Triton's protocol can carry
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-
 def is_openai_model(name: str) -> bool:
     """Return whether `name` is one of OPENAI_MODELS, perhaps with a date."""
-    return _VERSION.sub("", name) in OPENAI_MODELS
+    return _VERSION.sub("", name.lower()) in OPENAI_MODELS
 
 
 class VoiceId(BaseModel):
@@ -91,18 +88,27 @@ class SpeechRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    input: Text = Field(description="the text to speak")
+    input: Text = Field(description="the text to speak", json_schema_extra=by_setting("max_input_chars"))
     model: Name = Field("", description="a served model, or one of OpenAI's names; empty: the default")
-    voice: Name | VoiceId = Field("", description="a registered voice; ignored if ref_audio is given")
+    voice: Name | VoiceId = Field(
+        "",
+        description="a registered voice, also called `speaker`; ignored if ref_audio is given",
+        validation_alias=AliasChoices("voice", "speaker"),  # vllm-omni's
+    )
     response_format: Name = Field(
         "mp3",
         description="mp3, opus, aac, flac, wav, pcm (16-bit little-endian), at 8 kHz mulaw, alaw, mulaw_wav, alaw_wav",
     )
     frame_ms: Int64 | None = Field(None, description="of pcm, mulaw, alaw: send pieces of exactly 10, 20, … ms")
     speed: Finite = Field(1.0, description="0.25 to 4; the pitch is kept")
-    instructions: Text = Field("", description='how to speak, such as "Speak slowly."')
+    instructions: Text = Field(
+        "", description='how to speak, such as "Speak slowly."', json_schema_extra=by_setting("max_input_chars")
+    )
     stream_format: Literal["audio", "sse", "json"] = Field(
         "audio", description="sse: events; json: the whole answer as one object, with the audio in base64"
+    )
+    no_words: Literal["silence", "error"] = Field(
+        "silence", description="of a text without words, such as an emoji: a short silence and a warning, or an error"
     )
     timestamps: Detail | None = Field(None, description="when each segment or word is spoken; not with audio alone")
     subtitles: Subtitles | None = Field(None, description="a file of subtitles with the answer; not with audio alone")
@@ -110,11 +116,19 @@ class SpeechRequest(BaseModel):
     return_download_link: Literal[False] = Field(False, description="Kokoro's; nothing is stored to be downloaded")
     volume_multiplier: Finite = Field(1.0, description="above 0, at most 10; what is then too loud is clipped")
     normalization_options: NormalizationOptions = Field(NormalizationOptions(), description="Kokoro's")
-    ref_audio: str = Field("", description="the voice: an audio file in base64, or an upload of a multipart request")
-    ref_text: Text = Field("", description="transcript of ref_audio; without it, cross-lingual cloning is used")
+    ref_audio: str = Field(
+        "",
+        description="the voice: an audio file in base64, or an upload of a multipart request",
+        json_schema_extra=by_setting("max_reference_chars"),
+    )
+    ref_text: Text = Field(
+        "",
+        description="transcript of ref_audio; without it, cross-lingual cloning is used",
+        json_schema_extra=by_setting("max_input_chars"),
+    )
     trim_reference: bool = Field(True, description="false: use a recording's silence and its end as they are")
     language: Name = Field("", description="of the input; else guessed; a voice of another is cloned cross-lingually")
-    pronunciation: dict[Text, Text] = Field({}, description="words of the input, and what is spoken for each")
+    pronunciation: Words = Field({}, description="words of the input, and what is spoken for each")
     lang_code: Name = Field("", description="Kokoro's name of the field language, or its letters: a, b, e, f, i, j, z")
     sample_rate: Int64 | None = Field(None, description="of the answer, in Hz")
     seed: Int64 | None = Field(None, description="the same seed gives the same speech tokens")
@@ -149,10 +163,10 @@ class SpeechRequest(BaseModel):
         preset_values(sampling)
         return sampling
 
-    @field_validator("pronunciation", mode="before")
+    @field_validator("response_format")
     @classmethod
-    def _are_pronunciations(cls, words: Any) -> dict[str, str]:
-        return pronunciations(words)  # as text in a form
+    def _in_small_letters(cls, name: str) -> str:
+        return name.lower()
 
     @field_validator("lang_code")
     @classmethod
@@ -176,9 +190,16 @@ class SpeechRequest(BaseModel):
 class BatchRequest(BaseModel):
     """The body of POST /v1/audio/speech/batch: the other fields are defaults for each of `items`."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", json_schema_extra={"maxProperties": MAX_FIELDS})
 
-    items: list[Any] = Field(min_length=1, description="objects; any other is an error of that item")
+    items: list[Any] = Field(
+        min_length=1,
+        description="objects with the fields of SpeechRequest; any other is an error of that item",
+        json_schema_extra={
+            **by_setting("max_batch", "maxItems"),
+            "items": {"type": "object", "maxProperties": MAX_FIELDS},
+        },
+    )
 
     def requests(self) -> list[Any]:
         defaults = self.model_extra or {}
@@ -213,15 +234,28 @@ def _given(value: Any) -> Any:
     return value
 
 
-def parse(model: type[BaseModel], fields: Any) -> Any:
+def parse(model: type[BaseModel], fields: Mapping[str, Any], settings: Settings) -> Any:
     """Return `fields` as an instance of `model`; ApiError naming the invalid field."""
-    try:
+    require_lengths(model, fields, settings)
+    with _naming_fields():
         return model.model_validate(fields)
+
+
+def parse_json(model: type[BaseModel], data: bytes) -> Any:
+    """Return the JSON in `data` as an instance of `model`, checked while it is read; ApiError likewise."""
+    with _naming_fields():
+        return model.model_validate_json(data)
+
+
+@contextlib.contextmanager
+def _naming_fields() -> Iterator[None]:
+    try:
+        yield
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
         of_field = [each for each in found if each["loc"][:1] == found[0]["loc"][:1]]
         first = max(of_field, key=lambda each: len(each["loc"]))  # inside of an object, if it is one
-        where = ".".join(str(part) for part in first["loc"] if part not in _TYPES)
+        where = ".".join(part for part in map(str, first["loc"]) if part not in _TYPES and "[" not in part)
         wrong = "unknown field, see docs/http.md" if first["type"] == "extra_forbidden" else first["msg"]
         message = f"{where or 'the body'}: {wrong.removeprefix('Value error, ')}"
         raise invalid(message, param=where.partition(".")[0] or None) from None
@@ -238,8 +272,8 @@ def utterances(
     own = utterance(wanted, decode_upload, voices, settings)
     with naming("input"):
         parts = by_voice(wanted.input)
-    if not parts:
-        raise invalid("input has nothing to speak", "input", NOTHING)
+    if not parts:  # the model says so
+        return (replace(own, target_text=""),)
     known = {"": own}
     if len(parts) > 1 and own.reference is None and wanted.voice_name and any(not part.voice for part in parts):
         _require(wanted.voice_name, voices, "voice")
@@ -266,13 +300,6 @@ def utterance(
 
     decode_upload: returns an uploaded recording or raises ValueError; None without an upload.
     """
-    for name in ("input", "instructions", "ref_text"):
-        if (length := len(getattr(wanted, name))) > settings.max_input_chars:
-            raise invalid(
-                f"{name} has {length} characters, more than the limit of {settings.max_input_chars}",
-                name,
-                "string_above_max_length",
-            )
     if not wanted.input.strip():
         raise invalid("input is empty", "input")
     if decode_upload is not None or wanted.ref_audio:

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,11 +23,12 @@ from async_timeout import timeout
 
 from cosyvoice_triton.client.answer import AudioPart
 from cosyvoice_triton.client.utterance import Utterance
+from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.refusals import LastRefusal
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder, framed
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
-from cosyvoice_triton.speech_service.errors import OVERLOADED, ApiError, invalid
+from cosyvoice_triton.speech_service.errors import NOTHING, OVERLOADED, ApiError, invalid
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.security.budget import FREE_BYTES
 from cosyvoice_triton.speech_service.settings import Settings
@@ -39,6 +41,10 @@ _PROBE_TEXT = "[pause 20ms]"  # checks a voice without cost: no LLM or vocoder h
 # safe: nobody was refused meanwhile, the memory of all bodies is limited (security/budget.py), and only as many
 # recordings as there are cores are decoded at once.
 UPLOAD_WAIT_SECONDS = 1.0
+# A listener who has left keeps the place at Triton until what is being computed is done. Whoever is refused meanwhile
+# tries again for so long, one for each who left.
+LEAVE_SECONDS, RETRY_SECONDS = 2.0, 0.1
+SILENCE_SAMPLES = SAMPLE_RATE // 10  # of an answer without words
 
 
 class Dispatcher:
@@ -53,6 +59,7 @@ class Dispatcher:
         # Requests pass these one after another, so that once the first of a burst is refused, the others are refused
         # before their bodies are read and their voices decoded. One for each core: more would only share the CPU.
         self._admission = asyncio.Lock()
+        self._left: deque[float] = deque(maxlen=settings.max_streams)  # when listeners left, whose places become free
         self._uploads = asyncio.Semaphore(os.cpu_count() or 1)
         self.decoding = asyncio.Semaphore(os.cpu_count() or 1)
         self._encoders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="encode")
@@ -115,7 +122,7 @@ class Dispatcher:
                         answer.warnings.append(f"max_tokens {limit} was reached before {utterance.target_text[:80]!r}")
                         break
                     utterance = replace(utterance, parameters={**utterance.parameters, "max_tokens": left})
-                async with contextlib.aclosing(self._generated(answer.model, utterance)) as parts:
+                async with contextlib.aclosing(self._spoken(answer, utterance)) as parts:
                     async for part in parts:
                         if part.warning and part.warning not in answer.warnings:
                             answer.warnings.append(part.warning)
@@ -158,8 +165,19 @@ class Dispatcher:
             async for _ in parts:
                 pass
 
+    async def _spoken(self, answer: SpeechAnswer, utterance: Utterance) -> AsyncGenerator[AudioPart, None]:
+        """Yield `_generated`; for a text without words a short silence and a warning, unless that is to be an error."""
+        try:
+            async with contextlib.aclosing(self._generated(answer.model, utterance)) as parts:
+                async for part in parts:
+                    yield part
+        except ApiError as error:
+            if error.code != NOTHING or answer.no_words == "error":
+                raise
+            yield AudioPart(np.zeros(SILENCE_SAMPLES, np.float32), [("", SILENCE_SAMPLES)], error.message)
+
     async def _generated(self, model: str, utterance: Utterance) -> AsyncGenerator[AudioPart, None]:
-        samples = 0
+        samples, wait_until = 0, 0.0
         failed: set[Backend] = set()
         while True:
             with self.pool.lease(model, failed) as (backend, name):
@@ -175,7 +193,15 @@ class Dispatcher:
                     if others and not samples and (error.status == 503 or error.code == OVERLOADED):
                         continue
                     if error.code == OVERLOADED:
+                        wait_until = wait_until or (self._left.popleft() + LEAVE_SECONDS if self._left else -math.inf)
+                        if time.monotonic() < wait_until:
+                            failed.clear()
+                            await asyncio.sleep(RETRY_SECONDS)
+                            continue
                         self._refusals.setdefault(name, LastRefusal()).note(error)
+                    raise
+                except (GeneratorExit, asyncio.CancelledError):  # its listener has left
+                    self._left.append(time.monotonic())
                     raise
             if not samples:
                 raise ApiError(502, "the model ended the request without audio", code="upstream_error")

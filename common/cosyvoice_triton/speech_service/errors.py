@@ -45,10 +45,15 @@ _ERRORS = {  # HTTP status and code
 # Triton's words for a model that it does not serve at the moment: it starts, stops or reloads. (Requests name only
 # models that it reported as ready.)
 _NOT_SERVED = ("Request for unknown model", "Server is stopping")
+# gRPC's words for a connection that is gone, with addresses, which are not for callers.
+_LOST = re.compile(
+    r"Stream removed|recvmsg:|sendmsg:|Socket closed|Connection (reset|refused)|failed to connect|GOAWAY"
+)
 
 NOTHING = "nothing_to_speak"
 OVERLOADED = "overloaded"  # code of the refusal of a Triton that has as many listeners as it can serve
-MESSAGE_CHARS = 1000  # messages quote what clients send, which may be a megabyte
+# Messages quote what clients send, which may be megabytes.
+MESSAGE_CHARS, PARAM_CHARS = 1000, 100
 
 
 class ApiError(Exception):
@@ -61,7 +66,7 @@ class ApiError(Exception):
         self.status = status
         self.message = message if len(message) <= MESSAGE_CHARS else message[:MESSAGE_CHARS] + "..."
         self.code = code
-        self.param = param
+        self.param = param and param[:PARAM_CHARS]
         self.retry_after = retry_after
 
     @property
@@ -114,6 +119,8 @@ def from_triton(status: str | None, message: str | None) -> ApiError:
         status, text = str(grpc.StatusCode.UNAVAILABLE), NO_SHARED_MEMORY
     if text.startswith(_NOT_SERVED):
         status = str(grpc.StatusCode.UNAVAILABLE)
+    if _LOST.search(text):
+        status, text = str(grpc.StatusCode.UNAVAILABLE), "the connection to Triton was lost"
     http, code = _ERRORS.get(status or "", (502, "upstream_error"))
     return ApiError(http, text, code=code, retry_after=1 if http == 503 else 0)
 

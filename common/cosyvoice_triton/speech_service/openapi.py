@@ -11,12 +11,15 @@ from typing import Any
 
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute, APIWebSocketRoute
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 
 from cosyvoice_triton.speech_service.bodies import BatchRequest, SpeechRequest
+from cosyvoice_triton.speech_service.limits import require_bounded, with_settings
 from cosyvoice_triton.speech_service.security.guard import is_open
+from cosyvoice_triton.speech_service.settings import Settings
 
 JSON, FORM, MULTIPART = "application/json", "application/x-www-form-urlencoded", "multipart/form-data"
 Schema = dict[str, Any]
@@ -67,6 +70,20 @@ def named(name: str) -> Schema:
 
 
 _SCHEMAS: dict[str, Schema] = {}
+_MODELS: dict[str, type[BaseModel]] = {}
+
+
+def model(kind: type[BaseModel]) -> Schema:
+    """Add a class to those that the document has by name; return a reference to it."""
+    _MODELS[kind.__name__] = kind
+    return named(kind.__name__)
+
+
+def field(kind: type[BaseModel], name: str) -> Schema:
+    """Return the schema of a field of a class, without its name; of several types the first."""
+    schema: Schema = kind.model_json_schema()["properties"][name]
+    schema |= schema.pop("anyOf", [{}])[0]
+    return {key: value for key, value in schema.items() if key not in ("title", "default")}
 
 
 def component(name: str, schema: Schema) -> Schema:
@@ -78,7 +95,8 @@ def component(name: str, schema: Schema) -> Schema:
 _NULLABLE: Schema = {"type": ["string", "null"]}
 ERROR = record({"message": TEXT, "type": TEXT, "param": _NULLABLE, "code": _NULLABLE})
 FAILED = component("Error", record({"error": ERROR}))
-SPEECH_FIELDS = named(SpeechRequest.__name__)
+SPEECH_FIELDS = model(SpeechRequest)
+BATCH_FIELDS = model(BatchRequest)
 SPEECH_BODY: Content = {
     JSON: SPEECH_FIELDS,
     MULTIPART: {"allOf": [SPEECH_FIELDS], "properties": {"ref_audio": FILE}},
@@ -117,8 +135,20 @@ def describe(
     }
 
 
-def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
-    """Return the OpenAPI document of the routes that answer requests."""
+def require_limits(routes: Iterable[BaseRoute]) -> None:
+    """Raise ValueError naming a value that a caller sends to one of the routes and that has no limit."""
+    components = _components()
+    for route in served(routes):
+        body = (getattr(route, "openapi_extra", None) or {}).get("requestBody", {"content": {}})
+        for content in body["content"].values():
+            require_bounded(content["schema"], components, route.path)
+        for parameter in (*route.dependant.path_params, *route.dependant.query_params):
+            if not any(hasattr(each, "max_length") for each in parameter.field_info.metadata):
+                raise ValueError(f"{route.path}.{parameter.name} has no limit: give its type one of limits.py")
+
+
+def document(routes: Iterable[BaseRoute], settings: Settings) -> dict[str, Any]:
+    """Return the OpenAPI document of the routes that answer requests, with the limits that are settings."""
     known = get_openapi(
         title="CosyVoice speech",
         version="1",
@@ -129,14 +159,18 @@ def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
     for path, methods in known["paths"].items():
         for method, operation in methods.items():
             operation |= _completed(operation, method, path)
-    _, models = models_json_schema(
-        [(SpeechRequest, "validation"), (BatchRequest, "validation")], ref_template=named("{model}")["$ref"]
-    )
     known["components"] = {
-        "schemas": {**models["$defs"], **_SCHEMAS},
+        "schemas": _components(),
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
     }
-    return known
+    return dict(with_settings(known, settings))
+
+
+def _components() -> dict[str, Schema]:
+    _, models = models_json_schema(
+        [(kind, "validation") for kind in _MODELS.values()], ref_template=named("{model}")["$ref"]
+    )
+    return {**models["$defs"], **_SCHEMAS}
 
 
 def served(routes: Iterable[BaseRoute]) -> list[APIRoute | APIWebSocketRoute]:

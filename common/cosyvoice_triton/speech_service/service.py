@@ -80,7 +80,8 @@ class Service:
                 requests = await asyncio.to_thread(utterances, wanted, decode_upload, self.voices, self.settings)
         except UnavailableError as error:  # a voice's file is damaged
             raise ApiError(503, str(error), code="unavailable", param="voice") from None
-        answer = SpeechAnswer(requests, len(wanted.input), model, API_KEY.get(), encoder, subtitles=wanted.subtitles)
+        about: dict[str, Any] = {"subtitles": wanted.subtitles, "no_words": wanted.no_words}
+        answer = SpeechAnswer(requests, len(wanted.input), model, API_KEY.get(), encoder, **about)
         if detail := "word" if wanted.subtitles else wanted.timestamps:
             for each in requests:
                 each.parameters[SEGMENTS] = True

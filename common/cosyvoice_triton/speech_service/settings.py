@@ -93,9 +93,14 @@ class Settings:
         return self.max_reference_mb * MIB
 
     @property
+    def max_reference_chars(self) -> int:
+        """Return the limit for a recording in base64, in lines and with a data URL's header."""
+        return self.max_reference_bytes * 4 // 3 + MIB
+
+    @property
     def max_body_bytes(self) -> int:
         """Return the limit for a request body: one recording in base64, and the texts."""
-        return self.max_reference_bytes * 4 // 3 + 2 * MIB
+        return self.max_reference_chars + MIB
 
     @property
     def max_unanswered_bytes(self) -> int:

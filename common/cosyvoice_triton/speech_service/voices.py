@@ -5,7 +5,7 @@ voice is requested by name, and so is one that this folder lacks.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -13,6 +13,7 @@ from typing import Any
 
 from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS
 from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.speech_service.audio.decoders import decoded
 from cosyvoice_triton.speech_service.audio.recordings import decode
 from cosyvoice_triton.speech_service.errors import ApiError, invalid, naming
 from cosyvoice_triton.text import clean_line
@@ -21,11 +22,12 @@ from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.bundle import export_voice, read_bundle
 from cosyvoice_triton.voice.files import delete_voice, is_voice_name, normalized, register_voice
 from cosyvoice_triton.voice.judgement import Judgement, judge
-from cosyvoice_triton.voice.mix import mixed_voices
-from cosyvoice_triton.voice.prompt import Recording
-from cosyvoice_triton.voice.rights import Rights
+from cosyvoice_triton.voice.mix import is_mix, mixed_voices
+from cosyvoice_triton.voice.prompt import Prompt, Recording
+from cosyvoice_triton.voice.rights import ANYONE, Rights
 
 MAX_VOICES = 1000  # of a folder, whose files are listed again for each list of voices and each new one
+VOICE_BYTES = 2 << 20  # of a voice on average: 10 s at 48 kHz
 
 
 class VoiceFolder(VoiceBook):
@@ -45,9 +47,10 @@ class VoiceFolder(VoiceBook):
         self._aliases = {alias: voice for alias, _, voice in (each.partition("=") for each in aliases)}
 
     def aliases(self) -> dict[str, str]:
-        """Return the registered voice that each alias stands for. A registered voice of the same name wins."""
+        """Return the voice that each alias stands for: of those that are spread, one of the operator's, so that no
+        caller changes them for the others. A registered voice of the same name wins."""
         names = self.names()
-        spread = itertools.cycle(names)
+        spread = itertools.cycle([name for name in names if not self.rights(name).created_by])
         voices = {alias: voice or next(spread, "") for alias, voice in self._aliases.items()}
         return {alias: voice for alias, voice in voices.items() if voice in names and alias not in names}
 
@@ -72,11 +75,11 @@ class VoiceFolder(VoiceBook):
             return ""
 
     def add(self, name: str, data: bytes, text: str, words: Any = "", consent: str = "", key: str = "") -> Judgement:
-        """Register a recording in any libsndfile format with its transcript (empty: unknown) and its dictionary.
+        """Register a recording with its transcript (empty: unknown) and its dictionary.
 
         consent, key: as in `Rights`. Returns what is to be said of the recording. ApiError.
         """
-        _check(name)
+        name = self._new(name)
         with naming("ref_text"):
             text = clean_line(text, name="ref_text", max_chars=MAX_TRANSCRIPT_CHARS)
         with naming("pronunciation"):
@@ -84,7 +87,7 @@ class VoiceFolder(VoiceBook):
         with naming("audio_sample"):
             recording = replace(decode(data, self._max_bytes), text=text)
         with naming("consent"):
-            rights = Rights.now(consent, key)
+            rights = Rights.now(consent, key or ANYONE)
         self._save(name, recording, words, rights)
         return judge(recording)
 
@@ -92,26 +95,45 @@ class VoiceFolder(VoiceBook):
         """Return a voice as one file, to the key that registered it. ApiError."""
         name = self._owned(name, key)
         with naming("name"):
-            return export_voice(self.folder, self, name)
+            return export_voice(self.folder, self, name, consent=bool(key))
 
     def load(self, data: bytes, name: str, key: str) -> str:
         """Register an exported voice under `name`, "" for its own; return the name. ApiError."""
         with naming("file"):
-            found = read_bundle(data)
-            rights = Rights.now(found.consent, key)
-        _check(name := name or normalized(found.name))
+            found = read_bundle(data, decoded)
+            rights = Rights.now(found.consent, key or ANYONE)
+        name = self._new(name or found.name)
         self._save(name, found.voice, found.words, rights)
         return name
 
-    def _save(self, name: str, voice: Recording | bytes, words: Mapping[str, str], rights: Rights) -> None:
+    def _new(self, name: str) -> str:
+        """Return a name as a new voice has it. ApiError for one that no voice of a caller may have."""
+        if not name:
+            raise invalid("name is missing: give the voice a name", "name")
+        if not is_voice_name(name := normalized(name)):
+            raise invalid(f"{name!r} is not a valid name: no slashes, no leading dot, not `pronunciation`", "name")
+        if name in self._aliases or is_mix(name):
+            raise invalid(f"the name {name!r} is reserved: it is an alias, or of the form of a mixed voice", "name")
+        return name
+
+    def _require_room(self, names: Collection[str], key: str) -> None:
+        """Raise ApiError if a key has as many voices as it may have, or as many bytes of them; or all have together."""
+        limits = {"": MAX_VOICES} | ({} if key == ANYONE else {key: self._max_per_key})
+        for whose, limit in limits.items():
+            own = [name for name in names if not whose or self.rights(name).created_by == whose]
+            size = sum(map(self.size, own))
+            if len(own) >= limit or size >= limit * VOICE_BYTES:
+                of = " of one API key" if whose else ""
+                raise ApiError(
+                    409,
+                    f"the limit of {limit} voices{of}, or of {limit * VOICE_BYTES >> 20} MiB of them, is reached: "
+                    f"there are {len(own)} of {size >> 20} MiB, delete some first",
+                )
+
+    def _save(self, name: str, voice: Recording | Prompt, words: Mapping[str, str], rights: Rights) -> None:
         with self._changing:
             names = self.names()
-            if len(names) >= MAX_VOICES:
-                raise ApiError(409, f"the limit of {len(names)} voices is reached: delete some first")
-            if key := rights.created_by:
-                own = sum(self.rights(each).created_by == key for each in names)
-                if own >= self._max_per_key:
-                    raise ApiError(409, f"the limit of {own} voices of one API key is reached: delete some of them")
+            self._require_room(names, rights.created_by)
             try:
                 if name in names:
                     raise FileExistsError
@@ -137,7 +159,8 @@ class VoiceFolder(VoiceBook):
         name = self._known(name)
         owner = self.rights(name).created_by
         if key and owner != key:
-            whose = f"belongs to the API key {owner}" if owner else "was not added with an API key"
+            keyless = owner in ("", ANYONE)
+            whose = "was not added with an API key" if keyless else f"belongs to the API key {owner}"
             hint = "only the key that added a voice may export or delete it, or `cosyvoice-triton voice` on the server"
             raise ApiError(403, f"the voice {name!r} {whose}: {hint}", code="not_your_voice", param="name")
         return name
@@ -152,10 +175,4 @@ class VoiceFolder(VoiceBook):
                 message = f"the voice {name!r} is part of a spk2info.pt and has no file of its own"
                 raise invalid(message, "name") from None
         self.names()  # forgets what it has read of them
-
-
-def _check(name: str) -> None:
-    if not name:
-        raise invalid("name is missing: give the voice a name", "name")
-    if not is_voice_name(name):
-        raise invalid(f"{name!r} is not a valid name: no slashes, no leading dot, not `pronunciation`", "name")
+        self.rights(name)

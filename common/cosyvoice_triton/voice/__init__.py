@@ -7,4 +7,5 @@ files.py      the file formats of registered voices, one reader each
 book.py       VoiceBook: registered voices by name
 mix.py        voices mixed from registered ones
 audio.py      waveforms: validation, resampling, features, sound files
+recordings.py recordings as files that anybody may have made
 """

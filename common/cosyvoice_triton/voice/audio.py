@@ -1,11 +1,13 @@
 """Waveforms: validate reference recordings, read and write sound files.
 
-Waveforms are mono float32 in -1..1. torch is imported only where a recording is resampled, see `features`.
+Waveforms are mono float32 in -1..1.
 """
 
+import io
 import math
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,17 +30,23 @@ _INT16_PEAK = 32767
 MAX_PEAK = 4.0
 
 _UNTRUSTED_RATES = (4_000, 192_000)
-# A few kilobytes of silence can have 255 channels, and libsndfile's rarer decoders are hardly tested.
-_UNTRUSTED_CHANNELS = 8
+MAX_CHANNELS = 8  # as 7.1; a few kilobytes of silence can have 255
+# libsndfile's rarer decoders are hardly tested.
 _UNTRUSTED_FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
 _BLOCK_FRAMES = 1 << 15  # decoded at once, so that memory does not grow with the number of channels
 
+_SINC_ZEROS = 6  # zero crossings of the resampling filter on each side
+_SINC_ROLLOFF = 0.99  # its cut-off, as a fraction of the lower Nyquist frequency
 
-def validate_reference(wav: np.ndarray, length: int | None = None, rate: int = PROMPT_SAMPLE_RATE) -> np.ndarray:
+
+def validate_reference(
+    wav: np.ndarray, length: int | None = None, rate: int = PROMPT_SAMPLE_RATE, name: str = "reference_wav"
+) -> np.ndarray:
     """Return the recording in a request's `reference_wav`, without padding: float32 (N,).
 
     wav: (T,) or (1, T), possibly padded at the end. length: the request's `reference_wav_len`; samples beyond it are
-    neither checked nor used. None: all samples. rate: the request's `reference_sample_rate`.
+    neither checked nor used. None: all samples. rate: the request's `reference_sample_rate`. name: of the recording in
+    messages.
     ValueError with the offending value: a rate that is not carried, wrong shape or type, length not in 1..T, duration
     out of range, NaN or infinite samples, silence.
     """
@@ -48,52 +56,60 @@ def validate_reference(wav: np.ndarray, length: int | None = None, rate: int = P
             f"{MAX_REFERENCE_RATE}: resample the recording, for example to {SAMPLE_RATE}"
         )
     if not np.issubdtype(wav.dtype, np.floating) or wav.ndim == 0 or wav.size != wav.shape[-1]:
-        raise ValueError(f"reference_wav is {wav.dtype} of shape {list(wav.shape)}: expected floats of shape [T]")
+        raise ValueError(f"{name} is {wav.dtype} of shape {list(wav.shape)}: expected floats of shape [T]")
     wav = wav.reshape(-1).astype(np.float32, copy=False)
     if wav.size == 0:
-        raise ValueError("reference_wav is empty: 0 samples")
+        raise ValueError(f"{name} is empty: 0 samples")
     if length is not None:
         if not 0 < length <= wav.size:
-            raise ValueError(f"reference_wav_len {length} is not in 1..{wav.size}, the samples of reference_wav")
+            raise ValueError(f"reference_wav_len {length} is not in 1..{wav.size}, the samples of {name}")
         wav = wav[:length]
     seconds = wav.size / rate
     if not MIN_REFERENCE_SECONDS <= seconds <= MAX_REFERENCE_SECONDS:
         raise ValueError(
-            f"reference_wav of {wav.size} samples lasts {seconds:.7g} s at {rate} Hz: "
+            f"{name} of {wav.size} samples lasts {seconds:.7g} s at {rate} Hz: "
             f"expected {MIN_REFERENCE_SECONDS} to {MAX_REFERENCE_SECONDS} s"
         )
     low, high = float(wav.min()), float(wav.max())  # NaN if there is one: no array is made that is as large
     if not math.isfinite(high - low):
         bad = np.flatnonzero(~np.isfinite(wav))[0]
-        raise ValueError(f"reference_wav is {wav[bad]} at sample {bad}: every sample must be finite")
+        raise ValueError(f"{name} is {wav[bad]} at sample {bad}: every sample must be finite")
     if (peak := max(-low, high)) > MAX_PEAK:
         raise ValueError(
-            f"reference_wav holds a sample of {peak:g}: samples are -1..1; divide 16-bit ones by {_INT16_PEAK + 1}"
+            f"{name} holds a sample of {peak:g}: samples are -1..1; divide 16-bit ones by {_INT16_PEAK + 1}"
         )
     if (swing := (high - low) / 2) < SILENCE_PEAK:  # also if all samples are the same
-        raise ValueError(f"reference_wav is silent: its samples vary by {swing:.1e}, less than {SILENCE_PEAK:.0e}")
+        raise ValueError(f"{name} is silent: its samples vary by {swing:.1e}, less than {SILENCE_PEAK:.0e}")
     return wav
 
 
-def load_audio(source: str | Path | BinaryIO, rate: int, *, max_seconds: float | None = None) -> np.ndarray:
-    """Return a sound file (path or open file) of any rate and channel count as float32 (N,) at `rate`, channels
-    averaged.
+def load_audio(source: str | Path | BinaryIO, rate: int) -> np.ndarray:
+    """Return a sound file of one's own (path or open file), of any rate and channel count, as float32 (N,) at `rate`,
+    channels averaged.
 
     Only libsndfile reads it (WAV, FLAC, OGG, MP3): FFmpeg's demuxers would open files that a playlist names.
-    max_seconds: for files from untrusted clients. ValueError if the file is longer, which is found out without decoding
-    the rest, or if its header names a format, a number of channels or a rate that would make reading it expensive.
     soundfile.LibsndfileError (a RuntimeError) if the file cannot be opened or is not audio.
     """
-    samples, own = _decoded(source, max_seconds)
-    return _resampled(samples, own, rate)
+    return _resampled(*_decoded(source), rate)
 
 
-def load_recording(source: str | Path | BinaryIO, *, max_seconds: float | None = None) -> Recording:
+def load_recording(source: str | Path | BinaryIO) -> Recording:
     """Return a sound file as a recording at its own rate, unless that is none that recordings have; not validated.
-    Parameters and errors are those of `load_audio`."""
-    samples, own = _decoded(source, max_seconds)
+    Files and errors are those of `load_audio`."""
+    samples, own = _decoded(source)
     rate = SAMPLE_RATE if own % REFERENCE_RATE_STEP else min(max(own, MIN_REFERENCE_RATE), MAX_REFERENCE_RATE)
     return Recording(_resampled(samples, own, rate), rate=rate)
+
+
+def load_untrusted(data: bytes) -> Recording:
+    """Return the content of a sound file as a recording, read by libsndfile; not validated otherwise.
+
+    ValueError, before a sample is decoded, if its header names a format, a number of channels or a rate that would make
+    that expensive; and if it is longer than MAX_REFERENCE_SECONDS, without decoding the rest. LibsndfileError if it is
+    no such file.
+    """
+    samples, own = _decoded(io.BytesIO(data), trusted=False)
+    return Recording(_resampled(samples, own, rate := carried_rate(own)), rate=rate)
 
 
 def at_rate(recording: Recording, rate: int) -> np.ndarray:
@@ -101,18 +117,54 @@ def at_rate(recording: Recording, rate: int) -> np.ndarray:
     return _resampled(recording.wav, recording.rate, rate)
 
 
+def require_cheap(channels: int, rate: int) -> None:
+    """Raise ValueError naming what an untrusted file's header says, if decoding or resampling it could be expensive."""
+    if not 0 < channels <= MAX_CHANNELS:
+        raise ValueError(f"the recording has {channels} channels: expected 1 to {MAX_CHANNELS}")
+    lowest, highest = _UNTRUSTED_RATES
+    if not lowest <= rate <= highest or rate % REFERENCE_RATE_STEP or carried_rate(rate) > MAX_REFERENCE_RATE:
+        raise ValueError(
+            f"the recording's sample rate is {rate}: use a multiple of {REFERENCE_RATE_STEP} from {lowest} to "
+            f"{highest}, such as {SAMPLE_RATE}"
+        )
+
+
+def carried_rate(own: int) -> int:
+    """Return the rate at which a recording of the rate `own` is carried: the nearest whole part or multiple of it,
+    whose resampling filter is short; `own` if there is none."""
+    parts = -(-own // MAX_REFERENCE_RATE)
+    return own if own % (parts * REFERENCE_RATE_STEP) else own // parts * -(-MIN_REFERENCE_RATE // own)
+
+
 def _resampled(samples: np.ndarray, own: int, rate: int) -> np.ndarray:
-    """Return samples (N,) at the rate `own` as (ceil(N * rate / own),)."""
+    """Return samples (N,) at the rate `own` as (ceil(N * rate / own),), with the values of `features.resample`."""
     if own == rate:
         return samples
-    import torch  # here: clients and the speech service start without it
+    divisor = math.gcd(own, rate)
+    source, target = own // divisor, rate // divisor
+    kernel = sinc_kernel(source, target).T  # (taps, target)
+    margin = (len(kernel) - source) // 2
+    padded = np.pad(samples, (margin, margin + source))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, len(kernel))[::source]  # (frames, taps)
+    block = max(1, _BLOCK_FRAMES // source)  # BLAS copies the windows
+    phases = [windows[begin : begin + block] @ kernel for begin in range(0, len(windows), block)]  # (block, target)
+    return np.concatenate(phases).reshape(-1)[: math.ceil(target * len(samples) / source)]
 
-    from cosyvoice_triton.voice.features import resample
 
-    return resample(torch.from_numpy(samples), own, rate).numpy()
+@lru_cache(maxsize=16)
+def sinc_kernel(source: int, target: int) -> np.ndarray:
+    """Return a windowed sinc for resampling by target / source, one row per output phase: float32 (target, source + 2 *
+    margin)."""
+    cutoff = min(source, target) * _SINC_ROLLOFF
+    margin = math.ceil(_SINC_ZEROS * source / cutoff)
+    taps = np.arange(-margin, margin + source) / source
+    phases = np.arange(0, -target, -1)[:, None] / target
+    t = np.clip((phases + taps) * cutoff, -_SINC_ZEROS, _SINC_ZEROS)
+    window = np.square(np.cos(t * math.pi / _SINC_ZEROS / 2))
+    return (np.sinc(t) * window * (cutoff / source)).astype(np.float32)
 
 
-def _decoded(source: str | Path | BinaryIO, max_seconds: float | None) -> tuple[np.ndarray, int]:
+def _decoded(source: str | Path | BinaryIO, trusted: bool = True) -> tuple[np.ndarray, int]:
     """Return the samples of a sound file, float32 (N,), and their rate."""
     import soundfile as sf  # here: the models' processes read no sound files unless recordings are registered
 
@@ -120,13 +172,15 @@ def _decoded(source: str | Path | BinaryIO, max_seconds: float | None) -> tuple[
         Path(source).stat()  # FileNotFoundError: libsndfile calls a missing file a "System error"
     with sf.SoundFile(source if isinstance(source, (str, Path)) else _Lenient(source)) as file:
         limit = sys.maxsize
-        if max_seconds is not None:
-            _require_cheap(file.format, file.channels, file.samplerate)
-            limit = int(max_seconds * file.samplerate) + 1
+        if not trusted:
+            if file.format not in _UNTRUSTED_FORMATS:
+                raise ValueError(f"the recording is a file of the format {file.format}: send WAV, FLAC, OGG or MP3")
+            require_cheap(file.channels, file.samplerate)
+            limit = int(MAX_REFERENCE_SECONDS * file.samplerate) + 1
         with np.errstate(all="ignore"):  # a file of floats may hold any; `validate_reference` names them
             samples = np.concatenate([np.zeros(0, np.float32), *_mono_blocks(file, limit)])
-        if max_seconds is not None and len(samples) == limit:
-            raise ValueError(f"the recording is longer than {max_seconds:g} s")
+        if len(samples) == limit:
+            raise ValueError(f"the recording is longer than {MAX_REFERENCE_SECONDS:g} s")
         return samples, file.samplerate
 
 
@@ -152,29 +206,6 @@ def _mono_blocks(file: Any, limit: int) -> Iterator[np.ndarray]:
     while limit > 0 and len(block := file.read(min(_BLOCK_FRAMES, limit), dtype="float32", always_2d=True)):
         limit -= len(block)
         yield block.mean(axis=1)
-
-
-def _require_cheap(kind: str, channels: int, rate: int) -> None:
-    """Raise ValueError naming what an untrusted file's header asks for, if decoding or resampling it could be
-    expensive."""
-    if kind not in _UNTRUSTED_FORMATS:
-        raise ValueError(f"the recording is a file of the format {kind}: send WAV, FLAC, OGG or MP3")
-    if channels > _UNTRUSTED_CHANNELS:
-        raise ValueError(f"the recording has {channels} channels, more than the limit of {_UNTRUSTED_CHANNELS}")
-    lowest, highest = _UNTRUSTED_RATES
-    if rate % REFERENCE_RATE_STEP or not lowest <= rate <= highest:
-        raise ValueError(
-            f"the recording's sample rate is {rate}: use a multiple of {REFERENCE_RATE_STEP} from {lowest} to "
-            f"{highest}, such as {SAMPLE_RATE}"
-        )
-
-
-def load_reference(source: Path | BinaryIO) -> Recording:
-    """Return a sound file as a reference recording. ValueError as in `validate_reference`, and as in `load_audio` for
-    files from untrusted clients."""
-    recording = load_recording(source, max_seconds=MAX_REFERENCE_SECONDS)
-    validate_reference(recording.wav, rate=recording.rate)
-    return recording
 
 
 def save_audio(path: str | Path | BinaryIO, waveform: np.ndarray, rate: int) -> None:

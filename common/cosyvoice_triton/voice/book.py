@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any, NoReturn, TypeVar
@@ -20,6 +21,7 @@ from cosyvoice_triton.text.pronunciation import combined, read_pronunciations
 from cosyvoice_triton.voice.files import (
     PRONUNCIATION,
     RECORDINGS,
+    VOICE_FILES,
     Decode,
     is_voice_name,
     read_recording,
@@ -97,6 +99,7 @@ class VoiceBook:
         self._read_voice = partial(read_voice, full_band=full_band)
         self._default = default
         self._voices = _Files()
+        self._rights: dict[str, tuple[tuple[int, ...], Rights]] = {}  # by name, with the stamp of the file
         self._words = _Files()  # apart: whoever asks for words must not wait for a large file of voices
 
     def get(self, name: str | None = None) -> Voice | Mix:
@@ -139,7 +142,18 @@ class VoiceBook:
 
     def rights(self, name: str) -> Rights:
         """Return who registered a voice, when and with which consent, as far as its file says so."""
-        return Rights.read(self._folder / f"{name}.safetensors") if self._folder is not None else UNKNOWN
+        stamp = _stamp(path := self._folder / f"{name}.safetensors") if self._folder is not None else ()
+        if not stamp:
+            self._rights.pop(name, None)
+            return UNKNOWN
+        if (known := self._rights.get(name)) is None or known[0] != stamp:
+            self._rights[name] = known = (stamp, Rights.read(path))
+        return known[1]
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a voice's files."""
+        paths = [] if self._folder is None else [self._folder / f"{name}{ending}" for ending in VOICE_FILES]
+        return sum(stamp[1] for path in paths if (stamp := _stamp(path)))
 
     def names(self) -> list[str]:
         """Return the known names, sorted. UnavailableError if they cannot be read."""
@@ -155,6 +169,8 @@ class VoiceBook:
         if not self._default and (voice := self._read(UPSTREAM_DEFAULT, in_files=False)) is not None:
             return UPSTREAM_DEFAULT, voice
         names = [self._default] if self._default else self._names()
+        if len(names) > 1:  # those that a service's callers have added change nothing for the others
+            names = list(islice((name for name in names if not self.rights(name).created_by), 2))
         return (names[0] if len(names) == 1 else ""), None
 
     def _read(self, name: str, in_files: bool = True) -> Voice | None:

@@ -7,7 +7,8 @@ Reading one unpacks nothing: two members of known names are read into memory, ea
 import io
 import json
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from cosyvoice_triton.constants import MAX_REFERENCE_RATE, MAX_REFERENCE_SECONDS
 from cosyvoice_triton.errors import json_kind
 from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.text.pronunciation import pronunciations, read_pronunciations
-from cosyvoice_triton.voice.audio import load_reference
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.files import PRONUNCIATION, is_voice_name, parse_voice
-from cosyvoice_triton.voice.prompt import Recording
-from cosyvoice_triton.voice.rights import MAX_CONSENT_CHARS
+from cosyvoice_triton.voice.prompt import Prompt, Recording
+from cosyvoice_triton.voice.recordings import parse_recording
+from cosyvoice_triton.voice.rights import MAX_CONSENT_CHARS, UNKNOWN
 
 _ABOUT, _WAV, _ENCODED = "voice.json", "recording.wav", "voice.safetensors"
 _SOUND_BYTES = int(MAX_REFERENCE_SECONDS * MAX_REFERENCE_RATE * 4) + (64 << 10)  # floats, and a header
@@ -32,19 +33,19 @@ _MAX_DIRECTORY_BYTES = 4096  # zipfile makes an object for each entry
 
 @dataclass(frozen=True)
 class Bundle:
-    """What is in the file, checked. voice: as for `register_voice`."""
+    """What is in the file, checked."""
 
     name: str
-    voice: Recording | bytes
+    voice: Recording | Prompt
     words: dict[str, str]
     consent: str
 
 
-def export_voice(folder: Path, book: VoiceBook, name: str) -> bytes:
-    """Return a registered voice as one file. ValueError if it has no file of its own; UnavailableError if that is
-    damaged."""
+def export_voice(folder: Path, book: VoiceBook, name: str, consent: bool = True) -> bytes:
+    """Return a registered voice as one file, with its consent or without. ValueError if it has no file of its own;
+    UnavailableError if that is damaged."""
     voice, encoded, words = book.get(name), folder / f"{name}.safetensors", folder / f"{name}.{PRONUNCIATION}.txt"
-    rights = book.rights(name)
+    rights = book.rights(name) if consent else UNKNOWN
     about: dict[str, Any] = {"name": name, "consent": rights.consent, **rights.known}
     about["pronunciation"] = read_pronunciations(words) if words.exists() else {}
     if isinstance(voice, Recording):
@@ -65,8 +66,9 @@ def export_voice(folder: Path, book: VoiceBook, name: str) -> bytes:
     return file.getvalue()
 
 
-def read_bundle(data: bytes) -> Bundle:
-    """Return the content of a file that `export_voice` made. ValueError saying what is wrong with it."""
+def read_bundle(data: bytes, parse: Callable[[bytes], Recording] = parse_recording) -> Bundle:
+    """Return the content of a file that `export_voice` made. parse: of its recording. ValueError saying what is wrong
+    with it."""
     members = _members(data)
     try:
         about = json.loads(members[_ABOUT])
@@ -80,14 +82,13 @@ def read_bundle(data: bytes) -> Bundle:
             raise ValueError(f"{name} in {_ABOUT} is not a text of up to {MAX_CONSENT_CHARS} characters")
     words = pronunciations(about.get("pronunciation") or {})
     if (encoded := members.get(_ENCODED)) is not None:
-        parse_voice(encoded, _ENCODED)
-        return Bundle(texts["name"], encoded, words, texts["consent"])
+        return Bundle(texts["name"], parse_voice(encoded, _ENCODED), words, texts["consent"])
     try:
-        recording = load_reference(io.BytesIO(members[_WAV]))
-    except RuntimeError as error:  # libsndfile's
-        raise ValueError(f"{_WAV} is not readable: {error}") from None
+        recording = parse(members[_WAV])
+    except ValueError as error:
+        raise ValueError(f"{_WAV}: {error}") from None
     text = clean_line(texts["text"], name="text", max_chars=MAX_TRANSCRIPT_CHARS)
-    return Bundle(texts["name"], Recording(recording.wav, text, recording.rate), words, texts["consent"])
+    return Bundle(texts["name"], replace(recording, text=text), words, texts["consent"])
 
 
 def _members(data: bytes) -> dict[str, bytes]:

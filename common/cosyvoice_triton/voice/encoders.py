@@ -12,6 +12,7 @@ Both networks are read from the official ONNX files, of any size. Recordings are
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -141,7 +142,7 @@ class ReferenceEncoder:
         self._model_dir = model_dir
         self._device = device
         self._speaker_runtime = speaker_runtime
-        self._prompts = RecordingCache()
+        self._prompts: RecordingCache[Prompt] = RecordingCache()
         self._lock = Lock()  # one recording at a time, also while the networks are loading
 
     @cached_property
@@ -153,7 +154,7 @@ class ReferenceEncoder:
         """Return the prompt of a checked recording, with its transcript."""
         with self._lock:
             if (known := self._prompts.get(recording)) is not None:
-                return known
+                return replace(known, text=recording.text)
             tokenizer, speaker = self._networks
             mel, wav = reference_mel(recording, self._mel_max_hz), audio.at_rate(recording, PROMPT_SAMPLE_RATE)
             prompt = Prompt.aligned(tokenizer([wav])[0], mel, speaker([wav])[0], recording.text)

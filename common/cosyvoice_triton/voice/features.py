@@ -14,11 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cosyvoice_triton.constants import HOP_SAMPLES, MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.voice.audio import sinc_kernel
 
 _MEL_FLOOR = 1e-5
-
-_SINC_ZEROS = 6  # zero crossings of the resampling filter on each side
-_SINC_ROLLOFF = 0.99  # its cut-off, as a fraction of the lower Nyquist frequency
 
 
 def resample(wav: Tensor, from_rate: int, to_rate: int) -> Tensor:
@@ -27,25 +25,12 @@ def resample(wav: Tensor, from_rate: int, to_rate: int) -> Tensor:
         return wav
     divisor = math.gcd(from_rate, to_rate)
     source, target = from_rate // divisor, to_rate // divisor
-    kernel = _sinc_kernel(source, target, wav.device)
+    kernel = torch.from_numpy(sinc_kernel(source, target))[:, None].to(wav.device)  # (target, 1, taps)
     margin = (kernel.shape[2] - source) // 2
     flat = wav.reshape(-1, 1, wav.shape[-1])
     phases = F.conv1d(F.pad(flat, (margin, margin + source)), kernel, stride=source)  # (B, target, frames)
     samples = phases.transpose(1, 2).reshape(*wav.shape[:-1], -1)  # (B, target, frames) -> (..., frames * target)
     return samples[..., : math.ceil(target * wav.shape[-1] / source)]
-
-
-@lru_cache(maxsize=16)
-@torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
-def _sinc_kernel(source: int, target: int, device: torch.device) -> Tensor:
-    """Return a windowed sinc, one row per output phase: (target, 1, source + 2 * margin)."""
-    cutoff = min(source, target) * _SINC_ROLLOFF
-    margin = math.ceil(_SINC_ZEROS * source / cutoff)
-    taps = torch.arange(-margin, margin + source, dtype=torch.float64) / source
-    phases = torch.arange(0, -target, -1, dtype=torch.float64)[:, None, None] / target
-    t = ((phases + taps) * cutoff).clamp(-_SINC_ZEROS, _SINC_ZEROS)
-    window = torch.cos(t * math.pi / _SINC_ZEROS / 2).square()
-    return (torch.sinc(t) * window * (cutoff / source)).float().to(device)
 
 
 @dataclass(frozen=True)

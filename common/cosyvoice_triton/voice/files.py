@@ -1,8 +1,8 @@
 """The file formats of registered voices. Each is read here and nowhere else.
 
 NAME.safetensors   a Prompt, encoded in advance, or an uploaded recording with its transcript
-NAME.wav           a recording (also .flac, .mp3, .ogg), and its transcript in NAME.txt (without one the voice is cloned
-                   cross-lingually)
+NAME.wav           a recording (also .flac, .mp3, .m4a, ...), and its transcript in NAME.txt (without one the voice is
+                   cloned cross-lingually)
 spk2info.pt        upstream's speakers by name: with a recording's tokens and mel, or an x-vector alone
 NAME.pronunciation.txt, pronunciation.txt   the dictionaries of a voice of any of these, and of all voices
 """
@@ -30,16 +30,15 @@ from cosyvoice_triton.constants import (
     TOKEN_RATE,
 )
 from cosyvoice_triton.text import clean_line
-from cosyvoice_triton.voice.audio import load_reference, validate_reference
+from cosyvoice_triton.voice.audio import validate_reference
 from cosyvoice_triton.voice.prompt import Prompt, Recording
-from cosyvoice_triton.voice.rights import UNKNOWN, Rights
+from cosyvoice_triton.voice.recordings import ENDINGS, parse_recording
+from cosyvoice_triton.voice.rights import MAX_HEADER_BYTES, UNKNOWN, Rights, header_bytes
 
 logger = logging.getLogger(__name__)
 
 MAX_NAME_BYTES = 128
-RECORDINGS = tuple(
-    case for each in (".wav", ".flac", ".mp3", ".ogg") for case in (each, each.upper())
-)  # that libsndfile reads, from the first one looked up to the last
+RECORDINGS = tuple(case for each in ENDINGS for case in (each, each.upper()))
 
 PRONUNCIATION = "pronunciation"  # no voice's name, because files are called so
 VOICE_FILES = (".safetensors", *RECORDINGS, ".txt", f".{PRONUNCIATION}.txt")  # endings of what belongs to a voice
@@ -78,8 +77,8 @@ def is_voice_name(name: str) -> bool:
 
 def normalized(name: str) -> str:
     """Return a voice's name in Unicode's form NFKC, in which names that look alike are the same, and what looks like
-    the characters of a path is one."""
-    return unicodedata.normalize("NFKC", name)
+    the characters of a path is one; a longer text, whose normalization would take long, as it is."""
+    return unicodedata.normalize("NFKC", name) if len(name) <= MAX_NAME_BYTES else name
 
 
 def read_voice(path: Path, full_band: bool = False) -> Prompt | Recording:
@@ -93,6 +92,8 @@ def read_voice(path: Path, full_band: bool = False) -> Prompt | Recording:
 
 def parse_voice(data: bytes, where: str, full_band: bool = False) -> Prompt | Recording:
     """Return the voice in the content of such a file. ValueError starting with `where`."""
+    if (size := header_bytes(data)) > MAX_HEADER_BYTES:
+        raise ValueError(f"{where} has a header of {size} bytes, more than the limit of {MAX_HEADER_BYTES}")
     tensors = _parsed(data, where, load)
     needed = (WAV, TRANSCRIPT) if WAV in tensors else (TOKENS, MEL, EMBEDDING, TRANSCRIPT)
     if missing := [name for name in needed if name not in tensors]:
@@ -108,47 +109,37 @@ def parse_voice(data: bytes, where: str, full_band: bool = False) -> Prompt | Re
     if WAV not in tensors:
         return _prompt(tensors, transcript, where)
     try:
-        rate = tensors[RATE].item() if RATE in tensors else PROMPT_SAMPLE_RATE
+        rate = _rate(tensors) or PROMPT_SAMPLE_RATE
         wav = validate_reference(tensors[WAV], rate=rate)
         return Recording(wav, clean_line(transcript(), name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS), rate)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
 
-def save_voice(path: Path, prompt: Prompt, rate: int = PROMPT_SAMPLE_RATE, rights: Rights = UNKNOWN) -> None:
-    """Write a voice, in place of an older one; readers see a complete file or none. rate: of its recording."""
-    tensors = {
-        TOKENS: prompt.tokens.astype(np.int32),
-        MEL: np.ascontiguousarray(prompt.mel),
-        EMBEDDING: np.ascontiguousarray(prompt.embedding),
-        RATE: np.array([rate], np.int32),
-    }
-    with _new_file(path, _with_text(tensors, prompt.text, rights)) as work:
+def save_voice(path: Path, prompt: Prompt, rights: Rights = UNKNOWN) -> None:
+    """Write a voice, in place of an older one; readers see a complete file or none."""
+    with _new_file(path, _content(prompt, rights)) as work:
         work.replace(path)
 
 
-def save_recording(path: Path, recording: Recording, rights: Rights = UNKNOWN) -> None:
-    """Write a recording and its transcript: one file, so that readers never see those of different voices.
+def save_recording(path: Path, voice: Recording | Prompt, rights: Rights = UNKNOWN) -> None:
+    """Write a voice with its transcript: one file, so that readers never see those of different voices.
 
     FileExistsError if the file exists; of several processes that share the folder, one creates it.
     """
-    tensors = {WAV: recording.wav, RATE: np.array([recording.rate], np.int32)}
-    with _new_file(path, _with_text(tensors, recording.text, rights)) as work:
+    with _new_file(path, _content(voice, rights)) as work:
         os.link(work, path)
 
 
-def register_voice(folder: Path, name: str, voice: Recording | bytes, words: Mapping[str, str], rights: Rights) -> None:
-    """Write a new voice and its dictionary, or nothing. voice: a recording, or the content of a voice's file.
-    FileExistsError if there is such a file."""
+def register_voice(
+    folder: Path, name: str, voice: Recording | Prompt, words: Mapping[str, str], rights: Rights
+) -> None:
+    """Write a new voice and its dictionary, or nothing. FileExistsError if there is such a file."""
     path = folder / f"{name}.safetensors"
-    if isinstance(voice, Recording):
-        save_recording(path, voice, rights)
-    else:
-        with _new_file(path, save(load(voice), rights.metadata)) as work:
-            os.link(work, path)
+    save_recording(path, voice, rights)
     try:
         save_pronunciation(folder, name, words)
-    except OSError:
+    except BaseException:
         path.unlink()
         raise
 
@@ -184,15 +175,24 @@ def _new_file(path: Path, content: bytes) -> Iterator[Path]:
         work.unlink(missing_ok=True)
 
 
-def _with_text(tensors: dict[str, np.ndarray], text: str, rights: Rights) -> bytes:
-    return save({**tensors, TRANSCRIPT: np.frombuffer(text.encode(), np.uint8)}, rights.metadata)
+def _content(voice: Recording | Prompt, rights: Rights) -> bytes:
+    """Return the content of a voice's file."""
+    tensors = {TRANSCRIPT: np.frombuffer(voice.text.encode(), np.uint8)}
+    if voice.rate:
+        tensors[RATE] = np.array([voice.rate], np.int32)
+    if isinstance(voice, Recording):
+        tensors[WAV] = voice.wav
+    else:
+        tensors[TOKENS] = voice.tokens.astype(np.int32)
+        tensors |= {MEL: np.ascontiguousarray(voice.mel), EMBEDDING: np.ascontiguousarray(voice.embedding)}
+    return save(tensors, rights.metadata)
 
 
 def read_recording(path: Path) -> Recording:
     """Return a recording and the transcript next to it, validated like those of a request. ValueError naming the
     file."""
     try:
-        recording = load_reference(path)
+        recording = parse_recording(path.read_bytes())
         transcript = path.with_suffix(".txt")
         text = transcript.read_text("utf-8-sig") if transcript.exists() else ""
         text = clean_line(text, name=transcript.name, max_chars=MAX_TRANSCRIPT_CHARS)
@@ -260,10 +260,14 @@ def _prompt(tensors: Mapping[str, np.ndarray], transcript: Callable[[], str], wh
         if tokens.size and tokens.min() < 0:
             raise ValueError(f"it has the speech token {tokens.min()}")
         _check_lengths(len(tokens), len(mel), text)
-        prompt = Prompt.aligned(tokens, mel, embedding, text)
+        prompt = replace(Prompt.aligned(tokens, mel, embedding, text), rate=_rate(tensors))
     except (IndexError, RuntimeError, TypeError, ValueError) as error:  # of numpy, for unusable shapes
         raise ValueError(f"{where}: {error}") from error
     return prompt
+
+
+def _rate(tensors: Mapping[str, np.ndarray]) -> int | None:
+    return int(tensors[RATE].item()) if RATE in tensors else None
 
 
 def _check_lengths(tokens: int, frames: int, text: str) -> None:

@@ -55,6 +55,10 @@ class Judgement:
             )
         return [f"the recording {each}" for each in found]
 
+    def of(self, text: str) -> "Judgement":
+        """Return the same measures for another transcript."""
+        return replace(self, expected=expected_seconds(text) if text else None)
+
     def mended(self, recording: Recording) -> Recording:
         """Return the recording with at most KEPT_SILENCE at both ends, and with as much after an abrupt end, within the
         limits of its duration."""

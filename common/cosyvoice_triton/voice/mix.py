@@ -64,6 +64,11 @@ def mixed_voices(name: str) -> list[tuple[str, float]]:
     return [_part(part, name) for part in parts]
 
 
+def is_mix(name: str) -> bool:
+    """Return whether `name` has the form of a mix, a valid one or not."""
+    return len(_PLUS.split(name)) > 1
+
+
 def _part(part: str, name: str) -> tuple[str, float]:
     found = _PART.fullmatch(part.strip())
     voice, weight = found.groups() if found else (part, None)

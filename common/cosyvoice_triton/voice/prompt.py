@@ -5,13 +5,15 @@ Imports numpy only: most processes handle prompts and never encode one.
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_MEL_RATIO
+
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Recording:
 
 @dataclass(frozen=True)
 class Prompt:
-    """An encoded recording. `tokens` (P,) int64 in 0..6560, `mel` (2P, 80), `embedding` (192,), transcript `text`.
+    """An encoded recording. `tokens` (P,) int64 in 0..6560, `mel` (2P, 80), `embedding` (192,), transcript `text`, the
+    recording's `rate` if it is known.
 
     P = 0: a voice of which only the x-vector is known; it has no transcript.
     """
@@ -50,6 +53,7 @@ class Prompt:
     mel: np.ndarray
     embedding: np.ndarray
     text: str
+    rate: int | None = None
 
     @classmethod
     def aligned(cls, tokens: np.ndarray, mel: np.ndarray, embedding: np.ndarray, text: str = "") -> "Prompt":
@@ -101,24 +105,24 @@ class PromptEncoder(Protocol):
         ...
 
 
-class RecordingCache:
-    """The prompts of the `capacity` most recently used recordings, about 160 kB per 10 s of recording.
+class RecordingCache(Generic[ValueT]):
+    """What was made of the samples of the `capacity` most recently used recordings, whatever their transcripts: a
+    prompt has about 160 kB per 10 s.
 
     Triton's response cache saves running the encoders; a hit here also saves the calls to their models.
     """
 
     def __init__(self, capacity: int = 256) -> None:
         self._capacity = capacity
-        self._prompts: OrderedDict[bytes, Prompt] = OrderedDict()  # by digest of the samples, most recently used last
+        self._known: OrderedDict[bytes, ValueT] = OrderedDict()  # by digest of the samples, most recently used last
 
-    def get(self, recording: Recording) -> Prompt | None:
-        """Return the prompt of these samples, with this recording's transcript."""
-        if (prompt := self._prompts.get(recording.digest)) is None:
-            return None
-        self._prompts.move_to_end(recording.digest)
-        return prompt if prompt.text == recording.text else replace(prompt, text=recording.text)
+    def get(self, recording: Recording) -> ValueT | None:
+        """Return what is known of these samples, perhaps with another transcript."""
+        if recording.digest in self._known:
+            self._known.move_to_end(recording.digest)
+        return self._known.get(recording.digest)
 
-    def put(self, recording: Recording, prompt: Prompt) -> None:
-        self._prompts[recording.digest] = prompt
-        if len(self._prompts) > self._capacity:
-            self._prompts.popitem(last=False)
+    def put(self, recording: Recording, value: ValueT) -> None:
+        self._known[recording.digest] = value
+        if len(self._known) > self._capacity:
+            self._known.popitem(last=False)

@@ -46,7 +46,9 @@ async def captioned(request: Request) -> Response:
         fields.pop("return_timestamps", None)
         if fields.get("model") == "kokoro":  # its clients' default
             del fields["model"]
-        wanted: SpeechRequest = parse(SpeechRequest, {**fields, "stream_format": "json", "timestamps": "word"})
+        wanted: SpeechRequest = parse(
+            SpeechRequest, {**fields, "stream_format": "json", "timestamps": "word"}, service.settings
+        )
         answer = await service.answer(wanted)
     audio, stall = service.dispatcher.encoded(answer), service.settings.stall
     return AudioResponse(answer, audio, stall, "application/json", partial(_captioned_json, answer))

@@ -19,15 +19,14 @@ from fastapi import APIRouter, Query, WebSocket
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import json_kind
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
-from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
+from cosyvoice_triton.speech_service.bodies import SpeechRequest
 from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
+from cosyvoice_triton.speech_service.limits import MAX_ID_CHARS, MAX_ITEMS, MAX_METADATA, NAME_CHARS
 from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
 from cosyvoice_triton.speech_service.service import Service
+from cosyvoice_triton.speech_service.settings import MAX_CHAR_BYTES
 
-MAX_ITEMS = 128  # of a conversation, of which only the last is spoken: the oldest are forgotten
-MAX_ID_CHARS = 64  # ids come back in each event
 DELTA_BYTES = 1 << 15  # of audio in one event: 0.7 s; some clients refuse messages of a megabyte
-MAX_METADATA = 16, 64, 512  # pairs, characters of a name and of a value, as OpenAI's
 
 _FORMATS = {
     "audio/pcm": "pcm",
@@ -50,7 +49,9 @@ _BETA_EVENTS = {
 _TEXT_ONLY = "the model does not listen: send text with conversation.item.create"
 
 router = APIRouter()
-_Model = Annotated[str, Query(description="a served model")]  # for the document: the session reads it
+_Model = Annotated[
+    str, Query(description="a served model", max_length=NAME_CHARS)
+]  # for the document: the session reads it
 
 
 @router.websocket("/v1/realtime")
@@ -170,12 +171,12 @@ class RealtimeSession(SocketSessionBase):
         if not isinstance(modalities, list) or "audio" not in modalities:
             raise invalid(f"modalities {modalities!r}: this model answers with audio", "output_modalities")
         config = {**self._config, **fields}
-        self._service.encoder(parse(SpeechRequest, {**config, "input": "."}))
+        self._service.encoder(self._parsed(config))
         return config
 
     async def _check_voice(self, config: dict[str, Any]) -> None:
         """Raise ApiError for a voice that neither this service nor the models know; not if they do not answer now."""
-        wanted: SpeechRequest = parse(SpeechRequest, {**config, "input": "."})
+        wanted = self._parsed(config)
         if not wanted.voice_name or wanted.voice_name == self._config.get("voice"):
             return
         try:
@@ -187,7 +188,7 @@ class RealtimeSession(SocketSessionBase):
                 raise
 
     def _session(self) -> dict[str, Any]:
-        wanted: SpeechRequest = parse(SpeechRequest, {**self._config, "input": "."})
+        wanted = self._parsed(self._config)
         about = {"object": "realtime.session", "id": self._id, "model": wanted.model or self._service.default_model}
         about |= {"instructions": wanted.instructions}
         return about | self._output(wanted) | ({} if self._beta else {"type": "realtime"})
@@ -221,6 +222,7 @@ class RealtimeSession(SocketSessionBase):
 
     async def _add(self, item: dict[str, Any], position: int, status: str = "completed") -> None:
         before = self._items[position - 1]["id"] if position else None
+        self._keep(MAX_CHAR_BYTES * sum(len(each["text"]) for each in (*self._items, item)))
         self._items.insert(position, item)
         del self._items[:-MAX_ITEMS]
         await self._send("conversation.item.added", previous_item_id=before, item=self._shown(item, status))
@@ -294,7 +296,7 @@ class RealtimeSession(SocketSessionBase):
                 "response",
                 NOTHING,
             )
-        wanted: SpeechRequest = parse(SpeechRequest, {**self._updated(given), "input": text})
+        wanted = self._parsed(self._updated(given), text)
         self._response = response = Response(wanted, _metadata(given.get("metadata", {})))
         await self._send("response.created", response=self._about(response, "in_progress"))
         await self._send("response.output_item.added", **_where(response), item=self._item_of(response, "in_progress"))

@@ -123,4 +123,6 @@ class RuntimeServicer:
             if field in payload.DESCRIPTOR.fields_by_name:
                 values[name] = getattr(payload, field)
         recording = payload.prompt_audio if "prompt_audio" in payload.DESCRIPTOR.fields_by_name else None
-        return await self._service.answer(parse(SpeechRequest, values), recording, from_pcm16, AudioEncoder("pcm"))
+        return await self._service.answer(
+            parse(SpeechRequest, values, self._service.settings), recording, from_pcm16, AudioEncoder("pcm")
+        )

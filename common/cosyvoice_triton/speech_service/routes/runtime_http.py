@@ -45,16 +45,15 @@ async def infer(request: Request) -> Response:
                 raise invalid(f"{field} is missing", field)
             else:
                 values[name] = str(fields[field])
-        answer = await service.answer(parse(SpeechRequest, values), upload, encoder=AudioEncoder("pcm"))
+        answer = await service.answer(
+            parse(SpeechRequest, values, service.settings), upload, encoder=AudioEncoder("pcm")
+        )
     return AudioResponse(answer, service.dispatcher.encoded(answer), service.settings.stall)
 
 
 for path, names in ROUTES.items():
     fields = {
-        field: doc.described(
-            doc.FILE if field == "prompt_wav" else doc.TEXT, SpeechRequest.model_fields[name].description or ""
-        )
-        for field, name in names.items()
+        field: doc.FILE if field == "prompt_wav" else doc.field(SpeechRequest, name) for field, name in names.items()
     }
     kinds = [doc.MULTIPART] if "prompt_wav" in fields else [doc.MULTIPART, doc.FORM]
     body, audio = dict.fromkeys(kinds, doc.record(fields)), {FORMATS["pcm"].media_type: doc.FILE}

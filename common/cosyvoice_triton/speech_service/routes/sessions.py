@@ -10,8 +10,9 @@ from async_timeout import timeout
 from fastapi import WebSocket
 from starlette.websockets import WebSocketDisconnect
 
-from cosyvoice_triton.speech_service.bodies import read_json
+from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse, read_json
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
+from cosyvoice_triton.speech_service.security.budget import Claim
 from cosyvoice_triton.speech_service.security.guard import KEY_PROTOCOL
 from cosyvoice_triton.speech_service.service import Service
 
@@ -30,6 +31,7 @@ class SocketSessionBase(ABC):
         self._socket = socket
         self._service = service
         self._speaker: asyncio.Task[None] | None = None
+        self._kept = Claim(socket.app.state.budget)  # what the session remembers
         self._active = time.monotonic()  # when the last message was received or the last audio sent
 
     @classmethod
@@ -52,6 +54,7 @@ class SocketSessionBase(ABC):
             try:
                 await session.run()
             finally:
+                session._kept.release()
                 await session.stop_speaking()
         except WebSocketDisconnect:
             pass
@@ -82,6 +85,7 @@ class SocketSessionBase(ABC):
                     return
             except ApiError as error:
                 await self._send_error(error)
+            await asyncio.sleep(0)  # others have their turn, however many messages wait
 
     @abstractmethod
     async def _handle(self, fields: dict[str, Any]) -> bool:
@@ -94,6 +98,16 @@ class SocketSessionBase(ABC):
     @abstractmethod
     async def _send_error(self, error: ApiError) -> None:
         """Tell the client what is wrong with its message."""
+
+    def _parsed(self, config: dict[str, Any], text: str = ".") -> SpeechRequest:
+        """Return the request for a text with the session's fields. ApiError."""
+        wanted: SpeechRequest = parse(SpeechRequest, {**config, "input": text}, self._service.settings)
+        return wanted
+
+    def _keep(self, size: int) -> None:
+        """Hold so many bytes of the budget until the session ends, in place of those before. ApiError."""
+        if not self._kept.covers(size):
+            raise ApiError(503, "too much is kept for sessions: try again", code="unavailable", retry_after=1)
 
     async def _send(self, kind: str, **fields: Any) -> None:
         """Send one message; TimeoutError if the client does not read."""

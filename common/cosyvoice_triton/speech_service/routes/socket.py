@@ -24,17 +24,13 @@ from fastapi import APIRouter, WebSocket
 
 from cosyvoice_triton.client.utterance import TextPieces
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
-from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
-from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
+from cosyvoice_triton.speech_service.errors import ApiError, invalid
+from cosyvoice_triton.speech_service.limits import MAX_WAITING_CHARS, MAX_WAITING_UTTERANCES
 from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.text import is_speakable
 from cosyvoice_triton.text.markup import without_voices
 from cosyvoice_triton.text.segments import WINDOW, SentenceSplitter
-
-# An LLM writes faster than its text is spoken, so sentences and ended utterances wait; an hour of speech is enough.
-MAX_WAITING_CHARS = 65_536
-MAX_WAITING_UTTERANCES = 64
 
 _MODES = "sentences", "tokens"
 # Fields of /v1/audio/speech that a session has not, and what it has instead.
@@ -100,11 +96,12 @@ class SocketSession(SocketSessionBase):
         if mode not in _MODES:
             raise invalid(f"mode must be {' or '.join(_MODES)}, not {mode!r}", "mode")
         config = {"response_format": "pcm", **fields}
-        wanted: SpeechRequest = parse(SpeechRequest, {**config, "input": "."})
+        wanted = self._parsed(config)
         for name, instead in _NOT_OF_A_SESSION.items():
             if (value := fields.get(name)) is not None:
                 raise invalid(f"{name} {value!r} of a WebSocket: {instead}", name)
         self._service.encoder(wanted)
+        self._keep(len(wanted.ref_audio))
         self._config, self._by_tokens = config, mode == "tokens"
 
     async def _add_text(self, text: Any) -> None:
@@ -216,7 +213,7 @@ class SocketSession(SocketSessionBase):
         usage: dict[str, Any] = {}
         try:
             text = sentence if isinstance(sentence, str) else ""
-            wanted: SpeechRequest = parse(SpeechRequest, {**self._config, **before, "input": text or "."})
+            wanted = self._parsed({**self._config, **before}, text or ".")
             answer = await self._service.answer(wanted)
             if isinstance(sentence, TextPieces):
                 answer.utterances = (replace(answer.utterances[0], target_text="", pieces=sentence),)
@@ -233,21 +230,13 @@ class SocketSession(SocketSessionBase):
                 await self._send("warning", **index, message=message)
             usage = {"usage": answer.usage}
         except ApiError as error:
-            failed = await self._report(error, index)
+            failed = True
+            await self._send_error(error)
         await self._send("audio.done", **index, total_bytes=sent, error=failed, **usage)
 
     async def _send_segments(self, answer: SpeechAnswer, index: dict[str, int]) -> None:
         if segments := answer.new_segments():
             await self._send("audio.timestamps", **index, segments=segments)
-
-    async def _report(self, error: ApiError, index: dict[str, int]) -> bool:
-        """Tell why a sentence was not spoken, and return whether that is a failure: markup or a symbol between the
-        sentences of an LLM is none."""
-        if error.code == NOTHING:
-            await self._send("warning", **index, message=error.message)
-            return False
-        await self._send_error(error)
-        return True
 
     async def _cancel(self) -> None:
         """Discard all text so far (barge-in); no audio of it is sent after the answer to this message."""

@@ -27,6 +27,7 @@ from cosyvoice_triton.speech_service.bodies import (
     read_json,
 )
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
+from cosyvoice_triton.speech_service.limits import MAX_FIELDS, PathName
 from cosyvoice_triton.speech_service.routes.responses import (
     HEADERS,
     SPEECH,
@@ -44,7 +45,6 @@ from cosyvoice_triton.text.language import languages_of
 
 BATCH_STREAMS = 4  # concurrent streams of one batch, so that it leaves capacity for interactive clients
 RETRY_SECONDS = 1.0  # a refusal costs little, and the place may be free long before the Retry-After
-MAX_FIELDS = 64  # of a form: about twice as many as SpeechRequest has
 PATHS = "/v1/audio/speech", "/audio/speech"  # the second for programs whose base URL has no /v1
 
 router = APIRouter()
@@ -88,7 +88,7 @@ async def speech(request: Request) -> Response:
     service = Service.of(request)
     async with service.dispatcher.upload_slot(request.headers.get("content-length")):
         fields, upload = await read_fields(request, "ref_audio")
-        wanted: SpeechRequest = parse(SpeechRequest, fields)
+        wanted: SpeechRequest = parse(SpeechRequest, fields, service.settings)
         if wanted.stream_format == "sse" and not wanted.stream:
             raise invalid("stream false with stream_format 'sse': events are a stream", "stream")
         if wanted.stream_format == "audio":
@@ -110,24 +110,21 @@ async def speech(request: Request) -> Response:
 )
 async def text(request: Request) -> dict[str, Any]:
     """Return what will be spoken of a text: its segments in words, with expected seconds."""
+    service = Service.of(request)
     fields, upload = await read_fields(request, "ref_audio")
-    return await Service.of(request).preview(parse(SpeechRequest, fields), upload)
+    return await service.preview(parse(SpeechRequest, fields, service.settings), upload)
 
 
 @router.post(
     "/v1/audio/speech/batch",
-    **doc.describe("Speech", body={doc.JSON: doc.named(BatchRequest.__name__)}, answer=_BATCH, errors=(415,)),
+    **doc.describe("Speech", body={doc.JSON: doc.BATCH_FIELDS}, answer=_BATCH, errors=(415,)),
 )
 async def batch(request: Request) -> Response:
     """Speak several texts, answered together. Failed items do not affect the others; those for which there is no place
     wait for one."""
     service = Service.of(request)
     fields, _ = await read_fields(request)
-    wanted: BatchRequest = parse(BatchRequest, fields)
-    if len(wanted.items) > service.settings.max_batch:
-        raise invalid(
-            f"a batch of {len(wanted.items)} items, more than the limit of {service.settings.max_batch}", "items"
-        )
+    wanted: BatchRequest = parse(BatchRequest, fields, service.settings)
     slots = asyncio.Semaphore(BATCH_STREAMS)
     last_try = time.monotonic() + service.settings.timeout - RETRY_SECONDS
 
@@ -155,7 +152,7 @@ async def batch(request: Request) -> Response:
 async def _whole(service: Service, item: Any) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise invalid(f"the item is {json_kind(item)}, not a JSON object")
-    wanted: SpeechRequest = parse(SpeechRequest, item)
+    wanted: SpeechRequest = parse(SpeechRequest, item, service.settings)
     wanted.stream = False
     answer = await service.answer(wanted)
     async with contextlib.aclosing(service.dispatcher.encoded(answer)) as parts:
@@ -169,7 +166,7 @@ async def models(request: Request) -> dict[str, Any]:
 
 
 @router.get("/v1/models/{name}", **doc.describe("Models", answer=_MODEL, errors=(404,)))
-async def model(name: str, request: Request) -> dict[str, Any]:
+async def model(name: PathName, request: Request) -> dict[str, Any]:
     """Return one of the models that `models` lists."""
     listed = _models(Service.of(request))
     if is_openai_model(name) and OPENAI_MODELS[0] in listed:
@@ -223,7 +220,7 @@ async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any
         body = await read_body(request)
         if body.lstrip()[:1] == b"{":
             raise ApiError(415, f"the body is JSON, but its header is 'Content-Type: {kind}': send application/json")
-        return _read_urlencoded(body, settings), None
+        return _given(_read_urlencoded(body, settings)), None
     if kind != "multipart/form-data":
         raise ApiError(415, f"content type {kind!r} is not supported: send application/json or multipart/form-data")
     if "charset" in content_type and "charset=utf-8" not in content_type:  # some of Python's codecs take minutes
@@ -237,7 +234,12 @@ async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any
     if unexpected := [name for name, value in fields.items() if isinstance(value, UploadFile)]:
         hint = f": upload the file as {upload}" if upload else ""
         raise invalid(f"{unexpected[0]} must not be a file{hint}", unexpected[0])
-    return fields, data
+    return _given(fields), data
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a form in which something was written."""
+    return {name: value for name, value in fields.items() if value != ""}
 
 
 class _CompleteForm(MultiPartParser):

@@ -8,10 +8,13 @@ streams is answered as a whole, too.
 import asyncio
 import json
 import math
-from typing import Any
+from collections.abc import Mapping, Sized
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
 from cosyvoice_triton.client.answer import WAVEFORM
@@ -19,7 +22,17 @@ from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.speech_service import openapi as doc
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
+from cosyvoice_triton.speech_service.bodies import parse_json
 from cosyvoice_triton.speech_service.errors import ApiError, invalid, naming
+from cosyvoice_triton.speech_service.limits import (
+    MAX_DICTIONARY_CHARS,
+    MAX_NUMBERS,
+    Int64,
+    Name,
+    PathName,
+    Text,
+    by_setting,
+)
 from cosyvoice_triton.speech_service.routes.speech import read_body
 from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.service import Service
@@ -27,157 +40,173 @@ from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.voice.audio import validate_reference
 
 HEADER_LENGTH = "inference-header-content-length"  # bytes of JSON, which binary tensors follow
-MAX_NUMBERS = 3 << 19  # in JSON, somewhat more than those of the longest recording
-_TEXTS = ("target_text", "reference_text", "speaker", "instruct_text")
-DATATYPES = {
-    "reference_wav": "FP32",
-    "reference_wav_len": "INT32",
-    "reference_sample_rate": "INT32",
-    **dict.fromkeys(_TEXTS, "BYTES"),
-}
+
+ValueT = TypeVar("ValueT")
+Few = Annotated[list[ValueT], Field(max_length=16, fail_fast=True)]
+Sample = Annotated[float, Field(strict=True)]
+Wave = Annotated[list[Sample], Field(max_length=MAX_NUMBERS, fail_fast=True)]
+Integer = Annotated[Int64, Field(strict=True)]
+Line = Annotated[Text, Field(json_schema_extra=by_setting("max_input_chars"))]  # `_utterance` checks it
+Value = bool | Int64 | float | Annotated[str, Field(max_length=MAX_DICTIONARY_CHARS)]
+Parameters = Annotated[dict[Name, Value], Field(max_length=64)]
 
 router = APIRouter()
 
 
-_TENSOR = doc.record(
-    {"name": {"enum": [*DATATYPES]}, "datatype": doc.TEXT, "shape": doc.array(doc.INTEGER)},
-    {"data": {"type": "array"}, "parameters": {"type": "object"}},
-)
+class Tensor(BaseModel):
+    """An input. Its `data` are in lists, perhaps one inside of another, or follow the JSON as bytes."""
+
+    shape: Few[Annotated[int, Field(gt=0, lt=1 << 31, strict=True)]]
+    parameters: Parameters = {}
+
+    def value(self, binary: bytes | None) -> Any:
+        """Return the text, the number or the samples (N,); ValueError unless they are of the type and the shape."""
+        raise NotImplementedError
+
+    def _sized(self, values: Sized) -> Any:
+        if len(values) != math.prod(self.shape):
+            raise ValueError(f"{len(values)} values for the shape {self.shape}")
+        return values
+
+
+class Samples(Tensor):
+    """The recording."""
+
+    name: Literal["reference_wav"]
+    datatype: Literal["FP32"]
+    data: Wave | Few[Wave] = Field([], union_mode="left_to_right")
+
+    def value(self, binary: bytes | None) -> np.ndarray:
+        if binary is not None:
+            return self._sized(np.frombuffer(binary, "<f4"))
+        with np.errstate(over="ignore"):  # to infinity, which the checks of a recording refuse
+            return self._sized(np.array(_flat(self.data)).astype("<f4"))
+
+
+class Number(Tensor):
+    """An integer."""
+
+    name: Literal["reference_wav_len", "reference_sample_rate"]
+    datatype: Literal["INT32"]
+    data: Few[Integer] | Few[Few[Integer]] = Field([], union_mode="left_to_right")
+
+    def value(self, binary: bytes | None) -> int:
+        (number,) = self._sized(_flat(self.data) if binary is None else np.frombuffer(binary, "<i4"))
+        return int(number)
+
+
+class String(Tensor):
+    """A text, as bytes after its length in four."""
+
+    name: Literal["target_text", "reference_text", "speaker", "instruct_text"]
+    datatype: Literal["BYTES"]
+    data: Few[Line] | Few[Few[Line]] = Field([], union_mode="left_to_right")
+
+    def value(self, binary: bytes | None) -> str:
+        if binary is None:
+            (text,) = self._sized(_flat(self.data))
+            return str(text)
+        if int.from_bytes(binary[:4], "little") != len(binary) - 4:
+            raise ValueError("it is not one text with its length")
+        return binary[4:].decode()
+
+
+class Output(BaseModel):
+    """What is wanted of the answer."""
+
+    name: Name
+    parameters: Parameters = {}
+
+
+class InferRequest(BaseModel):
+    """The body of POST /v2/models/MODEL/infer."""
+
+    inputs: Few[Annotated[Samples | Number | String, Field(discriminator="name")]]
+    id: Name = ""
+    outputs: Few[Output] = []
+    parameters: Parameters = {}
+
+
+_INFER = doc.model(InferRequest)
 _BINARY = {"application/octet-stream": doc.FILE}
-_REQUEST = doc.record({"inputs": doc.array(_TENSOR)}, {"id": doc.TEXT, "outputs": doc.array({}), "parameters": {}})
 
 
 @router.post(
     "/v2/models/{name}/infer",
-    **doc.describe(
-        "Triton", body={doc.JSON: _REQUEST}, answer={"type": "object"}, content=_BINARY, errors=doc.SPEAKING
-    ),
+    **doc.describe("Triton", body={doc.JSON: _INFER}, answer={"type": "object"}, content=_BINARY, errors=doc.SPEAKING),
 )
-async def infer(name: str, request: Request) -> Response:
+async def infer(name: PathName, request: Request) -> Response:
     """Return a model's whole answer to a request in Triton's protocol, and errors in Triton's form."""
     service = Service.of(request)
     try:
         async with service.dispatcher.upload_slot(request.headers.get("content-length")):
             body = await read_body(request)
-            wanted = await asyncio.to_thread(_content, body, request.headers.get(HEADER_LENGTH), service.settings)
-            utterance = await asyncio.to_thread(_utterance, wanted, service.settings)
+            read = partial(_read, body, request.headers.get(HEADER_LENGTH), service.settings)
+            wanted, utterance = await asyncio.to_thread(read)
         answer = SpeechAnswer((utterance,), len(utterance.target_text), name, API_KEY.get())
         parts = [part async for part in service.dispatcher.waveforms(answer)]
-        return await asyncio.to_thread(_answer, name, np.concatenate(parts), _is_binary(wanted), wanted.get("id"))
+        return await asyncio.to_thread(_answer, name, np.concatenate(parts), wanted)
     except ApiError as error:
         headers = {"Retry-After": str(error.retry_after)} if error.retry_after else None
         return JSONResponse({"error": error.message}, error.status, headers)
 
 
-def _content(body: bytes, header_length: str | None, settings: Settings) -> dict[str, Any]:
-    """Return the request's JSON, with the binary tensors as `data` of their inputs. ApiError."""
+def _read(body: bytes, header_length: str | None, settings: Settings) -> tuple[InferRequest, Utterance]:
+    """Return a request, and that of a model in it. ApiError naming the input that is wrong."""
     length = len(body)
     if header_length is not None:
-        if not header_length.isdecimal() or int(header_length) > len(body):
+        if not header_length.isdecimal() or len(header_length) > 9 or int(header_length) > len(body):
             raise invalid(f"{HEADER_LENGTH} {header_length!r} of a body of {len(body)} bytes")
         length = int(header_length)
-    if body[:length].count(b",") > MAX_NUMBERS:
+    head = body[:length]
+    if head.count(b",") > MAX_NUMBERS:
         raise ApiError(413, f"the request has more than {MAX_NUMBERS} values")
-    try:
-        content = json.loads(body[:length])
-    except RecursionError:
-        raise invalid("the request has objects or lists inside of one another, too many levels of them") from None
-    except ValueError as error:
-        raise invalid(f"the request is not JSON: {error}") from None
-    inputs = content.get("inputs") if isinstance(content, dict) else None
-    if not isinstance(inputs, list) or not all(isinstance(each, dict) for each in inputs):
-        raise invalid("the request has no inputs")
-    for each in inputs:
-        size = _parameters(each).get("binary_data_size")
-        if size is not None:
-            if not isinstance(size, int) or not 0 <= size <= len(body) - length:
-                raise invalid(f"binary_data_size {size!r} with {len(body) - length} bytes left")
-            each["data"] = body[length : length + size]
-            length += size
-    return content
+    if head.count(b"[") + head.count(b"{") > settings.max_json_chars:  # an empty one takes half a kilobyte
+        raise invalid(f"the request has more than {settings.max_json_chars} lists and objects")
+    wanted: InferRequest = parse_json(InferRequest, head)
+    values: dict[str, Any] = {}
+    for each in wanted.inputs:
+        size = each.parameters.get("binary_data_size")
+        if size is not None and not (isinstance(size, int) and 0 <= size <= len(body) - length):
+            raise invalid(f"binary_data_size {size!r} with {len(body) - length} bytes left")
+        try:
+            values[each.name] = each.value(None if size is None else body[length : length + int(size)])
+        except ValueError as error:
+            raise invalid(f"{each.name} cannot be read: {error}") from None
+        length += int(size or 0)
+    return wanted, _utterance(values, wanted.parameters, settings)
 
 
-def _utterance(content: dict[str, Any], settings: Settings) -> Utterance:
-    """Return the request of a model. ApiError naming the input that is wrong."""
-    values = {str(each.get("name")): _value(each) for each in content["inputs"]}
-    for name in _TEXTS:
-        if len(values.get(name, "")) > settings.max_input_chars:
+def _utterance(values: dict[str, Any], parameters: Mapping[str, Any], settings: Settings) -> Utterance:
+    for name, value in values.items():
+        if isinstance(value, str) and len(value) > settings.max_input_chars:
             raise invalid(f"{name} has more than {settings.max_input_chars} characters")
     if "target_text" not in values:
         raise invalid("the input target_text is missing")
     length = values.pop("reference_wav_len", None)
-    if sequence := [name for name in _parameters(content) if name.startswith("sequence_")]:
+    if sequence := [name for name in parameters if name.startswith("sequence_")]:
         raise invalid(f"the parameter {sequence[0]!r}: text in pieces is for streams of gRPC, or the WebSocket")
-    parameters = {
+    given = {
         name: str(value) if isinstance(value, float) else value
-        for name, value in _parameters(content).items()
-        if name not in ("binary_data_output", "priority", "timeout") and isinstance(value, bool | int | float | str)
+        for name, value in parameters.items()
+        if name not in ("binary_data_output", "priority", "timeout")
     }
     with naming(None):
         if (wav := values.pop("reference_wav", None)) is not None:
-            rate = values["reference_sample_rate"] = int(values.get("reference_sample_rate", PROMPT_SAMPLE_RATE))
-            values["reference"] = validate_reference(wav, None if length is None else int(length), rate)
-        return Utterance(parameters={**parameters, "played": False}, **values)
+            rate = values.setdefault("reference_sample_rate", PROMPT_SAMPLE_RATE)
+            values["reference"] = validate_reference(wav, length, rate)
+        return Utterance(parameters={**given, "played": False}, **values)
 
 
-def _value(tensor: dict[str, Any]) -> Any:
-    """Return an input's text, number or samples (N,). ApiError unless its type and shape are those of its data."""
-    name, shape, data = tensor.get("name"), tensor.get("shape"), tensor.get("data")
-    if not isinstance(name, str) or name not in DATATYPES:
-        raise invalid(f"the input {name!r} is unknown; inputs: {', '.join(DATATYPES)}")
-    if tensor.get("datatype") != DATATYPES[name]:
-        raise invalid(f"{name} is {tensor.get('datatype')!r}, not {DATATYPES[name]}")
-    if not isinstance(shape, list) or not all(isinstance(size, int) and 0 < size < 1 << 31 for size in shape):
-        raise invalid(f"{name}: the shape {shape!r} is not a list of sizes")
-    try:
-        read = _texts(data) if name in _TEXTS else _numbers(data, "<f4" if name == "reference_wav" else "<i4")
-    except (ValueError, TypeError, OverflowError) as error:
-        raise invalid(f"{name} cannot be read: {error}") from None
-    if len(read) != math.prod(shape) or name != "reference_wav" and len(read) != 1:
-        raise invalid(f"{name}: {len(read)} values for the shape {shape}")
-    return read if name == "reference_wav" else read[0]
+def _flat(values: list[Any]) -> list[Any]:
+    return [each for inner in values for each in inner] if values and isinstance(values[0], list) else values
 
 
-def _parameters(of: dict[str, Any]) -> dict[str, Any]:
-    found = of.get("parameters")
-    return found if isinstance(found, dict) else {}
-
-
-def _texts(data: Any) -> list[str]:
-    """Return texts: a list, perhaps inside of others, or one after its length in four bytes, as Triton sends them."""
-    if isinstance(data, bytes):
-        if int.from_bytes(data[:4], "little") != len(data) - 4:
-            raise ValueError("it is not one text with its length")
-        return [data[4:].decode()]
-    while isinstance(data, list) and len(data) == 1 and isinstance(data[0], list):
-        data = data[0]
-    if not isinstance(data, list) or not all(isinstance(each, str) for each in data):
-        raise ValueError("it is not a list of texts")
-    return list(data)
-
-
-def _numbers(data: Any, kind: str) -> np.ndarray:
-    if isinstance(data, bytes):
-        return np.frombuffer(data, kind)
-    values = np.asarray(data)
-    if values.dtype.kind not in "if":
-        raise ValueError("it is not a list of numbers")
-    with np.errstate(over="ignore"):  # to infinity, which the checks of a recording refuse
-        return values.reshape(-1).astype(kind)
-
-
-def _is_binary(content: dict[str, Any]) -> bool:
-    outputs = content.get("outputs")
-    for each in outputs if isinstance(outputs, list) else ():
-        if isinstance(each, dict) and each.get("name") == WAVEFORM:
-            return bool(_parameters(each).get("binary_data", False))
-    return bool(_parameters(content).get("binary_data_output", False))
-
-
-def _answer(model: str, waveform: np.ndarray, binary: bool, name: Any) -> Response:
+def _answer(model: str, waveform: np.ndarray, wanted: InferRequest) -> Response:
+    of_output = [each.parameters.get("binary_data") for each in wanted.outputs if each.name == WAVEFORM]
     output: dict[str, Any] = {"name": WAVEFORM, "datatype": "FP32", "shape": [1, waveform.size]}
-    head = {"model_name": model, "model_version": "1", **({"id": name} if isinstance(name, str) else {})}
-    if not binary:
+    head = {"model_name": model, "model_version": "1", **({"id": wanted.id} if wanted.id else {})}
+    if not (of_output or [wanted.parameters.get("binary_data_output")])[0]:
         return JSONResponse({**head, "outputs": [{**output, "data": waveform.tolist()}]})
     data = waveform.astype("<f4").tobytes()
     header = json.dumps({**head, "outputs": [{**output, "parameters": {"binary_data_size": len(data)}}]}).encode()

@@ -5,14 +5,19 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
+from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS
 from cosyvoice_triton.speech_service import openapi as doc
+from cosyvoice_triton.speech_service.bodies import parse
 from cosyvoice_triton.speech_service.errors import invalid
+from cosyvoice_triton.speech_service.limits import NAME_CHARS, PathName, Text, Words
 from cosyvoice_triton.speech_service.routes.speech import read_fields
 from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.service import Service
-from cosyvoice_triton.voice.files import normalized
+from cosyvoice_triton.voice.files import MAX_NAME_BYTES, normalized
+from cosyvoice_triton.voice.rights import MAX_CONSENT_CHARS
 
 router = APIRouter()
 
@@ -20,7 +25,7 @@ router = APIRouter()
 _KNOWN = {"id": doc.TEXT, "object": doc.TEXT, "name": doc.TEXT}
 _RIGHTS = {
     "consent": doc.TEXT,
-    "created_by": doc.described(doc.TEXT, "the name of the API key that added it"),
+    "created_by": doc.described(doc.TEXT, "the name of the API key that added it, or `anyone`"),
     "created_at": doc.described(doc.INTEGER, "seconds since 1970"),
 }
 _ALIAS = {"alias_of": doc.described(doc.TEXT, "what the name stands for")}
@@ -32,17 +37,29 @@ _ADDED = doc.record(
     {**_KNOWN, "ref_text": doc.TEXT, "seconds": doc.NUMBER}, {**_RIGHTS, "warnings": doc.array(doc.TEXT)}
 )
 _DELETED = doc.record({"id": doc.TEXT, "object": doc.TEXT, "deleted": doc.BOOLEAN})
-_NEW = doc.record(
-    {"name": doc.TEXT, "audio_sample": doc.FILE},
-    {
-        "ref_text": doc.described(doc.TEXT, "the transcript of the recording"),
-        "pronunciation": doc.described(doc.TEXT, "words, and what is spoken for each, one a line"),
-        "consent": doc.described(doc.TEXT, "the speaker's agreement, or where it is kept"),
-    },
-)
-_EXPORTED = doc.record({"file": doc.FILE}, {"name": doc.described(doc.TEXT, "instead of its own")})
+
+
+class NewVoice(BaseModel):
+    """A voice to be registered. Unknown fields are warnings."""
+
+    name: Annotated[Text, Field(max_length=MAX_NAME_BYTES)]
+    ref_text: Annotated[Text, Field(max_length=MAX_TRANSCRIPT_CHARS)] = Field("", description="of the recording")
+    pronunciation: Words = Field({}, description="words, and what is spoken for each, one a line")
+    consent: Annotated[Text, Field(max_length=MAX_CONSENT_CHARS)] = Field(
+        "", description="the speaker's agreement, or where it is kept"
+    )
+
+
+class ExportedVoice(BaseModel):
+    """A voice that was exported."""
+
+    name: Annotated[Text, Field(max_length=MAX_NAME_BYTES)] = Field("", description="instead of its own")
+
+
+_NEW = {"allOf": [doc.model(NewVoice)], "properties": {"audio_sample": doc.FILE}}
+_EXPORTED = {"allOf": [doc.model(ExportedVoice)], "properties": {"file": doc.FILE}}
 _ADDING: dict[str, Any] = {"success": 201, "errors": (409, 415, 507)}
-_Legacy = Annotated[str, Query(description="`true`: `voices` are names")]
+_Legacy = Annotated[str, Query(description="`true`: `voices` are names", max_length=NAME_CHARS)]
 
 
 @router.get("/v1/audio/voices", **doc.describe("Voices", answer=_VOICES))
@@ -51,7 +68,10 @@ async def list_voices(request: Request, legacy: _Legacy = "") -> dict[str, Any]:
     OpenAI's. `legacy`: `voices` are names, as Kokoro's older clients read them."""
     voices = Service.of(request).voices
     names, aliases = await asyncio.to_thread(voices.names), await asyncio.to_thread(voices.aliases)
-    known = await asyncio.to_thread(lambda: [{**_voice(name), **voices.rights(name).known} for name in names])
+    key = API_KEY.get()
+    known = await asyncio.to_thread(
+        lambda: [{**_voice(name), **voices.rights(name).shown_to(key).known} for name in names]
+    )
     listed = known + [{**_voice(name), "alias_of": voice} for name, voice in aliases.items()]
     old = legacy.lower() in ("true", "1")
     return {"object": "list", "voices": [each["id"] for each in listed] if old else listed, "data": listed}
@@ -68,12 +88,13 @@ async def add(request: Request) -> Response:
     fields, data = await read_fields(request, "audio_sample")
     if data is None:
         raise invalid("audio_sample is missing: upload the recording as a file in a multipart form", "audio_sample")
-    name, text = normalized(str(fields.get("name", ""))), str(fields.get("ref_text", ""))
-    words, consent = fields.get("pronunciation", ""), str(fields.get("consent", ""))
-    voices = Service.of(request).voices
-    judged = await asyncio.to_thread(voices.add, name, data, text, words, consent, API_KEY.get())
-    about = {**_voice(name), **voices.rights(name).known, "ref_text": text, "seconds": round(judged.seconds, 3)}
-    unknown = sorted(fields.keys() - {"name", "ref_text", "pronunciation", "consent"})
+    service = Service.of(request)
+    new: NewVoice = parse(NewVoice, fields, service.settings)
+    name, given = normalized(new.name), (data, new.ref_text, new.pronunciation, new.consent)
+    judged = await asyncio.to_thread(service.voices.add, name, *given, API_KEY.get())
+    rights = service.voices.rights(name).known
+    about = {**_voice(name), **rights, "ref_text": new.ref_text, "seconds": round(judged.seconds, 3)}
+    unknown = sorted(fields.keys() - NewVoice.model_fields.keys())
     warnings = [*judged.warnings, *(f"the field {field[:40]!r} is unknown and was left out" for field in unknown)]
     return JSONResponse({**about, **({"warnings": warnings} if warnings else {})}, 201)
 
@@ -87,15 +108,16 @@ async def load(request: Request) -> Response:
     fields, data = await read_fields(request, "file")
     if data is None:
         raise invalid("file is missing: upload an exported voice in a multipart form", "file")
-    voices, name = Service.of(request).voices, normalized(str(fields.get("name", "")))
-    name = await asyncio.to_thread(voices.load, data, name, API_KEY.get())
-    return JSONResponse({**_voice(name), **voices.rights(name).known}, 201)
+    service = Service.of(request)
+    wanted: ExportedVoice = parse(ExportedVoice, fields, service.settings)
+    name = await asyncio.to_thread(service.voices.load, data, wanted.name, API_KEY.get())
+    return JSONResponse({**_voice(name), **service.voices.rights(name).known}, 201)
 
 
 @router.get(
     "/v1/audio/voices/{name}/export", **doc.describe("Voices", content={"application/zip": doc.FILE}, errors=(404,))
 )
-async def export(name: str, request: Request) -> Response:
+async def export(name: PathName, request: Request) -> Response:
     """Return a voice as one file, with its consent, for the API key that registered it."""
     data = await asyncio.to_thread(Service.of(request).voices.export, name, API_KEY.get())
     quoted = quote(name, safe="")  # curl understands the plain form only
@@ -104,7 +126,7 @@ async def export(name: str, request: Request) -> Response:
 
 
 @router.delete("/v1/audio/voices/{name}", **doc.describe("Voices", answer=_DELETED, errors=(404,)))
-async def remove(name: str, request: Request) -> dict[str, Any]:
+async def remove(name: PathName, request: Request) -> dict[str, Any]:
     """Delete a voice, for the API key that registered it; later requests that name it are rejected."""
     await asyncio.to_thread(Service.of(request).voices.remove, name, API_KEY.get())
     return {"id": name, "object": "voice", "deleted": True}

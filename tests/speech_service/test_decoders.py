@@ -1,0 +1,51 @@
+"""Recordings are decoded in processes that may die alone."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from cosyvoice_triton.speech_service.audio import decoders
+from cosyvoice_triton.speech_service.audio.recordings import decode
+
+from tests.support.speech_fixtures import recording
+from tests.support.waiting import until
+
+MIB = 1 << 20
+
+
+def idle() -> int:
+    """The id of the process that is next."""
+    return int(decoders._idle.queue[-1]._process.pid)
+
+
+def test_a_process_that_dies_or_hangs_fails_its_recording_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert decode(recording(), MIB).seconds == 1
+    before = idle()
+    os.kill(before, signal.SIGKILL)
+    with pytest.raises(ValueError, match="cannot be decoded with 256 MiB of memory in 10 s"):
+        decode(recording(), MIB)
+    assert decode(recording(), MIB).seconds == 1 and idle() != before
+    hung = idle()
+    os.kill(hung, signal.SIGSTOP)
+    monkeypatch.setattr(decoders, "SECONDS", 0.1)
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        decode(recording(), MIB)
+    monkeypatch.undo()
+    assert decode(recording(), MIB).seconds == 1
+    until(lambda: not Path(f"/proc/{hung}").exists())
+
+
+def test_a_process_has_little_memory_and_no_torch() -> None:
+    decode(recording(), MIB)
+    limits = Path(f"/proc/{idle()}/limits").read_text()
+    (data,) = (line.split()[3] for line in limits.splitlines() if line.startswith("Max data size"))
+    assert int(data) < 512 * MIB
+    assert "torch" not in Path(f"/proc/{idle()}/maps").read_text()
+
+
+def test_a_recording_above_48_khz_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    found = decode(recording(1.0, 96_000), MIB)
+    assert (found.rate, found.seconds) == (48_000, 1.0)
