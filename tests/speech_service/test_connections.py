@@ -1,10 +1,12 @@
 """Connections of slow, huge, idle and vanishing clients, over raw sockets, with a stub Triton."""
 
 import asyncio
+import contextlib
 import inspect
 import json
 import logging
 import re
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +99,31 @@ def test_clients_that_do_not_read_lose_their_streams_and_their_connections() -> 
         finally:
             for client in clients:
                 client.close()
+
+
+def received_of(client: socket.socket) -> bytes:
+    """What comes until the connection ends."""
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while data := client.recv(1 << 16):
+            received += data
+    return received
+
+
+def test_answers_that_nobody_reads_share_a_budget_which_is_given_back() -> None:
+    """It is that of one body of 3.3 MiB, and each answer has 7 MB, of which the system takes some itself."""
+    stub, last = TritonStub(samples=50 * SAMPLE_RATE), b"Connection: close\r\n"
+    whole = request(json.dumps({**TEXT, "stream": False}).encode(), last)
+    size = 2 * stub.chunks * stub.samples
+    with stubbed(stub, max_streams=4, max_reference_mb=1) as served:
+        clients = [opened(served, whole, receive_buffer=4096) for _ in range(3)]
+        until(lambda: stub.served == 3 and stub.live == 0)
+        until(lambda: counted(served, f'speech_requests_total{{route="{SPEECH}') == 3)
+        assert all(len(received_of(client)) < size for client in clients)
+        for client in clients:
+            client.close()
+        with opened(served, whole.replace(b'"stream": false', b'"stream": true ')) as client:
+            assert len(received_of(client)) > size
 
 
 def test_a_request_over_the_limit_of_connections_is_answered_503(url: str) -> None:

@@ -230,6 +230,7 @@ def test_requests_that_wait_for_answers_that_nobody_reads_are_few(url: str) -> N
 def test_pings_of_a_client_that_does_not_read_are_not_collected(url: str) -> None:
     with socket_of(url, receive_buffer=4096) as client:
         before, pings = resident("self"), frame(9, bytes(125)) * 1000
-        for _ in range(400):  # 52 MB
-            client.sendall(pings)
+        with contextlib.suppress(ConnectionError):  # so many end the connection
+            for _ in range(400):  # 52 MB
+                client.sendall(pings)
         assert resident("self") - before < 25 << 20

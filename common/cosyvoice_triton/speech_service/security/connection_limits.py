@@ -33,6 +33,11 @@ MAX_PIPELINED = 100
 SOCKET_PATHS = b"/v1/audio/speech/stream", b"/v1/realtime"
 # Headers of an offer to upgrade, which a server that does not take it ignores (RFC 9110, 7.8).
 _UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
+SLICE_BYTES, FRAMES_PER_TURN = (
+    1024,
+    32,
+)  # parsed at once, a frame has 6 bytes at least; after so many others have a turn
+MAX_FRAMES, FRAMES_PER_SECOND = 20_000, 1000  # of a WebSocket at once, and in the long run
 _FRAGMENT_BYTES = 128  # of memory for a piece of a message, also for an empty one
 _PONG = 0x8A  # first byte of its frame
 
@@ -45,8 +50,11 @@ class _LingeringTransport:
 
     def __init__(self, protocol: "LimitedProtocol") -> None:
         self._protocol = protocol
-        self.write = protocol.transport.write
         self.is_closing = protocol.transport.is_closing
+
+    def write(self, data: bytes) -> None:
+        self._protocol.transport.write(data)
+        self._protocol.count_unsent()
 
     def close(self) -> None:
         self._protocol.close_after_body()
@@ -57,11 +65,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     Headers must have arrived HEADER_SECONDS after the connection or the request has begun, and the body
     `receive_timeout` seconds after its headers. A client that takes nothing of what is sent to it for `stall` seconds,
-    also over a WebSocket, loses the connection; one that reads slowly keeps it.
+    also over a WebSocket, loses the connection; one that reads slowly keeps it, as long as all that is not sent yet
+    fits the budget of the bodies.
     """
 
-    def __init__(self, settings: Settings, **uvicorn: Any) -> None:
+    def __init__(self, settings: Settings, budget: ByteBudget, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
+        self._unsent = Claim(budget)
         self._receive_timeout = settings.receive_timeout
         self._stall_milliseconds = min(max(1, round(1000 * settings.stall)), MAX_MILLISECONDS)  # 0: no limit
         self._header_seconds = min(HEADER_SECONDS, settings.receive_timeout)
@@ -81,7 +91,18 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_deadline()
+        self._unsent.release()
         super().connection_lost(exc)
+
+    def count_unsent(self) -> None:
+        """Hold what the client has not read yet; without room for it, close the connection."""
+        if not self._unsent.covers(self.transport.get_write_buffer_size()):
+            logger.info("an answer was dropped: the answers that clients do not read take too much memory")
+            self.transport.abort()
+
+    def resume_writing(self) -> None:
+        self._unsent.release()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
@@ -190,7 +211,9 @@ class LimitedSocket(WebSocketsSansIOProtocol):
     """One WebSocket.
 
     A message must be complete `receive_timeout` seconds after its first byte, and all that are not share a budget with
-    the unfinished bodies. Pings of a client that reads nothing are not answered.
+    the unfinished bodies. Pings of a client that reads nothing are not answered. Of many frames few are handled in a
+    turn of the loop, and only once the messages before them are, so that one client takes its share of the time; one
+    that goes on sending more of them than anybody writes loses the connection.
     """
 
     def __init__(self, settings: Settings, budget: ByteBudget, **uvicorn: Any) -> None:
@@ -200,12 +223,58 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         self._fragments = 0  # pieces of an unfinished message that have been counted
         self._fragment_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread = bytearray()  # received, and left for later turns
+        self._turn: asyncio.Handle | None = None  # the next one
+        self._frames = 0  # of this turn
+        self._allowed, self._counted = float(MAX_FRAMES), self.loop.time()  # further frames; when that was known
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._unread.clear()
         self._finished()
         super().connection_lost(exc)
 
+    async def receive(self) -> Any:
+        """Return the next message as uvicorn does, but go on with what was received before reading more."""
+        message = await self.queue.get()
+        if self.read_paused and self.queue.empty():
+            self.read_paused = False
+            self._go_on()
+        return message
+
     def data_received(self, data: bytes) -> None:
+        self._unread += data
+        if self._turn is None:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        self._turn, self._frames, read = None, 0, 0
+        while read < len(self._unread) and self._frames < FRAMES_PER_TURN and not self.read_paused:
+            self._parse(bytes(self._unread[read : read + SLICE_BYTES]))
+            read += SLICE_BYTES
+        del self._unread[:read]
+        if self._unread and not self.transport.is_closing():
+            self.transport.pause_reading()
+            if not self.read_paused:  # otherwise once the application has taken its messages
+                self._go_on()
+        elif not self.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _go_on(self) -> None:
+        if self._turn is None:
+            self._turn = self.loop.call_soon(self._take_turn)
+
+    def handle_events(self) -> None:
+        """Count the frames, then pass them on."""
+        new, now = len(self.conn.events), self.loop.time()
+        self._frames += new
+        self._allowed = min(self._allowed + (now - self._counted) * FRAMES_PER_SECOND, MAX_FRAMES) - new
+        self._counted = now
+        if self._allowed < 0:
+            self._refuse(1008, f"more than {FRAMES_PER_SECOND} messages a second")
+        else:
+            super().handle_events()
+
+    def _parse(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
             # It has a body, or too many or too long lines; uvicorn would not answer.
@@ -266,4 +335,5 @@ class LimitedSocket(WebSocketsSansIOProtocol):
             self.conn.fail(code, reason)
             self.handle_parser_exception()
         self.frames = []
+        self._unread.clear()
         self.conn.reader.buffer.clear()
