@@ -108,7 +108,7 @@ BAD_INPUTS: Mapping[str, Sequence[BadInput]] = {
     "voices": (
         BadInput("name is a path", {"speaker": "../voice"}, "HTTP 400.*not a valid name"),
         BadInput("name is taken", {"speaker": "slt"}, "HTTP 409.*already exists"),
-        BadInput("no recording", {"reference": _SECOND[:0]}, "HTTP 400.*reference_wav is empty"),
+        BadInput("no recording", {"reference": _SECOND[:0]}, "HTTP 400.*the recording is empty"),
     ),
 }
 

@@ -1,5 +1,5 @@
 """Clients that send what nobody should: half of a request, pings and texts whose answers they do not read, offers to
-upgrade, deep JSON.
+upgrade, deep JSON, floods of frames, recordings whose headers make them gigabytes.
 
 Each holds its connection for some seconds. What it gets must match, and nobody else may notice.
 """
@@ -7,12 +7,14 @@ Each holds its connection for some seconds. What it gets must match, and nobody 
 import asyncio
 import json
 import re
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
 import grpc
 from cosyvoice_triton.client.failures import ClientError
 
+from tests.support.bombs import flac
 from tests.support.raw_connections import SPEECH, WEBSOCKET, frame, request
 
 HOLD_SECONDS = 3.0
@@ -32,6 +34,11 @@ ATTACKS: tuple[tuple[bytes, str], ...] = (
     (_OPEN + frame(9, bytes(125)) * 4000, "HTTP/1.1 101"),
     (_OPEN + _TEXT + frame(1, b'{"type": "input.done"}'), "HTTP/1.1 101"),
     (_OPEN + _TEXT[:-9], "HTTP/1.1 101"),
+    (_OPEN + frame(1, b"") * 30_000, "HTTP/1.1 101"),
+    (_OPEN + frame(1, b"", fin=False) + frame(0, b"", fin=False) * 30_000, "HTTP/1.1 101"),
+    (request(line="GET /openapi.json") * 90, "HTTP/1.1 (200|503)"),
+    (request(b'{"' + b"a" * 1_000_000 + b'": 1}'), "HTTP/1.1 400"),
+    (request(json.dumps({"input": "a", "ref_audio": b64encode(flac(6)).decode()}).encode()), "HTTP/1.1 400"),
 )
 
 
@@ -46,11 +53,13 @@ async def attack(speech: str, runtime: str, choice: int) -> None:
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port), limit=64), HOLD_SECONDS)
         try:
-            writer.write(data)
+            head = _OPEN if data.startswith(_OPEN) else data
+            writer.write(head)
             with suppress(asyncio.TimeoutError):  # the server stops reading pings
                 await asyncio.wait_for(writer.drain(), HOLD_SECONDS)
             received = await _first_bytes(reader, 60.0 if expected else HOLD_SECONDS)
-            if expected.endswith("101"):
+            if expected.endswith("101"):  # what comes with the handshake would be dropped
+                writer.write(data[len(head) :])
                 await asyncio.sleep(HOLD_SECONDS)
         finally:
             writer.transport.abort()
