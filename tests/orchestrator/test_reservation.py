@@ -160,12 +160,12 @@ def test_a_refusal_answers_all_who_come_in_the_next_moment() -> None:
     """Before their requests are read, and without asking token2wav again."""
     now = [100.0]
     pipeline = refused(now)
-    for check in (pipeline.synthesizer.check, pipeline.run):
+    for check in (pipeline.synthesizer.refusal.check, pipeline.run):
         with pytest.raises(OverloadedError, match="9 listeners"):
             check()
     assert [stream.reserved for stream in pipeline.token2wav.streams] == [True, False]
     now[0] += REFUSAL_SECONDS
-    pipeline.synthesizer.check()
+    pipeline.synthesizer.refusal.check()
 
 
 def test_of_a_crowd_only_a_few_do_any_work_before_one_of_them_is_refused(before_a_place: Install) -> None:

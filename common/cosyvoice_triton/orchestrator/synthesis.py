@@ -128,14 +128,9 @@ class Synthesizer:
         self._silent_tokens = silent_tokens
         self._prompts = {trimmed: RecordingCache() for trimmed in (True, False)}
         self._careful_until = -math.inf
-        self._refusal = LastRefusal(clock)
+        self.refusal = LastRefusal(clock)  # of listeners
         self._asking = asyncio.Semaphore(CROWD)
         self._beginning = 0  # listeners
-
-    def check(self) -> None:
-        """Raise OverloadedError for a new listener if another one was refused a moment ago: before their request is
-        read."""
-        self._refusal.check()
 
     async def stream(
         self,
@@ -195,12 +190,12 @@ class Synthesizer:
     async def _reserve(self, stream: Token2WavSequence) -> None:
         since = self._clock()
         async with self._asking:
-            self._refusal.check(since)
+            self.refusal.check(since)
             try:
                 await stream.reserve()
             except OverloadedError as error:
                 self._careful_until = self._clock() + CAREFUL_SECONDS
-                self._refusal.note(error)
+                self.refusal.note(error)
                 raise
 
     async def offline(

@@ -2,8 +2,8 @@
 
 A stream is a sequence: START with the voice and no tokens, then the chunks, and END exactly once, either with the final
 chunk or alone if the stream is aborted. The first stream of a listener has one request more: START without the voice,
-which reserves a place, and then the voice. How a request reaches a model is its `Send`: over Triton (triton_ports.py)
-or to a service of the same process (speaker/ports.py).
+which reserves a place, and then the voice. How a request reaches a model is its `Send`: over Triton or
+to a service of the same process (speaker/engines.py).
 """
 
 import asyncio
@@ -16,13 +16,39 @@ import numpy as np
 
 from cosyvoice_triton.errors import ModelDownError, OverloadedError, UnavailableError
 from cosyvoice_triton.orchestrator.chunking import Hop
-from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
+from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest, tensors_of
 from cosyvoice_triton.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
 # Sends a request of the sequence with that id, of 63 bits, and returns its waveform (N,) float32.
 Send = Callable[[int, Token2WavRequest], Awaitable[np.ndarray]]
+
+
+class Call(Protocol):
+    """Sends a request to a model and returns its single answer, as `triton_io.call`. The batch dimension is 1."""
+
+    def __call__(
+        self,
+        model: str,
+        inputs: Mapping[str, np.ndarray],
+        outputs: Sequence[str],
+        *,
+        correlation_id: int = 0,
+        start: bool = False,
+        end: bool = False,
+    ) -> Awaitable[dict[str, np.ndarray]]: ...
+
+
+def send_over_triton(call: Call, model: str, first_speech_id: int) -> Send:
+    """Return what sends requests to the token2wav model of that name."""
+
+    async def send(sequence: int, request: Token2WavRequest) -> np.ndarray:
+        inputs, flags = tensors_of(request, first_speech_id), {"start": bool(request.start), "end": request.end}
+        return (await call(model, inputs, ["waveform"], correlation_id=sequence, **flags))["waveform"].reshape(-1)
+
+    return send
+
 
 NO_TOKENS = np.zeros(0, np.int64)
 FAILED_POLL_SECONDS = 0.25
