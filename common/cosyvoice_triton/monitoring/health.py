@@ -1,9 +1,10 @@
 """Whether the models still do their work and take new requests: what they and the process that runs tritonserver tell
 each other by files, because that needs no port, lock or thread in a process that Triton owns.
 
-A model proves that it works with every request that succeeds. Without one for TEST_SECONDS, or after an unexpected error, it tests
-itself: a small job through its own queue and engine. The result is published with the model's metrics, whose file also
-shows by its changes that the process is not stopped. If the process cannot recover, a file names the reason.
+A model proves that it works with every request that succeeds. Without one for TEST_SECONDS, or after an unexpected
+error, it tests itself: a small job through its own queue and engine. The result is published with the model's metrics,
+whose file also shows by its changes that the process is not stopped. If the process cannot recover, a file names the
+reason.
 
 Triton cannot drain models that call each other: on SIGTERM it refuses their calls too, and every stream in progress
 fails. So it gets SIGTERM only after the last request has ended, and until then the orchestrators refuse new ones.
