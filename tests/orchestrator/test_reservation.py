@@ -25,7 +25,7 @@ def test_a_place_is_given_up_after_the_llms_request_has_ended() -> None:
         abort = stream.abort
 
         async def watched() -> None:
-            live.append(pipeline.llm.unclosed)
+            live.append(pipeline.llm.open)
             await abort()
 
         stream.abort = watched  # type: ignore[method-assign]  # of this stream only
@@ -101,7 +101,7 @@ def refused(now: list[float]) -> Pipeline:
     pipeline = Pipeline(FakeLM([1]), token2wav=FakeToken2Wav(failures={"reserve": refusal}), clock=lambda: now[0])
     with pytest.raises(OverloadedError, match="9 listeners"):
         pipeline.run()
-    assert pipeline.llm.unclosed == 0 and [stream.aborts for stream in pipeline.token2wav.streams] == [0]
+    assert pipeline.llm.open == 0 and [stream.aborts for stream in pipeline.token2wav.streams] == [0]
     pipeline.llm.prompts.clear()
     for calls in (pipeline.encoder.started, pipeline.encoder.ended):
         calls.clear()

@@ -11,6 +11,7 @@ import gc
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -48,14 +49,11 @@ class TimedTokens:
 
 async def generate(llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> TimedTokens:
     answer, begun = TimedTokens(), time.perf_counter()
-    stream = llm.generate(prompt, sampling)
-    try:
-        async for tokens in stream:
-            answer.arrivals += [time.perf_counter() - begun] * len(tokens)
-            answer.tokens += tokens
-    finally:
-        await stream.aclose()
-    answer.reason = stream.finish_reason
+    async with aclosing(llm.generate(prompt, sampling)) as chunks:
+        async for chunk in chunks:
+            answer.arrivals += [time.perf_counter() - begun] * len(chunk.tokens)
+            answer.tokens += chunk.tokens
+            answer.reason = chunk.finish_reason
     return answer
 
 

@@ -23,7 +23,6 @@ from cosyvoice_triton.llm.interface import (
     Sampling,
     Timeouts,
     TokenChunk,
-    TokenStream,
 )
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.monitoring import tracing
@@ -189,14 +188,12 @@ class TritonLM:
         self._ratios = ratios or LengthRatios()
         self._bias = bias
 
-    def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
-        return TokenStream(self._generate(prompt, sampling))
-
     async def aclose(self) -> None:
         """Close the connection."""
         await self._streams.aclose()
 
-    async def _generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the speech tokens of `prompt`, see `SpeechLM`."""
         sampling = self._ratios.bound(sampling, prompt, self._tokenizer.text_length(prompt.target_text))
         if self._bias is not None:
             sampling = sampling.seeded()
