@@ -136,12 +136,6 @@ def output_tensors(tokens: Sequence[int]) -> dict[str, np.ndarray]:
     }
 
 
-def output_tokens(outputs: Tensors) -> list[int]:
-    """Return the new ids in one response: `output_ids` (1, 1, n), padded after `sequence_length` (1, 1)."""
-    length = int(outputs["sequence_length"].reshape(-1)[0])
-    return outputs["output_ids"].reshape(-1)[:length].tolist()
-
-
 def _parameter(parameters: Mapping[str, object], name: str, kind: type[NumberT], default: NumberT) -> NumberT:
     value = parameters.get(name, default)
     try:
@@ -214,7 +208,8 @@ class TritonLM:
                         outputs = await anext(responses, None)
                     if outputs is None:
                         break
-                    llm_ids = output_tokens(outputs)
+                    length = outputs["sequence_length"].item()
+                    llm_ids = outputs["output_ids"].reshape(-1)[:length].tolist()  # padded after it
                     generated += len(llm_ids)
                     ended = not ends.isdisjoint(llm_ids)
                     wait = self._timeouts.token

@@ -19,8 +19,7 @@ from cosyvoice_triton.text.frontend import SPELLING, Spelled
 from cosyvoice_triton.text.language import EVERY, Language, named
 from cosyvoice_triton.text.markup import left_out
 from cosyvoice_triton.text.pronunciation import MAX_WORDS, pronunciations
-from cosyvoice_triton.voice import audio
-from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.prompt import Recording, validate_reference
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +168,7 @@ class RequestRules:
             if speaker:
                 raise ValueError(f"speaker {speaker!r} with a reference_wav: give only one voice")
             rate = PROMPT_SAMPLE_RATE if rate is None else rate
-            wav = audio.validate_reference(wav, length, rate)
+            wav = validate_reference(wav, length, rate)
             said = clean_line(text or "", name="reference_text", max_chars=self.max_text_chars)
             return Recording(wav, said, rate)
         of_recording = {"reference_text": text, "reference_wav_len": length, "reference_sample_rate": rate}
@@ -200,11 +199,11 @@ def sampling_of(parameters: Mapping[str, Any], defaults: Sampling) -> Sampling:
 
     Raises ValueError naming the parameter and its value.
     """
-    preset = preset_values(str(parameters["sampling"])) if "sampling" in parameters else {}
-    given = {
-        name: _number(name, parameters[name], kind) for name, kind in _SAMPLING_KINDS.items() if name in parameters
-    }
-    return dataclasses.replace(defaults, **preset | given)
+    given = preset_values(str(parameters["sampling"])) if "sampling" in parameters else {}
+    for name, kind in _SAMPLING_KINDS.items():
+        if name in parameters:
+            given[name] = _number(name, parameters[name], kind)
+    return dataclasses.replace(defaults, **given)
 
 
 def _speed_of(parameters: Mapping[str, Any]) -> float:

@@ -239,12 +239,14 @@ class Synthesizer:
         prepare = partial(self._prepared, request, voice.text, words, on_warning)
         in_loop = isinstance(ready, Prompt) and len(request.target_text) + len(voice.text) <= SHORT_TEXT
         transcript, text, texts = prepare() if in_loop else await scope.result(asyncio.to_thread(prepare))
-        kept = None
+        kept = None  # speech tokens of the voice that the LLM continues
         if voice.text and not (request.instruct_text or request.cross_lingual):
             kept = await _kept(ready, encoding, scope)
-        llm_prompt = self._llm_prompt(
-            request, transcript, kept, played=request.played and first is not None, short=short
-        )
+        played = request.played and first is not None
+        urgent = self._rules.first_context(None if kept is None else len(kept), short=short) if played else 0
+        llm_prompt = LLMPrompt("", instruction=request.instruct_text, urgent_tokens=urgent, played=played)
+        if kept is not None:
+            llm_prompt = replace(llm_prompt, prompt_text=transcript, prompt_tokens=kept)
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
         new_buffer = partial(TokenBuffer, on_warning, on_stage, self._silent_tokens)
@@ -263,15 +265,6 @@ class Synthesizer:
             prompts.put(voice, prompt)
         await place.held()
         return prompt, segments
-
-    def _llm_prompt(
-        self, request: SynthesisRequest, transcript: str, kept: list[int] | None, *, played: bool, short: bool
-    ) -> LLMPrompt:
-        """Return the prompt without a text. kept: speech tokens of the voice that the LLM continues, if it does."""
-        urgent = self._rules.first_context(None if kept is None else len(kept), short=short) if played else 0
-        if kept is None:
-            return LLMPrompt("", instruction=request.instruct_text, urgent_tokens=urgent, played=played)
-        return LLMPrompt("", transcript, kept, urgent_tokens=urgent, played=played)
 
     def _read(self, request: SynthesisRequest) -> tuple[Recording | Prompt | Mix, Mapping[str, str]]:
         """Return the voice, and the words with another pronunciation; none for a text in pieces."""

@@ -192,7 +192,7 @@ def tensors_of(request: Token2WavRequest, first_speech_id: int) -> dict[str, np.
         tensors["finalize"] = np.array([[request.final]])
     if request.offset is not None:
         tensors["token_offset"] = np.array([[request.offset]], np.int32)
-    if request.kind is Kind.WHOLE:
+    if request.speed != 1.0:
         tensors["speed"] = np.array([[request.speed]], np.float32)
     if request.audio_left is not None:
         tensors["audio_left"] = np.array([[request.audio_left]], np.float32)
