@@ -135,7 +135,7 @@ class RequestRules:
             pronunciation=pronunciations(given.get("pronunciation", ""), max_words=3 * MAX_WORDS),
             sampling=sampling,
             max_tokens=sampling.max_tokens if "max_tokens" in given else None,
-            speed=_speed_of(given),
+            speed=_number("speed", given.get("speed", 1.0), float, MIN_SPEED, MAX_SPEED),
             timeline=_flag(given, "timeline", False),
             segments=_flag(given, "segments", False),
             played=_flag(given, "played", True),
@@ -206,13 +206,6 @@ def sampling_of(parameters: Mapping[str, Any], defaults: Sampling) -> Sampling:
     return dataclasses.replace(defaults, **given)
 
 
-def _speed_of(parameters: Mapping[str, Any]) -> float:
-    speed = _number("speed", parameters.get("speed", 1.0), float)
-    if not MIN_SPEED <= speed <= MAX_SPEED:
-        raise ValueError(f"request parameter speed {speed} is not in {MIN_SPEED}..{MAX_SPEED}")
-    return speed
-
-
 def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
     """Return a parameter as a boolean. Text is accepted because not every client can send a boolean parameter."""
     flags: dict[str, bool] = {"true": True, "1": True, "false": False, "0": False}
@@ -222,8 +215,10 @@ def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
     return flag
 
 
-def _number(name: str, value: Any, kind: type[int] | type[float]) -> Any:
-    """Return `value` as `kind`. Text is accepted because not every client can send a float parameter."""
+def _number(
+    name: str, value: Any, kind: type[int] | type[float], least: float = -math.inf, most: float = math.inf
+) -> Any:
+    """Return `value` as `kind`, from `least` to `most`. Text is accepted because not every client can send a float parameter."""
     try:
         if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError
@@ -233,4 +228,6 @@ def _number(name: str, value: Any, kind: type[int] | type[float]) -> Any:
     except (TypeError, ValueError, OverflowError):
         article = "an integer" if kind is int else "a number"
         raise ValueError(f"request parameter {name} must be {article}, not {value!r}") from None
+    if not least <= number <= most:
+        raise ValueError(f"request parameter {name} {number} is not in {least}..{most}")
     return number
