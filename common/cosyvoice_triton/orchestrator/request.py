@@ -218,7 +218,8 @@ def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
 def _number(
     name: str, value: Any, kind: type[int] | type[float], least: float = -math.inf, most: float = math.inf
 ) -> Any:
-    """Return `value` as `kind`, from `least` to `most`. Text is accepted because not every client can send a float parameter."""
+    """Return `value` as `kind`, from `least` to `most`. Text is accepted because not every client can send a float
+    parameter."""
     try:
         if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError
