@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import get_args
 
 from cosyvoice_triton.arguments import command_parser
-from cosyvoice_triton.bench import FULL_SIZE
 from cosyvoice_triton.config import InstanceKind, LLMEngine, OrchestratorConfig, TensorrtLLMConfig
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS
 from cosyvoice_triton.errors import UnavailableError
@@ -30,6 +29,7 @@ from cosyvoice_triton.llm.speech_tokens import LLMTokenizer, speech_token_text
 
 FIRST_AUDIO = OrchestratorConfig.first_hop_tokens + LOOKAHEAD_TOKENS  # tokens needed for the first chunk of audio
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "ras_window", "ras_tau")
+FULL_SIZE = "in a clone `python -m tests.random_weights DEST --weights random-full` makes some of full size"
 NO_RATIOS = LengthRatios(min=0, max=1e6)
 
 
