@@ -166,8 +166,8 @@ check: $(VENV)/.dev ## formatting, lint, layers of the package, documents, types
 	@# One at a time, because Triton calls each of them `model`.
 	@failed=; for file in model_repo*/*/1/model.py; do $(IN_VENV) -m mypy "$$file" >$(VENV)/mypy.log || { cat $(VENV)/mypy.log; failed=1; }; done; [[ -z $$failed ]]
 
-bench: $(VENV)/.dev demo-checkpoint ## measure token2wav's first chunk and listeners on this CPU, write out/bench.json
-	@$(COMMAND) bench token2wav --models "$(MODELS)" --device cpu --max-streams 16 --output out/bench
+bench: $(VENV)/.dev demo-checkpoint ## measure a stack's first chunks and listeners on this CPU, write out/bench.md
+	@$(COMMAND) bench load --server "$(MODELS)" --listeners 1 2 4 --output out/bench
 
 lock: $(VENV)/.dev ## write constraints.txt: the version of every library that make installs
 	@$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 --no-emit-index-url --no-annotate \

@@ -17,10 +17,10 @@ from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint import MANIFEST, TRAINED, VOICES_DIR
 from cosyvoice_triton.prepare import demo
 from cosyvoice_triton.prepare.demo import CARD, SUMS, copy_demo
-from cosyvoice_triton.voice.audio import load_audio, validate_reference
+from cosyvoice_triton.voice.audio import load_audio
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.encoders import SpeakerEncoder
-from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.prompt import Recording, validate_reference
 
 from demo_voice.training import export
 from tests.support.checkpoints import DIT_DIR, LLM_DIR, UNET_DIR

@@ -85,8 +85,9 @@ async def pieces_of(*pieces):
 
 async def speak(engine, tokenizer, text, sampling, prompt=VOICE):
     llm = AskedLM(engine, tokenizer)
-    stream = InterleavedLM(llm, tokenizer).generate(prompt, pieces_of(*text), sampling)
-    return [token async for tokens in stream for token in tokens], llm.asked, stream.finish_reason
+    answer = InterleavedLM(llm, tokenizer).generate(prompt, pieces_of(*text), sampling)
+    chunks = [chunk async for chunk in answer]
+    return [token for chunk in chunks for token in chunk.tokens], llm.asked, chunks[-1].finish_reason
 
 
 @pytest.mark.parametrize("name", ["engine", "cuda_engine"])
@@ -134,10 +135,11 @@ def test_a_vllm_server_gets_each_block_as_a_request_of_ids_and_speaks_like_an_en
         server = ServedEngine(engine, tokenizer)
         async with server.running() as url:
             llm = OpenAILM([url], "model", tokenizer)
-            stream = InterleavedLM(llm, tokenizer).generate(VOICE, pieces_of(*text), sampling)
-            tokens = [token async for tokens in stream for token in tokens]
+            answer = InterleavedLM(llm, tokenizer).generate(VOICE, pieces_of(*text), sampling)
+            chunks = [chunk async for chunk in answer]
             await llm.aclose()
-        return tokens, [body["prompt"] for body in server.bodies], stream.finish_reason, server.bodies
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        return tokens, [body["prompt"] for body in server.bodies], chunks[-1].finish_reason, server.bodies
 
     *spoken, bodies = asyncio.run(over_http())
     assert tuple(spoken) == asyncio.run(speak(engine, tokenizer, text, sampling))
@@ -185,7 +187,7 @@ def test_a_text_that_stops_midway_cancels_its_request(engine, tokenizer):
     async def run():
         stream = InterleavedLM(EngineLM(engine, tokenizer), tokenizer).generate(VOICE, broken(), GREEDY)
         with pytest.raises(TimeoutError):
-            _ = [tokens async for tokens in stream]
+            _ = [chunk async for chunk in stream]
         stream = InterleavedLM(EngineLM(engine, tokenizer), tokenizer).generate(VOICE, pieces_of("word " * 9), GREEDY)
         await anext(stream)
         await stream.aclose()

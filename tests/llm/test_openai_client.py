@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
 import pytest
@@ -29,12 +29,9 @@ PROMPT = LLMPrompt("Hello there.", "A reference.", (1, 2, 3))
 
 async def speak(llm, prompt=PROMPT, **sampling):
     """All tokens of one utterance, and the finish reason."""
-    stream = llm.generate(prompt, Sampling(**sampling))
-    try:
-        tokens = [token async for tokens in stream for token in tokens]
-    finally:
-        await stream.aclose()
-    return tokens, stream.finish_reason
+    async with aclosing(llm.generate(prompt, Sampling(**sampling))) as answer:
+        chunks = [chunk async for chunk in answer]
+    return [token for chunk in chunks for token in chunk.tokens], chunks[-1].finish_reason
 
 
 def over(tokenizer, scripts, scenario, dialect="auto", urls=(), timeouts=PATIENT):

@@ -1,6 +1,7 @@
 """The client of the `tensorrt_llm` model, over a fake of Triton's response streams."""
 
 import asyncio
+from contextlib import aclosing
 
 import numpy as np
 import pytest
@@ -40,12 +41,9 @@ class ScriptedModel:
 def speak(model, tokenizer, generated=(), **sampling):
     async def run():
         prompt = LLMPrompt("Hi", "Ref", (1,), generated=generated)
-        stream = TritonLM(model, tokenizer, QUICK).generate(prompt, Sampling(**sampling))
-        try:
-            groups = [tokens async for tokens in stream]
-        finally:
-            await stream.aclose()
-        return groups, stream.finish_reason
+        async with aclosing(TritonLM(model, tokenizer, QUICK).generate(prompt, Sampling(**sampling))) as answer:
+            chunks = [chunk async for chunk in answer]
+        return [chunk.tokens for chunk in chunks if chunk.tokens], chunks[-1].finish_reason
 
     return asyncio.run(run())
 
@@ -108,7 +106,7 @@ def test_the_c_plus_plus_backend_gets_a_bias_and_a_seed_and_no_repetition_aware_
     async def run(**sampling):
         model = ScriptedModel([tokenizer.end_ids[0]])
         stream = TritonLM(model, tokenizer, QUICK, bias=bias).generate(LLMPrompt("Hi"), Sampling(**sampling))
-        assert [tokens async for tokens in stream] == []
+        assert [chunk.tokens async for chunk in stream] == [[], []]
         return model
 
     models = asyncio.run(run()), asyncio.run(run())

@@ -20,7 +20,7 @@ from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_V
 from cosyvoice_triton.errors import OverloadedError, UnavailableError, unavailable_message
 from cosyvoice_triton.llm.checkpoint import follows_instructions
 from cosyvoice_triton.llm.speech_tokens import COSYVOICE2, LLMTokenizer
-from cosyvoice_triton.orchestrator.orchestrator import Orchestrator
+from cosyvoice_triton.orchestrator.model import Orchestrator
 from cosyvoice_triton.text import frontend
 from cosyvoice_triton.text.kana import MISSING
 from cosyvoice_triton.voice.files import save_pronunciation, save_voice

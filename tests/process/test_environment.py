@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.monitoring import faults
-from cosyvoice_triton.monitoring.drain import DrainFile
 from cosyvoice_triton.monitoring.environment import TEST_FAULTS, ModelEnvironment, tritonserver_environment
+from cosyvoice_triton.monitoring.health import DrainFile
 
 FULL = ModelEnvironment(
     metrics_directory=Path("/m"), drain_file=Path("/d"), grpc_address="10.0.0.1:9001", faults=Path("/")

@@ -21,9 +21,8 @@ from cosyvoice_triton.client.failures import ClientError
 from cosyvoice_triton.client.grpc_client import AsyncConnection
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.errors import FatalError, UnavailableError
-from cosyvoice_triton.monitoring.drain import DrainFile
 from cosyvoice_triton.monitoring.environment import GRPC_ADDRESS, METRICS_DIRECTORY
-from cosyvoice_triton.monitoring.health import ModelMonitor, has_failed, report_failure
+from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, has_failed, report_failure
 from cosyvoice_triton.monitoring.metrics import LIVE, PERIOD_SECONDS, page, sum_of
 from cosyvoice_triton.server import logs, readiness
 from cosyvoice_triton.server.input_shapes import compile_library
@@ -83,7 +82,8 @@ def test_a_full_disk_stops_no_sign_of_life_no_number_no_drain_and_no_report_of_a
             DrainFile(disk / "draining").check()
         assert not caplog.records
         report_failure("m", FatalError("the engine is dead"))
-        assert watch.check() == {"m": "model m has failed and cannot recover: the engine is dead"} and has_failed("m")
+        assert watch.check() == {"m": "model m has failed and cannot recover: the engine is dead"}
+        assert has_failed(disk, "m")
     finally:
         monitor.close()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, TOKEN_MEL_RATIO
-from cosyvoice_triton.llm.interface import FinishReason, LLMPrompt, Sampling, TokenChunk, TokenStream
+from cosyvoice_triton.llm.interface import FinishReason, LLMPrompt, Sampling, TokenChunk
 from cosyvoice_triton.orchestrator.chunking import Hop
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.voice.prompt import Prompt, Recording
@@ -93,20 +93,16 @@ class FakeLM:
         self.prompts: list[LLMPrompt] = []
         self.samplings: list[Sampling] = []
         self.open = 0  # streams being generated
-        self.unclosed = 0
-
-    def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
-        self.prompts.append(prompt)
-        self.samplings.append(sampling)
-        return FakeTokenStream(self, self._generate(prompt))
 
     def script(self, prompt: LLMPrompt) -> Sequence[Step]:
         return self.steps
 
     async def aclose(self) -> None:
-        assert self.open == self.unclosed == 0
+        assert self.open == 0
 
-    async def _generate(self, prompt: LLMPrompt) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
+        self.prompts.append(prompt)
+        self.samplings.append(sampling)
         self.open += 1
         try:
             for step in self.script(prompt):
@@ -120,17 +116,6 @@ class FakeLM:
             yield TokenChunk([], self.finish_reason)
         finally:
             self.open -= 1
-
-
-class FakeTokenStream(TokenStream):
-    def __init__(self, llm: FakeLM, chunks: AsyncGenerator[TokenChunk, None]):
-        super().__init__(chunks)
-        self._llm = llm
-        llm.unclosed += 1
-
-    async def aclose(self) -> None:
-        await super().aclose()
-        self._llm.unclosed -= 1
 
 
 class FakeToken2Wav:

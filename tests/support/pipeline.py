@@ -82,7 +82,7 @@ class Pipeline:
 
     def assert_nothing_left(self) -> None:
         assert len(asyncio.all_tasks()) == 1
-        assert self.llm.open == self.llm.unclosed == 0
+        assert self.llm.open == 0
         assert self.token2wav.live == 0
         assert sorted(self.encoder.started) == sorted(self.encoder.ended)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from cosyvoice_triton import stacks
-from cosyvoice_triton.bench import token2wav
 from cosyvoice_triton.cli import demo, fill_template, prepare, render, serve
 from cosyvoice_triton.cli import voice as voice_command
 from cosyvoice_triton.client.arguments import add_request_arguments
@@ -173,7 +172,6 @@ COMMANDS: dict[str, Callable[[list[str]], object]] = {
     "serve": serve.main,
     "voice": lambda arguments: voice_command.main(["add", *arguments]),
     "prepare": lambda arguments: prepare.main(["download", *arguments]),
-    "bench": token2wav.main,
 }
 
 
@@ -243,7 +241,6 @@ SOURCES = sorted(path for folder in ("common", "scripts") for path in (ROOT / fo
 TOKEN2WAV = "the stage, program or thread of that name, not the model"
 ALLOWED = {
     ("common/cosyvoice_triton/token2wav/serving/service.py", "token2wav"): TOKEN2WAV,
-    ("common/cosyvoice_triton/bench/token2wav_load.py", "token2wav"): TOKEN2WAV,
     ("common/cosyvoice_triton/offline/engines.py", "token2wav"): TOKEN2WAV,
     ("common/cosyvoice_triton/offline/inference.py", "token2wav"): TOKEN2WAV,
     ("common/cosyvoice_triton/offline/token2wav.py", "token2wav"): TOKEN2WAV,

@@ -9,8 +9,9 @@ import pytest
 import soundfile as sf
 import torch
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from cosyvoice_triton.voice.audio import load_audio, load_reference, save_audio, validate_reference
+from cosyvoice_triton.voice.audio import load_audio, load_reference, save_audio
 from cosyvoice_triton.voice.features import MelConfig, fbank, mel_spectrogram, resample
+from cosyvoice_triton.voice.prompt import validate_reference
 
 SECOND = PROMPT_SAMPLE_RATE
 

@@ -11,13 +11,13 @@ import gc
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 from typing import get_args
 
 from cosyvoice_triton.arguments import command_parser
-from cosyvoice_triton.bench import FULL_SIZE
 from cosyvoice_triton.config import InstanceKind, LLMEngine, OrchestratorConfig, TensorrtLLMConfig
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS
 from cosyvoice_triton.errors import UnavailableError
@@ -29,6 +29,7 @@ from cosyvoice_triton.llm.speech_tokens import LLMTokenizer, speech_token_text
 
 FIRST_AUDIO = OrchestratorConfig.first_hop_tokens + LOOKAHEAD_TOKENS  # tokens needed for the first chunk of audio
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "ras_window", "ras_tau")
+FULL_SIZE = "in a clone `python -m tests.random_weights DEST --weights random-full` makes some of full size"
 NO_RATIOS = LengthRatios(min=0, max=1e6)
 
 
@@ -48,14 +49,11 @@ class TimedTokens:
 
 async def generate(llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> TimedTokens:
     answer, begun = TimedTokens(), time.perf_counter()
-    stream = llm.generate(prompt, sampling)
-    try:
-        async for tokens in stream:
-            answer.arrivals += [time.perf_counter() - begun] * len(tokens)
-            answer.tokens += tokens
-    finally:
-        await stream.aclose()
-    answer.reason = stream.finish_reason
+    async with aclosing(llm.generate(prompt, sampling)) as chunks:
+        async for chunk in chunks:
+            answer.arrivals += [time.perf_counter() - begun] * len(chunk.tokens)
+            answer.tokens += chunk.tokens
+            answer.reason = chunk.finish_reason
     return answer
 
 

@@ -65,8 +65,6 @@ COMMANDS: dict[str, dict[str, Command]] = {
             "measure a server, or a part of it",
             {
                 "load": Command("cosyvoice_triton.bench.load", "a running server under load, with listeners"),
-                "token2wav": Command("cosyvoice_triton.bench.token2wav", "token2wav alone: first chunks, listeners"),
-                "stack": Command("cosyvoice_triton.bench.stack", "a stack served with several memory plans"),
                 "llm": Command("cosyvoice_triton.bench.llm", "the LLM's engine alone"),
             },
         ),

@@ -156,44 +156,22 @@ class Timeouts:
 
 
 class TokenChunk(NamedTuple):
-    """Speech ids 0..6560 as they arrived, and in the final chunk the reason of the end."""
+    """Speech ids 0..6560 as they arrived, possibly none, and in the final chunk the reason of the end: "stop", or
+    "length" if `max_tokens` cut the speech short."""
 
     tokens: list[int]
     finish_reason: FinishReason | None = None
 
 
-class TokenStream:
-    """Async iterator over lists of speech ids 0..6560, in the order and grouping in which they arrive.
-
-    Iterate and close it in one task, or close it after the iterating task has ended. After exhaustion
-    `finish_reason` is "stop", or "length" if `max_tokens` cut the speech short. Iterating raises UnavailableError if
-    the LLM is down, silent or stops midway, and ValueError if it rejects the request.
-    """
-
-    def __init__(self, chunks: AsyncGenerator[TokenChunk, None]) -> None:
-        self.finish_reason: FinishReason | None = None
-        self._chunks = chunks
-
-    def __aiter__(self) -> "TokenStream":
-        return self
-
-    async def __anext__(self) -> list[int]:
-        async for tokens, finish_reason in self._chunks:
-            self.finish_reason = finish_reason or self.finish_reason
-            if tokens:
-                return tokens
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        """Cancel the request at the LLM if it still runs, and release it. Idempotent."""
-        await self._chunks.aclose()
-
-
 class SpeechLM(Protocol):
     """Generates speech tokens: a client of an LLM server or an engine in this process."""
 
-    def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
-        """Return a stream of the speech tokens of `prompt`. Its first iteration sends the request."""
+    def generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the speech tokens of `prompt` as they arrive. The first iteration sends the request; closing the
+        generator cancels it at the LLM if it still runs.
+
+        Raises UnavailableError if the LLM is down, silent or stops midway, and ValueError if it rejects the request.
+        """
         ...
 
     async def aclose(self) -> None:

@@ -23,7 +23,6 @@ from cosyvoice_triton.llm.interface import (
     Sampling,
     Timeouts,
     TokenChunk,
-    TokenStream,
 )
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.monitoring import tracing
@@ -137,12 +136,6 @@ def output_tensors(tokens: Sequence[int]) -> dict[str, np.ndarray]:
     }
 
 
-def output_tokens(outputs: Tensors) -> list[int]:
-    """Return the new ids in one response: `output_ids` (1, 1, n), padded after `sequence_length` (1, 1)."""
-    length = int(outputs["sequence_length"].reshape(-1)[0])
-    return outputs["output_ids"].reshape(-1)[:length].tolist()
-
-
 def _parameter(parameters: Mapping[str, object], name: str, kind: type[NumberT], default: NumberT) -> NumberT:
     value = parameters.get(name, default)
     try:
@@ -189,14 +182,12 @@ class TritonLM:
         self._ratios = ratios or LengthRatios()
         self._bias = bias
 
-    def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
-        return TokenStream(self._generate(prompt, sampling))
-
     async def aclose(self) -> None:
         """Close the connection."""
         await self._streams.aclose()
 
-    async def _generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the speech tokens of `prompt`, see `SpeechLM`."""
         sampling = self._ratios.bound(sampling, prompt, self._tokenizer.text_length(prompt.target_text))
         if self._bias is not None:
             sampling = sampling.seeded()
@@ -217,7 +208,8 @@ class TritonLM:
                         outputs = await anext(responses, None)
                     if outputs is None:
                         break
-                    llm_ids = output_tokens(outputs)
+                    length = outputs["sequence_length"].item()
+                    llm_ids = outputs["output_ids"].reshape(-1)[:length].tolist()  # padded after it
                     generated += len(llm_ids)
                     ended = not ends.isdisjoint(llm_ids)
                     wait = self._timeouts.token

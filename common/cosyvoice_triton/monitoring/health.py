@@ -1,8 +1,13 @@
-"""Whether the model of this process still does its work, and how the process that runs tritonserver learns it.
+"""Whether the models still do their work and take new requests: what they and the process that runs tritonserver tell
+each other by files, because that needs no port, lock or thread in a process that Triton owns.
 
-A model proves it with every request that succeeds. Without one for TEST_SECONDS, or after an unexpected error, it tests
-itself: a small job through its own queue and engine. The result is published with the model's metrics, whose file also
-shows by its changes that the process is not stopped. If the process cannot recover, a file names the reason.
+A model proves that it works with every request that succeeds. Without one for TEST_SECONDS, or after an unexpected
+error, it tests itself: a small job through its own queue and engine. The result is published with the model's metrics,
+whose file also shows by its changes that the process is not stopped. If the process cannot recover, a file names the
+reason.
+
+Triton cannot drain models that call each other: on SIGTERM it refuses their calls too, and every stream in progress
+fails. So it gets SIGTERM only after the last request has ended, and until then the orchestrators refuse new ones.
 """
 
 import faulthandler
@@ -151,12 +156,34 @@ def _reason(directory: Path, model: str) -> Path:
     return directory / f"{model}.reason"
 
 
-def has_failed(model: str) -> bool:
-    """Return whether a model of this server has reported that it has failed, or the server goes on without it."""
-    directory = ModelEnvironment.read().metrics_directory
+def has_failed(directory: Path | None, model: str) -> bool:
+    """Return whether a model of the server with this metrics directory has reported that it has failed, or the server
+    goes on without it."""
     return directory is not None and (directory / f"{model}{FAILED}").exists()
 
 
 def reported_failures(directory: Path) -> dict[str, str]:
     """Return what `report_failure` has written: the reasons by model."""
     return {path.stem: path.read_text(errors="replace").strip() for path in directory.glob(f"*{FAILED}")}
+
+
+class DrainFile:
+    """Created once, by the process that started the server. `path` None: this server is never drained."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def reserve(self) -> None:
+        """Make the file under another name, so that `create` needs no inode, of which a full disk has none."""
+        if self._path:
+            self._path.with_suffix(".reserved").touch()
+
+    def create(self) -> None:
+        """Let `check` raise from now on. OSError if nothing was reserved."""
+        if self._path:
+            self._path.with_suffix(".reserved").rename(self._path)
+
+    def check(self) -> None:
+        """Raise UnavailableError once the file exists."""
+        if self._path and self._path.exists():
+            raise UnavailableError("this server is shutting down and accepts no new requests; retry or use another one")

@@ -95,18 +95,19 @@ GAPS = Metric("tts_token2wav_gaps_total", "counter", "Chunks that came after the
 GAP_SECONDS = Metric("tts_token2wav_gap_seconds_total", "counter", "Seconds of silence before these chunks")
 
 
+@dataclass
 class LiveRequest:
-    """One request to an orchestrator while it is being answered."""
+    """One request to an orchestrator while it is being answered: when it began, seconds to its first chunk, and seconds
+    of audio."""
 
-    def __init__(self, now: float) -> None:
-        self._begun = now
-        self.first_chunk: float | None = None
-        self.seconds = 0.0
+    begun: float
+    first_chunk: float | None = None
+    seconds: float = 0.0
 
     def sent(self, samples: int) -> None:
         """Count audio that is being sent to the client."""
         if self.first_chunk is None:
-            self.first_chunk = time.monotonic() - self._begun
+            self.first_chunk = time.monotonic() - self.begun
         self.seconds += samples / SAMPLE_RATE
 
 

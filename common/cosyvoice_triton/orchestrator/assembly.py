@@ -1,6 +1,6 @@
 """The pipeline of a stack: one assembly, whatever its ports lead to.
 
-The orchestrator's Triton model gives it ports to other models (triton_ports.py), `Speaker` ports within its process.
+The orchestrator's Triton model gives it ports to other models (model.py), `Speaker` ports within its process.
 """
 
 from cosyvoice_triton.config import OrchestratorConfig

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import get_args
 
 from cosyvoice_triton.config import ChunkStrategy, OrchestratorConfig
@@ -82,7 +83,7 @@ class HopRules:
                 f"the largest hop of {self.max_hop} tokens must be a multiple of {self.boundary}, at least {self.unit}"
             )
 
-    @property
+    @cached_property
     def unit(self) -> int:
         """Return the length that later hops are multiples of: `first_hop`, rounded up to the boundary."""
         return math.ceil(self.first_hop / self.boundary) * self.boundary
@@ -93,13 +94,14 @@ class HopRules:
 
     def first_length(self, prompt_tokens: int, *, short: bool = False) -> int:
         """Return the length of a text's first hop: extended to a boundary, so it is never shorter than configured."""
-        least = self._first_hop(short)
+        least = self.short_first_hop if short else self.first_hop
         return least + -(prompt_tokens + least) % self.boundary
 
     def first_context(self, prompt_tokens: int | None, *, short: bool = False) -> int:
         """Return how many tokens the LLM makes before the first chunk; the most for a prompt not yet known."""
-        longest = self._first_hop(short) + self.boundary - 1
-        return LOOKAHEAD_TOKENS + (longest if prompt_tokens is None else self.first_length(prompt_tokens, short=short))
+        if prompt_tokens is None:
+            return LOOKAHEAD_TOKENS + (self.short_first_hop if short else self.first_hop) + self.boundary - 1
+        return LOOKAHEAD_TOKENS + self.first_length(prompt_tokens, short=short)
 
     def schedule(
         self, prompt_tokens: int, clock: Callable[[], float] = time.monotonic, *, short: bool = False
@@ -108,9 +110,6 @@ class HopRules:
         if self.strategy == "time_based":
             return TimeBasedSchedule(self, prompt_tokens, short, clock)
         return HopSchedule(self, prompt_tokens, short)
-
-    def _first_hop(self, short: bool) -> int:
-        return self.short_first_hop if short else self.first_hop
 
 
 class HopSchedule:
@@ -256,33 +255,29 @@ class FirstHops:
         possible = played and not repeatable and self._possible
         short = possible and has_slack and self._waiting < self._numbers.max_at_once
         self._waiting += short
-        return StreamOpening(self, short=short, measured=played)
+        return StreamOpening(short, measured=played)
 
-    def ended(self, opening: "StreamOpening", seconds: float | None) -> None:
-        """Take note that an opening has ended, with the seconds between the first two chunks if they were measured."""
-        self._waiting -= opening.short
-        if seconds is not None:
-            self._seconds.append(seconds)
-
-
-class StreamOpening:
-    """The first two chunks of a stream. `short` says whether its first hop is short."""
-
-    def __init__(self, first_hops: FirstHops, *, short: bool, measured: bool) -> None:
-        self.short = short
-        self._first_hops: FirstHops | None = first_hops  # None: it has ended
-        self._measured = measured
-        self._first_at: float | None = None
-
-    def sent(self, hop: Hop, now: float) -> None:
+    def sent(self, opening: "StreamOpening", hop: Hop, now: float) -> None:
         """Take note that a chunk's audio was sent. A final one is not measured: others have more tokens."""
-        if hop.final or self._first_at is not None:
-            self.end(None if hop.final or not self._measured or self._first_at is None else now - self._first_at)
-        else:
-            self._first_at = now
+        if opening.first_at is None and not hop.final:
+            opening.first_at = now
+        elif not opening.ended:
+            if opening.first_at is not None and opening.measured and not hop.final:
+                self._seconds.append(now - opening.first_at)
+            self.end(opening)
 
-    def end(self, seconds: float | None = None) -> None:
-        """End the opening, also where a stream ends before its second chunk. Further calls do nothing."""
-        first_hops, self._first_hops = self._first_hops, None
-        if first_hops is not None:
-            first_hops.ended(self, seconds)
+    def end(self, opening: "StreamOpening") -> None:
+        """End an opening, also where a stream ends before its second chunk. Further calls do nothing."""
+        self._waiting -= opening.short and not opening.ended
+        opening.ended = True
+
+
+@dataclass
+class StreamOpening:
+    """The first two chunks of a stream: whether its first hop is short, whether the time between them is measured, and
+    when the first one was sent."""
+
+    short: bool
+    measured: bool
+    first_at: float | None = None
+    ended: bool = False

@@ -19,8 +19,7 @@ from cosyvoice_triton.text.frontend import SPELLING, Spelled
 from cosyvoice_triton.text.language import EVERY, Language, named
 from cosyvoice_triton.text.markup import left_out
 from cosyvoice_triton.text.pronunciation import MAX_WORDS, pronunciations
-from cosyvoice_triton.voice import audio
-from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.prompt import Recording, validate_reference
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +135,7 @@ class RequestRules:
             pronunciation=pronunciations(given.get("pronunciation", ""), max_words=3 * MAX_WORDS),
             sampling=sampling,
             max_tokens=sampling.max_tokens if "max_tokens" in given else None,
-            speed=_speed_of(given),
+            speed=_number("speed", given.get("speed", 1.0), float, MIN_SPEED, MAX_SPEED),
             timeline=_flag(given, "timeline", False),
             segments=_flag(given, "segments", False),
             played=_flag(given, "played", True),
@@ -169,7 +168,7 @@ class RequestRules:
             if speaker:
                 raise ValueError(f"speaker {speaker!r} with a reference_wav: give only one voice")
             rate = PROMPT_SAMPLE_RATE if rate is None else rate
-            wav = audio.validate_reference(wav, length, rate)
+            wav = validate_reference(wav, length, rate)
             said = clean_line(text or "", name="reference_text", max_chars=self.max_text_chars)
             return Recording(wav, said, rate)
         of_recording = {"reference_text": text, "reference_wav_len": length, "reference_sample_rate": rate}
@@ -200,18 +199,11 @@ def sampling_of(parameters: Mapping[str, Any], defaults: Sampling) -> Sampling:
 
     Raises ValueError naming the parameter and its value.
     """
-    preset = preset_values(str(parameters["sampling"])) if "sampling" in parameters else {}
-    given = {
-        name: _number(name, parameters[name], kind) for name, kind in _SAMPLING_KINDS.items() if name in parameters
-    }
-    return dataclasses.replace(defaults, **preset | given)
-
-
-def _speed_of(parameters: Mapping[str, Any]) -> float:
-    speed = _number("speed", parameters.get("speed", 1.0), float)
-    if not MIN_SPEED <= speed <= MAX_SPEED:
-        raise ValueError(f"request parameter speed {speed} is not in {MIN_SPEED}..{MAX_SPEED}")
-    return speed
+    given = preset_values(str(parameters["sampling"])) if "sampling" in parameters else {}
+    for name, kind in _SAMPLING_KINDS.items():
+        if name in parameters:
+            given[name] = _number(name, parameters[name], kind)
+    return dataclasses.replace(defaults, **given)
 
 
 def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -223,8 +215,11 @@ def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
     return flag
 
 
-def _number(name: str, value: Any, kind: type[int] | type[float]) -> Any:
-    """Return `value` as `kind`. Text is accepted because not every client can send a float parameter."""
+def _number(
+    name: str, value: Any, kind: type[int] | type[float], least: float = -math.inf, most: float = math.inf
+) -> Any:
+    """Return `value` as `kind`, from `least` to `most`. Text is accepted because not every client can send a float
+    parameter."""
     try:
         if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError
@@ -234,4 +229,6 @@ def _number(name: str, value: Any, kind: type[int] | type[float]) -> Any:
     except (TypeError, ValueError, OverflowError):
         article = "an integer" if kind is int else "a number"
         raise ValueError(f"request parameter {name} must be {article}, not {value!r}") from None
+    if not least <= number <= most:
+        raise ValueError(f"request parameter {name} {number} is not in {least}..{most}")
     return number

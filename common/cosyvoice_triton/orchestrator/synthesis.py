@@ -15,9 +15,9 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -55,39 +55,30 @@ CROWD = 16
 SegmentQueue = asyncio.Queue[TokenBuffer | Pause | None]
 
 
-Step = Literal["reading", "encoding", "rendering"]
-
-
-def asks_for_place(step: Step, *, crowded: bool = False, new_voice: bool = False) -> bool:
-    """Return whether a listener's place is asked for before a step, unless it was asked for before an earlier one.
+@dataclass
+class Place:
+    """A listener's place in token2wav, which is asked for once. reserve: None if nobody listens; then it is held from
+    the beginning.
 
     Asking takes milliseconds, and usually there is a place. So it is asked for before the audio is rendered, once the
     LLM has started; before a new voice is encoded, which takes much longer and cannot be cancelled; or first of all,
-    before the voice is read, in a crowd or if a listener was refused lately (`crowded`).
+    before the voice is read, in a crowd or if a listener was refused lately.
     """
-    return step == "rendering" or (step == "encoding" and new_voice) or (step == "reading" and crowded)
 
-
-class Place:
-    """A listener's place in token2wav, which is asked for once. reserve: None if nobody listens; then it is held from
-    the beginning."""
-
-    def __init__(self, reserve: Callable[[], Coroutine[Any, Any, None]] | None, scope: TaskScope) -> None:
-        self.wanted = reserve is not None
-        self._reserve = reserve
-        self._scope = scope
-        self._asking: asyncio.Task[None] | None = None
+    reserve: Callable[[], Coroutine[Any, Any, None]] | None
+    scope: TaskScope
+    asking: asyncio.Task[None] | None = None
 
     def ask(self) -> None:
         """Begin to ask for it, unless that was done."""
-        if self._asking is None and self._reserve is not None:
-            self._asking = self._scope.spawn(self._reserve())
+        if self.asking is None and self.reserve is not None:
+            self.asking = self.scope.spawn(self.reserve())
 
     async def held(self) -> None:
         """Ask for it and wait for the answer. OverloadedError if it is refused."""
         self.ask()
-        if self._asking is not None:
-            await self._scope.result(self._asking)
+        if self.asking is not None:
+            await self.scope.result(self.asking)
 
     async def unless_refused(self, work: Coroutine[Any, Any, None]) -> None:
         """Await `work`. Where the LLM is full, token2wav may be full, too: then its refusal is the error."""
@@ -95,8 +86,8 @@ class Place:
             await work
         except UnavailableError:
             self.ask()
-            if self._asking is not None:
-                await self._asking
+            if self.asking is not None:
+                await self.asking
             raise
 
 
@@ -128,14 +119,9 @@ class Synthesizer:
         self._silent_tokens = silent_tokens
         self._prompts = {trimmed: RecordingCache() for trimmed in (True, False)}
         self._careful_until = -math.inf
-        self._refusal = LastRefusal(clock)
+        self.refusal = LastRefusal(clock)  # of listeners
         self._asking = asyncio.Semaphore(CROWD)
         self._beginning = 0  # listeners
-
-    def check(self) -> None:
-        """Raise OverloadedError for a new listener if another one was refused a moment ago: before their request is
-        read."""
-        self._refusal.check()
 
     async def stream(
         self,
@@ -182,25 +168,25 @@ class Synthesizer:
                     async with aclosing(rendered) as chunks:
                         async for hop, waveform in chunks:
                             now = self._clock()
-                            opening.sent(hop, now)
+                            self._first_hops.sent(opening, hop, now)
                             playback.add(len(waveform) / SAMPLE_RATE, now)
                             yield waveform
                     schedule.begin_segment()
                     stream = None
         finally:  # after the scope, and so after the LLM's request: whoever gets the place needs both
-            opening.end()
+            self._first_hops.end(opening)
             if stream is not None:
                 await stream.abort()
 
     async def _reserve(self, stream: Token2WavSequence) -> None:
         since = self._clock()
         async with self._asking:
-            self._refusal.check(since)
+            self.refusal.check(since)
             try:
                 await stream.reserve()
             except OverloadedError as error:
                 self._careful_until = self._clock() + CAREFUL_SECONDS
-                self._refusal.note(error)
+                self.refusal.note(error)
                 raise
 
     async def offline(
@@ -237,29 +223,30 @@ class Synthesizer:
         short: bool,
     ) -> tuple[Prompt, SegmentQueue]:
         """Look up or encode the voice, start the LLM as soon as its part of the prompt is ready, and reserve a place
-        for the `first` stream meanwhile, if somebody hears it: when, says `asks_for_place`."""
+        for the `first` stream meanwhile, if somebody hears it."""
         place = Place(None if first is None else partial(self._reserve, first), scope)
-        crowded = self._clock() < self._careful_until or self._beginning > CROWD
-        if asks_for_place("reading", crowded=crowded):
+        if self._clock() < self._careful_until or self._beginning > CROWD:
             await place.held()
         voice, words = await scope.result(asyncio.to_thread(self._read, request))  # a network disk can hang
         prompts = self._prompts[request.trim_reference]
         known = prompts.get(voice) if isinstance(voice, Recording) else None
         ready = known or voice
-        new_voice = not isinstance(ready, Prompt)
-        if asks_for_place("encoding", new_voice=new_voice):
-            await place.held()
         # Of tokens, mel and x-vector. None for a prompt: each task would have its turn before the LLM is asked.
         encoding: list[asyncio.Task[np.ndarray]] = []
         if not isinstance(ready, Prompt):
+            await place.held()
             encoding = self._encoded(await scope.result(_mended(ready, request.trim_reference, on_warning)), scope)
         prepare = partial(self._prepared, request, voice.text, words, on_warning)
-        in_loop = not new_voice and len(request.target_text) + len(voice.text) <= SHORT_TEXT
+        in_loop = isinstance(ready, Prompt) and len(request.target_text) + len(voice.text) <= SHORT_TEXT
         transcript, text, texts = prepare() if in_loop else await scope.result(asyncio.to_thread(prepare))
-        kept = None
+        kept = None  # speech tokens of the voice that the LLM continues
         if voice.text and not (request.instruct_text or request.cross_lingual):
             kept = await _kept(ready, encoding, scope)
-        llm_prompt = self._llm_prompt(request, transcript, kept, played=request.played and place.wanted, short=short)
+        played = request.played and first is not None
+        urgent = self._rules.first_context(None if kept is None else len(kept), short=short) if played else 0
+        llm_prompt = LLMPrompt("", instruction=request.instruct_text, urgent_tokens=urgent, played=played)
+        if kept is not None:
+            llm_prompt = replace(llm_prompt, prompt_text=transcript, prompt_tokens=kept)
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
         new_buffer = partial(TokenBuffer, on_warning, on_stage, self._silent_tokens)
@@ -268,21 +255,16 @@ class Synthesizer:
         else:
             work = self._generate_interleaved(request, llm_prompt, segments, new_buffer(0.0))
         scope.spawn(place.unless_refused(work))
-        place.ask()  # asks_for_place("rendering"), after the LLM was started
-        prompt = await _prompt(ready, encoding, scope)
+        place.ask()  # after the LLM was started
+        if isinstance(ready, Prompt):
+            prompt = ready
+        else:
+            tokens, mel, embedding = [await scope.result(part) for part in encoding]
+            prompt = Prompt.aligned(tokens, mel, embedding, voice.text)
         if known is None and isinstance(voice, Recording):
             prompts.put(voice, prompt)
         await place.held()
         return prompt, segments
-
-    def _llm_prompt(
-        self, request: SynthesisRequest, transcript: str, kept: list[int] | None, *, played: bool, short: bool
-    ) -> LLMPrompt:
-        """Return the prompt without a text. kept: speech tokens of the voice that the LLM continues, if it does."""
-        urgent = self._rules.first_context(None if kept is None else len(kept), short=short) if played else 0
-        if kept is None:
-            return LLMPrompt("", instruction=request.instruct_text, urgent_tokens=urgent, played=played)
-        return LLMPrompt("", transcript, kept, urgent_tokens=urgent, played=played)
 
     def _read(self, request: SynthesisRequest) -> tuple[Recording | Prompt | Mix, Mapping[str, str]]:
         """Return the voice, and the words with another pronunciation; none for a text in pieces."""
@@ -370,20 +352,13 @@ async def _mended(voice: Recording | Mix, trim: bool, on_warning: OnWarning) -> 
 
 
 async def _kept(voice: Recording | Prompt | Mix, encoding: Sequence[asyncio.Task[Any]], scope: TaskScope) -> list[int]:
-    """Return the voice's speech tokens for the LLM: those that its `_prompt` has."""
+    """Return the voice's speech tokens for the LLM: those that its prompt has."""
     if isinstance(voice, Prompt):
         tokens = voice.tokens
     else:
         tokens = (await scope.result(encoding[0]))[: len(await scope.result(encoding[1])) // TOKEN_MEL_RATIO]
     kept: list[int] = tokens.tolist()
     return kept
-
-
-async def _prompt(voice: Recording | Prompt | Mix, encoding: Sequence[asyncio.Task[Any]], scope: TaskScope) -> Prompt:
-    if isinstance(voice, Prompt):
-        return voice
-    tokens, mel, embedding = [await scope.result(part) for part in encoding]
-    return Prompt.aligned(tokens, mel, embedding, voice.text)
 
 
 async def _render(

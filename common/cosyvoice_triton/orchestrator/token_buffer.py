@@ -3,10 +3,11 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 
 from cosyvoice_triton.constants import MAX_STREAM_TOKENS, TOKEN_RATE
-from cosyvoice_triton.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenStream
+from cosyvoice_triton.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenChunk
 from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.orchestrator.callbacks import OnStage, OnWarning
 from cosyvoice_triton.text.segments import expected_seconds
@@ -78,8 +79,8 @@ class TokenBuffer:
             if sampling.seed is not None:  # other random numbers than before, or every part could end in the same loop
                 part = replace(part, seed=(sampling.seed + done) % (MAX_SEED + 1))
             try:
-                stream = llm.generate(replace(prompt, generated=tuple(generated)), part)
-                reason = await self._read(stream, generated)
+                answer = llm.generate(replace(prompt, generated=tuple(generated)), part)
+                reason = await self._read(answer, generated)
             except ValueError as error:  # such as a prompt that no longer fits the LLM's context
                 if not done:
                     raise
@@ -99,10 +100,10 @@ class TokenBuffer:
             self.text += piece
             yield piece
 
-    async def read(self, stream: TokenStream) -> None:
-        """Read the whole segment from `stream`. Warns if it was cut short; ValueError if there is no token at all."""
+    async def read(self, answer: AsyncGenerator[TokenChunk, None]) -> None:
+        """Read the whole segment from `answer`. Warns if it was cut short; ValueError if there is no token at all."""
         generated: list[int] = []
-        reason = await self._read(stream, generated)
+        reason = await self._read(answer, generated)
         if not generated:
             raise ValueError("the LLM returned no speech token for the text in pieces")
         if reason == "length":
@@ -113,22 +114,21 @@ class TokenBuffer:
         self.ended = True
         self._changed.set()
 
-    async def _read(self, stream: TokenStream, generated: list[int]) -> FinishReason | None:
-        """Append the tokens of `stream` to `generated`, and to the buffer what the chunks get of them.
-
-        Closes the stream in any case.
-        """
+    async def _read(self, answer: AsyncGenerator[TokenChunk, None], generated: list[int]) -> FinishReason | None:
+        """Append the tokens of `answer` to `generated`, and to the buffer what the chunks get of them. Return why it
+        has ended."""
+        reason: FinishReason | None = None
         with tracing.span("llm"):
-            try:
-                async for tokens in stream:
-                    if not generated:
-                        self._on_stage("llm")
-                    generated += tokens
-                    self.tokens.extend(self._silence.kept(tokens))
-                    self._changed.set()
-            finally:
-                await stream.aclose()
-        return stream.finish_reason
+            async with aclosing(answer):
+                async for chunk in answer:
+                    reason = chunk.finish_reason
+                    if chunk.tokens:
+                        if not generated:
+                            self._on_stage("llm")
+                        generated += chunk.tokens
+                        self.tokens.extend(self._silence.kept(chunk.tokens))
+                        self._changed.set()
+        return reason
 
     def _warn(self, after: str) -> None:
         warning = f"{CUT_SHORT} after {after}"

@@ -125,7 +125,7 @@ class Speaker:
         self, text: str, on_warning: OnWarning | None = None, **options: Any
     ) -> AsyncGenerator[np.ndarray, None]:
         warn, synthesizer = on_warning or _log_warning, self._pipeline.synthesizer
-        synthesizer.check()
+        synthesizer.refusal.check()
         async with aclosing(synthesizer.stream(await self._request(text, warn, **options), warn)) as waveforms:
             async for waveform in waveforms:
                 yield waveform

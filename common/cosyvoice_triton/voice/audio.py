@@ -1,9 +1,8 @@
-"""Waveforms: validate reference recordings, read and write sound files.
+"""Sound files and resampling.
 
 Waveforms are mono float32 in -1..1. torch is imported only where a recording is resampled, see `features`.
 """
 
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,64 +14,18 @@ from cosyvoice_triton.constants import (
     MAX_REFERENCE_RATE,
     MAX_REFERENCE_SECONDS,
     MIN_REFERENCE_RATE,
-    MIN_REFERENCE_SECONDS,
-    PROMPT_SAMPLE_RATE,
     REFERENCE_RATE_STEP,
     SAMPLE_RATE,
 )
-from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.prompt import Recording, validate_reference
 
-SILENCE_PEAK = 1e-4  # -80 dB of full scale: about three steps of 16-bit audio
 _INT16_PEAK = 32767
-# Decoding and resampling exceed full scale by less than 6 dB. Beyond this, samples are integers or not audio.
-MAX_PEAK = 4.0
 
 _UNTRUSTED_RATES = (4_000, 192_000)
 # A few kilobytes of silence can have 255 channels, and libsndfile's rarer decoders are hardly tested.
 _UNTRUSTED_CHANNELS = 8
 _UNTRUSTED_FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
 _BLOCK_FRAMES = 1 << 15  # decoded at once, so that memory does not grow with the number of channels
-
-
-def validate_reference(wav: np.ndarray, length: int | None = None, rate: int = PROMPT_SAMPLE_RATE) -> np.ndarray:
-    """Return the recording in a request's `reference_wav`, without padding: float32 (N,).
-
-    wav: (T,) or (1, T), possibly padded at the end. length: the request's `reference_wav_len`; samples beyond it are
-    neither checked nor used. None: all samples. rate: the request's `reference_sample_rate`.
-    ValueError with the offending value: a rate that is not carried, wrong shape or type, length not in 1..T, duration
-    out of range, NaN or infinite samples, silence.
-    """
-    if rate % REFERENCE_RATE_STEP or not MIN_REFERENCE_RATE <= rate <= MAX_REFERENCE_RATE:
-        raise ValueError(
-            f"reference_sample_rate {rate} is not a multiple of {REFERENCE_RATE_STEP} from {MIN_REFERENCE_RATE} to "
-            f"{MAX_REFERENCE_RATE}: resample the recording, for example to {SAMPLE_RATE}"
-        )
-    if not np.issubdtype(wav.dtype, np.floating) or wav.ndim == 0 or wav.size != wav.shape[-1]:
-        raise ValueError(f"reference_wav is {wav.dtype} of shape {list(wav.shape)}: expected floats of shape [T]")
-    wav = wav.reshape(-1).astype(np.float32, copy=False)
-    if wav.size == 0:
-        raise ValueError("reference_wav is empty: 0 samples")
-    if length is not None:
-        if not 0 < length <= wav.size:
-            raise ValueError(f"reference_wav_len {length} is not in 1..{wav.size}, the samples of reference_wav")
-        wav = wav[:length]
-    seconds = wav.size / rate
-    if not MIN_REFERENCE_SECONDS <= seconds <= MAX_REFERENCE_SECONDS:
-        raise ValueError(
-            f"reference_wav of {wav.size} samples lasts {seconds:.7g} s at {rate} Hz: "
-            f"expected {MIN_REFERENCE_SECONDS} to {MAX_REFERENCE_SECONDS} s"
-        )
-    low, high = float(wav.min()), float(wav.max())  # NaN if there is one: no array is made that is as large
-    if not math.isfinite(high - low):
-        bad = np.flatnonzero(~np.isfinite(wav))[0]
-        raise ValueError(f"reference_wav is {wav[bad]} at sample {bad}: every sample must be finite")
-    if (peak := max(-low, high)) > MAX_PEAK:
-        raise ValueError(
-            f"reference_wav holds a sample of {peak:g}: samples are -1..1; divide 16-bit ones by {_INT16_PEAK + 1}"
-        )
-    if (swing := (high - low) / 2) < SILENCE_PEAK:  # also if all samples are the same
-        raise ValueError(f"reference_wav is silent: its samples vary by {swing:.1e}, less than {SILENCE_PEAK:.0e}")
-    return wav
 
 
 def load_audio(source: str | Path | BinaryIO, rate: int, *, max_seconds: float | None = None) -> np.ndarray:

@@ -6,7 +6,7 @@
     ReferenceEncoder   a recording -> its Prompt: all of these in one process
 
 Both networks are read from the official ONNX files, of any size. Recordings are expected to have passed
-`audio.validate_reference`.
+`prompt.validate_reference`.
 """
 
 import logging

@@ -30,8 +30,8 @@ from cosyvoice_triton.constants import (
     TOKEN_RATE,
 )
 from cosyvoice_triton.text import clean_line
-from cosyvoice_triton.voice.audio import load_reference, validate_reference
-from cosyvoice_triton.voice.prompt import Prompt, Recording
+from cosyvoice_triton.voice.audio import load_reference
+from cosyvoice_triton.voice.prompt import Prompt, Recording, validate_reference
 from cosyvoice_triton.voice.rights import UNKNOWN, Rights
 
 logger = logging.getLogger(__name__)

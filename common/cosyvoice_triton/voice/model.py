@@ -12,9 +12,8 @@ from cosyvoice_triton.config import AudioTokenizerConfig, SpeakerEmbeddingConfig
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
 from cosyvoice_triton.monitoring.health import ModelMonitor
-from cosyvoice_triton.voice.audio import validate_reference
 from cosyvoice_triton.voice.encoders import AudioTokenizer, SpeakerEncoder
-from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.prompt import Recording, validate_reference
 
 Encoder = Callable[[Sequence[np.ndarray]], list[np.ndarray]]  # waves (N_i,) float32 -> the output of each, (n_i,)
 

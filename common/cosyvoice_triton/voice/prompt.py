@@ -4,6 +4,7 @@ Imports numpy only: most processes handle prompts and never encode one.
 """
 
 import hashlib
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,7 +12,23 @@ from typing import Protocol
 
 import numpy as np
 
-from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import (
+    MAX_REFERENCE_RATE,
+    MAX_REFERENCE_SECONDS,
+    MEL_BINS,
+    MIN_REFERENCE_RATE,
+    MIN_REFERENCE_SECONDS,
+    PROMPT_SAMPLE_RATE,
+    REFERENCE_RATE_STEP,
+    SAMPLE_RATE,
+    SPEAKER_DIM,
+    SPEECH_VOCAB,
+    TOKEN_MEL_RATIO,
+)
+
+SILENCE_PEAK = 1e-4  # -80 dB of full scale: about three steps of 16-bit audio
+# Decoding and resampling exceed full scale by less than 6 dB. Beyond this, samples are integers or not audio.
+MAX_PEAK = 4.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,47 @@ class Recording:
         digest = hashlib.sha256(np.ascontiguousarray(self.wav).data)
         digest.update(self.rate.to_bytes(4, "little"))
         return digest.digest()
+
+
+def validate_reference(wav: np.ndarray, length: int | None = None, rate: int = PROMPT_SAMPLE_RATE) -> np.ndarray:
+    """Return the recording in a request's `reference_wav`, without padding: float32 (N,).
+
+    wav: (T,) or (1, T), possibly padded at the end. length: the request's `reference_wav_len`; samples beyond it are
+    neither checked nor used. None: all samples. rate: the request's `reference_sample_rate`.
+    ValueError with the offending value: a rate that is not carried, wrong shape or type, length not in 1..T, duration
+    out of range, NaN or infinite samples, silence.
+    """
+    if rate % REFERENCE_RATE_STEP or not MIN_REFERENCE_RATE <= rate <= MAX_REFERENCE_RATE:
+        raise ValueError(
+            f"reference_sample_rate {rate} is not a multiple of {REFERENCE_RATE_STEP} from {MIN_REFERENCE_RATE} to "
+            f"{MAX_REFERENCE_RATE}: resample the recording, for example to {SAMPLE_RATE}"
+        )
+    if not np.issubdtype(wav.dtype, np.floating) or wav.ndim == 0 or wav.size != wav.shape[-1]:
+        raise ValueError(f"reference_wav is {wav.dtype} of shape {list(wav.shape)}: expected floats of shape [T]")
+    wav = wav.reshape(-1).astype(np.float32, copy=False)
+    if wav.size == 0:
+        raise ValueError("reference_wav is empty: 0 samples")
+    if length is not None:
+        if not 0 < length <= wav.size:
+            raise ValueError(f"reference_wav_len {length} is not in 1..{wav.size}, the samples of reference_wav")
+        wav = wav[:length]
+    seconds = wav.size / rate
+    if not MIN_REFERENCE_SECONDS <= seconds <= MAX_REFERENCE_SECONDS:
+        raise ValueError(
+            f"reference_wav of {wav.size} samples lasts {seconds:.7g} s at {rate} Hz: "
+            f"expected {MIN_REFERENCE_SECONDS} to {MAX_REFERENCE_SECONDS} s"
+        )
+    low, high = float(wav.min()), float(wav.max())  # NaN if there is one: no array is made that is as large
+    if not math.isfinite(high - low):
+        bad = np.flatnonzero(~np.isfinite(wav))[0]
+        raise ValueError(f"reference_wav is {wav[bad]} at sample {bad}: every sample must be finite")
+    if (peak := max(-low, high)) > MAX_PEAK:
+        raise ValueError(
+            f"reference_wav holds a sample of {peak:g}: samples are -1..1; divide 16-bit ones by {1 << 15}"
+        )
+    if (swing := (high - low) / 2) < SILENCE_PEAK:  # also if all samples are the same
+        raise ValueError(f"reference_wav is silent: its samples vary by {swing:.1e}, less than {SILENCE_PEAK:.0e}")
+    return wav
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from cosyvoice_triton.llm.interface import (
     LLMPrompt,
     Sampling,
     TokenChunk,
-    TokenStream,
 )
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.profiles import ProfileName
@@ -97,13 +96,10 @@ class EngineLM:
         self._tokenizer = tokenizer
         self._ratios = ratios or LengthRatios()
 
-    def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
-        return TokenStream(self._generate(prompt, sampling))
-
     async def aclose(self) -> None:
         self._engine.close()
 
-    async def _generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
         tokenizer = self._tokenizer
         ids = tokenizer.encode_prompt(prompt)
         sampling = self._ratios.bound(sampling, prompt, tokenizer.text_length(prompt.target_text))

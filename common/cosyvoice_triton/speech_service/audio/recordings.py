@@ -8,8 +8,8 @@ import av
 import numpy as np
 
 from cosyvoice_triton.constants import MAX_REFERENCE_SECONDS, SAMPLE_RATE
-from cosyvoice_triton.voice.audio import load_reference, validate_reference
-from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.audio import load_reference
+from cosyvoice_triton.voice.prompt import Recording, validate_reference
 
 MAX_CHANNELS = 8  # as 7.1; a header that claims more would multiply the memory of its samples
 _MAGIC = {b"\x1aE\xdf\xa3": "matroska", b"FORM": "aiff", b"caff": "caf", b"#!AM": "amr"}  # matroska: WebM, too
