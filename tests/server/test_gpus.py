@@ -1,11 +1,12 @@
 """Which plan follows from the GPU that is there, and what is said where none can serve. A program of the name of
 nvidia-smi stands in for the driver."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cosyvoice_triton.cli import doctor
+from cosyvoice_triton.cli import doctor, render
 from cosyvoice_triton.server import gpus
 from cosyvoice_triton.server.options import StackOptions, planned
 
@@ -118,6 +119,53 @@ def test_a_machine_that_cannot_serve_is_told_in_one_line_what_to_do(
     assert doctor.main(["--device", "gpu"]) == 1
     (problem,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
     assert said in problem
+
+
+def test_streams_that_never_fit_are_refused_before_a_download_with_a_number_that_does(
+    machine: Machine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    machine("NVIDIA L4")
+    assert doctor.main(["--device", "gpu", "--set", "max_streams=999"]) == 1
+    (problem,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
+    needed = "max_streams 999 of the dit stack needs at least 241 GiB, and NVIDIA L4 (22.5 GiB, 22.1 free) has less"
+    assert problem.split(maxsplit=1)[1] == f"{needed}: set max_streams <= 53, or leave it out"
+    assert render.main([str(tmp_path), str(tmp_path / "made"), "--device=gpu", "--set=max_streams=999"]) == 1
+    assert needed in capsys.readouterr().err
+    with pytest.raises(gpus.GpuError, match=r"leaves it 12: set max_streams <= 14,"):
+        settings(max_streams="99", gpu_memory_gib="12")
+    for less in (
+        {"llm_memory_gib": "0"},
+        {"n_timesteps": "5"},
+        {"llm_gpu": "1"},
+        {"token2wav_gpus": "0"},
+        {"kv_cache_dtype": "int8"},
+    ):
+        assert settings(max_streams="99", **less)["max_streams"] == "99", "token2wav knows what these take"
+    elsewhere = StackOptions(
+        models_dir=tmp_path,
+        device="gpu",
+        settings={"max_streams": "99"},
+        llm_transport="openai",
+        llm_urls=("http://llm",),
+    )
+    assert planned(elsewhere) == (elsewhere, "")
+
+
+@pytest.mark.parametrize(
+    "size, stated, fits", [(99 << 20, False, True), (200 << 20, True, True), (200 << 20, False, False)]
+)
+def test_a_checkpoint_that_takes_less_than_official_ones_is_left_to_token2wavs_check(
+    machine: Machine, tmp_path: Path, size: int, stated: bool, fits: bool
+) -> None:
+    machine("NVIDIA L4")
+    options = StackOptions(models_dir=tmp_path, device="gpu", settings={"max_streams": "99"})
+    options.checkpoint_dir.mkdir(parents=True)
+    with (options.checkpoint_dir / "flow.pt").open("wb") as flow:
+        flow.truncate(size)
+    if stated:
+        (options.checkpoint_dir / "flow.json").write_text('{"guidance": 0}')
+    with contextlib.nullcontext() if fits else pytest.raises(gpus.GpuError):
+        assert planned(options) == (options, "")
 
 
 def test_the_doctor_says_what_the_machine_would_serve(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

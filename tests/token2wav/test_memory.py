@@ -19,6 +19,7 @@ from cosyvoice_triton.networks.flow import (
     UNetFlow,
     UNetFlowConfig,
 )
+from cosyvoice_triton.server import gpus
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import Precision, Token2Wav
 from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
@@ -163,6 +164,22 @@ def test_streams_that_do_not_fit_are_refused_with_the_numbers_that_do() -> None:
             plan(stacks.DIT, streams, gib)
     with pytest.raises(ValueError, match="set gpu_memory_gib >= "):  # no number of streams fits
         plan(stacks.DIT, 64, 4)
+
+
+@pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
+def test_what_is_refused_before_loading_does_not_fit_by_token2wavs_check_and_the_number_named_does(
+    stack: Stack,
+) -> None:
+    for gib in (8, 12, 24, 80, 141):
+        card = gpus.Gpu("0", "", "card", gib, gib, "580", "9.0")
+        for streams in (1, 8, 32, 48, 64, 96, 128, 256, 1024):
+            try:
+                gpus.require_room(stack.name, [card], streams)
+            except gpus.GpuError as error:
+                with pytest.raises(ValueError, match="max_streams"):
+                    plan(stack, streams, gib, "cpu")
+                if fitting := re.search("<= ([0-9]+)", str(error)):
+                    plan(stack, int(fitting[1]), gib)
 
 
 def test_without_an_llm_on_the_gpu_its_share_is_this_processs() -> None:

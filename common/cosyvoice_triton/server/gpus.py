@@ -17,6 +17,8 @@ from cosyvoice_triton.profiles import GPU_PLANS, GpuPlan
 MIN_CAPABILITY = 7.5  # of CUDA 13 and of its builds of torch
 CUDA = "13.0"  # of the torch that the extra `gpu` installs
 DRIVERS = {"12": 525, "13": 580}  # by CUDA's major version, the oldest that it runs on
+LOWER_BOUND = 0.9  # of the memory that the plans give for other numbers of listeners: less is never enough
+PROMPT_GIB = 2  # more than the prompt models take on a GPU
 _FIELDS = ("index", "uuid", "name", "memory.total", "memory.free", "driver_version", "compute_cap")
 
 
@@ -102,8 +104,7 @@ def plan(stack: str, gpus: Sequence[Gpu], gib: float | None = None) -> GpuPlan |
     plans = [each for each in GPU_PLANS if stack in each.streams]
     if not plans:
         return None
-    least = min(gpus, key=lambda gpu: gpu.free)
-    memory = least.free if gib is None else min(gib, least.total)
+    least, memory = _least(gpus, gib)
     # A card has a little less than its name says: an L4 22.5 GiB. The unet stack, which takes little memory, would fit
     # into the plans of larger cards, but from 40 GB on they read new voices on the GPU.
     of_size = [each for each in plans if min(gpu.total for gpu in gpus) >= 0.93 * each.card]
@@ -116,6 +117,33 @@ def plan(stack: str, gpus: Sequence[Gpu], gib: float | None = None) -> GpuPlan |
         + (f"serve --stack {others[0]}, which fits, " if others else "")
         + "use a larger GPU, or choose --set max_streams=… yourself (docs/sizing.md)"
     )
+
+
+def require_room(stack: str, gpus: Sequence[Gpu], streams: int, gib: float | None = None) -> None:
+    """Raise GpuError, with a number that fits, if these GPUs have by far no room for so many listeners.
+
+    What is nearly enough is left to token2wav, whose check knows the checkpoint and all settings.
+    """
+    points = [each.streams[stack] for each in GPU_PLANS if stack in each.streams and each.prompt_device == "cpu"]
+    if not points:
+        return
+    # Memory grows by as much with each listener.
+    (fewest, base), (most, top) = points[0], points[-1]
+    each = (top - base) / (most - fewest)
+    least, memory = _least(gpus, gib)
+    if (needed := LOWER_BOUND * (base + each * (streams - fewest))) > memory:
+        fitting = fewest + int((memory - PROMPT_GIB - base) / each)
+        raise GpuError(
+            f"max_streams {streams} of the {stack} stack needs at least {needed:.0f} GiB, and {least} "
+            + (f"leaves it {memory:g}: " if gib is not None else "has less: ")
+            + (f"set max_streams <= {fitting}, or leave it out" if fitting > 0 else "use a larger GPU")
+        )
+
+
+def _least(gpus: Sequence[Gpu], gib: float | None) -> tuple[Gpu, float]:
+    """Return the GPU with the least free memory, and the GiB that a server may take there."""
+    least = min(gpus, key=lambda gpu: gpu.free)
+    return least, least.free if gib is None else min(gib, least.total)
 
 
 def describe(made: GpuPlan, stack: str, gpus: Sequence[Gpu]) -> str:

@@ -27,6 +27,10 @@ from cosyvoice_triton.server import gpus
 
 Device = Literal["auto", "cpu", "gpu"]
 
+# With these, streams take less of token2wav's GPU than in the plans; so do those of networks that are not full-size.
+_OTHER_MEMORY = ("llm_memory_gib", "llm_gpu", "token2wav_gpus", "n_timesteps", "kv_cache_dtype")
+_FULL_SIZE = 100 << 20  # bytes: less than any official flow.pt, and more than the demo's
+
 
 @dataclass(frozen=True, kw_only=True)
 class StackOptions:
@@ -179,11 +183,22 @@ def planned(options: StackOptions) -> tuple[StackOptions, str]:
         return options, ""
     seen = gpus.used(options.device) if gpus.visible() else []
     of_token2wav = [seen[number] for number in options.token2wav_gpus if number < len(seen)]
-    if "max_streams" in options.settings or not of_token2wav:
-        return options, ""
     gib = parse_setting("gpu_memory_gib", options.settings.get("gpu_memory_gib", ""), float | None)
-    if (made := gpus.plan(options.stack, of_token2wav, gib)) is None:
+    if "max_streams" in options.settings:
+        if of_token2wav and _as_planned(options):
+            streams = parse_setting("max_streams", options.settings["max_streams"], int)
+            gpus.require_room(options.stack, of_token2wav, streams, gib)
+        return options, ""
+    made = gpus.plan(options.stack, of_token2wav, gib) if of_token2wav else None
+    if made is None:
         return options, ""
     settings = {"max_streams": str(made.streams[options.stack].listeners), "prompt_device": made.prompt_device}
     line = gpus.describe(made, options.stack, of_token2wav)
     return dataclasses.replace(options, settings=settings | dict(options.settings)), line
+
+
+def _as_planned(options: StackOptions) -> bool:
+    """Return whether a stream takes as much of token2wav's GPU as in the plans; what is not there yet is official."""
+    flow = options.checkpoint_dir / stacks.named(options.stack).flow
+    official = not flow.exists() or flow.stat().st_size > _FULL_SIZE and not flow.with_suffix(".json").exists()
+    return official and options.llm_transport == "triton" and options.settings.keys().isdisjoint(_OTHER_MEMORY)
