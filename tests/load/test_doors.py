@@ -56,6 +56,7 @@ def test_an_open_loop_over_http_has_the_chunks_of_the_stub_and_when_they_are_aud
     assert row["audio_seconds"] == pytest.approx(10 * service.stub.chunks * service.stub.samples / SAMPLE_RATE)
     assert row["audible_ms"]["p99"] >= row["first_chunk_ms"]["p50"] and 1 <= row["peak_in_flight"] <= 10
     assert "| Requests per Second | Requests |" in (tmp_path / "out.md").read_text()
+    assert (tmp_path / "out.png").stat().st_size > 20_000
     received = list(service.stub.requests)[-10:]
     assert len({request.raw_input_contents[0] for request in received}) == 10, "each has a recording of its own"
     rows = [json.loads(line) for line in samples.MANIFEST.read_text(encoding="utf-8").splitlines()]

@@ -89,6 +89,7 @@ def test_arrival_times_are_reported_and_complete_audio_is_written(
     for key in ("RTF: ", "total_duration: ", "average_first_chunk_latency_ms: ", "second_chunk_latency_99_percentile"):
         assert key in keys
     assert (tmp_path / "log" / "stats_summary-texts.txt").exists()
+    assert (tmp_path / "log" / "summary.png").stat().st_size > 10_000
     captured = capsys.readouterr()
     assert "3 requests answered, 0 failed, 0 not sent" in captured.out and "first chunk p50" in captured.err
 
@@ -173,7 +174,7 @@ def test_a_listener_sends_its_next_request_after_the_audio_has_been_played(
     assert result["label"] == "Listeners"
 
 
-def test_a_sweep_over_two_addresses_writes_tables(stub: StubProcess, tmp_path: Path) -> None:
+def test_a_sweep_over_two_addresses_writes_tables_and_a_plot(stub: StubProcess, tmp_path: Path) -> None:
     servers = ["--server", stub.address, stub.address.replace("127.0.0.1", "localhost"), "--token2wav-gpus", "2"]
     more = ["--llm-gpus", "1", "--num-requests", "4", "--warmup-requests", "1", "--concurrency", "1", "2"]
     assert benchmark.main([*servers, *more, "--output", str(tmp_path / "a")]) == 0
@@ -183,6 +184,7 @@ def test_a_sweep_over_two_addresses_writes_tables(stub: StubProcess, tmp_path: P
     assert "| 2 | 2 | 1.33 |" in tables, "2 tasks on each of 2 servers with 2 GPUs, and 1 GPU for the LLM"
     sweep = json.loads((tmp_path / "a.json").read_text())
     assert [row["label"] for row in sweep["rows"]] == [2, 4] and all(row["errors"] == 0 for row in sweep["rows"])
+    assert (tmp_path / "a.png").stat().st_size > 20_000
 
 
 @pytest.mark.parametrize("sent_signal", [signal.SIGKILL, signal.SIGSTOP])

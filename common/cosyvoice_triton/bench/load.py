@@ -1,10 +1,10 @@
-"""Measure running servers under load; write tables and figures.
+"""Measure running servers under load; write tables, figures and a plot.
 
     cosyvoice-triton bench load --concurrency 1 4 16 --title "2 CPU cores, demo checkpoint"
     cosyvoice-triton bench load --listeners 1 10 32
     cosyvoice-triton bench load --request-rates 0.5 1 2 --manifest-path manifest.jsonl
 
-Writes OUTPUT.md and OUTPUT.json. The default texts and voices are those of the package's samples.
+Writes OUTPUT.md, OUTPUT.json and OUTPUT.png. The default texts and voices are those of the package's samples.
 The load can be spread over several servers, such as token2wav instances on separate GPUs that share one LLM:
 
     cosyvoice-triton bench load --server localhost:18001 localhost:18003 --token2wav-gpus 2 --llm-gpus 1
@@ -35,6 +35,7 @@ from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
 from cosyvoice_triton.load.measure import Run
 from cosyvoice_triton.load.plan import Load, add_load_arguments
+from cosyvoice_triton.load.plot import plot_sweep
 from cosyvoice_triton.load.report import disaggregated_table, markdown_tables
 from cosyvoice_triton.load.runner import measured
 
@@ -64,12 +65,13 @@ class Sweep:
         self.rows.append(row)
 
     def write(self, output: Path) -> None:
-        """Write OUTPUT.md and .json."""
+        """Write OUTPUT.md, .json and .png."""
         output.parent.mkdir(parents=True, exist_ok=True)
         with_suffix(output, ".json").write_text(
             json.dumps(asdict(self), indent=1, ensure_ascii=False), encoding="utf-8"
         )
         with_suffix(output, ".md").write_text(self.markdown(), encoding="utf-8")
+        plot_sweep(self.rows, self.label.lower(), self.title, with_suffix(output, ".png"))
 
     def markdown(self) -> str:
         settings = self.rows[0]
@@ -146,7 +148,7 @@ def _sweep(args: argparse.Namespace, command: list[str], doors: Mapping[str, Doo
             code = 130 if run.interrupted else 1
             break
     print(found.markdown())
-    print(f"written to {args.output}.md and .json")
+    print(f"written to {args.output}.md, .json and .png")
     return code
 
 

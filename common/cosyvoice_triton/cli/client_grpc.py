@@ -5,7 +5,7 @@ One request writes one wav file:
     cosyvoice-triton client-grpc --target-text "Hello." --reference-audio voice.wav --reference-text "What it says."
 
 With a manifest, a data set, --num-tasks, --num-requests, --request-rate or --log-dir it measures and writes audio
-files, rtf-<split>.txt, stats_summary-<split>.txt, summary.json to --log-dir (default ./tmp). The exit code is
+files, rtf-<split>.txt, stats_summary-<split>.txt, summary.json and .png to --log-dir (default ./tmp). The exit code is
 1 if any request failed.
 
     cosyvoice-triton client-grpc --manifest-path manifest.jsonl --num-tasks 4 --num-requests 40
@@ -27,6 +27,7 @@ from cosyvoice_triton.client.grpc_client import synthesize
 from cosyvoice_triton.constants import GRPC_PORT
 from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
 from cosyvoice_triton.load.plan import Load, add_load_arguments
+from cosyvoice_triton.load.plot import plot_run
 from cosyvoice_triton.load.report import closing_lines, write_run
 from cosyvoice_triton.load.runner import measured
 
@@ -78,6 +79,8 @@ def measure(args: argparse.Namespace, server: str) -> int:
     load = Load.from_arguments(args, [server], jobs, count, args.num_tasks, args.request_rate, directory)
     run = measured(load, f"{load.model} {load.mode}", args.log_interval)
     summary = write_run(run, load.settings(), jobs.split, directory)
+    title = f"{load.model} at {server}, {load.mode}, {load.shape()}"
+    plot_run(summary, title, directory / "summary.png")
     print("\n".join(closing_lines(summary)))
-    print(f"written to {directory}: audio, rtf-{jobs.split}.txt, stats_summary-{jobs.split}.txt, summary.json")
+    print(f"written to {directory}: audio, rtf-{jobs.split}.txt, stats_summary-{jobs.split}.txt, summary.json and .png")
     return 130 if run.interrupted else 0 if run.complete else 1

@@ -13,7 +13,7 @@ Judges are optional: pip install 'cosyvoice-triton[evaluate]' for Moonshine (wor
 install --no-deps Resemblyzer for speaker similarity. One that is not installed is named and its column left out.
 --recogniser is a program that prints a line for each of the files that {wav} becomes.
 
-Writes the audio, report.md and report.json to --output. The exit code is 1 if a requirement is missed.
+Writes the audio, report.md, report.json and report.png to --output. The exit code is 1 if a requirement is missed.
 """
 
 import argparse
@@ -141,7 +141,7 @@ def write(
     found: Mapping[str, Sequence[dict[str, Any]]],
     sentences: Sequence[Sample],
 ) -> None:
-    """Print the table and write the two files of the report."""
+    """Print the table and write the three files of the report."""
     table = report.markdown(rows, set_name)
     print(table)
     (output / "report.md").write_text(f"{about}\n\n{table}\n", encoding="utf-8")
@@ -152,7 +152,8 @@ def write(
     published = report.PUBLISHED.get(set_name)
     content = {"about": about, "rows": rows, "published": published, "answers": answers}
     (output / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {output}: the audio, report.md, report.json")
+    report.plot(found, about, output / "report.png")
+    print(f"written to {output}: the audio, report.md, report.json, report.png")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,34 +1,38 @@
-"""Figures of answers, their table, and what is required of them."""
+"""Figures of answers, their table and plot, and what is required of them."""
 
 import argparse
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cosyvoice_triton.evaluate.speech import SpokenSentence
 from cosyvoice_triton.load.audible import leading_silence
+from cosyvoice_triton.load.plot import figure, save
 
 Row = dict[str, Any]
 
 
 class Column(NamedTuple):
-    """A figure of the table: heading and format of its cell."""
+    """A figure of the table. heading and format: of its cell. each: the answers' figure of which it is a summary."""
 
     heading: str
     format: str
+    each: str = ""
 
 
 COLUMNS = {
     "failed": Column("failed", "d"),
-    "error_rate": Column("wrong words", ".1%"),
-    "dnsmos": Column("DNSMOS", ".2f"),
-    "similarity": Column("similarity", ".2f"),
-    "rtf": Column("RTF", ".2f"),
-    "first_chunk_ms": Column("first chunk, ms", ".0f"),
-    "leading_silence_ms": Column("leading silence, ms", ".0f"),
+    "error_rate": Column("wrong words", ".1%", "error_rate"),
+    "dnsmos": Column("DNSMOS", ".2f", "dnsmos"),
+    "similarity": Column("similarity", ".2f", "similarity"),
+    "rtf": Column("RTF", ".2f", "rtf"),
+    "first_chunk_ms": Column("first chunk, ms", ".0f", "first_chunk_ms"),
+    "leading_silence_ms": Column("leading silence, ms", ".0f", "leading_silence_ms"),
     "silent": Column("silent", ".1%"),
     "clipped": Column("clipped", ".1%"),
 }
@@ -130,3 +134,20 @@ def markdown(rows: Sequence[Row], set_name: str) -> str:
             "Upstream's judges were Whisper or Paraformer, and WavLM for similarity, which has another scale.",
         ]
     return "\n".join(lines)
+
+
+def plot(found: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: Path) -> None:
+    """Draw the distribution of each figure over the answers, a line for each row."""
+    names = [column.each for column in COLUMNS.values() if column.each]
+    names = [name for name in names if any(name in each for row in found.values() for each in row)]
+    columns = min(3, len(names))
+    picture, axes = figure(math.ceil(len(names) / columns), columns, 5 * columns, 4 * math.ceil(len(names) / columns))
+    picture.suptitle(title)
+    for panel, name in zip(axes.flat, names, strict=False):
+        for row, answers in found.items():
+            if values := [each[name] for each in answers if name in each]:
+                panel.ecdf(values, label=row)
+        panel.set(title=name, ylabel="share of answers")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8)
+    save(picture, path)
