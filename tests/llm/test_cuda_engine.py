@@ -19,8 +19,6 @@ from cosyvoice_triton.profiles import H200
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
 
-from tests.support.recorded import Recorded
-
 GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0}
 RAS = {"temperature": 1.0, "top_p": 0.8, "top_k": 25, "repetition_penalty": 1.0}
 
@@ -202,41 +200,6 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(weights):
     found = served.step(6)
     assert found[:, 1].tolist() == [FAULT] + [NOTHING] * 5
     assert (found[:, [0, 2]] == expected[2:, [0, 2]]).all()
-
-
-class FullTables(Plain):
-    """Attention that reads as many pages for short sequences as for the longest."""
-
-    def attend(self, q, metadata, layer):
-        longest = metadata.block_tables.shape[1] * PAGE - 1
-        slots = torch.cat([metadata.slots, metadata.slots.new_full((1,), len(metadata.block_tables) - 1)])
-        positions = torch.cat([metadata.positions, metadata.positions.new_full((1,), longest)])
-        whole = dataclasses.replace(metadata, slots=slots, positions=positions)
-        return super().attend(torch.cat([q, q[:1]]), whole, layer)[:-1]
-
-
-def test_one_recorded_step_serves_every_batch_like_the_plain_one(weights):
-    """As a CUDA graph does: all sampling, growing sequences, rows that end, slots that change."""
-    requests = [
-        request_of([1, 2, 3], **RAS, ras_window=10, seed=1, max_tokens=9),
-        request_of(list(range(90)), temperature=0.9, top_k=5, repetition_penalty=1.2, seed=2, min_tokens=20),
-        request_of([5], **GREEDY),
-        request_of([6, 7], temperature=0.7, top_p=0.5, seed=4),
-    ]
-    plain, recorded = Slots(weights, requests), Slots(weights, requests, FullTables())
-    for served in (plain, recorded):
-        served.set_batch([3, 3])
-    graph = Recorded()
-    with graph:
-        recorded.decoder._step(2)
-    plain.decoder._step(2)
-    recorded.decoder._run_step = lambda rows: graph.replay()
-    for batch in ([0, 1], [2, 3], [1, 0], [3]):
-        for served in (plain, recorded):
-            served.set_batch([*batch, *[len(requests)] * (2 - len(batch))])
-        expected = plain.step(7)
-        assert (recorded.step(7) == expected).all()
-    assert (expected[:, 1] == NOTHING).all()
 
 
 def load(directory, tokenizer, gib, requests=2):

@@ -1,16 +1,15 @@
 """The CPU engine with a real converted model: batching, cancellation, seeds, and the conversion itself."""
 
-import dataclasses
 import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from cosyvoice_triton.llm.engines.genai import GenAIModel, load_engine
+from cosyvoice_triton.llm.engines.genai import GenAIModel
 from cosyvoice_triton.llm.engines.interface import candidate_ids
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from cosyvoice_triton.prepare.genai import PRECISIONS, convert
+from cosyvoice_triton.prepare.genai import convert
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import Qwen2ForCausalLM
@@ -46,14 +45,6 @@ def test_a_model_of_values_that_are_no_numbers_is_an_error(genai_dir, tmp_path):
         GenAIModel(tmp_path / "nan", rows=1, threads=1)
 
 
-def test_a_model_without_the_tokenizers_speech_tokens_is_an_error(genai_dir, tokenizer):
-    larger = dataclasses.replace(tokenizer, first_speech_id=tokenizer.first_speech_id + 10_000)
-    with pytest.raises(
-        ValueError, match="vocabulary of 6826, too small for the tokenizer's speech and end tokens 10260"
-    ):
-        load_engine(genai_dir, larger, 1)
-
-
 def test_a_checkpoint_without_speech_tokens_is_not_converted(llm_dir, tmp_path):
     shutil.copytree(llm_dir, tmp_path / "text")
     (tmp_path / "text" / "tokenizer.json").write_text(Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).to_str())
@@ -62,7 +53,7 @@ def test_a_checkpoint_without_speech_tokens_is_not_converted(llm_dir, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp32", "int4"])  # products of numbers, and of quantised blocks
 def test_the_bias_of_the_output_head_is_kept(precision, llm_dir, genai_dir, tmp_path):
     """Qwen2 has no such bias, so transformers and the model builder drop it. This one is large beside rounding."""
     shutil.copytree(llm_dir, tmp_path / "hf")

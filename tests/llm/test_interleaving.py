@@ -158,18 +158,6 @@ def test_the_engine_vllm_continues_its_own_blocks(install, llm_dir, tokenizer, m
     assert asked[2][len(asked[1]) :][:SPEECH_BLOCK] == tokenizer.to_llm_ids(range(SPEECH_BLOCK)).tolist()
 
 
-def test_requests_together_speak_like_each_alone(engine, tokenizer):
-    texts = ["A short text in pieces.", "Another one of them, which is longer.", "Three", "你好，今天天气很好。"]
-    sampling = Sampling(seed=5)
-
-    async def together():
-        return await asyncio.gather(*(speak(engine, tokenizer, text, sampling) for text in texts))
-
-    alone = [asyncio.run(speak(engine, tokenizer, text, sampling)) for text in texts]
-    assert asyncio.run(together()) == alone
-    assert len({tuple(tokens) for tokens, *_ in alone}) == len(texts)
-
-
 def test_a_text_of_less_than_a_block_is_spoken_and_one_of_nothing_is_an_error(engine, tokenizer):
     tokens, asked, _ = asyncio.run(speak(engine, tokenizer, "Hi.", GREEDY, LLMPrompt("")))
     assert tokens and asked == [[tokenizer.sos_id, *tokenizer.text_ids("Hi."), tokenizer.task_id]]

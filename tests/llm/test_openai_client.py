@@ -14,11 +14,9 @@ import pytest
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, Timeouts
 from cosyvoice_triton.llm.openai_client import OpenAILM
-from cosyvoice_triton.llm.openai_dialects import DIALECTS, CompletionRequest, EventReader
 from cosyvoice_triton.llm.speech_tokens import speech_token_text
 from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.tritonserver import free_port
-from cosyvoice_triton.stacks import TokenizerRules
 
 from tests.support.raw_http_server import STREAM, RawHttpServer, event, ids_event, reply
 from tests.support.waiting import until
@@ -237,16 +235,6 @@ def test_a_chat_server_gets_the_template_as_messages_without_control_tokens(toke
     if spoken:
         messages.append({"role": "assistant", "content": speech_token_text(spoken)})
     assert server.bodies[0]["messages"] == messages
-
-
-def test_the_control_tokens_of_a_chat_are_those_of_the_tokenizers_rules(tokenizer):
-    rules = TokenizerRules(ends=("<|done|>",), end_of_prompt="<|go|>")
-    own = dataclasses.replace(tokenizer, rules=rules)
-    prompt = LLMPrompt("Hello", instruction="sadly")
-    body = DIALECTS["chat"].request_body("model", CompletionRequest(prompt, Sampling(), own))
-    assert body["messages"] == [{"role": "user", "content": "sadly<|go|>Hello"}]
-    reader = EventReader(own, "http://server")
-    assert reader.feed(event("<|s_5|><|done|><|s_6|>", None)) == ([5], "stop")
 
 
 def test_the_chat_api_is_used_if_a_server_has_no_completions(tokenizer):

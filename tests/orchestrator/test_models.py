@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cosyvoice_triton import refusals, stacks
+from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
-from cosyvoice_triton.errors import OverloadedError, UnavailableError, unavailable_message
+from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.checkpoint import follows_instructions
 from cosyvoice_triton.llm.speech_tokens import COSYVOICE2, LLMTokenizer
 from cosyvoice_triton.orchestrator.orchestrator import Orchestrator
@@ -215,26 +215,6 @@ def test_a_timeline_is_sent_only_if_the_request_asks_for_it(bench: Bench) -> Non
     assert not any({"timeline", "segments"} & outputs.keys() for outputs in responses(without))
 
 
-def test_a_request_that_comes_just_after_a_refusal_is_not_even_read(
-    bench: Bench, triton_models: dict[str, Callee], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 60.0)
-    asked = 0
-
-    def full(request: InferenceRequest) -> InferenceResponse:
-        nonlocal asked
-        asked += 1
-        message = unavailable_message(OverloadedError("9 listeners", 3.0))
-        return InferenceResponse(error=TritonError(message, TritonError.UNAVAILABLE))
-
-    triton_models["token2wav_dit"] = full
-    requests = client_request(), client_request(), client_request(parameters={"speed": "fast"})
-    bench.answer(*requests)
-    assert {failure(request)[0] for request in requests} == {TritonError.UNAVAILABLE} and asked == 1
-    assert all(failure(request)[1].endswith("9 listeners") for request in requests)
-    assert not bench.models.llm_requests
-
-
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_the_segments_are_sent_with_their_samples(bench: Bench, decoupled: bool) -> None:
     request = client_request(decoupled, {"segments": True})
@@ -337,15 +317,6 @@ def test_a_tag_of_another_server_is_left_out_with_a_warning(bench: Bench) -> Non
     first, second = (request["input_ids"].tolist() for request in bench.models.llm_requests)
     warnings = [outputs["warning"].item() for outputs in responses(tagged) if "warning" in outputs]
     assert first == second and warnings == ["tags were left out, as they mean nothing here: [happy:0.5]"]
-
-
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_speech_that_is_cut_short_reaches_the_caller_with_a_warning(bench: Bench, decoupled: bool) -> None:
-    bench.models.llm_tokens, bench.models.llm_ends = 20, False
-    request = client_request(decoupled)
-    bench.answer(request, decoupled=decoupled, max_token_ratio="5")
-    (warning,) = (outputs["warning"].item() for outputs in responses(request) if "warning" in outputs)
-    assert warning.startswith("speech was cut short after 20 tokens") and warning.endswith("'word five.'")
 
 
 def test_the_chunk_strategy_is_a_setting(bench: Bench) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
-from cosyvoice_triton.orchestrator.synthesis import CAREFUL_SECONDS, CROWD, asks_for_place
+from cosyvoice_triton.orchestrator.synthesis import CAREFUL_SECONDS, CROWD
 from cosyvoice_triton.refusals import REFUSAL_SECONDS
 
 from tests.support.fakes import FakeLM, FakeToken2Wav, FakeToken2WavStream, fake_prompt, speech_request
@@ -35,21 +35,6 @@ def test_a_place_is_given_up_after_the_llms_request_has_ended() -> None:
     with pytest.raises(RuntimeError):
         pipeline.run()
     assert live == [0]
-
-
-@pytest.mark.parametrize(
-    ("crowded", "new_voice", "before"),
-    [
-        (False, False, ["rendering"]),
-        (False, True, ["encoding", "rendering"]),
-        (True, False, ["reading", "rendering"]),
-        (True, True, ["reading", "encoding", "rendering"]),
-    ],
-)
-def test_when_a_place_is_asked_for(crowded: bool, new_voice: bool, before: list[str]) -> None:
-    """At the first of these steps; the tests below show that at the later ones it is held already."""
-    steps = ("reading", "encoding", "rendering")
-    assert [step for step in steps if asks_for_place(step, crowded=crowded, new_voice=new_voice)] == before
 
 
 Install = Callable[[Callable[[], Awaitable[None]]], None]

@@ -14,9 +14,9 @@ from cosyvoice_triton.token2wav.flow.encoder_window import WindowEncoder
 from safetensors.torch import load_file, save_file
 
 from tests.parity.__main__ import main
-from tests.parity.fixture import Fixture, Tolerance
+from tests.parity.fixture import Fixture
 from tests.parity.manifests import run_manifests
-from tests.parity.runner import SERVED, all_checks, compare, run_fixture
+from tests.parity.runner import all_checks, run_fixture
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 FIXTURES = sorted(path for path in GOLDEN.parent.glob("golden*/*.json") if not path.stem.endswith(".weights"))
@@ -66,20 +66,6 @@ def test_the_served_engine_is_what_is_compared(name, monkeypatch):
     of_engine = [result for result in results if "[engine" in result.detail]
     assert len(of_engine) > 9 and {result.verdict for result in of_engine} == {"MISS"}
     assert {result.verdict for result in results if result not in of_engine} == {"PASS"}
-
-
-@pytest.mark.parametrize(
-    "path", [pytest.param(path, id=path.stem) for path in FIXTURES if path.stem in SERVED and path not in FULL_SIZE]
-)
-def test_the_engine_in_float16_is_compared_with_bounds_of_its_own(path):
-    fixture = Fixture(path, "cpu", torch.float16)
-    results = list(run_fixture(fixture, all_checks()[path.stem]))
-    assert results and {result.verdict for result in results} == {"PASS"}
-    assert all(" float16" in result.name for result in results)
-    key = next(key for key in fixture.outputs if fixture[key].is_floating_point())
-    largest = fixture[key].abs().max().item()
-    tolerance = fixture.tolerance(key)
-    assert tolerance.atol == pytest.approx(1e-2 * largest) and tolerance.rms and tolerance.rms < 3e-3 * largest
 
 
 @pytest.mark.parametrize(
@@ -139,30 +125,8 @@ def test_whatever_cannot_be_compared_is_a_miss_with_its_reason(folder, capsys, d
     assert line in capsys.readouterr().out
 
 
-def test_listings_are_compared_by_key_and_shape(folder, capsys):
-    (folder / "manifests").mkdir()
-    listing = json.loads((GOLDEN / "manifests" / "cosyvoice2_hift_pt.json").read_text())
-    target = folder / "manifests" / "cosyvoice2_hift_pt.json"
-    target.write_text(json.dumps(listing))
-    assert main([str(folder)]) == 0
-    assert "328 keys and shapes equal" in capsys.readouterr().out
-    target.write_text(json.dumps(listing | {"conv_post.bias": [19], "stray": [1]}))
-    (folder / "manifests" / "vocos.json").write_text("{}")
-    assert main([str(folder)]) == 1
-    out = capsys.readouterr().out
-    assert "2 differences" in out and "MISS  manifests/vocos.json  unknown listing" in out
-
-
 def test_a_folder_without_fixtures_or_no_folder_is_unusable(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "holds no fixture" in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "nowhere is not a folder" in capsys.readouterr().err
-
-
-def test_rms_and_absolute_difference_must_both_hold():
-    expected = torch.zeros(100)
-    actual = torch.full((100,), 0.5)
-    assert compare(expected, actual, Tolerance(0.5, 0.5))[0]
-    assert not compare(expected, actual, Tolerance(0.4, 0.5))[0]
-    assert not compare(expected, actual, Tolerance(0.5, 0.4))[0]

@@ -11,7 +11,7 @@ import torch
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.base import StreamingFlow
-from cosyvoice_triton.token2wav.stream import Chunk, Stream
+from cosyvoice_triton.token2wav.stream import Chunk, Stream, VocoderState
 from cosyvoice_triton.voice.prompt import Prompt
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
@@ -62,6 +62,14 @@ def pieces(of: Token2Wav | StreamingFlow, tokens: np.ndarray, hops: list[int]) -
         Piece(tokens[0 if flow.cumulative else begin : end], final=end is None, offset=begin)
         for begin, end in zip(begins, [*ends, None], strict=True)
     ]
+
+
+def mel(flow: StreamingFlow, voice: Prompt, tokens: np.ndarray, hops: list[int]) -> torch.Tensor:
+    """The mel (80, T) of a stream in chunks of so many tokens, and a final one."""
+    stream = flow.open(voice, VocoderState(0))
+    parts = [flow.render([piece.of(flow, stream)])[0].clone() for piece in pieces(flow, tokens, hops)]
+    flow.close(stream)
+    return torch.cat(parts, dim=1)
 
 
 def step(engine: Token2Wav, stream: Stream, piece: Piece) -> np.ndarray:

@@ -129,13 +129,6 @@ def test_unlimited_streams_are_refused_by_their_number_alone() -> None:
     assert refusal is not None and refusal.reason == "streams"
 
 
-def test_one_slow_chunk_refuses_nobody() -> None:
-    calm = admission()
-    calm.delivered(-1.0, 0.1, 1.0, 0.75, 10.0)
-    calm.update(30, [1.0] * 30, 10.0)
-    assert calm.ask(30, 10.0) is None
-
-
 def test_listeners_whose_senders_have_left_refuse_nobody() -> None:
     """Those of an orchestrator that was killed, until their streams are freed."""
     calm = admission()

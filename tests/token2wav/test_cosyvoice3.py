@@ -73,17 +73,6 @@ def test_a_chunk_gives_all_but_the_audio_that_later_frames_change(vocoder):
     ]
 
 
-def test_no_frame_is_vocoded_twice(vocoder, causal_hift):
-    """In front of its new columns a chunk has those that the convolution needs, and no more."""
-    columns, of_frame = [], HOP_SAMPLES // causal_hift.config.istft_hop
-    hook = causal_hift.conv_post.register_forward_hook(lambda _, inputs, output: columns.append(output.shape[2]))
-    try:
-        vocoded(vocoder, mels(130), [(30, 50, 50)])
-    finally:
-        hook.remove()
-    assert columns == [of_frame * (30 - WITHHELD_FRAMES) + 1, of_frame * 50, of_frame * (50 + WITHHELD_FRAMES)]
-
-
 def test_long_audio_in_chunks_keeps_the_phase_of_the_whole(vocoder):
     """Pitch is integrated into phase over the whole stream, which no rounding may move."""
     (whole,) = mels(600)
@@ -107,28 +96,30 @@ def saved(network: CosyVoice3Flow, path, **changes: Tensor):
     return path
 
 
-def test_the_flow_is_loaded_strictly_and_its_positions_stay_exact_in_every_precision(rotary_network, tmp_path):
-    loaded = load_cosyvoice3_flow(saved(rotary_network, tmp_path / "flow.pt"), dtype=torch.bfloat16)
-    assert loaded.config == rotary_network.config and loaded.decoder.estimator.proj_out.weight.dtype == torch.bfloat16
+def test_the_flow_is_loaded_strictly_and_its_positions_stay_exact_in_every_precision(cosyvoice3_network, tmp_path):
+    loaded = load_cosyvoice3_flow(saved(cosyvoice3_network, tmp_path / "flow.pt"), dtype=torch.bfloat16)
+    assert (
+        loaded.config == cosyvoice3_network.config and loaded.decoder.estimator.proj_out.weight.dtype == torch.bfloat16
+    )
     with pytest.raises(ValueError, match="unexpected: stray"):
-        load_cosyvoice3_flow(saved(rotary_network, tmp_path / "flow.pt", stray=torch.zeros(1)))
+        load_cosyvoice3_flow(saved(cosyvoice3_network, tmp_path / "flow.pt", stray=torch.zeros(1)))
     with pytest.raises(ValueError, match=r"inv_freq is not 10000\^"):
-        load_cosyvoice3_flow(saved(rotary_network, tmp_path / "flow.pt", **{ROTARY_KEY: torch.ones(4)}))
+        load_cosyvoice3_flow(saved(cosyvoice3_network, tmp_path / "flow.pt", **{ROTARY_KEY: torch.ones(4)}))
 
 
 @pytest.fixture
-def checkpoint(rotary_network, causal_hift, tmp_path):
+def checkpoint(cosyvoice3_network, causal_hift, tmp_path):
     """flow.pt and hift.pt in the official layout."""
-    saved(rotary_network, tmp_path / "flow.pt")
+    saved(cosyvoice3_network, tmp_path / "flow.pt")
     state = {key: tensor.float() for key, tensor in split_weight_norm(causal_hift.state_dict()).items()}
     torch.save(state, tmp_path / "hift.pt")
     return tmp_path
 
 
-def test_the_engine_of_the_stack_loads_the_official_files(checkpoint, rotary_network, causal_hift, noise):
+def test_the_engine_of_the_stack_loads_the_official_files(checkpoint, cosyvoice3_network, causal_hift, noise):
     precision = Precision(torch.float32, torch.float32)
     engine = Token2Wav.load(stacks.COSYVOICE3, checkpoint, device="cpu", limits=LIMITS, precision=precision, steps=2)
-    flow = streaming(rotary_network)
+    flow = streaming(cosyvoice3_network)
     own = Token2Wav(flow, CausalVocoder(causal_hift, noise, limits=LIMITS))
     audio, expected = (each.whole(prompt(3), ids(3, 40)) for each in (engine, own))
     np.testing.assert_allclose(audio, expected, atol=1e-3)
@@ -142,11 +133,11 @@ def test_the_engine_keeps_keys_and_values_in_eight_bits(checkpoint):
 
 
 @torch.inference_mode()
-def test_the_engine_in_bfloat16_is_near_the_one_in_float32(checkpoint, rotary_network, causal_hift, noise):
+def test_the_engine_in_bfloat16_is_near_the_one_in_float32(checkpoint, cosyvoice3_network, causal_hift, noise):
     """A mel's error moves the pitch, and with it the phase: the vocoder is compared on one mel."""
     precision = Precision(torch.bfloat16, torch.bfloat16)
     engine = Token2Wav.load(stacks.COSYVOICE3, checkpoint, device="cpu", limits=LIMITS, precision=precision, steps=2)
-    exact = streaming(rotary_network)
+    exact = streaming(cosyvoice3_network)
     mel, expected = (flow.whole([(prompt(3), ids(3, 40))])[0].float() for flow in (engine._flow, exact))
     assert (mel - expected).norm() < 0.05 * expected.norm()
     vocoders = engine._vocoder, CausalVocoder(causal_hift, noise, limits=LIMITS)

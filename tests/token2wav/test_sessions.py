@@ -1,8 +1,5 @@
 """The table of sessions of a token2wav service."""
 
-import sys
-from typing import Any
-
 import numpy as np
 from cosyvoice_triton.token2wav.policy.admission import Admission
 from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
@@ -53,26 +50,3 @@ def test_a_stream_whose_next_segment_came_early_is_remembered_from_its_last_end_
     table.end(session)
     table.sessions.expire(before=40.0)
     assert [table.remembers("a"), table.remembers("b")] == [True, False]
-
-
-def test_a_look_at_the_table_costs_the_same_however_many_streams_have_ended() -> None:
-    """The service looks under load, where all Python holds up the threads that start the kernels."""
-
-    def lines(streams: int) -> int:
-        """Count the lines of Python that run."""
-        table, count = Table(), 0
-        for number in range(streams):
-            table.end(table.ask(f"stream {number}"))
-
-        def trace(frame: object, event: str, argument: object) -> Any:
-            nonlocal count
-            count += event == "line"
-            return trace
-
-        outer = sys.gettrace()
-        sys.settrace(trace)
-        table.sessions.expire(before=0.0)
-        sys.settrace(outer)
-        return count
-
-    assert lines(2000) == lines(10)
