@@ -35,19 +35,8 @@ def pages() -> dict[Path, str]:
 @cache
 def sources() -> dict[Path, str]:
     """Return the text of everything that may name a page or define what a page names."""
-    patterns = [
-        "*.py",
-        "*.sh",
-        "*.yml",
-        "*.yaml",
-        "*.conf",
-        "*.js",
-        "*.html",
-        "Makefile",
-        "Dockerfile*",
-        ".env.example",
-    ]
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns, "pyproject.toml"]
+    patterns = "*.py *.sh *.yml *.yaml *.conf *.js *.html Makefile Dockerfile* .env.example pyproject.toml".split()
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     return {ROOT / name: (ROOT / name).read_text(encoding="utf-8") for name in names if (ROOT / name).exists()}
 

@@ -49,11 +49,3 @@ def test_scores_in_blocks_of_queries_equal_those_at_once(encoder, visible, monke
         monkeypatch.setattr(encoder_module, "QUERIES_AT_ONCE", queries)
         assert len(encoder_module.query_blocks(T, 8)) > 1
         torch.testing.assert_close(encoder(windows, present, ends), expected, atol=2e-5, rtol=0)
-
-
-def test_few_scores_are_computed_at_once_and_many_in_whole_tiles():
-    assert encoder_module.query_blocks(832, 8) == [(0, 832)]
-    blocks = encoder_module.query_blocks(832, 64 * 8)
-    first, end = blocks[0]
-    assert blocks[-1][1] == 832 and (end - first) % encoder_module.QUERIES_AT_ONCE == 0
-    assert 64 * 8 * (end - first) * 2 * 832 <= encoder_module.SCORES_AT_ONCE

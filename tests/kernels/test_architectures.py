@@ -10,7 +10,7 @@ import pytest
 import torch
 from cosyvoice_triton import kernels, stacks
 from cosyvoice_triton.kernels.launch import compiled_ahead
-from cosyvoice_triton.kernels.tiles import MULTIPLY_ADD, TENSOR_CORES, ProductTile, Tiles, tiles
+from cosyvoice_triton.kernels.tiles import ProductTile, Tiles
 from cosyvoice_triton.networks.flow import (
     CosyVoice3Flow,
     CosyVoice3FlowConfig,
@@ -163,17 +163,3 @@ def test_a_kernel_that_does_not_compile_is_an_error_after_the_block(monkeypatch:
     with compiled_ahead("nothing"):  # after the error another block can begin
         pass
     assert JITFunction.run is run
-
-
-@pytest.mark.parametrize(
-    ("dtype", "capability", "expected"),
-    [
-        (torch.float16, 75, MULTIPLY_ADD),
-        (torch.float16, 80, TENSOR_CORES),
-        (torch.bfloat16, 120, TENSOR_CORES),
-        (torch.float32, 90, MULTIPLY_ADD),
-    ],
-)
-def test_products_that_no_tensor_core_computes_have_small_tiles(dtype, capability, expected) -> None:
-    with pretended(capability):
-        assert tiles(dtype) is expected

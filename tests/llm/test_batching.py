@@ -83,10 +83,6 @@ async def collect(engine, request):
     return [token for chunk in chunks for token in chunk.tokens], chunks[-1].finish_reason
 
 
-def test_an_end_token_is_the_last_one(engine):
-    assert asyncio.run(collect(engine, make_request(95))) == ([96, 97, 98, 99], "stop")
-
-
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

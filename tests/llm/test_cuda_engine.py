@@ -8,14 +8,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from cosyvoice_triton.llm.engines.cuda.decoder import Decoder, padded_rows, padded_tokens
+from cosyvoice_triton.llm.engines.cuda.decoder import Decoder
 from cosyvoice_triton.llm.engines.cuda.engine import load_engine
 from cosyvoice_triton.llm.engines.cuda.operations import FAULT, NOTHING, PAGE, Plain
 from cosyvoice_triton.llm.engines.cuda.scheduler import PromptPiece
 from cosyvoice_triton.llm.engines.cuda.weights import Weights
 from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources, candidate_ids
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
-from cosyvoice_triton.profiles import H200
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
 
@@ -251,10 +250,3 @@ def test_another_model_is_an_error(llm_dir, tokenizer, tmp_path, change, message
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         load(tmp_path, tokenizer, 1.0)
-
-
-def test_the_sizes_of_graphs():
-    assert [padded_rows(rows) for rows in (1, 3, 17, 32, 33, 65)] == [1, 4, 32, 32, 64, 96]
-    assert [padded_tokens(tokens) for tokens in (1, 65, 1024, 1025, 2048, 2049)] == [64, 128, 1024, 1280, 2048, 2304]
-    sizes = {padded_tokens(tokens) for tokens in range(1, H200.llm.max_prefill_tokens + 1)}
-    assert max(sizes) == H200.llm.max_prefill_tokens and len(sizes) == 28

@@ -53,19 +53,17 @@ def test_a_checkpoint_without_speech_tokens_is_not_converted(llm_dir, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "int4"])  # products of numbers, and of quantised blocks
-def test_the_bias_of_the_output_head_is_kept(precision, llm_dir, genai_dir, tmp_path):
+def test_the_bias_of_the_output_head_is_kept(llm_dir, genai_dir, tmp_path):
     """Qwen2 has no such bias, so transformers and the model builder drop it. This one is large beside rounding."""
     shutil.copytree(llm_dir, tmp_path / "hf")
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     bias = 1e4 * torch.randn(len(weights["lm_head.weight"]), generator=torch.Generator().manual_seed(0))
     save_file(weights | {"lm_head.bias": bias}, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     parts: list[str] = []
-    convert(tmp_path / "hf", tmp_path / "with", precision, parts.append)
+    convert(tmp_path / "hf", tmp_path / "with", "int4", parts.append)
     found = re.findall(r"reading layer \d+|reading lm head|saving|quantising", " ".join(parts))
-    assert found[0] == "reading layer 0" and "reading lm head" in found and "saving" in found
+    assert found[0] == "reading layer 0" and {"reading lm head", "quantising", "saving"} < set(found)
     assert len(parts) == len(found) == len(set(found))
-    assert ("quantising" in found) == (precision != "fp32")
     ids = np.array([3, 300, 40])
     biased, plain = (GenAIModel(of, rows=1, threads=1) for of in (tmp_path / "with", genai_dir))
     difference = biased.prefill(0, ids) - plain.prefill(0, ids)
@@ -79,11 +77,8 @@ def test_converting_an_empty_directory_is_one_clear_error_and_leaves_nothing(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
-@pytest.mark.slow
-def test_a_conversion_that_fails_midway_leaves_nothing(tmp_path, llm_dir):
-    (tmp_path / "broken").mkdir()
-    shutil.copy(llm_dir / "tokenizer.json", tmp_path / "broken")
-    (tmp_path / "broken" / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "none"}')
-    with pytest.raises(RuntimeError, match="the model builder exited with"):
-        convert(tmp_path / "broken", tmp_path / "out", "int4")
-    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+def test_a_conversion_that_fails_midway_leaves_nothing(tmp_path, llm_dir, monkeypatch):
+    monkeypatch.setattr("sys.executable", "false")
+    with pytest.raises(RuntimeError, match="the model builder exited with 1"):
+        convert(llm_dir, tmp_path / "out", "int4")
+    assert list(tmp_path.iterdir()) == []

@@ -52,8 +52,3 @@ def test_dropped_tokens_reach_no_chunk_and_every_segment_counts_anew() -> None:
     np.testing.assert_array_equal(np.concatenate(audio), spoken * 2)
     pipeline.run(pipeline.offline(speech_request(text="one")))
     assert pipeline.token2wav.offline_calls == [(spoken, 1.0)]
-
-
-def test_an_answer_that_is_silent_throughout_is_spoken_shortened() -> None:
-    pipeline = Pipeline(FakeLM([1] * 40), silent_tokens=SILENT)
-    assert [len(waveform) for waveform in pipeline.run()] == [5]

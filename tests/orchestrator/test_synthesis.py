@@ -37,13 +37,6 @@ def test_every_token_is_rendered_once_and_in_order(strategy: str, total: int) ->
     assert [hop.final for hop in pipeline.hops] == [False] * (len(audio) - 1) + [True]
 
 
-def test_time_based_chunks_use_the_tokens_that_arrived_while_a_chunk_was_rendered() -> None:
-    times = iter(range(1000))  # each reading of the clock takes a second, so rendering is slower than playback
-    llm = FakeLM(list(range(18)), list(range(18, 95)))
-    pipeline = Pipeline(llm, rules=HopRules(strategy="time_based"), clock=lambda: next(times))
-    assert [len(waveform) for waveform in pipeline.run()] == [15, 75, 5]
-
-
 @pytest.mark.parametrize("what", ["a disk of voices that hangs", "the reading of a long text"])
 def test_the_event_loop_does_not_wait_for(what: str) -> None:
     asked, answered = threading.Event(), threading.Event()

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.networks.flow import CosyVoice3Flow
+from cosyvoice_triton.networks.flow.checkpoint import with_rotary
+from cosyvoice_triton.networks.hift import split_weight_norm
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.base import StreamingFlow
 from cosyvoice_triton.token2wav.stream import Chunk, Stream, VocoderState
@@ -83,6 +86,14 @@ def spoken(engine: Token2Wav, voice: Prompt, pieces: Sequence[Piece]) -> np.ndar
     audio = np.concatenate([step(engine, stream, piece) for piece in pieces])
     engine.close(stream)
     return audio
+
+
+def saved(directory: Path, flow: Any, hift: torch.nn.Module) -> Path:
+    """The directory, with flow.pt and hift.pt in the official layout."""
+    state = flow.state_dict()
+    torch.save(with_rotary(state, flow.config) if isinstance(flow, CosyVoice3Flow) else state, directory / "flow.pt")
+    torch.save(split_weight_norm(hift.state_dict()), directory / "hift.pt")
+    return directory
 
 
 def overflowing(network: torch.nn.Module) -> torch.nn.Module:

@@ -13,6 +13,11 @@ from cosyvoice_triton.token2wav.stream import FADE_SAMPLES, LOUD, without_click
 from tests.support.streams import Piece, ids, pieces, prompt, spoken, step
 
 
+@pytest.fixture(params=["dit", "unet"])
+def engine(request):
+    return request.getfixturevalue(request.param)
+
+
 def fail(monkeypatch: pytest.MonkeyPatch, subject: object, name: str, fails: Callable[..., Exception | None]) -> None:
     """Let a method raise what `fails` returns for its arguments."""
     method = getattr(subject, name)
@@ -25,9 +30,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, subject: object, name: str, fails: Cal
     monkeypatch.setattr(subject, name, failing)
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_a_batch_that_needs_too_much_memory_is_rendered_in_parts(kind, request, vocoder, monkeypatch):
-    engine = request.getfixturevalue(kind)
+def test_a_batch_that_needs_too_much_memory_is_rendered_in_parts(engine, vocoder, monkeypatch):
     piece = Piece(ids(1, 20), final=True)
     expected = [step(engine, engine.open(prompt(seed)), piece) for seed in range(3)]
     chunks = [piece.of(engine, engine.open(prompt(seed))) for seed in range(3)]
@@ -38,10 +41,8 @@ def test_a_batch_that_needs_too_much_memory_is_rendered_in_parts(kind, request, 
         np.testing.assert_allclose(audio, alone, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet"])
 @pytest.mark.parametrize("fault", ["in the flow", "in the vocoder", "not a number"])
-def test_one_bad_chunk_of_a_batch_gets_an_error_and_the_others_their_audio(kind, fault, request, vocoder, monkeypatch):
-    engine = request.getfixturevalue(kind)
+def test_one_bad_chunk_of_a_batch_gets_an_error_and_the_others_their_audio(engine, fault, vocoder, monkeypatch):
     tokens = ids(1, 40)
     plans = pieces(engine, tokens, [20])
     streams = [engine.open(prompt(seed)) for seed in range(3)]
@@ -87,16 +88,6 @@ def test_a_stream_whose_memory_is_ahead_of_its_audio_cannot_go_on(dit):
         dit.step([chunk])
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_of_two_chunks_made_from_the_same_state_only_one_can_be_rendered(kind, request):
-    engine = request.getfixturevalue(kind)
-    stream, piece = engine.open(prompt(1)), Piece(ids(1, 20), final=False)
-    first, second = piece.of(engine, stream), piece.of(engine, stream)
-    engine.step([first])
-    with pytest.raises(AssertionError):
-        engine.step([second])
-
-
 def test_an_empty_final_chunk_returns_the_withheld_audio(dit):
     stream, tokens = dit.open(prompt(6)), ids(6, 13)
     head = step(dit, stream, Piece(tokens, final=False))
@@ -104,7 +95,6 @@ def test_an_empty_final_chunk_returns_the_withheld_audio(dit):
     assert len(head) + len(tail) == 10 * TOKEN_MEL_RATIO * HOP_SAMPLES
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet"])
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
@@ -115,16 +105,14 @@ def test_an_empty_final_chunk_returns_the_withheld_audio(dit):
         (Piece(np.zeros(201, int), final=True), "201 speech tokens; the limit is 200"),
     ],
 )
-def test_invalid_tokens_of_a_chunk_are_named(kind, piece, message, request):
-    engine = request.getfixturevalue(kind)
+def test_invalid_tokens_of_a_chunk_are_named(engine, piece, message):
     stream = engine.open(prompt(8))
     with pytest.raises(ValueError, match=message):
         piece.of(engine, stream)
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_a_chunk_that_makes_a_stream_too_long_is_refused_and_the_stream_may_end_at_the_limit(kind, request):
-    engine, tokens = request.getfixturevalue(kind), ids(8, 201)
+def test_a_chunk_that_makes_a_stream_too_long_is_refused_and_the_stream_may_end_at_the_limit(engine):
+    tokens = ids(8, 201)
     stream = engine.open(prompt(8))
     step(engine, stream, pieces(engine, tokens, [190])[0])
     with pytest.raises(ValueError, match="the stream has 201 speech tokens; the limit is 200"):
@@ -168,9 +156,8 @@ def test_only_an_utterance_that_begins_loudly_is_faded_in():
     assert without_click(loud[:7])[0] == 0
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet", "cosyvoice3"])
-def test_the_first_audio_of_a_stream_and_of_a_whole_utterance_is_faded_in_and_no_later_one(kind, request):
-    engine = request.getfixturevalue(kind)
+@pytest.mark.parametrize("engine", ["dit", "unet", "cosyvoice3"], indirect=True)
+def test_the_first_audio_of_a_stream_and_of_a_whole_utterance_is_faded_in_and_no_later_one(engine):
     voice, tokens = prompt(4, 25), ids(4, 60)
     stream = engine.open(voice)
     first, later, _ = (step(engine, stream, piece) for piece in pieces(engine, tokens, [25, 25]))

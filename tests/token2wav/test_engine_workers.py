@@ -1,7 +1,7 @@
 """An engine with a worker for first chunks, by plain operations: each worker has a form of the flow and the vocoder
 over the same streams. With CUDA graphs it is in `test_gpu`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import partial
@@ -95,13 +95,6 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return Subject(engine(partial(with_workers, used=used)), plain, used, spoken(plain))
 
 
-@pytest.fixture(autouse=True)
-def nothing_used(request: pytest.FixtureRequest) -> Iterator[None]:
-    if "subject" in request.fixturenames:
-        request.getfixturevalue("subject").used.clear()
-    yield
-
-
 class Plan(NamedTuple):
     """A stream that begins at a turn, and has a chunk in each turn from then on."""
 
@@ -178,6 +171,7 @@ def test_a_first_chunk_that_is_not_finite_is_rendered_again_and_its_stream_goes_
 def test_new_voices_are_prefilled_by_the_worker_for_first_chunks(subject: Subject) -> None:
     """Three in one batch, one by itself."""
     engine, used = subject.engine, subject.used
+    used.clear()
     voices = [prompt(seed, tokens=tokens) for seed, tokens in ((20, 12), (21, 28), (22, 0), (23, 28))]
     engine.prefill(voices[:3])
     assert [engine.prefill_frames(voice) for voice in voices[:3]] == [0, 0, 0]

@@ -78,21 +78,6 @@ def test_a_length_beyond_every_graph_is_logged_once(caplog: pytest.LogCaptureFix
     ]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 5, 9])
-@pytest.mark.parametrize("length", [3, 7, 9])
-def test_rows_by_graphs_are_those_of_the_function(rows: int, length: int) -> None:
-    """In parts, and by eager kernels where a row is too long. The rest of the inputs has older values."""
-    graphs = rerun_graphs(lambda x: 2 * x, lambda *size: (torch.ones(size),), [(4, 4), (2, 8)], "doubling")
-    for seed in range(2):
-        values = torch.randn(rows, length, generator=torch.Generator().manual_seed(seed))
-
-        def compute(part: slice, size: tuple[int, ...] | None, values: Tensor = values) -> Tensor:
-            of = values[part]
-            return graphs.run(size, of)[: len(of)] if size else 2 * of
-
-        assert torch.equal(graphs.run_rows(rows, length, compute)[:, :length], 2 * values)
-
-
 def test_a_function_is_first_run_when_it_is_captured_and_its_trial_twice_for_each_size() -> None:
     """Once to compile the kernels, once to load them: a start-up waits for the host, which launches each of them."""
     ran: list[tuple[str, int]] = []

@@ -93,13 +93,6 @@ def served(request: pytest.FixtureRequest, demo_models: Any) -> Any:
     served.model.finalize()
 
 
-@pytest.fixture(scope="module")
-def dit(demo_models: Any) -> Any:
-    served = Served("token2wav_dit", demo_models)
-    yield served
-    served.model.finalize()
-
-
 def finalize(value: bool) -> dict[str, np.ndarray]:
     return {"finalize": np.array([[value]])}
 
@@ -150,17 +143,20 @@ def test_abandoned_streams_release_their_slots(served: Served) -> None:
         served.send(stream, end=True, target_speech_tokens=served.ids())
 
 
-def test_the_dit_model_accepts_a_recording_as_the_voice(dit: Served) -> None:
+@pytest.mark.parametrize("served", ["token2wav_dit"], indirect=True)
+def test_the_dit_model_accepts_a_recording_as_the_voice(served: Served) -> None:
     wav = load_audio(samples.FOLDER / "reference_en.wav", PROMPT_SAMPLE_RATE)
     padded = np.pad(wav, (0, 3 * PROMPT_SAMPLE_RATE))[None]
-    tokens = dit.ids(*range(20))
+    tokens = served.ids(*range(20))
     length = np.array([[len(wav)]], np.int32)
-    one = dit.send(5, start=True, end=True, target_speech_tokens=tokens, reference_wav=wav[None])
-    two = dit.send(5, start=True, end=True, target_speech_tokens=tokens, reference_wav=padded, reference_wav_len=length)
+    one = served.send(5, start=True, end=True, target_speech_tokens=tokens, reference_wav=wav[None])
+    two = served.send(
+        5, start=True, end=True, target_speech_tokens=tokens, reference_wav=padded, reference_wav_len=length
+    )
     assert len(one) == 20 * TOKENS_PER_SECOND_OF_AUDIO
     np.testing.assert_array_equal(one, two)
     with pytest.raises(RuntimeError, match="reference_wav is silent"):
-        dit.send(5, start=True, target_speech_tokens=tokens, reference_wav=np.zeros_like(padded))
+        served.send(5, start=True, target_speech_tokens=tokens, reference_wav=np.zeros_like(padded))
 
 
 @pytest.mark.parametrize(

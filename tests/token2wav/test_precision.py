@@ -10,16 +10,13 @@ import pytest
 import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.config import Token2WavConfig
-from cosyvoice_triton.networks.flow import CosyVoice3Flow
-from cosyvoice_triton.networks.flow.checkpoint import with_rotary
-from cosyvoice_triton.networks.hift.checkpoint import split_weight_norm
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.gpu import precision
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.precision import LIMITS, Precision
 
-from tests.support.streams import overflowing
+from tests.support.streams import overflowing, saved
 
 FLOAT32, HALF = Precision(torch.float32, torch.float32), Precision(torch.float16, torch.float16)
 BFLOAT16_FLOW = Precision(torch.bfloat16, torch.float32)
@@ -52,13 +49,6 @@ def test_bfloat16_is_refused_on_a_gpu_that_does_not_compute_in_it(monkeypatch, f
     assert Precision.named("auto", "auto", "cuda:0") == HALF
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert getattr(Precision.named(flow, vocoder, "cuda:0"), named) == torch.bfloat16
-
-
-def saved(directory: Path, flow: torch.nn.Module, hift: torch.nn.Module) -> Path:
-    state = flow.state_dict()
-    torch.save(with_rotary(state, flow.config) if isinstance(flow, CosyVoice3Flow) else state, directory / "flow.pt")
-    torch.save(split_weight_norm(hift.state_dict()), directory / "hift.pt")
-    return directory
 
 
 def checked(directory: Path, precision: Precision, stack: Stack = stacks.DIT) -> Precision:

@@ -1,11 +1,19 @@
-"""The table of sessions of a token2wav service."""
+"""The table of sessions of a token2wav service, and the thread that renders one batch at a time."""
+
+import gc
+import threading
+import time
+import weakref
+from typing import Any
 
 import numpy as np
 from cosyvoice_triton.token2wav.policy.admission import Admission
 from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
 from cosyvoice_triton.token2wav.serving.session import Session, Sessions
+from cosyvoice_triton.token2wav.serving.worker import Worker
 
 from tests.support.fake_engine import PROMPT
+from tests.support.waiting import until
 
 
 class Table:
@@ -50,3 +58,21 @@ def test_a_stream_whose_next_segment_came_early_is_remembered_from_its_last_end_
     table.end(session)
     table.sessions.expire(before=40.0)
     assert [table.remembers("a"), table.remembers("b")] == [True, False]
+
+
+def test_an_idle_thread_keeps_nothing_of_its_last_batch() -> None:
+    """The request holds its chunk, and the chunk its stream's memory."""
+
+    class Request:
+        pass
+
+    done, request = threading.Event(), Request()
+    worker = Worker(0, on_done=done.set, clock=time.monotonic)
+    kept = weakref.ref(request)
+    batch: Any = [request]
+    worker.render(batch, lambda: [np.zeros(3, np.float32)])
+    assert done.wait(10)
+    worker.take()
+    del request, batch
+    until(lambda: (gc.collect(), kept())[1] is None)  # the thread may still be on its way to rest
+    worker.close()

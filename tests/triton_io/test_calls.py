@@ -106,28 +106,6 @@ def test_calls_are_refused_while_too_many_are_stuck(triton_models, monkeypatch):
     assert asyncio.run(triton_io.call("good", {}, ["y"]))["y"] == 1
 
 
-def test_threads_are_reused_and_at_most_max_idle_are_kept(triton_models, monkeypatch):
-    monkeypatch.setattr(calls, "MAX_IDLE", 2)
-    monkeypatch.setattr(calls, "_idle", [])
-    names, five = list[str](), threading.Barrier(5)
-
-    def callee(sent: InferenceRequest) -> InferenceResponse:
-        names.append(str(threading.get_ident()))
-        if len(names) <= five.parties:
-            five.wait(60)  # so that none of their threads is reused for another
-        return answer(y=np.ones(1))
-
-    triton_models["m"] = callee
-
-    async def ask(count: int) -> None:
-        await asyncio.gather(*(triton_io.call("m", {}, ["y"]) for _ in range(count)))
-
-    asyncio.run(ask(5))
-    until(lambda: len(calls._idle) == 2)
-    asyncio.run(ask(1))
-    assert len(set(names[:5])) == 5 and names[5] in names[:5]
-
-
 def test_calls_beyond_the_slots_wait_for_their_turn(triton_models, monkeypatch):
     """Also after abandoned calls, which keep their slots, and if a waiting call was cancelled."""
     monkeypatch.setattr(calls, "_slots", calls.CallSlots(2))

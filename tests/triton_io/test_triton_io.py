@@ -28,21 +28,10 @@ def request(decoupled: bool = False, **inputs: np.ndarray) -> InferenceRequest:
 # --- inputs and outputs ------------------------------------------------------------------------------------------
 
 
-def test_an_input_that_was_not_sent_is_none_or_named_in_the_error_if_it_is_required():
-    assert triton_io.read(request(), "x") is triton_io.scalar({}, "x") is triton_io.text({}, "x") is None
-    with pytest.raises(ValueError, match="reference_wav is missing"):
-        triton_io.require(request(), "reference_wav")
-
-
 def test_text_must_be_utf8():
     assert triton_io.text({"t": np.array([["你好".encode()]], object)}, "t") == "你好"
     with pytest.raises(ValueError, match="t is not UTF-8: byte 0xff at 1"):
         triton_io.text({"t": np.array([[b"a\xff"]], object)}, "t")
-
-
-def test_a_scalar_with_several_values_is_rejected():
-    with pytest.raises(ValueError, match="n must hold one value, not 2"):
-        triton_io.scalar({"n": np.array([[1, 2]])}, "n")
 
 
 @pytest.mark.parametrize(
