@@ -43,12 +43,6 @@ def test_a_long_steady_tone_stays_in_phase(hift):
     torch.testing.assert_close(wave[last], expected, atol=1e-5, rtol=0)
 
 
-def test_unvoiced_frames_are_only_noise(hift):
-    noise = torch.randn(1, 2 * hift.config.hop, hift.config.harmonics + 1)
-    waves, _ = hift.m_source.sines(torch.tensor([[hift.config.voiced_threshold, 0.0]]), noise)
-    torch.testing.assert_close(waves, noise * hift.config.sine_amplitude / 3)
-
-
 @pytest.mark.parametrize("shape", [(1, HOP_SAMPLES * 12 - 1, 9), (1, HOP_SAMPLES * 12, 8), (2, HOP_SAMPLES * 12, 9)])
 def test_noise_of_another_shape_is_refused(hift, fixture, shape):
     with pytest.raises(ValueError, match=r"noise of shape .* 12 frames"):

@@ -122,11 +122,6 @@ def test_the_replacement_is_found_even_if_it_is_a_trillion_times_less_probable()
     assert (samples(3, logits=logits, top_k=1, ras_window=10) == 5).tolist() == [[True, False, False]]
 
 
-def test_excluded_end_tokens_are_not_chosen_by_the_second_sample_either():
-    sampled = samples(400, top_p=0.5, ras_window=10, ends=[4], min_tokens=200)[0]
-    assert 4 not in sampled[:200] and 4 in sampled[200:]
-
-
 @pytest.mark.parametrize(
     ("text_tokens", "generated", "bounds"),
     [

@@ -169,9 +169,7 @@ def test_vllm_itself_samples_greedily(processor_class):
     [
         ({"extra_args": {"ras_window": "ten"}}, "ras_window"),
         ({"extra_args": {"ras_window": 10.0}}, "ras_window 10.0 is not an integer"),
-        ({"extra_args": {"speech_sampling": {"seed": "1"}}}, "speech_sampling"),
         ({"extra_args": {"speech_sampling": {"seed": 1.5}}}, "seed 1.5 is not an integer"),
-        ({"extra_args": {"ras_window": -1}}, "ras_window -1 is out of range"),
         ({"extra_args": {"ras_window": 65}}, "ras_window 65 is out of range: 0..64"),
         ({"extra_args": {"speech_sampling": {"colour": 1}}}, "colour"),
         ({"extra_args": {"speech_sampling": 3}}, "speech_sampling 3"),

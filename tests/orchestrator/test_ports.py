@@ -1,4 +1,5 @@
 import asyncio
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -325,5 +326,26 @@ def test_a_model_that_fails_ends_the_calls_in_flight_and_gets_no_further_listene
         assert stream.following().model == models.open().model == "a_1"
         failed.add("a_1")
         assert models.open().model == "a"  # whose error says why
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("models", [["a"], ["a", "a_1"]])
+def test_a_place_that_is_refused_after_the_caller_has_gone_is_not_logged(models: list[str]) -> None:
+    async def main() -> None:
+        logged: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))
+        call = FakeCall(gate=asyncio.Event(), failing={0: OverloadedError("9 listeners", 1.0)})
+        reserving = asyncio.ensure_future(token2wav(call, models).open().reserve())
+        await settle()
+        reserving.cancel()
+        await asyncio.wait({reserving})
+        assert call.gate is not None
+        call.gate.set()
+        await settle()
+        del reserving
+        gc.collect()
+        await asyncio.sleep(0)
+        assert call.answered == 1 and logged == []
 
     asyncio.run(main())

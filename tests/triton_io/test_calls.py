@@ -106,6 +106,28 @@ def test_calls_are_refused_while_too_many_are_stuck(triton_models, monkeypatch):
     assert asyncio.run(triton_io.call("good", {}, ["y"]))["y"] == 1
 
 
+def test_threads_are_kept_for_the_next_calls_up_to_a_number(triton_models, monkeypatch):
+    monkeypatch.setattr(calls, "MAX_IDLE", 2)
+    monkeypatch.setattr(calls, "_idle", [])
+    threads, five = set[int](), threading.Barrier(5)
+
+    def callee(sent: InferenceRequest) -> InferenceResponse:
+        threads.add(threading.get_ident())
+        five.wait(60)  # so that none of their threads is reused for another
+        return answer(y=np.ones(1))
+
+    async def ask() -> None:
+        await asyncio.gather(*(triton_io.call("m", {}, ["y"]) for _ in range(5)))
+
+    triton_models["m"] = callee
+    asyncio.run(ask())
+    until(lambda: len(calls._idle) == 2)
+    kept = {worker.ident for worker in calls._idle}
+    threads.clear()
+    asyncio.run(ask())
+    assert kept < threads
+
+
 def test_calls_beyond_the_slots_wait_for_their_turn(triton_models, monkeypatch):
     """Also after abandoned calls, which keep their slots, and if a waiting call was cancelled."""
     monkeypatch.setattr(calls, "_slots", calls.CallSlots(2))
