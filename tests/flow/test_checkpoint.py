@@ -86,9 +86,3 @@ def test_the_stack_of_a_flow_is_read_from_its_tensor_names(tmp_path):
     torch.save({"spk_embed_affine_layer.weight": torch.zeros(1)}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="other.pt is the flow of no stack .dit: Step-Audio2's DiT flow; unet: Cosy"):
         stacks.of_flow(read_state(tmp_path / "other.pt"), tmp_path / "other.pt")
-
-
-def test_an_empty_file_is_named(tmp_path):
-    (tmp_path / "flow.pt").touch()
-    with pytest.raises(ValueError, match="flow.pt is not a file of tensors: EOFError"):
-        read_state(tmp_path / "flow.pt")

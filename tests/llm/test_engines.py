@@ -4,9 +4,7 @@ import asyncio
 import importlib
 import importlib.util
 import json
-from contextlib import aclosing
 
-import numpy as np
 import pytest
 import torch
 from cosyvoice_triton.config import planned_llm_gib
@@ -47,21 +45,6 @@ def test_tokens_and_the_finish_reason_are_returned(engine, tokenizer):
     assert engine.live == 0
 
 
-def test_two_hundred_cancellations_leave_no_live_request(engine, tokenizer):
-    async def run():
-        for i in range(200):
-            async with aclosing(engine.generate(make_request(tokenizer, max_tokens=50))) as chunks:
-                reader = asyncio.ensure_future(anext(chunks))
-                for _ in range(i % 4):
-                    await asyncio.sleep(0)
-                reader.cancel()
-                await asyncio.wait({reader})
-
-    asyncio.run(run())
-    assert engine.live == 0
-    assert not engine._llm.live
-
-
 def test_one_request_too_many_is_rejected(engine, tokenizer):
     async def run():
         live = [engine.generate(make_request(tokenizer)) for _ in range(MAX_REQUESTS)]
@@ -71,16 +54,10 @@ def test_one_request_too_many_is_rejected(engine, tokenizer):
             await collect(engine, make_request(tokenizer))
         for chunks in live:
             await chunks.aclose()
+        assert engine.live == 0 and not engine._llm.live
         await collect(engine, make_request(tokenizer))
 
     asyncio.run(run())
-
-
-def test_a_request_beyond_the_context_is_an_error_with_the_numbers(engine, tokenizer):
-    request = GenerationRequest(np.full(3500, 5), Sampling(max_tokens=750), tokenizer.end_ids)
-    with pytest.raises(ValueError, match="3500 prompt tokens and 750 new ones exceed the LLM's context of 4096"):
-        asyncio.run(collect(engine, request))
-    assert engine.live == 0
 
 
 @pytest.mark.parametrize(
@@ -197,15 +174,6 @@ def test_a_named_engine_is_the_only_choice(genai_dir, tokenizer):
 def test_a_directory_without_a_model_is_an_error(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="no LLM: it has none of genai_config.json, rank0.engine, config.json"):
         load_engine("auto", tmp_path, tokenizer, 1)
-
-
-@pytest.mark.parametrize("name", sorted(FAKES))
-def test_a_checkpoint_without_speech_tokens_is_an_error_at_load(name, install, llm_dir, tokenizer, tmp_path):
-    install(name)
-    config = json.loads((llm_dir / "config.json").read_text()) | {"vocab_size": 500}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="vocabulary of 500, too small for the tokenizer's speech and end tokens"):
-        load_engine(name, tmp_path, tokenizer, 1)
 
 
 def test_built_engines_are_served_with_their_own_limits(install, tokenizer, tmp_path):

@@ -18,7 +18,6 @@ from cosyvoice_triton.llm.speech_tokens import COSYVOICE3
 from cosyvoice_triton.text.words import LONGEST_WORD, WordSplitter
 from transformers import Qwen2ForCausalLM
 
-from tests.support import fake_vllm
 from tests.support.qwen_vocabulary import qwen2_tokenizer
 from tests.support.raw_http_server import STREAM, RawHttpServer, ids_event
 
@@ -148,28 +147,6 @@ def test_a_vllm_server_gets_each_block_as_a_request_of_ids_and_speaks_like_an_en
     assert len({body["seed"] for body in bodies}) == len(bodies), "blocks of the same random numbers sound alike"
     for before, after in itertools.pairwise(spoken[1]):
         assert after[: len(before)] == before  # what vLLM's prefix cache holds
-
-
-def test_the_engine_vllm_continues_its_own_blocks(install, llm_dir, tokenizer, monkeypatch):
-    install("vllm")
-    monkeypatch.setattr(fake_vllm, "FIRST_ID", tokenizer.first_speech_id)  # then it speaks 0, 1, 2, … in each block
-    engine = load_engine("vllm", llm_dir, tokenizer, 4)
-    tokens, asked, _ = asyncio.run(speak(engine, tokenizer, "Twelve, all.", GREEDY))
-    assert engine._llm.prompts == asked
-    assert tokens[: 8 + SPEECH_BLOCK] == [*range(8), *range(SPEECH_BLOCK)]
-    assert asked[2][len(asked[1]) :][:SPEECH_BLOCK] == tokenizer.to_llm_ids(range(SPEECH_BLOCK)).tolist()
-
-
-def test_requests_together_speak_like_each_alone(engine, tokenizer):
-    texts = ["A short text in pieces.", "Another one of them, which is longer.", "Three", "你好，今天天气很好。"]
-    sampling = Sampling(seed=5)
-
-    async def together():
-        return await asyncio.gather(*(speak(engine, tokenizer, text, sampling) for text in texts))
-
-    alone = [asyncio.run(speak(engine, tokenizer, text, sampling)) for text in texts]
-    assert asyncio.run(together()) == alone
-    assert len({tuple(tokens) for tokens, *_ in alone}) == len(texts)
 
 
 def test_a_text_of_less_than_a_block_is_spoken_and_one_of_nothing_is_an_error(engine, tokenizer):

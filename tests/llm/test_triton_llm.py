@@ -118,15 +118,17 @@ def test_the_c_plus_plus_backend_gets_a_bias_and_a_seed_and_no_repetition_aware_
         asyncio.run(run(ras_window=10))
 
 
-@pytest.mark.parametrize("error", [RuntimeError("stub died"), UnavailableError("full")])
-def test_a_failing_model_is_unavailable(tokenizer, error):
-    with pytest.raises(UnavailableError, match=str(error)):
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (RuntimeError("stub died"), UnavailableError),
+        (UnavailableError("full"), UnavailableError),
+        (ValueError("5000 tokens exceed the LLM's context"), ValueError),
+    ],
+)
+def test_a_failing_model_is_unavailable_and_a_rejected_request_a_value_error(tokenizer, error, raised):
+    with pytest.raises(raised, match=str(error)):
         speak(ScriptedModel([tokenizer.first_speech_id], error), tokenizer)
-
-
-def test_a_rejected_request_is_a_value_error(tokenizer):
-    with pytest.raises(ValueError, match="exceed the LLM's context"):
-        speak(ScriptedModel(ValueError("5000 tokens exceed the LLM's context")), tokenizer)
 
 
 @pytest.mark.parametrize("before", [0, 1])

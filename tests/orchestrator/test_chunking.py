@@ -65,14 +65,6 @@ def test_later_segments_begin_with_a_hop_of_at_most_what_was_spoken_before(segme
     assert found == expected
 
 
-def test_a_hop_waits_for_its_look_ahead() -> None:
-    schedule = HopRules().schedule(0)
-    assert schedule.next_hop(15 + LOOKAHEAD_TOKENS - 1, ended=False) is None
-    hop = schedule.next_hop(15 + LOOKAHEAD_TOKENS, ended=False)
-    assert hop == Hop(0, 15, final=False)
-    assert hop.end_of_context == 15 + LOOKAHEAD_TOKENS
-
-
 def test_the_final_hop_takes_the_tokens_that_have_no_look_ahead_after_them() -> None:
     assert drain(HopRules().schedule(0), 0) == []
     assert drain(HopRules().schedule(0), 17) == [Hop(0, 17, final=True)]

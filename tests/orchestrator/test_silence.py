@@ -35,10 +35,6 @@ def test_cosyvoice3_has_upstreams_silent_tokens_and_only_it() -> None:
     assert [stack.name for stack in stacks.BUILT_IN if stack.silent_tokens] == ["cosyvoice3"]
 
 
-def test_without_silent_tokens_nothing_is_dropped() -> None:
-    assert SilenceFilter(()).kept([1] * 20) == [1] * 20
-
-
 @given(st.lists(st.sampled_from([1, 2, 3]), max_size=40), st.lists(st.integers(0, 40), max_size=6))
 def test_the_grouping_of_arrivals_changes_nothing(tokens: list[int], cuts: list[int]) -> None:
     at, arriving = [0, *sorted(cuts), len(tokens)], SilenceFilter(SILENT)
@@ -56,8 +52,3 @@ def test_dropped_tokens_reach_no_chunk_and_every_segment_counts_anew() -> None:
     np.testing.assert_array_equal(np.concatenate(audio), spoken * 2)
     pipeline.run(pipeline.offline(speech_request(text="one")))
     assert pipeline.token2wav.offline_calls == [(spoken, 1.0)]
-
-
-def test_an_answer_that_is_silent_throughout_is_spoken_shortened() -> None:
-    pipeline = Pipeline(FakeLM([1] * 40), silent_tokens=SILENT)
-    assert [len(waveform) for waveform in pipeline.run()] == [5]

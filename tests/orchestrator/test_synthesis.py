@@ -37,13 +37,6 @@ def test_every_token_is_rendered_once_and_in_order(strategy: str, total: int) ->
     assert [hop.final for hop in pipeline.hops] == [False] * (len(audio) - 1) + [True]
 
 
-def test_time_based_chunks_use_the_tokens_that_arrived_while_a_chunk_was_rendered() -> None:
-    times = iter(range(1000))  # each reading of the clock takes a second, so rendering is slower than playback
-    llm = FakeLM(list(range(18)), list(range(18, 95)))
-    pipeline = Pipeline(llm, rules=HopRules(strategy="time_based"), clock=lambda: next(times))
-    assert [len(waveform) for waveform in pipeline.run()] == [15, 75, 5]
-
-
 @pytest.mark.parametrize("what", ["a disk of voices that hangs", "the reading of a long text"])
 def test_the_event_loop_does_not_wait_for(what: str) -> None:
     asked, answered = threading.Event(), threading.Event()
@@ -114,15 +107,6 @@ def test_chunks_are_rendered_while_the_llm_still_generates() -> None:
             return [first, *[waveform async for waveform in waveforms]]
 
     assert [len(waveform) for waveform in pipeline.run(scenario())] == [15, 5]
-
-
-def test_the_llm_continues_the_reference_with_the_requested_sampling() -> None:
-    pipeline = Pipeline(FakeLM([1]))
-    request = speech_request(voice=7, text="hello", reference_text="its transcript")
-    pipeline.run(pipeline.synthesize(request))
-    assert pipeline.llm.prompts == [LLMPrompt("hello", "its transcript", [7] * PROMPT_TOKENS)]
-    assert pipeline.llm.samplings == [request.sampling]
-    assert len(pipeline.token2wav.streams[0].prompt.tokens) == PROMPT_TOKENS
 
 
 @pytest.mark.parametrize(("transcript", "instruction"), [("", ""), ("reference", "sadly")])
@@ -284,36 +268,6 @@ def test_cancelling_frees_everything_at_every_stage(stage: str) -> None:
     with pytest.raises(asyncio.CancelledError):
         pipeline.run(scenario())
     assert [stream.aborts for stream in pipeline.token2wav.streams] == [1]
-
-
-def test_closing_the_generator_after_the_first_waveform_frees_everything() -> None:
-    pipeline = Pipeline(FakeLM(*one_by_one(18), asyncio.Event()))
-
-    async def scenario() -> list[np.ndarray]:
-        async with aclosing(pipeline.synthesizer.stream(speech_request())) as waveforms:
-            return [await anext(waveforms)]
-
-    assert len(pipeline.run(scenario())) == 1
-    assert pipeline.token2wav.streams[0].aborts == 1
-
-
-class EchoLM(FakeLM):
-    """Generates numbers that start at the text's own, so that a mixed-up stream is detected."""
-
-    def script(self, prompt: LLMPrompt) -> Sequence[Step]:
-        start = int(prompt.target_text)
-        return [[token] for token in range(start, start + 100 + start // 100)]
-
-
-def test_eight_concurrent_streams_do_not_mix() -> None:
-    pipeline = Pipeline(EchoLM())
-
-    async def scenario() -> list[np.ndarray]:
-        requests = [speech_request(voice=voice, text=str(100 * voice)) for voice in range(8)]
-        return [np.concatenate(audio) for audio in await asyncio.gather(*map(pipeline.synthesize, requests))]
-
-    for voice, audio in enumerate(pipeline.run(scenario())):
-        np.testing.assert_array_equal(audio, 10_000 * voice + np.arange(100 * voice, 101 * voice + 100))
 
 
 def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_came_soon() -> None:
