@@ -27,7 +27,7 @@ VOICE = {
 
 @pytest.mark.server
 def test_a_text_is_streamed_in_chunks_that_are_the_audio_of_the_whole(serve: Serve) -> None:
-    with Client(serve(stack="dit").grpc_url) as client:
+    with Client(serve().grpc_url) as client:
         chunks = list(client.stream("Good morning.", **VOICE))
         assert len(chunks) > 1 and all(chunk.dtype == np.float32 and chunk.ndim == 1 for chunk in chunks)
         np.testing.assert_allclose(client.speak("Good morning.", **VOICE), np.concatenate(chunks), atol=1e-4)
@@ -36,7 +36,7 @@ def test_a_text_is_streamed_in_chunks_that_are_the_audio_of_the_whole(serve: Ser
 
 @pytest.mark.server
 def test_a_refusal_names_the_reason_and_the_connection_stays_usable(serve: Serve) -> None:
-    with Client(serve(stack="dit").grpc_url) as client:
+    with Client(serve().grpc_url) as client:
         with pytest.raises(ClientError, match="unknown speaker 'nobody'"):
             client.speak("Good morning.", voice="nobody")
         stream = client.stream("Good morning. " * 5, **VOICE)
@@ -90,7 +90,7 @@ def test_say_writes_a_file_and_reports_errors_in_one_line(
     serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "new" / "hello.wav"
-    where = ["--server", serve(stack="dit").grpc_url, "--output", str(output)]
+    where = ["--server", serve().grpc_url, "--output", str(output)]
     assert say.main(["Good morning.", *where]) == 1
     assert "no voice: " in capsys.readouterr().err and not output.exists()
     voice = ["--reference", str(VOICE["reference"]), "--reference-text", str(VOICE["reference_text"])]

@@ -27,7 +27,7 @@ from tests.conftest import ROOT
 from tests.support.gateway import Gateway, Ports, gateway, wait_for
 from tests.support.http_pages import Page, PageServer, http_server
 from tests.support.speech_fixtures import stub_triton
-from tests.support.triton_stub import TritonStub
+from tests.support.triton_stub import TritonStub, stub_process
 
 MODEL = TritonStub.model
 NONE_READY = "no speech server is ready|ended the call"  # grpc.aio may lose the text
@@ -259,6 +259,28 @@ def test_a_request_that_was_not_answered_goes_to_two_other_servers(servers: Serv
         started = stack.enter_context(gateway(tmp_path, [*broken, servers.ports[1]]))
         wait_for(lambda: started.servers() == 3)
         wait_for(lambda: speak(started) > 0 and any(line["tries"] == 3 for line in started.accesses()))
+
+
+def test_if_a_server_dies_only_streams_that_had_begun_there_fail(servers: Servers, tmp_path: Path) -> None:
+    """Its page still says that it is ready, so that later streams may be sent there first."""
+
+    def goes_on(stream: Iterator[Any]) -> bool:
+        try:
+            return all(next(stream).size for _ in range(20))
+        except ClientError:
+            return False
+
+    with stub_process(chunks=1000, pause=0.05, first=0.0) as dying:
+        ports = [servers.ports[0]._replace(grpc=int(dying.address.rpartition(":")[2])), servers.ports[1]]
+        with gateway(tmp_path, ports) as started, Client(f"127.0.0.1:{started.grpc}", MODEL) as client:
+            wait_for(lambda: started.servers() == 2)
+            streams = [client.stream("endless words", voice=f"voice {number}") for number in range(8)]
+            assert all(next(stream).size for stream in streams)
+            staying = servers.stubs[1].live
+            dying.process.kill()
+            assert 0 < sum(map(goes_on, streams)) == staying < len(streams)
+            for _ in range(4):
+                assert speak(started) > 0
 
 
 def test_servers_that_are_not_ready_get_nothing(servers: Servers, tmp_path: Path) -> None:

@@ -124,17 +124,13 @@ def test_leaving_the_block_ends_what_is_under_way(demo_models: Path) -> None:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("stack", ["dit", "unet", "cosyvoice3"])
 def test_the_same_request_sounds_the_same_from_a_server_and_from_this_process(
-    stack: str, serve: Callable[..., Any], demo_models: Path, tmp_path: Path
+    speaker: Speaker, serve: Callable[..., Any]
 ) -> None:
     """Only the voice differs a little, which is sent in float16."""
-    # The engine cuda reads the LLM's directory as it is, also on the CPU.
-    options = {"stack": stack, "llm_engine": "cuda" if stack == "cosyvoice3" else "auto"}
-    with Client(serve(**options).grpc_url) as client:
+    here = list(speaker.stream(TEXT, **VOICE))
+    with Client(serve().grpc_url) as client:
         there = list(client.stream(TEXT, **VOICE))
-    with Speaker(demo_models, device="cpu", settings=SETTINGS, **options) as speaker:
-        here = list(speaker.stream(TEXT, **VOICE))
     assert [chunk.size for chunk in here] == [chunk.size for chunk in there]
     spectra = [np.abs(np.fft.rfft(np.concatenate(chunks))) for chunks in (here, there)]
     assert np.corrcoef(*spectra)[0, 1] > 0.99

@@ -25,7 +25,8 @@ from tritonclient.utils import InferenceServerException
 from websockets.sync.client import ClientConnection, connect
 
 from tests.speech_service.test_encoding import decoded
-from tests.support.speech_fixtures import MAX_STREAMS, RECORDING, SpeechStack, receive, send, until
+from tests.support.server_requests import STREAMS
+from tests.support.speech_fixtures import RECORDING, SpeechStack, receive, send, until
 
 pytestmark = pytest.mark.server
 
@@ -117,10 +118,10 @@ def test_clients_that_disconnect_free_their_streams_in_triton(speech_stack: Spee
     create = speech_stack.client.audio.speech.with_streaming_response.create
     before = speech_stack.cancelled()
     with contextlib.ExitStack() as clients:
-        for _ in range(MAX_STREAMS):
+        for _ in range(STREAMS):
             answer = clients.enter_context(create(**{**REQUEST, "input": LONG * 4}, response_format="pcm"))
             next(answer.iter_bytes(4096))
-    until(lambda: speech_stack.cancelled() == before + MAX_STREAMS, 60)
+    until(lambda: speech_stack.cancelled() == before + STREAMS, 60)
     assert len(speech_stack.client.audio.speech.create(**REQUEST, response_format="pcm").content) > SAMPLE_RATE
 
 

@@ -27,6 +27,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tests.support.server_requests import (
     MODELS,
     STACKS,
+    STREAMS,
     TEXT,
     VOICE,
     VOICE_TEXT,
@@ -46,9 +47,6 @@ from tests.support.server_requests import (
 from tests.support.speech_fixtures import until
 
 pytestmark = pytest.mark.server
-
-STREAMS = 8  # slots of token2wav; idle streams keep theirs
-SETTINGS = {"max_streams": str(STREAMS), "idle_seconds": "600"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ once = pytest.mark.parametrize("stack", STACKS[:1], indirect=True)
 
 @pytest.fixture
 def server(stack: str, serve: Serve) -> Server:
-    return Server(MODELS[stack], serve(stack=stack, settings=SETTINGS))
+    return Server(MODELS[stack], serve(stack=stack))
 
 
 # --- long texts, modes and registered voices ---------------------------------------------------------------------
