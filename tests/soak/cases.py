@@ -32,7 +32,6 @@ WEIGHTS: Mapping[str, int] = {
     "runtime-http": 2,
     "runtime-grpc": 2,
     "voices": 2,
-    "hostile": 3,
 }
 
 

@@ -26,8 +26,6 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.doors import SPEECH, Door, HttpDoor, WebSocketDoor, WebSocketSession, recording_of
 from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
 
-from tests.soak.hostile import attack
-
 VOICES = "/v1/audio/voices"
 UNKNOWN_VOICE = "HTTP 400.*unknown speaker"
 SHORT = "A short sentence."
@@ -35,34 +33,31 @@ SHORT = "A short sentence."
 
 @dataclass(frozen=True)
 class Addresses:
-    """The servers' addresses; empty: there is none. streaming, offline: names of Triton's models of either kind."""
+    """The servers' addresses. streaming, offline: names of Triton's models of either kind."""
 
-    grpc: str = ""
-    http: str = ""
-    speech: str = ""
-    runtime: str = ""
-    streaming: str = ""
-    offline: str = ""
+    grpc: str
+    http: str
+    speech: str
+    runtime: str
+    streaming: str
+    offline: str
 
     def doors(self) -> dict[str, Door]:
         """Return the doors that lead there, by their routes' names."""
-        found: dict[str, Door] = {}
-        if self.grpc and self.streaming:
-            found["grpc"] = GrpcDoor(self.grpc, self.streaming, "streaming")
-        if self.grpc and self.offline:
-            found["grpc-offline"] = GrpcDoor(self.grpc, self.offline, "offline")
-        if self.http and self.offline:
-            found["triton-http"] = TritonHttpDoor(f"http://{self.http}", self.offline, keep=False)
-        if self.runtime:
-            found["runtime-grpc"] = RuntimeGrpcDoor(self.runtime)
-        if self.speech:
-            kinds = {"speech": EncodedDoor, "speech-sse": EventsDoor, "speech-batch": BatchDoor, "voices": VoicesDoor}
-            kinds["runtime-http"] = RuntimeHttpDoor
-            found |= {name: kind(self.speech, keep=False) for name, kind in kinds.items()}
-            socket = f"ws{self.speech.removeprefix('http')}"
-            found |= {"websocket": WebSocketDoor(socket, keep=False), "barge-in": BargeInDoor(socket, keep=False)}
-            found["hostile"] = HostileDoor(self.speech, self.runtime)
-        return found
+        socket = f"ws{self.speech.removeprefix('http')}"
+        return {
+            "grpc": GrpcDoor(self.grpc, self.streaming, "streaming"),
+            "grpc-offline": GrpcDoor(self.grpc, self.offline, "offline"),
+            "triton-http": TritonHttpDoor(f"http://{self.http}", self.offline, keep=False),
+            "speech": EncodedDoor(self.speech, keep=False),
+            "speech-sse": EventsDoor(self.speech, keep=False),
+            "speech-batch": BatchDoor(self.speech, keep=False),
+            "websocket": WebSocketDoor(socket, keep=False),
+            "barge-in": BargeInDoor(socket, keep=False),
+            "runtime-http": RuntimeHttpDoor(self.speech, keep=False),
+            "runtime-grpc": RuntimeGrpcDoor(self.runtime),
+            "voices": VoicesDoor(self.speech, keep=False),
+        }
 
 
 class GrpcDoor(Door):
@@ -192,17 +187,6 @@ class RuntimeGrpcDoor(Door):
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 raise explained(str(error.code()), error.details(), self._address, timeout) from None
             raise ClientError(f"{error.code().name} {one_line(error.details())}") from None
-
-
-class HostileDoor(Door):
-    """What nobody should send; a second of silence stands for the right answer."""
-
-    def __init__(self, speech: str, runtime: str) -> None:
-        self._speech, self._runtime = speech, runtime
-
-    async def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
-        await attack(self._speech, self._runtime, int(request.parameters["seed"]))
-        yield AudioPart(np.zeros(SAMPLE_RATE, np.float32))
 
 
 class VoicesDoor(HttpDoor):

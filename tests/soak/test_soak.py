@@ -9,22 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cosyvoice_triton import stacks
 from cosyvoice_triton.client.answer import AudioPart, SpeechResult, recorded
 from cosyvoice_triton.client.failures import ClientError
 from cosyvoice_triton.client.utterance import Utterance
-from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import OverloadedError, unavailable_message
 from cosyvoice_triton.load.doors import Door
 from cosyvoice_triton.load.jobs import LoadJob
 from cosyvoice_triton.load.measure import RequestOutcome
 from cosyvoice_triton.load.plan import Load
 from cosyvoice_triton.load.runner import run
-from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.speech_service.settings import Settings
-from cosyvoice_triton.voice.prompt import Recording
 
-from tests.soak import runner
 from tests.soak.cases import BAD_INPUTS, BadInput, Unchecked
 from tests.soak.faults import KINDS, InjectedFault
 from tests.soak.ledger import Ledger, Request
@@ -38,9 +36,6 @@ from tests.support.triton_stub import TritonStub
 PATIENCE, SHORT = 60.0, 0.1  # seconds; the short one only where a hang is what must be noticed
 OVERLOADED = unavailable_message(OverloadedError("listeners: 1, 0.2 end each second", 3.0))
 SECOND = np.full(SAMPLE_RATE, 0.1, np.float32)
-SAMPLE = Sample(
-    "one", "quick words", Recording(np.resize(np.array([0.1, -0.1], np.float32), PROMPT_SAMPLE_RATE)), "A transcript."
-)
 SAID = Utterance("quick words", speaker="slt", parameters={"seed": 1, "response_format": "pcm"})
 SERVICE = ("speech", "speech-sse", "speech-batch", "websocket", "barge-in", "runtime-http", "runtime-grpc", "voices")
 
@@ -215,7 +210,8 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
     with stub_triton(TritonStub()) as triton:
         settings = Settings(urls=(triton,), voices_dir=voices, runtime_port=port)
         with serving(settings) as url:
-            yield Addresses(grpc=triton, speech=url, runtime=f"127.0.0.1:{port}", streaming="cosyvoice2_dit")
+            model = stacks.DEFAULT.orchestrator
+            yield Addresses(triton, "", url, f"127.0.0.1:{port}", streaming=model, offline="")
 
 
 def answered(addresses: Addresses, job: LoadJob) -> SpeechResult:
@@ -250,13 +246,3 @@ def test_bad_input_has_the_answer_that_the_soak_expects(route: str, bad: BadInpu
     said = Utterance("quick words", SECOND if route == "voices" else None, speaker=name)
     with pytest.raises(ClientError, match=bad.answer):
         answered(addresses, LoadJob("bad", Unchecked(**{**vars(said), **bad.change}), door=route))
-
-
-def test_running_servers_are_loaded_without_faults(addresses: Addresses, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stub takes every text and voice, so what only the models refuse is lost."""
-    monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.01)
-    settings = SoakSettings(1.0 / 60, 1, 4, 10.0, True, Path(), Path(), addresses=addresses)
-    found = asyncio.run(runner.soak(settings, [SAMPLE]))
-    assert not found.faults and not found.interrupted
-    assert "done" in {request.outcome for request in found.ledger.requests}
-    assert [each for each in found.ledger.offenders() if "instead of the error" not in each.answer.error] == []
