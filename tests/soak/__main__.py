@@ -4,9 +4,9 @@
     python -m tests.soak --minutes 10                a stack of its own on the demo checkpoint, with faults
     python -m tests.soak --minutes 60 --no-faults    the same without faults
 
-Load: gRPC streamed and offline, Triton's HTTP, the OpenAI-style routes (any format, server-sent events, batches), the
-WebSocket with barge-in, the plain runtime over HTTP and gRPC, and voices that are registered, used and deleted. 10 % of
-the requests are cancelled, 5 % are bad in one of many ways, each of which has the error that must be the answer.
+Load: gRPC streamed and offline, the OpenAI-style route in any format, the WebSocket with barge-in, the plain runtime's
+gRPC service, and voices that are registered, used and deleted. 10 % of the requests are cancelled, 5 % are bad in one
+of several ways, each of which has the error that must be the answer.
 
 Faults: processes killed and stopped, and those of monitoring/faults.py inside the models; a service that ends is
 started again, as compose and Kubernetes do. In the last half of the time nothing is killed, so that growth can be

@@ -34,7 +34,7 @@ HARD_PROBABILITY = 0.5  # of such a fault, in that share
 
 MODELS = ("audio_tokenizer", "speaker_embedding", "tensorrt_llm", *STREAMED.models, *WHOLE.models)
 TRITON_ROUTES = tuple(WEIGHTS)  # a dead Triton is behind every route
-SPEECH_ROUTES = tuple(route for route in TRITON_ROUTES if route not in ("grpc", "grpc-offline", "triton-http"))
+SPEECH_ROUTES = tuple(route for route in TRITON_ROUTES if route not in ("grpc", "grpc-offline"))
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,6 @@ async def local_stack(models: Path, work: Path, clock: Callable[[], float]) -> A
     stack = LocalStack(
         Addresses(
             grpc=f"{LOCAL}:{grpc}",
-            http=f"{LOCAL}:{http}",
             speech=f"http://{LOCAL}:{speech}",
             runtime=f"{LOCAL}:{runtime}",
             streaming=STREAMED.orchestrator,

@@ -37,7 +37,7 @@ PATIENCE, SHORT = 60.0, 0.1  # seconds; the short one only where a hang is what 
 OVERLOADED = unavailable_message(OverloadedError("listeners: 1, 0.2 end each second", 3.0))
 SECOND = np.full(SAMPLE_RATE, 0.1, np.float32)
 SAID = Utterance("quick words", speaker="slt", parameters={"seed": 1, "response_format": "pcm"})
-SERVICE = ("speech", "speech-sse", "speech-batch", "websocket", "barge-in", "runtime-http", "runtime-grpc", "voices")
+SERVICE = ("speech", "websocket", "barge-in", "runtime-grpc", "voices")
 
 
 # --- one request -----------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
         settings = Settings(urls=(triton,), voices_dir=voices, runtime_port=port)
         with serving(settings) as url:
             model = stacks.DEFAULT.orchestrator
-            yield Addresses(triton, "", url, f"127.0.0.1:{port}", streaming=model, offline="")
+            yield Addresses(triton, url, f"127.0.0.1:{port}", streaming=model, offline="")
 
 
 def answered(addresses: Addresses, job: LoadJob) -> SpeechResult:
@@ -226,9 +226,7 @@ def answered(addresses: Addresses, job: LoadJob) -> SpeechResult:
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize(
-    "route", ["grpc", "speech", "speech-sse", "speech-batch", "websocket", "runtime-http", "runtime-grpc"]
-)
+@pytest.mark.parametrize("route", ["grpc", "speech", "websocket", "runtime-grpc"])
 @pytest.mark.parametrize(("word", "good"), [("quick", True), ("break", False), ("silent", False)])
 def test_no_route_takes_half_an_answer_for_a_whole_one(route: str, word: str, good: bool, addresses: Addresses) -> None:
     job = LoadJob("one", dataclasses.replace(SAID, target_text=f"{word} words"), door=route)
