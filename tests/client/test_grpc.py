@@ -156,19 +156,6 @@ def test_an_unreachable_server_is_reported_in_one_line_with_the_command_that_sta
     assert "no tritonserver answers" in message and "cosyvoice-triton serve" in message and message.count("\n") == 1
 
 
-def test_cancelling_the_client_cancels_the_request_on_the_server() -> None:
-    triton = StubTriton(responses=[audio_response(np.ones((1, 10)))], pause=30.0)
-
-    async def cancel_early(address: str) -> None:
-        request = Utterance("hello")
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(grpc_client.synthesize(address, MODEL, request), 0.5)
-
-    with stub_triton(triton) as address:
-        asyncio.run(cancel_early(address))
-        until(lambda: triton.cancelled == 1)
-
-
 def test_closing_a_stream_cancels_its_request_while_the_connection_stays_open() -> None:
     stub = TritonStub()
 
