@@ -86,9 +86,9 @@ def fit(flow: DiTFlow | UNetFlow, view: View, path: Path, speech: SpeechDataset,
         run.losses(**captured(random.choice(lengths), step % 2 == 1))
 
 
-def export(trained_path: Path, path: Path) -> None:
-    """Trained weights to an official `flow.pt`, float16."""
-    torch.save({name: tensor.half() for name, tensor in trained(trained_path).items()}, path)
+def export(file: str, work: Path, path: Path) -> None:
+    """The trained network in `work` as an official `flow.pt`, float16."""
+    torch.save({name: tensor.half() for name, tensor in trained(work / file).items()}, path)
 
 
 @torch.no_grad()

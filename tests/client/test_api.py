@@ -3,26 +3,22 @@
 import json
 import socket
 import wave
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from cosyvoice_triton import Client, ClientError, Server, ServerError, api, samples
+from cosyvoice_triton import Client, ClientError, Server, ServerError, api
 from cosyvoice_triton.cli import say
 from cosyvoice_triton.constants import MIN_REFERENCE_SECONDS, SAMPLE_RATE
 
+from tests.support.server_requests import VOICE as RECORDING
+from tests.support.server_requests import VOICE_TEXT, Serve
 from tests.support.speech_fixtures import stub_triton
 from tests.support.triton_stub import TritonStub
 
-Serve = Callable[..., Any]
-VOICE = {
-    "reference": samples.FOLDER / "reference_en.wav",
-    "reference_text": "Your call is now first in line and will be answered by the next available representative.",
-    "seed": 3,
-}
+VOICE = {"reference": RECORDING, "reference_text": VOICE_TEXT, "seed": 3}
 
 
 @pytest.mark.server

@@ -17,7 +17,7 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import OverloadedError, unavailable_message
 from cosyvoice_triton.load.doors import Door
 from cosyvoice_triton.load.jobs import LoadJob
-from cosyvoice_triton.load.measure import RequestOutcome
+from cosyvoice_triton.load.measure import CANCELLED, RequestOutcome
 from cosyvoice_triton.load.plan import Load
 from cosyvoice_triton.load.runner import run
 from cosyvoice_triton.server.tritonserver import free_port
@@ -68,35 +68,28 @@ def ended(door: Door, patience: float = PATIENCE, **job: Any) -> Request:
 
 
 @pytest.mark.parametrize(
-    ("answer", "outcome", "reason"),
+    ("answer", "job", "outcome", "reason"),
     [
-        ((2,), "done", ""),
-        ((2, ClientError("token2wav broke")), None, "token2wav broke"),
-        ((0, RuntimeError("a bug")), None, "RuntimeError: a bug"),
-        ((0, ClientError("HTTP 429 full")), "refused", "HTTP 429 full"),
-        ((0, ClientError(OVERLOADED)), "refused", OVERLOADED),
-        ((1, 600.0), "hung", "nothing for 0.1 s, after 1 parts"),
-        ((0, 600.0), "hung", "nothing for 0.1 s, after 0 parts"),
+        ((2,), {}, "done", ""),
+        ((2, ClientError("token2wav broke")), {}, None, "token2wav broke"),
+        ((0, RuntimeError("a bug")), {}, None, "RuntimeError: a bug"),
+        ((0, ClientError("HTTP 429 full")), {}, "refused", "HTTP 429 full"),
+        ((0, ClientError(OVERLOADED)), {}, "refused", OVERLOADED),
+        ((1, 600.0), {}, "hung", "nothing for 0.1 s, after 1 parts"),
+        ((0, 600.0), {}, "hung", "nothing for 0.1 s, after 0 parts"),
+        ((0, ClientError("it is too long")), {"expected": "too long"}, "rejected", "it is too long"),
+        ((0, ClientError("?")), {"expected": "too long"}, None, "? instead of the error /too long/"),
+        ((1,), {"expected": "too long"}, None, "an answer instead of the error /too long/"),
+        ((3, 600.0), {"cancel_after_parts": 2}, "cancelled", CANCELLED),
+        ((3, 600.0), {"cancel_after": 0.02}, "cancelled", CANCELLED),
     ],
 )
-def test_a_request_is_accounted_for_by_how_it_ends(answer: Any, outcome: str | None, reason: str) -> None:
-    request = ended(Answers(*answer), SHORT if outcome == "hung" else PATIENCE)
+def test_a_request_is_accounted_for_by_how_it_ends(
+    answer: Any, job: dict[str, Any], outcome: str | None, reason: str
+) -> None:
+    request = ended(Answers(*answer), SHORT if outcome == "hung" else PATIENCE, **job)
     assert (request.outcome, request.answer.error) == (outcome, reason)
     assert bool(request.answer.arrivals) == bool(answer[0])
-
-
-@pytest.mark.parametrize(
-    ("answer", "outcome"),
-    [((0, ClientError("it is too long")), "rejected"), ((0, ClientError("?")), None), ((1,), None)],
-)
-def test_bad_input_must_get_its_error(answer: Any, outcome: str | None) -> None:
-    request = ended(Answers(*answer), expected="too long")
-    assert request.outcome == outcome and (outcome or "/too long/" in request.answer.error)
-
-
-@pytest.mark.parametrize(("after", "pause"), [(1, None), (2, None), (None, 0.02)])
-def test_a_request_is_cancelled_after_parts_or_a_pause(after: int | None, pause: float | None) -> None:
-    assert ended(Answers(3, 600.0), cancel_after_parts=after, cancel_after=pause).outcome == "cancelled"
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------

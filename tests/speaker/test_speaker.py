@@ -2,27 +2,24 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from cosyvoice_triton import Client, Speaker, samples
+from cosyvoice_triton import Client, Speaker
 from cosyvoice_triton.cli import say
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import OverloadedError
 
+from tests.support.server_requests import VOICE as RECORDING
+from tests.support.server_requests import VOICE_TEXT, Serve
 from tests.support.waiting import until
 
 STREAMS = 2
 SETTINGS = {"max_streams": str(STREAMS), "flow_precision": "float32", "sampling": "triton", "profile": "unlimited"}
-VOICE = {
-    "reference": samples.FOLDER / "reference_en.wav",
-    "reference_text": "Your call is now first in line and will be answered by the next available representative.",
-    "seed": 3,
-}
+VOICE = {"reference": RECORDING, "reference_text": VOICE_TEXT, "seed": 3}
 TEXT = "Good morning."
 
 
@@ -124,9 +121,7 @@ def test_leaving_the_block_ends_what_is_under_way(demo_models: Path) -> None:
 
 
 @pytest.mark.server
-def test_the_same_request_sounds_the_same_from_a_server_and_from_this_process(
-    speaker: Speaker, serve: Callable[..., Any]
-) -> None:
+def test_the_same_request_sounds_the_same_from_a_server_and_from_this_process(speaker: Speaker, serve: Serve) -> None:
     """Only the voice differs a little, which is sent in float16."""
     here = list(speaker.stream(TEXT, **VOICE))
     with Client(serve().grpc_url) as client:
