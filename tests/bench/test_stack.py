@@ -35,10 +35,11 @@ def test_a_plan_that_cannot_be_rendered_ends_with_the_reason(tmp_path, capsys) -
 
 
 @pytest.mark.server
-def test_one_server_is_measured_with_each_number_of_listeners(demo_models: Path, tmp_path: Path, capsys) -> None:
-    given = [str(demo_models), "--plans", ":2", "--device", "cpu", "--listeners", "1", "2", "--requests", "1"]
+def test_a_server_is_measured(demo_models: Path, tmp_path: Path, capsys) -> None:
+    """With one listener: several begin seconds apart and wait until their audio has been played."""
+    given = [str(demo_models), "--plans", ":2", "--device", "cpu", "--listeners", "1", "--requests", "1"]
     assert main([*given, "--output", str(tmp_path / "dit")]) == 0
-    rows = json.loads((tmp_path / "dit.json").read_text())
-    assert [(row["listeners"], row["requests"], row["errors"]) for row in rows] == [(1, 1, 0), (2, 3, 0)]
-    assert all(row["first_chunk_ms"]["p50"] > 0 and row["share_without_gap"] is not None for row in rows)
-    assert "dit :2, 2 listener(s): first chunk p50 " in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "dit.json").read_text())
+    assert (row["listeners"], row["requests"], row["errors"]) == (1, 1, 0)
+    assert row["first_chunk_ms"]["p50"] > 0 and row["share_without_gap"] is not None
+    assert "dit :2, 1 listener(s): first chunk p50 " in capsys.readouterr().out
