@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 from argparse import Namespace
-from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -120,39 +119,6 @@ def test_workflows_run_every_python_that_the_package_allows_and_publish_the_tag_
             == code
         )
     assert f"## {version}\n" in (ROOT / "CHANGELOG.md").read_text()
-
-
-IMAGES = ("cpu", "gpu", "trtllm")
-
-
-@pytest.mark.slow
-def test_the_constraints_of_the_images_are_all_that_their_extras_need() -> None:
-    """Resolved again by the commands at their top, for the images' Python and C library."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "UV_"))}
-    if certificates := os.environ.get("PIP_CERT"):
-        environment["SSL_CERT_FILE"] = certificates
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    runs, running = {}, ExitStack()
-    for image in IMAGES:
-        comment = (ROOT / f"deploy/constraints/{image}.txt").read_text()
-        options = re.findall(r"(--(?:python-version|extra) \S+)", comment)
-        built = stage("triton" if image == "trtllm" else image)
-        (extras,) = re.findall(r"install .*--constraint \S+ .*'\.\[(.+)\]'", built)
-        assert {f"--extra {name}" for name in extras.split(",")} < set(options)
-        command = f"pip compile --no-config --no-header --no-annotate --quiet {' '.join(options)}"
-        command += (
-            f" --constraint deploy/constraints/{image}.txt --python-platform x86_64-manylinux_2_36 pyproject.toml"
-        )
-        run = subprocess.Popen([TOOLS / "uv", *command.split()], cwd=ROOT, env=environment, **pipes)
-        runs[image] = running.enter_context(run)  # others end, too, where one finds no index
-    with running:
-        for image, run in runs.items():
-            resolved, error = run.communicate(timeout=240)
-            if "Failed to fetch" in error:
-                pytest.skip(f"no package index: {error.splitlines()[0]}")
-            assert run.returncode == 0, error
-            pins = re.findall(r"^[^#\n].*", (ROOT / f"deploy/constraints/{image}.txt").read_text(), re.MULTILINE)
-            assert set(resolved.splitlines()) ^ set(pins) == set(), image
 
 
 def stage(target: str) -> str:
