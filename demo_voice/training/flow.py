@@ -22,7 +22,7 @@ from cosyvoice_triton.voice import features
 from torch import Tensor
 
 from demo_voice.training.dataset import SpeechDataset
-from demo_voice.training.resampling import upsampled
+from demo_voice.training.features import upsampled
 from demo_voice.training.training import CapturedStep, TrainingRun, adamw, autocast, descend, trained
 
 CROP_TOKENS = (60, 100, 200, 400)  # up to 16 s: as long as a prompt and an utterance together

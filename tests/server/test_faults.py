@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import tritonclient.grpc.aio as triton
 from cosyvoice_triton.monitoring.environment import TEST_FAULTS
 from cosyvoice_triton.monitoring.faults import GPU_ERROR, Fault
 from cosyvoice_triton.monitoring.metrics import EVICTED, FAILED, RETRIED, sum_of
 
-from tests.support.serve_process import ServeProcess, StreamResult, rendered, serve_process, synthesize
+from tests.support.serve_process import ServeProcess, StreamResult, rendered, serve_process, speak_at_once
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.server
@@ -39,29 +38,22 @@ def server(demo_models: Path, faults: Path, tmp_path_factory: pytest.TempPathFac
             yield running
 
 
-async def speak(
-    server: ServeProcess, streams: int, meanwhile: Callable[[], None] = lambda: None, text: str = TEXT
+def speak(
+    server: ServeProcess, streams: int, text: str = TEXT, meanwhile: Callable[[], object] = lambda: None
 ) -> list[StreamResult]:
-    """The results of streams that run together; `meanwhile` is called once all have begun."""
-    async with triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as connection:
-        results = [StreamResult() for _ in range(streams)]
-        speaking = [asyncio.create_task(synthesize(connection, text, result)) for result in results]
-        await asyncio.gather(*(result.begun.wait() for result in results))
-        meanwhile()
-        await asyncio.wait_for(asyncio.gather(*speaking), 60)
-    return results
+    return asyncio.run(speak_at_once(f"127.0.0.1:{server.grpc}", streams, text, meanwhile))
 
 
 @pytest.mark.parametrize("fault", ["nan_mel", "nan_voice", "nan_logits", "bad_chunk", "out_of_memory"])
 def test_a_fault_of_one_chunk_or_row_ends_its_stream_alone(fault: Fault, server: ServeProcess, faults: Path) -> None:
     before = {metric: sum_of(server.page(), metric.name) for metric in (RETRIED, EVICTED, FAILED)}
     (faults / fault).touch()
-    results = asyncio.run(speak(server, 2 * STREAMS if fault == "out_of_memory" else STREAMS))  # it needs a batch
+    results = speak(server, 2 * STREAMS if fault == "out_of_memory" else STREAMS)  # it needs a batch
     assert not list(faults.iterdir()), "it did not happen"
     errors = [result.error for result in results if result.error is not None]
     assert len(errors) == (1 if fault in ("nan_logits", "bad_chunk") else 0), errors
     assert all(result.samples for result in results if result.error is None)
-    assert asyncio.run(speak(server, 1))[0].error is None
+    assert speak(server, 1)[0].error is None
     assert server.readiness() == (200, "ready")
     counted = {metric for metric in before if sum_of(server.page(), metric.name) > before[metric]}
     expected = {"nan_mel": {RETRIED, EVICTED}, "nan_voice": {RETRIED, EVICTED}, "bad_chunk": {FAILED}}
@@ -79,7 +71,7 @@ def test_a_stopped_model_is_not_ready_and_may_go_on(server: ServeProcess) -> Non
 
 
 def test_a_gpu_error_ends_the_server_with_its_reason(server: ServeProcess, faults: Path) -> None:
-    results = asyncio.run(speak(server, STREAMS, (faults / "gpu_error").touch, LONG))
+    results = speak(server, STREAMS, LONG, (faults / "gpu_error").touch)
     assert all(result.error is not None for result in results)
     reason = f"model token2wav_dit has failed and cannot recover: {GPU_ERROR}; tritonserver has to be restarted"
     assert server.process.wait(END_SECONDS) == 1

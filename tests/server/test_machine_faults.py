@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -30,7 +29,6 @@ from cosyvoice_triton.server.tritonserver import Ports, ServerError, TritonServe
 from cosyvoice_triton.server.watch import HUNG_SECONDS, WATCH_SECONDS, ModelWatch
 from cosyvoice_triton.triton_io.streams import Streams
 
-from tests.conftest import ROOT
 from tests.support.http_pages import Page, http_server
 from tests.support.serve_process import children
 from tests.support.waiting import until
@@ -202,14 +200,6 @@ def test_a_folder_for_the_log_is_one_line(tmp_path: Path, capsys: pytest.Capture
         signal.signal(signal.SIGTERM, before)
     error = capsys.readouterr().err
     assert error == f"the log file {tmp_path} is a folder; name a file: {tmp_path}/server.log\n"
-
-
-def test_paths_with_blanks_are_one_argument_of_the_commands_that_make_starts() -> None:
-    settings = ["MODELS=my models", "OUTPUT=out dir/a.wav", "FOLDER=a b"]
-    for target in ("render", "serve", "demo", "bench", "parity"):
-        shown = subprocess.run(["make", "-n", target, *settings], cwd=ROOT, capture_output=True, text=True).stdout
-        words = shlex.split([line for line in shown.replace("\\\n", " ").splitlines() if line.strip()][-1])
-        assert {"my models", "out dir/a.wav", "a b"} & set(words), (target, words)
 
 
 def serving_idle(repository: Path, code: str, *options: str) -> list[str]:

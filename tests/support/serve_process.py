@@ -7,7 +7,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,3 +139,16 @@ async def synthesize(connection: triton.InferenceServerClient, text: str, outcom
         responses.cancel()
     outcome.begun.set()
     return outcome
+
+
+async def speak_at_once(
+    address: str, count: int, text: str, meanwhile: Callable[[], object] = lambda: None
+) -> list[StreamResult]:
+    """The results of so many streams; `meanwhile` is called in a thread once each has begun."""
+    results = [StreamResult() for _ in range(count)]
+    async with triton.InferenceServerClient(address) as connection:
+        speaking = [asyncio.create_task(synthesize(connection, text, result)) for result in results]
+        await asyncio.gather(*(result.begun.wait() for result in results))
+        await asyncio.to_thread(meanwhile)
+        await asyncio.gather(*speaking)
+    return results
