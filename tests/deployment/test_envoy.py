@@ -1,15 +1,12 @@
 """deploy/envoy/envoy.yaml, run by Envoy in front of servers that the tests play."""
 
 import asyncio
-import json
 import re
 import signal
 import socket
 import textwrap
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -18,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import grpc
+import httpx2 as httpx
 import pytest
 import tritonclient.grpc.aio as triton
 from cosyvoice_triton.api import Client, ClientError
@@ -123,17 +121,12 @@ def open_gateway(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> 
 def ask(port: int, path: str, body: bytes | None = None, method: str | None = None, **headers: str) -> tuple[int, Any]:
     """Status and content of an answer; its headers if the content is not JSON."""
     names = {name.replace("_", "-"): value for name, value in headers.items()}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, names, method=method)
+    verb, url = method or ("GET" if body is None else "POST"), f"http://127.0.0.1:{port}{path}"
+    answer = httpx.request(verb, url, content=body, headers=names, timeout=60)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            status, content, received = answer.status, answer.read(), answer.headers
-    except urllib.error.HTTPError as error:
-        with error:
-            status, content, received = error.code, error.read(), error.headers
-    try:
-        return status, json.loads(content) | {"retry-after": received["Retry-After"]}
+        return answer.status_code, answer.json() | {"retry-after": answer.headers.get("Retry-After")}
     except ValueError:
-        return status, received
+        return answer.status_code, answer.headers
 
 
 def raw(port: int, request: str, source: str = "127.0.0.1") -> str:

@@ -32,7 +32,6 @@ pytestmark = pytest.mark.server
 UNET, DIT = "scripts/run.sh", "scripts/run_stepaudio2_dit_token2wav.sh"
 COSYVOICE3 = "scripts/run_cosyvoice3.sh"
 PORTS = ("HTTP_PORT", "GRPC_PORT", "METRICS_PORT", "HEALTH_PORT", "LLM_PORT")
-TOKEN2WAV = ("TOKEN2WAV_HTTP_PORT", "TOKEN2WAV_GRPC_PORT", "TOKEN2WAV_METRICS_PORT", "TOKEN2WAV_HEALTH_PORT")
 
 
 @pytest.fixture(scope="module")
@@ -58,25 +57,16 @@ def run(
     environment = os.environ | {"LOCAL": "1", "MODELS": str(models), "OFFLINE_DATA": data}
     environment |= {"DATA": f"{data} --num-requests 2"}  # the default is twenty and more
     environment |= {"WORK": str(work)}
-    environment |= {name: str(free_port()) for name in PORTS}
-    environment |= dict(zip(TOKEN2WAV, (str(port_pair()) for _ in TOKEN2WAV), strict=True)) | settings
+    environment |= {name: str(free_port()) for name in PORTS} | settings
     command = ["bash", script, *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace", timeout=limit
     )
     assert {path.name for path in work.iterdir()} <= {"build", "out", "models"}, "stages write below WORK"
-    for name in (*PORTS, *TOKEN2WAV):
+    for name in PORTS:
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", int(environment[name]))) != 0, f"{name} is still served"
     return done
-
-
-def port_pair() -> int:
-    """A free port whose next higher port is free as well."""
-    port, above = free_port(), free_port()
-    while above != port + 1:
-        port, above = above, free_port()
-    return port
 
 
 def stages_of(printed: str) -> list[int]:

@@ -66,12 +66,6 @@ def test_what_cannot_be_spoken_is_named_and_warnings_are_reported(speaker: Speak
     assert "speech was cut short after 9 tokens" in warnings[0]
 
 
-def test_words_have_the_pronunciation_that_is_given(speaker: Speaker) -> None:
-    plain, said = (speaker.speak(TEXT, **VOICE, pronunciation=words) for words in (None, {"morning": "good good day"}))
-    assert speaker.speak("Good good good day.", **VOICE).size == said.size
-    assert plain.size  # of random weights, whose length follows the text's tokens
-
-
 def test_a_closed_iterator_and_a_cancelled_task_free_their_streams(speaker: Speaker) -> None:
     held = speaker.stream("Good morning. " * 8, **VOICE)
     next(held)

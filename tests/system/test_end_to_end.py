@@ -40,7 +40,6 @@ from tests.support.server_requests import (
     send,
     stream,
     text_array,
-    wav_of,
 )
 from tests.support.speech_fixtures import until
 
@@ -129,7 +128,7 @@ SECOND = np.random.default_rng(0).normal(0, 0.1, PROMPT_SAMPLE_RATE).astype(np.f
 
 # Tensors that replace those of a valid request, and text that the message must contain.
 BAD_REQUESTS: dict[str, tuple[dict[str, np.ndarray], str]] = {
-    "NaN": (wav_of(np.where(np.arange(SECOND.size) == 9, np.nan, SECOND).astype(np.float32)), "nan"),
+    "NaN": (request_arrays(np.full_like(SECOND, np.nan)), "nan"),
     "wrong type": ({"reference_wav": SECOND[None].astype(np.float64)}, "FP64"),
     "wrong shape": ({"reference_wav": SECOND.reshape(1, 2, -1)}, "reference_wav"),
     "two lengths": ({"reference_wav_len": np.array([[16_000, 16_000]], np.int32)}, "reference_wav_len"),
