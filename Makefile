@@ -174,7 +174,7 @@ lock: $(VENV)/.dev ## write constraints.txt: the version of every library that m
 		--custom-compile-command 'make lock' --output-file constraints.txt \
 		$(foreach extra,client http japanese server dev,--extra $(extra)) pyproject.toml
 
-soak: $(VENV)/.server ## mixed load and faults for MINUTES (10), every request accounted for; writes out/soak.md
+soak: $(VENV)/.dev ## mixed load and faults for MINUTES (10), every request accounted for; writes out/soak.md
 	@$(IN_VENV) -m tests.soak --minutes $(MINUTES) $(SOAK_ARGS)
 
 parity: $(VENV)/.server ## compare the served engine with the recorded outputs in FOLDER (tests/assets/golden), on DEVICE (cpu)

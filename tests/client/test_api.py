@@ -3,31 +3,27 @@
 import json
 import socket
 import wave
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from cosyvoice_triton import Client, ClientError, Server, ServerError, api, samples
+from cosyvoice_triton import Client, ClientError, Server, ServerError, api
 from cosyvoice_triton.cli import say
 from cosyvoice_triton.constants import MIN_REFERENCE_SECONDS, SAMPLE_RATE
 
+from tests.support.server_requests import VOICE as RECORDING
+from tests.support.server_requests import VOICE_TEXT, Serve
 from tests.support.speech_fixtures import stub_triton
 from tests.support.triton_stub import TritonStub
 
-Serve = Callable[..., Any]
-VOICE = {
-    "reference": samples.FOLDER / "reference_en.wav",
-    "reference_text": "Your call is now first in line and will be answered by the next available representative.",
-    "seed": 3,
-}
+VOICE = {"reference": RECORDING, "reference_text": VOICE_TEXT, "seed": 3}
 
 
 @pytest.mark.server
 def test_a_text_is_streamed_in_chunks_that_are_the_audio_of_the_whole(serve: Serve) -> None:
-    with Client(serve(stack="dit").grpc_url) as client:
+    with Client(serve().grpc_url) as client:
         chunks = list(client.stream("Good morning.", **VOICE))
         assert len(chunks) > 1 and all(chunk.dtype == np.float32 and chunk.ndim == 1 for chunk in chunks)
         np.testing.assert_allclose(client.speak("Good morning.", **VOICE), np.concatenate(chunks), atol=1e-4)
@@ -36,7 +32,7 @@ def test_a_text_is_streamed_in_chunks_that_are_the_audio_of_the_whole(serve: Ser
 
 @pytest.mark.server
 def test_a_refusal_names_the_reason_and_the_connection_stays_usable(serve: Serve) -> None:
-    with Client(serve(stack="dit").grpc_url) as client:
+    with Client(serve().grpc_url) as client:
         with pytest.raises(ClientError, match="unknown speaker 'nobody'"):
             client.speak("Good morning.", voice="nobody")
         stream = client.stream("Good morning. " * 5, **VOICE)
@@ -90,7 +86,7 @@ def test_say_writes_a_file_and_reports_errors_in_one_line(
     serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "new" / "hello.wav"
-    where = ["--server", serve(stack="dit").grpc_url, "--output", str(output)]
+    where = ["--server", serve().grpc_url, "--output", str(output)]
     assert say.main(["Good morning.", *where]) == 1
     assert "no voice: " in capsys.readouterr().err and not output.exists()
     voice = ["--reference", str(VOICE["reference"]), "--reference-text", str(VOICE["reference_text"])]

@@ -14,11 +14,16 @@ from tests.support.evaluation import OF_THE_DEMO_VOICE
 SENTENCES = Path("tests/assets/everyday_sentences.jsonl")
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models") / "demo"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stack", ["dit", "unet"])
-def test_the_demo_voice_speaks_as_well_as_it_did(stack: str, tmp_path: Path) -> None:
-    models, output = tmp_path / "demo", tmp_path / "out"
+def test_the_demo_voice_speaks_as_well_as_it_did(stack: str, models: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
     steps.demo(models, stack)
     given = [str(models), "--stack", stack, "--data", str(SENTENCES), "--limit", "4", "--output", str(output)]
     assert main([*given, "--device", "cpu", "--require", *OF_THE_DEMO_VOICE]) == 0

@@ -61,6 +61,12 @@ def test_a_slow_device_that_serves_two_at_a_time_leaves_hardly_any_gaps_either(l
     assert len(served.admitted) > 1.2 * 200.0 / UTTERANCE_SECONDS
 
 
+@pytest.mark.parametrize("token_rate", CAPACITY)
+def test_far_below_capacity_nobody_is_refused(token_rate: int) -> None:
+    begins = arrivals(CAPACITY[token_rate] / 2, 30.0)
+    assert not Listeners(begins, token_rate, admission=admission()).simulate(40.0).refused
+
+
 def test_a_crowd_that_comes_within_a_second_is_not_admitted_as_a_whole() -> None:
     """Twice the capacity. When the first of them has a gap, all would have been admitted."""
     crowd = [index / 900 for index in range(900)]
@@ -121,6 +127,13 @@ def test_unlimited_streams_are_refused_by_their_number_alone() -> None:
     assert slow.ask(7, 1.0) is None
     refusal = slow.ask(8, 1.0)
     assert refusal is not None and refusal.reason == "streams"
+
+
+def test_one_slow_chunk_refuses_nobody() -> None:
+    calm = admission()
+    calm.delivered(-1.0, 0.1, 1.0, 0.75, 10.0)
+    calm.update(30, [1.0] * 30, 10.0)
+    assert calm.ask(30, 10.0) is None
 
 
 def test_listeners_whose_senders_have_left_refuse_nobody() -> None:

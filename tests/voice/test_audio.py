@@ -151,26 +151,21 @@ def test_a_file_that_is_not_audio_is_an_error_naming_it(tmp_path):
         load_audio(tmp_path / "words.wav", PROMPT_SAMPLE_RATE)
 
 
-@pytest.mark.parametrize(
-    ("rate", "seconds", "message"),
-    [(16_000, 2.1, "the recording is longer than 2 s"), (16_001, 1.0, "sample rate is 16001"), (3_000, 1.0, "is 3000")],
-)
-def test_files_of_clients_have_limits(tmp_path, rate, seconds, message):
-    sf.write(tmp_path / "a.wav", tone(int(rate * seconds), rate=rate), rate)
-    with pytest.raises(ValueError, match=message):
+def test_files_of_clients_have_limits_by_their_header_before_they_are_decoded(tmp_path, monkeypatch):
+    sf.write(tmp_path / "a.wav", tone(int(2.1 * SECOND)), SECOND)
+    with pytest.raises(ValueError, match="the recording is longer than 2 s"):
         load_audio(tmp_path / "a.wav", PROMPT_SAMPLE_RATE, max_seconds=2.0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "channels", "message"), [("OGG", 64, "64 channels"), ("WAV", 9, "9 channels"), ("AIFF", 1, "format AIFF")]
-)
-def test_files_of_clients_are_refused_by_their_header_before_they_are_decoded(
-    tmp_path, monkeypatch, kind, channels, message
-):
-    sf.write(tmp_path / "a", np.zeros((800, channels)), 8_000, format=kind)
     monkeypatch.setattr(sf.SoundFile, "blocks", lambda *_, **__: pytest.fail("decoded"))
-    with pytest.raises(ValueError, match=message):
-        load_audio(tmp_path / "a", PROMPT_SAMPLE_RATE, max_seconds=2.0)
+    for rate, kind, channels, message in (
+        (16_001, "WAV", 1, "sample rate is 16001"),
+        (3_000, "WAV", 1, "is 3000"),
+        (8_000, "OGG", 64, "64 channels"),
+        (8_000, "WAV", 9, "9 channels"),
+        (8_000, "AIFF", 1, "format AIFF"),
+    ):
+        sf.write(tmp_path / "a", np.zeros((800, channels)), rate, format=kind)
+        with pytest.raises(ValueError, match=message):
+            load_audio(tmp_path / "a", PROMPT_SAMPLE_RATE, max_seconds=2.0)
 
 
 def test_the_memory_for_decoding_does_not_grow_with_the_number_of_channels(tmp_path):
