@@ -96,6 +96,10 @@ async def collect(address: str, model: str, inputs: list[Any], parameters: dict[
     return Response(np.concatenate(chunks), error, warning)
 
 
+def wav_of(values: np.ndarray) -> dict[str, np.ndarray]:
+    return {"reference_wav": values[None], "reference_wav_len": np.array([[values.size]], np.int32)}
+
+
 def cancelled_requests(server: Any) -> int:
     """How many requests to the orchestrators were cancelled so far; each has given its stream of token2wav back."""
     page = metrics.page(server.metrics_directory)
