@@ -21,7 +21,6 @@ from cosyvoice_triton.triton_io.requests import (
 from cosyvoice_triton.triton_io.tensors import (
     origin,
     parameters,
-    read,
     read_all,
     require,
     scalar,
@@ -42,7 +41,6 @@ __all__ = [
     "error_response",
     "origin",
     "parameters",
-    "read",
     "read_all",
     "require",
     "respond_batch",
