@@ -64,7 +64,7 @@ class ProcessHistory:
         """The last third of the life after the warm-up against the middle one; None if it was too short to be judged.
 
         The first third is for steps: a process gets larger when it first meets its largest work. Of memory the minima:
-        what stays when a model gives back what it has freed (monitoring/memory.py), without the work under way. Of
+        what stays when a model gives back what it has freed (monitoring/health.py), without the work under way. Of
         shared memory the maxima, because Triton's python backend never gives any back. Otherwise medians, so that a
         moment of a fault does not count.
         """

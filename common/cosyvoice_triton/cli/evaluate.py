@@ -126,7 +126,7 @@ def run(args: argparse.Namespace, command: str) -> int:
     found = {name: panel.judge(name, answers) for name, answers in spoken}
     rows = [report.summary(name, answers) for name, answers in found.items()]
     about = f"{args.set}, {len(sentences)} sentences; {platform.platform()}, host {host_ms():.1f} ms"
-    write(args.output, f"{about}. `cosyvoice-triton evaluate {command}`", args.set, rows, found, sentences)
+    write(args.output, f"{about}. `cosyvoice-triton evaluate {command}`", rows, found, sentences)
     missed = [line for row in rows for each in args.require if (line := each.missed_by(row))]
     for line in missed:
         print(f"missed: {line}", file=sys.stderr)
@@ -136,21 +136,19 @@ def run(args: argparse.Namespace, command: str) -> int:
 def write(
     output: Path,
     about: str,
-    set_name: str,
     rows: Sequence[report.Row],
     found: Mapping[str, Sequence[dict[str, Any]]],
     sentences: Sequence[Sample],
 ) -> None:
     """Print the table and write the three files of the report."""
-    table = report.markdown(rows, set_name)
+    table = report.markdown(rows)
     print(table)
     (output / "report.md").write_text(f"{about}\n\n{table}\n", encoding="utf-8")
     answers = {
         name: [{"id": each.id, **figures} for each, figures in zip(sentences, row, strict=True)]
         for name, row in found.items()
     }
-    published = report.PUBLISHED.get(set_name)
-    content = {"about": about, "rows": rows, "published": published, "answers": answers}
+    content = {"about": about, "rows": rows, "answers": answers}
     (output / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     report.plot(found, about, output / "report.png")
     print(f"written to {output}: the audio, report.md, report.json, report.png")

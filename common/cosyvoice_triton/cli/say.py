@@ -1,24 +1,21 @@
-"""Speak a text at a running server or in this process, and write it to a file or play it.
+"""Speak a text at a running server or in this process, and write it to a file.
 
     cosyvoice-triton say "Good morning."                                       the demo's voice rms -> out/say.wav
-    cosyvoice-triton say "Good morning." --voice slt --play                    heard while it is being rendered
+    cosyvoice-triton say "Good morning." --voice slt
     cosyvoice-triton say "Good morning." --local                               without a server, with the demo voice
     cosyvoice-triton say "Good morning." --local models/official --stack unet
     cosyvoice-triton say "Good morning." --server gpu1:8001 --reference anna.wav --reference-text "What she says."
 
-`cosyvoice-triton serve` starts a server. With --local the checkpoints are loaded first, which takes seconds. --play
-needs one of the programs aplay, ffplay or play (sox).
+`cosyvoice-triton serve` starts a server. With --local the checkpoints are loaded first, which takes seconds.
 """
 
 import argparse
 import itertools
-import shutil
-import subprocess
 import wave
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,13 +29,6 @@ from cosyvoice_triton.prepare import steps
 
 if TYPE_CHECKING:
     from cosyvoice_triton.speaker.speaker import Speaker
-
-# Programs that play 16-bit samples from their standard input.
-PLAYERS = (
-    ["aplay", "-q", "-f", "S16_LE", "-r", str(SAMPLE_RATE), "-c", "1", "-"],
-    ["ffplay", "-loglevel", "error", "-nodisp", "-autoexit", "-f", "s16le", "-ar", str(SAMPLE_RATE), "-"],
-    ["play", "-q", "-t", "raw", "-e", "signed", "-b", "16", "-r", str(SAMPLE_RATE), "-c", "1", "-"],
-)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -67,7 +57,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", type=Path, default=Path("out/say.wav"), help="24 kHz, 16 bit (default: %(default)s)"
     )
-    parser.add_argument("--play", action="store_true", help="play it instead of writing it")
     return parser
 
 
@@ -86,10 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             **({"language": args.language} if args.language else {}),
             **dict(args.parameter),
         )
-        if args.play:
-            play(chunks)
-        else:
-            print(f"{write(chunks, args.output):.2f} s written to {args.output}")
+        print(f"{write(chunks, args.output):.2f} s written to {args.output}")
     return 0
 
 
@@ -121,20 +107,6 @@ def write(chunks: Iterator[np.ndarray], path: Path) -> float:
             return file.getnframes() / SAMPLE_RATE
     except OSError as error:
         raise OSError(f"cannot write to {path}: {error}; choose another with --output") from None
-
-
-def play(chunks: Iterator[np.ndarray]) -> None:
-    """Play the chunks as they arrive. Raise OSError if no player is installed, or it fails."""
-    if (command := next((each for each in PLAYERS if shutil.which(each[0])), None)) is None:
-        raise OSError(f"no player is installed, one of {', '.join(each[0] for each in PLAYERS)}: leave out --play")
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as player:
-        pipe: IO[bytes] | None = player.stdin
-        assert pipe is not None
-        for chunk in chunks:
-            pipe.write(samples(chunk))
-            pipe.flush()
-    if player.returncode:
-        raise OSError(f"{command[0]} ended with code {player.returncode}")
 
 
 def samples(chunk: np.ndarray) -> bytes:

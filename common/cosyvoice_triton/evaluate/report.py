@@ -36,21 +36,6 @@ COLUMNS = {
     "silent": Column("silent", ".1%"),
     "clipped": Column("clipped", ".1%"),
 }
-# Upstream's README: system, wrong words in percent, similarity. Judged by Whisper and Paraformer, and by WavLM.
-PUBLISHED = {
-    "seed-tts-en": (
-        ("a human", 2.14, 73.4),
-        ("CosyVoice2", 2.57, 65.9),
-        ("CosyVoice3", 2.24, 71.8),
-        ("CosyVoice3, llm.rl.pt", 1.68, 69.5),
-    ),
-    "seed-tts-zh": (
-        ("a human", 1.26, 75.5),
-        ("CosyVoice2", 1.45, 75.7),
-        ("CosyVoice3", 1.21, 78.0),
-        ("CosyVoice3, llm.rl.pt", 0.81, 77.4),
-    ),
-}
 FULL_SCALE = 0.98  # HiFT limits its audio to 0.99
 
 
@@ -117,22 +102,13 @@ def summary(name: str, found: Sequence[Mapping[str, Any]]) -> Row:
     return row
 
 
-def markdown(rows: Sequence[Row], set_name: str) -> str:
-    """Return the table, without columns that no row has, with upstream's published figures."""
-    published = [
-        {"name": f"{system}, as published", "error_rate": wrong / 100, "similarity": alike / 100}
-        for system, wrong, alike in PUBLISHED.get(set_name, ())
-    ]
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the table, without columns that no row has."""
     shown = {name: column for name, column in COLUMNS.items() if any(row[name] is not None for row in rows)}
     lines = [f"| | {' | '.join(column.heading for column in shown.values())} |", "|---" * (len(shown) + 1) + "|"]
-    for row in [*rows, *published]:
-        cells = ["" if row.get(name) is None else f"{row[name]:{column.format}}" for name, column in shown.items()]
+    for row in rows:
+        cells = ["" if row[name] is None else f"{row[name]:{column.format}}" for name, column in shown.items()]
         lines.append(f"| {row['name']} | {' | '.join(cells)} |")
-    if published:
-        lines += [
-            "",
-            "Upstream's judges were Whisper or Paraformer, and WavLM for similarity, which has another scale.",
-        ]
     return "\n".join(lines)
 
 

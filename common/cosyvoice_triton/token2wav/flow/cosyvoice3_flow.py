@@ -53,7 +53,7 @@ class RotarySolver(CachedSolver):
         estimator = network.decoder.estimator
         assert isinstance(estimator, RotaryDiTEstimator)
         blocks: list[Any] = list(estimator.transformer_blocks)
-        self._blocks = [_Block(block) for block in blocks]
+        self._blocks = [FusedRotaryBlock(block) for block in blocks]
         embedding = estimator.input_embed
         weight = embedding.proj.weight
         time = estimator.time_embed(
@@ -105,7 +105,7 @@ def _by_group(weight: Tensor, groups: int) -> Tensor:
     return weight.unflatten(0, (groups, -1)).permute(0, 3, 2, 1).contiguous()
 
 
-class _Block:
+class FusedRotaryBlock:
     """A `RotaryDiTBlock` as the operations take it: weight and bias of each product."""
 
     def __init__(self, block: Any) -> None:

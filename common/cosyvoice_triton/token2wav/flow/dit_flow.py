@@ -40,7 +40,7 @@ class DiTSolver(CachedSolver):
         estimator = network.decoder.estimator
         assert isinstance(estimator, DiTEstimator)
         blocks: list[Any] = list(estimator.blocks)
-        self._blocks = [_Block(block) for block in blocks]
+        self._blocks = [FusedBlock(block) for block in blocks]
         projection, last = estimator.in_proj, estimator.final_layer
         times = torch.tensor(network.decoder.schedule(steps)[0], device=projection.weight.device)
         embedded = estimator.t_embedder(times, projection.weight.dtype)  # (steps, C)
@@ -72,7 +72,7 @@ class DiTSolver(CachedSolver):
         return linear(y, *w.fc2, gate=mlp.gate, add_to=h)
 
 
-class _Block:
+class FusedBlock:
     """A `DiTBlock` as the operations take it: weight and bias of each product; convolutions (C, 3 C), taps side by side
     and the oldest first. qk_norm (2, 2, D): scale and shift of the queries' norm, then of the keys'."""
 

@@ -263,7 +263,6 @@ class Token2WavService:
                 waiting.append((session, opening))
                 voices.append(session.first.voice)
         ready = []
-        # Also of no voices: the engine may have waited for the end of all streams.
         for each, fits in zip(waiting, self._engine.fitting(voices), strict=True):
             # A prefill uses the memory of the worker of first chunks, or of the only one.
             if fits and (self._workers[0].idle or not each[1].frames):
