@@ -98,7 +98,8 @@ def test_say_writes_a_file_and_reports_errors_in_one_line(
 
 @pytest.mark.server
 def test_a_local_server_has_the_demo_voice_and_stops_with_its_block() -> None:
-    with Server(device="cpu", settings={"max_streams": "2"}) as server, Client(server.address) as client:
+    settings = {"max_streams": "2", "flow_precision": "float32"}
+    with Server(device="cpu", settings=settings) as server, Client(server.address) as client:
         assert client.speak("Good morning.", seed=2).size > SAMPLE_RATE / 2
         host, port = server.address.split(":")
     with pytest.raises(OSError):

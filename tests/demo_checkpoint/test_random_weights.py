@@ -11,18 +11,6 @@ from tests.support.checkpoints import DIT_DIR, UNET_DIR
 pytestmark = pytest.mark.slow  # each test makes networks
 
 
-def test_only_equal_seeds_give_equal_bytes(demo_models: Path, tmp_path: Path) -> None:
-    assert make(tmp_path / "again") and make(tmp_path / "other", seed=7)
-    again = tmp_path / "again"
-    weights = [
-        path.relative_to(again) for suffix in ("pt", "onnx", "safetensors") for path in again.rglob(f"*.{suffix}")
-    ]
-    assert len(weights) == 14
-    for path in weights:
-        assert (tmp_path / "again" / path).read_bytes() == (demo_models / path).read_bytes(), path
-        assert (tmp_path / "other" / path).read_bytes() != (demo_models / path).read_bytes(), path
-
-
 def test_a_complete_directory_is_kept_an_interrupted_one_made_again_and_any_other_refused(
     demo_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

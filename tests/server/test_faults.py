@@ -31,7 +31,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(demo_models: Path, faults: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     """The last test ends it."""
     directory = tmp_path_factory.mktemp("faults")
-    repository = rendered(demo_models, directory / "repository", flow_precision="float32")
+    repository = rendered(demo_models, directory / "repository")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(TEST_FAULTS, str(faults))
         with serve_process(repository, directory / "log") as running:

@@ -75,8 +75,8 @@ def get(url: str) -> tuple[int, str]:
 
 def rendered(models: Path, directory: Path, **settings: str) -> Path:
     """The dit stack with the demo checkpoint, all models in one tritonserver."""
-    defaults = {"sampling": "triton", "profile": "unlimited", "model_timeout": "60"}  # see conftest.py's `serve`
-    settings = defaults | settings
+    defaults = {"flow_precision": "float32", "sampling": "triton", "profile": "unlimited", "model_timeout": "60"}
+    settings = defaults | settings  # see conftest.py's `serve`
     render(StackOptions(models_dir=models, stack=stacks.DIT.name, device="cpu", settings=settings), directory)
     return directory
 

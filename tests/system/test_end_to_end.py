@@ -4,6 +4,7 @@ import asyncio
 import os
 import queue
 import shutil
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,12 +101,15 @@ def test_a_long_text_is_one_stream_of_its_segments(server: Server, voice: np.nda
 
 
 @pytest.fixture(scope="module")
-def anna(demo_models: Path, stack: str) -> str:
+def anna(demo_models: Path) -> Iterator[str]:
     """The English recording as a registered voice."""
     (demo_models / "voices").mkdir(exist_ok=True)
-    shutil.copy(VOICE, demo_models / "voices" / "anna.wav")
-    (demo_models / "voices" / "anna.txt").write_text(VOICE_TEXT)
-    return "anna"
+    recording, words = (demo_models / "voices" / f"anna.{kind}" for kind in ("wav", "txt"))
+    shutil.copy(VOICE, recording)
+    words.write_text(VOICE_TEXT)
+    yield "anna"
+    recording.unlink()
+    words.unlink()
 
 
 @once
