@@ -90,7 +90,7 @@ def test_arrival_times_are_reported_and_complete_audio_is_written(
         assert key in keys
     assert (tmp_path / "log" / "stats_summary-texts.txt").exists()
     captured = capsys.readouterr()
-    assert "3 requests answered, 0 failed, 0 not sent" in captured.out and "first chunk p50" in captured.err
+    assert "3 requests answered, 0 failed, 0 not sent" in captured.out and "first audible p50" in captured.err
 
 
 def test_latencies_at_200_streams_are_those_of_a_client_that_does_nothing_else(
