@@ -17,6 +17,7 @@ SPECIAL_SPEECH_IDS = 200  # rows of CosyVoice3's speech embedding after those of
 # this value is used only if a model is rendered without a tokenizer directory, as upstream's commands do.
 OFFICIAL_FIRST_SPEECH_ID = 151_663
 
+ONSET_TOKENS = 1  # of silence that are kept before the first one that sounds
 # What CosyVoice3's prompts begin with, before the token that ends an instruction; never spoken.
 SYSTEM_WORDS = "You are a helpful assistant."
 

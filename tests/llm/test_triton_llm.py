@@ -38,9 +38,9 @@ class ScriptedModel:
             self.open_streams -= 1
 
 
-def speak(model, tokenizer, generated=(), **sampling):
+def speak(model, tokenizer, generated=(), silent_tokens=(), **sampling):
     async def run():
-        prompt = LLMPrompt("Hi", "Ref", (1,), generated=generated)
+        prompt = LLMPrompt("Hi", "Ref", (1,), generated=generated, silent_tokens=silent_tokens)
         async with aclosing(TritonLM(model, tokenizer, QUICK).generate(prompt, Sampling(**sampling))) as answer:
             chunks = [chunk async for chunk in answer]
         return [chunk.tokens for chunk in chunks if chunk.tokens], chunks[-1].finish_reason
@@ -95,6 +95,8 @@ def test_what_has_no_tensor_is_sent_as_request_parameters(tokenizer):
     speak(model, tokenizer)
     speak(model, tokenizer, ras_window=10)
     assert not {"seed", "random_seed"} & set(model.requests[0])
+    speak(model, tokenizer, silent_tokens=(4, 7))
+    assert model.parameters.pop()["silent_ids"] == " ".join(str(tokenizer.first_speech_id + token) for token in (4, 7))
     hints = {"urgent_tokens": "18", "played": "0"}
     assert model.parameters == [hints, {**hints, "ras_window": "10", "ras_tau": "0.1"}]
 

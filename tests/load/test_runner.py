@@ -87,7 +87,7 @@ def test_arrival_times_are_reported_and_complete_audio_is_written(
     assert (tmp_path / "log" / "stats_summary-texts.txt").exists()
     assert (tmp_path / "log" / "summary.png").stat().st_size > 10_000
     captured = capsys.readouterr()
-    assert "3 requests answered, 0 failed, 0 not sent" in captured.out and "first chunk p50" in captured.err
+    assert "3 requests answered, 0 failed, 0 not sent" in captured.out and "first audible p50" in captured.err
 
 
 def test_a_failing_request_does_not_stop_or_delay_the_others(

@@ -153,7 +153,9 @@ def audio_of(prompt: Prompt, tokens: Sequence[int]) -> np.ndarray:
 class FakeToken2WavStream:
     def __init__(self, token2wav: FakeToken2Wav):
         self.reserved = False
+        self.restarts = 0
         self.hops: list[Hop] = []
+        self.lefts: list[float | None] = []  # with each hop
         self.started = False
         self.live = False
         self.aborts = 0
@@ -180,9 +182,15 @@ class FakeToken2WavStream:
         if "start" in self._token2wav.failures:
             raise self._token2wav.failures["start"]
 
-    async def render(self, tokens: Sequence[int], hop: Hop) -> np.ndarray:
+    async def restart(self, prompt: Prompt, audio_left: float | None) -> None:
+        assert self.started
+        self.started, self.restarts = False, self.restarts + 1
+        await self.start(prompt, audio_left)
+
+    async def render(self, tokens: Sequence[int], hop: Hop, audio_left: float | None = None) -> np.ndarray:
         assert self.live and len(tokens) >= hop.end_of_context
         self.hops.append(hop)
+        self.lefts.append(audio_left)
         await asyncio.sleep(0)
         if self._token2wav.gate is not None:
             await self._token2wav.gate.wait()

@@ -46,10 +46,12 @@ class Pipeline:
         token2wav: FakeToken2Wav | None = None,
         rules: HopRules | None = None,
         clock: Callable[[], float] = time.monotonic,
+        long_silence: Collection[int] = (),
         silent_tokens: Collection[int] = (),
+        judges: bool = False,
     ):
         self.clock = clock
-        self.silent_tokens = silent_tokens
+        self.silences = {"long_silence": long_silence, "silent_tokens": silent_tokens, "judges": judges}
         self.llm = llm
         self.encoder = encoder or FakePromptEncoder()
         self.token2wav = token2wav or FakeToken2Wav()
@@ -61,7 +63,7 @@ class Pipeline:
     def synthesizer(self) -> Synthesizer:
         interleaved = InterleavedLM(self.llm, demo_tokenizer())
         ports = (self.texts, self.voices, self.encoder, self.llm, interleaved, self.token2wav)
-        return Synthesizer(*ports, self.rules, self.clock, silent_tokens=self.silent_tokens)
+        return Synthesizer(*ports, self.rules, self.clock, **self.silences)
 
     async def synthesize(self, request: SynthesisRequest | None = None) -> list[np.ndarray]:
         async with aclosing(self.synthesizer.stream(request or speech_request())) as waveforms:

@@ -4,7 +4,13 @@ import itertools
 
 import pytest
 from cosyvoice_triton import stacks
-from cosyvoice_triton.constants import CONTEXT_TOKENS, LOOKAHEAD_TOKENS, MAX_PROMPT_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import (
+    CONTEXT_TOKENS,
+    LOOKAHEAD_TOKENS,
+    MAX_PROMPT_TOKENS,
+    ONSET_TOKENS,
+    TOKEN_MEL_RATIO,
+)
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.profiles import H200, LimitNumbers, Profile, SchedulerNumbers
 from cosyvoice_triton.token2wav.gpu.limits import (
@@ -76,7 +82,7 @@ def test_both_lanes_have_graphs_for_all_that_they_are_sent(stack, first_hop, max
 
 def test_a_first_chunk_is_at_most_the_longest_first_hop_and_what_the_final_one_adds():
     limits = BatchLimits(first_hop_tokens=15, chunk_boundary=25)
-    assert limits.first_chunk_tokens == 39 + LOOKAHEAD_TOKENS - 1
+    assert limits.first_chunk_tokens == 39 + ONSET_TOKENS + LOOKAHEAD_TOKENS - 1
     assert limits.of_worker(FIRST_CHUNK_WORKER).first_chunk_tokens == limits.first_chunk_tokens
 
 

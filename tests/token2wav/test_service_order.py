@@ -11,6 +11,16 @@ from cosyvoice_triton.token2wav.serving import service as serving_service
 from tests.support.fake_engine import PROMPT, answered, queue_behind_a_running_chunk
 
 
+def test_who_has_less_than_was_rendered_because_some_was_cut_comes_first(client, engine):
+    client.start(1, [1] * 20)  # 0.8 s
+    client.start(2, [2] * 20)
+    waiting = queue_behind_a_running_chunk(client, engine, {})
+    waiting += [client.post(1, [1] * 2, final=False), client.post(2, [2], final=False, audio_left=0.5)]
+    engine.gate.set()
+    assert answered(waiting)
+    assert engine.batches[-1] == [2, 1]
+
+
 def test_chunks_that_wait_together_are_rendered_together(service, client, engine):
     waiting = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
     engine.gate.set()

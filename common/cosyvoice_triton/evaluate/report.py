@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.evaluate.speech import SpokenSentence
-from cosyvoice_triton.load.audible import leading_silence
 from cosyvoice_triton.load.plot import figure, save
 
 Row = dict[str, Any]
@@ -31,8 +31,11 @@ COLUMNS = {
     "dnsmos": Column("DNSMOS", ".2f", "dnsmos"),
     "similarity": Column("similarity", ".2f", "similarity"),
     "rtf": Column("RTF", ".2f", "rtf"),
-    "first_chunk_ms": Column("first chunk, ms", ".0f", "first_chunk_ms"),
+    "first_audible_ms": Column("first audible, ms", ".0f", "first_audible_ms"),
+    "first_audible_p95_ms": Column("p95", ".0f"),
+    "first_chunk_ms": Column("first chunk, ms", ".0f"),
     "leading_silence_ms": Column("leading silence, ms", ".0f", "leading_silence_ms"),
+    "leading_silence_p95_ms": Column("p95", ".0f"),
     "silent": Column("silent", ".1%"),
     "clipped": Column("clipped", ".1%"),
 }
@@ -80,6 +83,8 @@ def measures(answer: SpokenSentence) -> dict[str, float]:
     if outcome is not None:
         found |= {"total": outcome.total, "seconds": outcome.seconds, "rtf": outcome.total / outcome.seconds}
         found["first_chunk_ms"] = 1000 * outcome.arrivals[0]
+        if (heard := outcome.audible()) is not None:
+            found["first_audible_ms"] = 1000 * heard
     return found
 
 
@@ -97,8 +102,11 @@ def summary(name: str, found: Sequence[Mapping[str, Any]]) -> Row:
     row["error_rate"], row["rtf"] = ratio("errors", "units"), ratio("total", "seconds")
     for key in ("dnsmos", "similarity", "silent", "clipped"):
         row[key] = float(np.mean(values(key))) if values(key) else None
-    for key in ("first_chunk_ms", "leading_silence_ms"):
+    for key in ("first_audible_ms", "first_chunk_ms", "leading_silence_ms"):
         row[key] = float(np.median(values(key))) if values(key) else None
+    for key in ("first_audible", "leading_silence"):
+        found_ms = values(f"{key}_ms")
+        row[f"{key}_p95_ms"] = float(np.percentile(found_ms, 95)) if found_ms else None
     return row
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -30,8 +30,9 @@ class LLMPrompt:
     `ids`: the whole prompt as ids of the LLM, in place of the template, see `interleaving`; then the texts and
     `generated` only bound the length of the answer.
 
-    Two hints for the order of work: `urgent_tokens`, how many of the answer's tokens a listener waits for who has no
-    audio yet; `played`, whether a listener hears the speech while it is made, and so needs TOKEN_RATE of them a second.
+    Hints for the order of work: `urgent_tokens`, how many of the answer's tokens a listener waits for who has no audio
+    yet; `silent_tokens`, speech ids of which those at its start are not spoken, but the last ONSET_TOKENS; `played`,
+    whether a listener hears the speech while it is made, and so needs TOKEN_RATE of them a second.
     """
 
     target_text: str
@@ -41,6 +42,7 @@ class LLMPrompt:
     generated: Sequence[int] = field(default=(), repr=False)
     ids: Sequence[int] = field(default=(), repr=False)
     urgent_tokens: int = field(default=URGENT_TOKENS, compare=False)
+    silent_tokens: Collection[int] = field(default=(), compare=False, repr=False)
     played: bool = field(default=False, compare=False)
 
     @property

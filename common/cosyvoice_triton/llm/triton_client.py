@@ -53,6 +53,7 @@ NEUTRAL_INPUTS = {
     "return_context_logits": False,
     "return_generation_logits": False,
 }
+MAX_SILENT_IDS = 256
 RESPONSE_OUTPUTS = ("output_ids", "sequence_length")
 ALL_INPUTS = (*INPUTS, *SAMPLING_INPUTS, *UNSUPPORTED_INPUTS, *NEUTRAL_INPUTS)
 
@@ -78,9 +79,11 @@ def request_tensors(input_ids: np.ndarray, sampling: Sampling, end_id: int) -> d
     return tensors
 
 
-def request_parameters(prompt: LLMPrompt, sampling: Sampling) -> dict[str, str]:
+def request_parameters(prompt: LLMPrompt, sampling: Sampling, first_speech_id: int) -> dict[str, str]:
     """Return what has no tensor, as text because request parameters cannot be floats."""
     parameters = {"urgent_tokens": str(prompt.urgent_tokens), "played": str(int(prompt.played))}
+    if prompt.urgent_tokens and prompt.silent_tokens:
+        parameters["silent_ids"] = " ".join(str(first_speech_id + token) for token in prompt.silent_tokens)
     if sampling.ras_window:
         parameters |= {"ras_window": str(sampling.ras_window), "ras_tau": str(sampling.ras_tau)}
     return parameters
@@ -116,6 +119,7 @@ def generation_request(
         tuple(dict.fromkeys((*end_ids, end_id))),
         urgent_tokens,
         bool(_parameter(parameters, "played", int, 0)),
+        _silent_ids(parameters),
     )
 
 
@@ -142,6 +146,15 @@ def _parameter(parameters: Mapping[str, object], name: str, kind: type[NumberT],
         return kind(str(value))
     except ValueError:
         raise ValueError(f"request parameter {name} must be a number, not {str(value)[:80]!r}") from None
+
+
+def _silent_ids(parameters: Mapping[str, object]) -> frozenset[int]:
+    given = str(parameters.get("silent_ids", "")).split()
+    if len(given) > MAX_SILENT_IDS or not all(each.isascii() and each.isdecimal() and len(each) < 8 for each in given):
+        raise ValueError(
+            f"request parameter silent_ids must be up to {MAX_SILENT_IDS} ids, not {' '.join(given)[:80]!r}"
+        )
+    return frozenset(map(int, given))
 
 
 def _reject_unsupported(tensors: Tensors) -> None:
@@ -193,7 +206,7 @@ class TritonLM:
             sampling = sampling.seeded()
         input_ids = self._tokenizer.encode_prompt(prompt)
         inputs = request_tensors(input_ids, sampling, self._tokenizer.end_ids[0])
-        parameters = request_parameters(prompt, sampling) | tracing.carried()
+        parameters = request_parameters(prompt, sampling, self._tokenizer.first_speech_id) | tracing.carried()
         if self._bias is not None:  # the C++ backend, which reads no parameters
             inputs["embedding_bias"] = self._bias[None]
             if sampling.ras_window:

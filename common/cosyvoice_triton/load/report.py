@@ -103,8 +103,8 @@ def closing_lines(figures: Figures) -> list[str]:
         )
     lines += [f"lost a server: {reason}" for reason in figures["lost_servers"].values()]
     for title, key in (
-        ("first chunk", "first_chunk_ms"),
         ("first audible", "audible_ms"),
+        ("first chunk", "first_chunk_ms"),
         ("leading silence", "silence_ms"),
         ("total", "total_ms"),
     ):
@@ -146,11 +146,11 @@ def _latency(key: str) -> Columns:
     }
 
 
-# The first three are those of upstream's DiT page.
+# After the first one, three are those of upstream's DiT page.
 TABLES: dict[str, Columns] = {
+    "First Audible Sample": {**_latency("audible_ms"), "Inaudible": itemgetter("inaudible")},
     "Total Request Latency": {"RTF": lambda row: _number(row["rtf"], 4), **_latency("total_ms")},
     "First Chunk Latency": _latency("first_chunk_ms"),
-    "First Audible Sample": {**_latency("audible_ms"), "Inaudible": itemgetter("inaudible")},
     "Playback and Throughput": {
         "Requests": itemgetter("requests"),
         "Errors": itemgetter("errors"),

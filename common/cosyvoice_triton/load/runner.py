@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 from async_timeout import timeout
 
+from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.client.answer import Recorder, SpeechResult
 from cosyvoice_triton.client.failures import ClientError, one_line
-from cosyvoice_triton.load.audible import leading_silence
 from cosyvoice_triton.load.doors import Door, opened
 from cosyvoice_triton.load.jobs import LoadJob
 from cosyvoice_triton.load.measure import CANCELLED, HUNG, RequestOutcome, Run

@@ -3,8 +3,11 @@
 The orchestrator's Triton model gives it ports to other models (model.py), `Speaker` ports within its process.
 """
 
+from pathlib import Path
+
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.demo_checkpoint import has_random_weights
 from cosyvoice_triton.llm.checkpoint import follows_instructions
 from cosyvoice_triton.llm.interface import LengthRatios, SpeechLM, Timeouts
 from cosyvoice_triton.llm.interleaving import InterleavedLM
@@ -18,6 +21,7 @@ from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.prompt import PromptEncoder
+from cosyvoice_triton.voice.silent_tokens import silent_tokens
 
 
 class Pipeline:
@@ -52,6 +56,7 @@ class Pipeline:
             max_hop=config.max_hop_tokens,
             boundary=stack.chunk_boundary,
         )
+        silent = silent_tokens(config.model_dir, stack)
         self.synthesizer = Synthesizer(
             self.texts,
             self.voices,
@@ -60,13 +65,17 @@ class Pipeline:
             InterleavedLM(llm, tokenizer),
             token2wav,
             hops,
-            silent_tokens=stack.silent_tokens,
+            long_silence=stack.silent_tokens,
+            silent_tokens=silent,
+            judges=bool(silent) and not has_random_weights(Path(config.model_dir)),
         )
         self.rules = RequestRules(
             sampling=default_sampling(config),
             max_text_chars=config.max_text_chars,
             languages=self.texts.languages,
             instructions=follows_instructions(config.llm_tokenizer_dir),
+            trim_silence=config.trim_silence,
+            retry_bad_answers=config.retry_bad_answers,
         )
 
 

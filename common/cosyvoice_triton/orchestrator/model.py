@@ -23,7 +23,7 @@ from cosyvoice_triton.llm.triton_client import RESPONSE_OUTPUTS, TritonLM
 from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.environment import ModelEnvironment
 from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, has_failed
-from cosyvoice_triton.monitoring.metrics import RequestStats
+from cosyvoice_triton.monitoring.metrics import BAD_ANSWERS, RequestStats, Values
 from cosyvoice_triton.orchestrator.assembly import Pipeline, length_ratios, llm_server, timeouts
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.text_stream import TextStream, TextStreams
@@ -52,7 +52,7 @@ class OrchestratorModel:
         self._loop = triton_io.RequestLoop(
             self._orchestrator.answer, model=args["model_name"], decoupled=config.decoupled
         )
-        self._monitor = ModelMonitor(args, test=self._test, read=self._orchestrator.stats.values)
+        self._monitor = ModelMonitor(args, test=self._test, read=self._orchestrator.values)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -99,6 +99,15 @@ class Orchestrator:
         self._drain = DrainFile(environment.drain_file)
         self.stats = RequestStats()
 
+    def values(self) -> Values:
+        """Return the current numbers of its metrics."""
+        judged = self._pipeline.synthesizer.judged
+        bad = {
+            BAD_ANSWERS.sample(reason=reason, then="made again" if again else "sent"): float(count)
+            for (reason, again), count in judged.items()
+        }
+        return {**self.stats.values(), **bad}
+
     async def answer(self, request: Any, responder: triton_io.Responder) -> None:
         """Send the audio of one Triton request, (1, N) per response. Cancelling it ends all work started for it.
 
@@ -136,7 +145,7 @@ class Orchestrator:
             def send(waveform: np.ndarray) -> None:
                 tracing.current.set("")  # calls for later chunks are not part of the trace
                 responder.send(report.outputs(waveform, speech))
-                live.sent(waveform.size)
+                live.sent(waveform)
 
             if not self._decoupled:
                 send(await synthesizer.offline(speech, report.warnings.append, on_segment=report.segment))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cosyvoice_triton.config import OrchestratorConfig
+from cosyvoice_triton.config import BOOLEANS, OrchestratorConfig
 from cosyvoice_triton.constants import MAX_SPEED, MIN_SPEED, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.interface import Sampling, preset_values
 from cosyvoice_triton.monitoring.tracing import TRACEPARENT
@@ -35,7 +35,16 @@ _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
     "ras_tau": float,
 }
 
-_FLAGS = {"cross_lingual", "text_frontend", "timeline", "segments", "played", "trim_reference"}
+_FLAGS = {
+    "cross_lingual",
+    "text_frontend",
+    "timeline",
+    "segments",
+    "played",
+    "trim_reference",
+    "trim_silence",
+    "retry_bad_answers",
+}
 _PARAMETERS = {*_SAMPLING_KINDS, *SPELLING, *_FLAGS, "language", "pronunciation", "sampling", "speed", TRACEPARENT}
 _TRITONS_OWN = "triton_"  # start of parameters that Triton and its clients add
 
@@ -47,7 +56,9 @@ class SynthesisRequest:
     If the recording's transcript is known, the LLM continues the recording (zero-shot). With an `instruct_text`, which
     describes how to speak, and in `cross_lingual` mode it does not, and only the flow reproduces the voice.
     `normalize`, `as_is`, `language`, `pronunciation`: see `TextFrontend`. `speed` above 1: faster, whole texts only.
-    `trim_reference`: see `Judgement.mended`.
+    `trim_reference`: see `Judgement.mended`. `trim_silence`: whether the silence that the LLM makes at the ends of
+    segments is cut; false gives upstream's samples. `retry_bad_answers`: see `judges.Judge`; not of a request that is
+    repeatable, unless it asks for it.
     `timeline`: report when each stage of a streamed answer was reached. `segments`: report the segments and their
     samples. `max_tokens`: most speech tokens of the whole answer, if it has a limit. `played`: somebody hears a
     streamed answer while it is made. `pieces`: the text, in place of `target_text`, while it is being written; spoken
@@ -69,6 +80,8 @@ class SynthesisRequest:
     segments: bool = False
     played: bool = True
     trim_reference: bool = True
+    trim_silence: bool = True
+    retry_bad_answers: bool = False
     pieces: AsyncIterator[str] | None = dataclasses.field(default=None, repr=False)
 
 
@@ -76,14 +89,16 @@ class SynthesisRequest:
 class RequestRules:
     """What the requests of a server, or of another door to the same pipeline, are checked by.
 
-    sampling: of requests that ask for none. languages: those of the stack. instructions: whether the LLM follows them;
-    another one would read them aloud.
+    sampling, trim_silence, retry_bad_answers: of requests that ask for none. languages: those of the stack.
+    instructions: whether the LLM follows them; another one would read them aloud.
     """
 
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     max_text_chars: int = OrchestratorConfig.max_text_chars
     languages: tuple[Language, ...] = EVERY
     instructions: bool = True
+    trim_silence: bool = OrchestratorConfig.trim_silence
+    retry_bad_answers: bool = OrchestratorConfig.retry_bad_answers
 
     def request(
         self,
@@ -140,6 +155,8 @@ class RequestRules:
             segments=_flag(given, "segments", False),
             played=_flag(given, "played", True),
             trim_reference=_flag(given, "trim_reference", True),
+            trim_silence=_flag(given, "trim_silence", self.trim_silence),
+            retry_bad_answers=_flag(given, "retry_bad_answers", self.retry_bad_answers and not sampling.repeatable),
             pieces=pieces,
         )
 
@@ -208,9 +225,8 @@ def sampling_of(parameters: Mapping[str, Any], defaults: Sampling) -> Sampling:
 
 def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
     """Return a parameter as a boolean. Text is accepted because not every client can send a boolean parameter."""
-    flags: dict[str, bool] = {"true": True, "1": True, "false": False, "0": False}
     value = parameters.get(name, default)
-    if (flag := flags.get(str(value).lower())) is None:
+    if (flag := BOOLEANS.get(str(value).lower())) is None:
         raise ValueError(f"request parameter {name} must be true or false, not {value!r}")
     return flag
 

@@ -21,21 +21,25 @@ from typing import Any
 
 import numpy as np
 
-from cosyvoice_triton.constants import HOP_SAMPLES, MEL_RATE, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
+from cosyvoice_triton.audible import SilenceTrimmer
+from cosyvoice_triton.constants import HOP_SAMPLES, MEL_RATE, ONSET_TOKENS, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.llm.interface import LLMPrompt, SpeechLM
 from cosyvoice_triton.llm.interleaving import InterleavedLM
 from cosyvoice_triton.orchestrator.callbacks import OnSegment, OnStage, OnWarning, ignore
-from cosyvoice_triton.orchestrator.chunking import FirstHops, Hop, HopRules, HopSchedule
+from cosyvoice_triton.orchestrator.chunking import FirstHops, HopRules
+from cosyvoice_triton.orchestrator.judges import REASONS, VOICE_SECONDS, Counts, Judge, is_other_voice
+from cosyvoice_triton.orchestrator.rendering import SegmentRenderer
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort, Token2WavSequence
-from cosyvoice_triton.orchestrator.token_buffer import TokenBuffer
+from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter, TokenBuffer
 from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.refusals import LastRefusal
 from cosyvoice_triton.tasks import TaskScope
 from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.text.markup import Pause
 from cosyvoice_triton.text.pronunciation import combined
+from cosyvoice_triton.text.segments import is_open
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.judgement import judge
 from cosyvoice_triton.voice.mix import Mix
@@ -49,6 +53,8 @@ SHORT_TEXT = 250
 CAREFUL_SECONDS = 10.0
 # In a crowd, too: while so many others begin, work waits for the places, which so many ask for at once.
 CROWD = 16
+
+SENTENCE_PAUSE = 0.2  # seconds between two segments, beside what is left of their silence
 
 # The segments of a request, a pause if it ends with one, None at the end. It has one slot, so that the LLM is at most
 # one segment ahead.
@@ -105,8 +111,13 @@ class Synthesizer:
         token2wav: Token2WavPort,
         rules: HopRules,
         clock: Callable[[], float] = time.monotonic,
+        long_silence: Collection[int] = (),
         silent_tokens: Collection[int] = (),
+        judges: bool = False,
     ):
+        """Make it of its ports. long_silence: speech tokens of which long runs are shortened. silent_tokens: those that
+        are dropped at the start of a segment, unless its request says otherwise. judges: whether answers are judged,
+        which those of random weights cannot be."""
         self._texts = texts
         self._voices = voices
         self._encoder = encoder
@@ -116,7 +127,10 @@ class Synthesizer:
         self._rules = rules
         self._first_hops = FirstHops(rules)
         self._clock = clock
+        self._long_silence = long_silence
         self._silent_tokens = silent_tokens
+        self._judges = judges
+        self.judged: Counts = {(reason, again): 0 for reason in REASONS for again in (False, True)}
         self._prompts = {trimmed: RecordingCache() for trimmed in (True, False)}
         self._careful_until = -math.inf
         self.refusal = LastRefusal(clock)  # of listeners
@@ -141,7 +155,7 @@ class Synthesizer:
         if request.speed != 1.0:
             raise ValueError(f"speed {request.speed} is for whole utterances; streaming supports speed 1 only")
         first = self._token2wav.open()
-        stream: Token2WavSequence | None = first
+        renderer: SegmentRenderer | None = None
         opening = self._first_hops.open(
             played=request.played and request.pieces is None, repeatable=request.sampling.repeatable
         )
@@ -152,8 +166,9 @@ class Synthesizer:
                     prompt, segments = await self._begin(request, scope, on_warning, on_stage, first, opening.short)
                 finally:
                     self._beginning -= 1
-                schedule = self._rules.schedule(len(prompt.tokens), self._clock, short=opening.short)
-                playback = Playback()
+                silent = self._onset_tokens(request)
+                schedule = self._rules.schedule(len(prompt.tokens), self._clock, short=opening.short, silent=silent)
+                playback, judge = Playback(), self._judge(request, on_warning)
                 while (segment := await scope.result(segments.get())) is not None:
                     if (silence := _silence(segment)).size:
                         playback.add(len(silence) / SAMPLE_RATE, self._clock())
@@ -161,22 +176,50 @@ class Synthesizer:
                         yield silence
                     if isinstance(segment, Pause):
                         continue
-                    stream = stream or first.following()
-                    await scope.result(stream.start(prompt, playback.left(self._clock())))
-                    on_stage("prompt_cache")
-                    rendered = _render(stream, segment, schedule, scope, on_stage, on_segment)
+                    stream = first.following() if renderer else first
+                    renderer = SegmentRenderer(stream, segment, request.trim_silence, judge, self._clock)
+                    rendered = renderer.chunks(prompt, schedule, playback, scope, on_stage, on_segment)
                     async with aclosing(rendered) as chunks:
                         async for hop, waveform in chunks:
                             now = self._clock()
-                            self._first_hops.sent(opening, hop, now)
+                            self._first_hops.sent(opening, hop, now, max(0.0, renderer.cut - silent / TOKEN_RATE))
                             playback.add(len(waveform) / SAMPLE_RATE, now)
                             yield waveform
                     schedule.begin_segment()
-                    stream = None
         finally:  # after the scope, and so after the LLM's request: whoever gets the place needs both
             self._first_hops.end(opening)
-            if stream is not None:
-                await stream.abort()
+            await (renderer.stream if renderer else first).abort()
+
+    async def _whole(
+        self, segment: TokenBuffer, prompt: Prompt, request: SynthesisRequest, scope: TaskScope, on_stage: OnStage
+    ) -> np.ndarray:
+        """Return the audio (N,) of a segment, rendered at once."""
+        await scope.result(segment.wait_for_end())
+        on_stage("tokens")
+        waveform = await scope.result(self._token2wav.offline(prompt, segment.tokens, request.speed))
+        on_stage("audio")
+        return waveform
+
+    def _judge(self, request: SynthesisRequest, on_warning: OnWarning) -> Judge:
+        again = request.retry_bad_answers and request.pieces is None
+        return Judge(self._silent_tokens if self._judges else None, again, on_warning, self.judged)
+
+    async def _makes_again(
+        self, judge: Judge, segment: TokenBuffer, waveform: np.ndarray, prompt: Prompt, request: SynthesisRequest
+    ) -> bool:
+        """Return whether a whole segment is to be made again, also because it is not in its registered voice."""
+        if judge.makes_again(segment, waveform, final=True, sent=0):
+            return True
+        if not self._judges or waveform.size < VOICE_SECONDS * SAMPLE_RATE or isinstance(request.voice, Recording):
+            return False
+        if isinstance(await asyncio.to_thread(self._voices.get, request.voice), Mix):
+            return False
+        embedding = await self._encoder.embedding(Recording(waveform, rate=SAMPLE_RATE))
+        return is_other_voice(embedding, prompt.embedding) and judge.reports("voice", segment.text, can_again=True)
+
+    def _onset_tokens(self, request: SynthesisRequest) -> int:
+        """Return how many silent tokens an answer may begin with: their audio is cut."""
+        return ONSET_TOKENS if request.trim_silence and self._silent_tokens else 0
 
     async def _reserve(self, stream: Token2WavSequence) -> None:
         since = self._clock()
@@ -199,17 +242,20 @@ class Synthesizer:
         """Return the whole utterance, (N,) float32. Warns and raises like `stream`."""
         async with TaskScope() as scope:
             prompt, segments = await self._begin(request, scope, on_warning, on_stage, first=None, short=False)
-            waveforms = []
+            waveforms, judge = [], self._judge(request, on_warning)
             while (segment := await scope.result(segments.get())) is not None:
                 if (silence := _silence(segment)).size:
                     waveforms.append(silence)
                     on_segment("", silence.size, ())
                 if isinstance(segment, Pause):
                     continue
-                await scope.result(segment.wait_for_end())
-                on_stage("tokens")
-                waveforms.append(await scope.result(self._token2wav.offline(prompt, segment.tokens, request.speed)))
-                on_stage("audio")
+                judge.begin()
+                waveform = await self._whole(segment, prompt, request, scope, on_stage)
+                if await scope.result(self._makes_again(judge, segment, waveform, prompt, request)):
+                    scope.spawn(segment.again())
+                    waveform = await self._whole(segment, prompt, request, scope, on_stage)
+                    await scope.result(self._makes_again(judge, segment, waveform, prompt, request))
+                waveforms.append(SilenceTrimmer().trimmed(waveform, final=True) if request.trim_silence else waveform)
                 on_segment(segment.text, waveforms[-1].size, segment.tokens)
             return np.concatenate(waveforms)
 
@@ -243,13 +289,18 @@ class Synthesizer:
         if voice.text and not (request.instruct_text or request.cross_lingual):
             kept = await _kept(ready, encoding, scope)
         played = request.played and first is not None
-        urgent = self._rules.first_context(None if kept is None else len(kept), short=short) if played else 0
-        llm_prompt = LLMPrompt("", instruction=request.instruct_text, urgent_tokens=urgent, played=played)
+        silent, urgent = self._onset_tokens(request), 0
+        if played:
+            urgent = self._rules.first_context(None if kept is None else len(kept), short=short, silent=silent)
+        leading = self._silent_tokens if request.trim_silence else ()
+        llm_prompt = LLMPrompt(
+            "", instruction=request.instruct_text, urgent_tokens=urgent, silent_tokens=leading, played=played
+        )
         if kept is not None:
             llm_prompt = replace(llm_prompt, prompt_text=transcript, prompt_tokens=kept)
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
-        new_buffer = partial(TokenBuffer, on_warning, on_stage, self._silent_tokens)
+        new_buffer = partial(TokenBuffer, on_warning, on_stage, partial(SilenceFilter, self._long_silence, leading))
         if request.pieces is None:
             work = self._generate(text, texts, llm_prompt, request, segments, new_buffer, on_warning)
         else:
@@ -311,7 +362,7 @@ class Synthesizer:
         on_warning: OnWarning,
     ) -> None:
         """Queue a buffer for each text, with the pauses before it, and fill it from the LLM, one after another."""
-        pause, left = 0.0, request.max_tokens
+        pause, left, spoken = 0.0, request.max_tokens, ""
         while text is not None:
             if isinstance(text, Pause):
                 pause += text.seconds
@@ -319,7 +370,9 @@ class Synthesizer:
                 on_warning(f"max_tokens {request.max_tokens} was reached before {text[:80]!r}")
                 break
             else:
-                segment, pause = new_buffer(pause), 0.0
+                if spoken and not pause and request.trim_silence and not is_open(spoken):
+                    pause = SENTENCE_PAUSE
+                segment, pause, spoken = new_buffer(pause), 0.0, text
                 await segments.put(segment)
                 prompt = replace(llm_prompt, target_text=text)
                 used = await segment.fill(self._llm, prompt, request.sampling, left)
@@ -361,32 +414,11 @@ async def _kept(voice: Recording | Prompt | Mix, encoding: Sequence[asyncio.Task
     return kept
 
 
-async def _render(
-    stream: Token2WavSequence,
-    segment: TokenBuffer,
-    schedule: HopSchedule,
-    scope: TaskScope,
-    on_stage: OnStage,
-    on_segment: OnSegment,
-) -> AsyncGenerator[tuple[Hop, np.ndarray], None]:
-    """Yield the chunks of one segment and their waveforms."""
-    final, samples = False, 0
-    while not final:
-        hop = await scope.result(_next_hop(schedule, segment))
-        on_stage("tokens")
-        waveform = await scope.result(stream.render(segment.tokens, hop))
-        on_stage("audio")
-        samples += waveform.size
-        if final := hop.final:
-            on_segment(segment.text, samples, segment.tokens)
-        yield hop, waveform
-
-
-async def _next_hop(schedule: HopSchedule, segment: TokenBuffer) -> Hop:
-    # In one task of the scope: tokens come one by one, and each would cost a task.
-    while (hop := schedule.next_hop(len(segment.tokens), segment.ended)) is None:
-        await segment.wait_for_change()
-    return hop
+async def _prompt(voice: Recording | Prompt | Mix, encoding: Sequence[asyncio.Task[Any]], scope: TaskScope) -> Prompt:
+    if isinstance(voice, Prompt):
+        return voice
+    tokens, mel, embedding = [await scope.result(part) for part in encoding]
+    return Prompt.aligned(tokens, mel, embedding, voice.text)
 
 
 def _silence(segment: TokenBuffer | Pause) -> np.ndarray:

@@ -182,11 +182,17 @@ class Token2WavSequence:
         left = None if audio_left is None else max(0.0, audio_left)
         await self._send(start=not self._open, prompt=prompt, audio_left=left)
 
-    async def render(self, tokens: Sequence[int], hop: Hop) -> np.ndarray:
-        """Return audio (N,) float32 of `hop`; `tokens` are all so far, at least `hop.end_of_context`."""
+    async def restart(self, prompt: Prompt, audio_left: float | None) -> None:
+        """Begin anew, with the place that the listener has. audio_left: as of `start`."""
+        await self._send(start=True, prompt=prompt, audio_left=max(0.0, audio_left or 0.0))
+
+    async def render(self, tokens: Sequence[int], hop: Hop, audio_left: float | None = None) -> np.ndarray:
+        """Return audio (N,) float32 of `hop`; `tokens` are all so far, at least `hop.end_of_context`. audio_left:
+        seconds that the listener has, where that is not what token2wav rendered."""
+        left = None if audio_left is None else max(0.0, audio_left)
         begin = 0 if self._replicas.cumulative else hop.offset
         chunk = tokens[begin : hop.end_of_context]
-        return await self._send(end=hop.final, final=hop.final, tokens=chunk, offset=hop.offset)
+        return await self._send(end=hop.final, final=hop.final, tokens=chunk, offset=hop.offset, audio_left=left)
 
     def following(self) -> "Token2WavSequence":
         """Return a stream for the listener's next segment: on the same model, which has the voice's prompt cache,

@@ -113,6 +113,10 @@ class SpeechRequest(BaseModel):
     ref_audio: str = Field("", description="the voice: an audio file in base64, or an upload of a multipart request")
     ref_text: Text = Field("", description="transcript of ref_audio; without it, cross-lingual cloning is used")
     trim_reference: bool = Field(True, description="false: use a recording's silence and its end as they are")
+    trim_silence: bool | None = Field(None, description="false: keep the silence that the model makes at both ends")
+    retry_bad_answers: bool | None = Field(
+        None, description="make an answer again that begins with silence, a loop or noise; without a seed it is"
+    )
     language: Name = Field("", description="of the input; else guessed; a voice of another is cloned cross-lingually")
     pronunciation: dict[Text, Text] = Field({}, description="words of the input, and what is spoken for each")
     lang_code: Name = Field("", description="Kokoro's name of the field language, or its letters: a, b, e, f, i, j, z")
@@ -140,6 +144,9 @@ class SpeechRequest(BaseModel):
             language["pronunciation"] = json.dumps(words, ensure_ascii=False)
         if not self.trim_reference:
             language["trim_reference"] = False
+        for name in ("trim_silence", "retry_bad_answers"):
+            if (value := getattr(self, name)) is not None:
+                language[name] = value
         whole = not self.stream or self.stream_format == "json"
         return language | self.normalization_options.parameters() | ({"played": False} if whole else {})
 

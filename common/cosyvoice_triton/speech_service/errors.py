@@ -28,7 +28,17 @@ _INPUTS = {
     "reference_wav": "ref_audio",
     "nor a speaker": "nor a voice",
 }
-_FIELDS = (*_INPUTS.values(), *SAMPLING, "voice", "speed", "language", "pronunciation", "trim_reference")
+_FIELDS = (
+    *_INPUTS.values(),
+    *SAMPLING,
+    "voice",
+    "speed",
+    "language",
+    "pronunciation",
+    "trim_reference",
+    "trim_silence",
+    "retry_bad_answers",
+)
 _INPUT = re.compile(rf"\b({'|'.join(_INPUTS)})\b")
 _BEGINS_WITH = {"request parameter ": "", "unknown speaker ": "voice ", "speaker ": "voice ", "no voice": "voice"}
 

@@ -23,6 +23,7 @@ from cosyvoice_triton.speech_service.bodies import SpeechRequest, utterances
 from cosyvoice_triton.speech_service.dispatcher import Dispatcher
 from cosyvoice_triton.speech_service.errors import ApiError, invalid, named
 from cosyvoice_triton.speech_service.metrics import Metrics
+from cosyvoice_triton.speech_service.outcomes import Outcomes
 from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
@@ -46,6 +47,7 @@ class Service:
     voices: VoiceFolder
     metrics: Metrics
     dispatcher: Dispatcher
+    outcomes: Outcomes = field(default_factory=Outcomes)
     sessions: int = 0  # open WebSockets
     previewing: asyncio.Lock = field(default_factory=asyncio.Lock)  # one at a time: live streams need the CPU
 

@@ -44,7 +44,7 @@ class GenerationRequest:
     """One sequence to generate, after the prompt `input_ids` (n,) int64. It ends after the first of `end_ids`, which is
     part of the answer.
 
-    urgent_tokens, played: see `LLMPrompt`; only the engine `cuda` heeds them.
+    urgent_tokens, played, silent_ids: see `LLMPrompt`, here as ids of the LLM; only the engine `cuda` heeds them.
     """
 
     input_ids: np.ndarray = field(repr=False)
@@ -52,6 +52,7 @@ class GenerationRequest:
     end_ids: tuple[int, ...]
     urgent_tokens: int = URGENT_TOKENS
     played: bool = False
+    silent_ids: frozenset[int] = frozenset()
 
     def check(self, vocab_size: int, context: int) -> None:
         """Raise ValueError if a model with these limits cannot serve it; `context` counts prompt and new tokens."""
@@ -103,7 +104,8 @@ class EngineLM:
         tokenizer = self._tokenizer
         ids = tokenizer.encode_prompt(prompt)
         sampling = self._ratios.bound(sampling, prompt, tokenizer.text_length(prompt.target_text))
-        request = GenerationRequest(ids, sampling, tokenizer.end_ids, prompt.urgent_tokens, prompt.played)
+        silent = frozenset(tokenizer.first_speech_id + token for token in prompt.silent_tokens)
+        request = GenerationRequest(ids, sampling, tokenizer.end_ids, prompt.urgent_tokens, prompt.played, silent)
         async with aclosing(self._engine.generate(request)) as chunks:
             async for tokens, reason in chunks:
                 yield TokenChunk(tokenizer.to_speech_ids(tokens), reason)

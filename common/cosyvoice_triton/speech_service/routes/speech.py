@@ -32,6 +32,7 @@ from cosyvoice_triton.speech_service.routes.responses import (
     SPEECH,
     SPEECH_FIELDS,
     SPEECH_OPTIONS,
+    USAGE,
     AudioResponse,
     disconnected,
     events,
@@ -62,6 +63,15 @@ _SPEECH = doc.describe(
 _PREVIEW = doc.record(
     {"segments": doc.array(doc.TEXT), "seconds": doc.array(doc.NUMBER), "language": doc.TEXT},
     {"warnings": doc.array(doc.TEXT)},
+)
+_OUTCOME = doc.record(
+    {
+        "id": doc.TEXT,
+        "status": {"enum": ["in_progress", "completed", "failed", "aborted", "gone"]},
+        "usage": doc.component("Usage", doc.record(USAGE)),
+        "warnings": doc.array(doc.TEXT),
+    },
+    {"error": doc.ERROR},
 )
 _RESULT: doc.Schema = {
     "oneOf": [
@@ -102,6 +112,12 @@ async def speech(request: Request) -> Response:
     if wanted.stream_format == "json":
         return AudioResponse(answer, audio, stall, "application/json", partial(whole, answer))
     return AudioResponse(answer, audio, stall, whole=None if wanted.stream else answer.encoder.complete)
+
+
+@router.get("/v1/audio/speech/{name}", **doc.describe("Speech", answer=_OUTCOME, errors=(404,)))
+async def outcome(name: str, request: Request) -> dict[str, Any]:
+    """Return how an answer ended, by its X-Request-ID or the id of a realtime response, for ten minutes."""
+    return Service.of(request).outcomes.of(name)
 
 
 @router.post(

@@ -59,6 +59,7 @@ class Token2WavRequest:
     speed: speaking rate of a whole utterance; a stream is rendered at 1.
     audio_left: seconds of audio that the listener still has when the stream starts, if it continues what they are
         listening to; None if they have heard nothing yet. It counts only if a stream of the same id has just ended.
+        With a later chunk: what they have of the stream so far, if its sender has cut something.
     reply, is_cancelled: see `Token2WavService.submit`, which sets them. arrived, arrived_at: its number in the order of
         arrival, and when that was.
     """

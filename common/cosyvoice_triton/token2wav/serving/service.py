@@ -373,6 +373,7 @@ class Token2WavService:
             if session.chunk is None:
                 self._reply(session, SILENCE)
                 return None
+            session.correct_playback()
         left = session.playback.left(now)
         # The test is CHUNK_WORKER's.
         first = left is None and session.id != TEST_STREAM and self._engine.is_first_chunk(session.chunk)
