@@ -14,7 +14,7 @@ from cosyvoice_triton.constants import MAX_SPEED, MIN_SPEED, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.interface import Sampling, preset_values
 from cosyvoice_triton.monitoring.tracing import TRACEPARENT
 from cosyvoice_triton.orchestrator.callbacks import OnWarning, ignore
-from cosyvoice_triton.text import clean_line, clean_text, split_instruction, strip_control_tokens
+from cosyvoice_triton.text import clean_line, clean_text, clean_transcript, split_instruction, strip_control_tokens
 from cosyvoice_triton.text.frontend import SPELLING, Spelled
 from cosyvoice_triton.text.language import EVERY, Language, named
 from cosyvoice_triton.text.markup import left_out
@@ -44,8 +44,9 @@ _TRITONS_OWN = "triton_"  # start of parameters that Triton and its clients add
 class SynthesisRequest:
     """Speak `target_text` in a voice: a recording of it, the name of a registered one, or None for the default voice.
 
-    If the recording's transcript is known, the LLM continues the recording (zero-shot). With an `instruct_text`, which
-    describes how to speak, and in `cross_lingual` mode it does not, and only the flow reproduces the voice.
+    If the recording's transcript is known, the LLM continues the recording (zero-shot); in `cross_lingual` mode it does
+    not, and only the flow reproduces the voice. `instruct_text` describes how to speak, in place of the voice's own
+    instruction; a registered voice is then not continued either.
     `normalize`, `as_is`, `language`, `pronunciation`: see `TextFrontend`. `speed` above 1: faster, whole texts only.
     `trim_reference`: see `Judgement.mended`.
     `timeline`: report when each stage of a streamed answer was reached. `segments`: report the segments and their
@@ -76,14 +77,12 @@ class SynthesisRequest:
 class RequestRules:
     """What the requests of a server, or of another door to the same pipeline, are checked by.
 
-    sampling: of requests that ask for none. languages: those of the stack. instructions: whether the LLM follows them;
-    another one would read them aloud.
+    sampling: of requests that ask for none. languages: those of the stack.
     """
 
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     max_text_chars: int = OrchestratorConfig.max_text_chars
     languages: tuple[Language, ...] = EVERY
-    instructions: bool = True
 
     def request(
         self,
@@ -107,19 +106,19 @@ class RequestRules:
                 raise ValueError(f"request parameter {name!r} is unknown; known: {', '.join(sorted(_PARAMETERS))}")
         if target_text is None:
             raise ValueError("target_text is missing")
-        instruct_text = self._instruction(instruct_text or "", target_text)
+        instruct_text = self._instruction(
+            instruct_text or "", target_text=target_text, reference_text=reference_text or ""
+        )
         cross_lingual = _flag(given, "cross_lingual", False)
         if instruct_text and cross_lingual:
             raise ValueError(f"cross_lingual with the instruct_text {instruct_text!r}: use one of the two")
         if pieces is None:
             target_text = clean_text(target_text, name="target_text", max_chars=self.max_text_chars)
         voice = self._voice(reference_wav, reference_wav_len, reference_sample_rate, reference_text, speaker)
-        if reference_text and (instruct_text or cross_lingual):
-            other = f"instruct_text {instruct_text!r}" if instruct_text else "cross_lingual"
-            raise ValueError(f"{other} with the reference_text {reference_text!r}: the LLM would not use the text")
-        if instruct_text and not self.instructions:
-            instruct_text = ""
-            on_warning("instruct_text was left out: this LLM does not follow instructions")
+        if reference_text and cross_lingual:
+            raise ValueError(
+                f"cross_lingual with the reference_text {reference_text!r}: the LLM would not use the text"
+            )
         if pieces is None and (tags := left_out(target_text)):
             on_warning(f"tags were left out, as they mean nothing here: {', '.join(tags[:8])}")
         sampling = sampling_of(given, self.sampling)
@@ -143,22 +142,23 @@ class RequestRules:
             pieces=pieces,
         )
 
-    def _instruction(self, given: str, target_text: str) -> str:
-        """Return `instruct_text`, or the words before `<|endofprompt|>` in the text, as upstream's clients may send
-        them."""
-        spoken = ""
+    def _instruction(self, given: str, **texts: str) -> str:
+        """Return `instruct_text`, or the words before `<|endofprompt|>` in one of the texts, as upstream's clients may
+        send them."""
+        found, where = "", "instruct_text"
         if given.strip():
             plain = strip_control_tokens(given)  # the token may end it
-            spoken = clean_line(plain, name="instruct_text", max_chars=self.max_text_chars) if plain.strip() else ""
-            if not spoken:
+            found = clean_line(plain, name=where, max_chars=self.max_text_chars) if plain.strip() else ""
+            if not found:
                 raise ValueError(f"instruct_text has nothing to speak: {given!r}")
-        written = split_instruction(target_text)[0]
-        if spoken and written:
-            raise ValueError(
-                f"instruct_text {spoken!r}, and the instruction {written!r} before <|endofprompt|> in target_text: "
-                "use one of the two"
-            )
-        return spoken or written
+        for name, text in texts.items():
+            if (written := split_instruction(text)[0]) and found and written != found:
+                raise ValueError(
+                    f"{where} {found!r}, and the instruction {written!r} before <|endofprompt|> in {name}: use one"
+                )
+            if written:
+                found, where = written, f"the instruction in {name}"
+        return found
 
     def _voice(
         self, wav: np.ndarray | None, length: int | None, rate: int | None, text: str | None, speaker: str | None
@@ -169,7 +169,7 @@ class RequestRules:
                 raise ValueError(f"speaker {speaker!r} with a reference_wav: give only one voice")
             rate = PROMPT_SAMPLE_RATE if rate is None else rate
             wav = validate_reference(wav, length, rate)
-            said = clean_line(text or "", name="reference_text", max_chars=self.max_text_chars)
+            said = clean_transcript(text or "", name="reference_text", max_chars=self.max_text_chars)[1]
             return Recording(wav, said, rate)
         of_recording = {"reference_text": text, "reference_wav_len": length, "reference_sample_rate": rate}
         for name, value in of_recording.items():

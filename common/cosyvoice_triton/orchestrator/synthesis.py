@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Ite
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -53,6 +53,9 @@ CROWD = 16
 # The segments of a request, a pause if it ends with one, None at the end. It has one slot, so that the LLM is at most
 # one segment ahead.
 SegmentQueue = asyncio.Queue[TokenBuffer | Pause | None]
+
+
+Instructions = Literal["none", "alone", "with transcript"]  # what an LLM follows: another one reads them aloud
 
 
 @dataclass
@@ -106,6 +109,7 @@ class Synthesizer:
         rules: HopRules,
         clock: Callable[[], float] = time.monotonic,
         silent_tokens: Collection[int] = (),
+        instructions: Instructions = "with transcript",
     ):
         self._texts = texts
         self._voices = voices
@@ -117,6 +121,7 @@ class Synthesizer:
         self._first_hops = FirstHops(rules)
         self._clock = clock
         self._silent_tokens = silent_tokens
+        self._instructions = instructions
         self._prompts = {trimmed: RecordingCache() for trimmed in (True, False)}
         self._careful_until = -math.inf
         self.refusal = LastRefusal(clock)  # of listeners
@@ -236,17 +241,16 @@ class Synthesizer:
         if not isinstance(ready, Prompt):
             await place.held()
             encoding = self._encoded(await scope.result(_mended(ready, request.trim_reference, on_warning)), scope)
+        instruction, continued = self._style(request, voice, on_warning)
         prepare = partial(self._prepared, request, voice.text, words, on_warning)
         in_loop = isinstance(ready, Prompt) and len(request.target_text) + len(voice.text) <= SHORT_TEXT
         transcript, text, texts = prepare() if in_loop else await scope.result(asyncio.to_thread(prepare))
-        kept = None  # speech tokens of the voice that the LLM continues
-        if voice.text and not (request.instruct_text or request.cross_lingual):
-            kept = await _kept(ready, encoding, scope)
+        kept = await _kept(ready, encoding, scope) if continued else None
         played = request.played and first is not None
         urgent = self._rules.first_context(None if kept is None else len(kept), short=short) if played else 0
-        llm_prompt = LLMPrompt("", instruction=request.instruct_text, urgent_tokens=urgent, played=played)
-        if kept is not None:
-            llm_prompt = replace(llm_prompt, prompt_text=transcript, prompt_tokens=kept)
+        llm_prompt = LLMPrompt(
+            "", transcript if continued else "", kept or (), instruction, urgent_tokens=urgent, played=played
+        )
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
         new_buffer = partial(TokenBuffer, on_warning, on_stage, self._silent_tokens)
@@ -265,6 +269,23 @@ class Synthesizer:
             prompts.put(voice, prompt)
         await place.held()
         return prompt, segments
+
+    def _style(
+        self, request: SynthesisRequest, voice: Recording | Prompt | Mix, on_warning: OnWarning
+    ) -> tuple[str, bool]:
+        """Return the instruction that the LLM follows, and whether it continues the voice, after its transcript."""
+        asked, own = request.instruct_text, voice.instruction
+        if (asked or own) and self._instructions == "none":
+            on_warning("instruct_text was left out: this LLM does not follow instructions")
+            asked = own = ""
+        of_request = isinstance(request.voice, Recording)
+        continued = bool(voice.text) and not request.cross_lingual and (of_request or not asked)
+        if continued and (asked or own) and self._instructions == "alone":
+            continued = False
+            on_warning(
+                f"the transcript {voice.text[:40]!r} was left out: this LLM follows instructions without one only"
+            )
+        return asked or own, continued
 
     def _read(self, request: SynthesisRequest) -> tuple[Recording | Prompt | Mix, Mapping[str, str]]:
         """Return the voice, and the words with another pronunciation; none for a text in pieces."""

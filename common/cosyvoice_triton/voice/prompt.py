@@ -33,7 +33,8 @@ MAX_PEAK = 4.0
 
 @dataclass(frozen=True)
 class Recording:
-    """A recording of a voice: `wav` (T,) float32 at `rate` Hz, and its transcript `text` (empty: unknown).
+    """A recording of a voice: `wav` (T,) float32 at `rate` Hz, its transcript `text` (empty: unknown), and the
+    `instruction` that the voice is spoken with (empty: none).
 
     It keeps the rate at which it came in, because CosyVoice3's mel has bands up to 12 kHz. Each network that reads it
     resamples it for itself.
@@ -42,6 +43,7 @@ class Recording:
     wav: np.ndarray = field(repr=False)
     text: str = ""
     rate: int = PROMPT_SAMPLE_RATE
+    instruction: str = ""
 
     @property
     def seconds(self) -> float:
@@ -99,7 +101,8 @@ def validate_reference(wav: np.ndarray, length: int | None = None, rate: int = P
 
 @dataclass(frozen=True)
 class Prompt:
-    """An encoded recording. `tokens` (P,) int64 in 0..6560, `mel` (2P, 80), `embedding` (192,), transcript `text`.
+    """An encoded recording. `tokens` (P,) int64 in 0..6560, `mel` (2P, 80), `embedding` (192,), transcript `text`,
+    and `instruction` as of a `Recording`.
 
     P = 0: a voice of which only the x-vector is known; it has no transcript.
     """
@@ -108,9 +111,12 @@ class Prompt:
     mel: np.ndarray
     embedding: np.ndarray
     text: str
+    instruction: str = ""
 
     @classmethod
-    def aligned(cls, tokens: np.ndarray, mel: np.ndarray, embedding: np.ndarray, text: str = "") -> "Prompt":
+    def aligned(
+        cls, tokens: np.ndarray, mel: np.ndarray, embedding: np.ndarray, text: str = "", instruction: str = ""
+    ) -> "Prompt":
         """Cut tokens (P',) and mel (T, 80) of one recording to the same duration, that of the shorter one.
 
         They come from different filters and roundings, so their lengths may differ by a frame or so.
@@ -132,6 +138,7 @@ class Prompt:
             mel=mel[: length * TOKEN_MEL_RATIO].astype(np.float32),
             embedding=embedding.astype(np.float32),
             text=text,
+            instruction=instruction,
         )
 
     @cached_property
@@ -170,11 +177,13 @@ class RecordingCache:
         self._prompts: OrderedDict[bytes, Prompt] = OrderedDict()  # by digest of the samples, most recently used last
 
     def get(self, recording: Recording) -> Prompt | None:
-        """Return the prompt of these samples, with this recording's transcript."""
+        """Return the prompt of these samples, with this recording's transcript and instruction."""
         if (prompt := self._prompts.get(recording.digest)) is None:
             return None
         self._prompts.move_to_end(recording.digest)
-        return prompt if prompt.text == recording.text else replace(prompt, text=recording.text)
+        if (prompt.text, prompt.instruction) == (recording.text, recording.instruction):
+            return prompt
+        return replace(prompt, text=recording.text, instruction=recording.instruction)
 
     def put(self, recording: Recording, prompt: Prompt) -> None:
         self._prompts[recording.digest] = prompt
