@@ -82,6 +82,21 @@ def test_a_voice_is_added_used_and_deleted(served: StubbedService) -> None:
     assert served.remove("zöe").status_code == 404
 
 
+def test_a_voice_speaks_as_it_was_registered_unless_a_request_says_how(served: StubbedService) -> None:
+    assert served.add("soft", ref_text="Hi.", instructions="Softly.").status_code == 201
+    for more, texts in (
+        ({}, {"reference_text": "Hi.", "instruct_text": "Softly."}),
+        ({"language": "zh"}, {"instruct_text": "Softly."}),
+        ({"instructions": "Slowly."}, {"instruct_text": "Slowly."}),
+    ):
+        assert served.post({**TEXT, "voice": "soft", **more}).status_code == 200
+        assert texts_of(served.stub.requests[-1]) == {"target_text": "Hello.", **texts}
+    upload = {"files": {"ref_audio": recording(1.0)}, "data": {**TEXT, "ref_text": "Hi.", "instructions": "Slowly."}}
+    assert httpx.post(served.url + SPEECH, **upload).status_code == 200
+    assert texts_of(served.stub.requests[-1])["reference_text"] == "Hi."  # the models say what they leave out
+    assert served.remove("soft").status_code == 200
+
+
 def test_words_of_the_request_then_of_the_voice_then_of_all_are_sent_with_a_recording(served: StubbedService) -> None:
     words = "nginx = of the voice\nb = of the voice"
     assert served.add("speller", pronunciation=words).status_code == 201

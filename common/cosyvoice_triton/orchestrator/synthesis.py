@@ -264,7 +264,7 @@ class Synthesizer:
             prompt = ready
         else:
             tokens, mel, embedding = [await scope.result(part) for part in encoding]
-            prompt = Prompt.aligned(tokens, mel, embedding, voice.text)
+            prompt = Prompt.aligned(tokens, mel, embedding, voice.text, voice.instruction)
         if known is None and isinstance(voice, Recording):
             prompts.put(voice, prompt)
         await place.held()

@@ -297,7 +297,8 @@ def utterance(
     if instructions and recording is None:
         voice.pop("reference_text", None)  # the instruction replaces it
         parameters.pop("cross_lingual", None)
-    return Utterance(target_text=wanted.input, instruct_text=instructions, parameters=parameters, **voice)
+    voice |= {"instruct_text": instructions} if instructions else {}
+    return Utterance(target_text=wanted.input, parameters=parameters, **voice)
 
 
 def _reference(
@@ -321,7 +322,8 @@ def _registered(name: str, voices: VoiceFolder) -> dict[str, Any]:
         return {"speaker": name}
     if isinstance(voice, Recording):
         words = voices.pronunciation(name)
-        return {**of_recording(voice), "reference_text": voice.text or None, "pronunciation": words}
+        style = {"instruct_text": voice.instruction or None}
+        return {**of_recording(voice), "reference_text": voice.text or None, "pronunciation": words, **style}
     return {"speaker": name, "transcript": voice.text}
 
 

@@ -18,6 +18,7 @@ from cosyvoice_triton.text.cleaning import (
     clean_transcript,
     is_speakable,
     split_instruction,
+    stored_transcript,
     strip_control_tokens,
 )
 from cosyvoice_triton.text.frontend import TextFrontend
@@ -29,5 +30,6 @@ __all__ = [
     "clean_transcript",
     "is_speakable",
     "split_instruction",
+    "stored_transcript",
     "strip_control_tokens",
 ]

@@ -230,6 +230,11 @@ def clean_transcript(text: str, *, name: str, max_chars: int) -> tuple[str, str]
     return instruction, clean_line(said, name=name, max_chars=max_chars)
 
 
+def stored_transcript(instruction: str, text: str) -> str:
+    """Return both as one text, which `clean_transcript` reads."""
+    return f"{instruction}{END_OF_PROMPT}{text}" if instruction else text
+
+
 def _printable(text: str) -> str:
     """Return the text without control characters, which splitting into lines and words would leave to the tokenizer,
     and without signs that nobody sees or that cover others, for which the LLM invents speech."""

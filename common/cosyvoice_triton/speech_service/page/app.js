@@ -86,7 +86,7 @@ async function showService() {
     away = !speaker;
     if (speaker) {
       $("demo").hidden = !speaker.demo;
-      $("instructed").hidden = !speaker.instructions;
+      $("instructed").hidden = $("own-instructed").hidden = !speaker.instructions;
       showLanguages(speaker.languages);
     }
     limit = most;
@@ -183,8 +183,8 @@ function requested(text, voice = voices.chosen) {
     if (voice) fields.voice = voice;
     return new Answer(fields, null);
   }
-  const own = ownVoice(!fields.instructions);
-  return new Answer({ ...fields, ...own.fields }, own.wav);
+  const own = ownVoice();
+  return new Answer({ ...own.fields, ...fields }, own.wav);
 }
 
 function say(text, wrong = false) {
