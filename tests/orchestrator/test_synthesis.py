@@ -12,7 +12,7 @@ from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.synthesis import Instructions
-from cosyvoice_triton.orchestrator.text_stream import TextStream
+from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 
@@ -347,7 +347,7 @@ def test_eight_concurrent_streams_do_not_mix() -> None:
 
 def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_came_soon() -> None:
     pipeline = Pipeline(FakeLM(*one_by_one(60)))
-    text = TextStream(max_chars=100, idle_seconds=60)
+    text = PieceStream(Limit("target_text", 100, "characters"), idle_seconds=60)
     text.add("hello", end=True)
     synthesizer = pipeline.synthesizer
     seeded = speech_request()

@@ -14,6 +14,7 @@ from cosyvoice_triton.constants import MAX_SPEED, MIN_SPEED, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.interface import Sampling, preset_values
 from cosyvoice_triton.monitoring.tracing import TRACEPARENT
 from cosyvoice_triton.orchestrator.callbacks import OnWarning, ignore
+from cosyvoice_triton.orchestrator.conversion import Source
 from cosyvoice_triton.text import clean_line, clean_text, clean_transcript, split_instruction, strip_control_tokens
 from cosyvoice_triton.text.frontend import SPELLING, Spelled
 from cosyvoice_triton.text.language import EVERY, Language, named
@@ -52,7 +53,7 @@ class SynthesisRequest:
     `timeline`: report when each stage of a streamed answer was reached. `segments`: report the segments and their
     samples. `max_tokens`: most speech tokens of the whole answer, if it has a limit. `played`: somebody hears a
     streamed answer while it is made. `pieces`: the text, in place of `target_text`, while it is being written; spoken
-    as it is, without normalization and markup.
+    as it is, without normalization and markup. `source`: speech to convert to the voice, in place of a text.
     """
 
     target_text: str
@@ -71,6 +72,12 @@ class SynthesisRequest:
     played: bool = True
     trim_reference: bool = True
     pieces: AsyncIterator[str] | None = dataclasses.field(default=None, repr=False)
+    source: Source | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def has_text(self) -> bool:
+        """Return whether all that is to be spoken is known, as a text."""
+        return self.pieces is None and self.source is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,16 +101,24 @@ class RequestRules:
         reference_text: str | None = None,
         speaker: str | None = None,
         instruct_text: str | None = None,
+        source_wav: np.ndarray | None = None,
+        source_sample_rate: int | None = None,
         parameters: Mapping[str, Any] | None = None,
-        pieces: AsyncIterator[str] | None = None,
+        pieces: AsyncIterator[Any] | None = None,
         on_warning: OnWarning = ignore,
     ) -> SynthesisRequest:
-        """Return the validated request with these inputs, None for a missing one. pieces: where the further text comes
-        from. Raises ValueError naming the invalid value."""
+        """Return the validated request with these inputs, None for a missing one. pieces: where the text comes from,
+        or the samples of `source_wav`. Raises ValueError naming the invalid value."""
         given = parameters or {}
         for name in given:
             if name not in _PARAMETERS and not name.startswith(_TRITONS_OWN):
                 raise ValueError(f"request parameter {name!r} is unknown; known: {', '.join(sorted(_PARAMETERS))}")
+        voice = self._voice(reference_wav, reference_wav_len, reference_sample_rate, reference_text, speaker)
+        if source_wav is not None:
+            source = _source(
+                source_wav, source_sample_rate, pieces, target_text=target_text, instruct_text=instruct_text
+            )
+            return SynthesisRequest(target_text="", voice=voice, source=source, **_of_every_request(given))
         if target_text is None:
             raise ValueError("target_text is missing")
         instruct_text = self._instruction(
@@ -114,7 +129,6 @@ class RequestRules:
             raise ValueError(f"cross_lingual with the instruct_text {instruct_text!r}: use one of the two")
         if pieces is None:
             target_text = clean_text(target_text, name="target_text", max_chars=self.max_text_chars)
-        voice = self._voice(reference_wav, reference_wav_len, reference_sample_rate, reference_text, speaker)
         if reference_text and cross_lingual:
             raise ValueError(
                 f"cross_lingual with the reference_text {reference_text!r}: the LLM would not use the text"
@@ -134,12 +148,8 @@ class RequestRules:
             pronunciation=pronunciations(given.get("pronunciation", ""), max_words=3 * MAX_WORDS),
             sampling=sampling,
             max_tokens=sampling.max_tokens if "max_tokens" in given else None,
-            speed=_number("speed", given.get("speed", 1.0), float, MIN_SPEED, MAX_SPEED),
-            timeline=_flag(given, "timeline", False),
-            segments=_flag(given, "segments", False),
-            played=_flag(given, "played", True),
-            trim_reference=_flag(given, "trim_reference", True),
             pieces=pieces,
+            **_of_every_request(given),
         )
 
     def _instruction(self, given: str, **texts: str) -> str:
@@ -176,6 +186,21 @@ class RequestRules:
             if value not in (None, ""):
                 raise ValueError(f"{name} {value!r} without a reference_wav")
         return speaker or None
+
+
+def _source(wav: np.ndarray, rate: int | None, pieces: AsyncIterator[Any] | None, **texts: str | None) -> Source:
+    for name, text in texts.items():
+        if text:
+            raise ValueError(f"{name} {text[:80]!r} with a source_wav, whose own words are spoken")
+    rate = PROMPT_SAMPLE_RATE if rate is None else rate
+    return Source.of(wav, rate) if pieces is None else Source(pieces, rate, live=True)
+
+
+def _of_every_request(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a request for speech and one for a conversion have in common."""
+    speed = _number("speed", parameters.get("speed", 1.0), float, MIN_SPEED, MAX_SPEED)
+    defaults = {"timeline": False, "segments": False, "played": True, "trim_reference": True}
+    return {"speed": speed, **{name: _flag(parameters, name, default) for name, default in defaults.items()}}
 
 
 def default_sampling(config: OrchestratorConfig) -> Sampling:

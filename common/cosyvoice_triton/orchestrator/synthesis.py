@@ -148,7 +148,7 @@ class Synthesizer:
         first = self._token2wav.open()
         stream: Token2WavSequence | None = first
         opening = self._first_hops.open(
-            played=request.played and request.pieces is None, repeatable=request.sampling.repeatable
+            played=request.played and request.has_text, repeatable=request.sampling.repeatable
         )
         try:
             async with TaskScope() as scope:
@@ -157,7 +157,9 @@ class Synthesizer:
                     prompt, segments = await self._begin(request, scope, on_warning, on_stage, first, opening.short)
                 finally:
                     self._beginning -= 1
-                schedule = self._rules.schedule(len(prompt.tokens), self._clock, short=opening.short)
+                live = request.source is not None and request.source.live
+                rules = replace(self._rules, strategy="equal") if live else self._rules  # longer ones come later
+                schedule = rules.schedule(len(prompt.tokens), self._clock, short=opening.short)
                 playback = Playback()
                 while (segment := await scope.result(segments.get())) is not None:
                     if (silence := _silence(segment)).size:
@@ -253,11 +255,12 @@ class Synthesizer:
         )
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
-        new_buffer = partial(TokenBuffer, on_warning, on_stage, self._silent_tokens)
-        if request.pieces is None:
+        silent_tokens = () if request.source is not None else self._silent_tokens  # a conversion keeps its pauses
+        new_buffer = partial(TokenBuffer, on_warning, on_stage, silent_tokens)
+        if request.has_text:
             work = self._generate(text, texts, llm_prompt, request, segments, new_buffer, on_warning)
         else:
-            work = self._generate_interleaved(request, llm_prompt, segments, new_buffer(0.0))
+            work = self._generate_whole(request, llm_prompt, segments, new_buffer(0.0))
         scope.spawn(place.unless_refused(work))
         place.ask()  # after the LLM was started
         if isinstance(ready, Prompt):
@@ -274,6 +277,8 @@ class Synthesizer:
         self, request: SynthesisRequest, voice: Recording | Prompt | Mix, on_warning: OnWarning
     ) -> tuple[str, bool]:
         """Return the instruction that the LLM follows, and whether it continues the voice, after its transcript."""
+        if request.source is not None:
+            return "", False
         asked, own = request.instruct_text, voice.instruction
         if (asked or own) and self._instructions == "none":
             on_warning("instruct_text was left out: this LLM does not follow instructions")
@@ -288,18 +293,18 @@ class Synthesizer:
         return asked or own, continued
 
     def _read(self, request: SynthesisRequest) -> tuple[Recording | Prompt | Mix, Mapping[str, str]]:
-        """Return the voice, and the words with another pronunciation; none for a text in pieces."""
+        """Return the voice, and the words with another pronunciation; none without a whole text."""
         voice = request.voice if isinstance(request.voice, Recording) else self._voices.get(request.voice)
-        if request.pieces is not None:
+        if not request.has_text:
             return voice, {}
         return voice, combined(request.pronunciation, self._voices.pronunciation(request.voice))
 
     def _prepared(
         self, request: SynthesisRequest, transcript: str, pronunciation: Mapping[str, str], on_warning: OnWarning
     ) -> tuple[str, str | Pause | None, Iterator[str | Pause]]:
-        """Return the voice's transcript, the first of the texts and the others: none if the text comes in pieces."""
+        """Return the voice's transcript, the first of the texts and the others: none without a whole text."""
         spelled = self._texts.transcript(transcript, request.normalize)
-        if request.pieces is not None:
+        if not request.has_text:
             return spelled, None, iter(())
         texts = self._texts.segments(
             request.target_text,
@@ -351,14 +356,17 @@ class Synthesizer:
             await segments.put(Pause(pause))
         await segments.put(None)
 
-    async def _generate_interleaved(
+    async def _generate_whole(
         self, request: SynthesisRequest, llm_prompt: LLMPrompt, segments: SegmentQueue, segment: TokenBuffer
     ) -> None:
-        """Queue the only buffer of a text in pieces and fill it."""
-        assert request.pieces is not None
+        """Queue the only buffer of a text in pieces, or of a conversion, and fill it."""
         await segments.put(segment)
-        pieces = segment.noted(request.pieces)
-        await segment.read(self._interleaved.generate(llm_prompt, pieces, request.sampling, request.max_tokens))
+        if request.source is not None:
+            await segment.read(request.source.tokens(self._encoder.tokens), "source")
+        elif request.pieces is not None:
+            pieces = segment.noted(request.pieces)
+            answer = self._interleaved.generate(llm_prompt, pieces, request.sampling, request.max_tokens)
+            await segment.read(answer, "llm")
         await segments.put(None)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 
 from cosyvoice_triton.client.utterance import Utterance, of_recording
 from cosyvoice_triton.errors import json_kind
@@ -171,6 +171,18 @@ class SpeechRequest(BaseModel):
     @property
     def voice_name(self) -> str:
         return self.voice if isinstance(self.voice, str) else self.voice.id
+
+
+_OF_CONVERSIONS = (
+    *("model", "voice", "response_format", "speed", "stream_format", "stream", "volume_multiplier", "ref_audio"),
+    *("trim_reference", "sample_rate", "frame_ms"),
+)
+_CONVERSION: dict[str, Any] = {
+    "audio": (str, Field("", description="the speech: an audio file in base64, or an upload of a multipart request")),
+    **{name: (each.annotation, each) for name, each in SpeechRequest.model_fields.items() if name in _OF_CONVERSIONS},
+}
+# The body of POST /v1/audio/voice-conversion: the fields of SpeechRequest that are not about a text.
+ConversionRequest = create_model("ConversionRequest", __config__=ConfigDict(extra="forbid"), **_CONVERSION)
 
 
 class BatchRequest(BaseModel):
