@@ -250,9 +250,9 @@ class Synthesizer:
         kept = await _kept(ready, encoding, scope) if continued else None
         played = request.played and first is not None
         urgent = self._rules.first_context(None if kept is None else len(kept), short=short) if played else 0
-        llm_prompt = LLMPrompt(
-            "", transcript if continued else "", kept or (), instruction, urgent_tokens=urgent, played=played
-        )
+        llm_prompt = LLMPrompt("", instruction=instruction, urgent_tokens=urgent, played=played)
+        if kept is not None:
+            llm_prompt = replace(llm_prompt, prompt_text=transcript, prompt_tokens=kept)
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
         silent_tokens = () if request.source is not None else self._silent_tokens  # a conversion keeps its pauses

@@ -75,7 +75,7 @@ def validate_reference(
     ValueError with the offending value: a rate that is not carried, wrong shape or type, length not in 1..T, duration
     out of range, NaN or infinite samples, silence.
     """
-    if length is not None:
+    if length is not None and wav.size:
         if not 0 < length <= wav.size:
             raise ValueError(f"{of}_wav_len {length} is not in 1..{wav.size}, the samples of {of}_wav")
         wav = wav[..., :length]
