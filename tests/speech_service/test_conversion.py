@@ -32,10 +32,10 @@ def test_an_upload_or_base64_is_converted_in_the_voice_and_answered_like_speech(
         np.testing.assert_array_equal(sound_of(request), expected)
         assert texts_of(request) == {"target_text": "", "speaker": "zoe"}
     reference = in_base64(recording(1.0))
-    served.post({"audio": in_base64(recording(40.0, 8_000)), "ref_audio": reference, "trim_reference": False}, PATH)
+    served.post({"audio": in_base64(recording(40.0, 8_000)), "ref_audio": reference, "trim_reference": True}, PATH)
     assert sound_of(served.stub.requests[-1]).size == 40 * 8_000
     assert sound_of(served.stub.requests[-1], "reference_wav").size == SAMPLE_RATE
-    assert not served.stub.requests[-1].parameters["trim_reference"].bool_param
+    assert served.stub.requests[-1].parameters["trim_reference"].bool_param
 
 
 @pytest.mark.parametrize(

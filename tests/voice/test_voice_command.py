@@ -39,13 +39,16 @@ def test_a_voice_is_encoded_with_its_text_and_found_by_its_name(
     assert "the recording speaks for 5.1 s, but its transcript takes about" in err
 
 
-def test_silence_is_cut_from_a_recording_unless_it_is_to_stay(demo_models: Path, tmp_path: Path) -> None:
+def test_silence_is_cut_from_a_recording_only_if_that_is_asked_for(
+    demo_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     wav = np.pad(load_audio(VOICE, PROMPT_SAMPLE_RATE), 2 * PROMPT_SAMPLE_RATE)
-    for option, seconds in ([], 5.5), (["--no-trim"], 9.4):
+    for option, seconds in (["--trim"], 5.5), ([], 9.4):
         assert (
             command.main(arguments(demo_models, "padded", recorded(tmp_path / "a.wav", wav), "--replace", *option)) == 0
         )
         voice = VoiceBook(demo_models / "voices", demo_models, str).get("padded")
+        assert "s of silence at its beginning, which answers may repeat: trim it" in capsys.readouterr().err
         assert len(voice.mel) == pytest.approx(MEL_RATE * seconds, abs=6)
 
 

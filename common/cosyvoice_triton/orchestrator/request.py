@@ -70,7 +70,7 @@ class SynthesisRequest:
     timeline: bool = False
     segments: bool = False
     played: bool = True
-    trim_reference: bool = True
+    trim_reference: bool = False
     pieces: AsyncIterator[str] | None = dataclasses.field(default=None, repr=False)
     source: Source | None = dataclasses.field(default=None, repr=False)
 
@@ -199,7 +199,7 @@ def _source(wav: np.ndarray, rate: int | None, pieces: AsyncIterator[Any] | None
 def _of_every_request(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a request for speech and one for a conversion have in common."""
     speed = _number("speed", parameters.get("speed", 1.0), float, MIN_SPEED, MAX_SPEED)
-    defaults = {"timeline": False, "segments": False, "played": True, "trim_reference": True}
+    defaults = {"timeline": False, "segments": False, "played": True, "trim_reference": False}
     return {"speed": speed, **{name: _flag(parameters, name, default) for name, default in defaults.items()}}
 
 

@@ -29,7 +29,7 @@ def add_voice(
     text: str,
     replace: bool = False,
     pronunciation: Mapping[str, str] | None = None,
-    trim: bool = True,
+    trim: bool = False,
     consent: str = "",
     instruct_text: str = "",
 ) -> Path:
@@ -59,6 +59,7 @@ def add_voice(
     for warning in judgement.warnings:
         print(f"      warning: {warning}", file=sys.stderr, flush=True)
     if trim:
+        print("      trimmed", flush=True)
         recording = judgement.mended(recording)
     begun = time.monotonic()
     prompt = ReferenceEncoder(stacks.named(options.stack), options.checkpoint_dir)(recording)

@@ -112,7 +112,7 @@ class SpeechRequest(BaseModel):
     normalization_options: NormalizationOptions = Field(NormalizationOptions(), description="Kokoro's")
     ref_audio: str = Field("", description="the voice: an audio file in base64, or an upload of a multipart request")
     ref_text: Text = Field("", description="transcript of ref_audio; without it, cross-lingual cloning is used")
-    trim_reference: bool = Field(True, description="false: use a recording's silence and its end as they are")
+    trim_reference: bool = Field(False, description="cut a recording's silence at its ends to 0.2 s, mend its end")
     language: Name = Field("", description="of the input; else guessed; a voice of another is cloned cross-lingually")
     pronunciation: dict[Text, Text] = Field({}, description="words of the input, and what is spoken for each")
     lang_code: Name = Field("", description="Kokoro's name of the field language, or its letters: a, b, e, f, i, j, z")
@@ -138,8 +138,8 @@ class SpeechRequest(BaseModel):
         language: dict[str, bool | str] = {"language": self.named_language} if self.named_language else {}
         if words := combined(self.pronunciation, words):
             language["pronunciation"] = json.dumps(words, ensure_ascii=False)
-        if not self.trim_reference:
-            language["trim_reference"] = False
+        if self.trim_reference:
+            language["trim_reference"] = True
         whole = not self.stream or self.stream_format == "json"
         return language | self.normalization_options.parameters() | ({"played": False} if whole else {})
 

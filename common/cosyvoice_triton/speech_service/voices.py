@@ -80,11 +80,12 @@ class VoiceFolder(VoiceBook):
         consent: str = "",
         key: str = "",
         instructions: str = "",
+        trim: bool = False,
     ) -> Judgement:
         """Register a recording in any libsndfile format with its transcript (empty: unknown) and its dictionary.
 
-        consent, key: as in `Rights`. instructions: how the voice speaks, unless a request says how. Returns what is to
-        be said of the recording. ApiError.
+        consent, key: as in `Rights`. instructions: how the voice speaks, unless a request says how. trim: see
+        `Judgement.mended`. Returns what is to be said of the recording. ApiError.
         """
         _check(name)
         with naming("ref_text"):
@@ -96,8 +97,11 @@ class VoiceFolder(VoiceBook):
             recording = replace(decode(data, self._max_bytes), text=text, instruction=instruction)
         with naming("consent"):
             rights = Rights.now(consent, key)
+        judged = judge(recording)
+        if trim:
+            judged = judge(recording := judged.mended(recording))
         self._save(name, recording, words, rights)
-        return judge(recording)
+        return judged
 
     def export(self, name: str, key: str) -> bytes:
         """Return a voice as one file, to the key that registered it. ApiError."""

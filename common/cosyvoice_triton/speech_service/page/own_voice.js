@@ -18,7 +18,8 @@ export function ownVoice() {
     $("own").open = true;
     throw new Error("Record a voice or choose a file first.");
   }
-  const given = { ref_text: $("own-text").value.trim(), instructions: style() };
+  const trim = $("own-trim").checked && "true";
+  const given = { ref_text: $("own-text").value.trim(), instructions: style(), trim_reference: trim };
   const fields = Object.fromEntries(Object.entries(given).filter(([, text]) => text));
   return { fields, wav: recording.wav };
 }
@@ -118,6 +119,7 @@ export function setUp(call, use, saved) {
     body.append("name", name);
     body.append("ref_text", $("own-text").value.trim());
     body.append("instructions", style());
+    body.append("trim_reference", $("own-trim").checked);
     body.append("pronunciation", $("own-words").value);
     body.append("consent", $("consent").value.trim());
     body.append("audio_sample", recording.wav, "recording.wav");

@@ -37,6 +37,7 @@ _NEW = doc.record(
     {
         "ref_text": doc.described(doc.TEXT, "the transcript of the recording"),
         "instructions": doc.described(doc.TEXT, "how the voice speaks, unless a request says how"),
+        "trim_reference": doc.described(doc.TEXT, "true: cut the silence at its ends to 0.2 s, and mend its end"),
         "pronunciation": doc.described(doc.TEXT, "words, and what is spoken for each, one a line"),
         "consent": doc.described(doc.TEXT, "the speaker's agreement, or where it is kept"),
     },
@@ -73,7 +74,8 @@ async def add(request: Request) -> Response:
     name, text = normalized(str(fields.get("name", ""))), str(fields.get("ref_text", ""))
     words, consent = fields.get("pronunciation", ""), str(fields.get("consent", ""))
     voices, style = Service.of(request).voices, str(fields.get("instructions", ""))
-    judged = await asyncio.to_thread(voices.add, name, data, text, words, consent, API_KEY.get(), style)
+    trim = str(fields.get("trim_reference", "")).lower() in ("true", "1")
+    judged = await asyncio.to_thread(voices.add, name, data, text, words, consent, API_KEY.get(), style, trim)
     about = {**_voice(name), **voices.rights(name).known, "ref_text": text, "seconds": round(judged.seconds, 3)}
     unknown = sorted(fields.keys() - _NEW["properties"].keys())
     warnings = [*judged.warnings, *(f"the field {field[:40]!r} is unknown and was left out" for field in unknown)]
