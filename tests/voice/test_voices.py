@@ -406,7 +406,7 @@ def test_a_damaged_spk2info_does_not_hide_the_other_voices(
 
 def test_code_in_a_spk2info_is_not_run(tmp_path: Path, book: VoiceBook) -> None:
     torch.save({"anna": Payload(tmp_path / "owned")}, tmp_path / "spk2info.pt")
-    with pytest.raises(UnavailableError, match="speaker 'anna' cannot be used"):
+    with pytest.raises(UnavailableError, match="speaker 'anna' cannot be used: .* it has Python objects"):
         book.get("anna")
     assert not (tmp_path / "owned").exists()
 

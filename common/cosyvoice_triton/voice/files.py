@@ -210,10 +210,10 @@ def read_spk2info(path: Path) -> dict[str, Any]:
 
     ValueError naming the file if it is damaged.
     """
-    import torch  # here: it takes a second, and few folders have such a file
+    from cosyvoice_triton.checkpoint import load_plain  # here: torch takes a second, and few folders have such a file
 
     data = path.read_bytes()  # not memory-mapped: a file that shrinks would crash the process
-    content = _parsed(data, path.name, lambda data: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    content = _parsed(data, path.name, lambda data: load_plain(io.BytesIO(data)))
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} holds a {type(content).__name__}, not speakers by name")
     return {str(name): entry for name, entry in content.items()}
