@@ -14,6 +14,21 @@ from tests.support.evaluation import OF_THE_DEMO_VOICE
 SENTENCES = Path("tests/assets/everyday_sentences.jsonl")
 
 
+def test_what_stands_beside_published_figures_is_spoken_whole_and_streamed(demo_models: Path, tmp_path: Path) -> None:
+    """Of random weights: as many samples in one chunk as in several."""
+    folder = tmp_path / "testset/en/prompt-wavs"
+    folder.mkdir(parents=True)
+    shutil.copy(TRAINED / "voices/rms.wav", folder / "p.wav")
+    (folder.parent / "meta.lst").write_text("a|What p says.|prompt-wavs/p.wav|It was possible.\n")
+    output = tmp_path / "out"
+    given = ["--set", "seed-tts-en", "--data", str(folder.parents[1]), "--device", "cpu", "--output", str(output)]
+    assert main([str(demo_models), *given, "--setting", "flow_precision=float32", "--require", "failed<=0"]) == 0
+    report = json.loads((output / "report.json").read_text())
+    assert [row["name"] for row in report["rows"]] == ["dit-whole", "dit"]
+    sizes = {(output / name / "a.wav").stat().st_size for name in ("dit-whole", "dit")}
+    assert len(sizes) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stack", ["dit", "unet"])
@@ -42,3 +57,7 @@ def test_the_set_of_seed_tts_is_read_and_judged(tmp_path: Path, capsys: pytest.C
     (spoken / "a.wav").unlink()
     assert main(given) == 1
     assert "a.wav" in capsys.readouterr().err
+    for wrong in (["models/typo", *given], [*given[:2], "--data", str(tmp_path / "typo"), "models"]):
+        assert main(wrong) == 1
+        (line,) = capsys.readouterr().err.splitlines()  # before any judge or model is loaded
+        assert "typo" in line
