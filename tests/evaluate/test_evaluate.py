@@ -57,7 +57,7 @@ def test_the_set_of_seed_tts_is_read_and_judged(tmp_path: Path, capsys: pytest.C
     (spoken / "a.wav").unlink()
     assert main(given) == 1
     assert "a.wav" in capsys.readouterr().err
-    for wrong in (["models/typo", *given], [*given[:2], "--data", str(tmp_path / "typo"), "models"]):
+    for wrong in (["models/typo", *given], [str(tmp_path), *given[:2], "--data", str(tmp_path / "typo")]):
         assert main(wrong) == 1
         (line,) = capsys.readouterr().err.splitlines()  # before any judge or model is loaded
         assert "typo" in line

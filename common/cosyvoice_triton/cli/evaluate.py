@@ -126,7 +126,7 @@ def run(args: argparse.Namespace, command: str) -> int:
             llm_engine=args.llm_engine,
             settings=parse_settings(args.settings),
         )
-        modes = args.modes or (["offline", "streaming"] if args.set in report.PUBLISHED else ["streaming"])
+        modes = args.modes or (["offline", "streaming"] if args.set != speech.OWN else ["streaming"])
         how = sentences, args.prompt_rates or [None], modes, args.tasks, args.output
         spoken = [*speech.spoken(options, *how), *spoken]
     found = {name: panel.judge(name, answers) for name, answers in spoken}
