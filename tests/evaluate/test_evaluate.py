@@ -7,26 +7,26 @@ from pathlib import Path
 import pytest
 from cosyvoice_triton.cli.evaluate import main
 from cosyvoice_triton.demo_checkpoint import TRAINED
+from cosyvoice_triton.evaluate import speech
+from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.prepare import steps
+from cosyvoice_triton.server.options import StackOptions
+from cosyvoice_triton.voice.audio import load_recording
 
 from tests.support.evaluation import OF_THE_DEMO_VOICE
 
 SENTENCES = Path("tests/assets/everyday_sentences.jsonl")
 
 
-def test_what_stands_beside_published_figures_is_spoken_whole_and_streamed(demo_models: Path, tmp_path: Path) -> None:
+def test_utterances_are_spoken_whole_and_streamed(demo_models: Path, tmp_path: Path) -> None:
     """Of random weights: as many samples in one chunk as in several."""
-    folder = tmp_path / "testset/en/prompt-wavs"
-    folder.mkdir(parents=True)
-    shutil.copy(TRAINED / "voices/rms.wav", folder / "p.wav")
-    (folder.parent / "meta.lst").write_text("a|What p says.|prompt-wavs/p.wav|It was possible.\n")
-    output = tmp_path / "out"
-    given = ["--set", "seed-tts-en", "--data", str(folder.parents[1]), "--device", "cpu", "--output", str(output)]
-    assert main([str(demo_models), *given, "--setting", "flow_precision=float32", "--require", "failed<=0"]) == 0
-    report = json.loads((output / "report.json").read_text())
-    assert [row["name"] for row in report["rows"]] == ["dit-whole", "dit"]
-    sizes = {(output / name / "a.wav").stat().st_size for name in ("dit-whole", "dit")}
-    assert len(sizes) == 1
+    settings = {"flow_precision": "float32", "profile": "unlimited"}
+    options = StackOptions(models_dir=demo_models, device="cpu", settings=settings)
+    sentence = Sample("a", "It was possible.", load_recording(TRAINED / "voices/rms.wav"), "What p says.")
+    found = dict(speech.spoken(options, [sentence], [None], ["offline", "streaming"], 1, tmp_path))
+    (whole,), (streamed,) = found["dit-whole"], found["dit"]
+    assert whole.wave is not None and streamed.wave is not None and whole.wave.size == streamed.wave.size
+    assert len(whole.outcome.arrivals) == 1 < len(streamed.outcome.arrivals)  # type: ignore[union-attr]
 
 
 @pytest.mark.slow

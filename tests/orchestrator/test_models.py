@@ -44,6 +44,7 @@ TOKENS = 100  # of every answer of the LLM
 PROMPT = 25  # speech tokens of one second
 DOWN = "http://127.0.0.1:9"  # nobody listens there
 WAV = 0.9 * np.sin(np.arange(PROMPT_SAMPLE_RATE, dtype=np.float32))
+WAV[-PROMPT_SAMPLE_RATE // 20 :] = 0  # a pause, without which it is judged to be cut
 pytestmark = pytest.mark.usefixtures("triton_grpc")
 
 

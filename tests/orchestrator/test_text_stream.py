@@ -44,6 +44,8 @@ def test_misuse_is_an_error_with_its_value_and_ends_with_the_request() -> None:
             streams.add(7, "a" * 9, False)
             with pytest.raises(ValueError, match="11 characters in its pieces so far, more than the limit of 10"):
                 streams.add(7, "bc", False)
+            with pytest.raises(ValueError, match="began with target_text, and this piece of it has another input"):
+                streams.add(7, np.zeros(5, np.float32), False)
             with pytest.raises(ValueError, match=r"no further piece of it for 0\.05 s"):
                 await read(stream)
             streams.add(7, "", True)

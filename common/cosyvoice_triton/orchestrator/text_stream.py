@@ -43,6 +43,8 @@ class PieceStream:
         name, most, unit = self._limit
         if self._ended:
             raise ValueError(f"{name} has ended already")
+        if len(piece) and isinstance(piece, str) != (unit == "characters"):
+            raise ValueError(f"the request began with {name}, and this piece of it has another input")
         if (length := self._length + len(piece)) > most:
             raise ValueError(f"{name} has {length} {unit} in its pieces so far, more than the limit of {most}")
         self._length = length
