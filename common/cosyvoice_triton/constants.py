@@ -32,6 +32,7 @@ STREAM_CACHE_FRAMES = 100
 
 # --- limits of an utterance --------------------------------------------------------------------------------------
 MAX_STREAM_TOKENS = 3_000  # two minutes; the vocoder's noise for so many is made when it loads
+MAX_SOURCE_SECONDS = MAX_STREAM_TOKENS / TOKEN_RATE  # of a recording that is converted to another voice
 # Generated tokens (15 s) that a stream keeps as context in addition to its prompt. The UNet flow computes them anew for
 # each chunk, because its keys and values would take 2.3 MB a frame.
 CONTEXT_TOKENS = 375

@@ -9,7 +9,7 @@ import pytest
 import soundfile as sf
 from cosyvoice_triton.cli import client_grpc
 from cosyvoice_triton.client import grpc_client
-from cosyvoice_triton.client.utterance import TextPieces, Utterance
+from cosyvoice_triton.client.utterance import Utterance, text_pieces
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.server.tritonserver import free_port
 from tritonclient.utils import InferenceServerException
@@ -122,7 +122,7 @@ def test_closing_a_stream_cancels_its_request_while_the_connection_stays_open() 
 
 
 def test_a_text_in_pieces_is_a_sequence_that_ends_with_its_last_piece() -> None:
-    stub, pieces = TritonStub(), TextPieces()
+    stub, pieces = TritonStub(), text_pieces()
     pieces.add("quick.")
     pieces.end()
 

@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 from cosyvoice_triton.cli.evaluate import main
 from cosyvoice_triton.demo_checkpoint import TRAINED
+from cosyvoice_triton.evaluate import speech
+from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.prepare import steps
+from cosyvoice_triton.server.options import StackOptions
+from cosyvoice_triton.voice.audio import load_recording
 
 from tests.support.evaluation import OF_THE_DEMO_VOICE
 
@@ -17,6 +21,17 @@ SENTENCES = Path("tests/assets/everyday_sentences.jsonl")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models") / "demo"
+
+
+def test_utterances_are_spoken_whole_and_streamed(demo_models: Path, tmp_path: Path) -> None:
+    """Of random weights: as many samples in one chunk as in several."""
+    settings = {"flow_precision": "float32", "profile": "unlimited"}
+    options = StackOptions(models_dir=demo_models, device="cpu", settings=settings)
+    sentence = Sample("a", "It was possible.", load_recording(TRAINED / "voices/rms.wav"), "What p says.")
+    found = dict(speech.spoken(options, [sentence], [None], ["offline", "streaming"], 1, tmp_path))
+    (whole,), (streamed,) = found["dit-whole"], found["dit"]
+    assert whole.wave is not None and streamed.wave is not None and whole.wave.size == streamed.wave.size
+    assert len(whole.outcome.arrivals) == 1 < len(streamed.outcome.arrivals)  # type: ignore[union-attr]
 
 
 @pytest.mark.slow
@@ -47,3 +62,7 @@ def test_the_set_of_seed_tts_is_read_and_judged(tmp_path: Path, capsys: pytest.C
     (spoken / "a.wav").unlink()
     assert main(given) == 1
     assert "a.wav" in capsys.readouterr().err
+    for wrong in (["models/typo", *given], [str(tmp_path), *given[:2], "--data", str(tmp_path / "typo")]):
+        assert main(wrong) == 1
+        (line,) = capsys.readouterr().err.splitlines()  # before any judge or model is loaded
+        assert "typo" in line

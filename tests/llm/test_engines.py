@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,7 +148,9 @@ def test_auto_takes_the_best_engine_that_reads_the_directory(install, llm_dir, g
     ],
 )
 def test_a_huggingface_directory_is_rendered_where_an_engine_reads_it(monkeypatch, installed, kind, gpu, expected):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == installed or None)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: SimpleNamespace(origin="") if name == installed else None
+    )
     monkeypatch.setattr(loading, "has_gpu", lambda: gpu)
     assert loading.reads_huggingface(kind) == expected
 
@@ -190,3 +193,10 @@ def test_built_engines_are_served_with_their_own_limits(install, tokenizer, tmp_
 def test_only_the_engine_cuda_can_be_given_another_gpu(genai_dir, tokenizer):
     with pytest.raises(ValueError, match="'llm_gpu' 1 is for the engine cuda; onnxruntime_genai"):
         load_engine("onnxruntime_genai", genai_dir, tokenizer, 1, gpu=1)
+
+
+def test_a_folder_of_a_library_s_name_is_not_the_library(tmp_path, monkeypatch):
+    (tmp_path / "no_such_library").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.util.find_spec("no_such_library") is not None
+    assert not loading._is_installed("no_such_library") and loading._is_installed("json")

@@ -217,7 +217,7 @@ def chat_event(reason=None, **delta):
     [
         (dataclasses.replace(PROMPT, generated=(9,)), "A reference.Hello there.", [1, 2, 3, 9]),
         (LLMPrompt("|>Hello<|eos1|>", "A <|s_1"), "A <|s_1 |>Hello ", []),
-        (LLMPrompt("Hello<|eos1|>", instruction="sadly<|s_1|>"), "sadly <|endofprompt|>Hello ", []),
+        (LLMPrompt("Hello<|eos1|>", instruction="sadly<|s_1|>"), "sadly<|endofprompt|>Hello ", []),
     ],
 )
 def test_a_chat_server_gets_the_template_as_messages_without_control_tokens(tokenizer, prompt, user, spoken):

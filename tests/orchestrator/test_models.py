@@ -44,6 +44,7 @@ TOKENS = 100  # of every answer of the LLM
 PROMPT = 25  # speech tokens of one second
 DOWN = "http://127.0.0.1:9"  # nobody listens there
 WAV = 0.9 * np.sin(np.arange(PROMPT_SAMPLE_RATE, dtype=np.float32))
+WAV[-PROMPT_SAMPLE_RATE // 20 :] = 0  # a pause, without which it is judged to be cut
 pytestmark = pytest.mark.usefixtures("triton_grpc")
 
 
@@ -334,7 +335,7 @@ def test_runs_of_the_stacks_silent_tokens_are_shortened(models: FakeModels, monk
         ({"target_text": "<|s_1|><|eos1|>"}, "target_text has nothing to speak"),
         ({"length": 10**6}, "reference_wav_len 1000000"),
         ({"rate": 7_000}, "reference_sample_rate 7000 is not"),
-        ({"sequence": 5}, "sequence id 5: text in pieces is not served with"),
+        ({"sequence": 5}, "sequence id 5: a request in pieces is not served with"),
         ({"parameters": {"top_p": 2}}, "top_p"),
         ({"parameters": {"language": "de"}}, "language 'de' is not one of auto, zh, en, ja, ko"),
     ],

@@ -11,7 +11,8 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
-from cosyvoice_triton.orchestrator.text_stream import TextStream
+from cosyvoice_triton.orchestrator.synthesis import Instructions
+from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 
@@ -109,15 +110,52 @@ def test_chunks_are_rendered_while_the_llm_still_generates() -> None:
     assert [len(waveform) for waveform in pipeline.run(scenario())] == [15, 5]
 
 
-@pytest.mark.parametrize(("transcript", "instruction"), [("", ""), ("reference", "sadly")])
-def test_across_languages_and_with_an_instruction_only_the_flow_reproduces_the_voice(
-    transcript: str, instruction: str
-) -> None:
+def test_the_llm_continues_the_reference_with_the_requested_sampling() -> None:
     pipeline = Pipeline(FakeLM([1]))
-    request = dataclasses.replace(speech_request(voice=7, reference_text=transcript), instruct_text=instruction)
+    request = speech_request(voice=7, text="hello", reference_text="its transcript")
+    pipeline.run(pipeline.synthesize(request))
+    assert pipeline.llm.prompts == [LLMPrompt("hello", "its transcript", [7] * PROMPT_TOKENS)]
+    assert pipeline.llm.samplings == [request.sampling]
+    assert len(pipeline.token2wav.streams[0].prompt.tokens) == PROMPT_TOKENS
+
+
+@pytest.mark.parametrize("instruction", ["", "sadly"])
+def test_without_a_transcript_only_the_flow_reproduces_the_voice(instruction: str) -> None:
+    pipeline = Pipeline(FakeLM([1]))
+    request = dataclasses.replace(speech_request(voice=7, reference_text=""), instruct_text=instruction)
     pipeline.run(pipeline.synthesize(request))
     assert pipeline.llm.prompts == [LLMPrompt("hello", instruction=instruction)]
     assert set(pipeline.token2wav.streams[0].prompt.tokens) == {7}
+
+
+CONTINUED = [7] * PROMPT_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("follows", "asked", "of_voice", "transcript", "prompt", "warning"),
+    [
+        ("with transcript", "sadly", "", "said", LLMPrompt("hello", "said", CONTINUED, "sadly"), ""),
+        ("with transcript", "", "softly", "said", LLMPrompt("hello", "said", CONTINUED, "softly"), ""),
+        ("with transcript", "sadly", "softly", "said", LLMPrompt("hello", "said", CONTINUED, "sadly"), ""),
+        ("with transcript", "", "softly", "", LLMPrompt("hello", instruction="softly"), ""),
+        ("alone", "sadly", "", "said", LLMPrompt("hello", instruction="sadly"), "the transcript 'said' was left out"),
+        ("alone", "", "softly", "said", LLMPrompt("hello", instruction="softly"), "the transcript 'said' was left out"),
+        ("alone", "", "", "said", LLMPrompt("hello", "said", CONTINUED), ""),
+        ("none", "sadly", "", "said", LLMPrompt("hello", "said", CONTINUED), "instruct_text was left out"),
+        ("none", "", "softly", "said", LLMPrompt("hello", "said", CONTINUED), "instruct_text was left out"),
+    ],
+)
+def test_what_the_llm_gets_of_an_instruction_and_a_transcript(
+    follows: Instructions, asked: str, of_voice: str, transcript: str, prompt: LLMPrompt, warning: str
+) -> None:
+    """A request's recording is continued with its instruction, as by upstream's Triton runtime for CosyVoice3."""
+    pipeline, warnings = Pipeline(FakeLM([1]), instructions=follows), list[str]()
+    request = dataclasses.replace(speech_request(voice=7, reference_text=transcript), instruct_text=asked)
+    request = dataclasses.replace(request, voice=dataclasses.replace(request.voice, instruction=of_voice))
+    pipeline.run(pipeline.synthesize(request, warnings.append))
+    assert pipeline.llm.prompts == [prompt]
+    (left_out,) = [each for each in warnings if "was left out" in each] or [""]
+    assert left_out.startswith(warning) and bool(left_out) == bool(warning)
 
 
 @pytest.mark.parametrize("registered", [fake_prompt(7, "its text"), Recording(speech_request(7).voice.wav, "its text")])
@@ -272,7 +310,7 @@ def test_cancelling_frees_everything_at_every_stage(stage: str) -> None:
 
 def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_came_soon() -> None:
     pipeline = Pipeline(FakeLM(*one_by_one(60)))
-    text = TextStream(max_chars=100, idle_seconds=60)
+    text = PieceStream(Limit("target_text", 100, "characters"), idle_seconds=60)
     text.add("hello", end=True)
     synthesizer = pipeline.synthesizer
     seeded = speech_request()

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cosyvoice_triton import Client, Speaker
+from cosyvoice_triton import Client, Speaker, samples
 from cosyvoice_triton.cli import say
-from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.errors import OverloadedError
+from cosyvoice_triton.voice.audio import load_audio, save_audio
 
 from tests.support.server_requests import VOICE as RECORDING
 from tests.support.server_requests import VOICE_TEXT, Serve
@@ -39,6 +40,31 @@ def test_a_text_is_streamed_in_chunks_of_the_length_of_the_whole(speaker: Speake
     assert speaker.speak(TEXT, **VOICE).size == sum(chunk.size for chunk in chunks)
     assert speaker.sample_rate == SAMPLE_RATE
     assert speaker.speak(TEXT, **VOICE, speed=2.0).size == pytest.approx(sum(map(len, chunks)) / 2, rel=0.05)
+
+
+def test_speech_is_converted_to_a_voice_whole_and_while_it_is_spoken(speaker: Speaker, tmp_path: Path) -> None:
+    """Its audio is what token2wav makes of the tokens that its own tokenizer gives."""
+    voice = {"reference": VOICE["reference"]}
+    save_audio(tmp_path / "source.wav", load_audio(samples.FOLDER / "reference_zh.wav", SAMPLE_RATE), SAMPLE_RATE)
+    source = load_audio(tmp_path / "source.wav", SAMPLE_RATE)
+    chunks = list(speaker.convert(tmp_path / "source.wav", **voice))
+    tokens = -(-source.size // (SAMPLE_RATE // TOKEN_RATE))
+    assert len(chunks) > 1 and sum(map(len, chunks)) == pytest.approx(tokens * SAMPLE_RATE / TOKEN_RATE, abs=2000)
+    again = speaker.convert(source, source_sample_rate=SAMPLE_RATE, **voice)
+    np.testing.assert_allclose(np.concatenate(list(again)), np.concatenate(chunks), atol=1e-4)
+
+    live, heard = np.array_split(source, 20), list[int]()
+
+    def microphone() -> Iterator[np.ndarray]:
+        for number, piece in enumerate(live):
+            heard.append(number)
+            yield piece
+
+    spoken = speaker.convert(microphone(), source_sample_rate=SAMPLE_RATE, **voice)
+    assert sum(map(len, spoken)) == sum(map(len, chunks))
+    with pytest.raises(ValueError, match="source_wav lasts 0.25 s"):
+        list(speaker.convert(iter([source[:6_000]]), source_sample_rate=SAMPLE_RATE, **voice))
+    assert say.main(["--local", "unused", "--source", "missing.wav"]) == 1
 
 
 def test_many_speak_at_once_also_in_loops_of_their_own(speaker: Speaker) -> None:

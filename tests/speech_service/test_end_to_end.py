@@ -13,8 +13,9 @@ import openai
 import pytest
 import tritonclient.grpc.aio as triton
 from cosyvoice_triton.client.utterance import Utterance
-from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
+from cosyvoice_triton.voice.audio import load_audio
 from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
 from websockets.sync.client import ClientConnection, connect
@@ -176,3 +177,24 @@ def test_the_socket_survives_tokens_that_stop_fail_or_are_cancelled(speech_stack
             "utterance_index": 2,
             "total_sentences": 0,
         }
+
+
+def test_speech_is_converted_whole_and_while_it_is_spoken(speech_stack: SpeechStack) -> None:
+    """Through every model: the source's own tokens, of which there are 25 a second."""
+    path, fields = "/v1/audio/voice-conversion", {"voice": "anna", "response_format": "pcm"}
+    file = {"audio": (RECORDING.name, RECORDING.read_bytes())}
+    whole = httpx.post(speech_stack.url + path, data=fields, files=file, timeout=60)
+    wav = load_audio(RECORDING, PROMPT_SAMPLE_RATE)
+    expected = -(-len(wav) // 640) * SAMPLE_RATE // 25
+    assert whole.status_code == 200, whole.text
+    assert len(whole.content) / 2 == pytest.approx(expected, abs=SAMPLE_RATE // 25)
+    quiet = np.concatenate([np.zeros(PROMPT_SAMPLE_RATE, np.float32), wav])  # a second of which nothing is heard
+    with connect(speech_stack.url.replace("http", "ws") + path + "/stream") as socket:
+        send(socket, "session.config", voice="anna")
+        for piece in np.array_split((quiet * 32767).astype("<i2"), 60):
+            socket.send(piece.tobytes())
+        send(socket, "input.done")
+        start, *audio, done = receive(socket, "audio.done")
+    assert not done["error"] and sum(map(len, audio)) == len(whole.content) + 2 * SAMPLE_RATE
+    refused = httpx.post(speech_stack.url + path, data={**fields, "voice": "nobody"}, files=file, timeout=60)
+    assert refused.status_code == 400 and "'nobody'" in refused.json()["error"]["message"]

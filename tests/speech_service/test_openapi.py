@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 from cosyvoice_triton import speech_service
 from cosyvoice_triton.speech_service.app import build, routes_of
-from cosyvoice_triton.speech_service.bodies import BatchRequest, SpeechRequest
+from cosyvoice_triton.speech_service.bodies import BatchRequest, ConversionRequest, SpeechRequest
 from cosyvoice_triton.speech_service.openapi import served as described_routes
 from cosyvoice_triton.speech_service.routes import runtime_http
 from cosyvoice_triton.speech_service.settings import Settings
@@ -82,6 +82,8 @@ def test_the_document_has_every_field_that_a_route_reads(document: dict[str, Any
         assert body_fields(document, name) == speech
     fields = document["components"]["schemas"]["SpeechRequest"]["properties"]
     assert [name for name, field in fields.items() if not field.get("description")] == []
+    conversion = body_fields(document, "POST /v1/audio/voice-conversion")
+    assert conversion == set(ConversionRequest.model_fields) and conversion - speech == {"audio"}
     assert body_fields(document, "POST /v1/audio/speech/batch") == set(BatchRequest.model_fields)
     for path, names in runtime_http.ROUTES.items():
         assert body_fields(document, f"GET {path}") == body_fields(document, f"POST {path}") == set(names)
@@ -93,7 +95,7 @@ def test_the_document_has_every_field_that_a_route_reads(document: dict[str, Any
         for name in names_of(route):
             known = body_fields(document, name)
             assert read <= known, f"{name} reads these fields, but its body has not all of them: {TO_ADD}"
-            if not known & {"input", "items", "inputs"}:  # which a class parses, that refuses unknown fields
+            if not known & {"input", "items", "inputs", "audio"}:  # which a class parses, that refuses unknown fields
                 assert known <= read, f"{name} does not read all of these fields: correct its `describe`"
             given = {each["name"] for each in operation_of(document, name)["parameters"] if each["in"] == "query"}
             assert given == queries, f"{name} has other query parameters: {TO_ADD}"

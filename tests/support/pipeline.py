@@ -9,9 +9,10 @@ from functools import cache, cached_property
 import numpy as np
 from cosyvoice_triton.llm.interleaving import InterleavedLM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.orchestrator.callbacks import OnWarning, ignore
 from cosyvoice_triton.orchestrator.chunking import Hop, HopRules
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
-from cosyvoice_triton.orchestrator.synthesis import Synthesizer
+from cosyvoice_triton.orchestrator.synthesis import Instructions, Synthesizer
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 
@@ -49,7 +50,9 @@ class Pipeline:
         long_silence: Collection[int] = (),
         silent_tokens: Collection[int] = (),
         judges: bool = False,
+        instructions: Instructions = "with transcript",
     ):
+        self.instructions = instructions
         self.clock = clock
         self.silences = {"long_silence": long_silence, "silent_tokens": silent_tokens, "judges": judges}
         self.llm = llm
@@ -63,10 +66,12 @@ class Pipeline:
     def synthesizer(self) -> Synthesizer:
         interleaved = InterleavedLM(self.llm, demo_tokenizer())
         ports = (self.texts, self.voices, self.encoder, self.llm, interleaved, self.token2wav)
-        return Synthesizer(*ports, self.rules, self.clock, **self.silences)
+        return Synthesizer(*ports, self.rules, self.clock, instructions=self.instructions, **self.silences)
 
-    async def synthesize(self, request: SynthesisRequest | None = None) -> list[np.ndarray]:
-        async with aclosing(self.synthesizer.stream(request or speech_request())) as waveforms:
+    async def synthesize(
+        self, request: SynthesisRequest | None = None, on_warning: OnWarning = ignore
+    ) -> list[np.ndarray]:
+        async with aclosing(self.synthesizer.stream(request or speech_request(), on_warning)) as waveforms:
             return [waveform async for waveform in waveforms]
 
     async def offline(self, request: SynthesisRequest | None = None) -> list[np.ndarray]:

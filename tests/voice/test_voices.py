@@ -15,7 +15,8 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.voice import book as voices
 from cosyvoice_triton.voice.audio import save_audio
 from cosyvoice_triton.voice.book import VoiceBook
-from cosyvoice_triton.voice.files import is_voice_name, register_voice, save_pronunciation, save_voice
+from cosyvoice_triton.voice.bundle import export_voice, read_bundle
+from cosyvoice_triton.voice.files import is_voice_name, register_voice, save_pronunciation, save_recording, save_voice
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 from cosyvoice_triton.voice.rights import UNKNOWN, Rights
 from safetensors.torch import save_file
@@ -128,6 +129,35 @@ def test_every_form_of_a_speaker_in_spk2info_is_read_and_can_be_saved(
     assert_same(voice, expected)
     save_voice(folder / "saved.safetensors", expected)
     assert_same(book.get("saved"), expected)
+
+
+@pytest.mark.parametrize(
+    ("saved", "instruction", "text"),
+    [
+        ("You are a helpful assistant. 请用广东话表达。<|endofprompt|>", "请用广东话表达。", ""),
+        ("You are a helpful assistant. Softly.<|endofprompt|>它说什么", "Softly.", "它说什么"),
+        ("You are a helpful assistant.<|endofprompt|>", "", ""),
+        ("Softly.<|endofprompt|>它说什么", "Softly.", "它说什么"),
+    ],
+)
+def test_a_voice_keeps_its_instruction_in_every_file(
+    saved: str, instruction: str, text: str, folder: Path, tmp_path: Path
+) -> None:
+    """Upstream instructs a saved speaker only by what was saved with it; CosyVoice3's system words are none."""
+    torch.save(
+        {"001": triton_speaker() | {"prompt_text": saved}, "002": cosyvoice_speaker(5)}, tmp_path / "spk2info.pt"
+    )
+    book = VoiceBook(folder, tmp_path, lambda ids: saved)
+    folder.mkdir()
+    save_audio(folder / "recorded.wav", TONE, SAMPLE_RATE)
+    (folder / "recorded.txt").write_text(saved)
+    save_voice(folder / "encoded.safetensors", book.get("001"))
+    save_recording(folder / "uploaded.safetensors", book.get("recorded"))
+    for name in ("001", "002", "encoded", "recorded", "uploaded"):
+        voice = book.get(name)
+        assert (voice.instruction, voice.text) == (instruction, text), name
+    bundle = read_bundle(export_voice(folder, book, "uploaded"))
+    assert (bundle.voice.instruction, bundle.voice.text) == (instruction, text)
 
 
 def test_the_default_voice_is_the_named_one_or_the_speaker_001_of_spk2info_or_the_only_one(
@@ -380,7 +410,7 @@ def test_a_damaged_spk2info_does_not_hide_the_other_voices(
 
 def test_code_in_a_spk2info_is_not_run(tmp_path: Path, book: VoiceBook) -> None:
     torch.save({"anna": Payload(tmp_path / "owned")}, tmp_path / "spk2info.pt")
-    with pytest.raises(UnavailableError, match="speaker 'anna' cannot be used"):
+    with pytest.raises(UnavailableError, match="speaker 'anna' cannot be used: .* it has Python objects"):
         book.get("anna")
     assert not (tmp_path / "owned").exists()
 

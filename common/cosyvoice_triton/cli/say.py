@@ -4,6 +4,7 @@
     cosyvoice-triton say "Good morning." --voice slt
     cosyvoice-triton say "Good morning." --local                               without a server, with the demo voice
     cosyvoice-triton say "Good morning." --local models/official --stack unet
+    cosyvoice-triton say --source me.wav --voice slt                           a recording in another voice
     cosyvoice-triton say "Good morning." --server gpu1:8001 --reference anna.wav --reference-text "What she says."
 
 `cosyvoice-triton serve` starts a server. With --local the checkpoints are loaded first, which takes seconds.
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = command_parser(__doc__)
-    parser.add_argument("text", help="what to speak")
+    parser.add_argument("text", nargs="?", default="", help="what to speak")
+    parser.add_argument("--source", type=Path, help="instead of a text: a recording to convert, of up to two minutes")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--server", default=f"localhost:{GRPC_PORT}", help="gRPC address (default: %(default)s)")
     where.add_argument(
@@ -73,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             pronunciation=args.pronunciation,
             **({"timeout": args.timeout} if args.local is None else {}),
             **({"language": args.language} if args.language else {}),
+            **({"source": args.source} if args.source else {}),
             **dict(args.parameter),
         )
         print(f"{write(chunks, args.output):.2f} s written to {args.output}")

@@ -25,10 +25,10 @@ FinishReason = Literal["stop", "length"]
 class LLMPrompt:
     """One utterance to speak. `prompt_tokens` are speech ids 0..6560 of the reference, `prompt_text` its transcript.
 
-    `instruction`, how to speak, takes the place of both. Cross-lingual mode leaves all three empty: the LLM then gets
-    only the text. `generated`: speech ids of this utterance that the LLM has made already and is to continue.
-    `ids`: the whole prompt as ids of the LLM, in place of the template, see `interleaving`; then the texts and
-    `generated` only bound the length of the answer.
+    `instruction`: how to speak; CosyVoice2 follows one only without the other two. Cross-lingual mode leaves all three
+    empty: the LLM then gets only the text. `generated`: speech ids of this utterance that the LLM has made already and
+    is to continue. `ids`: the whole prompt as ids of the LLM, in place of the template, see `interleaving`; then the
+    texts and `generated` only bound the length of the answer.
 
     Hints for the order of work: `urgent_tokens`, how many of the answer's tokens a listener waits for who has no audio
     yet; `silent_tokens`, speech ids of which those at its start are not spoken, but the last ONSET_TOKENS; `played`,

@@ -15,7 +15,7 @@ from cosyvoice_triton.llm.openai_client import OpenAILM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.orchestrator.request import RequestRules, default_sampling
-from cosyvoice_triton.orchestrator.synthesis import Synthesizer
+from cosyvoice_triton.orchestrator.synthesis import Instructions, Synthesizer
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.text import TextFrontend
@@ -68,15 +68,21 @@ class Pipeline:
             long_silence=stack.silent_tokens,
             silent_tokens=silent,
             judges=bool(silent) and not has_random_weights(Path(config.model_dir)),
+            instructions=_instructions(config, stack),
         )
         self.rules = RequestRules(
             sampling=default_sampling(config),
             max_text_chars=config.max_text_chars,
             languages=self.texts.languages,
-            instructions=follows_instructions(config.llm_tokenizer_dir),
             trim_silence=config.trim_silence,
             retry_bad_answers=config.retry_bad_answers,
         )
+
+
+def _instructions(config: OrchestratorConfig, stack: Stack) -> Instructions:
+    if not follows_instructions(config.llm_tokenizer_dir):
+        return "none"
+    return "with transcript" if stack.llm.tokenizer.system else "alone"
 
 
 def length_ratios(config: OrchestratorConfig) -> LengthRatios:

@@ -16,6 +16,7 @@ import torch
 
 from cosyvoice_triton import triton_io
 from cosyvoice_triton.config import OrchestratorConfig
+from cosyvoice_triton.constants import MAX_SOURCE_SECONDS, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.checkpoint import read_limits, speech_bias
 from cosyvoice_triton.llm.interface import SpeechLM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
@@ -26,7 +27,7 @@ from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, has_fail
 from cosyvoice_triton.monitoring.metrics import BAD_ANSWERS, RequestStats, Values
 from cosyvoice_triton.orchestrator.assembly import Pipeline, length_ratios, llm_server, timeouts
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
-from cosyvoice_triton.orchestrator.text_stream import TextStream, TextStreams
+from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream, PieceStreams
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavReplicas, send_over_triton
 from cosyvoice_triton.orchestrator.triton_encoder import TritonPromptEncoder
 from cosyvoice_triton.replicas import replicas
@@ -36,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
 TEST_SECONDS = 10.0  # a loop that takes longer for nothing is blocked
-NUMBERS = ("reference_wav_len", "reference_sample_rate")
+NUMBERS = ("reference_wav_len", "reference_sample_rate", "source_sample_rate")
+WAVES = ("reference_wav", "source_wav")
 TEXTS = ("target_text", "reference_text", "speaker", "instruct_text")
 
 
@@ -95,7 +97,8 @@ class Orchestrator:
             logger.warning("%s", warning)
         self._decoupled = config.decoupled
         self._instances = config.instances
-        self._texts = TextStreams(config.max_text_chars, config.text_timeout)
+        self._pieces = PieceStreams(config.text_timeout)
+        self._text_limit = Limit("target_text", config.max_text_chars, "characters")
         self._drain = DrainFile(environment.drain_file)
         self.stats = RequestStats()
 
@@ -111,25 +114,30 @@ class Orchestrator:
     async def answer(self, request: Any, responder: triton_io.Responder) -> None:
         """Send the audio of one Triton request, (1, N) per response. Cancelling it ends all work started for it.
 
-        A request of a sequence has the first piece of a text, or a further one, see `text_stream`.
+        A request of a sequence has the first piece of a text or of speech, or a further one, see `text_stream`.
         """
         origin = triton_io.origin(request)
         if not (sequence := origin["correlation_id"]):
             await self._speak(request, responder)
             return
-        sent = triton_io.read_all(request, ["target_text"])
-        piece, end = triton_io.text(sent, "target_text") or "", origin["end"]
+        sent = triton_io.read_all(request, ["target_text", "source_wav", "source_sample_rate"])
+        samples, end = sent.get("source_wav"), origin["end"]
+        piece = (triton_io.text(sent, "target_text") or "") if samples is None else samples.reshape(-1)
         if not origin["start"]:
-            self._texts.add(sequence, piece, end)
+            self._pieces.add(sequence, piece, end)
             return
         if not self._decoupled or self._instances > 1:
             wrong = f"{self._instances} orchestrator processes" if self._decoupled else "offline requests"
-            raise ValueError(f"sequence id {sequence}: text in pieces is not served with {wrong}")
-        with self._texts.open(sequence) as pieces:
+            raise ValueError(f"sequence id {sequence}: a request in pieces is not served with {wrong}")
+        limit = self._text_limit
+        if samples is not None:
+            rate = triton_io.scalar(sent, "source_sample_rate") or PROMPT_SAMPLE_RATE
+            limit = Limit("source_wav", round(MAX_SOURCE_SECONDS * rate), "samples")
+        with self._pieces.open(sequence, limit) as pieces:
             pieces.add(piece, end)
             await self._speak(request, responder, pieces)
 
-    async def _speak(self, request: Any, responder: triton_io.Responder, pieces: TextStream | None = None) -> None:
+    async def _speak(self, request: Any, responder: triton_io.Responder, pieces: PieceStream | None = None) -> None:
         parameters = triton_io.parameters(request)
         caller = str(parameters.get(tracing.TRACEPARENT, ""))
         with self.stats.request() as live, tracing.span("orchestrator", caller) as span:
@@ -161,7 +169,7 @@ class Orchestrator:
 
 
 def _inputs(request: Any) -> dict[str, Any]:
-    sent: dict[str, Any] = dict.fromkeys((*TEXTS, *NUMBERS, "reference_wav"))
+    sent: dict[str, Any] = dict.fromkeys((*TEXTS, *NUMBERS, *WAVES))
     tensors = triton_io.read_all(request, list(sent))
     sent |= tensors
     for name in TEXTS:

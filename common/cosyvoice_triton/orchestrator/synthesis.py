@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Ite
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -59,6 +59,9 @@ SENTENCE_PAUSE = 0.2  # seconds between two segments, beside what is left of the
 # The segments of a request, a pause if it ends with one, None at the end. It has one slot, so that the LLM is at most
 # one segment ahead.
 SegmentQueue = asyncio.Queue[TokenBuffer | Pause | None]
+
+
+Instructions = Literal["none", "alone", "with transcript"]  # what an LLM follows: another one reads them aloud
 
 
 @dataclass
@@ -114,6 +117,7 @@ class Synthesizer:
         long_silence: Collection[int] = (),
         silent_tokens: Collection[int] = (),
         judges: bool = False,
+        instructions: Instructions = "with transcript",
     ):
         """Make it of its ports. long_silence: speech tokens of which long runs are shortened. silent_tokens: those that
         are dropped at the start of a segment, unless its request says otherwise. judges: whether answers are judged,
@@ -131,6 +135,7 @@ class Synthesizer:
         self._silent_tokens = silent_tokens
         self._judges = judges
         self.judged: Counts = {(reason, again): 0 for reason in REASONS for again in (False, True)}
+        self._instructions = instructions
         self._prompts = {trimmed: RecordingCache() for trimmed in (True, False)}
         self._careful_until = -math.inf
         self.refusal = LastRefusal(clock)  # of listeners
@@ -157,7 +162,7 @@ class Synthesizer:
         first = self._token2wav.open()
         renderer: SegmentRenderer | None = None
         opening = self._first_hops.open(
-            played=request.played and request.pieces is None, repeatable=request.sampling.repeatable
+            played=request.played and request.has_text, repeatable=request.sampling.repeatable
         )
         try:
             async with TaskScope() as scope:
@@ -167,7 +172,9 @@ class Synthesizer:
                 finally:
                     self._beginning -= 1
                 silent = self._onset_tokens(request)
-                schedule = self._rules.schedule(len(prompt.tokens), self._clock, short=opening.short, silent=silent)
+                live = request.source is not None and request.source.live
+                rules = replace(self._rules, strategy="equal") if live else self._rules  # longer ones come later
+                schedule = rules.schedule(len(prompt.tokens), self._clock, short=opening.short, silent=silent)
                 playback, judge = Playback(), self._judge(request, on_warning)
                 while (segment := await scope.result(segments.get())) is not None:
                     if (silence := _silence(segment)).size:
@@ -282,54 +289,71 @@ class Synthesizer:
         if not isinstance(ready, Prompt):
             await place.held()
             encoding = self._encoded(await scope.result(_mended(ready, request.trim_reference, on_warning)), scope)
+        instruction, continued = self._style(request, voice, on_warning)
         prepare = partial(self._prepared, request, voice.text, words, on_warning)
         in_loop = isinstance(ready, Prompt) and len(request.target_text) + len(voice.text) <= SHORT_TEXT
         transcript, text, texts = prepare() if in_loop else await scope.result(asyncio.to_thread(prepare))
-        kept = None  # speech tokens of the voice that the LLM continues
-        if voice.text and not (request.instruct_text or request.cross_lingual):
-            kept = await _kept(ready, encoding, scope)
+        kept = await _kept(ready, encoding, scope) if continued else None
         played = request.played and first is not None
         silent, urgent = self._onset_tokens(request), 0
         if played:
             urgent = self._rules.first_context(None if kept is None else len(kept), short=short, silent=silent)
         leading = self._silent_tokens if request.trim_silence else ()
-        llm_prompt = LLMPrompt(
-            "", instruction=request.instruct_text, urgent_tokens=urgent, silent_tokens=leading, played=played
-        )
+        llm_prompt = LLMPrompt("", instruction=instruction, urgent_tokens=urgent, silent_tokens=leading, played=played)
         if kept is not None:
             llm_prompt = replace(llm_prompt, prompt_text=transcript, prompt_tokens=kept)
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
-        new_buffer = partial(TokenBuffer, on_warning, on_stage, partial(SilenceFilter, self._long_silence, leading))
-        if request.pieces is None:
+        long_silence = () if request.source is not None else self._long_silence  # a conversion keeps its pauses
+        new_buffer = partial(TokenBuffer, on_warning, on_stage, partial(SilenceFilter, long_silence, leading))
+        if request.has_text:
             work = self._generate(text, texts, llm_prompt, request, segments, new_buffer, on_warning)
         else:
-            work = self._generate_interleaved(request, llm_prompt, segments, new_buffer(0.0))
+            work = self._generate_whole(request, llm_prompt, segments, new_buffer(0.0))
         scope.spawn(place.unless_refused(work))
         place.ask()  # after the LLM was started
         if isinstance(ready, Prompt):
             prompt = ready
         else:
             tokens, mel, embedding = [await scope.result(part) for part in encoding]
-            prompt = Prompt.aligned(tokens, mel, embedding, voice.text)
+            prompt = Prompt.aligned(tokens, mel, embedding, voice.text, voice.instruction)
         if known is None and isinstance(voice, Recording):
             prompts.put(voice, prompt)
         await place.held()
         return prompt, segments
 
+    def _style(
+        self, request: SynthesisRequest, voice: Recording | Prompt | Mix, on_warning: OnWarning
+    ) -> tuple[str, bool]:
+        """Return the instruction that the LLM follows, and whether it continues the voice, after its transcript."""
+        if request.source is not None:
+            return "", False
+        asked, own = request.instruct_text, voice.instruction
+        if (asked or own) and self._instructions == "none":
+            on_warning("instruct_text was left out: this LLM does not follow instructions")
+            asked = own = ""
+        of_request = isinstance(request.voice, Recording)
+        continued = bool(voice.text) and not request.cross_lingual and (of_request or not asked)
+        if continued and (asked or own) and self._instructions == "alone":
+            continued = False
+            on_warning(
+                f"the transcript {voice.text[:40]!r} was left out: this LLM follows instructions without one only"
+            )
+        return asked or own, continued
+
     def _read(self, request: SynthesisRequest) -> tuple[Recording | Prompt | Mix, Mapping[str, str]]:
-        """Return the voice, and the words with another pronunciation; none for a text in pieces."""
+        """Return the voice, and the words with another pronunciation; none without a whole text."""
         voice = request.voice if isinstance(request.voice, Recording) else self._voices.get(request.voice)
-        if request.pieces is not None:
+        if not request.has_text:
             return voice, {}
         return voice, combined(request.pronunciation, self._voices.pronunciation(request.voice))
 
     def _prepared(
         self, request: SynthesisRequest, transcript: str, pronunciation: Mapping[str, str], on_warning: OnWarning
     ) -> tuple[str, str | Pause | None, Iterator[str | Pause]]:
-        """Return the voice's transcript, the first of the texts and the others: none if the text comes in pieces."""
+        """Return the voice's transcript, the first of the texts and the others: none without a whole text."""
         spelled = self._texts.transcript(transcript, request.normalize)
-        if request.pieces is not None:
+        if not request.has_text:
             return spelled, None, iter(())
         texts = self._texts.segments(
             request.target_text,
@@ -383,14 +407,17 @@ class Synthesizer:
             await segments.put(Pause(pause))
         await segments.put(None)
 
-    async def _generate_interleaved(
+    async def _generate_whole(
         self, request: SynthesisRequest, llm_prompt: LLMPrompt, segments: SegmentQueue, segment: TokenBuffer
     ) -> None:
-        """Queue the only buffer of a text in pieces and fill it."""
-        assert request.pieces is not None
+        """Queue the only buffer of a text in pieces, or of a conversion, and fill it."""
         await segments.put(segment)
-        pieces = segment.noted(request.pieces)
-        await segment.read(self._interleaved.generate(llm_prompt, pieces, request.sampling, request.max_tokens))
+        if request.source is not None:
+            await segment.read(request.source.tokens(self._encoder.tokens), "source")
+        elif request.pieces is not None:
+            pieces = segment.noted(request.pieces)
+            answer = self._interleaved.generate(llm_prompt, pieces, request.sampling, request.max_tokens)
+            await segment.read(answer, "llm")
         await segments.put(None)
 
 

@@ -129,10 +129,11 @@ class TokenBuffer:
             self.text += piece
             yield piece
 
-    async def read(self, answer: AsyncGenerator[TokenChunk, None]) -> None:
-        """Read the whole segment from `answer`. Warns if it was cut short; ValueError if there is no token at all."""
+    async def read(self, answer: AsyncGenerator[TokenChunk, None], stage: str) -> None:
+        """Read the whole segment from `answer`, whose first tokens are a stage of this name. Warns if it was cut short;
+        ValueError if there is no token at all."""
         generated = self.generated
-        reason = await self._read(answer, generated)
+        reason = await self._read(answer, generated, stage)
         if not generated:
             raise ValueError("the LLM returned no speech token for the text in pieces")
         if reason == "length":
@@ -144,11 +145,13 @@ class TokenBuffer:
         self.ended = True
         self._changed.set()
 
-    async def _read(self, answer: AsyncGenerator[TokenChunk, None], generated: list[int]) -> FinishReason | None:
+    async def _read(
+        self, answer: AsyncGenerator[TokenChunk, None], generated: list[int], stage: str = "llm"
+    ) -> FinishReason | None:
         """Append the tokens of `answer` to `generated`, and to the buffer what the chunks get of them. Return why it
         has ended."""
         reason: FinishReason | None = None
-        with tracing.span("llm"):
+        with tracing.span(stage):
             async with aclosing(answer):
                 async for chunk in answer:
                     if generated is not self.generated:  # it was dropped
@@ -156,7 +159,7 @@ class TokenBuffer:
                     reason = chunk.finish_reason
                     if chunk.tokens:
                         if not generated:
-                            self._on_stage("llm")
+                            self._on_stage(stage)
                         generated += chunk.tokens
                         self.tokens.extend(self._silence.kept(chunk.tokens))
                         self._changed.set()

@@ -26,6 +26,7 @@ _INPUTS = {
     "instruct_text": "instructions",
     "reference_text": "ref_text",
     "reference_wav": "ref_audio",
+    "source_wav": "audio",
     "nor a speaker": "nor a voice",
 }
 _FIELDS = (

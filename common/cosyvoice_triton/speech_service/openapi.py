@@ -15,7 +15,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 
-from cosyvoice_triton.speech_service.bodies import BatchRequest, SpeechRequest
+from cosyvoice_triton.speech_service.bodies import BatchRequest, ConversionRequest, SpeechRequest
 from cosyvoice_triton.speech_service.security.guard import is_open
 
 JSON, FORM, MULTIPART = "application/json", "application/x-www-form-urlencoded", "multipart/form-data"
@@ -130,7 +130,8 @@ def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
         for method, operation in methods.items():
             operation |= _completed(operation, method, path)
     _, models = models_json_schema(
-        [(SpeechRequest, "validation"), (BatchRequest, "validation")], ref_template=named("{model}")["$ref"]
+        [(body, "validation") for body in (SpeechRequest, ConversionRequest, BatchRequest)],
+        ref_template=named("{model}")["$ref"],
     )
     known["components"] = {
         "schemas": {**models["$defs"], **_SCHEMAS},

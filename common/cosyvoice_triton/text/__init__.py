@@ -12,7 +12,24 @@ preview.py         what will be spoken, for people
 frontend.py        numbers and signs as words; all of this: a text -> its segments
 """
 
-from cosyvoice_triton.text.cleaning import clean_line, clean_text, is_speakable, split_instruction, strip_control_tokens
+from cosyvoice_triton.text.cleaning import (
+    clean_line,
+    clean_text,
+    clean_transcript,
+    is_speakable,
+    split_instruction,
+    stored_transcript,
+    strip_control_tokens,
+)
 from cosyvoice_triton.text.frontend import TextFrontend
 
-__all__ = ["TextFrontend", "clean_line", "clean_text", "is_speakable", "split_instruction", "strip_control_tokens"]
+__all__ = [
+    "TextFrontend",
+    "clean_line",
+    "clean_text",
+    "clean_transcript",
+    "is_speakable",
+    "split_instruction",
+    "stored_transcript",
+    "strip_control_tokens",
+]

@@ -221,6 +221,20 @@ def clean_line(text: str, *, name: str, max_chars: int) -> str:
     return clean_text(text, name=name, max_chars=max_chars).replace("\n", " ") if text else ""
 
 
+def clean_transcript(text: str, *, name: str, max_chars: int) -> tuple[str, str]:
+    """Return the instruction before `<|endofprompt|>` in the transcript of a recording, "" without one, and the words
+    that are spoken in it, as `clean_line`: "" also for an instruction, or CosyVoice3's system words, alone."""
+    if len(text) > max_chars:
+        raise ValueError(f"{name} has {len(text)} characters, more than the limit of {max_chars}")
+    instruction, said = split_instruction(text)
+    return instruction, clean_line(said, name=name, max_chars=max_chars)
+
+
+def stored_transcript(instruction: str, text: str) -> str:
+    """Return both as one text, which `clean_transcript` reads."""
+    return f"{instruction}{END_OF_PROMPT}{text}" if instruction else text
+
+
 def _printable(text: str) -> str:
     """Return the text without control characters, which splitting into lines and words would leave to the tokenizer,
     and without signs that nobody sees or that cover others, for which the LLM invents speech."""

@@ -122,11 +122,11 @@ def _require_cheap(kind: str, channels: int, rate: int) -> None:
         )
 
 
-def load_reference(source: Path | BinaryIO) -> Recording:
+def load_reference(source: Path | BinaryIO, max_seconds: float = MAX_REFERENCE_SECONDS) -> Recording:
     """Return a sound file as a reference recording. ValueError as in `validate_reference`, and as in `load_audio` for
     files from untrusted clients."""
-    recording = load_recording(source, max_seconds=MAX_REFERENCE_SECONDS)
-    validate_reference(recording.wav, rate=recording.rate)
+    recording = load_recording(source, max_seconds=max_seconds)
+    validate_reference(recording.wav, rate=recording.rate, max_seconds=max_seconds)
     return recording
 
 

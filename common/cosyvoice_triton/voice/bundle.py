@@ -13,7 +13,7 @@ from typing import Any
 
 from cosyvoice_triton.constants import MAX_REFERENCE_RATE, MAX_REFERENCE_SECONDS, MAX_TRANSCRIPT_CHARS
 from cosyvoice_triton.errors import json_kind
-from cosyvoice_triton.text import clean_line
+from cosyvoice_triton.text import clean_transcript, stored_transcript
 from cosyvoice_triton.text.pronunciation import pronunciations, read_pronunciations
 from cosyvoice_triton.voice.audio import load_reference
 from cosyvoice_triton.voice.book import VoiceBook
@@ -52,7 +52,7 @@ def export_voice(folder: Path, book: VoiceBook, name: str) -> bytes:
 
         sound = io.BytesIO()
         sf.write(sound, voice.wav, voice.rate, format="WAV", subtype="FLOAT")
-        about["text"], content = voice.text, {_WAV: sound.getvalue()}
+        about["text"], content = stored_transcript(voice.instruction, voice.text), {_WAV: sound.getvalue()}
     elif is_voice_name(name) and encoded.exists():
         content = {_ENCODED: encoded.read_bytes()}
     else:
@@ -86,8 +86,9 @@ def read_bundle(data: bytes) -> Bundle:
         recording = load_reference(io.BytesIO(members[_WAV]))
     except RuntimeError as error:  # libsndfile's
         raise ValueError(f"{_WAV} is not readable: {error}") from None
-    text = clean_line(texts["text"], name="text", max_chars=MAX_TRANSCRIPT_CHARS)
-    return Bundle(texts["name"], Recording(recording.wav, text, recording.rate), words, texts["consent"])
+    instruction, text = clean_transcript(texts["text"], name="text", max_chars=MAX_TRANSCRIPT_CHARS)
+    voice = Recording(recording.wav, text, recording.rate, instruction)
+    return Bundle(texts["name"], voice, words, texts["consent"])
 
 
 def _members(data: bytes) -> dict[str, bytes]:

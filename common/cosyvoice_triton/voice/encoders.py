@@ -156,7 +156,8 @@ class ReferenceEncoder:
                 return known
             tokenizer, speaker = self._networks
             mel, wav = reference_mel(recording, self._mel_max_hz), audio.at_rate(recording, PROMPT_SAMPLE_RATE)
-            prompt = Prompt.aligned(tokenizer([wav])[0], mel, speaker([wav])[0], recording.text)
+            parts = tokenizer([wav])[0], mel, speaker([wav])[0]
+            prompt = Prompt.aligned(*parts, recording.text, recording.instruction)
             self._prompts.put(recording, prompt)
             return prompt
 

@@ -33,7 +33,8 @@ MAX_PEAK = 4.0
 
 @dataclass(frozen=True)
 class Recording:
-    """A recording of a voice: `wav` (T,) float32 at `rate` Hz, and its transcript `text` (empty: unknown).
+    """A recording of a voice: `wav` (T,) float32 at `rate` Hz, its transcript `text` (empty: unknown), and the
+    `instruction` that the voice is spoken with (empty: none).
 
     It keeps the rate at which it came in, because CosyVoice3's mel has bands up to 12 kHz. Each network that reads it
     resamples it for itself.
@@ -42,6 +43,7 @@ class Recording:
     wav: np.ndarray = field(repr=False)
     text: str = ""
     rate: int = PROMPT_SAMPLE_RATE
+    instruction: str = ""
 
     @property
     def seconds(self) -> float:
@@ -56,50 +58,66 @@ class Recording:
         return digest.digest()
 
 
-def validate_reference(wav: np.ndarray, length: int | None = None, rate: int = PROMPT_SAMPLE_RATE) -> np.ndarray:
+def validate_reference(
+    wav: np.ndarray,
+    length: int | None = None,
+    rate: int = PROMPT_SAMPLE_RATE,
+    *,
+    of: str = "reference",
+    max_seconds: float = MAX_REFERENCE_SECONDS,
+    may_be_silent: bool = False,
+) -> np.ndarray:
     """Return the recording in a request's `reference_wav`, without padding: float32 (N,).
 
     wav: (T,) or (1, T), possibly padded at the end. length: the request's `reference_wav_len`; samples beyond it are
-    neither checked nor used. None: all samples. rate: the request's `reference_sample_rate`.
+    neither checked nor used. None: all samples. rate: the request's `reference_sample_rate`. of: what the inputs'
+    names begin with.
     ValueError with the offending value: a rate that is not carried, wrong shape or type, length not in 1..T, duration
     out of range, NaN or infinite samples, silence.
     """
+    if length is not None and wav.size:
+        if not 0 < length <= wav.size:
+            raise ValueError(f"{of}_wav_len {length} is not in 1..{wav.size}, the samples of {of}_wav")
+        wav = wav[..., :length]
+    wav = validate_samples(wav, rate, of)
+    seconds = wav.size / rate
+    if not MIN_REFERENCE_SECONDS <= seconds <= max_seconds:
+        raise ValueError(
+            f"{of}_wav of {wav.size} samples lasts {seconds:.7g} s at {rate} Hz: "
+            f"expected {MIN_REFERENCE_SECONDS} to {max_seconds} s"
+        )
+    swing = (float(wav.max()) - float(wav.min())) / 2
+    if swing < SILENCE_PEAK and not may_be_silent:  # also if all samples are the same
+        raise ValueError(f"{of}_wav is silent: its samples vary by {swing:.1e}, less than {SILENCE_PEAK:.0e}")
+    return wav
+
+
+def validate_samples(wav: np.ndarray, rate: int, of: str) -> np.ndarray:
+    """Return samples (T,) or (1, T) of any duration as float32 (T,). Parameters and errors are those of
+    `validate_reference`."""
     if rate % REFERENCE_RATE_STEP or not MIN_REFERENCE_RATE <= rate <= MAX_REFERENCE_RATE:
         raise ValueError(
-            f"reference_sample_rate {rate} is not a multiple of {REFERENCE_RATE_STEP} from {MIN_REFERENCE_RATE} to "
+            f"{of}_sample_rate {rate} is not a multiple of {REFERENCE_RATE_STEP} from {MIN_REFERENCE_RATE} to "
             f"{MAX_REFERENCE_RATE}: resample the recording, for example to {SAMPLE_RATE}"
         )
     if not np.issubdtype(wav.dtype, np.floating) or wav.ndim == 0 or wav.size != wav.shape[-1]:
-        raise ValueError(f"reference_wav is {wav.dtype} of shape {list(wav.shape)}: expected floats of shape [T]")
+        raise ValueError(f"{of}_wav is {wav.dtype} of shape {list(wav.shape)}: expected floats of shape [T]")
     wav = wav.reshape(-1).astype(np.float32, copy=False)
     if wav.size == 0:
-        raise ValueError("reference_wav is empty: 0 samples")
-    if length is not None:
-        if not 0 < length <= wav.size:
-            raise ValueError(f"reference_wav_len {length} is not in 1..{wav.size}, the samples of reference_wav")
-        wav = wav[:length]
-    seconds = wav.size / rate
-    if not MIN_REFERENCE_SECONDS <= seconds <= MAX_REFERENCE_SECONDS:
-        raise ValueError(
-            f"reference_wav of {wav.size} samples lasts {seconds:.7g} s at {rate} Hz: "
-            f"expected {MIN_REFERENCE_SECONDS} to {MAX_REFERENCE_SECONDS} s"
-        )
+        raise ValueError(f"{of}_wav is empty: 0 samples")
     low, high = float(wav.min()), float(wav.max())  # NaN if there is one: no array is made that is as large
     if not math.isfinite(high - low):
         bad = np.flatnonzero(~np.isfinite(wav))[0]
-        raise ValueError(f"reference_wav is {wav[bad]} at sample {bad}: every sample must be finite")
+        raise ValueError(f"{of}_wav is {wav[bad]} at sample {bad}: every sample must be finite")
     if (peak := max(-low, high)) > MAX_PEAK:
-        raise ValueError(
-            f"reference_wav holds a sample of {peak:g}: samples are -1..1; divide 16-bit ones by {1 << 15}"
-        )
-    if (swing := (high - low) / 2) < SILENCE_PEAK:  # also if all samples are the same
-        raise ValueError(f"reference_wav is silent: its samples vary by {swing:.1e}, less than {SILENCE_PEAK:.0e}")
+        raise ValueError(f"{of}_wav holds a sample of {peak:g}: samples are -1..1; divide 16-bit ones by {1 << 15}")
     return wav
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """An encoded recording. `tokens` (P,) int64 in 0..6560, `mel` (2P, 80), `embedding` (192,), transcript `text`.
+    """An encoded recording. `tokens` (P,) int64 in 0..6560, `mel` (2P, 80), `embedding` (192,), transcript `text`,
+    and `instruction` as of a `Recording`.
 
     P = 0: a voice of which only the x-vector is known; it has no transcript.
     """
@@ -108,9 +126,12 @@ class Prompt:
     mel: np.ndarray
     embedding: np.ndarray
     text: str
+    instruction: str = ""
 
     @classmethod
-    def aligned(cls, tokens: np.ndarray, mel: np.ndarray, embedding: np.ndarray, text: str = "") -> "Prompt":
+    def aligned(
+        cls, tokens: np.ndarray, mel: np.ndarray, embedding: np.ndarray, text: str = "", instruction: str = ""
+    ) -> "Prompt":
         """Cut tokens (P',) and mel (T, 80) of one recording to the same duration, that of the shorter one.
 
         They come from different filters and roundings, so their lengths may differ by a frame or so.
@@ -132,6 +153,7 @@ class Prompt:
             mel=mel[: length * TOKEN_MEL_RATIO].astype(np.float32),
             embedding=embedding.astype(np.float32),
             text=text,
+            instruction=instruction,
         )
 
     @cached_property
@@ -170,11 +192,13 @@ class RecordingCache:
         self._prompts: OrderedDict[bytes, Prompt] = OrderedDict()  # by digest of the samples, most recently used last
 
     def get(self, recording: Recording) -> Prompt | None:
-        """Return the prompt of these samples, with this recording's transcript."""
+        """Return the prompt of these samples, with this recording's transcript and instruction."""
         if (prompt := self._prompts.get(recording.digest)) is None:
             return None
         self._prompts.move_to_end(recording.digest)
-        return prompt if prompt.text == recording.text else replace(prompt, text=recording.text)
+        if (prompt.text, prompt.instruction) == (recording.text, recording.instruction):
+            return prompt
+        return replace(prompt, text=recording.text, instruction=recording.instruction)
 
     def put(self, recording: Recording, prompt: Prompt) -> None:
         self._prompts[recording.digest] = prompt

@@ -21,14 +21,15 @@ _CODECS = (
 )
 
 
-def decode(data: bytes, max_bytes: int) -> Recording:
+def decode(data: bytes, max_bytes: int, max_seconds: float = MAX_REFERENCE_SECONDS) -> Recording:
     """Return an audio file as a recording, channels averaged. ValueError with the reason if it is invalid."""
     if len(data) > max_bytes:
         raise ValueError(f"the recording has {len(data)} bytes, more than the limit of {max_bytes}")
     if (container := _container(data)) is not None:
-        return Recording(validate_reference(_load_with_ffmpeg(data, container), rate=SAMPLE_RATE), rate=SAMPLE_RATE)
+        samples = _load_with_ffmpeg(data, container, max_seconds)
+        return Recording(validate_reference(samples, rate=SAMPLE_RATE, max_seconds=max_seconds), rate=SAMPLE_RATE)
     try:
-        return load_reference(io.BytesIO(data))
+        return load_reference(io.BytesIO(data), max_seconds)
     except RuntimeError:  # libsndfile's errors
         raise ValueError(
             "the recording is not a readable audio file: send WAV, FLAC, OGG, MP3, M4A, AAC, WebM, AIFF or CAF"
@@ -47,7 +48,7 @@ def _container(data: bytes) -> str | None:
     return _MAGIC.get(data[:4])
 
 
-def _load_with_ffmpeg(data: bytes, container: str) -> np.ndarray:
+def _load_with_ffmpeg(data: bytes, container: str, max_seconds: float) -> np.ndarray:
     """Return the first sound of a file as float32 (T,) at SAMPLE_RATE, more than which no network reads. ValueError.
 
     FFmpeg opens nothing but these bytes: the demuxer is named, no protocol is allowed, and only common codecs are.
@@ -55,7 +56,7 @@ def _load_with_ffmpeg(data: bytes, container: str) -> np.ndarray:
     options = {"protocol_whitelist": "none", "codec_whitelist": ",".join(_CODECS)}
     resampler = av.AudioResampler(format="flt", layout="mono", rate=SAMPLE_RATE)
     parts: list[np.ndarray] = []
-    left = int(MAX_REFERENCE_SECONDS * SAMPLE_RATE)
+    left = int(max_seconds * SAMPLE_RATE)
     try:
         with av.open(io.BytesIO(data), "r", format=container, options=options, metadata_errors="ignore") as file:
             if not file.streams.audio:
@@ -73,13 +74,13 @@ def _load_with_ffmpeg(data: bytes, container: str) -> np.ndarray:
                     parts.append(part.to_ndarray().reshape(-1))
                     left -= parts[-1].size
                 if left < 0:
-                    raise ValueError(f"the recording is longer than {MAX_REFERENCE_SECONDS:g} s")
+                    raise ValueError(f"the recording is longer than {max_seconds:g} s")
     except (av.FFmpegError, OSError) as error:
         raise ValueError(f"the recording is a damaged file of the format {container}: {error}") from None
     return np.concatenate([np.zeros(0, np.float32), *parts])
 
 
-def decode_base64(text: str, max_bytes: int) -> Recording:
+def decode_base64(text: str, max_bytes: int, max_seconds: float = MAX_REFERENCE_SECONDS) -> Recording:
     """Decode a file in base64, plain or as a data URL. ValueError, also for other URLs: none is fetched."""
     if text.startswith("data:"):
         text = text.partition(",")[2]
@@ -94,7 +95,7 @@ def decode_base64(text: str, max_bytes: int) -> Recording:
         data = base64.b64decode(text, validate=True)
     except ValueError as error:
         raise ValueError(f"ref_audio is not base64: {error}") from None
-    return decode(data, max_bytes)
+    return decode(data, max_bytes, max_seconds)
 
 
 def from_pcm16(data: bytes, max_bytes: int) -> Recording:

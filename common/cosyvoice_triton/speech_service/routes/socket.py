@@ -26,7 +26,7 @@ from typing import Any
 from async_timeout import timeout
 from fastapi import APIRouter, WebSocket
 
-from cosyvoice_triton.client.utterance import TextPieces
+from cosyvoice_triton.client.utterance import Pieces, text_pieces
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.audio.spoken import Word, spoken_words
@@ -71,12 +71,12 @@ class SocketSession(SocketSessionBase):
         super().__init__(socket, service)
         self._config: dict[str, Any] = {"response_format": "pcm"}
         self._by_tokens = False  # the mode
-        self._pieces: TextPieces | None = None  # of the utterance in the mode "tokens"
+        self._pieces: Pieces[str] | None = None  # of the utterance in the mode "tokens"
         self._half = ""  # of a surrogate pair, which a client that cuts text by UTF-16 units may send in two pieces
         self._splitter = SentenceSplitter()
         self._document = ""  # SSML that has not ended, which is spoken as one sentence
         # Complete sentences, or all of the utterance; None where the client has sent input.done.
-        self._waiting: deque[str | TextPieces | None] = deque()
+        self._waiting: deque[str | Pieces[str] | None] = deque()
         self._waiting_chars = 0  # of all of them
         self._utterance = 0
         self._sentences = 0  # spoken so far in this utterance
@@ -143,14 +143,14 @@ class SocketSession(SocketSessionBase):
 
     def _add_piece(self, piece: str) -> None:
         if self._pieces is None:
-            self._pieces = TextPieces()
+            self._pieces = text_pieces()
             self._waiting.append(self._pieces)
             self._wake()
         if self._pieces.ended:
             raise invalid("input.text before session.done: in the mode tokens, an utterance ends before the next one")
         if not self._speaking:
             raise invalid("the utterance failed: end it with input.done or input.cancel")
-        if self._pieces.chars + len(piece) > (limit := self._service.settings.max_input_chars):
+        if self._pieces.length + len(piece) > (limit := self._service.settings.max_input_chars):
             raise invalid(f"the utterance has more than {limit} characters: this piece is not spoken", "text")
         self._pieces.add(piece)
 
@@ -216,7 +216,7 @@ class SocketSession(SocketSessionBase):
         self._said.clear()
         await self._send("session.done", **done)
 
-    async def _speak_sentence(self, sentence: str | TextPieces) -> None:
+    async def _speak_sentence(self, sentence: str | Pieces[str]) -> None:
         before = self._voice
         if isinstance(sentence, str):
             rest, name = without_voices(sentence)
@@ -234,7 +234,7 @@ class SocketSession(SocketSessionBase):
             shown, wanted.timestamps = wanted.timestamps, "word"
             answer = await self._service.answer(wanted)
             self._said.append((self._seconds_said(), text, answer))
-            if isinstance(sentence, TextPieces):
+            if isinstance(sentence, Pieces):
                 answer.utterances = (replace(answer.utterances[0], target_text="", pieces=sentence),)
             audio = {"format": wanted.response_format, "sample_rate": answer.encoder.rate}
             await self._send("audio.start", **index, sentence_text=text, **audio)

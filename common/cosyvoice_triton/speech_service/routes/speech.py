@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from cosyvoice_triton import stacks
 from cosyvoice_triton.errors import json_kind
 from cosyvoice_triton.speech_service import openapi as doc
+from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.audio.encoding import FORMATS
 from cosyvoice_triton.speech_service.bodies import (
     OPENAI_MODELS,
@@ -56,9 +57,9 @@ _EVENTS = doc.described(
     "events `speech.audio.delta` with `audio` in base64, `speech.audio.timestamps` with `segments`, then "
     "`speech.audio.done` with `usage`, `warnings`, `subtitles`, or `speech.audio.error` with `error`",
 )
-_CONTENT = {**{kind.media_type: doc.FILE for kind in FORMATS.values()}, "text/event-stream": _EVENTS}
+AUDIO_CONTENT = {**{kind.media_type: doc.FILE for kind in FORMATS.values()}, "text/event-stream": _EVENTS}
 _SPEECH = doc.describe(
-    "Speech", body=doc.SPEECH_BODY, answer=SPEECH, content=_CONTENT, errors=doc.SPEAKING, headers=HEADERS
+    "Speech", body=doc.SPEECH_BODY, answer=SPEECH, content=AUDIO_CONTENT, errors=doc.SPEAKING, headers=HEADERS
 )
 _PREVIEW = doc.record(
     {"segments": doc.array(doc.TEXT), "seconds": doc.array(doc.NUMBER), "language": doc.TEXT},
@@ -99,13 +100,18 @@ async def speech(request: Request) -> Response:
     async with service.dispatcher.upload_slot(request.headers.get("content-length")):
         fields, upload = await read_fields(request, "ref_audio")
         wanted: SpeechRequest = parse(SpeechRequest, fields)
-        if wanted.stream_format == "sse" and not wanted.stream:
-            raise invalid("stream false with stream_format 'sse': events are a stream", "stream")
         if wanted.stream_format == "audio":
             for field in ("timestamps", "subtitles"):
                 if value := getattr(wanted, field):
                     raise invalid(f"{field} {value!r} with stream_format 'audio': use 'json' or 'sse'", field)
         answer = await service.answer(wanted, upload)
+    return responded(service, wanted, answer)
+
+
+def responded(service: Service, wanted: SpeechRequest, answer: SpeechAnswer) -> AudioResponse:
+    """Return the response with an answer's audio, in the form that is wanted."""
+    if wanted.stream_format == "sse" and not wanted.stream:
+        raise invalid("stream false with stream_format 'sse': events are a stream", "stream")
     audio, stall = service.dispatcher.encoded(answer), service.settings.stall
     if wanted.stream_format == "sse":
         return AudioResponse(answer, events(audio, answer), stall, "text/event-stream")

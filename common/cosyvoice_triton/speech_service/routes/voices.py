@@ -36,6 +36,8 @@ _NEW = doc.record(
     {"name": doc.TEXT, "audio_sample": doc.FILE},
     {
         "ref_text": doc.described(doc.TEXT, "the transcript of the recording"),
+        "instructions": doc.described(doc.TEXT, "how the voice speaks, unless a request says how"),
+        "trim_reference": doc.described(doc.TEXT, "true: cut the silence at its ends to 0.2 s, and mend its end"),
         "pronunciation": doc.described(doc.TEXT, "words, and what is spoken for each, one a line"),
         "consent": doc.described(doc.TEXT, "the speaker's agreement, or where it is kept"),
     },
@@ -64,16 +66,18 @@ def _voice(name: str) -> dict[str, Any]:
 @router.post("/v1/audio/voices", **doc.describe("Voices", body={doc.MULTIPART: _NEW}, answer=_ADDED, **_ADDING))
 async def add(request: Request) -> Response:
     """Register a voice: a form with `name`, `audio_sample` (an audio file), `ref_text` (its transcript),
-    `pronunciation` (its dictionary) and `consent` (the speaker's, or where it is kept)."""
+    `instructions` (how it speaks), `pronunciation` (its dictionary) and `consent` (the speaker's, or where it is
+    kept)."""
     fields, data = await read_fields(request, "audio_sample")
     if data is None:
         raise invalid("audio_sample is missing: upload the recording as a file in a multipart form", "audio_sample")
     name, text = normalized(str(fields.get("name", ""))), str(fields.get("ref_text", ""))
     words, consent = fields.get("pronunciation", ""), str(fields.get("consent", ""))
-    voices = Service.of(request).voices
-    judged = await asyncio.to_thread(voices.add, name, data, text, words, consent, API_KEY.get())
+    voices, style = Service.of(request).voices, str(fields.get("instructions", ""))
+    trim = str(fields.get("trim_reference", "")).lower() in ("true", "1")
+    judged = await asyncio.to_thread(voices.add, name, data, text, words, consent, API_KEY.get(), style, trim)
     about = {**_voice(name), **voices.rights(name).known, "ref_text": text, "seconds": round(judged.seconds, 3)}
-    unknown = sorted(fields.keys() - {"name", "ref_text", "pronunciation", "consent"})
+    unknown = sorted(fields.keys() - _NEW["properties"].keys())
     warnings = [*judged.warnings, *(f"the field {field[:40]!r} is unknown and was left out" for field in unknown)]
     return JSONResponse({**about, **({"warnings": warnings} if warnings else {})}, 201)
 
