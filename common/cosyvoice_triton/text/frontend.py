@@ -12,16 +12,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, lru_cache, partial
 from typing import Any, Literal
 
-from cosyvoice_triton.text import chinese
-from cosyvoice_triton.text.chinese_reading import read_chinese
+from cosyvoice_triton.text.chinese import CHINESE, cleaned
 from cosyvoice_triton.text.cleaning import is_speakable, plain_signs, without_markup
-from cosyvoice_triton.text.english_reading import read_english
-from cosyvoice_triton.text.japanese_reading import read_japanese
+from cosyvoice_triton.text.english import ENGLISH
+from cosyvoice_triton.text.japanese import JAPANESE
 from cosyvoice_triton.text.kana import MISSING, has_kanji, in_kana, kana_available
-from cosyvoice_triton.text.korean_reading import read_korean
+from cosyvoice_triton.text.korean import KOREAN
 from cosyvoice_triton.text.language import COSYVOICE3, Language, language_of, language_of_sentence, languages_of, named
 from cosyvoice_triton.text.markup import Pause, is_heard, parts
 from cosyvoice_triton.text.pronunciation import Pronouncer
+from cosyvoice_triton.text.quantities import Reader
 from cosyvoice_triton.text.segments import (
     Seconds,
     closed,
@@ -43,9 +43,8 @@ SPELLING: dict[str, Spelled] = {
     "phone_normalization": "phones",
 }
 
-# Left unchanged: the LLM's tags of sounds ("[laughter]", "<strong>") and phonemes ("[AH0]", "[ǐ]"), and characters that
-# the package would escape (quotation marks, backslashes).
-_AS_IS = r"""\[(?:[a-z_à-ǜ-]+|[A-Z]{1,2}[0-2]?)\]|</?[a-z]+>|["\\]"""
+# Left unchanged: the LLM's tags of sounds ("[laughter]", "<strong>") and phonemes ("[AH0]", "[ǐ]").
+_AS_IS = r"\[(?:[a-z_à-ǜ-]+|[A-Z]{1,2}[0-2]?)\]|</?(?:strong|laughter)>"
 
 # What requests can ask to have left unchanged, too.
 _PHONE = r"(?<![\w.,-])\+?\(?\d[\d ().-]{5,}\d(?![\w-])"
@@ -54,73 +53,24 @@ _KINDS = {
     "urls": r"(?:https?://|www\.)[^\s<>\"]*[^\s<>\".,;:!?)\]']",
     "emails": r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+",
 }
-# 6'2" and 65" stand before the quotation marks that no rule sees.
-_INCHES = re.compile(
-    r"""(?<![\w.])(\d{1,2})['’′] ?(\d{1,2})(["”″]|'')?(?!\w)|(?<![\w"])(\d{1,3}(?:\.\d{1,2})?)["″](?=\s[A-Za-z])"""
-)
-_FOR_GRAMMAR = re.compile(r"[0-9$€£%&@+=<>℃℉°]")  # what the rules left
+_READERS: dict[str | None, Reader] = {"en": ENGLISH, "zh": CHINESE, "ja": JAPANESE, "ko": KOREAN}
 
 
 def normalized(sentence: str, language: Language, as_is: Collection[Spelled] = (), korean_words: bool = True) -> str:
-    """Return `sentence` with its numbers and symbols as words, surrounding whitespace kept; unreadable parts and those
-    in `as_is` stay unchanged.
-
-    Where a grammar is needed it takes 10 ms and holds the GIL, so callers go sentence by sentence.
-    """
-    if language == "en":
-        sentence = _INCHES.sub(_inches, sentence)
+    """Return `sentence` with its numbers and symbols as words, surrounding whitespace kept; tags of sounds and the parts
+    in `as_is` stay unchanged, and so do digits in languages in which the LLM reads them."""
+    reader = _READERS.get(language)
+    if reader is None or (language == "ko" and not korean_words):
+        return sentence
     parts = _unchanged(frozenset(as_is)).split(sentence)
     for index in range(0, len(parts), 2):  # every second part matched and stays unchanged
-        parts[index] = _read(parts[index], language, korean_words)
+        parts[index] = reader.read(parts[index])
     return "".join(parts)
-
-
-def _inches(match: re.Match[str]) -> str:
-    """Return feet and inches, and inches where the mark does not close a quotation."""
-    if match[1]:
-        return f"{match[1]} feet {match[2]}" + (" inches" if match[3] else "")
-    return f"{match[4]} inch" if match.string.count('"') % 2 else match[0]
 
 
 @cache
 def _unchanged(as_is: frozenset[Spelled]) -> re.Pattern[str]:
     return re.compile("|".join([f"({_AS_IS}", *(_KINDS[kind] for kind in sorted(as_is & _KINDS.keys()))]) + ")")
-
-
-def _read(text: str, language: Language, korean_words: bool) -> str:
-    """Return `text` by the rules of its language, and by the grammar what they leave."""
-    if language == "zh":
-        text = read_chinese(text)
-    elif language == "ja":
-        text = read_japanese(text)
-    elif language == "en":
-        return read_english(text)
-    elif language == "ko" and korean_words:
-        return read_korean(text)
-    else:
-        return text  # the LLM reads digits in these languages
-    return _in_words(text, language) if _FOR_GRAMMAR.search(text) else text
-
-
-def _in_words(text: str, language: Language) -> str:
-    """Return `text` as words, surrounding whitespace kept."""
-    core = text.strip()
-    if not is_speakable(core):
-        return text
-    try:
-        words = _grammar(language).normalize(core)
-    except Exception as error:  # usually an assertion of the package; its errors are not documented
-        logger.info("the %s grammar cannot read %r: %s", language, core[:80], error or type(error).__name__)
-        return text
-    return text.replace(core, words) if is_speakable(words) else text
-
-
-@cache
-def _grammar(language: Language) -> Any:
-    """Return the package's normalizer. Imported here, because most models of the server process no text."""
-    from wetext import Normalizer
-
-    return Normalizer(lang=language, operator="tn")
 
 
 CACHED_TRANSCRIPTS = 256  # voices are used repeatedly, and normalizing a transcript takes about 10 ms
@@ -148,8 +98,6 @@ class TextFrontend:
         self._kana = stack == COSYVOICE3
         self.warning = MISSING if self._kana and not kana_available() else ""
         self._transcript = lru_cache(CACHED_TRANSCRIPTS)(self._transcribed)
-        for language in ("zh", "ja"):
-            normalized("1 &", language)  # loads the grammar: half a second that no request should wait for
 
     def segments(
         self,
@@ -221,8 +169,6 @@ class TextFrontend:
         """Yield the sentences of `text` in words. `fixed`: all of them are in `language`, which the request named.
         `close`: end each line with a full stop if it has none."""
         text = without_markup(text)
-        if language == "zh":
-            text = chinese.closed(text)
         for line in text.split("\n"):
             last = ""  # read one sentence late: only the last of a line is closed
             for sentence in sentences(line, close=False):
@@ -254,4 +200,4 @@ class TextFrontend:
             if self.warning and has_kanji(words):
                 warn(self.warning)
             words = in_kana(words)
-        return ended_as(sentence, chinese.cleaned(words) if own == "zh" else words, own), own
+        return ended_as(sentence, cleaned(words) if own == "zh" else words, own), own

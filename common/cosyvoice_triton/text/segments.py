@@ -23,7 +23,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from cosyvoice_triton.text.cleaning import has_words, is_speakable
-from cosyvoice_triton.text.english_words import BEFORE_NUMBERS
+from cosyvoice_triton.text.english_words import BEFORE_NUMBERS, MONTHS
 from cosyvoice_triton.text.language import Language
 
 _HAN = re.compile(r"[々〇\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
@@ -119,14 +119,19 @@ def is_open(text: str) -> bool:
 WINDOW = 512
 _UNDECIDED = 32  # last characters of a window: what follows them may still join two sentences, as after "Dr."
 # An abbreviation that sentencex takes for an end, before its number. After a number it is a unit, as in "5 sec.".
-_BEFORE_NUMBER = re.compile(rf"(?<!\d )\b(?:{'|'.join(BEFORE_NUMBERS)})\.\s+\Z")
+_BEFORE_NUMBER = re.compile(rf"(?i)(?<!\d )(?<![a-z])(?:{'|'.join((*BEFORE_NUMBERS, *MONTHS))})\.\s+\Z")
+_NUMBER = re.compile(r"\d|[IVX]+\b")
+_AFTER_UNIT = re.compile(r"\d ?[a-z]{1,5}\.\s+\Z")  # "2 tbsp. of"
 
 
 def _with_numbers(complete: list[str], last: str) -> tuple[list[str], str]:
     """Join a sentence that ends with "Apt." and one that begins with a digit."""
     joined = list[str]()
     for part in (*complete, last):
-        if joined and part[:1].isdigit() and _BEFORE_NUMBER.search(joined[-1]):
+        if joined and (
+            (_NUMBER.match(part) and _BEFORE_NUMBER.search(joined[-1]))
+            or (part[:1].islower() and _AFTER_UNIT.search(joined[-1]))
+        ):
             part = joined.pop() + part
         joined.append(part)
     return joined[:-1], joined[-1]

@@ -1,0 +1,224 @@
+"""Quantities of a text, found in the same way for all languages, and said by a `Reader` for each.
+
+A quantity is an amount with its sign, currency, scale and unit; a date, a clock time, a ratio, two numbers with a slash,
+the groups of a code, the parts of a version, or digits that touch letters. Two of a kind with a dash between them are a
+range.
+"""
+
+import re
+from typing import NamedTuple
+
+from cosyvoice_triton.text.units import CURRENCIES, CURRENCY, UNITS, Unit, one_of
+
+
+class Quantity(NamedTuple):
+    """A quantity as it is written. `parts`: of an amount its number; of a date year, month
+    and day; of a clock time hour, minute, second and half of the day; of a slash the whole number, over and under; else
+    the numbers. What is missing is ""."""
+
+    kind: str
+    parts: tuple[str, ...]
+    sign: str = ""
+    currency: str = ""
+    scale: str = ""
+    unit: str = ""
+    per: str = ""
+    power: str = ""
+
+    @property
+    def digits(self) -> str:
+        """Return the number of an amount without marks of thousands."""
+        return re.sub("[,'’ ]", "", self.parts[0])
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether it is a whole number and nothing else."""
+        return self == Quantity("amount", self.parts) and self.parts[0].isdigit()
+
+
+_DAY, _MONTH = r"(3[01]|[12]\d|0?[1-9])", r"(1[0-2]|0?[1-9])"
+_DATE = re.compile(rf"(\d{{4}})([-/.]){_MONTH}\2{_DAY}(?![-/.]?\d(?!\d{{3}}[-/.]))日?")
+_DATE_YEAR_LAST = re.compile(r"(\d{1,2})([-/.])(\d{1,2})\2((?:1[5-9]|20)\d\d|(?<=/)\d\d)(?![-/]?\d|\.\d)")
+_CLOCK = re.compile(
+    r"([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d(?:\.\d+)?)|(?<=:\d\d)(\.\d+))?(?![:\d])(?:\s?([ap]\.?\s?m)(?![A-Za-z]))?", re.I
+)
+_HOUR = re.compile(r"(1[0-2]|0?[1-9])\s?([ap]\.?\s?m)(?![A-Za-z])", re.I)
+_RATIO = re.compile(r"(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)(?![:\d])")
+_VERSION = re.compile(r"\d+(?:\.\d+){2,}(?!\d)")
+_SLASH = re.compile(r"(?:(\d+)[ -])?(\d+(?:\.\d+)?)/(\d+)(?:ths|rds|nds)?(?![0-9_/]|\.\d)")
+_CODE = re.compile(
+    r"(?:(?:1[-. ])?\d{3}(?:[-. ]|\) ?)\d{3}[-. ]\d{4}|[2-9]\d\d-\d{4}|0\d{1,4}(?:[ -]|\) ?)\d{3,}(?:[ -]\d{2,})*"
+    r"|1[3-9]\d[- ]?\d{4}[- ]?\d{4}|\d{1,12}(?:-\d{1,12}){2,9}|\d{3,4}(?: \d{3,4}){2,})(?![A-Za-z0-9_]|[-.]\d)"
+)
+_ABROAD = re.compile(r"\d{1,3}(?:[ -]?\(?\d{1,5}\)?){2,}(?!\d)")
+_NAME = re.compile(r"\d+(?:\.\d+)*")
+_DIGITS = re.compile(r"\d+(?:\.\d+)?")
+_NUMBER = r"(?P<number>(?:\d{1,3}(?:[,'’]\d{3})+(?![,'’]?\d)|[1-9]\d?(?: 000)+(?!\d)|\d+)(?:\.\d+(?!\.?\d))?|\.\d+)"
+_DEGREES = r"°\s?[CF](?![A-Za-z])|[°℃℉]"
+_SIGN = rf"(?P<sign>(?<![A-Za-z0-9_)\]%°.])[-+±~≈])?(?:(?P<currency>(?<![A-Za-z])(?:{CURRENCY}))\s?(?P<minus>-)?)?"
+_DASH = re.compile(r"\s?(?:[~～〜]|[-–—]+)\s?")
+
+
+class Reader:
+    """Finds the quantities of texts in one language and says them. A subclass has a method for each kind, which gets
+    the quantity and the text before and after it."""
+
+    months = "(?!)"  # a pattern of their names, where dates have them
+    scales = "(?!)"  # a pattern of what multiplies a number, after it
+    money_scales = "(?!)"  # of what does so for amounts of money only
+    per_word = "(?!)"  # a pattern of what may follow a slash, beside units
+    gap = r"\s?"  # a pattern between a number and its unit
+    unit_end = ""  # a pattern after a unit that is not said
+    money_end = ""  # a pattern after an amount with a currency that is not said
+
+    def __init__(self, language: str) -> None:
+        self.names = {sign: name for sign, unit in UNITS.items() if (name := self.unit_name(unit, language))}
+        units, per = one_of([*self.names]), self.per_word
+        unit = rf"{self.gap}(?P<unit>{_DEGREES}|[%％‰]|(?:{CURRENCY})(?![A-Za-z\d])|(?:{units})(?![A-Za-z0-9²³°])){self.unit_end}"
+        self._of_unit = re.compile(unit)
+        tail = (
+            rf"(?:{unit}"
+            rf"(?:/(?P<per>\d{{0,4}}\s?(?:(?:{units})(?![A-Za-z0-9²³])|{per})))?|(?<=\d)/(?P<each>{per}))?"
+        )
+        amount = r"{number}(?:\^(?P<power>-?\d{{1,3}}))?(?:\s?(?P<scale>{scales}))?{tail}"
+        self._of_amount = re.compile(amount.format(number=_NUMBER, scales=self.scales, tail=tail))
+        money = amount.format(number=_NUMBER, scales=f"{self.scales}|{self.money_scales}", tail=tail)
+        self._of_money = re.compile(money + self.money_end)
+        self._start = re.compile(rf"{_SIGN}(?=\.?\d)|\b(?:{self.months})\b\.?(?= \d)")
+        self._month_first = re.compile(
+            rf"({self.months})\b\.? (3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?(?![\d:]|[.,]\d|\s?[%°])(?:,? (\d{{4}})(?!\d))?"
+        )
+        self._day_first = re.compile(
+            rf"(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?(?: of)?[ -]({self.months})(?![a-z])(?:(?:,? |-)(\d{{4}}|(?<=-)\d\d)(?!\d))?"
+        )
+
+    def unit_name(self, unit: Unit, language: str) -> str:
+        """Return the name of a unit, "" if its letters stay."""
+        return str(getattr(unit, language))
+
+    def read(self, text: str) -> str:
+        """Return `text` with its quantities in words."""
+        parts, end, at = [""], 0, 0
+        while found := self._start.search(text, at):
+            begin = found.start()
+            quantity, stop = self._quantity(text, found)
+            if quantity.kind == "code" and text[begin - 1 : begin] == "(" and "(" not in text[begin:stop]:
+                begin -= 1
+            before = "".join(parts[-2:])[-40:] + text[end:begin]
+            said, stop = self._range(text, quantity, stop, before) or (self._said(quantity, before, text[stop:stop + 40]), stop)
+            parts += [text[end:begin], said]
+            end = at = stop
+        return "".join([*parts, text[end:]])
+
+    def _said(self, quantity: Quantity, before: str, after: str) -> str:
+        return str(getattr(self, quantity.kind)(quantity, before, after))
+
+    def _range(self, text: str, first: Quantity, stop: int, before: str) -> tuple[str, int] | None:
+        """Return two quantities of a kind with a dash between them, said, and where they end; None if there are none."""
+        dash = _DASH.match(text, stop)
+        found = dash and self._start.match(text, dash.end())
+        if not dash or not found or first.kind not in ("amount", "date", "clock", "slash"):
+            return None
+        last, end = self._quantity(text, found, after_dash=True)
+        after = text[end : end + 40]
+        if (pair := self.paired(first, last)) is None or re.match(r"\s?=", after) or _DASH.match(text, end) and after[1:2].isdigit():
+            return None
+        if pair[1].currency and not last.currency and (written := re.compile(self.money_end).match(text, end)):
+            end = written.end()
+        return self.range(*pair, before, after, dash[0].strip()), end
+
+    def paired(self, first: Quantity, last: Quantity) -> tuple[Quantity, Quantity] | None:
+        """Return two quantities of a range, each with what is written at the other one only; None if they are no pair."""
+        kinds = first.kind, last.kind
+        if kinds == ("slash", "slash"):
+            dates = [Quantity("date", ("", *each.parts[1:])) for each in (first, last) if is_day(each)]
+            return (dates[0], dates[1]) if len(dates) == 2 else None
+        if kinds == ("date", "amount") and last.is_plain and 0 < int(last.digits) < 32:
+            return first, Quantity("date", ("", "", last.digits))
+        if kinds == ("amount", "date") and first.is_plain and 0 < int(first.digits) < 32:
+            return Quantity("date", ("", "", first.digits)), last
+        if kinds == ("amount", "clock") and first.is_plain and int(first.digits) < 25:
+            return Quantity("clock", (first.digits, "", "", "")), last
+        if kinds[0] != kinds[1]:
+            return None
+        if kinds[0] == "amount":
+            if first.unit and last.unit and first.unit != last.unit:
+                return None
+            first = first._replace(unit=first.unit or last.unit)
+            last = last._replace(currency=last.currency or first.currency)
+        return first, last
+
+    def _quantity(self, text: str, found: re.Match[str], after_dash: bool = False) -> tuple[Quantity, int]:
+        """Return the quantity that begins at `found`, and where it ends."""
+        at = found.end()
+        if text[at : at + 1] == " " or text[at - 1 : at] == "." and not found.groupdict().get("sign"):
+            if named := self._month_first.match(text, found.start()):
+                return Quantity("date", (named[3] or "", named[1], named[2])), named.end()
+            at += 1
+        sign = (found["sign"] or "") + (found["minus"] or "")
+        if not sign and not found["currency"]:
+            if _is_letter(text[at - 1 : at]) or (
+                at > 1 and text[at - 1] in "-_" and text[at - 2].isascii() and text[at - 2].isalnum() and not after_dash
+            ):
+                name = _NAME.match(text, at)
+                assert name
+                return Quantity("name", (name[0],)), name.end()
+        if not found["currency"] and (shaped := self._shaped(text, at, sign)):
+            return shaped
+        amount = (self._of_money if found["currency"] else self._of_amount).match(text, at)
+        assert amount
+        unit = amount["unit"] or ""
+        per = "" if amount["per"] is amount["each"] else amount["per"] or amount["each"] or "/"
+        currency, stop = found["currency"] or "", amount.end()
+        if unit in CURRENCIES and not currency:
+            unit, currency = "", unit
+        elif amount["unit"] is None and not amount["scale"] and _is_letter(text[stop : stop + 1]) and not currency:
+            if amount["number"].isdigit() and not sign:
+                return Quantity("name", (amount["number"],)), stop
+        return Quantity("amount", (amount["number"],), sign, currency, amount["scale"] or "", unit, per, amount["power"] or ""), stop
+
+    def _shaped(self, text: str, at: int, sign: str) -> tuple[Quantity, int] | None:
+        """Return what is known by its shape, whatever is around it."""
+        begin = _DIGITS.match(text, at)
+        if begin is None:
+            return None
+        after = text[begin.end() : begin.end() + 1]
+        if sign == "+" and (abroad := _ABROAD.match(text, at)):
+            return Quantity("code", ("+", *re.findall(r"\d+", abroad[0]))), abroad.end()
+        if after in ("-", "/", ".", " ", ")") or len(begin[0]) == 11:
+            if date := _DATE.match(text, at):
+                return Quantity("date", (date[1], date[3], date[4])), date.end()
+            if date := _DATE_YEAR_LAST.match(text, at):
+                month, day = (date[1], date[3]) if int(date[1]) < 13 and date[2] != "." else (date[3], date[1])
+                if 0 < int(month) < 13 and 0 < int(day) < 32:
+                    return Quantity("date", (date[4], month, day)), date.end()
+            if not sign and (code := _CODE.match(text, at)):
+                return Quantity("code", tuple(re.findall(r"\d+", code[0]))), code.end()
+        if after == ":":
+            if clock := _CLOCK.match(text, at):
+                return Quantity("clock", (clock[1], clock[2], clock[3] or clock[4] or "", clock[5] or "")), clock.end()
+            if ratio := _RATIO.match(text, at):
+                return Quantity("ratio", (ratio[1], ratio[2])), ratio.end()
+        if after == "." and (version := _VERSION.match(text, at)):
+            return Quantity("version", tuple(version[0].split("."))), version.end()
+        if slash := _SLASH.match(text, at):
+            unit = self._of_unit.match(text, slash.end())
+            if unit is None and _is_letter(text[slash.end() : slash.end() + 1]):
+                return None
+            found = Quantity("slash", (slash[1] or "", slash[2], slash[3]), sign, unit=unit["unit"] if unit else "")
+            return found, (unit or slash).end()
+        if hour := _HOUR.match(text, at):
+            return Quantity("clock", (hour[1], "", "", hour[2])), hour.end()
+        if day := self._day_first.match(text, at):
+            return Quantity("date", (day[3] or "", day[2], day[1]), unit="of"), day.end()
+        return None
+
+
+def is_day(slash: Quantity) -> bool:
+    """Return whether two numbers with a slash can be a month and a day."""
+    whole, month, day = slash.parts
+    return not whole and month.isdigit() and 0 < int(month) < 13 and 0 < int(day) < 32
+
+
+def _is_letter(char: str) -> bool:
+    return char.isascii() and char.isalpha()
