@@ -19,9 +19,10 @@ from cosyvoice_triton.text.japanese import JAPANESE
 from cosyvoice_triton.text.kana import MISSING, has_kanji, in_kana, kana_available
 from cosyvoice_triton.text.korean import KOREAN
 from cosyvoice_triton.text.language import COSYVOICE3, Language, language_of, language_of_sentence, languages_of, named
-from cosyvoice_triton.text.markup import Pause, is_heard, parts
+from cosyvoice_triton.text.markup import Pause, is_document, is_heard, parts
 from cosyvoice_triton.text.pronunciation import Pronouncer
 from cosyvoice_triton.text.quantities import Reader
+from cosyvoice_triton.text.sources import OnLeftOut, plain_text
 from cosyvoice_triton.text.segments import (
     Seconds,
     closed,
@@ -78,7 +79,7 @@ CACHED_TRANSCRIPTS = 256  # voices are used repeatedly, and normalizing a transc
 OnWarning = Callable[[str], object]
 
 
-def _ignore(message: str) -> None:
+def _ignore(*message: str) -> None:
     pass
 
 
@@ -109,21 +110,24 @@ class TextFrontend:
         voice_text: str = "",
         pronunciation: Mapping[str, str] | None = None,
         on_warning: OnWarning = _ignore,
+        on_left_out: OnLeftOut = _ignore,
     ) -> Iterator[str | Pause]:
         """Yield segments and pauses, at least one; lazy. `request_seconds`: how much speech one LLM request can
         produce. `language`: a name of one, else it is guessed; `voice_text`: the transcript of the voice,
         whose language a text has that is too short for a guess. `pronunciation`: words and what is spoken for them.
-        `on_warning` is called with `warning`, once, before the first segment that it is about.
+        `on_warning` is called with `warning`, once, before the first segment that it is about, and `on_left_out` with
+        each part of the text that is not spoken, and the reason.
 
         ValueError if the text has nothing of either, if its markup is not supported, and for an unknown language.
         """
         given = named(language, self.languages)
         try:
-            whole = list(parts(plain_signs(text) if normalize else text))
+            plain = text if not normalize or is_document(text) else plain_text(text, on_left_out)
+            whole = list(parts(plain_signs(plain, on_left_out) if normalize else text))
         except ValueError as error:
             raise ValueError(f"target_text: {error}") from None
         words = "".join([part for part in whole if isinstance(part, str)])
-        of_text = given or language_of(words, language_of(voice_text[:400]) if voice_text else None)
+        of_text = given or language_of(words, language_of(voice_text[:400]) if voice_text else None, self.languages)
         seconds = partial(expected_seconds, japanese=of_text == "ja")
         warn = cache(on_warning)
         pronounce = Pronouncer(pronunciation) if pronunciation else str
@@ -135,7 +139,7 @@ class TextFrontend:
             else:
                 part = pronounce(part)
                 spoken_words = (
-                    self._read(part, seconds, of_text, fixed=given is not None, as_is=as_is, warn=warn)
+                    self._read(without_markup(part, on_left_out), seconds, of_text, given is not None, as_is, warn)
                     if normalize
                     else sentences(part)
                 )
@@ -152,9 +156,9 @@ class TextFrontend:
         return self._transcript(text) if normalize else text
 
     def _transcribed(self, text: str) -> str:
-        language = language_of(text)
+        language = language_of(text, None, self.languages)
         seconds = partial(expected_seconds, japanese=language == "ja")
-        return "".join(self._read(plain_signs(text), seconds, language, close=False)).strip()
+        return "".join(self._read(without_markup(plain_signs(text)), seconds, language, close=False)).strip()
 
     def _read(
         self,
@@ -162,14 +166,14 @@ class TextFrontend:
         seconds: Seconds,
         language: Language | None,
         fixed: bool = False,
-        close: bool = True,
         as_is: Collection[Spelled] = (),
         warn: OnWarning = _ignore,
+        close: bool = True,
     ) -> Iterator[str]:
         """Yield the sentences of `text` in words. `fixed`: all of them are in `language`, which the request named.
         `close`: end each line with a full stop if it has none."""
-        text = without_markup(text)
-        for line in text.split("\n"):
+        lines = [line for line in text.split("\n") if is_speakable(line)]
+        for line in lines:
             last = ""  # read one sentence late: only the last of a line is closed
             for sentence in sentences(line, close=False):
                 if last:
@@ -177,7 +181,7 @@ class TextFrontend:
                 last = sentence
             if last:
                 words, own = self._in_words(last, seconds, language, fixed, as_is, warn)
-                yield closed(words, own) if close else words
+                yield closed(words, own, line is lines[-1]) if close else words
 
     def _in_words(
         self,
@@ -189,7 +193,7 @@ class TextFrontend:
         warn: OnWarning,
     ) -> tuple[str, Language | None]:
         """Return a sentence in words, and its language."""
-        own = language if fixed else language_of_sentence(sentence, language)
+        own = language if fixed else language_of_sentence(sentence, language, self.languages)
         if own is None:
             return sentence, own
         # In parts that fit a segment: reading a long sentence at once would block every stream of the process.

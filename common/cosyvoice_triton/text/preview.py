@@ -13,7 +13,7 @@ def preview(frontend: TextFrontend, text: str, language: str = "", **options: An
     if there are any. `options` and errors are those of `TextFrontend.segments`."""
     warnings: list[str] = []
     spoken = list(frontend.segments(text, language=language, on_warning=warnings.append, **options))
-    found = named(language) or language_of(text)
+    found = named(language) or language_of(text, None, frontend.languages)
     seconds = [
         part.seconds if isinstance(part, Pause) else expected_seconds(part, japanese=found == "ja") for part in spoken
     ]

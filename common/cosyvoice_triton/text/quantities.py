@@ -48,7 +48,7 @@ _VERSION = re.compile(r"\d+(?:\.\d+){2,}(?!\d)")
 _SLASH = re.compile(r"(?:(\d+)[ -])?(\d+(?:\.\d+)?)/(\d+)(?:ths|rds|nds)?(?![0-9_/]|\.\d)")
 _CODE = re.compile(
     r"(?:(?:1[-. ])?\d{3}(?:[-. ]|\) ?)\d{3}[-. ]\d{4}|[2-9]\d\d-\d{4}|0\d{1,4}(?:[ -]|\) ?)\d{3,}(?:[ -]\d{2,})*"
-    r"|1[3-9]\d[- ]?\d{4}[- ]?\d{4}|\d{1,12}(?:-\d{1,12}){2,9}|\d{3,4}(?: \d{3,4}){2,})(?![A-Za-z0-9_]|[-.]\d)"
+    r"|1[3-9]\d[- ]?\d{4}[- ]?\d{4}|\d{1,12}(?:-\d{1,12}){2,9}|\d+(?:\*{2,}\d+)+|\d{3,4}(?: \d{3,4}){2,})(?![A-Za-z0-9_]|[-.]\d)"
 )
 _ABROAD = re.compile(r"\d{1,3}(?:[ -]?\(?\d{1,5}\)?){2,}(?!\d)")
 _NAME = re.compile(r"\d+(?:\.\d+)*")
@@ -185,7 +185,7 @@ class Reader:
         after = text[begin.end() : begin.end() + 1]
         if sign == "+" and (abroad := _ABROAD.match(text, at)):
             return Quantity("code", ("+", *re.findall(r"\d+", abroad[0]))), abroad.end()
-        if after in ("-", "/", ".", " ", ")") or len(begin[0]) == 11:
+        if after in ("-", "/", ".", " ", ")", "*") or len(begin[0]) == 11:
             if date := _DATE.match(text, at):
                 return Quantity("date", (date[1], date[3], date[4])), date.end()
             if date := _DATE_YEAR_LAST.match(text, at):

@@ -74,17 +74,21 @@ def _seconds(char: str, japanese: bool) -> float:
 _TAG_AT_END = re.compile(r"(?:\[[A-Za-zà-ǜ0-9_-]+\]|<[^<>]*>)\Z")
 _CLOSERS = "\"'”’»›“」』】）)]}〉》"
 _ENDS = ".!?。！？…．｡"
+_OPEN_END = re.compile(rf"\s*[,;:，；：、—–~～-][\s,;:，；：、—–~～-]*(?=[{re.escape(_CLOSERS)}]*\Z)")
 _CJK = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uff00-\uffef]")
 
 
-def closed(sentence: str, language: Language | None) -> str:
+def closed(sentence: str, language: Language | None, last: bool = False) -> str:
     """Return the last sentence of a line, with a full stop of its script if it has no mark at its end, and a space
     after it. Chinese and Japanese have no space between sentences.
 
-    Quotation marks, brackets and per cent signs are no marks, and end no sentence; a comma does not either, but it
-    stays, and so does a tag of a sound.
+    Quotation marks, brackets and per cent signs are no marks, and end no sentence. A comma, a colon or a dash does not
+    either: it stays at the end of a line, but not at that of the `last` one, after which an LLM would speak on. A tag
+    of a sound stays.
     """
     sentence = sentence.rstrip()
+    if last and has_words(ended := _OPEN_END.sub("", sentence)):
+        sentence = ended
     wide = is_wide(sentence, language)
     if not sentence:
         return sentence
