@@ -3,9 +3,8 @@
 import re
 from decimal import Decimal
 
-from cosyvoice_triton.text.numbers import chinese, chinese_digits, is_spelled
+from cosyvoice_triton.text.numbers import chinese, chinese_digits
 from cosyvoice_triton.text.quantities import Quantity, Reader, is_day
-from cosyvoice_triton.text.units import CURRENCIES, UNITS
 
 _HAN = r"\u4e00-\u9fff"
 _DASH = r"\s?(?:[-~～〜–—]+)\s?"
@@ -31,7 +30,7 @@ _MEASURES = tuple(
 )
 _NOT_COUNTED = (
     "楼", "号", "月", "日", "环", "路", "年级", "年代", "线", "季度", "班", "级", "期", "章", "卷", "点零", "点一", "点二", "点三", "点四",
-    "点五", "点六", "点七", "点八", "点九", "排", "队", "座", "栋", "单元", "车间",
+    "点五", "点六", "点七", "点八", "点九", "排", "队", "座", "栋", "单元", "车间", "两",
 )  # fmt: skip
 _AMOUNTS = ("元", "块", "个", "人", "万", "亿", "年", "月", "日", "次", "%", "％", "岁", "天", "分", "折", "斤", "台", "辆", "米", "平", "户", "多")
 _SCORES = ("比分", "总分", "胜", "负", "平", "击败", "战胜", "比例", "比率", "比为", "比是", "国足", "比分是", "比分为", "以")
@@ -42,7 +41,7 @@ _WINS = (
 _LASTED = ("用了", "用", "跑了", "跑出", "用时", "耗时", "历时", "成绩", "成绩是", "时长", "仅", "以", "超过", "长达", "了")
 _DATES_BEFORE = ("时间", "日期", "至", "截止", "有效期", "定于", "生日")
 _DATES_AFTER = ("前", "起", "截止", "当天", "当日", "去", "出发", "到", "早上", "上午", "下午", "晚", "的会", "的票", "的机票", "有效", "号", "日")
-_CLOCK_BEFORE = ("上午", "下午", "早上", "晚上", "凌晨", "中午", "傍晚")
+_HALVES = ("上午", "下午", "早上", "晚上", "凌晨", "中午", "傍晚")
 _BORN = re.compile(r"年(?:出?生|毕业|参军|入[伍学党]|结婚|属|高考|[级版款]|的(?:人|车|老)|[春夏秋冬]|\d{1,2}月)")
 _LASTING = re.compile(r"年(?:来|的?(?:历史|时间|经验|寿命))")
 _GENERATION = re.compile(r"后(?![退续来面边再])")
@@ -50,7 +49,7 @@ _SPOKEN_NUMBER = "[零一二两三四五六七八九十百千万点]+"
 _LISTED = re.compile(rf"比{_SPOKEN_NUMBER}[、，,;；和]\s?\Z")
 _LIST = re.compile(r"[零一二三四五六七八九]{3,}[、，,或和]\s?\Z")
 _WAN = re.compile(r"[次人粉个元像播阅用浏下观点+]|多|左右|以上|以内")
-_SIGNS = {"-": "负", "+": "正", "±": "正负", "~": "约", "≈": "约"}
+_STYLE = re.compile("的?[歌复风音年经怀老]")  # after a decade in Latin letters
 _ROMAN = {chr(0x2160 + index): chinese(index + 1) for index in range(12)}
 _WEB = re.compile(
     rf"(?:https?://|www\.)[^\s{_HAN}，。！？；：]+|[\w.+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+|[A-Za-z][\w-]*(?:\.[A-Za-z][\w-]*)+(?:/\S*)?",
@@ -90,24 +89,8 @@ def _power(exponent: str) -> str:
     return {"2": "平方", "3": "立方"}.get(exponent) or f"的{exponent}次方"
 
 
-def number(digits: str) -> str:
-    """Return the words of a whole or decimal number; of a longer one, and after a leading zero, its digits."""
-    whole, _, decimals = digits.partition(".")
-    words = chinese_digits(whole) if is_spelled(whole) else chinese(int(whole or 0))
-    return words + (f"点{chinese_digits(decimals)}" if decimals else "")
-
-
-def _counted(digits: str) -> str:
-    """Return `number` before a measure word: 两 for 2."""
-    return "两" if digits == "2" else number(digits)
-
-
 def _ordinal(digits: str) -> str:
-    return number(digits) if is_spelled(digits) or digits[0] != "2" else chinese(int(digits), "二" if len(digits) > 2 else "两")
-
-
-def _scaled(digits: str, power: int) -> str:
-    return number(f"{(Decimal(digits) * 10**power).normalize():f}")
+    return chinese(int(digits), "二" if len(digits) > 2 else "两")
 
 
 class Chinese(Reader):
@@ -117,9 +100,18 @@ class Chinese(Reader):
     money_scales = r"(?<=\d)[MBmb]n?(?![A-Za-z])"
     per_word = f"(?=[{_HAN}])"
     money_end = "(?:人民币|元|块钱|块|美元|美金|港元|港币|欧元|英镑|日元)?"
+    signs = {"-": "负", "+": "正", "±": "正负", "~": "约", "≈": "约"}
+    point, to, ratio_to, over, grouped, per = "点", "到", "比", "分之", "，", "每"
+    year, month, day, hour, minute, second, degree, power = "年", "月", "日", "点", "分", "秒", "度", "的{}次方"
 
     def __init__(self) -> None:
         super().__init__("zh")
+
+    def whole(self, number: int) -> str:
+        return chinese(number)
+
+    def spelled(self, digits: str) -> str:
+        return chinese_digits(digits)
 
     def read(self, text: str) -> str:
         if not _NEEDED.search(text):
@@ -135,158 +127,132 @@ class Chinese(Reader):
             text = rule.sub(said, text)
         return super().read(text).replace("°", "度")
 
+    def powered(self, it: Quantity) -> str:
+        return super().powered(it).replace("的二次方", "的平方").replace("的三次方", "的立方")
+
     def amount(self, it: Quantity, before: str, after: str) -> str:
-        sign = "".join(_SIGNS[mark] for mark in it.sign)
-        unit, per = it.unit, f"每{self._per(it.per)}" if it.per else ""
-        if it.power:
-            power = {"2": "的平方", "3": "的立方"}.get(it.power) or f"的{'负' * (it.power[0] == '-')}{number(it.power.lstrip('-'))}次方"
-            return sign + number(it.digits) + power + (UNITS[unit].zh if unit in UNITS else "") + per
-        if it.scale == "K" and it.digits in ("2", "4", "8"):
-            return number(it.digits) + "K"
-        if it.currency:
-            return sign + self._scale(it, after) + CURRENCIES[it.currency].zh + per
-        if unit in ("%", "％", "‰"):
-            return sign + UNITS[unit].zh + number(it.digits) + (it.scale if it.scale else "") + per
-        if unit and unit[0] in "°℃℉":
-            fahrenheit = "华氏" if unit[-1] in "F℉" else ""
-            return ("零下" if it.sign == "-" else sign) + fahrenheit + _counted(it.digits) + "度"
-        if it.sign == "-" and after.startswith("度"):
-            return "零下" + number(it.digits)
-        if it.scale in ("w", "W") and not unit and not (it.scale == "W" and not _WAN.match(after)):
-            return sign + _counted(it.digits) + "万"
-        if it.scale == "W":
-            return sign + _counted(it.digits) + "瓦"
-        if unit == "s" and len(it.digits) == 2 and it.digits[1] == "0" and re.match(rf"的?[歌复风音年经怀老]", after):
-            return number(it.digits) + "s"
-        if unit:
-            return sign + self._scale(it, after) + UNITS[unit].zh + per
-        if it.scale or it.sign or not it.parts[0].isdigit():
-            return sign + (self._event(it, before, after) or self._scale(it, after))
-        return self._plain(it.digits, before, after)
-
-    def _event(self, it: Quantity, before: str, after: str) -> str:
-        """Return the day of an event, such as 五一 for 5.1; "" if it is none."""
-        month, _, day = it.digits.partition(".")
-        if it.scale or not day or not (after.startswith(_EVENTS) or "双" in before[-5:]):
-            return ""
-        return number(month) + (number(day) if len(month) > 1 else chinese_digits(day))
-
-    def _per(self, per: str) -> str:
-        count, unit = re.fullmatch(r"(\d*)\s?/?(.*)", per).groups()  # type: ignore[union-attr]  # matches all
-        return (number(count) if count else "") + (UNITS[unit].zh if unit else "")
-
-    def _scale(self, it: Quantity, after: str) -> str:
-        power = {"k": 3, "m": 6, "b": 9, "w": 4}.get(it.scale[:1].lower(), 0)
-        if power:
-            return _scaled(it.digits, power)
-        digits = it.digits.removesuffix(".00") if it.currency else it.digits
-        counted = it.scale or it.unit or it.currency or after.startswith(_MEASURES)
-        return (_counted(digits) if counted else number(digits)) + it.scale
+        scale, share = it.scale, it.unit in ("%", "％", "‰")
+        if it.is_plain:
+            return self._plain(it.digits, before, after)
+        if not scale and not it.currency and "." in it.digits and (after.startswith(_EVENTS) or "双" in before[-5:]):
+            month, day = it.digits.split(".")
+            return self.number(month) + (self.number(day) if len(month) > 1 else chinese_digits(day))
+        if scale == "W" and not _WAN.match(after):
+            it, scale = it._replace(unit="W", scale=""), ""
+        if (it.unit == "s" and it.digits[1:] == "0" and _STYLE.match(after)) or (scale == "K" and it.digits in ("2", "4", "8")):
+            return self.number(it.digits) + (it.unit or scale)
+        if share:
+            return self.sign(it) + self.named(it).split("每")[0] + self.number(it.digits) + scale + self.named(it)[3:]
+        sign = self.sign(it)
+        if it.sign == "-" and (it.unit[:1] in tuple("°℃℉") or after.startswith("度")):
+            sign = "零下"
+        if it.unit[-1:] in ("F", "℉"):
+            sign += "华氏"
+        if power := {"k": 3, "m": 6, "b": 9, "w": 4}.get(scale[:1].lower(), 0):
+            it, scale = it._replace(parts=(f"{(Decimal(it.digits) * 10**power).normalize():f}",)), ""
+        elif it.currency:
+            it = it._replace(parts=(it.digits.removesuffix(".00"),))
+        two = it.digits == "2" and (it.currency or it.unit or scale or _is_measure(after))
+        return sign + ("两" if two and not it.power else self.powered(it)) + scale + self.named(it)
 
     def _plain(self, digits: str, before: str, after: str) -> str:
         """Return a number that has nothing but its digits and the words around it."""
         if after.startswith("年") and (year := _year(digits, before, after)):
             return year
-        if self._is_spelled(digits, before, after):
+        if _is_spelled(digits, before, after):
             return chinese_digits(digits)
-        if before.endswith("第"):
+        if before.endswith("第") and digits[0] == "2":
             return _ordinal(digits)
-        after = after.lstrip()
-        return _counted(digits) if after.startswith(_MEASURES) and not after.startswith(_NOT_COUNTED) and not after.startswith("两") else number(digits)
-
-    def _is_spelled(self, digits: str, before: str, after: str) -> bool:
-        after, head = after.lstrip(), before.rstrip(" 是为:：=")
-        if len(digits) == 2:
-            return (digits[1] in "05" and digits[0] in "056789" and bool(_GENERATION.match(after))) or (
-                before.endswith(("一米", "两米", "二米", "秒")) and not after.startswith(_MEASURES)
-            )
-        if len(digits) < 2 or after.startswith(("%", "％")):
-            return False
-        if after.startswith((*_ROOMS, *_EVENTS)):
-            return True
-        if after.startswith(_AMOUNTS) or after.startswith(_MEASURES):
-            return False
-        if digits in _KNOWN or (len(digits) == 4 and before.endswith("《")) or len(digits) > 6:
-            return True
-        while listed := _LIST.search(head):
-            head = head[: listed.start()]
-        head = head.rstrip(" 是为:：=")
-        if head.endswith(_CALLS) and digits[0] in "19" and len(digits) in (3, 5):
-            return True
-        if head.endswith(_CODES) or (head.endswith("号") and head[-2:-1] not in "零一二三四五六七八九十百"):
-            return True
-        return bool(re.search(r"[A-Za-z] \Z|[A-Z]·\Z", before))
+        return "两" if digits == "2" and _is_measure(after) else self.number(digits)
 
     def range(self, first: Quantity, last: Quantity, before: str, after: str, dash: str) -> str:
-        if first.kind != "amount":
-            return f"{self._said(first, before, '到')}到{self._said(last, '', after)}"
-        plain = first.is_plain and last.is_plain
-        if plain and self._is_score(before, after):
-            return f"{number(first.digits)}比{number(last.digits)}"
-        if plain and len(first.digits) == len(last.digits) == 4 and re.match("学?年|财年|赛季", after):
-            return f"{chinese_digits(first.digits)}到{chinese_digits(last.digits)}"
-        if before.endswith("第"):
-            return f"{number(first.digits)}到第{number(last.digits)}"
-        if first.currency == last.currency:
-            first = first._replace(currency="")
-        if first.unit == last.unit and first.unit not in ("%", "％", "‰") and not (first.sign and first.unit):
-            first = first._replace(unit="")
-        begin = self._said(first, "", "" if first.unit or first.scale else (UNITS[last.unit].zh if last.unit in UNITS else after))
-        return f"{begin}到{self._said(last, '', after)}"
-
-    def _is_score(self, before: str, after: str) -> bool:
-        return before.rstrip(" :：是为").endswith(_SCORES) or after.startswith(_WINS) or bool(_LISTED.search(before))
+        if first.is_plain and last.is_plain:
+            if _is_score(before, after):
+                return self.ratio(Quantity("ratio", (first.digits, last.digits)), before, after)
+            if len(first.digits) == len(last.digits) == 4 and re.match("学?年|财年|赛季", after):
+                return f"{chinese_digits(first.digits)}到{chinese_digits(last.digits)}"
+            if before.endswith("第"):
+                return f"{self.number(first.digits)}到第{self.number(last.digits)}"
+            if first.digits == "2" and _is_measure(after):
+                return f"两到{self.said(last, '', after)}"
+        if first.unit == last.unit and (first.unit in ("%", "％", "‰") or first.sign):
+            return f"{self.said(first, before, '')}到{self.said(last, '', after)}"
+        return super().range(first, last, before, after, dash)
 
     def date(self, it: Quantity, before: str, after: str) -> str:
-        year, month, day = it.parts
-        if len(year) == 2:
-            year = "20" + year
-        ended = "" if after.startswith(("日", "号")) else "日"
-        return (f"{chinese_digits(year)}年" if year else "") + (f"{chinese(int(month))}月" if month else "") + chinese(int(day)) + ended
+        year, *rest = it.parts
+        said = super().date(Quantity("date", ("", *rest)), before, "日" if after.startswith("号") else after)
+        return (f"{chinese_digits('20' * (len(year) == 2) + year)}年" if year else "") + said
 
     def clock(self, it: Quantity, before: str, after: str) -> str:
         hour, minute, second, half = it.parts
-        if not second and not half and self._is_score(before, after) and minute:
+        if not second and not half and _is_score(before, after):
             return self.ratio(Quantity("ratio", (hour, minute)), before, after)
-        hours = "两" if int(hour) == 2 else chinese(int(hour))
-        if second and before.endswith(_LASTED):
-            whole = f"{hours}小时" if int(hour) else ""
-            return f"{whole}{chinese(int(minute))}分{number(second.lstrip('0') or '0')}秒"
-        part = ""
-        if half and not before.endswith(_CLOCK_BEFORE):
-            late = half[0] in "pP"
-            part = "晚上" if late and 5 < int(hour) < 12 else "下午" if late else "上午"
+        if half and not before.endswith(_HALVES):
+            part = "上午" if half[0] in "aA" else "晚上" if 5 < int(hour) < 12 else "下午"
+        else:
+            part = ""
+        if not int(hour) and not int(minute or 0):
+            return f"{part}零点"
+        said = super().clock(Quantity("clock", (hour, "", "", "")), before, after)
+        said = part + ("两" + said[1:] if int(hour) == 2 else said)
+        if second.strip("0") and before.endswith(_LASTED):
+            return f"{said.replace('点', '小时') if int(hour) else ''}{chinese(int(minute))}分{self.number(second.lstrip('0'))}秒"
         if not int(minute or 0) and not second.strip("0"):
-            return f"{part}{hours}点" if int(hour) else "零点"
-        said = f"{part}{hours}点{'零' if minute[0] == '0' else ''}{chinese(int(minute))}分"
-        return said + (f"{'零' if second[0] == '0' else ''}{number(second.lstrip('0'))}秒" if second.strip("0.") else "")
-
-    def ratio(self, it: Quantity, before: str, after: str) -> str:
-        return "比".join(map(number, it.parts))
+            return said
+        said += f"{'零' if minute[0] == '0' else ''}{chinese(int(minute))}分"
+        return said + (f"{'零' if second[0] == '0' else ''}{self.number(second.lstrip('0'))}秒" if second.strip("0") else "")
 
     def slash(self, it: Quantity, before: str, after: str) -> str:
         whole, over, under = it.parts
-        unit = UNITS[it.unit].zh if it.unit in UNITS else it.unit
         if "血压" in before[-8:] or it.unit == "mmHg":
-            return f"{number(over)}，{number(under)}{unit}"
-        if is_day(it) and not unit and (before.endswith(_DATES_BEFORE) or after.startswith(_DATES_AFTER)):
+            return f"{self.number(over)}，{self.number(under)}{self.named(it)}"
+        if is_day(it) and not it.unit and (before.endswith(_DATES_BEFORE) or after.startswith(_DATES_AFTER)):
             return self.date(Quantity("date", ("", over, under)), before, after)
-        return (f"{number(whole)}又" if whole else "") + f"{number(under)}分之{number(over)}{unit}"
+        return (f"{self.number(whole)}又" if whole else "") + super().slash(it, before, after)
 
     def code(self, it: Quantity, before: str, after: str) -> str:
-        between = "，" if len(it.parts) > 2 else ""
-        return between.join("加" if part == "+" else chinese_digits(part) for part in it.parts).replace("加，", "加")
-
-    def version(self, it: Quantity, before: str, after: str) -> str:
-        return "点".join(map(number, it.parts))
+        if len(it.parts) == 2 and it.parts[0][0] == "0":
+            return chinese_digits("".join(it.parts))
+        return ("加" if it.parts[0] == "+" else "") + super().code(it, before, after)
 
     def name(self, it: Quantity, before: str, after: str) -> str:
         """Read digits that touch Latin letters: a model or a train by its digits, a short one as a number."""
         whole, *parts = it.digits.split(".")
-        if not parts and re.match("[A-Za-z]{2}", after) and not re.search("[A-Za-z]\\Z", before):
-            return number(whole)
-        said = chinese_digits(whole) if len(whole) > 2 or whole[0] == "0" else chinese(int(whole))
-        return "点".join([said, *(map(chinese_digits, parts) if len(parts) == 1 else map(number, parts))])
+        number = len(whole) < 3 or (not parts and re.match("[A-Za-z]{2}", after) and not re.search(r"[A-Za-z]\Z", before))
+        said = self.number(whole) if number else chinese_digits(whole)
+        return "点".join([said, *map(chinese_digits if len(parts) == 1 else self.number, parts)])
+
+
+def _is_measure(after: str) -> bool:
+    after = after.lstrip()
+    return after.startswith(_MEASURES) and not after.startswith(_NOT_COUNTED)
+
+
+def _is_score(before: str, after: str) -> bool:
+    return before.rstrip(" :：是为").endswith(_SCORES) or after.startswith(_WINS) or bool(_LISTED.search(before))
+
+
+def _is_spelled(digits: str, before: str, after: str) -> bool:
+    """Return whether a number is said digit by digit because of what is around it."""
+    after, head = after.lstrip(), before
+    if len(digits) == 2:
+        counted = before.endswith(("一米", "两米", "二米", "秒")) and not after.startswith(_MEASURES)
+        return counted or (digits[1] in "05" and digits[0] in "056789" and bool(_GENERATION.match(after)))
+    if len(digits) < 2:
+        return False
+    if after.startswith((*_ROOMS, *_EVENTS)):
+        return True
+    if after.startswith(_AMOUNTS) or after.startswith(_MEASURES):
+        return False
+    if digits in _KNOWN or (len(digits) == 4 and before.endswith("《")) or len(digits) > 6:
+        return True
+    while listed := _LIST.search(head):
+        head = head[: listed.start()]
+    head = head.rstrip(" 是为:：=")
+    if (head.endswith(_CALLS) and digits[0] in "19" and len(digits) in (3, 5)) or head.endswith(_CODES):
+        return True
+    return bool(re.search(r"[^零一二三四五六七八九十百]号\Z", head) or re.search(r"[A-Za-z] \Z|[A-Z]·\Z", before))
 
 
 def _year(digits: str, before: str, after: str) -> str:

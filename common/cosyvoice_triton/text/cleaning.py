@@ -84,7 +84,7 @@ _MARKUP = re.compile(r"[\\`*_#<>&~|\[\]+-]|^\d+[.)]", re.MULTILINE)
 # What the parser leaves, because it is no Markdown: "** bold **", or half of a pair whose other half is elsewhere. A
 # star between numbers is a sign, and so is a number sign before one.
 _LEFT = re.compile(
-    r"(?<!\d)\*{2,}|\*{2,}(?!\d)|_{2,}|~{2,}|`+|(?<!\S)[*_](?=[^\s*_])|(?<=[^\s*_])[*_](?!\S)|(?<!\d )(?<!\S)\*(?!\S)|(?<!\w)#+(?=[^\W\d])"
+    r"(?<![\d*])\*{2,}(?!\*)|(?<!\*)\*{2,}(?![\d*])|_{2,}|~{2,}|`+|(?<!\S)[*_](?=[^\s*_])|(?<=[^\s*_])[*_](?!\S)|(?<!\d )(?<!\S)\*(?!\S)|(?<!\w)#+(?=[^\W\d])"
     r"|(?<=[\u4e00-\u9fff])#(?!\d)"
 )
 _STAR_KEY = re.compile(r"\b([Pp]ress|[Dd]ial) \*(?=[\s\d.,]|$)")
@@ -95,7 +95,7 @@ _LINK = re.compile(r"\[([^\[\]\n]+)\](\((?:[a-z]+:|/|\.|#|www)[^()\n]*\))")  # w
 _BLANKS = re.compile(r"[^\S\n]{2,}")
 # Rows of one sign are drawn, as lines and borders are: read, they are seconds of invention or of "equals equals". Of
 # marks one is left, which is a pause.
-_ROW = regex.compile(r"([\p{P}\p{S}])\1{3,}")
+_ROW = regex.compile(r"(?!(?<=\d)\*+\d)([\p{P}\p{S}])\1{3,}")  # not the stars in a number
 _PAUSES = frozenset(".,;:!?…-–—。，、；：！？")
 
 _SYMBOLS_OF_TEXT = "©®™‼⁉〰〽㊗㊙"  # are emoji in Unicode's tables only

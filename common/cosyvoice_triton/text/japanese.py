@@ -2,23 +2,14 @@
 
 import re
 
-from cosyvoice_triton.text.numbers import chinese_digits, is_spelled, japanese
+from cosyvoice_triton.text.numbers import chinese_digits, japanese
 from cosyvoice_triton.text.quantities import Quantity, Reader, is_day
-from cosyvoice_triton.text.units import CURRENCIES, UNITS
 
-_CODES = ("番号", "コード", "口座", "ID", "郵便", "内線")
-_SCORED = ("スコア", "試合", "結果", "得点", "比率", "比")
-_WON = ("で勝", "で負", "で敗", "の勝", "で引", "と", "で巨", "で", "の末")
-_COUNTS = tuple("日 分 月 時 個 人 年 週 回 枚 本 歳 度 円 ページ 章 階 名 匹 冊 キロ 倍 割 点 万 センチ 号".split())
-_SIGNS = {"-": "マイナス", "+": "プラス", "±": "プラスマイナス", "~": "約", "≈": "約"}
+_CODES = ("番号", "コード", "口座", "ID", "郵便", "内線")  # before digits that are said one by one
+_SCORED = ("スコア", "試合", "結果", "得点", "比率", "比")  # before, and after, two numbers of a score
+_WON = re.compile("で|の勝|と|の末")
+_COUNTS = re.compile("[日分月時個人年週回枚本歳度円章階名匹冊倍割点万号]|ページ|キロ|センチ")
 _OPERATIONS = {"+": "たす", "×": "かける", "÷": "わる", "=": "は"}
-
-
-def number(digits: str) -> str:
-    """Return the words of a whole or decimal number; of a longer one, and after a leading zero, its digits."""
-    whole, _, decimals = digits.partition(".")
-    words = chinese_digits(whole) if is_spelled(whole) else japanese(int(whole or 0))
-    return words + (f"点{chinese_digits(decimals)}" if decimals else "")
 
 
 class Japanese(Reader):
@@ -27,9 +18,19 @@ class Japanese(Reader):
     scales = "[兆億万千]+"
     per_word = "(?=[\u3040-\u9fff])"
     money_end = "(?:円|ドル|ユーロ|ポンド|ウォン)?"
+    signs = {"-": "マイナス", "+": "プラス", "±": "プラスマイナス", "~": "約", "≈": "約"}
+    halves = {"a": "午前", "p": "午後"}
+    point, to, ratio_to, over, grouped, per = "点", "から", "対", "分の", "の", "毎"
+    year, month, day, hour, minute, second, degree, power = "年", "月", "日", "時", "分", "秒", "度", "の{}乗"
 
     def __init__(self) -> None:
         super().__init__("ja")
+
+    def whole(self, number: int) -> str:
+        return japanese(number)
+
+    def spelled(self, digits: str) -> str:
+        return chinese_digits(digits)
 
     def read(self, text: str) -> str:
         for sign, said in _OPERATIONS.items():
@@ -38,51 +39,24 @@ class Japanese(Reader):
         return super().read(text)
 
     def amount(self, it: Quantity, before: str, after: str) -> str:
-        sign = "".join(_SIGNS[mark] for mark in it.sign)
         if it.is_plain and len(it.digits) > 2 and before.rstrip(" はがの：:").endswith(_CODES):
             return chinese_digits(it.digits)
-        name = CURRENCIES[it.currency].ja if it.currency else UNITS[it.unit].ja if it.unit in UNITS else "度" if it.unit else ""
-        power = f"の{'マイナス' * (it.power[0] == '-')}{number(it.power.lstrip('-'))}乗" if it.power else ""
-        per = f"毎{UNITS[it.per].ja.removesuffix('間') if it.per in UNITS else ''}" if it.per else ""
-        return sign + number(it.digits) + power + it.scale + name + per
+        return super().amount(it, before, after).replace("毎時間", "毎時")
 
     def range(self, first: Quantity, last: Quantity, before: str, after: str, dash: str) -> str:
-        scored = before.rstrip(" はがの：:").endswith(_SCORED) or (after.startswith(_WON) and dash in "-–")
-        if first.is_plain and last.is_plain and scored and not after.startswith(_COUNTS):
-            return f"{number(first.digits)}対{number(last.digits)}"
-        if first.unit == last.unit and not first.sign:
-            first = first._replace(unit="")
-        return f"{self._said(first, before, '')}から{self._said(last, '', after)}"
-
-    def date(self, it: Quantity, before: str, after: str) -> str:
-        year, month, day = it.parts
-        ended = "" if after.startswith("日") else "日"
-        return (f"{number(year)}年" if year else "") + (f"{number(str(int(month)))}月" if month else "") + number(str(int(day))) + ended
-
-    def clock(self, it: Quantity, before: str, after: str) -> str:
-        hour, minute, second, half = it.parts
-        said = {"a": "午前", "p": "午後"}.get(half[:1].lower(), "") + f"{number(str(int(hour)))}時"
-        said += f"{number(str(int(minute)))}分" if minute.strip("0") else ""
-        return said + (f"{number(second.lstrip('0'))}秒" if second.strip("0.") else "")
-
-    def ratio(self, it: Quantity, before: str, after: str) -> str:
-        return "対".join(map(number, it.parts))
+        scored = before.rstrip(" はがの：:").endswith(_SCORED) or (dash in "-–" and _WON.match(after))
+        if first.is_plain and last.is_plain and scored and not _COUNTS.match(after):
+            return self.ratio(Quantity("ratio", (first.digits, last.digits)), before, after)
+        return super().range(first, last, before, after, dash)
 
     def slash(self, it: Quantity, before: str, after: str) -> str:
-        whole, over, under = it.parts
-        if is_day(it) and after.startswith(("（", "(", "に", "の", "は", "ま", "か", "、")):
-            return self.date(Quantity("date", ("", over, under)), before, after)
-        return (f"{number(whole)}と" if whole else "") + f"{number(under)}分の{number(over)}" + (UNITS[it.unit].ja if it.unit in UNITS else "")
+        if is_day(it) and re.match("[（(にのはまか、]", after):
+            return self.date(Quantity("date", ("", *it.parts[1:])), before, after)
+        return (f"{self.number(it.parts[0])}と" if it.parts[0] else "") + super().slash(it, before, after)
 
     def code(self, it: Quantity, before: str, after: str) -> str:
-        is_phone = max(map(len, it.parts)) > 2 or it.parts[0][0] in "0+"
-        return "の".join(chinese_digits(part) if is_phone else number(part) for part in it.parts if part != "+")
-
-    def version(self, it: Quantity, before: str, after: str) -> str:
-        return "点".join(map(number, it.parts))
-
-    def name(self, it: Quantity, before: str, after: str) -> str:
-        return "点".join(map(number, it.digits.split(".")))
+        is_address = max(map(len, it.parts)) < 3 and it.parts[0][0] != "0"
+        return "の".join(map(self.number, it.parts)) if is_address else super().code(it, before, after)
 
 
 JAPANESE = Japanese()

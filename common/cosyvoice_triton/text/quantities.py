@@ -6,15 +6,17 @@ range.
 """
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from cosyvoice_triton.text.numbers import is_spelled
 from cosyvoice_triton.text.units import CURRENCIES, CURRENCY, UNITS, Unit, one_of
 
 
 class Quantity(NamedTuple):
-    """A quantity as it is written. `parts`: of an amount its number; of a date year, month
-    and day; of a clock time hour, minute, second and half of the day; of a slash the whole number, over and under; else
-    the numbers. What is missing is ""."""
+    """A quantity as it is written. `parts`: of an amount its number; of a date year, month and day; of a clock time
+    hour, minute, second and half of the day; of a slash the whole number, over and under; else the numbers. What is
+    missing is ""."""
 
     kind: str
     parts: tuple[str, ...]
@@ -60,26 +62,33 @@ _DASH = re.compile(r"\s?(?:[~～〜]|[-–—]+)\s?")
 
 
 class Reader:
-    """Finds the quantities of texts in one language and says them. A subclass has a method for each kind, which gets
-    the quantity and the text before and after it."""
+    """Finds the quantities of texts in one language and says them.
 
+    It has a method for each kind, which gets the quantity and the text before and after it. What the methods here need
+    to say are a language's words; a subclass has these, and methods of its own where a language says more.
+    """
+
+    # What is written.
     months = "(?!)"  # a pattern of their names, where dates have them
     scales = "(?!)"  # a pattern of what multiplies a number, after it
     money_scales = "(?!)"  # of what does so for amounts of money only
     per_word = "(?!)"  # a pattern of what may follow a slash, beside units
     gap = r"\s?"  # a pattern between a number and its unit
-    unit_end = ""  # a pattern after a unit that is not said
-    money_end = ""  # a pattern after an amount with a currency that is not said
+    unit_end = money_end = ""  # patterns after a unit, and an amount with a currency, that are not said
+    # What is said.
+    signs: Mapping[str, str] = {}
+    halves: Mapping[str, str] = {}  # of the day, by "a" and "p"
+    point = to = ratio_to = over = grouped = per = ""  # between two numbers, before a unit
+    year = month = day = hour = minute = second = degree = ""  # after a number
+    power = "{}"
 
     def __init__(self, language: str) -> None:
-        self.names = {sign: name for sign, unit in UNITS.items() if (name := self.unit_name(unit, language))}
-        units, per = one_of([*self.names]), self.per_word
+        self._names = {sign: name for sign, unit in UNITS.items() if (name := self.unit_name(unit, language))}
+        self._money = {sign: str(getattr(unit, language)) for sign, unit in CURRENCIES.items()}
+        units, per = one_of([*self._names]), self.per_word
         unit = rf"{self.gap}(?P<unit>{_DEGREES}|[%％‰]|(?:{CURRENCY})(?![A-Za-z\d])|(?:{units})(?![A-Za-z0-9²³°])){self.unit_end}"
-        self._of_unit = re.compile(unit)
-        tail = (
-            rf"(?:{unit}"
-            rf"(?:/(?P<per>\d{{0,4}}\s?(?:(?:{units})(?![A-Za-z0-9²³])|{per})))?|(?<=\d)/(?P<each>{per}))?"
-        )
+        self._unit = re.compile(unit)
+        tail = rf"(?:{unit}(?:/(?P<per>\d{{0,4}}\s?(?:(?:{units})(?![A-Za-z0-9²³])|{per})))?|(?<=\d)/(?P<each>{per}))?"
         amount = r"{number}(?:\^(?P<power>-?\d{{1,3}}))?(?:\s?(?P<scale>{scales}))?{tail}"
         self._of_amount = re.compile(amount.format(number=_NUMBER, scales=self.scales, tail=tail))
         money = amount.format(number=_NUMBER, scales=f"{self.scales}|{self.money_scales}", tail=tail)
@@ -92,10 +101,6 @@ class Reader:
             rf"(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?(?: of)?[ -]({self.months})(?![a-z])(?:(?:,? |-)(\d{{4}}|(?<=-)\d\d)(?!\d))?"
         )
 
-    def unit_name(self, unit: Unit, language: str) -> str:
-        """Return the name of a unit, "" if its letters stay."""
-        return str(getattr(unit, language))
-
     def read(self, text: str) -> str:
         """Return `text` with its quantities in words."""
         parts, end, at = [""], 0, 0
@@ -105,13 +110,94 @@ class Reader:
             if quantity.kind == "code" and text[begin - 1 : begin] == "(" and "(" not in text[begin:stop]:
                 begin -= 1
             before = "".join(parts[-2:])[-40:] + text[end:begin]
-            said, stop = self._range(text, quantity, stop, before) or (self._said(quantity, before, text[stop:stop + 40]), stop)
-            parts += [text[end:begin], said]
+            said = self._range(text, quantity, stop, before)
+            words, stop = said or (self.said(quantity, before, text[stop : stop + 40]), stop)
+            parts += [text[end:begin], words if any(map(str.isalnum, words)) else text[begin:stop]]
             end = at = stop
         return "".join([*parts, text[end:]])
 
-    def _said(self, quantity: Quantity, before: str, after: str) -> str:
-        return str(getattr(self, quantity.kind)(quantity, before, after))
+    # --- what is said -------------------------------------------------------------------------------------------------
+
+    def whole(self, number: int) -> str:
+        """Return the words of a number of at least 0."""
+        raise NotImplementedError
+
+    def spelled(self, digits: str) -> str:
+        """Return the digits one by one."""
+        raise NotImplementedError
+
+    def unit_name(self, unit: Unit, language: str) -> str:
+        """Return the name of a unit, "" if its letters stay."""
+        return str(getattr(unit, language))
+
+    def number(self, digits: str) -> str:
+        """Return the words of a whole or decimal number; of a very long one, and after a leading zero, its digits."""
+        whole, _, decimals = digits.partition(".")
+        words = self.spelled(whole) if is_spelled(whole) else self.whole(int(whole or 0))
+        return words + (self.point + self.decimals(decimals) if decimals else "")
+
+    def decimals(self, digits: str) -> str:
+        return self.spelled(digits)
+
+    def said(self, it: Quantity, before: str, after: str) -> str:
+        """Return the words of a quantity."""
+        return str(getattr(self, it.kind)(it, before, after))
+
+    def sign(self, it: Quantity) -> str:
+        return "".join(self.signs[mark] for mark in it.sign)
+
+    def powered(self, it: Quantity) -> str:
+        """Return a number and its exponent."""
+        minus = self.signs["-"] if it.power[:1] == "-" else ""
+        power = self.power.format(minus + self.number(it.power.lstrip("-"))) if it.power else ""
+        return self.number(it.digits) + power
+
+    def named(self, it: Quantity) -> str:
+        """Return the name of a unit or currency, and what it is per."""
+        name = self._money[it.currency] if it.currency else self._names.get(it.unit, self.degree if it.unit else "")
+        if not it.per:
+            return name
+        count, unit = re.fullmatch(r"(\d*)\s?/?(.*)", it.per).groups()  # type: ignore[union-attr]  # matches all
+        return f"{name}{self.per}{self.number(count) if count else ''}{self._names.get(unit, unit)}"
+
+    def amount(self, it: Quantity, before: str, after: str) -> str:
+        return self.sign(it) + self.powered(it) + it.scale + self.named(it)
+
+    def range(self, first: Quantity, last: Quantity, before: str, after: str, dash: str) -> str:
+        if first.unit == last.unit and not first.sign:
+            first = first._replace(unit="")
+        if first.currency == last.currency:
+            first = first._replace(currency="")
+        return f"{self.said(first, before, '').strip()}{self.to}{self.said(last, '', after)}"
+
+    def date(self, it: Quantity, before: str, after: str) -> str:
+        year, month, day = it.parts
+        said = (self.number(year) + self.year if year else "") + (self.whole(int(month)) + self.month if month else "")
+        return said + self.whole(int(day)) + ("" if after.startswith(self.day.strip()) else self.day)
+
+    def clock(self, it: Quantity, before: str, after: str) -> str:
+        hour, minute, second, half = it.parts
+        said = self.halves.get(half[:1].lower(), "") + self.whole(int(hour)) + self.hour
+        said += self.whole(int(minute)) + self.minute if minute.strip("0") else ""
+        return said + (self.number(second.lstrip("0")) + self.second if second.strip("0.") else "")
+
+    def ratio(self, it: Quantity, before: str, after: str) -> str:
+        return self.ratio_to.join(map(self.number, it.parts))
+
+    def slash(self, it: Quantity, before: str, after: str) -> str:
+        whole, over, under = it.parts
+        return self.number(under) + self.over + self.number(over) + self.named(it)
+
+    def code(self, it: Quantity, before: str, after: str) -> str:
+        return self.grouped.join(self.spelled(part) for part in it.parts if part != "+")
+
+    def version(self, it: Quantity, before: str, after: str) -> str:
+        return self.point.join(map(self.number, it.parts))
+
+    def name(self, it: Quantity, before: str, after: str) -> str:
+        return self.point.join(map(self.number, it.digits.split(".")))
+
+    # --- what is written ----------------------------------------------------------------------------------------------
 
     def _range(self, text: str, first: Quantity, stop: int, before: str) -> tuple[str, int] | None:
         """Return two quantities of a kind with a dash between them, said, and where they end; None if there are none."""
@@ -121,61 +207,39 @@ class Reader:
             return None
         last, end = self._quantity(text, found, after_dash=True)
         after = text[end : end + 40]
-        if (pair := self.paired(first, last)) is None or re.match(r"\s?=", after) or _DASH.match(text, end) and after[1:2].isdigit():
+        pair = _paired(first, last)
+        if pair is None or re.match(r"\s?=", after) or (_DASH.match(text, end) and after[1:2].isdigit()):
             return None
         if pair[1].currency and not last.currency and (written := re.compile(self.money_end).match(text, end)):
             end = written.end()
         return self.range(*pair, before, after, dash[0].strip()), end
 
-    def paired(self, first: Quantity, last: Quantity) -> tuple[Quantity, Quantity] | None:
-        """Return two quantities of a range, each with what is written at the other one only; None if they are no pair."""
-        kinds = first.kind, last.kind
-        if kinds == ("slash", "slash"):
-            dates = [Quantity("date", ("", *each.parts[1:])) for each in (first, last) if is_day(each)]
-            return (dates[0], dates[1]) if len(dates) == 2 else None
-        if kinds == ("date", "amount") and last.is_plain and 0 < int(last.digits) < 32:
-            return first, Quantity("date", ("", "", last.digits))
-        if kinds == ("amount", "date") and first.is_plain and 0 < int(first.digits) < 32:
-            return Quantity("date", ("", "", first.digits)), last
-        if kinds == ("amount", "clock") and first.is_plain and int(first.digits) < 25:
-            return Quantity("clock", (first.digits, "", "", "")), last
-        if kinds[0] != kinds[1]:
-            return None
-        if kinds[0] == "amount":
-            if first.unit and last.unit and first.unit != last.unit:
-                return None
-            first = first._replace(unit=first.unit or last.unit)
-            last = last._replace(currency=last.currency or first.currency)
-        return first, last
-
     def _quantity(self, text: str, found: re.Match[str], after_dash: bool = False) -> tuple[Quantity, int]:
         """Return the quantity that begins at `found`, and where it ends."""
         at = found.end()
-        if text[at : at + 1] == " " or text[at - 1 : at] == "." and not found.groupdict().get("sign"):
-            if named := self._month_first.match(text, found.start()):
-                return Quantity("date", (named[3] or "", named[1], named[2])), named.end()
-            at += 1
+        if text[at : at + 1] == " " and (named := self._month_first.match(text, found.start())):
+            return Quantity("date", (named[3] or "", named[1], named[2])), named.end()
+        at += text[at : at + 1] == " "
         sign = (found["sign"] or "") + (found["minus"] or "")
-        if not sign and not found["currency"]:
-            if _is_letter(text[at - 1 : at]) or (
-                at > 1 and text[at - 1] in "-_" and text[at - 2].isascii() and text[at - 2].isalnum() and not after_dash
-            ):
+        currency = found["currency"] or ""
+        if not sign and not currency and at:
+            joined = at > 1 and text[at - 1] in "-_" and text[at - 2].isascii() and text[at - 2].isalnum()
+            if _is_letter(text[at - 1]) or (joined and not after_dash):
                 name = _NAME.match(text, at)
                 assert name
                 return Quantity("name", (name[0],)), name.end()
-        if not found["currency"] and (shaped := self._shaped(text, at, sign)):
+        if not currency and (shaped := self._shaped(text, at, sign)):
             return shaped
-        amount = (self._of_money if found["currency"] else self._of_amount).match(text, at)
+        amount = (self._of_money if currency else self._of_amount).match(text, at)
         assert amount
-        unit = amount["unit"] or ""
+        unit, stop = amount["unit"] or "", amount.end()
         per = "" if amount["per"] is amount["each"] else amount["per"] or amount["each"] or "/"
-        currency, stop = found["currency"] or "", amount.end()
         if unit in CURRENCIES and not currency:
             unit, currency = "", unit
-        elif amount["unit"] is None and not amount["scale"] and _is_letter(text[stop : stop + 1]) and not currency:
-            if amount["number"].isdigit() and not sign:
-                return Quantity("name", (amount["number"],)), stop
-        return Quantity("amount", (amount["number"],), sign, currency, amount["scale"] or "", unit, per, amount["power"] or ""), stop
+        elif amount["number"].isdigit() and not unit + sign + (amount["scale"] or "") and _is_letter(text[stop : stop + 1]):
+            return Quantity("name", (amount["number"],)), stop
+        scale, power = amount["scale"] or "", amount["power"] or ""
+        return Quantity("amount", (amount["number"],), sign, currency, scale, unit, per, power), stop
 
     def _shaped(self, text: str, at: int, sign: str) -> tuple[Quantity, int] | None:
         """Return what is known by its shape, whatever is around it."""
@@ -202,16 +266,36 @@ class Reader:
         if after == "." and (version := _VERSION.match(text, at)):
             return Quantity("version", tuple(version[0].split("."))), version.end()
         if slash := _SLASH.match(text, at):
-            unit = self._of_unit.match(text, slash.end())
+            unit = self._unit.match(text, slash.end())
             if unit is None and _is_letter(text[slash.end() : slash.end() + 1]):
                 return None
-            found = Quantity("slash", (slash[1] or "", slash[2], slash[3]), sign, unit=unit["unit"] if unit else "")
-            return found, (unit or slash).end()
+            parts = (slash[1] or "", slash[2], slash[3])
+            return Quantity("slash", parts, sign, unit=unit["unit"] if unit else ""), (unit or slash).end()
         if hour := _HOUR.match(text, at):
             return Quantity("clock", (hour[1], "", "", hour[2])), hour.end()
         if day := self._day_first.match(text, at):
             return Quantity("date", (day[3] or "", day[2], day[1]), unit="of"), day.end()
         return None
+
+
+def _paired(first: Quantity, last: Quantity) -> tuple[Quantity, Quantity] | None:
+    """Return two quantities of a range, each with what is written at the other one only; None if they are no pair."""
+    kinds = first.kind, last.kind
+    if kinds == ("slash", "slash"):
+        dates = [Quantity("date", ("", *each.parts[1:])) for each in (first, last) if is_day(each)]
+        return (dates[0], dates[1]) if len(dates) == 2 else None
+    if kinds == ("date", "amount") and last.is_plain and 0 < int(last.digits) < 32:
+        return first, Quantity("date", ("", "", last.digits))
+    if kinds == ("amount", "date") and first.is_plain and 0 < int(first.digits) < 32:
+        return Quantity("date", ("", "", first.digits)), last
+    if kinds == ("amount", "clock") and first.is_plain and int(first.digits) < 25:
+        return Quantity("clock", (first.digits, "", "", "")), last
+    if kinds[0] != kinds[1] or (first.unit and last.unit and first.unit != last.unit):
+        return None
+    if kinds[0] == "amount":
+        first = first._replace(unit=first.unit or last.unit)
+        last = last._replace(currency=last.currency or first.currency)
+    return first, last
 
 
 def is_day(slash: Quantity) -> bool:
