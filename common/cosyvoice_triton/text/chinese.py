@@ -21,7 +21,7 @@ _ROOMS = ("房", "教室", "会议室", "病房", "包间", "包厢", "寝室", 
 _EVENTS = (
     "事件", "大促", "晚会", "购物节", "恐袭", "袭击", "运动", "地震", "阅兵", "狂欢", "劳动节", "妇女节", "儿童节", "国庆", "青年节",
 )  # fmt: skip
-_KNOWN = frozenset("985 211 996 007 404 911 618 315 886 666 520 1314 233 110 119 120 12306 12315".split())
+_KNOWN = frozenset("985 211 996 007 404 911 618 315 886 666 520 1314 233 110 119 120 12306 12315 10010 10086".split())
 _MEASURES = tuple(
     "个 位 本 张 只 条 件 杯 瓶 辆 台 把 块 间 家 次 遍 趟 种 名 人 天 周 年 小时 分 秒 岁 倍 斤 公 千克 克 吨 升 毫 "
     "米 千米 厘米 平方 立方 元 美元 欧元 英镑 港元 万 亿 千 百 篇 部 首 场 节 份 颗 棵 朵 头 匹 双 对 套 层 座 架 艘 支 枚 "
@@ -67,7 +67,7 @@ _RULES = [
         (r"满(\d+)-(?=\d+(?![\d岁周天月年]))", r"满\1减"),
         (rf"(?<=\d([{_HAN}])){_DASH}(?=第?\d+\1)|(?<=\d[月日号]){_DASH}(?=\d+[月日号])", "到"),
         (rf"(?<=[\d万亿千百%][{_HAN}])/(?=[{_HAN}])|(?<=\d[{_HAN}]{{2}})/(?=[{_HAN}])|(?<=\d%)/(?=[{_HAN}])|(?<=\d[A-Za-z]{{2}})/(?=[{_HAN}])", "每"),
-        (rf"(?<=[\dwWkK万])(?<!\D18)(?<!^18)\+(?=[{_HAN}]|[，。、；]|$)", "多"),
+        (rf"(?<=[\dwWkK万%])(?<!\D18)(?<!^18)\+(?=[{_HAN}]|[，。、；]|$)", "多"),
         (r"(\d[a-z]{0,2}[²³]?)\s?[×*xX]\s?(?=\d)", r"\1乘以"), (rf"(?<=[米寸尺])\s?[×*]\s?(?=[\d{_HAN}])", "乘以"),
         (r"(?<=\d)\s?÷\s?(?=\d)", "除以"), ("π", "派"),
         (r"(?:(?<=(?<![A-Za-z\d万亿千百])[A-Za-z])|(?<=[)]))(?:\^(-?\d{1,3})|([²³]))(?!\d)",
@@ -173,6 +173,8 @@ class Chinese(Reader):
                 return f"{chinese_digits(first.digits)}到{chinese_digits(last.digits)}"
             if before.endswith("第"):
                 return f"{self.number(first.digits)}到第{self.number(last.digits)}"
+            if re.search(r"[A-Z] \Z", before) and len(first.digits) > 2:
+                return f"{chinese_digits(first.digits)}杠{chinese_digits(last.digits)}"
             if first.digits == "2" and _is_measure(after):
                 return f"两到{self.said(last, '', after)}"
         if first.unit == last.unit and (first.unit in ("%", "％", "‰") or first.sign):
@@ -269,6 +271,7 @@ CHINESE = Chinese()
 _DASH_BETWEEN_BLANKS = re.compile(r" +[-–]+ +")
 _BLANK = re.compile(r"(?<![!-~]) | (?![!-~]|\Z)")  # stays between two ASCII characters
 _FULL_STOP = re.compile(r"\.+(?![0-9A-Za-z]| \d)")  # not that of "2.0.1", "example.com" and "Dec. 31"
+_BEFORE_NUMBER = re.compile("[)）](?=[零一二两三四五六七八九十])")  # a bracket that keeps two numbers apart
 _UNSPOKEN = str.maketrans({"²": "平方", "³": "立方"} | dict.fromkeys("（）【】()`", ""))
 
 
@@ -276,4 +279,4 @@ def cleaned(sentence: str) -> str:
     """Return `sentence` without the blanks and marks that a Chinese reader does not speak; Western full stops as
     Chinese."""
     sentence = _FULL_STOP.sub("。", _DASH_BETWEEN_BLANKS.sub("，", sentence))
-    return _BLANK.sub("", sentence).translate(_UNSPOKEN)
+    return _BLANK.sub("", _BEFORE_NUMBER.sub("，", sentence)).translate(_UNSPOKEN)

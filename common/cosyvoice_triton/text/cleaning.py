@@ -41,7 +41,7 @@ _FULL_WIDTH_MARK = re.compile("(?<=\\d)[\uff1a\uff0e](?=\\d)")
 _CIRCLED = re.compile("(\\S?)[^\\S\\n]*([\u2460-\u2473])\\s*(?=([^\\W\\d]?))")
 # Faces of signs.
 _SMILEY = re.compile(
-    "(?<!\\S)[:;=]['’]?-?[)(DPpO/\\\\|*\\]\\[]+(?=[\\s.,!?。，！？]|$)|(?<![A-Za-z0-9^])\\^[_.-]?\\^;*|(?<![A-Za-z0-9])(?:T_T|>_<|-_-|:-?[)(])(?![\\w)])"
+    "(?<!\\S)<3(?=[\\s.,!]|$)|(?<![\\w:])[:;=]['’]?-?[)(DPpO/\\\\|*\\]\\[]+(?=[\\s.,!?。，！？]|$)|(?<![A-Za-z0-9^])\\^[_.-]?\\^;*|(?<![A-Za-z0-9])(?:T_T|>_<|-_-|:-?[)(])(?![\\w)])"
     "|\u00af\\\\?_?\\(\u30c4\\)_?/\u00af|[(（](?=[^()（）]*[^()（）.?!…,。，！？、\\s—–\\w]|[^()（）]*[\u03c9\u0434\u0414])(?:[^()（）A-Za-z0-9\\s\u4e00-\u9fff\uac00-\ud7a3.,+%$€£=/-]|[oOTQ_.;-]){2,12}[)）][\uff89\u30ce/\u2661\u2665\u266a\u2606~]*"
 )
 
@@ -91,6 +91,7 @@ _STAR_KEY = re.compile(r"\b([Pp]ress|[Dd]ial) \*(?=[\s\d.,]|$)")
 _FOOTNOTE = re.compile(r"\[\^[\w-]{1,32}\]|(?<=[^\s\[\]])(?:\[\d{1,3}\])+")
 _TASK = re.compile(r"^(\s*[-*+] )(\[[ xX]\]) ", re.MULTILINE)
 _BULLET = re.compile(r"^\s*(?:[•◦‣▪▫●○■□◆◇▶►➤➢✓✔✗✘→⇒]\s*|~{3,})", re.MULTILINE)
+_TIMES = re.compile(r"(?<=\d)\*(?=\d)|(?<=\d[a-z])\*(?=\d)|(?<=\d[a-z]{2})\*(?=\d)")
 _LINK = re.compile(r"\[([^\[\]\n]+)\](\((?:[a-z]+:|/|\.|#|www)[^()\n]*\))")  # with a blank, which is no Markdown
 _BLANKS = re.compile(r"[^\S\n]{2,}")
 # Rows of one sign are drawn, as lines and borders are: read, they are seconds of invention or of "equals equals". Of
@@ -123,7 +124,7 @@ def without_markup(text: str, on_left_out: OnLeftOut = lambda written, reason: N
     """Return `text` without Markdown, emoji and rows of signs: the words of links, code and tables stay, and the numbers
     of lists."""
     text = _FOOTNOTE.sub(lambda mark: on_left_out(mark[0], "footnote mark") or "", without_emoji(text))
-    text = _BULLET.sub("", _STAR_KEY.sub(r"\1 star ", text))
+    text = _TIMES.sub("×", _BULLET.sub("", _STAR_KEY.sub(r"\1 star ", text)))
     if _MARKUP.search(text):
         text = _TASK.sub(lambda box: on_left_out(box[2], "box of a task") or box[1], text)
         text = "".join(_rendered(text, on_left_out)).replace(", \n", "\n")

@@ -23,6 +23,7 @@ _DATES = frozenset(
     "on by until till before after from since due starting monday tuesday wednesday thursday friday saturday sunday mon "
     "tue tues wed thu thur thurs fri sat sun".split()
 )
+_PARTS = (20, 24, 25, 30)  # that things are divided into, and that are days of a month as well
 _ERAS = frozenset("the early late mid in his her my their our your".split())  # before a decade
 _FILLERS = frozenset(f"is was are : = # or and {english_digits('0123456789')}".split())
 _NO_CODES = frozenset("AD BC CE AM PM TV UP".split())  # two capitals before a number that is one
@@ -89,7 +90,7 @@ class English(Reader):
 
     def amount(self, it: Quantity, before: str, after: str) -> str:
         scale, head = it.scale, _heads(before)[:1]
-        if len(it.unit) == 1 and it.unit.isupper() and set(head) & _SEATS:
+        if len(it.unit) == 1 and it.unit.isupper() and (set(head) & _SEATS or re.match(r"\. [A-Z\d]", after)):
             return f"{self.number(it.digits)} {it.unit}"
         if scale[:1] in ("'", "’", "s") and scale != "st":
             decade = len(it.digits) in (2, 4) and it.digits[-1] == "0" and (len(it.digits) == 2 or _is_year(it.digits))
@@ -144,6 +145,8 @@ class English(Reader):
             return f"{the}{english_ordinal(int(first.parts[2]))} to {self.said(last, '', after)}"
         if first.is_plain and last.is_plain and _is_year(first.digits) and len(last.digits) in (2, 4):
             return f"{_year(first.digits)} to {_year(last.digits)}"
+        if first == last and first.digits == "50":
+            return "fifty fifty"
         if first.currency == last.currency:
             first = first._replace(currency="")
         if first.unit == last.unit != "%":
@@ -184,12 +187,13 @@ class English(Reader):
             even = len(over + under) == 4 and (int(over) + int(under) == 100 or over == under)
             if (over, under) in (("24", "7"), ("9", "11")) or even:
                 return " ".join(numbers)
-            if set(heads[:1]) & _DATES and is_day(it):
-                return self.date(Quantity("date", ("", over, under)), before, after)
+            dated = bool(set(heads[:1]) & _DATES)
             if "odds" in heads:
                 return " to ".join(numbers)
-            if "0" in (over[0], under[0]):
+            if "0" in (over[0], under[0]) and not dated:
                 return " ".join(numbers)
+            if is_day(it) and (dated or (16 < int(under) and int(under) not in _PARTS and not unit)):
+                return self.date(Quantity("date", ("", over, under)), before, after)
             if ({"bp", "pressure"} & {*heads} or len(over) > 2) and 30 < int(under) < int(over) < 300:
                 return " over ".join(numbers) + (f" {unit.many}" if unit else "")
         said = self._fraction(whole, int(over), int(under))

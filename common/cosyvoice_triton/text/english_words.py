@@ -84,10 +84,13 @@ _NO_OPERANDS = re.compile(r"\b(?:is|are|be|was|were|of|for|with|at|to|and|or|if|
 def _compared(found: re.Match[str]) -> str:
     """Return the words of a sign. It compares with what is before it if the blanks are the same on both of its sides."""
     relation, bound = _COMPARED[found[3]]
+    text, begin, end = found.string, found.start(), found.end()
+    if found[3] in "<>" and (text[end : end + 2].isalpha() and len(text[end : end + 2]) == 2 or not found[2] and text[begin - 2 : begin].isalpha()):
+        return found[0]  # rather brackets
     before = found.string[max(0, found.start() - 8) : found.start()]
     if found[1] and (found[3] == "=" or (found[2] == found[4] and not _NO_OPERANDS.search(before))):
         return f" {relation} "
-    return f"{found[2] or ''}{bound}" if bound else found[0]
+    return f"{found[2] or ''}{bound}" if bound and not text[end : end + 1].isalpha() else found[0]
 
 
 # Each with what a text must have for it to match.
@@ -133,13 +136,13 @@ _RULES: list[tuple[str, list[Rule]]] = [
         (r"(?<=[A-Za-z])(?<!\d[eE])-(?=\d{1,4}\b(?![-.]\d))", " "),
     ]),
     (r"[=<>≠≥≤≈×÷*+^²³π√/xe-]", [
-        (r"(?<=[\d)]) / (?=[\d(])", " divided by "),
+        (r"(?:(?<=[\d)])|(?<=\b[a-z])) / (?=[\d(]|[a-z]\b)", " divided by "),
         (r"(?<![^\W\d])(\d+\.\d+[eE]|\d+[eE](?=[-+]))([-+]?)(?=\d{1,3}(?!\w))",
          lambda found: f"{found[1][:-1]} times ten to the power of {'minus ' if found[2] == '-' else ''}"),
-        (r"(?:(?<=\))|(?<=(?<![A-Za-z])(?<!\d)(?<!\d\s)[A-Za-z]))(?:\^(-?\d{1,3})|([²³]))(?!\d)", lambda found: _power(found[1] or ("2" if found[2] == "²" else "3"))),
+        (r"(?:(?<=\))|(?<=(?<![A-Za-z])(?<!\d)(?<!\d\s)[A-Za-z])|(?<=(?<![A-Za-z\d])(?<!\d\s)(?![kcm]m)[A-Za-z]{2}))(?:\^(-?\d{1,3})|([²³]))(?!\d)", lambda found: _power(found[1] or ("2" if found[2] == "²" else "3"))),
         (r"(?<=[\w)])\s?[-–]\s?(?=\d[\d.,]*\s*=)", " minus "),
         (r"(?<=[\d)])\s?[×*]\s?(?=[\d(])|(?<=\d) x (?=\d[\d.]* ?=)", " times "),
-        (r"(\d(?: ?[a-z]{1,3})? ?)x ?(?=\d)", lambda found: f"{found[1].rstrip()} by "),
+        (r"(?!0x)(\d(?: ?[a-z]{1,3})? ?)x ?(?=\d)", lambda found: f"{found[1].rstrip()} by "),
         (r"(?<=[\d)])\s?÷\s?(?=[\d(])", " divided by "),
         (r"(?:(?<=[\d)])|(?<=\b[A-Za-z])|(?<=squared)|(?<=cubed))\s?\+\s?(?=\d|\(|[a-z]\b)", " plus "),
         (r"(?:(?<=([\w)]))(\s?)|(?<![\w)]))(!=|≠|[<>]=|[≥≤≈=<>])(\s?)(?=[-\w(.$€£√π])(?!(?<=<)3\b(?! ?[%°\w]))", _compared),

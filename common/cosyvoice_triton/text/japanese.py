@@ -9,6 +9,7 @@ _CODES = ("番号", "コード", "口座", "ID", "郵便", "内線")  # before d
 _SCORED = ("スコア", "試合", "結果", "得点", "比率", "比")  # before, and after, two numbers of a score
 _WON = re.compile("で|の勝|と|の末")
 _COUNTS = re.compile("[日分月時個人年週回枚本歳度円章階名匹冊倍割点万号]|ページ|キロ|センチ")
+_SPAN = re.compile(r"(?<=\d[日月時分年円人%])\s?[〜～~–-]\s?(?=\d)")
 _OPERATIONS = {"+": "たす", "×": "かける", "÷": "わる", "=": "は"}
 
 
@@ -36,7 +37,7 @@ class Japanese(Reader):
         for sign, said in _OPERATIONS.items():
             if sign in text:
                 text = re.sub(rf"(?<=\d)\s*[{sign}]\s*(?=\d)", said, text)
-        return super().read(text)
+        return super().read(_SPAN.sub("から", text))
 
     def amount(self, it: Quantity, before: str, after: str) -> str:
         if it.is_plain and len(it.digits) > 2 and before.rstrip(" はがの：:").endswith(_CODES):

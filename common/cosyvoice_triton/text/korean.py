@@ -6,7 +6,7 @@ from cosyvoice_triton.text.numbers import korean, korean_count, korean_digits
 from cosyvoice_triton.text.quantities import Quantity, Reader
 
 # What follows a number that is said with native words, and a particle, which has no blank before it.
-_COUNTED = re.compile(r"\s?(?:개|명|시(?![가-힣]*간대)|살|마리|권|잔|병|대|번(?!지|호)|장|그루|송이|켤레|벌|사람|가지|달)")
+_COUNTED = re.compile(r"\s?(?:개|명|시(?![가-힣]*간대)|살|마리|권|잔|병|대|번(?!지|호|째|\s?(?:버스|출구|문제|홈|트랙|게이트))|장|그루|송이|켤레|벌|사람|가지|달)")
 _HOUR = re.compile(r"\s?시(?!간)")
 _PARTICLE = re.compile("(?:으?로|은|는|이|가|을|를|와|과|의|에|도|다|까지|부터|쯤|만)(?![월일년시분])")
 _MONTHS = {6: "유", 10: "시"}  # that are not said as the number

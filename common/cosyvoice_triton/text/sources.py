@@ -23,13 +23,14 @@ _TAG = re.compile(
     rf"|<(?P<end>/?)(?P<prefix>[A-Za-z][\w-]{{0,20}}:(?!//))?(?P<name>[A-Za-z][A-Za-z0-9-]{{0,20}})(?:{_ATTRIBUTE})*\s*/?>",
     re.DOTALL | re.IGNORECASE,
 )
+_ROW_END = re.compile(r", *\n\s*")
 _SPOKEN_TAG = re.compile(r"</?(?:strong|laughter)>")  # of the LLM's vocabulary
 _ENTITY = re.compile(r"&(?:[A-Za-z][A-Za-z0-9]{1,30}|#\d{1,7}|#[xX][0-9A-Fa-f]{1,6});")
 _RAISED = str.maketrans("0123456789-+", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺")
 _LOWERED = str.maketrans("0123456789-+", "₀₁₂₃₄₅₆₇₈₉₋₊")
 
 _CUE_TIME = r"(?:\d+:)?\d\d:\d\d[.,]\d{3}"
-_CUE = re.compile(rf"(?m)^(?:\d+\n)?{_CUE_TIME} --> {_CUE_TIME}.*\n?|\AWEBVTT.*\n|^NOTE\b.*\n|<{_CUE_TIME}>")
+_CUE = re.compile(rf"(?m)^(?:\d+\n)?{_CUE_TIME} --> {_CUE_TIME}.*\n?|\AWEBVTT.*\n|^NOTE\b.*\n|<{_CUE_TIME}>|</?[vc](?:[ .][^<>\n]*)?>")
 _THOUGHT = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL | re.IGNORECASE)
 
 _FORMULA = re.compile(
@@ -51,9 +52,9 @@ def plain_text(text: str, on_left_out: OnLeftOut) -> str:
     """Return the words of `text` without HTML, with the signs that entities and LaTeX stand for, and without the
     numbers and times of subtitles."""
     if "-->" in text:
-        text = _CUE.sub(lambda found: _gone(found[0], "number and time of a subtitle", on_left_out), text)
+        text = _CUE.sub(lambda found: _gone(found[0], "marks of a subtitle", on_left_out), text)
     if "<" in text:
-        text = _TAG.sub(lambda found: _of_tag(found, on_left_out), text)
+        text = _ROW_END.sub("\n", _TAG.sub(lambda found: _of_tag(found, on_left_out), text))
     if "&" in text:
         text = _ENTITY.sub(lambda found: html.unescape(found[0]), text)
     if "$" in text or "\\" in text:

@@ -60,6 +60,8 @@ min mins|minute|分钟|分|분
 h|hour|小时|時間|시간
 hr hrs|hour|||
 yr yrs|year|||
+mo|month|||
+wk wks|week|||
 t||吨|トン|톤
 dB|decibel|分贝|デシベル|데시벨
 ft|foot/feet|英尺|フィート|피트
