@@ -1,11 +1,9 @@
 """English abbreviations, signs and addresses of the web, as they are said."""
 
 import re
-from collections.abc import Callable
 
 from cosyvoice_triton.text.numbers import english, english_digits, english_ordinal
-
-Rule = tuple[str, Callable[[re.Match[str]], str] | str]
+from cosyvoice_triton.text.quantities import Rules
 
 _MONTHS = "January February March April May June July August September October November December".split()
 MONTHS = {name[:length].lower(): name for name in _MONTHS for length in (3, len(name))} | {"sept": "September"}
@@ -85,7 +83,12 @@ def _compared(found: re.Match[str]) -> str:
     """Return the words of a sign. It compares with what is before it if the blanks are the same on both of its sides."""
     relation, bound = _COMPARED[found[3]]
     text, begin, end = found.string, found.start(), found.end()
-    if found[3] in "<>" and (text[end : end + 2].isalpha() and len(text[end : end + 2]) == 2 or not found[2] and text[begin - 2 : begin].isalpha()):
+    if found[3] in "<>" and (
+        text[end : end + 2].isalpha()
+        and len(text[end : end + 2]) == 2
+        or not found[2]
+        and text[begin - 2 : begin].isalpha()
+    ):
         return found[0]  # rather brackets
     before = found.string[max(0, found.start() - 8) : found.start()]
     if found[1] and (found[3] == "=" or (found[2] == found[4] and not _NO_OPERANDS.search(before))):
@@ -94,7 +97,13 @@ def _compared(found: re.Match[str]) -> str:
 
 
 # Each with what a text must have for it to match.
-_RULES: list[tuple[str, list[Rule]]] = [
+RULES: Rules = [
+    ("['’′\"″]", [
+        (r"""(?<![\w.])(\d{1,2})['’′] ?(\d{1,2})(["”″]|'')?(?!\w)""",
+         lambda found: f"{found[1]} feet {found[2]}" + (" inches" if found[3] else "")),
+        (r"""(?<![\w"])(\d{1,3}(?:\.\d{1,2})?)["″](?=\s[A-Za-z])""",  # unless it closes a quotation
+         lambda found: f"{found[1]} inch" if found.string.count('"') % 2 else found[0]),
+    ]),
     (r"\.|\b(?:Ave|Blvd|Rd|Ln|Hwy|Pkwy|Sq|Apt)\b", [
         (rf"(?<=[a-z] )St(?:\.{_STREET}|(?=, [A-Z]))", "Street"),
         (rf"(?<!\d (?=[sS]ec))\b({_any_case(BEFORE_NUMBERS)})\.\s?(?=\d)|\b(Apt)(?=\s\w)",
@@ -149,18 +158,6 @@ _RULES: list[tuple[str, list[Rule]]] = [
         (r"\s?π\s?", " pi "), (r"√\s?(?=[\d(a-z])", "square root of "),
     ]),
 ]  # fmt: skip
-_COMPILED = [(re.compile(sign).search, [(re.compile(rule).sub, said) for rule, said in rules]) for sign, rules in _RULES]
-
-
-def words(text: str) -> str:
-    """Return `text` with its abbreviations and the signs of arithmetic in words."""
-    for has_sign, rules in _COMPILED:
-        if has_sign(text):
-            for replaced, said in rules:
-                text = replaced(said, text)
-    return text
-
-
 # Signs of addresses; and those that no rule read, named alone or beside a word.
 _SIGNS = {"@": "at", ".": "dot", "/": "slash", "_": "underscore", "-": "dash", ":": "colon", "?": "question mark"}
 _SIGNS |= {"=": "equals", "&": "and", "#": "hash", "%": "percent", "+": "plus", "~": "tilde"}
@@ -179,10 +176,7 @@ def named(text: str) -> str:
 
 
 # Names of hosts and of people at hosts; what follows the host is part of the address.
-ADDRESS = re.compile(
-    r"(?<![\w@.])(?:https?://)?(?:[\w.+-]{1,64}@)?(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}(?![\w@])(?::\d+)?(?:/[\w/.?=&%#~+:-]*[\w/])?",
-    re.ASCII,
-)
+ADDRESS = r"(?<![\w@.])(?:https?://)?(?:[\w.+-]{1,64}@)?(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}(?![\w@])(?::\d+)?(?:/[\w/.?=&%#~+:-]*[\w/])?"
 _HOSTS = frozenset(
     "com org net edu gov io ai app dev co uk us ca au de fr es it ru cn jp kr tv me info biz eu ch nl se br".split()
 )
@@ -191,14 +185,14 @@ _PARTS = re.compile(r"\d+|[^\W\d_]+|.", re.ASCII)
 
 
 def address(written: str) -> str:
-    """Return an address of the web or of mail as it is said: "example dot com". Another name with a full stop, such as
-    of a file, stays."""
+    """Return an address of the web or of mail as it is said: "example dot com"; "" for another name with a full stop,
+    such as of a file."""
     if written.startswith("http"):
         written = written.partition("://")[2]
     elif (
         "@" not in written and "/" not in written and not ((ending := _ENDING.search(written)) and ending[1] in _HOSTS)
     ):
-        return written
+        return ""
     return " ".join(
         english_digits(part) if part.isdigit() else _SIGNS.get(part, part) for part in _PARTS.findall(written)
     )

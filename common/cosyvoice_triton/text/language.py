@@ -79,9 +79,7 @@ def named(name: str, known: tuple[Language, ...] = EVERY) -> Language | None:
     raise ValueError(f"language {name!r} is not one of auto, {', '.join(known)}")
 
 
-def language_of(
-    text: str, default: Language | None = None, known: tuple[Language, ...] = EVERY
-) -> Language | None:
+def language_of(text: str, default: Language | None = None, known: tuple[Language, ...] = EVERY) -> Language | None:
     """Return the language of `text`, one of those `known`. `default`: of a text that does not show its own, for which
     None is English.
 
@@ -93,9 +91,7 @@ def language_of(
     return _BY_SCRIPT.get(own) or _guessed(text, default, known)
 
 
-def language_of_sentence(
-    sentence: str, text: Language | None, known: tuple[Language, ...] = EVERY
-) -> Language | None:
+def language_of_sentence(sentence: str, text: Language | None, known: tuple[Language, ...] = EVERY) -> Language | None:
     """Return the language of one sentence of a text in the language `text`, which short and mixed sentences have."""
     if not _ANY_LETTER.search(sentence):
         return text
@@ -121,8 +117,11 @@ def _by_letters(text: str) -> str | None:
         return None
     if han + kana and max(hangul, cyrillic, other) <= han + kana:
         # A name or a quotation in a text of Latin letters stands between blanks; there are more words than characters.
-        if words >= FEW_WORDS and han + kana < words and len(_SMALL_WORD.findall(text)) > 1 and not (
-            _GLUED.search(text) or _CHINESE_SIGN.search(text)
+        if (
+            words >= FEW_WORDS
+            and han + kana < words
+            and len(_SMALL_WORD.findall(text)) > 1
+            and not (_GLUED.search(text) or _CHINESE_SIGN.search(text))
         ):
             return "latin"
         return "ja" if kana > 1 or kana and han < 8 else "zh"

@@ -6,11 +6,11 @@ range.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from cosyvoice_triton.text.numbers import is_spelled
-from cosyvoice_triton.text.units import CURRENCIES, CURRENCY, UNITS, Unit, one_of
+from cosyvoice_triton.text.units import CURRENCIES, CURRENCY, UNITS, one_of
 
 
 class Quantity(NamedTuple):
@@ -42,7 +42,8 @@ _DAY, _MONTH = r"(3[01]|[12]\d|0?[1-9])", r"(1[0-2]|0?[1-9])"
 _DATE = re.compile(rf"(\d{{4}})([-/.]){_MONTH}\2{_DAY}(?![-/.]?\d(?!\d{{3}}[-/.]))日?")
 _DATE_YEAR_LAST = re.compile(r"(\d{1,2})([-/.])(\d{1,2})\2((?:1[5-9]|20)\d\d|(?<=/)\d\d)(?![-/]?\d|\.\d)")
 _CLOCK = re.compile(
-    r"([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d(?:\.\d+)?)|(?<=:\d\d)(\.\d+))?(?![:\d])(?:\s?([ap]\.?\s?m)(?![A-Za-z]))?", re.I
+    r"([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d(?:\.\d+)?)|(?<=:\d\d)(\.\d+))?(?![:\d])(?:\s?([ap]\.?\s?m)(?![A-Za-z]))?",
+    re.I,
 )
 _HOUR = re.compile(r"(1[0-2]|0?[1-9])\s?([ap]\.?\s?m)(?![A-Za-z])", re.I)
 _RATIO = re.compile(r"(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)(?![:\d])")
@@ -61,6 +62,9 @@ _SIGN = rf"(?P<sign>(?<![A-Za-z0-9_)\]%°.])[-+±~≈])?(?:(?P<currency>(?<![A-Z
 _DASH = re.compile(r"\s?(?:[~～〜]|[-–—]+)\s?")
 
 
+Rules = list[tuple[str, list[tuple[str, str | Callable[[re.Match[str]], str]]]]]
+
+
 class Reader:
     """Finds the quantities of texts in one language and says them.
 
@@ -68,67 +72,84 @@ class Reader:
     to say are a language's words; a subclass has these, and methods of its own where a language says more.
     """
 
-    # What is written.
-    months = "(?!)"  # a pattern of their names, where dates have them
-    scales = "(?!)"  # a pattern of what multiplies a number, after it
-    money_scales = "(?!)"  # of what does so for amounts of money only
-    per_word = "(?!)"  # a pattern of what may follow a slash, beside units
-    gap = r"\s?"  # a pattern between a number and its unit
-    unit_end = money_end = ""  # patterns after a unit, and an amount with a currency, that are not said
+    language = ""  # the name of its column in the table of units
+    # What is written, as patterns.
+    needed = r"\d"  # of texts in which there is something to read
+    addresses = "(?!)"
+    rules: Rules = []  # signs and words, in this order: what a text must have, and patterns with what is said
+    months = scales = money_scales = "(?!)"  # after a number
+    per_word = "(?!)"  # after a slash, beside units
+    gap = r"\s?"  # between a number and its unit
+    unit_end = money_end = ""  # after a unit, and an amount with a currency; not said
     # What is said.
+    whole: Callable[[int], str]  # a number of at least 0
+    spelled: Callable[[str], str]  # digits one by one
     signs: Mapping[str, str] = {}
     halves: Mapping[str, str] = {}  # of the day, by "a" and "p"
     point = to = ratio_to = over = grouped = per = ""  # between two numbers, before a unit
     year = month = day = hour = minute = second = degree = ""  # after a number
     power = "{}"
 
-    def __init__(self, language: str) -> None:
-        self._names = {sign: name for sign, unit in UNITS.items() if (name := self.unit_name(unit, language))}
-        self._money = {sign: str(getattr(unit, language)) for sign, unit in CURRENCIES.items()}
-        units, per = one_of([*self._names]), self.per_word
-        unit = rf"{self.gap}(?P<unit>{_DEGREES}|[%％‰]|(?:{CURRENCY})(?![A-Za-z\d])|(?:{units})(?![A-Za-z0-9²³°])){self.unit_end}"
+    def __init__(self) -> None:
+        self._needed, self._addresses = re.compile(self.needed), re.compile(self.addresses, re.ASCII)
+        self._rules = [
+            (re.compile(has), [(re.compile(rule), said) for rule, said in rules]) for has, rules in self.rules
+        ]
+        self._names = {sign: str(name) for sign, unit in UNITS.items() if (name := getattr(unit, self.language))}
+        self._money = {sign: str(getattr(unit, self.language)) for sign, unit in CURRENCIES.items()}
+        units, per, end = one_of([*self._names]), self.per_word, r"(?![A-Za-z0-9²³°])"
+        unit = rf"{self.gap}(?P<unit>{_DEGREES}|[%％‰]|(?:{CURRENCY})(?![A-Za-z\d])|(?:{units}){end}){self.unit_end}"
         self._unit = re.compile(unit)
-        tail = rf"(?:{unit}(?:/(?P<per>\d{{0,4}}\s?(?:(?:{units})(?![A-Za-z0-9²³])|{per})))?|(?<=\d)/(?P<each>{per}))?"
-        amount = r"{number}(?:\^(?P<power>-?\d{{1,3}}))?(?:\s?(?P<scale>{scales}))?{tail}"
-        self._of_amount = re.compile(amount.format(number=_NUMBER, scales=self.scales, tail=tail))
-        money = amount.format(number=_NUMBER, scales=f"{self.scales}|{self.money_scales}", tail=tail)
-        self._of_money = re.compile(money + self.money_end)
+        tail = rf"(?:{unit}(?:/(?P<per>\d{{0,4}}\s?(?:(?:{units}){end}|{per})))?|(?<=\d)/(?P<each>{per}))?"
+        amount = rf"{_NUMBER}(?:\^(?P<power>-?\d{{1,3}}))?(?:\s?(?P<scale>%s))?{tail.replace('%', '%%')}"
+        self._of_amount = re.compile(amount % self.scales)
+        self._of_money = re.compile(amount % f"{self.scales}|{self.money_scales}" + self.money_end)
         self._start = re.compile(rf"{_SIGN}(?=\.?\d)|\b(?:{self.months})\b\.?(?= \d)")
-        self._month_first = re.compile(
-            rf"({self.months})\b\.? (3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?(?![\d:]|[.,]\d|\s?[%°])(?:,? (\d{{4}})(?!\d))?"
-        )
-        self._day_first = re.compile(
-            rf"(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?(?: of)?[ -]({self.months})(?![a-z])(?:(?:,? |-)(\d{{4}}|(?<=-)\d\d)(?!\d))?"
-        )
+        day = r"(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?"
+        self._month_first = re.compile(rf"({self.months})\b\.? {day}(?![\d:]|[.,]\d|\s?[%°])(?:,? (\d{{4}})(?!\d))?")
+        year = r"(?:(?:,? |-)(\d{4}|(?<=-)\d\d)(?!\d))?"
+        self._day_first = re.compile(rf"{day}(?: of)?[ -]({self.months})(?![a-z]){year}")
 
     def read(self, text: str) -> str:
-        """Return `text` with its quantities in words."""
+        """Return `text` with its quantities, signs and addresses in words."""
+        if not self._needed.search(text):
+            return text
+        parts, end = list[str](), 0
+        for found in self._addresses.finditer(text):
+            if said := self.address(found[0]):
+                parts += [self._read(text[end : found.start()]), said]
+                end = found.end()
+        return "".join([*parts, self._read(text[end:])])
+
+    def _read(self, text: str) -> str:
+        for has, rules in self._rules:
+            if has.search(text):
+                for rule, said in rules:
+                    text = rule.sub(said, text)
         parts, end, at = [""], 0, 0
-        while found := self._start.search(text, at):
+        while at < len(text) and (found := self._start.search(text, at)):
             begin = found.start()
             quantity, stop = self._quantity(text, found)
             if quantity.kind == "code" and text[begin - 1 : begin] == "(" and "(" not in text[begin:stop]:
                 begin -= 1
             before = "".join(parts[-2:])[-40:] + text[end:begin]
-            said = self._range(text, quantity, stop, before)
-            words, stop = said or (self.said(quantity, before, text[stop : stop + 40]), stop)
+            words, stop = self._range(text, quantity, stop, before) or (
+                self.said(quantity, before, text[stop : stop + 40]),
+                stop,
+            )
             parts += [text[end:begin], words if any(map(str.isalnum, words)) else text[begin:stop]]
             end = at = stop
-        return "".join([*parts, text[end:]])
+        return self.named("".join([*parts, text[end:]]))
 
     # --- what is said -------------------------------------------------------------------------------------------------
 
-    def whole(self, number: int) -> str:
-        """Return the words of a number of at least 0."""
-        raise NotImplementedError
+    def address(self, written: str) -> str:
+        """Return an address of the web or of mail as it is said; "" if it is none."""
+        return written
 
-    def spelled(self, digits: str) -> str:
-        """Return the digits one by one."""
-        raise NotImplementedError
-
-    def unit_name(self, unit: Unit, language: str) -> str:
-        """Return the name of a unit, "" if its letters stay."""
-        return str(getattr(unit, language))
+    def named(self, text: str) -> str:
+        """Return `text` with the names of signs that are left."""
+        return text
 
     def number(self, digits: str) -> str:
         """Return the words of a whole or decimal number; of a very long one, and after a leading zero, its digits."""
@@ -137,6 +158,7 @@ class Reader:
         return words + (self.point + self.decimals(decimals) if decimals else "")
 
     def decimals(self, digits: str) -> str:
+        """Return the digits after a point."""
         return self.spelled(digits)
 
     def said(self, it: Quantity, before: str, after: str) -> str:
@@ -152,7 +174,7 @@ class Reader:
         power = self.power.format(minus + self.number(it.power.lstrip("-"))) if it.power else ""
         return self.number(it.digits) + power
 
-    def named(self, it: Quantity) -> str:
+    def unit_of(self, it: Quantity) -> str:
         """Return the name of a unit or currency, and what it is per."""
         name = self._money[it.currency] if it.currency else self._names.get(it.unit, self.degree if it.unit else "")
         if not it.per:
@@ -161,7 +183,7 @@ class Reader:
         return f"{name}{self.per}{self.number(count) if count else ''}{self._names.get(unit, unit)}"
 
     def amount(self, it: Quantity, before: str, after: str) -> str:
-        return self.sign(it) + self.powered(it) + it.scale + self.named(it)
+        return self.sign(it) + self.powered(it) + it.scale + self.unit_of(it)
 
     def range(self, first: Quantity, last: Quantity, before: str, after: str, dash: str) -> str:
         if first.unit == last.unit and not first.sign:
@@ -186,7 +208,7 @@ class Reader:
 
     def slash(self, it: Quantity, before: str, after: str) -> str:
         whole, over, under = it.parts
-        return self.number(under) + self.over + self.number(over) + self.named(it)
+        return self.number(under) + self.over + self.number(over) + self.unit_of(it)
 
     def code(self, it: Quantity, before: str, after: str) -> str:
         return self.grouped.join(self.spelled(part) for part in it.parts if part != "+")
@@ -236,7 +258,11 @@ class Reader:
         per = "" if amount["per"] is amount["each"] else amount["per"] or amount["each"] or "/"
         if unit in CURRENCIES and not currency:
             unit, currency = "", unit
-        elif amount["number"].isdigit() and not unit + sign + (amount["scale"] or "") and _is_letter(text[stop : stop + 1]):
+        elif (
+            amount["number"].isdigit()
+            and not unit + sign + (amount["scale"] or "")
+            and _is_letter(text[stop : stop + 1])
+        ):
             return Quantity("name", (amount["number"],)), stop
         scale, power = amount["scale"] or "", amount["power"] or ""
         return Quantity("amount", (amount["number"],), sign, currency, scale, unit, per, power), stop

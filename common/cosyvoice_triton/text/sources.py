@@ -16,7 +16,9 @@ _INLINE = frozenset(
     "sup td textarea th time track tt u var video audio canvas wbr".split()
 )
 _SILENT = "style|script|title|head|template|noscript|svg|rp|rt"  # elements whose contents nobody speaks
-_ATTRIBUTE = r"""\s+(?:[\w:@.-]+\s*=\s*(?:"[^"<>]*"|'[^'<>]*'|[^\s"'<>=]+)|checked|disabled|hidden|open|controls|async|defer)"""
+_ATTRIBUTE = (
+    r"""\s+(?:[\w:@.-]+\s*=\s*(?:"[^"<>]*"|'[^'<>]*'|[^\s"'<>=]+)|checked|disabled|hidden|open|controls|async|defer)"""
+)
 _TAG = re.compile(
     rf"`[^`\n]+`|<!--.*?-->|<!doctype[^<>]*>|<(?P<silent>{_SILENT})\b[^<>]*>.*?</(?P=silent)\s*>"
     rf"|<(?P<raised>su[bp])\b[^<>]*>(?P<digits>[-+\d]{{1,6}})</(?P=raised)>"
@@ -30,7 +32,9 @@ _RAISED = str.maketrans("0123456789-+", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺")
 _LOWERED = str.maketrans("0123456789-+", "₀₁₂₃₄₅₆₇₈₉₋₊")
 
 _CUE_TIME = r"(?:\d+:)?\d\d:\d\d[.,]\d{3}"
-_CUE = re.compile(rf"(?m)^(?:\d+\n)?{_CUE_TIME} --> {_CUE_TIME}.*\n?|\AWEBVTT.*\n|^NOTE\b.*\n|<{_CUE_TIME}>|</?[vc](?:[ .][^<>\n]*)?>")
+_CUE = re.compile(
+    rf"(?m)^(?:\d+\n)?{_CUE_TIME} --> {_CUE_TIME}.*\n?|\AWEBVTT.*\n|^NOTE\b.*\n|<{_CUE_TIME}>|</?[vc](?:[ .][^<>\n]*)?>"
+)
 _THOUGHT = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL | re.IGNORECASE)
 
 _FORMULA = re.compile(
@@ -95,7 +99,9 @@ def _of_formula(found: re.Match[str], on_left_out: OnLeftOut) -> str:
     body = next(filter(None, found.groups()))
     if found["d"] and not _MATHEMATICAL.search(body):
         return found[0]
-    body = _FRACTION.sub(lambda each: f"{each[1]}/{each[2]}" if (each[1] + each[2]).isdigit() else f"{each[1]} / {each[2]}", body)
+    body = _FRACTION.sub(
+        lambda each: f"{each[1]}/{each[2]}" if (each[1] + each[2]).isdigit() else f"{each[1]} / {each[2]}", body
+    )
     body = _COMMAND.sub(lambda each: _of_command(each[1], on_left_out), body)
     return re.sub(r"\^\{([^{}]*)\}", r"^\1", body).translate({ord("{"): " ", ord("}"): " ", ord("_"): " "}).strip()
 

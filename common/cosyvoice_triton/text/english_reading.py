@@ -2,7 +2,7 @@
 
 import re
 
-from cosyvoice_triton.text.english_words import ADDRESS, MONTH, MONTHS, address, named, words
+from cosyvoice_triton.text.english_words import ADDRESS, MONTH, MONTHS, RULES, address, named
 from cosyvoice_triton.text.numbers import english, english_digits, english_ordinal, english_year
 from cosyvoice_triton.text.quantities import Quantity, Reader, is_day
 from cosyvoice_triton.text.units import CURRENCIES, UNITS
@@ -32,17 +32,25 @@ _COUNTED = re.compile(
     r"\s+(?:(?:more|other|new|different|of)\s+)?(?!(?:was|is|has|his|its|this|as|us|vs|thus|plus|versus|yes|always|perhaps"
     r"|besides|unless)\b)(?:[a-z]+(?<!s)s\b|people|men|women|children)"
 )
-_SCALES = {"k": "thousand", "m": "million", "mn": "million", "b": "billion", "bn": "billion", "t": "trillion", "tn": "trillion"}
+_SCALES = {
+    "k": "thousand",
+    "m": "million",
+    "mn": "million",
+    "b": "billion",
+    "bn": "billion",
+    "t": "trillion",
+    "tn": "trillion",
+}
 _MONTH_NAMES = list(dict.fromkeys(MONTHS.values()))
-_INCHES = re.compile(
-    r"""(?<![\w.])(\d{1,2})['’′] ?(\d{1,2})(["”″]|'')?(?!\w)|(?<![\w"])(\d{1,3}(?:\.\d{1,2})?)["″](?=\s[A-Za-z])"""
-)
 
 
 class English(Reader):
     """Reads English."""
 
-    months = MONTH
+    language = "one"
+    whole, spelled = staticmethod(english), staticmethod(english_digits)
+    needed = r"[\d.&@=#%$€£+IVXL<>≥≤≈π√™©®§°~^×÷±/_]|\b[A-Z][a-z]{2}\b"
+    addresses, rules, months = ADDRESS, RULES, MONTH
     scales = (
         r"(?:thousand|million|billion|trillion)\b|(?<=\d)(?:(?:st|nd|rd|th)(?![A-Za-z])|['’]?s(?![\w/])|[kKM](?![A-Za-z])"
         r"|x(?!\w|\s?(?:[-+=*/^²]|plus|minus|equals|squared|cubed)))"
@@ -54,39 +62,24 @@ class English(Reader):
     signs = {"-": "minus ", "+": "plus ", "±": "plus or minus ", "~": "about ", "≈": "about "}
     point, to, ratio_to, grouped, per = " point ", " to ", " to ", ", ", " per "
 
-    def __init__(self) -> None:
-        super().__init__("one")
+    def address(self, written: str) -> str:
+        return address(written)
 
-    def whole(self, number: int) -> str:
-        return english(number)
-
-    def spelled(self, digits: str) -> str:
-        return english_digits(digits)
-
-    def read(self, text: str) -> str:
-        text = _INCHES.sub(_inches, text)
-        parts, end = list[str](), 0
-        for found in ADDRESS.finditer(text) if "." in text else ():
-            if (said := address(found[0])) != found[0]:
-                parts += [self._without_addresses(text[end : found.start()]), said]
-                end = found.end()
-        return "".join([*parts, self._without_addresses(text[end:])])
-
-    def _without_addresses(self, text: str) -> str:
-        return named(super().read(words(text)))
+    def named(self, text: str) -> str:
+        return named(text)
 
     def powered(self, it: Quantity) -> str:
         minus = "minus " if it.power[:1] == "-" else ""
         power = f" to the power of {minus}{self.number(it.power.lstrip('-'))}" if it.power else ""
         return self.number(it.digits) + {"2": " squared", "3": " cubed"}.get(it.power, power)
 
-    def named(self, it: Quantity) -> str:
+    def unit_of(self, it: Quantity) -> str:
         if it.unit[:1] in tuple("°℃℉"):
             scale = {"C": " Celsius", "℃": " Celsius", "F": " Fahrenheit", "℉": " Fahrenheit"}.get(it.unit[-1], "")
             return f" degree{'' if it.digits == '1' else 's'}{scale}"
         unit = UNITS.get(it.unit) or CURRENCIES.get(it.currency)
         name = f" {unit.one if it.digits == '1' and not it.scale else unit.many}" if unit else ""
-        return name + super().named(it._replace(unit="")).removeprefix(self._money.get(it.currency, ""))
+        return name + super().unit_of(it._replace(unit="")).removeprefix(self._money.get(it.currency, ""))
 
     def amount(self, it: Quantity, before: str, after: str) -> str:
         scale, head = it.scale, _heads(before)[:1]
@@ -109,12 +102,12 @@ class English(Reader):
             return self._plain(it.digits, before, after)
         digits = it.digits.rstrip("0").rstrip(".") if it.currency and "." in it.digits else it.digits
         scale = f" {_SCALES.get(scale.lower(), scale)}" if scale else ""
-        return self.sign(it) + self.powered(it._replace(parts=(digits,))) + scale + self.named(it)
+        return self.sign(it) + self.powered(it._replace(parts=(digits,))) + scale + self.unit_of(it)
 
     def _paid(self, it: Quantity) -> str:
         one, many, *_, cent = CURRENCIES[it.currency]
         whole, _, decimals = it.digits.partition(".")
-        per = self.named(it._replace(currency=""))
+        per = self.unit_of(it._replace(currency=""))
         if not cent or len(decimals) != 2:
             return f"{self.number(it.digits)} {one if it.digits == '1' else many}{per}"
         small, _, pence = cent.partition("/")
@@ -212,7 +205,9 @@ class English(Reader):
         return ("plus " if it.parts[0] == "+" else "") + super().code(it, before, after)
 
     def name(self, it: Quantity, before: str, after: str) -> str:
-        said = " point ".join(english_digits(part) if len(part) > 2 else self.number(part) for part in it.digits.split("."))
+        said = " point ".join(
+            english_digits(part) if len(part) > 2 else self.number(part) for part in it.digits.split(".")
+        )
         return f"{' ' if before[-1:].isalpha() else ''}{said}{' ' if after[:1].isalpha() else ''}"
 
 
@@ -233,13 +228,6 @@ def _is_year(digits: str) -> bool:
 
 def _year(digits: str) -> str:
     return english_year(int(digits)) if _is_year(digits) else english(int(digits))
-
-
-def _inches(found: re.Match[str]) -> str:
-    """Return feet and inches, and inches where the mark does not close a quotation."""
-    if found[1]:
-        return f"{found[1]} feet {found[2]}" + (" inches" if found[3] else "")
-    return f"{found[4]} inch" if found.string.count('"') % 2 else found[0]
 
 
 def _is_name(digits: str, after: str) -> bool:

@@ -9,13 +9,17 @@ _CODES = ("番号", "コード", "口座", "ID", "郵便", "内線")  # before d
 _SCORED = ("スコア", "試合", "結果", "得点", "比率", "比")  # before, and after, two numbers of a score
 _WON = re.compile("で|の勝|と|の末")
 _COUNTS = re.compile("[日分月時個人年週回枚本歳度円章階名匹冊倍割点万号]|ページ|キロ|センチ")
-_SPAN = re.compile(r"(?<=\d[日月時分年円人%])\s?[〜～~–-]\s?(?=\d)")
-_OPERATIONS = {"+": "たす", "×": "かける", "÷": "わる", "=": "は"}
 
 
 class Japanese(Reader):
     """Reads Japanese."""
 
+    language = "ja"
+    whole, spelled = staticmethod(japanese), staticmethod(chinese_digits)
+    rules = [("[〜～~–+×÷=-]", [
+        (r"(?<=\d[日月時分年円人%])\s?[〜～~–-]\s?(?=\d)", "から"), (r"(?<=\d)\s*\+\s*(?=\d)", "たす"),
+        (r"(?<=\d)\s*×\s*(?=\d)", "かける"), (r"(?<=\d)\s*÷\s*(?=\d)", "わる"), (r"(?<=\d)\s*=\s*(?=\d)", "は"),
+    ])]  # fmt: skip
     scales = "[兆億万千]+"
     per_word = "(?=[\u3040-\u9fff])"
     money_end = "(?:円|ドル|ユーロ|ポンド|ウォン)?"
@@ -23,21 +27,6 @@ class Japanese(Reader):
     halves = {"a": "午前", "p": "午後"}
     point, to, ratio_to, over, grouped, per = "点", "から", "対", "分の", "の", "毎"
     year, month, day, hour, minute, second, degree, power = "年", "月", "日", "時", "分", "秒", "度", "の{}乗"
-
-    def __init__(self) -> None:
-        super().__init__("ja")
-
-    def whole(self, number: int) -> str:
-        return japanese(number)
-
-    def spelled(self, digits: str) -> str:
-        return chinese_digits(digits)
-
-    def read(self, text: str) -> str:
-        for sign, said in _OPERATIONS.items():
-            if sign in text:
-                text = re.sub(rf"(?<=\d)\s*[{sign}]\s*(?=\d)", said, text)
-        return super().read(_SPAN.sub("から", text))
 
     def amount(self, it: Quantity, before: str, after: str) -> str:
         if it.is_plain and len(it.digits) > 2 and before.rstrip(" はがの：:").endswith(_CODES):

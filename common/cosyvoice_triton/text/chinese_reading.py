@@ -4,89 +4,79 @@ import re
 from decimal import Decimal
 
 from cosyvoice_triton.text.numbers import chinese, chinese_digits
-from cosyvoice_triton.text.quantities import Quantity, Reader, is_day
+from cosyvoice_triton.text.quantities import Quantity, Reader, Rules, is_day
 
 _HAN = r"\u4e00-\u9fff"
 _DASH = r"\s?(?:[-~～〜–—]+)\s?"
 
-# What ends before a number that is said digit by digit, of at least three digits; and what begins after one.
-_CODES = (
-    "码", "群", "QQ", "ID", "分机", "邮编", "后四位", "后三位", "后六位", "口令", "快递", "航班", "车次", "尾数", "单元", "号楼", "座",
-    "栋", "幢", "车牌", "订单",
-)  # fmt: skip
-_CALLS = (
-    "拨打", "致电", "呼叫", "急救", "报警", "火警", "热线", "客服", "拨", "打", "电话", "打给", "号码",
-)  # fmt: skip
-_ROOMS = ("房", "教室", "会议室", "病房", "包间", "包厢", "寝室", "宿舍", "室", "号房", "号教室", "号会议室", "号病房", "号包", "号宿舍", "号室")
-_EVENTS = (
-    "事件", "大促", "晚会", "购物节", "恐袭", "袭击", "运动", "地震", "阅兵", "狂欢", "劳动节", "妇女节", "儿童节", "国庆", "青年节",
-)  # fmt: skip
-_KNOWN = frozenset("985 211 996 007 404 911 618 315 886 666 520 1314 233 110 119 120 12306 12315 10010 10086".split())
-_MEASURES = tuple(
-    "个 位 本 张 只 条 件 杯 瓶 辆 台 把 块 间 家 次 遍 趟 种 名 人 天 周 年 小时 分 秒 岁 倍 斤 公 千克 克 吨 升 毫 "
-    "米 千米 厘米 平方 立方 元 美元 欧元 英镑 港元 万 亿 千 百 篇 部 首 场 节 份 颗 棵 朵 头 匹 双 对 套 层 座 架 艘 支 枚 "
-    "束 串 碗 盘 盒 包 袋 箱 桶 片 粒 句 段 页 项 道 门 所 户 点 刻 季 晚 夜 代 股 批 组 枝 根 顿 幅 滴 口 尺 亩 折 款 "
-    "多个 多小时 多年 多天 多月 卷 级 期 章 步 班 队 排 行 列 组 英里 英尺 磅 海里 节课 餐 桌 席 笔 封 集 回 轮 天半 岁半".split()
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# Before a number of at least three digits that are said one by one, and after one.
+_CODES = _words("码 群 QQ ID 分机 邮编 后四位 后三位 后六位 口令 快递 航班 车次 单元 号楼 座 栋 幢 车牌 订单")
+_CALLS = _words("拨打 致电 呼叫 急救 报警 火警 热线 客服 拨 打 电话 打给 号码")
+_SPELLED = re.compile(
+    "号?(?:房|教室|会议室|病房|包间|包厢|寝室|宿舍|室)|事件|大促|晚会|购物节|恐袭|袭击|运动|地震|阅兵|狂欢|劳动节|妇女节|青年节|儿童节|国庆"
 )
-_NOT_COUNTED = (
-    "楼", "号", "月", "日", "环", "路", "年级", "年代", "线", "季度", "班", "级", "期", "章", "卷", "点零", "点一", "点二", "点三", "点四",
-    "点五", "点六", "点七", "点八", "点九", "排", "队", "座", "栋", "单元", "车间", "两",
-)  # fmt: skip
-_AMOUNTS = ("元", "块", "个", "人", "万", "亿", "年", "月", "日", "次", "%", "％", "岁", "天", "分", "折", "斤", "台", "辆", "米", "平", "户", "多")
-_SCORES = ("比分", "总分", "胜", "负", "平", "击败", "战胜", "比例", "比率", "比为", "比是", "国足", "比分是", "比分为", "以")
-_WINS = (
-    "逆转", "获胜", "取胜", "击败", "战胜", "大胜", "险胜", "战平", "落败", "领先", "落后", "完胜", "不敌", "负于", "力克", "轻取", "横扫",
-    "淘汰", "晋级", "告负", "打败", "大比分",
-)  # fmt: skip
-_LASTED = ("用了", "用", "跑了", "跑出", "用时", "耗时", "历时", "成绩", "成绩是", "时长", "仅", "以", "超过", "长达", "了")
-_DATES_BEFORE = ("时间", "日期", "至", "截止", "有效期", "定于", "生日")
-_DATES_AFTER = ("前", "起", "截止", "当天", "当日", "去", "出发", "到", "早上", "上午", "下午", "晚", "的会", "的票", "的机票", "有效", "号", "日")
-_HALVES = ("上午", "下午", "早上", "晚上", "凌晨", "中午", "傍晚")
+_KNOWN = frozenset("985 211 996 007 404 911 618 315 886 666 520 1314 233 110 119 120 12306 12315 10010 10086".split())
+# After a number that counts something, of which a 2 is 两; and of which it is not.
+_MEASURES = _words(
+    "个 位 本 张 只 条 件 杯 瓶 辆 台 把 块 间 家 次 遍 趟 种 名 人 天 周 年 小时 分 秒 岁 倍 斤 公 千克 克 吨 升 毫 米 厘米 平方 立方 元 美元 "
+    "欧元 英镑 港元 万 亿 千 百 篇 部 首 场 节 份 颗 棵 朵 头 匹 双 对 套 层 架 艘 支 枚 束 串 碗 盘 盒 包 袋 箱 桶 片 粒 句 段 页 项 道 门 所 "
+    "户 点 刻 季 晚 夜 代 股 批 组 枝 根 顿 幅 滴 口 尺 亩 折 款 多个 多小时 多年 多天 步 行 列 英里 英尺 磅 海里 餐 桌 席 笔 封 集 回 轮"
+)
+_NOT_COUNTED = re.compile("季度|年[级代]|点[零一二三四五六七八九]")
+_COUNTS = _words("元 块 个 人 万 亿 年 月 日 次 % ％ 岁 天 分 折 斤 台 辆 米 平 户 多")
+_SCORES = _words("比分 总分 胜 负 平 击败 战胜 比例 比率 比 国足 以")
+_WINS = _words(
+    "逆转 获胜 取胜 击败 战胜 大胜 险胜 战平 落败 领先 落后 完胜 不敌 负于 力克 轻取 横扫 淘汰 晋级 告负 打败"
+)
+_LASTED = _words("用了 用 跑了 跑出 用时 耗时 历时 成绩 成绩是 时长 仅 以 超过 长达 了")
+_DATES_BEFORE = _words("时间 日期 至 截止 有效期 定于 生日")
+_DATES_AFTER = re.compile("前|起|截止|当[天日]|去|出发|到|[早晚]上?|[上下]午|的(?:会|机?票)|有效|号|日")
+_HALVES = _words("上午 下午 早上 晚上 凌晨 中午 傍晚")
 _BORN = re.compile(r"年(?:出?生|毕业|参军|入[伍学党]|结婚|属|高考|[级版款]|的(?:人|车|老)|[春夏秋冬]|\d{1,2}月)")
 _LASTING = re.compile(r"年(?:来|的?(?:历史|时间|经验|寿命))")
 _GENERATION = re.compile(r"后(?![退续来面边再])")
-_SPOKEN_NUMBER = "[零一二两三四五六七八九十百千万点]+"
-_LISTED = re.compile(rf"比{_SPOKEN_NUMBER}[、，,;；和]\s?\Z")
+_LISTED = re.compile(r"比[零一二两三四五六七八九十百千万点]+[、，,;；和]\s?\Z")
 _LIST = re.compile(r"[零一二三四五六七八九]{3,}[、，,或和]\s?\Z")
-_WAN = re.compile(r"[次人粉个元像播阅用浏下观点+]|多|左右|以上|以内")
+_WAN = re.compile(r"[次人粉个元像播阅用浏下观点+]|多|左右|以[上内]")
 _STYLE = re.compile("的?[歌复风音年经怀老]")  # after a decade in Latin letters
-_ROMAN = {chr(0x2160 + index): chinese(index + 1) for index in range(12)}
-_WEB = re.compile(
-    rf"(?:https?://|www\.)[^\s{_HAN}，。！？；：]+|[\w.+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+|[A-Za-z][\w-]*(?:\.[A-Za-z][\w-]*)+(?:/\S*)?",
-    re.ASCII,
-)
 
-# Signs between numbers and words, in this order: a pattern and what is said.
-_RULES = [
-    (re.compile(rule), said)
-    for rule, said in (
-        (r"[Ⅰ-Ⅻ]", lambda found: _ROMAN[found[0]]),
+
+def _plus(found: re.Match[str]) -> str:
+    return "加" if "=" in found.string or (found[1].isdigit() and found[2].isdigit()) else found[0]
+
+
+# fmt: off
+_RULES: Rules = [
+    ("[Ⅰ-Ⅻ]", [(r"[Ⅰ-Ⅻ]", lambda found: chinese(ord(found[0]) - 0x215F))]),
+    (r"T\d\d:|[Nn][Oo]\.|[图表例式满]|·|[A-Z][a-z]{2}\. ", [
         (r"(?<=\d{4}-\d\d-\d\d)T(\d\d:\d\d(?::\d\d)?)(?:\.\d+)?Z?", r" \1"),
-        (r"(?<![A-Za-z])[Nn][Oo]\.\s?(?=\d{1,2}(?!\d))", "第"),
-        (r"(?<=[图表例式])(\d+)[-–](?=\d)", r"\1杠"),
-        (r"满(\d+)-(?=\d+(?![\d岁周天月年]))", r"满\1减"),
+        (r"(?<![A-Za-z])[Nn][Oo]\.\s?(?=\d{1,2}(?!\d))", "第"), (r"(?<=[图表例式])(\d+)[-–](?=\d)", r"\1杠"),
+        (r"满(\d+)-(?=\d+(?![\d岁周天月年]))", r"满\1减"), (r"(?<=[A-Z][a-z]{2})\.\s(?=\d)", " "),
+        (r"(?<![\d.])(\d{1,2})·(\d{1,2})(?!\d)", lambda found: chinese_digits(found[0])),
+    ]),
+    (r"[-~～〜–—/h]", [
         (rf"(?<=\d([{_HAN}])){_DASH}(?=第?\d+\1)|(?<=\d[月日号]){_DASH}(?=\d+[月日号])", "到"),
-        (rf"(?<=[\d万亿千百%][{_HAN}])/(?=[{_HAN}])|(?<=\d[{_HAN}]{{2}})/(?=[{_HAN}])|(?<=\d%)/(?=[{_HAN}])|(?<=\d[A-Za-z]{{2}})/(?=[{_HAN}])", "每"),
+        (rf"(?:(?<=[\d万亿千百%][{_HAN}])|(?<=\d[{_HAN}A-Za-z]{{2}})|(?<=\d%))/(?=[{_HAN}])", "每"),
+        (r"(?<![A-Za-z\d.])(\d+)\s?h\s?0?([0-5]?\d)\s?m?(?:in)?(?![A-Za-z\d])", r"\1小时\2分钟"),
+    ]),
+    (r"[+×*xX÷π^²³=≠≥≤≈<>√]", [
         (rf"(?<=[\dwWkK万%])(?<!\D18)(?<!^18)\+(?=[{_HAN}]|[，。、；]|$)", "多"),
         (r"(\d[a-z]{0,2}[²³]?)\s?[×*xX]\s?(?=\d)", r"\1乘以"), (rf"(?<=[米寸尺])\s?[×*]\s?(?=[\d{_HAN}])", "乘以"),
-        (r"(?<=\d)\s?÷\s?(?=\d)", "除以"), ("π", "派"),
+        (r"(?<=\d)\s?÷\s?(?=\d)", "除以"), ("π", "派"), (r"√\s?(?=\d)", "根号"),
         (r"(?:(?<=(?<![A-Za-z\d万亿千百])[A-Za-z])|(?<=[)]))(?:\^(-?\d{1,3})|([²³]))(?!\d)",
-         lambda found: _power(found[1] or {"²": "2", "³": "3"}[found[2]])),
-        (r"(?<![\d.])(\d{1,2})·(\d{1,2})(?!\d)", lambda found: chinese_digits(found[0])),
-        (r"(?<![A-Za-z\d.])(\d+)\s?h\s?0?([0-5]?\d)\s?m?(?:in)?(?![A-Za-z\d])", r"\1小时\2分钟"),
-        (r"(?<=([\da-z方)]))\s?\+\s?(?=([\da-z(]))",
-         lambda found: "加" if "=" in found.string or found[1].isdigit() and found[2].isdigit() else found[0]),
-        (r"(?<=[\da-z方)])\s?-\s?(?=[\da-z(]{1,6}[²³]?\s?=)|(?<=\b[a-z])-(?=\d+\s?=)", "减"),
+         lambda found: {"²": "平方", "2": "平方", "³": "立方", "3": "立方"}.get(found[1] or found[2]) or f"的{found[1]}次方"),
+        (r"(?<=([\da-z方)]))\s?\+\s?(?=([\da-z(]))", _plus),
+        (r"(?<=[\da-z方)])\s?-\s?(?=[\da-z(]{1,6}[²³]?\s?=)", "减"),
         (r"\s?(?:≥|>=)\s?(?=[-\d])", "大于等于"), (r"\s?(?:≤|<=)\s?(?=[-\d])", "小于等于"), (r"≠|!=", "不等于"),
-        (rf"(?<=[\w方)°%])\s?=\s?(?=[-\w])", "等于"), (r"\s?>\s?(?=\d)", "大于"), (r"\s?<\s?(?=\d)", "小于"),
-        (r"(?<=[A-Z][a-z]{2})\.\s(?=\d)", " "), (r"√\s?(?=\d)", "根号"), (r"≈\s?", "约等于"),
-    )
-]  # fmt: skip
-_NEEDED = re.compile(r"[\d≥≤≈±≠²³πⅠ-Ⅻ<>=]")  # most texts have nothing to read
-
-
-def _power(exponent: str) -> str:
-    return {"2": "平方", "3": "立方"}.get(exponent) or f"的{exponent}次方"
+        (r"(?<=[\w方)°%])\s?=\s?(?=[-\w])", "等于"), (r"\s?>\s?(?=\d)", "大于"), (r"\s?<\s?(?=\d)", "小于"), (r"≈\s?", "约等于"),
+    ]),
+]
+# fmt: on
 
 
 def _ordinal(digits: str) -> str:
@@ -96,6 +86,14 @@ def _ordinal(digits: str) -> str:
 class Chinese(Reader):
     """Reads Chinese."""
 
+    language = "zh"
+    whole, spelled = staticmethod(chinese), staticmethod(chinese_digits)
+    needed = r"[\d≥≤≈±≠²³πⅠ-Ⅻ<>=]"
+    addresses = (
+        r"(?:https?://|www\.)[^\s\u4e00-\u9fff，。！？；：]+|[\w.+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+"
+        r"|[A-Za-z][\w-]*(?:\.[A-Za-z][\w-]*)+(?:/\S*)?"
+    )
+    rules = _RULES
     scales = r"[十百千万亿]+|(?<=\d)[kKwW](?![A-Za-z])"
     money_scales = r"(?<=\d)[MBmb]n?(?![A-Za-z])"
     per_word = f"(?=[{_HAN}])"
@@ -104,28 +102,8 @@ class Chinese(Reader):
     point, to, ratio_to, over, grouped, per = "点", "到", "比", "分之", "，", "每"
     year, month, day, hour, minute, second, degree, power = "年", "月", "日", "点", "分", "秒", "度", "的{}次方"
 
-    def __init__(self) -> None:
-        super().__init__("zh")
-
-    def whole(self, number: int) -> str:
-        return chinese(number)
-
-    def spelled(self, digits: str) -> str:
-        return chinese_digits(digits)
-
-    def read(self, text: str) -> str:
-        if not _NEEDED.search(text):
-            return text
-        parts, end = [], 0
-        for address in _WEB.finditer(text):
-            parts += [self._without_addresses(text[end : address.start()]), address[0]]
-            end = address.end()
-        return "".join([*parts, self._without_addresses(text[end:])])
-
-    def _without_addresses(self, text: str) -> str:
-        for rule, said in _RULES:
-            text = rule.sub(said, text)
-        return super().read(text).replace("°", "度")
+    def named(self, text: str) -> str:
+        return text.replace("°", "度")
 
     def powered(self, it: Quantity) -> str:
         return super().powered(it).replace("的二次方", "的平方").replace("的三次方", "的立方")
@@ -134,15 +112,19 @@ class Chinese(Reader):
         scale, share = it.scale, it.unit in ("%", "％", "‰")
         if it.is_plain:
             return self._plain(it.digits, before, after)
-        if not scale and not it.currency and "." in it.digits and (after.startswith(_EVENTS) or "双" in before[-5:]):
+        if not scale and not it.currency and "." in it.digits and (_SPELLED.match(after) or "双" in before[-5:]):
             month, day = it.digits.split(".")
             return self.number(month) + (self.number(day) if len(month) > 1 else chinese_digits(day))
         if scale == "W" and not _WAN.match(after):
             it, scale = it._replace(unit="W", scale=""), ""
-        if (it.unit == "s" and it.digits[1:] == "0" and _STYLE.match(after)) or (scale == "K" and it.digits in ("2", "4", "8")):
+        if (it.unit == "s" and it.digits[1:] == "0" and _STYLE.match(after)) or (
+            scale == "K" and it.digits in ("2", "4", "8")
+        ):
             return self.number(it.digits) + (it.unit or scale)
         if share:
-            return self.sign(it) + self.named(it).split("每")[0] + self.number(it.digits) + scale + self.named(it)[3:]
+            return (
+                self.sign(it) + self.unit_of(it).split("每")[0] + self.number(it.digits) + scale + self.unit_of(it)[3:]
+            )
         sign = self.sign(it)
         if it.sign == "-" and (it.unit[:1] in tuple("°℃℉") or after.startswith("度")):
             sign = "零下"
@@ -153,7 +135,7 @@ class Chinese(Reader):
         elif it.currency:
             it = it._replace(parts=(it.digits.removesuffix(".00"),))
         two = it.digits == "2" and (it.currency or it.unit or scale or _is_measure(after))
-        return sign + ("两" if two and not it.power else self.powered(it)) + scale + self.named(it)
+        return sign + ("两" if two and not it.power else self.powered(it)) + scale + self.unit_of(it)
 
     def _plain(self, digits: str, before: str, after: str) -> str:
         """Return a number that has nothing but its digits and the words around it."""
@@ -203,13 +185,15 @@ class Chinese(Reader):
         if not int(minute or 0) and not second.strip("0"):
             return said
         said += f"{'零' if minute[0] == '0' else ''}{chinese(int(minute))}分"
-        return said + (f"{'零' if second[0] == '0' else ''}{self.number(second.lstrip('0'))}秒" if second.strip("0") else "")
+        return said + (
+            f"{'零' if second[0] == '0' else ''}{self.number(second.lstrip('0'))}秒" if second.strip("0") else ""
+        )
 
     def slash(self, it: Quantity, before: str, after: str) -> str:
         whole, over, under = it.parts
         if "血压" in before[-8:] or it.unit == "mmHg":
-            return f"{self.number(over)}，{self.number(under)}{self.named(it)}"
-        if is_day(it) and not it.unit and (before.endswith(_DATES_BEFORE) or after.startswith(_DATES_AFTER)):
+            return f"{self.number(over)}，{self.number(under)}{self.unit_of(it)}"
+        if is_day(it) and not it.unit and (before.endswith(_DATES_BEFORE) or _DATES_AFTER.match(after)):
             return self.date(Quantity("date", ("", over, under)), before, after)
         return (f"{self.number(whole)}又" if whole else "") + super().slash(it, before, after)
 
@@ -221,14 +205,16 @@ class Chinese(Reader):
     def name(self, it: Quantity, before: str, after: str) -> str:
         """Read digits that touch Latin letters: a model or a train by its digits, a short one as a number."""
         whole, *parts = it.digits.split(".")
-        number = len(whole) < 3 or (not parts and re.match("[A-Za-z]{2}", after) and not re.search(r"[A-Za-z]\Z", before))
+        number = len(whole) < 3 or (
+            not parts and re.match("[A-Za-z]{2}", after) and not re.search(r"[A-Za-z]\Z", before)
+        )
         said = self.number(whole) if number else chinese_digits(whole)
         return "点".join([said, *map(chinese_digits if len(parts) == 1 else self.number, parts)])
 
 
 def _is_measure(after: str) -> bool:
     after = after.lstrip()
-    return after.startswith(_MEASURES) and not after.startswith(_NOT_COUNTED)
+    return after.startswith(_MEASURES) and not _NOT_COUNTED.match(after)
 
 
 def _is_score(before: str, after: str) -> bool:
@@ -243,9 +229,9 @@ def _is_spelled(digits: str, before: str, after: str) -> bool:
         return counted or (digits[1] in "05" and digits[0] in "056789" and bool(_GENERATION.match(after)))
     if len(digits) < 2:
         return False
-    if after.startswith((*_ROOMS, *_EVENTS)):
+    if _SPELLED.match(after):
         return True
-    if after.startswith(_AMOUNTS) or after.startswith(_MEASURES):
+    if after.startswith((*_COUNTS, *_MEASURES)):
         return False
     if digits in _KNOWN or (len(digits) == 4 and before.endswith("《")) or len(digits) > 6:
         return True
