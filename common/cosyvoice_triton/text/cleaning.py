@@ -139,22 +139,25 @@ def _rendered(text: str, on_left_out: OnLeftOut) -> Iterator[str]:
         if token.type == "list_item_open" and token.info:
             yield f"{token.info}{token.markup} "
         elif token.type == "inline":
-            for part in token.children:
-                for address in (part.attrs.get("href"), part.attrs.get("src")):
-                    if address and part.info != "auto":
-                        on_left_out(str(address), "address of a link")
-                # An image's content is its description.
-                yield "\n" if part.type in ("softbreak", "hardbreak") else part.content
+            yield "".join(_inline(part, on_left_out) for part in token.children)
         elif token.type == "fence":
-            if " " in token.info:
-                yield f"{token.info}\n"
-            elif token.info:
+            if " " not in token.info and token.info:
                 on_left_out(token.info, "language of code")
-            yield token.content
-        if token.type in ("th_close", "td_close"):
-            yield ", "
-        elif token.type in ("paragraph_close", "heading_close", "tr_close"):
-            yield "\n"
+            yield (f"{token.info}\n" if " " in token.info else "") + token.content
+        yield _AFTER.get(token.type, "")
+
+
+_AFTER = dict.fromkeys(("th_close", "td_close"), ", ") | dict.fromkeys(
+    ("paragraph_close", "heading_close", "tr_close"), "\n"
+)
+
+
+def _inline(part: Any, on_left_out: OnLeftOut) -> str:
+    for address in (part.attrs.get("href"), part.attrs.get("src")):
+        if address and part.info != "auto":
+            on_left_out(str(address), "address of a link")
+    # An image's content is its description.
+    return "\n" if part.type in ("softbreak", "hardbreak") else str(part.content)
 
 
 @cache

@@ -98,13 +98,13 @@ def _compared(found: re.Match[str]) -> str:
 
 # Each with what a text must have for it to match.
 RULES: Rules = [
-    ("['’′\"″]", [
+    ("\\d['’′\"″]", [
         (r"""(?<![\w.])(\d{1,2})['’′] ?(\d{1,2})(["”″]|'')?(?!\w)""",
          lambda found: f"{found[1]} feet {found[2]}" + (" inches" if found[3] else "")),
         (r"""(?<![\w"])(\d{1,3}(?:\.\d{1,2})?)["″](?=\s[A-Za-z])""",  # unless it closes a quotation
          lambda found: f"{found[1]} inch" if found.string.count('"') % 2 else found[0]),
     ]),
-    (r"\.|\b(?:Ave|Blvd|Rd|Ln|Hwy|Pkwy|Sq|Apt)\b", [
+    (r"\.(?=\s*\S)|\b(?:Ave|Blvd|Rd|Ln|Hwy|Pkwy|Sq|Apt|St|Co)\b", [
         (rf"(?<=[a-z] )St(?:\.{_STREET}|(?=, [A-Z]))", "Street"),
         (rf"(?<!\d (?=[sS]ec))\b({_any_case(BEFORE_NUMBERS)})\.\s?(?=\d)|\b(Apt)(?=\s\w)",
          lambda found: _cased(BEFORE_NUMBERS, found[1] or found[2]) + (" " if found[1] else "")),
@@ -125,7 +125,7 @@ RULES: Rules = [
          lambda found: found[1] + MONTHS[found[2].lower()]),
         (rf"\b({_SHORT})\.(?= [a-z])", lambda found: MONTHS[found[1].lower()]),
     ]),
-    (r"\b[IVXL]+\b", [
+    (r"\b(?:[IVXL]{2,}|[a-z] [IVX])\b", [
         (rf"\b((?:King|Queen|Pope|Emperor|Empress|Tsar|Prince|Princess|Kaiser|Duke) [A-Z][a-z]+(?: [A-Z][a-z]+)?|{_RULERS}) ({_ROMAN})\b(?!['’.]?[A-Z])",
          lambda found: f"{found[1]} the {english_ordinal(_roman(found[2]))}"),
         (rf"\b({_NUMBERED}) ({_ROMAN})\b", lambda found: f"{found[1]} {english(_roman(found[2]))}"),
@@ -144,7 +144,7 @@ RULES: Rules = [
         (r"(?<=\d{4}-\d\d-\d\d)T(\d\d:\d\d(?::\d\d)?)(?:\.\d+)?(Z?)", lambda found: f" {found[1]}{found[2] and ' UTC'}"),
         (r"(?<=[A-Za-z])(?<!\d[eE])-(?=\d{1,4}\b(?![-.]\d))", " "),
     ]),
-    (r"[=<>≠≥≤≈×÷*+^²³π√/xe-]", [
+    (r"[×÷*+^²³π√]|\d(?: ?[a-z]{1,3})? ?x| / |\d[eE]|[-–]\s?\d[\d.,]*\s*=", [
         (r"(?:(?<=[\d)])|(?<=\b[a-z])) / (?=[\d(]|[a-z]\b)", " divided by "),
         (r"(?<![^\W\d])(\d+\.\d+[eE]|\d+[eE](?=[-+]))([-+]?)(?=\d{1,3}(?!\w))",
          lambda found: f"{found[1][:-1]} times ten to the power of {'minus ' if found[2] == '-' else ''}"),
@@ -154,8 +154,10 @@ RULES: Rules = [
         (r"(?!0x)(\d(?: ?[a-z]{1,3})? ?)x ?(?=\d)", lambda found: f"{found[1].rstrip()} by "),
         (r"(?<=[\d)])\s?÷\s?(?=[\d(])", " divided by "),
         (r"(?:(?<=[\d)])|(?<=\b[A-Za-z])|(?<=squared)|(?<=cubed))\s?\+\s?(?=\d|\(|[a-z]\b)", " plus "),
-        (r"(?:(?<=([\w)]))(\s?)|(?<![\w)]))(!=|≠|[<>]=|[≥≤≈=<>])(\s?)(?=[-\w(.$€£√π])(?!(?<=<)3\b(?! ?[%°\w]))", _compared),
         (r"\s?π\s?", " pi "), (r"√\s?(?=[\d(a-z])", "square root of "),
+    ]),
+    (r"[=<>≠≥≤≈]", [
+        (r"(?:(?<=([\w)]))(\s?)|(?<![\w)]))(!=|≠|[<>]=|[≥≤≈=<>])(\s?)(?=[-\w(.$€£√π])(?!(?<=<)3\b(?! ?[%°\w]))", _compared),
     ]),
 ]  # fmt: skip
 # Signs of addresses; and those that no rule read, named alone or beside a word.

@@ -1,16 +1,11 @@
-"""A text of any length -> the segments that are synthesized one after another, their numbers and signs as words.
-
-Numbers, dates, units and currencies are read by the rules of a language, then, in Chinese and Japanese, by
-WeTextProcessing's grammar where the rules left a sign. The grammars are part of the package `wetext`, so nothing is
-downloaded.
-"""
+"""A text of any length -> the segments that are synthesized one after another, their numbers and signs as words."""
 
 import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, lru_cache, partial
-from typing import Any, Literal
+from typing import Literal
 
 from cosyvoice_triton.text.chinese_reading import CHINESE, cleaned
 from cosyvoice_triton.text.cleaning import is_speakable, plain_signs, without_markup
@@ -22,7 +17,6 @@ from cosyvoice_triton.text.language import COSYVOICE3, Language, language_of, la
 from cosyvoice_triton.text.markup import Pause, is_document, is_heard, parts
 from cosyvoice_triton.text.pronunciation import Pronouncer
 from cosyvoice_triton.text.quantities import Reader
-from cosyvoice_triton.text.sources import OnLeftOut, plain_text
 from cosyvoice_triton.text.segments import (
     Seconds,
     closed,
@@ -33,6 +27,7 @@ from cosyvoice_triton.text.segments import (
     segments,
     sentences,
 )
+from cosyvoice_triton.text.sources import OnLeftOut, plain_text
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +53,8 @@ _READERS: dict[str | None, Reader] = {"en": ENGLISH, "zh": CHINESE, "ja": JAPANE
 
 
 def normalized(sentence: str, language: Language, as_is: Collection[Spelled] = (), korean_words: bool = True) -> str:
-    """Return `sentence` with its numbers and symbols as words, surrounding whitespace kept; tags of sounds and the parts
-    in `as_is` stay unchanged, and so do digits in languages in which the LLM reads them."""
+    """Return `sentence` with its numbers and symbols as words, surrounding whitespace kept. Tags of sounds and what
+    is in `as_is` stay unchanged, and so do digits in languages in which the LLM reads them."""
     reader = _READERS.get(language)
     if reader is None or (language == "ko" and not korean_words):
         return sentence

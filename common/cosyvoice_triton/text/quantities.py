@@ -1,8 +1,8 @@
 """Quantities of a text, found in the same way for all languages, and said by a `Reader` for each.
 
-A quantity is an amount with its sign, currency, scale and unit; a date, a clock time, a ratio, two numbers with a slash,
-the groups of a code, the parts of a version, or digits that touch letters. Two of a kind with a dash between them are a
-range.
+A quantity is an amount with its sign, currency, scale and unit; a date, a clock time, a ratio, two numbers with a
+slash, the groups of a code, the parts of a version, or digits that touch letters. Two of a kind with a dash between
+them are a range.
 """
 
 import re
@@ -38,22 +38,41 @@ class Quantity(NamedTuple):
         return self == Quantity("amount", self.parts) and self.parts[0].isdigit()
 
 
-_DAY, _MONTH = r"(3[01]|[12]\d|0?[1-9])", r"(1[0-2]|0?[1-9])"
-_DATE = re.compile(rf"(\d{{4}})([-/.]){_MONTH}\2{_DAY}(?![-/.]?\d(?!\d{{3}}[-/.]))日?")
-_DATE_YEAR_LAST = re.compile(r"(\d{1,2})([-/.])(\d{1,2})\2((?:1[5-9]|20)\d\d|(?<=/)\d\d)(?![-/]?\d|\.\d)")
-_CLOCK = re.compile(
-    r"([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d(?:\.\d+)?)|(?<=:\d\d)(\.\d+))?(?![:\d])(?:\s?([ap]\.?\s?m)(?![A-Za-z]))?",
-    re.I,
-)
-_HOUR = re.compile(r"(1[0-2]|0?[1-9])\s?([ap]\.?\s?m)(?![A-Za-z])", re.I)
-_RATIO = re.compile(r"(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)(?![:\d])")
-_VERSION = re.compile(r"\d+(?:\.\d+){2,}(?!\d)")
+def _code(found: re.Match[str]) -> Quantity:
+    return Quantity(
+        "code", ("+",) * (found.string[found.start() - 1 : found.start()] == "+") + tuple(re.findall(r"\d+", found[0]))
+    )
+
+
+def _date(found: re.Match[str]) -> Quantity | None:
+    """Return a date with its year last: with the month first, unless it is none, or full stops are between."""
+    month, day = (found[1], found[3]) if int(found[1]) < 13 and found[2] != "." else (found[3], found[1])
+    return Quantity("date", (found[4], month, day)) if 0 < int(month) < 13 and 0 < int(day) < 32 else None
+
+
+# What a quantity is by its shape: what may follow its first number, a pattern, and what it makes of a match.
+_Shape = tuple[str | tuple[str, ...], re.Pattern[str], Callable[[re.Match[str]], Quantity | None]]
+_HALF = r"\s?([ap]\.?\s?m)(?![A-Za-z])"
+_SIGNED: tuple[_Shape, ...] = (
+    ("-/.", re.compile(r"(\d{4})([-/.])(1[0-2]|0?[1-9])\2(3[01]|[12]\d|0?[1-9])(?![-/.]?\d(?!\d{3}[-/.]))日?"),
+     lambda found: Quantity("date", (found[1], found[3], found[4]))),
+    ("-/.", re.compile(r"(\d{1,2})([-/.])(\d{1,2})\2((?:1[5-9]|20)\d\d|(?<=/)\d\d)(?![-/]?\d|\.\d)"), _date),
+    (":", re.compile(rf"([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d(?:\.\d+)?)|(?<=:\d\d)(\.\d+))?(?![:\d])(?:{_HALF})?", re.I),
+     lambda found: Quantity("clock", (found[1], found[2], found[3] or found[4] or "", found[5] or ""))),
+    (":", re.compile(r"(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)(?![:\d])"), lambda found: Quantity("ratio", (found[1], found[2]))),
+    (".", re.compile(r"\d+(?:\.\d+){2,}(?!\d)"), lambda found: Quantity("version", tuple(found[0].split(".")))),
+    (" apAP", re.compile(rf"(1[0-2]|0?[1-9]){_HALF}", re.I), lambda found: Quantity("clock", (found[1], "", "", found[2]))),
+)  # fmt: skip
+_SHAPES: tuple[_Shape, ...] = (
+    *_SIGNED[:2],
+    ("-. )*", re.compile(
+        r"(?:(?:1[-. ])?\d{3}(?:[-. ]|\) ?)\d{3}[-. ]\d{4}|[2-9]\d\d-\d{4}|0\d{1,4}(?:[ -]|\) ?)\d{3,}(?:[ -]\d{2,})*"
+        r"|1[3-9]\d[- ]?\d{4}[- ]?\d{4}|\d{1,12}(?:-\d{1,12}){2,9}|\d+(?:\*{2,}\d+)+|\d{3,4}(?: \d{3,4}){2,})(?![A-Za-z0-9_]|[-.]\d)"
+    ), _code),
+    *_SIGNED[2:],
+)  # fmt: skip
+_ABROAD: tuple[_Shape, ...] = ((" -", re.compile(r"\d{1,3}(?:[ -]?\(?\d{1,5}\)?){2,}(?!\d)"), _code), *_SIGNED)
 _SLASH = re.compile(r"(?:(\d+)[ -])?(\d+(?:\.\d+)?)/(\d+)(?:ths|rds|nds)?(?![0-9_/]|\.\d)")
-_CODE = re.compile(
-    r"(?:(?:1[-. ])?\d{3}(?:[-. ]|\) ?)\d{3}[-. ]\d{4}|[2-9]\d\d-\d{4}|0\d{1,4}(?:[ -]|\) ?)\d{3,}(?:[ -]\d{2,})*"
-    r"|1[3-9]\d[- ]?\d{4}[- ]?\d{4}|\d{1,12}(?:-\d{1,12}){2,9}|\d+(?:\*{2,}\d+)+|\d{3,4}(?: \d{3,4}){2,})(?![A-Za-z0-9_]|[-.]\d)"
-)
-_ABROAD = re.compile(r"\d{1,3}(?:[ -]?\(?\d{1,5}\)?){2,}(?!\d)")
 _NAME = re.compile(r"\d+(?:\.\d+)*")
 _DIGITS = re.compile(r"\d+(?:\.\d+)?")
 _NUMBER = r"(?P<number>(?:\d{1,3}(?:[,'’]\d{3})+(?![,'’]?\d)|[1-9]\d?(?: 000)+(?!\d)|\d+)(?:\.\d+(?!\.?\d))?|\.\d+)"
@@ -222,7 +241,7 @@ class Reader:
     # --- what is written ----------------------------------------------------------------------------------------------
 
     def _range(self, text: str, first: Quantity, stop: int, before: str) -> tuple[str, int] | None:
-        """Return two quantities of a kind with a dash between them, said, and where they end; None if there are none."""
+        """Return two quantities of a kind with a dash between them, said, and where they end; None if it is none."""
         dash = _DASH.match(text, stop)
         found = dash and self._start.match(text, dash.end())
         if not dash or not found or first.kind not in ("amount", "date", "clock", "slash"):
@@ -273,35 +292,22 @@ class Reader:
         if begin is None:
             return None
         after = text[begin.end() : begin.end() + 1]
-        if sign == "+" and (abroad := _ABROAD.match(text, at)):
-            return Quantity("code", ("+", *re.findall(r"\d+", abroad[0]))), abroad.end()
-        if after in ("-", "/", ".", " ", ")", "*") or len(begin[0]) == 11:
-            if date := _DATE.match(text, at):
-                return Quantity("date", (date[1], date[3], date[4])), date.end()
-            if date := _DATE_YEAR_LAST.match(text, at):
-                month, day = (date[1], date[3]) if int(date[1]) < 13 and date[2] != "." else (date[3], date[1])
-                if 0 < int(month) < 13 and 0 < int(day) < 32:
-                    return Quantity("date", (date[4], month, day)), date.end()
-            if not sign and (code := _CODE.match(text, at)):
-                return Quantity("code", tuple(re.findall(r"\d+", code[0]))), code.end()
-        if after == ":":
-            if clock := _CLOCK.match(text, at):
-                return Quantity("clock", (clock[1], clock[2], clock[3] or clock[4] or "", clock[5] or "")), clock.end()
-            if ratio := _RATIO.match(text, at):
-                return Quantity("ratio", (ratio[1], ratio[2])), ratio.end()
-        if after == "." and (version := _VERSION.match(text, at)):
-            return Quantity("version", tuple(version[0].split("."))), version.end()
-        if slash := _SLASH.match(text, at):
-            unit = self._unit.match(text, slash.end())
-            if unit is None and _is_letter(text[slash.end() : slash.end() + 1]):
-                return None
-            parts = (slash[1] or "", slash[2], slash[3])
-            return Quantity("slash", parts, sign, unit=unit["unit"] if unit else ""), (unit or slash).end()
-        if hour := _HOUR.match(text, at):
-            return Quantity("clock", (hour[1], "", "", hour[2])), hour.end()
+        for follows, shape, made in _ABROAD if sign == "+" else _SIGNED if sign else _SHAPES:
+            if after in follows and (found := shape.match(text, at)) and (quantity := made(found)):
+                return quantity, found.end()
+        if after == "/" or text[begin.end() + 1 : begin.end() + 2].isdigit():
+            return self._slash(text, at, sign)
         if day := self._day_first.match(text, at):
             return Quantity("date", (day[3] or "", day[2], day[1]), unit="of"), day.end()
         return None
+
+    def _slash(self, text: str, at: int, sign: str) -> tuple[Quantity, int] | None:
+        slash = _SLASH.match(text, at)
+        unit = slash and self._unit.match(text, slash.end())
+        if slash is None or (unit is None and _is_letter(text[slash.end() : slash.end() + 1])):
+            return None
+        parts = (slash[1] or "", slash[2], slash[3])
+        return Quantity("slash", parts, sign, unit=unit["unit"] if unit else ""), (unit or slash).end()
 
 
 def _paired(first: Quantity, last: Quantity) -> tuple[Quantity, Quantity] | None:
