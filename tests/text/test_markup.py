@@ -18,7 +18,7 @@ def spoken(frontend: TextFrontend, text: str, normalize: bool = True) -> list[st
     ("text", "expected"),
     [
         ("Hello [pause 1.2s] there", ["Hello.", 1.2, "there."]),
-        ("Hello, [PAUSE 300ms] you", ["Hello,", 0.3, "you."]),
+        ("Hello, [PAUSE 300ms] you", ["Hello.", 0.3, "you."]),
         ("One.<break time='500ms'/> Two.<break/><break strength=\"strong\"></break>", ["One.", 0.5, "Two.", 0.5, 0.75]),
         ("[pause] 5", [0.5, "five."]),
         ("价格 [pause 1s] 25", ["价格。", 1.0, "二十五。"]),

@@ -96,7 +96,7 @@ class Chinese(Reader):
     rules = _RULES
     scales = r"[十百千万亿]+|(?<=\d)[kKwW](?![A-Za-z])"
     money_scales = r"(?<=\d)[MBmb]n?(?![A-Za-z])"
-    per_word = f"(?=[{_HAN}])"
+    per_word = plain_per_word = f"(?=[{_HAN}])"
     money_end = "(?:人民币|元|块钱|块|美元|美金|港元|港币|欧元|英镑|日元)?"
     signs = {"-": "负", "+": "正", "±": "正负", "~": "约", "≈": "约"}
     point, to, ratio_to, over, grouped, per = "点", "到", "比", "分之", "，", "每"

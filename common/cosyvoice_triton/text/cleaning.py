@@ -12,7 +12,7 @@ from typing import Any
 import regex
 
 from cosyvoice_triton.constants import SYSTEM_WORDS
-from cosyvoice_triton.text.sources import OnLeftOut
+from cosyvoice_triton.text.sources import OnLeftOut, gone
 
 # Format characters, but the joiner and the tags of emoji, which `without_emoji` removes with them.
 _INVISIBLE = re.compile(
@@ -49,14 +49,16 @@ _SMILEY = re.compile(
 def plain_signs(text: str, on_left_out: OnLeftOut = lambda written, reason: None) -> str:
     """Return `text` without invisible characters and faces of signs, and with plain letters, digits, hyphens and blanks
     for their typographic variants."""
-    text = _SMILEY.sub(lambda face: on_left_out(face[0], "smiley") or " ", text)
+    text = _SMILEY.sub(lambda face: gone(face[0], "smiley", on_left_out, " "), text)
     if text.isascii():
         return text
-    text = _CIRCLED.sub(_item, text)
+    text = _CIRCLED.sub(lambda found: _item(found, on_left_out), text)
     text = _ODD_BLANK.sub(" ", _JOINER.sub("", _INVISIBLE.sub("", text))).translate(_SAME)
     text = _LOVE[1].sub("爱", _LOVE[0].sub(r"\1 love ", text))
     text = _VULGAR.sub(_fraction, text)
-    text = _FOOTNOTE_MARK.sub("", _POWER.sub(lambda match: "^" + _plain(match[0]), text))
+    text = _FOOTNOTE_MARK.sub(
+        lambda mark: gone(mark[0], "footnote mark", on_left_out), _POWER.sub(lambda match: "^" + _plain(match[0]), text)
+    )
     kept = _SUPERSCRIPT.sub(lambda match: {"\u00b2": "\ue002", "\u00b3": "\ue003"}[match[0]], text)
     kept = _DRESSED.sub(lambda match: _plain(match[0]), kept)
     kept = kept.replace("\ue002", "\u00b2").replace("\ue003", "\u00b3")
@@ -67,10 +69,10 @@ def _plain(dressed: str) -> str:
     return unicodedata.normalize("NFKC", dressed).replace("\u2212", "-")
 
 
-def _item(match: re.Match[str]) -> str:
+def _item(match: re.Match[str], on_left_out: OnLeftOut) -> str:
     number, wide = _plain(match[2]), match[3] > "\u2e80"
     if match[1] and not match[3]:
-        return match[1]
+        return gone(match[2], "footnote mark", on_left_out, match[1])
     pause = "" if not match[1] or match[1] in ",.;:，。；：、" else "，" if wide else ", "
     return f"{match[1]}{pause}{number}{'、' if wide else ', '}"
 
@@ -123,12 +125,12 @@ def without_emoji(text: str) -> str:
 def without_markup(text: str, on_left_out: OnLeftOut = lambda written, reason: None) -> str:
     """Return `text` without Markdown, emoji and rows of signs: the words of links, code and tables stay, and the numbers
     of lists."""
-    text = _FOOTNOTE.sub(lambda mark: on_left_out(mark[0], "footnote mark") or "", without_emoji(text))
+    text = _FOOTNOTE.sub(lambda mark: gone(mark[0], "footnote mark", on_left_out), without_emoji(text))
     text = _TIMES.sub("×", _BULLET.sub("", _STAR_KEY.sub(r"\1 star ", text)))
     if _MARKUP.search(text):
-        text = _TASK.sub(lambda box: on_left_out(box[2], "box of a task") or box[1], text)
+        text = _TASK.sub(lambda box: gone(box[2], "box of a task", on_left_out, box[1]), text)
         text = "".join(_rendered(text, on_left_out)).replace(", \n", "\n")
-        text = _LEFT.sub("", _LINK.sub(lambda link: on_left_out(link[2], "address of a link") or link[1], text))
+        text = _LEFT.sub("", _LINK.sub(lambda link: gone(link[2], "address of a link", on_left_out, link[1]), text))
     text = _ROW.sub(lambda row: row[1] if row[1] in _PAUSES else " ", text)
     return _BLANKS.sub(" ", text).strip()
 
@@ -194,6 +196,12 @@ def strip_control_tokens(text: str) -> str:
     while found:
         text, found = _CONTROL_TOKEN.subn(" ", text)
     return text
+
+
+def control_tokens(text: str) -> list[str]:
+    """Return what `clean_text` leaves out of `text`: tokens, and the words before `<|endofprompt|>`."""
+    before, _, after = text.rpartition(END_OF_PROMPT)
+    return ([before] if before else []) + _CONTROL_TOKEN.findall(after)
 
 
 def split_instruction(text: str) -> tuple[str, str]:

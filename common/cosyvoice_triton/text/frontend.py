@@ -14,7 +14,7 @@ from cosyvoice_triton.text.japanese_reading import JAPANESE
 from cosyvoice_triton.text.kana import MISSING, has_kanji, in_kana, kana_available
 from cosyvoice_triton.text.korean_reading import KOREAN
 from cosyvoice_triton.text.language import COSYVOICE3, Language, language_of, language_of_sentence, languages_of, named
-from cosyvoice_triton.text.markup import Pause, is_document, is_heard, parts
+from cosyvoice_triton.text.markup import Pause, is_document, is_heard, left_out, parts
 from cosyvoice_triton.text.pronunciation import Pronouncer
 from cosyvoice_triton.text.quantities import Reader
 from cosyvoice_triton.text.segments import (
@@ -27,7 +27,7 @@ from cosyvoice_triton.text.segments import (
     segments,
     sentences,
 )
-from cosyvoice_triton.text.sources import OnLeftOut, plain_text
+from cosyvoice_triton.text.sources import OnLeftOut, plain_text, without_thoughts
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +88,11 @@ class TextFrontend:
     `warning`: what is wrong with every text in one of the languages; "" if nothing is.
     """
 
-    def __init__(self, stack: str = "") -> None:
+    def __init__(self, stack: str = "", skip_thoughts: bool = False) -> None:
         self.languages = languages_of(stack)
         self._korean_words = stack != COSYVOICE3
         self._kana = stack == COSYVOICE3
+        self._skip_thoughts = skip_thoughts
         self.warning = MISSING if self._kana and not kana_available() else ""
         self._transcript = lru_cache(CACHED_TRANSCRIPTS)(self._transcribed)
 
@@ -117,8 +118,7 @@ class TextFrontend:
         """
         given = named(language, self.languages)
         try:
-            plain = text if not normalize or is_document(text) else plain_text(text, on_left_out)
-            whole = list(parts(plain_signs(plain, on_left_out) if normalize else text))
+            whole = list(parts(self._plain(text, on_left_out) if normalize else text))
         except ValueError as error:
             raise ValueError(f"target_text: {error}") from None
         words = "".join([part for part in whole if isinstance(part, str)])
@@ -144,6 +144,14 @@ class TextFrontend:
                 some = some or isinstance(each, str)
         if not (some or is_heard(pauses)):
             raise ValueError(f"target_text has nothing to speak: {text[:80]!r}")
+
+    def _plain(self, text: str, on_left_out: OnLeftOut) -> str:
+        """Return the words of `text`, in plain signs, with its Markdown, pauses and SSML."""
+        for tag in left_out(text):
+            on_left_out(tag, "tag that means nothing here")
+        if self._skip_thoughts:
+            text = without_thoughts(text, on_left_out)
+        return plain_signs(text if is_document(text) else plain_text(text, on_left_out), on_left_out)
 
     def transcript(self, text: str, normalize: bool = True) -> str:
         """Return a recording's transcript, spelled out as in the recording. Unlike a text it gets no full stop at its

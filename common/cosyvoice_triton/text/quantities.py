@@ -97,7 +97,7 @@ class Reader:
     addresses = "(?!)"
     rules: Rules = []  # signs and words, in this order: what a text must have, and patterns with what is said
     months = scales = money_scales = "(?!)"  # after a number
-    per_word = "(?!)"  # after a slash, beside units
+    per_word = plain_per_word = "(?!)"  # after a slash, beside units; and where nothing but digits is before it
     gap = r"\s?"  # between a number and its unit
     unit_end = money_end = ""  # after a unit, and an amount with a currency; not said
     # What is said.
@@ -121,11 +121,13 @@ class Reader:
         self._unit = re.compile(unit)
         tail = rf"(?:{unit}(?:/(?P<per>\d{{0,4}}\s?(?:(?:{units}){end}|{per})))?|(?<=\d)/(?P<each>{per}))?"
         amount = rf"{_NUMBER}(?:\^(?P<power>-?\d{{1,3}}))?(?:\s?(?P<scale>%s))?{tail.replace('%', '%%')}"
-        self._of_amount = re.compile(amount % self.scales)
+        plain = amount.replace(rf"(?P<each>{per})", f"(?P<each>{self.plain_per_word})")
+        self._of_amount = re.compile(plain % self.scales)
         self._of_money = re.compile(amount % f"{self.scales}|{self.money_scales}" + self.money_end)
-        self._start = re.compile(rf"{_SIGN}(?=\.?\d)|\b(?:{self.months})\b\.?(?= \d)")
         day = r"(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?"
-        self._month_first = re.compile(rf"({self.months})\b\.? {day}(?![\d:]|[.,]\d|\s?[%°])(?:,? (\d{{4}})(?!\d))?")
+        month_day = rf"{day}(?![\d:]|[.,]\d|\s?[%°])"
+        self._start = re.compile(rf"{_SIGN}(?=\d|(?<![\w.])\.\d)|\b(?:{self.months})\b\.?(?= {month_day})")
+        self._month_first = re.compile(rf"({self.months})\b\.? {month_day}(?:,? (\d{{4}})(?!\d))?")
         year = r"(?:(?:,? |-)(\d{4}|(?<=-)\d\d)(?!\d))?"
         self._day_first = re.compile(rf"{day}(?: of)?[ -]({self.months})(?![a-z]){year}")
 
@@ -260,7 +262,6 @@ class Reader:
         at = found.end()
         if text[at : at + 1] == " " and (named := self._month_first.match(text, found.start())):
             return Quantity("date", (named[3] or "", named[1], named[2])), named.end()
-        at += text[at : at + 1] == " "
         sign = (found["sign"] or "") + (found["minus"] or "")
         currency = found["currency"] or ""
         if not sign and not currency and at:

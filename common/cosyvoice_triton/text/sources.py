@@ -56,7 +56,7 @@ def plain_text(text: str, on_left_out: OnLeftOut) -> str:
     """Return the words of `text` without HTML, with the signs that entities and LaTeX stand for, and without the
     numbers and times of subtitles."""
     if "-->" in text:
-        text = _CUE.sub(lambda found: _gone(found[0], "marks of a subtitle", on_left_out), text)
+        text = _CUE.sub(lambda found: gone(found[0], "marks of a subtitle", on_left_out), text)
     if "<" in text:
         text = _ROW_END.sub("\n", _TAG.sub(lambda found: _of_tag(found, on_left_out), text))
     if "&" in text:
@@ -68,10 +68,11 @@ def plain_text(text: str, on_left_out: OnLeftOut) -> str:
 
 def without_thoughts(text: str, on_left_out: OnLeftOut) -> str:
     """Return `text` without what an LLM wrote between `<think>` and `</think>`."""
-    return _THOUGHT.sub(lambda found: _gone(found[0], "thoughts", on_left_out), text)
+    return _THOUGHT.sub(lambda found: gone(found[0], "thoughts", on_left_out), text)
 
 
-def _gone(written: str, reason: str, on_left_out: OnLeftOut, instead: str = "") -> str:
+def gone(written: str, reason: str, on_left_out: OnLeftOut, instead: str = "") -> str:
+    """Tell `on_left_out` of what is not spoken, and return what is spoken instead."""
     on_left_out(written.strip(), reason)
     return instead
 
@@ -82,16 +83,16 @@ def _of_tag(found: re.Match[str], on_left_out: OnLeftOut) -> str:
     if written[0] == "`" or _SPOKEN_TAG.fullmatch(written):
         return written
     if found["silent"]:
-        return _gone(written, f"contents of <{found['silent'].lower()}>", on_left_out, " ")
+        return gone(written, f"contents of <{found['silent'].lower()}>", on_left_out, " ")
     if found["raised"]:
         on_left_out(written.replace(found["digits"], " "), "HTML tag")
         return found["digits"].translate(_RAISED if found["raised"].lower() == "sup" else _LOWERED)
     if written.startswith("<!"):
-        return _gone(written, "HTML comment", on_left_out)
+        return gone(written, "HTML comment", on_left_out)
     if name in _BLOCKS:
-        return _gone(written, "HTML tag", on_left_out, "\n")
+        return gone(written, "HTML tag", on_left_out, "\n")
     if name in _INLINE or found["prefix"] or re.fullmatch(_SILENT, name):
-        return _gone(written, "HTML tag", on_left_out, ", " if name in ("td", "th") and found["end"] else "")
+        return gone(written, "HTML tag", on_left_out, ", " if name in ("td", "th") and found["end"] else "")
     return written
 
 
@@ -109,5 +110,5 @@ def _of_formula(found: re.Match[str], on_left_out: OnLeftOut) -> str:
 def _of_command(name: str, on_left_out: OnLeftOut) -> str:
     """Return a command's sign; of one that is not known its name, and of an escaped sign nothing but that."""
     if name in _COMMANDS:
-        return _gone(f"\\{name}", "LaTeX command", on_left_out, _COMMANDS[name])
+        return gone(f"\\{name}", "LaTeX command", on_left_out, _COMMANDS[name])
     return name if name in "%&#$" else " " if not name.isalpha() else f" {name} "
