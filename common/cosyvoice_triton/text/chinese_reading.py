@@ -3,8 +3,9 @@
 import re
 from decimal import Decimal
 
-from cosyvoice_triton.text.numbers import chinese, chinese_digits
+from cosyvoice_triton.text.numbers import ROMAN, chinese, chinese_digits, roman
 from cosyvoice_triton.text.quantities import Quantity, Reader, Rules, is_day
+from cosyvoice_triton.text.units import UNITS
 
 _HAN = r"\u4e00-\u9fff"
 _DASH = r"\s?(?:[-~～〜–—]+)\s?"
@@ -34,7 +35,8 @@ _WINS = _words(
     "逆转 获胜 取胜 击败 战胜 大胜 险胜 战平 落败 领先 落后 完胜 不敌 负于 力克 轻取 横扫 淘汰 晋级 告负 打败"
 )
 _LASTED = _words("用了 用 跑了 跑出 用时 耗时 历时 成绩 成绩是 时长 仅 以 超过 长达 了")
-_DATES_BEFORE = _words("时间 日期 至 截止 有效期 定于 生日")
+_DATES_BEFORE = _words("时间 日期 至 截止 有效期 定于 生日 今天是 公历 农历")
+_DAYS = (13, 14, 17, 18, 19, 21, 22, 23, 26, 27, 28, 29, 31)  # of a month, into which nothing is divided
 _DATES_AFTER = re.compile("前|起|截止|当[天日]|去|出发|到|[早晚]上?|[上下]午|的(?:会|机?票)|有效|号|日")
 _HALVES = _words("上午 下午 早上 晚上 凌晨 中午 傍晚")
 _BORN = re.compile(r"年(?:出?生|毕业|参军|入[伍学党]|结婚|属|高考|[级版款]|的(?:人|车|老)|[春夏秋冬]|\d{1,2}月)")
@@ -52,7 +54,10 @@ def _plus(found: re.Match[str]) -> str:
 
 # fmt: off
 _RULES: Rules = [
-    ("[Ⅰ-Ⅻ]", [(r"[Ⅰ-Ⅻ]", lambda found: chinese(ord(found[0]) - 0x215F))]),
+    ("[Ⅰ-ⅫIVX]", [
+        ("[Ⅰ-Ⅻ]", lambda found: chinese(ord(found[0]) - 0x215F)),
+        (rf"(?<=第){ROMAN}(?=[届章卷部节条期回集幕])|(?<=[{_HAN}]){ROMAN}(?=世)", lambda found: chinese(roman(found[0]))),
+    ]),
     (r"T\d\d:|[Nn][Oo]\.|[图表例式满]|·|[A-Z][a-z]{2}\. ", [
         (r"(?<=\d{4}-\d\d-\d\d)T(\d\d:\d\d(?::\d\d)?)(?:\.\d+)?Z?", r" \1"),
         (r"(?<![A-Za-z])[Nn][Oo]\.\s?(?=\d{1,2}(?!\d))", "第"), (r"(?<=[图表例式])(\d+)[-–](?=\d)", r"\1杠"),
@@ -62,10 +67,11 @@ _RULES: Rules = [
     (r"[-~～〜–—/h]", [
         (rf"(?<=\d([{_HAN}])){_DASH}(?=第?\d+\1)|(?<=\d[月日号]){_DASH}(?=\d+[月日号])", "到"),
         (rf"(?:(?<=[\d万亿千百%][{_HAN}])|(?<=\d[{_HAN}A-Za-z]{{2}})|(?<=\d%))/(?=[{_HAN}])", "每"),
+        (rf"(?<=\d[{_HAN}])/(min|h|s|kg|km|L)(?![A-Za-z])", lambda found: f"每{UNITS[found[1]].zh}"),
         (r"(?<![A-Za-z\d.])(\d+)\s?h\s?0?([0-5]?\d)\s?m?(?:in)?(?![A-Za-z\d])", r"\1小时\2分钟"),
     ]),
     (r"[+×*xX÷π^²³=≠≥≤≈<>√]", [
-        (rf"(?<=[\dwWkK万%])(?<!\D18)(?<!^18)\+(?=[{_HAN}]|[，。、；]|$)", "多"),
+        (rf"(?<=[\dwWkK万%℃])(?<!\D18)(?<!^18)\+(?=[{_HAN}]|[，。、；]|$)", "多"),
         (r"(\d[a-z]{0,2}[²³]?)\s?[×*xX]\s?(?=\d)", r"\1乘以"), (rf"(?<=[米寸尺])\s?[×*]\s?(?=[\d{_HAN}])", "乘以"),
         (r"(?<=\d)\s?÷\s?(?=\d)", "除以"), ("π", "派"), (r"√\s?(?=\d)", "根号"),
         (r"(?:(?<=(?<![A-Za-z\d万亿千百])[A-Za-z])|(?<=[)]))(?:\^(-?\d{1,3})|([²³]))(?!\d)",
@@ -88,7 +94,7 @@ class Chinese(Reader):
 
     language = "zh"
     whole, spelled = staticmethod(chinese), staticmethod(chinese_digits)
-    needed = r"[\d≥≤≈±≠²³πⅠ-Ⅻ<>=]"
+    needed = r"[\d≥≤≈±≠²³πⅠ-ⅫIVX<>=]"
     addresses = (
         r"(?:https?://|www\.)[^\s\u4e00-\u9fff，。！？；：]+|[\w.+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+"
         r"|[A-Za-z][\w-]*(?:\.[A-Za-z][\w-]*)+(?:/\S*)?"
@@ -193,7 +199,8 @@ class Chinese(Reader):
         whole, over, under = it.parts
         if "血压" in before[-8:] or it.unit == "mmHg":
             return f"{self.number(over)}，{self.number(under)}{self.unit_of(it)}"
-        if is_day(it) and not it.unit and (before.endswith(_DATES_BEFORE) or _DATES_AFTER.match(after)):
+        dated = before.endswith(_DATES_BEFORE) or _DATES_AFTER.match(after) or int(under) in _DAYS
+        if is_day(it) and not it.unit and dated:
             return self.date(Quantity("date", ("", over, under)), before, after)
         return (f"{self.number(whole)}又" if whole else "") + super().slash(it, before, after)
 
@@ -206,7 +213,7 @@ class Chinese(Reader):
         """Read digits that touch Latin letters: a model or a train by its digits, a short one as a number."""
         whole, *parts = it.digits.split(".")
         number = len(whole) < 3 or (
-            not parts and re.match("[A-Za-z]{2}", after) and not re.search(r"[A-Za-z]\Z", before)
+            not parts and re.match("[A-Za-z]{2}|[GMT](?![A-Za-z0-9])", after) and not re.search(r"[A-Za-z]\Z", before)
         )
         said = self.number(whole) if number else chinese_digits(whole)
         return "点".join([said, *map(chinese_digits if len(parts) == 1 else self.number, parts)])

@@ -27,6 +27,7 @@ _PARTS = (20, 24, 25, 30)  # that things are divided into, and that are days of 
 _ERAS = frozenset("the early late mid in his her my their our your".split())  # before a decade
 _FILLERS = frozenset(f"is was are : = # or and {english_digits('0123456789')}".split())
 _NO_CODES = frozenset("AD BC CE AM PM TV UP".split())  # two capitals before a number that is one
+_AFTER_CODE = re.compile(r"\b([A-Z]{2}|I) \Z")
 _WORD = re.compile(r"[A-Za-z][A-Za-z'’]*|[:=#]|[^\sA-Za-z.,]")
 _COUNTED = re.compile(
     r"\s+(?:(?:more|other|new|different|of)\s+)?(?!(?:was|is|has|his|its|this|as|us|vs|thus|plus|versus|yes|always|perhaps"
@@ -57,6 +58,7 @@ class English(Reader):
     )
     money_scales = r"[kKmMbBtT]n?\b"
     per_word = r"[a-z]{2,12}(?![A-Za-z])"
+    plain_per_word = r"(?:day|week|month|year|hour|night|person)\b"
     gap = "[ -]?"
     unit_end = r"(?:\.(?=,|\s[a-z(]))?"
     signs = {"-": "minus ", "+": "plus ", "±": "plus or minus ", "~": "about ", "≈": "about "}
@@ -98,8 +100,8 @@ class English(Reader):
             return self.sign(it) + self._paid(it)
         if scale == "K" and _is_name(it.digits, after):
             return f"{self.number(it.digits)} K"
-        if it.is_plain:
-            return self._plain(it.digits, before, after)
+        if it._replace(per="").is_plain:
+            return self._plain(it.digits, before, after) + self.unit_of(it)
         digits = it.digits.rstrip("0").rstrip(".") if it.currency and "." in it.digits else it.digits
         scale = f" {_SCALES.get(scale.lower(), scale)}" if scale else ""
         return self.sign(it) + self.powered(it._replace(parts=(digits,))) + scale + self.unit_of(it)
@@ -122,8 +124,8 @@ class English(Reader):
             named = {*heads[:1], "_".join(heads[1::-1])}
             if (not counted and (named & _CODES or (named & _CALLS and len(digits) < 5))) or digits == "911":
                 return english_digits(digits)
-            if re.search(r"\b[A-Z]{2} $", before) and before[-3:-1] not in _NO_CODES and len(digits) < 6:
-                return english_digits(digits)
+            if (coded := _AFTER_CODE.search(before)) and coded[1] not in _NO_CODES and len(digits) < 6:
+                return english_digits(digits, "oh" if len(coded[1]) == 1 else "zero")
             if named & _PLACES and len(digits) < 5:
                 return english_digits(digits, "oh")
         if before.endswith("number ") and len(digits) > 3:
@@ -181,7 +183,7 @@ class English(Reader):
             if (over, under) in (("24", "7"), ("9", "11")) or even:
                 return " ".join(numbers)
             dated = bool(set(heads[:1]) & _DATES)
-            if "odds" in heads:
+            if re.search(r"\b[Oo]dds\b", before):
                 return " to ".join(numbers)
             if "0" in (over[0], under[0]) and not dated:
                 return " ".join(numbers)

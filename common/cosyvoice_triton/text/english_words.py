@@ -2,7 +2,7 @@
 
 import re
 
-from cosyvoice_triton.text.numbers import english, english_digits, english_ordinal
+from cosyvoice_triton.text.numbers import ROMAN, english, english_digits, english_ordinal, roman
 from cosyvoice_triton.text.quantities import Rules
 
 _MONTHS = "January February March April May June July August September October November December".split()
@@ -32,8 +32,6 @@ _ROADS = dict(
 )  # fmt: skip
 _STREET = r"(?=\s+[a-z]|[,;:]|\s*$)"
 
-_ROMAN = r"(?=[IVXL])(?:XL|L?X{0,3})(?:IX|IV|V?I{0,3})"
-_ROMAN_VALUES = {"I": 1, "V": 5, "X": 10, "L": 50}
 _RULERS = (
     "Albert|Alexander|Alfonso|Amenhotep|Anne|Benedict|Boniface|Catherine|Charles|Christian|Clement|Constantine|Darius|Edward|"
     "Elizabeth|Ferdinand|Francis|Franz|Frederick|Friedrich|George|Gregory|Gustav|Harald|Henri|Henry|Innocent|Isabella|Ivan|"
@@ -54,11 +52,6 @@ def _cased(names: dict[str, str], found: str) -> str:
     """Return the word for an abbreviation, with a capital as the abbreviation has."""
     said = names[found] if found in names else names[found.lower()]
     return said.capitalize() if found[0].isupper() and said.islower() else said
-
-
-def _roman(letters: str) -> int:
-    values = [_ROMAN_VALUES[letter] for letter in letters]
-    return sum(-value if value < max(values[index:]) else value for index, value in enumerate(values))
 
 
 def _any_case(names: dict[str, str]) -> str:
@@ -101,6 +94,7 @@ RULES: Rules = [
     ("\\d['’′\"″]", [
         (r"""(?<![\w.])(\d{1,2})['’′] ?(\d{1,2})(["”″]|'')?(?!\w)""",
          lambda found: f"{found[1]} feet {found[2]}" + (" inches" if found[3] else "")),
+        (r"""(?<=\d)["″] ?x ?(?=\d)""", " by "), (r"""(?<= by )(\d+)["″]""", r"\1 inches"),
         (r"""(?<![\w"])(\d{1,3}(?:\.\d{1,2})?)["″](?=\s[A-Za-z])""",  # unless it closes a quotation
          lambda found: f"{found[1]} inch" if found.string.count('"') % 2 else found[0]),
     ]),
@@ -126,15 +120,16 @@ RULES: Rules = [
         (rf"\b({_SHORT})\.(?= [a-z])", lambda found: MONTHS[found[1].lower()]),
     ]),
     (r"\b(?:[IVXL]{2,}|[a-z] [IVX])\b", [
-        (rf"\b((?:King|Queen|Pope|Emperor|Empress|Tsar|Prince|Princess|Kaiser|Duke) [A-Z][a-z]+(?: [A-Z][a-z]+)?|{_RULERS}) ({_ROMAN})\b(?!['’.]?[A-Z])",
-         lambda found: f"{found[1]} the {english_ordinal(_roman(found[2]))}"),
-        (rf"\b({_NUMBERED}) ({_ROMAN})\b", lambda found: f"{found[1]} {english(_roman(found[2]))}"),
+        (rf"\b((?:King|Queen|Pope|Emperor|Empress|Tsar|Prince|Princess|Kaiser|Duke) [A-Z][a-z]+(?: [A-Z][a-z]+)?|{_RULERS}) ({ROMAN})\b(?!['’.]?[A-Z])",
+         lambda found: f"{found[1]} the {english_ordinal(roman(found[2]))}"),
+        (rf"\b({_NUMBERED}) ({ROMAN})\b", lambda found: f"{found[1]} {english(roman(found[2]))}"),
     ]),
     (r"w/|[&@+_]|[A-G]#", [
         (r"\bw/o\b", "without"), (r"\bw/(?=\s)", "with"), (r"(?<=\w)\s?&\s?(?=\w)", " and "), (r"(?<!\S)@(?=[\w])", "at "),
         (r"(?<=\w)\+\+(?!\w)", " plus plus"), (r"(?<=\w)_(?=\w)", " underscore "), (r"\b([A-G])#", r"\1 sharp"),
     ]),
-    (r":\d|\d ?h", [
+    (r":\d|\d ?h|\d ?€", [
+        (r"(?<=\d),(?=\d\d? ?€)", "."),
         (rf"\b({_BOOKS}) (\d{{1,3}}):(?=\d)", r"\1 \2 "),
         (r"(?<![\w.,])(\d+ ?)(h|hrs?) ?([0-5]?\d) ?m?(?:in)?(?![\w/²³])", r"\1h \3 min"),
     ]),
@@ -142,7 +137,7 @@ RULES: Rules = [
         (r"№\s?|(?<![\w#&])#(?=\d)", "number "),
         (r"\b[vV](?=\d+\.\d)", "version "),
         (r"(?<=\d{4}-\d\d-\d\d)T(\d\d:\d\d(?::\d\d)?)(?:\.\d+)?(Z?)", lambda found: f" {found[1]}{found[2] and ' UTC'}"),
-        (r"(?<=[A-Za-z])(?<!\d[eE])-(?=\d{1,4}\b(?![-.]\d))", " "),
+        (r"(?<=[A-Za-z])(?<!\d[eE])-(?=\d{1,4}s?\b(?![-.]\d))", " "),
     ]),
     (r"[×÷*+^²³π√]|\d(?: ?[a-z]{1,3})? ?x| / |\d[eE]|[-–]\s?\d[\d.,]*\s*=", [
         (r"(?:(?<=[\d)])|(?<=\b[a-z])) / (?=[\d(]|[a-z]\b)", " divided by "),

@@ -10,7 +10,7 @@ _COUNTED = re.compile(
     r"\s?(?:개|명|시(?![가-힣]*간대)|살|마리|권|잔|병|대|번(?!지|호|째|\s?(?:버스|출구|문제|홈|트랙|게이트))|장|그루|송이|켤레|벌|사람|가지|달)"
 )
 _HOUR = re.compile(r"\s?시(?!간)")
-_PARTICLE = re.compile("(?:으?로|은|는|이|가|을|를|와|과|의|에|도|다|까지|부터|쯤|만)(?![월일년시분])")
+_PARTICLE = re.compile("(?:으?로|은|는|이|가|을|를|와|과|의|에|도|다|까지|부터|쯤|만|입|예)(?![월일년시분])")
 _MONTHS = {6: "유", 10: "시"}  # that are not said as the number
 
 
@@ -62,6 +62,8 @@ class Korean(Reader):
         return korean(number) if not number or (hour and number > 12) else korean_count(number)
 
     def range(self, first: Quantity, last: Quantity, before: str, after: str, dash: str) -> str:
+        if first.is_plain and last.is_plain and dash == "-" and re.match("으?로", after):
+            return self.ratio(Quantity("ratio", (first.digits, last.digits)), before, after)
         if first.is_plain and _COUNTED.match(after):
             return f"{self.counted(int(first.digits), False)}에서 {self.said(last, '', after)}"
         return super().range(first, last, before, after, dash)

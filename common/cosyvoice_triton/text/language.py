@@ -44,7 +44,7 @@ _ENGLISH = re.compile(
 )
 # Words that only one of the others has; small, and no guess without them is better.
 _OWN_WORDS: tuple[tuple[Language, re.Pattern[str]], ...] = (
-    ("de", re.compile(r"\b(?:und|der|das|mit|für|ist|nicht|ein|eine)\b")),
+    ("de", re.compile(r"\b(?:und|der|das|mit|für|ist|nicht|ein|eine|nur|auf|um|zum)\b", re.IGNORECASE)),
     ("fr", re.compile(r"\b(?:et|les|des|une|du|est|au)\b")),
     ("es", re.compile(r"\b(?:y|el|los|las|del)\b")),
     ("it", re.compile(r"\b(?:e|il|di|che|gli|della)\b")),
@@ -124,7 +124,7 @@ def _by_letters(text: str) -> str | None:
             and not (_GLUED.search(text) or _CHINESE_SIGN.search(text))
         ):
             return "latin"
-        return "ja" if kana > 1 or kana and han < 8 else "zh"
+        return "ja" if kana > 1 or (kana and (han < 8 or "の" not in text)) else "zh"
     counts = {"ko": hangul / 2, "ru": cyrillic / 4, "other": other / 4, "latin": float(words)}
     return max(counts, key=lambda name: counts[name])
 

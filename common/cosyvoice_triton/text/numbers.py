@@ -16,6 +16,16 @@ _NATIVE = ("", "한", "두", "세", "네", "다섯", "여섯", "일곱", "여덟
 _NATIVE_TENS = ("", "열", "스물", "서른", "마흔", "쉰", "예순", "일흔", "여든", "아흔")
 
 
+ROMAN = r"(?=[IVXL])(?:XL|L?X{0,3})(?:IX|IV|V?I{0,3})"  # a pattern
+_ROMAN_VALUES = {"I": 1, "V": 5, "X": 10, "L": 50}
+
+
+def roman(letters: str) -> int:
+    """Return the value of a Roman numeral."""
+    values = [_ROMAN_VALUES[letter] for letter in letters]
+    return sum(-value if value < max(values[index:]) else value for index, value in enumerate(values))
+
+
 def is_spelled(digits: str) -> bool:
     """Return whether a whole number is said digit by digit: after a leading zero, or because it is very long."""
     return len(digits) > LONGEST or (len(digits) > 1 and digits[0] == "0")

@@ -255,6 +255,8 @@ class Reader:
             return None
         if pair[1].currency and not last.currency and (written := re.compile(self.money_end).match(text, end)):
             end = written.end()
+        if pair[0].is_plain and pair[1].is_plain and len(pair[1].digits) > 1 and pair[1].digits[0] == "0":
+            return self.code(Quantity("code", (pair[0].digits, pair[1].digits)), before, after), end
         return self.range(*pair, before, after, dash[0].strip()), end
 
     def _quantity(self, text: str, found: re.Match[str], after_dash: bool = False) -> tuple[Quantity, int]:
