@@ -3,9 +3,10 @@
     python -m tests.text.needed_rules           prints the rules, words and rows of the tables that no case needs
     python -m tests.text.needed_rules --all     prints the cases of each
 
-A rule is a pattern with what is said, a word of a context, or a row of the table of units and currencies.
+A rule is a pattern with what is said, a list of words of one meaning, or a row of the table of units and currencies.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -36,26 +37,26 @@ def sentences() -> dict[str, dict[str, str]]:
     return given
 
 
-def words(module: ModuleType) -> Iterator[tuple[str, str, Any]]:
-    """Yield each word of a module's contexts with the context's name and the context without it."""
+def finished(language: str, said: str) -> str:
+    return chinese_reading.cleaned(said) if language == "zh" else said
+
+
+def contexts(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each list of words of a module, and an empty one; the patterns are of other words."""
     for name, value in vars(module).items():
-        if (
-            name.startswith("_")
-            and isinstance(value, (frozenset, tuple))
-            and all(isinstance(each, str) for each in value)
-        ):
-            for word in value:
-                rest = [each for each in value if each != word]
-                yield name, word, frozenset(rest) if isinstance(value, frozenset) else tuple(rest)
+        if name.startswith("_") and isinstance(value, frozenset | tuple) and value:
+            yield name, type(value)()
+        elif name.startswith("_") and isinstance(value, re.Pattern):
+            yield name, re.compile("(?!)")
 
 
 def without(language: str) -> Iterator[tuple[str, Read]]:
     """Yield the name of each rule of a language, and how it reads without it."""
     module, reader = MODULES[language], frontend._READERS[language]
     kind = type(reader)
-    for name, word, rest in words(module):
-        with patch.object(module, name, rest):
-            yield f"{name} {word}", reader.read
+    for name, nothing in contexts(module):
+        with patch.object(module, name, nothing):
+            yield name, reader.read
     for number, (has, rules) in enumerate(kind.rules):
         for each in rules:
             fewer = [*kind.rules]
@@ -64,12 +65,12 @@ def without(language: str) -> Iterator[tuple[str, Read]]:
 
 
 def rows() -> Iterator[tuple[str, Callable[[Reader], Reader]]]:
-    """Yield the sign of each unit and currency, and what makes a reader without it."""
+    """Yield the name of each unit and currency, and what makes a reader without it."""
     for table in (units.UNITS, units.CURRENCIES):
-        for sign in [*table]:
-            unit = table.pop(sign)
-            yield sign, lambda reader: type(reader)()
-            table[sign] = unit
+        for one in dict.fromkeys(unit.one for unit in table.values()):
+            taken = {sign: table.pop(sign) for sign in [*table] if table[sign].one == one}
+            yield one, lambda reader: type(reader)()
+            table.update(taken)
 
 
 def otherwise(read_now: Read, text: str, said: str) -> bool:
@@ -82,12 +83,17 @@ def otherwise(read_now: Read, text: str, said: str) -> bool:
 def main() -> None:
     given = sentences()
     before = {
-        language: {text: frontend._READERS[language].read(text) for text in given[language]} for language in given
+        language: {text: finished(language, frontend._READERS[language].read(text)) for text in texts}
+        for language, texts in given.items()
     }
     needed: dict[str, set[str]] = {}
 
     def note(name: str, language: str, read_now: Read) -> None:
-        changed = {given[language][text] for text, said in before[language].items() if otherwise(read_now, text, said)}
+        changed = {
+            given[language][text]
+            for text, said in before[language].items()
+            if otherwise(lambda each: finished(language, read_now(each)), text, said)
+        }
         needed[name] = needed.get(name, set()) | changed
 
     for language in MODULES:

@@ -29,7 +29,6 @@ _MEASURES = _words(
     "户 点 刻 季 晚 夜 代 股 批 组 枝 根 顿 幅 滴 口 尺 亩 折 款 多个 多小时 多年 多天 步 行 列 英里 英尺 磅 海里 餐 桌 席 笔 封 集 回 轮"
 )
 _NOT_COUNTED = re.compile("季度|年[级代]|点[零一二三四五六七八九]")
-_COUNTS = _words("元 块 个 人 万 亿 年 月 日 次 % ％ 岁 天 分 折 斤 台 辆 米 平 户 多")
 _SCORES = _words("比分 总分 胜 负 平 击败 战胜 比例 比率 比 国足 以")
 _WINS = _words(
     "逆转 获胜 取胜 击败 战胜 大胜 险胜 战平 落败 领先 落后 完胜 不敌 负于 力克 轻取 横扫 淘汰 晋级 告负 打败"
@@ -100,7 +99,7 @@ class Chinese(Reader):
         r"|[A-Za-z][\w-]*(?:\.[A-Za-z][\w-]*)+(?:/\S*)?"
     )
     rules = _RULES
-    scales = r"[十百千万亿]+|(?<=\d)[kKwW](?![A-Za-z])"
+    scales = r"[十百千万亿]+|(?<=\d)[kKwW](?![A-Za-zΩ])"
     money_scales = r"(?<=\d)[MBmb]n?(?![A-Za-z])"
     per_word = plain_per_word = f"(?=[{_HAN}])"
     money_end = "(?:人民币|元|块钱|块|美元|美金|港元|港币|欧元|英镑|日元)?"
@@ -238,7 +237,7 @@ def _is_spelled(digits: str, before: str, after: str) -> bool:
         return False
     if _SPELLED.match(after):
         return True
-    if after.startswith((*_COUNTS, *_MEASURES)):
+    if after.startswith(_MEASURES):
         return False
     if digits in _KNOWN or (len(digits) == 4 and before.endswith("《")) or len(digits) > 6:
         return True

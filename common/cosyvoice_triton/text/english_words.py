@@ -124,9 +124,8 @@ RULES: Rules = [
          lambda found: f"{found[1]} the {english_ordinal(roman(found[2]))}"),
         (rf"\b({_NUMBERED}) ({ROMAN})\b", lambda found: f"{found[1]} {english(roman(found[2]))}"),
     ]),
-    (r"w/|[&@+_]|[A-G]#", [
-        (r"\bw/o\b", "without"), (r"\bw/(?=\s)", "with"), (r"(?<=\w)\s?&\s?(?=\w)", " and "), (r"(?<!\S)@(?=[\w])", "at "),
-        (r"(?<=\w)\+\+(?!\w)", " plus plus"), (r"(?<=\w)_(?=\w)", " underscore "), (r"\b([A-G])#", r"\1 sharp"),
+    (r"w/|_|[A-G]#", [
+        (r"\bw/o\b", "without"), (r"\bw/(?=\s)", "with"), (r"(?<=\w)_(?=\w)", " underscore "), (r"\b([A-G])#", r"\1 sharp"),
     ]),
     (r":\d|\d ?h|\d ?€", [
         (r"(?<=\d),(?=\d\d? ?€)", "."),
@@ -147,8 +146,6 @@ RULES: Rules = [
         (r"(?<=[\w)])\s?[-–]\s?(?=\d[\d.,]*\s*=)", " minus "),
         (r"(?<=[\d)])\s?[×*]\s?(?=[\d(])|(?<=\d) x (?=\d[\d.]* ?=)", " times "),
         (r"(?!0x)(\d(?: ?[a-z]{1,3})? ?)x ?(?=\d)", lambda found: f"{found[1].rstrip()} by "),
-        (r"(?<=[\d)])\s?÷\s?(?=[\d(])", " divided by "),
-        (r"(?:(?<=[\d)])|(?<=\b[A-Za-z])|(?<=squared)|(?<=cubed))\s?\+\s?(?=\d|\(|[a-z]\b)", " plus "),
         (r"\s?π\s?", " pi "), (r"√\s?(?=[\d(a-z])", "square root of "),
     ]),
     (r"[=<>≠≥≤≈]", [

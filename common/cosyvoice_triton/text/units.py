@@ -74,6 +74,7 @@ gal|gallon|||
 tbsp|tablespoon|||
 tsp|teaspoon|||
 sq_ft sq._ft.|square foot/square feet|||
+sq_mi mi²|square mile|平方英里|平方マイル|제곱마일
 ha|hectare|公顷|ヘクタール|헥타르
 atm|atmosphere|个大气压|気圧|기압
 mmHg|millimeter/millimeters of mercury|毫米汞柱||
@@ -95,7 +96,7 @@ _PREFIXES = {
 }  # fmt: skip
 _PREFIXES |= {"K": _PREFIXES["k"], "µ": _PREFIXES["μ"]}
 _CHINESE = {"km": "公里", "kg": "公斤"}  # that are said so, and not by their prefix
-_SQUARED = ("km", "cm", "mm", "m", "ft", "mi")
+_SQUARED = ("km", "cm", "mm", "m", "ft")
 
 
 def _named(names: str) -> Unit:
