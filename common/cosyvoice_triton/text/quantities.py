@@ -117,7 +117,7 @@ class Reader:
         self._names = {sign: str(name) for sign, unit in UNITS.items() if (name := getattr(unit, self.language))}
         self._money = {sign: str(getattr(unit, self.language)) for sign, unit in CURRENCIES.items()}
         units, per, end = one_of([*self._names]), self.per_word, r"(?![A-Za-z0-9²³°])"
-        unit = rf"{self.gap}(?P<unit>{_DEGREES}|[%％‰]|(?:{CURRENCY})(?![A-Za-z\d])|(?:{units}){end}){self.unit_end}"
+        unit = rf"(?={self.gap}[A-Za-zµμΩ°℃℉%％‰$€£¥￥₹₩₽¢]){self.gap}(?P<unit>{_DEGREES}|[%％‰]|(?:{CURRENCY})(?![A-Za-z\d])|(?:{units}){end}){self.unit_end}"
         self._unit = re.compile(unit)
         tail = rf"(?:{unit}(?:/(?P<per>\d{{0,4}}\s?(?:(?:{units}){end}|{per})))?|(?<=\d)/(?P<each>{per}))?"
         amount = rf"{_NUMBER}(?:\^(?P<power>-?\d{{1,3}}))?(?:\s?(?P<scale>%s))?{tail.replace('%', '%%')}"
@@ -126,7 +126,9 @@ class Reader:
         self._of_money = re.compile(amount % f"{self.scales}|{self.money_scales}" + self.money_end)
         day = r"(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?"
         month_day = rf"{day}(?![\d:]|[.,]\d|\s?[%°])"
-        self._start = re.compile(rf"{_SIGN}(?=\d|(?<![\w.])\.\d)|\b(?:{self.months})\b\.?(?= {month_day})")
+        self._start = re.compile(
+            rf"(?=[-+±~≈$€£¥￥₹₩₽¢A-Z\d.])(?:{_SIGN}(?=\d|(?<![\w.])\.\d)|\b(?:{self.months})\b\.?(?= {month_day}))"
+        )
         self._month_first = re.compile(rf"({self.months})\b\.? {month_day}(?:,? (\d{{4}})(?!\d))?")
         year = r"(?:(?:,? |-)(\d{4}|(?<=-)\d\d)(?!\d))?"
         self._day_first = re.compile(rf"{day}(?: of)?[ -]({self.months})(?![a-z]){year}")
