@@ -149,7 +149,7 @@ RULES: Rules = [
         (r"\s?π\s?", " pi "), (r"√\s?(?=[\d(a-z])", "square root of "),
     ]),
     (r"[=<>≠≥≤≈]", [
-        (r"(?:(?<=([\w)]))(\s?)|(?<![\w)]))(!=|≠|[<>]=|[≥≤≈=<>])(\s?)(?=[-\w(.$€£√π])(?!(?<=<)3\b(?! ?[%°\w]))", _compared),
+        (r"(?:(?<=([\w)]))(\s?)|(?<![\w)]))(!=|≠|[<>]=|[≥≤≈=<>])(\s?)(?=[-\w($€£√π]|\.\d)(?!(?<=<)3\b(?! ?[%°\w]))", _compared),
     ]),
 ]  # fmt: skip
 # Signs of addresses; and those that no rule read, named alone or beside a word.
