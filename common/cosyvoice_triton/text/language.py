@@ -52,7 +52,7 @@ _OWN_WORDS: tuple[tuple[Language, re.Pattern[str]], ...] = (
 _TAG = re.compile(r"\[[A-Za-zà-ǜ0-9_-]+\]|<[^<>]*>|(?:https?://|www\.)\S+|[A-Za-z0-9_.+-]+@[A-Za-z0-9_.-]+")
 # Numbers and their units, and words of shops: they say nothing of a language.
 _NO_EVIDENCE = re.compile(
-    rf"\d[\d.,:/-]*\s?(?:(?:{one_of([*UNITS])})(?:/[a-z]+)?(?!\w))?|\b(?:max|min|mini|pro|plus|menu|total|hotel|extra|xl|tv)\b",
+    rf"\d[\d.,:/-]*\s?(?:(?:{one_of([*UNITS])})(?:/[a-z]+)?(?!\w))?|\b(?:max|min|mini|pro|plus|menu|total|hotel|extra|xl|tv|ultra|wi-?fi|samsung|galaxy|iphone|ipad|android|online|app)\b",
     re.IGNORECASE,
 )
 _CONTINENTAL = re.compile(r"\d\.\d{3},\d|\d,\d\d?\s?€")  # numbers that no English text has
