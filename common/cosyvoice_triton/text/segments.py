@@ -98,7 +98,7 @@ def closed(sentence: str, language: Language | None, last: bool = False) -> str:
 
 
 def ended_as(written: str, spoken: str, language: Language | None) -> str:
-    """Return `spoken` with the full stop that `written` ends with and that the grammar took for that of "p.m."."""
+    """Return `spoken` with the full stop that `written` ends with and that was taken for that of "St." or "U.S."."""
     body = spoken.rstrip()
     if not body or written.rstrip()[-1:] not in _ENDS or not is_open(body):
         return spoken
