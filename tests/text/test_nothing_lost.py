@@ -42,7 +42,7 @@ def test_no_case_and_no_hostile_text_loses_a_letter() -> None:
 
 
 @given(MIXED)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_mixture_loses_a_letter(text: str) -> None:
     if not (_ENTITY.search(text) or _FORMULA.search(text)):
         assert not lost("".join(char for char in text if char.isprintable() or char == "\n"))
@@ -50,7 +50,7 @@ def test_no_mixture_loses_a_letter(text: str) -> None:
 
 @pytest.mark.parametrize("language", ["zh", "en", "ja", "ko"])
 @given(text=MIXED)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_words_of_a_text_have_a_letter_for_every_number(text: str, language: str) -> None:
     spoken = normalized(text, language)  # type: ignore[arg-type]
     assert bool(letters(spoken)) == bool(letters(text)) or not letters(text)
@@ -59,7 +59,7 @@ def test_the_words_of_a_text_have_a_letter_for_every_number(text: str, language:
 
 
 @given(MIXED)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_text_is_spoken_or_an_error(text: str) -> None:
     left: list[str] = []
     try:
