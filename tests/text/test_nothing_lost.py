@@ -71,6 +71,13 @@ def test_a_text_is_spoken_or_an_error(text: str) -> None:
     assert letters("".join(part for part in found if isinstance(part, str)))
 
 
+@pytest.mark.parametrize(
+    "text", [".590s", "Dial +44 2", "well-known-.12", "3.90s", "5-.5", "a.b.1", "[a](b$20です。第3章)"]
+)
+def test_what_mixtures_have_found_stays_mended(text: str) -> None:
+    assert not lost(text) and all(letters(normalized(text, language)) for language in ("zh", "en", "ja", "ko"))
+
+
 def test_what_is_left_out_is_told_with_a_reason() -> None:
     told: dict[str, str] = {}
     text = "<style>p{}</style><p>Hi [docs](https://a.org) :) [^1] [mood:glad]</p>"

@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
+from urllib.parse import unquote
 
 import regex
 
@@ -157,7 +158,7 @@ _AFTER = dict.fromkeys(("th_close", "td_close"), ", ") | dict.fromkeys(
 def _inline(part: Any, on_left_out: OnLeftOut) -> str:
     for address in (part.attrs.get("href"), part.attrs.get("src")):
         if address and part.info != "auto":
-            on_left_out(str(address), "address of a link")
+            on_left_out(unquote(str(address)), "address of a link")
     # An image's content is its description.
     return "\n" if part.type in ("softbreak", "hardbreak") else str(part.content)
 

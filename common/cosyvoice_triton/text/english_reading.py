@@ -88,7 +88,12 @@ class English(Reader):
         if len(it.unit) == 1 and it.unit.isupper() and (set(head) & _SEATS or re.match(r"\. [A-Z\d]", after)):
             return f"{self.number(it.digits)} {it.unit}"
         if scale[:1] in ("'", "’", "s") and scale != "st":
-            decade = len(it.digits) in (2, 4) and it.digits[-1] == "0" and (len(it.digits) == 2 or _is_year(it.digits))
+            decade = (
+                it.digits.isdigit()
+                and len(it.digits) in (2, 4)
+                and it.digits[-1] == "0"
+                and (len(it.digits) == 2 or _is_year(it.digits))
+            )
             if decade and (scale != "s" or len(it.digits) == 4 or before[-1:] in "'’" or set(head) & _ERAS):
                 return _decade(it.digits)
             it, scale = it._replace(unit="s", scale=""), ""
@@ -225,7 +230,7 @@ def _heads(before: str) -> list[str]:
 
 
 def _is_year(digits: str) -> bool:
-    return len(digits) == 4 and 1010 <= int(digits) <= 2099
+    return len(digits) == 4 and digits.isdigit() and 1010 <= int(digits) <= 2099
 
 
 def _year(digits: str) -> str:

@@ -45,7 +45,7 @@ class Japanese(Reader):
         return (f"{self.number(it.parts[0])}と" if it.parts[0] else "") + super().slash(it, before, after)
 
     def code(self, it: Quantity, before: str, after: str) -> str:
-        is_address = max(map(len, it.parts)) < 3 and it.parts[0][0] != "0"
+        is_address = max(map(len, it.parts)) < 3 and it.parts[0][0] not in "0+"
         return "の".join(map(self.number, it.parts)) if is_address else super().code(it, before, after)
 
 

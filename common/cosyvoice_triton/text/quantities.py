@@ -268,7 +268,7 @@ class Reader:
             return Quantity("date", (named[3] or "", named[1], named[2])), named.end()
         sign = (found["sign"] or "") + (found["minus"] or "")
         currency = found["currency"] or ""
-        if not sign and not currency and at:
+        if not sign and not currency and at and text[at] != ".":
             joined = at > 1 and text[at - 1] in "-_" and text[at - 2].isascii() and text[at - 2].isalnum()
             if _is_letter(text[at - 1]) or (joined and not after_dash):
                 name = _NAME.match(text, at)
