@@ -72,7 +72,7 @@ def test_a_text_is_spoken_or_an_error(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [".590s", "Dial +44 2", "well-known-.12", "3.90s", "5-.5", "a.b.1", "[a](b$20です。第3章)"]
+    "text", [".590s", "Dial +44 2", "well-known-.12", "3.90s", "5-.5", "123~5개", "[a](b$20です。第3章)"]
 )
 def test_what_mixtures_have_found_stays_mended(text: str) -> None:
     assert not lost(text) and all(letters(normalized(text, language)) for language in ("zh", "en", "ja", "ko"))

@@ -59,7 +59,7 @@ class Korean(Reader):
 
     def counted(self, number: int, hour: bool) -> str:
         """Return a number of things, or an hour."""
-        return korean(number) if not number or (hour and number > 12) else korean_count(number)
+        return korean(number) if not 0 < number < (13 if hour else 100) else korean_count(number)
 
     def range(self, first: Quantity, last: Quantity, before: str, after: str, dash: str) -> str:
         if first.is_plain and last.is_plain and dash == "-" and re.match("으?로", after):

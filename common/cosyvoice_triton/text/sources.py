@@ -20,7 +20,7 @@ _ATTRIBUTE = (
     r"""\s+(?:[\w:@.-]+\s*=\s*(?:"[^"<>]*"|'[^'<>]*'|[^\s"'<>=]+)|checked|disabled|hidden|open|controls|async|defer)"""
 )
 _TAG = re.compile(
-    rf"`[^`\n]+`|<!--.*?-->|<!doctype[^<>]*>|<(?P<silent>{_SILENT})\b[^<>]*>.*?</(?P=silent)\s*>"
+    rf"`[^`\n]+`|<!--.*?-->|<!doctype[^<>]*>|<(?P<silent>{_SILENT})\b[^<>]*>(?:(?!<(?:{_SILENT})\b).)*?</(?P=silent)\s*>"
     rf"|<(?P<raised>su[bp])\b[^<>]*>(?P<digits>[-+\d]{{1,6}})</(?P=raised)>"
     rf"|<(?P<end>/?)(?P<prefix>[A-Za-z][\w-]{{0,20}}:(?!//))?(?P<name>[A-Za-z][A-Za-z0-9-]{{0,20}})(?:{_ATTRIBUTE})*\s*/?>",
     re.DOTALL | re.IGNORECASE,
