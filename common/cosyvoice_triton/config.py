@@ -376,6 +376,7 @@ class OrchestratorConfig(HopConfig):
     token_timeout, model_timeout: seconds to the LLM's first tokens and between later ones, and for the answer of any
         other model. The first one is below 5 s, so that a dead LLM is an error within that time.
     text_timeout: seconds that the LLM waits for the next piece of a text in pieces.
+    skip_thoughts: leave out what a text has between `<think>` and `</think>`.
     voices_dir: registered voices, see voice/book.py. default_speaker: the voice of requests without one.
     """
 
@@ -398,6 +399,7 @@ class OrchestratorConfig(HopConfig):
     model_timeout: float = 15.0
     text_timeout: float = 20.0
     max_text_chars: int = 4096
+    skip_thoughts: bool = False
     voices_dir: str = ""
     default_speaker: str = ""
     token2wav_gpus: tuple[int, ...] = Token2WavConfig.token2wav_gpus

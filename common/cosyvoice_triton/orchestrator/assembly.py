@@ -47,7 +47,7 @@ class Pipeline:
         self.voices.pronunciation(None)  # fail now rather than in a request
         if config.default_speaker:
             self.voices.get()
-        self.texts = TextFrontend(stack.name)
+        self.texts = TextFrontend(stack.name, config.skip_thoughts)
         self.llm = llm
         hops = HopRules(
             strategy=config.dynamic_chunk_strategy,
