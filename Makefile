@@ -166,15 +166,15 @@ check: $(VENV)/.dev ## formatting, lint, layers of the package, documents, types
 	@# One at a time, because Triton calls each of them `model`.
 	@failed=; for file in model_repo*/*/1/model.py; do $(IN_VENV) -m mypy "$$file" >$(VENV)/mypy.log || { cat $(VENV)/mypy.log; failed=1; }; done; [[ -z $$failed ]]
 
-bench: $(VENV)/.dev demo-checkpoint ## measure token2wav's first chunk and listeners on this CPU, write out/bench.json
-	@$(COMMAND) bench token2wav --models "$(MODELS)" --device cpu --max-streams 16 --output out/bench
+bench: $(VENV)/.dev demo-checkpoint ## measure a stack's first chunks and listeners on this CPU, write out/bench.md
+	@$(COMMAND) bench load --server "$(MODELS)" --listeners 1 2 4 --output out/bench
 
 lock: $(VENV)/.dev ## write constraints.txt: the version of every library that make installs
 	@$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 --no-emit-index-url --no-annotate \
 		--custom-compile-command 'make lock' --output-file constraints.txt \
 		$(foreach extra,client http japanese server dev,--extra $(extra)) pyproject.toml
 
-soak: $(VENV)/.server ## mixed load and faults for MINUTES (10), every request accounted for; writes out/soak.md
+soak: $(VENV)/.dev ## mixed load and faults for MINUTES (10), every request accounted for; writes out/soak.md
 	@$(IN_VENV) -m tests.soak --minutes $(MINUTES) $(SOAK_ARGS)
 
 parity: $(VENV)/.server ## compare the served engine with the recorded outputs in FOLDER (tests/assets/golden), on DEVICE (cpu)

@@ -5,7 +5,6 @@
 Prints a line for each finding; the exit code is 1 if there is one. It reads sources and does not run commands.
 """
 
-import json
 import re
 import subprocess
 import sys
@@ -36,19 +35,8 @@ def pages() -> dict[Path, str]:
 @cache
 def sources() -> dict[Path, str]:
     """Return the text of everything that may name a page or define what a page names."""
-    patterns = [
-        "*.py",
-        "*.sh",
-        "*.yml",
-        "*.yaml",
-        "*.conf",
-        "*.js",
-        "*.html",
-        "Makefile",
-        "Dockerfile*",
-        ".env.example",
-    ]
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns, "pyproject.toml"]
+    patterns = "*.py *.sh *.yml *.yaml *.conf *.js *.html Makefile Dockerfile* .env.example pyproject.toml".split()
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     return {ROOT / name: (ROOT / name).read_text(encoding="utf-8") for name in names if (ROOT / name).exists()}
 
@@ -274,20 +262,6 @@ def options_of_the_speech_service() -> Findings:
             yield f"docs/http.md names the option --{name}, which the service does not have"
 
 
-def transcripts() -> Findings:
-    """The transcript that an example gives with a recording of the package is the whole one: with a part of it the
-    voice would gabble."""
-    lines = (PACKAGE / "samples" / "manifest.jsonl").read_text(encoding="utf-8").splitlines()
-    said = {row["prompt_audio"]: row["prompt_text"] for row in map(json.loads, lines)}
-    for path, text in of_this_version():
-        for block in re.findall(r"^```.*?^```$", text.replace("\\\n", " "), re.MULTILINE | re.DOTALL):
-            for command in re.split(r"\n(?=\S)", block):
-                given = re.search(r"(?:--reference-text |ref_text=|reference_text=)([\"'])(.*?)\1", command)
-                for recording in said:
-                    if recording in command and given and given[2] != said[recording]:
-                        yield f"{name_of(path)}: {given[2]!r} is not all that {recording} says"
-
-
 def messages() -> Findings:
     """Messages that the troubleshooting page quotes are in the code, apart from what they name."""
     said = " ".join(
@@ -297,19 +271,6 @@ def messages() -> Findings:
         for part in quoted.split("…"):
             if (words := part.strip()) and words not in said and words not in OF_TRITON:
                 yield f"docs/troubleshooting.md quotes {words!r}, which no message says"
-
-
-def versions_of_clients() -> Findings:
-    folder = ROOT / "tests" / "recipes"
-    installed = dict(re.findall(r"^([\w-]+)==(.+)$", (folder / "constraints.txt").read_text(), re.MULTILINE))
-    installed |= json.loads((folder / "package.json").read_text())["dependencies"]
-    rows = page("docs/results/operations.md").split("| package | version |")[1]
-    for names, stated in re.findall(r"^\| ([^|]+) \| (\d[\d., ]*) \|", rows, re.MULTILINE):
-        each = [name.removesuffix(" (Python)") for name in names.split(", ")]
-        given = stated.split(", ") * (len(each) if "," not in stated else 1)
-        for name, version in zip(each, given, strict=True):
-            if name in installed and installed[name] != version:
-                yield f"docs/results/operations.md has {name} {version}, the recipes install {installed[name]}"
 
 
 def picture() -> Findings:
@@ -332,9 +293,7 @@ CHECKS: tuple[Callable[[], Findings], ...] = (
     metrics,
     requests,
     options_of_the_speech_service,
-    transcripts,
     messages,
-    versions_of_clients,
     picture,
 )
 

@@ -20,7 +20,15 @@ from tests.support import fake_triton
 from tests.support.shared import made_once
 
 ROOT = Path(__file__).resolve().parent.parent
-LONGEST_FILE = ROOT / "tests" / "deployment" / "test_stages.py"
+# They use one server, the default of `serve`: one worker runs these files, one after another, and starts it once.
+SAME_SERVER = (
+    "tests/client/test_api.py",
+    "tests/load/test_server.py",
+    "tests/speaker/test_speaker.py",
+    "tests/speech_service/test_end_to_end.py",
+    "tests/speech_service/test_page.py",
+    "tests/system/test_end_to_end.py",
+)
 
 # A shell that starts the tests in the background may have set SIGINT to be ignored, and the servers would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,7 +52,21 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With several workers, the files that take longest start first, so that all workers end at about the same time."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: (item.path != LONGEST_FILE, item.get_closest_marker("server") is None))
+        same_server = {ROOT / file for file in SAME_SERVER}
+        server, slow = ({item.path for item in items if item.get_closest_marker(name)} for name in ("server", "slow"))
+        items.sort(key=lambda item: [item.path not in files for files in (same_server, server, slow)])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByServer(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return SAME_SERVER[0] if file in SAME_SERVER else file
+
+    return ByServer(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -131,11 +153,14 @@ def demo_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., object]]:
     """`serve(stack="dit", decoupled=True, **options)`: the real server with that stack, ready.
 
-    To bound the memory, each worker runs one server at a time: asking for another stack stops the previous server.
+    To bound the memory, each worker runs one server at a time: asking for another stack stops the previous server. Its
+    idle streams keep their slots, of which there are STREAMS, so that one that is not given back is missed.
     """
     from cosyvoice_triton.server.options import StackOptions
     from cosyvoice_triton.server.rendering import render
     from cosyvoice_triton.server.tritonserver import Ports, TritonServer
+
+    from tests.support.server_requests import STREAMS
 
     running: list[tuple[StackOptions, TritonServer]] = []
 
@@ -144,6 +169,7 @@ def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         # A machine that runs tests may be too slow for the few listeners that a test needs at once.
         defaults = {"flow_precision": "float32", "sampling": "triton"}
         defaults |= {"profile": "unlimited", "model_timeout": "60"}
+        defaults |= {"max_streams": str(STREAMS), "idle_seconds": "600", "text_timeout": "5"}
         options["settings"] = defaults | options.get("settings", {})
         wanted = StackOptions(models_dir=demo_models, stack=stack, decoupled=decoupled, device="cpu", **options)
         current = next((server for known, server in running if known == wanted), None)
@@ -164,11 +190,9 @@ def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture(scope="module")
 def speech_stack(serve: Callable[..., Any], demo_models: Path) -> Iterator[object]:
     """The speech service in front of the real server, see tests/support/speech_fixtures.py."""
-    from tests.support.speech_fixtures import MAX_STREAMS, speech_stack_over
+    from tests.support.speech_fixtures import speech_stack_over
 
-    # Idle streams are never evicted, so a stream that kept its slot would block the next one.
-    triton = serve(settings={"max_streams": str(MAX_STREAMS), "idle_seconds": "600", "text_timeout": "5"})
-    with speech_stack_over(triton, demo_models / "voices") as stack:
+    with speech_stack_over(serve(), demo_models / "voices") as stack:
         yield stack
 
 

@@ -12,7 +12,7 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +22,14 @@ import numpy as np
 from tritonclient.utils import InferenceServerException
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.background import BackgroundLoop
+from cosyvoice_triton.background import BackgroundLoop, in_thread
 from cosyvoice_triton.client.failures import ClientError
 from cosyvoice_triton.client.grpc_client import AsyncConnection, chunks, explained, served_model
-from cosyvoice_triton.client.utterance import Utterance, read_reference
+from cosyvoice_triton.client.utterance import Pieces, Utterance, read_reference, sound_pieces
 from cosyvoice_triton.constants import GRPC_PORT, PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.errors import is_overloaded
 from cosyvoice_triton.server.installation import ServerError
+from cosyvoice_triton.tasks import TaskScope
 from cosyvoice_triton.text.pronunciation import pronunciations
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class Client:
         reference_sample_rate: int = PROMPT_SAMPLE_RATE,
         instruct_text: str | None = None,
         pronunciation: Mapping[str, str] | None = None,
+        source: str | Path | np.ndarray | Iterable[np.ndarray] | None = None,
+        source_sample_rate: int = PROMPT_SAMPLE_RATE,
         timeout: float = 120.0,
         **parameters: int | float | str | bool,
     ) -> Iterator[np.ndarray]:
@@ -75,9 +78,9 @@ class Client:
 
         voice: the name of a registered voice. reference: instead, a recording to clone, of 0.5 to 30 seconds: a file,
         or float32 (T,) at reference_sample_rate; reference_text: what it says, word for word. instruct_text: how to
-        speak. pronunciation: words of the text and what is spoken for each. timeout: seconds until the answer must be
-        complete. parameters: request parameters, such as seed=2 or language="de". Closing the iterator cancels the
-        request.
+        speak. pronunciation: words of the text and what is spoken for each. source: see `convert`. timeout: seconds
+        until the answer must be complete. parameters: request parameters, such as seed=2 or language="de". Closing the
+        iterator cancels the request.
 
         Where the server has as many listeners as it can serve, it waits for a place, within the timeout.
 
@@ -90,6 +93,12 @@ class Client:
             raise ValueError(
                 f"reference is {reference.dtype} {reference.shape}, not float32 (T,) at {reference_sample_rate} Hz"
             )
+        live = None
+        if isinstance(source, (str, Path)):
+            recording = read_reference(Path(source))
+            source, source_sample_rate = recording.wav, recording.rate
+        elif source is not None and not isinstance(source, np.ndarray):
+            source, live = None, source
         if pronunciation:
             parameters["pronunciation"] = json.dumps(pronunciations(pronunciation), ensure_ascii=False)
         utterance = Utterance(
@@ -100,10 +109,32 @@ class Client:
             voice,
             instruct_text,
             reference_sample_rate=reference_sample_rate,
+            source=source,
+            source_sample_rate=source_sample_rate,
+            source_pieces=None if live is None else sound_pieces(),
         )
-        return self._loop.iterate(self._received(utterance, timeout))
+        return self._loop.iterate(self._received(utterance, timeout, live or ()))
 
-    async def _received(self, utterance: Utterance, timeout: float) -> AsyncGenerator[np.ndarray, None]:
+    def convert(self, source: str | Path | np.ndarray | Iterable[np.ndarray], **options: Any) -> Iterator[np.ndarray]:
+        """Yield speech in another voice, as `stream` does, with its words and its timing: no LLM is asked.
+
+        source: a file or float32 (T,) at source_sample_rate (16 kHz), of 0.5 to 120 seconds, or an iterable of such
+        arrays of any length, of which what is known is converted before the next one comes. options: the voice, as of
+        `stream`.
+        """
+        return self.stream("", source=source, **options)
+
+    async def _received(
+        self, utterance: Utterance, timeout: float, live: Iterable[np.ndarray]
+    ) -> AsyncGenerator[np.ndarray, None]:
+        async with TaskScope() as tasks, aclosing(self._answered(utterance, timeout)) as parts:
+            feeding = None if (pieces := utterance.source_pieces) is None else tasks.spawn(_fed(pieces, live))
+            async for part in parts:
+                yield part
+            if feeding is not None:
+                await feeding  # raises what `live` has raised
+
+    async def _answered(self, utterance: Utterance, timeout: float) -> AsyncGenerator[np.ndarray, None]:
         if self._connection is None:
             self._connection = AsyncConnection(self.address)  # here, because it belongs to this loop
         triton = self._connection.client
@@ -139,6 +170,14 @@ class Client:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+async def _fed(pieces: Pieces[np.ndarray], live: Iterable[np.ndarray]) -> None:
+    try:
+        async for samples in in_thread(live):
+            pieces.add(samples)
+    finally:
+        pieces.end()
 
 
 class Server:

@@ -3,9 +3,9 @@
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import uvloop
 
@@ -67,6 +67,13 @@ class BackgroundLoop:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def in_thread(items: Iterable[T]) -> AsyncGenerator[T, None]:
+    """Yield `items`, whose iterator may block."""
+    iterator, end = iter(items), object()
+    while (item := await asyncio.to_thread(next, iterator, end)) is not end:
+        yield cast(T, item)
 
 
 async def _forward(items: AsyncGenerator[T, None], put: Any) -> None:

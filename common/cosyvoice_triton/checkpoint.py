@@ -3,7 +3,7 @@
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,31 @@ def read_state(path: str | Path, device: str = "cpu") -> dict[str, Tensor]:
     Raise ValueError naming the file if it is missing, contains anything else, or values that are not finite.
     """
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = load_plain(path, device)
     except FileNotFoundError:
         raise ValueError(f"checkpoint {path} does not exist") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"checkpoint {path} is not a file of tensors: {reason}") from error
+    except ValueError as error:
+        raise ValueError(f"checkpoint {path} is not a file of tensors: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"checkpoint {path} is not a dictionary of tensors")
     require_finite(state, path)
     return state
+
+
+def load_plain(file: str | Path | BinaryIO, device: str = "cpu") -> Any:
+    """Return the content of a file of `torch.save` with tensors and plain values only. No code is unpickled.
+
+    ValueError saying why it cannot be read; torch's own message tells to load the file in a way that runs its code.
+    """
+    try:
+        return torch.load(file, map_location=device, weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # other contents make the parser raise errors of many types
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        if "Weights only" in reason or isinstance(error, pickle.UnpicklingError):
+            reason = "it has Python objects, which are never loaded because they can run code"
+        raise ValueError(reason) from error
 
 
 def require_finite(state: Mapping[str, Tensor], path: str | Path) -> None:

@@ -63,7 +63,7 @@ def planned_llm_gib(requests: int) -> float:
     return 2.3 + 0.02 * requests
 
 
-_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+BOOLEANS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 _PLACEHOLDER = re.compile(r"\$\{\w*\}?")
 
@@ -88,7 +88,7 @@ def parse_setting(key: str, value: str, kind: Any) -> Any:
         of_each = get_args(kind)[0]
         return tuple(parse_setting(key, part, of_each) for part in re.split(r"[,\s]+", value) if part)
     try:
-        return _BOOLEANS[value.strip().lower()] if kind is bool else kind(value)
+        return BOOLEANS[value.strip().lower()] if kind is bool else kind(value)
     except (KeyError, ValueError):
         raise ValueError(f"parameter {key!r} must be {_KINDS[kind]}, not {value!r}") from None
 
@@ -371,11 +371,12 @@ class OrchestratorConfig(HopConfig):
         servers at `llm_urls` (base URLs) in their `llm_dialect`, see llm/openai_dialects.py.
     dynamic_chunk_strategy, first_hop_tokens, max_hop_tokens: see orchestrator/chunking.py.
     short_first_hop_tokens: of first hops where the server has slack, see orchestrator/chunking.py.
-    sampling, max_tokens: defaults of the request parameters of the same names.
+    sampling, max_tokens, trim_silence, retry_bad_answers: defaults of the request parameters of the same names.
     min_token_ratio, max_token_ratio: fewest and most speech tokens per text token.
     token_timeout, model_timeout: seconds to the LLM's first tokens and between later ones, and for the answer of any
         other model. The first one is below 5 s, so that a dead LLM is an error within that time.
     text_timeout: seconds that the LLM waits for the next piece of a text in pieces.
+    skip_thoughts: leave out what a text has between `<think>` and `</think>`.
     voices_dir: registered voices, see voice/book.py. default_speaker: the voice of requests without one.
     """
 
@@ -390,12 +391,15 @@ class OrchestratorConfig(HopConfig):
     short_first_hop_tokens: int = 10
     sampling: SamplingName = "cosyvoice2"
     max_tokens: int = 750
+    trim_silence: bool = True
+    retry_bad_answers: bool = True
     min_token_ratio: float = 2.0
     max_token_ratio: float = 20.0
     token_timeout: float = 4.5
     model_timeout: float = 15.0
     text_timeout: float = 20.0
     max_text_chars: int = 4096
+    skip_thoughts: bool = False
     voices_dir: str = ""
     default_speaker: str = ""
     token2wav_gpus: tuple[int, ...] = Token2WavConfig.token2wav_gpus

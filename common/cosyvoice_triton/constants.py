@@ -17,6 +17,7 @@ SPECIAL_SPEECH_IDS = 200  # rows of CosyVoice3's speech embedding after those of
 # this value is used only if a model is rendered without a tokenizer directory, as upstream's commands do.
 OFFICIAL_FIRST_SPEECH_ID = 151_663
 
+ONSET_TOKENS = 1  # of silence that are kept before the first one that sounds
 # What CosyVoice3's prompts begin with, before the token that ends an instruction; never spoken.
 SYSTEM_WORDS = "You are a helpful assistant."
 
@@ -31,6 +32,7 @@ STREAM_CACHE_FRAMES = 100
 
 # --- limits of an utterance --------------------------------------------------------------------------------------
 MAX_STREAM_TOKENS = 3_000  # two minutes; the vocoder's noise for so many is made when it loads
+MAX_SOURCE_SECONDS = MAX_STREAM_TOKENS / TOKEN_RATE  # of a recording that is converted to another voice
 # Generated tokens (15 s) that a stream keeps as context in addition to its prompt. The UNet flow computes them anew for
 # each chunk, because its keys and values would take 2.3 MB a frame.
 CONTEXT_TOKENS = 375

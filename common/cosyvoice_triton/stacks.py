@@ -21,8 +21,8 @@ class TokenizerRules:
 
     sos, task: before the text of a prompt, and between the text and the speech tokens. ends: end an utterance; training
     uses the first. end_of_prompt: separates an instruction from the text to be spoken. system: words before every
-    instruction, which every prompt then has. after_speech: all but `end_of_prompt`, in the order of their ids, which
-    follow those of the speech tokens.
+    instruction, which every prompt then has; such an LLM takes an instruction and a transcript together. after_speech:
+    all but `end_of_prompt`, in the order of their ids, which follow those of the speech tokens.
     """
 
     sos: str = "<|sos|>"

@@ -35,13 +35,9 @@ class TaskScope:
         """Return the result of `work`; raises as soon as it or any other task of the scope fails."""
         task = work if isinstance(work, asyncio.Task) else self.spawn(work)
         while not task.done():
-            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-            self._forget_finished(task)
+            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            for other in done - {task}:
+                self._tasks.discard(other)
+                other.result()  # raises its error
         self._tasks.discard(task)
         return task.result()
-
-    def _forget_finished(self, awaited: asyncio.Task[Any]) -> None:
-        """Drop tasks that succeeded, except the awaited one; raise the error of one that failed."""
-        for task in [task for task in self._tasks if task.done() and task is not awaited]:
-            self._tasks.discard(task)
-            task.result()

@@ -4,6 +4,7 @@ import logging
 import shutil
 import wave
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.prepare.demo import CARD, SUMS, sha256
 from cosyvoice_triton.stacks import Stack
 
-from demo_voice.training import flow_dit, flow_unet, llm, speaker, tokenizer, vocoder
+from demo_voice.training import flow, flow_dit, flow_unet, llm, speaker, tokenizer, vocoder
 from demo_voice.training.dataset import TOKEN_SAMPLES
 from demo_voice.training.flite import VOICES
 
@@ -26,10 +27,10 @@ VOICE_WORDS = 12
 Part = tuple[str, Callable[[Path, Path], None]]
 
 
-def _parts_of(stack: Stack, flow: Part) -> dict[str, Part]:
+def _parts_of(stack: Stack, of_flow: str) -> dict[str, Part]:
     """The files of a stack's checkpoint."""
     files: dict[str, Part] = {
-        stack.flow: flow,
+        stack.flow: (of_flow, partial(flow.export, of_flow)),
         stack.hift: (vocoder.FILE, vocoder.export),
         stack.speaker_encoder: (speaker.FILE, speaker.export),
         stack.speech_tokenizer: (tokenizer.FILE, tokenizer.export),
@@ -39,8 +40,8 @@ def _parts_of(stack: Stack, flow: Part) -> dict[str, Part]:
 
 _PARTS: dict[str, Part] = {
     stacks.DEFAULT.llm.directory: (llm.FILE, llm.export),
-    **_parts_of(stacks.UNET, (flow_unet.FILE, flow_unet.export)),
-    **_parts_of(stacks.DIT, (flow_dit.FILE, flow_dit.export)),
+    **_parts_of(stacks.UNET, flow_unet.FILE),
+    **_parts_of(stacks.DIT, flow_dit.FILE),
 }
 
 

@@ -5,7 +5,8 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
-from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE
+from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.voice.features import resample
 from torch import Tensor
 
 _KALDI_WINDOW, _KALDI_HOP, _KALDI_FFT = 400, 160, 512
@@ -44,6 +45,15 @@ def _kaldi_filters(device: torch.device) -> tuple[Tensor, Tensor]:
     filters = torch.minimum(rise, fall).clamp(min=0)
     window = torch.hann_window(_KALDI_WINDOW, periodic=False, dtype=torch.float64).pow(0.85)
     return filters.float().to(device), window.float().to(device)
+
+
+def upsampled(wave: Tensor) -> Tensor:
+    """(B, N) at 16 kHz -> (B, 1.5 N) at 24 kHz, as a prompt's recording is resampled.
+
+    Without TF32, whose rounding is audible noise between 8 and 12 kHz, where the signal has no energy.
+    """
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        return resample(wave, PROMPT_SAMPLE_RATE, SAMPLE_RATE)
 
 
 def at_speed(wave: Tensor, samples: int) -> Tensor:

@@ -22,7 +22,7 @@ from cosyvoice_triton.voice import features
 from torch import Tensor
 
 from demo_voice.training.dataset import SpeechDataset
-from demo_voice.training.resampling import upsampled
+from demo_voice.training.features import upsampled
 from demo_voice.training.training import CapturedStep, TrainingRun, adamw, autocast, descend, trained
 
 CROP_TOKENS = (60, 100, 200, 400)  # up to 16 s: as long as a prompt and an utterance together
@@ -86,9 +86,9 @@ def fit(flow: DiTFlow | UNetFlow, view: View, path: Path, speech: SpeechDataset,
         run.losses(**captured(random.choice(lengths), step % 2 == 1))
 
 
-def export(trained_path: Path, path: Path) -> None:
-    """Trained weights to an official `flow.pt`, float16."""
-    torch.save({name: tensor.half() for name, tensor in trained(trained_path).items()}, path)
+def export(file: str, work: Path, path: Path) -> None:
+    """The trained network in `work` as an official `flow.pt`, float16."""
+    torch.save({name: tensor.half() for name, tensor in trained(work / file).items()}, path)
 
 
 @torch.no_grad()

@@ -30,11 +30,6 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
     flow.fit(network, view, work / FILE, speech, seconds)
 
 
-def export(work: Path, path: Path) -> None:
-    """The trained network as `flow.pt`."""
-    flow.export(work / FILE, path)
-
-
 def zero_modulation(estimator: DiTEstimator) -> None:
     """adaLN-Zero: gates start at zero, so that every block starts as the identity."""
     for block in (*estimator.blocks, estimator.final_layer):

@@ -24,11 +24,6 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
     flow.fit(UNetFlow(CONFIG), view, work / FILE, speech, seconds)
 
 
-def export(work: Path, path: Path) -> None:
-    """The trained network as `flow.pt`."""
-    flow.export(work / FILE, path)
-
-
 def view(batch: flow.Batch, streaming: bool) -> tuple[Tensor, Tensor, dict]:
     """See flow.View. Encoder and estimator have the same chunks."""
     ahead = batch.ahead

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from demo_voice.training.dataset import SpeechDataset
 from demo_voice.training.discriminators import Discriminators
+from demo_voice.training.features import upsampled
 from demo_voice.training.pitch import fundamental
-from demo_voice.training.resampling import upsampled
 from demo_voice.training.training import CapturedStep, TrainingRun, adamw, autocast, descend, prepare, trained
 
 CONFIG = HiFTConfig(channels=128, f0_channels=64, resblock_kernels=(3, 5, 7), source_resblock_kernels=(3, 3, 5))

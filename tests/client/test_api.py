@@ -3,31 +3,27 @@
 import json
 import socket
 import wave
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from cosyvoice_triton import Client, ClientError, Server, ServerError, api, samples
+from cosyvoice_triton import Client, ClientError, Server, ServerError, api
 from cosyvoice_triton.cli import say
 from cosyvoice_triton.constants import MIN_REFERENCE_SECONDS, SAMPLE_RATE
 
+from tests.support.server_requests import VOICE as RECORDING
+from tests.support.server_requests import VOICE_TEXT, Serve
 from tests.support.speech_fixtures import stub_triton
 from tests.support.triton_stub import TritonStub
 
-Serve = Callable[..., Any]
-VOICE = {
-    "reference": samples.FOLDER / "reference_en.wav",
-    "reference_text": "Your call is now first in line and will be answered by the next available representative.",
-    "seed": 3,
-}
+VOICE = {"reference": RECORDING, "reference_text": VOICE_TEXT, "seed": 3}
 
 
 @pytest.mark.server
 def test_a_text_is_streamed_in_chunks_that_are_the_audio_of_the_whole(serve: Serve) -> None:
-    with Client(serve(stack="dit").grpc_url) as client:
+    with Client(serve().grpc_url) as client:
         chunks = list(client.stream("Good morning.", **VOICE))
         assert len(chunks) > 1 and all(chunk.dtype == np.float32 and chunk.ndim == 1 for chunk in chunks)
         np.testing.assert_allclose(client.speak("Good morning.", **VOICE), np.concatenate(chunks), atol=1e-4)
@@ -36,7 +32,7 @@ def test_a_text_is_streamed_in_chunks_that_are_the_audio_of_the_whole(serve: Ser
 
 @pytest.mark.server
 def test_a_refusal_names_the_reason_and_the_connection_stays_usable(serve: Serve) -> None:
-    with Client(serve(stack="dit").grpc_url) as client:
+    with Client(serve().grpc_url) as client:
         with pytest.raises(ClientError, match="unknown speaker 'nobody'"):
             client.speak("Good morning.", voice="nobody")
         stream = client.stream("Good morning. " * 5, **VOICE)
@@ -90,7 +86,7 @@ def test_say_writes_a_file_and_reports_errors_in_one_line(
     serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "new" / "hello.wav"
-    where = ["--server", serve(stack="dit").grpc_url, "--output", str(output)]
+    where = ["--server", serve().grpc_url, "--output", str(output)]
     assert say.main(["Good morning.", *where]) == 1
     assert "no voice: " in capsys.readouterr().err and not output.exists()
     voice = ["--reference", str(VOICE["reference"]), "--reference-text", str(VOICE["reference_text"])]
@@ -102,7 +98,8 @@ def test_say_writes_a_file_and_reports_errors_in_one_line(
 
 @pytest.mark.server
 def test_a_local_server_has_the_demo_voice_and_stops_with_its_block() -> None:
-    with Server(device="cpu", settings={"max_streams": "2"}) as server, Client(server.address) as client:
+    settings = {"max_streams": "2", "flow_precision": "float32"}
+    with Server(device="cpu", settings=settings) as server, Client(server.address) as client:
         assert client.speak("Good morning.", seed=2).size > SAMPLE_RATE / 2
         host, port = server.address.split(":")
     with pytest.raises(OSError):
@@ -117,23 +114,18 @@ def broken_off() -> Iterator[np.ndarray]:
     raise ClientError("the server has stopped")
 
 
-def test_say_plays_chunks_with_the_first_player_that_is_installed_and_writes_them_as_they_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chunks = [np.array([0.0, 2.0], np.float32), np.array([-1.0], np.float32)]
-    monkeypatch.setattr(say, "PLAYERS", (["absent-player"], ["dd", "status=none", f"of={tmp_path / 'played'}"]))
-    say.play(iter(chunks))
-    assert np.fromfile(tmp_path / "played", "<i2").tolist() == [0, 32767, -32767]
-    monkeypatch.setattr(say, "PLAYERS", (["absent-player"],))
-    with pytest.raises(OSError, match="no player is installed, one of absent-player"):
-        say.play(iter(chunks))
+def test_say_writes_chunks_as_they_come(tmp_path: Path) -> None:
     partial = tmp_path / "partial.wav"
     with pytest.raises(ClientError):
         say.write(broken_off(), partial)
     with wave.open(str(partial)) as file:
         assert file.getnframes() == 4
+    loud = tmp_path / "loud.wav"
+    say.write(iter([np.array([0.0, 2.0, -1.0], np.float32)]), loud)
+    with wave.open(str(loud)) as file:
+        assert np.frombuffer(file.readframes(3), "<i2").tolist() == [0, 32767, -32767]
     with pytest.raises(OSError, match=r"cannot write to .*Is a directory.*; choose another with --output"):
-        say.write(iter(chunks), tmp_path)
+        say.write(iter([np.zeros(1, np.float32)]), tmp_path)
 
 
 def test_values_that_cannot_be_sent_are_named_before_a_request() -> None:

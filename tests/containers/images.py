@@ -104,12 +104,6 @@ def envoy(engine: Engine, name: str) -> None:
         build(engine, name, HERE / "base.Dockerfile", "envoy", Path(directory))
 
 
-def vllm(engine: Engine, name: str) -> None:
-    """A stand-in for vLLM's image, which needs a GPU."""
-    provide(engine, PYTHON)
-    build(engine, name, HERE / "vllm.Dockerfile", "", HERE)
-
-
 MADE: dict[str, Callable[[Engine, str], None]] = {
     DEBIAN: debian,
     PYTHON: stand_in("python"),
@@ -118,7 +112,6 @@ MADE: dict[str, Callable[[Engine, str], None]] = {
     "prom/prometheus:v2.53.0": stand_in("prometheus"),
     CPU: ours("cpu"),
     GPU: ours("gpu"),
-    "vllm/vllm-openai:v0.25.1": vllm,
 }
 
 

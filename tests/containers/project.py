@@ -7,7 +7,6 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.conftest import ROOT
 from tests.containers.engine import Engine
 from tests.containers.images import MADE, provide
 from tests.support.compose import compose_command
+from tests.support.serve_process import StreamResult
 
 NAME = "speech"
 VOICE = "rms"  # of the demo checkpoint
@@ -31,15 +31,6 @@ SECONDS = 600.0  # as long as models may load
 PORTS = ("HTTP_PORT", "GRPC_PORT", "SPEECH_PORT", "RUNTIME_PORT", "METRICS_PORT", "PROMETHEUS_PORT")
 
 log = logging.getLogger("containers")
-
-
-@dataclass
-class Answer:
-    """What arrived of one stream."""
-
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-    samples: int = 0
-    error: str = ""
 
 
 class Project:
@@ -113,7 +104,9 @@ class Project:
     def get(self, path: str, port: str = "HTTP_PORT") -> tuple[int, bytes]:
         return http(f"http://127.0.0.1:{self.ports[port]}{path}")
 
-    async def speak(self, model: str, text: str, answer: Answer, recording: Recording | None = None) -> Answer:
+    async def speak(
+        self, model: str, text: str, answer: StreamResult, recording: Recording | None = None
+    ) -> StreamResult:
         """One stream through the gateway, in a registered voice or that of a recording."""
         voice = {"speaker": VOICE} if recording is None else of_recording(recording)
         request = Utterance(text, parameters={"seed": 1}, **voice)
@@ -127,8 +120,8 @@ class Project:
         answer.begun.set()
         return answer
 
-    def spoken(self, model: str, text: str = "Hello there.") -> Answer:
-        return asyncio.run(self.speak(model, text, Answer()))
+    def spoken(self, model: str, text: str = "Hello there.") -> StreamResult:
+        return asyncio.run(self.speak(model, text, StreamResult()))
 
     def say(self, **fields: str) -> tuple[int, bytes]:
         """A request to the speech API."""

@@ -2,13 +2,9 @@
 
 import json
 import time
-from typing import Any
-
-import pytest
 
 from tests.containers.engine import Engine
 from tests.containers.images import CPU
-from tests.containers.project import wait_for
 
 DIT = ("bash", "run_stepaudio2_dit_token2wav.sh")
 SBOM = "/usr/local/share/sbom.cdx.json"
@@ -42,42 +38,3 @@ def test_prompt_caches_see_the_containers_limit_of_memory(docker: Engine) -> Non
     code = "from cosyvoice_triton.token2wav.gpu.memory import host_memory; print(host_memory())"
     limited = docker.docker("run", "--rm", "--network=none", "--memory=1g", CPU, "python3", "-c", code)
     assert int(limited) == 1 << 30
-
-
-@pytest.mark.extended
-def test_the_image_alone_prepares_the_demo_and_serves_it(docker: Engine) -> None:
-    docker.docker("run", "--detach", "--name=demo", "--network=none", "--shm-size=1g", CPU)
-
-    def state() -> dict[str, Any]:
-        return dict(json.loads(docker.docker("inspect", "demo"))[0]["State"])
-
-    wait_for("the image alone", lambda: state()["Health"]["Status"] == "healthy" or not state()["Running"])
-    assert state()["Running"], docker.docker("logs", "demo")
-    docker.docker("stop", "--time=90", "demo")
-    assert state()["ExitCode"] == 0
-    docker.docker("rm", "--volumes", "demo")
-
-
-@pytest.mark.extended
-def test_the_stages_give_a_server_and_ask_it(docker: Engine) -> None:
-    """As the documents have them, where they stand in the image, as its user."""
-    manifest = docker.docker("run", "--rm", "--network=none", CPU, "python3", "-c", MANIFEST).strip()
-    data = f"--env=DATA=--manifest-path {manifest} --num-requests 2"
-    options = ("--detach", "--name=stages", "--network=none", "--shm-size=1g", "--env=LOCAL=1", data)
-    docker.docker("run", *options, CPU, *DIT, "0", "3")
-
-    def printed() -> str:
-        return docker.docker("logs", "stages")
-
-    def state() -> dict[str, object]:
-        return dict(json.loads(docker.docker("inspect", "stages"))[0]["State"])
-
-    wait_for("stages 0 to 3", lambda: "serving; Ctrl-C" in printed() or not state()["Running"], 400)
-    assert state()["Running"], printed()
-    assert docker.docker("exec", "stages", "id", "-u") == "1001"
-    docker.docker("exec", "stages", *DIT, "4", "4", limit=300)
-    docker.docker("exec", "stages", "ls", "out/dit/grpc_streaming_2_tasks/summary.json")
-    docker.docker("exec", "stages", "cosyvoice-triton", "bench", "--help")
-    docker.docker("stop", "--time=60", "stages")
-    assert state()["ExitCode"] == 143
-    docker.docker("rm", "stages")

@@ -17,10 +17,10 @@ from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint import MANIFEST, TRAINED, VOICES_DIR
 from cosyvoice_triton.prepare import demo
 from cosyvoice_triton.prepare.demo import CARD, SUMS, copy_demo
-from cosyvoice_triton.voice.audio import load_audio, validate_reference
+from cosyvoice_triton.voice.audio import load_audio
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.encoders import SpeakerEncoder
-from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.prompt import Recording, validate_reference
 
 from demo_voice.training import export
 from tests.support.checkpoints import DIT_DIR, LLM_DIR, UNET_DIR
@@ -37,17 +37,14 @@ OFFICIAL = {
 HARMLESS = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict", "torch FloatStorage", "torch HalfStorage"}
 
 
-def test_the_checkpoint_has_the_official_layout() -> None:
+def test_the_checkpoint_has_the_official_layout_its_checksums_and_a_size_for_the_repository(tmp_path: Path) -> None:
     assert set(export.files_of(TRAINED)) == {f"{room}/{name}" for room in OFFICIAL for name in OFFICIAL[room]}
-
-
-def test_the_checksums_are_those_of_sha256sum() -> None:
     done = subprocess.run(["sha256sum", "-c", "--quiet", SUMS], cwd=TRAINED, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-
-
-def test_the_checkpoint_is_small_enough_for_the_repository() -> None:
     assert sum(path.stat().st_size for path in TRAINED.rglob("*") if path.is_file()) <= MAX_BYTES
+    shutil.copytree(TRAINED, tmp_path / "trained")
+    export.write_sums(tmp_path / "trained")
+    assert (tmp_path / "trained" / SUMS).read_bytes() == (TRAINED / SUMS).read_bytes()
 
 
 @pytest.mark.parametrize("path", sorted(TRAINED.rglob("*.pt")), ids=lambda path: path.parent.name + "-" + path.stem)
@@ -148,9 +145,3 @@ def test_a_damaged_file_of_the_package_is_named_and_nothing_is_written(
     with pytest.raises(ValueError, match=r"hift.pt is damaged"):
         copy_demo(tmp_path / "demo")
     assert not list((tmp_path / "demo").iterdir())
-
-
-def test_written_checksums_equal_the_committed_ones(tmp_path: Path) -> None:
-    shutil.copytree(TRAINED, tmp_path / "trained")
-    export.write_sums(tmp_path / "trained")
-    assert (tmp_path / "trained" / SUMS).read_bytes() == (TRAINED / SUMS).read_bytes()

@@ -36,7 +36,7 @@ def work(tmp_path: Path) -> Path:
 def test_a_flow_is_trained_and_can_be_served(work: Path, stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow, "BATCH_TOKENS", 60)
     stage.train(work, 0.5, "cpu")
-    stage.export(work, work / "flow.pt")
+    flow.export(stage.FILE, work, work / "flow.pt")
     load = load_dit_flow if stage is flow_dit else load_unet_flow
     served = load(work / "flow.pt").state_dict()
     for name, tensor in trained(work / stage.FILE).items():

@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 from argparse import Namespace
-from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,11 @@ from tests.support.compose import MISSING, compose_command
 
 COMPOSE = ("docker-compose.yml", "docker-compose.dit.yml")
 COSYVOICE3 = "docker-compose.cosyvoice3.yml"  # its LLM is always inside Triton
+FILES = (*COMPOSE, COSYVOICE3)
 CPU, RANDOM = "deploy/compose/cpu.yml", "deploy/compose/random.yml"
 LLMS = ("cuda", "vllm", "trtllm-serve", "trtllm-backend", "elsewhere")
-SOURCES = [
-    ROOT / file for file in (*COMPOSE, COSYVOICE3, CPU, RANDOM, "deploy/compose/services.yml", "deploy/compose/llm.yml")
-]
-PROFILES = ("", "disaggregated", "monitoring", "disaggregated,runtime,monitoring,tensorrt")
+SOURCES = [ROOT / file for file in (*FILES, CPU, RANDOM, "deploy/compose/services.yml", "deploy/compose/llm.yml")]
+PROFILES = ("", "disaggregated,runtime,monitoring,tensorrt")
 TOOLS = Path(sys.executable).parent
 SHELL = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("deploy/**/*.sh"), ROOT / ".ci/run"])
 
@@ -58,6 +56,10 @@ def checked_and_downloaded(service: dict[str, Any]) -> tuple[StackOptions, Names
     assert check[:2] == ["cosyvoice-triton", "doctor"]
     options = doctor.build_parser().parse_args(check[2:])
     return stack_options(options.models, options), prepared(download)
+
+
+def gpu_of(service: dict[str, Any]) -> str:
+    return str(service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"][0])
 
 
 def started(services: dict[str, Any]) -> set[str]:
@@ -119,39 +121,6 @@ def test_workflows_run_every_python_that_the_package_allows_and_publish_the_tag_
     assert f"## {version}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
-IMAGES = ("cpu", "gpu", "trtllm")
-
-
-@pytest.mark.slow
-def test_the_constraints_of_the_images_are_all_that_their_extras_need() -> None:
-    """Resolved again by the commands at their top, for the images' Python and C library."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "UV_"))}
-    if certificates := os.environ.get("PIP_CERT"):
-        environment["SSL_CERT_FILE"] = certificates
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    runs, running = {}, ExitStack()
-    for image in IMAGES:
-        comment = (ROOT / f"deploy/constraints/{image}.txt").read_text()
-        options = re.findall(r"(--(?:python-version|extra) \S+)", comment)
-        built = stage("triton" if image == "trtllm" else image)
-        (extras,) = re.findall(r"install .*--constraint \S+ .*'\.\[(.+)\]'", built)
-        assert {f"--extra {name}" for name in extras.split(",")} < set(options)
-        command = f"pip compile --no-config --no-header --no-annotate --quiet {' '.join(options)}"
-        command += (
-            f" --constraint deploy/constraints/{image}.txt --python-platform x86_64-manylinux_2_36 pyproject.toml"
-        )
-        run = subprocess.Popen([TOOLS / "uv", *command.split()], cwd=ROOT, env=environment, **pipes)
-        runs[image] = running.enter_context(run)  # others end, too, where one finds no index
-    with running:
-        for image, run in runs.items():
-            resolved, error = run.communicate(timeout=240)
-            if "Failed to fetch" in error:
-                pytest.skip(f"no package index: {error.splitlines()[0]}")
-            assert run.returncode == 0, error
-            pins = re.findall(r"^[^#\n].*", (ROOT / f"deploy/constraints/{image}.txt").read_text(), re.MULTILINE)
-            assert set(resolved.splitlines()) ^ set(pins) == set(), image
-
-
 def stage(target: str) -> str:
     """The part of the Dockerfile that builds a target."""
     return re.split(
@@ -159,40 +128,19 @@ def stage(target: str) -> str:
     )[0]
 
 
-IMPORTED = """
-import importlib, sys
-for module in ("cli.test_llm", "cli.convert_checkpoint", "prepare.trtllm_checkpoint"):
-    importlib.import_module(f"cosyvoice_triton.{module}")
-print(*sys.modules)
-"""
-
-
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="importlib.metadata knows the owners of few packages")
 def test_the_python_with_tensorrt_llm_gets_what_our_programs_import_there() -> None:
-    """cosyvoice_triton.cli.test_llm and cosyvoice_triton.cli.convert_checkpoint, in stage 1."""
+    """Those of stage 1, without the other packages that our project names."""
     (line,) = re.findall(r"-m pip install --break-system-packages (\w.+)", (ROOT / "Dockerfile.server").read_text())
-    installed, waiting = set(), [re.split(r"[=<>]", package)[0] for package in line.split()]
-    while waiting:
-        if (package := waiting.pop()) not in installed:
-            installed.add(package)
-            needed = [one for one in metadata.requires(package) or [] if "extra ==" not in one]
-            waiting += [re.split(r"[ ;=<>!~\[]", one)[0].lower() for one in needed if available(one)]
-    command = [sys.executable, "-c", IMPORTED]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    owners = metadata.packages_distributions()
-    foreign = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
-    needed = {owners[name][0].lower().replace("_", "-") for name in foreign if name in owners}
-    assert {"aiohttp", "async-timeout", "tokenizers"} <= needed
-    optional = {"brotli", "dill"}  # which aiohttp and torch use where they are installed
-    assert needed - {one.replace("_", "-") for one in installed} - optional - {"cosyvoice-triton"} == set()
-
-
-def available(requirement: str) -> bool:
-    try:
-        metadata.version(re.split(r"[ ;=<>!~\[]", requirement)[0])
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    installed = {"cosyvoice-triton", *(re.split(r"[=<>]", package)[0] for package in line.split())}
+    named = set(re.findall(r'^    "([\w-]+)', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)) - installed
+    absent = [module for module, owners in metadata.packages_distributions().items() if named & {*owners}]
+    assert {"soundfile", "tritonclient"} <= {*absent}
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
+    for module in ("cli.test_llm", "cli.convert_checkpoint", "prepare.trtllm_checkpoint"):
+        code += f"import cosyvoice_triton.{module}\n"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
@@ -205,24 +153,25 @@ def test_shell_scripts_pass_shellcheck(script: Path) -> None:
 
 
 @needs_compose
-@pytest.mark.parametrize("profiles", PROFILES)
-@pytest.mark.parametrize("file", [*COMPOSE, COSYVOICE3])
-def test_compose_files_are_valid_and_complete(file: str, profiles: str) -> None:
-    services = composed(file, profiles=profiles)["services"]
-    for name in started(services) - {"download", "engine", "plans"}:
-        assert services[name]["restart"] == "unless-stopped", name
-    for name in ("download", "plans"):
-        assert "unless-stopped" not in services.get(name, {"restart": "no"})["restart"], "a one-shot service ends"
-    tts = services["tts"]
-    assert tts["shm_size"] and tts["stop_grace_period"] == "1m30s"
-    assert tts["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] == ["0"]
-    gateway = {port["target"]: port.get("host_ip") for port in services["gateway"]["ports"]}
-    assert gateway == {8000: None, 8001: "127.0.0.1", 10086: None}
-    assert [(port["host_ip"], port["target"]) for port in tts["ports"]] == [("127.0.0.1", 8002)], "metrics"
-    assert (
-        "--storage.tsdb.path=/prometheus"
-        in services.get("prometheus", {"command": "--storage.tsdb.path=/prometheus"})["command"]
-    )
+@pytest.mark.parametrize("file", FILES)
+def test_compose_files_are_valid_and_complete(file: str) -> None:
+    for profiles in PROFILES:
+        services = composed(file, profiles=profiles)["services"]
+        for name in started(services):
+            assert (services[name].get("restart") == "unless-stopped") == (name not in ("download", "engine", "plans"))
+        for name, one in services.items():
+            if one["image"].startswith("cosyvoice-triton"):  # it may change nothing but its volumes
+                assert one["read_only"] and one["cap_drop"] == ["ALL"] and one["security_opt"], name
+            for volume in one.get("volumes", []):
+                assert volume["type"] != "bind" or Path(volume["source"]).exists(), volume
+        tts = services["tts"]
+        assert tts["shm_size"] and tts["stop_grace_period"] == "1m30s"
+        assert gpu_of(tts) == "0"
+        for kernels in ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH"):  # which later starts find compiled
+            assert any(tts["environment"][kernels].startswith(f"{volume['target']}/") for volume in tts["volumes"])
+        gateway = {port["target"]: port.get("host_ip") for port in services["gateway"]["ports"]}
+        assert gateway == {8000: None, 8001: "127.0.0.1", 10086: None}
+        assert [(port["host_ip"], port["target"]) for port in tts["ports"]] == [("127.0.0.1", 8002)], "metrics"
 
 
 @needs_compose
@@ -252,21 +201,16 @@ def test_the_setting_llm_decides_what_starts(file: str, llm: str) -> None:
 
 
 @needs_compose
-@pytest.mark.parametrize("file", [*COMPOSE, COSYVOICE3])
+@pytest.mark.parametrize("file", FILES)
 def test_without_settings_one_image_serves_with_our_llm_engine(file: str) -> None:
     services = composed(file)["services"]
     assert started(services) == {"download", "tts", "gateway", "speech"}
     assert {services[name]["image"] for name in ("download", "tts", "speech")} == {"cosyvoice-triton:gpu"}
     arguments = render.build_parser().parse_args(["m", "r", *services["tts"]["environment"]["LLM_OPTIONS"].split()])
     assert (arguments.llm_transport, arguments.llm_engine) == ("triton", "cuda")
-
-
-@needs_compose
-def test_cosyvoice3_has_its_llm_in_triton_and_its_own_checkpoint() -> None:
-    services = composed(COSYVOICE3, LLM="vllm")["services"]
-    assert not {"llm", "engine", "plans"} & services.keys()
-    assert services["tts"]["environment"]["STACK"] == "cosyvoice3"
-    assert services["tts"]["environment"]["LLM_OPTIONS"] == "--llm-engine cuda"
+    if file == COSYVOICE3:
+        services = composed(file, LLM="vllm")["services"]  # which it does not have
+        assert started(services) == {"download", "tts", "gateway", "speech"}
 
 
 @needs_compose
@@ -279,7 +223,7 @@ def test_vllm_serve_finds_our_logits_processor(tmp_path: Path) -> None:
     assert checked_and_downloaded(services["download"])[1].python_path
     steps.copy_package(tmp_path)
     (processor,) = (word.split("=")[1] for word in llm["command"] if word.startswith("--logits-processors"))
-    blocked = "import sys; sys.modules.update(dict.fromkeys(['aiohttp', 'soundfile', 'tritonclient', 'wetext']))"
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['aiohttp', 'soundfile', 'tritonclient']))"
     fake = "from tests.support import fake_vllm; sys.modules.update(fake_vllm.modules()); import importlib"
     code = f"{blocked}; {fake}; m, c = {processor!r}.split(':'); print(getattr(importlib.import_module(m), c))"
     code += "; print(importlib.import_module(m).__file__)"
@@ -291,7 +235,7 @@ def test_vllm_serve_finds_our_logits_processor(tmp_path: Path) -> None:
 
 @needs_compose
 @pytest.mark.parametrize("profiles", ["", "disaggregated,runtime,monitoring"])
-@pytest.mark.parametrize("file", [*COMPOSE, COSYVOICE3])
+@pytest.mark.parametrize("file", FILES)
 def test_without_a_gpu_nothing_needs_one(file: str, profiles: str) -> None:
     services = composed(file, CPU, profiles=profiles)["services"]
     assert not {"llm", "engine", "plans"} & set(services)
@@ -322,7 +266,7 @@ def test_without_a_gpu_cosyvoice3_gets_random_weights_and_an_llm_for_a_cpu() -> 
 
 @needs_compose
 @pytest.mark.parametrize(
-    "file, stack", [*zip((*COMPOSE, COSYVOICE3), ("unet", "dit", "cosyvoice3"), strict=True)], ids=lambda value: value
+    "file, stack", [*zip(FILES, ("unet", "dit", "cosyvoice3"), strict=True)], ids=lambda value: value
 )
 def test_the_gpu_that_serves_is_checked_before_anything_is_downloaded(file: str, stack: str) -> None:
     given = {"HUB": "modelscope", "TTS_GPU": "3", "TTS_OPTIONS": "--set max_streams=2"}
@@ -334,6 +278,7 @@ def test_the_gpu_that_serves_is_checked_before_anything_is_downloaded(file: str,
         assert (download.models, options.models_dir) == (Path("/models"), Path("/models"))
         assert services["download"]["deploy"] == services["tts"]["deploy"]
         assert services["download"]["restart"] == "on-failure:3"
+        assert services["tts"]["environment"]["STACK"] == stack
 
 
 @needs_compose
@@ -368,23 +313,6 @@ def test_when_speech_is_ready_its_log_has_the_page_and_a_first_request(tmp_path:
 
 
 @needs_compose
-@pytest.mark.parametrize("file", [*COMPOSE, COSYVOICE3])
-def test_our_containers_may_change_nothing_but_their_volumes(file: str) -> None:
-    services = composed(file, profiles="disaggregated,runtime,tensorrt")["services"]
-    for name, one in services.items():
-        if one["image"].startswith("cosyvoice-triton"):
-            assert one["read_only"] and one["cap_drop"] == ["ALL"] and one["security_opt"], name
-
-
-@needs_compose
-@pytest.mark.parametrize("file", [*COMPOSE, COSYVOICE3])
-def test_compiled_kernels_stay_for_later_starts(file: str) -> None:
-    tts = composed(file)["services"]["tts"]
-    for name in ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH"):
-        assert any(tts["environment"][name].startswith(volume["target"] + "/") for volume in tts["volumes"]), name
-
-
-@needs_compose
 @pytest.mark.parametrize("llm", LLMS)
 def test_each_image_has_one_build(llm: str) -> None:
     services = composed("docker-compose.dit.yml", profiles="disaggregated,tensorrt", LLM=llm)["services"]
@@ -411,21 +339,10 @@ def test_a_service_builds_the_tensorrt_plans_that_the_servers_are_rendered_for(f
 @needs_compose
 def test_each_disaggregated_server_has_its_own_gpu() -> None:
     services = composed("docker-compose.dit.yml", profiles="disaggregated", TTS_GPU="1")["services"]
-    gpus = {
-        name: services[name]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"][0]
-        for name in ("llm", "tts", "tts-2", "tts-3")
-    }
-    assert gpus == {"llm": "0", "tts": "1", "tts-2": "2", "tts-3": "3"}
+    gpus = [gpu_of(services[name]) for name in ("llm", "tts", "tts-2", "tts-3")]
+    assert gpus == ["0", "1", "2", "3"]
     for name in ("tts-2", "tts-3"):  # the gateway's servers are the addresses of one name
         assert services[name]["networks"] == {"default": {"aliases": ["tts"]}}
-
-
-@needs_compose
-@pytest.mark.parametrize("file", COMPOSE)
-def test_every_mounted_file_exists(file: str) -> None:
-    for service in composed(file, profiles="monitoring")["services"].values():
-        for volume in service.get("volumes", []):
-            assert volume["type"] != "bind" or Path(volume["source"]).exists(), volume
 
 
 def test_every_setting_of_the_compose_files_is_documented() -> None:

@@ -1,15 +1,12 @@
 """deploy/envoy/envoy.yaml, run by Envoy in front of servers that the tests play."""
 
 import asyncio
-import json
 import re
 import signal
 import socket
 import textwrap
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -18,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import grpc
+import httpx2 as httpx
 import pytest
 import tritonclient.grpc.aio as triton
 from cosyvoice_triton.api import Client, ClientError
@@ -27,7 +25,7 @@ from tests.conftest import ROOT
 from tests.support.gateway import Gateway, Ports, gateway, wait_for
 from tests.support.http_pages import Page, PageServer, http_server
 from tests.support.speech_fixtures import stub_triton
-from tests.support.triton_stub import TritonStub
+from tests.support.triton_stub import TritonStub, stub_process
 
 MODEL = TritonStub.model
 NONE_READY = "no speech server is ready|ended the call"  # grpc.aio may lose the text
@@ -123,17 +121,12 @@ def open_gateway(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> 
 def ask(port: int, path: str, body: bytes | None = None, method: str | None = None, **headers: str) -> tuple[int, Any]:
     """Status and content of an answer; its headers if the content is not JSON."""
     names = {name.replace("_", "-"): value for name, value in headers.items()}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, names, method=method)
+    verb, url = method or ("GET" if body is None else "POST"), f"http://127.0.0.1:{port}{path}"
+    answer = httpx.request(verb, url, content=body, headers=names, timeout=60)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            status, content, received = answer.status, answer.read(), answer.headers
-    except urllib.error.HTTPError as error:
-        with error:
-            status, content, received = error.code, error.read(), error.headers
-    try:
-        return status, json.loads(content) | {"retry-after": received["Retry-After"]}
+        return answer.status_code, answer.json() | {"retry-after": answer.headers.get("Retry-After")}
     except ValueError:
-        return status, received
+        return answer.status_code, answer.headers
 
 
 def raw(port: int, request: str, source: str = "127.0.0.1") -> str:
@@ -259,6 +252,28 @@ def test_a_request_that_was_not_answered_goes_to_two_other_servers(servers: Serv
         started = stack.enter_context(gateway(tmp_path, [*broken, servers.ports[1]]))
         wait_for(lambda: started.servers() == 3)
         wait_for(lambda: speak(started) > 0 and any(line["tries"] == 3 for line in started.accesses()))
+
+
+def test_if_a_server_dies_only_streams_that_had_begun_there_fail(servers: Servers, tmp_path: Path) -> None:
+    """Its page still says that it is ready, so that later streams may be sent there first."""
+
+    def goes_on(stream: Iterator[Any]) -> bool:
+        try:
+            return all(next(stream).size for _ in range(20))
+        except ClientError:
+            return False
+
+    with stub_process(chunks=1000, pause=0.05, first=0.0) as dying:
+        ports = [servers.ports[0]._replace(grpc=int(dying.address.rpartition(":")[2])), servers.ports[1]]
+        with gateway(tmp_path, ports) as started, Client(f"127.0.0.1:{started.grpc}", MODEL) as client:
+            wait_for(lambda: started.servers() == 2)
+            streams = [client.stream("endless words", voice=f"voice {number}") for number in range(8)]
+            assert all(next(stream).size for stream in streams)
+            staying = servers.stubs[1].live
+            dying.process.kill()
+            assert 0 < sum(map(goes_on, streams)) == staying < len(streams)
+            for _ in range(4):
+                assert speak(started) > 0
 
 
 def test_servers_that_are_not_ready_get_nothing(servers: Servers, tmp_path: Path) -> None:

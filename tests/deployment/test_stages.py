@@ -1,27 +1,37 @@
-"""The staged scripts with LOCAL=1: every stage of two and most of the third, and the servers that the stages start."""
+"""The staged scripts: what each stage calls, and with LOCAL=1 the server that the stages of one of them start."""
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cosyvoice_triton import samples, stacks
-from cosyvoice_triton.cli import client_grpc, client_http, prepare, render, test_llm
+from cosyvoice_triton import samples
+from cosyvoice_triton.bench import load as bench_load
+from cosyvoice_triton.cli import (
+    client_grpc,
+    client_http,
+    offline_inference,
+    prepare,
+    render,
+    serve,
+    streaming_inference,
+    test_llm,
+    token2wav,
+)
 from cosyvoice_triton.server.tritonserver import free_port
-from cosyvoice_triton.stacks import Stack
 
 from tests.conftest import ROOT
-from tests.support import tiny_onnx
 
 pytestmark = pytest.mark.server
 
 UNET, DIT = "scripts/run.sh", "scripts/run_stepaudio2_dit_token2wav.sh"
 COSYVOICE3 = "scripts/run_cosyvoice3.sh"
 PORTS = ("HTTP_PORT", "GRPC_PORT", "METRICS_PORT", "HEALTH_PORT", "LLM_PORT")
-TOKEN2WAV = ("TOKEN2WAV_HTTP_PORT", "TOKEN2WAV_GRPC_PORT", "TOKEN2WAV_METRICS_PORT", "TOKEN2WAV_HEALTH_PORT")
 
 
 @pytest.fixture(scope="module")
@@ -47,25 +57,16 @@ def run(
     environment = os.environ | {"LOCAL": "1", "MODELS": str(models), "OFFLINE_DATA": data}
     environment |= {"DATA": f"{data} --num-requests 2"}  # the default is twenty and more
     environment |= {"WORK": str(work)}
-    environment |= {name: str(free_port()) for name in PORTS}
-    environment |= dict(zip(TOKEN2WAV, (str(port_pair()) for _ in TOKEN2WAV), strict=True)) | settings
+    environment |= {name: str(free_port()) for name in PORTS} | settings
     command = ["bash", script, *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace", timeout=limit
     )
     assert {path.name for path in work.iterdir()} <= {"build", "out", "models"}, "stages write below WORK"
-    for name in (*PORTS, *TOKEN2WAV):
+    for name in PORTS:
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", int(environment[name]))) != 0, f"{name} is still served"
     return done
-
-
-def port_pair() -> int:
-    """A free port whose next higher port is free as well."""
-    port, above = free_port(), free_port()
-    while above != port + 1:
-        port, above = above, free_port()
-    return port
 
 
 def stages_of(printed: str) -> list[int]:
@@ -73,48 +74,13 @@ def stages_of(printed: str) -> list[int]:
 
 
 @pytest.mark.timeout(600)
-def test_every_stage_of_the_unet_stack(models: Path, manifest: Path, tmp_path: Path) -> None:
-    done = run(UNET, "-1", "6", "offline", models=models, manifest=manifest, work=tmp_path)
+def test_the_stages_give_a_server_and_ask_it(models: Path, manifest: Path, tmp_path: Path) -> None:
+    done = run(DIT, "-1", "4", models=models, manifest=manifest, work=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert stages_of(done.stdout) == [-1, 0, 1, 2, 3, 4, 5, 6]
-    assert (tmp_path / "out/unet/http.wav").stat().st_size > 1000
-    assert (tmp_path / "out/unet/grpc_offline_2_tasks/summary.json").exists()
-    assert len(list((tmp_path / "out/unet/offline").glob("*.wav"))) == 2
-
-
-@pytest.mark.timeout(600)
-def test_every_stage_of_the_dit_stack_disaggregated_serving_included(
-    models: Path, manifest: Path, tmp_path: Path
-) -> None:
-    done = run(DIT, "-1", "8", models=models, manifest=manifest, work=tmp_path, TASKS_PER_INSTANCE="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert stages_of(done.stdout) == [-1, 0, 1, 2, 3, 4, 5, 6, 7, 8]
-    out = tmp_path / "out/dit"
-    assert (out / "grpc_streaming_2_tasks/summary.json").exists()
-    assert len(list((out / "offline").glob("*.wav"))) == len(list((out / "token2wav").glob("*.wav"))) == 2
-    assert {path.name for path in out.glob("streaming_*/*.json")} == {
-        "streaming-equal.json",
-        "streaming-exponential.json",
-    }
-    assert {path.stem for path in out.glob("disaggregated_*.json")} == {
-        "disaggregated_1_gpus",
-        "disaggregated_2_gpus",
-    }
-    for server in ("triton", "token2wav-0", "token2wav-1"):
-        assert (tmp_path / "out/logs" / f"{server}.log").stat().st_size > 0
-
-
-@pytest.mark.timeout(600)
-def test_the_stages_of_the_cosyvoice3_stack_up_to_the_benchmark_of_its_server(
-    demo_models: Path, manifest: Path, tmp_path: Path
-) -> None:
-    """From a checkpoint as stage 0 makes it: the LLM's engine, the repository, the server, two requests. Stage 5 is the
-    program that tests/tools/test_offline_inference.py runs."""
-    done = run(COSYVOICE3, "1", "4", models=demo_models, manifest=manifest, work=tmp_path, NUM_TASKS="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert stages_of(done.stdout) == [1, 2, 3, 4] and "finish reason" in done.stdout
-    assert "2 requests answered, 0 failed" in done.stdout
-    assert (tmp_path / "out/cosyvoice3/grpc_streaming_1_tasks/summary.json").exists()
+    assert stages_of(done.stdout) == [-1, 0, 1, 2, 3, 4] and "finish reason" in done.stdout
+    assert "requests answered, 0 failed" in done.stdout
+    assert (tmp_path / "out/dit/grpc_streaming_2_tasks/summary.json").exists()
+    assert (tmp_path / "out/logs/triton.log").stat().st_size > 0
 
 
 def test_a_server_that_does_not_start_is_reported_with_its_log(models: Path, manifest: Path, tmp_path: Path) -> None:
@@ -147,73 +113,103 @@ def test_where_nothing_can_be_written_the_setting_is_named(manifest: Path, tmp_p
     assert done.returncode == 1 and f"stages write to WORK, which is {manifest}" in done.stderr
 
 
-PARSERS = {
+PARSERS: dict[str, Callable[[list[str]], Namespace]] = {
     "prepare": lambda arguments: prepare.build_parser().parse_args(arguments),
     "test-llm": lambda arguments: test_llm.build_parser().parse_args(arguments),
     "render": lambda arguments: render.build_parser().parse_args(arguments),
+    "serve": lambda arguments: serve.build_parser().parse_args(arguments),
     "client-grpc": client_grpc.parse_args,
     "client-http": client_http.parse_args,
+    "offline": offline_inference.parse_args,
+    "token2wav": token2wav.parse_args,
+    "streaming": streaming_inference.parse_args,
+    "bench": lambda arguments: bench_load.parse_args(arguments[1:]),
 }
+Called = dict[str, list[Namespace]]
+# In the place of Python: it records its arguments, and waits for a server until that has recorded its own.
+RECORDER = """#!/bin/bash
+echo "${@@Q}" >>"$CALLS"
+[[ ${3:-} != wait ]] || tail --pid="$5" --sleep-interval=0.01 --follow /dev/null
+"""
+
+
+@pytest.fixture
+def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Called]:
+    """What the stages of a script call, read by the parsers of these programs. None of them runs."""
+    recorder, calls = tmp_path / "python", tmp_path / "calls"
+    recorder.write_text(RECORDER)
+    recorder.chmod(0o755)
+    for name in ("LOCAL", "MODELS", "DATA"):
+        monkeypatch.delenv(name, raising=False)
+
+    def record(script: str, first: int, last: int, *mode: str, **settings: str) -> Called:
+        calls.write_text("")
+        environment = {"PYTHON": str(recorder), "CALLS": str(calls), "WORK": str(tmp_path / "work"), **settings}
+        command = ["bash", script, str(first), str(last), *mode]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert stages_of(done.stdout) == list(range(first, last + 1))
+        found: Called = {}
+        for line in calls.read_text().splitlines():
+            match shlex.split(line):
+                case ["-m", "cosyvoice_triton", program, *arguments] if program != "wait":
+                    found.setdefault(program, []).append(PARSERS[program](arguments))
+        return found
+
+    return record
+
+
+@pytest.mark.parametrize(
+    ("script", "last", "mode", "programs"),
+    [
+        (UNET, 7, ("offline",), {"client-http", "client-grpc", "offline"}),
+        (UNET, 7, (), {"client-grpc", "offline"}),
+        (DIT, 9, (), {"client-grpc", "offline", "token2wav", "streaming", "bench"}),
+        (COSYVOICE3, 5, (), {"client-grpc", "offline"}),
+    ],
+)
+def test_without_a_gpu_every_stage_has_a_command(
+    called: Callable[..., Called], script: str, last: int, mode: tuple[str, ...], programs: set[str]
+) -> None:
+    found = called(script, -1, last, *mode, LOCAL="1", ENABLE_TRT="1")
+    assert found.keys() - programs == {"prepare", "test-llm", "render", "serve"}
+    (rendered,), (benchmark,) = found["render"], found["client-grpc"]
+    assert (rendered.device, rendered.decoupled) == ("cpu", not mode)
+    assert benchmark.mode == (mode or ("streaming",))[0]
+    plans = [each.capability for each in found["prepare"] if each.step == "plans"]
+    assert plans == ([] if script == COSYVOICE3 else [["8.9"]])
+    assert ("flow_runtime=tensorrt" in str(rendered.settings)) == bool(plans)
+    if script == DIT:
+        assert [len(each.servers) for each in found["bench"]] == [1, 2]
+        assert len({each.grpc_port for each in found["serve"]}) == 3, "two token2wav servers after the one of stage 3"
 
 
 @pytest.mark.parametrize("upstream", [False, True], ids=["cuda", "trtllm"])
-def test_the_stages_for_a_gpu_serve_with_our_engine_unless_upstreams_is_named(tmp_path: Path, upstream: bool) -> None:
-    """Without running them: a Python in their place records its arguments, which their parsers then read."""
-    recorder = tmp_path / "python"
-    recorder.write_text('#!/bin/sh\nprintf "%s\\n" "$*" >>"$CALLS"\n')
-    recorder.chmod(0o755)
-    settings = {"PYTHON": str(recorder), "CALLS": str(tmp_path / "calls"), "WORK": str(tmp_path / "work")}
-    settings |= {"HUB": "modelscope", "USE_SPK2INFO_CACHE": "1"}
-    environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL", "MODELS", "DATA")} | settings
+def test_the_stages_for_a_gpu_serve_with_our_engine_unless_upstreams_is_named(
+    called: Callable[..., Called], tmp_path: Path, upstream: bool
+) -> None:
     ways = {UNET: "trtllm-backend", DIT: "trtllm-serve", COSYVOICE3: "trtllm-serve"}
-    for script, stages in ((UNET, ((0, 2), (5, 5))), (DIT, ((0, 2), (4, 4))), (COSYVOICE3, ((0, 2),))):
-        for first, last in stages:
-            command = ["bash", script, str(first), str(last)]
-            llm = {"LLM": ways[script]} if upstream else {}
-            done = subprocess.run(command, cwd=ROOT, env=environment | llm, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-    called: dict[str, list[Namespace]] = {}
-    for line in (tmp_path / "calls").read_text().splitlines():
-        option, _, program, *arguments = line.split()
-        if option != "-c":  # where the package's samples are
-            called.setdefault(program, []).append(PARSERS[program](arguments))
-    downloads = [one for one in called["prepare"] if one.step == "download"]
-    assert [(one.stack, one.hub, one.spk2info) for one in downloads] == [
-        ("unet", "modelscope", True),
-        ("dit", "modelscope", False),
-        ("cosyvoice3", "modelscope", False),
-    ]
-    assert {one.models for one in called["prepare"]} == {tmp_path / "work" / "models" / "official"}
-    assert [one.use_spk2info_cache for one in called["client-grpc"]] == [True, False]
-    rendered, tried = called["render"], called["test-llm"]
-    built = [one for one in called["prepare"] if one.step == "engine"]
+    settings = {"HUB": "modelscope", "USE_SPK2INFO_CACHE": "1"}
+    each = {script: called(script, 0, 2, **settings, **({"LLM": ways[script]} if upstream else {})) for script in ways}
+    prepared = [one for found in each.values() for one in found["prepare"]]
+    downloads = [one for one in prepared if one.step == "download"]
+    assert [(one.stack, one.spk2info) for one in downloads] == [("unet", True), ("dit", False), ("cosyvoice3", False)]
+    assert {one.hub for one in downloads} == {"modelscope"}
+    assert {one.models for one in prepared} == {tmp_path / "work" / "models" / "official"}
+    asked = [called(script, stage, stage, **settings)["client-grpc"][0] for script, stage in ((UNET, 5), (DIT, 4))]
+    assert [one.use_spk2info_cache for one in asked] == [True, False]
+    rendered, tried = ([one for found in each.values() for one in found[name]] for name in ("render", "test-llm"))
+    built = [one.kind for one in prepared if one.step == "engine"]
     chosen = [(one.llm_backend, one.llm_transport, one.llm_engine) for one in rendered]
     if upstream:
         assert chosen == [("tensorrtllm", "triton", "auto")] + [("python", "openai", "auto")] * 2
-        assert [one.kind for one in built] == ["tensorrt_llm"] * 3
+        assert built == ["tensorrt_llm"] * 3
         assert {one.engine_dir.name for one in tried} == {"trt_engines_bfloat16", "cosyvoice3_trt_engines_bfloat16"}
     else:
         assert chosen == [("python", "triton", "cuda")] * 3 and not built
         assert {(one.engine, one.engine_dir) for one in tried} == {("cuda", one.tokenizer_dir) for one in tried}
 
 
-def test_http_is_skipped_when_the_stack_streams(models: Path, manifest: Path, tmp_path: Path) -> None:
-    done = run(UNET, "4", "4", "streaming", models=models, manifest=manifest, work=tmp_path)
-    assert done.returncode == 0 and "skipped" in done.stdout
+def test_a_mode_that_does_not_exist_is_refused(manifest: Path, models: Path, tmp_path: Path) -> None:
     refused = run(UNET, "4", "4", "both", models=models, manifest=manifest, work=tmp_path)
     assert refused.returncode == 2 and "not 'both'" in refused.stderr
-
-
-@pytest.mark.parametrize(
-    ("script", "stack", "stage"), [(UNET, stacks.UNET, "7"), (DIT, stacks.DIT, "9")], ids=["unet", "dit"]
-)
-def test_a_stage_builds_tensorrt_plans_and_a_setting_uses_them(
-    script: str, stack: Stack, stage: str, manifest: Path, tmp_path: Path
-) -> None:
-    """With small ONNX files, which are kept: exporting the demo's takes long."""
-    models = tmp_path / "models"
-    directory = tiny_onnx.write_stack(models / stack.checkpoint, stack)
-    done = run(script, stage, stage, models=models, manifest=manifest, work=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    uses = len(stack.networks) + 1
-    assert f"{uses} of {uses} plans exist" in done.stdout and len(list((directory / "tensorrt").glob("*.plan"))) == uses

@@ -3,6 +3,7 @@
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -68,6 +69,27 @@ def test_voices_are_told_apart_and_silence_has_no_words() -> None:
     similarity, (first, second) = judges.Similarity(), np.array_split(rms, 2)
     assert similarity(first, second) > 0.8 > similarity(first, slt)
     assert judges.Moonshine()([], [np.zeros(PROMPT_SAMPLE_RATE, np.float32)]) == [""]
+
+
+def test_a_speaker_vector_is_that_of_the_package_s_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which needs libraries that are not installed: of them it calls one function."""
+    from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
+
+    def melspectrogram(y: np.ndarray, sr: int, n_fft: int, hop_length: int, n_mels: int) -> np.ndarray:
+        filters = mel_filter_bank(n_fft // 2 + 1, n_mels, 0, sr / 2, sr, norm="slaney", mel_scale="slaney")
+        how = {"power": 2.0, "center": True, "pad_mode": "constant", "mel_filters": filters}
+        return spectrogram(y, window_function(n_fft, "hann"), n_fft, hop_length, **how)
+
+    librosa = SimpleNamespace(feature=SimpleNamespace(melspectrogram=melspectrogram))
+    morphology = SimpleNamespace(binary_dilation=None)
+    for name, module in {"librosa": librosa, "webrtcvad": object(), "scipy.ndimage.morphology": morphology}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    from resemblyzer import VoiceEncoder
+
+    theirs, ours = VoiceEncoder("cpu", verbose=False), judges.Similarity()
+    for voice in ("rms", "slt"):
+        wave = load_audio(TRAINED / VOICES_DIR / f"{voice}.wav", PROMPT_SAMPLE_RATE)
+        np.testing.assert_allclose(ours.vector(wave), theirs.embed_utterance(wave), atol=1e-4)
 
 
 def test_a_missing_judge_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

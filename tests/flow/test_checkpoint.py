@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,18 @@ def test_the_stack_of_a_flow_is_read_from_its_tensor_names(tmp_path):
     torch.save({"spk_embed_affine_layer.weight": torch.zeros(1)}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="other.pt is the flow of no stack .dit: Step-Audio2's DiT flow; unet: Cosy"):
         stacks.of_flow(read_state(tmp_path / "other.pt"), tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize("content", [{"a": torch.nn.Linear(2, 2)}, {"a": object}, b"root:x:0:0:root", b"PK\3\4"])
+def test_a_file_of_something_else_is_named_without_torch_s_advice_to_run_it(tmp_path, content):
+    path = tmp_path / "flow.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(ValueError, match="flow.pt is not a file of tensors: ") as error:
+        read_state(path)
+    assert not {"weights_only", "trust", "Weights"} & set(re.findall(r"\w+", str(error.value)))
 
 
 def test_an_empty_file_is_named(tmp_path):

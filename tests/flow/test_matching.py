@@ -59,10 +59,8 @@ def test_a_checkpoint_states_its_solve_next_to_its_flow(tmp_path: Path) -> None:
     ("stated", "words"),
     [
         ('{"steps": 3, "time_grid": [0, 0.5, 1]}', "is not 4 rising times from 0 to 1, for 3 steps"),
-        ('{"steps": 2, "time_grid": [0, 0.5, 0.9]}', "is not 3 rising times"),
         ('{"steps": 2, "time_grid": [0, 1, 1]}', "is not 3 rising times"),
         ('{"steps": 0}', "0 steps and guidance 0.7"),
-        ('{"guidance": -1}', "guidance -1"),
         ('{"guidance": NaN}', "guidance nan"),
         ('{"step": 3}', r"it has \['step'\]; use steps, time_grid and guidance"),
         ("[]", "flow.json"),

@@ -6,8 +6,6 @@ import pytest
 import torch
 from cosyvoice_triton.constants import HOP_SAMPLES
 from cosyvoice_triton.networks.hift import HiFTConfig, fuse_weight_norm, load_hift, split_weight_norm
-from cosyvoice_triton.networks.hift.generator import Past
-from cosyvoice_triton.networks.hift.source import F0_REACH
 
 from tests.parity.fixture import Fixture
 from tests.parity.hift import build
@@ -31,57 +29,6 @@ def checkpoint(fixture, tmp_path):
     return tmp_path / "hift.pt", fixture.weights()
 
 
-def test_rows_of_a_batch_equal_the_same_rows_alone(hift, fixture):
-    torch.manual_seed(1)
-    mel = torch.cat([fixture["in/mel"], torch.randn(2, *fixture["in/mel"].shape[1:])])
-    noise = torch.randn(3, mel.shape[2] * hift.config.hop, hift.config.harmonics + 1)
-    speech, phases = hift(mel, noise)
-    for row in range(3):
-        one = slice(row, row + 1)
-        alone, of_alone = hift(mel[one], noise[one])
-        torch.testing.assert_close(speech[one], alone, atol=1e-4, rtol=0)
-        assert apart(phases[one], of_alone) < 1e-4
-
-
-def apart(phases, others):
-    """The largest difference of phases in cycles; 0.99 and 0.01 are 0.02 apart."""
-    return ((phases - others + 0.5) % 1 - 0.5).abs().max()
-
-
-def test_a_source_continues_from_the_phases_it_had(hift):
-    """Frames with and without voice, before and after the cut."""
-    f0, hop = torch.tensor([[180.0, 0.0, 210.5, 220.0, 0.0, 99.0, 140.0]]), hift.config.hop
-    noise = torch.randn(1, 7 * hop, hift.config.harmonics + 1)
-    whole, phases = hift.m_source(f0, noise)
-    for cut in range(1, 7):
-        source, following = hift.m_source(f0[:, cut:], noise[:, cut * hop :], phases[..., cut - 1])
-        torch.testing.assert_close(source, whole[..., cut * hop :], atol=1e-5, rtol=0)
-        assert apart(following, phases[..., cut:]) < 1e-9
-
-
-@pytest.mark.parametrize("cut", [1, 4, F0_REACH, 17])
-def test_the_pitch_of_a_chunk_is_that_of_the_whole_up_to_its_end(hift, cut):
-    """Near the beginning fewer frames of context exist than f0 depends on; what stands in their place is ignored."""
-    torch.manual_seed(2)
-    mel, hop = torch.randn(1, 80, 30), hift.config.hop
-    noise = torch.zeros(1, 30 * hop, hift.config.harmonics + 1)
-    _, phases = hift(mel, noise)
-    context = torch.full((1, 80, F0_REACH), 7.0)
-    existing = min(cut, F0_REACH)
-    context[..., F0_REACH - existing :] = mel[..., cut - existing : cut]
-    past = Past(torch.tensor([existing]), phases[..., cut - 1])
-    frames = torch.tensor([30 - cut])
-    _, following = hift(torch.cat([context, mel[..., cut:]], dim=2), noise[:, cut * hop :], frames, past)
-    assert apart(following, phases[..., cut:]) < 1e-3
-
-
-def test_one_frame_is_rendered(hift):
-    speech, phases = hift(torch.zeros(1, 80, 1), torch.zeros(1, hift.config.hop, hift.config.harmonics + 1))
-    assert speech.shape == (1, hift.config.hop)
-    assert phases.shape == (1, hift.config.harmonics + 1, 1)
-    assert speech.isfinite().all()
-
-
 def test_a_long_steady_tone_stays_in_phase(hift):
     """After a minute the fundamental is still a sine of exactly f0: dropping whole cycles loses no precision."""
     T, f0, rate, hop = 3000, 123.456, hift.config.sample_rate, hift.config.hop
@@ -94,12 +41,6 @@ def test_a_long_steady_tone_stays_in_phase(hift):
     f0 = float(torch.tensor(f0))
     expected = hift.config.sine_amplitude * torch.sin(2 * torch.pi * f0 / rate * samples)
     torch.testing.assert_close(wave[last], expected, atol=1e-5, rtol=0)
-
-
-def test_unvoiced_frames_are_only_noise(hift):
-    noise = torch.randn(1, 2 * hift.config.hop, hift.config.harmonics + 1)
-    waves, _ = hift.m_source.sines(torch.tensor([[hift.config.voiced_threshold, 0.0]]), noise)
-    torch.testing.assert_close(waves, noise * hift.config.sine_amplitude / 3)
 
 
 @pytest.mark.parametrize("shape", [(1, HOP_SAMPLES * 12 - 1, 9), (1, HOP_SAMPLES * 12, 8), (2, HOP_SAMPLES * 12, 9)])

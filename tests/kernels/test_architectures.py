@@ -1,4 +1,4 @@
-"""Every kernel that serving launches is compiled for every GPU architecture, by Triton's assembler, without a GPU."""
+"""Every kernel that serving launches is compiled for every generation of GPUs, by Triton's assembler, without a GPU."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 import torch
 from cosyvoice_triton import kernels, stacks
 from cosyvoice_triton.kernels.launch import compiled_ahead
-from cosyvoice_triton.kernels.tiles import MULTIPLY_ADD, TENSOR_CORES, ProductTile, Tiles, tiles
+from cosyvoice_triton.kernels.tiles import ProductTile, Tiles
 from cosyvoice_triton.networks.flow import (
     CosyVoice3Flow,
     CosyVoice3FlowConfig,
@@ -29,7 +29,6 @@ from triton.runtime.jit import JITFunction
 from tests.support.kernel_launches import (
     SHARED_KIB,
     Launch,
-    instructions,
     launches,
     pretended,
     shared_memory,
@@ -71,12 +70,6 @@ def too_large(some: list[Launch], capability: int) -> dict[str, int]:
     return {name: need for name, need in needs.items() if need > least * 1024}
 
 
-@pytest.mark.parametrize("capability", SHARED_KIB)
-def test_the_largest_product_compiles_for_every_architecture_and_fits_its_shared_memory(capability: int) -> None:
-    products = [launch for launch in of_each_size(capability) if launch.name == "linear"]
-    assert too_large([max(products, key=elements)], capability) == {}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [75, 80, 90, 100, 120])
 def test_every_kernel_compiles_for_every_generation_and_fits_its_shared_memory(capability: int) -> None:
@@ -92,7 +85,7 @@ def test_the_largest_kernels_of_the_llm_compile_and_fit_the_least_shared_memory(
     assert too_large([largest[name] for name in sorted(decoder(capability))], capability) == {}
 
 
-@pytest.mark.parametrize("capability", [89, 90])
+@pytest.mark.parametrize("capability", [80, 90])
 def test_a_kernel_that_starts_early_waits_for_the_one_before(capability: int) -> None:
     """Compute capability 9.0 is the first that can. A kernel that did not wait would read what is not there yet."""
     for launch in of_each_size(capability):
@@ -101,16 +94,6 @@ def test_a_kernel_that_starts_early_waits_for_the_one_before(capability: int) ->
         code = launch.kernel.src
         reads = (".load(", "_products(", "_moments(", "_rotate_pairs(")
         assert code.index("wait(PDL)") < min(code.index(read) for read in reads if read in code), launch.name
-
-
-def test_memory_that_a_table_names_is_read_and_written_in_wide_pieces() -> None:
-    """The compiler knows the alignment of a tensor, but of an address only if it is told: else it moves two bytes at a
-    time, and keys and values of prompts are most of what attention reads."""
-    kernels_of_tables = [launch for launch in of_each_size(90) if launch.name in ("append", "attend_paged")]
-    assert {launch.name for launch in kernels_of_tables} == {"append", "attend_paged"}
-    for launch in kernels_of_tables:
-        moved = {name for name in instructions(launch, 90) if name.startswith(("LDG", "STG"))}
-        assert moved and not {name for name in moved if name.endswith(("U8", "U16"))}, (launch.name, moved)
 
 
 @pytest.mark.parametrize("D", [8, min(HEAD_CHANNELS), 48])
@@ -180,17 +163,3 @@ def test_a_kernel_that_does_not_compile_is_an_error_after_the_block(monkeypatch:
     with compiled_ahead("nothing"):  # after the error another block can begin
         pass
     assert JITFunction.run is run
-
-
-@pytest.mark.parametrize(
-    ("dtype", "capability", "expected"),
-    [
-        (torch.float16, 75, MULTIPLY_ADD),
-        (torch.float16, 80, TENSOR_CORES),
-        (torch.bfloat16, 120, TENSOR_CORES),
-        (torch.float32, 90, MULTIPLY_ADD),
-    ],
-)
-def test_products_that_no_tensor_core_computes_have_small_tiles(dtype, capability, expected) -> None:
-    with pretended(capability):
-        assert tiles(dtype) is expected

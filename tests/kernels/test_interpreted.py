@@ -5,20 +5,7 @@ import sys
 import pytest
 
 # Of tests/support/interpreted_kernels.py, which Triton's interpreter runs on the CPU, each in a process of its own.
-COMPARISONS = (
-    "snake",
-    "tma",
-    "layers",
-    "outliers",
-    "tma_layers",
-    "unet",
-    "encoder",
-    "hift",
-    "rotary",
-    "dit",
-    "int8",
-    "steps",
-)
+COMPARISONS = "snake tma layers outliers tma_layers unet encoder hift rotary dit int8 steps".split()
 
 
 @pytest.mark.parametrize("comparison", COMPARISONS)

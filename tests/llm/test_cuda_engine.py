@@ -8,18 +8,15 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from cosyvoice_triton.llm.engines.cuda.decoder import Decoder, padded_rows, padded_tokens
+from cosyvoice_triton.llm.engines.cuda.decoder import Decoder
 from cosyvoice_triton.llm.engines.cuda.engine import load_engine
 from cosyvoice_triton.llm.engines.cuda.operations import FAULT, NOTHING, PAGE, Plain
 from cosyvoice_triton.llm.engines.cuda.scheduler import PromptPiece
 from cosyvoice_triton.llm.engines.cuda.weights import Weights
 from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources, candidate_ids
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
-from cosyvoice_triton.profiles import H200
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
-
-from tests.support.recorded import Recorded
 
 GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0}
 RAS = {"temperature": 1.0, "top_p": 0.8, "top_k": 25, "repetition_penalty": 1.0}
@@ -204,41 +201,6 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(weights):
     assert (found[:, [0, 2]] == expected[2:, [0, 2]]).all()
 
 
-class FullTables(Plain):
-    """Attention that reads as many pages for short sequences as for the longest."""
-
-    def attend(self, q, metadata, layer):
-        longest = metadata.block_tables.shape[1] * PAGE - 1
-        slots = torch.cat([metadata.slots, metadata.slots.new_full((1,), len(metadata.block_tables) - 1)])
-        positions = torch.cat([metadata.positions, metadata.positions.new_full((1,), longest)])
-        whole = dataclasses.replace(metadata, slots=slots, positions=positions)
-        return super().attend(torch.cat([q, q[:1]]), whole, layer)[:-1]
-
-
-def test_one_recorded_step_serves_every_batch_like_the_plain_one(weights):
-    """As a CUDA graph does: all sampling, growing sequences, rows that end, slots that change."""
-    requests = [
-        request_of([1, 2, 3], **RAS, ras_window=10, seed=1, max_tokens=9),
-        request_of(list(range(90)), temperature=0.9, top_k=5, repetition_penalty=1.2, seed=2, min_tokens=20),
-        request_of([5], **GREEDY),
-        request_of([6, 7], temperature=0.7, top_p=0.5, seed=4),
-    ]
-    plain, recorded = Slots(weights, requests), Slots(weights, requests, FullTables())
-    for served in (plain, recorded):
-        served.set_batch([3, 3])
-    graph = Recorded()
-    with graph:
-        recorded.decoder._step(2)
-    plain.decoder._step(2)
-    recorded.decoder._run_step = lambda rows: graph.replay()
-    for batch in ([0, 1], [2, 3], [1, 0], [3]):
-        for served in (plain, recorded):
-            served.set_batch([*batch, *[len(requests)] * (2 - len(batch))])
-        expected = plain.step(7)
-        assert (recorded.step(7) == expected).all()
-    assert (expected[:, 1] == NOTHING).all()
-
-
 def load(directory, tokenizer, gib, requests=2):
     return load_engine(directory, tokenizer, requests, Resources(gib, 0.5, "KIND_CPU"))
 
@@ -288,10 +250,3 @@ def test_another_model_is_an_error(llm_dir, tokenizer, tmp_path, change, message
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         load(tmp_path, tokenizer, 1.0)
-
-
-def test_the_sizes_of_graphs():
-    assert [padded_rows(rows) for rows in (1, 3, 17, 32, 33, 65)] == [1, 4, 32, 32, 64, 96]
-    assert [padded_tokens(tokens) for tokens in (1, 65, 1024, 1025, 2048, 2049)] == [64, 128, 1024, 1280, 2048, 2304]
-    sizes = {padded_tokens(tokens) for tokens in range(1, H200.llm.max_prefill_tokens + 1)}
-    assert max(sizes) == H200.llm.max_prefill_tokens and len(sizes) == 28

@@ -4,9 +4,8 @@ import asyncio
 import importlib
 import importlib.util
 import json
-from contextlib import aclosing
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from cosyvoice_triton.config import planned_llm_gib
@@ -47,21 +46,6 @@ def test_tokens_and_the_finish_reason_are_returned(engine, tokenizer):
     assert engine.live == 0
 
 
-def test_two_hundred_cancellations_leave_no_live_request(engine, tokenizer):
-    async def run():
-        for i in range(200):
-            async with aclosing(engine.generate(make_request(tokenizer, max_tokens=50))) as chunks:
-                reader = asyncio.ensure_future(anext(chunks))
-                for _ in range(i % 4):
-                    await asyncio.sleep(0)
-                reader.cancel()
-                await asyncio.wait({reader})
-
-    asyncio.run(run())
-    assert engine.live == 0
-    assert not engine._llm.live
-
-
 def test_one_request_too_many_is_rejected(engine, tokenizer):
     async def run():
         live = [engine.generate(make_request(tokenizer)) for _ in range(MAX_REQUESTS)]
@@ -71,16 +55,10 @@ def test_one_request_too_many_is_rejected(engine, tokenizer):
             await collect(engine, make_request(tokenizer))
         for chunks in live:
             await chunks.aclose()
+        assert engine.live == 0 and not engine._llm.live
         await collect(engine, make_request(tokenizer))
 
     asyncio.run(run())
-
-
-def test_a_request_beyond_the_context_is_an_error_with_the_numbers(engine, tokenizer):
-    request = GenerationRequest(np.full(3500, 5), Sampling(max_tokens=750), tokenizer.end_ids)
-    with pytest.raises(ValueError, match="3500 prompt tokens and 750 new ones exceed the LLM's context of 4096"):
-        asyncio.run(collect(engine, request))
-    assert engine.live == 0
 
 
 @pytest.mark.parametrize(
@@ -170,7 +148,9 @@ def test_auto_takes_the_best_engine_that_reads_the_directory(install, llm_dir, g
     ],
 )
 def test_a_huggingface_directory_is_rendered_where_an_engine_reads_it(monkeypatch, installed, kind, gpu, expected):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == installed or None)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: SimpleNamespace(origin="") if name == installed else None
+    )
     monkeypatch.setattr(loading, "has_gpu", lambda: gpu)
     assert loading.reads_huggingface(kind) == expected
 
@@ -199,15 +179,6 @@ def test_a_directory_without_a_model_is_an_error(tmp_path, tokenizer):
         load_engine("auto", tmp_path, tokenizer, 1)
 
 
-@pytest.mark.parametrize("name", sorted(FAKES))
-def test_a_checkpoint_without_speech_tokens_is_an_error_at_load(name, install, llm_dir, tokenizer, tmp_path):
-    install(name)
-    config = json.loads((llm_dir / "config.json").read_text()) | {"vocab_size": 500}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="vocabulary of 500, too small for the tokenizer's speech and end tokens"):
-        load_engine(name, tmp_path, tokenizer, 1)
-
-
 def test_built_engines_are_served_with_their_own_limits(install, tokenizer, tmp_path):
     install("tensorrt_llm")
     build = {"pretrained_config": {"vocab_size": 6826}, "build_config": {"max_seq_len": 100}}
@@ -222,3 +193,10 @@ def test_built_engines_are_served_with_their_own_limits(install, tokenizer, tmp_
 def test_only_the_engine_cuda_can_be_given_another_gpu(genai_dir, tokenizer):
     with pytest.raises(ValueError, match="'llm_gpu' 1 is for the engine cuda; onnxruntime_genai"):
         load_engine("onnxruntime_genai", genai_dir, tokenizer, 1, gpu=1)
+
+
+def test_a_folder_of_a_library_s_name_is_not_the_library(tmp_path, monkeypatch):
+    (tmp_path / "no_such_library").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.util.find_spec("no_such_library") is not None
+    assert not loading._is_installed("no_such_library") and loading._is_installed("json")

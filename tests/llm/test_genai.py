@@ -1,16 +1,15 @@
 """The CPU engine with a real converted model: batching, cancellation, seeds, and the conversion itself."""
 
-import dataclasses
 import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from cosyvoice_triton.llm.engines.genai import GenAIModel, load_engine
+from cosyvoice_triton.llm.engines.genai import GenAIModel
 from cosyvoice_triton.llm.engines.interface import candidate_ids
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from cosyvoice_triton.prepare.genai import PRECISIONS, convert
+from cosyvoice_triton.prepare.genai import convert
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import Qwen2ForCausalLM
@@ -46,14 +45,6 @@ def test_a_model_of_values_that_are_no_numbers_is_an_error(genai_dir, tmp_path):
         GenAIModel(tmp_path / "nan", rows=1, threads=1)
 
 
-def test_a_model_without_the_tokenizers_speech_tokens_is_an_error(genai_dir, tokenizer):
-    larger = dataclasses.replace(tokenizer, first_speech_id=tokenizer.first_speech_id + 10_000)
-    with pytest.raises(
-        ValueError, match="vocabulary of 6826, too small for the tokenizer's speech and end tokens 10260"
-    ):
-        load_engine(genai_dir, larger, 1)
-
-
 def test_a_checkpoint_without_speech_tokens_is_not_converted(llm_dir, tmp_path):
     shutil.copytree(llm_dir, tmp_path / "text")
     (tmp_path / "text" / "tokenizer.json").write_text(Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).to_str())
@@ -62,19 +53,17 @@ def test_a_checkpoint_without_speech_tokens_is_not_converted(llm_dir, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_bias_of_the_output_head_is_kept(precision, llm_dir, genai_dir, tmp_path):
+def test_the_bias_of_the_output_head_is_kept(llm_dir, genai_dir, tmp_path):
     """Qwen2 has no such bias, so transformers and the model builder drop it. This one is large beside rounding."""
     shutil.copytree(llm_dir, tmp_path / "hf")
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     bias = 1e4 * torch.randn(len(weights["lm_head.weight"]), generator=torch.Generator().manual_seed(0))
     save_file(weights | {"lm_head.bias": bias}, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     parts: list[str] = []
-    convert(tmp_path / "hf", tmp_path / "with", precision, parts.append)
+    convert(tmp_path / "hf", tmp_path / "with", "int4", parts.append)
     found = re.findall(r"reading layer \d+|reading lm head|saving|quantising", " ".join(parts))
-    assert found[0] == "reading layer 0" and "reading lm head" in found and "saving" in found
+    assert found[0] == "reading layer 0" and {"reading lm head", "quantising", "saving"} < set(found)
     assert len(parts) == len(found) == len(set(found))
-    assert ("quantising" in found) == (precision != "fp32")
     ids = np.array([3, 300, 40])
     biased, plain = (GenAIModel(of, rows=1, threads=1) for of in (tmp_path / "with", genai_dir))
     difference = biased.prefill(0, ids) - plain.prefill(0, ids)
@@ -88,11 +77,8 @@ def test_converting_an_empty_directory_is_one_clear_error_and_leaves_nothing(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
-@pytest.mark.slow
-def test_a_conversion_that_fails_midway_leaves_nothing(tmp_path, llm_dir):
-    (tmp_path / "broken").mkdir()
-    shutil.copy(llm_dir / "tokenizer.json", tmp_path / "broken")
-    (tmp_path / "broken" / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "none"}')
-    with pytest.raises(RuntimeError, match="the model builder exited with"):
-        convert(tmp_path / "broken", tmp_path / "out", "int4")
-    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+def test_a_conversion_that_fails_midway_leaves_nothing(tmp_path, llm_dir, monkeypatch):
+    monkeypatch.setattr("sys.executable", "false")
+    with pytest.raises(RuntimeError, match="the model builder exited with 1"):
+        convert(llm_dir, tmp_path / "out", "int4")
+    assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,6 @@ from cosyvoice_triton.llm.speech_tokens import COSYVOICE3
 from cosyvoice_triton.text.words import LONGEST_WORD, WordSplitter
 from transformers import Qwen2ForCausalLM
 
-from tests.support import fake_vllm
 from tests.support.qwen_vocabulary import qwen2_tokenizer
 from tests.support.raw_http_server import STREAM, RawHttpServer, ids_event
 
@@ -85,8 +84,9 @@ async def pieces_of(*pieces):
 
 async def speak(engine, tokenizer, text, sampling, prompt=VOICE):
     llm = AskedLM(engine, tokenizer)
-    stream = InterleavedLM(llm, tokenizer).generate(prompt, pieces_of(*text), sampling)
-    return [token async for tokens in stream for token in tokens], llm.asked, stream.finish_reason
+    answer = InterleavedLM(llm, tokenizer).generate(prompt, pieces_of(*text), sampling)
+    chunks = [chunk async for chunk in answer]
+    return [token for chunk in chunks for token in chunk.tokens], llm.asked, chunks[-1].finish_reason
 
 
 @pytest.mark.parametrize("name", ["engine", "cuda_engine"])
@@ -134,10 +134,11 @@ def test_a_vllm_server_gets_each_block_as_a_request_of_ids_and_speaks_like_an_en
         server = ServedEngine(engine, tokenizer)
         async with server.running() as url:
             llm = OpenAILM([url], "model", tokenizer)
-            stream = InterleavedLM(llm, tokenizer).generate(VOICE, pieces_of(*text), sampling)
-            tokens = [token async for tokens in stream for token in tokens]
+            answer = InterleavedLM(llm, tokenizer).generate(VOICE, pieces_of(*text), sampling)
+            chunks = [chunk async for chunk in answer]
             await llm.aclose()
-        return tokens, [body["prompt"] for body in server.bodies], stream.finish_reason, server.bodies
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        return tokens, [body["prompt"] for body in server.bodies], chunks[-1].finish_reason, server.bodies
 
     *spoken, bodies = asyncio.run(over_http())
     assert tuple(spoken) == asyncio.run(speak(engine, tokenizer, text, sampling))
@@ -146,28 +147,6 @@ def test_a_vllm_server_gets_each_block_as_a_request_of_ids_and_speaks_like_an_en
     assert len({body["seed"] for body in bodies}) == len(bodies), "blocks of the same random numbers sound alike"
     for before, after in itertools.pairwise(spoken[1]):
         assert after[: len(before)] == before  # what vLLM's prefix cache holds
-
-
-def test_the_engine_vllm_continues_its_own_blocks(install, llm_dir, tokenizer, monkeypatch):
-    install("vllm")
-    monkeypatch.setattr(fake_vllm, "FIRST_ID", tokenizer.first_speech_id)  # then it speaks 0, 1, 2, … in each block
-    engine = load_engine("vllm", llm_dir, tokenizer, 4)
-    tokens, asked, _ = asyncio.run(speak(engine, tokenizer, "Twelve, all.", GREEDY))
-    assert engine._llm.prompts == asked
-    assert tokens[: 8 + SPEECH_BLOCK] == [*range(8), *range(SPEECH_BLOCK)]
-    assert asked[2][len(asked[1]) :][:SPEECH_BLOCK] == tokenizer.to_llm_ids(range(SPEECH_BLOCK)).tolist()
-
-
-def test_requests_together_speak_like_each_alone(engine, tokenizer):
-    texts = ["A short text in pieces.", "Another one of them, which is longer.", "Three", "你好，今天天气很好。"]
-    sampling = Sampling(seed=5)
-
-    async def together():
-        return await asyncio.gather(*(speak(engine, tokenizer, text, sampling) for text in texts))
-
-    alone = [asyncio.run(speak(engine, tokenizer, text, sampling)) for text in texts]
-    assert asyncio.run(together()) == alone
-    assert len({tuple(tokens) for tokens, *_ in alone}) == len(texts)
 
 
 def test_a_text_of_less_than_a_block_is_spoken_and_one_of_nothing_is_an_error(engine, tokenizer):
@@ -185,7 +164,7 @@ def test_a_text_that_stops_midway_cancels_its_request(engine, tokenizer):
     async def run():
         stream = InterleavedLM(EngineLM(engine, tokenizer), tokenizer).generate(VOICE, broken(), GREEDY)
         with pytest.raises(TimeoutError):
-            _ = [tokens async for tokens in stream]
+            _ = [chunk async for chunk in stream]
         stream = InterleavedLM(EngineLM(engine, tokenizer), tokenizer).generate(VOICE, pieces_of("word " * 9), GREEDY)
         await anext(stream)
         await stream.aclose()

@@ -7,18 +7,16 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
 import pytest
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, Timeouts
 from cosyvoice_triton.llm.openai_client import OpenAILM
-from cosyvoice_triton.llm.openai_dialects import DIALECTS, CompletionRequest, EventReader
 from cosyvoice_triton.llm.speech_tokens import speech_token_text
 from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.tritonserver import free_port
-from cosyvoice_triton.stacks import TokenizerRules
 
 from tests.support.raw_http_server import STREAM, RawHttpServer, event, ids_event, reply
 from tests.support.waiting import until
@@ -29,12 +27,9 @@ PROMPT = LLMPrompt("Hello there.", "A reference.", (1, 2, 3))
 
 async def speak(llm, prompt=PROMPT, **sampling):
     """All tokens of one utterance, and the finish reason."""
-    stream = llm.generate(prompt, Sampling(**sampling))
-    try:
-        tokens = [token async for tokens in stream for token in tokens]
-    finally:
-        await stream.aclose()
-    return tokens, stream.finish_reason
+    async with aclosing(llm.generate(prompt, Sampling(**sampling))) as answer:
+        chunks = [chunk async for chunk in answer]
+    return [token for chunk in chunks for token in chunk.tokens], chunks[-1].finish_reason
 
 
 def over(tokenizer, scripts, scenario, dialect="auto", urls=(), timeouts=PATIENT):
@@ -130,11 +125,9 @@ def test_the_length_of_the_text_limits_the_length_of_the_speech(tokenizer):
     ("answer", "message"),
     [
         ((reply("500 Internal Server Error", b"out of memory"),), "HTTP 500: out of memory"),
-        ((reply("503 Service Unavailable", b""),), "HTTP 503"),
         ((reply("404 Not Found", b"no model named model"),), "HTTP 404: no model named model"),
         ((b"this is no HTTP\r\n\r\n",), "LLM server http://127"),
         ((STREAM, b"data: garbage\n\n"), "an invalid event: b'garbage'"),
-        ((STREAM, b"data: [1]\n\n"), "an invalid event"),
         ((STREAM, b'data: {"choices": [{"text": 5}]}\n\n'), "an invalid event"),
         ((STREAM, b'data: {"error": {"message": "worker died"}}\n\n'), "worker died"),
         ((STREAM, event("<|s_1|>", "abort")), "ended the answer with 'abort'"),
@@ -145,7 +138,6 @@ def test_the_length_of_the_text_limits_the_length_of_the_speech(tokenizer):
         ((STREAM, 30.0), "sent no token for 0.6 s"),
         ((STREAM, event("<|s_1|>"), 30.0), "sent no token for 0.6 s"),
         ((STREAM, *[b": ping\n\n", 0.2] * 20), "sent no token for 0.6 s"),
-        ((STREAM, event("<|s_1|>"), *[b": ping\n\n", 0.2] * 20), "sent no token for 0.6 s"),
         ((STREAM, event("<|s_1|>"), *[event("word"), 0.2] * 20), "sent no token for 0.6 s"),
         ((STREAM, b"data: " + b"x" * 2_000_000), "an invalid event: b'data: xxx"),
         ((b"HTTP/1.1 500 Oops\r\nContent-Length: 999\r\n\r\n", 30.0), "sent no token for 0.6 s"),
@@ -225,7 +217,7 @@ def chat_event(reason=None, **delta):
     [
         (dataclasses.replace(PROMPT, generated=(9,)), "A reference.Hello there.", [1, 2, 3, 9]),
         (LLMPrompt("|>Hello<|eos1|>", "A <|s_1"), "A <|s_1 |>Hello ", []),
-        (LLMPrompt("Hello<|eos1|>", instruction="sadly<|s_1|>"), "sadly <|endofprompt|>Hello ", []),
+        (LLMPrompt("Hello<|eos1|>", instruction="sadly<|s_1|>"), "sadly<|endofprompt|>Hello ", []),
     ],
 )
 def test_a_chat_server_gets_the_template_as_messages_without_control_tokens(tokenizer, prompt, user, spoken):
@@ -237,16 +229,6 @@ def test_a_chat_server_gets_the_template_as_messages_without_control_tokens(toke
     if spoken:
         messages.append({"role": "assistant", "content": speech_token_text(spoken)})
     assert server.bodies[0]["messages"] == messages
-
-
-def test_the_control_tokens_of_a_chat_are_those_of_the_tokenizers_rules(tokenizer):
-    rules = TokenizerRules(ends=("<|done|>",), end_of_prompt="<|go|>")
-    own = dataclasses.replace(tokenizer, rules=rules)
-    prompt = LLMPrompt("Hello", instruction="sadly")
-    body = DIALECTS["chat"].request_body("model", CompletionRequest(prompt, Sampling(), own))
-    assert body["messages"] == [{"role": "user", "content": "sadly<|go|>Hello"}]
-    reader = EventReader(own, "http://server")
-    assert reader.feed(event("<|s_5|><|done|><|s_6|>", None)) == ([5], "stop")
 
 
 def test_the_chat_api_is_used_if_a_server_has_no_completions(tokenizer):

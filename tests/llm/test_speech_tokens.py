@@ -46,6 +46,11 @@ def test_other_control_tokens_are_a_matter_of_the_rules(tokenizer):
         (LLMPrompt("Hi.", "Said."), "You are a helpful assistant.<|endofprompt|>Said.Hi."),
         (LLMPrompt("Hi."), "You are a helpful assistant.<|endofprompt|>Hi."),
         (LLMPrompt("Hi.", instruction="Whisper."), "You are a helpful assistant. Whisper.<|endofprompt|>Hi."),
+        (LLMPrompt("Hi.", "Said.", (), "Whisper."), "You are a helpful assistant. Whisper.<|endofprompt|>Said.Hi."),
+        (
+            LLMPrompt("Hi.", instruction="You are a helpful assistant.<|endofprompt|>"),
+            "You are a helpful assistant.<|endofprompt|>Hi.",
+        ),
         (
             LLMPrompt("Hi.", instruction="You are a helpful assistant. Whisper.<|endofprompt|>"),
             "You are a helpful assistant. Whisper.<|endofprompt|>Hi.",
@@ -163,7 +168,7 @@ def test_control_tokens_in_the_text_never_reach_the_llm(tokenizer, prompt):
 def test_an_instruction_ends_with_its_token_and_contains_no_other_control_token(tokenizer):
     end = COSYVOICE2.end_of_prompt
     prompt = LLMPrompt("Target" + end, instruction="sadly<|s_1|>" + end)
-    assert tokenizer.prompt_string(prompt) == "<|sos|>sadly  <|endofprompt|>Target <|task_id|>"
+    assert tokenizer.prompt_string(prompt) == "<|sos|>sadly<|endofprompt|>Target <|task_id|>"
     ids = tokenizer.encode_prompt(prompt).tolist()
     assert ids.count(tokenizer.tokenizer.token_to_id(end)) == 1
     assert ids == encode(tokenizer, tokenizer.prompt_string(prompt))

@@ -92,7 +92,7 @@ def test_an_answer_in_parts_equals_the_whole_answer(engine, tokenizer, prompt):
     async def speak(generated, max_tokens):
         continued = dataclasses.replace(prompt, generated=tuple(generated))
         answer = llm.generate(continued, Sampling(temperature=0, max_tokens=max_tokens))
-        return [token async for tokens in answer for token in tokens]
+        return [token async for chunk in answer for token in chunk.tokens]
 
     whole = asyncio.run(speak([], 100))
     parts = []

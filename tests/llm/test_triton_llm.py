@@ -1,6 +1,7 @@
 """The client of the `tensorrt_llm` model, over a fake of Triton's response streams."""
 
 import asyncio
+from contextlib import aclosing
 
 import numpy as np
 import pytest
@@ -37,15 +38,12 @@ class ScriptedModel:
             self.open_streams -= 1
 
 
-def speak(model, tokenizer, generated=(), **sampling):
+def speak(model, tokenizer, generated=(), silent_tokens=(), **sampling):
     async def run():
-        prompt = LLMPrompt("Hi", "Ref", (1,), generated=generated)
-        stream = TritonLM(model, tokenizer, QUICK).generate(prompt, Sampling(**sampling))
-        try:
-            groups = [tokens async for tokens in stream]
-        finally:
-            await stream.aclose()
-        return groups, stream.finish_reason
+        prompt = LLMPrompt("Hi", "Ref", (1,), generated=generated, silent_tokens=silent_tokens)
+        async with aclosing(TritonLM(model, tokenizer, QUICK).generate(prompt, Sampling(**sampling))) as answer:
+            chunks = [chunk async for chunk in answer]
+        return [chunk.tokens for chunk in chunks if chunk.tokens], chunks[-1].finish_reason
 
     return asyncio.run(run())
 
@@ -97,6 +95,8 @@ def test_what_has_no_tensor_is_sent_as_request_parameters(tokenizer):
     speak(model, tokenizer)
     speak(model, tokenizer, ras_window=10)
     assert not {"seed", "random_seed"} & set(model.requests[0])
+    speak(model, tokenizer, silent_tokens=(4, 7))
+    assert model.parameters.pop()["silent_ids"] == " ".join(str(tokenizer.first_speech_id + token) for token in (4, 7))
     hints = {"urgent_tokens": "18", "played": "0"}
     assert model.parameters == [hints, {**hints, "ras_window": "10", "ras_tau": "0.1"}]
 
@@ -108,7 +108,7 @@ def test_the_c_plus_plus_backend_gets_a_bias_and_a_seed_and_no_repetition_aware_
     async def run(**sampling):
         model = ScriptedModel([tokenizer.end_ids[0]])
         stream = TritonLM(model, tokenizer, QUICK, bias=bias).generate(LLMPrompt("Hi"), Sampling(**sampling))
-        assert [tokens async for tokens in stream] == []
+        assert [chunk.tokens async for chunk in stream] == [[], []]
         return model
 
     models = asyncio.run(run()), asyncio.run(run())
@@ -120,15 +120,17 @@ def test_the_c_plus_plus_backend_gets_a_bias_and_a_seed_and_no_repetition_aware_
         asyncio.run(run(ras_window=10))
 
 
-@pytest.mark.parametrize("error", [RuntimeError("stub died"), UnavailableError("full")])
-def test_a_failing_model_is_unavailable(tokenizer, error):
-    with pytest.raises(UnavailableError, match=str(error)):
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (RuntimeError("stub died"), UnavailableError),
+        (UnavailableError("full"), UnavailableError),
+        (ValueError("5000 tokens exceed the LLM's context"), ValueError),
+    ],
+)
+def test_a_failing_model_is_unavailable_and_a_rejected_request_a_value_error(tokenizer, error, raised):
+    with pytest.raises(raised, match=str(error)):
         speak(ScriptedModel([tokenizer.first_speech_id], error), tokenizer)
-
-
-def test_a_rejected_request_is_a_value_error(tokenizer):
-    with pytest.raises(ValueError, match="exceed the LLM's context"):
-        speak(ScriptedModel(ValueError("5000 tokens exceed the LLM's context")), tokenizer)
 
 
 @pytest.mark.parametrize("before", [0, 1])

@@ -10,11 +10,9 @@ from cosyvoice_triton.llm.engines.interface import GenerationRequest, candidate_
 from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.llm.sampler import RequestSampler
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from safetensors.torch import save_file
 
 from tests.support import fake_vllm
 from tests.support.fake_vllm import BatchUpdate
-from tests.support.recorded import Recorded
 
 GREEDY = {"temperature": 0.0}
 FREE = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
@@ -88,18 +86,6 @@ def peaked(batch, *columns):
     return logits
 
 
-def test_the_learned_bias_of_the_head_is_added(processor_class, llm_dir, tmp_path):
-    for file in llm_dir.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    bias = torch.zeros(read_limits(llm_dir).vocab_size)
-    bias[int(candidate_ids(LLMTokenizer.from_dir(llm_dir))[9])] = 9.0
-    bias[0] = 100.0  # text stays excluded
-    save_file({"lm_head.bias": bias}, tmp_path / "bias.safetensors")
-    batch = Batch(processor_class, tmp_path, torch.device("cpu"))
-    batch.add(**GREEDY)
-    assert batch.step(peaked(batch, 3)) == [9]
-
-
 def test_the_penalty_counts_prompt_and_sampled_tokens_of_the_own_request(batch):
     first = int(batch.candidates[0])
     batch.add(**GREEDY, repetition_penalty=2.0, prompt=[first + 7, 3])
@@ -136,13 +122,6 @@ def test_tokens_that_vllm_discards_do_not_count(batch):
     assert batch.step(logits)[0] == 4
 
 
-def test_tokens_that_vllm_has_not_read_back_yet_count(batch):
-    batch.add(**GREEDY, repetition_penalty=2.0)
-    assert batch.step(peaked(batch, 3, 4, 5)) == [3]
-    batch.ids[0][-1] = -1
-    assert batch.step(peaked(batch, 3, 4, 5)) == [4]
-
-
 def test_a_request_that_is_added_again_keeps_its_tokens(batch):
     batch.add(**GREEDY, repetition_penalty=2.0, prompt=[int(batch.candidates[3])])
     assert batch.step(peaked(batch, 3, 4, 5)) == [4]
@@ -154,16 +133,6 @@ def test_a_request_that_is_added_again_keeps_its_tokens(batch):
     batch.remove(0)
     batch.add(**GREEDY, repetition_penalty=2.0, output=output)
     assert batch.step(peaked(batch, 4, 5)) == [5]  # 4 is not the last one
-
-
-def test_a_request_that_is_added_again_keeps_its_window(batch):
-    batch.add({"ras_window": 64, "ras_tau": 0.01}, **(FREE | {"top_k": 1}))
-    for _ in range(40):
-        batch.step(peaked(batch, 7))
-    output = batch.ids[0]
-    batch.remove(0)
-    batch.add({"ras_window": 64, "ras_tau": 0.01}, **(FREE | {"top_k": 1}), output=output)
-    assert [batch.step(peaked(batch, 7)) == [7] for _ in range(26)] == [False] * 25 + [True]
 
 
 @pytest.mark.parametrize(
@@ -180,33 +149,6 @@ def test_a_seed_gives_the_tokens_of_the_other_engines(batch, sampling):
     other.start(0, GenerationRequest(np.array([3]), of, tuple(batch.end_ids)))
     for _ in range(30):
         assert [batch.candidates[column] for column in batch.step(logits)] == other.sample([0], logits[None])
-
-
-def test_one_recorded_step_serves_every_batch_like_the_plain_one(processor_class, llm_dir):
-    """With and without RAS, with seeds, penalties and greedy requests, in one batch and in changing ones."""
-    plain, recorded = (Batch(processor_class, llm_dir, torch.device("cpu")) for _ in range(2))
-    processor = recorded._processor
-    processor._graphs = {2: Recorded()}
-    with processor._graphs[2]:
-        processor._step(2, 64)
-    processor._step = None
-    logits = np.random.default_rng(3).normal(0, 2, plain.width)
-
-    def both(change):
-        results = [change(batch) for batch in (plain, recorded)]
-        assert results[0] == results[1]
-
-    for index, (extra_args, sampling) in enumerate(
-        [
-            ({"ras_window": 10}, RAS | {"seed": 1}),
-            (None, {"repetition_penalty": 1.3, "top_k": 50, "seed": 2}),
-            ({"ras_window": 64, "ras_tau": 0.05}, RAS | {"seed": 3, "min_tokens": 9}),
-            (None, GREEDY),
-        ]
-    ):
-        both(lambda batch: batch.add(extra_args, **sampling, index=index % 2))  # noqa: B023
-        if index:
-            both(lambda batch: [batch.step(logits, discarded=(0,) if step == 5 else ()) for step in range(12)])
 
 
 def test_vllm_itself_samples_greedily(processor_class):
@@ -227,9 +169,7 @@ def test_vllm_itself_samples_greedily(processor_class):
     [
         ({"extra_args": {"ras_window": "ten"}}, "ras_window"),
         ({"extra_args": {"ras_window": 10.0}}, "ras_window 10.0 is not an integer"),
-        ({"extra_args": {"speech_sampling": {"seed": "1"}}}, "speech_sampling"),
         ({"extra_args": {"speech_sampling": {"seed": 1.5}}}, "seed 1.5 is not an integer"),
-        ({"extra_args": {"ras_window": -1}}, "ras_window -1 is out of range"),
         ({"extra_args": {"ras_window": 65}}, "ras_window 65 is out of range: 0..64"),
         ({"extra_args": {"speech_sampling": {"colour": 1}}}, "colour"),
         ({"extra_args": {"speech_sampling": 3}}, "speech_sampling 3"),

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from cosyvoice_triton.load.measure import CANCELLED, RequestOutcome, Run
+from cosyvoice_triton.load.measure import RequestOutcome, Run
 from cosyvoice_triton.load.report import closing_lines, disaggregated_table, markdown_tables, rtf_text, statistics_text
 from cosyvoice_triton.load.statistics import ModelTimes, between, token2wav_counters, token2wav_figures
 from cosyvoice_triton.server.tritonserver import free_port
@@ -48,18 +48,6 @@ def test_the_report_of_a_run_without_answers_has_no_figures() -> None:
     assert "No first chunk latency data collected." in rtf_text(nothing)
     assert closing_lines(nothing) == ["0 requests answered, 0 failed, 3 not sent"]
     assert "| 1 | 0 | 0 | 0 | 3 |" in markdown_tables([nothing], "Concurrent Tasks")
-
-
-def test_a_run_of_minutes_has_a_table_of_its_latencies_and_memory() -> None:
-    """The requests of the second minute are heard late, one of them was left."""
-    outcomes = [
-        RequestOutcome(str(at), "s:1", at, (0.1 * (1 + at // 60),), (24_000,), 1.0, CANCELLED * (at == 70), silence=0.0)
-        for at in range(0, 120, 10)
-    ]
-    memory = [(at, {"nv_gpu_memory_used_bytes": (2 + at / 60) * 2**30}) for at in (0.0, 30.0, 90.0)]
-    table = markdown_tables([{"label": 1, **Run(outcomes, elapsed=111.0, memory=memory).figures()}], "Rate")
-    assert "| 1 | 1 | 6 | 0 | 0 | 0 | 100.0 % | 100.00 | 100.00 | 2.50 |" in table
-    assert "| 1 | 2 | 6 | 0 | 0 | 1 | 100.0 % | 200.00 | 200.00 | 3.50 |" in table
 
 
 def test_refusals_are_no_errors_and_their_time_is_reported() -> None:

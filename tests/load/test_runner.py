@@ -1,14 +1,12 @@
 """The load generator against a stub that sends chunks on a schedule, so that the expected latencies are known."""
 
-import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
-import tritonclient.grpc.aio as triton
-from cosyvoice_triton import samples, stacks
+from cosyvoice_triton import samples
 from cosyvoice_triton.bench import load as benchmark
 from cosyvoice_triton.cli import client_grpc
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load import runner
-from tritonclient.grpc import InferInput
 
 from tests.conftest import ROOT
 from tests.support.triton_stub import StubProcess, stub_process
@@ -91,46 +87,7 @@ def test_arrival_times_are_reported_and_complete_audio_is_written(
     assert (tmp_path / "log" / "stats_summary-texts.txt").exists()
     assert (tmp_path / "log" / "summary.png").stat().st_size > 10_000
     captured = capsys.readouterr()
-    assert "3 requests answered, 0 failed, 0 not sent" in captured.out and "first chunk p50" in captured.err
-
-
-def test_latencies_at_200_streams_are_those_of_a_client_that_does_nothing_else(
-    stub: StubProcess, tmp_path: Path
-) -> None:
-    """Within 5 ms. One of three attempts must pass, because other processes on the machine delay either client."""
-    rows = manifest(tmp_path, ["Hello."])
-    more = ("--manifest-path", rows, "--num-tasks", 200, "--num-requests", 200, "--warmup-requests", 50)
-    late = []
-    for attempt in range(3):
-        assert client_grpc.main(command(stub, tmp_path / str(attempt), *more)) == 0
-        ours, bare = lateness(summary(tmp_path / str(attempt))), asyncio.run(bare_lateness(stub.address, 200))
-        late.append([round(float(np.percentile(np.abs(both), 95)), 1) for both in (ours, bare)])
-        if late[-1][0] <= late[-1][1] + 5:
-            return
-    percentiles = f"95th percentiles of the lateness, ours and of a client that does nothing else: {late} ms"
-    if os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
-        pytest.skip(f"{percentiles}, but other processes use the machine: its load is {os.getloadavg()[0]:.0f}")
-    pytest.fail(percentiles)
-
-
-async def bare_lateness(address: str, tasks: int) -> np.ndarray:
-    """Lateness (tasks, chunks) in ms of as many requests at once, by a client that only reads the clock."""
-    texts = np.array([["Hello."]], dtype=object)
-    text = InferInput("target_text", [1, 1], "BYTES").set_data_from_numpy(texts)
-
-    async def stream(connection: triton.InferenceServerClient) -> list[float]:
-        begun, arrivals = time.perf_counter(), []
-
-        async def requests() -> AsyncIterator[dict[str, Any]]:
-            yield {"model_name": stacks.DEFAULT.orchestrator, "inputs": [text]}
-
-        async for _result, error in connection.stream_infer(requests()):
-            assert error is None
-            arrivals.append(time.perf_counter() - begun)
-        return [1e3 * (arrival - due) for arrival, due in zip(arrivals, SCHEDULE, strict=True)]
-
-    async with triton.InferenceServerClient(address) as connection:
-        return np.array(await asyncio.gather(*(stream(connection) for _ in range(tasks))))
+    assert "3 requests answered, 0 failed, 0 not sent" in captured.out and "first audible p50" in captured.err
 
 
 def test_a_failing_request_does_not_stop_or_delay_the_others(

@@ -29,6 +29,14 @@ def test_after_a_short_first_hop_the_doubling_starts_at_the_first_hop() -> None:
     assert [hop.length for hop in drain(schedule, 400)] == [10, 15, 30, 60, 100, 100, 85]
 
 
+def test_a_first_hop_has_the_silent_tokens_of_the_onset_in_addition() -> None:
+    rules = HopRules()
+    assert [hop.length for hop in drain(rules.schedule(10, silent=1), 400)][:3] == [16, 30, 60]
+    assert rules.first_context(10, silent=1) == rules.first_context(None, silent=1) == 16 + LOOKAHEAD_TOKENS
+    bounded = HopRules(boundary=FLOW_CHUNK_TOKENS)
+    assert [bounded.first_length(prompt, silent=1) for prompt in (9, 10)] == [16, 40]
+
+
 @pytest.mark.parametrize(("prompt_tokens", "expected"), [(15, [10, 25, 50]), (12, [13, 25, 50]), (16, [34, 25, 50])])
 def test_with_a_boundary_a_short_first_hop_reaches_it(prompt_tokens: int, expected: list[int]) -> None:
     rules = HopRules(boundary=FLOW_CHUNK_TOKENS, short_first_hop=10)
@@ -63,14 +71,6 @@ def test_later_segments_begin_with_a_hop_of_at_most_what_was_spoken_before(segme
             schedule.begin_segment()
         found.append([hop.length for hop in drain(schedule, total)])
     assert found == expected
-
-
-def test_a_hop_waits_for_its_look_ahead() -> None:
-    schedule = HopRules().schedule(0)
-    assert schedule.next_hop(15 + LOOKAHEAD_TOKENS - 1, ended=False) is None
-    hop = schedule.next_hop(15 + LOOKAHEAD_TOKENS, ended=False)
-    assert hop == Hop(0, 15, final=False)
-    assert hop.end_of_context == 15 + LOOKAHEAD_TOKENS
 
 
 def test_the_final_hop_takes_the_tokens_that_have_no_look_ahead_after_them() -> None:

@@ -19,10 +19,10 @@ def begin(first_hops: FirstHops, *, played: bool = True, repeatable: bool = Fals
 def speak(first_hops: FirstHops, seconds: float, **kind: bool) -> bool:
     """A stream whose second chunk comes after so many seconds: whether its first hop was short."""
     opening = begin(first_hops, **kind)
-    opening.sent(FIRST, 100.0)
-    opening.sent(SECOND, 100.0 + seconds)
-    opening.sent(SECOND, 200.0)
-    opening.end()
+    first_hops.sent(opening, FIRST, 100.0)
+    first_hops.sent(opening, SECOND, 100.0 + seconds)
+    first_hops.sent(opening, SECOND, 200.0)
+    first_hops.end(opening)
     return opening.short
 
 
@@ -77,9 +77,9 @@ def test_of_a_crowd_only_two_begin_so_and_others_follow_when_these_have_their_se
     first_hops = with_slack()
     crowd = [begin(first_hops) for _ in range(5)]
     assert [opening.short for opening in crowd] == [True] * 2 + [False] * 3
-    crowd[0].sent(FIRST, 1.0)
+    first_hops.sent(crowd[0], FIRST, 1.0)
     assert not begin(first_hops).short
-    crowd[0].sent(SECOND, 1.1)
+    first_hops.sent(crowd[0], SECOND, 1.1)
     assert begin(first_hops).short
 
 
@@ -90,9 +90,9 @@ def test_a_stream_that_ends_early_makes_room_and_is_not_measured(chunks: list[Ho
         opening = begin(first_hops)
         assert opening.short
         for chunk in chunks:
-            opening.sent(chunk, 1.0 + 10.0 * chunk.offset)
-        opening.end()
-        opening.end()
+            first_hops.sent(opening, chunk, 1.0 + 10.0 * chunk.offset)
+        first_hops.end(opening)
+        first_hops.end(opening)
 
 
 def test_what_nobody_plays_is_not_measured_and_never_short() -> None:

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cosyvoice_triton import refusals, stacks
+from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
-from cosyvoice_triton.errors import OverloadedError, UnavailableError, unavailable_message
+from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.checkpoint import follows_instructions
 from cosyvoice_triton.llm.speech_tokens import COSYVOICE2, LLMTokenizer
-from cosyvoice_triton.orchestrator.orchestrator import Orchestrator
+from cosyvoice_triton.orchestrator.model import Orchestrator
 from cosyvoice_triton.text import frontend
 from cosyvoice_triton.text.kana import MISSING
 from cosyvoice_triton.voice.files import save_pronunciation, save_voice
@@ -44,6 +44,7 @@ TOKENS = 100  # of every answer of the LLM
 PROMPT = 25  # speech tokens of one second
 DOWN = "http://127.0.0.1:9"  # nobody listens there
 WAV = 0.9 * np.sin(np.arange(PROMPT_SAMPLE_RATE, dtype=np.float32))
+WAV[-PROMPT_SAMPLE_RATE // 20 :] = 0  # a pause, without which it is judged to be cut
 pytestmark = pytest.mark.usefixtures("triton_grpc")
 
 
@@ -68,11 +69,14 @@ def arrays(request: InferenceRequest) -> dict[str, np.ndarray]:
 
 @dataclass
 class FakeModels:
-    """The other models. The LLM generates 0..99; token2wav's audio is one sample per token: 1000 x voice + token.
+    """The other models, and orchestrators over them.
+
+    The LLM generates 0..99; token2wav's audio is one sample per token: 1000 x voice + token.
 
     `pause`: seconds that the LLM takes for each token.
     """
 
+    tokenizer_dir: Path
     pause: float = 0.0
     token2wav_fails: bool = False
     llm_tokens: int = TOKENS
@@ -84,6 +88,15 @@ class FakeModels:
     def install(self, models: dict[str, Callee]) -> None:
         models |= {"audio_tokenizer": self.audio_tokenizer, "speaker_embedding": self.speaker_embedding}
         models |= {"tensorrt_llm": self.llm, "token2wav": self.token2wav, "token2wav_dit": self.token2wav}
+
+    def started(self, name: str = "cosyvoice2_dit", decoupled: bool = True, **settings: str) -> Any:
+        return started(name, decoupled=decoupled, **{"llm_tokenizer_dir": str(self.tokenizer_dir)} | settings)
+
+    def answer(self, *requests: InferenceRequest, **how: Any) -> None:
+        """Serve the requests one after another by a model that is started for them."""
+        with self.started(**how) as model:
+            for request in requests:
+                serve(model, request)
 
     def audio_tokenizer(self, request: InferenceRequest) -> InferenceResponse:
         assert arrays(request)["reference_wav"].shape[1] == arrays(request)["reference_wav_len"].item()
@@ -165,28 +178,11 @@ def failure(request: InferenceRequest) -> tuple[int, str]:
     return error.code(), error.message()
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Orchestrators over `models`."""
-
-    models: FakeModels
-    tokenizer_dir: Path
-
-    def started(self, name: str = "cosyvoice2_dit", decoupled: bool = True, **settings: str) -> Any:
-        return started(name, decoupled=decoupled, **{"llm_tokenizer_dir": str(self.tokenizer_dir)} | settings)
-
-    def answer(self, *requests: InferenceRequest, **how: Any) -> None:
-        """Serve the requests one after another by a model that is started for them."""
-        with self.started(**how) as model:
-            for request in requests:
-                serve(model, request)
-
-
 @pytest.fixture
-def bench(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> Bench:
-    models = FakeModels()
+def models(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> FakeModels:
+    models = FakeModels(tokenizer_dir)
     models.install(triton_models)
-    return Bench(models, tokenizer_dir)
+    return models
 
 
 def responses(request: InferenceRequest) -> list[dict[str, np.ndarray]]:
@@ -195,17 +191,17 @@ def responses(request: InferenceRequest) -> list[dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize("name", MODEL_FILES)
 @pytest.mark.parametrize(("decoupled", "chunks"), [(True, 3), (False, 1)])
-def test_every_token_is_heard_once(name: str, decoupled: bool, chunks: int, bench: Bench) -> None:
+def test_every_token_is_heard_once(name: str, decoupled: bool, chunks: int, models: FakeModels) -> None:
     request = client_request(decoupled)
-    bench.answer(request, name=name, decoupled=decoupled)
+    models.answer(request, name=name, decoupled=decoupled)
     np.testing.assert_array_equal(audio(request), 1000 + np.arange(TOKENS))
     assert len(request.sender.responses) == chunks
-    assert len(bench.models.ended) == 1 and not bench.models.sequences
+    assert len(models.ended) == 1 and not models.sequences
 
 
-def test_a_timeline_is_sent_only_if_the_request_asks_for_it(bench: Bench) -> None:
+def test_a_timeline_is_sent_only_if_the_request_asks_for_it(models: FakeModels) -> None:
     with_timeline, without = client_request(parameters={"timeline": True}), client_request()
-    bench.answer(with_timeline, without)
+    models.answer(with_timeline, without)
     timelines = [json.loads(outputs["timeline"].item()) for outputs in responses(with_timeline)]
     assert len(timelines) > 1, "a chunk's stages are sent with it"
     assert {stage for stage, _ in timelines[0]} == {"voice", "llm", "prompt_cache", "tokens", "audio"}
@@ -215,99 +211,79 @@ def test_a_timeline_is_sent_only_if_the_request_asks_for_it(bench: Bench) -> Non
     assert not any({"timeline", "segments"} & outputs.keys() for outputs in responses(without))
 
 
-def test_a_request_that_comes_just_after_a_refusal_is_not_even_read(
-    bench: Bench, triton_models: dict[str, Callee], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 60.0)
-    asked = 0
-
-    def full(request: InferenceRequest) -> InferenceResponse:
-        nonlocal asked
-        asked += 1
-        message = unavailable_message(OverloadedError("9 listeners", 3.0))
-        return InferenceResponse(error=TritonError(message, TritonError.UNAVAILABLE))
-
-    triton_models["token2wav_dit"] = full
-    requests = client_request(), client_request(), client_request(parameters={"speed": "fast"})
-    bench.answer(*requests)
-    assert {failure(request)[0] for request in requests} == {TritonError.UNAVAILABLE} and asked == 1
-    assert all(failure(request)[1].endswith("9 listeners") for request in requests)
-    assert not bench.models.llm_requests
-
-
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_the_segments_are_sent_with_their_samples(bench: Bench, decoupled: bool) -> None:
+def test_the_segments_are_sent_with_their_samples(models: FakeModels, decoupled: bool) -> None:
     request = client_request(decoupled, {"segments": True})
-    bench.answer(request, decoupled=decoupled)
+    models.answer(request, decoupled=decoupled)
     *others, last = responses(request)
     ((_, samples),) = json.loads(last["segments"].item())
     assert samples == audio(request).size == TOKENS
     assert not any("segments" in outputs for outputs in others)
 
 
-def test_settings_of_the_model_and_parameters_of_the_request_reach_the_llm(bench: Bench) -> None:
+def test_settings_of_the_model_and_parameters_of_the_request_reach_the_llm(models: FakeModels) -> None:
     parameters = {"top_k": 5, "seed": 11, "triton_enable_empty_final_response": True}
-    bench.answer(client_request(parameters=parameters), sampling="triton", max_tokens="12")
-    (llm,) = bench.models.llm_requests
+    models.answer(client_request(parameters=parameters), sampling="triton", max_tokens="12")
+    (llm,) = models.llm_requests
     names = ("temperature", "runtime_top_k", "request_output_len", "min_length", "random_seed")
     assert [llm[name].item() for name in names] == [pytest.approx(0.8), 5, 12, 4, 11]
     # <|sos|> the texts <|task_id|> and the prompt's tokens
     assert llm["input_ids"][0, -PROMPT:].tolist() == list(range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + PROMPT))
 
 
-def test_a_registered_voice_and_an_instruction_reach_the_llm_and_token2wav(bench: Bench, tmp_path: Path) -> None:
+def test_a_registered_voice_and_an_instruction_reach_the_llm_and_token2wav(models: FakeModels, tmp_path: Path) -> None:
     save_voice(tmp_path / "anna.safetensors", fake_prompt(2, "word7"))
     by_name = client_request(reference_wav=None, speaker="anna", reference_text="")
     by_default = client_request(reference_wav=None, reference_text="", instruct_text="word8")
-    bench.answer(by_name, by_default, voices_dir=str(tmp_path), default_speaker="anna")
+    models.answer(by_name, by_default, voices_dir=str(tmp_path), default_speaker="anna")
     for request in (by_name, by_default):
         np.testing.assert_array_equal(audio(request), 2000 + np.arange(TOKENS))
-    zero_shot, instructed = (request["input_ids"][0].tolist() for request in bench.models.llm_requests)
+    zero_shot, instructed = (request["input_ids"][0].tolist() for request in models.llm_requests)
     assert zero_shot[-PROMPT_TOKENS:] == [FIRST_SPEECH_ID + 2] * PROMPT_TOKENS
-    assert instructed[-1] == LLMTokenizer.from_dir(bench.tokenizer_dir).task_id
+    assert instructed[-1] == LLMTokenizer.from_dir(models.tokenizer_dir).task_id
 
 
-def test_an_llm_that_does_not_follow_instructions_never_gets_one(bench: Bench, tmp_path: Path) -> None:
-    shutil.copytree(bench.tokenizer_dir, tmp_path / "llm")
+def test_an_llm_that_does_not_follow_instructions_never_gets_one(models: FakeModels, tmp_path: Path) -> None:
+    shutil.copytree(models.tokenizer_dir, tmp_path / "llm")
     (tmp_path / "llm" / "config.json").write_text('{"follows_instructions": false}')
     save_voice(tmp_path / "anna.safetensors", fake_prompt(2, "word7"))
     asked, plain = (
         client_request(reference_wav=None, speaker="anna", reference_text="", instruct_text=words)
         for words in ("word8", "")
     )
-    bench.answer(asked, plain, llm_tokenizer_dir=str(tmp_path / "llm"), voices_dir=str(tmp_path))
-    first, second = (request["input_ids"].tolist() for request in bench.models.llm_requests)
+    models.answer(asked, plain, llm_tokenizer_dir=str(tmp_path / "llm"), voices_dir=str(tmp_path))
+    first, second = (request["input_ids"].tolist() for request in models.llm_requests)
     assert first == second
     warnings = [outputs["warning"].item() for outputs in responses(asked) if "warning" in outputs]
     assert warnings == ["instruct_text was left out: this LLM does not follow instructions"]
     assert not follows_instructions(ROOT / "common/cosyvoice_triton/demo_checkpoint/trained/cosyvoice2_llm")
 
 
-def test_words_of_the_request_the_voice_and_the_folder_are_pronounced(bench: Bench, tmp_path: Path) -> None:
+def test_words_of_the_request_the_voice_and_the_folder_are_pronounced(models: FakeModels, tmp_path: Path) -> None:
     save_voice(tmp_path / "anna.safetensors", fake_prompt(2, "word7"))
     save_pronunciation(tmp_path, "anna", {"a": "voice", "b": "voice"})
     (tmp_path / "pronunciation.txt").write_text("a = all\nb = all\nc = all")
     words = {"segments": True, "pronunciation": '{"a": "request"}'}
     anna = {"reference_wav": None, "reference_text": "", "speaker": "anna"}
     by_name, by_recording = (client_request(parameters=words, target_text="A b c.", **voice) for voice in (anna, {}))
-    bench.answer(by_name, by_recording, voices_dir=str(tmp_path))
+    models.answer(by_name, by_recording, voices_dir=str(tmp_path))
     spoken = [json.loads(responses(request)[-1]["segments"].item())[0][0] for request in (by_name, by_recording)]
     assert spoken == ["request voice all.", "request all all."]
     (tmp_path / "pronunciation.txt").write_text("nginx")
     with pytest.raises(UnavailableError, match=r"pronunciation\.txt, line 1: 'nginx' is not"):  # when it is loaded
-        bench.answer(voices_dir=str(tmp_path))
+        models.answer(voices_dir=str(tmp_path))
 
 
 def test_kanji_that_cosyvoice3_cannot_read_are_warned_of_at_start_and_in_the_answer(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    models: FakeModels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(frontend, "kana_available", lambda: False)
     kanji, kana = (client_request(target_text=text) for text in ("今日は雨です。", "きょうはあめです。"))
-    bench.answer(kanji)
+    models.answer(kanji)
     assert MISSING not in caplog.text and not any("warning" in outputs for outputs in responses(kanji))
     monkeypatch.setattr(stacks, "DIT", dataclasses.replace(stacks.DIT, name="cosyvoice3"))
     kanji = client_request(target_text="今日は雨です。")
-    bench.answer(kanji, kana)
+    models.answer(kanji, kana)
     assert caplog.text.count(MISSING) == 1
     assert [outputs["warning"].item() for outputs in responses(kanji) if "warning" in outputs] == [MISSING]
     assert "warning" in responses(kanji)[0] and not any("warning" in outputs for outputs in responses(kana))
@@ -322,42 +298,33 @@ def test_kanji_that_cosyvoice3_cannot_read_are_warned_of_at_start_and_in_the_ans
     ],
 )
 def test_settings_that_cannot_be_used_stop_the_model_from_loading(
-    settings: dict[str, str], message: str, bench: Bench, tmp_path: Path
+    settings: dict[str, str], message: str, models: FakeModels, tmp_path: Path
 ) -> None:
     save_voice(tmp_path / "anna.safetensors", fake_prompt(2))
     if settings.get("default_speaker") == "damaged":
         (tmp_path / "damaged.wav").write_bytes(b"no audio")
     with pytest.raises((ValueError, UnavailableError), match=message):
-        bench.answer(name="cosyvoice2", voices_dir=str(tmp_path), **settings)
+        models.answer(name="cosyvoice2", voices_dir=str(tmp_path), **settings)
 
 
-def test_a_tag_of_another_server_is_left_out_with_a_warning(bench: Bench) -> None:
+def test_a_tag_of_another_server_is_left_out_with_a_warning(models: FakeModels) -> None:
     tagged, plain = (client_request(target_text=text) for text in ("[happy:0.5] word7", "word7"))
-    bench.answer(tagged, plain)
-    first, second = (request["input_ids"].tolist() for request in bench.models.llm_requests)
+    models.answer(tagged, plain)
+    first, second = (request["input_ids"].tolist() for request in models.llm_requests)
     warnings = [outputs["warning"].item() for outputs in responses(tagged) if "warning" in outputs]
     assert first == second and warnings == ["tags were left out, as they mean nothing here: [happy:0.5]"]
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_speech_that_is_cut_short_reaches_the_caller_with_a_warning(bench: Bench, decoupled: bool) -> None:
-    bench.models.llm_tokens, bench.models.llm_ends = 20, False
-    request = client_request(decoupled)
-    bench.answer(request, decoupled=decoupled, max_token_ratio="5")
-    (warning,) = (outputs["warning"].item() for outputs in responses(request) if "warning" in outputs)
-    assert warning.startswith("speech was cut short after 20 tokens") and warning.endswith("'word five.'")
-
-
-def test_the_chunk_strategy_is_a_setting(bench: Bench) -> None:
+def test_the_chunk_strategy_is_a_setting(models: FakeModels) -> None:
     request = client_request()
-    bench.answer(request, dynamic_chunk_strategy="equal", first_hop_tokens="20")
+    models.answer(request, dynamic_chunk_strategy="equal", first_hop_tokens="20")
     assert [outputs["waveform"].shape[1] for outputs in responses(request)] == [20] * 5
 
 
-def test_runs_of_the_stacks_silent_tokens_are_shortened(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_the_stacks_silent_tokens_are_shortened(models: FakeModels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "DIT", dataclasses.replace(stacks.DIT, silent_tokens=frozenset(range(10, 16))))
     request = client_request()
-    bench.answer(request)
+    models.answer(request)
     assert np.setdiff1d(np.arange(TOKENS), audio(request) % 1000).tolist() == [15]
 
 
@@ -368,16 +335,16 @@ def test_runs_of_the_stacks_silent_tokens_are_shortened(bench: Bench, monkeypatc
         ({"target_text": "<|s_1|><|eos1|>"}, "target_text has nothing to speak"),
         ({"length": 10**6}, "reference_wav_len 1000000"),
         ({"rate": 7_000}, "reference_sample_rate 7000 is not"),
-        ({"sequence": 5}, "sequence id 5: text in pieces is not served with"),
+        ({"sequence": 5}, "sequence id 5: a request in pieces is not served with"),
         ({"parameters": {"top_p": 2}}, "top_p"),
         ({"parameters": {"language": "de"}}, "language 'de' is not one of auto, zh, en, ja, ko"),
     ],
 )
 def test_bad_input_is_the_callers_error_and_the_next_request_is_served(
-    decoupled: bool, inputs: dict[str, Any], message: str, bench: Bench
+    decoupled: bool, inputs: dict[str, Any], message: str, models: FakeModels
 ) -> None:
     bad, good = client_request(decoupled, **inputs), client_request(decoupled)
-    bench.answer(bad, good, decoupled=decoupled)
+    models.answer(bad, good, decoupled=decoupled)
     assert failure(bad)[0] == TritonError.INVALID_ARG and message in failure(bad)[1]
     assert "ko, de" not in failure(bad)[1]  # which this stack does not speak
     assert len(audio(good)) == TOKENS
@@ -392,22 +359,22 @@ def test_bad_input_is_the_callers_error_and_the_next_request_is_served(
     ],
 )
 def test_a_failing_model_fails_the_request_and_leaves_no_sequence(
-    fault: dict[str, Any], settings: dict[str, str], code: Any, message: str, bench: Bench
+    fault: dict[str, Any], settings: dict[str, str], code: Any, message: str, models: FakeModels
 ) -> None:
     request = client_request()
-    vars(bench.models).update(fault)
-    bench.answer(request, **settings)
+    vars(models).update(fault)
+    models.answer(request, **settings)
     assert failure(request)[0] == code and message in failure(request)[1]
-    assert len(bench.models.ended) <= 1  # the LLM may fail before one is started
-    assert not bench.models.sequences
+    assert len(models.ended) <= 1  # the LLM may fail before one is started
+    assert not models.sequences
 
 
 @pytest.mark.parametrize("llm_pause", [0.1, 1.0])
-def test_the_sequence_of_a_client_that_disconnects_is_ended(llm_pause: float, bench: Bench) -> None:
+def test_the_sequence_of_a_client_that_disconnects_is_ended(llm_pause: float, models: FakeModels) -> None:
     """During generation, and before the first token."""
-    models, request = bench.models, client_request()
+    request = client_request()
     models.pause = llm_pause
-    with bench.started() as model:
+    with models.started() as model:
         model.execute([request])
         until(lambda: bool(models.sequences))
         request.sender.cancelled = True
@@ -417,9 +384,9 @@ def test_the_sequence_of_a_client_that_disconnects_is_ended(llm_pause: float, be
 
 
 def test_finalize_ends_live_requests_before_their_connections_and_closes_the_loop_in_any_case(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    models: FakeModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.models.pause = 0.02
+    models.pause = 0.02
     request, ended = client_request(), []
 
     async def fail_to_close(orchestrator: Orchestrator) -> None:
@@ -427,16 +394,16 @@ def test_finalize_ends_live_requests_before_their_connections_and_closes_the_loo
         raise RuntimeError("cannot close")
 
     monkeypatch.setattr(Orchestrator, "aclose", fail_to_close)
-    with pytest.raises(RuntimeError, match="cannot close"), bench.started() as model:
+    with pytest.raises(RuntimeError, match="cannot close"), models.started() as model:
         model.execute([request])
-        until(lambda: bool(bench.models.sequences))
+        until(lambda: bool(models.sequences))
     assert ended == [True]
     assert failure(request)[0] == TritonError.UNAVAILABLE and model._loop.loop.is_closed()
 
 
-def test_a_blocked_loop_fails_the_models_own_test(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_loop_fails_the_models_own_test(models: FakeModels, monkeypatch: pytest.MonkeyPatch) -> None:
     free = Event()
-    with bench.started() as model:
+    with models.started() as model:
         model._test()
         monkeypatch.setattr("cosyvoice_triton.orchestrator.model.TEST_SECONDS", 0.1)
         model._loop.loop.call_soon_threadsafe(free.wait, 60)

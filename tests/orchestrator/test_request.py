@@ -76,16 +76,13 @@ def test_the_default_sampling_is_one_that_the_llm_can_run(
         ("seed", "abc"),
         ("seed", True),
         ("temperature", float("nan")),
-        ("temperature", "inf"),
         ("temperature", -0.5),
         ("top_p", 0),
         ("top_p", 1.5),
         ("top_k", 2.5),
-        ("top_k", [5]),
         ("repetition_penalty", 0),
         ("max_tokens", 0),
         ("max_tokens", "7.5"),
-        ("speed", 0.1),
         ("speed", 4.5),
         ("speed", "fast"),
     ],
@@ -117,11 +114,28 @@ def test_an_instruction_before_the_text_is_the_request_s_instruction() -> None:
     assert (system.target_text, system.instruct_text) == ("Hello.", "")
     told = check(instruct_text="You are a helpful assistant. Slowly.<|endofprompt|>", reference_text="")
     assert told.instruct_text == "You are a helpful assistant. Slowly."  # the prompt's own words are added once
-    transcript = check(reference_text="You are a helpful assistant. Loudly.<|endofprompt|>Said.")
-    assert transcript.voice.text == "Said."
-    for other in ({"instruct_text": "Loudly.", "reference_text": ""}, {"reference_text": "Said."}):
+    loudly = "You are a helpful assistant. Loudly.<|endofprompt|>"
+    for other in ({"instruct_text": "Loudly.", "reference_text": ""}, {"reference_text": f"{loudly}Said."}):
         with pytest.raises(ValueError, match="'Speak sadly.'"):
             check(target_text=text, **other)
+
+
+@pytest.mark.parametrize(
+    ("given", "transcript", "instruction"),
+    [
+        ("You are a helpful assistant. Loudly.<|endofprompt|>Said.", "Said.", "Loudly."),
+        ("You are a helpful assistant.<|endofprompt|>Said.", "Said.", ""),
+        ("You are a helpful assistant.<|endofprompt|>", "", ""),
+        ("Loudly.<|endofprompt|>", "", "Loudly."),
+    ],
+)
+def test_an_instruction_before_the_transcript_is_followed_and_system_words_are_none(
+    given: str, transcript: str, instruction: str
+) -> None:
+    request = check(reference_text=given)
+    assert (request.voice.text, request.instruct_text) == (transcript, instruction)
+    both = check(reference_text="Said.", instruct_text="Loudly.")
+    assert (both.voice.text, both.instruct_text) == ("Said.", "Loudly.")
 
 
 def test_a_request_without_a_recording_names_a_speaker_or_means_the_default_voice() -> None:
@@ -149,7 +163,6 @@ def test_flags_may_be_text(value: object, flag: bool) -> None:
         ({"reference_wav": None, "reference_text": None, "reference_wav_len": 5}, "reference_wav_len 5 without"),
         ({"speaker": "anna"}, "speaker 'anna' with a reference_wav"),
         ({"speaker": "anna", "reference_wav": None}, "reference_text 'reference' without a reference_wav"),
-        ({"instruct_text": "sadly"}, "instruct_text 'sadly' with the reference_text 'reference'"),
         ({"instruct_text": "<|s_1|>", "reference_text": ""}, "instruct_text has nothing to speak"),
         ({"instruct_text": "x" * 101, "reference_text": ""}, "instruct_text has 101 characters"),
         ({"parameters": {"cross_lingual": True}}, "cross_lingual with the reference_text 'reference'"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
-from cosyvoice_triton.orchestrator.synthesis import CAREFUL_SECONDS, CROWD, asks_for_place
+from cosyvoice_triton.orchestrator.synthesis import CAREFUL_SECONDS, CROWD
 from cosyvoice_triton.refusals import REFUSAL_SECONDS
 
 from tests.support.fakes import FakeLM, FakeToken2Wav, FakeToken2WavStream, fake_prompt, speech_request
@@ -25,7 +25,7 @@ def test_a_place_is_given_up_after_the_llms_request_has_ended() -> None:
         abort = stream.abort
 
         async def watched() -> None:
-            live.append(pipeline.llm.unclosed)
+            live.append(pipeline.llm.open)
             await abort()
 
         stream.abort = watched  # type: ignore[method-assign]  # of this stream only
@@ -35,21 +35,6 @@ def test_a_place_is_given_up_after_the_llms_request_has_ended() -> None:
     with pytest.raises(RuntimeError):
         pipeline.run()
     assert live == [0]
-
-
-@pytest.mark.parametrize(
-    ("crowded", "new_voice", "before"),
-    [
-        (False, False, ["rendering"]),
-        (False, True, ["encoding", "rendering"]),
-        (True, False, ["reading", "rendering"]),
-        (True, True, ["reading", "encoding", "rendering"]),
-    ],
-)
-def test_when_a_place_is_asked_for(crowded: bool, new_voice: bool, before: list[str]) -> None:
-    """At the first of these steps; the tests below show that at the later ones it is held already."""
-    steps = ("reading", "encoding", "rendering")
-    assert [step for step in steps if asks_for_place(step, crowded=crowded, new_voice=new_voice)] == before
 
 
 Install = Callable[[Callable[[], Awaitable[None]]], None]
@@ -101,7 +86,7 @@ def refused(now: list[float]) -> Pipeline:
     pipeline = Pipeline(FakeLM([1]), token2wav=FakeToken2Wav(failures={"reserve": refusal}), clock=lambda: now[0])
     with pytest.raises(OverloadedError, match="9 listeners"):
         pipeline.run()
-    assert pipeline.llm.unclosed == 0 and [stream.aborts for stream in pipeline.token2wav.streams] == [0]
+    assert pipeline.llm.open == 0 and [stream.aborts for stream in pipeline.token2wav.streams] == [0]
     pipeline.llm.prompts.clear()
     for calls in (pipeline.encoder.started, pipeline.encoder.ended):
         calls.clear()
@@ -160,12 +145,12 @@ def test_a_refusal_answers_all_who_come_in_the_next_moment() -> None:
     """Before their requests are read, and without asking token2wav again."""
     now = [100.0]
     pipeline = refused(now)
-    for check in (pipeline.synthesizer.check, pipeline.run):
+    for check in (pipeline.synthesizer.refusal.check, pipeline.run):
         with pytest.raises(OverloadedError, match="9 listeners"):
             check()
     assert [stream.reserved for stream in pipeline.token2wav.streams] == [True, False]
     now[0] += REFUSAL_SECONDS
-    pipeline.synthesizer.check()
+    pipeline.synthesizer.refusal.check()
 
 
 def test_of_a_crowd_only_a_few_do_any_work_before_one_of_them_is_refused(before_a_place: Install) -> None:

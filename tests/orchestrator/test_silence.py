@@ -1,15 +1,21 @@
+import dataclasses
 import json
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from cosyvoice_triton import stacks
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.orchestrator.chunking import WITHHELD_TOKENS, Hop
+from cosyvoice_triton.orchestrator.synthesis import SENTENCE_PAUSE
 from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.fakes import FakeLM, speech_request
+from tests.support.fakes import FakeLM, FakeToken2Wav, FakeToken2WavStream, speech_request
 from tests.support.pipeline import Pipeline
 from tests.support.streams import GOLDEN3
+from tests.support.waiting import Clock
 
 SILENT = frozenset({1, 2})
 
@@ -35,10 +41,6 @@ def test_cosyvoice3_has_upstreams_silent_tokens_and_only_it() -> None:
     assert [stack.name for stack in stacks.BUILT_IN if stack.silent_tokens] == ["cosyvoice3"]
 
 
-def test_without_silent_tokens_nothing_is_dropped() -> None:
-    assert SilenceFilter(()).kept([1] * 20) == [1] * 20
-
-
 @given(st.lists(st.sampled_from([1, 2, 3]), max_size=40), st.lists(st.integers(0, 40), max_size=6))
 def test_the_grouping_of_arrivals_changes_nothing(tokens: list[int], cuts: list[int]) -> None:
     at, arriving = [0, *sorted(cuts), len(tokens)], SilenceFilter(SILENT)
@@ -49,7 +51,7 @@ def test_the_grouping_of_arrivals_changes_nothing(tokens: list[int], cuts: list[
 def test_dropped_tokens_reach_no_chunk_and_every_segment_counts_anew() -> None:
     """A chunk is due after 18 tokens: the 18th that is spoken here, not the 18th that arrives."""
     arrivals = [[1, 1, 1], [1, 1, 1, 1], *[[9]] * 12, [7] * 8, [1, 1]]
-    pipeline = Pipeline(FakeLM(*arrivals), silent_tokens=SILENT)
+    pipeline = Pipeline(FakeLM(*arrivals), long_silence=SILENT)
     audio = pipeline.run(pipeline.synthesize(speech_request(text="one|two")))
     spoken = [1] * 5 + [9] * 12 + [7] * 8 + [1] * 2
     assert [len(waveform) for waveform in audio] == [15, 12] * 2
@@ -59,5 +61,80 @@ def test_dropped_tokens_reach_no_chunk_and_every_segment_counts_anew() -> None:
 
 
 def test_an_answer_that_is_silent_throughout_is_spoken_shortened() -> None:
-    pipeline = Pipeline(FakeLM([1] * 40), silent_tokens=SILENT)
+    pipeline = Pipeline(FakeLM([1] * 40), long_silence=SILENT)
     assert [len(waveform) for waveform in pipeline.run()] == [5]
+
+
+SPEAKS = [[1, 2, 1, 2, 2, 1, 1], *[[9]] * 30, [1, 1]]
+
+
+@pytest.mark.parametrize(("trim", "first"), [(True, [1] + [9] * 15), (False, [1, 2, 1, 2, 2, 1, 1] + [9] * 8)])
+def test_leading_silence_is_dropped_before_the_first_hop_is_counted(trim: bool, first: list[int]) -> None:
+    """So the first chunk has as much sound as a hop has tokens, and its onset's context beside it."""
+    pipeline = Pipeline(FakeLM(*SPEAKS), silent_tokens=SILENT)
+    request = dataclasses.replace(speech_request(text="one|two"), trim_silence=trim)
+    audio = pipeline.run(pipeline.synthesize(request))
+    np.testing.assert_array_equal(audio[0], first)
+    spoken = [1] * trim + [1, 2, 1, 2, 2, 1, 1] * (not trim) + [9] * 30 + [1, 1]
+    assert np.concatenate(audio).tolist() == (spoken) * 2
+    urgent = pipeline.llm.prompts[0].urgent_tokens
+    assert urgent == len(first) + LOOKAHEAD_TOKENS and set(pipeline.llm.prompts[0].silent_tokens) == (
+        SILENT if trim else set()
+    )
+    pipeline.run(pipeline.offline(request))
+    assert pipeline.token2wav.offline_calls == [(spoken, 1.0)] * 2
+
+
+def test_an_answer_of_silent_tokens_alone_has_the_last_of_them() -> None:
+    pipeline = Pipeline(FakeLM([1] * 39, [2]), silent_tokens=SILENT)
+    assert [waveform.tolist() for waveform in pipeline.run()] == [[2]]
+
+
+class Quiet(FakeToken2Wav):
+    """Its audio is a token's 40 ms: silence for tokens up to 3, of which 3 is not known to be silent."""
+
+    def open(self) -> FakeToken2WavStream:
+        stream = super().open()
+        render = stream.render
+
+        async def rendered(tokens: Sequence[int], hop: Hop, audio_left: float | None = None) -> np.ndarray:
+            await render(tokens, hop, audio_left)
+            withheld = 0 if hop.final else WITHHELD_TOKENS
+            begin = max(0, hop.offset - WITHHELD_TOKENS)
+            heard = np.repeat([token > 3 for token in tokens[begin : hop.end - withheld]], SAMPLE_RATE // TOKEN_RATE)
+            return np.where(heard, np.sin(np.arange(heard.size) / 10), 0).astype(np.float32)
+
+        stream.render = rendered  # type: ignore[method-assign]
+        return stream
+
+
+def test_after_a_cut_token2wav_is_told_what_the_listener_has_and_the_second_chunk_counts_as_late() -> None:
+    """Of 0.44 s of audio 0.15 are left, which is known at the next chunk and by the choice of short first hops."""
+    clock = Clock()
+    pipeline = Pipeline(FakeLM([1] * 9 + [3] * 8 + [9] * 60), token2wav=Quiet(), clock=clock, silent_tokens=SILENT)
+    opened = pipeline.synthesizer._first_hops
+    audio = pipeline.run()
+    seconds = [len(waveform) / SAMPLE_RATE for waveform in audio]
+    assert seconds[0] == pytest.approx(0.12 + 0.03, abs=0.02)
+    assert pipeline.token2wav.streams[0].lefts == [None, pytest.approx(seconds[0]), None]
+    (counted,) = opened._seconds
+    assert counted == pytest.approx(9 / TOKEN_RATE - seconds[0] + 2 / TOKEN_RATE, abs=0.001)
+
+
+def test_between_segments_there_is_a_pause_where_a_sentence_ends() -> None:
+    """What the LLM made there is cut. A pause of the text takes its place."""
+    pauses: list[int] = []
+    pipeline = Pipeline(FakeLM([9] * 3), silent_tokens=SILENT)
+
+    async def speak(trim: bool) -> list[np.ndarray]:
+        request = dataclasses.replace(speech_request(text="one.|two|three"), trim_silence=trim)
+        stream = pipeline.synthesizer.stream(
+            request, on_segment=lambda text, samples, tokens: pauses.append(0 if text else samples)
+        )
+        return [waveform async for waveform in stream]
+
+    pipeline.run(speak(True))
+    assert pauses == [0, round(SENTENCE_PAUSE * SAMPLE_RATE), 0, 0]
+    pauses.clear()
+    pipeline.run(speak(False))
+    assert pauses == [0, 0, 0]

@@ -11,7 +11,8 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
-from cosyvoice_triton.orchestrator.text_stream import TextStream
+from cosyvoice_triton.orchestrator.synthesis import Instructions
+from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 
@@ -35,13 +36,6 @@ def test_every_token_is_rendered_once_and_in_order(strategy: str, total: int) ->
     audio = pipeline.run()
     np.testing.assert_array_equal(np.concatenate(audio), np.arange(total))
     assert [hop.final for hop in pipeline.hops] == [False] * (len(audio) - 1) + [True]
-
-
-def test_time_based_chunks_use_the_tokens_that_arrived_while_a_chunk_was_rendered() -> None:
-    times = iter(range(1000))  # each reading of the clock takes a second, so rendering is slower than playback
-    llm = FakeLM(list(range(18)), list(range(18, 95)))
-    pipeline = Pipeline(llm, rules=HopRules(strategy="time_based"), clock=lambda: next(times))
-    assert [len(waveform) for waveform in pipeline.run()] == [15, 75, 5]
 
 
 @pytest.mark.parametrize("what", ["a disk of voices that hangs", "the reading of a long text"])
@@ -125,15 +119,43 @@ def test_the_llm_continues_the_reference_with_the_requested_sampling() -> None:
     assert len(pipeline.token2wav.streams[0].prompt.tokens) == PROMPT_TOKENS
 
 
-@pytest.mark.parametrize(("transcript", "instruction"), [("", ""), ("reference", "sadly")])
-def test_across_languages_and_with_an_instruction_only_the_flow_reproduces_the_voice(
-    transcript: str, instruction: str
-) -> None:
+@pytest.mark.parametrize("instruction", ["", "sadly"])
+def test_without_a_transcript_only_the_flow_reproduces_the_voice(instruction: str) -> None:
     pipeline = Pipeline(FakeLM([1]))
-    request = dataclasses.replace(speech_request(voice=7, reference_text=transcript), instruct_text=instruction)
+    request = dataclasses.replace(speech_request(voice=7, reference_text=""), instruct_text=instruction)
     pipeline.run(pipeline.synthesize(request))
     assert pipeline.llm.prompts == [LLMPrompt("hello", instruction=instruction)]
     assert set(pipeline.token2wav.streams[0].prompt.tokens) == {7}
+
+
+CONTINUED = [7] * PROMPT_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("follows", "asked", "of_voice", "transcript", "prompt", "warning"),
+    [
+        ("with transcript", "sadly", "", "said", LLMPrompt("hello", "said", CONTINUED, "sadly"), ""),
+        ("with transcript", "", "softly", "said", LLMPrompt("hello", "said", CONTINUED, "softly"), ""),
+        ("with transcript", "sadly", "softly", "said", LLMPrompt("hello", "said", CONTINUED, "sadly"), ""),
+        ("with transcript", "", "softly", "", LLMPrompt("hello", instruction="softly"), ""),
+        ("alone", "sadly", "", "said", LLMPrompt("hello", instruction="sadly"), "the transcript 'said' was left out"),
+        ("alone", "", "softly", "said", LLMPrompt("hello", instruction="softly"), "the transcript 'said' was left out"),
+        ("alone", "", "", "said", LLMPrompt("hello", "said", CONTINUED), ""),
+        ("none", "sadly", "", "said", LLMPrompt("hello", "said", CONTINUED), "instruct_text was left out"),
+        ("none", "", "softly", "said", LLMPrompt("hello", "said", CONTINUED), "instruct_text was left out"),
+    ],
+)
+def test_what_the_llm_gets_of_an_instruction_and_a_transcript(
+    follows: Instructions, asked: str, of_voice: str, transcript: str, prompt: LLMPrompt, warning: str
+) -> None:
+    """A request's recording is continued with its instruction, as by upstream's Triton runtime for CosyVoice3."""
+    pipeline, warnings = Pipeline(FakeLM([1]), instructions=follows), list[str]()
+    request = dataclasses.replace(speech_request(voice=7, reference_text=transcript), instruct_text=asked)
+    request = dataclasses.replace(request, voice=dataclasses.replace(request.voice, instruction=of_voice))
+    pipeline.run(pipeline.synthesize(request, warnings.append))
+    assert pipeline.llm.prompts == [prompt]
+    (left_out,) = [each for each in warnings if "was left out" in each] or [""]
+    assert left_out.startswith(warning) and bool(left_out) == bool(warning)
 
 
 @pytest.mark.parametrize("registered", [fake_prompt(7, "its text"), Recording(speech_request(7).voice.wav, "its text")])
@@ -286,39 +308,9 @@ def test_cancelling_frees_everything_at_every_stage(stage: str) -> None:
     assert [stream.aborts for stream in pipeline.token2wav.streams] == [1]
 
 
-def test_closing_the_generator_after_the_first_waveform_frees_everything() -> None:
-    pipeline = Pipeline(FakeLM(*one_by_one(18), asyncio.Event()))
-
-    async def scenario() -> list[np.ndarray]:
-        async with aclosing(pipeline.synthesizer.stream(speech_request())) as waveforms:
-            return [await anext(waveforms)]
-
-    assert len(pipeline.run(scenario())) == 1
-    assert pipeline.token2wav.streams[0].aborts == 1
-
-
-class EchoLM(FakeLM):
-    """Generates numbers that start at the text's own, so that a mixed-up stream is detected."""
-
-    def script(self, prompt: LLMPrompt) -> Sequence[Step]:
-        start = int(prompt.target_text)
-        return [[token] for token in range(start, start + 100 + start // 100)]
-
-
-def test_eight_concurrent_streams_do_not_mix() -> None:
-    pipeline = Pipeline(EchoLM())
-
-    async def scenario() -> list[np.ndarray]:
-        requests = [speech_request(voice=voice, text=str(100 * voice)) for voice in range(8)]
-        return [np.concatenate(audio) for audio in await asyncio.gather(*map(pipeline.synthesize, requests))]
-
-    for voice, audio in enumerate(pipeline.run(scenario())):
-        np.testing.assert_array_equal(audio, 10_000 * voice + np.arange(100 * voice, 101 * voice + 100))
-
-
 def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_came_soon() -> None:
     pipeline = Pipeline(FakeLM(*one_by_one(60)))
-    text = TextStream(max_chars=100, idle_seconds=60)
+    text = PieceStream(Limit("target_text", 100, "characters"), idle_seconds=60)
     text.add("hello", end=True)
     synthesizer = pipeline.synthesizer
     seeded = speech_request()

@@ -83,7 +83,7 @@ def test_the_llm_is_one_segment_ahead_of_token2wav_and_no_further() -> None:
 
     async def scenario() -> list[np.ndarray]:
         synthesis = asyncio.create_task(pipeline.synthesize(speech_request(text="0-20|20-40|40-60|60-80")))
-        await run_until(lambda: len(pipeline.llm.prompts) == 2 and pipeline.llm.unclosed == 0)
+        await run_until(lambda: len(pipeline.llm.prompts) == 2 and pipeline.llm.open == 0)
         await settle()
         assert [prompt.target_text for prompt in pipeline.llm.prompts] == ["0-20", "20-40"]
         gate.set()

@@ -3,23 +3,26 @@
 import asyncio
 import dataclasses
 from contextlib import aclosing
+from typing import Any
 
 import numpy as np
 import pytest
-from cosyvoice_triton.orchestrator.text_stream import TextStream, TextStreams
+from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream, PieceStreams
 
 from tests.support.fakes import FakeLM, speech_request
 from tests.support.pipeline import Pipeline, run_until
 
+LIMIT = Limit("target_text", 10, "characters")
 
-async def read(stream: TextStream) -> list[str]:
+
+async def read(stream: PieceStream) -> list[Any]:
     return [piece async for piece in stream]
 
 
 def test_pieces_arrive_in_their_order_up_to_the_end() -> None:
     async def run() -> list[str]:
-        streams = TextStreams(max_chars=10, idle_seconds=60)
-        with streams.open(7) as stream, streams.open("other") as other:
+        streams = PieceStreams(idle_seconds=60)
+        with streams.open(7, LIMIT) as stream, streams.open("other", LIMIT) as other:
             reader = asyncio.create_task(read(stream))
             for piece, end in (("a", False), ("", False), ("bc", True)):
                 streams.add(7, piece, end)
@@ -32,21 +35,23 @@ def test_pieces_arrive_in_their_order_up_to_the_end() -> None:
 
 def test_misuse_is_an_error_with_its_value_and_ends_with_the_request() -> None:
     async def run() -> None:
-        streams = TextStreams(max_chars=10, idle_seconds=0.05)
-        with pytest.raises(ValueError, match="no text in pieces has the sequence id 7"):
+        streams = PieceStreams(idle_seconds=0.05)
+        with pytest.raises(ValueError, match="no request in pieces has the sequence id 7"):
             streams.add(7, "a", False)
-        with streams.open(7) as stream:
-            with pytest.raises(ValueError, match="sequence id 7 is in use"), streams.open(7):
+        with streams.open(7, LIMIT) as stream:
+            with pytest.raises(ValueError, match="sequence id 7 is in use"), streams.open(7, LIMIT):
                 pass
             streams.add(7, "a" * 9, False)
             with pytest.raises(ValueError, match="11 characters in its pieces so far, more than the limit of 10"):
                 streams.add(7, "bc", False)
+            with pytest.raises(ValueError, match="began with target_text, and this piece of it has another input"):
+                streams.add(7, np.zeros(5, np.float32), False)
             with pytest.raises(ValueError, match=r"no further piece of it for 0\.05 s"):
                 await read(stream)
             streams.add(7, "", True)
             with pytest.raises(ValueError, match="has ended already"):
                 streams.add(7, "b", False)
-        with pytest.raises(ValueError, match="no text in pieces"):
+        with pytest.raises(ValueError, match="no request in pieces"):
             streams.add(7, "a", False)
 
     asyncio.run(run())
@@ -58,7 +63,7 @@ def test_the_first_audio_comes_before_the_text_has_ended() -> None:
     pipeline = Pipeline(llm)
 
     async def run() -> list[np.ndarray]:
-        text = TextStream(max_chars=100, idle_seconds=60)
+        text = PieceStream(Limit("target_text", 100, "characters"), idle_seconds=60)
         request = dataclasses.replace(speech_request(reference_text="ten, chars"), target_text="", pieces=text)
         audio: list[np.ndarray] = []
 
@@ -89,7 +94,7 @@ def test_max_tokens_limits_the_speech_of_a_text_in_pieces(limit: int) -> None:
     pipeline, warnings = Pipeline(llm), list[str]()
 
     async def run() -> list[np.ndarray]:
-        text = TextStream(max_chars=100, idle_seconds=60)
+        text = PieceStream(Limit("target_text", 100, "characters"), idle_seconds=60)
         text.add("abcd efgh i", end=True)
         request = dataclasses.replace(speech_request(reference_text="ten, chars"), pieces=text, max_tokens=limit)
         async with aclosing(pipeline.synthesizer.stream(request, warnings.append)) as waveforms:
@@ -101,7 +106,7 @@ def test_max_tokens_limits_the_speech_of_a_text_in_pieces(limit: int) -> None:
 
 def test_a_text_that_stops_ends_everything_with_an_error() -> None:
     pipeline = Pipeline(FakeLM(list(range(15))))
-    text = TextStream(max_chars=100, idle_seconds=0.05)
+    text = PieceStream(Limit("target_text", 100, "characters"), idle_seconds=0.05)
     text.add("A beginning, then nothing.", end=False)
     request = dataclasses.replace(speech_request(reference_text="ten, chars"), pieces=text)
     with pytest.raises(ValueError, match="has not ended"):

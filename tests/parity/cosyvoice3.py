@@ -16,7 +16,6 @@ from cosyvoice_triton.networks.hift import (
     HiFTConfig,
     build_causal_hift,
     fuse_weight_norm,
-    split_weight_norm,
 )
 from cosyvoice_triton.networks.hift.causal import F0_LOOKAHEAD, PRE_LOOKAHEAD, Contexts
 from cosyvoice_triton.networks.hift.generator import stft
@@ -34,7 +33,7 @@ from torch import Tensor
 
 from tests.parity.fixture import Check, Fixture
 from tests.parity.flow_unet import estimator_calls, flow_calls, solve_calls
-from tests.parity.hift import config_of, vocoder_calls
+from tests.parity.hift import config_of, official_state, vocoder_calls
 from tests.parity.reference import window_flow as reference
 from tests.parity.served import LIMITS, ServedFlow, prompt_of
 from tests.parity.tracing import steps_of
@@ -150,9 +149,7 @@ def check_vocoder(fixture: Fixture) -> Results:
 
 
 def check_full_size_vocoder(fixture: Fixture) -> Results:
-    hift = CausalHiFTGenerator(HiFTConfig())
-    shapes = {key: tuple(value.shape) for key, value in split_weight_norm(hift.state_dict()).items()}
-    built = build_causal_hift(HiFTConfig(), fuse_weight_norm(fixture.generated_weights(shapes)))
+    built = build_causal_hift(HiFTConfig(), official_state(fixture, CausalHiFTGenerator(HiFTConfig())))
     yield from _WholeVocoder(fixture, built).calls()
 
 

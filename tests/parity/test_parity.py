@@ -14,9 +14,9 @@ from cosyvoice_triton.token2wav.flow.encoder_window import WindowEncoder
 from safetensors.torch import load_file, save_file
 
 from tests.parity.__main__ import main
-from tests.parity.fixture import Fixture, Tolerance
+from tests.parity.fixture import Fixture
 from tests.parity.manifests import run_manifests
-from tests.parity.runner import SERVED, all_checks, compare, run_fixture
+from tests.parity.runner import all_checks, run_fixture
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 FIXTURES = sorted(path for path in GOLDEN.parent.glob("golden*/*.json") if not path.stem.endswith(".weights"))
@@ -69,20 +69,6 @@ def test_the_served_engine_is_what_is_compared(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "path", [pytest.param(path, id=path.stem) for path in FIXTURES if path.stem in SERVED and path not in FULL_SIZE]
-)
-def test_the_engine_in_float16_is_compared_with_bounds_of_its_own(path):
-    fixture = Fixture(path, "cpu", torch.float16)
-    results = list(run_fixture(fixture, all_checks()[path.stem]))
-    assert results and {result.verdict for result in results} == {"PASS"}
-    assert all(" float16" in result.name for result in results)
-    key = next(key for key in fixture.outputs if fixture[key].is_floating_point())
-    largest = fixture[key].abs().max().item()
-    tolerance = fixture.tolerance(key)
-    assert tolerance.atol == pytest.approx(1e-2 * largest) and tolerance.rms and tolerance.rms < 3e-3 * largest
-
-
-@pytest.mark.parametrize(
     ("listing", "config"),
     [
         ("golden/manifests/cosyvoice2_flow_pt.json", UNetFlowConfig),
@@ -100,20 +86,15 @@ def test_default_sizes_are_those_of_the_official_checkpoint(listing, config):
     assert verdict == "PASS" and config.from_shapes(sizes) == config()
 
 
-def test_a_valid_folder_passes_with_one_line_per_output(folder, capsys):
-    assert main([str(folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("PASS  item8a_fade_in_out out/faded  abs 0.0e+00 rel 0.0e+00")
-    assert lines[-1] == "1 passed, 0 missed"
-
-
-@pytest.mark.parametrize("value", [1e-3, float("nan")])
-def test_a_changed_result_is_a_miss(folder, capsys, value):
+@pytest.mark.parametrize(("value", "code", "verdict"), [(0.0, 0, "PASS"), (1e-3, 1, "MISS"), (float("nan"), 1, "MISS")])
+def test_a_line_for_each_output_says_whether_its_result_is_the_stored_one(folder, capsys, value, code, verdict):
     faded = load_file(folder / "item8a_fade_in_out.safetensors")["out/faded"]
     faded[0, 7] += value
     edit_tensors(folder, out__faded=faded)
-    assert main([str(folder)]) == 1
-    assert "MISS  item8a_fade_in_out out/faded" in capsys.readouterr().out
+    assert main([str(folder)]) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{verdict}  item8a_fade_in_out out/faded  abs {value:.1e} rel ")
+    assert lines[1] == f"{1 - code} passed, {code} missed"
 
 
 def remove(name: str) -> Callable[[Path], None]:
@@ -139,30 +120,8 @@ def test_whatever_cannot_be_compared_is_a_miss_with_its_reason(folder, capsys, d
     assert line in capsys.readouterr().out
 
 
-def test_listings_are_compared_by_key_and_shape(folder, capsys):
-    (folder / "manifests").mkdir()
-    listing = json.loads((GOLDEN / "manifests" / "cosyvoice2_hift_pt.json").read_text())
-    target = folder / "manifests" / "cosyvoice2_hift_pt.json"
-    target.write_text(json.dumps(listing))
-    assert main([str(folder)]) == 0
-    assert "328 keys and shapes equal" in capsys.readouterr().out
-    target.write_text(json.dumps(listing | {"conv_post.bias": [19], "stray": [1]}))
-    (folder / "manifests" / "vocos.json").write_text("{}")
-    assert main([str(folder)]) == 1
-    out = capsys.readouterr().out
-    assert "2 differences" in out and "MISS  manifests/vocos.json  unknown listing" in out
-
-
 def test_a_folder_without_fixtures_or_no_folder_is_unusable(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "holds no fixture" in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "nowhere is not a folder" in capsys.readouterr().err
-
-
-def test_rms_and_absolute_difference_must_both_hold():
-    expected = torch.zeros(100)
-    actual = torch.full((100,), 0.5)
-    assert compare(expected, actual, Tolerance(0.5, 0.5))[0]
-    assert not compare(expected, actual, Tolerance(0.4, 0.5))[0]
-    assert not compare(expected, actual, Tolerance(0.5, 0.4))[0]

@@ -4,23 +4,21 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.monitoring import faults
-from cosyvoice_triton.monitoring.drain import DrainFile
 from cosyvoice_triton.monitoring.environment import TEST_FAULTS, ModelEnvironment, tritonserver_environment
+from cosyvoice_triton.monitoring.health import DrainFile
 
 FULL = ModelEnvironment(
     metrics_directory=Path("/m"), drain_file=Path("/d"), grpc_address="10.0.0.1:9001", faults=Path("/")
 )
 
 
-@pytest.mark.parametrize("environment", [FULL, ModelEnvironment()])
-def test_models_read_what_the_server_wrote(environment: ModelEnvironment) -> None:
-    assert ModelEnvironment.read(environment.variables()) == environment
-
-
-def test_the_names_of_the_variables_are_a_contract() -> None:
+def test_models_read_what_the_server_wrote_in_variables_whose_names_are_a_contract() -> None:
+    for environment in (FULL, ModelEnvironment()):
+        assert ModelEnvironment.read(environment.variables()) == environment
     assert FULL.variables() == {
         "TTS_METRICS_DIR": "/m",
         "TTS_DRAIN_FILE": "/d",
@@ -66,12 +64,8 @@ def test_a_fault_happens_once_for_each_file_of_its_name(tmp_path: Path, monkeypa
     (tmp_path / "nan_mel").touch()
     assert not faults.take("nan_logits")
     assert faults.take("nan_mel") and not faults.take("nan_mel")
-
-
-def test_a_fault_that_two_processes_see_happens_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TEST_FAULTS, str(tmp_path))
-    monkeypatch.setattr(Path, "iterdir", lambda directory: iter([directory / "nan_mel"]))  # the other one was faster
-    assert not faults.take("nan_mel")
+    monkeypatch.setattr(Path, "iterdir", lambda directory: iter([directory / "nan_mel"]))
+    assert not faults.take("nan_mel"), "another process that has seen the file was faster"
 
 
 def test_unknown_faults_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,3 +75,16 @@ def test_unknown_faults_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         faults.take("nan_mel")
     with pytest.raises(ValueError, match="TTS_TEST_FAULTS=/nowhere is not a directory"):
         ModelEnvironment.read({"TTS_TEST_FAULTS": "/nowhere"})
+
+
+def test_the_audio_of_tokens_that_a_test_lists_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second chunk, whose audio begins with what the first one withheld: token 5 of 3, 5, 4."""
+    audio = np.ones(2 * faults.TOKEN_SAMPLES, np.float32)
+    faults.mute_silent_tokens(audio, np.array([3, 5, 4]), faults.TOKEN_SAMPLES // 2)
+    assert audio.all()
+    monkeypatch.setenv(TEST_FAULTS, str(tmp_path))
+    (tmp_path / "silent_tokens").write_text("[5, 6]")
+    for _ in range(2):
+        faults.mute_silent_tokens(audio, np.array([3, 5, 4]), faults.TOKEN_SAMPLES // 2)
+    half = faults.TOKEN_SAMPLES // 2
+    assert audio[:half].all() and not audio[half:][: 2 * half].any() and audio[3 * half :].all()

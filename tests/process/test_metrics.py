@@ -4,6 +4,7 @@ import asyncio
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
@@ -29,7 +30,7 @@ def test_a_request_is_counted_by_its_outcome(error: BaseException | None, outcom
     try:
         with stats.request() as live:
             assert stats.values()[metrics.LIVE] == 1
-            live.sent(SAMPLE_RATE)
+            live.sent(np.ones(SAMPLE_RATE, np.float32))
             if error:
                 raise error
     except BaseException as raised:
@@ -47,10 +48,24 @@ def test_histogram_buckets_are_cumulative() -> None:
         with stats.request() as live:
             live.first_chunk = seconds
     values = stats.values()
-    buckets = {line.labels[0][1]: value for line, value in values.items() if line.suffix == "_bucket"}
+    of_chunks = (line for line in values if line.name == metrics.FIRST_CHUNK.name and line.suffix == "_bucket")
+    buckets = {line.labels[0][1]: values[line] for line in of_chunks}
     assert (buckets["0.05"], buckets["0.15"], buckets["0.2"], buckets["10.0"], buckets["+Inf"]) == (1, 1, 2, 2, 3)
     assert values[metrics.FIRST_CHUNK.sample("_count")] == 3
     assert values[metrics.FIRST_CHUNK.sample("_sum")] == pytest.approx(99.21)
+
+
+def test_leading_silence_counts_until_the_first_audible_sample() -> None:
+    stats = RequestStats()
+    sound = np.sin(np.arange(SAMPLE_RATE) / 10).astype(np.float32)
+    with stats.request() as live:
+        live.sent(np.zeros(SAMPLE_RATE, np.float32))
+        live.sent(np.concatenate([0 * sound, sound]))
+        assert live.first_chunk is not None and live.first_audible == pytest.approx(live.first_chunk + 2, abs=0.02)
+        live.sent(sound)
+    values = stats.values()
+    assert values[metrics.FIRST_AUDIBLE.sample("_count")] == 1
+    assert values[metrics.FIRST_AUDIBLE.sample("_bucket", le="1.5")] == 0
 
 
 def test_the_page_has_each_family_once_with_a_sample_per_instance(

@@ -44,9 +44,11 @@ class OnnxGraph:
         self._nodes.append(node)
         return output
 
-    def save(self, path: Path, inputs: list[onnx.ValueInfoProto], output: onnx.ValueInfoProto, about: str) -> None:
+    def save(
+        self, path: Path, inputs: list[onnx.ValueInfoProto], outputs: list[onnx.ValueInfoProto], about: str
+    ) -> None:
         """Check and write the model. about: its doc string."""
-        graph = helper.make_graph(self._nodes, path.stem, inputs, [output], self._weights)
+        graph = helper.make_graph(self._nodes, path.stem, inputs, outputs, self._weights)
         model = helper.make_model(
             graph,
             opset_imports=[helper.make_opsetid("", OPSET)],

@@ -64,6 +64,6 @@ def write_campplus(path: Path, weights: Mapping[str, np.ndarray], about: str) ->
     g.save(
         path,
         [helper.make_tensor_value_info("input", TensorProto.FLOAT, ["B", "T", MEL_BINS])],
-        helper.make_tensor_value_info("output", TensorProto.FLOAT, ["B", SPEAKER_DIM]),
+        [helper.make_tensor_value_info("output", TensorProto.FLOAT, ["B", SPEAKER_DIM])],
         about,
     )

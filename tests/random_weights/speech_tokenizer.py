@@ -94,7 +94,7 @@ class _TokenizerWriter:
                 helper.make_tensor_value_info("feats", TensorProto.FLOAT, [1, N_MELS, "T"]),
                 helper.make_tensor_value_info("feats_length", TensorProto.INT32, [1]),
             ],
-            helper.make_tensor_value_info("indices", TensorProto.INT32, [1, "t"]),
+            [helper.make_tensor_value_info("indices", TensorProto.INT32, [1, "t"])],
             about,
         )
 

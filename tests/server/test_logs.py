@@ -32,9 +32,11 @@ def test_a_log_below_its_limit_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_after_a_failed_copy_the_next_is_tried_when_the_log_has_grown_by_its_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log, attempts = tmp_path / "log", list[int]()
+    """As on a full disk: nothing is lost, and the earlier log stays."""
+    log, earlier, attempts = tmp_path / "log", tmp_path / "log.1", list[int]()
+    earlier.write_text("earlier")
 
     def full(log: Path, copy: Path) -> None:
         attempts.append(log.stat().st_size)
@@ -48,3 +50,5 @@ def test_after_a_failed_copy_the_next_is_tried_when_the_log_has_grown_by_its_lim
         os.truncate(log, size)
         rotation.rotate(above=100)
     assert attempts == [150, 250]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert log.stat().st_size == 251 and earlier.read_text() == "earlier"

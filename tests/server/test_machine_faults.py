@@ -1,10 +1,8 @@
 """What a machine can do to a healthy server: full disks, odd processes, proxies, signals, addresses."""
 
 import asyncio
-import logging
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -21,18 +19,15 @@ from cosyvoice_triton.client.failures import ClientError
 from cosyvoice_triton.client.grpc_client import AsyncConnection
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.errors import FatalError, UnavailableError
-from cosyvoice_triton.monitoring.drain import DrainFile
 from cosyvoice_triton.monitoring.environment import GRPC_ADDRESS, METRICS_DIRECTORY
-from cosyvoice_triton.monitoring.health import ModelMonitor, has_failed, report_failure
+from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, has_failed, report_failure
 from cosyvoice_triton.monitoring.metrics import LIVE, PERIOD_SECONDS, page, sum_of
-from cosyvoice_triton.server import logs, readiness
+from cosyvoice_triton.server import readiness
 from cosyvoice_triton.server.input_shapes import compile_library
-from cosyvoice_triton.server.logs import LogRotation
 from cosyvoice_triton.server.tritonserver import Ports, ServerError, TritonServer, free_port, require_free
 from cosyvoice_triton.server.watch import HUNG_SECONDS, WATCH_SECONDS, ModelWatch
 from cosyvoice_triton.triton_io.streams import Streams
 
-from tests.conftest import ROOT
 from tests.support.http_pages import Page, http_server
 from tests.support.serve_process import children
 from tests.support.waiting import until
@@ -83,7 +78,8 @@ def test_a_full_disk_stops_no_sign_of_life_no_number_no_drain_and_no_report_of_a
             DrainFile(disk / "draining").check()
         assert not caplog.records
         report_failure("m", FatalError("the engine is dead"))
-        assert watch.check() == {"m": "model m has failed and cannot recover: the engine is dead"} and has_failed("m")
+        assert watch.check() == {"m": "model m has failed and cannot recover: the engine is dead"}
+        assert has_failed(disk, "m")
     finally:
         monitor.close()
 
@@ -106,25 +102,6 @@ def test_numbers_that_cannot_be_written_are_logged_once(
     until(lambda: failures > 2)
     monitor.close()
     assert [record.message for record in caplog.records] == ["cannot write the metrics"]
-
-
-def test_a_log_that_cannot_be_rotated_grows_on_with_one_warning_and_loses_nothing(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(logs, "MAX_BYTES", 100_000)
-    log, earlier = disk / "log", disk / "log.1"
-    log.write_bytes(bytes(600_000))  # its copy does not fit
-    earlier.write_text("earlier")
-    rotation = LogRotation(log)
-    for _ in range(5):
-        rotation.rotate(above=1)
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert log.stat().st_size == 600_000 and earlier.read_text() == "earlier"
-    assert {path.name for path in disk.iterdir()} == {"log", "log.1"}
-    os.truncate(log, 750_000)
-    monkeypatch.setattr(logs, "_shift", lambda log: os.truncate(log, 0))  # there is room again
-    rotation.rotate(above=1)
-    assert log.stat().st_size == 0 and len(caplog.records) == 1
 
 
 def test_a_process_whose_name_is_not_utf8_disturbs_nobody(tmp_path: Path) -> None:
@@ -223,14 +200,6 @@ def test_a_folder_for_the_log_is_one_line(tmp_path: Path, capsys: pytest.Capture
         signal.signal(signal.SIGTERM, before)
     error = capsys.readouterr().err
     assert error == f"the log file {tmp_path} is a folder; name a file: {tmp_path}/server.log\n"
-
-
-def test_paths_with_blanks_are_one_argument_of_the_commands_that_make_starts() -> None:
-    settings = ["MODELS=my models", "OUTPUT=out dir/a.wav", "FOLDER=a b"]
-    for target in ("render", "serve", "demo", "bench", "parity"):
-        shown = subprocess.run(["make", "-n", target, *settings], cwd=ROOT, capture_output=True, text=True).stdout
-        words = shlex.split([line for line in shown.replace("\\\n", " ").splitlines() if line.strip()][-1])
-        assert {"my models", "out dir/a.wav", "a b"} & set(words), (target, words)
 
 
 def serving_idle(repository: Path, code: str, *options: str) -> list[str]:

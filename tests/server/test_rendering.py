@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cosyvoice_triton import stacks
-from cosyvoice_triton.config import SPARE_REQUESTS, TensorrtLLMConfig, Token2WavConfig
+from cosyvoice_triton.config import SPARE_REQUESTS, Token2WavConfig
 from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.llm.triton_client import request_tensors
 from cosyvoice_triton.server import rendering
@@ -23,8 +23,10 @@ from cosyvoice_triton.server.rendering import (
     settings_of,
     templates_of,
 )
+from google.protobuf import json_format
 
 CONFIGS = sorted(TEMPLATES.glob("model_repo*/*/config.pbtxt"))
+PROMPT_MODELS = ("audio_tokenizer", "speaker_embedding")
 STACKS = [(stack, transport) for stack in stacks.names() for transport in ("triton", "openai")]
 
 # Declared because TensorRT-LLM's clients may send them, but not read by our model.
@@ -42,6 +44,22 @@ def options(tmp_path: Path, **changes) -> StackOptions:
     return StackOptions(models_dir=tmp_path / "models", **changes)
 
 
+def configs_of(tmp_path: Path, **changes) -> dict:
+    """The filled templates by model, parsed as Triton does."""
+    return {name: parse(text, name) for name, text in rendering._filled_configs(options(tmp_path, **changes)).items()}
+
+
+def read(config):
+    """The settings of a model, as it reads them from what Triton's python backend passes to `initialize`."""
+    text = json_format.MessageToJson(config, preserving_proto_field_name=True)
+    args = {"model_config": text, "model_instance_kind": "CPU", "model_instance_device_id": "0"}
+    return settings_of(config.name).from_triton(args)
+
+
+def written(repository: Path, name: str):
+    return parse((repository / name / "config.pbtxt").read_text(), name)
+
+
 @pytest.mark.parametrize(("stack", "transport"), STACKS)
 def test_a_rendered_stack_parses_and_leaves_no_placeholder(tmp_path, stack, transport):
     urls = ("http://a:8000/v1",) if transport == "openai" else ()
@@ -50,20 +68,9 @@ def test_a_rendered_stack_parses_and_leaves_no_placeholder(tmp_path, stack, tran
     models = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
     assert models == set(templates_of(wanted))
     for name in models:
-        text = (tmp_path / "out" / name / "config.pbtxt").read_text()
-        assert "${" not in text
-        config = parse(text, name)
-        assert config.max_batch_size >= 1
+        assert "${" not in (tmp_path / "out" / name / "config.pbtxt").read_text()
+        assert written(tmp_path / "out", name).max_batch_size >= 1 and read(written(tmp_path / "out", name))
         assert (tmp_path / "out" / name / "1" / "model.py").exists()
-        settings_of(name).from_triton(as_args(config))
-
-
-def as_args(config) -> dict[str, str]:
-    """What Triton's python backend would pass to `initialize`."""
-    from google.protobuf import json_format
-
-    text = json_format.MessageToJson(config, preserving_proto_field_name=True)
-    return {"model_config": text, "model_instance_kind": "CPU", "model_instance_device_id": "0"}
 
 
 @pytest.mark.parametrize("stack", stacks.names())
@@ -71,10 +78,9 @@ def test_a_model_of_this_process_is_configured_as_by_the_rendering(stack, tmp_pa
     wanted = options(tmp_path, stack=stack, device="cpu", settings={"max_streams": "3", "first_hop_tokens": "25"})
     render(wanted, tmp_path / "out")
     for name in (wanted.orchestrator, stacks.named(stack).token2wav, "tensorrt_llm"):
-        kind = settings_of(name)
-        rendered = kind.from_triton(as_args(parse((tmp_path / "out" / name / "config.pbtxt").read_text(), name)))
+        rendered = read(written(tmp_path / "out", name))
         own = {"decoupled": False} if hasattr(rendered, "decoupled") else {}  # follows from Triton's policy
-        assert dataclasses.replace(rendered, **own) == wanted.config(kind)
+        assert dataclasses.replace(rendered, **own) == wanted.config(settings_of(name))
     with pytest.raises(ValueError, match="unknown setting 'max_stream'"):
         options(tmp_path, settings={"max_stream": "3"}).config(Token2WavConfig)
 
@@ -100,9 +106,7 @@ def test_a_template_takes_every_setting_of_its_model_and_declares_no_other(path)
 def test_the_source_of_a_model_names_all_tensors_that_its_template_declares(path, tmp_path):
     name = path.parent.name
     stack = next(stack for stack in stacks.BUILT_IN if path.parents[1].name == stack.templates)
-    wanted = options(tmp_path, stack=stack.name)
-    config = rendering._filled_configs(wanted)[name]
-    message = parse(config, name)
+    message = configs_of(tmp_path, stack=stack.name)[name]
     declared = {tensor.name for tensor in (*message.input, *message.output)} - UNREAD.get(name, set())
     assert declared <= strings_of(name, path.parent / "1" / "model.py")
 
@@ -125,13 +129,11 @@ def strings_of(name: str, model: Path) -> set[str]:
 @pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
 def test_token2wav_is_one_process_wherever_it_computes(stack, tmp_path):
     """Its streams are in that process, so Triton must neither start a second one nor insist on correlation ids."""
-    config = parse(
-        rendering._filled_configs(options(tmp_path, stack=stack.name, device="gpu"))[stack.token2wav], stack.token2wav
-    )
+    config = configs_of(tmp_path, stack=stack.name, device="gpu")[stack.token2wav]
     (group,) = config.instance_group
     assert (group.kind, group.count) == (group.KIND_CPU, 1)
     assert config.WhichOneof("scheduling_choice") == "dynamic_batching"
-    assert settings_of(stack.token2wav).from_triton(as_args(config)).device == "cuda:0"
+    assert read(config).device == "cuda:0"
 
 
 def test_the_llm_accepts_a_few_requests_more_than_token2wav_has_streams_and_both_know_its_memory(tmp_path):
@@ -139,9 +141,8 @@ def test_the_llm_accepts_a_few_requests_more_than_token2wav_has_streams_and_both
     assert int(defaults("tensorrt_llm")["max_requests"]) == streams + SPARE_REQUESTS
 
     def filled(**given):
-        configs = rendering._filled_configs(options(tmp_path, stack="dit", settings=given))
-        llm = TensorrtLLMConfig.from_triton(as_args(parse(configs["tensorrt_llm"], "tensorrt_llm")))
-        return llm, Token2WavConfig.from_triton(as_args(parse(configs["token2wav_dit"], "token2wav_dit")))
+        configs = configs_of(tmp_path, stack="dit", settings=given)
+        return read(configs["tensorrt_llm"]), read(configs["token2wav_dit"])
 
     llm, token2wav = filled(max_requests="5")
     assert (llm.max_requests, token2wav.max_streams) == (5, streams)
@@ -156,8 +157,8 @@ CPP_REQUIRED = {"gpt_model_type", "tokenizer_dir", "xgrammar_tokenizer_info_path
 
 @pytest.mark.parametrize("stack", stacks.names())
 def test_the_llm_renders_for_the_cpp_backend(tmp_path, stack):
-    wanted = options(tmp_path, stack=stack, llm_backend="tensorrtllm")
-    config = parse(rendering._filled_configs(wanted)["tensorrt_llm"], "tensorrt_llm")
+    configs = configs_of(tmp_path, stack=stack, llm_backend="tensorrtllm")
+    config = configs["tensorrt_llm"]
     parameters = {key: value.string_value for key, value in config.parameters.items()}
     assert config.backend == "tensorrtllm"
     assert parameters["gpt_model_path"] == str(tmp_path / "models" / stacks.named(stack).llm.engine)
@@ -168,8 +169,7 @@ def test_the_llm_renders_for_the_cpp_backend(tmp_path, stack):
     assert sent <= {tensor.name for tensor in config.input}
     required = {tensor.name for tensor in config.input if not tensor.optional}
     assert required == {"input_ids", "input_lengths", "request_output_len"}
-    orchestrator = parse(rendering._filled_configs(wanted)[wanted.orchestrator], wanted.orchestrator)
-    assert orchestrator.parameters["llm_backend"].string_value == "tensorrtllm"
+    assert read(configs[stacks.named(stack).orchestrator]).llm_backend == "tensorrtllm"
 
 
 @pytest.mark.parametrize(
@@ -190,14 +190,10 @@ def test_each_engine_gets_the_directory_that_it_loads(tmp_path, monkeypatch, eng
     assert options(tmp_path, llm_engine=engine, device=device).engine_dir.name == directory
 
 
-def test_both_prompt_models_use_the_response_cache(tmp_path):
-    configs = rendering._filled_configs(options(tmp_path))
-    assert all(parse(configs[name], name).response_cache.enable for name in ("audio_tokenizer", "speaker_embedding"))
-
-
-def test_offline_rendering_keeps_the_llm_streaming(tmp_path):
-    configs = rendering._filled_configs(options(tmp_path, stack="unet", decoupled=False))
-    decoupled = {name: parse(configs[name], name).model_transaction_policy.decoupled for name in configs}
+def test_prompt_models_use_the_response_cache_and_the_llm_streams_also_where_a_stack_does_not(tmp_path):
+    configs = configs_of(tmp_path, stack="unet", decoupled=False)
+    assert all(configs[name].response_cache.enable for name in PROMPT_MODELS)
+    decoupled = {name: config.model_transaction_policy.decoupled for name, config in configs.items()}
     assert decoupled["tensorrt_llm"] and not decoupled["cosyvoice2"]
 
 
@@ -255,40 +251,26 @@ def test_each_gpu_of_token2wav_has_a_model_of_its_own(stack, tmp_path, monkeypat
     wanted = options(tmp_path, stack=stack, device="gpu", settings=given)
     render(wanted, tmp_path / "out")
     first = stacks.named(stack).token2wav
-    settings = {}
-    for name in (first, f"{first}_1"):
-        message = parse((tmp_path / "out" / name / "config.pbtxt").read_text(), name)
-        settings[name] = settings_of(name).from_triton(as_args(message))
-        assert (tmp_path / "out" / name / "1" / "model.py").exists()
-    assert [each.device for each in settings.values()] == ["cuda:0", "cuda:3"]
-    assert [each.llm_share_gib for each in settings.values()] == [0, 2.5]
-    configs = {
-        name: parse((tmp_path / "out" / name / "config.pbtxt").read_text(), name) for name in templates_of(wanted)
-    }
-    assert settings_of("tensorrt_llm").from_triton(as_args(configs["tensorrt_llm"])).llm_gpu == 3
-    assert configs["tensorrt_llm"].parameters["max_requests"].string_value == str(2 * 5 + SPARE_REQUESTS)
-    for name in ("audio_tokenizer", "speaker_embedding"):
-        assert list(configs[name].instance_group[0].gpus) == [3]
-    orchestrator = configs[wanted.orchestrator]
-    assert settings_of(wanted.orchestrator).from_triton(as_args(orchestrator)).token2wav_gpus == (0, 3)
+    configs = {name: written(tmp_path / "out", name) for name in (*templates_of(wanted), f"{first}_1")}
+    assert (tmp_path / "out" / f"{first}_1" / "1" / "model.py").exists()
+    token2wav = [read(configs[name]) for name in (first, f"{first}_1")]
+    assert [(each.device, each.llm_share_gib) for each in token2wav] == [("cuda:0", 0), ("cuda:3", 2.5)]
+    llm = read(configs["tensorrt_llm"])
+    assert (llm.llm_gpu, llm.max_requests) == (3, 2 * 5 + SPARE_REQUESTS)
+    assert all(list(configs[name].instance_group[0].gpus) == [3] for name in PROMPT_MODELS)
+    assert read(configs[wanted.orchestrator]).token2wav_gpus == (0, 3)
 
 
 @pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
 def test_prompt_models_can_be_on_the_cpu_beside_the_others_on_a_gpu(stack, tmp_path):
-    settings = {"prompt_device": "cpu", "llm_gpu": "0"}
-    given = options(tmp_path, stack=stack.name, device="gpu", settings=settings)
-    configs = {name: parse(text, name) for name, text in rendering._filled_configs(given).items()}
-    for name in ("audio_tokenizer", "speaker_embedding"):
+    configs = configs_of(tmp_path, stack=stack.name, device="gpu", settings={"prompt_device": "cpu", "llm_gpu": "0"})
+    for name in PROMPT_MODELS:
         (group,) = configs[name].instance_group
-        assert (group.kind, list(group.gpus)) == (group.KIND_CPU, [])
+        assert (group.kind, list(group.gpus)) == (group.KIND_CPU, [])  # with GPUs Triton would refuse it
     assert configs[stack.token2wav].parameters["instance_kind"].string_value == "KIND_GPU"
     assert configs[stack.token2wav].parameters["prompt_device"].string_value == "cpu"  # for the plan of the memory
-
-
-def test_models_on_a_cpu_name_no_gpus(tmp_path):
-    """With KIND_CPU, Triton refuses them."""
-    configs = rendering._filled_configs(options(tmp_path, device="cpu", settings={"token2wav_gpus": "0 1"}))
-    assert list(parse(configs["audio_tokenizer"], "audio_tokenizer").instance_group[0].gpus) == []
+    on_cpu = configs_of(tmp_path, stack=stack.name, device="cpu", settings={"token2wav_gpus": "0 1"})
+    assert list(on_cpu["audio_tokenizer"].instance_group[0].gpus) == []
 
 
 @pytest.mark.parametrize("gpus", ["", "0 0", "-1", "0,1,0"])

@@ -1,18 +1,15 @@
 """serve.py as the main process of a container: health page, metrics, and a stop that loses no stream."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from urllib.request import Request, urlopen
 
-import async_timeout
 import pytest
-import tritonclient.grpc.aio as triton
 from cosyvoice_triton.monitoring.metrics import ENDED, LIVE, sum_of
 
 from tests.support.gateway import wait_for
-from tests.support.serve_process import ServeProcess, StreamResult, get, rendered, serve_process, synthesize
+from tests.support.serve_process import ServeProcess, StreamResult, get, rendered, serve_process, speak_at_once
 
 pytestmark = pytest.mark.server
 
@@ -33,26 +30,24 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield running
 
 
-async def begin_streams(server: ServeProcess, connection: triton.InferenceServerClient) -> list[asyncio.Task[Any]]:
-    """Long streams, of which each has begun."""
-    outcomes = [StreamResult() for _ in range(2)]
-    speaking = [asyncio.create_task(synthesize(connection, LONG, outcome)) for outcome in outcomes]
-    await asyncio.gather(*(outcome.begun.wait() for outcome in outcomes))
-    while sum_of(server.page(), LIVE.name) < len(outcomes):  # the page is up to a quarter of a second old
-        assert not any(task.done() for task in speaking)
-        await asyncio.sleep(0.05)
-    return speaking
+def speak(server: ServeProcess, text: str) -> StreamResult:
+    return asyncio.run(speak_at_once(f"127.0.0.1:{server.grpc}", 1, text))[0]
+
+
+def while_two_speak(server: ServeProcess, meanwhile: Callable[[], object]) -> list[str | None]:
+    """The errors of two long streams that are counted as live when `meanwhile` is called."""
+
+    def once_counted() -> None:
+        wait_for(lambda: sum_of(server.page(), LIVE.name) == 2)  # the page is up to a quarter of a second old
+        meanwhile()
+
+    results = asyncio.run(speak_at_once(f"127.0.0.1:{server.grpc}", 2, LONG, once_counted))
+    return [result.error for result in results]
 
 
 def test_the_metrics_page_counts_requests_and_audio(server: ServeProcess) -> None:
     assert server.readiness() == (200, "ready")
-
-    async def run() -> None:
-        async with triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as connection:
-            assert (await synthesize(connection, SHORT, StreamResult())).error is None
-            assert (await synthesize(connection, " ", StreamResult())).error is not None
-
-    asyncio.run(run())
+    assert speak(server, SHORT).error is None and speak(server, " ").error is not None
     # The models publish their numbers four times a second, each in its own time.
     wait_for(lambda: sum_of(page := server.page(), ENDED.name) == 2 and sum_of(page, "tts_token2wav_streams_live") == 0)
     page = server.page()
@@ -76,36 +71,23 @@ def test_after_sigterm_requests_are_accepted_for_a_while_then_refused_and_runnin
     server: ServeProcess,
 ) -> None:
     """The health page reports the stop at once, so that load balancers have stopped sending before that."""
+    late: list[StreamResult] = []
 
-    async def run() -> list[StreamResult]:
-        async with (
-            async_timeout.timeout(240),
-            triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as connection,
-        ):
-            speaking = await begin_streams(server, connection)
-            server.terminate()
-            while server.readiness() != (503, "stopping"):
-                await asyncio.sleep(0.05)
-            late = [await synthesize(connection, SHORT, StreamResult())]
-            while late[-1].error is None:
-                late.append(await synthesize(connection, SHORT, StreamResult()))
-            assert len(late) > 1 and "is shutting down" in late[-1].error and late[-1].samples == 0
-            return await asyncio.gather(*speaking)
+    def stop() -> None:
+        server.terminate()
+        wait_for(lambda: server.readiness() == (503, "stopping"))
+        while not late or late[-1].error is None:
+            late.append(speak(server, SHORT))
 
-    assert [outcome.error for outcome in asyncio.run(run())] == [None] * 2
+    assert while_two_speak(server, stop) == [None, None]
+    assert len(late) > 1 and "is shutting down" in str(late[-1].error) and late[-1].samples == 0
     assert server.process.wait(60) == 0
     assert "all requests ended" in (server.process.stderr.read() if server.process.stderr else "")
 
 
 def test_streams_that_exceed_the_drain_limit_end_with_an_error(repository: Path, tmp_path: Path) -> None:
-    async def run(server: ServeProcess) -> list[StreamResult]:
-        async with triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as connection:
-            speaking = await begin_streams(server, connection)
-            server.terminate()
-            return await asyncio.gather(*speaking)
-
     with serve_process(repository, tmp_path / "log", "--drain-seconds", "1") as server:
-        assert all(outcome.error is not None for outcome in asyncio.run(run(server)))
+        assert all(while_two_speak(server, server.terminate))
         assert server.process.wait(60) == 0
     stacks = (tmp_path / "log").read_text()  # of what keeps them
     assert "(most recent call first)" in stacks and "common/cosyvoice_triton/triton_io/requests.py" in stacks

@@ -193,19 +193,6 @@ def test_a_server_that_hangs_with_its_models_loaded_is_started_again(repository,
 
 
 @pytest.mark.server
-def test_a_port_in_use_is_named(repository):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with (
-            pytest.raises(ServerError, match=f"port {port} is in use"),
-            TritonServer(repository, ports=Ports(port, 0, 0)),
-        ):
-            pass
-
-
-@pytest.mark.server
 def test_a_tritonserver_that_crashes_while_it_stops_leaves_nothing_behind_and_is_no_error(repository):
     with TritonServer(repository, ports=FREE) as server:
         process = server._process

@@ -100,7 +100,7 @@ def test_a_lost_model_is_published_as_failing_and_no_longer_a_fault(directory: P
     lost.publish(STUCK_SECONDS)
     (reason,) = watch.check().values()
     watch.lose("lost", reason)
-    assert watch.lost == {"lost": reason} and has_failed("lost") and not has_failed("sound")
+    assert watch.lost == {"lost": reason} and has_failed(directory, "lost") and not has_failed(directory, "sound")
     for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 2):
         sound.publish()
         assert watch.check() == {} and watch.why_not_ready() == ""

@@ -3,7 +3,7 @@
 cases.py    the requests, by seed: route, voice, text; some are cancelled, some are bad and have an expected answer
 routes.py   a door for every interface
 ledger.py   how each request ended, and which fault explains an error
-stack.py    a stack of our own: started, restarted when it ends, as a supervisor does
+stack.py    the servers: started, restarted when they end, as a supervisor does
 faults.py   processes killed and stopped, faults inside the models
 sampling.py memory, threads, files and shared memory of every process, and whether they grow
 runner.py   one run of load/; report.py writes it down

@@ -3,25 +3,23 @@
     make soak MINUTES=10                             the same as the next line
     python -m tests.soak --minutes 10                a stack of its own on the demo checkpoint, with faults
     python -m tests.soak --minutes 60 --no-faults    the same without faults
-    python -m tests.soak --grpc localhost:8001 --http localhost:8000 --speech http://localhost:10086
-                                                     load on running servers, without faults
 
-Load: gRPC streamed and offline, Triton's HTTP, the OpenAI-style routes (any format, server-sent events, batches), the
-WebSocket with barge-in, the plain runtime over HTTP and gRPC, and voices that are registered, used and deleted. 10 % of
-the requests are cancelled, 5 % are bad in one of many ways, each of which has the error that must be the answer.
+Load: gRPC streamed and offline, the OpenAI-style route in any format, the WebSocket with barge-in, the plain runtime's
+gRPC service, and voices that are registered, used and deleted. 10 % of the requests are cancelled, 5 % are bad in one
+of several ways, each of which has the error that must be the answer.
 
-Faults, on a stack of its own only: processes killed and stopped, and the faults of monitoring/faults.py inside the
-models; a service that ends is started again, as compose and Kubernetes do. In the last half of the time nothing is
-killed, so that growth can be judged.
+Faults: processes killed and stopped, and those of monitoring/faults.py inside the models; a service that ends is
+started again, as compose and Kubernetes do. In the last half of the time nothing is killed, so that growth can be
+judged.
 
 Each request ends exactly once: done; cancelled; rejected (bad input, as expected); refused (the server is full and
 says so); failed (an error that one of the injected faults explains). Anything else is lost, and a request without any
 part of its answer for --patience seconds has hung. The requests are the same for the same --seed, though their times
 are not.
 
-Writes OUTPUT.md, OUTPUT.json (every request and sample) and the servers' logs to OUTPUT.files/. A stack of its own
-needs two CPU cores, 4 GB of memory and one or two minutes more than --minutes, ten if they hang.
-docs/clients.md explains the figures.
+Writes OUTPUT.md, OUTPUT.json (every request and sample) and the servers' logs to OUTPUT.files/. It needs two CPU cores,
+4 GB of memory and one or two minutes more than --minutes, ten if the servers hang. docs/clients.md explains the
+figures.
 """
 
 import argparse
@@ -44,7 +42,6 @@ from cosyvoice_triton.prepare import steps
 
 from tests.soak.faults import KINDS
 from tests.soak.report import write
-from tests.soak.routes import Addresses
 from tests.soak.runner import SoakSettings, soak
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -78,22 +75,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--models", type=Path, help="a demo checkpoint; default: models/demo, made if it is not there")
     parser.add_argument("--output", type=Path, default=Path("out/soak"), help="path without suffix (out/soak)")
-    running = parser.add_argument_group("running servers, instead of a stack of its own")
-    running.add_argument("--grpc", default="", metavar="HOST:PORT", help="Triton's gRPC")
-    running.add_argument(
-        "--http", default="", metavar="HOST:PORT", help="Triton's HTTP, for a model rendered --offline"
-    )
-    running.add_argument("--speech", default="", metavar="URL", help="the speech service")
-    running.add_argument("--runtime", default="", metavar="HOST:PORT", help="its gRPC service of the plain runtime")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    given = Addresses(args.grpc, args.http, args.speech, args.runtime)
     command = shlex.join(["python", "-m", "tests.soak", *(sys.argv[1:] if argv is None else argv)])
     try:
-        if args.models is None and given == Addresses():
+        if args.models is None:
             steps.demo(steps.DEMO)
         work = args.output.with_name(f"{args.output.name}.files").resolve()
         shutil.rmtree(work, ignore_errors=True)
@@ -107,7 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             chosen=[KINDS[name] for name in args.faults],
             models=args.models or steps.DEMO,
             work=work,
-            addresses=None if given == Addresses() else given,
         )
         print("starting the servers ...", file=sys.stderr, flush=True)
         result = asyncio.run(soak(settings, read_manifest(samples.MANIFEST)))

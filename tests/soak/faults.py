@@ -21,13 +21,12 @@ from tests.soak.ledger import Request
 from tests.soak.sampling import family
 from tests.soak.stack import STREAMED, WHOLE, LocalStack, SupervisedService
 
-Action = Literal["file", "kill", "stop", "hang", "fill"]
+Action = Literal["file", "kill", "stop", "hang"]
 
 SETTLE_SECONDS = 5.0  # the speech service looks every 2 s whether Triton is there, and reconnects within 2 s
 STOP_SECONDS = (2.0, 6.0)  # for which a process is stopped and then goes on
 TAKEN_SECONDS = 60.0  # for a fault inside a model to happen, which needs a request at the right place
 END_SECONDS = 60.0  # for a service to end after a fault that it does not survive: a hang is noticed after 15 s
-FULL_SECONDS = 18.0  # a server without a sign of life for 15 s is ended
 SURVIVED_SECONDS = 15.0  # after which a service has survived a fault
 GAP_SECONDS, GAP_SHARE = (8.0, 25.0), 0.1  # between the end of one fault and the next; at most this share of the run
 HARD_SHARE = 0.5  # of the run, in which faults may end services; after it they do not, so that one life is long
@@ -35,13 +34,12 @@ HARD_PROBABILITY = 0.5  # of such a fault, in that share
 
 MODELS = ("audio_tokenizer", "speaker_embedding", "tensorrt_llm", *STREAMED.models, *WHOLE.models)
 TRITON_ROUTES = tuple(WEIGHTS)  # a dead Triton is behind every route
-SPEECH_ROUTES = tuple(route for route in TRITON_ROUTES if route not in ("grpc", "grpc-offline", "triton-http"))
+SPEECH_ROUTES = tuple(route for route in TRITON_ROUTES if route not in ("grpc", "grpc-offline"))
 
 
 @dataclass(frozen=True)
 class FaultKind:
     """file: `target` is a name of monitoring/faults.py. kill, stop: it is a process; hang: stopped for good.
-    fill: the disk of temporary files and of the log is full for FULL_SECONDS.
 
     ends: the service that ends by it. survivable: it may also go on. errors: how many requests may fail by it, None:
     any number.
@@ -66,7 +64,6 @@ SOFT = (
         if fault not in FATAL
     ),
     *(FaultKind("stop", process) for process in ("tritonserver", "speech")),
-    FaultKind("fill", "disk", errors=0),
 )
 HARD = (
     *(FaultKind("file", fault, ends="serve") for fault in FATAL),
@@ -164,7 +161,7 @@ class Injector:
             self._service(kind.ends).expected_end = fault.name
         self.injected.append(fault)
         try:
-            await getattr(self, f"_{kind.action}")(kind, fault, pause)
+            await (self._happens(kind, fault) if kind.action == "file" else self._signal(kind, pause))
             if kind.ends and not fault.note:
                 await self._end(kind, lives[kind.ends])
             await self.stack.wait_ready()
@@ -176,7 +173,7 @@ class Injector:
         await asyncio.sleep(SETTLE_SECONDS)
         fault.ended = self.clock()
 
-    async def _file(self, kind: FaultKind, fault: InjectedFault, pause: float) -> None:
+    async def _happens(self, kind: FaultKind, fault: InjectedFault) -> None:
         path = self.stack.faults / kind.target
         path.touch()
         try:
@@ -186,33 +183,15 @@ class Injector:
             if kind.ends:
                 self._service(kind.ends).expected_end = ""
 
-    async def _kill(self, kind: FaultKind, fault: InjectedFault, pause: float) -> None:
-        os.kill(self._process(kind.target), signal.SIGKILL)
-
-    async def _stop(self, kind: FaultKind, fault: InjectedFault, pause: float) -> None:
+    async def _signal(self, kind: FaultKind, pause: float) -> None:
         process = self._process(kind.target)
-        os.kill(process, signal.SIGSTOP)
-        try:
-            await asyncio.sleep(pause)
-        finally:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGCONT)
-
-    async def _fill(self, kind: FaultKind, fault: InjectedFault, pause: float) -> None:
-        ballast = self.stack.disk / "ballast"
-        if not self.stack.disk.is_mount():
-            fault.note = "only root mounts a disk that can be filled"
-            return
-        try:
-            with suppress(OSError), ballast.open("wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(1 << 16))
-            await asyncio.sleep(FULL_SECONDS)
-        finally:
-            ballast.unlink(missing_ok=True)
-
-    async def _hang(self, kind: FaultKind, fault: InjectedFault, pause: float) -> None:
-        os.kill(self._process(kind.target), signal.SIGSTOP)  # it is killed with its server
+        os.kill(process, signal.SIGKILL if kind.action == "kill" else signal.SIGSTOP)
+        if kind.action == "stop":  # one that hangs is killed with its server
+            try:
+                await asyncio.sleep(pause)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGCONT)
 
     async def _end(self, kind: FaultKind, lives: int) -> None:
         """Wait until the service has ended, if it does. RuntimeError if it must and does not."""
@@ -237,7 +216,7 @@ class Injector:
 
     def _process(self, target: str) -> int:
         """Return the id of a process of the stack. RuntimeError if there is none."""
-        for pid, name in family(self.stack.roots()).items():
+        for process, name in family(self.stack.roots()).items():
             if name == target:
-                return pid
+                return int(process.pid)
         raise RuntimeError(f"there is no process {target}")

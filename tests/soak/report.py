@@ -11,8 +11,6 @@ from cosyvoice_triton.load.report import table
 from tests.soak.ledger import OUTCOMES
 from tests.soak.runner import SoakResult
 
-REASONS = 12  # shown per outcome, most frequent first
-
 
 def markdown(result: SoakResult, conditions: Sequence[str]) -> str:
     """Return the report. conditions: lines about command, commit and machine."""
@@ -29,8 +27,6 @@ def markdown(result: SoakResult, conditions: Sequence[str]) -> str:
         *(f"- {line}" for line in problems),
         "\n## Requests\n",
         _requests(result),
-        "\nReasons, with the faults that explain the errors:\n",
-        *_reasons(result),
         "\n## Faults\n",
         _faults(result),
     ]
@@ -46,21 +42,6 @@ def _requests(result: SoakResult) -> str:
         counts = Counter(request.outcome for request in chosen)
         rows.append([route, len(chosen), *(counts[outcome] or "" for outcome in OUTCOMES), p50, p95])
     return table(["route", "requests", *OUTCOMES, "first audio p50 (ms)", "p95"], rows)
-
-
-def _reasons(result: SoakResult) -> list[str]:
-    lines = []
-    for outcome in ("refused", "failed", "rejected"):
-        found = Counter(
-            (request.fault.partition(" ")[2], request.answer.error[:160])
-            for request in result.ledger.requests
-            if request.outcome == outcome
-        )
-        for (fault, reason), count in found.most_common(REASONS):
-            lines.append(f"- {outcome}, {count} times{f', {fault}' if fault else ''}: {reason}")
-        if len(found) > REASONS:
-            lines.append(f"- {outcome}: {len(found) - REASONS} other reasons, in the JSON file")
-    return lines
 
 
 def _faults(result: SoakResult) -> str:

@@ -3,30 +3,25 @@
 Connections are not kept, because a server that restarts would make later requests wait for gRPC's reconnection.
 """
 
-import base64
 import io
-import json
 import re
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import aiohttp
 import av
 import grpc
 import numpy as np
-import tritonclient.http as triton_http
 from av.container import InputContainer
 from cosyvoice_triton.client.answer import AudioPart
-from cosyvoice_triton.client.failures import ClientError, one_line, refused
+from cosyvoice_triton.client.failures import ClientError, one_line
 from cosyvoice_triton.client.grpc_client import AsyncConnection, explained
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.doors import SPEECH, Door, HttpDoor, WebSocketDoor, WebSocketSession, recording_of
 from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
-
-from tests.soak.hostile import attack
 
 VOICES = "/v1/audio/voices"
 UNKNOWN_VOICE = "HTTP 400.*unknown speaker"
@@ -35,34 +30,26 @@ SHORT = "A short sentence."
 
 @dataclass(frozen=True)
 class Addresses:
-    """The servers' addresses; empty: there is none. streaming, offline: names of Triton's models of either kind."""
+    """The servers' addresses. streaming, offline: names of Triton's models of either kind."""
 
-    grpc: str = ""
-    http: str = ""
-    speech: str = ""
-    runtime: str = ""
-    streaming: str = ""
-    offline: str = ""
+    grpc: str
+    speech: str
+    runtime: str
+    streaming: str
+    offline: str
 
     def doors(self) -> dict[str, Door]:
         """Return the doors that lead there, by their routes' names."""
-        found: dict[str, Door] = {}
-        if self.grpc and self.streaming:
-            found["grpc"] = GrpcDoor(self.grpc, self.streaming, "streaming")
-        if self.grpc and self.offline:
-            found["grpc-offline"] = GrpcDoor(self.grpc, self.offline, "offline")
-        if self.http and self.offline:
-            found["triton-http"] = TritonHttpDoor(f"http://{self.http}", self.offline, keep=False)
-        if self.runtime:
-            found["runtime-grpc"] = RuntimeGrpcDoor(self.runtime)
-        if self.speech:
-            kinds = {"speech": EncodedDoor, "speech-sse": EventsDoor, "speech-batch": BatchDoor, "voices": VoicesDoor}
-            kinds["runtime-http"] = RuntimeHttpDoor
-            found |= {name: kind(self.speech, keep=False) for name, kind in kinds.items()}
-            socket = f"ws{self.speech.removeprefix('http')}"
-            found |= {"websocket": WebSocketDoor(socket, keep=False), "barge-in": BargeInDoor(socket, keep=False)}
-            found["hostile"] = HostileDoor(self.speech, self.runtime)
-        return found
+        socket = f"ws{self.speech.removeprefix('http')}"
+        return {
+            "grpc": GrpcDoor(self.grpc, self.streaming, "streaming"),
+            "grpc-offline": GrpcDoor(self.grpc, self.offline, "offline"),
+            "speech": EncodedDoor(self.speech, keep=False),
+            "websocket": WebSocketDoor(socket, keep=False),
+            "barge-in": BargeInDoor(socket, keep=False),
+            "runtime-grpc": RuntimeGrpcDoor(self.runtime),
+            "voices": VoicesDoor(self.speech, keep=False),
+        }
 
 
 class GrpcDoor(Door):
@@ -78,23 +65,6 @@ class GrpcDoor(Door):
                     yield part
 
 
-class TritonHttpDoor(HttpDoor):
-    """Triton's HTTP."""
-
-    async def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
-        body, length = triton_http.InferenceServerClient.generate_request_body(
-            request.tensors(triton_http.InferInput), parameters=request.parameters or None
-        )
-        headers = {"Inference-Header-Content-Length": str(length)}
-        path = f"/v2/models/{self._model}/infer"
-        async with self.answer("POST", path, timeout, data=body, headers=headers) as answer:
-            length = answer.headers.get("Inference-Header-Content-Length")
-            content = await answer.read()
-        yield AudioPart.of(
-            triton_http.InferenceServerClient.parse_response_body(content, header_length=length and int(length))
-        )
-
-
 class EncodedDoor(HttpDoor):
     """The speech service, asked for an answer in any format."""
 
@@ -105,40 +75,6 @@ class EncodedDoor(HttpDoor):
                 content += piece
                 yield AudioPart()
         yield _decoded(content, fields["response_format"])
-
-
-class EventsDoor(HttpDoor):
-    """The speech service, asked for server-sent events."""
-
-    async def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
-        last: dict[str, Any] = {}
-        body = {**self.fields(request), "stream_format": "sse"}
-        async with self.answer("POST", SPEECH, timeout, json=body) as answer:
-            async for line in answer.content:
-                if line.startswith(b"data: "):
-                    last = json.loads(line[6:])
-                    if last["type"] == "speech.audio.error":
-                        raise refused(last["error"]["message"])
-                    if last["type"] == "speech.audio.delta":
-                        yield AudioPart.of_pcm(base64.b64decode(last["audio"]))
-        if last.get("type") != "speech.audio.done":
-            raise ClientError("the events ended without speech.audio.done")
-
-
-class BatchDoor(HttpDoor):
-    """The speech service, asked for two utterances at once."""
-
-    async def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
-        fields = self.fields(request)
-        items = [{"input": fields.pop("input")}, {"input": SHORT}]
-        async with self.answer("POST", f"{SPEECH}/batch", timeout, json={"items": items, **fields}) as answer:
-            results = (await answer.json())["results"]
-        for result in results:
-            if result["status"] != "success":
-                raise ClientError(f"an item of a batch: {one_line(result['error']['message'])}")
-            yield AudioPart.of_pcm(base64.b64decode(result["audio_data"]))
-        if len(results) != len(items):
-            raise ClientError(f"a batch of {len(items)} items has {len(results)} results")
 
 
 class BargeInDoor(WebSocketDoor):
@@ -155,21 +91,6 @@ class BargeInDoor(WebSocketDoor):
             yield part
 
 
-class RuntimeHttpDoor(HttpDoor):
-    """The plain runtime's routes."""
-
-    async def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
-        route, fields = _runtime(request)
-        form, content = aiohttp.FormData(fields), b""
-        if request.reference is not None:
-            form.add_field("prompt_wav", recording_of(request), filename="prompt.wav")
-        async with self.answer("POST", f"/inference_{route}", timeout, data=form) as answer:
-            async for piece in answer.content.iter_any():
-                content += piece
-                yield AudioPart()
-        yield AudioPart.of_pcm(content)
-
-
 class RuntimeGrpcDoor(Door):
     """The plain runtime's gRPC service."""
 
@@ -178,12 +99,13 @@ class RuntimeGrpcDoor(Door):
 
     async def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
         messages, services = grpc.protos_and_services(PROTO)
-        route, fields = _runtime(request)
-        payload: dict[str, Any] = dict(fields)
+        kind, fields = "sft", {"tts_text": request.target_text, "spk_id": request.speaker}
         if request.reference is not None:
-            payload["prompt_audio"] = np.round(request.reference * 32767).astype("<i2").tobytes()
-        kind = {"sft": "sftRequest", "zero_shot": "zeroshotRequest", "cross_lingual": "crosslingualRequest"}[route]
-        message = messages.Request(**{f"{route}_request": getattr(messages, kind)(**payload)})
+            audio = np.round(request.reference * 32767).astype("<i2").tobytes()
+            kind, fields = "cross_lingual", {"tts_text": request.target_text, "prompt_audio": audio}
+            if request.reference_text:
+                kind, fields = "zero_shot", fields | {"prompt_text": request.reference_text}
+        message = messages.Request(**{f"{kind}_request": fields})
         try:
             async with grpc.aio.insecure_channel(self._address) as channel:
                 async for response in services.CosyVoiceStub(channel).Inference(message, timeout=timeout):
@@ -192,17 +114,6 @@ class RuntimeGrpcDoor(Door):
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 raise explained(str(error.code()), error.details(), self._address, timeout) from None
             raise ClientError(f"{error.code().name} {one_line(error.details())}") from None
-
-
-class HostileDoor(Door):
-    """What nobody should send; a second of silence stands for the right answer."""
-
-    def __init__(self, speech: str, runtime: str) -> None:
-        self._speech, self._runtime = speech, runtime
-
-    async def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
-        await attack(self._speech, self._runtime, int(request.parameters["seed"]))
-        yield AudioPart(np.zeros(SAMPLE_RATE, np.float32))
 
 
 class VoicesDoor(HttpDoor):
@@ -236,15 +147,6 @@ class VoicesDoor(HttpDoor):
         """Return the registered voices."""
         async with self.answer("GET", VOICES, 60.0) as answer:
             return {voice["id"] for voice in (await answer.json())["voices"] if "alias_of" not in voice}
-
-
-def _runtime(said: Utterance) -> tuple[str, dict[str, str]]:
-    """The plain runtime's route and its texts."""
-    if said.reference is None:
-        return "sft", {"tts_text": said.target_text, "spk_id": str(said.speaker)}
-    if not said.reference_text:
-        return "cross_lingual", {"tts_text": said.target_text}
-    return "zero_shot", {"tts_text": said.target_text, "prompt_text": said.reference_text}
 
 
 def _decoded(content: bytes, kind: str) -> AudioPart:

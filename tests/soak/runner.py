@@ -1,7 +1,6 @@
 """One soak: the load, the faults and the samples at the same time, and what is left when they have ended."""
 
 import asyncio
-import dataclasses
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -10,21 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
-from cosyvoice_triton import stacks
-from cosyvoice_triton.client.failures import unreachable
-from cosyvoice_triton.client.grpc_client import AsyncConnection
 from cosyvoice_triton.load.plan import Load
 from cosyvoice_triton.load.runner import run
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.load.watch import interruptible
 from cosyvoice_triton.monitoring.metrics import LIVE, STREAMS, sum_of
 from cosyvoice_triton.tasks import TaskScope
-from tritonclient.utils import InferenceServerException
 
 from tests.soak.cases import SoakPlan
 from tests.soak.faults import FaultKind, InjectedFault, Injector
 from tests.soak.ledger import Ledger
-from tests.soak.routes import Addresses, VoicesDoor
+from tests.soak.routes import VoicesDoor
 from tests.soak.sampling import Growth, ProcessHistory, Sampler, regions
 from tests.soak.stack import Life, LocalStack, local_stack
 
@@ -35,8 +30,8 @@ LIMIT = 300.0  # seconds for a whole answer; a silent server is given up much ea
 
 @dataclass(frozen=True)
 class SoakSettings:
-    """faults: whether to inject any; chosen: these kinds instead of all. addresses: of running servers; None: a stack
-    of our own, on the checkpoint in `models`. work: a directory for its files.
+    """faults: whether to inject any; chosen: these kinds instead of all. models: the checkpoint. work: a directory for
+    the servers' files.
     """
 
     minutes: float
@@ -47,7 +42,6 @@ class SoakSettings:
     models: Path
     work: Path
     chosen: Sequence[FaultKind] = ()
-    addresses: Addresses | None = None
 
 
 @dataclass
@@ -101,10 +95,8 @@ async def soak(settings: SoakSettings, samples: Sequence[Sample]) -> SoakResult:
         return time.monotonic() - started
 
     with interruptible():
-        if settings.addresses is not None:
-            return await _soak(settings, samples, clock, settings.addresses, None)
         async with local_stack(settings.models, settings.work, clock) as local:
-            result = await _soak(settings, samples, clock, local.addresses, local)
+            result = await _soak(settings, samples, clock, local)
     result.lives = [life for service in local.services for life in service.lives]
     # uvicorn sends itself the signal again when it has ended its work
     badly = [each for each in local.services if each.code not in (0, -signal.SIGTERM)]
@@ -115,39 +107,30 @@ async def soak(settings: SoakSettings, samples: Sequence[Sample]) -> SoakResult:
 
 
 async def _soak(
-    settings: SoakSettings,
-    samples: Sequence[Sample],
-    clock: Callable[[], float],
-    addresses: Addresses,
-    local: LocalStack | None,
+    settings: SoakSettings, samples: Sequence[Sample], clock: Callable[[], float], local: LocalStack
 ) -> SoakResult:
-    sampler = Sampler(dict if local is None else local.roots, clock)
-    result = SoakResult(settings, Ledger(clock, 60 * settings.minutes), loaded=clock())
-    until = clock() + 60 * settings.minutes
-    injector = None
-    if local is not None and settings.faults:
-        injector = Injector(local, clock, until, settings.chosen, settings.seed)
-    doors = (await with_models(addresses)).doors()
-    voices = doors.get("voices")
+    sampler, seconds = Sampler(local.roots, clock), 60 * settings.minutes
+    result = SoakResult(settings, Ledger(clock, seconds), loaded=clock())
+    injector = Injector(local, clock, clock() + seconds, settings.chosen, settings.seed)
+    doors, voices = local.addresses.doors(), VoicesDoor(local.addresses.speech)
     load = Load(
         servers=list(doors),
         model="",
         mode="streaming",
         jobs=SoakPlan(settings.seed, list(doors), samples),
         tasks=settings.tasks,
-        seconds=60 * settings.minutes,
+        seconds=seconds,
         timeout=LIMIT,
         patience=settings.patience,
         persistent=True,
         pause=PAUSE_SECONDS,
     )
     async with AsyncExitStack() as stack:
-        for door in doors.values():
+        for door in (voices, *doors.values()):
             stack.push_async_callback(door.aclose)
-        before = await voices.names() if isinstance(voices, VoicesDoor) else set()
+        before = await voices.names()
         tasks = await stack.enter_async_context(TaskScope())
-        sampling = tasks.spawn(sampler.run())
-        injecting = None if injector is None else tasks.spawn(injector.run())
+        beside = [tasks.spawn(sampler.run()), *([tasks.spawn(injector.run())] if settings.faults else [])]
         loading = tasks.spawn(run(load, result.ledger, doors))
         try:
             await tasks.result(loading)
@@ -156,37 +139,17 @@ async def _soak(
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
         result.seconds = clock()
-        sampling.cancel()  # idle servers need less
-        if injecting is not None and injector is not None:
-            injecting.cancel()
-            await asyncio.gather(injecting, return_exceptions=True)
-            injector.end()
-            result.faults = injector.injected
-        if local is not None:
-            await local.wait_ready()
-            result.left += await _unfinished(local)
-        if isinstance(voices, VoicesDoor):
-            result.left += await _voices_left(voices, before)
+        for task in beside:  # of the samples because idle servers need less
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+        injector.end()
+        result.faults = injector.injected
+        await local.wait_ready()
+        result.left += await _unfinished(local)
+        result.left += await _voices_left(voices, before)
     result.ledger.settle(result.faults)
     result.processes, result.growths = list(sampler.processes.values()), sampler.growths()
     return result
-
-
-async def with_models(addresses: Addresses) -> Addresses:
-    """The addresses with the models that Triton serves, streamed and offline. ClientError if it does not answer."""
-    if not addresses.grpc:
-        return addresses
-    found = {True: "", False: ""}  # by whether it is decoupled
-    async with AsyncConnection(addresses.grpc) as connection:
-        try:
-            for model in stacks.orchestrators():
-                if await connection.client.is_model_ready(model):
-                    config = (await connection.client.get_model_config(model)).config
-                    decoupled = bool(config.model_transaction_policy.decoupled)
-                    found[decoupled] = found[decoupled] or model
-        except InferenceServerException as error:
-            raise unreachable(addresses.grpc, error.message()) from None
-    return dataclasses.replace(addresses, streaming=found[True], offline=found[False])
 
 
 async def _unfinished(local: LocalStack) -> list[str]:

@@ -2,13 +2,14 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
+import psutil
 
 SAMPLE_SECONDS = 5.0
 WARM_UP_SECONDS = 180.0  # of each process, in which caches fill and pools start
@@ -49,11 +50,10 @@ class ProcessHistory:
     files: list[float] = field(default_factory=list)
     shared: list[float] = field(default_factory=list)
 
-    def add(self, now: float) -> None:
-        """Read all measures. OSError or LookupError if the process has ended."""
-        directory = Path("/proc", str(self.pid))
-        memory = int(_MEMORY.findall((directory / "smaps_rollup").read_text())[0]) / 1024
-        threads, files = len(list((directory / "task").iterdir())), len(list((directory / "fd").iterdir()))
+    def add(self, now: float, process: psutil.Process) -> None:
+        """Read all measures. psutil.Error, OSError or LookupError if the process has ended."""
+        memory = int(_MEMORY.findall(Path(f"/proc/{self.pid}/smaps_rollup").read_text())[0]) / 1024
+        threads, files = process.num_threads(), process.num_fds()
         self.at.append(now)
         self.memory.append(memory)
         self.threads.append(threads)
@@ -64,7 +64,7 @@ class ProcessHistory:
         """The last third of the life after the warm-up against the middle one; None if it was too short to be judged.
 
         The first third is for steps: a process gets larger when it first meets its largest work. Of memory the minima:
-        what stays when a model gives back what it has freed (monitoring/memory.py), without the work under way. Of
+        what stays when a model gives back what it has freed (monitoring/health.py), without the work under way. Of
         shared memory the maxima, because Triton's python backend never gives any back. Otherwise medians, so that a
         moment of a fault does not count.
         """
@@ -112,7 +112,7 @@ class Sampler:
 
     roots: Callable[[], Mapping[str, int]]
     clock: Callable[[], float]
-    processes: dict[tuple[int, str], ProcessHistory] = field(default_factory=dict)
+    processes: dict[psutil.Process, ProcessHistory] = field(default_factory=dict)  # which are told apart by their start
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -122,12 +122,12 @@ class Sampler:
 
     def sample(self) -> None:
         """Once."""
-        for pid, name in family(self.roots()).items():
-            with suppress(OSError, LookupError):  # it has ended in the meantime
-                key = pid, _started(pid)
-                if key not in self.processes:
-                    self.processes[key] = ProcessHistory(name, pid, _prefix(pid))
-                self.processes[key].add(self.clock())
+        for process, name in family(self.roots()).items():
+            with suppress(psutil.Error, OSError, LookupError):  # it has ended in the meantime
+                if process not in self.processes:
+                    prefix = _PREFIX.search(" ".join(process.cmdline()))
+                    self.processes[process] = ProcessHistory(name, process.pid, prefix[1] if prefix else "")
+                self.processes[process].add(self.clock(), process)
 
     def growths(self) -> list[Growth]:
         """All that could be judged."""
@@ -140,16 +140,21 @@ def regions(prefix: str) -> list[Path]:
     return sorted(_SHARED_MEMORY.glob(f"{prefix}*"))
 
 
-def family(roots: Mapping[str, int]) -> dict[int, str]:
-    """Process ids and names of the roots and of all their descendants that are tritonserver or a model."""
-    parents = dict(_parents())
-    found = {pid: name for name, pid in roots.items()}
-    growing = True
-    while growing:
-        new = {pid: _name(pid) for pid, parent in parents.items() if parent in found and pid not in found}
-        growing = bool(new)
-        found |= new
-    return {pid: name for pid, name in found.items() if name}
+def family(roots: Mapping[str, int]) -> dict[psutil.Process, str]:
+    """The processes of the roots and all their descendants that are tritonserver or a model, with their names."""
+    found: dict[psutil.Process, str] = {}
+    for root, pid in roots.items():
+        with suppress(psutil.Error):  # it has ended
+            process = psutil.Process(pid)
+            found[process] = root
+            for child in process.children(recursive=True):
+                with suppress(psutil.Error):
+                    command = " ".join(child.cmdline())
+                    if model := _MODEL.search(command):
+                        found[child] = model[1]
+                    elif _PREFIX.search(command):
+                        found[child] = "tritonserver"
+    return found
 
 
 def shared_memory(prefix: str) -> float:
@@ -159,34 +164,3 @@ def shared_memory(prefix: str) -> float:
         with suppress(FileNotFoundError):
             total += path.stat().st_blocks * 512
     return total / 2**20
-
-
-def _parents() -> Iterator[tuple[int, int]]:
-    for directory in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            yield int(directory.name), int((directory / "stat").read_bytes().rpartition(b")")[2].split()[1])
-
-
-def _started(pid: int) -> str:
-    """Distinguishes processes that have had the same id."""
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
-
-
-def _command(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-
-
-def _prefix(pid: int) -> str:
-    match = _PREFIX.search(_command(pid))
-    return match[1] if match else ""
-
-
-def _name(pid: int) -> str:
-    """Empty for a helper such as a shell."""
-    with suppress(OSError):
-        command = _command(pid)
-        if match := _MODEL.search(command):
-            return match[1]
-        if _PREFIX.search(command):
-            return "tritonserver"
-    return ""

@@ -1,4 +1,4 @@
-"""A stack of our own under a supervisor: tritonserver with both stacks, and the speech service, on the demo checkpoint.
+"""The servers under a supervisor: tritonserver with two stacks, and the speech service, on the demo checkpoint.
 
 One tritonserver serves the dit stack streamed and the unet stack offline; they share the LLM and the prompt models. The
 speech service runs in a process of its own, as compose and Kubernetes run it, with the plain runtime's gRPC service.
@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,11 +30,8 @@ RESTART_SECONDS = 1.0  # between the end of a process and its successor
 STOP_SECONDS = 90.0
 LOCAL = "127.0.0.1"
 
-# What a machine may be like all the time: a dead proxy in the environment, as Docker injects one; a process whose name
-# is not UTF-8; and a small disk for temporary files and the log, which a fault fills.
+# A dead proxy, as Docker may put one into the environment.
 PROXIES = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")}
-ODD_PROCESS = r"import ctypes, time; ctypes.CDLL(None).prctl(15, b'worker-\xe2\x82) \xff'); time.sleep(1e6)"
-DISK_SIZE = "64m"
 
 
 @dataclass
@@ -135,13 +132,12 @@ async def answers(page: str) -> bool:
 
 @dataclass(frozen=True)
 class LocalStack:
-    """The running services. faults: the directory of TTS_TEST_FAULTS. disk: of temporary files and the log."""
+    """The running services. faults: the directory of TTS_TEST_FAULTS."""
 
     addresses: Addresses
     serve: SupervisedService
     speech: SupervisedService
     faults: Path
-    disk: Path
 
     @property
     def services(self) -> tuple[SupervisedService, SupervisedService]:
@@ -178,56 +174,26 @@ def rendered(models: Path, directory: Path) -> Path:
     return directory / STREAMED.name
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path, log: Path) -> Iterator[Path]:
-    """A file system of its own, if this user may mount one; its file `log` is kept."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_SIZE}", "tmpfs", str(folder)]
-    mounted = not os.geteuid() and not subprocess.run(mount, capture_output=True).returncode
-    try:
-        yield folder
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.copy(folder / log.name, log)
-        if mounted:
-            subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 @asynccontextmanager
 async def local_stack(models: Path, work: Path, clock: Callable[[], float]) -> AsyncIterator[LocalStack]:
     """A stack that is ready. models: a demo checkpoint. work: for the repository, logs and voices."""
-    with (
-        small_disk(work / "disk", work / "tritonserver.log") as disk,
-        subprocess.Popen([sys.executable, "-c", ODD_PROCESS]) as odd,
-    ):
-        try:
-            async with _local_stack(models, work, disk, clock) as stack:
-                yield stack
-        finally:
-            odd.kill()
-
-
-@asynccontextmanager
-async def _local_stack(models: Path, work: Path, disk: Path, clock: Callable[[], float]) -> AsyncIterator[LocalStack]:
     repository = rendered(models, work / "repository")
     voices, faults = work / "voices", work / "faults"
     shutil.copytree(models / "voices", voices)
     faults.mkdir()
     http, grpc, metrics, health, speech, runtime = (free_port() for _ in range(6))
-    serve = [str(repository), "--log-file", str(disk / "tritonserver.log"), "--http-port", str(http)]
+    serve = [str(repository), "--log-file", str(work / "tritonserver.log"), "--http-port", str(http)]
     serve += ["--grpc-port", str(grpc), "--metrics-port", str(metrics), "--health-port", str(health)]
     speak = ["--url", f"{LOCAL}:{grpc}", "--ref_audios_dir", str(voices)]
     speak += ["--port", str(speech), "--runtime_port", str(runtime)]
 
     def service(name: str, command: str, arguments: list[str], page: str, **environment: str) -> SupervisedService:
         launched = [sys.executable, "-m", "cosyvoice_triton", command, *arguments]
-        everywhere = PROXIES | {"TMPDIR": str(disk)}
-        return SupervisedService(name, launched, page, work / f"{name}.log", everywhere | environment)
+        return SupervisedService(name, launched, page, work / f"{name}.log", PROXIES | environment)
 
     stack = LocalStack(
         Addresses(
             grpc=f"{LOCAL}:{grpc}",
-            http=f"{LOCAL}:{http}",
             speech=f"http://{LOCAL}:{speech}",
             runtime=f"{LOCAL}:{runtime}",
             streaming=STREAMED.orchestrator,
@@ -236,7 +202,6 @@ async def _local_stack(models: Path, work: Path, disk: Path, clock: Callable[[],
         service("serve", "serve", serve, f"http://{LOCAL}:{health}/ready", **{TEST_FAULTS: str(faults)}),
         service("speech", "speech", speak, f"http://{LOCAL}:{speech}/health"),
         faults,
-        disk,
     )
     running = [asyncio.create_task(service.run(clock)) for service in stack.services]
     try:

@@ -2,16 +2,11 @@
 
 import json
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
 from tests.soak import __main__ as soak
-from tests.support.waiting import until
 
 pytestmark = [pytest.mark.server, pytest.mark.serial]
 
@@ -30,22 +25,3 @@ def test_a_short_soak_accounts_for_every_request(tmp_path: Path, capsys: pytest.
     assert "failed" in {request["outcome"] for request in report["requests"]}
     assert {process["name"] for process in report["processes"]} >= {"serve", "speech", "tritonserver", "cosyvoice2"}
     assert "the process of model token2wav_dit has died" in (tmp_path / "soak.md").read_text()
-
-
-def test_servers_that_are_still_starting_end_with_the_soak(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.soak", "--output", str(tmp_path / "soak")]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            until(lambda: len(servers(tmp_path)) >= 2, every=0.1)
-            process.send_signal(signal.SIGTERM)
-            _, said = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 130 and "its servers have ended" in said
-    assert servers(tmp_path) == []
-
-
-def servers(directory: Path) -> list[str]:
-    """The processes with a path in the directory, without the soak itself."""
-    found = subprocess.run(["pgrep", "--list-full", "--full", str(directory)], capture_output=True, text=True).stdout
-    return [line for line in found.splitlines() if "tests.soak" not in line]

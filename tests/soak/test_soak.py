@@ -9,22 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cosyvoice_triton import stacks
 from cosyvoice_triton.client.answer import AudioPart, SpeechResult, recorded
 from cosyvoice_triton.client.failures import ClientError
 from cosyvoice_triton.client.utterance import Utterance
-from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import OverloadedError, unavailable_message
 from cosyvoice_triton.load.doors import Door
 from cosyvoice_triton.load.jobs import LoadJob
-from cosyvoice_triton.load.measure import RequestOutcome
+from cosyvoice_triton.load.measure import CANCELLED, RequestOutcome
 from cosyvoice_triton.load.plan import Load
 from cosyvoice_triton.load.runner import run
-from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.speech_service.settings import Settings
-from cosyvoice_triton.voice.prompt import Recording
 
-from tests.soak import runner
 from tests.soak.cases import BAD_INPUTS, BadInput, Unchecked
 from tests.soak.faults import KINDS, InjectedFault
 from tests.soak.ledger import Ledger, Request
@@ -38,11 +36,8 @@ from tests.support.triton_stub import TritonStub
 PATIENCE, SHORT = 60.0, 0.1  # seconds; the short one only where a hang is what must be noticed
 OVERLOADED = unavailable_message(OverloadedError("listeners: 1, 0.2 end each second", 3.0))
 SECOND = np.full(SAMPLE_RATE, 0.1, np.float32)
-SAMPLE = Sample(
-    "one", "quick words", Recording(np.resize(np.array([0.1, -0.1], np.float32), PROMPT_SAMPLE_RATE)), "A transcript."
-)
 SAID = Utterance("quick words", speaker="slt", parameters={"seed": 1, "response_format": "pcm"})
-SERVICE = ("speech", "speech-sse", "speech-batch", "websocket", "barge-in", "runtime-http", "runtime-grpc", "voices")
+SERVICE = ("speech", "websocket", "barge-in", "runtime-grpc", "voices")
 
 
 # --- one request -----------------------------------------------------------------------------------------------------
@@ -73,35 +68,28 @@ def ended(door: Door, patience: float = PATIENCE, **job: Any) -> Request:
 
 
 @pytest.mark.parametrize(
-    ("answer", "outcome", "reason"),
+    ("answer", "job", "outcome", "reason"),
     [
-        ((2,), "done", ""),
-        ((2, ClientError("token2wav broke")), None, "token2wav broke"),
-        ((0, RuntimeError("a bug")), None, "RuntimeError: a bug"),
-        ((0, ClientError("HTTP 429 full")), "refused", "HTTP 429 full"),
-        ((0, ClientError(OVERLOADED)), "refused", OVERLOADED),
-        ((1, 600.0), "hung", "nothing for 0.1 s, after 1 parts"),
-        ((0, 600.0), "hung", "nothing for 0.1 s, after 0 parts"),
+        ((2,), {}, "done", ""),
+        ((2, ClientError("token2wav broke")), {}, None, "token2wav broke"),
+        ((0, RuntimeError("a bug")), {}, None, "RuntimeError: a bug"),
+        ((0, ClientError("HTTP 429 full")), {}, "refused", "HTTP 429 full"),
+        ((0, ClientError(OVERLOADED)), {}, "refused", OVERLOADED),
+        ((1, 600.0), {}, "hung", "nothing for 0.1 s, after 1 parts"),
+        ((0, 600.0), {}, "hung", "nothing for 0.1 s, after 0 parts"),
+        ((0, ClientError("it is too long")), {"expected": "too long"}, "rejected", "it is too long"),
+        ((0, ClientError("?")), {"expected": "too long"}, None, "? instead of the error /too long/"),
+        ((1,), {"expected": "too long"}, None, "an answer instead of the error /too long/"),
+        ((3, 600.0), {"cancel_after_parts": 2}, "cancelled", CANCELLED),
+        ((3, 600.0), {"cancel_after": 0.02}, "cancelled", CANCELLED),
     ],
 )
-def test_a_request_is_accounted_for_by_how_it_ends(answer: Any, outcome: str | None, reason: str) -> None:
-    request = ended(Answers(*answer), SHORT if outcome == "hung" else PATIENCE)
+def test_a_request_is_accounted_for_by_how_it_ends(
+    answer: Any, job: dict[str, Any], outcome: str | None, reason: str
+) -> None:
+    request = ended(Answers(*answer), SHORT if outcome == "hung" else PATIENCE, **job)
     assert (request.outcome, request.answer.error) == (outcome, reason)
     assert bool(request.answer.arrivals) == bool(answer[0])
-
-
-@pytest.mark.parametrize(
-    ("answer", "outcome"),
-    [((0, ClientError("it is too long")), "rejected"), ((0, ClientError("?")), None), ((1,), None)],
-)
-def test_bad_input_must_get_its_error(answer: Any, outcome: str | None) -> None:
-    request = ended(Answers(*answer), expected="too long")
-    assert request.outcome == outcome and (outcome or "/too long/" in request.answer.error)
-
-
-@pytest.mark.parametrize(("after", "pause"), [(1, None), (2, None), (None, 0.02)])
-def test_a_request_is_cancelled_after_parts_or_a_pause(after: int | None, pause: float | None) -> None:
-    assert ended(Answers(3, 600.0), cancel_after_parts=after, cancel_after=pause).outcome == "cancelled"
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
@@ -215,7 +203,8 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
     with stub_triton(TritonStub()) as triton:
         settings = Settings(urls=(triton,), voices_dir=voices, runtime_port=port)
         with serving(settings) as url:
-            yield Addresses(grpc=triton, speech=url, runtime=f"127.0.0.1:{port}", streaming="cosyvoice2_dit")
+            model = stacks.DEFAULT.orchestrator
+            yield Addresses(triton, url, f"127.0.0.1:{port}", streaming=model, offline="")
 
 
 def answered(addresses: Addresses, job: LoadJob) -> SpeechResult:
@@ -230,9 +219,7 @@ def answered(addresses: Addresses, job: LoadJob) -> SpeechResult:
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize(
-    "route", ["grpc", "speech", "speech-sse", "speech-batch", "websocket", "runtime-http", "runtime-grpc"]
-)
+@pytest.mark.parametrize("route", ["grpc", "speech", "websocket", "runtime-grpc"])
 @pytest.mark.parametrize(("word", "good"), [("quick", True), ("break", False), ("silent", False)])
 def test_no_route_takes_half_an_answer_for_a_whole_one(route: str, word: str, good: bool, addresses: Addresses) -> None:
     job = LoadJob("one", dataclasses.replace(SAID, target_text=f"{word} words"), door=route)
@@ -250,13 +237,3 @@ def test_bad_input_has_the_answer_that_the_soak_expects(route: str, bad: BadInpu
     said = Utterance("quick words", SECOND if route == "voices" else None, speaker=name)
     with pytest.raises(ClientError, match=bad.answer):
         answered(addresses, LoadJob("bad", Unchecked(**{**vars(said), **bad.change}), door=route))
-
-
-def test_running_servers_are_loaded_without_faults(addresses: Addresses, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stub takes every text and voice, so what only the models refuse is lost."""
-    monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.01)
-    settings = SoakSettings(1.0 / 60, 1, 4, 10.0, True, Path(), Path(), addresses=addresses)
-    found = asyncio.run(runner.soak(settings, [SAMPLE]))
-    assert not found.faults and not found.interrupted
-    assert "done" in {request.outcome for request in found.ledger.requests}
-    assert [each for each in found.ledger.offenders() if "instead of the error" not in each.answer.error] == []

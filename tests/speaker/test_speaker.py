@@ -2,27 +2,25 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from cosyvoice_triton import Client, Speaker, samples
 from cosyvoice_triton.cli import say
-from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.errors import OverloadedError
+from cosyvoice_triton.voice.audio import load_audio, save_audio
 
+from tests.support.server_requests import VOICE as RECORDING
+from tests.support.server_requests import VOICE_TEXT, Serve
 from tests.support.waiting import until
 
 STREAMS = 2
 SETTINGS = {"max_streams": str(STREAMS), "flow_precision": "float32", "sampling": "triton", "profile": "unlimited"}
-VOICE = {
-    "reference": samples.FOLDER / "reference_en.wav",
-    "reference_text": "Your call is now first in line and will be answered by the next available representative.",
-    "seed": 3,
-}
+VOICE = {"reference": RECORDING, "reference_text": VOICE_TEXT, "seed": 3}
 TEXT = "Good morning."
 
 
@@ -42,6 +40,31 @@ def test_a_text_is_streamed_in_chunks_of_the_length_of_the_whole(speaker: Speake
     assert speaker.speak(TEXT, **VOICE).size == sum(chunk.size for chunk in chunks)
     assert speaker.sample_rate == SAMPLE_RATE
     assert speaker.speak(TEXT, **VOICE, speed=2.0).size == pytest.approx(sum(map(len, chunks)) / 2, rel=0.05)
+
+
+def test_speech_is_converted_to_a_voice_whole_and_while_it_is_spoken(speaker: Speaker, tmp_path: Path) -> None:
+    """Its audio is what token2wav makes of the tokens that its own tokenizer gives."""
+    voice = {"reference": VOICE["reference"]}
+    save_audio(tmp_path / "source.wav", load_audio(samples.FOLDER / "reference_zh.wav", SAMPLE_RATE), SAMPLE_RATE)
+    source = load_audio(tmp_path / "source.wav", SAMPLE_RATE)
+    chunks = list(speaker.convert(tmp_path / "source.wav", **voice))
+    tokens = -(-source.size // (SAMPLE_RATE // TOKEN_RATE))
+    assert len(chunks) > 1 and sum(map(len, chunks)) == pytest.approx(tokens * SAMPLE_RATE / TOKEN_RATE, abs=2000)
+    again = speaker.convert(source, source_sample_rate=SAMPLE_RATE, **voice)
+    np.testing.assert_allclose(np.concatenate(list(again)), np.concatenate(chunks), atol=1e-4)
+
+    live, heard = np.array_split(source, 20), list[int]()
+
+    def microphone() -> Iterator[np.ndarray]:
+        for number, piece in enumerate(live):
+            heard.append(number)
+            yield piece
+
+    spoken = speaker.convert(microphone(), source_sample_rate=SAMPLE_RATE, **voice)
+    assert sum(map(len, spoken)) == sum(map(len, chunks))
+    with pytest.raises(ValueError, match="source_wav lasts 0.25 s"):
+        list(speaker.convert(iter([source[:6_000]]), source_sample_rate=SAMPLE_RATE, **voice))
+    assert say.main(["--local", "unused", "--source", "missing.wav"]) == 1
 
 
 def test_many_speak_at_once_also_in_loops_of_their_own(speaker: Speaker) -> None:
@@ -67,12 +90,6 @@ def test_what_cannot_be_spoken_is_named_and_warnings_are_reported(speaker: Speak
     warnings: list[str] = []
     assert speaker.speak(TEXT, **VOICE, max_tokens=9, on_warning=warnings.append).size
     assert "speech was cut short after 9 tokens" in warnings[0]
-
-
-def test_words_have_the_pronunciation_that_is_given(speaker: Speaker) -> None:
-    plain, said = (speaker.speak(TEXT, **VOICE, pronunciation=words) for words in (None, {"morning": "good good day"}))
-    assert speaker.speak("Good good good day.", **VOICE).size == said.size
-    assert plain.size  # of random weights, whose length follows the text's tokens
 
 
 def test_a_closed_iterator_and_a_cancelled_task_free_their_streams(speaker: Speaker) -> None:
@@ -124,17 +141,11 @@ def test_leaving_the_block_ends_what_is_under_way(demo_models: Path) -> None:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("stack", ["dit", "unet", "cosyvoice3"])
-def test_the_same_request_sounds_the_same_from_a_server_and_from_this_process(
-    stack: str, serve: Callable[..., Any], demo_models: Path, tmp_path: Path
-) -> None:
+def test_the_same_request_sounds_the_same_from_a_server_and_from_this_process(speaker: Speaker, serve: Serve) -> None:
     """Only the voice differs a little, which is sent in float16."""
-    # The engine cuda reads the LLM's directory as it is, also on the CPU.
-    options = {"stack": stack, "llm_engine": "cuda" if stack == "cosyvoice3" else "auto"}
-    with Client(serve(**options).grpc_url) as client:
+    here = list(speaker.stream(TEXT, **VOICE))
+    with Client(serve().grpc_url) as client:
         there = list(client.stream(TEXT, **VOICE))
-    with Speaker(demo_models, device="cpu", settings=SETTINGS, **options) as speaker:
-        here = list(speaker.stream(TEXT, **VOICE))
     assert [chunk.size for chunk in here] == [chunk.size for chunk in there]
     spectra = [np.abs(np.fft.rfft(np.concatenate(chunks))) for chunks in (here, there)]
     assert np.corrcoef(*spectra)[0, 1] > 0.99

@@ -49,3 +49,13 @@ def test_a_recording_above_48_khz_needs_no_torch(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "torch", None)
     found = decode(recording(1.0, 96_000), MIB)
     assert (found.rate, found.seconds) == (48_000, 1.0)
+
+
+def test_speech_to_convert_may_be_longer_than_a_recording_of_a_voice() -> None:
+    for kind in ("WAV", "FLAC"):
+        long = recording(31, 8_000, kind=kind)
+        with pytest.raises(ValueError, match="longer than 30 s"):
+            decode(long, MIB)
+        assert decode(long, MIB, 120).seconds == 31
+        with pytest.raises(ValueError, match="longer than 120 s"):
+            decode(recording(121, 8_000, kind=kind), 2 * MIB, 120)

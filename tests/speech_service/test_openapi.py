@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 from cosyvoice_triton import speech_service
 from cosyvoice_triton.speech_service.app import build, routes_of
-from cosyvoice_triton.speech_service.bodies import BatchRequest, SpeechRequest
+from cosyvoice_triton.speech_service.bodies import BatchRequest, ConversionRequest, SpeechRequest
 from cosyvoice_triton.speech_service.limits import with_settings
 from cosyvoice_triton.speech_service.openapi import served as described_routes
 from cosyvoice_triton.speech_service.routes import runtime_http, voices
@@ -85,6 +85,8 @@ def test_the_document_has_every_field_that_a_route_reads(document: dict[str, Any
         assert body_fields(document, name) == speech
     fields = document["components"]["schemas"]["SpeechRequest"]["properties"]
     assert [name for name, field in fields.items() if not field.get("description")] == []
+    conversion = body_fields(document, "POST /v1/audio/voice-conversion")
+    assert conversion == set(ConversionRequest.model_fields) and conversion - speech == {"audio"}
     assert body_fields(document, "POST /v1/audio/speech/batch") == set(BatchRequest.model_fields)
     for path, names in runtime_http.ROUTES.items():
         assert body_fields(document, f"GET {path}") == body_fields(document, f"POST {path}") == set(names)
@@ -117,7 +119,7 @@ def test_references_lead_to_schemas_and_statuses_of_the_sources_are_documented(d
 def test_the_documents_name_the_limit_of_each_field(document: dict[str, Any]) -> None:
     """Those of the default settings, and of no others."""
     known: set[tuple[int, str]] = set()
-    for kind in (SpeechRequest, BatchRequest, voices.NewVoice):
+    for kind in (SpeechRequest, ConversionRequest, BatchRequest, voices.NewVoice):
         schema = with_settings(kind.model_json_schema(), Settings())
         for name, field in schema["properties"].items():
             for each in field.get("anyOf", [field]):

@@ -329,6 +329,15 @@ def test_a_voice_is_recorded_trimmed_judged_saved_with_its_words_and_consent_exp
     assert page.get_by_role("button", name="Export the selected voice").is_disabled()
 
 
+def test_a_recording_is_spoken_in_the_selected_voice(page: Any) -> None:
+    page.get_by_role("radio", name=VOICE, exact=True).check()
+    unfold(page, "Speech instead of a text")
+    page.get_by_label("Choose a recording").set_input_files(RECORDING)
+    state(page, "Done: 5.4 seconds.")
+    seconds = sum(part["size"] for part in page.evaluate("window.played")) / SAMPLE_RATE
+    assert seconds == pytest.approx(5.4, abs=0.1) and page.get_by_label("The last answer").is_visible()
+
+
 def test_a_voice_without_a_name_is_not_saved(page: Any) -> None:
     unfold(page, "Your own voice")
     page.get_by_label("Choose an audio file").set_input_files(RECORDING)

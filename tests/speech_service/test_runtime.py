@@ -1,15 +1,18 @@
-"""The plain runtime's gRPC service with a stub Triton: keys, limits, errors, requests that do not arrive."""
+"""The plain runtime's routes and its gRPC service with a stub Triton: its requests, keys, limits, errors, requests that
+do not arrive."""
 
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
+import httpx2 as httpx
 import pytest
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
 
-from tests.support.speech_fixtures import stubbed, until
+from tests.support.speech_fixtures import recording, stubbed, until
 from tests.support.triton_stub import TritonStub, texts_of
 
 METHOD = "/cosyvoice.CosyVoice/Inference"
@@ -23,10 +26,16 @@ def stub() -> TritonStub:
 
 
 @pytest.fixture(scope="module")
-def address(stub: TritonStub) -> Iterator[str]:
+def service(stub: TritonStub) -> Iterator[tuple[str, str]]:
+    """The URL, and the address of the gRPC service."""
     port = free_port()
-    with stubbed(stub, api_keys=("key",), max_streams=1, runtime_port=port, receive_timeout=SECONDS):
-        yield f"127.0.0.1:{port}"
+    with stubbed(stub, api_keys=("key",), max_streams=1, runtime_port=port, receive_timeout=SECONDS) as url:
+        yield url, f"127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def address(service: tuple[str, str]) -> str:
+    return service[1]
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +58,78 @@ def code_of(call: Any) -> grpc.StatusCode:
     return code
 
 
-def test_speech_is_streamed(client: Any, stub: TritonStub) -> None:
-    sizes = [len(response.tts_audio) for response in client(sft("Hello."), metadata=KEY, timeout=20)]
-    assert sizes == [2 * stub.samples] * stub.chunks
-    assert texts_of(stub.requests[-1]) == {"target_text": "Hello.", "speaker": "zoe"}
+TEXT = {"tts_text": "Hello."}
+PROMPT = recording(rate=PROMPT_SAMPLE_RATE)
+# Fields of a request of each kind besides its text, whether it has a recording, and what Triton gets for them.
+KINDS: list[tuple[str, dict[str, str], bool, dict[str, str]]] = [
+    ("sft", {"spk_id": "zoe"}, False, {"speaker": "zoe"}),
+    ("zero_shot", {"prompt_text": "Your call."}, True, {"reference_text": "Your call."}),
+    ("cross_lingual", {}, True, {}),
+    ("instruct", {"spk_id": "zoe", "instruct_text": "Slowly."}, False, {"speaker": "zoe", "instruct_text": "Slowly."}),
+    ("instruct2", {"instruct_text": "Slowly."}, True, {"instruct_text": "Slowly."}),
+]
+
+
+def assert_sent(stub: TritonStub, texts: dict[str, str], recorded: bool) -> None:
+    assert texts_of(stub.requests[-1]) == {"target_text": "Hello.", **texts}
+    assert ("reference_wav" in {tensor.name for tensor in stub.requests[-1].inputs}) == recorded
+
+
+@pytest.mark.parametrize(("kind", "fields", "recorded", "texts"), KINDS)
+def test_the_http_clients_get_raw_samples_and_an_error_if_any_field_is_missing(
+    service: tuple[str, str], stub: TritonStub, kind: str, fields: dict[str, str], recorded: bool, texts: dict[str, str]
+) -> None:
+    def ask(form: dict[str, str], files: dict[str, Any]) -> httpx.Response:
+        method = "POST" if kind == "instruct2" else "GET"
+        return httpx.request(method, f"{service[0]}/inference_{kind}", data=form, files=files, headers=dict(KEY))
+
+    form, files = TEXT | fields, {"prompt_wav": ("prompt_wav", PROMPT)} if recorded else {}
+    answer = ask(form, files)
+    assert answer.status_code == 200 and len(answer.content) == 2 * stub.samples * stub.chunks, answer.text
+    assert_sent(stub, texts, recorded)
+    for name in form:
+        refused = ask({other: value for other, value in form.items() if other != name}, files)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == name
+    assert not files or ask(form, {}).status_code == 400
+
+
+@pytest.mark.parametrize(("kind", "fields", "recorded", "texts"), KINDS[:4])
+def test_the_grpc_clients_get_raw_samples(
+    client: Any, stub: TritonStub, kind: str, fields: dict[str, str], recorded: bool, texts: dict[str, str]
+) -> None:
+    messages, _ = grpc.protos_and_services(PROTO)
+    asked = TEXT | fields | ({"prompt_audio": PROMPT[44:]} if recorded else {})
+    answers = client(messages.Request(**{f"{kind}_request": asked}), metadata=KEY, timeout=20)
+    assert [len(answer.tts_audio) for answer in answers] == [2 * stub.samples] * stub.chunks
+    assert_sent(stub, texts, recorded)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [({}, "empty"), ({"cross_lingual_request": TEXT | {"prompt_audio": b"x"}}, "whole 16-bit samples")],
+)
+def test_a_request_that_cannot_be_read_is_an_error(client: Any, asked: dict[str, Any], words: str) -> None:
+    messages, _ = grpc.protos_and_services(PROTO)
+    call = client(messages.Request(**asked), metadata=KEY, timeout=20)
+    assert code_of(call) == grpc.StatusCode.INVALID_ARGUMENT and words in call.details()
+
+
+def test_the_wire_format_is_that_of_the_plain_runtime() -> None:
+    """The bytes of requests of its clients."""
+    messages, _ = grpc.protos_and_services(PROTO)
+    request = messages.Request(zero_shot_request={"tts_text": "a", "prompt_text": "b", "prompt_audio": b"c"})
+    assert request.SerializeToString() == b"\x12\x09\x0a\x01a\x12\x01b\x1a\x01c"
+    request = messages.Request(instruct_request={"tts_text": "a", "spk_id": "b", "instruct_text": "c"})
+    assert request.SerializeToString() == b"\x22\x09\x0a\x01a\x12\x01b\x1a\x01c"
+    assert messages.Response(tts_audio=b"a").SerializeToString() == b"\x0a\x01a"
 
 
 @pytest.mark.parametrize(
     ("request_", "metadata", "code", "words"),
     [
         (("Hello.",), (), grpc.StatusCode.UNAUTHENTICATED, ""),
-        (("",), KEY, grpc.StatusCode.INVALID_ARGUMENT, ""),
+        (("",), KEY, grpc.StatusCode.INVALID_ARGUMENT, "empty"),
+        (("Hello.", "nobody"), KEY, grpc.StatusCode.INVALID_ARGUMENT, "unknown speaker"),
         (("Hello.", "a" * 300), KEY, grpc.StatusCode.INVALID_ARGUMENT, "voice"),
         (("refuse",), KEY, grpc.StatusCode.INVALID_ARGUMENT, ""),
         (("lost",), KEY, grpc.StatusCode.UNAVAILABLE, ""),
@@ -93,7 +163,7 @@ def test_calls_are_limited_and_idle_connections_are_closed(stub: TritonStub) -> 
             endless = infer(sft("endless"), timeout=20)
             next(endless)
             assert code_of(infer(sft("Hello."), timeout=20)) == grpc.StatusCode.RESOURCE_EXHAUSTED
-            until(lambda: states[-1] == grpc.ChannelConnectivity.READY)  # told by another thread
+            until(lambda: states[-1:] == [grpc.ChannelConnectivity.READY])  # told by another thread
             endless.cancel()
             until(lambda: states[-1] == grpc.ChannelConnectivity.IDLE)
 

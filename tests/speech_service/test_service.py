@@ -2,7 +2,7 @@
 
 import asyncio
 import base64
-import threading
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,25 +86,13 @@ def test_a_fault_of_ours_is_counted_as_a_500_and_not_as_a_client_that_left(
 
 
 def test_one_stream_too_many_is_answered_429_with_retry_after(served: StubbedService) -> None:
-    def occupy() -> None:
-        with httpx.stream("POST", served.url + SPEECH, json={**TEXT, "input": "endless"}, timeout=20) as answer:
-            parts = answer.iter_raw()  # keep a reference: httpx closes the answer with it
-            next(parts)
-            full.wait()
-
-    full = threading.Barrier(5)
-    threads = [threading.Thread(target=occupy) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
+    with contextlib.ExitStack() as clients:
+        for _ in range(4):
+            clients.enter_context(client_that_leaves(served.url, {**TEXT, "input": "endless"}))
         until(lambda: "speech_live_streams 4.0" in served.metrics())
         answer = served.post(TEXT)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert answer.json()["error"]["type"] == "rate_limit_error"
-    finally:
-        full.wait()
-        for thread in threads:
-            thread.join()
     until(lambda: not served.live())
     assert served.post(TEXT).status_code == 200
 

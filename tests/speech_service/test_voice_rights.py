@@ -57,9 +57,9 @@ def add(service: httpx.Client, name: str, key: str = "first", **fields: str) -> 
 
 def test_a_consent_is_listed_with_the_key_and_the_time(service: httpx.Client) -> None:
     added = add(service, "anna", consent=CONSENT).json()
-    assert add(service, "bert", "second", transcript="Hello.").json()["warnings"] == [
+    assert add(service, "bert", "second", transcript="Hello.").json()["warnings"][-1] == (
         "the field 'transcript' is unknown and was left out"
-    ]
+    )
     anna, bert = (each for each in service.get(VOICES).json()["data"] if "alias_of" not in each)
     assert anna.items() <= added.items()
     assert (anna["consent"], anna["created_by"]) == (CONSENT, key_name("first")) and anna["created_at"] > 1.7e9

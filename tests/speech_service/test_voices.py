@@ -1,5 +1,6 @@
 """Registered voices: added, listed, used by name and deleted through the service, with a stub Triton."""
 
+import io
 import json
 import resource
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,8 @@ from pathlib import Path
 import httpx2 as httpx
 import numpy as np
 import pytest
+import soundfile as sf
+from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.voice.files import read_voice, save_recording
@@ -65,7 +68,8 @@ def test_aliases_can_be_chosen_and_a_registered_voice_comes_first(tmp_path: Path
 def test_a_voice_is_added_used_and_deleted(served: StubbedService) -> None:
     answer = served.add("zöe", recording(1.5, 48_000, kind="FLAC"), ref_text="Hi.")
     assert answer.status_code == 201 and answer.json()["seconds"] == 1.5, answer.text
-    (warning,) = answer.json()["warnings"]
+    cut, warning = answer.json()["warnings"]
+    assert cut.startswith("the recording ends inside a word")
     assert warning.startswith("the recording speaks for 1.5 s, but its transcript takes about 0.5 s")
     assert "zöe" in names_of(served.url)
     stored = read_voice(served.voices / "zöe.safetensors")
@@ -77,7 +81,7 @@ def test_a_voice_is_added_used_and_deleted(served: StubbedService) -> None:
         ({}, {"reference_text": "Hi."}),
         ({"language": "zh"}, {}),
         ({"instructions": "Slowly."}, {"instruct_text": "Slowly."}),
-        ({"trim_reference": False}, {"reference_text": "Hi."}),
+        ({"trim_reference": True}, {"reference_text": "Hi."}),
     ):
         assert served.post({**TEXT, "voice": "zöe", **more}).status_code == 200
         assert ("trim_reference" in served.stub.requests[-1].parameters) == ("trim_reference" in more)
@@ -85,6 +89,32 @@ def test_a_voice_is_added_used_and_deleted(served: StubbedService) -> None:
     assert served.remove("zöe").json()["deleted"]
     assert list(served.voices.iterdir()) == []
     assert served.remove("zöe").status_code == 404
+
+
+def test_a_recording_is_trimmed_only_if_the_form_asks_for_it(served: StubbedService) -> None:
+    file, _ = sf.read(io.BytesIO(recording(1.0)))
+    late = io.BytesIO()
+    sf.write(late, np.concatenate([np.zeros(SAMPLE_RATE), file, np.zeros(SAMPLE_RATE // 4)]), SAMPLE_RATE, format="WAV")
+    for form, seconds in (({}, 2.25), ({"trim_reference": "true"}, 1.4)):
+        answer = served.add("late", late.getvalue(), **form).json()
+        assert answer["seconds"] == pytest.approx(seconds, abs=0.03)
+        assert any("silence at its beginning" in each for each in answer.get("warnings", ())) == (not form)
+        assert served.remove("late").status_code == 200
+
+
+def test_a_voice_speaks_as_it_was_registered_unless_a_request_says_how(served: StubbedService) -> None:
+    assert served.add("soft", ref_text="Hi.", instructions="Softly.").status_code == 201
+    for more, texts in (
+        ({}, {"reference_text": "Hi.", "instruct_text": "Softly."}),
+        ({"language": "zh"}, {"instruct_text": "Softly."}),
+        ({"instructions": "Slowly."}, {"instruct_text": "Slowly."}),
+    ):
+        assert served.post({**TEXT, "voice": "soft", **more}).status_code == 200
+        assert texts_of(served.stub.requests[-1]) == {"target_text": "Hello.", **texts}
+    upload = {"files": {"ref_audio": recording(1.0)}, "data": {**TEXT, "ref_text": "Hi.", "instructions": "Slowly."}}
+    assert httpx.post(served.url + SPEECH, **upload).status_code == 200
+    assert texts_of(served.stub.requests[-1])["reference_text"] == "Hi."  # the models say what they leave out
+    assert served.remove("soft").status_code == 200
 
 
 def test_words_of_the_request_then_of_the_voice_then_of_all_are_sent_with_a_recording(served: StubbedService) -> None:

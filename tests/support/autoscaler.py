@@ -1,4 +1,4 @@
-"""Kubernetes' HorizontalPodAutoscaler with the numbers of its manifest, for simulated and for real servers."""
+"""Kubernetes' HorizontalPodAutoscaler with the numbers of its manifest, for simulated servers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,14 +16,12 @@ PERIOD_SECONDS, TOLERANCE = 15, 0.1  # Kubernetes' own defaults
 
 @dataclass
 class Autoscaler:
-    """Kubernetes' controller. read: a pod's metric; target: its mean; least, most: servers; hurry: how many times
-    faster than the manifest says."""
+    """Kubernetes' controller. read: a pod's metric; target: its mean; least, most: servers."""
 
     read: Callable[[Any], float] = lambda server: server.load
     target: float = TARGET
     least: int = SPEC["minReplicas"]
     most: int = SPEC["maxReplicas"]
-    hurry: float = 1.0
     wanted: list[tuple[float, int]] = field(default_factory=list)
     changes: list[tuple[float, int]] = field(default_factory=list)
 
@@ -33,13 +31,13 @@ class Autoscaler:
         ratio = sum(self.read(each) for each in servers if each.ready_at <= now) / there / self.target
         wanted = there if abs(ratio - 1) <= TOLERANCE else math.ceil(there * ratio)
         wanted = min(max(wanted, self.least), self.most)
-        window = SPEC["behavior"]["scaleDown"]["stabilizationWindowSeconds"] / self.hurry
+        window = SPEC["behavior"]["scaleDown"]["stabilizationWindowSeconds"]
         self.wanted = [(at, each) for at, each in self.wanted if at > now - window] + [(now, wanted)]
         if wanted < there:
             wanted = min(there, max(each for _, each in self.wanted))
         steps = []
         for policy in SPEC["behavior"]["scaleUp" if wanted > there else "scaleDown"]["policies"]:
-            done = sum(change for at, change in self.changes if at > now - policy["periodSeconds"] / self.hurry)
+            done = sum(change for at, change in self.changes if at > now - policy["periodSeconds"])
             part = (there - done) / 100 if policy["type"] == "Percent" else 1
             steps.append(math.ceil(policy["value"] * part) - abs(done))
         step = max(0, *steps)

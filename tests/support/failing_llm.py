@@ -1,6 +1,5 @@
-"""A loopback LLM server that answers correctly or fails in a chosen way."""
+"""A loopback LLM server that answers correctly or fails."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -12,10 +11,9 @@ TOKENS = 60  # of a good answer
 
 
 class FailingLLM(PageServer):
-    """`mode` may change between requests; `released` ends all waiting handlers."""
+    """`mode` may change between requests."""
 
-    mode: Literal["good", "error 500", "goes silent"] = "good"
-    released: threading.Event
+    mode: Literal["good", "error 500"] = "good"
 
 
 class _Completions(Page):
@@ -29,21 +27,13 @@ class _Completions(Page):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()  # HTTP/1.0: the answer ends with the connection
-        silent = self.server.mode == "goes silent"
-        for token in range(6 if silent else TOKENS):
+        for token in range(TOKENS):
             self.wfile.write(event(f"<|s_{token * 7}|>"))
-        if silent:
-            self.server.released.wait(30)
-        else:
-            self.wfile.write(event("<|eos1|>", "stop") + b"data: [DONE]\n\n")
+        self.wfile.write(event("<|eos1|>", "stop") + b"data: [DONE]\n\n")
 
 
 @contextmanager
 def failing_llm() -> Iterator[FailingLLM]:
     with http_server(_Completions, kind=FailingLLM) as llm:
         assert isinstance(llm, FailingLLM)
-        llm.released = threading.Event()
-        try:
-            yield llm
-        finally:
-            llm.released.set()
+        yield llm

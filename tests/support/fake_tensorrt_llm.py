@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-FIRST_ID = 7  # of every answer
-
 
 @dataclass(kw_only=True)
 class SamplingParams:
@@ -65,7 +63,7 @@ class RequestOutput:
 
     async def __aiter__(self) -> AsyncIterator["RequestOutput"]:
         (output,) = self.outputs
-        for token in range(FIRST_ID, FIRST_ID + self.sampling.max_tokens):
+        for token in range(7, 7 + self.sampling.max_tokens):
             await asyncio.sleep(0)
             if self._llm.fails:
                 raise self._llm.fails

@@ -11,8 +11,6 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-FIRST_ID = 7  # of every answer
-
 
 class CudaPlatform:
     """Of a GPU of 24 GiB."""
@@ -83,13 +81,11 @@ class EngineGenerateError(Exception):
 
 
 class AsyncLLM:
-    """Generates 7, 8, 9, ... in groups of two up to max_tokens; records the requests."""
+    """Generates 7, 8, 9, ... in groups of two up to max_tokens. Who closes the generator early aborts the request."""
 
     def __init__(self, arguments: AsyncEngineArgs) -> None:
         self.arguments = arguments
         self.live: dict[str, SamplingParams] = {}
-        self.prompts: list[list[int]] = []
-        self.aborted: list[str] = []
         self.fails: Exception | None = None
         self.is_shut_down = False
 
@@ -104,8 +100,7 @@ class AsyncLLM:
         assert sampling_params.output_kind is RequestOutputKind.DELTA and sampling_params.max_tokens is not None
         assert request_id not in self.live
         self.live[request_id] = sampling_params
-        self.prompts.append(prompt["prompt_token_ids"])
-        ids = list(range(FIRST_ID, FIRST_ID + sampling_params.max_tokens))
+        ids = list(range(7, 7 + sampling_params.max_tokens))
         try:
             for begin in range(0, len(ids), 2):
                 await asyncio.sleep(0)
@@ -113,9 +108,6 @@ class AsyncLLM:
                     raise self.fails
                 last = begin + 2 >= len(ids)
                 yield RequestOutput([CompletionOutput(ids[begin : begin + 2], "length" if last else None)])
-        except (asyncio.CancelledError, GeneratorExit):
-            self.aborted.append(request_id)
-            raise
         finally:
             del self.live[request_id]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, TOKEN_MEL_RATIO
-from cosyvoice_triton.llm.interface import FinishReason, LLMPrompt, Sampling, TokenChunk, TokenStream
+from cosyvoice_triton.llm.interface import FinishReason, LLMPrompt, Sampling, TokenChunk
 from cosyvoice_triton.orchestrator.chunking import Hop
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.voice.prompt import Prompt, Recording
@@ -93,20 +93,16 @@ class FakeLM:
         self.prompts: list[LLMPrompt] = []
         self.samplings: list[Sampling] = []
         self.open = 0  # streams being generated
-        self.unclosed = 0
-
-    def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
-        self.prompts.append(prompt)
-        self.samplings.append(sampling)
-        return FakeTokenStream(self, self._generate(prompt))
 
     def script(self, prompt: LLMPrompt) -> Sequence[Step]:
         return self.steps
 
     async def aclose(self) -> None:
-        assert self.open == self.unclosed == 0
+        assert self.open == 0
 
-    async def _generate(self, prompt: LLMPrompt) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
+        self.prompts.append(prompt)
+        self.samplings.append(sampling)
         self.open += 1
         try:
             for step in self.script(prompt):
@@ -120,17 +116,6 @@ class FakeLM:
             yield TokenChunk([], self.finish_reason)
         finally:
             self.open -= 1
-
-
-class FakeTokenStream(TokenStream):
-    def __init__(self, llm: FakeLM, chunks: AsyncGenerator[TokenChunk, None]):
-        super().__init__(chunks)
-        self._llm = llm
-        llm.unclosed += 1
-
-    async def aclose(self) -> None:
-        await super().aclose()
-        self._llm.unclosed -= 1
 
 
 class FakeToken2Wav:
@@ -168,7 +153,9 @@ def audio_of(prompt: Prompt, tokens: Sequence[int]) -> np.ndarray:
 class FakeToken2WavStream:
     def __init__(self, token2wav: FakeToken2Wav):
         self.reserved = False
+        self.restarts = 0
         self.hops: list[Hop] = []
+        self.lefts: list[float | None] = []  # with each hop
         self.started = False
         self.live = False
         self.aborts = 0
@@ -195,9 +182,15 @@ class FakeToken2WavStream:
         if "start" in self._token2wav.failures:
             raise self._token2wav.failures["start"]
 
-    async def render(self, tokens: Sequence[int], hop: Hop) -> np.ndarray:
+    async def restart(self, prompt: Prompt, audio_left: float | None) -> None:
+        assert self.started
+        self.started, self.restarts = False, self.restarts + 1
+        await self.start(prompt, audio_left)
+
+    async def render(self, tokens: Sequence[int], hop: Hop, audio_left: float | None = None) -> np.ndarray:
         assert self.live and len(tokens) >= hop.end_of_context
         self.hops.append(hop)
+        self.lefts.append(audio_left)
         await asyncio.sleep(0)
         if self._token2wav.gate is not None:
             await self._token2wav.gate.wait()

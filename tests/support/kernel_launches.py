@@ -4,18 +4,13 @@ The networks run at official sizes over tensors without memory ("meta"), once fo
 the launches have the constants and types of serving. Triton's own assembler makes the machine code.
 """
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import triton
 from cosyvoice_triton import kernels
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, OVERLAP_FRAMES, SPEECH_VOCAB, STREAM_CACHE_FRAMES
 from cosyvoice_triton.llm.engines.cuda.fused_operations import Fused
@@ -157,16 +152,6 @@ def trials_and_solves(capability: int, steps: int = 4) -> tuple[list[tuple[set[s
 def shared_memory(launch: Launch, capability: int) -> int:
     """The bytes of a block. Triton's error if the kernel does not compile there."""
     return int(_code(launch, capability).metadata.shared)
-
-
-def instructions(launch: Launch, capability: int) -> list[str]:
-    """The names of the compiled kernel's machine instructions, as "LDG.E.128", by `cuobjdump` of Triton's wheel."""
-    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(_code(launch, capability).asm["cubin"])
-        file.flush()
-        shown = subprocess.run([program, "-sass", file.name], check=True, capture_output=True, text=True).stdout
-    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", shown, re.MULTILINE)
 
 
 def _code(launch: Launch, capability: int) -> Any:

@@ -9,9 +9,10 @@ from functools import cache, cached_property
 import numpy as np
 from cosyvoice_triton.llm.interleaving import InterleavedLM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.orchestrator.callbacks import OnWarning, ignore
 from cosyvoice_triton.orchestrator.chunking import Hop, HopRules
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
-from cosyvoice_triton.orchestrator.synthesis import Synthesizer
+from cosyvoice_triton.orchestrator.synthesis import Instructions, Synthesizer
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 
@@ -46,10 +47,14 @@ class Pipeline:
         token2wav: FakeToken2Wav | None = None,
         rules: HopRules | None = None,
         clock: Callable[[], float] = time.monotonic,
+        long_silence: Collection[int] = (),
         silent_tokens: Collection[int] = (),
+        judges: bool = False,
+        instructions: Instructions = "with transcript",
     ):
+        self.instructions = instructions
         self.clock = clock
-        self.silent_tokens = silent_tokens
+        self.silences = {"long_silence": long_silence, "silent_tokens": silent_tokens, "judges": judges}
         self.llm = llm
         self.encoder = encoder or FakePromptEncoder()
         self.token2wav = token2wav or FakeToken2Wav()
@@ -61,10 +66,12 @@ class Pipeline:
     def synthesizer(self) -> Synthesizer:
         interleaved = InterleavedLM(self.llm, demo_tokenizer())
         ports = (self.texts, self.voices, self.encoder, self.llm, interleaved, self.token2wav)
-        return Synthesizer(*ports, self.rules, self.clock, silent_tokens=self.silent_tokens)
+        return Synthesizer(*ports, self.rules, self.clock, instructions=self.instructions, **self.silences)
 
-    async def synthesize(self, request: SynthesisRequest | None = None) -> list[np.ndarray]:
-        async with aclosing(self.synthesizer.stream(request or speech_request())) as waveforms:
+    async def synthesize(
+        self, request: SynthesisRequest | None = None, on_warning: OnWarning = ignore
+    ) -> list[np.ndarray]:
+        async with aclosing(self.synthesizer.stream(request or speech_request(), on_warning)) as waveforms:
             return [waveform async for waveform in waveforms]
 
     async def offline(self, request: SynthesisRequest | None = None) -> list[np.ndarray]:
@@ -82,7 +89,7 @@ class Pipeline:
 
     def assert_nothing_left(self) -> None:
         assert len(asyncio.all_tasks()) == 1
-        assert self.llm.open == self.llm.unclosed == 0
+        assert self.llm.open == 0
         assert self.token2wav.live == 0
         assert sorted(self.encoder.started) == sorted(self.encoder.ended)
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from cosyvoice_triton.prepare.hub import digest_of
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 
 from tests.random_weights.llm import build_tokenizer
 
@@ -71,12 +71,14 @@ def qwen2_tokenizer() -> Tokenizer:
 @functools.cache
 def _read() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """The ids of the tokens, and the merges in their order."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     package = importlib.util.find_spec("dashscope")  # not imported: it has many requirements
     assert package is not None and package.origin is not None, "dashscope is missing: run `make setup-dev`"
     lines = (Path(package.origin).parent / "resources" / "qwen.tiktoken").read_bytes().splitlines()
     ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
     assert len(ranks) == SIZE
-    letters = _letters()
+    letters = bytes_to_unicode()
 
     def text(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
@@ -97,12 +99,3 @@ def _halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
         at = min(range(len(parts) - 1), key=lambda at: ranks.get(parts[at] + parts[at + 1], SIZE))
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return parts[0], parts[1]
-
-
-def _letters() -> dict[int, str]:
-    """Byte -> the character that stands for it in byte-level BPE: itself if it can be printed, else one from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = (byte for byte in range(256) if byte not in printable)
-    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(others)}
-    assert set(letters.values()) == set(pre_tokenizers.ByteLevel.alphabet())
-    return letters

@@ -1,15 +1,13 @@
 """cli/serve.py in its own process, as a container runs it, with the demo checkpoint; and requests to it."""
 
 import asyncio
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +19,6 @@ import tritonclient.grpc.aio as triton
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.client.utterance import Utterance, of_recording, read_reference
 from cosyvoice_triton.server.options import StackOptions
-from cosyvoice_triton.server.readiness import is_alive
 from cosyvoice_triton.server.rendering import render
 from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
@@ -54,13 +51,6 @@ class ServeProcess:
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 
-    def kill_tritonserver(self) -> None:
-        """Simulate the failure of a machine: tritonserver and all its connections end immediately."""
-        (victim,) = children(self.process.pid, "bin/tritonserver")
-        os.kill(victim, signal.SIGKILL)
-        while is_alive(victim):  # earlier requests may still have reached it
-            time.sleep(0.01)
-
     def process_of(self, model: str) -> int:
         (tritonserver,) = children(self.process.pid, "bin/tritonserver")
         (stub,) = children(tritonserver, f"/{model}/1/model.py")
@@ -85,21 +75,19 @@ def get(url: str) -> tuple[int, str]:
 
 def rendered(models: Path, directory: Path, **settings: str) -> Path:
     """The dit stack with the demo checkpoint, all models in one tritonserver."""
-    defaults = {"sampling": "triton", "profile": "unlimited", "model_timeout": "60"}  # see conftest.py's `serve`
-    settings = defaults | settings
+    defaults = {"flow_precision": "float32", "sampling": "triton", "profile": "unlimited", "model_timeout": "60"}
+    settings = defaults | settings  # see conftest.py's `serve`
     render(StackOptions(models_dir=models, stack=stacks.DIT.name, device="cpu", settings=settings), directory)
     return directory
 
 
 @contextmanager
-def serve_process(
-    repository: Path, log: Path, *options: str, ports: tuple[int, int, int, int] = (0, 0, 0, 0)
-) -> Iterator[ServeProcess]:
-    """serve.py with `repository`, ready; stopped at the end of the block. `ports`: http, grpc, metrics, health."""
+def serve_process(repository: Path, log: Path, *options: str) -> Iterator[ServeProcess]:
+    """serve.py with `repository`, ready; stopped at the end of the block."""
     command = [sys.executable, "-X", "faulthandler", "-m", "cosyvoice_triton", "serve", str(repository)]
     command += ["--log-file", str(log), *options]
-    for name, port in zip(("http", "grpc", "metrics", "health"), ports, strict=True):
-        command += [f"--{name}-port", str(port)]
+    for name in ("http", "grpc", "metrics", "health"):
+        command += [f"--{name}-port", "0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stderr is not None
@@ -151,3 +139,16 @@ async def synthesize(connection: triton.InferenceServerClient, text: str, outcom
         responses.cancel()
     outcome.begun.set()
     return outcome
+
+
+async def speak_at_once(
+    address: str, count: int, text: str, meanwhile: Callable[[], object] = lambda: None
+) -> list[StreamResult]:
+    """The results of so many streams; `meanwhile` is called in a thread once each has begun."""
+    results = [StreamResult() for _ in range(count)]
+    async with triton.InferenceServerClient(address) as connection:
+        speaking = [asyncio.create_task(synthesize(connection, text, result)) for result in results]
+        await asyncio.gather(*(result.begun.wait() for result in results))
+        await asyncio.to_thread(meanwhile)
+        await asyncio.gather(*speaking)
+    return results

@@ -21,6 +21,7 @@ from tritonclient.utils import np_to_triton_dtype
 MODELS = {stack.name: stack.orchestrator for stack in stacks.BUILT_IN}
 STACKS = (stacks.DIT.name, stacks.UNET.name)  # tests/system/test_cosyvoice3.py has the other
 TEXT = "A short sentence."
+STREAMS = 8  # slots of token2wav in a server of the fixture `serve`
 VOICE = samples.FOLDER / "reference_en.wav"
 VOICE_TEXT = "Your call is now first in line and will be answered by the next available representative."
 

@@ -33,7 +33,6 @@ from tests.support.waiting import until
 RECORDING = samples.FOLDER / "reference_en.wav"
 VOICE = "anna"
 TEXT = {"input": "Hello.", "response_format": "pcm"}
-MAX_STREAMS = 4  # of token2wav
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.networks.flow import CosyVoice3Flow
+from cosyvoice_triton.networks.flow.checkpoint import with_rotary
+from cosyvoice_triton.networks.hift import split_weight_norm
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.base import StreamingFlow
-from cosyvoice_triton.token2wav.stream import Chunk, Stream
+from cosyvoice_triton.token2wav.stream import Chunk, Stream, VocoderState
 from cosyvoice_triton.voice.prompt import Prompt
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
@@ -64,6 +67,14 @@ def pieces(of: Token2Wav | StreamingFlow, tokens: np.ndarray, hops: list[int]) -
     ]
 
 
+def mel(flow: StreamingFlow, voice: Prompt, tokens: np.ndarray, hops: list[int]) -> torch.Tensor:
+    """The mel (80, T) of a stream in chunks of so many tokens, and a final one."""
+    stream = flow.open(voice, VocoderState(0))
+    parts = [flow.render([piece.of(flow, stream)])[0].clone() for piece in pieces(flow, tokens, hops)]
+    flow.close(stream)
+    return torch.cat(parts, dim=1)
+
+
 def step(engine: Token2Wav, stream: Stream, piece: Piece) -> np.ndarray:
     (audio,) = engine.step([piece.of(engine, stream)])
     return audio
@@ -75,6 +86,14 @@ def spoken(engine: Token2Wav, voice: Prompt, pieces: Sequence[Piece]) -> np.ndar
     audio = np.concatenate([step(engine, stream, piece) for piece in pieces])
     engine.close(stream)
     return audio
+
+
+def saved(directory: Path, flow: Any, hift: torch.nn.Module) -> Path:
+    """The directory, with flow.pt and hift.pt in the official layout."""
+    state = flow.state_dict()
+    torch.save(with_rotary(state, flow.config) if isinstance(flow, CosyVoice3Flow) else state, directory / "flow.pt")
+    torch.save(split_weight_norm(hift.state_dict()), directory / "hift.pt")
+    return directory
 
 
 def overflowing(network: torch.nn.Module) -> torch.nn.Module:

@@ -102,7 +102,8 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
             if texts_of(request).get("speaker") == "nobody":
                 why = "invalid request: unknown speaker 'nobody'; known speakers: zoe"
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
-            empty = not texts_of(request)["target_text"] and "sequence_start" not in request.parameters
+            heard = any(tensor.name == "source_wav" for tensor in request.inputs)
+            empty = not texts_of(request)["target_text"] and "sequence_start" not in request.parameters and not heard
             if word in ("refuse", "nothing") or empty:
                 why = "is refused" if word == "refuse" else "has nothing to speak: '→'"
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"invalid request: target_text {why}")

@@ -24,9 +24,8 @@ STREAMS = 2
 
 @pytest.fixture(scope="module")
 def server(serve: Serve) -> Any:
-    """The engine cuda reads the LLM's directory as it is, also on the CPU. Idle streams would keep their slots, which
-    are fewer than the tests' streams."""
-    settings = {"max_streams": str(STREAMS), "idle_seconds": "600", "n_timesteps": "4"}
+    """The engine cuda reads the LLM's directory as it is, also on the CPU. There are fewer slots than streams."""
+    settings = {"max_streams": str(STREAMS), "n_timesteps": "4"}
     return serve(stack=STACK.name, llm_engine="cuda", settings=settings)
 
 

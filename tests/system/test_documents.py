@@ -1,25 +1,16 @@
-"""The documents' own commands, typed as they stand: what `fill_template.py` makes of the templates answers.
-
-Served with changes for the test machine: the LLM server's port, one process for each orchestrator, a stand-in in place
-of the C++ backend, and the tokenizer of the demo's LLM, whose vocabulary is not the official one.
-"""
+"""The documents' own commands, typed as they stand: what `fill_template.py` makes of the templates is a stack."""
 
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import fill_template
-from cosyvoice_triton.client.utterance import Utterance, of_recording, read_reference
-from cosyvoice_triton.server.rendering import TEMPLATES, parse, placeholders, settings_to_add
-from cosyvoice_triton.server.tritonserver import Ports, TritonServer
+from cosyvoice_triton.server.rendering import TEMPLATES, parse, settings_of
+from google.protobuf import json_format
 
 from tests.conftest import ROOT
-from tests.support.failing_llm import FailingLLM, failing_llm
-from tests.support.server_requests import TEXT, VOICE, VOICE_TEXT, assert_speech, stream
 
 ENCODER = "model_dir:./CosyVoice2-0.5B,triton_max_batch_size:{batch},max_queue_delay_microseconds:0"
 ORCHESTRATOR = (
@@ -50,20 +41,19 @@ UNET = {
 }
 
 
-def fill(commands: dict[str, str], repository: Path, **changes: str) -> None:
-    """Copy the templates to `repository` and fill them in. changes: keys to set in those templates that have them."""
+def fill(commands: dict[str, str], repository: Path) -> None:
+    """Copy the templates to `repository` and fill them in."""
     for template, substitutions in commands.items():
         name = Path(template).name
         shutil.copytree(TEMPLATES / template, repository / name, dirs_exist_ok=True)
-        config = repository / name / "config.pbtxt"
-        pairs = fill_template.parse_substitutions(substitutions)
-        keys = {*placeholders(config.read_text()), *settings_to_add(config.read_text())}
-        pairs |= {key: value for key, value in changes.items() if key in keys}
-        assert fill_template.main(["-i", str(config), ",".join(f"{key}:{value}" for key, value in pairs.items())]) == 0
+        assert fill_template.main(["-i", str(repository / name / "config.pbtxt"), substitutions]) == 0
 
 
 def parameters_of(repository: Path, model: str) -> dict[str, str]:
+    """The parameters of a filled template, which its model reads without an error."""
     config = parse((repository / model / "config.pbtxt").read_text(), model)
+    as_json = json_format.MessageToJson(config, preserving_proto_field_name=True)
+    settings_of(model).from_triton({"model_config": as_json, "model_instance_kind": "CPU"})
     return {key: value.string_value for key, value in config.parameters.items()}
 
 
@@ -76,6 +66,8 @@ def test_the_filled_orchestrators_know_the_llm_of_their_deployment(tmp_path: Pat
     fill(UNET, tmp_path)
     unet = parameters_of(tmp_path, "cosyvoice2")
     assert (unet["llm_transport"], unet["llm_backend"], unet["llm_model"]) == ("triton", "tensorrtllm", "tensorrt_llm")
+    for template in (*DIT, *UNET):
+        assert parameters_of(tmp_path, Path(template).name)
 
 
 def test_the_script_runs_by_its_path_as_the_documents_call_it(tmp_path: Path) -> None:
@@ -93,40 +85,3 @@ def test_the_llm_streams_also_where_the_commands_say_offline(
     config = parse((tmp_path / "tensorrt_llm" / "config.pbtxt").read_text(), "tensorrt_llm")
     assert config.model_transaction_policy.decoupled
     assert "decoupled_mode:False has no effect" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[FailingLLM]:
-    with failing_llm() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def server(demo_models: Path, llm: FailingLLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """Both repositories in one server, with the checkpoints where the documents download them."""
-    directory = tmp_path_factory.mktemp("documents")
-    repository = directory / "repository"
-    changes = {"bls_instance_num": "1", "llm_tokenizer_dir": "./cosyvoice2_llm"}
-    fill(UNET, repository, **changes)
-    fill({key: DIT[key] for key in list(DIT)[:2]}, repository, **changes, llm_urls=f"{llm.url}/v1")
-    shutil.copy(ROOT / "tests" / "support" / "cpp_backend.py", repository / "tensorrt_llm" / "1" / "model.py")
-    config = repository / "tensorrt_llm" / "config.pbtxt"
-    config.write_text(config.read_text().replace('backend: "tensorrtllm"', 'backend: "python"'))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(demo_models)
-        patch.setenv("OMP_NUM_THREADS", "1")  # seven models start on the cores of this machine
-        running = TritonServer(repository, ports=Ports(0, 0, 0), log_file=directory / "server.log")
-        try:
-            running.start()
-            running.wait_ready()
-            yield running
-        finally:
-            running.kill()
-            running.stop()
-
-
-@pytest.mark.server
-@pytest.mark.parametrize("stack", (stacks.DIT, stacks.UNET), ids=lambda stack: stack.name)
-def test_the_filled_repository_answers(stack: stacks.Stack, server: TritonServer) -> None:
-    utterance = Utterance(TEXT, reference_text=VOICE_TEXT, **of_recording(read_reference(VOICE)))
-    assert_speech(stream(server.grpc_url, stack.orchestrator, utterance))

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -54,24 +55,26 @@ def test_make_serve_looks_at_its_ports_before_it_installs_or_renders() -> None:
     assert "render" not in refused.stdout and "nowhere" not in refused.stderr
 
 
-def test_make_render_passes_each_setting_on() -> None:
-    planned = ["make", "-n", "render", "SET=max_streams=4 first_hop_tokens=10"]
-    shown = subprocess.run(planned, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "--set max_streams=4 --set first_hop_tokens=10" in shown.stdout
+def planned(*words: str) -> subprocess.CompletedProcess[str]:
+    """What make would run."""
+    return subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def test_make_refuses_an_unknown_device() -> None:
-    asked = ["make", "-n", "serve", "DEVICE=cuda"]
-    refused = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=60)
+def test_make_passes_settings_and_paths_with_blanks_on_and_refuses_an_unknown_device() -> None:
+    shown = planned("render", "SET=max_streams=4 first_hop_tokens=10").stdout
+    assert "--set max_streams=4 --set first_hop_tokens=10" in shown
+    for target in ("render", "serve", "demo", "bench", "parity"):
+        shown = planned(target, "MODELS=my models", "OUTPUT=out dir/a.wav", "FOLDER=a b").stdout
+        words = shlex.split([line for line in shown.replace("\\\n", " ").splitlines() if line.strip()][-1])
+        assert {"my models", "out dir/a.wav", "a b"} & set(words), (target, words)
+    refused = planned("serve", "DEVICE=cuda")
     assert refused.returncode == 2 and "DEVICE is cpu or gpu, not 'cuda'" in refused.stderr
 
 
 def test_make_serve_on_a_gpu_installs_its_extra_checks_the_machine_downloads_and_serves() -> None:
-    shown = subprocess.run(
-        ["make", "-n", "serve", "DEVICE=gpu", "STACK=unet"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    shown = planned("serve", "DEVICE=gpu", "STACK=unet").stdout
     steps = ("[client,http,gpu]", "doctor", "prepare download", "serve --models")
-    assert sorted(map(shown.stdout.index, steps)) == [*map(shown.stdout.index, steps)]
+    assert sorted(map(shown.index, steps)) == [*map(shown.index, steps)]
     for step in steps[1:]:
-        (line,) = re.findall(rf"cosyvoice-triton {step}.*?(?: &&|$)", shown.stdout, re.MULTILINE)
+        (line,) = re.findall(rf"cosyvoice-triton {step}.*?(?: &&|$)", shown, re.MULTILINE)
         assert "models/official" in line and "--stack unet" in line, step

@@ -5,7 +5,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -130,32 +131,27 @@ def test_unknown_commands_and_none_are_answered_with_the_help(capsys: pytest.Cap
     assert capsys.readouterr().err == "error: unknown command 'lode'; `cosyvoice-triton bench --help` lists them\n"
 
 
-def pins(text: str) -> Iterator[Requirement]:
-    for line in re.findall(r"^([^#\s].*)$", text, re.MULTILINE):
-        yield Requirement(line)
+LOCKED = {"constraints": ("client", "http", "local", "server", "dev")}  # `make lock` writes it
+for image in ("cpu", "gpu", "trtllm"):
+    (extras,) = re.findall(rf"--constraint {image}.txt .*'\.\[(.+)\]'", (ROOT / "Dockerfile.server").read_text())
+    LOCKED[f"deploy/constraints/{image}"] = tuple(extras.split(","))
+PYTHONS = {"deploy/constraints/trtllm": ["3.12"], "constraints": ["3.10", "3.11", "3.12"]}
 
 
-@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12"])
-def test_the_locked_versions_are_those_of_the_project(version: str) -> None:
-    """`make lock` writes them."""
-    machine = {"python_version": version, "python_full_version": f"{version}.0", "platform_machine": "x86_64"}
+@pytest.mark.parametrize(
+    ("file", "python"), [(file, python) for file in LOCKED for python in PYTHONS.get(file, ["3.11"])]
+)
+def test_the_locked_versions_are_those_of_the_project(file: str, python: str) -> None:
+    tomllib = pytest.importorskip("tomllib", reason="since Python 3.11")
+    machine = {"python_version": python, "python_full_version": f"{python}.0", "platform_machine": "x86_64"}
     machine |= {"sys_platform": "linux", "extra": ""}
 
-    def here(requirement: Requirement) -> bool:
-        return requirement.marker is None or requirement.marker.evaluate(machine)
+    def pins(lines: Iterable[str]) -> dict[str, str]:
+        found = [Requirement(line) for line in lines if line and line[0] not in "# "]
+        here = [one for one in found if one.marker is None or one.marker.evaluate(machine)]
+        return {one.name: str(one.specifier) for one in here if "==" in str(one.specifier)}
 
-    locked = {one.name: str(one.specifier) for one in pins((ROOT / "constraints.txt").read_text()) if here(one)}
-    project = (ROOT / "pyproject.toml").read_text()
-    sections = {
-        name: re.search(rf"^{name} = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
-        for name in ("dependencies", "client", "http", "local", "server", "dev")
-    }
-    assert all(sections.values())
-    wanted = [
-        Requirement(line)
-        for section in sections.values()
-        for line in re.findall(r'^    "([^"]+)"', section[1] if section else "", re.MULTILINE)
-    ]
-    ours = [one for one in wanted if here(one) and one.name != "cosyvoice-triton" and "==" in str(one.specifier)]
-    assert len(ours) > 40
-    assert [f"{one.name}{one.specifier}" for one in ours if locked.get(one.name) != str(one.specifier)] == []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    sections = (project["dependencies"], *(project["optional-dependencies"][extra] for extra in LOCKED[file]))
+    wanted, locked = pins(chain(*sections)), pins((ROOT / f"{file}.txt").read_text().splitlines())
+    assert len(wanted) > 20 and wanted.items() - locked.items() == set()

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,8 +14,7 @@ from cosyvoice_triton.monitoring.metrics import STREAMS, page
 from cosyvoice_triton.server.supervisor import HealthPage
 from cosyvoice_triton.server.tritonserver import ServerError
 
-from tests.support.serve_process import StreamResult, synthesize
-from tests.support.serve_process import triton as grpc
+from tests.support.serve_process import speak_at_once
 from tests.support.server_requests import Serve, process_of
 from tests.support.speech_fixtures import until
 
@@ -54,16 +53,6 @@ def supervised(serve: Serve) -> Iterator[Supervised]:
         yield Supervised(server, health)
 
 
-async def speak(server: Any, count: int, text: str, when_begun: Callable[[], None]) -> list[StreamResult]:
-    """That many streams at once; `when_begun` is called when each has got audio."""
-    results = [StreamResult() for _ in range(count)]
-    async with grpc.InferenceServerClient(server.grpc_url) as connection:
-        tasks = [asyncio.create_task(synthesize(connection, text, result)) for result in results]
-        await asyncio.gather(*(result.begun.wait() for result in results))
-        await asyncio.to_thread(when_begun)
-        return await asyncio.gather(*tasks)
-
-
 def test_a_replica_that_dies_takes_only_its_own_streams_and_the_last_one_the_server(supervised: Supervised) -> None:
     server, health = supervised.server, supervised.health
     assert health.readiness() == (200, "ready")
@@ -72,14 +61,14 @@ def test_a_replica_that_dies_takes_only_its_own_streams_and_the_last_one_the_ser
         until(lambda: all(supervised.metric(STREAMS.name, model) == 2 for model in (FIRST, SECOND)))
         os.kill(process_of(server, SECOND), signal.SIGKILL)
 
-    results = asyncio.run(speak(server, 4, LONG, spread))
+    results = asyncio.run(speak_at_once(server.grpc_url, 4, LONG, spread))
     errors = [result.error for result in results if result.error]
     assert len(errors) == 2 and all(SECOND in error for error in errors), errors
     lost = f"the process of model {SECOND} has died"
     until(lambda: health.readiness() == (200, f"ready\n{lost}"))
     until(lambda: supervised.metric(FAILING.name, SECOND) == 1)
     assert supervised.metric(FAILING.name, FIRST) == 0
-    assert [result.error for result in asyncio.run(speak(server, 3, TEXT, lambda: None))] == [None] * 3
+    assert [result.error for result in asyncio.run(speak_at_once(server.grpc_url, 3, TEXT))] == [None] * 3
     os.kill(process_of(server, FIRST), signal.SIGKILL)
     supervised.thread.join(WAIT_SECONDS)
     assert f"the process of model {FIRST} has died; tritonserver has to be restarted" in str(supervised.end)

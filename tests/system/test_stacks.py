@@ -1,7 +1,6 @@
 """A stack is data: one registered by another package is rendered, listed and found without changes to other code."""
 
 import argparse
-import ast
 import asyncio
 import importlib
 import json
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from cosyvoice_triton import stacks
-from cosyvoice_triton.bench import token2wav
 from cosyvoice_triton.cli import demo, fill_template, prepare, render, serve
 from cosyvoice_triton.cli import voice as voice_command
 from cosyvoice_triton.client.arguments import add_request_arguments
@@ -173,7 +171,6 @@ COMMANDS: dict[str, Callable[[list[str]], object]] = {
     "serve": serve.main,
     "voice": lambda arguments: voice_command.main(["add", *arguments]),
     "prepare": lambda arguments: prepare.main(["download", *arguments]),
-    "bench": token2wav.main,
 }
 
 
@@ -235,53 +232,6 @@ def test_names_of_another_stack_cannot_be_registered(third: Stack) -> None:
     with pytest.raises(ValueError, match="no stack has the model 'sound4'; there are .*, sound3, speech3"):
         stacks.of_model("sound4")
     assert stacks.of_model("sound3") is third
-
-
-# --- names in one file --------------------------------------------------------------------------------------------
-
-SOURCES = sorted(path for folder in ("common", "scripts") for path in (ROOT / folder).rglob("*.py"))
-TOKEN2WAV = "the stage, program or thread of that name, not the model"
-ALLOWED = {
-    ("common/cosyvoice_triton/token2wav/serving/service.py", "token2wav"): TOKEN2WAV,
-    ("common/cosyvoice_triton/bench/token2wav_load.py", "token2wav"): TOKEN2WAV,
-    ("common/cosyvoice_triton/offline/engines.py", "token2wav"): TOKEN2WAV,
-    ("common/cosyvoice_triton/offline/inference.py", "token2wav"): TOKEN2WAV,
-    ("common/cosyvoice_triton/offline/token2wav.py", "token2wav"): TOKEN2WAV,
-    ("common/cosyvoice_triton/cli/__init__.py", "token2wav"): TOKEN2WAV,
-    ("common/cosyvoice_triton/config.py", "cosyvoice2"): "a preset of sampling parameters",
-    ("common/cosyvoice_triton/text/language.py", "cosyvoice3"): "its languages; text is a layer below the stacks",
-}
-
-
-def literals_of(source: Path) -> Iterator[str]:
-    """The string constants of a file without docstrings, including the constant parts of f-strings."""
-    tree = ast.parse(source.read_text())
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            yield node.value
-
-
-def names_of_stacks() -> set[str]:
-    """The strings that only common/cosyvoice_triton/stacks.py may contain."""
-    found: set[str] = set()
-    for stack in stacks.BUILT_IN:
-        found |= {stack.name, *stack.models, stack.templates, stack.repository, stack.download, str(stack.checkpoint)}
-        found |= {stack.speech_tokenizer, *stack.networks.values()}
-        found |= {stack.llm.repository, stack.llm.directory, stack.llm.genai, stack.llm.engine}
-    return found
-
-
-def test_only_one_file_contains_the_names_of_stacks() -> None:
-    names = names_of_stacks()
-    assert names > {"dit", "unet", "cosyvoice2_dit", "model_repo", "Step-Audio-2-mini/token2wav", "cosyvoice2_llm"}
-    found = set()
-    for path in SOURCES:
-        file = path.relative_to(ROOT).as_posix()
-        if file != "common/cosyvoice_triton/stacks.py":
-            parts = {part for literal in literals_of(path) for part in (literal, *literal.split("/"))}
-            found |= {(file, name) for name in names & parts}
-    assert found == ALLOWED.keys()
 
 
 @pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)

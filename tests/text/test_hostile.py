@@ -48,6 +48,19 @@ HOSTILE = {
     "pauses": "[pause",
     "invisible": "\u200b\u200d",
     "vulgar": "½²",
+    "long addresses": "https://www.example.com/a/2024/05/06?id=1&x=2#top",
+    "numbered lines": "1.\n",
+    "comparisons": "a<b>c≥3≤4≠5 ",
+    "superscripts": "x²+y³=10⁵ ",
+    "faces": "(^_^:)(；ω",
+    "formulas": "$a=\\frac{1}{",
+    "attributes": "<a b='c' d=\"",
+    "silent elements": "<style><script>",
+    "entities": "&amp;&#x3c;",
+    "circles": "①② ③",
+    "cues": "00:00:01,000 --> 00:00:02,000\n",
+    "units with per": "5kg/m³/",
+    "masks": "138****",
 }
 CHARS = 1_000
 

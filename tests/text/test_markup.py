@@ -18,7 +18,7 @@ def spoken(frontend: TextFrontend, text: str, normalize: bool = True) -> list[st
     ("text", "expected"),
     [
         ("Hello [pause 1.2s] there", ["Hello.", 1.2, "there."]),
-        ("Hello, [PAUSE 300ms] you", ["Hello,", 0.3, "you."]),
+        ("Hello, [PAUSE 300ms] you", ["Hello.", 0.3, "you."]),
         ("One.<break time='500ms'/> Two.<break/><break strength=\"strong\"></break>", ["One.", 0.5, "Two.", 0.5, 0.75]),
         ("[pause] 5", [0.5, "five."]),
         ("价格 [pause 1s] 25", ["价格。", 1.0, "二十五。"]),
@@ -97,3 +97,23 @@ def test_symbols_with_names_are_spoken_alone(frontend: TextFrontend) -> None:
 def test_an_entity_is_never_expanded() -> None:
     with pytest.raises(ValueError, match="DOCTYPE"):
         list(parts("<speak><!DOCTYPE a [<!ENTITY b 'c'>]>&b;</speak>"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1\n00:00:01,000 --> 00:00:02,500\nHello.\n2\n00:00:03,000 --> 00:00:04,000\nBye.", "Hello. Bye."),
+        ("WEBVTT\n00:01.000 --> 00:04.000\n<v Bob>Hi there.", "Hi there."),
+        ("Let $\\frac{1}{2} \\times x^2 \\leq 5$.", "Let one half times x squared is less than or equal to five."),
+        ("It is List<String> and `<b>`.", "It is List<String> and <b>."),
+        ("<w:p>Hello</w:p><o:p></o:p>", "Hello."),
+    ],
+)
+def test_marks_of_other_formats_are_left_out(text: str, expected: str, frontend: TextFrontend) -> None:
+    assert spoken(frontend, text) == [expected]
+
+
+def test_thoughts_are_spoken_unless_a_setting_leaves_them_out() -> None:
+    text = "<think>Well.</think>Yes."
+    assert list(TextFrontend("", skip_thoughts=True).segments(text)) == ["Yes."]
+    assert "Well" in "".join(map(str, TextFrontend().segments(text)))

@@ -1,5 +1,6 @@
-"""Everyday text in nine languages: cases that a careful reader judged (given.jsonl), and more from life (own.jsonl);
-numbers, markup and signs as they must become words (signs.jsonl)."""
+"""Everyday text in nine languages: cases that a careful reader judged (given*.jsonl), and more from life (own.jsonl;
+pairs.jsonl has each kind beside what looks like it); numbers, markup and signs as they must become words (signs.jsonl).
+"""
 
 import json
 import re
@@ -18,7 +19,7 @@ frontend = cache(TextFrontend)
 
 
 def cases() -> list[dict[str, Any]]:
-    texts = [(CASES / f"{name}.jsonl").read_text("utf-8") for name in ("given", "own", "signs")]
+    texts = [path.read_text("utf-8") for path in sorted(CASES.glob("*.jsonl"))]
     return [json.loads(line) for text in texts for line in text.splitlines()]
 
 

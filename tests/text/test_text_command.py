@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,30 @@ def test_every_json_line_has_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert [error.keys() for error in errors] == [{"error"}] * 5
     for error, words in zip(errors, ("nothing to speak", "'tlh'", "'tacotron'", "no text", "list"), strict=True):
         assert words in error["error"]
+
+
+def test_what_is_not_spoken_is_named_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (answer,) = answers([{"text": "<p>Hi <|s_1|>there</p> :)"}], monkeypatch, capsys)
+    reasons = {each["text"]: each["reason"] for each in answer["left_out"]}
+    assert reasons == {"<|s_1|>": "control token", "<p>": "HTML tag", "</p>": "HTML tag", ":)": "smiley"}
+    assert command.main(["Hi :)"]) == 0
+    assert capsys.readouterr().err == "left out: ':)' (smiley)\n"
+
+
+def test_json_lines_are_all_that_is_on_standard_output(tmp_path: Path) -> None:
+    """Also if a library prints, in Python or below it."""
+    noisy = "import os; from cosyvoice_triton.cli import text; own = text.preview\n"
+    noisy += "text.preview = lambda *a, **b: (print('noise'), os.write(1, b'more'), own(*a, **b))[2]\n"
+    run = subprocess.run(
+        [sys.executable, "-c", noisy + "text.main(['--jsonl'])"],
+        input='{"text": "Hi."}\n',
+        capture_output=True,
+        text=True,
+    )
+    (line,) = run.stdout.splitlines()
+    assert json.loads(line)["segments"] == ["Hi."] and "noise" in run.stderr and "more" in run.stderr
 
 
 def test_kanji_without_the_package_that_reads_them_are_warned_of_once(

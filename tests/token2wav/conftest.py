@@ -36,7 +36,7 @@ def unet_network():
 
 
 @pytest.fixture(scope="module")
-def rotary_network():
+def cosyvoice3_network():
     return cosyvoice3_parity.build(Fixture(GOLDEN3 / f"{COSYVOICE3}.json"), "cosyvoice3_flow_tiny.weights.safetensors")
 
 
@@ -65,10 +65,10 @@ def unet(unet_network, vocoder):
 
 
 @pytest.fixture
-def cosyvoice3(rotary_network, causal_hift, prompts):
+def cosyvoice3(cosyvoice3_network, causal_hift, prompts):
     limits = BatchLimits(max_streams=8)
     flow = CosyVoice3Streaming(
-        rotary_network, flow_noise(), prompts, limits=limits, steps=2, max_tokens=200, cache_frames=1000
+        cosyvoice3_network, flow_noise(), prompts, limits=limits, steps=2, max_tokens=200, cache_frames=1000
     )
     return Token2Wav(flow, CausalVocoder(causal_hift, uniform_noise(causal_hift.config.harmonics + 1), limits=limits))
 

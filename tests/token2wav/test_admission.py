@@ -190,6 +190,17 @@ def test_the_load_is_what_is_there_over_what_would_be_taken() -> None:
     assert busy.ask_whole(5) is not None and busy.values(0, 5)[LOAD] == 1
 
 
+def test_three_chunks_that_nearly_came_too_late_within_two_seconds_are_an_overload() -> None:
+    """One alone may be the host's fault, and those of longer ago are over."""
+    for seconds, overloaded in ((0.7, True), (1.5, False)):
+        admission = Admission(100, H200.limits.dit_batch_tokens, 0.0)
+        for index in range(3):
+            admission.delivered(audio_left=-0.2, awaited=0.1, speech=1.0, gap=0.0, now=10.0 + index * seconds)
+        admission.update(40, [], now=10.0 + 2 * seconds)
+        refusal = admission.ask(40, now=10.0 + 2 * seconds)
+        assert (refusal is not None and refusal.reason == "gaps") == overloaded
+
+
 def table() -> None:
     """Print the table of docs/results/operations.md."""
     for token_rate, most in CAPACITY.items():
@@ -207,14 +218,3 @@ def table() -> None:
 
 if __name__ == "__main__":
     table()
-
-
-def test_three_chunks_that_nearly_came_too_late_within_two_seconds_are_an_overload() -> None:
-    """One alone may be the host's fault, and those of longer ago are over."""
-    for seconds, overloaded in ((0.7, True), (1.5, False)):
-        admission = Admission(100, H200.limits.dit_batch_tokens, 0.0)
-        for index in range(3):
-            admission.delivered(audio_left=-0.2, awaited=0.1, speech=1.0, gap=0.0, now=10.0 + index * seconds)
-        admission.update(40, [], now=10.0 + 2 * seconds)
-        refusal = admission.ask(40, now=10.0 + 2 * seconds)
-        assert (refusal is not None and refusal.reason == "gaps") == overloaded

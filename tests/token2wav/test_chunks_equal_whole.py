@@ -4,7 +4,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from cosyvoice_triton.constants import (
     CONTEXT_TOKENS,
     HOP_SAMPLES,
     LOOKAHEAD_TOKENS,
-    SAMPLE_RATE,
     STREAM_CACHE_FRAMES,
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
@@ -21,22 +20,19 @@ from cosyvoice_triton.constants import (
 from cosyvoice_triton.networks.flow import CosyVoice3Flow, DiTFlow, UNetFlow
 from cosyvoice_triton.networks.flow.base import FlowMatching
 from cosyvoice_triton.token2wav.engine import Token2Wav
-from cosyvoice_triton.token2wav.flow.base import StreamingFlow
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
-from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.encoder_window import with_ahead
 from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches
 from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
-from cosyvoice_triton.token2wav.gpu.noise import SOURCE_NOISE_SECONDS, NoiseTape, flow_noise
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.token2wav.stream import Stream, VocoderState
-from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
 from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 
 from tests.parity.reference import dit_flow, window_flow
 from tests.parity.reference.encoder import encode_chunk
-from tests.support.streams import VOICES_BYTES, ids, pieces, prompt, spoken, tensors
+from tests.support.streams import VOICES_BYTES, ids, mel, pieces, prompt, spoken, tensors
 
 NOISE = flow_noise()
 GRID = (0.0, 0.1, 0.3, 0.35, 0.8, 1.0)
@@ -107,14 +103,6 @@ def engine(kind: str, request: pytest.FixtureRequest) -> Token2Wav:
     return request.getfixturevalue(kind)
 
 
-def mel(flow: StreamingFlow, voice: Prompt, tokens: np.ndarray, hops: list[int]) -> Tensor:
-    """The mel (80, T) of a stream in chunks of so many tokens, and a final one."""
-    stream = flow.open(voice, VocoderState(0))
-    parts = [flow.render([piece.of(flow, stream)])[0].clone() for piece in pieces(flow, tokens, hops)]
-    flow.close(stream)
-    return torch.cat(parts, dim=1)
-
-
 @pytest.mark.parametrize(("chunks", "rest"), [([], 40), ([2, 1, 2], 3), ([1, 4], 21)], ids=["one", "tail", "growing"])
 @torch.inference_mode()
 def test_chunks_that_end_on_boundaries_equal_the_whole_after_a_prompt_of_any_length(
@@ -170,10 +158,12 @@ def test_chunks_that_end_elsewhere_leave_nothing_behind_that_later_ones_would_se
 
 
 @torch.inference_mode()
-def test_a_long_stream_attends_to_its_prompt_and_the_most_recent_frames_only(rotary_network: CosyVoice3Flow) -> None:
+def test_a_long_stream_attends_to_its_prompt_and_the_most_recent_frames_only(
+    cosyvoice3_network: CosyVoice3Flow,
+) -> None:
     """As the network itself under the mask of what each chunk saw, with the positions of the whole utterance."""
     options: dict[str, Any] = {"limits": BatchLimits(max_streams=1), "steps": 1, "cache_frames": 70}
-    flow = CosyVoice3Streaming(rotary_network, NOISE, PromptCaches(VOICES_BYTES), **options)
+    flow = CosyVoice3Streaming(cosyvoice3_network, NOISE, PromptCaches(VOICES_BYTES), **options)
     voice, tokens, mels, row = prompt(0, tokens=30), ids(0, 195), [], []
     stream, begin = flow.open(voice, VocoderState(0)), 2 * 30
     frames = torch.arange(2 * (30 + 195))
@@ -187,7 +177,7 @@ def test_a_long_stream_attends_to_its_prompt_and_the_most_recent_frames_only(rot
         row.append(chunk.computed)
         begin = end
     assert row[1:-1] == [25, 50, 50]
-    expected = cosyvoice3_reference(rotary_network, voice, tokens, [], 1, seen[None])
+    expected = cosyvoice3_reference(cosyvoice3_network, voice, tokens, [], 1, seen[None])
     torch.testing.assert_close(torch.cat(mels, dim=1), expected, atol=1e-4, rtol=0)
 
 
@@ -221,111 +211,25 @@ def test_a_batch_of_streams_equals_each_stream_alone(engine: Token2Wav) -> None:
         np.testing.assert_allclose(np.concatenate(parts[seed]), whole, atol=1e-3)
 
 
-# --- streams of 30 s: what one of that age keeps ----------------------------------------------------------------------
-
-TOKENS = 30 * TOKEN_RATE
-LIMITS = BatchLimits(max_streams=2)
-
-
-class Plan(NamedTuple):
-    """A stream and the batch in which it begins."""
-
-    voice: Prompt
-    tokens: np.ndarray
-    hops: list[int]
-    begins: int = 0
-
-    @property
-    def ends(self) -> list[int]:
-        """Tokens rendered after each chunk."""
-        return [*np.cumsum(self.hops).tolist(), len(self.tokens)]
-
-
-def rendered(flow: StreamingFlow, plans: list[Plan]) -> list[list[Tensor]]:
-    """The mels (80, T) of each stream's chunks. All streams that have begun share every batch."""
-    divided = [iter(pieces(flow, plan.tokens, plan.hops)) for plan in plans]
-    streams = [flow.open(plan.voice, VocoderState(0)) for plan in plans]
-    mels: list[list[Tensor]] = [[] for _ in plans]
-    for turn in range(max(plan.begins + len(plan.hops) + 1 for plan in plans)):
-        due = {
-            index: piece
-            for index, plan in enumerate(plans)
-            if turn >= plan.begins and (piece := next(divided[index], None))
-        }
-        chunks = [piece.of(flow, streams[index]) for index, piece in due.items()]
-        for index, mel in zip(due, flow.render(chunks), strict=True):
-            mels[index].append(mel)
-    return mels
-
-
 @pytest.mark.slow
 @torch.inference_mode()
-def test_streams_of_the_dit_of_different_ages_equal_their_references(dit_network: DiTFlow) -> None:
-    """The second stream is 530 tokens younger; chunks are shorter and longer than the ring, which wraps many times."""
-    plans = [
-        Plan(prompt(1), ids(1, TOKENS), [15, 30, 7, 60, 100, 100, 19, 100, 99, 55, 11, 44]),
-        Plan(prompt(2, tokens=9), ids(2, 210), [15, 33, 2, 50], begins=8),
-    ]
-    flow = DiTStreaming(dit_network, NOISE, PromptCaches(VOICES_BYTES), limits=LIMITS, steps=2)
-    for plan, mels in zip(plans, rendered(flow, plans), strict=True):
-        expected = dit_reference(dit_network, plan.voice, plan.tokens, plan.ends, 2)
-        torch.testing.assert_close(torch.cat(mels, dim=1), expected, atol=1e-4, rtol=0)
-
-
-def forgetful_unet(network: UNetFlow, plan: Plan, end: int, forgotten: int) -> Tensor:
-    """The mel of a stream up to token `end`, rendered at once under the training masks, as if the prompt were followed
-    by its tokens from `forgotten` on; every frame has the noise of its place in the whole stream."""
-    P = TOKEN_MEL_RATIO * len(plan.voice.tokens)
-    own = NOISE.read(P + TOKEN_MEL_RATIO * forgotten, TOKEN_MEL_RATIO * (end - forgotten))
-    (mel,) = window_flow.inference(
-        network,
-        torch.from_numpy(plan.tokens[forgotten : end + LOOKAHEAD_TOKENS])[None],
-        *tensors(plan.voice),
-        noise=torch.cat([NOISE.read(0, P), own]).T[None],
-        streaming=True,
-        final=end == len(plan.tokens),
-        steps=1,
-    )
-    return mel
-
-
-@pytest.mark.slow
-@torch.inference_mode()
-def test_streams_of_the_unet_of_different_ages_forget_whole_training_chunks(unet_network: UNetFlow) -> None:
-    """The small network's training chunk is 5 tokens. The second stream is 377 tokens younger."""
-    plans = [
-        Plan(prompt(1, tokens=8), ids(1, TOKENS), [17, 360, 40, 200]),
-        Plan(prompt(2, tokens=11), ids(2, 60), [14, 25], begins=2),
-    ]
-    # tokens before the chunk: tokens forgotten
-    forgotten = [{17: 0, 377: 5, 417: 45, 617: 245}, {0: 0, 14: 0, 39: 0}]
-    flow = UNetStreaming(unet_network, NOISE, limits=LIMITS, steps=1)
-    for plan, expected, mels in zip(plans, forgotten, rendered(flow, plans), strict=True):
-        for (begin, end), mel in list(zip(pairwise([0, *plan.ends]), mels, strict=True))[-3:]:
-            reference = forgetful_unet(unet_network, plan, end, expected[begin])
-            torch.testing.assert_close(mel, reference[:, -mel.shape[1] :], atol=1e-4, rtol=0)
-
-
-@pytest.mark.slow
-@torch.inference_mode()
-def test_every_sample_of_a_stream_has_the_source_noise_of_its_own_place(
-    dit_network: DiTFlow, vocoder: StreamingVocoder
-) -> None:
-    """The tape is silent but for a burst, which returns every 10 s of the stream and is heard nowhere else."""
-    hift = vocoder._plain.hift
-    silence = torch.zeros(SOURCE_NOISE_SECONDS * SAMPLE_RATE, hift.config.harmonics + 1)
-    burst, length = 100_000, 960
-    noisy = silence.clone()
-    noisy[burst : burst + length] = 1
-    flow = DiTStreaming(dit_network, NOISE, PromptCaches(VOICES_BYTES), limits=LIMITS, steps=1)
-    engines = [Token2Wav(flow, StreamingVocoder(hift, NoiseTape(tape), limits=LIMITS)) for tape in (silence, noisy)]
-    hops = [15, 30, 60, 100, 100, 100, 100, 100]
-    plan = pieces(flow, ids(1, TOKENS), hops)
-    quiet, loud = (spoken(engine, prompt(1), plan) for engine in engines)
-    assert len(quiet) == TOKENS * TOKEN_MEL_RATIO * HOP_SAMPLES
-    changed = np.flatnonzero(np.abs(loud - quiet) > 1e-3)
-    margin = 10 * HOP_SAMPLES  # reach of the vocoder's convolutions
-    for begin in range(burst, len(quiet), len(silence)):
-        assert ((changed >= begin) & (changed < begin + length)).any()
-        changed = changed[(changed < begin - margin) | (changed >= begin + length + margin)]
-    assert not len(changed)
+def test_a_long_stream_of_the_unet_forgets_whole_training_chunks(unet_network: UNetFlow) -> None:
+    """As if its prompt were followed by the tokens that it has not forgotten; every frame has the noise of its place
+    in the whole stream. The small network's training chunk is 5 tokens."""
+    voice, tokens, hops = prompt(1, tokens=8), ids(1, 30 * TOKEN_RATE), [17, 360, 40, 200]
+    flow, P = UNetStreaming(unet_network, NOISE, limits=BatchLimits(max_streams=1), steps=1), 2 * len(voice.tokens)
+    stream, ends = flow.open(voice, VocoderState(0)), [*np.cumsum(hops).tolist(), len(tokens)]
+    for piece, end, forgotten in zip(pieces(flow, tokens, hops), ends, (0, 0, 5, 45, 245), strict=True):
+        (mel,) = flow.render([piece.of(flow, stream)])
+        if forgotten:
+            own = NOISE.read(P + TOKEN_MEL_RATIO * forgotten, TOKEN_MEL_RATIO * (end - forgotten))
+            (expected,) = window_flow.inference(
+                unet_network,
+                torch.from_numpy(tokens[forgotten : end + LOOKAHEAD_TOKENS])[None],
+                *tensors(voice),
+                noise=torch.cat([NOISE.read(0, P), own]).T[None],
+                streaming=True,
+                final=piece.final,
+                steps=1,
+            )
+            torch.testing.assert_close(mel, expected[:, -mel.shape[1] :], atol=1e-4, rtol=0)

@@ -1,46 +1,35 @@
 """CosyVoice3's flow and vocoder over streams; tests/assets/golden_cosyvoice3 has upstream's values of both."""
 
+import copy
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import HOP_SAMPLES
-from cosyvoice_triton.networks.flow import CosyVoice3Flow, load_cosyvoice3_flow
-from cosyvoice_triton.networks.flow.checkpoint import ROTARY_KEY, with_rotary
+from cosyvoice_triton.networks.flow import load_cosyvoice3_flow
+from cosyvoice_triton.networks.flow.checkpoint import ROTARY_KEY
 from cosyvoice_triton.networks.hift import load_causal_hift, split_weight_norm
 from cosyvoice_triton.networks.hift.causal import WITHHELD_FRAMES
 from cosyvoice_triton.token2wav.engine import Token2Wav
-from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
-from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
-from cosyvoice_triton.token2wav.gpu.noise import flow_noise, uniform_noise
 from cosyvoice_triton.token2wav.gpu.precision import Precision
 from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from torch import Tensor
 
-from tests.support.streams import VOICES_BYTES, ids, prompt, vocoded
+from tests.support.streams import ids, prompt, saved, vocoded
 
 LIMITS = BatchLimits(max_streams=4)
 AUDIO = 1e-4  # largest difference of streamed audio from the whole's, which is in -0.99..0.99
 
 
-@pytest.fixture(scope="module")
-def noise():
-    return uniform_noise(9)
+FLOAT32 = Precision(torch.float32, torch.float32)
 
 
 @pytest.fixture
-def vocoder(causal_hift, noise) -> CausalVocoder:
-    return CausalVocoder(causal_hift, noise, limits=LIMITS)
-
-
-def streaming(network: CosyVoice3Flow, **options: Any) -> CosyVoice3Streaming:
-    """With two Euler steps, and room for all frames."""
-    given = {"limits": LIMITS, "steps": 2, "cache_frames": 1000, **options}
-    return CosyVoice3Streaming(network, flow_noise(), PromptCaches(VOICES_BYTES), **given)
+def vocoder(cosyvoice3: Token2Wav) -> CausalVocoder:
+    return cosyvoice3._vocoder
 
 
 def mels(*lengths: int) -> list[Tensor]:
@@ -73,17 +62,6 @@ def test_a_chunk_gives_all_but_the_audio_that_later_frames_change(vocoder):
     ]
 
 
-def test_no_frame_is_vocoded_twice(vocoder, causal_hift):
-    """In front of its new columns a chunk has those that the convolution needs, and no more."""
-    columns, of_frame = [], HOP_SAMPLES // causal_hift.config.istft_hop
-    hook = causal_hift.conv_post.register_forward_hook(lambda _, inputs, output: columns.append(output.shape[2]))
-    try:
-        vocoded(vocoder, mels(130), [(30, 50, 50)])
-    finally:
-        hook.remove()
-    assert columns == [of_frame * (30 - WITHHELD_FRAMES) + 1, of_frame * 50, of_frame * (50 + WITHHELD_FRAMES)]
-
-
 def test_long_audio_in_chunks_keeps_the_phase_of_the_whole(vocoder):
     """Pitch is integrated into phase over the whole stream, which no rounding may move."""
     (whole,) = mels(600)
@@ -102,60 +80,50 @@ def test_the_pitch_is_computed_in_float64(causal_hift, tmp_path):
     torch.testing.assert_close(loaded.f0_predictor.classifier.weight, causal_hift.f0_predictor.classifier.weight)
 
 
-def saved(network: CosyVoice3Flow, path, **changes: Tensor):
-    torch.save(with_rotary(network.state_dict(), network.config) | changes, path)
-    return path
+@pytest.fixture
+def checkpoint(cosyvoice3_network, causal_hift, tmp_path):
+    return saved(tmp_path, cosyvoice3_network, copy.deepcopy(causal_hift).float())
 
 
-def test_the_flow_is_loaded_strictly_and_its_positions_stay_exact_in_every_precision(rotary_network, tmp_path):
-    loaded = load_cosyvoice3_flow(saved(rotary_network, tmp_path / "flow.pt"), dtype=torch.bfloat16)
-    assert loaded.config == rotary_network.config and loaded.decoder.estimator.proj_out.weight.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="unexpected: stray"):
-        load_cosyvoice3_flow(saved(rotary_network, tmp_path / "flow.pt", stray=torch.zeros(1)))
-    with pytest.raises(ValueError, match=r"inv_freq is not 10000\^"):
-        load_cosyvoice3_flow(saved(rotary_network, tmp_path / "flow.pt", **{ROTARY_KEY: torch.ones(4)}))
+def test_the_flow_is_loaded_strictly_and_its_positions_stay_exact_in_every_precision(cosyvoice3_network, checkpoint):
+    path = checkpoint / "flow.pt"
+    loaded, state = load_cosyvoice3_flow(path, dtype=torch.bfloat16), torch.load(path)
+    assert loaded.config == cosyvoice3_network.config
+    assert loaded.decoder.estimator.proj_out.weight.dtype == torch.bfloat16
+    for change, message in (
+        ({"stray": torch.zeros(1)}, "unexpected: stray"),
+        ({ROTARY_KEY: torch.ones(4)}, r"inv_freq is not 10000\^"),
+    ):
+        torch.save(state | change, path)
+        with pytest.raises(ValueError, match=message):
+            load_cosyvoice3_flow(path)
 
 
 @pytest.fixture
-def checkpoint(rotary_network, causal_hift, tmp_path):
-    """flow.pt and hift.pt in the official layout."""
-    saved(rotary_network, tmp_path / "flow.pt")
-    state = {key: tensor.float() for key, tensor in split_weight_norm(causal_hift.state_dict()).items()}
-    torch.save(state, tmp_path / "hift.pt")
-    return tmp_path
+def load(checkpoint):
+    return partial(Token2Wav.load, stacks.COSYVOICE3, checkpoint, device="cpu", limits=LIMITS, steps=2)
 
 
-def test_the_engine_of_the_stack_loads_the_official_files(checkpoint, rotary_network, causal_hift, noise):
-    precision = Precision(torch.float32, torch.float32)
-    engine = Token2Wav.load(stacks.COSYVOICE3, checkpoint, device="cpu", limits=LIMITS, precision=precision, steps=2)
-    flow = streaming(rotary_network)
-    own = Token2Wav(flow, CausalVocoder(causal_hift, noise, limits=LIMITS))
-    audio, expected = (each.whole(prompt(3), ids(3, 40)) for each in (engine, own))
+def test_the_engine_of_the_stack_loads_the_official_files(load, cosyvoice3):
+    audio, expected = (each.whole(prompt(3), ids(3, 40)) for each in (load(precision=FLOAT32), cosyvoice3))
     np.testing.assert_allclose(audio, expected, atol=1e-3)
 
 
-def test_the_engine_keeps_keys_and_values_in_eight_bits(checkpoint):
-    load = partial(Token2Wav.load, stacks.COSYVOICE3, checkpoint, device="cpu", limits=LIMITS, steps=2)
-    precision = Precision(torch.float32, torch.float32)
-    kept, rounded = (load(precision=precision, kv_cache_dtype=of).cache_bytes for of in ("auto", "int8"))
+def test_the_engine_keeps_keys_and_values_in_eight_bits(load):
+    kept, rounded = (load(precision=FLOAT32, kv_cache_dtype=of).cache_bytes for of in ("auto", "int8"))
     assert 0.25 < rounded / kept < 0.5
 
 
 @torch.inference_mode()
-def test_the_engine_in_bfloat16_is_near_the_one_in_float32(checkpoint, rotary_network, causal_hift, noise):
+def test_the_engine_in_bfloat16_is_near_the_one_in_float32(load, cosyvoice3):
     """A mel's error moves the pitch, and with it the phase: the vocoder is compared on one mel."""
-    precision = Precision(torch.bfloat16, torch.bfloat16)
-    engine = Token2Wav.load(stacks.COSYVOICE3, checkpoint, device="cpu", limits=LIMITS, precision=precision, steps=2)
-    exact = streaming(rotary_network)
-    mel, expected = (flow.whole([(prompt(3), ids(3, 40))])[0].float() for flow in (engine._flow, exact))
+    engines = load(precision=Precision(torch.bfloat16, torch.bfloat16)), cosyvoice3
+    mel, expected = (each._flow.whole([(prompt(3), ids(3, 40))])[0].float() for each in engines)
     assert (mel - expected).norm() < 0.05 * expected.norm()
-    vocoders = engine._vocoder, CausalVocoder(causal_hift, noise, limits=LIMITS)
-    audio, expected = (vocoder.whole(mels(40))[0] for vocoder in vocoders)
+    audio, expected = (each._vocoder.whole(mels(40))[0] for each in engines)
     assert (audio - expected).norm() < 0.1 * expected.norm()
 
 
-def test_another_runtime_than_torch_is_refused(checkpoint):
-    precision = Precision(torch.float32, torch.float32)
-    load = partial(Token2Wav.load, stacks.COSYVOICE3, checkpoint, device="cpu", limits=LIMITS, steps=2)
+def test_another_runtime_than_torch_is_refused(load):
     with pytest.raises(ValueError, match="flow_runtime 'onnxruntime': the flow of the stack 'cosyvoice3' runs in tor"):
-        load(precision=precision, runtime="onnxruntime")
+        load(precision=FLOAT32, runtime="onnxruntime")

@@ -1,18 +1,21 @@
 """The engine with the small networks of the fixtures: upstream's streaming loops, isolation of streams, limits."""
 
+import asyncio
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from cosyvoice_triton.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
-from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
-from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
-from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
-from cosyvoice_triton.token2wav.gpu.noise import NoiseTape, flow_noise
+from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
+from cosyvoice_triton.token2wav.stream import FADE_SAMPLES, LOUD, without_click
 
-from tests.parity.reference import dit_flow, window_flow
-from tests.support.streams import Piece, ids, pieces, prompt, spoken, step, tensors
+from tests.support.streams import Piece, ids, pieces, prompt, spoken, step
+
+
+@pytest.fixture(params=["dit", "unet"])
+def engine(request):
+    return request.getfixturevalue(request.param)
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, subject: object, name: str, fails: Callable[..., Exception | None]) -> None:
@@ -27,9 +30,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, subject: object, name: str, fails: Cal
     monkeypatch.setattr(subject, name, failing)
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_a_batch_that_needs_too_much_memory_is_rendered_in_parts(kind, request, vocoder, monkeypatch):
-    engine = request.getfixturevalue(kind)
+def test_a_batch_that_needs_too_much_memory_is_rendered_in_parts(engine, vocoder, monkeypatch):
     piece = Piece(ids(1, 20), final=True)
     expected = [step(engine, engine.open(prompt(seed)), piece) for seed in range(3)]
     chunks = [piece.of(engine, engine.open(prompt(seed))) for seed in range(3)]
@@ -40,10 +41,8 @@ def test_a_batch_that_needs_too_much_memory_is_rendered_in_parts(kind, request, 
         np.testing.assert_allclose(audio, alone, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet"])
 @pytest.mark.parametrize("fault", ["in the flow", "in the vocoder", "not a number"])
-def test_one_bad_chunk_of_a_batch_gets_an_error_and_the_others_their_audio(kind, fault, request, vocoder, monkeypatch):
-    engine = request.getfixturevalue(kind)
+def test_one_bad_chunk_of_a_batch_gets_an_error_and_the_others_their_audio(engine, fault, vocoder, monkeypatch):
     tokens = ids(1, 40)
     plans = pieces(engine, tokens, [20])
     streams = [engine.open(prompt(seed)) for seed in range(3)]
@@ -71,14 +70,6 @@ def test_one_bad_chunk_of_a_batch_gets_an_error_and_the_others_their_audio(kind,
         engine.close(stream)
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_the_sample_of_a_models_own_test_is_audible_work(kind, request):
-    engine = request.getfixturevalue(kind)
-    voice, tokens = engine.sample()
-    audio = spoken(engine, voice, [Piece(tokens, final=True)])
-    assert len(audio) == len(engine.whole(voice, tokens)) == len(tokens) * TOKEN_MEL_RATIO * HOP_SAMPLES
-
-
 def test_a_dead_gpu_is_an_error_for_the_whole_batch(dit, monkeypatch):
     chunks = [Piece(ids(1, 20), final=True).of(dit, dit.open(prompt(seed))) for seed in range(2)]
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -97,27 +88,6 @@ def test_a_stream_whose_memory_is_ahead_of_its_audio_cannot_go_on(dit):
         dit.step([chunk])
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_an_invalid_chunk_does_not_change_its_stream(kind, request):
-    engine = request.getfixturevalue(kind)
-    tokens = ids(1, 20)
-    expected = step(engine, engine.open(prompt(1)), Piece(tokens, final=True))
-    stream = engine.open(prompt(1))
-    with pytest.raises(ValueError, match="speech token"):
-        Piece(tokens + 200, final=True).of(engine, stream)
-    np.testing.assert_array_equal(step(engine, stream, Piece(tokens, final=True)), expected)
-
-
-@pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_of_two_chunks_made_from_the_same_state_only_one_can_be_rendered(kind, request):
-    engine = request.getfixturevalue(kind)
-    stream, piece = engine.open(prompt(1)), Piece(ids(1, 20), final=False)
-    first, second = piece.of(engine, stream), piece.of(engine, stream)
-    engine.step([first])
-    with pytest.raises(AssertionError):
-        engine.step([second])
-
-
 def test_an_empty_final_chunk_returns_the_withheld_audio(dit):
     stream, tokens = dit.open(prompt(6)), ids(6, 13)
     head = step(dit, stream, Piece(tokens, final=False))
@@ -125,7 +95,6 @@ def test_an_empty_final_chunk_returns_the_withheld_audio(dit):
     assert len(head) + len(tail) == 10 * TOKEN_MEL_RATIO * HOP_SAMPLES
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet"])
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
@@ -136,21 +105,27 @@ def test_an_empty_final_chunk_returns_the_withheld_audio(dit):
         (Piece(np.zeros(201, int), final=True), "201 speech tokens; the limit is 200"),
     ],
 )
-def test_invalid_tokens_of_a_chunk_are_named(kind, piece, message, request):
-    engine = request.getfixturevalue(kind)
+def test_invalid_tokens_of_a_chunk_are_named(engine, piece, message):
     stream = engine.open(prompt(8))
     with pytest.raises(ValueError, match=message):
         piece.of(engine, stream)
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_a_chunk_that_makes_a_stream_too_long_is_refused_and_the_stream_may_end_at_the_limit(kind, request):
-    engine, tokens = request.getfixturevalue(kind), ids(8, 201)
+def test_a_chunk_that_makes_a_stream_too_long_is_refused_and_the_stream_may_end_at_the_limit(engine):
+    tokens = ids(8, 201)
     stream = engine.open(prompt(8))
     step(engine, stream, pieces(engine, tokens, [190])[0])
     with pytest.raises(ValueError, match="the stream has 201 speech tokens; the limit is 200"):
         pieces(engine, tokens, [190])[1].of(engine, stream)
     assert len(step(engine, stream, pieces(engine, tokens[:-1], [190])[1])) > 0
+
+
+def test_first_chunks_are_those_of_the_first_hop(dit):
+    stream, most = dit.open(prompt(0)), dit.limits.first_chunk_tokens
+    of_limit, beyond = (dit.chunk(stream, ids(0, count), final=True) for count in (most, most + 1))
+    assert dit.is_first_chunk(of_limit) and not dit.is_first_chunk(beyond)
+    dit.step([of_limit])
+    assert not dit.is_first_chunk(dit.chunk(stream, ids(0, 1), final=True))
 
 
 def test_warm_up_does_not_change_later_audio(dit, unet):
@@ -171,39 +146,40 @@ def test_the_noise_is_periodic():
     assert tape.read(11, 2)[:, 0].tolist() == [1, 2]
 
 
-def test_the_flow_noise_equals_that_of_upstream():
-    torch.manual_seed(0)
-    expected = torch.randn(1, 80, 15000)
-    torch.testing.assert_close(flow_noise().read(0, 15000).T[None], expected, atol=0, rtol=0)
+def test_only_an_utterance_that_begins_loudly_is_faded_in():
+    loud = np.full(2 * FADE_SAMPLES, 0.5, np.float32)
+    faded = without_click(loud)
+    assert faded[0] == 0 and (np.diff(faded[:FADE_SAMPLES]) > 0).all() and (faded[FADE_SAMPLES:] == 0.5).all()
+    assert (loud == 0.5).all(), "the engine's own audio stays as it is"
+    for quiet in (np.append(np.full(FADE_SAMPLES, LOUD, np.float32), loud), loud[:0]):
+        assert without_click(quiet) is quiet
+    assert without_click(loud[:7])[0] == 0
+
+
+@pytest.mark.parametrize("engine", ["dit", "unet", "cosyvoice3"], indirect=True)
+def test_the_first_audio_of_a_stream_and_of_a_whole_utterance_is_faded_in_and_no_later_one(engine):
+    voice, tokens = prompt(4, 25), ids(4, 60)
+    stream = engine.open(voice)
+    first, later, _ = (step(engine, stream, piece) for piece in pieces(engine, tokens, [25, 25]))
+    engine.close(stream)
+    assert first[0] == 0 == engine.whole(voice, tokens)[0]
+    assert np.abs(first[FADE_SAMPLES : 2 * FADE_SAMPLES]).max() > LOUD and later[0] != 0
 
 
 # --- whole utterances -------------------------------------------------------------------------------------------------
 
 
-def test_whole_utterances_are_reproducible_and_as_long_as_their_tokens(dit, unet):
-    for engine in (dit, unet):
-        audio = engine.whole(prompt(7), ids(7, 21))
-        assert len(audio) == 21 * TOKEN_MEL_RATIO * HOP_SAMPLES
-        np.testing.assert_array_equal(audio, engine.whole(prompt(7), ids(7, 21)))
+def test_the_solve_of_a_whole_utterance_asks_before_each_step(dit):
+    asked = []
 
+    def before_step():
+        asked.append(1)
+        if len(asked) == 3:
+            raise asyncio.CancelledError
 
-@pytest.mark.parametrize("count", [8, 0])
-def test_a_whole_utterance_equals_the_output_of_the_networks(dit_network, unet_network, prompts, count):
-    voice, tokens = prompt(3, tokens=count), torch.from_numpy(ids(3, 40))[None]
-    prompt_tokens, feat, embedding = tensors(voice)
-    all_tokens = torch.cat([prompt_tokens, tokens], dim=1)
-    noise = flow_noise().read(0, TOKEN_MEL_RATIO * (count + 40)).T[None]
-    lengths = torch.tensor([count + 40]), feat, torch.tensor([feat.shape[1]])
-    expected = {
-        DiTStreaming(dit_network, flow_noise(), prompts, limits=BatchLimits(), steps=4): dit_flow.inference(
-            dit_network, all_tokens, *lengths, embedding, noise=noise, steps=4
-        )[0, :, feat.shape[1] :],
-        UNetStreaming(unet_network, flow_noise(), limits=BatchLimits(), steps=4): window_flow.inference(
-            unet_network, tokens, prompt_tokens, feat, embedding, noise=noise, streaming=False, final=True, steps=4
-        )[0],
-    }
-    for flow, mel in expected.items():
-        torch.testing.assert_close(*flow.whole([(voice, tokens[0].numpy())]), mel, atol=1e-4, rtol=0)
+    with pytest.raises(asyncio.CancelledError):
+        dit.whole(prompt(7), ids(7, 21), 1.0, before_step)
+    assert len(asked) == 3 and np.isfinite(dit.whole(prompt(7), ids(7, 21))).all()
 
 
 def test_whole_utterances_of_a_batch_equal_the_same_utterances_alone(dit, unet):

@@ -127,23 +127,17 @@ def test_idle_voices_are_evicted_if_the_free_memory_is_in_pieces(dit, prompts, m
     dit.close(live)
 
 
-def test_a_stream_that_gets_no_slot_releases_its_prompt_cache(dit_network, vocoder):
+@pytest.mark.parametrize("full", [True, False], ids=["no slot", "a slot that cannot be filled"])
+def test_a_stream_that_cannot_be_opened_releases_its_prompt_cache(full, dit_network, vocoder, monkeypatch):
     prompts, free = PromptCaches(VOICES_BYTES), len(vocoder.pool._free)
     engine = of_the_dit(dit_network, vocoder, prompts, streams=1)
-    stream = engine.open(prompt(0))
-    with pytest.raises(UnavailableError, match="all 1 streams"):
-        engine.open(prompt(1))
-    engine.close(stream)
-    assert all(entry.streams == 0 for entry in prompts._entries.values())
-    assert len(vocoder.pool._free) == free
-
-
-def test_a_prompt_cache_is_released_if_its_streams_slot_cannot_be_filled(dit_network, vocoder, monkeypatch):
-    prompts, free = PromptCaches(VOICES_BYTES), len(vocoder.pool._free)
-    engine = of_the_dit(dit_network, vocoder, prompts, streams=1)
+    live = [engine.open(prompt(0))] if full else []
     with monkeypatch.context() as patch:
-        patch.setattr(StreamCachePool, "acquire", lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA error")))
-        with pytest.raises(RuntimeError, match="CUDA error"):
-            engine.open(prompt(0))
-    assert [entry.streams for entry in prompts._entries.values()] == [0]
+        if not full:
+            patch.setattr(StreamCachePool, "acquire", lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA error")))
+        with pytest.raises((UnavailableError, RuntimeError), match="all 1 streams" if full else "CUDA error"):
+            engine.open(prompt(1))
+    for stream in live:
+        engine.close(stream)
+    assert all(entry.streams == 0 for entry in prompts._entries.values())
     assert len(vocoder.pool._free) == free

@@ -1,20 +1,19 @@
 """An engine with a worker for first chunks, by plain operations: each worker has a form of the flow and the vocoder
 over the same streams. With CUDA graphs it is in `test_gpu`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from cosyvoice_triton.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
 from cosyvoice_triton.monitoring.environment import TEST_FAULTS
-from cosyvoice_triton.monitoring.metrics import FAILED, RETRIED, Values
-from cosyvoice_triton.orchestrator.chunking import HopRules
+from cosyvoice_triton.monitoring.metrics import FAILED, RETRIED
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
@@ -32,11 +31,7 @@ from tests.support.streams import VOICES_BYTES, Piece, ids, pieces, prompt
 
 LIMITS = BatchLimits(max_streams=4, first_hop_tokens=10, max_hop_tokens=20)
 TOLERANCE = 1e-3  # between batches, as in test_engine
-PartT = TypeVar("PartT")
-
-
-class Used(list[tuple[str, int]]):
-    """Which of flow and vocoder computed, and the worker for which."""
+Used = list[tuple[str, int]]  # which of flow and vocoder computed, and the worker for which
 
 
 def with_workers(kind: type[Any], used: Used) -> type[Any]:
@@ -75,39 +70,29 @@ class Subject(NamedTuple):
     expected: list[np.ndarray]
 
 
-@pytest.fixture(scope="module", params=["dit", "unet", "cosyvoice3"])
+FLOWS: dict[str, tuple[Any, dict[str, int]]] = {
+    "dit": (DiTStreaming, {"cache_frames": 30, "context_tokens": 40}),
+    "unet": (UNetStreaming, {"context_tokens": 40}),
+    "cosyvoice3": (CosyVoice3Streaming, {"cache_frames": 60}),
+}
+
+
+@pytest.fixture(scope="module", params=FLOWS)
 def subject(request: pytest.FixtureRequest) -> Subject:
-    network = request.getfixturevalue(
-        {"dit": "dit_network", "unet": "unet_network", "cosyvoice3": "rotary_network"}[request.param]
-    )
-    hift = request.getfixturevalue("causal_hift" if request.param == "cosyvoice3" else "vocoder")
+    (kind, options), network = FLOWS[request.param], request.getfixturevalue(f"{request.param}_network")
+    if request.param == "cosyvoice3":
+        hift, of_vocoder, noise = request.getfixturevalue("causal_hift"), CausalVocoder, uniform_noise
+    else:
+        hift, of_vocoder, noise = request.getfixturevalue("vocoder")._plain.hift, StreamingVocoder, source_noise
     used = Used()
 
-    def engine(make: Callable[[type[Any]], type[Any]], limits: BatchLimits) -> Token2Wav:
-        options: dict[str, Any] = {"limits": limits, "steps": 2}
-        caches = PromptCaches(VOICES_BYTES)
-        if request.param == "dit":
-            flow = make(DiTStreaming)(network, flow_noise(), caches, cache_frames=30, context_tokens=40, **options)
-        elif request.param == "unet":
-            flow = make(UNetStreaming)(network, flow_noise(), context_tokens=40, **options)
-        else:
-            flow = make(CosyVoice3Streaming)(network, flow_noise(), caches, cache_frames=60, **options)
-        if request.param == "cosyvoice3":
-            vocoder = make(CausalVocoder)(hift, uniform_noise(hift.config.harmonics + 1), limits=limits)
-        else:
-            of = hift._plain.hift
-            vocoder = make(StreamingVocoder)(of, source_noise(of.config.harmonics + 1), limits=limits)
-        return Token2Wav(flow, vocoder)
+    def engine(make: Callable[[type[Any]], type[Any]]) -> Token2Wav:
+        caches = () if request.param == "unet" else (PromptCaches(VOICES_BYTES),)
+        flow = make(kind)(network, flow_noise(), *caches, limits=LIMITS, steps=2, **options)
+        return Token2Wav(flow, make(of_vocoder)(hift, noise(hift.config.harmonics + 1), limits=LIMITS))
 
-    plain = engine(lambda kind: kind, LIMITS)
-    return Subject(engine(partial(with_workers, used=used), LIMITS), plain, used, spoken(plain))
-
-
-@pytest.fixture(autouse=True)
-def nothing_used(request: pytest.FixtureRequest) -> Iterator[None]:
-    if "subject" in request.fixturenames:
-        request.getfixturevalue("subject").used.clear()
-    yield
+    plain = engine(lambda kind: kind)
+    return Subject(engine(partial(with_workers, used=used)), plain, used, spoken(plain))
 
 
 class Plan(NamedTuple):
@@ -146,12 +131,8 @@ def spoken(engine: Token2Wav, used: Used | None = None) -> list[np.ndarray]:
             rows = [row for row, chunk in chunks.items() if engine.is_first_chunk(chunk) == first]
             if used is not None:
                 used.clear()
-            for row, result in zip(rows, engine.render([chunks[row] for row in rows], worker), strict=True):
-                if isinstance(result, Exception):
-                    assert str(result) == "a bad chunk"
-                    engine.close(live.pop(row)[0])
-                else:
-                    audio[row].append(result)
+            for row, result in zip(rows, engine.step([chunks[row] for row in rows], worker), strict=True):
+                audio[row].append(result)
             assert used is None or {of for _, of in used} <= {worker}
         for row in [row for row, (_, left) in live.items() if not left]:
             engine.close(live.pop(row)[0])
@@ -174,37 +155,23 @@ def test_streams_that_change_between_workers_sound_as_those_of_a_plain_engine(su
     assert engine.counts[RETRIED] == engine.counts[FAILED] == 0
 
 
-OfFault = Callable[[str], tuple[list[np.ndarray], Values]]
-
-
-@pytest.fixture
-def of_fault(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OfFault:
-    """The audio of PLANS if the first batch of first chunks has that fault, and how much more went wrong."""
-
-    def speak(fault: str) -> tuple[list[np.ndarray], Values]:
-        before = subject.engine.counts
-        monkeypatch.setenv(TEST_FAULTS, str(tmp_path))
-        (tmp_path / fault).touch()
-        audio = spoken(subject.engine)
-        assert not (tmp_path / fault).exists()
-        return audio, {name: count - before[name] for name, count in subject.engine.counts.items()}
-
-    return speak
-
-
 def test_a_first_chunk_that_is_not_finite_is_rendered_again_and_its_stream_goes_on(
-    subject: Subject, of_fault: OfFault
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is one of three in a batch."""
-    audio, more = of_fault("nan_mel")
-    assert_same(audio, subject.expected)
-    assert (more[RETRIED], more[FAILED]) == (1, 0)
+    before = subject.engine.counts[RETRIED]
+    monkeypatch.setenv(TEST_FAULTS, str(tmp_path))
+    (tmp_path / "nan_mel").touch()
+    assert_same(spoken(subject.engine), subject.expected)
+    assert (subject.engine.counts[RETRIED] - before, subject.engine.counts[FAILED]) == (1, 0)
+    assert not (tmp_path / "nan_mel").exists()
 
 
 @pytest.mark.parametrize("subject", ["dit", "cosyvoice3"], indirect=True)
 def test_new_voices_are_prefilled_by_the_worker_for_first_chunks(subject: Subject) -> None:
     """Three in one batch, one by itself."""
     engine, used = subject.engine, subject.used
+    used.clear()
     voices = [prompt(seed, tokens=tokens) for seed, tokens in ((20, 12), (21, 28), (22, 0), (23, 28))]
     engine.prefill(voices[:3])
     assert [engine.prefill_frames(voice) for voice in voices[:3]] == [0, 0, 0]
@@ -259,35 +226,3 @@ def test_first_chunks_and_new_voices_beside_batches_are_as_alone(subject: Subjec
         for turn in range(3):
             assert_same(firsts(turn), firsts_alone[turn])
         assert_same(batches.result(), alone)
-
-
-@pytest.mark.parametrize(("kind", "boundary"), [("dit", 1), ("dit", 5), ("unet", 1), ("unet", 5)])
-@pytest.mark.parametrize("first_hop", [7, 15])
-def test_a_first_chunk_is_any_of_the_first_hop(
-    kind: str, boundary: int, first_hop: int, request: pytest.FixtureRequest, vocoder: StreamingVocoder
-) -> None:
-    """As the hop schedule makes them, also of a text that ends in the first hop; no longer one, and no later one."""
-    limits = BatchLimits(max_streams=1, first_hop_tokens=first_hop, max_hop_tokens=20, chunk_boundary=boundary)
-    network = request.getfixturevalue(f"{kind}_network")
-    caches = (PromptCaches(VOICES_BYTES),) if kind == "dit" else ()
-    flow: Any = (DiTStreaming if kind == "dit" else UNetStreaming)(network, flow_noise(), *caches, limits=limits)
-    engine = Token2Wav(flow, vocoder)
-    rules = HopRules(first_hop=first_hop, max_hop=20, boundary=boundary)
-    longest = 0
-    for voice in [prompt(0, tokens=tokens) for tokens in range(3, 3 + boundary)]:
-        for count in range(1, 50):
-            schedule = rules.schedule(len(voice.tokens))
-            hops = list(iter(partial(schedule.next_hop, count, ended=True), None))
-            stream = engine.open(voice)
-            for index, piece in enumerate(pieces(engine, ids(count, count), [hop.length for hop in hops[:-1]])):
-                chunk = piece.of(engine, stream)
-                assert engine.is_first_chunk(chunk) == (index == 0)
-                longest = max(longest, 0 if index else chunk.new)
-                stream.rendered += chunk.new
-            engine.close(stream)
-    assert longest == limits.first_chunk_tokens == first_hop + boundary - 1 + LOOKAHEAD_TOKENS - 1
-    stream = engine.open(prompt(0))
-    for final in (False, True):
-        count = longest + (0 if final else LOOKAHEAD_TOKENS)
-        of_limit, beyond = (engine.chunk(stream, ids(0, count + more), final=final) for more in (0, 1))
-        assert engine.is_first_chunk(of_limit) and not engine.is_first_chunk(beyond)

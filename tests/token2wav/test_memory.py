@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from cosyvoice_triton.networks.flow import (
     UNetFlow,
     UNetFlowConfig,
 )
+from cosyvoice_triton.networks.flow.config import euler_steps
 from cosyvoice_triton.server import gpus
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import Precision, Token2Wav
@@ -101,6 +103,26 @@ def test_weights_streams_and_voices_have_the_sizes_that_are_read(stack: Stack, k
     if isinstance(flow, CachedStreaming):
         stream = engine.open(VOICE)
         assert stream.prompt.nbytes == read.voice(60 / 50)
+
+
+@pytest.mark.parametrize("stack", STACKS, ids=lambda stack: stack.name)
+def test_a_checkpoint_decides_steps_grid_and_rows_of_its_flow(stack: Stack, tmp_path: Path) -> None:
+    """With half the steps and no unconditional rows, streams and voices take a quarter of the memory."""
+    for file in (TRAINED / stack.checkpoint).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    options: dict[str, Any] = {"device": "cpu", "limits": limits(stack, 2), "precision": FLOAT32}
+    sizes: dict[str, Any] = {"flow_size": 4, "vocoder_size": 4}
+    upstream = Networks.read(stack, tmp_path, steps=euler_steps(tmp_path / stack.flow), **sizes)
+    (tmp_path / "flow.json").write_text('{"steps": 5, "time_grid": [0, 0.1, 0.3, 0.5, 0.8, 1], "guidance": 0}')
+    flow = Token2Wav.load(stack, tmp_path, **options)._flow
+    assert flow._steps == 5 and flow._network.decoder.rows == 1
+    assert flow._network.decoder.schedule(5)[0] == pytest.approx([0, 0.1, 0.3, 0.5, 0.8])
+    read = Networks.read(stack, tmp_path, steps=5, **sizes)
+    assert (read.frame, read.history) == (upstream.frame / 4, upstream.history / 4)
+    if isinstance(flow, CachedStreaming):
+        assert flow._pool.prompt_bytes(60) == read.voice(60 / 50)
+    with pytest.raises(ValueError, match="n_timesteps 10: .* of 5 steps"):
+        Token2Wav.load(stack, tmp_path, steps=10, **options)
 
 
 def test_in_8_bits_voices_and_streams_take_half_and_more_of_them_fit() -> None:
@@ -267,8 +289,3 @@ def test_a_containers_memory_counts_not_the_machines(tmp_path: Path, monkeypatch
     networks, sizes = official(stacks.DIT), limits(stacks.DIT, 2)
     monkeypatch.setattr("cosyvoice_triton.token2wav.gpu.memory.host_memory", lambda: 40 * GIB)
     assert voices_on_host(networks, sizes) == 20 * GIB - networks.weights - networks.streams(2)
-
-
-def test_the_settings_have_the_models_names(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'gpu_memory_gib' must be above 0, not -1"):
-        Token2WavConfig(model_dir=str(tmp_path), gpu_memory_gib=-1)

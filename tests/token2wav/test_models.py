@@ -11,13 +11,15 @@ from cosyvoice_triton import samples
 from cosyvoice_triton.constants import (
     HOP_SAMPLES,
     LOOKAHEAD_TOKENS,
+    MAX_PROMPT_TOKENS,
+    MAX_STREAM_TOKENS,
     MEL_BINS,
     PROMPT_SAMPLE_RATE,
     SPEAKER_DIM,
     TOKEN_MEL_RATIO,
 )
 from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
-from cosyvoice_triton.token2wav.serving.requests import read_request
+from cosyvoice_triton.token2wav.serving.requests import MAX_AUDIO_LEFT, Token2WavRequest, read_request
 from cosyvoice_triton.voice.audio import load_audio
 
 from tests.conftest import ROOT, load_model
@@ -91,13 +93,6 @@ def served(request: pytest.FixtureRequest, demo_models: Any) -> Any:
     served.model.finalize()
 
 
-@pytest.fixture(scope="module")
-def dit(demo_models: Any) -> Any:
-    served = Served("token2wav_dit", demo_models)
-    yield served
-    served.model.finalize()
-
-
 def finalize(value: bool) -> dict[str, np.ndarray]:
     return {"finalize": np.array([[value]])}
 
@@ -148,17 +143,20 @@ def test_abandoned_streams_release_their_slots(served: Served) -> None:
         served.send(stream, end=True, target_speech_tokens=served.ids())
 
 
-def test_the_dit_model_accepts_a_recording_as_the_voice(dit: Served) -> None:
+@pytest.mark.parametrize("served", ["token2wav_dit"], indirect=True)
+def test_the_dit_model_accepts_a_recording_as_the_voice(served: Served) -> None:
     wav = load_audio(samples.FOLDER / "reference_en.wav", PROMPT_SAMPLE_RATE)
     padded = np.pad(wav, (0, 3 * PROMPT_SAMPLE_RATE))[None]
-    tokens = dit.ids(*range(20))
+    tokens = served.ids(*range(20))
     length = np.array([[len(wav)]], np.int32)
-    one = dit.send(5, start=True, end=True, target_speech_tokens=tokens, reference_wav=wav[None])
-    two = dit.send(5, start=True, end=True, target_speech_tokens=tokens, reference_wav=padded, reference_wav_len=length)
+    one = served.send(5, start=True, end=True, target_speech_tokens=tokens, reference_wav=wav[None])
+    two = served.send(
+        5, start=True, end=True, target_speech_tokens=tokens, reference_wav=padded, reference_wav_len=length
+    )
     assert len(one) == 20 * TOKENS_PER_SECOND_OF_AUDIO
     np.testing.assert_array_equal(one, two)
     with pytest.raises(RuntimeError, match="reference_wav is silent"):
-        dit.send(5, start=True, target_speech_tokens=tokens, reference_wav=np.zeros_like(padded))
+        served.send(5, start=True, target_speech_tokens=tokens, reference_wav=np.zeros_like(padded))
 
 
 @pytest.mark.parametrize(
@@ -206,3 +204,39 @@ def test_the_ids_and_flags_of_a_request_name_its_stream(
 ) -> None:
     request = read_request(tensors | {"target_speech_tokens": np.zeros((1, 4), np.int32)}, 0, **identity)
     assert (request.stream_id, request.start, request.end) == (stream_id, start, end)
+
+
+def read(tokens: int = 10, prompt: int = 10, **more: np.ndarray) -> Token2WavRequest:
+    tensors = {
+        "target_speech_tokens": np.zeros((1, tokens), np.int32),
+        "prompt_speech_tokens": np.zeros((1, prompt), np.int32),
+        "prompt_speech_feat": np.zeros((1, prompt * TOKEN_MEL_RATIO, MEL_BINS), np.float16),
+        "prompt_spk_embedding": np.zeros((1, SPEAKER_DIM), np.float16),
+    }
+    return read_request(tensors | more, 0, correlation_id=1, start=True, end=False, request_id="")
+
+
+def test_a_prompt_is_at_most_as_long_as_the_longest_recording() -> None:
+    voice = read(prompt=MAX_PROMPT_TOKENS).prompt
+    assert voice is not None and len(voice.tokens) == MAX_PROMPT_TOKENS
+    with pytest.raises(ValueError, match=r"753 prompt_speech_tokens .* at most 752 .*, 30 s: send a shorter recording"):
+        read(prompt=MAX_PROMPT_TOKENS + 1)
+    with pytest.raises(ValueError, match="40000 prompt_speech_tokens"):
+        read(prompt=40_000)
+
+
+def test_an_utterance_is_at_most_as_long_as_the_longest_stream() -> None:
+    assert len(read(tokens=MAX_STREAM_TOKENS).tokens) == MAX_STREAM_TOKENS
+    with pytest.raises(ValueError, match="3001 tokens; at most 3000 are rendered, 120 s of speech: send a longer text"):
+        read(tokens=MAX_STREAM_TOKENS + 1)
+
+
+@pytest.mark.parametrize("seconds", [np.inf, -np.inf, np.nan, -0.5, MAX_AUDIO_LEFT + 1, 3e38])
+def test_audio_left_that_no_listener_can_have_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match=r"audio_left \S+ is not in 0..3600, the seconds of audio"):
+        read(audio_left=np.array([[seconds]], np.float32))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.25, MAX_AUDIO_LEFT])
+def test_audio_left_of_a_listener_is_read(seconds: float) -> None:
+    assert read(audio_left=np.array([[seconds]], np.float32)).audio_left == seconds

@@ -94,15 +94,6 @@ def test_streamed_audio_equals_the_whole_at_joints(
             assert difference[edge - 24 : edge + 24].abs().max() < OUTSIDE  # 2 ms
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_stream_of_a_batch_equals_the_same_stream_alone(
-    vocoder: StreamingVocoder, mels: dict[str, Tensor], batched: dict[str, list[Tensor]], name: str
-) -> None:
-    (alone,) = vocoded(vocoder, [mels[name]], [SCHEDULES[name]])
-    assert [len(part) for part in alone] == [len(part) for part in batched[name]]
-    torch.testing.assert_close(torch.cat(alone), torch.cat(batched[name]), atol=1e-4, rtol=0)
-
-
 def test_a_stream_inherits_nothing_from_a_cancelled_one(
     vocoder: StreamingVocoder, mels: dict[str, Tensor], batched: dict[str, list[Tensor]]
 ) -> None:

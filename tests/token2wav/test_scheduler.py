@@ -37,11 +37,6 @@ def test_first_chunks_come_first_then_who_runs_out_of_audio_first_then_arrival()
     assert pick(waiting) == [3, 2, 4, 1, 0]
 
 
-def test_a_batch_holds_the_most_urgent_up_to_its_limit() -> None:
-    waiting = [chunk(audio_left=10.0 - stream) for stream in range(5)]
-    assert pick(waiting, max_chunks=2, max_tokens=1600) == [4, 3]
-
-
 def test_a_few_chunks_of_any_lengths_share_a_batch() -> None:
     """The fixed cost of a batch is 300 tokens."""
     waiting = [chunk(tokens=15), chunk(tokens=100, arrived=1), chunk(tokens=50, arrived=2)]

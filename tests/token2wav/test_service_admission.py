@@ -1,7 +1,6 @@
 """The service: who waits, who is refused, and what is counted. The engine is a fake."""
 
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,19 +31,6 @@ def test_a_later_segment_waits_for_a_slot_and_its_requests_keep_their_order(serv
     assert service.stats().live_streams == 3
 
 
-def test_its_own_test_needs_no_slot(service, client, engine):
-    """All may be taken by streams that idle: that is no failure of the model."""
-    rendered = []
-    engine.sample = lambda: (PROMPT, np.arange(3))
-    engine.whole = lambda *_: rendered.append(1) or np.zeros(1, np.float32)
-    for stream_id in range(4):
-        client.start(stream_id)
-    test = threading.Thread(target=service.test, daemon=True)
-    test.start()
-    test.join(5)
-    assert rendered and service.stats().live_streams == 4
-
-
 def test_a_new_stream_waits_for_room_for_its_voice_and_is_not_refused(service, client, engine):
     """Slots are free all the while. The service's own test takes none of the room."""
     engine.room = 2
@@ -59,27 +45,6 @@ def test_a_new_stream_waits_for_room_for_its_voice_and_is_not_refused(service, c
     client.send(1, [6], final=True, end=True)
     assert len(waiting.get(timeout=10)) == 2 * HOP_SAMPLES
     client.send(2, end=True), client.send(3, end=True)
-
-
-def test_a_stream_that_is_aborted_while_it_waits_for_room_ends_at_once(service, client, engine):
-    engine.room = 1
-    client.start(1)
-    waiting = client.post(2, [7], start=True, prompt=PROMPT, final=False)
-    client.send(2, end=True)
-    assert isinstance(waiting.get(timeout=10), UnavailableError) and engine.live == 1
-
-
-def test_the_next_segment_of_a_text_does_not_wait_for_new_streams(client, engine):
-    """Both wait for a prefill, and there is one slot."""
-    client.heard(6)
-    voices = [replace(PROMPT, embedding=PROMPT.embedding + number) for number in (1, 2)]
-    replies = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2]})
-    new = client.post(4, start=True, prompt=voices[0])
-    segment = client.post(6, [6], start=True, prompt=voices[1], audio_left=1.0, final=False)
-    engine.gate.set()
-    assert all(len(reply.get(timeout=10)) for reply in [*replies, segment]) and new.empty()
-    client.send(6, end=True)
-    assert len(new.get(timeout=10)) == 0
 
 
 def test_a_stream_that_is_aborted_while_it_waits_for_a_slot_ends_at_once(service, client):

@@ -137,18 +137,6 @@ def test_without_other_work_the_other_thread_helps_with_first_chunks(client, eng
     assert value(held) == 91
 
 
-def test_listeners_come_before_that_help(client, engine):
-    client.start(1, [1])
-    batches, starts = hold_batches(client, engine), hold_starts(client, engine)
-    first, later = client.post(2, [2], final=False, **NEW), client.post(1, [3], final=False)
-    until(lambda: client.service.stats().queued == 2)
-    engine.gate.set()
-    assert value(batches) == 90 and value(later) == 3 and value(first) == 2
-    assert engine.batches == [[90], [3], [2]]
-    engine.starts_gate.set()
-    assert value(starts) == 91
-
-
 def test_a_long_first_chunk_is_rendered_with_the_others(client, engine):
     held = hold_starts(client, engine)
     assert value(client.post(1, [7] * 21, final=False, **NEW)) == 7
@@ -269,6 +257,8 @@ def test_a_service_that_fails_answers_what_is_rendered_and_refuses_what_waits(se
     for each in (waiting, failing):
         with pytest.raises(UnavailableError, match="own mistake"):
             value(each)
+    with pytest.raises(FatalError, match="token2wav has failed"):
+        client.post(3, **NEW)
 
 
 def test_whatever_a_batch_raises_every_request_is_answered(client, engine):

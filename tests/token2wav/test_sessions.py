@@ -1,14 +1,19 @@
-"""The table of sessions of a token2wav service."""
+"""The table of sessions of a token2wav service, and the thread that renders one batch at a time."""
 
-import sys
+import gc
+import threading
+import time
+import weakref
 from typing import Any
 
 import numpy as np
 from cosyvoice_triton.token2wav.policy.admission import Admission
 from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
 from cosyvoice_triton.token2wav.serving.session import Session, Sessions
+from cosyvoice_triton.token2wav.serving.worker import Worker
 
 from tests.support.fake_engine import PROMPT
+from tests.support.waiting import until
 
 
 class Table:
@@ -55,24 +60,19 @@ def test_a_stream_whose_next_segment_came_early_is_remembered_from_its_last_end_
     assert [table.remembers("a"), table.remembers("b")] == [True, False]
 
 
-def test_a_look_at_the_table_costs_the_same_however_many_streams_have_ended() -> None:
-    """The service looks under load, where all Python holds up the threads that start the kernels."""
+def test_an_idle_thread_keeps_nothing_of_its_last_batch() -> None:
+    """The request holds its chunk, and the chunk its stream's memory."""
 
-    def lines(streams: int) -> int:
-        """Count the lines of Python that run."""
-        table, count = Table(), 0
-        for number in range(streams):
-            table.end(table.ask(f"stream {number}"))
+    class Request:
+        pass
 
-        def trace(frame: object, event: str, argument: object) -> Any:
-            nonlocal count
-            count += event == "line"
-            return trace
-
-        outer = sys.gettrace()
-        sys.settrace(trace)
-        table.sessions.expire(before=0.0)
-        sys.settrace(outer)
-        return count
-
-    assert lines(2000) == lines(10)
+    done, request = threading.Event(), Request()
+    worker = Worker(0, on_done=done.set, clock=time.monotonic)
+    kept = weakref.ref(request)
+    batch: Any = [request]
+    worker.render(batch, lambda: [np.zeros(3, np.float32)])
+    assert done.wait(10)
+    worker.take()
+    del request, batch
+    until(lambda: (gc.collect(), kept())[1] is None)  # the thread may still be on its way to rest
+    worker.close()

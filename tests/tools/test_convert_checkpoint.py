@@ -4,7 +4,7 @@ import sys
 import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from cosyvoice_triton.cli.convert_checkpoint import main
@@ -21,74 +21,60 @@ class Mapping:
     attn_cp_size: int = 0
 
 
-@dataclass
-class QuantConfig:
-    quant_algo: str | None = None
+@pytest.fixture
+def converted(monkeypatch) -> list[tuple[Any, ...]]:
+    """What was converted: mapping, dtype, quantisation, and whether the configuration was written."""
+    made: list[tuple[Any, ...]] = []
 
-
-@dataclass
-class QWenForCausalLM:
-    """Record conversions; options that the real class does not have are errors."""
-
-    model_dir: str
-    dtype: str
-    config: types.SimpleNamespace
-    quant_config: QuantConfig
-    converted: ClassVar[list[tuple[Any, ...]]] = []
-
-    @classmethod
     def from_hugging_face(
-        cls,
         hf_model_or_dir: str,
         dtype: str,
         *,
         mapping: Mapping,
-        quant_config: QuantConfig,
+        quant_config: types.SimpleNamespace,
         use_parallel_embedding: bool,
         embedding_sharding_dim: int,
         disable_weight_only_quant_plugin: bool,
         load_model_on_cpu: bool,
-    ) -> "QWenForCausalLM":
-        return cls(hf_model_or_dir, dtype, types.SimpleNamespace(mapping=mapping), quant_config)
+    ) -> types.SimpleNamespace:
+        def save_checkpoint(output_dir: str, save_config: bool = True) -> None:
+            assert Path(output_dir).is_dir()
+            made.append((mapping, dtype, quant_config.quant_algo, save_config))
 
-    def save_checkpoint(self, output_dir: str, save_config: bool = True) -> None:
-        assert Path(output_dir).is_dir()
-        self.converted.append((self.config.mapping, self.dtype, self.quant_config, save_config))
+        return types.SimpleNamespace(config=types.SimpleNamespace(mapping=mapping), save_checkpoint=save_checkpoint)
 
-
-@pytest.fixture
-def tensorrt_llm(monkeypatch):
-    made = {
+    model = types.SimpleNamespace(from_hugging_face=from_hugging_face)
+    quantisation = lambda quant_algo=None: types.SimpleNamespace(quant_algo=quant_algo)  # noqa: E731
+    modules = {
         "tensorrt_llm": {},
         "tensorrt_llm.mapping": {"Mapping": Mapping},
-        "tensorrt_llm.models": {"QWenForCausalLM": QWenForCausalLM},
-        "tensorrt_llm.models.modeling_utils": {"QuantConfig": QuantConfig},
+        "tensorrt_llm.models": {"QWenForCausalLM": model},
+        "tensorrt_llm.models.modeling_utils": {"QuantConfig": quantisation},
         "tensorrt_llm.quantization": {"QuantAlgo": types.SimpleNamespace(W4A16="W4A16")},
     }
-    for name, content in made.items():
+    for name, content in modules.items():
         module = types.ModuleType(name)
         module.__dict__.update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(QWenForCausalLM, "converted", [])
-    return QWenForCausalLM.converted
+    return made
 
 
 def run(llm_dir, tmp_path, *options):
     return main(["--model_dir", str(llm_dir), "--output_dir", str(tmp_path / "weights"), *options])
 
 
-def test_every_rank_is_converted_and_one_rank_writes_the_configuration(tensorrt_llm, llm_dir, tmp_path):
+def test_every_rank_is_converted_and_one_rank_writes_the_configuration(converted, llm_dir, tmp_path):
     options = ["--tp_size", "2", "--pp_size", "2", "--cp_size", "3", "--workers", "2", "--dtype", "bfloat16"]
     options += ["--use_weight_only", "--weight_only_precision", "int4"]
     assert run(llm_dir, tmp_path, *options) == 0
-    mappings = sorted((mapping for mapping, *_ in tensorrt_llm), key=lambda mapping: mapping.rank)
+    mappings = sorted((mapping for mapping, *_ in converted), key=lambda mapping: mapping.rank)
     assert [mapping.rank for mapping in mappings] == [0, 1, 2, 3]
     assert {(m.world_size, m.tp_size, m.pp_size, m.cp_size) for m in mappings} == {(12, 2, 2, 3)}
-    assert sorted(save for *_, save in tensorrt_llm) == [False, False, False, True]
-    assert {(dtype, quantised.quant_algo) for _, dtype, quantised, _ in tensorrt_llm} == {("bfloat16", "W4A16")}
+    assert sorted(save for *_, save in converted) == [False, False, False, True]
+    assert {each[1:3] for each in converted} == {("bfloat16", "W4A16")}
 
 
-def test_two_quantisation_options_exclude_each_other(tensorrt_llm, llm_dir, tmp_path, capsys):
+def test_two_quantisation_options_exclude_each_other(converted, llm_dir, tmp_path, capsys):
     assert run(llm_dir, tmp_path, "--use_weight_only", "--smoothquant", "0.5") == 1
     assert "exclude each other" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""The LLM's directory, made with the official vocabulary, in the versions of transformers that its servers have."""
+"""The LLM's directory, made with the official vocabulary, in the transformers of TensorRT-LLM and in ours."""
 
 import json
 import os
@@ -20,12 +20,8 @@ from tests.support.qwen_vocabulary import CONFIG, write_blank_en
 HIDDEN = 32
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": 32, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
-# Upstream's, also TensorRT-LLM's, and the last but one before 5; each with the packages that it wants in other versions
-# than those that are installed.
-VERSIONS = {
-    "4.51.3": ("tokenizers==0.21.4", "huggingface_hub==0.36.2"),
-    "4.57.1": ("tokenizers==0.22.2", "huggingface_hub==0.36.2"),
-}
+VERSION = "4.51.3"  # upstream's and TensorRT-LLM's
+OLD = (f"transformers=={VERSION}", "tokenizers==0.21.4", "huggingface_hub==0.36.2")
 PROMPT = LLMPrompt("你好世界, hello [breath]", "", (5, 17))
 PROBE = """
 import json, sys, torch, transformers
@@ -47,16 +43,16 @@ print(json.dumps([transformers.__version__, *(read(*each) for each in json.loads
 """
 
 
-def packages(version: str) -> Path:
-    """A folder with that version of transformers, kept for later runs. Skips the test without a package registry."""
-    folder = Path(tempfile.gettempdir()) / f"cosyvoice-triton-tests-transformers-{version}"
+def old_packages() -> Path:
+    """A folder with the old packages, kept for later runs. Skips the test without a package registry."""
+    folder = Path(tempfile.gettempdir()) / f"cosyvoice-triton-tests-transformers-{VERSION}"
     if not folder.exists():
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--retries", "0"]
-            command += ["--target", f"{scratch}/made", f"transformers=={version}", *VERSIONS[version]]
+            command += ["--target", f"{scratch}/made", *OLD]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                pytest.skip(f"no transformers {version}: {done.stderr.strip().splitlines()[-1:]}")
+                pytest.skip(f"no transformers {VERSION}: {done.stderr.strip().splitlines()[-1:]}")
             if not folder.exists():  # another worker's
                 os.rename(f"{scratch}/made", folder)
     return folder
@@ -101,5 +97,4 @@ def test_transformers_4_and_5_read_the_same_llm_with_the_official_ids(tmp_path: 
         assert read["ends"] == [list(tokenizer.end_ids)] * 2 and read["types"] == ["torch.bfloat16"] * 2
         assert {"[breath]", "<|endofprompt|>"} <= {*read["specials"]}
         assert read["chat"].endswith("hi<|task_id|><|s_1|>")
-    for version in VERSIONS:
-        assert probe(texts, packages(version)) == [version, *found]
+    assert probe(texts, old_packages()) == [VERSION, *found]

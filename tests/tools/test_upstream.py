@@ -1,7 +1,8 @@
 """Upstream's command lines, as its documents and programs have them, are accepted by ours."""
 
+import asyncio
+
 import pytest
-from cosyvoice_triton.bench.llm import speech_lm
 from cosyvoice_triton.cli import (
     client_grpc,
     convert_checkpoint,
@@ -75,7 +76,8 @@ def test_the_share_of_memory_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
         shares.append(free_share)
         return object()
 
-    monkeypatch.setattr("cosyvoice_triton.bench.llm.load_engine", load_engine)
+    monkeypatch.setattr("cosyvoice_triton.cli.test_llm.load_engine", load_engine)
     arguments = ["--tokenizer_dir", "t", "--engine_dir", "e", "--kv_cache_free_gpu_memory_fraction", "0.2"]
-    speech_lm(test_llm.build_parser().parse_args(arguments), tokenizer=None)  # type: ignore[arg-type]
+    args = test_llm.build_parser().parse_args(arguments)
+    asyncio.run(test_llm.speech_lm(args, tokenizer=None))  # type: ignore[arg-type]
     assert shares == [0.2]

@@ -106,26 +106,26 @@ def test_calls_are_refused_while_too_many_are_stuck(triton_models, monkeypatch):
     assert asyncio.run(triton_io.call("good", {}, ["y"]))["y"] == 1
 
 
-def test_threads_are_reused_and_at_most_max_idle_are_kept(triton_models, monkeypatch):
+def test_threads_are_kept_for_the_next_calls_up_to_a_number(triton_models, monkeypatch):
     monkeypatch.setattr(calls, "MAX_IDLE", 2)
     monkeypatch.setattr(calls, "_idle", [])
-    names, five = list[str](), threading.Barrier(5)
+    threads, five = set[int](), threading.Barrier(5)
 
     def callee(sent: InferenceRequest) -> InferenceResponse:
-        names.append(str(threading.get_ident()))
-        if len(names) <= five.parties:
-            five.wait(60)  # so that none of their threads is reused for another
+        threads.add(threading.get_ident())
+        five.wait(60)  # so that none of their threads is reused for another
         return answer(y=np.ones(1))
 
+    async def ask() -> None:
+        await asyncio.gather(*(triton_io.call("m", {}, ["y"]) for _ in range(5)))
+
     triton_models["m"] = callee
-
-    async def ask(count: int) -> None:
-        await asyncio.gather(*(triton_io.call("m", {}, ["y"]) for _ in range(count)))
-
-    asyncio.run(ask(5))
+    asyncio.run(ask())
     until(lambda: len(calls._idle) == 2)
-    asyncio.run(ask(1))
-    assert len(set(names[:5])) == 5 and names[5] in names[:5]
+    kept = {worker.ident for worker in calls._idle}
+    threads.clear()
+    asyncio.run(ask())
+    assert kept < threads
 
 
 def test_calls_beyond_the_slots_wait_for_their_turn(triton_models, monkeypatch):

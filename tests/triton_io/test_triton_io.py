@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,27 +28,10 @@ def request(decoupled: bool = False, **inputs: np.ndarray) -> InferenceRequest:
 # --- inputs and outputs ------------------------------------------------------------------------------------------
 
 
-def test_an_input_that_was_not_sent_is_none_or_named_in_the_error_if_it_is_required():
-    assert triton_io.read(request(), "x") is triton_io.scalar({}, "x") is triton_io.text({}, "x") is None
-    with pytest.raises(ValueError, match="reference_wav is missing"):
-        triton_io.require(request(), "reference_wav")
-
-
 def test_text_must_be_utf8():
     assert triton_io.text({"t": np.array([["你好".encode()]], object)}, "t") == "你好"
     with pytest.raises(ValueError, match="t is not UTF-8: byte 0xff at 1"):
         triton_io.text({"t": np.array([[b"a\xff"]], object)}, "t")
-
-
-def test_a_scalar_with_several_values_is_rejected():
-    with pytest.raises(ValueError, match="n must hold one value, not 2"):
-        triton_io.scalar({"n": np.array([[1, 2]])}, "n")
-
-
-def test_request_parameters_are_optional():
-    assert triton_io.parameters(request()) == {}
-    sent = {"seed": 3, "a": "b"}
-    assert triton_io.parameters(InferenceRequest.from_client({}, parameters=sent)) == sent
 
 
 @pytest.mark.parametrize(
@@ -181,32 +163,6 @@ def test_the_message_of_an_error_stays_short_enough_for_grpc(serve, decoupled):
     until(lambda: sender.final)
     message = sender.responses[-1].error().message()
     assert "unknown speaker" in message and len(message) < 550
-
-
-def test_a_failure_after_audio_still_sends_an_error(serve, decoupled):
-    async def fail(sent, responder) -> None:
-        await send_audio(sent, responder)
-        raise UnavailableError("the LLM went away")
-
-    sender = submit(serve(fail), decoupled)
-    until(lambda: sender.final)
-    assert sender.responses[-1].has_error()
-
-
-def test_requests_do_not_wait_for_each_other(serve, decoupled):
-    first = threading.Event()
-
-    async def handler(sent, responder) -> None:
-        if not first.is_set():
-            first.set()
-            await wait_forever(sent, responder)
-        await send_audio(sent, responder)
-
-    loop = serve(handler)
-    stuck = submit(loop, decoupled)
-    quick = submit(loop, decoupled)
-    until(lambda: quick.final)
-    assert not stuck.final
 
 
 def test_is_cancelled_is_not_called_after_the_final_response(serve, decoupled):

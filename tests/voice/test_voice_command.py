@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile as sf
+import torch
 from cosyvoice_triton import samples
 from cosyvoice_triton.cli import voice as command
 from cosyvoice_triton.constants import MEL_RATE, PROMPT_SAMPLE_RATE
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.voice.audio import load_audio
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.prompt import Prompt
@@ -37,14 +39,42 @@ def test_a_voice_is_encoded_with_its_text_and_found_by_its_name(
     assert "the recording speaks for 5.1 s, but its transcript takes about" in err
 
 
-def test_silence_is_cut_from_a_recording_unless_it_is_to_stay(demo_models: Path, tmp_path: Path) -> None:
+def test_silence_is_cut_from_a_recording_only_if_that_is_asked_for(
+    demo_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     wav = np.pad(load_audio(VOICE, PROMPT_SAMPLE_RATE), 2 * PROMPT_SAMPLE_RATE)
-    for option, seconds in ([], 5.5), (["--no-trim"], 9.4):
+    for option, seconds in (["--trim"], 5.5), ([], 9.4):
         assert (
             command.main(arguments(demo_models, "padded", recorded(tmp_path / "a.wav", wav), "--replace", *option)) == 0
         )
         voice = VoiceBook(demo_models / "voices", demo_models, str).get("padded")
+        assert "s of silence at its beginning, which answers may repeat: trim it" in capsys.readouterr().err
         assert len(voice.mel) == pytest.approx(MEL_RATE * seconds, abs=6)
+
+
+def test_voices_are_exported_as_upstream_saves_them(demo_models: Path, tmp_path: Path) -> None:
+    """The keys, shapes and types of `add_zero_shot_spk`; what upstream gives the LLM is the text's ids, as they are."""
+    file, words = tmp_path / "spk2info.pt", ["--reference-text", "What she says."]
+    for name, more in (("plain", []), ("soft", ["--instruct-text", "Softly."])):
+        assert command.main(arguments(demo_models, name, VOICE, *words, *more)) == 0
+        export = ["export", str(demo_models), name, "--format", "spk2info", "--output", str(file)]
+        assert command.main(export) == 0
+    speakers = torch.load(file, weights_only=True)
+    assert list(speakers) == ["plain", "soft"]
+    tokenizer = LLMTokenizer.from_dir(demo_models / "cosyvoice2_llm")
+    assert tokenizer.decode(speakers["soft"]["prompt_text"][0].tolist()) == "Softly.<|endofprompt|>What she says."
+    count = speakers["plain"]["llm_prompt_speech_token"].shape[1]
+    kinds = {key: (tuple(value.shape), value.dtype) for key, value in speakers["plain"].items()}
+    ids, tokens, one = tokenizer.text_ids("What she says."), ((1, count), torch.int32), ((1,), torch.int32)
+    assert kinds == {
+        **{"prompt_text": ((1, len(ids)), torch.int32), "prompt_text_len": one},
+        **{"llm_prompt_speech_token": tokens, "llm_prompt_speech_token_len": one},
+        **{"flow_prompt_speech_token": tokens, "flow_prompt_speech_token_len": one},
+        **{"prompt_speech_feat": ((1, 2 * count, 80), torch.float32), "prompt_speech_feat_len": one},
+        **{"llm_embedding": ((1, 192), torch.float32), "flow_embedding": ((1, 192), torch.float32)},
+    }
+    again = VoiceBook(tmp_path, tmp_path, tokenizer.decode).get("soft")
+    assert (again.instruction, again.text) == ("Softly.", "What she says.")
 
 
 def test_a_voice_is_added_with_its_dictionary_and_deleted_with_it(

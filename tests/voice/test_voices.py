@@ -15,7 +15,8 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.voice import book as voices
 from cosyvoice_triton.voice.audio import save_audio
 from cosyvoice_triton.voice.book import VoiceBook
-from cosyvoice_triton.voice.files import is_voice_name, register_voice, save_pronunciation, save_voice
+from cosyvoice_triton.voice.bundle import export_voice, read_bundle
+from cosyvoice_triton.voice.files import is_voice_name, register_voice, save_pronunciation, save_recording, save_voice
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 from cosyvoice_triton.voice.rights import UNKNOWN, Rights
 from safetensors.torch import save_file
@@ -100,31 +101,63 @@ def test_a_recording_of_any_rate_is_a_voice_with_or_without_its_text(
     assert voice.text == text
 
 
+HALF = {name: torch.as_tensor(triton_speaker()[name]).bfloat16() for name in ("speech_feat", "embedding")}
+# As in the spk2info.pt of upstream's SFT models.
+X_VECTOR = dataclasses.replace(fake_prompt(6, ""), tokens=fake_prompt(6).tokens[:0], mel=fake_prompt(6).mel[:0])
+
+
 @pytest.mark.parametrize("place", ["voices", "checkpoint"])
-def test_both_forms_of_spk2info_are_read(place: str, folder: Path, tmp_path: Path, book: VoiceBook) -> None:
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        (triton_speaker(5), fake_prompt(5, "它说什么")),
+        (triton_speaker(5) | HALF, fake_prompt(5, "它说什么")),
+        (cosyvoice_speaker(6), fake_prompt(6, "decoded [4, 2]")),
+        *(
+            ({key: triton_speaker(6)["embedding"]}, X_VECTOR) for key in ("embedding", "flow_embedding")
+        ),  # of SFT models
+    ],
+)
+def test_every_form_of_a_speaker_in_spk2info_is_read_and_can_be_saved(
+    entry: dict[str, object], expected: Prompt, place: str, folder: Path, tmp_path: Path, book: VoiceBook
+) -> None:
     folder.mkdir()
-    file = (folder if place == "voices" else tmp_path) / "spk2info.pt"
-    torch.save({"001": triton_speaker(5), "中文女": cosyvoice_speaker(6)}, file)
-    assert_same(book.get("001"), fake_prompt(5, "它说什么"))
-    assert_same(book.get("中文女"), fake_prompt(6, "decoded [4, 2]"))
-
-
-@pytest.mark.parametrize("key", ["embedding", "flow_embedding"])
-def test_a_speaker_with_an_x_vector_alone_is_a_voice_without_prompt(key: str, tmp_path: Path, book: VoiceBook) -> None:
-    """As in the spk2info.pt of upstream's SFT models."""
-    expected = fake_prompt(6, "")
-    torch.save({"中文女": {key: torch.from_numpy(expected.embedding)[None]}}, tmp_path / "spk2info.pt")
+    torch.save(
+        {"中文女": entry, "another": triton_speaker()}, (folder if place == "voices" else tmp_path) / "spk2info.pt"
+    )
     voice = book.get("中文女")
-    assert_same(voice, dataclasses.replace(expected, tokens=expected.tokens[:0], mel=expected.mel[:0]))
-    save_voice(tmp_path / "voices" / "saved.safetensors", voice)
-    assert_same(book.get("saved"), voice)
+    assert_same(voice, expected)
+    save_voice(folder / "saved.safetensors", expected)
+    assert_same(book.get("saved"), expected)
 
 
-def test_tensors_of_spk2info_may_have_any_float_type(tmp_path: Path, book: VoiceBook) -> None:
-    entry, prompt = triton_speaker(), fake_prompt(5, "它说什么")
-    halves = {name: x.bfloat16() for name, x in entry.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
-    torch.save({"001": entry | halves}, tmp_path / "spk2info.pt")
-    assert_same(book.get("001"), prompt)
+@pytest.mark.parametrize(
+    ("saved", "instruction", "text"),
+    [
+        ("You are a helpful assistant. 请用广东话表达。<|endofprompt|>", "请用广东话表达。", ""),
+        ("You are a helpful assistant. Softly.<|endofprompt|>它说什么", "Softly.", "它说什么"),
+        ("You are a helpful assistant.<|endofprompt|>", "", ""),
+        ("Softly.<|endofprompt|>它说什么", "Softly.", "它说什么"),
+    ],
+)
+def test_a_voice_keeps_its_instruction_in_every_file(
+    saved: str, instruction: str, text: str, folder: Path, tmp_path: Path
+) -> None:
+    """Upstream instructs a saved speaker only by what was saved with it; CosyVoice3's system words are none."""
+    torch.save(
+        {"001": triton_speaker() | {"prompt_text": saved}, "002": cosyvoice_speaker(5)}, tmp_path / "spk2info.pt"
+    )
+    book = VoiceBook(folder, tmp_path, lambda ids: saved)
+    folder.mkdir()
+    save_audio(folder / "recorded.wav", TONE, SAMPLE_RATE)
+    (folder / "recorded.txt").write_text(saved)
+    save_voice(folder / "encoded.safetensors", book.get("001"))
+    save_recording(folder / "uploaded.safetensors", book.get("recorded"))
+    for name in ("001", "002", "encoded", "recorded", "uploaded"):
+        voice = book.get(name)
+        assert (voice.instruction, voice.text) == (instruction, text), name
+    bundle = read_bundle(export_voice(folder, book, "uploaded"))
+    assert (bundle.voice.instruction, bundle.voice.text) == (instruction, text)
 
 
 def test_the_default_voice_is_the_named_one_or_the_speaker_001_of_spk2info_or_the_only_one(
@@ -267,9 +300,10 @@ def test_the_error_for_an_unknown_speaker_lists_the_known_ones(folder: Path, tmp
 
 
 ESCAPES = ["../secret", "..", ".", "", "/etc/passwd", "a/b", "..\\secret", "a\x00b", "a\nb", ".hidden", " x", "x" * 200]
+ALIKE = ["\uff0e\uff0e\uff0fx", "a\uff0fb", "\u2024x", "a\uff3cb"]  # other signs for a dot and a slash
 
 
-@pytest.mark.parametrize("name", [*ESCAPES, "\ud800"])
+@pytest.mark.parametrize("name", [*ESCAPES, *ALIKE, "\ud800"])
 def test_a_name_cannot_leave_the_folder(name: str, folder: Path, tmp_path: Path, book: VoiceBook) -> None:
     folder.mkdir()
     for place in (tmp_path / "secret.wav", folder / ".hidden.wav"):
@@ -376,7 +410,7 @@ def test_a_damaged_spk2info_does_not_hide_the_other_voices(
 
 def test_code_in_a_spk2info_is_not_run(tmp_path: Path, book: VoiceBook) -> None:
     torch.save({"anna": Payload(tmp_path / "owned")}, tmp_path / "spk2info.pt")
-    with pytest.raises(UnavailableError, match="speaker 'anna' cannot be used"):
+    with pytest.raises(UnavailableError, match="speaker 'anna' cannot be used: .* it has Python objects"):
         book.get("anna")
     assert not (tmp_path / "owned").exists()
 
@@ -391,6 +425,8 @@ def test_code_in_a_spk2info_is_not_run(tmp_path: Path, book: VoiceBook) -> None:
         (triton_speaker() | {"speech_feat": torch.tensor(0.5)}, "spk2info.pt, 'anna': "),
         (torch.zeros(3), "is a Tensor, not a speaker"),
         (triton_speaker() | {"speech_feat": torch.zeros(1, 200, 80)}, "200 mel frames for 30 speech tokens"),
+        (cosyvoice_speaker() | {"prompt_text": torch.tensor([[4, -7]])}, "spk2info.pt, 'anna'.* -7"),
+        (triton_speaker() | {"speech_token": torch.full((1, 30), -7)}, "spk2info.pt, 'anna'.* -7"),
     ],
 )
 def test_a_speaker_of_another_model_is_unavailable_and_the_others_are_not(

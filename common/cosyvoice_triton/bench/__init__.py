@@ -1,3 +1,1 @@
-"""Benchmarks of single parts: token2wav, networks on a CPU, LLM engines and clients, the speech service."""
-
-FULL_SIZE = "in a clone `python -m tests.random_weights DEST --weights random-full` makes some of full size"
+"""Benchmarks: a running server, or a stack in this process, under load."""

@@ -25,7 +25,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
     "speak": {
         "demo": Command("cosyvoice_triton.cli.demo", "serve the demo voice, speak one text, write a wav file, stop"),
         "text": Command("cosyvoice_triton.cli.text", "print what will be spoken of a text, segment by segment"),
-        "say": Command("cosyvoice_triton.cli.say", "speak a text at a running server: write it, or play it"),
+        "say": Command("cosyvoice_triton.cli.say", "speak a text at a running server, or in this process, to a file"),
     },
     "serve": {
         "serve": Command("cosyvoice_triton.cli.serve", "serve a stack until Ctrl-C"),
@@ -62,12 +62,9 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "evaluate": Command("cosyvoice_triton.cli.evaluate", "judge a checkpoint's speech: words, quality, similarity"),
         "bench": Command(
             "",
-            "measure a server, or a part of it",
+            "measure a server",
             {
                 "load": Command("cosyvoice_triton.bench.load", "a running server under load, with listeners"),
-                "token2wav": Command("cosyvoice_triton.bench.token2wav", "token2wav alone: first chunks, listeners"),
-                "stack": Command("cosyvoice_triton.bench.stack", "a stack served with several memory plans"),
-                "llm": Command("cosyvoice_triton.bench.llm", "the LLM's engine alone"),
             },
         ),
     },
@@ -75,7 +72,9 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "client-grpc": Command("cosyvoice_triton.cli.client_grpc", "streaming and offline client over gRPC"),
         "client-http": Command("cosyvoice_triton.cli.client_http", "offline client over HTTP"),
         "fill-template": Command("cosyvoice_triton.cli.fill_template", "fill in one config.pbtxt"),
-        "test-llm": Command("cosyvoice_triton.cli.test_llm", "send one prompt through any LLM engine or server"),
+        "test-llm": Command(
+            "cosyvoice_triton.cli.test_llm", "send prompts through any LLM engine or server, and time them"
+        ),
         "offline": Command("cosyvoice_triton.cli.offline_inference", "texts -> audio files, without a server"),
         "token2wav": Command("cosyvoice_triton.cli.token2wav", "speech tokens -> audio files, without a server"),
         "streaming": Command("cosyvoice_triton.cli.streaming_inference", "the same in chunks, and their cost"),

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import logging
 import shlex
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,6 @@ from pathlib import Path
 
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.arguments import command_parser, program, reporting_errors
-from cosyvoice_triton.cli.say import PLAYERS
 from cosyvoice_triton.client.answer import SpeechResult
 from cosyvoice_triton.client.grpc_client import synthesize
 from cosyvoice_triton.client.utterance import Utterance, of_recording
@@ -48,8 +46,6 @@ def main(argv: list[str] | None = None) -> int:
     chosen = "" if args.stack == stacks.DEFAULT.name else f" --stack {args.stack}"
     models = "" if args.models == steps.DEMO else f" --models {args.models}"
     print(f"written to         {args.output}")
-    if player := next((each for each, *_ in PLAYERS if shutil.which(each)), None):
-        print(f"play it            {player} {args.output}")
     given = "".join(f" --set {shlex.quote(each)}" for each in args.settings)
     print(f"keep it serving    {program()} serve{models}{chosen}{given} --speech-port 10086")
     if args.models == steps.DEMO:

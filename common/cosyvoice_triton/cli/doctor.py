@@ -2,8 +2,9 @@
 
     cosyvoice-triton doctor                                  with the GPU, if there is one
     cosyvoice-triton doctor models/official --stack unet --device gpu
+    cosyvoice-triton doctor models/official --stack unet --files   after a download: reads each file, speaks a second
 
-Loads no model and downloads nothing. The exit code is 1 if a check failed.
+Downloads nothing, and loads no model without --files. The exit code is 1 if a check failed.
 """
 
 import argparse
@@ -31,19 +32,31 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "models", type=Path, nargs="?", default=Path("models/official"), help="of the checkpoints (%(default)s)"
     )
+    parser.add_argument("--files", action="store_true", help="read every file, load the networks on the CPU and speak")
     add_stack_options(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    try:
-        lines = list(examine(stack_options(args.models, args)))
-    except ValueError as error:  # of the options
-        lines = [(False, str(error))]
-    for passed, text in lines:
+    all_passed = True
+    for passed, text in checked(args):
         print(f"{'ok      ' if passed else 'problem '} {text}", flush=True)
-    return 0 if all(passed for passed, _ in lines) else 1
+        all_passed &= passed
+    return 0 if all_passed else 1
+
+
+def checked(args: argparse.Namespace) -> Iterator[Line]:
+    """Yield the lines of the checks that the options ask for."""
+    try:
+        options = stack_options(args.models, args)
+        yield from examine(options)
+        if args.files:
+            from cosyvoice_triton.offline.inspection import Inspection  # imports torch
+
+            yield from Inspection(options).lines()
+    except ValueError as error:  # of the options
+        yield False, str(error)
 
 
 def examine(options: StackOptions) -> Iterator[Line]:

@@ -5,9 +5,11 @@
     cosyvoice-triton evaluate models/demo --data my/manifest.jsonl --require 'error_rate<=0.2' 'dnsmos>=2.6'
     cosyvoice-triton evaluate models/cosyvoice3 --stack cosyvoice3 --data my/manifest.jsonl --prompt-rates 16000 24000
 
---data is the folder of seed-tts-eval (en/meta.lst, zh/meta.lst, each with its prompt-wavs/), or for --set own a
-manifest in the form of cosyvoice_triton/samples/manifest.jsonl. --audio adds rows for folders of ID.wav, such as
-upstream's speech; without a checkpoint only these are judged.
+--data is the folder of seed-tts-eval (en/meta.lst, zh/meta.lst, each with its prompt-wavs/; its repository,
+BytedanceSpeech/seed-tts-eval, says where), or for --set own a manifest in the form of
+cosyvoice_triton/samples/manifest.jsonl. Upstream's published figures are of whole utterances: beside them speech is
+judged whole, and streamed in a second row (--modes). --audio adds rows for folders of ID.wav, such as upstream's;
+without a checkpoint only these are judged.
 
 Judges are optional: pip install 'cosyvoice-triton[evaluate]' for Moonshine (words, English only) and DNSMOS, and pip
 install --no-deps Resemblyzer for speaker similarity. One that is not installed is named and its column left out.
@@ -110,6 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, command: str) -> int:
     """Speaks, judges and reports; returns 1 if a requirement is missed."""
+    if args.models is not None and not args.models.is_dir():
+        raise ValueError(f"there is no folder {args.models}: give that of the checkpoints, such as models/demo")
     sentences = speech.read_set(args.set, args.data, args.limit)
     panel = Panel(args.models, args.recogniser)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -122,11 +126,13 @@ def run(args: argparse.Namespace, command: str) -> int:
             llm_engine=args.llm_engine,
             settings=parse_settings(args.settings),
         )
-        spoken = [*speech.spoken(options, sentences, args.prompt_rates or [None], args.tasks, args.output), *spoken]
+        modes = args.modes or (["offline", "streaming"] if args.set != speech.OWN else ["streaming"])
+        how = sentences, args.prompt_rates or [None], modes, args.tasks, args.output
+        spoken = [*speech.spoken(options, *how), *spoken]
     found = {name: panel.judge(name, answers) for name, answers in spoken}
     rows = [report.summary(name, answers) for name, answers in found.items()]
     about = f"{args.set}, {len(sentences)} sentences; {platform.platform()}, host {host_ms():.1f} ms"
-    write(args.output, f"{about}. `cosyvoice-triton evaluate {command}`", args.set, rows, found, sentences)
+    write(args.output, f"{about}. `cosyvoice-triton evaluate {command}`", rows, found, sentences)
     missed = [line for row in rows for each in args.require if (line := each.missed_by(row))]
     for line in missed:
         print(f"missed: {line}", file=sys.stderr)
@@ -136,21 +142,19 @@ def run(args: argparse.Namespace, command: str) -> int:
 def write(
     output: Path,
     about: str,
-    set_name: str,
     rows: Sequence[report.Row],
     found: Mapping[str, Sequence[dict[str, Any]]],
     sentences: Sequence[Sample],
 ) -> None:
     """Print the table and write the three files of the report."""
-    table = report.markdown(rows, set_name)
+    table = report.markdown(rows)
     print(table)
     (output / "report.md").write_text(f"{about}\n\n{table}\n", encoding="utf-8")
     answers = {
         name: [{"id": each.id, **figures} for each, figures in zip(sentences, row, strict=True)]
         for name, row in found.items()
     }
-    published = report.PUBLISHED.get(set_name)
-    content = {"about": about, "rows": rows, "published": published, "answers": answers}
+    content = {"about": about, "rows": rows, "answers": answers}
     (output / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     report.plot(found, about, output / "report.png")
     print(f"written to {output}: the audio, report.md, report.json, report.png")
@@ -164,6 +168,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=positive_int, help="sentences, from the first")
     parser.add_argument("--audio", type=Path, nargs="+", default=[], metavar="DIR", help="folders of ID.wav")
     parser.add_argument("--recogniser", metavar="'PROGRAM {wav}'", help="instead of Moonshine")
+    parser.add_argument(
+        "--modes",
+        choices=("offline", "streaming"),
+        nargs="+",
+        help="whole or streamed, a row each (default: both with seed-tts sets, otherwise streaming)",
+    )
     parser.add_argument(
         "--prompt-rates", type=positive_int, nargs="+", metavar="HZ", help="recordings at these rates, a row each"
     )

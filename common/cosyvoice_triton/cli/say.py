@@ -1,24 +1,22 @@
-"""Speak a text at a running server or in this process, and write it to a file or play it.
+"""Speak a text at a running server or in this process, and write it to a file.
 
     cosyvoice-triton say "Good morning."                                       the demo's voice rms -> out/say.wav
-    cosyvoice-triton say "Good morning." --voice slt --play                    heard while it is being rendered
+    cosyvoice-triton say "Good morning." --voice slt
     cosyvoice-triton say "Good morning." --local                               without a server, with the demo voice
     cosyvoice-triton say "Good morning." --local models/official --stack unet
+    cosyvoice-triton say --source me.wav --voice slt                           a recording in another voice
     cosyvoice-triton say "Good morning." --server gpu1:8001 --reference anna.wav --reference-text "What she says."
 
-`cosyvoice-triton serve` starts a server. With --local the checkpoints are loaded first, which takes seconds. --play
-needs one of the programs aplay, ffplay or play (sox).
+`cosyvoice-triton serve` starts a server. With --local the checkpoints are loaded first, which takes seconds.
 """
 
 import argparse
 import itertools
-import shutil
-import subprocess
 import wave
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,17 +31,11 @@ from cosyvoice_triton.prepare import steps
 if TYPE_CHECKING:
     from cosyvoice_triton.speaker.speaker import Speaker
 
-# Programs that play 16-bit samples from their standard input.
-PLAYERS = (
-    ["aplay", "-q", "-f", "S16_LE", "-r", str(SAMPLE_RATE), "-c", "1", "-"],
-    ["ffplay", "-loglevel", "error", "-nodisp", "-autoexit", "-f", "s16le", "-ar", str(SAMPLE_RATE), "-"],
-    ["play", "-q", "-t", "raw", "-e", "signed", "-b", "16", "-r", str(SAMPLE_RATE), "-c", "1", "-"],
-)
-
 
 def build_parser() -> argparse.ArgumentParser:
     parser = command_parser(__doc__)
-    parser.add_argument("text", help="what to speak")
+    parser.add_argument("text", nargs="?", default="", help="what to speak")
+    parser.add_argument("--source", type=Path, help="instead of a text: a recording to convert, of up to two minutes")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--server", default=f"localhost:{GRPC_PORT}", help="gRPC address (default: %(default)s)")
     where.add_argument(
@@ -67,7 +59,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", type=Path, default=Path("out/say.wav"), help="24 kHz, 16 bit (default: %(default)s)"
     )
-    parser.add_argument("--play", action="store_true", help="play it instead of writing it")
     return parser
 
 
@@ -84,12 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             pronunciation=args.pronunciation,
             **({"timeout": args.timeout} if args.local is None else {}),
             **({"language": args.language} if args.language else {}),
+            **({"source": args.source} if args.source else {}),
             **dict(args.parameter),
         )
-        if args.play:
-            play(chunks)
-        else:
-            print(f"{write(chunks, args.output):.2f} s written to {args.output}")
+        print(f"{write(chunks, args.output):.2f} s written to {args.output}")
     return 0
 
 
@@ -121,20 +110,6 @@ def write(chunks: Iterator[np.ndarray], path: Path) -> float:
             return file.getnframes() / SAMPLE_RATE
     except OSError as error:
         raise OSError(f"cannot write to {path}: {error}; choose another with --output") from None
-
-
-def play(chunks: Iterator[np.ndarray]) -> None:
-    """Play the chunks as they arrive. Raise OSError if no player is installed, or it fails."""
-    if (command := next((each for each in PLAYERS if shutil.which(each[0])), None)) is None:
-        raise OSError(f"no player is installed, one of {', '.join(each[0] for each in PLAYERS)}: leave out --play")
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as player:
-        pipe: IO[bytes] | None = player.stdin
-        assert pipe is not None
-        for chunk in chunks:
-            pipe.write(samples(chunk))
-            pipe.flush()
-    if player.returncode:
-        raise OSError(f"{command[0]} ended with code {player.returncode}")
 
 
 def samples(chunk: np.ndarray) -> bytes:

@@ -5,6 +5,7 @@
     cosyvoice-triton voice list models/official
     cosyvoice-triton voice export models/official anna
     cosyvoice-triton voice import models/other anna.zip
+    cosyvoice-triton voice export models/official anna --format spk2info   for upstream's code
     cosyvoice-triton voice delete models/official anna
 
 `add` encodes the recording once, now, and writes MODELS/voices/NAME.safetensors. A running server reads the file when a
@@ -25,7 +26,7 @@ from cosyvoice_triton.arguments import command_parser, reporting_errors
 from cosyvoice_triton.cli.pronunciation import words
 from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.server.response_cache import empty_redis
-from cosyvoice_triton.voice.book import VoiceBook
+from cosyvoice_triton.voice.book import SPK2INFO, VoiceBook
 from cosyvoice_triton.voice.bundle import export_voice, read_bundle
 from cosyvoice_triton.voice.files import delete_voice, is_voice_name, register_voice
 from cosyvoice_triton.voice.rights import Rights
@@ -47,7 +48,13 @@ def build_parser() -> argparse.ArgumentParser:
     for action in (add, delete, export):
         action.add_argument("name", help="name of the voice in requests: letters of any script, digits, spaces, -_.")
     delete.add_argument("--redis", metavar="HOST:PORT", help="also empty this response cache of the servers")
-    export.add_argument("--output", type=Path, help="default: NAME.zip")
+    export.add_argument("--output", type=Path, help="default: NAME.zip, or spk2info.pt, to which the voice is added")
+    export.add_argument(
+        "--format",
+        choices=("bundle", "spk2info"),
+        default="bundle",
+        help="bundle (default): for `import`; spk2info: what upstream's save_spkinfo writes",
+    )
     imported.add_argument("file", type=Path)
     imported.add_argument("--name", help="instead of its own")
     listed.add_argument("--jsonl", action="store_true", help="an object for each, with its consent and age")
@@ -55,9 +62,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--reference-audio", type=Path, required=True, help="any sample rate and channel count, 0.5 to 30 s"
     )
     add.add_argument("--reference-text", default="", help="transcript of the recording, word for word")
+    add.add_argument("--instruct-text", default="", help="how the voice speaks, unless a request says how")
     add.add_argument("--pronunciation", type=words, metavar="FILE", help="words that the voice pronounces differently")
     add.add_argument("--consent", default="", help="the speaker's consent, or where it is kept; stored with the voice")
-    add.add_argument("--no-trim", action="store_true", help="keep the silence at its ends, and an abrupt end")
+    add.add_argument("--trim", action="store_true", help="cut the silence at its ends to 0.2 s, mend an abrupt end")
     add.add_argument("--replace", action="store_true", help="overwrite an existing voice")
     return parser
 
@@ -72,13 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         from cosyvoice_triton.prepare.voice import add_voice  # imports torch, which takes a second
 
         source = args.reference_audio, args.reference_text
-        add_voice(options, args.name, *source, args.replace, args.pronunciation, not args.no_trim, args.consent)
+        kept = args.replace, args.pronunciation, args.trim, args.consent, args.instruct_text
+        add_voice(options, args.name, *source, *kept)
         return 0
     book = VoiceBook(options.voices_dir, options.checkpoint_dir, str)
     if args.action == "delete":
         delete_voice(options.voices_dir, args.name)
         if args.redis:
             empty_redis(args.redis)
+    elif args.action == "export" and args.format == "spk2info":
+        from cosyvoice_triton.prepare.voice import export_spk2info
+
+        print(f"written to {export_spk2info(options, args.name, args.output or Path(SPK2INFO))}")
     elif args.action == "export":
         output = args.output or Path(f"{args.name}.zip")
         output.write_bytes(export_voice(options.voices_dir, book, args.name))

@@ -21,7 +21,9 @@ def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reference-audio", type=Path, help="the voice: any rate and channel count, 0.5 to 30 s")
     parser.add_argument("--reference-text", help="transcript of the reference audio; without it: cross-lingual cloning")
     parser.add_argument("--speaker", help="a registered voice, instead of --reference-audio")
-    parser.add_argument("--instruct-text", help='how to speak, e.g. "Speak slowly."; not with --reference-text')
+    parser.add_argument(
+        "--instruct-text", help='how to speak, e.g. "Speak slowly."; beside --reference-text: CosyVoice3 only'
+    )
     parser.add_argument("--cross-lingual", action="store_true", help="keep a --speaker's timbre but not their language")
     parser.add_argument("--language", help="of the text: zh, en, ja, ko, de, fr, es, it, ru; without it: guessed")
     default, others = stacks.DEFAULT.orchestrator, stacks.orchestrators()[1:]

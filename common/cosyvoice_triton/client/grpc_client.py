@@ -6,6 +6,7 @@ A connection carries any number of requests at once; each is cancelled with the 
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -129,15 +130,23 @@ def _parameters(request: Utterance) -> Parameters | None:
 
 
 async def _requests(model: str, request: Utterance) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield one request; a text in pieces is a sequence of them: START with the voice, END after the last piece."""
-    first = {"model_name": model, "inputs": request.tensors(InferInput), "parameters": _parameters(request)}
-    if request.pieces is None:
-        yield first
+    """Yield one request; what comes in pieces is a sequence of them: START with the voice, of speech also with the
+    first piece, END after the last one."""
+    about = {"model_name": model, "parameters": _parameters(request)}
+    if request.pieces is None and request.source_pieces is None:
+        yield about | {"inputs": request.tensors(InferInput)}
         return
     sequence = {"model_name": model, "sequence_id": 1 + secrets.randbelow(2**63 - 1)}
-    yield first | sequence | {"sequence_start": True}
-    async for piece in request.pieces:
-        yield sequence | {"inputs": Utterance(piece).tensors(InferInput)}
+    start = about | sequence | {"sequence_start": True}
+    if request.pieces is not None:
+        yield start | {"inputs": request.tensors(InferInput)}
+        async for text in request.pieces:
+            yield sequence | {"inputs": Utterance(text).tensors(InferInput)}
+    elif request.source_pieces is not None:
+        async for samples in request.source_pieces:
+            piece = replace(request if start else Utterance(""), source=samples)
+            yield (start or sequence) | {"inputs": piece.tensors(InferInput)}
+            start = {}
     yield sequence | {"inputs": Utterance("").tensors(InferInput), "sequence_end": True}
 
 

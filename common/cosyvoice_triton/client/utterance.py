@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -25,41 +25,54 @@ KEY_SAMPLES = 1024  # of a recording, that make its key
 _TEXTS = ("reference_text", "speaker", "instruct_text", "target_text")  # of an utterance: input tensors
 
 Parameters = dict[str, int | float | str | bool]
+PieceT = TypeVar("PieceT", str, np.ndarray)
 
 
-class TextPieces:
-    """A text while it is being written: readers get its pieces as they are added, each reader from the beginning."""
+class Pieces(Generic[PieceT]):
+    """A text while it is being written, or samples while somebody speaks: readers get the pieces as they are added,
+    each reader from the beginning. join: makes one of several."""
 
-    def __init__(self) -> None:
-        self.chars = 0
+    def __init__(self, join: Callable[[list[PieceT]], PieceT]) -> None:
+        self.length = 0  # characters or samples
         self.ended = False
-        self._pieces: list[str] = []
+        self._join: Callable[[list[PieceT]], PieceT] = join
+        self._pieces: list[PieceT] = []
         self._changed = asyncio.Event()
 
-    def add(self, piece: str) -> None:
+    def add(self, piece: PieceT) -> None:
         """Add a piece; not after the end."""
         assert not self.ended
-        self._pieces.append(piece)
-        self.chars += len(piece)
-        self._changed.set()
+        if len(piece):
+            self._pieces.append(piece)
+            self.length += len(piece)
+            self._changed.set()
 
     def end(self) -> None:
         """Say that there are no further pieces."""
         self.ended = True
         self._changed.set()
 
-    async def __aiter__(self) -> AsyncGenerator[str, None]:
+    async def __aiter__(self) -> AsyncGenerator[PieceT, None]:
         """Yield the pieces, several as one if they have been added since the last one was read."""
         read = 0
         while True:
-            if piece := "".join(self._pieces[read:]):
-                read = len(self._pieces)
-                yield piece
+            if new := self._pieces[read:]:
+                read += len(new)
+                yield self._join(new)
             elif self.ended:
                 return
             else:
                 self._changed.clear()
                 await self._changed.wait()
+
+
+def text_pieces() -> Pieces[str]:
+    return Pieces("".join)
+
+
+def sound_pieces() -> Pieces[np.ndarray]:
+    """Return those of samples, float32 (N,)."""
+    return Pieces(np.concatenate)
 
 
 @dataclass(frozen=True)
@@ -69,7 +82,8 @@ class Utterance:
     reference: float32 (T,) at `reference_sample_rate` Hz, mono; without `reference_text` the voice is cloned
     cross-lingually. speaker: a registered voice, instead of a recording. instruct_text: how to speak. parameters:
     request parameters such as `seed`. pieces: the text while it is being written, after `target_text`; for streamed
-    requests.
+    requests. source: speech to convert to the voice instead of a text, float32 (T,) at `source_sample_rate` Hz, or
+    `source_pieces` of it while it is spoken.
     """
 
     target_text: str
@@ -78,8 +92,11 @@ class Utterance:
     parameters: Parameters = field(default_factory=dict)
     speaker: str | None = None
     instruct_text: str | None = None
-    pieces: TextPieces | None = field(default=None, repr=False)
+    pieces: Pieces[str] | None = field(default=None, repr=False)
     reference_sample_rate: int = PROMPT_SAMPLE_RATE
+    source: np.ndarray | None = field(default=None, repr=False)
+    source_sample_rate: int = PROMPT_SAMPLE_RATE
+    source_pieces: Pieces[np.ndarray] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Raise ValueError naming a value that cannot be encoded: grpc.aio would end such a request as if it were
@@ -114,6 +131,9 @@ class Utterance:
             arrays["reference_wav_len"] = ("INT32", np.array([[wav.size]], dtype=np.int32))
             if self.reference_sample_rate != PROMPT_SAMPLE_RATE:  # upstream's server does not know this input
                 arrays["reference_sample_rate"] = ("INT32", np.array([[self.reference_sample_rate]], dtype=np.int32))
+        if self.source is not None:
+            arrays["source_wav"] = ("FP32", np.ascontiguousarray(self.source, dtype=np.float32)[None])
+            arrays["source_sample_rate"] = ("INT32", np.array([[self.source_sample_rate]], dtype=np.int32))
         for name in _TEXTS:
             if (text := getattr(self, name)) is not None:
                 arrays[name] = ("BYTES", np.array([[text.encode("utf-8")]], dtype=np.object_))

@@ -207,7 +207,7 @@ class Similarity:
             samples, 400, 160, window=torch.hann_window(400), pad_mode="constant", return_complex=True
         )  # (201, T)
         mel = spectrum.abs().square().T @ self._filters  # (T, 40)
-        starts = range(0, max(1, len(mel) - self.WINDOW + self.STEP // 4), self.STEP)  # the last one may be padded
+        starts = range(0, max(1, len(mel) - self.WINDOW + self.WINDOW // 4), self.STEP)  # the last one may be padded
         mel = torch.nn.functional.pad(mel, (0, 0, 0, max(0, starts[-1] + self.WINDOW - len(mel))))
         _, (hidden, _) = self._lstm(torch.stack([mel[at : at + self.WINDOW] for at in starts]))
         vectors = torch.nn.functional.normalize(self._linear(hidden[-1]).relu(), dim=1)

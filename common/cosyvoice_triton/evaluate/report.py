@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.evaluate.speech import SpokenSentence
-from cosyvoice_triton.load.audible import leading_silence
 from cosyvoice_triton.load.plot import figure, save
 
 Row = dict[str, Any]
@@ -31,25 +31,13 @@ COLUMNS = {
     "dnsmos": Column("DNSMOS", ".2f", "dnsmos"),
     "similarity": Column("similarity", ".2f", "similarity"),
     "rtf": Column("RTF", ".2f", "rtf"),
-    "first_chunk_ms": Column("first chunk, ms", ".0f", "first_chunk_ms"),
+    "first_audible_ms": Column("first audible, ms", ".0f", "first_audible_ms"),
+    "first_audible_p95_ms": Column("p95", ".0f"),
+    "first_chunk_ms": Column("first chunk, ms", ".0f"),
     "leading_silence_ms": Column("leading silence, ms", ".0f", "leading_silence_ms"),
+    "leading_silence_p95_ms": Column("p95", ".0f"),
     "silent": Column("silent", ".1%"),
     "clipped": Column("clipped", ".1%"),
-}
-# Upstream's README: system, wrong words in percent, similarity. Judged by Whisper and Paraformer, and by WavLM.
-PUBLISHED = {
-    "seed-tts-en": (
-        ("a human", 2.14, 73.4),
-        ("CosyVoice2", 2.57, 65.9),
-        ("CosyVoice3", 2.24, 71.8),
-        ("CosyVoice3, llm.rl.pt", 1.68, 69.5),
-    ),
-    "seed-tts-zh": (
-        ("a human", 1.26, 75.5),
-        ("CosyVoice2", 1.45, 75.7),
-        ("CosyVoice3", 1.21, 78.0),
-        ("CosyVoice3, llm.rl.pt", 0.81, 77.4),
-    ),
 }
 FULL_SCALE = 0.98  # HiFT limits its audio to 0.99
 
@@ -95,6 +83,8 @@ def measures(answer: SpokenSentence) -> dict[str, float]:
     if outcome is not None:
         found |= {"total": outcome.total, "seconds": outcome.seconds, "rtf": outcome.total / outcome.seconds}
         found["first_chunk_ms"] = 1000 * outcome.arrivals[0]
+        if (heard := outcome.audible()) is not None:
+            found["first_audible_ms"] = 1000 * heard
     return found
 
 
@@ -112,27 +102,21 @@ def summary(name: str, found: Sequence[Mapping[str, Any]]) -> Row:
     row["error_rate"], row["rtf"] = ratio("errors", "units"), ratio("total", "seconds")
     for key in ("dnsmos", "similarity", "silent", "clipped"):
         row[key] = float(np.mean(values(key))) if values(key) else None
-    for key in ("first_chunk_ms", "leading_silence_ms"):
+    for key in ("first_audible_ms", "first_chunk_ms", "leading_silence_ms"):
         row[key] = float(np.median(values(key))) if values(key) else None
+    for key in ("first_audible", "leading_silence"):
+        found_ms = values(f"{key}_ms")
+        row[f"{key}_p95_ms"] = float(np.percentile(found_ms, 95)) if found_ms else None
     return row
 
 
-def markdown(rows: Sequence[Row], set_name: str) -> str:
-    """Return the table, without columns that no row has, with upstream's published figures."""
-    published = [
-        {"name": f"{system}, as published", "error_rate": wrong / 100, "similarity": alike / 100}
-        for system, wrong, alike in PUBLISHED.get(set_name, ())
-    ]
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the table, without columns that no row has."""
     shown = {name: column for name, column in COLUMNS.items() if any(row[name] is not None for row in rows)}
     lines = [f"| | {' | '.join(column.heading for column in shown.values())} |", "|---" * (len(shown) + 1) + "|"]
-    for row in [*rows, *published]:
-        cells = ["" if row.get(name) is None else f"{row[name]:{column.format}}" for name, column in shown.items()]
+    for row in rows:
+        cells = ["" if row[name] is None else f"{row[name]:{column.format}}" for name, column in shown.items()]
         lines.append(f"| {row['name']} | {' | '.join(cells)} |")
-    if published:
-        lines += [
-            "",
-            "Upstream's judges were Whisper or Paraformer, and WavLM for similarity, which has another scale.",
-        ]
     return "\n".join(lines)
 
 

@@ -1,8 +1,10 @@
 """The speech to judge: the answers of a stack in this process, or a folder of files."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -47,26 +49,32 @@ def read_set(name: str, data: Path, limit: int | None) -> list[Sample]:
 
 
 def spoken(
-    options: StackOptions, samples: Sequence[Sample], rates: Sequence[int | None], tasks: int, output: Path
+    options: StackOptions,
+    samples: Sequence[Sample],
+    rates: Sequence[int | None],
+    modes: Sequence[Literal["streaming", "offline"]],
+    tasks: int,
+    output: Path,
 ) -> Iterator[tuple[str, list[SpokenSentence]]]:
-    """Yield a name and the answers, for each rate of the recordings; None keeps theirs.
+    """Yield a name and the answers, for each rate of the recordings, None for their own, and each mode, "offline" or
+    "streaming".
 
     tasks: requests at once. output: a folder for the audio. ClientError or ValueError.
     """
     with Speaker.of(options) as speaker:
-        for rate in rates:
-            name = options.stack + (f"-{rate}" if rate else "")
+        for rate, mode in itertools.product(rates, modes):
+            name = options.stack + (f"-{rate}" if rate else "") + ("-whole" if mode == "offline" else "")
             jobs = [LoadJob(each.id, _utterance(each, seed, rate)) for seed, each in enumerate(samples)]
             load = Load(
                 servers=[HERE],
                 model=options.orchestrator,
-                mode="streaming",
+                mode=mode,
                 jobs=jobs,
                 warmup=jobs[:MIN_WARMUP],
                 tasks=tasks,
                 audio_dir=output / name,
             )
-            run = measured(load, name, 5, {HERE: SpeakerDoor(speaker)})
+            run = measured(load, name, 5, {HERE: SpeakerDoor(speaker, mode)})
             if run.interrupted:
                 raise KeyboardInterrupt
             outcomes = {outcome.id: outcome for outcome in run.outcomes}

@@ -20,32 +20,3 @@ from cosyvoice_triton.kernels.sampling import begin, sample
 from cosyvoice_triton.kernels.snake import snake
 from cosyvoice_triton.kernels.tiles import uses_tensor_cores
 from cosyvoice_triton.kernels.vocoder import FrameConvolution, Lengths, convolve_frames, snake_factors
-
-__all__ = [
-    "FrameConvolution",
-    "Lengths",
-    "add_norm_mish",
-    "append",
-    "apply_rope",
-    "attend_blocks",
-    "attend_paged",
-    "attend_pages",
-    "attend_relative",
-    "begin",
-    "convolve_frames",
-    "convolve_groups",
-    "gated",
-    "gated_tma",
-    "linear",
-    "linear_residual",
-    "project_heads",
-    "project_heads_tma",
-    "rms_norm",
-    "rms_norm_linear",
-    "rotate_first_head",
-    "sample",
-    "silu_and_mul",
-    "snake",
-    "snake_factors",
-    "uses_tensor_cores",
-]

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -25,13 +25,14 @@ FinishReason = Literal["stop", "length"]
 class LLMPrompt:
     """One utterance to speak. `prompt_tokens` are speech ids 0..6560 of the reference, `prompt_text` its transcript.
 
-    `instruction`, how to speak, takes the place of both. Cross-lingual mode leaves all three empty: the LLM then gets
-    only the text. `generated`: speech ids of this utterance that the LLM has made already and is to continue.
-    `ids`: the whole prompt as ids of the LLM, in place of the template, see `interleaving`; then the texts and
-    `generated` only bound the length of the answer.
+    `instruction`: how to speak; CosyVoice2 follows one only without the other two. Cross-lingual mode leaves all three
+    empty: the LLM then gets only the text. `generated`: speech ids of this utterance that the LLM has made already and
+    is to continue. `ids`: the whole prompt as ids of the LLM, in place of the template, see `interleaving`; then the
+    texts and `generated` only bound the length of the answer.
 
-    Two hints for the order of work: `urgent_tokens`, how many of the answer's tokens a listener waits for who has no
-    audio yet; `played`, whether a listener hears the speech while it is made, and so needs TOKEN_RATE of them a second.
+    Hints for the order of work: `urgent_tokens`, how many of the answer's tokens a listener waits for who has no audio
+    yet; `silent_tokens`, speech ids of which those at its start are not spoken, but the last ONSET_TOKENS; `played`,
+    whether a listener hears the speech while it is made, and so needs TOKEN_RATE of them a second.
     """
 
     target_text: str
@@ -41,6 +42,7 @@ class LLMPrompt:
     generated: Sequence[int] = field(default=(), repr=False)
     ids: Sequence[int] = field(default=(), repr=False)
     urgent_tokens: int = field(default=URGENT_TOKENS, compare=False)
+    silent_tokens: Collection[int] = field(default=(), compare=False, repr=False)
     played: bool = field(default=False, compare=False)
 
     @property
@@ -156,44 +158,22 @@ class Timeouts:
 
 
 class TokenChunk(NamedTuple):
-    """Speech ids 0..6560 as they arrived, and in the final chunk the reason of the end."""
+    """Speech ids 0..6560 as they arrived, possibly none, and in the final chunk the reason of the end: "stop", or
+    "length" if `max_tokens` cut the speech short."""
 
     tokens: list[int]
     finish_reason: FinishReason | None = None
 
 
-class TokenStream:
-    """Async iterator over lists of speech ids 0..6560, in the order and grouping in which they arrive.
-
-    Iterate and close it in one task, or close it after the iterating task has ended. After exhaustion
-    `finish_reason` is "stop", or "length" if `max_tokens` cut the speech short. Iterating raises UnavailableError if
-    the LLM is down, silent or stops midway, and ValueError if it rejects the request.
-    """
-
-    def __init__(self, chunks: AsyncGenerator[TokenChunk, None]) -> None:
-        self.finish_reason: FinishReason | None = None
-        self._chunks = chunks
-
-    def __aiter__(self) -> "TokenStream":
-        return self
-
-    async def __anext__(self) -> list[int]:
-        async for tokens, finish_reason in self._chunks:
-            self.finish_reason = finish_reason or self.finish_reason
-            if tokens:
-                return tokens
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        """Cancel the request at the LLM if it still runs, and release it. Idempotent."""
-        await self._chunks.aclose()
-
-
 class SpeechLM(Protocol):
     """Generates speech tokens: a client of an LLM server or an engine in this process."""
 
-    def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
-        """Return a stream of the speech tokens of `prompt`. Its first iteration sends the request."""
+    def generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the speech tokens of `prompt` as they arrive. The first iteration sends the request; closing the
+        generator cancels it at the LLM if it still runs.
+
+        Raises UnavailableError if the LLM is down, silent or stops midway, and ValueError if it rejects the request.
+        """
         ...
 
     async def aclose(self) -> None:

@@ -24,7 +24,6 @@ from cosyvoice_triton.llm.interface import (
     Sampling,
     SpeechLM,
     TokenChunk,
-    TokenStream,
 )
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.text import is_speakable
@@ -100,13 +99,13 @@ class InterleavedLM:
 
     def generate(
         self, prompt: LLMPrompt, pieces: AsyncIterator[str], sampling: Sampling, limit: int | None = None
-    ) -> TokenStream:
-        """Return a stream of the speech of `pieces`, at most `limit` tokens, in the voice of `prompt`, whose own target
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the speech of `pieces`, at most `limit` tokens, in the voice of `prompt`, whose own target
         text is not used.
 
         Iterating it raises what `pieces` and the LLM raise, and ValueError if the text is empty.
         """
-        return TokenStream(InterleavedSpeech(self._llm, self._tokenizer, prompt, sampling, limit).generate(pieces))
+        return InterleavedSpeech(self._llm, self._tokenizer, prompt, sampling, limit).generate(pieces)
 
 
 class InterleavedSpeech:
@@ -172,9 +171,9 @@ class InterleavedSpeech:
         seed = None if sampling.seed is None else (sampling.seed + done) % (MAX_SEED + 1)
         part = replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
         prompt = LLMPrompt(self._text, generated=self._generated, ids=self._sequence.ids)
-        async with aclosing(self._llm.generate(prompt, part)) as stream:
-            async for tokens in stream:
+        async with aclosing(self._llm.generate(prompt, part)) as chunks:
+            async for tokens, reason in chunks:
                 self._generated += tokens
+                self._reason = reason
                 yield TokenChunk(tokens)
-        self._reason = stream.finish_reason
         self._sequence.spoke(self._tokenizer.to_llm_ids(self._generated[done:]).tolist())

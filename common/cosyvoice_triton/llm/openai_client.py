@@ -12,7 +12,7 @@ import aiohttp
 from async_timeout import timeout
 
 from cosyvoice_triton.errors import UnavailableError
-from cosyvoice_triton.llm.interface import LengthRatios, LLMPrompt, Sampling, Timeouts, TokenChunk, TokenStream
+from cosyvoice_triton.llm.interface import LengthRatios, LLMPrompt, Sampling, Timeouts, TokenChunk
 from cosyvoice_triton.llm.openai_dialects import DIALECTS, Body, CompletionRequest, Dialect, EventReader
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.monitoring import tracing
@@ -60,14 +60,11 @@ class OpenAILM:
         self._ratios = ratios or LengthRatios()
         self._session: aiohttp.ClientSession | None = None  # created by the first request: it needs a running loop
 
-    def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
-        return TokenStream(self._generate(prompt, sampling))
-
     async def aclose(self) -> None:
         if self._session is not None:
             await self._session.close()
 
-    async def _generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
         sampling = self._ratios.bound(sampling, prompt, self._tokenizer.text_length(prompt.target_text))
         request = CompletionRequest(prompt, sampling, self._tokenizer)
         clock = asyncio.get_running_loop().time

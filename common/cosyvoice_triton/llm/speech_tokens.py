@@ -92,7 +92,7 @@ class LLMTokenizer:
     def encode_prompt(self, prompt: LLMPrompt) -> np.ndarray:
         """Return the token ids (n,) of the template `<|sos|>{prompt text}{target text}<|task_id|>{speech tokens}`.
 
-        The prompt text is the transcript or the instruction, after CosyVoice3's system words. It is tokenized apart
+        The prompt text is the instruction, after CosyVoice3's system words, and the transcript. It is tokenized apart
         from the target text, as by upstream's `CosyVoiceFrontEnd`: no token spans both.
         """
         if prompt.ids:
@@ -132,12 +132,14 @@ class LLMTokenizer:
 
     def _texts(self, prompt: LLMPrompt) -> tuple[str, str]:
         """Return prompt and target text, with no control token except the one that ends an instruction."""
-        instruction, transcript = strip_control_tokens(prompt.instruction), strip_control_tokens(prompt.prompt_text)
-        if instruction and self.rules.system:
-            instruction = f" {instruction.strip().removeprefix(self.rules.system).strip()}"
-        before = self.rules.system + instruction
-        before += self.rules.end_of_prompt if before else ""
-        return before + ("" if instruction else transcript), strip_control_tokens(prompt.target_text)
+        instruction, transcript = (
+            strip_control_tokens(prompt.instruction).strip(),
+            strip_control_tokens(prompt.prompt_text),
+        )
+        if self.rules.system:
+            instruction = f"{self.rules.system} {instruction.removeprefix(self.rules.system).strip()}".strip()
+        before = instruction + self.rules.end_of_prompt if instruction else ""
+        return before + transcript, strip_control_tokens(prompt.target_text)
 
     def text_ids(self, text: str) -> list[int]:
         """Return the ids of a text without control tokens."""

@@ -23,7 +23,6 @@ from cosyvoice_triton.llm.interface import (
     Sampling,
     Timeouts,
     TokenChunk,
-    TokenStream,
 )
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.monitoring import tracing
@@ -54,6 +53,7 @@ NEUTRAL_INPUTS = {
     "return_context_logits": False,
     "return_generation_logits": False,
 }
+MAX_SILENT_IDS = 256
 RESPONSE_OUTPUTS = ("output_ids", "sequence_length")
 ALL_INPUTS = (*INPUTS, *SAMPLING_INPUTS, *UNSUPPORTED_INPUTS, *NEUTRAL_INPUTS)
 
@@ -79,9 +79,11 @@ def request_tensors(input_ids: np.ndarray, sampling: Sampling, end_id: int) -> d
     return tensors
 
 
-def request_parameters(prompt: LLMPrompt, sampling: Sampling) -> dict[str, str]:
+def request_parameters(prompt: LLMPrompt, sampling: Sampling, first_speech_id: int) -> dict[str, str]:
     """Return what has no tensor, as text because request parameters cannot be floats."""
     parameters = {"urgent_tokens": str(prompt.urgent_tokens), "played": str(int(prompt.played))}
+    if prompt.urgent_tokens and prompt.silent_tokens:
+        parameters["silent_ids"] = " ".join(str(first_speech_id + token) for token in prompt.silent_tokens)
     if sampling.ras_window:
         parameters |= {"ras_window": str(sampling.ras_window), "ras_tau": str(sampling.ras_tau)}
     return parameters
@@ -117,6 +119,7 @@ def generation_request(
         tuple(dict.fromkeys((*end_ids, end_id))),
         urgent_tokens,
         bool(_parameter(parameters, "played", int, 0)),
+        _silent_ids(parameters),
     )
 
 
@@ -137,18 +140,21 @@ def output_tensors(tokens: Sequence[int]) -> dict[str, np.ndarray]:
     }
 
 
-def output_tokens(outputs: Tensors) -> list[int]:
-    """Return the new ids in one response: `output_ids` (1, 1, n), padded after `sequence_length` (1, 1)."""
-    length = int(outputs["sequence_length"].reshape(-1)[0])
-    return outputs["output_ids"].reshape(-1)[:length].tolist()
-
-
 def _parameter(parameters: Mapping[str, object], name: str, kind: type[NumberT], default: NumberT) -> NumberT:
     value = parameters.get(name, default)
     try:
         return kind(str(value))
     except ValueError:
         raise ValueError(f"request parameter {name} must be a number, not {str(value)[:80]!r}") from None
+
+
+def _silent_ids(parameters: Mapping[str, object]) -> frozenset[int]:
+    given = str(parameters.get("silent_ids", "")).split()
+    if len(given) > MAX_SILENT_IDS or not all(each.isascii() and each.isdecimal() and len(each) < 8 for each in given):
+        raise ValueError(
+            f"request parameter silent_ids must be up to {MAX_SILENT_IDS} ids, not {' '.join(given)[:80]!r}"
+        )
+    return frozenset(map(int, given))
 
 
 def _reject_unsupported(tensors: Tensors) -> None:
@@ -189,20 +195,18 @@ class TritonLM:
         self._ratios = ratios or LengthRatios()
         self._bias = bias
 
-    def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
-        return TokenStream(self._generate(prompt, sampling))
-
     async def aclose(self) -> None:
         """Close the connection."""
         await self._streams.aclose()
 
-    async def _generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the speech tokens of `prompt`, see `SpeechLM`."""
         sampling = self._ratios.bound(sampling, prompt, self._tokenizer.text_length(prompt.target_text))
         if self._bias is not None:
             sampling = sampling.seeded()
         input_ids = self._tokenizer.encode_prompt(prompt)
         inputs = request_tensors(input_ids, sampling, self._tokenizer.end_ids[0])
-        parameters = request_parameters(prompt, sampling) | tracing.carried()
+        parameters = request_parameters(prompt, sampling, self._tokenizer.first_speech_id) | tracing.carried()
         if self._bias is not None:  # the C++ backend, which reads no parameters
             inputs["embedding_bias"] = self._bias[None]
             if sampling.ras_window:
@@ -217,7 +221,8 @@ class TritonLM:
                         outputs = await anext(responses, None)
                     if outputs is None:
                         break
-                    llm_ids = output_tokens(outputs)
+                    length = outputs["sequence_length"].item()
+                    llm_ids = outputs["output_ids"].reshape(-1)[:length].tolist()  # padded after it
                     generated += len(llm_ids)
                     ended = not ends.isdisjoint(llm_ids)
                     wait = self._timeouts.token

@@ -215,13 +215,17 @@ class WebSocketSession:
 
 class SpeakerDoor(Door):
     """A speaker in this process: an object whose `astream(text, **options)`, with the options of `api.Client.stream`,
-    yields float32 (N,)."""
+    yields float32 (N,), and whose `aspeak` returns the whole of it.
 
-    def __init__(self, speaker: Any) -> None:
-        self._speaker = speaker
+    mode: "streaming" or "offline".
+    """
+
+    def __init__(self, speaker: Any, mode: str = "streaming") -> None:
+        self._speaker, self._streams = speaker, mode == "streaming"
 
     async def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
-        chunks = self._speaker.astream(
+        speak = self._speaker.astream if self._streams else self._whole
+        chunks = speak(
             request.target_text,
             voice=request.speaker,
             reference=request.reference,
@@ -244,6 +248,9 @@ class SpeakerDoor(Door):
             raise failures.refused(
                 unavailable_message(error) if isinstance(error, OverloadedError) else error
             ) from error
+
+    async def _whole(self, text: str, **options: Any) -> AsyncGenerator[Any, None]:
+        yield await self._speaker.aspeak(text, **options)
 
 
 def recording_of(request: Utterance) -> bytes:

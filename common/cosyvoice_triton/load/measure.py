@@ -1,6 +1,5 @@
 """Results of one request and of a run. Times are seconds of one clock; `figures` converts them to ms."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,6 @@ from cosyvoice_triton.playback import PLAYER_SECONDS
 PERCENTILES = (50, 90, 95, 99)
 CANCELLED = "cancelled by the caller"  # the error of a request that its job has cancelled
 HUNG = "nothing for "  # how the error of one begins that was silent for too long
-MINUTE = 60.0
 TRANSPORT = "transport"  # the rest of the first chunk's latency: network, server front end, queues, client
 
 
@@ -145,7 +143,6 @@ class Run:
     elapsed: from the start of the first request to the end of the last. unsent: requests not made because no server was
     left or the run was interrupted. lost: servers that stopped answering, and how. client_lag: scheduling delay of this
     process, 95th percentile. models, vocoder: counters of the servers, see `statistics`; `vocoder` is token2wav's.
-    memory: when it was read, and bytes by the name of their metric.
     """
 
     outcomes: Sequence[RequestOutcome]
@@ -156,7 +153,6 @@ class Run:
     client_lag: float = 0.0
     models: Sequence[ModelTimes] = ()
     vocoder: dict[str, Any] | None = None
-    memory: Sequence[tuple[float, dict[str, float]]] = ()
 
     @property
     def good(self) -> list[RequestOutcome]:
@@ -212,22 +208,6 @@ class Run:
             "vocoder": self.vocoder,
             "client_lag_p95_ms": _ms(self.client_lag),
             "cancelled": sum(outcome.cancelled for outcome in self.outcomes),
-            "minutes": [self._minute(number) for number in range(math.ceil(self.elapsed / MINUTE))],
-        }
-
-    def _minute(self, number: int) -> dict[str, Any]:
-        """Return figures of the requests that were sent in a minute of the run, and of the memory at its end."""
-        sent = Run([outcome for outcome in self.outcomes if outcome.begun // MINUTE == number], elapsed=MINUTE)
-        audible = (at for outcome in sent.good if (at := outcome.audible()) is not None)
-        memory = [read for at, read in self.memory if at // MINUTE == number]
-        return {
-            "requests": len(sent.outcomes),
-            "refused": len(sent.refused),
-            "errors": len(sent.failed),
-            "cancelled": sum(outcome.cancelled for outcome in sent.outcomes),
-            "audible_ms": distribution(audible),
-            "share_without_gap": _share_without([outcome.played().worst_gap for outcome in sent.good]),
-            "memory": memory[-1] if memory else {},
         }
 
 

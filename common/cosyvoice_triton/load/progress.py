@@ -13,14 +13,14 @@ SHOWN_ERRORS = 5  # the rest are in the report
 
 
 class Progress:
-    """Show how many requests have ended, and the first chunks of the latest. interval: see `runner.measured`."""
+    """Show how many requests have ended, and when the latest were heard. interval: see `runner.measured`."""
 
     def __init__(self, total: int, title: str, interval: int) -> None:
         self._total = total
         self._title = title
         self._interval = interval
         self._bar: tqdm[None] | None = None
-        self._first_chunks: deque[float] = deque(maxlen=RECENT)
+        self._audible: deque[float] = deque(maxlen=RECENT)
         self._answered = 0
         self._errors = self._refused = 0
         self._percentiles = ""
@@ -42,10 +42,11 @@ class Progress:
                 self._bar.write(f"failed: {outcome.id}: {outcome.error}{more}", file=sys.stderr)
         elif not outcome.error:
             self._answered += 1
-            self._first_chunks.append(1000 * outcome.arrivals[0])
-            if self._answered == 1 or self._answered % self._interval == 0:
-                p50, p95 = np.percentile(self._first_chunks, (50, 95))
-                self._percentiles = f"first chunk p50 {p50:.0f} p95 {p95:.0f} ms, "
+            if (audible := outcome.audible()) is not None:
+                self._audible.append(1000 * audible)
+            if self._audible and (self._answered == 1 or self._answered % self._interval == 0):
+                p50, p95 = np.percentile(self._audible, (50, 95))
+                self._percentiles = f"first audible p50 {p50:.0f} p95 {p95:.0f} ms, "
         self._bar.set_postfix_str(
             f"{self._percentiles}{live} in flight, {self._refused} refused, {self._errors} failed", refresh=False
         )

@@ -10,7 +10,6 @@ from typing import Any
 from cosyvoice_triton.load.measure import PERCENTILES, TRANSPORT, Run
 from cosyvoice_triton.load.statistics import ModelTimes
 
-GIB = 1 << 30
 Figures = Mapping[str, Any]
 Cell = Callable[[Figures], object]
 Columns = dict[str, Cell]  # by heading
@@ -104,8 +103,8 @@ def closing_lines(figures: Figures) -> list[str]:
         )
     lines += [f"lost a server: {reason}" for reason in figures["lost_servers"].values()]
     for title, key in (
-        ("first chunk", "first_chunk_ms"),
         ("first audible", "audible_ms"),
+        ("first chunk", "first_chunk_ms"),
         ("leading silence", "silence_ms"),
         ("total", "total_ms"),
     ):
@@ -147,11 +146,11 @@ def _latency(key: str) -> Columns:
     }
 
 
-# The first three are those of upstream's DiT page.
+# After the first one, three are those of upstream's DiT page.
 TABLES: dict[str, Columns] = {
+    "First Audible Sample": {**_latency("audible_ms"), "Inaudible": itemgetter("inaudible")},
     "Total Request Latency": {"RTF": lambda row: _number(row["rtf"], 4), **_latency("total_ms")},
     "First Chunk Latency": _latency("first_chunk_ms"),
-    "First Audible Sample": {**_latency("audible_ms"), "Inaudible": itemgetter("inaudible")},
     "Playback and Throughput": {
         "Requests": itemgetter("requests"),
         "Errors": itemgetter("errors"),
@@ -173,16 +172,6 @@ REFUSALS: Columns = {
     "Longest (ms)": _part("refusal_ms", "max"),
     "By token2wav's Limit": lambda row: _limits(row),
 }
-MINUTES: Columns = {
-    "Minute": itemgetter("number"),
-    "Requests": itemgetter("requests"),
-    "Errors": itemgetter("errors"),
-    "Refused": itemgetter("refused"),
-    "Cancelled": itemgetter("cancelled"),
-    "Without a Gap": lambda row: _percent(row["share_without_gap"]),
-    "Audible p50 (ms)": _part("audible_ms", "p50"),
-    "Audible p95 (ms)": _part("audible_ms", "p95"),
-}
 BATCHES: Columns = {
     "Mean Wait of a Chunk (ms)": _part("vocoder", "mean_wait_ms"),
     "Mean Batch": _part("vocoder", "mean_batch"),
@@ -191,24 +180,16 @@ BATCHES: Columns = {
 
 def markdown_tables(rows: Sequence[Figures], label: str) -> str:
     """Return the tables of a sweep, without those that have nothing to show. label: title of the first column."""
-    minutes = [
-        {**minute, "label": row["label"], "number": number}
-        for row in rows
-        for number, minute in enumerate(row["minutes"], 1)
-    ]
-    memory: Columns = {f"{name} (GiB)": partial(_gib, name) for minute in minutes for name in minute["memory"]}
     stages: Columns = {STAGES[name]: partial(_stage, name) for name in stage_names(rows)}
     waits = "Where the First Chunk's Time Goes, Mean / 95th Percentile (ms)"
-    shown = [(title, columns, rows) for title, columns in TABLES.items()]
+    shown = list(TABLES.items())
     if any(row["refused"] for row in rows):
-        shown.append(("Refusals: Time until the Answer (ms)", REFUSALS, rows))
-    if any(len(row["minutes"]) > 1 for row in rows):
-        shown.append(("Minute by Minute", MINUTES | memory, minutes))
+        shown.append(("Refusals: Time until the Answer (ms)", REFUSALS))
     if any(row["vocoder"] for row in rows):
-        shown.append(("token2wav: Wait for a Batch, Size of a Batch", BATCHES, rows))
+        shown.append(("token2wav: Wait for a Batch, Size of a Batch", BATCHES))
     if stages:
-        shown.append((waits, stages, rows))
-    tables = (f"#### {title}\n\n{_table({label: itemgetter('label'), **columns}, of)}" for title, columns, of in shown)
+        shown.append((waits, stages))
+    tables = (f"#### {title}\n\n{_table({label: itemgetter('label'), **columns}, rows)}" for title, columns in shown)
     return "\n\n".join(tables) + "\n"
 
 
@@ -255,10 +236,6 @@ def _number(value: float | None, digits: int) -> str:
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f} %"
-
-
-def _gib(name: str, minute: Figures) -> str:
-    return _number(minute["memory"].get(name, 0.0) / GIB, 2)
 
 
 def _stage(name: str, row: Figures) -> str:

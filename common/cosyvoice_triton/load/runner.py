@@ -17,16 +17,16 @@ from typing import Any, Protocol
 import numpy as np
 from async_timeout import timeout
 
+from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.client.answer import Recorder, SpeechResult
 from cosyvoice_triton.client.failures import ClientError, one_line
-from cosyvoice_triton.load.audible import leading_silence
 from cosyvoice_triton.load.doors import Door, opened
 from cosyvoice_triton.load.jobs import LoadJob
 from cosyvoice_triton.load.measure import CANCELLED, HUNG, RequestOutcome, Run
 from cosyvoice_triton.load.plan import Load
 from cosyvoice_triton.load.progress import Progress
 from cosyvoice_triton.load.statistics import ModelTimes, between, token2wav_counters, token2wav_figures
-from cosyvoice_triton.load.watch import ServerWatch, interruptible, measure_lags, read_memory
+from cosyvoice_triton.load.watch import ServerWatch, interruptible, measure_lags
 from cosyvoice_triton.tasks import TaskScope
 
 logger = logging.getLogger(__name__)
@@ -108,16 +108,14 @@ class _Runner:
     async def run(self) -> Run:
         load, interrupted = self._load, False
         late: list[float] = []
-        memory: list[tuple[float, dict[str, float]]] = []
         async with TaskScope() as tasks:
-            for monitor in (self._watch.run(), measure_lags(late), read_memory(load.metrics, memory)):
+            for monitor in (self._watch.run(), measure_lags(late)):
                 tasks.spawn(monitor)
             try:
                 await tasks.result(self._phases(late))
             except asyncio.CancelledError:
                 interrupted = True
         return Run(
-            memory=[(at - self._begun, read) for at, read in memory],
             outcomes=self._outcomes,
             elapsed=max((outcome.begun + outcome.total for outcome in self._outcomes), default=0.0),
             unsent=len(load.jobs) - len(self._outcomes),

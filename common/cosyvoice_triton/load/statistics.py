@@ -92,12 +92,6 @@ async def token2wav_counters(pages: Sequence[str]) -> dict[str, float]:
     return counters
 
 
-async def page_sums(pages: Sequence[str], names: Sequence[str]) -> dict[str, float]:
-    """Return the sums of the metrics `names` over metrics pages, without those that are 0 or on no page."""
-    texts = await _texts(pages)
-    return {name: value for name in names if (value := sum(sum_of(text, name) for text in texts))}
-
-
 async def _texts(pages: Sequence[str]) -> list[str]:
     """Return the content of metrics pages; nothing if one cannot be read."""
     try:

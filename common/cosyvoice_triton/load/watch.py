@@ -4,16 +4,13 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from cosyvoice_triton.load.doors import Door
-from cosyvoice_triton.load.statistics import page_sums
 
 WATCH_SECONDS = 1.0  # between two probes of a server
 PROBE_SECONDS = 2.0  # for its answer; after two probes without one it is lost
-MEMORY_SECONDS = 5.0  # between two readings of the servers' memory
-MEMORY = ("nv_cpu_memory_used_bytes", "nv_gpu_memory_used_bytes", "tts_token2wav_cache_bytes")  # the first: of the host
 LAG_SECONDS = 0.02  # between two measurements of this process's own delay
 
 
@@ -55,13 +52,6 @@ async def measure_lags(measured: list[float]) -> None:
         due = time.perf_counter() + LAG_SECONDS
         await asyncio.sleep(LAG_SECONDS)
         measured.append(max(0.0, time.perf_counter() - due))
-
-
-async def read_memory(pages: Sequence[str], read: list[tuple[float, dict[str, float]]]) -> None:
-    """Add the memory that metrics pages show, and the clock's seconds when it was read, until it is cancelled."""
-    while pages:
-        read.append((time.perf_counter(), await page_sums(pages, MEMORY)))
-        await asyncio.sleep(MEMORY_SECONDS)
 
 
 @contextmanager

@@ -1,10 +1,16 @@
-"""Whether the model of this process still does its work, and how the process that runs tritonserver learns it.
+"""Whether the models still do their work and take new requests: what they and the process that runs tritonserver tell
+each other by files, because that needs no port, lock or thread in a process that Triton owns.
 
-A model proves it with every request that succeeds. Without one for TEST_SECONDS, or after an unexpected error, it tests
-itself: a small job through its own queue and engine. The result is published with the model's metrics, whose file also
-shows by its changes that the process is not stopped. If the process cannot recover, a file names the reason.
+A model proves that it works with every request that succeeds. Without one for TEST_SECONDS, or after an unexpected
+error, it tests itself: a small job through its own queue and engine. The result is published with the model's metrics,
+whose file also shows by its changes that the process is not stopped. If the process cannot recover, a file names the
+reason.
+
+Triton cannot drain models that call each other: on SIGTERM it refuses their calls too, and every stream in progress
+fails. So it gets SIGTERM only after the last request has ended, and until then the orchestrators refuse new ones.
 """
 
+import ctypes
 import faulthandler
 import gc
 import logging
@@ -17,7 +23,6 @@ from pathlib import Path
 from cosyvoice_triton.errors import UnavailableError, is_fatal
 from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.environment import ModelEnvironment
-from cosyvoice_triton.monitoring.memory import return_freed
 from cosyvoice_triton.monitoring.metrics import Metric, MetricsPublisher, Values
 
 logger = logging.getLogger(__name__)
@@ -78,6 +83,20 @@ class Health:
     def values(self) -> Values:
         """Return the health as metrics."""
         return {SUCCESS_AGE: round(self._clock() - self._succeeded_at, 3), FAILING: int(self._failing)}
+
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def return_freed() -> None:
+    """Give freed memory that the C library keeps back to the system; takes 20 to 50 ms for 400 MiB on a free core.
+
+    glibc keeps what is freed below the last block in use. Tensors have hundreds of sizes and leave its heap in pieces:
+    token2wav then holds two to three times the memory that it uses, and more with every new size
+    (docs/results/operations.md). Does nothing with a C library that cannot.
+    """
+    if _trim is not None:
+        _trim(0)
 
 
 health = Health()  # of this process: Triton runs each model instance in one of its own
@@ -151,12 +170,34 @@ def _reason(directory: Path, model: str) -> Path:
     return directory / f"{model}.reason"
 
 
-def has_failed(model: str) -> bool:
-    """Return whether a model of this server has reported that it has failed, or the server goes on without it."""
-    directory = ModelEnvironment.read().metrics_directory
+def has_failed(directory: Path | None, model: str) -> bool:
+    """Return whether a model of the server with this metrics directory has reported that it has failed, or the server
+    goes on without it."""
     return directory is not None and (directory / f"{model}{FAILED}").exists()
 
 
 def reported_failures(directory: Path) -> dict[str, str]:
     """Return what `report_failure` has written: the reasons by model."""
     return {path.stem: path.read_text(errors="replace").strip() for path in directory.glob(f"*{FAILED}")}
+
+
+class DrainFile:
+    """Created once, by the process that started the server. `path` None: this server is never drained."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def reserve(self) -> None:
+        """Make the file under another name, so that `create` needs no inode, of which a full disk has none."""
+        if self._path:
+            self._path.with_suffix(".reserved").touch()
+
+    def create(self) -> None:
+        """Let `check` raise from now on. OSError if nothing was reserved."""
+        if self._path:
+            self._path.with_suffix(".reserved").rename(self._path)
+
+    def check(self) -> None:
+        """Raise UnavailableError once the file exists."""
+        if self._path and self._path.exists():
+            raise UnavailableError("this server is shutting down and accepts no new requests; retry or use another one")

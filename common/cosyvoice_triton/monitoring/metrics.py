@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
+
+from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.monitoring import metrics_file
@@ -56,12 +59,22 @@ Values = Mapping[Metric, float]
 LIVE = Metric("tts_requests_live", "gauge", "Speech requests in progress")
 ENDED = Metric("tts_requests_total", "counter", "Speech requests that have ended, by outcome")
 AUDIO = Metric("tts_audio_seconds_total", "counter", "Seconds of audio sent")
+BAD_ANSWERS = Metric(
+    "tts_bad_answers_total",
+    "counter",
+    "Segments that were found to be no speech of their text, by reason, and whether they were made again or sent",
+)
 FIRST_CHUNK = Metric(
     "tts_first_chunk_seconds",
     "histogram",
     "Seconds from a request's arrival at the orchestrator to its first audio",
 )
-FIRST_CHUNK_BOUNDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0)
+FIRST_AUDIBLE = Metric(
+    "tts_first_audible_seconds",
+    "histogram",
+    "Seconds from a request's arrival at the orchestrator until its audio is heard: leading silence counts",
+)
+FIRST_BOUNDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0)
 
 # The metrics of token2wav.
 STREAMS = Metric("tts_token2wav_streams_live", "gauge", "token2wav streams that hold memory")
@@ -95,19 +108,45 @@ GAPS = Metric("tts_token2wav_gaps_total", "counter", "Chunks that came after the
 GAP_SECONDS = Metric("tts_token2wav_gap_seconds_total", "counter", "Seconds of silence before these chunks")
 
 
+@dataclass
 class LiveRequest:
-    """One request to an orchestrator while it is being answered."""
+    """One request to an orchestrator while it is being answered: when it began, seconds to its first chunk and to what
+    is heard first, and seconds of audio."""
 
-    def __init__(self, now: float) -> None:
-        self._begun = now
-        self.first_chunk: float | None = None
-        self.seconds = 0.0
+    begun: float
+    first_chunk: float | None = None
+    first_audible: float | None = None
+    seconds: float = 0.0
 
-    def sent(self, samples: int) -> None:
-        """Count audio that is being sent to the client."""
+    def sent(self, waveform: np.ndarray) -> None:
+        """Count audio (N,) that is being sent to the client."""
+        now = time.monotonic() - self.begun
         if self.first_chunk is None:
-            self.first_chunk = time.monotonic() - self._begun
-        self.seconds += samples / SAMPLE_RATE
+            self.first_chunk = now
+        if self.first_audible is None and (silence := leading_silence(waveform)) is not None:
+            self.first_audible = max(now, self.first_chunk + self.seconds) + silence
+        self.seconds += waveform.size / SAMPLE_RATE
+
+
+class Histogram:
+    """Counts seconds by FIRST_BOUNDS."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(FIRST_BOUNDS) + 1)  # per bucket, the last one above all bounds
+        self._sum = 0.0
+
+    def add(self, seconds: float | None) -> None:
+        """Count a request; None: it did not come so far."""
+        if seconds is not None:
+            self._counts[bisect.bisect_left(FIRST_BOUNDS, seconds)] += 1
+            self._sum += seconds
+
+    def values(self, metric: Metric) -> dict[Metric, float]:
+        """Return its samples, as those of `metric`."""
+        totals = np.cumsum(self._counts).tolist()
+        buckets = zip((*FIRST_BOUNDS, "+Inf"), totals, strict=True)
+        values: dict[Metric, float] = {metric.sample("_bucket", le=str(bound)): total for bound, total in buckets}
+        return values | {metric.sample("_count"): totals[-1], metric.sample("_sum"): self._sum}
 
 
 class RequestStats:
@@ -118,8 +157,7 @@ class RequestStats:
         self._live = 0
         self._ended: dict[RequestStatus, int] = dict.fromkeys(OUTCOMES, 0)
         self._audio_seconds = 0.0
-        self._first_chunks = [0] * (len(FIRST_CHUNK_BOUNDS) + 1)  # counts per bucket, the last one above all bounds
-        self._first_chunk_seconds = 0.0
+        self._first_chunk, self._first_audible = Histogram(), Histogram()
 
     @contextmanager
     def request(self) -> Iterator[LiveRequest]:
@@ -139,21 +177,15 @@ class RequestStats:
                 self._live -= 1
                 self._ended[outcome] += 1
                 self._audio_seconds += live.seconds
-                if live.first_chunk is not None:
-                    self._first_chunks[bisect.bisect_left(FIRST_CHUNK_BOUNDS, live.first_chunk)] += 1
-                    self._first_chunk_seconds += live.first_chunk
+                self._first_chunk.add(live.first_chunk)
+                self._first_audible.add(live.first_audible)
 
     def values(self) -> Values:
         """Return the current numbers."""
         with self._lock:
             values: dict[Metric, float] = {LIVE: self._live, AUDIO: self._audio_seconds}
             values |= {ENDED.sample(outcome=outcome): count for outcome, count in self._ended.items()}
-            total = 0
-            for bound, count in zip((*FIRST_CHUNK_BOUNDS, "+Inf"), self._first_chunks, strict=True):
-                total += count
-                values[FIRST_CHUNK.sample("_bucket", le=str(bound))] = total
-            values |= {FIRST_CHUNK.sample("_count"): total, FIRST_CHUNK.sample("_sum"): self._first_chunk_seconds}
-            return values
+            return values | self._first_chunk.values(FIRST_CHUNK) | self._first_audible.values(FIRST_AUDIBLE)
 
 
 def outcome_of(error: BaseException) -> RequestStatus:

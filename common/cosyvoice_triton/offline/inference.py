@@ -161,7 +161,7 @@ class OfflineRun:
         recording = recording_of(sample)
         stage.enter("text")
         request = self.pipeline.rules.request(sample.target_text)
-        request = replace(request, voice=recording, sampling=self.sampling, trim_reference=False)
+        request = replace(request, voice=recording, sampling=self.sampling, trim_silence=False)
         warnings: list[str] = []
         tokens: list[int] = []
 

@@ -13,8 +13,7 @@ from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.load.samples import Sample, SampleError, read_dataset, read_manifest
 from cosyvoice_triton.text import clean_line
-from cosyvoice_triton.voice.audio import validate_reference
-from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.prompt import Recording, validate_reference
 
 
 def add_data_arguments(parser: argparse.ArgumentParser, split: str) -> None:

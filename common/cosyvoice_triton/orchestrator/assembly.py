@@ -1,10 +1,13 @@
 """The pipeline of a stack: one assembly, whatever its ports lead to.
 
-The orchestrator's Triton model gives it ports to other models (triton_ports.py), `Speaker` ports within its process.
+The orchestrator's Triton model gives it ports to other models (model.py), `Speaker` ports within its process.
 """
+
+from pathlib import Path
 
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.demo_checkpoint import has_random_weights
 from cosyvoice_triton.llm.checkpoint import follows_instructions
 from cosyvoice_triton.llm.interface import LengthRatios, SpeechLM, Timeouts
 from cosyvoice_triton.llm.interleaving import InterleavedLM
@@ -12,12 +15,13 @@ from cosyvoice_triton.llm.openai_client import OpenAILM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.orchestrator.request import RequestRules, default_sampling
-from cosyvoice_triton.orchestrator.synthesis import Synthesizer
+from cosyvoice_triton.orchestrator.synthesis import Instructions, Synthesizer
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.prompt import PromptEncoder
+from cosyvoice_triton.voice.silent_tokens import silent_tokens
 
 
 class Pipeline:
@@ -43,7 +47,7 @@ class Pipeline:
         self.voices.pronunciation(None)  # fail now rather than in a request
         if config.default_speaker:
             self.voices.get()
-        self.texts = TextFrontend(stack.name)
+        self.texts = TextFrontend(stack.name, config.skip_thoughts)
         self.llm = llm
         hops = HopRules(
             strategy=config.dynamic_chunk_strategy,
@@ -52,6 +56,7 @@ class Pipeline:
             max_hop=config.max_hop_tokens,
             boundary=stack.chunk_boundary,
         )
+        silent = silent_tokens(config.model_dir, stack)
         self.synthesizer = Synthesizer(
             self.texts,
             self.voices,
@@ -60,14 +65,24 @@ class Pipeline:
             InterleavedLM(llm, tokenizer),
             token2wav,
             hops,
-            silent_tokens=stack.silent_tokens,
+            long_silence=stack.silent_tokens,
+            silent_tokens=silent,
+            judges=bool(silent) and not has_random_weights(Path(config.model_dir)),
+            instructions=_instructions(config, stack),
         )
         self.rules = RequestRules(
             sampling=default_sampling(config),
             max_text_chars=config.max_text_chars,
             languages=self.texts.languages,
-            instructions=follows_instructions(config.llm_tokenizer_dir),
+            trim_silence=config.trim_silence,
+            retry_bad_answers=config.retry_bad_answers,
         )
+
+
+def _instructions(config: OrchestratorConfig, stack: Stack) -> Instructions:
+    if not follows_instructions(config.llm_tokenizer_dir):
+        return "none"
+    return "with transcript" if stack.llm.tokenizer.system else "alone"
 
 
 def length_ratios(config: OrchestratorConfig) -> LengthRatios:

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import get_args
 
 from cosyvoice_triton.config import ChunkStrategy, OrchestratorConfig
@@ -82,7 +83,7 @@ class HopRules:
                 f"the largest hop of {self.max_hop} tokens must be a multiple of {self.boundary}, at least {self.unit}"
             )
 
-    @property
+    @cached_property
     def unit(self) -> int:
         """Return the length that later hops are multiples of: `first_hop`, rounded up to the boundary."""
         return math.ceil(self.first_hop / self.boundary) * self.boundary
@@ -91,32 +92,35 @@ class HopRules:
     def has_short_first_hop(self) -> bool:
         return self.strategy != "equal" and self.short_first_hop < self.first_hop
 
-    def first_length(self, prompt_tokens: int, *, short: bool = False) -> int:
-        """Return the length of a text's first hop: extended to a boundary, so it is never shorter than configured."""
-        least = self._first_hop(short)
+    def first_length(self, prompt_tokens: int, *, short: bool = False, silent: int = 0) -> int:
+        """Return the length of a text's first hop: extended to a boundary, so it is never shorter than configured.
+
+        silent: how many of its tokens are not heard, because their audio is cut; it has as many more.
+        """
+        least = (self.short_first_hop if short else self.first_hop) + silent
         return least + -(prompt_tokens + least) % self.boundary
 
-    def first_context(self, prompt_tokens: int | None, *, short: bool = False) -> int:
+    def first_context(self, prompt_tokens: int | None, *, short: bool = False, silent: int = 0) -> int:
         """Return how many tokens the LLM makes before the first chunk; the most for a prompt not yet known."""
-        longest = self._first_hop(short) + self.boundary - 1
-        return LOOKAHEAD_TOKENS + (longest if prompt_tokens is None else self.first_length(prompt_tokens, short=short))
+        if prompt_tokens is None:
+            return LOOKAHEAD_TOKENS + (self.short_first_hop if short else self.first_hop) + silent + self.boundary - 1
+        return LOOKAHEAD_TOKENS + self.first_length(prompt_tokens, short=short, silent=silent)
 
     def schedule(
-        self, prompt_tokens: int, clock: Callable[[], float] = time.monotonic, *, short: bool = False
+        self, prompt_tokens: int, clock: Callable[[], float] = time.monotonic, *, short: bool = False, silent: int = 0
     ) -> "HopSchedule":
-        """Return the schedule of a text, spoken with a prompt of `prompt_tokens` tokens. short: its first hop is."""
+        """Return the schedule of a text, spoken with a prompt of `prompt_tokens` tokens. short: its first hop is.
+        silent: see `first_length`."""
+        first = self.first_length(prompt_tokens, short=short, silent=silent)
         if self.strategy == "time_based":
-            return TimeBasedSchedule(self, prompt_tokens, short, clock)
-        return HopSchedule(self, prompt_tokens, short)
-
-    def _first_hop(self, short: bool) -> int:
-        return self.short_first_hop if short else self.first_hop
+            return TimeBasedSchedule(self, prompt_tokens, short, first, clock)
+        return HopSchedule(self, prompt_tokens, short, first)
 
 
 class HopSchedule:
     """The hops of a text, which may have several segments: strategies `exponential` and `equal`."""
 
-    def __init__(self, rules: HopRules, prompt_tokens: int, short: bool):
+    def __init__(self, rules: HopRules, prompt_tokens: int, short: bool, first: int):
         self._rules = rules
         self._prompt_tokens = prompt_tokens
         self._short = short
@@ -124,7 +128,10 @@ class HopSchedule:
         self._before = 0  # tokens of the segments before this one
         self._offset = 0
         self._finished = False
-        self._first_hop = rules.first_length(prompt_tokens)
+        self._first_length = first
+        self._shortest = rules.first_length(prompt_tokens)
+        self._cut = 0.0  # seconds of the audio so far that were not sent
+        self._begun = (0, 0.0)  # doublings and cut when the segment began
 
     def begin_segment(self) -> None:
         """Let the next hops be those of the text's next segment, whose tokens are counted from 0.
@@ -135,6 +142,13 @@ class HopSchedule:
         self._before += self._offset
         self._offset, self._finished = 0, False
         self._doublings = max(0, (self._before // self._rules.unit).bit_length() - 1)
+
+        self._begun = (self._doublings, self._cut)
+
+    def restart_segment(self) -> None:
+        """Let the next hops be those of the same segment again."""
+        self._offset, self._finished = 0, False
+        self._doublings, self._cut = self._begun
 
     def next_hop(self, available: int, ended: bool) -> Hop | None:
         """Return the next hop to render, given that the LLM has made `available` tokens and may have `ended`.
@@ -163,11 +177,15 @@ class HopSchedule:
     def _length(self, ready: int) -> int:
         """Return the length of the next hop, given that `ready` tokens could be rendered now."""
         if self._before + self._offset == 0:
-            return self._rules.first_length(self._prompt_tokens, short=self._short)
+            return self._first_length
         length = self._later_hop(ready)
         # The tokens of a segment follow the prompt, which may end between two boundaries.
         beyond = (self._prompt_tokens + self._offset + length) % self._rules.boundary
-        return max(length - beyond, self._first_hop) if beyond else length
+        return max(length - beyond, self._shortest) if beyond else length
+
+    def cut(self, seconds: float) -> None:
+        """Take note that so much of the audio was not sent, because it is silence."""
+        self._cut += seconds
 
     def _later_hop(self, ready: int) -> int:
         """Return the length of a hop that is not the first of the text, before it is cut to a boundary."""
@@ -183,8 +201,8 @@ class TimeBasedSchedule(HopSchedule):
     The cost of a chunk hardly grows with its length, so the fewest chunks that keep the listener supplied cost least.
     """
 
-    def __init__(self, rules: HopRules, prompt_tokens: int, short: bool, clock: Callable[[], float]):
-        super().__init__(rules, prompt_tokens, short)
+    def __init__(self, rules: HopRules, prompt_tokens: int, short: bool, first: int, clock: Callable[[], float]):
+        super().__init__(rules, prompt_tokens, short, first)
         self._clock = clock
         self._hops = 0
         self._rendering_since: float | None = None
@@ -220,7 +238,7 @@ class TimeBasedSchedule(HopSchedule):
     def _spare_chunks(self) -> float:
         """Return how many chunks could be rendered before the listener has played all audio."""
         assert self._playing_since is not None
-        sent_seconds = (self._before + self._offset - WITHHELD_TOKENS) / TOKEN_RATE
+        sent_seconds = (self._before + self._offset - WITHHELD_TOKENS) / TOKEN_RATE - self._cut
         buffered_seconds = sent_seconds - (self._clock() - self._playing_since)
         chunk_seconds = self._rendering_seconds / self._hops
         return buffered_seconds / max(chunk_seconds, 1e-3)
@@ -256,33 +274,30 @@ class FirstHops:
         possible = played and not repeatable and self._possible
         short = possible and has_slack and self._waiting < self._numbers.max_at_once
         self._waiting += short
-        return StreamOpening(self, short=short, measured=played)
+        return StreamOpening(short, measured=played)
 
-    def ended(self, opening: "StreamOpening", seconds: float | None) -> None:
-        """Take note that an opening has ended, with the seconds between the first two chunks if they were measured."""
-        self._waiting -= opening.short
-        if seconds is not None:
-            self._seconds.append(seconds)
+    def sent(self, opening: "StreamOpening", hop: Hop, now: float, missing: float = 0.0) -> None:
+        """Take note that a chunk's audio was sent, `missing` so many seconds of what its hop counts on. A final one is
+        not measured: others have more tokens."""
+        if opening.first_at is None and not hop.final:
+            opening.first_at = now - missing  # the second chunk has to come so much sooner
+        elif not opening.ended:
+            if opening.first_at is not None and opening.measured and not hop.final:
+                self._seconds.append(now - opening.first_at)
+            self.end(opening)
+
+    def end(self, opening: "StreamOpening") -> None:
+        """End an opening, also where a stream ends before its second chunk. Further calls do nothing."""
+        self._waiting -= opening.short and not opening.ended
+        opening.ended = True
 
 
+@dataclass
 class StreamOpening:
-    """The first two chunks of a stream. `short` says whether its first hop is short."""
+    """The first two chunks of a stream: whether its first hop is short, whether the time between them is measured, and
+    when the first one was sent."""
 
-    def __init__(self, first_hops: FirstHops, *, short: bool, measured: bool) -> None:
-        self.short = short
-        self._first_hops: FirstHops | None = first_hops  # None: it has ended
-        self._measured = measured
-        self._first_at: float | None = None
-
-    def sent(self, hop: Hop, now: float) -> None:
-        """Take note that a chunk's audio was sent. A final one is not measured: others have more tokens."""
-        if hop.final or self._first_at is not None:
-            self.end(None if hop.final or not self._measured or self._first_at is None else now - self._first_at)
-        else:
-            self._first_at = now
-
-    def end(self, seconds: float | None = None) -> None:
-        """End the opening, also where a stream ends before its second chunk. Further calls do nothing."""
-        first_hops, self._first_hops = self._first_hops, None
-        if first_hops is not None:
-            first_hops.ended(self, seconds)
+    short: bool
+    measured: bool
+    first_at: float | None = None
+    ended: bool = False

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from cosyvoice_triton.config import OrchestratorConfig
+from cosyvoice_triton.config import BOOLEANS, OrchestratorConfig
 from cosyvoice_triton.constants import MAX_SPEED, MIN_SPEED, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.interface import Sampling, preset_values
 from cosyvoice_triton.monitoring.tracing import TRACEPARENT
 from cosyvoice_triton.orchestrator.callbacks import OnWarning, ignore
-from cosyvoice_triton.text import clean_line, clean_text, split_instruction, strip_control_tokens
+from cosyvoice_triton.orchestrator.conversion import Source
+from cosyvoice_triton.text import clean_line, clean_text, clean_transcript, split_instruction, strip_control_tokens
 from cosyvoice_triton.text.frontend import SPELLING, Spelled
 from cosyvoice_triton.text.language import EVERY, Language, named
 from cosyvoice_triton.text.markup import left_out
 from cosyvoice_triton.text.pronunciation import MAX_FILE_BYTES, MAX_WORDS, pronunciations
-from cosyvoice_triton.voice import audio
-from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.prompt import Recording, validate_reference
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,16 @@ _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
     "ras_tau": float,
 }
 
-_FLAGS = {"cross_lingual", "text_frontend", "timeline", "segments", "played", "trim_reference"}
+_FLAGS = {
+    "cross_lingual",
+    "text_frontend",
+    "timeline",
+    "segments",
+    "played",
+    "trim_reference",
+    "trim_silence",
+    "retry_bad_answers",
+}
 _PARAMETERS = {*_SAMPLING_KINDS, *SPELLING, *_FLAGS, "language", "pronunciation", "sampling", "speed", TRACEPARENT}
 _TRITONS_OWN = "triton_"  # start of parameters that Triton and its clients add
 
@@ -45,14 +54,17 @@ _TRITONS_OWN = "triton_"  # start of parameters that Triton and its clients add
 class SynthesisRequest:
     """Speak `target_text` in a voice: a recording of it, the name of a registered one, or None for the default voice.
 
-    If the recording's transcript is known, the LLM continues the recording (zero-shot). With an `instruct_text`, which
-    describes how to speak, and in `cross_lingual` mode it does not, and only the flow reproduces the voice.
+    If the recording's transcript is known, the LLM continues the recording (zero-shot); in `cross_lingual` mode it does
+    not, and only the flow reproduces the voice. `instruct_text` describes how to speak, in place of the voice's own
+    instruction; a registered voice is then not continued either.
     `normalize`, `as_is`, `language`, `pronunciation`: see `TextFrontend`. `speed` above 1: faster, whole texts only.
-    `trim_reference`: see `Judgement.mended`.
+    `trim_reference`: see `Judgement.mended`. `trim_silence`: whether the silence that the LLM makes at the ends of
+    segments is cut; false gives upstream's samples. `retry_bad_answers`: see `judges.Judge`; not of a request that is
+    repeatable, unless it asks for it.
     `timeline`: report when each stage of a streamed answer was reached. `segments`: report the segments and their
     samples. `max_tokens`: most speech tokens of the whole answer, if it has a limit. `played`: somebody hears a
     streamed answer while it is made. `pieces`: the text, in place of `target_text`, while it is being written; spoken
-    as it is, without normalization and markup.
+    as it is, without normalization and markup. `source`: speech to convert to the voice, in place of a text.
     """
 
     target_text: str
@@ -69,22 +81,30 @@ class SynthesisRequest:
     timeline: bool = False
     segments: bool = False
     played: bool = True
-    trim_reference: bool = True
+    trim_reference: bool = False
+    trim_silence: bool = True
+    retry_bad_answers: bool = False
     pieces: AsyncIterator[str] | None = dataclasses.field(default=None, repr=False)
+    source: Source | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def has_text(self) -> bool:
+        """Return whether all that is to be spoken is known, as a text."""
+        return self.pieces is None and self.source is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRules:
     """What the requests of a server, or of another door to the same pipeline, are checked by.
 
-    sampling: of requests that ask for none. languages: those of the stack. instructions: whether the LLM follows them;
-    another one would read them aloud.
+    sampling, trim_silence, retry_bad_answers: of requests that ask for none. languages: those of the stack.
     """
 
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     max_text_chars: int = OrchestratorConfig.max_text_chars
     languages: tuple[Language, ...] = EVERY
-    instructions: bool = True
+    trim_silence: bool = OrchestratorConfig.trim_silence
+    retry_bad_answers: bool = OrchestratorConfig.retry_bad_answers
 
     def request(
         self,
@@ -96,33 +116,41 @@ class RequestRules:
         reference_text: str | None = None,
         speaker: str | None = None,
         instruct_text: str | None = None,
+        source_wav: np.ndarray | None = None,
+        source_sample_rate: int | None = None,
         parameters: Mapping[str, Any] | None = None,
-        pieces: AsyncIterator[str] | None = None,
+        pieces: AsyncIterator[Any] | None = None,
         on_warning: OnWarning = ignore,
     ) -> SynthesisRequest:
-        """Return the validated request with these inputs, None for a missing one. pieces: where the further text comes
-        from. Raises ValueError naming the invalid value."""
+        """Return the validated request with these inputs, None for a missing one. pieces: where the text comes from,
+        or the samples of `source_wav`. Raises ValueError naming the invalid value."""
         given = parameters or {}
         texts = {"target_text": target_text, "reference_text": reference_text, "instruct_text": instruct_text}
         self._require_lengths({**texts, "speaker": speaker}, given)
         for name in given:
             if name not in _PARAMETERS and not name.startswith(_TRITONS_OWN):
                 raise ValueError(f"request parameter {name!r} is unknown; known: {', '.join(sorted(_PARAMETERS))}")
+        voice = self._voice(reference_wav, reference_wav_len, reference_sample_rate, reference_text, speaker)
+        if source_wav is not None:
+            source = _source(
+                source_wav, source_sample_rate, pieces, target_text=target_text, instruct_text=instruct_text
+            )
+            made = SynthesisRequest(target_text="", voice=voice, source=source, trim_silence=False)  # its own pauses
+            return dataclasses.replace(made, **_of_every_request(given))
         if target_text is None:
             raise ValueError("target_text is missing")
-        instruct_text = self._instruction(instruct_text or "", target_text)
+        instruct_text = self._instruction(
+            instruct_text or "", target_text=target_text, reference_text=reference_text or ""
+        )
         cross_lingual = _flag(given, "cross_lingual", False)
         if instruct_text and cross_lingual:
             raise ValueError(f"cross_lingual with the instruct_text {instruct_text!r}: use one of the two")
         if pieces is None:
             target_text = clean_text(target_text, name="target_text", max_chars=self.max_text_chars)
-        voice = self._voice(reference_wav, reference_wav_len, reference_sample_rate, reference_text, speaker)
-        if reference_text and (instruct_text or cross_lingual):
-            other = f"instruct_text {instruct_text!r}" if instruct_text else "cross_lingual"
-            raise ValueError(f"{other} with the reference_text {reference_text!r}: the LLM would not use the text")
-        if instruct_text and not self.instructions:
-            instruct_text = ""
-            on_warning("instruct_text was left out: this LLM does not follow instructions")
+        if reference_text and cross_lingual:
+            raise ValueError(
+                f"cross_lingual with the reference_text {reference_text!r}: the LLM would not use the text"
+            )
         if pieces is None and (tags := left_out(target_text)):
             on_warning(f"tags were left out, as they mean nothing here: {', '.join(tags[:8])}")
         sampling = sampling_of(given, self.sampling)
@@ -138,12 +166,10 @@ class RequestRules:
             pronunciation=pronunciations(given.get("pronunciation", ""), max_words=3 * MAX_WORDS),
             sampling=sampling,
             max_tokens=sampling.max_tokens if "max_tokens" in given else None,
-            speed=_speed_of(given),
-            timeline=_flag(given, "timeline", False),
-            segments=_flag(given, "segments", False),
-            played=_flag(given, "played", True),
-            trim_reference=_flag(given, "trim_reference", True),
+            trim_silence=_flag(given, "trim_silence", self.trim_silence),
+            retry_bad_answers=_flag(given, "retry_bad_answers", self.retry_bad_answers and not sampling.repeatable),
             pieces=pieces,
+            **_of_every_request(given),
         )
 
     def _require_lengths(self, texts: Mapping[str, str | None], parameters: Mapping[str, Any]) -> None:
@@ -154,22 +180,23 @@ class RequestRules:
                 if isinstance(text, str) and len(text) > limit:
                     raise ValueError(f"{name} has {len(text)} characters, more than the limit of {limit}")
 
-    def _instruction(self, given: str, target_text: str) -> str:
-        """Return `instruct_text`, or the words before `<|endofprompt|>` in the text, as upstream's clients may send
-        them."""
-        spoken = ""
+    def _instruction(self, given: str, **texts: str) -> str:
+        """Return `instruct_text`, or the words before `<|endofprompt|>` in one of the texts, as upstream's clients may
+        send them."""
+        found, where = "", "instruct_text"
         if given.strip():
             plain = strip_control_tokens(given)  # the token may end it
-            spoken = clean_line(plain, name="instruct_text", max_chars=self.max_text_chars) if plain.strip() else ""
-            if not spoken:
+            found = clean_line(plain, name=where, max_chars=self.max_text_chars) if plain.strip() else ""
+            if not found:
                 raise ValueError(f"instruct_text has nothing to speak: {given!r}")
-        written = split_instruction(target_text)[0]
-        if spoken and written:
-            raise ValueError(
-                f"instruct_text {spoken!r}, and the instruction {written!r} before <|endofprompt|> in target_text: "
-                "use one of the two"
-            )
-        return spoken or written
+        for name, text in texts.items():
+            if (written := split_instruction(text)[0]) and found and written != found:
+                raise ValueError(
+                    f"{where} {found!r}, and the instruction {written!r} before <|endofprompt|> in {name}: use one"
+                )
+            if written:
+                found, where = written, f"the instruction in {name}"
+        return found
 
     def _voice(
         self, wav: np.ndarray | None, length: int | None, rate: int | None, text: str | None, speaker: str | None
@@ -179,14 +206,29 @@ class RequestRules:
             if speaker:
                 raise ValueError(f"speaker {speaker!r} with a reference_wav: give only one voice")
             rate = PROMPT_SAMPLE_RATE if rate is None else rate
-            wav = audio.validate_reference(wav, length, rate)
-            said = clean_line(text or "", name="reference_text", max_chars=self.max_text_chars)
+            wav = validate_reference(wav, length, rate)
+            said = clean_transcript(text or "", name="reference_text", max_chars=self.max_text_chars)[1]
             return Recording(wav, said, rate)
         of_recording = {"reference_text": text, "reference_wav_len": length, "reference_sample_rate": rate}
         for name, value in of_recording.items():
             if value not in (None, ""):
                 raise ValueError(f"{name} {value!r} without a reference_wav")
         return speaker or None
+
+
+def _source(wav: np.ndarray, rate: int | None, pieces: AsyncIterator[Any] | None, **texts: str | None) -> Source:
+    for name, text in texts.items():
+        if text:
+            raise ValueError(f"{name} {text[:80]!r} with a source_wav, whose own words are spoken")
+    rate = PROMPT_SAMPLE_RATE if rate is None else rate
+    return Source.of(wav, rate) if pieces is None else Source(pieces, rate, live=True)
+
+
+def _of_every_request(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a request for speech and one for a conversion have in common."""
+    speed = _number("speed", parameters.get("speed", 1.0), float, MIN_SPEED, MAX_SPEED)
+    defaults = {"timeline": False, "segments": False, "played": True, "trim_reference": False}
+    return {"speed": speed, **{name: _flag(parameters, name, default) for name, default in defaults.items()}}
 
 
 def default_sampling(config: OrchestratorConfig) -> Sampling:
@@ -210,31 +252,26 @@ def sampling_of(parameters: Mapping[str, Any], defaults: Sampling) -> Sampling:
 
     Raises ValueError naming the parameter and its value.
     """
-    preset = preset_values(str(parameters["sampling"])) if "sampling" in parameters else {}
-    given = {
-        name: _number(name, parameters[name], kind) for name, kind in _SAMPLING_KINDS.items() if name in parameters
-    }
-    return dataclasses.replace(defaults, **preset | given)
-
-
-def _speed_of(parameters: Mapping[str, Any]) -> float:
-    speed = _number("speed", parameters.get("speed", 1.0), float)
-    if not MIN_SPEED <= speed <= MAX_SPEED:
-        raise ValueError(f"request parameter speed {speed} is not in {MIN_SPEED}..{MAX_SPEED}")
-    return speed
+    given = preset_values(str(parameters["sampling"])) if "sampling" in parameters else {}
+    for name, kind in _SAMPLING_KINDS.items():
+        if name in parameters:
+            given[name] = _number(name, parameters[name], kind)
+    return dataclasses.replace(defaults, **given)
 
 
 def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
     """Return a parameter as a boolean. Text is accepted because not every client can send a boolean parameter."""
-    flags: dict[str, bool] = {"true": True, "1": True, "false": False, "0": False}
     value = parameters.get(name, default)
-    if (flag := flags.get(str(value).lower())) is None:
+    if (flag := BOOLEANS.get(str(value).lower())) is None:
         raise ValueError(f"request parameter {name} must be true or false, not {value!r}")
     return flag
 
 
-def _number(name: str, value: Any, kind: type[int] | type[float]) -> Any:
-    """Return `value` as `kind`. Text is accepted because not every client can send a float parameter."""
+def _number(
+    name: str, value: Any, kind: type[int] | type[float], least: float = -math.inf, most: float = math.inf
+) -> Any:
+    """Return `value` as `kind`, from `least` to `most`. Text is accepted because not every client can send a float
+    parameter."""
     try:
         if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError
@@ -244,4 +281,6 @@ def _number(name: str, value: Any, kind: type[int] | type[float]) -> Any:
     except (TypeError, ValueError, OverflowError):
         article = "an integer" if kind is int else "a number"
         raise ValueError(f"request parameter {name} must be {article}, not {value!r}") from None
+    if not least <= number <= most:
+        raise ValueError(f"request parameter {name} {number} is not in {least}..{most}")
     return number

@@ -15,27 +15,31 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
-from cosyvoice_triton.constants import HOP_SAMPLES, MEL_RATE, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
+from cosyvoice_triton.audible import SilenceTrimmer
+from cosyvoice_triton.constants import HOP_SAMPLES, MEL_RATE, ONSET_TOKENS, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.llm.interface import LLMPrompt, SpeechLM
 from cosyvoice_triton.llm.interleaving import InterleavedLM
 from cosyvoice_triton.orchestrator.callbacks import OnSegment, OnStage, OnWarning, ignore
-from cosyvoice_triton.orchestrator.chunking import FirstHops, Hop, HopRules, HopSchedule
+from cosyvoice_triton.orchestrator.chunking import FirstHops, HopRules
+from cosyvoice_triton.orchestrator.judges import REASONS, VOICE_SECONDS, Counts, Judge, is_other_voice
+from cosyvoice_triton.orchestrator.rendering import SegmentRenderer
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort, Token2WavSequence
-from cosyvoice_triton.orchestrator.token_buffer import TokenBuffer
+from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter, TokenBuffer
 from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.refusals import LastRefusal
 from cosyvoice_triton.tasks import TaskScope
 from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.text.markup import Pause
 from cosyvoice_triton.text.pronunciation import combined
+from cosyvoice_triton.text.segments import is_open
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.judgement import Judgement, judge
 from cosyvoice_triton.voice.mix import Mix
@@ -50,44 +54,40 @@ CAREFUL_SECONDS = 10.0
 # In a crowd, too: while so many others begin, work waits for the places, which so many ask for at once.
 CROWD = 16
 
+SENTENCE_PAUSE = 0.2  # seconds between two segments, beside what is left of their silence
+
 # The segments of a request, a pause if it ends with one, None at the end. It has one slot, so that the LLM is at most
 # one segment ahead.
 SegmentQueue = asyncio.Queue[TokenBuffer | Pause | None]
 
 
-Step = Literal["reading", "encoding", "rendering"]
+Instructions = Literal["none", "alone", "with transcript"]  # what an LLM follows: another one reads them aloud
 
 
-def asks_for_place(step: Step, *, crowded: bool = False, new_voice: bool = False) -> bool:
-    """Return whether a listener's place is asked for before a step, unless it was asked for before an earlier one.
+@dataclass
+class Place:
+    """A listener's place in token2wav, which is asked for once. reserve: None if nobody listens; then it is held from
+    the beginning.
 
     Asking takes milliseconds, and usually there is a place. So it is asked for before the audio is rendered, once the
     LLM has started; before a new voice is encoded, which takes much longer and cannot be cancelled; or first of all,
-    before the voice is read, in a crowd or if a listener was refused lately (`crowded`).
+    before the voice is read, in a crowd or if a listener was refused lately.
     """
-    return step == "rendering" or (step == "encoding" and new_voice) or (step == "reading" and crowded)
 
-
-class Place:
-    """A listener's place in token2wav, which is asked for once. reserve: None if nobody listens; then it is held from
-    the beginning."""
-
-    def __init__(self, reserve: Callable[[], Coroutine[Any, Any, None]] | None, scope: TaskScope) -> None:
-        self.wanted = reserve is not None
-        self._reserve = reserve
-        self._scope = scope
-        self._asking: asyncio.Task[None] | None = None
+    reserve: Callable[[], Coroutine[Any, Any, None]] | None
+    scope: TaskScope
+    asking: asyncio.Task[None] | None = None
 
     def ask(self) -> None:
         """Begin to ask for it, unless that was done."""
-        if self._asking is None and self._reserve is not None:
-            self._asking = self._scope.spawn(self._reserve())
+        if self.asking is None and self.reserve is not None:
+            self.asking = self.scope.spawn(self.reserve())
 
     async def held(self) -> None:
         """Ask for it and wait for the answer. OverloadedError if it is refused."""
         self.ask()
-        if self._asking is not None:
-            await self._scope.result(self._asking)
+        if self.asking is not None:
+            await self.scope.result(self.asking)
 
     async def unless_refused(self, work: Coroutine[Any, Any, None]) -> None:
         """Await `work`. Where the LLM is full, token2wav may be full, too: then its refusal is the error."""
@@ -95,8 +95,8 @@ class Place:
             await work
         except UnavailableError:
             self.ask()
-            if self._asking is not None:
-                await self._asking
+            if self.asking is not None:
+                await self.asking
             raise
 
 
@@ -114,8 +114,14 @@ class Synthesizer:
         token2wav: Token2WavPort,
         rules: HopRules,
         clock: Callable[[], float] = time.monotonic,
+        long_silence: Collection[int] = (),
         silent_tokens: Collection[int] = (),
+        judges: bool = False,
+        instructions: Instructions = "with transcript",
     ):
+        """Make it of its ports. long_silence: speech tokens of which long runs are shortened. silent_tokens: those that
+        are dropped at the start of a segment, unless its request says otherwise. judges: whether answers are judged,
+        which those of random weights cannot be."""
         self._texts = texts
         self._voices = voices
         self._encoder = encoder
@@ -125,18 +131,17 @@ class Synthesizer:
         self._rules = rules
         self._first_hops = FirstHops(rules)
         self._clock = clock
+        self._long_silence = long_silence
         self._silent_tokens = silent_tokens
+        self._judges = judges
+        self.judged: Counts = {(reason, again): 0 for reason in REASONS for again in (False, True)}
+        self._instructions = instructions
         self._prompts: dict[bool, RecordingCache[Prompt]] = {trimmed: RecordingCache() for trimmed in (True, False)}
         self._judgements: RecordingCache[Judgement] = RecordingCache()
         self._careful_until = -math.inf
-        self._refusal = LastRefusal(clock)
+        self.refusal = LastRefusal(clock)  # of listeners
         self._asking = asyncio.Semaphore(CROWD)
         self._beginning = 0  # listeners
-
-    def check(self) -> None:
-        """Raise OverloadedError for a new listener if another one was refused a moment ago: before their request is
-        read."""
-        self._refusal.check()
 
     async def stream(
         self,
@@ -156,9 +161,9 @@ class Synthesizer:
         if request.speed != 1.0:
             raise ValueError(f"speed {request.speed} is for whole utterances; streaming supports speed 1 only")
         first = self._token2wav.open()
-        stream: Token2WavSequence | None = first
+        renderer: SegmentRenderer | None = None
         opening = self._first_hops.open(
-            played=request.played and request.pieces is None, repeatable=request.sampling.repeatable
+            played=request.played and request.has_text, repeatable=request.sampling.repeatable
         )
         try:
             async with TaskScope() as scope:
@@ -167,8 +172,11 @@ class Synthesizer:
                     prompt, segments = await self._begin(request, scope, on_warning, on_stage, first, opening.short)
                 finally:
                     self._beginning -= 1
-                schedule = self._rules.schedule(len(prompt.tokens), self._clock, short=opening.short)
-                playback = Playback()
+                silent = self._onset_tokens(request)
+                live = request.source is not None and request.source.live
+                rules = replace(self._rules, strategy="equal") if live else self._rules  # longer ones come later
+                schedule = rules.schedule(len(prompt.tokens), self._clock, short=opening.short, silent=silent)
+                playback, judge = Playback(), self._judge(request, on_warning)
                 while (segment := await scope.result(segments.get())) is not None:
                     if (silence := _silence(segment)).size:
                         playback.add(len(silence) / SAMPLE_RATE, self._clock())
@@ -176,40 +184,70 @@ class Synthesizer:
                         yield silence
                     if isinstance(segment, Pause):
                         continue
-                    stream = stream or first.following()
-                    await scope.result(stream.start(prompt, playback.left(self._clock())))
-                    on_stage("prompt_cache")
-                    rendered = _render(stream, segment, schedule, scope, on_stage, on_segment)
+                    stream = first.following() if renderer else first
+                    renderer = SegmentRenderer(stream, segment, request.trim_silence, judge, self._clock)
+                    rendered = renderer.chunks(prompt, schedule, playback, scope, on_stage, on_segment)
                     async with aclosing(rendered) as chunks:
                         async for hop, waveform in chunks:
                             now = self._clock()
-                            opening.sent(hop, now)
+                            self._first_hops.sent(opening, hop, now, max(0.0, renderer.cut - silent / TOKEN_RATE))
                             playback.add(len(waveform) / SAMPLE_RATE, now)
                             yield waveform
                     schedule.begin_segment()
-                    stream = None
         finally:  # after the scope, and so after the LLM's request: whoever gets the place needs both
-            opening.end()
-            if stream is not None:
-                await stream.abort()
+            self._first_hops.end(opening)
+            await (renderer.stream if renderer else first).abort()
 
-    async def _judged(self, recording: Recording, scope: TaskScope) -> Judgement:
-        """Return what is to be said of a recording, the same for each request with it."""
-        if (known := self._judgements.get(recording)) is not None:
-            return known.of(recording.text)
-        judgement = await scope.result(asyncio.to_thread(judge, recording))
-        self._judgements.put(recording, judgement)
+    async def _whole(
+        self, segment: TokenBuffer, prompt: Prompt, request: SynthesisRequest, scope: TaskScope, on_stage: OnStage
+    ) -> np.ndarray:
+        """Return the audio (N,) of a segment, rendered at once."""
+        await scope.result(segment.wait_for_end())
+        on_stage("tokens")
+        waveform = await scope.result(self._token2wav.offline(prompt, segment.tokens, request.speed))
+        on_stage("audio")
+        return waveform
+
+    def _judge(self, request: SynthesisRequest, on_warning: OnWarning) -> Judge:
+        again = request.retry_bad_answers and request.pieces is None
+        return Judge(self._silent_tokens if self._judges else None, again, on_warning, self.judged)
+
+    async def _makes_again(
+        self, judge: Judge, segment: TokenBuffer, waveform: np.ndarray, prompt: Prompt, request: SynthesisRequest
+    ) -> bool:
+        """Return whether a whole segment is to be made again, also because it is not in its registered voice."""
+        if judge.makes_again(segment, waveform, final=True, sent=0):
+            return True
+        if not self._judges or waveform.size < VOICE_SECONDS * SAMPLE_RATE or isinstance(request.voice, Recording):
+            return False
+        if isinstance(await asyncio.to_thread(self._voices.get, request.voice), Mix):
+            return False
+        embedding = await self._encoder.embedding(Recording(waveform, rate=SAMPLE_RATE))
+        return is_other_voice(embedding, prompt.embedding) and judge.reports("voice", segment.text, can_again=True)
+
+    def _onset_tokens(self, request: SynthesisRequest) -> int:
+        """Return how many silent tokens an answer may begin with: their audio is cut."""
+        return ONSET_TOKENS if request.trim_silence and self._silent_tokens else 0
+
+    async def _judged(self, recording: Recording, scope: TaskScope, on_warning: OnWarning) -> Judgement:
+        """Return what is to be said of a recording, after warnings, the same for each request with it."""
+        if (judgement := self._judgements.get(recording)) is None:
+            judgement = await scope.result(asyncio.to_thread(judge, recording))
+            self._judgements.put(recording, judgement)
+        judgement = judgement.of(recording.text)
+        for warning in judgement.warnings:
+            on_warning(warning)
         return judgement
 
     async def _reserve(self, stream: Token2WavSequence) -> None:
         since = self._clock()
         async with self._asking:
-            self._refusal.check(since)
+            self.refusal.check(since)
             try:
                 await stream.reserve()
             except OverloadedError as error:
                 self._careful_until = self._clock() + CAREFUL_SECONDS
-                self._refusal.note(error)
+                self.refusal.note(error)
                 raise
 
     async def offline(
@@ -222,17 +260,20 @@ class Synthesizer:
         """Return the whole utterance, (N,) float32. Warns and raises like `stream`."""
         async with TaskScope() as scope:
             prompt, segments = await self._begin(request, scope, on_warning, on_stage, first=None, short=False)
-            waveforms = []
+            waveforms, judge = [], self._judge(request, on_warning)
             while (segment := await scope.result(segments.get())) is not None:
                 if (silence := _silence(segment)).size:
                     waveforms.append(silence)
                     on_segment("", silence.size, ())
                 if isinstance(segment, Pause):
                     continue
-                await scope.result(segment.wait_for_end())
-                on_stage("tokens")
-                waveforms.append(await scope.result(self._token2wav.offline(prompt, segment.tokens, request.speed)))
-                on_stage("audio")
+                judge.begin()
+                waveform = await self._whole(segment, prompt, request, scope, on_stage)
+                if await scope.result(self._makes_again(judge, segment, waveform, prompt, request)):
+                    scope.spawn(segment.again())
+                    waveform = await self._whole(segment, prompt, request, scope, on_stage)
+                    await scope.result(self._makes_again(judge, segment, waveform, prompt, request))
+                waveforms.append(SilenceTrimmer().trimmed(waveform, final=True) if request.trim_silence else waveform)
                 on_segment(segment.text, waveforms[-1].size, segment.tokens)
             return np.concatenate(waveforms)
 
@@ -246,72 +287,87 @@ class Synthesizer:
         short: bool,
     ) -> tuple[Prompt, SegmentQueue]:
         """Look up or encode the voice, start the LLM as soon as its part of the prompt is ready, and reserve a place
-        for the `first` stream meanwhile, if somebody hears it: when, says `asks_for_place`."""
+        for the `first` stream meanwhile, if somebody hears it."""
         place = Place(None if first is None else partial(self._reserve, first), scope)
-        crowded = self._clock() < self._careful_until or self._beginning > CROWD
-        if asks_for_place("reading", crowded=crowded):
+        if self._clock() < self._careful_until or self._beginning > CROWD:
             await place.held()
         voice, words = await scope.result(asyncio.to_thread(self._read, request))  # a network disk can hang
         prompts = self._prompts[request.trim_reference]
         known = prompts.get(voice) if isinstance(voice, Recording) else None
-        ready = voice if known is None else replace(known, text=voice.text)
-        new_voice = not isinstance(ready, Prompt)
-        if asks_for_place("encoding", new_voice=new_voice):
+        ready = known.of(voice) if known is not None and isinstance(voice, Recording) else voice
+        if not isinstance(ready, Prompt):
             await place.held()
         if isinstance(voice, Recording):
-            judgement = await self._judged(voice, scope)
-            for warning in judgement.warnings:
-                on_warning(warning)
+            judgement = await self._judged(voice, scope, on_warning)
             if known is None and request.trim_reference:
                 ready = judgement.mended(voice)
         # Of tokens, mel and x-vector. None for a prompt: each task would have its turn before the LLM is asked.
-        encoding: list[asyncio.Task[np.ndarray]] = []
-        if not isinstance(ready, Prompt):
-            encoding = self._encoded(ready, scope)
+        encoding = [] if isinstance(ready, Prompt) else self._encoded(ready, scope)
+        instruction, continued = self._style(request, voice, on_warning)
         prepare = partial(self._prepared, request, voice.text, words, on_warning)
-        in_loop = not new_voice and len(request.target_text) + len(voice.text) <= SHORT_TEXT
+        in_loop = isinstance(ready, Prompt) and len(request.target_text) + len(voice.text) <= SHORT_TEXT
         transcript, text, texts = prepare() if in_loop else await scope.result(asyncio.to_thread(prepare))
-        kept = None
-        if voice.text and not (request.instruct_text or request.cross_lingual):
-            kept = await _kept(ready, encoding, scope)
-        llm_prompt = self._llm_prompt(request, transcript, kept, played=request.played and place.wanted, short=short)
+        kept = await _kept(ready, encoding, scope) if continued else None
+        played = request.played and first is not None
+        silent, urgent = self._onset_tokens(request), 0
+        if played:
+            urgent = self._rules.first_context(None if kept is None else len(kept), short=short, silent=silent)
+        leading = self._silent_tokens if request.trim_silence else ()
+        llm_prompt = LLMPrompt("", instruction=instruction, urgent_tokens=urgent, silent_tokens=leading, played=played)
+        if kept is not None:
+            llm_prompt = replace(llm_prompt, prompt_text=transcript, prompt_tokens=kept)
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
-        new_buffer = partial(TokenBuffer, on_warning, on_stage, self._silent_tokens)
-        if request.pieces is None:
+        long_silence = () if request.source is not None else self._long_silence  # a conversion keeps its pauses
+        new_buffer = partial(TokenBuffer, on_warning, on_stage, partial(SilenceFilter, long_silence, leading))
+        if request.has_text:
             work = self._generate(text, texts, llm_prompt, request, segments, new_buffer, on_warning)
         else:
-            work = self._generate_interleaved(request, llm_prompt, segments, new_buffer(0.0))
+            work = self._generate_whole(request, llm_prompt, segments, new_buffer(0.0))
         scope.spawn(place.unless_refused(work))
-        place.ask()  # asks_for_place("rendering"), after the LLM was started
-        prompt = await _prompt(ready, encoding, scope)
+        place.ask()  # after the LLM was started
+        if isinstance(ready, Prompt):
+            prompt = ready
+        else:
+            tokens, mel, embedding = [await scope.result(part) for part in encoding]
+            prompt = Prompt.aligned(tokens, mel, embedding, voice.text, voice.instruction)
         if known is None and isinstance(voice, Recording):
             prompts.put(voice, prompt)
         await place.held()
         return prompt, segments
 
-    def _llm_prompt(
-        self, request: SynthesisRequest, transcript: str, kept: list[int] | None, *, played: bool, short: bool
-    ) -> LLMPrompt:
-        """Return the prompt without a text. kept: speech tokens of the voice that the LLM continues, if it does."""
-        urgent = self._rules.first_context(None if kept is None else len(kept), short=short) if played else 0
-        if kept is None:
-            return LLMPrompt("", instruction=request.instruct_text, urgent_tokens=urgent, played=played)
-        return LLMPrompt("", transcript, kept, urgent_tokens=urgent, played=played)
+    def _style(
+        self, request: SynthesisRequest, voice: Recording | Prompt | Mix, on_warning: OnWarning
+    ) -> tuple[str, bool]:
+        """Return the instruction that the LLM follows, and whether it continues the voice, after its transcript."""
+        if request.source is not None:
+            return "", False
+        asked, own = request.instruct_text, voice.instruction
+        if (asked or own) and self._instructions == "none":
+            on_warning("instruct_text was left out: this LLM does not follow instructions")
+            asked = own = ""
+        of_request = isinstance(request.voice, Recording)
+        continued = bool(voice.text) and not request.cross_lingual and (of_request or not asked)
+        if continued and (asked or own) and self._instructions == "alone":
+            continued = False
+            on_warning(
+                f"the transcript {voice.text[:40]!r} was left out: this LLM follows instructions without one only"
+            )
+        return asked or own, continued
 
     def _read(self, request: SynthesisRequest) -> tuple[Recording | Prompt | Mix, Mapping[str, str]]:
-        """Return the voice, and the words with another pronunciation; none for a text in pieces."""
+        """Return the voice, and the words with another pronunciation; none without a whole text."""
         voice = request.voice if isinstance(request.voice, Recording) else self._voices.get(request.voice)
-        if request.pieces is not None:
+        if not request.has_text:
             return voice, {}
         return voice, combined(request.pronunciation, self._voices.pronunciation(request.voice))
 
     def _prepared(
         self, request: SynthesisRequest, transcript: str, pronunciation: Mapping[str, str], on_warning: OnWarning
     ) -> tuple[str, str | Pause | None, Iterator[str | Pause]]:
-        """Return the voice's transcript, the first of the texts and the others: none if the text comes in pieces."""
+        """Return the voice's transcript, the first of the texts and the others: none without a whole text."""
         spelled = self._texts.transcript(transcript, request.normalize)
-        if request.pieces is not None:
+        if not request.has_text:
             return spelled, None, iter(())
         texts = self._texts.segments(
             request.target_text,
@@ -344,7 +400,7 @@ class Synthesizer:
         on_warning: OnWarning,
     ) -> None:
         """Queue a buffer for each text, with the pauses before it, and fill it from the LLM, one after another."""
-        pause, left = 0.0, request.max_tokens
+        pause, left, spoken = 0.0, request.max_tokens, ""
         while text is not None:
             if isinstance(text, Pause):
                 pause += text.seconds
@@ -352,7 +408,9 @@ class Synthesizer:
                 on_warning(f"max_tokens {request.max_tokens} was reached before {text[:80]!r}")
                 break
             else:
-                segment, pause = new_buffer(pause), 0.0
+                if spoken and not pause and request.trim_silence and not is_open(spoken):
+                    pause = SENTENCE_PAUSE
+                segment, pause, spoken = new_buffer(pause), 0.0, text
                 await segments.put(segment)
                 prompt = replace(llm_prompt, target_text=text)
                 used = await segment.fill(self._llm, prompt, request.sampling, left)
@@ -363,19 +421,22 @@ class Synthesizer:
             await segments.put(Pause(pause))
         await segments.put(None)
 
-    async def _generate_interleaved(
+    async def _generate_whole(
         self, request: SynthesisRequest, llm_prompt: LLMPrompt, segments: SegmentQueue, segment: TokenBuffer
     ) -> None:
-        """Queue the only buffer of a text in pieces and fill it."""
-        assert request.pieces is not None
+        """Queue the only buffer of a text in pieces, or of a conversion, and fill it."""
         await segments.put(segment)
-        pieces = segment.noted(request.pieces)
-        await segment.read(self._interleaved.generate(llm_prompt, pieces, request.sampling, request.max_tokens))
+        if request.source is not None:
+            await segment.read(request.source.tokens(self._encoder.tokens), "source")
+        elif request.pieces is not None:
+            pieces = segment.noted(request.pieces)
+            answer = self._interleaved.generate(llm_prompt, pieces, request.sampling, request.max_tokens)
+            await segment.read(answer, "llm")
         await segments.put(None)
 
 
 async def _kept(voice: Recording | Prompt | Mix, encoding: Sequence[asyncio.Task[Any]], scope: TaskScope) -> list[int]:
-    """Return the voice's speech tokens for the LLM: those that its `_prompt` has."""
+    """Return the voice's speech tokens for the LLM: those that its prompt has."""
     if isinstance(voice, Prompt):
         tokens = voice.tokens
     else:
@@ -389,34 +450,6 @@ async def _prompt(voice: Recording | Prompt | Mix, encoding: Sequence[asyncio.Ta
         return voice
     tokens, mel, embedding = [await scope.result(part) for part in encoding]
     return Prompt.aligned(tokens, mel, embedding, voice.text)
-
-
-async def _render(
-    stream: Token2WavSequence,
-    segment: TokenBuffer,
-    schedule: HopSchedule,
-    scope: TaskScope,
-    on_stage: OnStage,
-    on_segment: OnSegment,
-) -> AsyncGenerator[tuple[Hop, np.ndarray], None]:
-    """Yield the chunks of one segment and their waveforms."""
-    final, samples = False, 0
-    while not final:
-        hop = await scope.result(_next_hop(schedule, segment))
-        on_stage("tokens")
-        waveform = await scope.result(stream.render(segment.tokens, hop))
-        on_stage("audio")
-        samples += waveform.size
-        if final := hop.final:
-            on_segment(segment.text, samples, segment.tokens)
-        yield hop, waveform
-
-
-async def _next_hop(schedule: HopSchedule, segment: TokenBuffer) -> Hop:
-    # In one task of the scope: tokens come one by one, and each would cost a task.
-    while (hop := schedule.next_hop(len(segment.tokens), segment.ended)) is None:
-        await segment.wait_for_change()
-    return hop
 
 
 def _silence(segment: TokenBuffer | Pause) -> np.ndarray:

@@ -2,21 +2,22 @@
 
 A stream is a sequence: START with the voice and no tokens, then the chunks, and END exactly once, either with the final
 chunk or alone if the stream is aborted. The first stream of a listener has one request more: START without the voice,
-which reserves a place, and then the voice. How a request reaches a model is its `Send`: over Triton (triton_ports.py)
-or to a service of the same process (speaker/ports.py).
+which reserves a place, and then the voice. How a request reaches a model is its `Send`: over Triton or
+to a service of the same process (speaker/engines.py).
 """
 
 import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import filterfalse
 from typing import Any, Protocol
 
 import numpy as np
 
 from cosyvoice_triton.errors import ModelDownError, OverloadedError, UnavailableError
 from cosyvoice_triton.orchestrator.chunking import Hop
-from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
+from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest, tensors_of
 from cosyvoice_triton.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,32 @@ logger = logging.getLogger(__name__)
 # Sends a request of the sequence with that id, of 63 bits, and returns its waveform (N,) float32.
 Send = Callable[[int, Token2WavRequest], Awaitable[np.ndarray]]
 
-NO_TOKENS = np.zeros(0, np.int64)
+
+class Call(Protocol):
+    """Sends a request to a model and returns its single answer, as `triton_io.call`. The batch dimension is 1."""
+
+    def __call__(
+        self,
+        model: str,
+        inputs: Mapping[str, np.ndarray],
+        outputs: Sequence[str],
+        *,
+        correlation_id: int = 0,
+        start: bool = False,
+        end: bool = False,
+    ) -> Awaitable[dict[str, np.ndarray]]: ...
+
+
+def send_over_triton(call: Call, model: str, first_speech_id: int) -> Send:
+    """Return what sends requests to the token2wav model of that name."""
+
+    async def send(sequence: int, request: Token2WavRequest) -> np.ndarray:
+        inputs, flags = tensors_of(request, first_speech_id), {"start": bool(request.start), "end": request.end}
+        return (await call(model, inputs, ["waveform"], correlation_id=sequence, **flags))["waveform"].reshape(-1)
+
+    return send
+
+
 FAILED_POLL_SECONDS = 0.25
 
 
@@ -62,20 +88,21 @@ class Token2WavReplicas:
 
     def by_load(self) -> list[str]:
         """Return the models that have not failed, those with the fewest streams first; all if all have failed."""
-        working = [model for model in self.live if not self.failed(model)]
-        return sorted(working or self.live, key=self.live.__getitem__)
+        working = filterfalse(self.failed, self.live)
+        return sorted(working, key=self.live.__getitem__) or sorted(self.live, key=self.live.__getitem__)
 
     async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
-        async def whole(model: str) -> np.ndarray:
+        async def ask(model: str) -> np.ndarray:
             self.live[model] += 1
             try:
                 sequence = new_sequence_id()
-                request = _request(sequence, start=True, end=True, tokens=tokens, prompt=prompt, speed=speed)
+                whole = np.asarray(tokens, np.int64)
+                request = Token2WavRequest(f"sequence {sequence}", True, True, whole, prompt, speed=speed)
                 return await self.request(model, sequence, request)
             finally:
                 self.live[model] -= 1
 
-        return await self.first_accepted(whole)
+        return await self.first_accepted(ask)
 
     async def first_accepted(self, ask: Callable[[str], Awaitable[np.ndarray]]) -> np.ndarray:
         """Return the answer of the first model that neither refuses nor is down. Raises the first refusal if there is
@@ -117,10 +144,6 @@ def new_sequence_id() -> int:
     return 1 + secrets.randbelow(2**63 - 1)
 
 
-def _request(sequence: int, *, tokens: Sequence[int] | np.ndarray = NO_TOKENS, **fields: Any) -> Token2WavRequest:
-    return Token2WavRequest(f"sequence {sequence}", tokens=np.asarray(tokens, np.int64), **fields)
-
-
 def _retrieve_error(answer: "asyncio.Future[Any]") -> None:
     """Retrieve an answer's error, which asyncio otherwise logs with a traceback: "exception was never retrieved"."""
     if not answer.cancelled():
@@ -159,11 +182,17 @@ class Token2WavSequence:
         left = None if audio_left is None else max(0.0, audio_left)
         await self._send(start=not self._open, prompt=prompt, audio_left=left)
 
-    async def render(self, tokens: Sequence[int], hop: Hop) -> np.ndarray:
-        """Return audio (N,) float32 of `hop`; `tokens` are all so far, at least `hop.end_of_context`."""
+    async def restart(self, prompt: Prompt, audio_left: float | None) -> None:
+        """Begin anew, with the place that the listener has. audio_left: as of `start`."""
+        await self._send(start=True, prompt=prompt, audio_left=max(0.0, audio_left or 0.0))
+
+    async def render(self, tokens: Sequence[int], hop: Hop, audio_left: float | None = None) -> np.ndarray:
+        """Return audio (N,) float32 of `hop`; `tokens` are all so far, at least `hop.end_of_context`. audio_left:
+        seconds that the listener has, where that is not what token2wav rendered."""
+        left = None if audio_left is None else max(0.0, audio_left)
         begin = 0 if self._replicas.cumulative else hop.offset
         chunk = tokens[begin : hop.end_of_context]
-        return await self._send(end=hop.final, final=hop.final, tokens=chunk, offset=hop.offset)
+        return await self._send(end=hop.final, final=hop.final, tokens=chunk, offset=hop.offset, audio_left=left)
 
     def following(self) -> "Token2WavSequence":
         """Return a stream for the listener's next segment: on the same model, which has the voice's prompt cache,
@@ -189,12 +218,26 @@ class Token2WavSequence:
             logger.warning("stream %d could not be closed: %s", self._sequence, error)
 
     async def _send(
-        self, *, start: bool = False, end: bool = False, final: bool = False, offset: int = 0, **fields: Any
+        self,
+        *,
+        start: bool = False,
+        end: bool = False,
+        tokens: Sequence[int] = (),
+        final: bool = False,
+        offset: int = 0,
+        **fields: Any,
     ) -> np.ndarray:
         # Set before the answer is known: even a request that fails has opened or ended the sequence.
         self._set_open(not end)
-        of_chunk = offset if self._replicas.cumulative else None
-        request = _request(self._sequence, start=start, end=end, final=final, offset=of_chunk, **fields)
+        request = Token2WavRequest(
+            f"sequence {self._sequence}",
+            start,
+            end,
+            np.asarray(tokens, np.int64),
+            final=final,
+            offset=offset if self._replicas.cumulative else None,
+            **fields,
+        )
         # A request that was sent cannot be withdrawn. If only its waiter were cancelled, END could overtake it.
         self._in_flight = asyncio.ensure_future(self._replicas.request(self.model, self._sequence, request))
         self._in_flight.add_done_callback(_retrieve_error)  # its waiter may have been cancelled

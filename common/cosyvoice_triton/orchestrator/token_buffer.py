@@ -2,11 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from cosyvoice_triton.constants import MAX_STREAM_TOKENS, TOKEN_RATE
-from cosyvoice_triton.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenStream
+from cosyvoice_triton.constants import MAX_STREAM_TOKENS, ONSET_TOKENS, TOKEN_RATE
+from cosyvoice_triton.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenChunk
 from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.orchestrator.callbacks import OnStage, OnWarning
 from cosyvoice_triton.text.segments import expected_seconds
@@ -21,42 +24,58 @@ MAX_SILENT_TOKENS = 5  # spoken of a run: 0.2 s, as upstream
 
 
 class SilenceFilter:
-    """Shortens runs of silent tokens in one segment, which may arrive in any grouping: the LLM sometimes says nothing
-    for seconds. Its own context keeps what is dropped. Source: `llm_job` of upstream's CosyVoice3 model.
+    """Drops silent tokens of one segment, which may arrive in any grouping. The LLM's own context keeps them.
 
-    silent: the ids in 0..6560 that are silent, `Stack.silent_tokens`.
+    long: the ids in 0..6560 of which a run is shortened, because the LLM sometimes says nothing for seconds. Source:
+    `llm_job` of upstream's CosyVoice3 model. leading: those that are dropped before the first other token.
     """
 
-    def __init__(self, silent: Collection[int]):
-        self._silent = silent
+    def __init__(self, long: Collection[int], leading: Collection[int] = ()):
+        self._long = long
+        self._leading = leading
         self._run = 0  # silent tokens since the last other one, dropped ones included
+        self._onset: list[int] | None = []  # the last leading ones; None once another token came
 
     def kept(self, tokens: Sequence[int]) -> list[int]:
         """Return those of the tokens that arrived next that are to be spoken."""
         kept = []
         for token in tokens:
-            self._run = self._run + 1 if token in self._silent else 0
+            if self._onset is not None:
+                if token in self._leading:
+                    self._onset = [*self._onset, token][-ONSET_TOKENS:]
+                    continue
+                kept += self.rest()
+            self._run = self._run + 1 if token in self._long else 0
             if self._run <= MAX_SILENT_TOKENS:
                 kept.append(token)
         return kept
+
+    def rest(self) -> list[int]:
+        """Return the last of the tokens that were held back, at the end of a segment that is silent throughout."""
+        rest, self._onset = self._onset or [], None
+        return rest
 
 
 class TokenBuffer:
     """Speech tokens of one segment: the LLM's answers append them, the chunks read them.
 
-    pause: seconds of silence before it. text: what the LLM has got of it.
+    pause: seconds of silence before it. text: what the LLM has got of it. tokens: those that are spoken; generated:
+    all that the LLM has made, of the current attempt.
     """
 
     def __init__(
-        self, on_warning: OnWarning, on_stage: OnStage, silent_tokens: Collection[int], pause: float = 0.0
+        self, on_warning: OnWarning, on_stage: OnStage, new_filter: Callable[[], SilenceFilter], pause: float = 0.0
     ) -> None:
         self.pause = pause
         self.text = ""
         self.tokens: list[int] = []
+        self.generated: list[int] = []
         self.ended = False
+        self._new_filter = new_filter
+        self._refill: Callable[[], Coroutine[Any, Any, int]] | None = None
         self._on_warning = on_warning
         self._on_stage = on_stage
-        self._silence = SilenceFilter(silent_tokens)
+        self._silence = new_filter()
         self._changed = asyncio.Event()
 
     async def fill(self, llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling, left: int | None) -> int:
@@ -65,11 +84,13 @@ class TokenBuffer:
 
         Warns if it is not continued. ValueError if there is no token at all: the same text would fail again.
         """
+        other = None if sampling.seed is None else (sampling.seed + 1) % (MAX_SEED + 1)
+        self._refill = partial(self.fill, llm, prompt, replace(sampling, seed=other), left)
         text = self.text = prompt.target_text
         limit, why = _most_tokens(text, sampling), "the most for a text of its length"
         if left is not None and left < limit:
             limit, why = left, "what max_tokens of the request allows"
-        generated: list[int] = []
+        generated = self.generated
         reason: FinishReason | None = "length"
         while reason == "length":
             done = len(generated)
@@ -78,13 +99,15 @@ class TokenBuffer:
             if sampling.seed is not None:  # other random numbers than before, or every part could end in the same loop
                 part = replace(part, seed=(sampling.seed + done) % (MAX_SEED + 1))
             try:
-                stream = llm.generate(replace(prompt, generated=tuple(generated)), part)
-                reason = await self._read(stream, generated)
+                answer = llm.generate(replace(prompt, generated=tuple(generated)), part)
+                reason = await self._read(answer, generated)
             except ValueError as error:  # such as a prompt that no longer fits the LLM's context
                 if not done:
                     raise
                 self._warn(f"{done} tokens, because the LLM cannot continue it ({error}): {text[:80]!r}")
                 break
+            if generated is not self.generated:
+                return len(generated)
             if not generated:
                 raise ValueError(f"the LLM returned no speech token for the text {text[:80]!r}")
             if reason == "length" and (len(generated) < done + asked or len(generated) >= limit):
@@ -93,16 +116,24 @@ class TokenBuffer:
         self._end()
         return len(generated)
 
+    def again(self) -> Coroutine[Any, Any, int]:
+        """Drop the answer to `fill`, and return the work that fills the buffer with another one."""
+        assert self._refill is not None
+        self.generated, self.ended, self._silence = [], False, self._new_filter()
+        self.tokens.clear()
+        return self._refill()
+
     async def noted(self, pieces: AsyncIterator[str]) -> AsyncGenerator[str, None]:
         """Yield `pieces`, which become the segment's text."""
         async for piece in pieces:
             self.text += piece
             yield piece
 
-    async def read(self, stream: TokenStream) -> None:
-        """Read the whole segment from `stream`. Warns if it was cut short; ValueError if there is no token at all."""
-        generated: list[int] = []
-        reason = await self._read(stream, generated)
+    async def read(self, answer: AsyncGenerator[TokenChunk, None], stage: str) -> None:
+        """Read the whole segment from `answer`, whose first tokens are a stage of this name. Warns if it was cut short;
+        ValueError if there is no token at all."""
+        generated = self.generated
+        reason = await self._read(answer, generated, stage)
         if not generated:
             raise ValueError("the LLM returned no speech token for the text in pieces")
         if reason == "length":
@@ -110,25 +141,29 @@ class TokenBuffer:
         self._end()
 
     def _end(self) -> None:
+        self.tokens.extend(self._silence.rest())
         self.ended = True
         self._changed.set()
 
-    async def _read(self, stream: TokenStream, generated: list[int]) -> FinishReason | None:
-        """Append the tokens of `stream` to `generated`, and to the buffer what the chunks get of them.
-
-        Closes the stream in any case.
-        """
-        with tracing.span("llm"):
-            try:
-                async for tokens in stream:
-                    if not generated:
-                        self._on_stage("llm")
-                    generated += tokens
-                    self.tokens.extend(self._silence.kept(tokens))
-                    self._changed.set()
-            finally:
-                await stream.aclose()
-        return stream.finish_reason
+    async def _read(
+        self, answer: AsyncGenerator[TokenChunk, None], generated: list[int], stage: str = "llm"
+    ) -> FinishReason | None:
+        """Append the tokens of `answer` to `generated`, and to the buffer what the chunks get of them. Return why it
+        has ended."""
+        reason: FinishReason | None = None
+        with tracing.span(stage):
+            async with aclosing(answer):
+                async for chunk in answer:
+                    if generated is not self.generated:  # it was dropped
+                        break
+                    reason = chunk.finish_reason
+                    if chunk.tokens:
+                        if not generated:
+                            self._on_stage(stage)
+                        generated += chunk.tokens
+                        self.tokens.extend(self._silence.kept(chunk.tokens))
+                        self._changed.set()
+        return reason
 
     def _warn(self, after: str) -> None:
         warning = f"{CUT_SHORT} after {after}"

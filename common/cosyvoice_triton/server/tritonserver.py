@@ -25,9 +25,8 @@ from pathlib import Path
 from cosyvoice_triton.addresses import join
 from cosyvoice_triton.constants import CALL_THREADS, GRPC_PORT, HTTP_PORT, METRICS_PORT
 from cosyvoice_triton.monitoring import metrics
-from cosyvoice_triton.monitoring.drain import DrainFile
 from cosyvoice_triton.monitoring.environment import ModelEnvironment, tritonserver_environment
-from cosyvoice_triton.monitoring.health import STACKS_SIGNAL
+from cosyvoice_triton.monitoring.health import STACKS_SIGNAL, DrainFile
 from cosyvoice_triton.replicas import first_replica
 from cosyvoice_triton.server.input_shapes import compile_library
 from cosyvoice_triton.server.installation import Installation, ServerError, work_directory

@@ -63,7 +63,7 @@ class LocalPromptEncoder:
     async def prompt(self, recording: Recording) -> Prompt:
         """Return the prompt of a checked recording, with its transcript."""
         parts = await asyncio.gather(self.tokens(recording), self.mel(recording), self.embedding(recording))
-        return Prompt.aligned(*parts, recording.text)
+        return Prompt.aligned(*parts, recording.text, recording.instruction)
 
     def close(self) -> None:
         """Wait for the recordings that are being encoded."""

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import logging
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cosyvoice_triton import stacks
-from cosyvoice_triton.background import BackgroundLoop
+from cosyvoice_triton.background import BackgroundLoop, in_thread
 from cosyvoice_triton.config import OrchestratorConfig, TensorrtLLMConfig, Token2WavConfig
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.monitoring.logs import timed
@@ -28,6 +28,7 @@ from cosyvoice_triton.voice.audio import load_recording
 logger = logging.getLogger(__name__)
 
 OnWarning = Callable[[str], object]
+SpeechSource = str | Path | np.ndarray | Iterable[np.ndarray]  # what is converted
 
 
 class Speaker:
@@ -111,6 +112,15 @@ class Speaker:
         """Return what `speak` returns, in the caller's asyncio loop."""
         return self._loop.arun(self._speak(text, **options))
 
+    def convert(self, source: SpeechSource, **options: Any) -> Iterator[np.ndarray]:
+        """Yield speech in another voice, as `stream` does, with its words and its timing: no LLM is asked.
+
+        source: a file or float32 (T,) at source_sample_rate (16 kHz), of 0.5 to 120 seconds, or an iterable of such
+        arrays of any length, of which what is known is converted before the next one comes. options: the voice, as of
+        `stream`.
+        """
+        return self._loop.iterate(self._stream("", source=source, **options))
+
     def close(self) -> None:
         """Cancel the requests under way and free everything; the speaker cannot be used afterwards."""
         self._closing.close()
@@ -125,7 +135,7 @@ class Speaker:
         self, text: str, on_warning: OnWarning | None = None, **options: Any
     ) -> AsyncGenerator[np.ndarray, None]:
         warn, synthesizer = on_warning or _log_warning, self._pipeline.synthesizer
-        synthesizer.check()
+        synthesizer.refusal.check()
         async with aclosing(synthesizer.stream(await self._request(text, warn, **options), warn)) as waveforms:
             async for waveform in waveforms:
                 yield waveform
@@ -144,11 +154,19 @@ class Speaker:
         reference_sample_rate: int = PROMPT_SAMPLE_RATE,
         instruct_text: str | None = None,
         pronunciation: Mapping[str, str] | None = None,
+        source: SpeechSource | None = None,
+        source_sample_rate: int = PROMPT_SAMPLE_RATE,
         **parameters: int | float | str | bool,
     ) -> SynthesisRequest:
         if isinstance(reference, (str, Path)):
             recording = await asyncio.to_thread(load_recording, Path(reference))
             reference, reference_sample_rate = recording.wav, recording.rate
+        pieces = None
+        if isinstance(source, (str, Path)):
+            recording = await asyncio.to_thread(load_recording, Path(source))
+            source, source_sample_rate = recording.wav, recording.rate
+        elif source is not None and not isinstance(source, np.ndarray):
+            source, pieces = np.zeros(0, np.float32), in_thread(source)
         if pronunciation:
             parameters["pronunciation"] = json.dumps(pronunciations(pronunciation), ensure_ascii=False)
         request = self._pipeline.rules.request(
@@ -158,6 +176,9 @@ class Speaker:
             reference_text=reference_text,
             speaker=voice,
             instruct_text=instruct_text,
+            source_wav=source,
+            source_sample_rate=source_sample_rate,
+            pieces=pieces,
             parameters=parameters,
             on_warning=on_warning,
         )

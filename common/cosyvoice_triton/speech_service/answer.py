@@ -34,7 +34,7 @@ class SpeechAnswer:
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's usage, and the seconds at normal speed. input_tokens counts characters, because only Triton
         has the LLM's tokenizer."""
-        text = sum(each.pieces.chars for each in self.utterances if each.pieces is not None) or self.chars
+        text = sum(each.pieces.length for each in self.utterances if each.pieces is not None) or self.chars
         speech = round(self.samples / SAMPLE_RATE * TOKEN_RATE)
         about = {"input_tokens": text, "output_tokens": speech, "total_tokens": text + speech}
         return {**about, "seconds": round(self.samples / SAMPLE_RATE, 3)}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 
 from cosyvoice_triton.client.utterance import Utterance, of_recording
 from cosyvoice_triton.errors import json_kind
@@ -126,7 +126,11 @@ class SpeechRequest(BaseModel):
         description="transcript of ref_audio; without it, cross-lingual cloning is used",
         json_schema_extra=by_setting("max_input_chars"),
     )
-    trim_reference: bool = Field(True, description="false: use a recording's silence and its end as they are")
+    trim_reference: bool = Field(False, description="cut a recording's silence at its ends to 0.2 s, mend its end")
+    trim_silence: bool | None = Field(None, description="false: keep the silence that the model makes at both ends")
+    retry_bad_answers: bool | None = Field(
+        None, description="make an answer again that begins with silence, a loop or noise; without a seed it is"
+    )
     language: Name = Field("", description="of the input; else guessed; a voice of another is cloned cross-lingually")
     pronunciation: Words = Field({}, description="words of the input, and what is spoken for each")
     lang_code: Name = Field("", description="Kokoro's name of the field language, or its letters: a, b, e, f, i, j, z")
@@ -152,8 +156,11 @@ class SpeechRequest(BaseModel):
         language: dict[str, bool | str] = {"language": self.named_language} if self.named_language else {}
         if words := combined(self.pronunciation, words):
             language["pronunciation"] = json.dumps(words, ensure_ascii=False)
-        if not self.trim_reference:
-            language["trim_reference"] = False
+        if self.trim_reference:
+            language["trim_reference"] = True
+        for name in ("trim_silence", "retry_bad_answers"):
+            if (value := getattr(self, name)) is not None:
+                language[name] = value
         whole = not self.stream or self.stream_format == "json"
         return language | self.normalization_options.parameters() | ({"played": False} if whole else {})
 
@@ -185,6 +192,25 @@ class SpeechRequest(BaseModel):
     @property
     def voice_name(self) -> str:
         return self.voice if isinstance(self.voice, str) else self.voice.id
+
+
+_OF_CONVERSIONS = (
+    *("model", "voice", "response_format", "speed", "stream_format", "stream", "volume_multiplier", "ref_audio"),
+    *("trim_reference", "sample_rate", "frame_ms"),
+)
+_CONVERSION: dict[str, Any] = {
+    "audio": (
+        str,
+        Field(
+            "",
+            description="the speech: an audio file in base64, or an upload of a multipart request",
+            json_schema_extra=by_setting("max_reference_chars"),
+        ),
+    ),
+    **{name: (each.annotation, each) for name, each in SpeechRequest.model_fields.items() if name in _OF_CONVERSIONS},
+}
+# The body of POST /v1/audio/voice-conversion: the fields of SpeechRequest that are not about a text.
+ConversionRequest = create_model("ConversionRequest", __config__=ConfigDict(extra="forbid"), **_CONVERSION)
 
 
 class BatchRequest(BaseModel):
@@ -324,7 +350,8 @@ def utterance(
     if instructions and recording is None:
         voice.pop("reference_text", None)  # the instruction replaces it
         parameters.pop("cross_lingual", None)
-    return Utterance(target_text=wanted.input, instruct_text=instructions, parameters=parameters, **voice)
+    voice |= {"instruct_text": instructions} if instructions else {}
+    return Utterance(target_text=wanted.input, parameters=parameters, **voice)
 
 
 def _reference(
@@ -348,7 +375,8 @@ def _registered(name: str, voices: VoiceFolder) -> dict[str, Any]:
         return {"speaker": name}
     if isinstance(voice, Recording):
         words = voices.pronunciation(name)
-        return {**of_recording(voice), "reference_text": voice.text or None, "pronunciation": words}
+        style = {"instruct_text": voice.instruction or None}
+        return {**of_recording(voice), "reference_text": voice.text or None, "pronunciation": words, **style}
     return {"speaker": name, "transcript": voice.text}
 
 

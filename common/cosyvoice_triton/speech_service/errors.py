@@ -26,9 +26,20 @@ _INPUTS = {
     "instruct_text": "instructions",
     "reference_text": "ref_text",
     "reference_wav": "ref_audio",
+    "source_wav": "audio",
     "nor a speaker": "nor a voice",
 }
-_FIELDS = (*_INPUTS.values(), *SAMPLING, "voice", "speed", "language", "pronunciation", "trim_reference")
+_FIELDS = (
+    *_INPUTS.values(),
+    *SAMPLING,
+    "voice",
+    "speed",
+    "language",
+    "pronunciation",
+    "trim_reference",
+    "trim_silence",
+    "retry_bad_answers",
+)
 _INPUT = re.compile(rf"\b({'|'.join(_INPUTS)})\b")
 _BEGINS_WITH = {"request parameter ": "", "unknown speaker ": "voice ", "speaker ": "voice ", "no voice": "voice"}
 

@@ -30,6 +30,7 @@ MAX_METADATA = 16, 64, 512  # pairs, characters of a name and of a value, as Ope
 # An LLM writes faster than its text is spoken, so sentences and ended utterances wait; an hour of speech is enough.
 MAX_WAITING_CHARS = 65_536
 MAX_WAITING_UTTERANCES = 64
+MAX_WAITING_CONVERSIONS = 8  # utterances of a session, each of up to MAX_SOURCE_SECONDS
 MAX_DICTIONARY_CHARS = MAX_FILE_BYTES  # of a dictionary as text
 MAX_NUMBERS = 3 << 19  # of JSON in Triton's protocol, somewhat more than those of the longest recording
 

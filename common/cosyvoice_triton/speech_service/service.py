@@ -3,26 +3,29 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
+from pydantic import BaseModel
 from starlette.requests import HTTPConnection
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.client.answer import SEGMENTS
-from cosyvoice_triton.client.utterance import Utterance
+from cosyvoice_triton.client.utterance import Pieces, Utterance
 from cosyvoice_triton.config import OrchestratorConfig
-from cosyvoice_triton.constants import TOKEN_RATE
+from cosyvoice_triton.constants import MAX_SOURCE_SECONDS, TOKEN_RATE
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.audio.encoding import FORMATS, AudioEncoder
-from cosyvoice_triton.speech_service.audio.recordings import decode
+from cosyvoice_triton.speech_service.audio.recordings import decode, decode_base64
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
-from cosyvoice_triton.speech_service.bodies import SpeechRequest, utterances
+from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse, utterances
 from cosyvoice_triton.speech_service.dispatcher import Dispatcher
-from cosyvoice_triton.speech_service.errors import ApiError, invalid, named
+from cosyvoice_triton.speech_service.errors import ApiError, invalid, named, naming
 from cosyvoice_triton.speech_service.metrics import Metrics
+from cosyvoice_triton.speech_service.outcomes import Outcomes
 from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
@@ -46,6 +49,7 @@ class Service:
     voices: VoiceFolder
     metrics: Metrics
     dispatcher: Dispatcher
+    outcomes: Outcomes = field(default_factory=Outcomes)
     sessions: int = 0  # open WebSockets
     previewing: asyncio.Lock = field(default_factory=asyncio.Lock)  # one at a time: live streams need the CPU
 
@@ -87,6 +91,36 @@ class Service:
                 each.parameters[SEGMENTS] = True
             answer.timestamps = Timestamps(detail, wanted.speed)
         return answer
+
+    async def conversion(
+        self, wanted: BaseModel, source: bytes | tuple[Pieces[np.ndarray], int] | None
+    ) -> tuple[SpeechRequest, SpeechAnswer]:
+        """Return the answer to a validated conversion, not generated yet, and what of it a request for speech has.
+        source: an uploaded recording, or pieces of speech and their rate. ApiError."""
+        fields = wanted.model_dump(exclude_unset=True)
+        encoded = fields.pop("audio", "")
+        asked: SpeechRequest = parse(SpeechRequest, {**fields, "input": "."}, self.settings)
+        answer = await self.answer(asked)
+        (utterance,) = answer.utterances
+        parameters = {name: each for name, each in utterance.parameters.items() if name in ("played", "trim_reference")}
+        utterance = replace(utterance, target_text="", instruct_text=None, parameters=parameters)
+        if isinstance(source, tuple):
+            utterance = replace(utterance, source_pieces=source[0], source_sample_rate=source[1])
+        else:
+            async with self.dispatcher.decoding:
+                heard = await asyncio.to_thread(self._decoded, source, encoded)
+            utterance = replace(utterance, source=heard.wav, source_sample_rate=heard.rate)
+        answer.utterances, answer.chars = (utterance,), 0
+        return asked, answer
+
+    def _decoded(self, upload: bytes | None, encoded: str) -> Recording:
+        """Return speech to convert. ApiError."""
+        with naming("audio"):
+            if upload is not None:
+                return decode(upload, self.settings.max_reference_bytes, MAX_SOURCE_SECONDS)
+            if not encoded:
+                raise ValueError("audio is missing: upload the recording as a file")
+            return decode_base64(encoded, self.settings.max_reference_bytes, MAX_SOURCE_SECONDS)
 
     async def preview(self, wanted: SpeechRequest, upload: bytes | None = None) -> dict[str, Any]:
         """Return what will be spoken, as `text.preview` does, of all parts of the text; the warnings include those

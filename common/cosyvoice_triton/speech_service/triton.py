@@ -94,8 +94,8 @@ class Backend:
                     async for part in parts:
                         yield part
                 return
-            if request.pieces is not None:
-                raise invalid(f"mode tokens: the model {model!r} is served for offline requests", "mode")
+            if request.pieces is not None or request.source_pieces is not None:
+                raise invalid(f"mode tokens, or live audio: the model {model!r} is served for offline requests", "mode")
             yield await complete(self.connection, model, request, timeout)
         except grpc.aio.AioRpcError as error:
             raise from_triton(str(error.code()), error.details()) from None

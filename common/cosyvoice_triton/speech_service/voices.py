@@ -16,7 +16,7 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.speech_service.audio.decoders import decoded
 from cosyvoice_triton.speech_service.audio.recordings import decode
 from cosyvoice_triton.speech_service.errors import ApiError, invalid, naming
-from cosyvoice_triton.text import clean_line
+from cosyvoice_triton.text import clean_transcript, stored_transcript
 from cosyvoice_triton.text.pronunciation import pronunciations
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.bundle import export_voice, read_bundle
@@ -74,22 +74,37 @@ class VoiceFolder(VoiceBook):
         except (UnavailableError, ValueError):
             return ""
 
-    def add(self, name: str, data: bytes, text: str, words: Any = "", consent: str = "", key: str = "") -> Judgement:
+    def add(
+        self,
+        name: str,
+        data: bytes,
+        text: str,
+        words: Any = "",
+        consent: str = "",
+        key: str = "",
+        instructions: str = "",
+        trim: bool = False,
+    ) -> Judgement:
         """Register a recording with its transcript (empty: unknown) and its dictionary.
 
-        consent, key: as in `Rights`. Returns what is to be said of the recording. ApiError.
+        consent, key: as in `Rights`. instructions: how the voice speaks, unless a request says how. trim: see
+        `Judgement.mended`. Returns what is to be said of the recording. ApiError.
         """
         name = self._new(name)
         with naming("ref_text"):
-            text = clean_line(text, name="ref_text", max_chars=MAX_TRANSCRIPT_CHARS)
+            text = stored_transcript(instructions, text) if instructions.strip() else text
+            instruction, text = clean_transcript(text, name="ref_text", max_chars=MAX_TRANSCRIPT_CHARS)
         with naming("pronunciation"):
             words = pronunciations(words)
         with naming("audio_sample"):
-            recording = replace(decode(data, self._max_bytes), text=text)
+            recording = replace(decode(data, self._max_bytes), text=text, instruction=instruction)
         with naming("consent"):
             rights = Rights.now(consent, key or ANYONE)
+        judged = judge(recording)
+        if trim:
+            judged = judge(recording := judged.mended(recording))
         self._save(name, recording, words, rights)
-        return judge(recording)
+        return judged
 
     def export(self, name: str, key: str) -> bytes:
         """Return a voice as one file, to the key that registered it. ApiError."""

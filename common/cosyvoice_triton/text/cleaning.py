@@ -8,10 +8,12 @@ import unicodedata
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
+from urllib.parse import unquote
 
 import regex
 
 from cosyvoice_triton.constants import SYSTEM_WORDS
+from cosyvoice_triton.text.sources import OnLeftOut, gone
 
 # Format characters, but the joiner and the tags of emoji, which `without_emoji` removes with them.
 _INVISIBLE = re.compile(
@@ -36,17 +38,28 @@ _LOVE = (
     re.compile("(?<=[我们])[❤♥]\ufe0f?(?=[\u4e00-\u9fff])"),
 )
 _FULL_WIDTH_MARK = re.compile("(?<=\\d)[\uff1a\uff0e](?=\\d)")
+# Numbers in circles: of an item, with a pause before and after it; before a mark that of a footnote.
+_CIRCLED = re.compile("(\\S?)[^\\S\\n]*([\u2460-\u2473])\\s*(?=([^\\W\\d]?))")
+# Faces of signs.
+_SMILEY = re.compile(
+    "(?<!\\S)<3(?=[\\s.,!]|$)|(?<![\\w:])[:;=]['’]?-?[)(DPpO/\\\\|*\\]\\[]+(?=[\\s.,!?。，！？]|$)|(?<![A-Za-z0-9^])\\^[_.-]?\\^;*|(?<![A-Za-z0-9])(?:T_T|>_<|-_-|:-?[)(])(?![\\w)])"
+    "|\u00af\\\\?_?\\(\u30c4\\)_?/\u00af|[(（](?=[^()（）]*[^()（）.?!…,。，！？、\\s—–\\w]|[^()（）]*[\u03c9\u0434\u0414])(?:[^()（）A-Za-z0-9\\s\u4e00-\u9fff\uac00-\ud7a3.,+%$€£=/-]|[oOTQ_.;-]){2,12}[)）][\uff89\u30ce/\u2661\u2665\u266a\u2606~]*"
+)
 
 
-def plain_signs(text: str) -> str:
-    """Return `text` without invisible characters, and with plain letters, digits, hyphens and blanks for their
-    typographic variants."""
+def plain_signs(text: str, on_left_out: OnLeftOut = lambda written, reason: None) -> str:
+    """Return `text` without invisible characters and faces of signs, and with plain letters, digits, hyphens and blanks
+    for their typographic variants."""
+    text = _SMILEY.sub(lambda face: gone(face[0], "smiley", on_left_out, " "), text)
     if text.isascii():
         return text
+    text = _CIRCLED.sub(lambda found: _item(found, on_left_out), text)
     text = _ODD_BLANK.sub(" ", _JOINER.sub("", _INVISIBLE.sub("", text))).translate(_SAME)
     text = _LOVE[1].sub("爱", _LOVE[0].sub(r"\1 love ", text))
     text = _VULGAR.sub(_fraction, text)
-    text = _FOOTNOTE_MARK.sub("", _POWER.sub(lambda match: "^" + _plain(match[0]), text))
+    text = _FOOTNOTE_MARK.sub(
+        lambda mark: gone(mark[0], "footnote mark", on_left_out), _POWER.sub(lambda match: "^" + _plain(match[0]), text)
+    )
     kept = _SUPERSCRIPT.sub(lambda match: {"\u00b2": "\ue002", "\u00b3": "\ue003"}[match[0]], text)
     kept = _DRESSED.sub(lambda match: _plain(match[0]), kept)
     kept = kept.replace("\ue002", "\u00b2").replace("\ue003", "\u00b3")
@@ -57,26 +70,36 @@ def _plain(dressed: str) -> str:
     return unicodedata.normalize("NFKC", dressed).replace("\u2212", "-")
 
 
+def _item(match: re.Match[str], on_left_out: OnLeftOut) -> str:
+    number, wide = _plain(match[2]), match[3] > "\u2e80"
+    if match[1] and not match[3]:
+        return gone(match[2], "footnote mark", on_left_out, match[1])
+    pause = "" if not match[1] or match[1] in ",.;:，。；：、" else "，" if wide else ", "
+    return f"{match[1]}{pause}{number}{'、' if wide else ', '}"
+
+
 def _fraction(match: re.Match[str]) -> str:
     written = _plain(match[2]).replace("\u2044", "/")
     return f"{match[1]} {written}" if match[1] else written
 
 
 _MARKUP = re.compile(r"[\\`*_#<>&~|\[\]+-]|^\d+[.)]", re.MULTILINE)
-_SOUND_TAG = re.compile(r"</?(?:strong|laughter)>")  # of the LLM's vocabulary
 # What the parser leaves, because it is no Markdown: "** bold **", or half of a pair whose other half is elsewhere. A
 # star between numbers is a sign, and so is a number sign before one.
 _LEFT = re.compile(
-    r"\*{2,}|_{2,}|~{2,}|`+|(?<!\S)[*_](?=[^\s*_])|(?<=[^\s*_])[*_](?!\S)|(?<!\d )(?<!\S)\*(?!\S)|(?<!\w)#+(?=[^\W\d])"
+    r"(?<![\d*])\*{2,}(?!\*)|(?<!\*)\*{2,}(?![\d*])|_{2,}|~{2,}|`+|(?<!\S)[*_](?=[^\s*_])|(?<=[^\s*_])[*_](?!\S)|(?<!\d )(?<!\S)\*(?!\S)|(?<!\w)#+(?=[^\W\d])"
     r"|(?<=[\u4e00-\u9fff])#(?!\d)"
 )
 _STAR_KEY = re.compile(r"\b([Pp]ress|[Dd]ial) \*(?=[\s\d.,]|$)")
 _FOOTNOTE = re.compile(r"\[\^[\w-]{1,32}\]|(?<=[^\s\[\]])(?:\[\d{1,3}\])+")
-_TASK = re.compile(r"^(\s*[-*+] )\[[ xX]\] ", re.MULTILINE)
+_TASK = re.compile(r"^(\s*[-*+] )(\[[ xX]\]) ", re.MULTILINE)
+_BULLET = re.compile(r"^\s*(?:[•◦‣▪▫●○■□◆◇▶►➤➢✓✔✗✘→⇒]\s*|~{3,})", re.MULTILINE)
+_TIMES = re.compile(r"(?<=\d)\*(?=\d)|(?<=\d[a-z])\*(?=\d)|(?<=\d[a-z]{2})\*(?=\d)")
+_LINK = re.compile(r"\[([^\[\]\n]+)\](\((?:[a-z]+:|/|\.|#|www)[^()\n]*\))")  # with a blank, which is no Markdown
 _BLANKS = re.compile(r"[^\S\n]{2,}")
 # Rows of one sign are drawn, as lines and borders are: read, they are seconds of invention or of "equals equals". Of
 # marks one is left, which is a pause.
-_ROW = regex.compile(r"([\p{P}\p{S}])\1{3,}")
+_ROW = regex.compile(r"(?!(?<=\d)\*+\d)([\p{P}\p{S}])\1{3,}")  # not the stars in a number
 _PAUSES = frozenset(".,;:!?…-–—。，、；：！？")
 
 _SYMBOLS_OF_TEXT = "©®™‼⁉〰〽㊗㊙"  # are emoji in Unicode's tables only
@@ -100,37 +123,44 @@ def without_emoji(text: str) -> str:
     return "".join(kept) + text[end:]
 
 
-def without_markup(text: str) -> str:
-    """Return `text` without markup and rows of signs: the words of links, code and tables stay, and the numbers of
-    lists."""
-    text = _STAR_KEY.sub(r"\1 star ", _FOOTNOTE.sub("", without_emoji(text)))
+def without_markup(text: str, on_left_out: OnLeftOut = lambda written, reason: None) -> str:
+    """Return `text` without Markdown, emoji and rows of signs: the words of links, code and tables stay, and the numbers
+    of lists."""
+    text = _FOOTNOTE.sub(lambda mark: gone(mark[0], "footnote mark", on_left_out), without_emoji(text))
+    text = _TIMES.sub("×", _BULLET.sub("", _STAR_KEY.sub(r"\1 star ", text)))
     if _MARKUP.search(text):
-        text = _LEFT.sub("", "".join(_rendered(_TASK.sub(r"\1", text))).replace(", \n", "\n"))
+        text = _TASK.sub(lambda box: gone(box[2], "box of a task", on_left_out, box[1]), text)
+        text = "".join(_rendered(text, on_left_out)).replace(", \n", "\n")
+        text = _LEFT.sub("", _LINK.sub(lambda link: gone(link[2], "address of a link", on_left_out, link[1]), text))
     text = _ROW.sub(lambda row: row[1] if row[1] in _PAUSES else " ", text)
     return _BLANKS.sub(" ", text).strip()
 
 
-def _rendered(text: str) -> Iterator[str]:
+def _rendered(text: str, on_left_out: OnLeftOut) -> Iterator[str]:
     """Yield the words of each block, each block as a line."""
     for token in _parser().parse(text):
         if token.type == "list_item_open" and token.info:
             yield f"{token.info}{token.markup} "
         elif token.type == "inline":
-            yield "".join(map(_words, token.children))
+            yield "".join(_inline(part, on_left_out) for part in token.children)
         elif token.type == "fence":
-            yield token.content
-        if token.type in ("th_close", "td_close"):
-            yield ", "
-        elif token.type in ("paragraph_close", "heading_close", "tr_close"):
-            yield "\n"
+            if " " not in token.info and token.info:
+                on_left_out(token.info, "language of code")
+            yield (f"{token.info}\n" if " " in token.info else "") + token.content
+        yield _AFTER.get(token.type, "")
 
 
-def _words(token: Any) -> str:
-    if token.type in ("softbreak", "hardbreak"):
-        return "\n"
-    if token.type == "html_inline":
-        return str(token.content) if _SOUND_TAG.fullmatch(token.content) else ""
-    return str(token.content)  # an image's is its description
+_AFTER = dict.fromkeys(("th_close", "td_close"), ", ") | dict.fromkeys(
+    ("paragraph_close", "heading_close", "tr_close"), "\n"
+)
+
+
+def _inline(part: Any, on_left_out: OnLeftOut) -> str:
+    for address in (part.attrs.get("href"), part.attrs.get("src")):
+        if address and part.info != "auto":
+            on_left_out(unquote(str(address)), "address of a link")
+    # An image's content is its description.
+    return "\n" if part.type in ("softbreak", "hardbreak") else str(part.content)
 
 
 @cache
@@ -138,10 +168,9 @@ def _parser() -> Any:
     """Return the parser. It is imported here, because most models of the server process no text."""
     from markdown_it import MarkdownIt
 
-    # HTML inside lines only, because empty lines, which end blocks, are removed before. No definitions of links:
-    # "[laughter]: yes" is speech.
-    rules = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
-    return rules.disable(["html_block", "code", "reference"])
+    # No definitions of links: "[laughter]: yes" is speech. HTML is plain text before.
+    rules = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+    return rules.disable(["html_block", "html_inline", "code", "reference", "entity"])
 
 
 # Every control token of the LLM's vocabulary is written <|name|>. The length limit keeps the prose between a stray "<|"
@@ -168,6 +197,12 @@ def strip_control_tokens(text: str) -> str:
     while found:
         text, found = _CONTROL_TOKEN.subn(" ", text)
     return text
+
+
+def control_tokens(text: str) -> list[str]:
+    """Return what `clean_text` leaves out of `text`: tokens, and the words before `<|endofprompt|>`."""
+    before, _, after = text.rpartition(END_OF_PROMPT)
+    return ([before] if before else []) + _CONTROL_TOKEN.findall(after)
 
 
 def split_instruction(text: str) -> tuple[str, str]:
@@ -219,6 +254,20 @@ def clean_line(text: str, *, name: str, max_chars: int) -> str:
     """Return `clean_text` of an optional text, as one line. Blank text gives ""; control tokens alone are an error."""
     text = text.strip()
     return clean_text(text, name=name, max_chars=max_chars).replace("\n", " ") if text else ""
+
+
+def clean_transcript(text: str, *, name: str, max_chars: int) -> tuple[str, str]:
+    """Return the instruction before `<|endofprompt|>` in the transcript of a recording, "" without one, and the words
+    that are spoken in it, as `clean_line`: "" also for an instruction, or CosyVoice3's system words, alone."""
+    if len(text) > max_chars:
+        raise ValueError(f"{name} has {len(text)} characters, more than the limit of {max_chars}")
+    instruction, said = split_instruction(text)
+    return instruction, clean_line(said, name=name, max_chars=max_chars)
+
+
+def stored_transcript(instruction: str, text: str) -> str:
+    """Return both as one text, which `clean_transcript` reads."""
+    return f"{instruction}{END_OF_PROMPT}{text}" if instruction else text
 
 
 def _printable(text: str) -> str:

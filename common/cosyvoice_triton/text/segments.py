@@ -23,7 +23,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from cosyvoice_triton.text.cleaning import has_words, is_speakable
-from cosyvoice_triton.text.english_words import BEFORE_NUMBERS
+from cosyvoice_triton.text.english_words import BEFORE_NUMBERS, MONTHS
 from cosyvoice_triton.text.language import Language
 
 _HAN = re.compile(r"[々〇\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
@@ -74,17 +74,21 @@ def _seconds(char: str, japanese: bool) -> float:
 _TAG_AT_END = re.compile(r"(?:\[[A-Za-zà-ǜ0-9_-]+\]|<[^<>]*>)\Z")
 _CLOSERS = "\"'”’»›“」』】）)]}〉》"
 _ENDS = ".!?。！？…．｡"
+_OPEN_END = re.compile(rf"\s*[,;:，；：、—–~～-][\s,;:，；：、—–~～-]*(?=[{re.escape(_CLOSERS)}]*\Z)")
 _CJK = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uff00-\uffef]")
 
 
-def closed(sentence: str, language: Language | None) -> str:
+def closed(sentence: str, language: Language | None, last: bool = False) -> str:
     """Return the last sentence of a line, with a full stop of its script if it has no mark at its end, and a space
     after it. Chinese and Japanese have no space between sentences.
 
-    Quotation marks, brackets and per cent signs are no marks, and end no sentence; a comma does not either, but it
-    stays, and so does a tag of a sound.
+    Quotation marks, brackets and per cent signs are no marks, and end no sentence. A comma, a colon or a dash does not
+    either: it stays at the end of a line, but not at that of the `last` one, after which an LLM would speak on. A tag
+    of a sound stays.
     """
     sentence = sentence.rstrip()
+    if last and has_words(ended := _OPEN_END.sub("", sentence)):
+        sentence = ended
     wide = is_wide(sentence, language)
     if not sentence:
         return sentence
@@ -94,7 +98,7 @@ def closed(sentence: str, language: Language | None) -> str:
 
 
 def ended_as(written: str, spoken: str, language: Language | None) -> str:
-    """Return `spoken` with the full stop that `written` ends with and that the grammar took for that of "p.m."."""
+    """Return `spoken` with the full stop that `written` ends with and that was taken for that of "St." or "U.S."."""
     body = spoken.rstrip()
     if not body or written.rstrip()[-1:] not in _ENDS or not is_open(body):
         return spoken
@@ -119,14 +123,19 @@ def is_open(text: str) -> bool:
 WINDOW = 512
 _UNDECIDED = 32  # last characters of a window: what follows them may still join two sentences, as after "Dr."
 # An abbreviation that sentencex takes for an end, before its number. After a number it is a unit, as in "5 sec.".
-_BEFORE_NUMBER = re.compile(rf"(?<!\d )\b(?:{'|'.join(BEFORE_NUMBERS)})\.\s+\Z")
+_BEFORE_NUMBER = re.compile(rf"(?i)(?<!\d )(?<![a-z])(?:{'|'.join((*BEFORE_NUMBERS, *MONTHS))})\.\s+\Z")
+_NUMBER = re.compile(r"\d|[IVX]+\b")
+_AFTER_UNIT = re.compile(r"\d ?[a-z]{1,5}\.\s+\Z")  # "2 tbsp. of"
 
 
 def _with_numbers(complete: list[str], last: str) -> tuple[list[str], str]:
     """Join a sentence that ends with "Apt." and one that begins with a digit."""
     joined = list[str]()
     for part in (*complete, last):
-        if joined and part[:1].isdigit() and _BEFORE_NUMBER.search(joined[-1]):
+        if joined and (
+            (_NUMBER.match(part) and _BEFORE_NUMBER.search(joined[-1]))
+            or (part[:1].islower() and _AFTER_UNIT.search(joined[-1]))
+        ):
             part = joined.pop() + part
         joined.append(part)
     return joined[:-1], joined[-1]

@@ -4,15 +4,11 @@ The engine owns the networks and the prompt caches of voices. The caller owns ea
 chunks and closes it.
 """
 
-import gc
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +17,7 @@ from torch import Tensor
 
 from cosyvoice_triton.batches import isolated
 from cosyvoice_triton.config import FlowRuntime, KvCacheDtype, Token2WavConfig
-from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, OVERLAP_SAMPLES, TOKEN_MEL_RATIO
 from cosyvoice_triton.device import new_stream
 from cosyvoice_triton.errors import is_fatal
 from cosyvoice_triton.monitoring import faults
@@ -41,8 +37,6 @@ from cosyvoice_triton.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
-# Chunks that were rendered again until the networks go on in bfloat16. Fewer may be one odd voice.
-MOVES_AFTER = 3
 SILENT_MEL = -11.5  # log of the smallest magnitude in a mel
 
 
@@ -82,9 +76,6 @@ class Token2Wav:
         self._fallbacks = fallbacks
         self._bad_chunk: Chunk | None = None
         self._retried = self._failed = 0
-        self._live = 0  # streams, and whole utterances that are being rendered
-        self._evicted = 0  # before the networks were moved
-        self._wider: Callable[[], Token2Wav] | None = None
 
     @classmethod
     def load(
@@ -100,7 +91,6 @@ class Token2Wav:
         kv_cache_dtype: KvCacheDtype = "auto",
         plan: Callable[[Precision], MemoryPlan | int] = lambda _: UNPLANNED_VOICES,
         read: Callable[[str], Reading] = Reading.of,
-        asked: Precision | None = None,
         notes: Path | None = None,
     ) -> "Token2Wav":
         """Load the networks of a stack from its checkpoint directory, and the runtime's own files.
@@ -109,15 +99,12 @@ class Token2Wav:
         runtime: of the flow's estimator. "torch" on a GPU captures no CUDA graphs: start-up is fast and most of the
         memory stays free, which suits whole utterances. plan: returns the bytes for prompt caches or, on a GPU, a plan
             that has the limits, too, and the rest of the memory for prompt caches, as `read` measures it after loading.
-        asked: what FALLBACKS counts from, by default `precision`. notes: see `Precision.checked`.
+        notes: see `Precision.checked`.
         ValueError for a checkpoint that does not fit, see also `Precision.checked`.
         """
         _use(device)
         steps = euler_steps(Path(model_dir) / stack.flow, steps)
-        again = partial(cls.load, stack, model_dir, device=device, limits=limits, runtime=runtime, steps=steps)
-        again = partial(again, kv_cache_dtype=kv_cache_dtype, plan=plan, read=read)
-        runtime = flow_runtime(runtime, device)
-        asked = asked or precision
+        runtime, asked = flow_runtime(runtime, device), precision
         with timed("precision"):
             precision = precision.checked(stack, model_dir, device, limits=limits, steps=steps, notes=notes)
         memory = plan(precision)
@@ -144,9 +131,6 @@ class Token2Wav:
         fallbacks = (asked.flow != precision.flow) + (asked.vocoder != precision.vocoder)
         with timed("other workers"):
             engine = cls(flow, vocoder, device, files=files, fallbacks=fallbacks)
-        wider = precision.wider(device)
-        if wider is not None and runtime in ("torch", "cuda_graph"):  # the others' files have a format of their own
-            engine._wider = partial(again, precision=wider, asked=asked)
         if isinstance(memory, MemoryPlan):
             flow.reserve_prompts(memory.voices(read(device)))
         return engine
@@ -218,30 +202,9 @@ class Token2Wav:
 
     def fitting(self, prompts: Sequence[Prompt]) -> list[bool]:
         """Say which streams could be opened now, as `StreamingFlow.fitting` does: streams of the other voices wait
-        until some end. If chunks were rendered again too often, all wait for the live ones, and then the networks are
-        loaded in bfloat16."""
+        until some end."""
         with self._lock:
-            if self._wider is not None and self._retried >= MOVES_AFTER:
-                if self._live:
-                    return [False] * len(prompts)
-                self._move(self._wider)
-            return self._flow.fitting(prompts) if prompts else []
-
-    def _move(self, load: Callable[[], "Token2Wav"]) -> None:
-        logger.warning("%d chunks were not finite: the networks are loaded again, in bfloat16", self._retried)
-        self._evicted += self._flow.evicted
-        sizes = {name: getattr(self._flow, name) for name in ("limits", "vocab_size", "speaker_dim")}
-        # There is no memory for both; metrics are read meanwhile.
-        self._flow = self._vocoder = cast(Any, SimpleNamespace(evicted=0, cache_bytes=0, nbytes=0, **sizes))
-        self._renderers, self._opening = [], cast(Any, None)
-        gc.collect()
-        if torch.device(self._device).type == "cuda":
-            torch.cuda.empty_cache()
-        moved = load()
-        self._flow, self._vocoder = moved._flow, moved._vocoder
-        self._renderers, self._opening = moved._renderers, moved._opening
-        self._wider = None
-        self._fallbacks = moved._fallbacks
+            return self._flow.fitting(prompts)
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         """Build the prompt caches of different voices in one batch, if there is room for all."""
@@ -259,7 +222,6 @@ class Token2Wav:
                 self._vocoder.close(vocoder)
                 self._retried += isinstance(error, NotFiniteError)  # a voice that leaves the range of its format
                 raise
-            self._live += 1
             return stream
 
     def chunk(self, stream: Stream, tokens: np.ndarray, *, final: bool, offset: int | None = None) -> Chunk:
@@ -295,7 +257,7 @@ class Token2Wav:
             RETRIED: self._retried,
             FAILED: self._failed,
             FALLBACKS: self._fallbacks,
-            EVICTED: self._evicted + self._flow.evicted,
+            EVICTED: self._flow.evicted,
         }
 
     def close(self, stream: Stream) -> None:
@@ -303,7 +265,6 @@ class Token2Wav:
         with self._lock:
             self._flow.close(stream)
             self._vocoder.close(stream.vocoder)
-            self._live -= 1
 
     def step(self, chunks: Sequence[Chunk], worker: int = 0) -> list[np.ndarray]:
         """Return the audio that each chunk adds to its stream, float32 (N,) at 24 kHz; empty while it is withheld.
@@ -336,7 +297,10 @@ class Token2Wav:
                     self._failed += 1
                 audio.append(result)
                 continue
-            audio.append(result.numpy() if chunk.stream.begun else without_click(result.numpy()))
+            heard = result.numpy() if chunk.stream.begun else without_click(result.numpy())
+            sent = max(0, chunk.offset * faults.TOKEN_SAMPLES - OVERLAP_SAMPLES) if self._flow.cumulative else 0
+            faults.mute_silent_tokens(heard, chunk.tokens, sent)
+            audio.append(heard)
             chunk.stream.begun |= len(result) > 0
         return audio
 
@@ -400,28 +364,22 @@ class Token2Wav:
         before_step: Callable[[], object] = lambda: None,
     ) -> list[np.ndarray]:
         """Render whole utterances in one batch, each as `whole` does alone. ValueError if one of them is invalid."""
-        with self._lock:
-            self._live += 1
-        try:
-            for prompt, tokens in utterances:
-                self._check(prompt)
-                self._flow.check_ids(tokens)
-                if len(tokens) == 0:
-                    raise ValueError("target_speech_tokens is empty: there is nothing to speak")
-            with self._renderers[0].used():
-                audio = _whole(self._flow, self._vocoder, utterances, speed, before_step)
-                if not all(row.isfinite().all() for row in audio):
-                    logger.warning("the audio is not finite: whole utterances are rendered again in float32")
-                    with self._lock:
-                        self._retried += len(utterances)
-                        audio = _whole(self._flow.exact(), self._vocoder.exact(), utterances, speed, before_step)
+        for prompt, tokens in utterances:
+            self._check(prompt)
+            self._flow.check_ids(tokens)
+            if len(tokens) == 0:
+                raise ValueError("target_speech_tokens is empty: there is nothing to speak")
+        with self._renderers[0].used():
+            audio = _whole(self._flow, self._vocoder, utterances, speed, before_step)
             if not all(row.isfinite().all() for row in audio):
-                self._failed += len(utterances)
-                raise NotFiniteError("the audio is not finite")
-            return [without_click(row.numpy()) for row in audio]
-        finally:
-            with self._lock:
-                self._live -= 1
+                logger.warning("the audio is not finite: whole utterances are rendered again in float32")
+                with self._lock:
+                    self._retried += len(utterances)
+                    audio = _whole(self._flow.exact(), self._vocoder.exact(), utterances, speed, before_step)
+        if not all(row.isfinite().all() for row in audio):
+            self._failed += len(utterances)
+            raise NotFiniteError("the audio is not finite")
+        return [without_click(row.numpy()) for row in audio]
 
     def _check(self, prompt: Prompt) -> None:
         self._flow.check_ids(prompt.tokens)

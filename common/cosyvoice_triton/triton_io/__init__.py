@@ -21,7 +21,6 @@ from cosyvoice_triton.triton_io.requests import (
 from cosyvoice_triton.triton_io.tensors import (
     origin,
     parameters,
-    read,
     read_all,
     require,
     scalar,
@@ -31,23 +30,3 @@ from cosyvoice_triton.triton_io.tensors import (
 )
 
 logs.configure()  # each model's process imports this room first
-
-__all__ = [
-    "Handler",
-    "DeferredAnswer",
-    "RequestLoop",
-    "Responder",
-    "answer_later",
-    "call",
-    "error_response",
-    "origin",
-    "parameters",
-    "read",
-    "read_all",
-    "require",
-    "respond_batch",
-    "scalar",
-    "text",
-    "to_response",
-    "to_tensor",
-]

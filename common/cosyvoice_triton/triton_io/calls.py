@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import async_timeout
@@ -116,25 +117,14 @@ class CallSlots:
 _slots = CallSlots(CALLS_AT_ONCE)
 
 
+@dataclass(eq=False)
 class _Call:
-    """A function to run in a worker thread; releases its slot at the end."""
+    """A function to run in a worker thread, which gives its slot back at the end."""
 
-    def __init__(self, function: Callable[[], Any], slots: CallSlots) -> None:
-        self._function = function
-        self._slots = slots
-        self.future: Future[Any] = Future()
-        self.done = False
-
-    def run(self) -> None:
-        try:
-            if self.future.set_running_or_notify_cancel():
-                self.future.set_result(self._function())
-        except BaseException as error:
-            self.future.set_exception(error)
-        finally:
-            self.done = True
-            _abandoned.discard(self)
-            self._slots.release()
+    function: Callable[[], Any]
+    slots: CallSlots
+    future: Future[Any] = field(default_factory=Future)
+    done: bool = False
 
 
 class _Worker(threading.Thread):
@@ -147,7 +137,17 @@ class _Worker(threading.Thread):
 
     def run(self) -> None:
         while True:
-            self.calls.get().run()
+            call = self.calls.get()
+            try:
+                if call.future.set_running_or_notify_cancel():
+                    call.future.set_result(call.function())
+            except BaseException as error:
+                call.future.set_exception(error)
+            finally:
+                call.done = True
+                _abandoned.discard(call)
+                call.slots.release()
+            del call  # an idle thread must not keep its answer
             if len(_idle) >= MAX_IDLE:
                 return
             _idle.append(self)

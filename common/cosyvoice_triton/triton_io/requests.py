@@ -75,7 +75,7 @@ class Responder:
     def __init__(self, sender: Any, *, decoupled: bool) -> None:
         self._sender = sender
         self._decoupled = decoupled
-        self._held: Any = None  # a model that is not decoupled has one response, which must carry the final flag
+        self.held: Any = None  # a model that is not decoupled has one response, which must carry the final flag
         self._lock = threading.Lock()
         self._ended = False
 
@@ -87,17 +87,12 @@ class Responder:
             if self._decoupled:
                 self._sender.send(response)
             else:
-                assert self._held is None, "second response from a model that is not decoupled"
-                self._held = response
+                assert self.held is None, "second response from a model that is not decoupled"
+                self.held = response
         for array in outputs.values():
             if array.size:  # an empty one, as to a stream's start, took no work
                 health.succeeded()
                 break
-
-    def check_answered(self) -> None:
-        """Raise RuntimeError if a model that is not decoupled is about to end a request without a response."""
-        if not self._decoupled and self._held is None:
-            raise RuntimeError("the handler sent no response")
 
     def is_cancelled(self) -> bool:
         """Return whether the client disconnected before the end. Asking Triton 2.51 after the end crashes the whole
@@ -111,7 +106,7 @@ class Responder:
             if self._ended:
                 return
             self._ended = True
-            last = error or self._held
+            last = error or self.held
             final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
             if last is None:
                 self._sender.send(flags=final)
@@ -195,9 +190,11 @@ class RequestLoop:
     def submit(self, request: Any) -> None:
         """Handle `request` in the loop. For `execute`, which then returns None."""
         responder = Responder(request.get_response_sender(), decoupled=self._decoupled)
+        work = self._serve(request, responder)
         try:
-            self.loop.call_soon_threadsafe(self._start, request, responder)
+            self.loop.call_soon_threadsafe(self.loop.create_task, work)
         except RuntimeError:  # the loop is closed
+            work.close()
             responder.finish(error_response(self._shutting_down(), self._model))
 
     def run(self, work: Awaitable[ResultT], timeout: float | None = None) -> ResultT:
@@ -232,29 +229,27 @@ class RequestLoop:
         except BaseException as error:  # SystemExit of a task leaves the loop, and nobody else would answer
             report_failure(self._model, error)
 
-    def _start(self, request: Any, responder: Responder) -> None:
-        task = self.loop.create_task(self._serve(request, responder))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _serve(self, request: Any, responder: Responder) -> None:
         """Serve one request; this is its error boundary. `_watch` cancels the task if its client disconnects."""
         failure: Any = None
         task = asyncio.current_task()
         assert task is not None
+        self._tasks.add(task)  # here: one that is cancelled before it begins would answer nothing
         try:
             request_id.set(request.request_id())  # for this task; ValueError if it is not UTF-8
             if self._closing:
                 raise self._shutting_down()
             self._live[task] = responder
             await self._handler(request, responder)
-            responder.check_answered()
+            if not self._decoupled and responder.held is None:
+                raise RuntimeError("the handler sent no response")
         except asyncio.CancelledError as error:
             failure = error_response(self._shutting_down() if self._closing else error, self._model)
         except Exception as error:
             failure = error_response(error, self._model)
         finally:
             self._live.pop(task, None)
+            self._tasks.discard(task)
             responder.finish(failure)
 
     def _watch(self) -> None:
@@ -270,22 +265,14 @@ class RequestLoop:
                 turn = list(self._live)
                 share = max(POLLED, -(-len(turn) // POLLS_PER_TURN))
             for work in turn[:share]:
-                if (responder := self._live.get(work)) is not None:
-                    self._check(work, responder)
+                try:
+                    if (responder := self._live.get(work)) is None or not responder.is_cancelled():
+                        continue
+                    self.loop.call_soon_threadsafe(work.cancel)
+                except Exception:  # an error with one request must not end the polling of the others
+                    logger.exception("%s: cannot find out whether a client has disconnected", self._model)
+                self._live.pop(work, None)
             del turn[:share]
-
-    def _check(self, work: "asyncio.Future[None]", responder: Responder) -> None:
-        """Cancel the work of a client who has disconnected."""
-        try:
-            gone = responder.is_cancelled()
-        except Exception:  # an error with one request must not end the polling of the others
-            logger.exception("%s: cannot find out whether a client has disconnected", self._model)
-            self._live.pop(work, None)
-            return
-        if gone:
-            self._live.pop(work, None)
-            with suppress(RuntimeError):  # the loop is closed
-                self.loop.call_soon_threadsafe(work.cancel)
 
     async def _cancel_all(self) -> None:
         tasks = list(self._tasks)

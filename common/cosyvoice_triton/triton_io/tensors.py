@@ -10,12 +10,6 @@ import triton_python_backend_utils as pb_utils  # noqa: TID251
 from torch.utils.dlpack import to_dlpack
 
 
-def read(request: Any, name: str) -> np.ndarray | None:
-    """Return the input `name` as sent, with its batch dimension; None if it was not sent."""
-    tensor = pb_utils.get_input_tensor_by_name(request, name)
-    return None if tensor is None else tensor.as_numpy()
-
-
 def read_all(request: Any, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
     """Return the inputs among `names` that were sent, by name; without `names` all of them."""
     sent = {}
@@ -26,10 +20,10 @@ def read_all(request: Any, names: Sequence[str] | None = None) -> dict[str, np.n
 
 
 def require(request: Any, name: str) -> np.ndarray:
-    """Return the input `name`; ValueError if it was not sent."""
-    array = read(request, name)
-    if array is None:
+    """Return the input `name` as sent, with its batch dimension; ValueError if it was not sent."""
+    if (tensor := pb_utils.get_input_tensor_by_name(request, name)) is None:
         raise ValueError(f"{name} is missing")
+    array: np.ndarray = tensor.as_numpy()
     return array
 
 

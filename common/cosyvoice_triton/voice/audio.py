@@ -1,4 +1,4 @@
-"""Waveforms: validate reference recordings, read and write sound files.
+"""Sound files and resampling.
 
 Waveforms are mono float32 in -1..1.
 """
@@ -17,17 +17,12 @@ from cosyvoice_triton.constants import (
     MAX_REFERENCE_RATE,
     MAX_REFERENCE_SECONDS,
     MIN_REFERENCE_RATE,
-    MIN_REFERENCE_SECONDS,
-    PROMPT_SAMPLE_RATE,
     REFERENCE_RATE_STEP,
     SAMPLE_RATE,
 )
 from cosyvoice_triton.voice.prompt import Recording
 
-SILENCE_PEAK = 1e-4  # -80 dB of full scale: about three steps of 16-bit audio
 _INT16_PEAK = 32767
-# Decoding and resampling exceed full scale by less than 6 dB. Beyond this, samples are integers or not audio.
-MAX_PEAK = 4.0
 
 _UNTRUSTED_RATES = (4_000, 192_000)
 MAX_CHANNELS = 8  # as 7.1; a few kilobytes of silence can have 255
@@ -37,50 +32,6 @@ _BLOCK_FRAMES = 1 << 15  # decoded at once, so that memory does not grow with th
 
 _SINC_ZEROS = 6  # zero crossings of the resampling filter on each side
 _SINC_ROLLOFF = 0.99  # its cut-off, as a fraction of the lower Nyquist frequency
-
-
-def validate_reference(
-    wav: np.ndarray, length: int | None = None, rate: int = PROMPT_SAMPLE_RATE, name: str = "reference_wav"
-) -> np.ndarray:
-    """Return the recording in a request's `reference_wav`, without padding: float32 (N,).
-
-    wav: (T,) or (1, T), possibly padded at the end. length: the request's `reference_wav_len`; samples beyond it are
-    neither checked nor used. None: all samples. rate: the request's `reference_sample_rate`. name: of the recording in
-    messages.
-    ValueError with the offending value: a rate that is not carried, wrong shape or type, length not in 1..T, duration
-    out of range, NaN or infinite samples, silence.
-    """
-    if rate % REFERENCE_RATE_STEP or not MIN_REFERENCE_RATE <= rate <= MAX_REFERENCE_RATE:
-        raise ValueError(
-            f"reference_sample_rate {rate} is not a multiple of {REFERENCE_RATE_STEP} from {MIN_REFERENCE_RATE} to "
-            f"{MAX_REFERENCE_RATE}: resample the recording, for example to {SAMPLE_RATE}"
-        )
-    if not np.issubdtype(wav.dtype, np.floating) or wav.ndim == 0 or wav.size != wav.shape[-1]:
-        raise ValueError(f"{name} is {wav.dtype} of shape {list(wav.shape)}: expected floats of shape [T]")
-    wav = wav.reshape(-1).astype(np.float32, copy=False)
-    if wav.size == 0:
-        raise ValueError(f"{name} is empty: 0 samples")
-    if length is not None:
-        if not 0 < length <= wav.size:
-            raise ValueError(f"reference_wav_len {length} is not in 1..{wav.size}, the samples of {name}")
-        wav = wav[:length]
-    seconds = wav.size / rate
-    if not MIN_REFERENCE_SECONDS <= seconds <= MAX_REFERENCE_SECONDS:
-        raise ValueError(
-            f"{name} of {wav.size} samples lasts {seconds:.7g} s at {rate} Hz: "
-            f"expected {MIN_REFERENCE_SECONDS} to {MAX_REFERENCE_SECONDS} s"
-        )
-    low, high = float(wav.min()), float(wav.max())  # NaN if there is one: no array is made that is as large
-    if not math.isfinite(high - low):
-        bad = np.flatnonzero(~np.isfinite(wav))[0]
-        raise ValueError(f"{name} is {wav[bad]} at sample {bad}: every sample must be finite")
-    if (peak := max(-low, high)) > MAX_PEAK:
-        raise ValueError(
-            f"{name} holds a sample of {peak:g}: samples are -1..1; divide 16-bit ones by {_INT16_PEAK + 1}"
-        )
-    if (swing := (high - low) / 2) < SILENCE_PEAK:  # also if all samples are the same
-        raise ValueError(f"{name} is silent: its samples vary by {swing:.1e}, less than {SILENCE_PEAK:.0e}")
-    return wav
 
 
 def load_audio(source: str | Path | BinaryIO, rate: int) -> np.ndarray:
@@ -101,14 +52,14 @@ def load_recording(source: str | Path | BinaryIO) -> Recording:
     return Recording(_resampled(samples, own, rate), rate=rate)
 
 
-def load_untrusted(data: bytes) -> Recording:
+def load_untrusted(data: bytes, max_seconds: float = MAX_REFERENCE_SECONDS) -> Recording:
     """Return the content of a sound file as a recording, read by libsndfile; not validated otherwise.
 
     ValueError, before a sample is decoded, if its header names a format, a number of channels or a rate that would make
-    that expensive; and if it is longer than MAX_REFERENCE_SECONDS, without decoding the rest. LibsndfileError if it is
+    that expensive; and if it is longer than `max_seconds`, without decoding the rest. LibsndfileError if it is
     no such file.
     """
-    samples, own = _decoded(io.BytesIO(data), trusted=False)
+    samples, own = _decoded(io.BytesIO(data), max_seconds)
     return Recording(_resampled(samples, own, rate := carried_rate(own)), rate=rate)
 
 
@@ -164,23 +115,23 @@ def sinc_kernel(source: int, target: int) -> np.ndarray:
     return (np.sinc(t) * window * (cutoff / source)).astype(np.float32)
 
 
-def _decoded(source: str | Path | BinaryIO, trusted: bool = True) -> tuple[np.ndarray, int]:
-    """Return the samples of a sound file, float32 (N,), and their rate."""
+def _decoded(source: str | Path | BinaryIO, max_seconds: float | None = None) -> tuple[np.ndarray, int]:
+    """Return the samples of a sound file, float32 (N,), and their rate. max_seconds: for files of strangers."""
     import soundfile as sf  # here: the models' processes read no sound files unless recordings are registered
 
     if isinstance(source, (str, Path)):
         Path(source).stat()  # FileNotFoundError: libsndfile calls a missing file a "System error"
     with sf.SoundFile(source if isinstance(source, (str, Path)) else _Lenient(source)) as file:
         limit = sys.maxsize
-        if not trusted:
+        if max_seconds is not None:
             if file.format not in _UNTRUSTED_FORMATS:
                 raise ValueError(f"the recording is a file of the format {file.format}: send WAV, FLAC, OGG or MP3")
             require_cheap(file.channels, file.samplerate)
-            limit = int(MAX_REFERENCE_SECONDS * file.samplerate) + 1
+            limit = int(max_seconds * file.samplerate) + 1
         with np.errstate(all="ignore"):  # a file of floats may hold any; `validate_reference` names them
             samples = np.concatenate([np.zeros(0, np.float32), *_mono_blocks(file, limit)])
         if len(samples) == limit:
-            raise ValueError(f"the recording is longer than {MAX_REFERENCE_SECONDS:g} s")
+            raise ValueError(f"the recording is longer than {max_seconds:g} s")
         return samples, file.samplerate
 
 

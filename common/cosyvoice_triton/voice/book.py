@@ -129,7 +129,7 @@ class VoiceBook:
         if voice is None:
             with self._voices.current():
                 name = self._default_voice()[0]
-        files = [f"{name}.{PRONUNCIATION}.txt"] if is_voice_name(name) else []
+        files = [f"{name}.{PRONUNCIATION}.txt"] if name and is_voice_name(name) else []
         if self._folder is None:
             return {}
         with self._words.current():

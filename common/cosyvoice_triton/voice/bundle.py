@@ -14,7 +14,7 @@ from typing import Any
 
 from cosyvoice_triton.constants import MAX_REFERENCE_RATE, MAX_REFERENCE_SECONDS, MAX_TRANSCRIPT_CHARS
 from cosyvoice_triton.errors import json_kind
-from cosyvoice_triton.text import clean_line
+from cosyvoice_triton.text import clean_transcript, stored_transcript
 from cosyvoice_triton.text.pronunciation import pronunciations, read_pronunciations
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.files import PRONUNCIATION, is_voice_name, parse_voice
@@ -53,7 +53,7 @@ def export_voice(folder: Path, book: VoiceBook, name: str, consent: bool = True)
 
         sound = io.BytesIO()
         sf.write(sound, voice.wav, voice.rate, format="WAV", subtype="FLOAT")
-        about["text"], content = voice.text, {_WAV: sound.getvalue()}
+        about["text"], content = stored_transcript(voice.instruction, voice.text), {_WAV: sound.getvalue()}
     elif is_voice_name(name) and encoded.exists():
         content = {_ENCODED: encoded.read_bytes()}
     else:
@@ -87,8 +87,8 @@ def read_bundle(data: bytes, parse: Callable[[bytes], Recording] = parse_recordi
         recording = parse(members[_WAV])
     except ValueError as error:
         raise ValueError(f"{_WAV}: {error}") from None
-    text = clean_line(texts["text"], name="text", max_chars=MAX_TRANSCRIPT_CHARS)
-    return Bundle(texts["name"], replace(recording, text=text), words, texts["consent"])
+    instruction, text = clean_transcript(texts["text"], name="text", max_chars=MAX_TRANSCRIPT_CHARS)
+    return Bundle(texts["name"], replace(recording, text=text, instruction=instruction), words, texts["consent"])
 
 
 def _members(data: bytes) -> dict[str, bytes]:

@@ -6,7 +6,7 @@
     ReferenceEncoder   a recording -> its Prompt: all of these in one process
 
 Both networks are read from the official ONNX files, of any size. Recordings are expected to have passed
-`audio.validate_reference`.
+`prompt.validate_reference`.
 """
 
 import logging
@@ -157,7 +157,8 @@ class ReferenceEncoder:
                 return replace(known, text=recording.text)
             tokenizer, speaker = self._networks
             mel, wav = reference_mel(recording, self._mel_max_hz), audio.at_rate(recording, PROMPT_SAMPLE_RATE)
-            prompt = Prompt.aligned(tokenizer([wav])[0], mel, speaker([wav])[0], recording.text)
+            parts = tokenizer([wav])[0], mel, speaker([wav])[0]
+            prompt = Prompt.aligned(*parts, recording.text, recording.instruction)
             self._prompts.put(recording, prompt)
             return prompt
 

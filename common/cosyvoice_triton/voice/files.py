@@ -4,6 +4,7 @@ NAME.safetensors   a Prompt, encoded in advance, or an uploaded recording with i
 NAME.wav           a recording (also .flac, .mp3, .m4a, ...), and its transcript in NAME.txt (without one the voice is
                    cloned cross-lingually)
 spk2info.pt        upstream's speakers by name: with a recording's tokens and mel, or an x-vector alone
+                   The transcript of any of these may begin with an instruction and <|endofprompt|>.
 NAME.pronunciation.txt, pronunciation.txt   the dictionaries of a voice of any of these, and of all voices
 """
 
@@ -29,9 +30,8 @@ from cosyvoice_triton.constants import (
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
-from cosyvoice_triton.text import clean_line
-from cosyvoice_triton.voice.audio import validate_reference
-from cosyvoice_triton.voice.prompt import Prompt, Recording
+from cosyvoice_triton.text import clean_transcript, stored_transcript
+from cosyvoice_triton.voice.prompt import Prompt, Recording, validate_reference
 from cosyvoice_triton.voice.recordings import ENDINGS, parse_recording
 from cosyvoice_triton.voice.rights import MAX_HEADER_BYTES, UNKNOWN, Rights, header_bytes
 
@@ -111,7 +111,8 @@ def parse_voice(data: bytes, where: str, full_band: bool = False) -> Prompt | Re
     try:
         rate = _rate(tensors) or PROMPT_SAMPLE_RATE
         wav = validate_reference(tensors[WAV], rate=rate)
-        return Recording(wav, clean_line(transcript(), name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS), rate)
+        instruction, text = clean_transcript(transcript(), name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS)
+        return Recording(wav, text, rate, instruction)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
@@ -177,7 +178,7 @@ def _new_file(path: Path, content: bytes) -> Iterator[Path]:
 
 def _content(voice: Recording | Prompt, rights: Rights) -> bytes:
     """Return the content of a voice's file."""
-    tensors = {TRANSCRIPT: np.frombuffer(voice.text.encode(), np.uint8)}
+    tensors = {TRANSCRIPT: np.frombuffer(stored_transcript(voice.instruction, voice.text).encode(), np.uint8)}
     if voice.rate:
         tensors[RATE] = np.array([voice.rate], np.int32)
     if isinstance(voice, Recording):
@@ -195,10 +196,10 @@ def read_recording(path: Path) -> Recording:
         recording = parse_recording(path.read_bytes())
         transcript = path.with_suffix(".txt")
         text = transcript.read_text("utf-8-sig") if transcript.exists() else ""
-        text = clean_line(text, name=transcript.name, max_chars=MAX_TRANSCRIPT_CHARS)
+        instruction, text = clean_transcript(text, name=transcript.name, max_chars=MAX_TRANSCRIPT_CHARS)
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from error
-    return replace(recording, text=text)
+    return replace(recording, text=text, instruction=instruction)
 
 
 def read_spk2info(path: Path) -> dict[str, Any]:
@@ -207,10 +208,10 @@ def read_spk2info(path: Path) -> dict[str, Any]:
 
     ValueError naming the file if it is damaged.
     """
-    import torch  # here: it takes a second, and few folders have such a file
+    from cosyvoice_triton.checkpoint import load_plain  # here: torch takes a second, and few folders have such a file
 
     data = path.read_bytes()  # not memory-mapped: a file that shrinks would crash the process
-    content = _parsed(data, path.name, lambda data: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    content = _parsed(data, path.name, lambda data: load_plain(io.BytesIO(data)))
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} holds a {type(content).__name__}, not speakers by name")
     return {str(name): entry for name, entry in content.items()}
@@ -244,6 +245,33 @@ def spk2info_prompt(entry: Any, where: str, decode: Decode) -> Prompt:
     return _prompt(tensors, lambda: str(transcript or ""), where)
 
 
+def write_spk2info(path: Path, name: str, prompt: Prompt, text_ids: Sequence[int]) -> None:
+    """Add a speaker to a spk2info.pt, or write a new one, as upstream's `add_zero_shot_spk` and `save_spkinfo`.
+
+    text_ids: of what precedes the target text in a prompt of the LLM, (n,). ValueError if the file is damaged.
+    """
+    import torch
+
+    def sized(key: str, values: np.ndarray, kind: torch.dtype = torch.int32) -> dict[str, torch.Tensor]:
+        return {
+            key: torch.from_numpy(values[None]).to(kind),
+            f"{key}_len": torch.tensor([len(values)], dtype=torch.int32),
+        }
+
+    x_vector = torch.from_numpy(prompt.embedding[None])
+    entry = {
+        **sized("prompt_text", np.array(text_ids, np.int64)),
+        **sized("llm_prompt_speech_token", prompt.tokens),
+        **sized("flow_prompt_speech_token", prompt.tokens),
+        **sized("prompt_speech_feat", prompt.mel, torch.float32),
+        **{key: x_vector for key in ("llm_embedding", "flow_embedding")},
+    }
+    speakers, content = read_spk2info(path) if path.exists() else {}, io.BytesIO()
+    torch.save({**speakers, name: entry}, content)
+    with _new_file(path, content.getvalue()) as work:
+        work.replace(path)
+
+
 def _parsed(data: bytes, where: str, parse: Callable[[bytes], Any]) -> Any:
     try:
         return parse(data)
@@ -256,11 +284,11 @@ def _prompt(tensors: Mapping[str, np.ndarray], transcript: Callable[[], str], wh
     try:
         tokens, embedding = tensors[TOKENS].reshape(-1).astype(np.int64), tensors[EMBEDDING].reshape(-1)
         mel = tensors[MEL].reshape(-1, tensors[MEL].shape[-1])
-        text = clean_line(transcript(), name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS)
+        instruction, text = clean_transcript(transcript(), name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS)
         if tokens.size and tokens.min() < 0:
             raise ValueError(f"it has the speech token {tokens.min()}")
         _check_lengths(len(tokens), len(mel), text)
-        prompt = replace(Prompt.aligned(tokens, mel, embedding, text), rate=_rate(tensors))
+        prompt = replace(Prompt.aligned(tokens, mel, embedding, text, instruction), rate=_rate(tensors))
     except (IndexError, RuntimeError, TypeError, ValueError) as error:  # of numpy, for unusable shapes
         raise ValueError(f"{where}: {error}") from error
     return prompt

@@ -16,8 +16,9 @@ KEPT_SILENCE = 0.2  # seconds at either end, as upstream's web page leaves
 
 _FRAME_SECONDS = 0.01
 _SILENT_DB = -35.0  # a frame this far below the level of speech is silence
-_END_SECONDS = 0.1  # a recording that has no pause in so long before its end ends inside a word
-_DEEPEST_DB = -40.0  # noise further below speech than this makes no difference: half of it is a pause
+_END_SECONDS, _END_DB = 0.03, -15.0  # a recording whose end is louder than this below its speech ends inside a word
+_DEEPEST_DB = -40.0  # noise further below speech than this makes no difference
+_LONG_SILENCE = 0.5  # seconds
 _FULL_SCALE, _CLIPPED_SHARE = 0.99, 1e-3
 _QUIET_DBFS = -40.0
 _LENGTH_RATIO = 2.5  # slow speakers take twice the expected time, fast ones half of it
@@ -43,7 +44,10 @@ class Judgement:
         spoken = self.seconds - self.leading - self.trailing
         found = []
         if self.abrupt:
-            found.append("ends inside a word, which answers may repeat: end it with a pause")
+            found.append("ends inside a word, which answers may repeat: end it with a pause, or trim it")
+        for place, silence in (("beginning", self.leading), ("end", self.trailing)):
+            if silence > _LONG_SILENCE:
+                found.append(f"has {silence:.1f} s of silence at its {place}, which answers may repeat: trim it")
         if self.clipped > _CLIPPED_SHARE:
             found.append(f"is clipped in {100 * self.clipped:.1f} % of its samples: record it with less gain")
         if self.level < _QUIET_DBFS:
@@ -80,12 +84,13 @@ def judge(recording: Recording) -> Judgement:
     level = float(np.percentile(levels, 95))
     loud = np.flatnonzero(levels > level + _SILENT_DB)
     noise = max(float(np.percentile(levels, 5)), level + _DEEPEST_DB)
+    end = float(np.mean(levels[-round(_END_SECONDS / _FRAME_SECONDS) :]))
     return Judgement(
         seconds=recording.seconds,
         level=level,
         clipped=float((np.abs(recording.wav) >= _FULL_SCALE).mean()),
         leading=float(loud[0] * _FRAME_SECONDS),
         trailing=float((len(levels) - 1 - loud[-1]) * _FRAME_SECONDS),
-        abrupt=bool(levels[-round(_END_SECONDS / _FRAME_SECONDS) :].min() > (level + noise) / 2),
+        abrupt=end > max(level + _END_DB, (level + noise) / 2),
         expected=expected_seconds(recording.text) if recording.text else None,
     )

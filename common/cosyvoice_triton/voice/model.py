@@ -12,14 +12,13 @@ from cosyvoice_triton.config import AudioTokenizerConfig, SpeakerEmbeddingConfig
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
 from cosyvoice_triton.monitoring.health import ModelMonitor
-from cosyvoice_triton.voice.audio import validate_reference
 from cosyvoice_triton.voice.encoders import AudioTokenizer, SpeakerEncoder
-from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.prompt import Recording, validate_reference
 
 Encoder = Callable[[Sequence[np.ndarray]], list[np.ndarray]]  # waves (N_i,) float32 -> the output of each, (n_i,)
 
 
-def reference(request: Any) -> Recording:
+def reference(request: Any, may_be_silent: bool = False) -> Recording:
     """Return the validated recording in `reference_wav`, without the padding after `reference_wav_len`.
 
     ValueError if it is missing or invalid.
@@ -28,13 +27,15 @@ def reference(request: Any) -> Recording:
     sent = triton_io.read_all(request, ["reference_wav_len", "reference_sample_rate"])
     rate = triton_io.scalar(sent, "reference_sample_rate")
     rate = PROMPT_SAMPLE_RATE if rate is None else rate
-    return Recording(validate_reference(wav, triton_io.scalar(sent, "reference_wav_len"), rate), rate=rate)
+    length = triton_io.scalar(sent, "reference_wav_len")
+    return Recording(validate_reference(wav, length, rate, may_be_silent=may_be_silent), rate=rate)
 
 
 class RecordingModel(ABC):
     """Base class: `reference_wav` FP32 (1, T) and optionally `reference_wav_len` INT32 (1, 1) -> `output` (1, n)."""
 
     output: str  # set by each model.py's base class
+    may_be_silent = False
 
     @abstractmethod
     def load(self, args: dict[str, str]) -> Encoder:
@@ -48,7 +49,7 @@ class RecordingModel(ABC):
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return triton_io.respond_batch(
-            requests, lambda request: reference(request).wav, self._compute, model=self._name
+            requests, lambda request: reference(request, self.may_be_silent).wav, self._compute, model=self._name
         )
 
     def finalize(self) -> None:
@@ -62,6 +63,7 @@ class AudioTokenizerModel(RecordingModel):
     """Answers with speech tokens as ids of the LLM's vocabulary, INT32."""
 
     output = "prompt_speech_tokens"
+    may_be_silent = True  # part of a recording that is converted
 
     def load(self, args: dict[str, str]) -> Encoder:
         config = AudioTokenizerConfig.from_triton(args)

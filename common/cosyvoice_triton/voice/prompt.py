@@ -4,21 +4,39 @@ Imports numpy only: most processes handle prompts and never encode one.
 """
 
 import hashlib
+import math
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import (
+    MAX_REFERENCE_RATE,
+    MAX_REFERENCE_SECONDS,
+    MEL_BINS,
+    MIN_REFERENCE_RATE,
+    MIN_REFERENCE_SECONDS,
+    PROMPT_SAMPLE_RATE,
+    REFERENCE_RATE_STEP,
+    SAMPLE_RATE,
+    SPEAKER_DIM,
+    SPEECH_VOCAB,
+    TOKEN_MEL_RATIO,
+)
+
+SILENCE_PEAK = 1e-4  # -80 dB of full scale: about three steps of 16-bit audio
+# Decoding and resampling exceed full scale by less than 6 dB. Beyond this, samples are integers or not audio.
+MAX_PEAK = 4.0
 
 ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A recording of a voice: `wav` (T,) float32 at `rate` Hz, and its transcript `text` (empty: unknown).
+    """A recording of a voice: `wav` (T,) float32 at `rate` Hz, its transcript `text` (empty: unknown), and the
+    `instruction` that the voice is spoken with (empty: none).
 
     It keeps the rate at which it came in, because CosyVoice3's mel has bands up to 12 kHz. Each network that reads it
     resamples it for itself.
@@ -27,6 +45,7 @@ class Recording:
     wav: np.ndarray = field(repr=False)
     text: str = ""
     rate: int = PROMPT_SAMPLE_RATE
+    instruction: str = ""
 
     @property
     def seconds(self) -> float:
@@ -41,10 +60,69 @@ class Recording:
         return digest.digest()
 
 
+def validate_reference(
+    wav: np.ndarray,
+    length: int | None = None,
+    rate: int = PROMPT_SAMPLE_RATE,
+    *,
+    of: str = "reference",
+    name: str = "",
+    max_seconds: float = MAX_REFERENCE_SECONDS,
+    may_be_silent: bool = False,
+) -> np.ndarray:
+    """Return the recording in a request's `reference_wav`, without padding: float32 (N,).
+
+    wav: (T,) or (1, T), possibly padded at the end. length: the request's `reference_wav_len`; samples beyond it are
+    neither checked nor used. None: all samples. rate: the request's `reference_sample_rate`. of: what the inputs'
+    names begin with. name: of the recording in messages, if not `reference_wav`.
+    ValueError with the offending value: a rate that is not carried, wrong shape or type, length not in 1..T, duration
+    out of range, NaN or infinite samples, silence.
+    """
+    name = name or f"{of}_wav"
+    if length is not None and wav.size:
+        if not 0 < length <= wav.size:
+            raise ValueError(f"{of}_wav_len {length} is not in 1..{wav.size}, the samples of {name}")
+        wav = wav[..., :length]
+    wav = validate_samples(wav, rate, of, name)
+    seconds = wav.size / rate
+    if not MIN_REFERENCE_SECONDS <= seconds <= max_seconds:
+        raise ValueError(
+            f"{name} of {wav.size} samples lasts {seconds:.7g} s at {rate} Hz: "
+            f"expected {MIN_REFERENCE_SECONDS} to {max_seconds} s"
+        )
+    swing = (float(wav.max()) - float(wav.min())) / 2
+    if swing < SILENCE_PEAK and not may_be_silent:  # also if all samples are the same
+        raise ValueError(f"{name} is silent: its samples vary by {swing:.1e}, less than {SILENCE_PEAK:.0e}")
+    return wav
+
+
+def validate_samples(wav: np.ndarray, rate: int, of: str, name: str = "") -> np.ndarray:
+    """Return samples (T,) or (1, T) of any duration as float32 (T,). Parameters and errors are those of
+    `validate_reference`."""
+    name = name or f"{of}_wav"
+    if rate % REFERENCE_RATE_STEP or not MIN_REFERENCE_RATE <= rate <= MAX_REFERENCE_RATE:
+        raise ValueError(
+            f"{of}_sample_rate {rate} is not a multiple of {REFERENCE_RATE_STEP} from {MIN_REFERENCE_RATE} to "
+            f"{MAX_REFERENCE_RATE}: resample the recording, for example to {SAMPLE_RATE}"
+        )
+    if not np.issubdtype(wav.dtype, np.floating) or wav.ndim == 0 or wav.size != wav.shape[-1]:
+        raise ValueError(f"{name} is {wav.dtype} of shape {list(wav.shape)}: expected floats of shape [T]")
+    wav = wav.reshape(-1).astype(np.float32, copy=False)
+    if wav.size == 0:
+        raise ValueError(f"{name} is empty: 0 samples")
+    low, high = float(wav.min()), float(wav.max())  # NaN if there is one: no array is made that is as large
+    if not math.isfinite(high - low):
+        bad = np.flatnonzero(~np.isfinite(wav))[0]
+        raise ValueError(f"{name} is {wav[bad]} at sample {bad}: every sample must be finite")
+    if (peak := max(-low, high)) > MAX_PEAK:
+        raise ValueError(f"{name} holds a sample of {peak:g}: samples are -1..1; divide 16-bit ones by {1 << 15}")
+    return wav
+
+
 @dataclass(frozen=True)
 class Prompt:
     """An encoded recording. `tokens` (P,) int64 in 0..6560, `mel` (2P, 80), `embedding` (192,), transcript `text`, the
-    recording's `rate` if it is known.
+    recording's `rate` if it is known, and `instruction` as of a `Recording`.
 
     P = 0: a voice of which only the x-vector is known; it has no transcript.
     """
@@ -53,10 +131,13 @@ class Prompt:
     mel: np.ndarray
     embedding: np.ndarray
     text: str
+    instruction: str = ""
     rate: int | None = None
 
     @classmethod
-    def aligned(cls, tokens: np.ndarray, mel: np.ndarray, embedding: np.ndarray, text: str = "") -> "Prompt":
+    def aligned(
+        cls, tokens: np.ndarray, mel: np.ndarray, embedding: np.ndarray, text: str = "", instruction: str = ""
+    ) -> "Prompt":
         """Cut tokens (P',) and mel (T, 80) of one recording to the same duration, that of the shorter one.
 
         They come from different filters and roundings, so their lengths may differ by a frame or so.
@@ -78,7 +159,14 @@ class Prompt:
             mel=mel[: length * TOKEN_MEL_RATIO].astype(np.float32),
             embedding=embedding.astype(np.float32),
             text=text,
+            instruction=instruction,
         )
+
+    def of(self, recording: Recording) -> "Prompt":
+        """Return the same prompt with a recording's transcript and instruction."""
+        if (self.text, self.instruction) == (recording.text, recording.instruction):
+            return self
+        return replace(self, text=recording.text, instruction=recording.instruction)
 
     @cached_property
     def digest(self) -> bytes:

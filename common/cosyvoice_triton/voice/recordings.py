@@ -9,8 +9,8 @@ import itertools
 import numpy as np
 
 from cosyvoice_triton.constants import MAX_REFERENCE_SECONDS, SAMPLE_RATE
-from cosyvoice_triton.voice.audio import load_untrusted, require_cheap, validate_reference
-from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.audio import load_untrusted, require_cheap
+from cosyvoice_triton.voice.prompt import Recording, validate_reference
 
 # Endings of the files that are read, from the first one looked up to the last.
 ENDINGS = (".wav", ".flac", ".mp3", ".ogg", ".m4a", ".mp4", ".3gp", ".aac", ".webm", ".aiff", ".caf")
@@ -23,18 +23,18 @@ _CODECS = (
 )
 
 
-def parse_recording(data: bytes, name: str = "the recording") -> Recording:
+def parse_recording(data: bytes, name: str = "the recording", max_seconds: float = MAX_REFERENCE_SECONDS) -> Recording:
     """Return an audio file as a validated recording, channels averaged. ValueError with the reason if it is invalid;
     `name`: of the recording in it."""
     if (container := _container(data)) is not None:
-        recording = Recording(_load_with_ffmpeg(data, container), rate=SAMPLE_RATE)
+        recording = Recording(_load_with_ffmpeg(data, container, max_seconds), rate=SAMPLE_RATE)
     else:
         try:
-            recording = load_untrusted(data)
+            recording = load_untrusted(data, max_seconds)
         except RuntimeError:  # libsndfile's errors
             formats = ", ".join(each[1:].upper() for each in ENDINGS)
             raise ValueError(f"{name} is not a readable audio file: use one of {formats}") from None
-    validate_reference(recording.wav, rate=recording.rate, name=name)
+    validate_reference(recording.wav, rate=recording.rate, name=name, max_seconds=max_seconds)
     return recording
 
 
@@ -50,7 +50,7 @@ def _container(data: bytes) -> str | None:
     return _MAGIC.get(data[:4])
 
 
-def _load_with_ffmpeg(data: bytes, container: str) -> np.ndarray:
+def _load_with_ffmpeg(data: bytes, container: str, max_seconds: float) -> np.ndarray:
     """Return the first sound of a file as float32 (T,) at SAMPLE_RATE, more than which no network reads. ValueError.
 
     FFmpeg opens nothing but these bytes: the demuxer is named, no protocol is allowed, and only common codecs are.
@@ -62,7 +62,7 @@ def _load_with_ffmpeg(data: bytes, container: str) -> np.ndarray:
     options = {"protocol_whitelist": "none", "codec_whitelist": ",".join(_CODECS)}
     resampler = av.AudioResampler(format="flt", layout="mono", rate=SAMPLE_RATE)
     parts: list[np.ndarray] = []
-    left = int(MAX_REFERENCE_SECONDS * SAMPLE_RATE)
+    left = int(max_seconds * SAMPLE_RATE)
     try:
         with av.open(io.BytesIO(data), "r", format=container, options=options, metadata_errors="ignore") as file:
             if not file.streams.audio:
@@ -80,7 +80,7 @@ def _load_with_ffmpeg(data: bytes, container: str) -> np.ndarray:
                     parts.append(part.to_ndarray().reshape(-1))
                     left -= parts[-1].size
                 if left < 0:
-                    raise ValueError(f"the recording is longer than {MAX_REFERENCE_SECONDS:g} s")
+                    raise ValueError(f"the recording is longer than {max_seconds:g} s")
     except (av.FFmpegError, OSError) as error:
         raise ValueError(f"the recording is a damaged file of the format {container}: {error}") from None
     return np.concatenate([np.zeros(0, np.float32), *parts])

@@ -18,7 +18,6 @@ from cosyvoice_triton.llm.interface import (
     LLMPrompt,
     Sampling,
     TokenChunk,
-    TokenStream,
 )
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.profiles import ProfileName
@@ -45,7 +44,7 @@ class GenerationRequest:
     """One sequence to generate, after the prompt `input_ids` (n,) int64. It ends after the first of `end_ids`, which is
     part of the answer.
 
-    urgent_tokens, played: see `LLMPrompt`; only the engine `cuda` heeds them.
+    urgent_tokens, played, silent_ids: see `LLMPrompt`, here as ids of the LLM; only the engine `cuda` heeds them.
     """
 
     input_ids: np.ndarray = field(repr=False)
@@ -53,6 +52,7 @@ class GenerationRequest:
     end_ids: tuple[int, ...]
     urgent_tokens: int = URGENT_TOKENS
     played: bool = False
+    silent_ids: frozenset[int] = frozenset()
 
     def check(self, vocab_size: int, context: int) -> None:
         """Raise ValueError if a model with these limits cannot serve it; `context` counts prompt and new tokens."""
@@ -97,17 +97,15 @@ class EngineLM:
         self._tokenizer = tokenizer
         self._ratios = ratios or LengthRatios()
 
-    def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
-        return TokenStream(self._generate(prompt, sampling))
-
     async def aclose(self) -> None:
         self._engine.close()
 
-    async def _generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
         tokenizer = self._tokenizer
         ids = tokenizer.encode_prompt(prompt)
         sampling = self._ratios.bound(sampling, prompt, tokenizer.text_length(prompt.target_text))
-        request = GenerationRequest(ids, sampling, tokenizer.end_ids, prompt.urgent_tokens, prompt.played)
+        silent = frozenset(tokenizer.first_speech_id + token for token in prompt.silent_tokens)
+        request = GenerationRequest(ids, sampling, tokenizer.end_ids, prompt.urgent_tokens, prompt.played, silent)
         async with aclosing(self._engine.generate(request)) as chunks:
             async for tokens, reason in chunks:
                 yield TokenChunk(tokenizer.to_speech_ids(tokens), reason)

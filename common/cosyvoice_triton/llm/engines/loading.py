@@ -79,10 +79,16 @@ def reads_huggingface(instance_kind: InstanceKind) -> bool:
     """Return whether "auto" finds an engine that reads a HuggingFace directory without conversion. Imports none."""
     if instance_kind == "KIND_CPU":
         return False
-    if any(map(importlib.util.find_spec, ("tensorrt_llm", "vllm"))):
+    if any(map(_is_installed, ("tensorrt_llm", "vllm"))):
         return True
     # The engine cuda: its kernels are written in Triton's language, which comes with CUDA builds of torch.
     return importlib.util.find_spec("triton") is not None and (instance_kind == "KIND_GPU" or has_gpu())
+
+
+def _is_installed(library: str) -> bool:
+    """Return whether a library can be imported; a folder of its name in the current directory is none."""
+    spec = importlib.util.find_spec(library)
+    return spec is not None and spec.origin is not None
 
 
 def _kind_of(model_dir: Path) -> str:

@@ -20,22 +20,3 @@ from cosyvoice_triton.networks.flow.config import (
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.networks.flow.unet import UNetFlow
-
-__all__ = [
-    "CosyVoice3Flow",
-    "CosyVoice3FlowConfig",
-    "DiTConfig",
-    "DiTFlow",
-    "DiTFlowConfig",
-    "EncoderConfig",
-    "EstimatorCache",
-    "KeyValues",
-    "LookaheadConfig",
-    "RotaryDiTConfig",
-    "UNetConfig",
-    "UNetFlow",
-    "UNetFlowConfig",
-    "load_cosyvoice3_flow",
-    "load_dit_flow",
-    "load_unet_flow",
-]

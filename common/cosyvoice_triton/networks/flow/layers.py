@@ -1,6 +1,7 @@
 """Layers that the encoder and both estimators share. Layouts: (B, C, T) for convolutions, (B, T, C) for attention."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,11 @@ def by_taps(kernel: Tensor) -> Tensor:
     """Rearrange a convolution's weight for a product with inputs side by side: (C_out, C_in, taps) -> (C_out, taps *
     C_in), the oldest frame's tap first."""
     return kernel.transpose(1, 2).flatten(1).contiguous()
+
+
+def weights(part: Any) -> tuple[Tensor, Tensor]:
+    """Return weight and bias of a linear layer, or scale and shift of a norm."""
+    return part.weight, part.bias
 
 
 def time_angles(t: Tensor, frequencies: int) -> Tensor:

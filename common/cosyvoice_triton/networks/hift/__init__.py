@@ -14,14 +14,3 @@ from cosyvoice_triton.networks.hift.checkpoint import (
 )
 from cosyvoice_triton.networks.hift.config import HiFTConfig
 from cosyvoice_triton.networks.hift.generator import HiFTGenerator
-
-__all__ = [
-    "CausalHiFTGenerator",
-    "HiFTConfig",
-    "HiFTGenerator",
-    "build_causal_hift",
-    "fuse_weight_norm",
-    "load_causal_hift",
-    "load_hift",
-    "split_weight_norm",
-]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cosyvoice_triton.networks.hift.config import HiFTConfig
-from cosyvoice_triton.networks.hift.generator import Snake, istft, stft
+from cosyvoice_triton.networks.hift.generator import HiFTNetwork, Snake, istft, residual_blocks, stft
 from cosyvoice_triton.networks.hift.source import HarmonicSource, silenced
 
 F0_LOOKAHEAD = 3  # mel frames after a frame that its f0 depends on
@@ -125,14 +125,12 @@ class CausalResBlock(nn.Module):
         return x
 
 
-class CausalHiFTGenerator(nn.Module):
+class CausalHiFTGenerator(HiFTNetwork):
     """mel -> f0 -> harmonic source; mel and the source's STFT -> STFT of the speech -> waveform.
 
-    hop: samples per mel frame, `config.hop`. Columns: STFT frames, `hop / istft_hop` per mel frame and one more at the
+    Columns: STFT frames, `hop / istft_hop` per mel frame and one more at the
     beginning of a stream.
     """
-
-    stft_window: Tensor
 
     def __init__(self, config: HiFTConfig) -> None:
         super().__init__()
@@ -148,27 +146,10 @@ class CausalHiFTGenerator(nn.Module):
             ContinuedConv1d(config.n_fft + 2, width, 1 if rate == 1 else 2 * rate, stride=rate)
             for width, rate in zip(widths[1:], config.source_rates, strict=True)
         )
-        self.source_resblocks = nn.ModuleList(
-            CausalResBlock(width, kernel, dilations)
-            for width, kernel, dilations in zip(
-                widths[1:], config.source_resblock_kernels, config.source_resblock_dilations, strict=True
-            )
-        )
-        self.resblocks = nn.ModuleList(
-            CausalResBlock(width, kernel, dilations)
-            for width in widths[1:]
-            for kernel, dilations in zip(config.resblock_kernels, config.resblock_dilations, strict=True)
-        )
+        self.source_resblocks, self.resblocks = residual_blocks(config, CausalResBlock)
         self.conv_post = ContinuedConv1d(widths[-1], config.n_fft + 2, 7)
         self.f0_predictor = CausalF0Predictor(config.mel_bins, config.f0_channels)
         self.register_buffer("stft_window", torch.hann_window(config.n_fft), persistent=False)
-
-    def body_to(self, dtype: torch.dtype) -> "CausalHiFTGenerator":
-        """Convert the convolutions between source and output spectrum to `dtype`; f0 stays float64, the source and the
-        STFTs float32."""
-        for part in (self.conv_pre, self.ups, self.source_downs, self.source_resblocks, self.resblocks, self.conv_post):
-            part.to(dtype)
-        return self
 
     def vocoded(self, frames: int, *, begins: bool, ends: bool) -> int:
         """Return the mel frames that a row of `frames` new ones vocodes."""
@@ -258,12 +239,3 @@ class CausalHiFTGenerator(nn.Module):
             last = reach + (vocoded - 1) * hop - 1
         last = torch.where(ends, last, wave.shape[1] - 1)[:, None]
         return wave.gather(1, torch.where(index <= last, index, 2 * last - index).clamp(min=0))
-
-    def _parallel_resblocks(self, stage: int, x: Tensor, valid: Tensor, contexts: Contexts) -> Tensor:
-        """Return the mean of a stage's residual blocks, which differ in kernel size: (B, C, T) -> (B, C, T)."""
-        count = len(self.config.resblock_kernels)
-        first, *others = self.resblocks[stage * count : (stage + 1) * count]
-        total = first(x, valid, contexts)
-        for block in others:
-            total = total + block(x, valid, contexts)
-        return total / count

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from cosyvoice_triton.networks.hift.config import HiFTConfig
 from cosyvoice_triton.networks.hift.source import F0_REACH, F0Predictor, HarmonicSource, silenced
@@ -102,13 +103,46 @@ class Past(NamedTuple):
 Body = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # as `HiFTGenerator.body`
 
 
-class HiFTGenerator(nn.Module):
+def residual_blocks(config: HiFTConfig, block: Callable[..., nn.Module]) -> tuple[nn.ModuleList, nn.ModuleList]:
+    """Return the residual blocks of the source, one for each stage, and of the mel, one for each kernel size of each
+    stage."""
+    widths = config.widths[1:]
+    of_source = zip(widths, config.source_resblock_kernels, config.source_resblock_dilations, strict=True)
+    sizes = list(zip(config.resblock_kernels, config.resblock_dilations, strict=True))
+    return (
+        nn.ModuleList(block(*sizes_of_stage) for sizes_of_stage in of_source),
+        nn.ModuleList(block(width, *of) for width in widths for of in sizes),
+    )
+
+
+class HiFTNetwork(nn.Module):
+    """What both generators have. hop: samples per mel frame, `config.hop`."""
+
+    config: HiFTConfig
+    stft_window: Tensor
+    resblocks: nn.ModuleList
+
+    def body_to(self, dtype: torch.dtype) -> Self:
+        """Convert the convolutions between source and output spectrum to `dtype`; f0, source and STFTs keep theirs."""
+        for name in ("conv_pre", "ups", "source_downs", "source_resblocks", "resblocks", "conv_post"):
+            getattr(self, name).to(dtype)
+        return self
+
+    def _parallel_resblocks(self, stage: int, x: Tensor, *context: Any) -> Tensor:
+        """Return the mean of a stage's residual blocks, which differ in kernel size: (B, C, T) -> (B, C, T)."""
+        count = len(self.config.resblock_kernels)
+        first, *others = self.resblocks[stage * count : (stage + 1) * count]
+        total = first(x, *context)
+        for block in others:
+            total = total + block(x, *context)
+        return total / count
+
+
+class HiFTGenerator(HiFTNetwork):
     """mel -> f0 -> harmonic source; mel and the source's STFT -> STFT of the speech -> waveform.
 
-    Attribute names are the keys of `hift.pt` after `fuse_weight_norm`. hop: samples per mel frame, `config.hop`.
+    Attribute names are the keys of `hift.pt` after `fuse_weight_norm`.
     """
-
-    stft_window: Tensor
 
     def __init__(self, config: HiFTConfig | None = None) -> None:
         super().__init__()
@@ -126,26 +160,10 @@ class HiFTGenerator(nn.Module):
             nn.Conv1d(config.n_fft + 2, width, 1 if rate == 1 else 2 * rate, rate, padding=rate // 2)
             for width, rate in zip(widths[1:], config.source_rates, strict=True)
         )
-        self.source_resblocks = nn.ModuleList(
-            ResBlock(width, kernel, dilations)
-            for width, kernel, dilations in zip(
-                widths[1:], config.source_resblock_kernels, config.source_resblock_dilations, strict=True
-            )
-        )
-        self.resblocks = nn.ModuleList(
-            ResBlock(width, kernel, dilations)
-            for width in widths[1:]
-            for kernel, dilations in zip(config.resblock_kernels, config.resblock_dilations, strict=True)
-        )
+        self.source_resblocks, self.resblocks = residual_blocks(config, ResBlock)
         self.conv_post = nn.Conv1d(widths[-1], config.n_fft + 2, 7, padding=3)
         self.f0_predictor = F0Predictor(config.mel_bins, config.f0_channels)
         self.register_buffer("stft_window", torch.hann_window(config.n_fft), persistent=False)
-
-    def body_to(self, dtype: torch.dtype) -> "HiFTGenerator":
-        """Convert the convolutions between source and output spectrum to `dtype`; f0, source and STFTs stay float32."""
-        for part in (self.conv_pre, self.ups, self.source_downs, self.source_resblocks, self.resblocks, self.conv_post):
-            part.to(dtype)
-        return self
 
     def decode(
         self, mel: Tensor, source: Tensor, frames: Tensor | None = None, *, body: Body | None = None
@@ -172,7 +190,6 @@ class HiFTGenerator(nn.Module):
         bins: T * hop / istft_hop + 1. frames (B,): length of each row, as in `forward`.
         """
         config, lengths = self.config, frames
-        blocks = len(config.resblock_kernels)
         bins = None if frames is None else frames * (config.hop // config.istft_hop) + 1
         x = self.conv_pre(mel)
         for stage, (up, rate) in enumerate(zip(self.ups, config.upsample_rates, strict=True)):
@@ -182,12 +199,7 @@ class HiFTGenerator(nn.Module):
                 x = F.pad(x, (1, 0), mode="reflect")  # one more frame: the source's centred STFT has one more
                 lengths = bins
             x = x + self.source_resblocks[stage](self.source_downs[stage](excitation), lengths)
-            # The mean of the stage's residual blocks, which differ in kernel size.
-            first, *others = self.resblocks[stage * blocks : (stage + 1) * blocks]
-            total = first(x, lengths)
-            for block in others:
-                total = total + block(x, lengths)
-            x = total / blocks
+            x = self._parallel_resblocks(stage, x, lengths)
         return self.conv_post(silenced(F.leaky_relu(x), lengths))
 
     def forward(

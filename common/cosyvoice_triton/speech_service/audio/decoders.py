@@ -13,6 +13,7 @@ from typing import IO
 
 import numpy as np
 
+from cosyvoice_triton.constants import MAX_REFERENCE_SECONDS
 from cosyvoice_triton.voice.prompt import Recording
 from cosyvoice_triton.voice.recordings import parse_recording
 
@@ -20,7 +21,8 @@ PROCESSES = min(4, os.cpu_count() or 1)
 SECONDS = 10.0  # of one recording; the largest takes less than one
 # Beyond what a process has after its start: the largest upload, its samples in blocks, and those at its own rate.
 MEMORY_BYTES = 256 << 20
-_SIZE, _ANSWER = struct.Struct("<Q"), struct.Struct("<IQ")  # bytes that follow; the rate of samples, 0: an error
+# Bytes that follow, after the seconds that are accepted; and before them the rate of samples, 0: an error.
+_REQUEST, _ANSWER = struct.Struct("<dQ"), struct.Struct("<IQ")
 
 _idle: "queue.LifoQueue[_Decoder]" = queue.LifoQueue()
 _places = threading.BoundedSemaphore(PROCESSES)
@@ -39,13 +41,13 @@ class _Decoder:
             start_new_session=True,  # Ctrl-C is for the service, which still answers
         )
 
-    def __call__(self, data: bytes) -> Recording:
+    def __call__(self, data: bytes, max_seconds: float) -> Recording:
         """Return the recording in a file; ValueError if it is invalid, OSError or EOFError if the process has died."""
         assert self._process.stdin is not None and self._process.stdout is not None
         watchdog = threading.Timer(SECONDS, self._process.kill)
         watchdog.start()
         try:
-            self._process.stdin.write(_SIZE.pack(len(data)))
+            self._process.stdin.write(_REQUEST.pack(max_seconds, len(data)))
             self._process.stdin.write(data)
             self._process.stdin.flush()
             rate, size = _ANSWER.unpack(_exactly(self._process.stdout, _ANSWER.size))
@@ -64,13 +66,13 @@ class _Decoder:
             self._process.__exit__(None, None, None)
 
 
-def decoded(data: bytes) -> Recording:
+def decoded(data: bytes, max_seconds: float = MAX_REFERENCE_SECONDS) -> Recording:
     """Return an audio file as a validated recording. ValueError with the reason, also if decoding it takes more than
     MEMORY_BYTES or SECONDS. Not for an event loop."""
     with _places:
         decoder = _decoder()
         try:
-            recording = decoder(data)
+            recording = decoder(data, max_seconds)
         except ValueError:
             _idle.put(decoder)
             raise
@@ -120,9 +122,10 @@ def _serve() -> None:
         used = int(sizes.read().split()[5]) * resource.getpagesize()  # data and stack
     resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while len(size := requests.read(_SIZE.size)) == _SIZE.size:
+    while len(head := requests.read(_REQUEST.size)) == _REQUEST.size:
+        max_seconds, size = _REQUEST.unpack(head)
         try:
-            recording = parse_recording(requests.read(*_SIZE.unpack(size)))
+            recording = parse_recording(requests.read(size), max_seconds=max_seconds)
             rate, answer = recording.rate, np.ascontiguousarray(recording.wav, np.float32).tobytes()
         except ValueError as error:
             rate, answer = 0, str(error).encode(errors="replace")

@@ -4,19 +4,19 @@ import base64
 
 import numpy as np
 
+from cosyvoice_triton.constants import MAX_REFERENCE_SECONDS
 from cosyvoice_triton.speech_service.audio.decoders import decoded
-from cosyvoice_triton.voice.audio import validate_reference
-from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.prompt import Recording, validate_reference
 
 
-def decode(data: bytes, max_bytes: int) -> Recording:
+def decode(data: bytes, max_bytes: int, max_seconds: float = MAX_REFERENCE_SECONDS) -> Recording:
     """Return an audio file as a recording, channels averaged. ValueError with the reason if it is invalid."""
     if len(data) > max_bytes:
         raise ValueError(f"the recording has {len(data)} bytes, more than the limit of {max_bytes}")
-    return decoded(data)
+    return decoded(data, max_seconds)
 
 
-def decode_base64(text: str, max_bytes: int) -> Recording:
+def decode_base64(text: str, max_bytes: int, max_seconds: float = MAX_REFERENCE_SECONDS) -> Recording:
     """Decode a file in base64, plain or as a data URL. ValueError, also for other URLs: none is fetched."""
     if not text.isascii():
         raise ValueError("ref_audio is not base64: it has characters beyond ASCII")
@@ -33,7 +33,7 @@ def decode_base64(text: str, max_bytes: int) -> Recording:
         data = base64.b64decode(text, validate=True)
     except ValueError as error:
         raise ValueError(f"ref_audio is not base64: {error}") from None
-    return decode(data, max_bytes)
+    return decode(data, max_bytes, max_seconds)
 
 
 def from_pcm16(data: bytes, max_bytes: int) -> Recording:

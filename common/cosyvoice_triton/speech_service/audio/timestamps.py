@@ -28,6 +28,7 @@ class Timestamps:
     def __init__(self, detail: Detail, speed: float = 1.0) -> None:
         self._words = detail == "word"
         self._rate = SAMPLE_RATE * speed
+        self.speed = speed
         self._begin = 0  # of the segment: samples of the answer
         self._audio = np.zeros(0, np.float32)  # from there on
         self._taken = 0

@@ -46,7 +46,7 @@ class SpokenWord:
 
 def word_times(text: str, audio: np.ndarray) -> list[SpokenWord]:
     """Return the words of `text`, spoken in `audio` (N,) float32 at SAMPLE_RATE; in order, without overlaps."""
-    words = _words(text)
+    words = word_spans(text)
     if not words or not audio.size:
         return []
     begin, end, pauses = _pauses(audio)
@@ -124,7 +124,7 @@ def _assigned(due: np.ndarray, marks: np.ndarray, at: np.ndarray) -> dict[int, i
     return dict(sorted((known | {0: 0}).items()))
 
 
-def _words(text: str) -> list[tuple[int, int]]:
+def word_spans(text: str) -> list[tuple[int, int]]:
     """Return begin and end of each word; what has no letter or digit is joined to the word before it."""
     words: list[tuple[int, int]] = []
     for found in _WORD.finditer(text):

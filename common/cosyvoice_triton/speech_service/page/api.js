@@ -3,7 +3,7 @@
 const LABELS = {
   input: "Text", voice: "Voice", instructions: "How to speak", ref_audio: "Your recording", ref_text: "Transcript",
   pronunciation: "Pronunciation", speed: "Speed", language: "Language", seed: "Seed", response_format: "Format",
-  name: "Name", audio_sample: "Your recording", consent: "Consent",
+  name: "Name", audio_sample: "Your recording", audio: "Your speech", consent: "Consent",
 };
 const KNOWN = {
   nothing_to_speak: "There is nothing to speak in this text, only signs. Write at least one word.",
@@ -58,13 +58,21 @@ export async function call(path, key, options = {}) {
   throw new Refused(answer.status, error, answer.headers.get("retry-after"), answer.headers.get("x-request-id"));
 }
 
-/** The fields of a request as a form. A recording is sent as a file. */
-export function formOf(fields, recording = null) {
+/** The fields of a request as a form. A recording is sent as the file `name`. */
+export function formOf(fields, recording = null, name = "ref_audio") {
   const form = new FormData();
   Object.entries(fields).forEach(([name, value]) => form.append(name, value));
-  if (recording) form.append("ref_audio", recording, "recording.wav");
+  if (recording) form.append(name, recording, "recording.wav");
   return form;
 }
+
+/** A blob in base64, as the service reads it in a field. */
+export const dataUrlOf = (blob) => new Promise((resolve, reject) => {
+  const reader = new FileReader();
+  reader.onload = () => resolve(reader.result);
+  reader.onerror = () => reject(reader.error);
+  reader.readAsDataURL(blob);
+});
 
 /** Yields the objects of server-sent events. */
 export async function* events(body) {

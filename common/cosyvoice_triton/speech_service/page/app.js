@@ -1,6 +1,6 @@
 // The page: what is shown, and what the controls do.
 
-import { Refused, Unreachable, call as callWith, formOf } from "/static/api.js";
+import { Refused, Unreachable, call as callWith, dataUrlOf, formOf } from "/static/api.js";
 import { codeOf } from "/static/code.js";
 import { EXAMPLES, MARKS } from "/static/examples.js";
 import { History } from "/static/history.js";
@@ -86,7 +86,7 @@ async function showService() {
     away = !speaker;
     if (speaker) {
       $("demo").hidden = !speaker.demo;
-      $("instructed").hidden = !speaker.instructions;
+      $("instructed").hidden = $("own-instructed").hidden = !speaker.instructions;
       showLanguages(speaker.languages);
     }
     limit = most;
@@ -183,8 +183,8 @@ function requested(text, voice = voices.chosen) {
     if (voice) fields.voice = voice;
     return new Answer(fields, null);
   }
-  const own = ownVoice(!fields.instructions);
-  return new Answer({ ...fields, ...own.fields }, own.wav);
+  const own = ownVoice();
+  return new Answer({ ...own.fields, ...fields }, own.wav);
 }
 
 function say(text, wrong = false) {
@@ -211,14 +211,16 @@ async function start(answer) {
       first: () => {
         $("first").textContent = `${Math.round(answer.firstMs)} ms`;
         say("Speaking …");
-        expect(answer);
+        if (!answer.source) expect(answer);
         requestAnimationFrame(keepPainting);
       },
       segments: (segments) => spoken.add(segments),
       complete: () => {
         $("factor").textContent = (answer.took / answer.seconds).toFixed(2);
-        past.add(answer);
-        $("past").hidden = false;
+        if (!answer.source) {
+          past.add(answer);
+          $("past").hidden = false;
+        }
         offer(answer);
       },
     });
@@ -242,6 +244,17 @@ async function start(answer) {
   }
 }
 
+/** Speaks the chosen file in the chosen voice. */
+async function convert() {
+  const [source] = $("source").files;
+  if (!source) return;
+  const fields = { response_format: $("format").value };
+  if (voices.chosen === OWN) fields.ref_audio = await dataUrlOf(ownVoice().wav); // a form has one file
+  else if (voices.chosen) fields.voice = voices.chosen;
+  $("source").value = ""; // the same file can be chosen again
+  await start(new Answer(fields, null, source));
+}
+
 /** Shows the words before their times are known. Asked for after the first audio, which it would delay. */
 async function expect(answer) {
   const { ref_text: transcript, ...fields } = answer.fields;
@@ -260,6 +273,7 @@ function stop() {
 /** Makes an answer the one that the player and the code are about. */
 function offer(answer) {
   shown = answer;
+  answer.url ??= URL.createObjectURL(answer.blob); // of a conversion: the others are in the history
   $("replay").src = answer.url;
   showCode();
 }
@@ -288,7 +302,7 @@ function reuse({ fields, recording }) {
 function showCode() {
   const language = document.querySelector("input[name=program]:checked").value;
   const hasKey = $("key").value.trim() !== "";
-  $("code").textContent = shown ? codeOf(language, shown.fields, shown.recording, location.origin, hasKey) : "";
+  $("code").textContent = shown && !shown.source ? codeOf(language, shown.fields, shown.recording, location.origin, hasKey) : "";
   $("copied").textContent = "";
 }
 
@@ -337,6 +351,7 @@ $("speech").addEventListener("submit", (event) => {
     say(error.message, true);
   }
 });
+$("source").addEventListener("change", () => convert().catch((error) => say(error.message, true)));
 ["voices", "language", "pronunciation"].forEach((id) => $(id).addEventListener("change", preview));
 $("language").addEventListener("change", showExamples);
 $("voices").addEventListener("change", () => {

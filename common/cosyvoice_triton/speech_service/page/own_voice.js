@@ -12,15 +12,20 @@ const microphone = new Microphone();
 let recording = null;
 let judging = 0;
 
-/** The fields of a request for it. `text`: whether the transcript is wanted. Error without a recording. */
-export function ownVoice(text = true) {
+/** The fields of a request for it. Error without a recording. */
+export function ownVoice() {
   if (!recording) {
     $("own").open = true;
     throw new Error("Record a voice or choose a file first.");
   }
-  const words = $("own-text").value.trim();
-  return { fields: text && words ? { ref_text: words } : {}, wav: recording.wav };
+  const trim = $("own-trim").checked && "true";
+  const given = { ref_text: $("own-text").value.trim(), instructions: style(), trim_reference: trim };
+  const fields = Object.fromEntries(Object.entries(given).filter(([, text]) => text));
+  return { fields, wav: recording.wav };
 }
+
+/** How the voice speaks; "" if the model follows no instructions. */
+const style = () => ($("own-instructed").hidden ? "" : $("own-style").value.trim());
 
 /** call: of the API. use: called when there is a recording to speak with. saved: with the name of a new voice. */
 export function setUp(call, use, saved) {
@@ -113,6 +118,8 @@ export function setUp(call, use, saved) {
     const body = new FormData();
     body.append("name", name);
     body.append("ref_text", $("own-text").value.trim());
+    body.append("instructions", style());
+    body.append("trim_reference", $("own-trim").checked);
     body.append("pronunciation", $("own-words").value);
     body.append("consent", $("consent").value.trim());
     body.append("audio_sample", recording.wav, "recording.wav");

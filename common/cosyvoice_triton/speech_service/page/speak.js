@@ -5,10 +5,11 @@ import { Player } from "/static/player.js";
 import { int16 } from "/static/recorder.js";
 import { SampleReader, wavOf } from "/static/wav.js";
 
-/** What was asked for and what came. fields: those of the API, for the answer as a file. recording: a Blob or null. */
+/** What was asked for and what came. fields: those of the API, for the answer as a file. recording: of the voice, and
+ * source: speech to convert instead of a text; each a Blob or null. */
 export class Answer {
-  constructor(fields, recording) {
-    Object.assign(this, { fields, recording, segments: [], warnings: [], player: null, blob: null, firstMs: 0, seconds: 0 });
+  constructor(fields, recording, source = null) {
+    Object.assign(this, { fields, recording, source, segments: [], warnings: [], player: null, blob: null, firstMs: 0, seconds: 0 });
   }
 }
 
@@ -20,11 +21,13 @@ export class Answer {
  */
 export async function speak(answer, call, context, signal, on) {
   const streamed = answer.fields.response_format === "wav";
-  const fields = { ...answer.fields, stream_format: "sse", timestamps: "word" };
+  const fields = { ...answer.fields, stream_format: "sse" };
+  if (!answer.source) fields.timestamps = "word";
   if (streamed) fields.response_format = "pcm";
   const started = performance.now();
-  const body = formOf(fields, answer.recording);
-  const reply = await call("/v1/audio/speech", { method: "POST", body, signal });
+  const body = answer.source ? formOf(fields, answer.source, "audio") : formOf(fields, answer.recording);
+  const path = answer.source ? "/v1/audio/voice-conversion" : "/v1/audio/speech";
+  const reply = await call(path, { method: "POST", body, signal });
   const reader = new SampleReader();
   const pieces = [];
   let done = null;

@@ -19,6 +19,7 @@ from fastapi import APIRouter, Query, WebSocket
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import json_kind
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
+from cosyvoice_triton.speech_service.audio.spoken import Word, spoken_words, text_of, until
 from cosyvoice_triton.speech_service.bodies import SpeechRequest
 from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
 from cosyvoice_triton.speech_service.limits import MAX_ID_CHARS, MAX_ITEMS, MAX_METADATA, NAME_CHARS
@@ -70,6 +71,10 @@ class Response:
     item: str = field(default_factory=lambda: _new_id("item"))
     answer: SpeechAnswer | None = None
     ending: bool = False  # its last messages are being sent
+
+    def words(self, seconds: float | None = None) -> list[Word]:
+        """Return the words that were spoken within so many seconds of the audio, or in what there is of it."""
+        return [] if self.answer is None else spoken_words(self.wanted.input, self.answer, seconds)
 
     def usage(self) -> dict[str, Any] | None:
         """Return OpenAI's usage of what was generated so far."""
@@ -143,9 +148,19 @@ class RealtimeSession(SocketSessionBase):
             if not all(isinstance(each, int) for each in at.values()):
                 raise invalid("content_index and audio_end_ms must be integers", "audio_end_ms")
             item = self._items[self._position(fields)]
+            if (words := self._words_of(item, at["audio_end_ms"] / 1000)) is not None:
+                item["text"] = text_of(words)
+                at |= {"words": words}
             await self._send("conversation.item.truncated", item_id=item["id"], **at)
         else:
             raise invalid(f"the message type {fields['type']!r} is unknown", "type")
+
+    def _words_of(self, item: dict[str, Any], seconds: float) -> list[Word] | None:
+        """Return the words of a spoken item until then; None if they are not known."""
+        if (live := self._response) is not None and live.item == item["id"]:
+            return live.words(seconds)
+        known: list[Word] | None = item.get("words")
+        return known and until(known, seconds)
 
     def _updated(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return the settings with what a message gives, if a request could be made with them. ApiError.
@@ -308,7 +323,9 @@ class RealtimeSession(SocketSessionBase):
         if (response := self._response) is None:
             return False
         try:
+            response.wanted.timestamps = "word"
             response.answer = await self._service.answer(response.wanted)
+            self._service.outcomes.begin(response.id, response.answer)
             await self._send_part(response, "response.output_audio_transcript.delta", delta=response.wanted.input)
             async with aclosing(self._service.dispatcher.encoded(response.answer)) as parts:
                 async for part in parts:
@@ -319,6 +336,9 @@ class RealtimeSession(SocketSessionBase):
             await self._end(response, "failed", {"error": error.body["error"]})
         else:
             await self._end(response, "completed", None)
+        finally:  # also where the connection is gone
+            if not response.ending and response.answer is not None:
+                self._service.outcomes.end(response.id, response.answer, "gone")
         return True
 
     async def _cancel(self, name: Any) -> None:
@@ -329,12 +349,18 @@ class RealtimeSession(SocketSessionBase):
                 "Cancellation failed: no such response is being spoken", "response_id", "response_cancel_not_active"
             )
         await self.stop_speaking()
-        await self._end(response, "cancelled", {"reason": "client_cancelled"})
+        await self._end(response, "cancelled", {"reason": "client_cancelled", "words": response.words()})
 
     async def _end(self, response: Response, status: str, details: dict[str, Any] | None) -> None:
         response.ending = True
         whole = "completed" if status == "completed" else "incomplete"
         text, item = response.wanted.input, self._item_of(response, whole)
+        for known in self._items:
+            if known["id"] == response.item:
+                known["words"] = response.words()
+        if response.answer is not None:
+            ended = {"completed": "completed", "cancelled": "gone"}.get(status, "failed")
+            self._service.outcomes.end(response.id, response.answer, ended)
         await self._send_part(response, "response.output_audio.done")
         await self._send_part(response, "response.output_audio_transcript.done", transcript=text)
         await self._send_part(response, "response.content_part.done", part={"type": "audio", "transcript": text})

@@ -21,6 +21,8 @@ from starlette.types import Receive, Scope, Send
 from cosyvoice_triton.speech_service import openapi as doc
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.errors import ApiError
+from cosyvoice_triton.speech_service.outcomes import Outcomes
+from cosyvoice_triton.speech_service.security.guard import REQUEST_ID
 from cosyvoice_triton.tasks import TaskScope
 
 logger = logging.getLogger(__name__)
@@ -42,14 +44,14 @@ HEADERS = {
 }
 
 
-_USAGE = {"input_tokens": doc.INTEGER, "output_tokens": doc.INTEGER, "total_tokens": doc.INTEGER, "seconds": doc.NUMBER}
+USAGE = {"input_tokens": doc.INTEGER, "output_tokens": doc.INTEGER, "total_tokens": doc.INTEGER, "seconds": doc.NUMBER}
 _WORD = doc.record({"word": doc.TEXT, "start": doc.NUMBER, "end": doc.NUMBER})
 _SEGMENT = doc.record({"text": doc.TEXT, "start": doc.NUMBER, "end": doc.NUMBER}, {"words": doc.array(_WORD)})
 SPEECH_FIELDS = {
     "audio_data": doc.described(doc.TEXT, "in base64"),
     "media_type": doc.TEXT,
     "sample_rate": doc.INTEGER,
-    "usage": doc.component("Usage", doc.record(_USAGE)),
+    "usage": doc.component("Usage", doc.record(USAGE)),
 }
 SPEECH_OPTIONS = {
     "warnings": doc.array(doc.TEXT),
@@ -84,6 +86,15 @@ class AudioResponse(Response):
         self._whole = whole
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outcomes: Outcomes = scope["app"].state.service.outcomes
+        outcomes.begin(REQUEST_ID.get(), self._answer)
+        self._ended: tuple[str, ApiError | None] = ("aborted", None)
+        try:
+            await self._watched(scope, receive, send)
+        finally:
+            outcomes.end(REQUEST_ID.get(), self._answer, *self._ended)
+
+    async def _watched(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with TaskScope() as tasks:
             # A client that leaves before the first audio would otherwise be noticed only when that is sent.
             work = tasks.spawn(self._send(scope, receive, send))
@@ -93,6 +104,7 @@ class AudioResponse(Response):
                 work.result()
             else:
                 scope["speech.outcome"] = "gone"
+                self._ended = "gone", None
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._parts) as parts:
@@ -105,6 +117,7 @@ class AudioResponse(Response):
                     for header, name in USAGE_HEADERS.items():
                         self.headers[header] = str(self._answer.usage[name])
             except ApiError as error:
+                self._ended = "failed", error
                 await error.response(scope, receive, send)
                 return
             if self._answer.warnings:
@@ -119,9 +132,11 @@ class AudioResponse(Response):
             except (ApiError, asyncio.TimeoutError) as error:
                 # The final chunk of the body is missing, so the server closes the connection: see RFC 9112, 8.
                 scope["speech.outcome"] = "aborted"
+                self._ended = "aborted", error if isinstance(error, ApiError) else None
                 logger.warning("an answer was aborted after its first byte: %s", error or "the client does not read it")
                 return
         await send({"type": "http.response.body", "body": b""})
+        self._ended = "completed", None
 
     async def _send_part(self, send: Send, part: bytes) -> None:
         async with timeout(self._stall):

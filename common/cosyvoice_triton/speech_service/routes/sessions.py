@@ -70,18 +70,19 @@ class SocketSessionBase(ABC):
         while True:
             try:
                 async with timeout(idle - self._silent):
-                    message = await self._socket.receive_text()
+                    message = await self._socket.receive()
             except asyncio.TimeoutError:
                 if self._silent < idle:  # audio was sent, or is being sent, since the wait began
                     continue
                 await self._socket.close(1000, "idle")
                 return
-            except KeyError:  # starlette's error for a binary frame
-                await self._send_error(invalid("binary messages are not supported: send JSON"))
-                continue
+            if message["type"] == "websocket.disconnect":
+                raise WebSocketDisconnect(message.get("code", 1000))
             self._active = time.monotonic()
             try:
-                if not await self._handle(read_json(message.encode(), "the message", self._service.settings)):
+                if (text := message.get("text")) is None:
+                    await self._handle_audio(message["bytes"])
+                elif not await self._handle(read_json(text.encode(), "the message", self._service.settings)):
                     return
             except ApiError as error:
                 await self._send_error(error)
@@ -90,6 +91,10 @@ class SocketSessionBase(ABC):
     @abstractmethod
     async def _handle(self, fields: dict[str, Any]) -> bool:
         """Handle one message; return False if it was the last. ApiError."""
+
+    async def _handle_audio(self, data: bytes) -> None:
+        """Handle one binary message. ApiError."""
+        raise invalid("binary messages are not supported: send JSON")
 
     @abstractmethod
     async def _speak_next(self) -> bool:

@@ -1,15 +1,19 @@
 """WS /v1/audio/speech/stream: text arrives in pieces, as an LLM writes it; audio is sent per sentence; barge-in.
 
     client  session.config {mode, and fields of /v1/audio/speech}   input.text {text}
-            input.done   input.cancel   session.close
+            input.replace {text, played_ms}   input.done   input.cancel {played_ms}   session.close
     server  audio.start {utterance_index, sentence_index, sentence_text, format, sample_rate}, binary frames, audio.done
             warning {utterance_index, sentence_index, message}
             audio.timestamps {utterance_index, sentence_index, segments}
-            session.done {utterance_index, total_sentences}   audio.cancelled {utterance_index}   error {error}
+            session.done {utterance_index, total_sentences}   error {error}
+            input.replaced {utterance_index, words, dropped}   audio.cancelled {utterance_index, words}
 
 A sentence is spoken as soon as the next one starts. Each sentence is encoded separately: with a container (mp3, wav, …)
 it is a file of its own; pcm, the default here, continues seamlessly. In the mode "tokens" the whole utterance takes the
 place of a sentence: the model gets the text while it is being written.
+
+`input.replace` takes back what no sentence that is spoken has: its text, which may be empty, comes instead. `words` are
+those that were spoken, with their times in the utterance's audio: by `played_ms` of it, without that by what was sent.
 """
 
 import asyncio
@@ -22,8 +26,11 @@ from typing import Any
 from async_timeout import timeout
 from fastapi import APIRouter, WebSocket
 
-from cosyvoice_triton.client.utterance import TextPieces
+from cosyvoice_triton.client.utterance import Pieces, text_pieces
+from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
+from cosyvoice_triton.speech_service.audio.spoken import Word, spoken_words
+from cosyvoice_triton.speech_service.audio.timestamps import Detail
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.limits import MAX_WAITING_CHARS, MAX_WAITING_UTTERANCES
 from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
@@ -31,6 +38,8 @@ from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.text import is_speakable
 from cosyvoice_triton.text.markup import without_voices
 from cosyvoice_triton.text.segments import WINDOW, SentenceSplitter
+
+MAX_SAID = 256  # sentences of an utterance whose words are known
 
 _MODES = "sentences", "tokens"
 # Fields of /v1/audio/speech that a session has not, and what it has instead.
@@ -58,16 +67,18 @@ class SocketSession(SocketSessionBase):
         super().__init__(socket, service)
         self._config: dict[str, Any] = {"response_format": "pcm"}
         self._by_tokens = False  # the mode
-        self._pieces: TextPieces | None = None  # of the utterance in the mode "tokens"
+        self._pieces: Pieces[str] | None = None  # of the utterance in the mode "tokens"
         self._half = ""  # of a surrogate pair, which a client that cuts text by UTF-16 units may send in two pieces
         self._splitter = SentenceSplitter()
         self._document = ""  # SSML that has not ended, which is spoken as one sentence
         # Complete sentences, or all of the utterance; None where the client has sent input.done.
-        self._waiting: deque[str | TextPieces | None] = deque()
+        self._waiting: deque[str | Pieces[str] | None] = deque()
         self._waiting_chars = 0  # of all of them
         self._utterance = 0
         self._sentences = 0  # spoken so far in this utterance
         self._voice: dict[str, str] = {}  # request fields for the voice that the utterance has changed to
+        # Of the utterance: where each sentence begins in its audio, in seconds, its text and its answer.
+        self._said: deque[tuple[float, str, SpeechAnswer]] = deque(maxlen=MAX_SAID)
 
     async def _handle(self, fields: dict[str, Any]) -> bool:
         kind = fields.pop("type", None)
@@ -78,7 +89,9 @@ class SocketSession(SocketSessionBase):
         elif kind == "input.done":
             self._finish()
         elif kind == "input.cancel":
-            await self._cancel()
+            await self._cancel(_seconds(fields))
+        elif kind == "input.replace":
+            await self._replace(fields.get("text"), _seconds(fields))
         elif kind == "session.close":
             await self._cancel()
             await self._socket.close()
@@ -127,14 +140,14 @@ class SocketSession(SocketSessionBase):
 
     def _add_piece(self, piece: str) -> None:
         if self._pieces is None:
-            self._pieces = TextPieces()
+            self._pieces = text_pieces()
             self._waiting.append(self._pieces)
             self._wake()
         if self._pieces.ended:
             raise invalid("input.text before session.done: in the mode tokens, an utterance ends before the next one")
         if not self._speaking:
             raise invalid("the utterance failed: end it with input.done or input.cancel")
-        if self._pieces.chars + len(piece) > (limit := self._service.settings.max_input_chars):
+        if self._pieces.length + len(piece) > (limit := self._service.settings.max_input_chars):
             raise invalid(f"the utterance has more than {limit} characters: this piece is not spoken", "text")
         self._pieces.add(piece)
 
@@ -197,9 +210,10 @@ class SocketSession(SocketSessionBase):
         done = {"utterance_index": self._utterance, "total_sentences": self._sentences}
         self._utterance, self._sentences = self._utterance + 1, 0
         self._pieces, self._voice = None, {}
+        self._said.clear()
         await self._send("session.done", **done)
 
-    async def _speak_sentence(self, sentence: str | TextPieces) -> None:
+    async def _speak_sentence(self, sentence: str | Pieces[str]) -> None:
         before = self._voice
         if isinstance(sentence, str):
             rest, name = without_voices(sentence)
@@ -214,8 +228,10 @@ class SocketSession(SocketSessionBase):
         try:
             text = sentence if isinstance(sentence, str) else ""
             wanted = self._parsed({**self._config, **before}, text or ".")
+            shown, wanted.timestamps = wanted.timestamps, "word"
             answer = await self._service.answer(wanted)
-            if isinstance(sentence, TextPieces):
+            self._said.append((self._seconds_said(), text, answer))
+            if isinstance(sentence, Pieces):
                 answer.utterances = (replace(answer.utterances[0], target_text="", pieces=sentence),)
             audio = {"format": wanted.response_format, "sample_rate": answer.encoder.rate}
             await self._send("audio.start", **index, sentence_text=text, **audio)
@@ -224,8 +240,8 @@ class SocketSession(SocketSessionBase):
                     sent += len(part)
                     async with timeout(self._service.settings.stall):
                         await self._socket.send_bytes(part)
-                    await self._send_segments(answer, index)
-            await self._send_segments(answer, index)  # of a last part without audio
+                    await self._send_segments(answer, index, shown)
+            await self._send_segments(answer, index, shown)  # of a last part without audio
             for message in answer.warnings:
                 await self._send("warning", **index, message=message)
             usage = {"usage": answer.usage}
@@ -234,11 +250,59 @@ class SocketSession(SocketSessionBase):
             await self._send_error(error)
         await self._send("audio.done", **index, total_bytes=sent, error=failed, **usage)
 
-    async def _send_segments(self, answer: SpeechAnswer, index: dict[str, int]) -> None:
-        if segments := answer.new_segments():
+    async def _send_segments(self, answer: SpeechAnswer, index: dict[str, int], shown: Detail | None) -> None:
+        segments = answer.new_segments()
+        if shown == "segment":
+            segments = [{name: each[name] for name in ("text", "start", "end")} for each in segments]
+        if segments and shown:
             await self._send("audio.timestamps", **index, segments=segments)
 
-    async def _cancel(self) -> None:
+    def _seconds_said(self) -> float:
+        """Return the seconds of audio of the utterance's sentences so far."""
+        if not self._said:
+            return 0.0
+        begin, _, last = self._said[-1]
+        assert last.timestamps is not None
+        return begin + last.samples / SAMPLE_RATE / last.timestamps.speed
+
+    def _words(self, seconds: float | None) -> list[Word]:
+        """Return the utterance's words that were spoken until then, with their times in its audio."""
+        words: list[Word] = []
+        for begin, text, answer in self._said:
+            for word in spoken_words(text, answer, None if seconds is None else seconds - begin):
+                at = {name: round(begin + word[name], 3) for name in ("start", "end")}
+                words.append({"word": word["word"], **at})
+        return words
+
+    async def _replace(self, text: Any, seconds: float | None) -> None:
+        """Drop the utterance's text of which no sentence is spoken yet, and speak another one instead, if any."""
+        if not isinstance(text, str):
+            raise invalid("input.replace has no text; an empty one only drops what waits", "text")
+        if self._by_tokens:
+            raise invalid("input.replace in the mode tokens: the model has the text; use input.cancel")
+        if len(text) > (limit := self._service.settings.max_input_chars):
+            raise invalid(f"input.replace has more than {limit} characters", "text")
+        waiting, ended = list(self._waiting), None in self._waiting
+        own = waiting.index(None) if ended else len(waiting)
+        dropped = [str(each) for each in waiting[:own]] + ([] if ended else [self._unfinished])
+        later = waiting[own:]
+        if not ended:
+            self._drop_unfinished()
+            self._half = ""
+        elif is_speakable(text):  # all of it: the utterance's text has ended
+            splitter = SentenceSplitter()
+            new = [*splitter.push(text), splitter.finish()]
+            later = [*(each.strip() for each in new if is_speakable(each)), *later]
+        self._waiting = deque(later)
+        self._waiting_chars = sum(len(each) for each in later if isinstance(each, str))
+        about = {"utterance_index": self._utterance, "words": self._words(seconds)}
+        await self._send("input.replaced", **about, dropped=" ".join(filter(None, dropped)))
+        if not ended:
+            await self._add_text(text)
+        elif self._waiting:
+            self._wake()
+
+    async def _cancel(self, seconds: float | None = None) -> None:
         """Discard all text so far (barge-in); no audio of it is sent after the answer to this message."""
         self._waiting.clear()
         self._waiting_chars, self._half = 0, ""
@@ -246,10 +310,20 @@ class SocketSession(SocketSessionBase):
         await self.stop_speaking()
         self._pieces, self._voice = None, {}
         cancelled, self._utterance, self._sentences = self._utterance, self._utterance + 1, 0
-        await self._send("audio.cancelled", utterance_index=cancelled)
+        words = self._words(seconds)
+        self._said.clear()
+        await self._send("audio.cancelled", utterance_index=cancelled, words=words)
 
     async def _send_error(self, error: ApiError) -> None:
         await self._send("error", **error.body)
+
+
+def _seconds(fields: dict[str, Any]) -> float | None:
+    """Return how much of the utterance's audio was heard; None if the client does not say. ApiError."""
+    played = fields.get("played_ms")
+    if played is not None and (isinstance(played, bool) or not isinstance(played, (int, float)) or not played >= 0):
+        raise invalid(f"played_ms {str(played)[:80]!r} is not a number of milliseconds from 0 on", "played_ms")
+    return None if played is None else played / 1000
 
 
 def _joined(text: str) -> tuple[str, str]:

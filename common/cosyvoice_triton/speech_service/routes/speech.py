@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from cosyvoice_triton import stacks
 from cosyvoice_triton.errors import json_kind
 from cosyvoice_triton.speech_service import openapi as doc
+from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.audio.encoding import FORMATS
 from cosyvoice_triton.speech_service.bodies import (
     OPENAI_MODELS,
@@ -33,6 +34,7 @@ from cosyvoice_triton.speech_service.routes.responses import (
     SPEECH,
     SPEECH_FIELDS,
     SPEECH_OPTIONS,
+    USAGE,
     AudioResponse,
     disconnected,
     events,
@@ -55,13 +57,22 @@ _EVENTS = doc.described(
     "events `speech.audio.delta` with `audio` in base64, `speech.audio.timestamps` with `segments`, then "
     "`speech.audio.done` with `usage`, `warnings`, `subtitles`, or `speech.audio.error` with `error`",
 )
-_CONTENT = {**{kind.media_type: doc.FILE for kind in FORMATS.values()}, "text/event-stream": _EVENTS}
+AUDIO_CONTENT = {**{kind.media_type: doc.FILE for kind in FORMATS.values()}, "text/event-stream": _EVENTS}
 _SPEECH = doc.describe(
-    "Speech", body=doc.SPEECH_BODY, answer=SPEECH, content=_CONTENT, errors=doc.SPEAKING, headers=HEADERS
+    "Speech", body=doc.SPEECH_BODY, answer=SPEECH, content=AUDIO_CONTENT, errors=doc.SPEAKING, headers=HEADERS
 )
 _PREVIEW = doc.record(
     {"segments": doc.array(doc.TEXT), "seconds": doc.array(doc.NUMBER), "language": doc.TEXT},
     {"warnings": doc.array(doc.TEXT)},
+)
+_OUTCOME = doc.record(
+    {
+        "id": doc.TEXT,
+        "status": {"enum": ["in_progress", "completed", "failed", "aborted", "gone"]},
+        "usage": doc.component("Usage", doc.record(USAGE)),
+        "warnings": doc.array(doc.TEXT),
+    },
+    {"error": doc.ERROR},
 )
 _RESULT: doc.Schema = {
     "oneOf": [
@@ -89,19 +100,30 @@ async def speech(request: Request) -> Response:
     async with service.dispatcher.upload_slot(request.headers.get("content-length")):
         fields, upload = await read_fields(request, "ref_audio")
         wanted: SpeechRequest = parse(SpeechRequest, fields, service.settings)
-        if wanted.stream_format == "sse" and not wanted.stream:
-            raise invalid("stream false with stream_format 'sse': events are a stream", "stream")
         if wanted.stream_format == "audio":
             for field in ("timestamps", "subtitles"):
                 if value := getattr(wanted, field):
                     raise invalid(f"{field} {value!r} with stream_format 'audio': use 'json' or 'sse'", field)
         answer = await service.answer(wanted, upload)
+    return responded(service, wanted, answer)
+
+
+def responded(service: Service, wanted: SpeechRequest, answer: SpeechAnswer) -> AudioResponse:
+    """Return the response with an answer's audio, in the form that is wanted."""
+    if wanted.stream_format == "sse" and not wanted.stream:
+        raise invalid("stream false with stream_format 'sse': events are a stream", "stream")
     audio, stall = service.dispatcher.encoded(answer), service.settings.stall
     if wanted.stream_format == "sse":
         return AudioResponse(answer, events(audio, answer), stall, "text/event-stream")
     if wanted.stream_format == "json":
         return AudioResponse(answer, audio, stall, "application/json", partial(whole, answer))
     return AudioResponse(answer, audio, stall, whole=None if wanted.stream else answer.encoder.complete)
+
+
+@router.get("/v1/audio/speech/{name}", **doc.describe("Speech", answer=_OUTCOME, errors=(404,)))
+async def outcome(name: PathName, request: Request) -> dict[str, Any]:
+    """Return how an answer ended, by its X-Request-ID or the id of a realtime response, for ten minutes."""
+    return Service.of(request).outcomes.of(name)
 
 
 @router.post(

@@ -37,7 +37,7 @@ from cosyvoice_triton.speech_service.routes.speech import read_body
 from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.speech_service.settings import Settings
-from cosyvoice_triton.voice.audio import validate_reference
+from cosyvoice_triton.voice.prompt import validate_reference
 
 HEADER_LENGTH = "inference-header-content-length"  # bytes of JSON, which binary tensors follow
 

@@ -44,6 +44,10 @@ class NewVoice(BaseModel):
 
     name: Annotated[Text, Field(max_length=MAX_NAME_BYTES)]
     ref_text: Annotated[Text, Field(max_length=MAX_TRANSCRIPT_CHARS)] = Field("", description="of the recording")
+    instructions: Annotated[Text, Field(max_length=MAX_TRANSCRIPT_CHARS)] = Field(
+        "", description="how the voice speaks, unless a request says how"
+    )
+    trim_reference: bool = Field(False, description="cut the silence at its ends to 0.2 s, and mend its end")
     pronunciation: Words = Field({}, description="words, and what is spoken for each, one a line")
     consent: Annotated[Text, Field(max_length=MAX_CONSENT_CHARS)] = Field(
         "", description="the speaker's agreement, or where it is kept"
@@ -84,14 +88,16 @@ def _voice(name: str) -> dict[str, Any]:
 @router.post("/v1/audio/voices", **doc.describe("Voices", body={doc.MULTIPART: _NEW}, answer=_ADDED, **_ADDING))
 async def add(request: Request) -> Response:
     """Register a voice: a form with `name`, `audio_sample` (an audio file), `ref_text` (its transcript),
-    `pronunciation` (its dictionary) and `consent` (the speaker's, or where it is kept)."""
+    `instructions` (how it speaks), `pronunciation` (its dictionary) and `consent` (the speaker's, or where it is
+    kept)."""
     fields, data = await read_fields(request, "audio_sample")
     if data is None:
         raise invalid("audio_sample is missing: upload the recording as a file in a multipart form", "audio_sample")
     service = Service.of(request)
     new: NewVoice = parse(NewVoice, fields, service.settings)
-    name, given = normalized(new.name), (data, new.ref_text, new.pronunciation, new.consent)
-    judged = await asyncio.to_thread(service.voices.add, name, *given, API_KEY.get())
+    name, style = normalized(new.name), (new.instructions, new.trim_reference)
+    given = (data, new.ref_text, new.pronunciation, new.consent, API_KEY.get())
+    judged = await asyncio.to_thread(service.voices.add, name, *given, *style)
     rights = service.voices.rights(name).known
     about = {**_voice(name), **rights, "ref_text": new.ref_text, "seconds": round(judged.seconds, 3)}
     unknown = sorted(fields.keys() - NewVoice.model_fields.keys())

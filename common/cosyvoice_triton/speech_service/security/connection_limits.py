@@ -30,7 +30,7 @@ MAX_MILLISECONDS = (1 << 31) - 1  # of a socket option, which is an int
 # that a client sent without reading took 960 MB.
 MAX_PIPELINED = 100
 
-SOCKET_PATHS = b"/v1/audio/speech/stream", b"/v1/realtime"
+SOCKET_PATHS = b"/v1/audio/speech/stream", b"/v1/audio/voice-conversion/stream", b"/v1/realtime"
 # Headers of an offer to upgrade, which a server that does not take it ignores (RFC 9110, 7.8).
 _UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 SLICE_BYTES, FRAMES_PER_TURN = (

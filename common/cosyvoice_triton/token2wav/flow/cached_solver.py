@@ -37,6 +37,18 @@ class InputOutputProjections(NamedTuple):
     shift: Tensor
 
 
+class Modulation(NamedTuple):
+    """adaLN's constants of one part of a block at one Euler step, (C,) each; the scale includes the added 1."""
+
+    shift: Tensor
+    scale: Tensor
+    gate: Tensor
+
+    @property
+    def norm(self) -> tuple[Tensor, Tensor]:
+        return self.scale, self.shift
+
+
 # What a convolution reads before a row's own frames, (R, reach, C); where that of the next chunk goes; and how many of
 # its own frames each row keeps, (B,).
 History = tuple[Tensor, Tensor, Tensor]

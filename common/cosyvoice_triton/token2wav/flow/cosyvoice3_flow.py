@@ -7,8 +7,9 @@ that follow.
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,11 +20,11 @@ from cosyvoice_triton.constants import EULER_STEPS, LOOKAHEAD_TOKENS, TOKEN_MEL_
 from cosyvoice_triton.networks.flow.checkpoint import load_cosyvoice3_flow
 from cosyvoice_triton.networks.flow.cosyvoice3 import (
     CosyVoice3Flow,
-    RotaryDiTBlock,
     RotaryDiTEstimator,
     rotary,
     rotary_frequencies,
 )
+from cosyvoice_triton.networks.flow.layers import weights
 from cosyvoice_triton.token2wav.flow.base import FlowOptions
 from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
 from cosyvoice_triton.token2wav.flow.cached_solver import (
@@ -31,6 +32,7 @@ from cosyvoice_triton.token2wav.flow.cached_solver import (
     CachedSolver,
     Context,
     InputOutputProjections,
+    Modulation,
     Operations,
     Rows,
 )
@@ -44,30 +46,6 @@ from cosyvoice_triton.voice.prompt import Prompt
 MIN_GROUP = 16  # channels of a group for which there is a kernel; small checkpoints have less
 
 
-class RotaryBlockWeights(NamedTuple):
-    """Weights of one block; matrices are (out, in)."""
-
-    qkv: Tensor
-    qkv_bias: Tensor
-    out: Tensor
-    out_bias: Tensor
-    widen: Tensor
-    widen_bias: Tensor
-    narrow: Tensor
-    narrow_bias: Tensor
-
-
-class RotaryModulation(NamedTuple):
-    """adaLN's constants of one block at one Euler step, (C,) each; the scales include the added 1."""
-
-    attn_shift: Tensor
-    attn_scale: Tensor
-    attn_gate: Tensor
-    ff_shift: Tensor
-    ff_scale: Tensor
-    ff_gate: Tensor
-
-
 class RotarySolver(CachedSolver):
     """Solves by CosyVoice3's rotary DiT."""
 
@@ -75,14 +53,16 @@ class RotarySolver(CachedSolver):
         estimator = network.decoder.estimator
         assert isinstance(estimator, RotaryDiTEstimator)
         blocks: list[Any] = list(estimator.transformer_blocks)
-        self._blocks = [_block_weights(block) for block in blocks]
+        self._blocks = [FusedRotaryBlock(block) for block in blocks]
         embedding = estimator.input_embed
         weight = embedding.proj.weight
         time = estimator.time_embed(
             torch.tensor(network.decoder.schedule(steps)[0], device=weight.device), weight.dtype
         )
-        modulation = [[part[:, 0] for part in block.attn_norm(time)] for block in blocks]  # of each 6 x (steps, C)
-        self._modulation = [[_modulation(parts, step) for parts in modulation] for step in range(steps)]
+        modulation = [torch.stack(block.attn_norm(time)).squeeze(2).unflatten(0, (2, 3)) for block in blocks]
+        parts = torch.stack(modulation)  # (depth, 2, 3, steps, C): shift, scale, gate of each part
+        parts[:, :, 1] += 1
+        self._modulation = [[[Modulation(*part) for part in block] for block in step] for step in parts.movedim(3, 0)]
         # The network's inputs are noisy mel, known mel, encoder output, speaker.
         ordered = weight.unflatten(1, (4, -1))[:, [0, 2, 3, 1]].flatten(1)
         scale, shift = estimator.norm_out.linear(F.silu(time)).chunk(2, dim=-1)
@@ -107,17 +87,17 @@ class RotarySolver(CachedSolver):
         return self._convolve(y, *self._convolutions[1], (old[1], new[1], rows.kept), add_to=h)
 
     def _block(self, h: Tensor, step: int, layer: int, rows: Rows) -> Tensor:
-        w, m, linear = self._blocks[layer], self._modulation[step][layer], self._operations.linear
+        w, (attn, ff) = self._blocks[layer], self._modulation[step][layer]
+        linear = partial(self._operations.linear, frames=rows.frames)
         keys, values = rows.scratch.keys[layer], rows.scratch.values[layer]
         q = torch.empty_like(keys)
-        attn, ff = (m.attn_scale, m.attn_shift), (m.ff_scale, m.ff_shift)
-        linear(h, w.qkv, w.qkv_bias, norm=attn, eps=NORM_EPS, heads=(q, keys, values), frames=rows.frames)
+        linear(h, *w.qkv, norm=attn.norm, eps=NORM_EPS, heads=(q, keys, values))
         assert rows.rotary is not None
         self._operations.rotate_first_head(q, keys, rows.rotary)
         attended = rows.context.attend(step, layer, q, keys, values)
-        linear(attended, w.out, w.out_bias, gate=m.attn_gate, add_to=h, frames=rows.frames)
-        y = linear(h, w.widen, w.widen_bias, norm=ff, eps=NORM_EPS, activation="gelu_tanh", frames=rows.frames)
-        return linear(y, w.narrow, w.narrow_bias, gate=m.ff_gate, add_to=h, frames=rows.frames)
+        linear(attended, *w.out, gate=attn.gate, add_to=h)
+        y = linear(h, *w.widen, norm=ff.norm, eps=NORM_EPS, activation="gelu_tanh")
+        return linear(y, *w.narrow, gate=ff.gate, add_to=h)
 
 
 def _by_group(weight: Tensor, groups: int) -> Tensor:
@@ -125,26 +105,14 @@ def _by_group(weight: Tensor, groups: int) -> Tensor:
     return weight.unflatten(0, (groups, -1)).permute(0, 3, 2, 1).contiguous()
 
 
-def _block_weights(block: RotaryDiTBlock) -> RotaryBlockWeights:
-    attention = block.attn
-    out: Any = attention.to_out[0]
-    (widen, _), _, narrow = cast(Any, block.ff.ff)
-    projections = attention.to_q, attention.to_k, attention.to_v
-    return RotaryBlockWeights(
-        qkv=torch.cat([part.weight for part in projections]),
-        qkv_bias=torch.cat([part.bias for part in projections]),
-        out=out.weight,
-        out_bias=out.bias,
-        widen=widen.weight,
-        widen_bias=widen.bias,
-        narrow=narrow.weight,
-        narrow_bias=narrow.bias,
-    )
+class FusedRotaryBlock:
+    """A `RotaryDiTBlock` as the operations take it: weight and bias of each product."""
 
-
-def _modulation(parts: list[Tensor], step: int) -> RotaryModulation:
-    attn_shift, attn_scale, attn_gate, ff_shift, ff_scale, ff_gate = (part[step] for part in parts)
-    return RotaryModulation(attn_shift, 1 + attn_scale, attn_gate, ff_shift, 1 + ff_scale, ff_gate)
+    def __init__(self, block: Any) -> None:
+        attention, ((widen, _), _, narrow) = block.attn, block.ff.ff
+        projections = attention.to_q, attention.to_k, attention.to_v
+        self.qkv = torch.cat([part.weight for part in projections]), torch.cat([part.bias for part in projections])
+        self.out, self.widen, self.narrow = map(weights, (attention.to_out[0], widen, narrow))
 
 
 LOOKBACK_TOKENS = 2  # before a token, that the causal convolution of the look-ahead layer needs

@@ -1,40 +1,15 @@
 """The conformer encoder by fused kernels, for GPUs: what `UpsampleConformerEncoder` computes of a batch of windows."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from cosyvoice_triton import kernels
 from cosyvoice_triton.networks.flow.base import ConformerFlow
-from cosyvoice_triton.networks.flow.encoder import (
-    NORM_EPS,
-    ConformerLayer,
-    InputEmbedding,
-    Upsample,
-    relative_positions,
-)
-from cosyvoice_triton.networks.flow.layers import by_taps
-
-Norm = tuple[Tensor, Tensor]  # scale and shift
-
-
-class _Layer(NamedTuple):
-    """Weights of a layer; matrices are (out, in). positions, biases: see `kernels.attend_relative`."""
-
-    attention_norm: Norm
-    qkv: Tensor
-    qkv_bias: Tensor
-    positions: Tensor
-    biases: Tensor
-    out: Tensor
-    out_bias: Tensor
-    norm: Norm
-    w_1: Tensor
-    w_1_bias: Tensor
-    w_2: Tensor
-    w_2_bias: Tensor
+from cosyvoice_triton.networks.flow.encoder import NORM_EPS, InputEmbedding, Upsample, relative_positions
+from cosyvoice_triton.networks.flow.layers import by_taps, weights
 
 
 class FusedEncoder:
@@ -56,10 +31,10 @@ class FusedEncoder:
         ahead = encoder.pre_lookahead_layer
         self._conv1, self._conv1_bias = by_taps(ahead.conv1.weight), ahead.conv1.bias
         self._conv2, self._conv2_bias = by_taps(ahead.conv2.weight), ahead.conv2.bias
-        self._layers = [_layer(layer, longest) for layer in layers]
+        self._layers = [_Layer(layer, longest) for layer in layers]
         self._up, self._up_bias = _upsampling(encoder.up_layer)
         self._up_embed = encoder.up_embed
-        self._up_layers = [_layer(layer, config.ratio * longest) for layer in up_layers]
+        self._up_layers = [_Layer(layer, config.ratio * longest) for layer in up_layers]
         self._last_norm, self._projection = encoder.after_norm, network.encoder_proj
 
     def __call__(self, tokens: Tensor, visible: Tensor, *, tried: int | None = None) -> Tensor:
@@ -82,16 +57,16 @@ class FusedEncoder:
         )
         return mu.masked_fill((torch.arange(mu.shape[1], device=mu.device) >= frames[:, None])[:, :, None], 0)
 
-    def _run(self, layers: list[_Layer], h: Tensor, visible: Tensor, frames: Tensor, ratio: int) -> Tensor:
+    def _run(self, layers: list["_Layer"], h: Tensor, visible: Tensor, frames: Tensor, ratio: int) -> Tensor:
         """Run h (B, T, C) through layers, in place. frames (B,): of each window."""
         B, T, C = h.shape
         for of in layers:
             q, k, v = h.new_empty(3, B, self._heads, T, C // self._heads)
-            kernels.linear(h, of.qkv, of.qkv_bias, norm=of.attention_norm, eps=NORM_EPS, heads=(q, k, v), frames=frames)
+            kernels.linear(h, *of.qkv, norm=of.attention_norm, eps=NORM_EPS, heads=(q, k, v), frames=frames)
             attended = kernels.attend_relative(q, k, v, of.positions, of.biases, visible, ratio)
-            kernels.linear(attended, of.out, of.out_bias, add_to=h, frames=frames)
-            y = kernels.linear(h, of.w_1, of.w_1_bias, norm=of.norm, eps=NORM_EPS, activation="silu", frames=frames)
-            kernels.linear(y, of.w_2, of.w_2_bias, add_to=h, frames=frames)
+            kernels.linear(attended, *of.out, add_to=h, frames=frames)
+            y = kernels.linear(h, *of.widen, norm=of.norm, eps=NORM_EPS, activation="silu", frames=frames)
+            kernels.linear(y, *of.narrow, add_to=h, frames=frames)
         return h
 
 
@@ -100,29 +75,20 @@ def _embedded(embedding: InputEmbedding, x: Tensor) -> Tensor:
     return embedding.out(x) * embedding.scale
 
 
-def _layer(layer: ConformerLayer, longest: int) -> _Layer:
-    attention, forward = layer.self_attn, layer.feed_forward
-    inputs = attention.linear_q, attention.linear_k, attention.linear_v
-    width = attention.linear_pos.weight.shape[1]
-    distances = relative_positions(longest, longest, width, attention.linear_pos.weight)
-    return _Layer(
-        attention_norm=_norm(layer.norm_mha),
-        qkv=torch.cat([of.weight for of in inputs]),
-        qkv_bias=torch.cat([of.bias for of in inputs]),
-        positions=F.linear(distances, attention.linear_pos.weight).unflatten(1, (attention.heads, -1)),
-        biases=torch.stack([attention.pos_bias_u, attention.pos_bias_v]),
-        out=attention.linear_out.weight,
-        out_bias=attention.linear_out.bias,
-        norm=_norm(layer.norm_ff),
-        w_1=forward.w_1.weight,
-        w_1_bias=forward.w_1.bias,
-        w_2=forward.w_2.weight,
-        w_2_bias=forward.w_2.bias,
-    )
+class _Layer:
+    """A `ConformerLayer` as the kernels take it: weight and bias of each product, scale and shift of each norm.
+    positions, biases: see `kernels.attend_relative`."""
 
-
-def _norm(norm: nn.LayerNorm) -> Norm:
-    return norm.weight, norm.bias
+    def __init__(self, layer: Any, longest: int) -> None:
+        attention, forward = layer.self_attn, layer.feed_forward
+        inputs = attention.linear_q, attention.linear_k, attention.linear_v
+        self.qkv = torch.cat([of.weight for of in inputs]), torch.cat([of.bias for of in inputs])
+        of_positions = attention.linear_pos.weight
+        distances = relative_positions(longest, longest, of_positions.shape[1], of_positions)
+        self.positions = F.linear(distances, of_positions).unflatten(1, (attention.heads, -1))
+        self.biases = torch.stack([attention.pos_bias_u, attention.pos_bias_v])
+        self.attention_norm, self.norm = weights(layer.norm_mha), weights(layer.norm_ff)
+        self.out, self.widen, self.narrow = map(weights, (attention.linear_out, forward.w_1, forward.w_2))
 
 
 def _upsampling(layer: Upsample) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from cosyvoice_triton.networks.flow.layers import valid_frames
 from cosyvoice_triton.networks.flow.unet import UNetFlow
 from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow
 from cosyvoice_triton.token2wav.flow.encoder_window import Window, with_ahead
-from cosyvoice_triton.token2wav.flow.unet_graphs import FusedEstimator, GraphedWindowSolve
+from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
 from cosyvoice_triton.token2wav.flow.unet_window import WindowChunk, WindowStream, forgotten_tokens, noise_indices
 from cosyvoice_triton.token2wav.gpu.limits import UNET_FRAMES, BatchLimits, padding
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape, flow_noise
@@ -75,7 +75,9 @@ class UNetStreaming(StreamingFlow[WindowStream]):
         self._context = context_tokens
         self._solve: WindowSolve = PlainWindowSolve(network, noise, steps)
         if self._graphed:
-            self._estimator = self._fused(network.decoder.estimator, network.decoder.schedule(steps)[0])
+            from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet  # its kernels need Triton
+
+            self._estimator = FusedUNet(network.decoder.estimator, network.decoder.schedule(steps)[0])
             self._capture()
 
     @property
@@ -88,12 +90,6 @@ class UNetStreaming(StreamingFlow[WindowStream]):
             self._network, self._estimator, self._noise, sizes, self._steps, worker=self.limits.worker
         )
         self.padded = padding(sizes)
-
-    def _fused(self, estimator: Any, times: list[float]) -> FusedEstimator:
-        """Make the network's estimator by fused kernels, at the flow times of the Euler steps."""
-        from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet  # its kernels need Triton
-
-        return FusedUNet(estimator, times)
 
     @property
     def cache_bytes(self) -> int:

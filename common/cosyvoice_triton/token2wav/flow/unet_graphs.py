@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,14 +15,8 @@ from cosyvoice_triton.token2wav.gpu.graphs import TRIED, Graphs
 from cosyvoice_triton.token2wav.gpu.limits import Size
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 
-
-class FusedEstimator(Protocol):
-    """An estimator with fused weights, for fixed flow times."""
-
-    def velocity(self, step: int, x: Tensor, frames: Tensor) -> Tensor:
-        """Compute the velocity (R, T, mel) at an Euler step from x (R, T, 4 mel): noisy mel, encoder output, speaker,
-        prompt mel. frames (B,): of each stream's own. The conditional rows come first."""
-        ...
+if TYPE_CHECKING:  # its kernels need Triton
+    from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet
 
 
 class GraphedWindowSolve:
@@ -31,7 +25,7 @@ class GraphedWindowSolve:
     def __init__(
         self,
         network: UNetFlow,
-        estimator: FusedEstimator,
+        estimator: "FusedUNet",
         noise: NoiseTape,
         sizes: Sequence[Size],
         steps: int,

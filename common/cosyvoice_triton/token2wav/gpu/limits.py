@@ -17,6 +17,7 @@ from cosyvoice_triton.constants import (
     CONTEXT_TOKENS,
     LOOKAHEAD_TOKENS,
     MAX_PROMPT_TOKENS,
+    ONSET_TOKENS,
     TOKEN_MEL_RATIO,
 )
 from cosyvoice_triton.profiles import H200, Profile
@@ -134,8 +135,9 @@ class BatchLimits:
 
     @property
     def _longest_first_hop(self) -> int:
-        """Return `first_hop_tokens` extended to the next boundary, which may be more than `max_hop_tokens`."""
-        return self.first_hop_tokens + self.chunk_boundary - 1
+        """Return `first_hop_tokens` and the silent ones before, extended to the next boundary: it may be more than
+        `max_hop_tokens`."""
+        return self.first_hop_tokens + ONSET_TOKENS + self.chunk_boundary - 1
 
     @property
     def _longest_hop(self) -> int:

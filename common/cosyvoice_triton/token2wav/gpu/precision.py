@@ -127,18 +127,6 @@ class Precision:
                 note.touch()
         return made
 
-    def wider(self, device: str) -> "Precision | None":
-        """Return this precision with bfloat16 for automatic networks in float16; None if that changes nothing, or if
-        the GPU does not compute in it."""
-        if not _has_bfloat16(device):
-            return None
-        moved = {name: torch.bfloat16 for name in self.automatic if getattr(self, name) == torch.float16}
-        return (
-            Precision(**{"flow": self.flow, "vocoder": self.vocoder} | moved, automatic=self.automatic)
-            if moved
-            else None
-        )
-
     def _circumstances(self, stack: Stack, model_dir: Path, device: str, steps: int) -> str:
         """Return a digest of all that a comparison depends on."""
         paths = [path for path in sorted(model_dir.glob("*")) + sorted(CODE.rglob("*.py")) if path.is_file()]

@@ -59,6 +59,7 @@ class Token2WavRequest:
     speed: speaking rate of a whole utterance; a stream is rendered at 1.
     audio_left: seconds of audio that the listener still has when the stream starts, if it continues what they are
         listening to; None if they have heard nothing yet. It counts only if a stream of the same id has just ended.
+        With a later chunk: what they have of the stream so far, if its sender has cut something.
     reply, is_cancelled: see `Token2WavService.submit`, which sets them. arrived, arrived_at: its number in the order of
         arrival, and when that was.
     """
@@ -180,21 +181,19 @@ def read_request(
 
 
 def tensors_of(request: Token2WavRequest, first_speech_id: int) -> dict[str, np.ndarray]:
-    """Return what `read_request` reads as `request`, beside its correlation id and flags."""
-
-    def ids(tokens: np.ndarray) -> np.ndarray:
-        return tokens.astype(np.int32)[None] + np.int32(first_speech_id)  # (n,) -> (1, n)
-
-    tensors = {"target_speech_tokens": ids(request.tokens)}
+    """Return what `read_request` reads as `request`, beside its correlation id and flags: tokens (n,) as ids (1, n) of
+    the LLM."""
+    tensors: dict[str, np.ndarray] = {}
+    tensors["target_speech_tokens"] = (request.tokens + first_speech_id).astype(np.int32)[None]
     if (prompt := request.prompt) is not None:
-        tensors["prompt_speech_tokens"] = ids(prompt.tokens)
+        tensors["prompt_speech_tokens"] = (prompt.tokens + first_speech_id).astype(np.int32)[None]
         tensors["prompt_speech_feat"] = prompt.mel.astype(np.float16)[None]
         tensors["prompt_spk_embedding"] = prompt.embedding.astype(np.float16)[None]
     if request.final is not None:
         tensors["finalize"] = np.array([[request.final]])
     if request.offset is not None:
         tensors["token_offset"] = np.array([[request.offset]], np.int32)
-    if request.kind is Kind.WHOLE:
+    if request.speed != 1.0:
         tensors["speed"] = np.array([[request.speed]], np.float32)
     if request.audio_left is not None:
         tensors["audio_left"] = np.array([[request.audio_left]], np.float32)

@@ -263,7 +263,6 @@ class Token2WavService:
                 waiting.append((session, opening))
                 voices.append(session.first.voice)
         ready = []
-        # Also of no voices: the engine may have waited for the end of all streams.
         for each, fits in zip(waiting, self._engine.fitting(voices), strict=True):
             # A prefill uses the memory of the worker of first chunks, or of the only one.
             if fits and (self._workers[0].idle or not each[1].frames):
@@ -374,6 +373,7 @@ class Token2WavService:
             if session.chunk is None:
                 self._reply(session, SILENCE)
                 return None
+            session.correct_playback()
         left = session.playback.left(now)
         # The test is CHUNK_WORKER's.
         first = left is None and session.id != TEST_STREAM and self._engine.is_first_chunk(session.chunk)

@@ -67,7 +67,13 @@ class Session:
         """Note that its stream is open: the first request continues it from now on."""
         self.first.start = False
         self.stream, self.voice, self.playback = stream, voice, Playback(self.first.audio_left, now)
+        self.first.audio_left = None
         self.used_at, self.state = now, State.READY
+
+    def correct_playback(self) -> None:
+        """Count on what the first request says that its listener has, if it does."""
+        if self.first.audio_left is not None:
+            self.playback = Playback(self.first.audio_left, self.first.arrived_at)
 
 
 class Sessions:

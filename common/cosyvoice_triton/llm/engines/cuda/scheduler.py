@@ -8,12 +8,15 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from cosyvoice_triton.constants import ONSET_TOKENS, TOKEN_RATE
 from cosyvoice_triton.llm.engines.cuda.operations import CONSECUTIVE, FAULT, NOTHING, PAGE
 from cosyvoice_triton.llm.engines.cuda.page_pool import PagePool
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.engines.threaded_engine import Generation
 from cosyvoice_triton.llm.interface import FinishReason, TokenChunk
 from cosyvoice_triton.profiles import LLMNumbers
+
+MOST_SILENCE = 2 * TOKEN_RATE  # tokens: an answer that is silent for longer does not stay urgent
 
 
 class PromptPiece(NamedTuple):
@@ -65,7 +68,8 @@ class TokenSequence(Generation):
 
     slot, pages: while it is prefilling or running. prefilled: tokens of its prompt. launched: steps for it, of which
     the host has not seen all results. reported: tokens. buffered: new tokens that are not reported yet, fewer than
-    `report_size`. ends: the end ids.
+    `report_size`. ends: the end ids. leads: whether all tokens so far are silent, so that a listener still waits for as
+    many more; urgent: how many they wait for.
     """
 
     numbers: LLMNumbers = field(default_factory=LLMNumbers)
@@ -78,9 +82,13 @@ class TokenSequence(Generation):
     buffered: list[int] = field(default_factory=list)
     report_size: int = field(init=False)
     ends: frozenset[int] = field(init=False)
+    leads: bool = field(init=False)
+    urgent: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.ends = frozenset(self.request.end_ids)
+        self.urgent = self.request.urgent_tokens
+        self.leads = bool(self.urgent and self.request.silent_ids)
         self._set_report_size()
 
     def flush(self) -> list[int]:
@@ -96,12 +104,20 @@ class TokenSequence(Generation):
         The first report shows that the request runs, the next one has all that the first chunk waits for. After that at
         most half of what the listener has is buffered, so the second chunk waits for a few steps at most.
         """
-        first_chunk, numbers = self.request.urgent_tokens, self.numbers
+        first_chunk, numbers = self.urgent, self.numbers
         if self.reported >= first_chunk:
             size = min(max(self.reported // 2, numbers.first_report_tokens), numbers.max_buffered_tokens)
         else:
             size = first_chunk - self.reported if self.reported else numbers.first_report_tokens
         self.report_size = min(size, self.request.sampling.max_tokens - self.reported)
+
+    def count_silence(self, ids: Sequence[int]) -> None:
+        """Let the first chunk wait for the silent tokens among the first ones, too: they are not spoken."""
+        silent = next((at for at, token in enumerate(ids) if token not in self.request.silent_ids), len(ids))
+        before = self.generated
+        self.leads = silent == len(ids) and before + silent < MOST_SILENCE
+        self.urgent = self.request.urgent_tokens + max(0, before + silent - ONSET_TOKENS)
+        self._set_report_size()
 
     @property
     def generated(self) -> int:
@@ -111,7 +127,7 @@ class TokenSequence(Generation):
     @property
     def urgent_steps(self) -> int:
         """Return the number of further steps that the listener's first chunk waits for."""
-        return max(0, self.request.urgent_tokens - self.launched)
+        return max(0, self.urgent - self.launched)
 
     @property
     def paced(self) -> bool:
@@ -285,6 +301,8 @@ class Scheduler:
         for sequence, ids in zip(launch.batch, found, strict=True):
             if sequence.status is SequenceStatus.FINISHED:
                 continue
+            if sequence.leads:
+                sequence.count_silence(ids)
             # Of hundreds of rows nearly all have only more tokens to buffer.
             if (
                 len(sequence.buffered) + len(ids) < sequence.report_size

@@ -1,33 +1,15 @@
-"""The ports of `synthesis` that call other models of the same Triton, through an injected `call`."""
+"""The prompt encoders as other models of the same Triton, through an injected `call`."""
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.errors import LostAnswerError
-from cosyvoice_triton.orchestrator.token2wav_port import Send
-from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest, tensors_of
+from cosyvoice_triton.orchestrator.token2wav_port import Call
 from cosyvoice_triton.voice.audio import at_rate
 from cosyvoice_triton.voice.encoders import reference_mel
 from cosyvoice_triton.voice.prompt import Recording
-
-
-class Call(Protocol):
-    """Sends a request to a model and returns its single answer, as `triton_io.call`. The batch dimension is 1."""
-
-    def __call__(
-        self,
-        model: str,
-        inputs: Mapping[str, np.ndarray],
-        outputs: Sequence[str],
-        *,
-        correlation_id: int = 0,
-        start: bool = False,
-        end: bool = False,
-    ) -> Awaitable[dict[str, np.ndarray]]: ...
 
 
 class TritonPromptEncoder:
@@ -65,13 +47,3 @@ class TritonPromptEncoder:
         except LostAnswerError:  # the response cache keeps a failure: padding makes it a different request
             padded = inputs | {"reference_wav": np.pad(wav, (0, 1))[None]}
             return (await self._call(model, padded, [output]))[output]
-
-
-def send_over_triton(call: Call, model: str, first_speech_id: int) -> Send:
-    """Return what sends requests to the token2wav model of that name."""
-
-    async def send(sequence: int, request: Token2WavRequest) -> np.ndarray:
-        inputs, flags = tensors_of(request, first_speech_id), {"start": bool(request.start), "end": request.end}
-        return (await call(model, inputs, ["waveform"], correlation_id=sequence, **flags))["waveform"].reshape(-1)
-
-    return send

@@ -1,0 +1,181 @@
+"""What a downloaded checkpoint is worth: every file is read, every network computes on the CPU, and a second is spoken.
+
+No LLM is asked for that: token2wav speaks the tokens of a sample recording, as in voice conversion.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from cosyvoice_triton import samples, stacks
+from cosyvoice_triton.checkpoint import read_state, require_finite
+from cosyvoice_triton.config import TensorrtLLMConfig, Token2WavConfig
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.llm.checkpoint import HEAD_BIAS, made_from, read_limits
+from cosyvoice_triton.llm.engines.interface import EngineLM
+from cosyvoice_triton.llm.engines.loading import engine_of
+from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.offline.engines import WholeToken2Wav
+from cosyvoice_triton.prepare.missing import remedy
+from cosyvoice_triton.server.options import StackOptions
+from cosyvoice_triton.speaker.engines import LocalPromptEncoder
+from cosyvoice_triton.voice.audio import at_rate
+from cosyvoice_triton.voice.features import log_mel
+from cosyvoice_triton.voice.prompt import Prompt, Recording
+from cosyvoice_triton.voice.recordings import parse_recording
+
+SAMPLE = samples.FOLDER / "reference_en.wav"
+GREEDY_TOKENS = 25
+# An H100's bfloat16 or another CPU's float32 may turn a token of close logits; wrong weights turn nearly all.
+MOST_DIFFERENT = 0.05
+FLOAT16_RISK = (
+    "risk: float16 overflowed in this flow for others (CosyVoice issue 1930); on a GPU, heed what token2wav logs "
+    "of its precision"
+)
+
+Line = tuple[bool, str]  # whether the check passed, and what it found
+
+
+class Inspection:
+    """The checks of a stack's files."""
+
+    def __init__(self, options: StackOptions) -> None:
+        self._options = options
+        self._stack = stacks.named(options.stack)
+        self._folder = options.checkpoint_dir
+        self._recording = parse_recording(SAMPLE.read_bytes())
+
+    def lines(self) -> Iterator[Line]:
+        """Yield a line for each check, with the seconds that it took."""
+        needed = [path for path in self._options.missing_files() if path != self._options.engine_dir]
+        if needed:
+            yield from ((False, f"{path} is missing; {remedy(self._options, path)}") for path in needed)
+            return
+        checks: dict[str, Callable[[], str]] = {
+            "LLM": self._llm,
+            self._stack.flow: self._flow,
+            self._stack.hift: lambda: self._tensors(self._stack.hift),
+            "prompt and speech": self._spoken,
+            self._stack.speech_tokenizer: self._tokenizer,
+            "greedy tokens": self._greedy,
+        }
+        for name, check in checks.items():
+            begun = time.monotonic()
+            try:
+                passed, found = True, check()
+            except (ValueError, RuntimeError, OSError) as error:
+                passed, found = False, str(error)
+            yield passed, f"{name}: {found} ({time.monotonic() - begun:.1f} s)"
+        if self._stack.mel_max_hz > PROMPT_SAMPLE_RATE / 2:
+            yield True, FLOAT16_RISK
+
+    def _llm(self) -> str:
+        folder = self._options.tokenizer_dir
+        tokenizer = LLMTokenizer.from_dir(folder, self._stack.llm.tokenizer)
+        rows, count = read_limits(folder).vocab_size, 0
+        if not (files := sorted(folder.glob("*.safetensors"))):
+            raise ValueError(f"{folder} has no *.safetensors")
+        for file in files:
+            with safe_open(file, framework="pt") as weights:
+                for name in weights.keys():
+                    tensor = weights.get_tensor(name)
+                    if name != HEAD_BIAS:  # which excludes what is no speech by minus infinity
+                        require_finite({name: tensor}, file)
+                    if name.endswith("embed_tokens.weight") and len(tensor) != rows:
+                        raise ValueError(f"{file}: {name} has {len(tensor)} rows, and config.json says {rows}")
+                    count += 1
+        return f"{count} tensors of {made_from(folder) or 'unknown origin'}, <|s_0|> is {tokenizer.first_speech_id}"
+
+    def _tensors(self, name: str) -> str:
+        state = read_state(self._folder / name)
+        return f"{len(state)} tensors, {(self._folder / name).stat().st_size / 1e6:.1f} MB, all finite"
+
+    def _flow(self) -> str:
+        path = self._folder / self._stack.flow
+        if (found := stacks.of_flow(read_state(path, "meta"), path)) is not self._stack:
+            raise ValueError(f"{path} is the flow of the stack {found.name}")
+        return self._tensors(self._stack.flow)
+
+    def _spoken(self) -> str:
+        """Load all networks but the LLM strictly, clone the sample, and speak the tokens of its first second."""
+        encoder = LocalPromptEncoder(self._stack, self._folder, "cpu")
+        config = Token2WavConfig(
+            model_dir=str(self._folder),
+            device="cpu",
+            flow_runtime="torch",
+            flow_precision="float32",  # without a check of others
+            vocoder_precision="float32",
+            max_streams=1,
+        )
+        token2wav = WholeToken2Wav(self._stack, config, 1)
+
+        async def spoken() -> tuple[Prompt, np.ndarray]:
+            prompt = await encoder.prompt(self._recording)
+            return prompt, await token2wav.offline(prompt, prompt.tokens[:TOKEN_RATE].tolist())
+
+        try:
+            prompt, wave = asyncio.run(spoken())
+        finally:
+            token2wav.close()
+            encoder.close()
+        if not np.isfinite(wave).all() or np.abs(wave).max() < 1e-3:
+            raise ValueError("a second of speech is silent or not finite")
+        level = 20 * np.log10(np.sqrt(np.mean(np.square(wave))))
+        return f"{len(prompt.tokens)} tokens of {SAMPLE.name}; a second of speech at {level:.0f} dBFS"
+
+    def _tokenizer(self) -> str:
+        """Compare its tokens of the sample with those that onnxruntime computes of the same file."""
+        import onnxruntime
+
+        path = self._folder / self._stack.speech_tokenizer
+        wav = at_rate(self._recording, PROMPT_SAMPLE_RATE)
+        encoder = LocalPromptEncoder(self._stack, self._folder, "cpu")
+        try:
+            ours = asyncio.run(encoder.tokens(Recording(wav)))
+        finally:
+            encoder.close()
+        mel = log_mel(torch.from_numpy(wav))[None].numpy()  # (1, 128, T)
+        try:
+            session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+            names = [each.name for each in session.get_inputs()]
+            given = dict(zip(names, (mel, np.array([mel.shape[2]], np.int32)), strict=True))
+            theirs = session.run(None, given)[0].reshape(-1)
+        except Exception as error:  # onnxruntime's own share no base class
+            return f"not compared, onnxruntime cannot run the file: {str(error).partition(chr(10))[0][:120]}"
+        size = min(len(ours), len(theirs))
+        different = float(np.mean(ours[:size] != theirs[:size]))
+        if abs(len(ours) - len(theirs)) > 1 or different > MOST_DIFFERENT:
+            raise ValueError(f"{different:.0%} of {len(ours)} tokens differ from onnxruntime's {len(theirs)}")
+        return f"{size} tokens, {different:.1%} of them not as onnxruntime computes them"
+
+    def _greedy(self) -> str:
+        """Return a hash of the LLM's first tokens for a sentence, which equal files share nearly everywhere."""
+        folder = self._options.models_dir.resolve() / self._stack.llm.genai
+        if not folder.is_dir():
+            return f"not computed: the CPU's engine needs {folder}; {remedy(self._options, folder)}"
+        tokenizer = LLMTokenizer.from_dir(self._options.tokenizer_dir, self._stack.llm.tokenizer)
+        config = TensorrtLLMConfig(
+            engine_dir=str(folder),
+            tokenizer_dir=str(self._options.tokenizer_dir),
+            engine="onnxruntime_genai",
+            instance_kind="KIND_CPU",
+            max_requests=1,
+        )
+        engine = engine_of(config, tokenizer)
+        sampling = Sampling(temperature=0, max_tokens=GREEDY_TOKENS)
+
+        async def generated() -> list[int]:
+            answer = EngineLM(engine, tokenizer).generate(LLMPrompt("The train leaves at nine."), sampling)
+            return [token async for chunk in answer for token in chunk.tokens]
+
+        try:
+            tokens = asyncio.run(generated())
+        finally:
+            engine.close()
+        return f"{len(tokens)}, hash {hashlib.sha256(str(tokens).encode()).hexdigest()[:12]}"

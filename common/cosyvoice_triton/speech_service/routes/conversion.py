@@ -1,0 +1,150 @@
+"""POST /v1/audio/voice-conversion: speech in another voice, with its words and its timing. WS
+/v1/audio/voice-conversion/stream: the same while somebody speaks.
+
+    client  session.config {input_sample_rate, and fields of the POST}   binary frames: 16-bit samples, little-endian
+            input.done   input.cancel   session.close
+    server  audio.start {utterance_index, format, sample_rate}, binary frames, audio.done {utterance_index, total_bytes,
+            error, usage}   warning {utterance_index, message}   audio.cancelled {utterance_index}   error {error}
+"""
+
+from collections import deque
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+from async_timeout import timeout
+from fastapi import APIRouter, Request, WebSocket
+from starlette.responses import Response
+
+from cosyvoice_triton.client.utterance import Pieces, sound_pieces
+from cosyvoice_triton.constants import MAX_REFERENCE_RATE, MAX_SOURCE_SECONDS, MIN_REFERENCE_RATE, PROMPT_SAMPLE_RATE
+from cosyvoice_triton.speech_service import openapi as doc
+from cosyvoice_triton.speech_service.bodies import ConversionRequest, parse
+from cosyvoice_triton.speech_service.errors import ApiError, invalid
+from cosyvoice_triton.speech_service.limits import MAX_WAITING_CONVERSIONS
+from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
+from cosyvoice_triton.speech_service.routes.speech import AUDIO_CONTENT, HEADERS, SPEECH, read_fields, responded
+from cosyvoice_triton.speech_service.service import Service
+
+PATH = "/v1/audio/voice-conversion"
+_SAMPLE_BYTES = 4  # in memory
+
+router = APIRouter()
+
+_FIELDS = doc.model(ConversionRequest)
+_BODY = {doc.JSON: _FIELDS, doc.MULTIPART: {"allOf": [_FIELDS], "properties": {"audio": doc.FILE}}}
+
+
+@router.post(
+    PATH,
+    **doc.describe("Speech", body=_BODY, answer=SPEECH, content=AUDIO_CONTENT, errors=doc.SPEAKING, headers=HEADERS),
+)
+async def convert(request: Request) -> Response:
+    """Speak a recording in another voice; the audio is streamed."""
+    service = Service.of(request)
+    async with service.dispatcher.upload_slot(request.headers.get("content-length")):
+        fields, upload = await read_fields(request, "audio")
+        wanted, answer = await service.conversion(parse(ConversionRequest, fields, service.settings), upload)
+    return responded(service, wanted, answer)
+
+
+@router.websocket(f"{PATH}/stream")
+async def conversion_socket(socket: WebSocket) -> None:
+    """Serve one connection with any number of utterances."""
+    await ConversionSession.serve(socket)
+
+
+class ConversionSession(SocketSessionBase):
+    """What one client has said so far, and what of it is still to be converted."""
+
+    def __init__(self, socket: WebSocket, service: Service) -> None:
+        super().__init__(socket, service)
+        self._wanted = parse(ConversionRequest, {"response_format": "pcm"}, service.settings)
+        self._rate = PROMPT_SAMPLE_RATE
+        self._pieces: Pieces[np.ndarray] | None = None  # of the utterance that has not ended
+        self._waiting: deque[Pieces[np.ndarray]] = deque()
+        self._spoken: Pieces[np.ndarray] | None = None  # the one that is being converted
+        self._utterance = 0
+
+    async def _handle(self, fields: dict[str, Any]) -> bool:
+        kind = fields.pop("type", None)
+        if kind == "session.config":
+            self._configure(fields)
+        elif kind == "input.done":
+            if self._pieces is not None:
+                self._pieces.end()
+            self._pieces = None
+        elif kind in ("input.cancel", "session.close"):
+            self._waiting.clear()
+            await self.stop_speaking()
+            self._spoken = None
+            self._pieces, cancelled, self._utterance = None, self._utterance, self._utterance + 1
+            if kind == "session.close":
+                await self._socket.close()
+                return False
+            await self._send("audio.cancelled", utterance_index=cancelled)
+        else:
+            raise invalid(f"the message type {kind!r} is unknown", "type")
+        return True
+
+    def _configure(self, fields: dict[str, Any]) -> None:
+        if self._pieces or self._waiting or self._speaking:
+            raise invalid("session.config during an utterance: send it before its audio or after audio.done")
+        rate = fields.pop("input_sample_rate", PROMPT_SAMPLE_RATE)
+        if not isinstance(rate, int) or not MIN_REFERENCE_RATE <= rate <= MAX_REFERENCE_RATE:
+            message = f"input_sample_rate is not a number of Hz from {MIN_REFERENCE_RATE} to {MAX_REFERENCE_RATE}"
+            raise invalid(message, "input_sample_rate")
+        config = {"response_format": "pcm", **fields}
+        wanted = parse(ConversionRequest, config, self._service.settings)
+        self._service.encoder(wanted)
+        self._wanted, self._rate = wanted, rate
+        self._hold(0)
+
+    def _hold(self, samples: int) -> None:
+        """Hold the budget's bytes for the voice's recording and the audio, with so many further samples. ApiError."""
+        known = {id(each): each.length for each in (*self._waiting, self._pieces, self._spoken) if each is not None}
+        self._keep(len(self._wanted.ref_audio) + _SAMPLE_BYTES * (sum(known.values()) + samples))
+
+    async def _handle_audio(self, data: bytes) -> None:
+        if len(data) % 2:
+            raise invalid(f"a frame of {len(data)} bytes: expected whole 16-bit samples")
+        if self._pieces is None:
+            if len(self._waiting) >= MAX_WAITING_CONVERSIONS:
+                raise ApiError(
+                    429, f"{MAX_WAITING_CONVERSIONS} utterances are waiting: wait for audio.done", code="too_much_audio"
+                )
+            self._pieces = sound_pieces()
+            self._waiting.append(self._pieces)
+            self._wake()
+        if self._pieces.length + len(data) // 2 > MAX_SOURCE_SECONDS * self._rate:
+            raise invalid(f"the utterance lasts more than {MAX_SOURCE_SECONDS:g} s: this frame is not converted")
+        self._hold(len(data) // 2)
+        self._pieces.add(np.frombuffer(data, "<i2").astype(np.float32) / (1 << 15))
+
+    async def _speak_next(self) -> bool:
+        if not self._waiting:
+            return False
+        self._spoken = pieces = self._waiting.popleft()
+        index, sent, failed = {"utterance_index": self._utterance}, 0, False
+        usage: dict[str, Any] = {}
+        try:
+            _, answer = await self._service.conversion(self._wanted, (pieces, self._rate))
+            audio = {"format": self._wanted.response_format, "sample_rate": answer.encoder.rate}
+            await self._send("audio.start", **index, **audio)
+            async with aclosing(self._service.dispatcher.encoded(answer)) as parts:
+                async for part in parts:
+                    sent += len(part)
+                    async with timeout(self._service.settings.stall):
+                        await self._socket.send_bytes(part)
+            for message in answer.warnings:
+                await self._send("warning", **index, message=message)
+            usage = {"usage": answer.usage}
+        except ApiError as error:
+            failed = True
+            await self._send_error(error)
+        self._utterance, self._spoken = self._utterance + 1, None
+        await self._send("audio.done", **index, total_bytes=sent, error=failed, **usage)
+        return True
+
+    async def _send_error(self, error: ApiError) -> None:
+        await self._send("error", **error.body)

@@ -1,0 +1,156 @@
+"""Text that is taken back, which words were spoken, and how answers ended."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import httpx2 as httpx
+import numpy as np
+import pytest
+from cosyvoice_triton.client.answer import AudioPart
+from cosyvoice_triton.client.utterance import Utterance
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.speech_service.answer import SpeechAnswer
+from cosyvoice_triton.speech_service.audio.spoken import spoken_words, text_of
+from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
+from cosyvoice_triton.speech_service.errors import ApiError
+from cosyvoice_triton.speech_service.outcomes import MOST, Outcomes
+from cosyvoice_triton.speech_service.security.guard import API_KEY
+from websockets.sync.client import connect
+
+from tests.support.speech_fixtures import receive, send, stubbed, until
+from tests.support.triton_stub import TritonStub
+from tests.support.waiting import Clock
+
+TEXT = "One two three four. Five six seven eight."
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with stubbed(TritonStub()) as served:
+        yield served
+
+
+def answer(*segments: str, seconds: float) -> SpeechAnswer:
+    """Of these complete segments of two seconds each, and so many seconds in all."""
+    made = SpeechAnswer((Utterance("."),), 1, timestamps=Timestamps("word"), samples=round(seconds * SAMPLE_RATE))
+    sound = np.sin(np.arange(2 * SAMPLE_RATE) / 10).astype(np.float32)
+    assert made.timestamps is not None
+    for text in segments:
+        made.timestamps.add(AudioPart(sound, segments=((text, sound.size),)))
+    return made
+
+
+def test_words_are_those_whose_time_has_come_also_of_a_segment_that_is_not_complete() -> None:
+    whole = answer("One two three four. ", "Five six seven eight.", seconds=4.0)
+    assert text_of(spoken_words(TEXT, whole)) == TEXT
+    assert text_of(spoken_words(TEXT, whole, 2.0)) == "One two three four."
+    assert text_of(spoken_words(TEXT, whole, 0.0)) == ""
+    assert [word["word"] for word in spoken_words(TEXT, whole, 3.1)][:5] == ["One", "two", "three", "four.", "Five"]
+    half = answer("One two three four. ", seconds=2.6)
+    assert text_of(spoken_words(TEXT, half)).startswith("One two three four. Five")
+    assert "eight" not in text_of(spoken_words(TEXT, half, 60.0))
+    assert (
+        not spoken_words(TEXT, answer(seconds=0.0))
+        and text_of(spoken_words("你好世界", answer(seconds=9))) == "你好世界"
+    )
+
+
+def test_text_that_waits_is_replaced_and_the_sentence_that_is_spoken_goes_on(url: str) -> None:
+    def replaced(text: str, **more: float) -> str:
+        send(socket, "input.replace", text=text, **more)
+        answer = receive(socket, "input.replaced")[-1]
+        assert not more or answer["words"] == []
+        return str(answer["dropped"])
+
+    with connect(url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
+        send(socket, "input.text", text="endless talk. Not this one. Nor this. And th")
+        receive(socket, "audio.start")
+        assert replaced("But this.", played_ms=0) == "Not this one. Nor this. And th"
+        send(socket, "input.done")
+        send(socket, "input.text", text="Another utterance. And")
+        assert replaced("Or that. And that?") == "But this."
+        assert replaced("") == "Or that. And that?"
+        send(socket, "input.cancel")
+        receive(socket, "audio.cancelled")
+        send(socket, "input.text", text="Not th")
+        assert replaced("Quick one. And") == "Not th"
+        send(socket, "input.text", text=" two.")
+        send(socket, "input.done")
+        said = receive(socket, "session.done")
+        texts = [each["sentence_text"] for each in said if isinstance(each, dict) and "sentence_text" in each]
+        assert texts == ["Quick one.", "And two."]
+        assert not any(each["type"] == "audio.timestamps" for each in said if isinstance(each, dict))
+
+
+def test_a_cancelled_utterance_says_which_words_were_spoken(url: str) -> None:
+    with connect(url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
+        send(socket, "input.text", text="endless talk. And another. And")
+        receive(socket, "audio.start")
+        assert isinstance(socket.recv(10), bytes)
+        send(socket, "input.cancel")
+        words = receive(socket, "audio.cancelled")[-1]["words"]
+        assert words[0]["word"] == "endless" and words[0]["end"] > words[0]["start"] >= 0
+        for wrong in (-1, "1", True):
+            send(socket, "input.cancel", played_ms=wrong)
+            assert receive(socket, "error")[-1]["error"]["param"] == "played_ms"
+
+
+def test_a_truncated_response_has_the_words_that_were_heard_and_its_outcome_is_known(url: str) -> None:
+    with connect(url.replace("http", "ws") + "/v1/realtime") as socket:
+        send(socket, "response.create", response={"instructions": "quick words of one response"})
+        done = receive(socket, "response.done")[-1]["response"]
+        item = done["output"][0]["id"]
+        send(socket, "conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=0)
+        assert receive(socket, "conversation.item.truncated")[-1]["words"] == []
+        send(socket, "conversation.item.retrieve", item_id=item)
+        assert receive(socket, "conversation.item.retrieved")[-1]["item"]["content"][0]["transcript"] == ""
+        send(socket, "response.create", response={"instructions": "endless talk"})
+        receive(socket, "response.output_audio.delta")
+        send(socket, "response.cancel")
+        cancelled = receive(socket, "response.done")[-1]["response"]
+        assert cancelled["status_details"]["words"][0]["word"] == "endless"
+    for name, status in ((done["id"], "completed"), (cancelled["id"], "gone")):
+        assert httpx.get(f"{url}/v1/audio/speech/{name}").json()["status"] == status
+
+
+def test_how_an_answer_ended_is_told_by_its_request_id(url: str) -> None:
+    def ended(answer: httpx.Response) -> dict:
+        return httpx.get(f"{url}/v1/audio/speech/{answer.headers['x-request-id']}").json()
+
+    body = {"response_format": "pcm"}
+    whole = ended(httpx.post(f"{url}/v1/audio/speech", json={"input": "quick one.", **body}))
+    assert whole["status"] == "completed" and whole["usage"]["seconds"] > 0 and whole["warnings"] == []
+    failed = ended(httpx.post(f"{url}/v1/audio/speech", json={"input": "refuse it.", **body}))
+    assert failed["status"] == "failed" and "is refused" in failed["error"]["message"]
+    with httpx.stream("POST", f"{url}/v1/audio/speech", json={"input": "endless talk.", **body}) as left:
+        parts = left.iter_bytes()
+        next(parts)
+        assert ended(left)["status"] == "in_progress"
+    until(lambda: ended(left)["status"] == "gone", 10)
+    unknown = httpx.get(f"{url}/v1/audio/speech/nothing")
+    assert unknown.status_code == 404 and "no answer 'nothing' in the last 10 minutes" in unknown.text
+
+
+def test_outcomes_are_forgotten_after_ten_minutes_are_bounded_and_are_of_one_key() -> None:
+    clock, made = Clock(), dataclasses.replace(answer(seconds=1.0), key="anna")
+    outcomes = Outcomes(clock)
+    token = API_KEY.set("anna")
+    try:
+        outcomes.begin("a", made)
+        assert outcomes.of("a")["status"] == "in_progress"
+        outcomes.end("a", made, "aborted", ApiError(502, "broke"))
+        assert (outcomes.of("a")["status"], outcomes.of("a")["error"]["message"]) == ("aborted", "broke")
+        API_KEY.set("bob")
+        with pytest.raises(ApiError):
+            outcomes.of("a")
+        API_KEY.set("anna")
+        clock.now += 601
+        with pytest.raises(ApiError):
+            outcomes.of("a")
+        for number in range(MOST + 1):
+            outcomes.end(str(number), made, "completed")
+        with pytest.raises(ApiError):
+            outcomes.of("0")
+        assert outcomes.of("1")["id"] == "1"
+    finally:
+        API_KEY.reset(token)
