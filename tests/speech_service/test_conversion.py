@@ -84,3 +84,18 @@ def test_what_somebody_speaks_is_sent_to_the_model_as_it_comes(served: StubbedSe
         np.concatenate([sound_of(each) for each in sent])[:16_000], samples / np.float32(32768)
     )
     assert texts_of(sequence[0])["speaker"] == "zoe"
+
+
+def test_the_audio_of_sessions_shares_a_budget_which_is_given_back(served: StubbedService) -> None:
+    """About 4 MB in this service; samples take twice the bytes of their frames."""
+    frame, taken = bytes(500_000), []
+    with connect(served.url.replace("http", "ws") + PATH + "/stream") as socket:
+        for _ in range(2):
+            send(socket, "session.config", input_sample_rate=48_000)
+            for _ in range(8):
+                socket.send(frame)
+            error = receive(socket, "error")[-1]["error"]
+            assert error["code"] == "unavailable" and "too much is kept" in error["message"]
+            send(socket, "input.cancel")
+            taken.append(receive(socket, "audio.cancelled")[-1]["utterance_index"])
+    assert len(taken) == 2

@@ -362,7 +362,7 @@ FRAMES = {
 }
 
 
-@pytest.mark.parametrize("path", [f"{SPEECH}/stream", "/v1/realtime"])
+@pytest.mark.parametrize("path", [f"{SPEECH}/stream", "/v1/realtime", "/v1/audio/voice-conversion/stream"])
 @pytest.mark.parametrize("data", FRAMES.values(), ids=FRAMES)
 def test_a_flood_of_frames_takes_its_share_and_is_ended(service: Service, data: bytes, path: str) -> None:
     def flood() -> None:

@@ -79,6 +79,7 @@ class ConversionSession(SocketSessionBase):
             await self.stop_speaking()
             self._spoken = None
             self._pieces, cancelled, self._utterance = None, self._utterance, self._utterance + 1
+            self._hold()
             if kind == "session.close":
                 await self._socket.close()
                 return False
@@ -97,10 +98,10 @@ class ConversionSession(SocketSessionBase):
         config = {"response_format": "pcm", **fields}
         wanted = parse(ConversionRequest, config, self._service.settings)
         self._service.encoder(wanted)
+        self._keep(len(wanted.ref_audio))
         self._wanted, self._rate = wanted, rate
-        self._hold(0)
 
-    def _hold(self, samples: int) -> None:
+    def _hold(self, samples: int = 0) -> None:
         """Hold the budget's bytes for the voice's recording and the audio, with so many further samples. ApiError."""
         known = {id(each): each.length for each in (*self._waiting, self._pieces, self._spoken) if each is not None}
         self._keep(len(self._wanted.ref_audio) + _SAMPLE_BYTES * (sum(known.values()) + samples))
@@ -143,6 +144,7 @@ class ConversionSession(SocketSessionBase):
             failed = True
             await self._send_error(error)
         self._utterance, self._spoken = self._utterance + 1, None
+        self._hold()
         await self._send("audio.done", **index, total_bytes=sent, error=failed, **usage)
         return True
 
