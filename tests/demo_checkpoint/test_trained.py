@@ -29,8 +29,8 @@ VOICES = ("rms", "slt")
 MAX_BYTES = 24 * 10**6  # of all files together, since they are in every clone
 OFFICIAL = {
     LLM_DIR: {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"},
-    UNET_DIR: {"campplus.onnx", "flow.pt", "hift.pt", "speech_tokenizer_v2.onnx"},
-    DIT_DIR: {"campplus.onnx", "flow.pt", "hift.pt", "speech_tokenizer_v2_25hz.onnx"},
+    UNET_DIR: {"campplus.onnx", "flow.pt", "hift.pt", "silent_tokens.json", "speech_tokenizer_v2.onnx"},
+    DIT_DIR: {"campplus.onnx", "flow.pt", "hift.pt", "silent_tokens.json", "speech_tokenizer_v2_25hz.onnx"},
     VOICES_DIR: {f"{name}.{kind}" for name in VOICES for kind in ("txt", "wav")},
 }
 # The globals in a pickle that torch.save writes for a dict of tensors.

@@ -51,7 +51,8 @@ def test_the_metrics_page_counts_requests_and_audio(server: ServeProcess) -> Non
     # The models publish their numbers four times a second, each in its own time.
     wait_for(lambda: sum_of(page := server.page(), ENDED.name) == 2 and sum_of(page, "tts_token2wav_streams_live") == 0)
     page = server.page()
-    counted = {line.split(" ")[0]: float(line.split(" ")[1]) for line in page.splitlines() if line.startswith("tts_")}
+    lines = [line.rpartition(" ") for line in page.splitlines() if line.startswith("tts_")]
+    counted = {name: float(value) for name, _, value in lines}
     labels = 'model="cosyvoice2_dit",model_instance="cosyvoice2_dit_0_0"'
     assert counted[f'tts_requests_total{{{labels},outcome="ok"}}'] == 1, page
     assert counted[f'tts_requests_total{{{labels},outcome="invalid"}}'] == 1

@@ -19,6 +19,7 @@ from cosyvoice_triton.client import grpc_client
 from cosyvoice_triton.client.answer import SpeechResult
 from cosyvoice_triton.client.utterance import Utterance, read_reference
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.orchestrator.synthesis import SENTENCE_PAUSE
 from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.voice.audio import load_audio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -97,7 +98,8 @@ def test_a_long_text_is_one_stream_of_its_segments(server: Server, voice: np.nda
     assert_speech(whole)
     assert whole.first_chunk < whole.total / 2
     np.testing.assert_allclose(whole.waveform[: first.waveform.size], first.waveform, atol=1e-3)
-    assert whole.waveform.size == first.waveform.size + sum(part.waveform.size for part in others)
+    pauses = (len(segments) - 1) * round(SENTENCE_PAUSE * SAMPLE_RATE)
+    assert whole.waveform.size == first.waveform.size + sum(part.waveform.size for part in others) + pauses
 
 
 @pytest.fixture(scope="module")

@@ -200,7 +200,7 @@ def test_clients_and_the_speech_service_find_its_model(third: Stack) -> None:
 
 def test_its_files_are_downloaded(third: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub.sources(third) == (
-        hub.Source(
+        hub.Download(
             "them/Third",
             "Third",
             (

@@ -24,13 +24,13 @@ from tests.support import tiny_onnx
 from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
 
 COSYVOICE2, STEP_AUDIO2 = stacks.UNET.repository, stacks.DIT.repository
-SOURCE = hub.Source(COSYVOICE2, "CosyVoice2-0.5B", ("flow.pt", "CosyVoice-BlankEN/*"))
-MODELSCOPE = hub.Source("iic/CosyVoice2-0.5B", SOURCE.directory, SOURCE.patterns, "modelscope")
+SOURCE = hub.Download(COSYVOICE2, "CosyVoice2-0.5B", ("flow.pt", "CosyVoice-BlankEN/*"))
+MODELSCOPE = hub.Download("iic/CosyVoice2-0.5B", SOURCE.directory, SOURCE.patterns, "modelscope")
 BIG = os.urandom(24 << 20)  # the client of the hub writes 10 MiB at a time
 FILES = {"flow.pt": BIG, "CosyVoice-BlankEN/config.json": b"{}", "README.md": b"not needed"}
 
 
-def fetch(source: hub.Source, models: Path, revision: str | None = None) -> bool:
+def fetch(source: hub.Download, models: Path, revision: str | None = None) -> bool:
     (incomplete,) = hub.fetch((source,), models, {source.repository: revision} if revision else {})
     return incomplete
 
@@ -61,11 +61,11 @@ def test_existing_files_are_not_requested_again(remote: FakeHub, tmp_path: Path)
 def test_a_file_that_another_stack_has_is_not_downloaded_again(remote: FakeHub, tmp_path: Path) -> None:
     fetch(SOURCE, tmp_path)
     remote.requested.clear()
-    assert fetch(hub.Source(STEP_AUDIO2, "Step", ("flow.pt",)), tmp_path)
+    assert fetch(hub.Download(STEP_AUDIO2, "Step", ("flow.pt",)), tmp_path)
     assert (tmp_path / "Step/flow.pt").samefile(tmp_path / "CosyVoice2-0.5B/flow.pt")
     assert not any("resolve" in path for path in remote.requested)
     (tmp_path / "CosyVoice2-0.5B/flow.pt").write_bytes(bytes(len(BIG)))  # damaged since
-    assert fetch(hub.Source("any/other", "Other", ("flow.pt",)), tmp_path)
+    assert fetch(hub.Download("any/other", "Other", ("flow.pt",)), tmp_path)
     assert (tmp_path / "Other/flow.pt").read_bytes() == BIG
 
 

@@ -6,6 +6,7 @@ the number that decides whether a server may be stopped should not depend on tha
 """
 
 import bisect
+import itertools
 import json
 import logging
 import re
@@ -17,10 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import numpy as np
-
-from cosyvoice_triton.audible import leading_silence
-from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.monitoring import metrics_file
 from cosyvoice_triton.monitoring.environment import ModelEnvironment
@@ -118,14 +115,14 @@ class LiveRequest:
     first_audible: float | None = None
     seconds: float = 0.0
 
-    def sent(self, waveform: np.ndarray) -> None:
-        """Count audio (N,) that is being sent to the client."""
+    def sent(self, seconds: float, silence: float | None) -> None:
+        """Count audio that is being sent to the client. silence: seconds before its first sound; None: all of it."""
         now = time.monotonic() - self.begun
         if self.first_chunk is None:
             self.first_chunk = now
-        if self.first_audible is None and (silence := leading_silence(waveform)) is not None:
+        if self.first_audible is None and silence is not None:
             self.first_audible = max(now, self.first_chunk + self.seconds) + silence
-        self.seconds += waveform.size / SAMPLE_RATE
+        self.seconds += seconds
 
 
 class Histogram:
@@ -143,7 +140,7 @@ class Histogram:
 
     def values(self, metric: Metric) -> dict[Metric, float]:
         """Return its samples, as those of `metric`."""
-        totals = np.cumsum(self._counts).tolist()
+        totals = list(itertools.accumulate(self._counts))
         buckets = zip((*FIRST_BOUNDS, "+Inf"), totals, strict=True)
         values: dict[Metric, float] = {metric.sample("_bucket", le=str(bound)): total for bound, total in buckets}
         return values | {metric.sample("_count"): totals[-1], metric.sample("_sum"): self._sum}

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from cosyvoice_triton import triton_io
+from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.config import OrchestratorConfig
-from cosyvoice_triton.constants import MAX_SOURCE_SECONDS, PROMPT_SAMPLE_RATE
+from cosyvoice_triton.constants import MAX_SOURCE_SECONDS, PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.llm.checkpoint import read_limits, speech_bias
 from cosyvoice_triton.llm.interface import SpeechLM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
@@ -153,7 +154,8 @@ class Orchestrator:
             def send(waveform: np.ndarray) -> None:
                 tracing.current.set("")  # calls for later chunks are not part of the trace
                 responder.send(report.outputs(waveform, speech))
-                live.sent(waveform)
+                silence = leading_silence(waveform) if live.first_audible is None else None
+                live.sent(waveform.size / SAMPLE_RATE, silence)
 
             if not self._decoupled:
                 send(await synthesizer.offline(speech, report.warnings.append, on_segment=report.segment))

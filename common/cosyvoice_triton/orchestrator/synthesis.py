@@ -13,9 +13,9 @@ most one segment ahead of token2wav. A text in pieces is one segment, for which 
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -23,12 +23,13 @@ import numpy as np
 
 from cosyvoice_triton.audible import SilenceTrimmer
 from cosyvoice_triton.constants import HOP_SAMPLES, MEL_RATE, ONSET_TOKENS, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
-from cosyvoice_triton.errors import OverloadedError, UnavailableError
+from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.llm.interface import LLMPrompt, SpeechLM
 from cosyvoice_triton.llm.interleaving import InterleavedLM
 from cosyvoice_triton.orchestrator.callbacks import OnSegment, OnStage, OnWarning, ignore
 from cosyvoice_triton.orchestrator.chunking import FirstHops, HopRules
 from cosyvoice_triton.orchestrator.judges import REASONS, VOICE_SECONDS, Counts, Judge, is_other_voice
+from cosyvoice_triton.orchestrator.place import Place
 from cosyvoice_triton.orchestrator.rendering import SegmentRenderer
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort, Token2WavSequence
@@ -62,42 +63,6 @@ SegmentQueue = asyncio.Queue[TokenBuffer | Pause | None]
 
 
 Instructions = Literal["none", "alone", "with transcript"]  # what an LLM follows: another one reads them aloud
-
-
-@dataclass
-class Place:
-    """A listener's place in token2wav, which is asked for once. reserve: None if nobody listens; then it is held from
-    the beginning.
-
-    Asking takes milliseconds, and usually there is a place. So it is asked for before the audio is rendered, once the
-    LLM has started; before a new voice is encoded, which takes much longer and cannot be cancelled; or first of all,
-    before the voice is read, in a crowd or if a listener was refused lately.
-    """
-
-    reserve: Callable[[], Coroutine[Any, Any, None]] | None
-    scope: TaskScope
-    asking: asyncio.Task[None] | None = None
-
-    def ask(self) -> None:
-        """Begin to ask for it, unless that was done."""
-        if self.asking is None and self.reserve is not None:
-            self.asking = self.scope.spawn(self.reserve())
-
-    async def held(self) -> None:
-        """Ask for it and wait for the answer. OverloadedError if it is refused."""
-        self.ask()
-        if self.asking is not None:
-            await self.scope.result(self.asking)
-
-    async def unless_refused(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await `work`. Where the LLM is full, token2wav may be full, too: then its refusal is the error."""
-        try:
-            await work
-        except UnavailableError:
-            self.ask()
-            if self.asking is not None:
-                await self.asking
-            raise
 
 
 class Synthesizer:

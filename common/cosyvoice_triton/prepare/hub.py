@@ -30,7 +30,7 @@ class DownloadError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Source:
+class Download:
     """Files of a repository of a hub and the directory, below the checkpoints' own, that they go to."""
 
     repository: str
@@ -39,7 +39,7 @@ class Source:
     hub: HubName = "huggingface"
 
 
-def sources(stack: Stack, hub: HubName = "huggingface", weights: str = "") -> tuple[Source, ...]:
+def sources(stack: Stack, hub: HubName = "huggingface", weights: str = "") -> tuple[Download, ...]:
     """Return the repositories that a stack's files come from: one if its LLM is in the same one as the rest.
 
     weights: the LLM's file; by default the stack's. The text model's own weights are not read: the LLM has them.
@@ -49,7 +49,7 @@ def sources(stack: Stack, hub: HubName = "huggingface", weights: str = "") -> tu
     repositories = [getattr(part, name) for part in (stack.llm, stack)]
     if not all(repositories):
         raise DownloadError(f"{hub} does not have the {stack.name} stack: leave --hub out")
-    llm = Source(
+    llm = Download(
         repositories[0],
         stack.llm.download,
         (weights or stack.llm.weights, f"{stack.llm.base}/*.json", f"{stack.llm.base}/*.txt"),
@@ -58,7 +58,7 @@ def sources(stack: Stack, hub: HubName = "huggingface", weights: str = "") -> tu
     files = tuple(str(PurePosixPath(stack.repository_folder, name)) for name in stack.files)
     if (stack.repository, stack.download) == (llm.repository, llm.directory):
         return (replace(llm, patterns=(*llm.patterns, *files)),)
-    return llm, Source(repositories[1], stack.download, files, hub)
+    return llm, Download(repositories[1], stack.download, files, hub)
 
 
 class RemoteFile(NamedTuple):
@@ -86,13 +86,13 @@ def digest_of(path: Path, *, git: bool) -> str:
     return f"git:{digest.hexdigest()}" if git else digest.hexdigest()
 
 
-def fetch(sources: Sequence[Source], models: Path, revisions: Mapping[str, str]) -> list[bool]:
+def fetch(sources: Sequence[Download], models: Path, revisions: Mapping[str, str]) -> list[bool]:
     """Complete the sources below `models`; return which of them were not complete.
 
     revisions: commits, branches or tags to switch to, by repository. Raise DownloadError if a hub cannot be reached or
     refuses, a file is missing there, the disk is too full or a file is damaged.
     """
-    record, listings = read_record(models), dict[Source, tuple[str, list[RemoteFile]]]()
+    record, listings = read_record(models), dict[Download, tuple[str, list[RemoteFile]]]()
     for source in sources:
         known, revision = record.get(source.repository), revisions.get(source.repository)
         if known and revision in (None, known["commit"], known["revision"]):
@@ -125,14 +125,14 @@ def fetch(sources: Sequence[Source], models: Path, revisions: Mapping[str, str])
     return [source in listings for source in sources]
 
 
-def _is_complete(source: Source, known: Mapping[str, Any], models: Path) -> bool:
+def _is_complete(source: Download, known: Mapping[str, Any], models: Path) -> bool:
     """Return whether there are recorded files for each pattern, all of their sizes."""
     files = [RemoteFile(**entry) for entry in known["files"]]
     found = [_matching(files, pattern) for pattern in source.patterns]
     return all(found) and all(file.is_at(models / source.directory / file.name) for files in found for file in files)
 
 
-def _listing(source: Source, revision: str | None) -> tuple[str, list[RemoteFile]]:
+def _listing(source: Download, revision: str | None) -> tuple[str, list[RemoteFile]]:
     """Return the commit of a revision, and its files that the source needs."""
     with _explaining(source):
         commit, files = _HUBS[source.hub].files(source.repository, revision)
@@ -184,7 +184,7 @@ def read_record(models: Path) -> dict[str, Any]:
         return {}
 
 
-def _write_record(models: Path, source: Source, commit: str, revision: str | None, files: list[RemoteFile]) -> None:
+def _write_record(models: Path, source: Download, commit: str, revision: str | None, files: list[RemoteFile]) -> None:
     """Add the files of a source to those that other stacks have of the same commit."""
     record = read_record(models)
     known = record.get(source.repository, {"commit": None})
@@ -241,7 +241,7 @@ _HUBS = {
 
 
 @contextmanager
-def _explaining(source: Source) -> Iterator[None]:
+def _explaining(source: Download) -> Iterator[None]:
     """Raise a DownloadError that says what to do for any error of the block: those of HTTP libraries differ."""
     try:
         yield
