@@ -59,7 +59,7 @@ def test_leading_silence_counts_until_the_first_audible_sample() -> None:
         live.sent(1.0, None)
         live.sent(2.0, 1.0)
         assert live.first_chunk is not None and live.first_audible == pytest.approx(live.first_chunk + 2, abs=0.02)
-        live.sent(sound)
+        live.sent(1.0, 0.0)
     values = stats.values()
     assert values[metrics.FIRST_AUDIBLE.sample("_count")] == 1
     assert values[metrics.FIRST_AUDIBLE.sample("_bucket", le="1.5")] == 0
