@@ -9,7 +9,7 @@ export function showRights(voice) {
     Voice: voice?.id ?? "None of the service's is selected.",
     Added: date?.toLocaleDateString(undefined, { dateStyle: "medium" }),
     "By the API key": voice?.created_by,
-    Consent: voice && (voice.consent ?? "none is stored"),
+    Consent: voice && (voice.consent ?? "none that this key may see"),
   };
   const terms = Object.entries(known).filter(([, text]) => text).map(([term, text]) => {
     const group = document.createElement("div");

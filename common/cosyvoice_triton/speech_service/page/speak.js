@@ -25,7 +25,8 @@ export async function speak(answer, call, context, signal, on) {
   if (!answer.source) fields.timestamps = "word";
   if (streamed) fields.response_format = "pcm";
   const started = performance.now();
-  const body = answer.source ? formOf(fields, answer.source, "audio") : formOf(fields, answer.recording);
+  const text = { ...fields, no_words: "error" }; // a visitor is told, while a program's callers hear a silence
+  const body = answer.source ? formOf(fields, answer.source, "audio") : formOf(text, answer.recording);
   const path = answer.source ? "/v1/audio/voice-conversion" : "/v1/audio/speech";
   const reply = await call(path, { method: "POST", body, signal });
   const reader = new SampleReader();
