@@ -53,7 +53,7 @@ def test_a_whole_answer_in_another_voice_is_noticed(speaker: Speaker, monkeypatc
     embedding = encoder.embedding
 
     async def of_other(recording: object) -> np.ndarray:
-        return await embedding(other)  # type: ignore[arg-type]
+        return await embedding(other)  # type: ignore[arg-type]  # a registered voice: a recording or a mix
 
     monkeypatch.setattr(encoder, "embedding", of_other)
     speaker.speak(SENTENCES[0], voice="rms", seed=3, on_warning=warnings.append)
