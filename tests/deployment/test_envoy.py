@@ -263,7 +263,7 @@ def test_if_a_server_dies_only_streams_that_had_begun_there_fail(servers: Server
         except ClientError:
             return False
 
-    with stub_process(chunks=1000, pause=0.05, first=0.0) as dying:
+    with stub_process(chunks=1000, pause=0.05) as dying:
         ports = [servers.ports[0]._replace(grpc=int(dying.address.rpartition(":")[2])), servers.ports[1]]
         with gateway(tmp_path, ports) as started, Client(f"127.0.0.1:{started.grpc}", MODEL) as client:
             wait_for(lambda: started.servers() == 2)

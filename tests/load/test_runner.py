@@ -34,7 +34,7 @@ MANIFEST = str(samples.MANIFEST)
 
 
 def stub_server() -> AbstractContextManager[StubProcess]:
-    return stub_process(CHUNKS, PAUSE, FIRST, CHUNK_SECONDS)
+    return stub_process(chunks=CHUNKS, pause=PAUSE, first=FIRST, samples=round(CHUNK_SECONDS * SAMPLE_RATE))
 
 
 @pytest.fixture(scope="module")
