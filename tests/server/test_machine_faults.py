@@ -22,7 +22,7 @@ from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.monitoring.environment import GRPC_ADDRESS, METRICS_DIRECTORY
 from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, has_failed, report_failure
-from cosyvoice_triton.monitoring.metrics import LIVE, PERIOD_SECONDS, page, sum_of
+from cosyvoice_triton.monitoring.metrics import LIVE, Metric, page, sum_of
 from cosyvoice_triton.server import logs, readiness
 from cosyvoice_triton.server.input_shapes import compile_library
 from cosyvoice_triton.server.logs import LogRotation
@@ -64,15 +64,23 @@ def test_a_full_disk_stops_no_sign_of_life_no_number_no_drain_and_no_report_of_a
     disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(METRICS_DIRECTORY, str(disk))
-    drain, live = DrainFile(disk / "draining"), 1
+    monkeypatch.setattr("cosyvoice_triton.monitoring.metrics.PERIOD_SECONDS", 0.02)
+    drain, live, reads = DrainFile(disk / "draining"), 1, 0
     drain.reserve()
-    monitor = ModelMonitor(ARGS, test=dict, read=lambda: {LIVE: live})
+
+    def read() -> dict[Metric, float]:
+        nonlocal reads
+        reads += 1
+        return {LIVE: live}
+
+    monitor = ModelMonitor(ARGS, test=dict, read=read)
     try:
         watch = ModelWatch(disk)
         fill(disk)
         live = 10**6
         for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 1):
-            time.sleep(1.1 * PERIOD_SECONDS)
+            read_before = reads + 1  # of which all is written when it reads again
+            until(lambda read_before=read_before: reads > read_before)
             assert watch.check() == {} and watch.why_not_ready() == ""
         assert sum_of(page(disk), LIVE.name) == live
         drain.create()

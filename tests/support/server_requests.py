@@ -19,7 +19,7 @@ from cosyvoice_triton.voice.features import resample
 from tritonclient.utils import np_to_triton_dtype
 
 MODELS = {stack.name: stack.orchestrator for stack in stacks.BUILT_IN}
-STACKS = (stacks.DIT.name, stacks.UNET.name)  # tests/system/test_cosyvoice3.py has the other
+STACKS = (stacks.DIT.name, stacks.UNET.name)
 TEXT = "A short sentence."
 STREAMS = 8  # slots of token2wav in a server of the fixture `serve`
 VOICE = samples.FOLDER / "reference_en.wav"

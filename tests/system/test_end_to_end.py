@@ -1,4 +1,4 @@
-"""Both stacks in the real tritonserver, through the real clients."""
+"""The stacks in the real tritonserver, through the real clients."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from cosyvoice_triton import samples
+from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.client import grpc_client
 from cosyvoice_triton.client.answer import SpeechResult
 from cosyvoice_triton.client.utterance import Utterance, read_reference
@@ -74,13 +74,16 @@ def stack(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+COSYVOICE3 = stacks.COSYVOICE3.name
+# The engine cuda reads the LLM's directory as it is, also on the CPU. There are as few slots as streams.
+OPTIONS: dict[str, Any] = {COSYVOICE3: {"llm_engine": "cuda", "settings": {"max_streams": "2", "n_timesteps": "4"}}}
 # Of tests of what the orchestrator does, which both stacks share.
 once = pytest.mark.parametrize("stack", STACKS[:1], indirect=True)
 
 
 @pytest.fixture
 def server(stack: str, serve: Serve) -> Server:
-    return Server(MODELS[stack], serve(stack=stack))
+    return Server(MODELS[stack], serve(stack=stack, **OPTIONS.get(stack, {})))
 
 
 # --- long texts, modes and registered voices ---------------------------------------------------------------------
@@ -192,8 +195,16 @@ def test_a_stream_ends_with_exactly_one_final_response(server: Server, voice: np
 # --- concurrent requests ---------------------------------------------------------------------------------------------
 
 
-def eight_requests(voice: np.ndarray) -> list[Utterance]:
-    """Different voices (recordings, excerpts, speeds), texts and seeds; every second one cross-lingual."""
+def requests_of(stack: str, voice: np.ndarray) -> list[Utterance]:
+    """Eight with different voices (recordings, excerpts, speeds), texts and seeds; every second one cross-lingual. Of
+    CosyVoice3 one with its system words, and one with its marks and an instruction."""
+    if stack == COSYVOICE3:
+        return [
+            Utterance("You are a helpful assistant.<|endofprompt|>" + TEXT, voice, VOICE_TEXT, {"seed": 1}),
+            Utterance(
+                "报道[j][ǐ]予好评。[breath]", voice[8_000:], parameters={"seed": 2}, instruct_text="Speak sadly."
+            ),
+        ]
     other = load_audio(samples.FOLDER / "reference_zh.wav", PROMPT_SAMPLE_RATE)
     recordings = [voice, other, voice[: 2 * PROMPT_SAMPLE_RATE], other[PROMPT_SAMPLE_RATE:]]
     recordings += [at_rate(recording, 14_000 + 500 * index) for index, recording in enumerate(recordings)]
@@ -203,8 +214,10 @@ def eight_requests(voice: np.ndarray) -> list[Utterance]:
     ]
 
 
-def test_eight_concurrent_streams_equal_the_same_streams_alone(server: Server, voice: np.ndarray) -> None:
-    utterances = eight_requests(voice)
+@pytest.mark.parametrize("stack", MODELS, indirect=True)
+def test_concurrent_streams_equal_the_same_streams_alone(stack: str, server: Server, voice: np.ndarray) -> None:
+    """tests/token2wav compares chunks with whole utterances."""
+    utterances = requests_of(stack, voice)
     alone = [stream(server.address, server.model, utterance) for utterance in utterances]
 
     async def at_once() -> list[SpeechResult]:
@@ -213,7 +226,8 @@ def test_eight_concurrent_streams_equal_the_same_streams_alone(server: Server, v
         )
 
     for one, other in zip(alone, asyncio.run(at_once()), strict=True):
-        assert one.waveform.shape == other.waveform.shape
+        assert_speech(one)
+        assert len(one.arrivals) > 1 and one.first_chunk < one.total
         np.testing.assert_allclose(one.waveform, other.waveform, atol=1e-3)
     assert len({speech.waveform.tobytes() for speech in alone}) == len(alone)
 
