@@ -24,12 +24,10 @@ from tests.conftest import ROOT
 from tests.support.triton_stub import StubProcess, stub_process
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.serial
-
 VOICE = str(samples.FOLDER / "reference_zh.wav")
-FIRST, PAUSE, CHUNKS = 0.3, 0.4, 3
+FIRST, PAUSE, CHUNKS = 0.15, 0.2, 3
 SCHEDULE = [FIRST + index * PAUSE for index in range(CHUNKS)]  # seconds from the request to each chunk
-CHUNK_SECONDS = 0.5  # longer than the pause, so that there is no gap
+CHUNK_SECONDS = 0.25  # longer than the pause, so that there is no gap
 MANIFEST = str(samples.MANIFEST)
 
 
@@ -67,6 +65,7 @@ def lateness(result: dict[str, Any]) -> np.ndarray:
     return np.array([np.array(stream["arrivals_ms"]) - 1000 * np.array(SCHEDULE) for stream in result["streams"]])
 
 
+@pytest.mark.serial
 def test_arrival_times_are_reported_and_complete_audio_is_written(
     stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,6 +89,7 @@ def test_arrival_times_are_reported_and_complete_audio_is_written(
     assert "3 requests answered, 0 failed, 0 not sent" in captured.out and "first audible p50" in captured.err
 
 
+@pytest.mark.serial
 def test_a_failing_request_does_not_stop_or_delay_the_others(
     stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +106,7 @@ def test_a_failing_request_does_not_stop_or_delay_the_others(
     assert "3 requests answered, 2 failed" in captured.out and "failed: row-1: " in captured.err
 
 
+@pytest.mark.serial
 def test_requests_at_a_rate_are_a_poisson_process_independent_of_answers(stub: StubProcess, tmp_path: Path) -> None:
     rows = manifest(tmp_path, ["Hello."])
     more = ("--manifest-path", rows, "--request-rate", 40, "--num-requests", 80, "--warmup-requests", 0)
@@ -118,6 +119,7 @@ def test_requests_at_a_rate_are_a_poisson_process_independent_of_answers(stub: S
     assert result["request_rate"] == 40 and result["num_tasks"] is None
 
 
+@pytest.mark.serial
 def test_a_listener_sends_its_next_request_after_the_audio_has_been_played(
     stub: StubProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
