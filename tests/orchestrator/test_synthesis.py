@@ -312,13 +312,11 @@ def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_came_s
     pipeline = Pipeline(FakeLM(*one_by_one(60)))
     text = PieceStream(Limit("target_text", 100, "characters"), idle_seconds=60)
     text.add("hello", end=True)
-    synthesizer = pipeline.synthesizer
     seeded = speech_request()
     request = dataclasses.replace(seeded, sampling=Sampling())
 
     async def chunks(request: SynthesisRequest) -> list[int]:
-        async with aclosing(synthesizer.stream(request)) as waveforms:
-            return [len(waveform) async for waveform in waveforms]
+        return [len(waveform) for waveform in await pipeline.synthesize(request)]
 
     async def main() -> list[np.ndarray]:
         for _ in range(4):

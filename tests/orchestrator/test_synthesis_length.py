@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 from collections.abc import Sequence
-from contextlib import aclosing
 
 import numpy as np
 import pytest
@@ -36,12 +35,8 @@ class CountingLM(FakeLM):
 def speak(pipeline: Pipeline, request: SynthesisRequest) -> tuple[list[int], list[str]]:
     """The tokens that were spoken, and the warnings."""
     warnings: list[str] = []
-
-    async def scenario() -> list[np.ndarray]:
-        async with aclosing(pipeline.synthesizer.stream(request, warnings.append)) as waveforms:
-            return [waveform async for waveform in waveforms]
-
-    return np.concatenate(pipeline.run(scenario())).astype(int).tolist(), warnings
+    audio = pipeline.run(pipeline.synthesize(request, warnings.append))
+    return np.concatenate(audio).astype(int).tolist(), warnings
 
 
 def with_sampling(text: str = "hello", reference_text: str = "reference", **sampling: int) -> SynthesisRequest:
