@@ -150,6 +150,14 @@ def demo_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def demo_voice(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained checkpoint as `cosyvoice-triton prepare demo` leaves it; it must not be changed."""
+    from cosyvoice_triton.prepare import steps
+
+    return made_once(tmp_path_factory, "demo_voice", steps.demo)
+
+
+@pytest.fixture(scope="session")
 def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., object]]:
     """`serve(stack="dit", decoupled=True, **options)`: the real server with that stack, ready.
 
