@@ -42,11 +42,8 @@ def stub() -> Iterator[StubProcess]:
 
 
 def manifest(tmp_path: Path, texts: list[str]) -> str:
-    rows = [
-        {"id": f"row-{index}", "target_text": text, "prompt_audio": VOICE, "prompt_text": "你好"}
-        for index, text in enumerate(texts)
-    ]
-    path = tmp_path / "texts.jsonl"
+    path, voice = tmp_path / "texts.jsonl", {"prompt_audio": VOICE, "prompt_text": "你好"}
+    rows = [{"id": f"row-{index}", "target_text": text, **voice} for index, text in enumerate(texts)]
     path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
 
@@ -76,10 +73,8 @@ def test_arrival_times_are_reported_and_complete_audio_is_written(
     assert (result["requests"], result["errors"], result["warmup_requests"]) == (3, 0, 0)
     assert (lateness(result) > -1).all(), "a chunk arrived before it was sent"
     assert result["share_without_gap"] == 1.0 and result["later_chunk_ms"] is not None
-    for index in range(3):
-        assert (
-            soundfile.info(tmp_path / "log" / f"row-{index}.wav").frames == len(SCHEDULE) * CHUNK_SECONDS * SAMPLE_RATE
-        )
+    written = [soundfile.info(tmp_path / "log" / f"row-{index}.wav").frames for index in range(3)]
+    assert written == [CHUNKS * CHUNK_SECONDS * SAMPLE_RATE] * 3
     keys = (tmp_path / "log" / "rtf-texts.txt").read_text()
     for key in ("RTF: ", "total_duration: ", "average_first_chunk_latency_ms: ", "second_chunk_latency_99_percentile"):
         assert key in keys
@@ -97,9 +92,8 @@ def test_a_failing_request_does_not_stop_or_delay_the_others(
     more = ("--manifest-path", rows, "--num-tasks", 5, "--warmup-requests", 0)
     assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 1
     result = summary(tmp_path / "log")
-    assert result["failures"] == dict.fromkeys(
-        ("row-1", "row-3"), "the server answered with an error: this request fails"
-    )
+    failure = "the server answered with an error: this request fails"
+    assert result["failures"] == {"row-1": failure, "row-3": failure}
     assert (result["requests"], result["errors"], result["unsent"]) == (5, 2, 0)
     assert result["total_ms"]["max"] < 1000 * (SCHEDULE[-1] + 5.0)
     captured = capsys.readouterr()
@@ -174,13 +168,9 @@ def test_a_server_that_dies_or_hangs_ends_the_run_soon_with_a_report(
 def test_ctrl_c_ends_the_run_with_a_report(stub: StubProcess, tmp_path: Path) -> None:
     more = ("--manifest-path", manifest(tmp_path, ["Hello."]), "--num-tasks", 2, "--num-requests", 500)
     arguments = command(stub, tmp_path / "log", "--warmup-requests", 0, *more)
-    with subprocess.Popen(
-        [sys.executable, "-m", "cosyvoice_triton", "client-grpc", *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    program = [sys.executable, "-m", "cosyvoice_triton", "client-grpc", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(program, cwd=ROOT, **pipes) as process:
         until((tmp_path / "log" / "row-0.wav").exists)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)

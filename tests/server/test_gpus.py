@@ -133,21 +133,11 @@ def test_streams_that_never_fit_are_refused_before_a_download_with_a_number_that
     assert needed in capsys.readouterr().err
     with pytest.raises(gpus.GpuError, match=r"leaves it 12: set max_streams <= 14,"):
         settings(max_streams="99", gpu_memory_gib="12")
-    for less in (
-        {"llm_memory_gib": "0"},
-        {"n_timesteps": "5"},
-        {"llm_gpu": "1"},
-        {"token2wav_gpus": "0"},
-        {"kv_cache_dtype": "int8"},
-    ):
-        assert settings(max_streams="99", **less)["max_streams"] == "99", "token2wav knows what these take"
-    elsewhere = StackOptions(
-        models_dir=tmp_path,
-        device="gpu",
-        settings={"max_streams": "99"},
-        llm_transport="openai",
-        llm_urls=("http://llm",),
-    )
+    less = {"llm_memory_gib": "0", "n_timesteps": "5", "llm_gpu": "1", "token2wav_gpus": "0", "kv_cache_dtype": "int8"}
+    for key, value in less.items():
+        assert settings(max_streams="99", **{key: value})["max_streams"] == "99", "token2wav knows what these take"
+    given = {"models_dir": tmp_path, "device": "gpu", "settings": {"max_streams": "99"}}
+    elsewhere = StackOptions(**given, llm_transport="openai", llm_urls=("http://llm",))
     assert planned(elsewhere) == (elsewhere, "")
 
 

@@ -48,13 +48,8 @@ THIRD = Stack(
     token2wav="sound3",
     templates=str(Path(__file__).parent / "templates"),
     llm=SpeechLLM(
-        repository="them/Third",
-        download="Third",
-        weights="llm.rl.pt",
-        base="Blank",
-        directory="third_llm",
-        genai="third_llm_genai",
-        engine="third_engine",
+        repository="them/Third", download="Third", weights="llm.rl.pt", base="Blank", directory="third_llm",
+        genai="third_llm_genai", engine="third_engine",
     ),
     repository="them/Third",
     download="Third",
@@ -150,9 +145,8 @@ def test_its_template_of_a_shared_model_replaces_the_default_one(third: Stack, m
 
 def test_fill_template_fills_its_templates(third: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     template = Path(third.templates) / "sound3" / "config.pbtxt"
-    assert (
-        fill_template.main([str(template), "model_dir:/m,triton_max_batch_size:16,max_queue_delay_microseconds:0"]) == 0
-    )
+    given = "model_dir:/m,triton_max_batch_size:16,max_queue_delay_microseconds:0"
+    assert fill_template.main([str(template), given]) == 0
     assert parse(capsys.readouterr().out, "sound3").parameters["max_streams"].string_value == "7"
 
 
@@ -199,21 +193,8 @@ def test_clients_and_the_speech_service_find_its_model(third: Stack) -> None:
 
 
 def test_its_files_are_downloaded(third: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hub.sources(third) == (
-        hub.Download(
-            "them/Third",
-            "Third",
-            (
-                "llm.rl.pt",
-                "Blank/*.json",
-                "Blank/*.txt",
-                "flow.pt",
-                "hift.pt",
-                "campplus.onnx",
-                "speech_tokenizer_v3.onnx",
-            ),
-        ),
-    )
+    files = "llm.rl.pt Blank/*.json Blank/*.txt flow.pt hift.pt campplus.onnx speech_tokenizer_v3.onnx"
+    assert hub.sources(third) == (hub.Download("them/Third", "Third", tuple(files.split())),)
     monkeypatch.setenv("CHECKPOINT_REVISIONS", "them/Third=abc")
     assert steps.revisions() == {"them/Third": "abc"}
 
