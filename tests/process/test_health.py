@@ -5,6 +5,7 @@ import gc
 import logging
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from cosyvoice_triton.errors import FatalError, ModelCallError, UnavailableError, is_fatal
@@ -28,6 +29,11 @@ def clock() -> Clock:
     return Clock()
 
 
+def failing(error: Exception) -> Mock:
+    """A model's own test that raises this."""
+    return Mock(side_effect=error)
+
+
 def test_a_model_tests_itself_after_some_time_without_a_success_and_after_an_unexpected_error(clock: Clock) -> None:
     health, tests = Health(clock), []
 
@@ -49,28 +55,20 @@ def test_a_model_tests_itself_after_some_time_without_a_success_and_after_an_une
 def test_a_failed_test_is_published_and_repeated_until_a_success(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    health, attempts = Health(clock), []
-
-    def broken() -> None:
-        attempts.append(1)
-        raise RuntimeError("no audio")
-
+    health, broken = Health(clock), failing(RuntimeError("no audio"))
     health.suspect()
     health.test_if_due(broken, "m")
     health.test_if_due(broken, "m")
-    assert len(attempts) == 2 and "no audio" in caplog.text
+    assert broken.call_count == 2 and "no audio" in caplog.text
     assert health.values() == {SUCCESS_AGE: 0, FAILING: 1}
     health.succeeded()
     assert health.values() == {SUCCESS_AGE: 0, FAILING: 0}
 
 
 def test_a_model_that_is_full_has_neither_passed_nor_failed_its_test(clock: Clock) -> None:
-    def full() -> None:
-        raise UnavailableError("all streams are taken")
-
     health = Health(clock)
     clock.now += TEST_SECONDS
-    health.test_if_due(full, "m")
+    health.test_if_due(failing(UnavailableError("all streams are taken")), "m")
     assert health.values() == {SUCCESS_AGE: TEST_SECONDS, FAILING: 0}
 
 
@@ -78,13 +76,9 @@ def test_a_test_that_finds_the_engine_dead_reports_it(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
-
-    def dead() -> None:
-        raise FatalError("the engine's thread has ended\nwith details")
-
     health = Health(clock)
     clock.now += TEST_SECONDS
-    health.test_if_due(dead, "m")
+    health.test_if_due(failing(FatalError("the engine's thread has ended\nwith details")), "m")
     assert reported_failures(tmp_path) == {"m": "the engine's thread has ended"}
     assert [record.levelno for record in caplog.records] == [logging.CRITICAL]
 
@@ -131,11 +125,8 @@ def test_a_model_gives_freed_memory_back(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
     monkeypatch.setattr(health_module, "RETURN_SECONDS", 0.0)
     libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
-        ctypes.c_void_p,
-        [ctypes.c_size_t],
-        [ctypes.c_void_p],
-    )
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
     blocks = [libc.malloc(64 << 10) for _ in range(3200)]
     for block in blocks:
         ctypes.memset(block, 1, 64 << 10)

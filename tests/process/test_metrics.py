@@ -69,14 +69,9 @@ def test_the_page_has_each_family_once_with_a_sample_per_instance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
-    models = [
-        MetricsPublisher(
-            lambda: {metrics.QUEUED: 3, metrics.CHUNKS: 7}, {"model_name": "m", "model_instance_name": name}
-        )
-        for name in ("m_0", "m_1")
-    ]
-    for model in models:
-        model.close()
+    for name in ("m_0", "m_1"):
+        instance = {"model_name": "m", "model_instance_name": name}
+        MetricsPublisher(lambda: {metrics.QUEUED: 3, metrics.CHUNKS: 7}, instance).close()
     page = metrics.page(tmp_path)
     assert page.count("# TYPE tts_token2wav_chunks_queued gauge\n") == 1
     assert 'tts_token2wav_chunks_total{model="m",model_instance="m_1"} 7\n' in page
