@@ -281,21 +281,9 @@ def picture() -> Findings:
 
 
 CHECKS: tuple[Callable[[], Findings], ...] = (
-    too_long,
-    links,
-    files,
-    path_of_a_chunk,
-    layers,
-    tensors_and_models,
-    commands,
-    options_of_commands,
-    settings,
-    metrics,
-    requests,
-    options_of_the_speech_service,
-    messages,
-    picture,
-)
+    too_long, links, files, path_of_a_chunk, layers, tensors_and_models, commands, options_of_commands, settings,
+    metrics, requests, options_of_the_speech_service, messages, picture,
+)  # fmt: skip
 
 
 def main() -> int:

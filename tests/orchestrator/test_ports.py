@@ -28,9 +28,9 @@ PROMPT = Prompt(
 class Sent:
     model: str
     inputs: Mapping[str, np.ndarray]
-    correlation_id: int
-    start: bool
-    end: bool
+    correlation_id: int = 0
+    start: bool = False
+    end: bool = False
 
     def __getitem__(self, name: str) -> Any:
         """An input without its batch dimension, as plain Python."""
@@ -49,17 +49,10 @@ class FakeCall:
     answered: int = 0
 
     async def __call__(
-        self,
-        model: str,
-        inputs: Mapping[str, np.ndarray],
-        outputs: Sequence[str],
-        *,
-        correlation_id: int = 0,
-        start: bool = False,
-        end: bool = False,
+        self, model: str, inputs: Mapping[str, np.ndarray], outputs: Sequence[str], **sequence: Any
     ) -> dict[str, np.ndarray]:
         number = len(self.sent)
-        self.sent.append(Sent(model, inputs, correlation_id, start, end))
+        self.sent.append(Sent(model, inputs, **sequence))
         if self.gate is not None:
             await self.gate.wait()
         self.answered += 1

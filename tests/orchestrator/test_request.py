@@ -69,24 +69,11 @@ def test_the_default_sampling_is_one_that_the_llm_can_run(
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("seed", -1),
-        ("seed", "abc"),
-        ("seed", True),
-        ("temperature", float("nan")),
-        ("temperature", -0.5),
-        ("top_p", 0),
-        ("top_p", 1.5),
-        ("top_k", 2.5),
-        ("repetition_penalty", 0),
-        ("max_tokens", 0),
-        ("max_tokens", "7.5"),
-        ("speed", 4.5),
-        ("speed", "fast"),
-    ],
-)
+BAD: dict[str, tuple[object, ...]] = {"seed": (-1, "abc", True), "temperature": (float("nan"), -0.5), "top_p": (0, 1.5)}
+BAD |= {"top_k": (2.5,), "repetition_penalty": (0,), "max_tokens": (0, "7.5"), "speed": (4.5, "fast")}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in BAD for value in BAD[name]])
 def test_a_bad_parameter_is_an_error_naming_it_and_its_value(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name) as error:
         check(parameters={name: value})

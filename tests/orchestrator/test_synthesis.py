@@ -119,15 +119,6 @@ def test_the_llm_continues_the_reference_with_the_requested_sampling() -> None:
     assert len(pipeline.token2wav.streams[0].prompt.tokens) == PROMPT_TOKENS
 
 
-@pytest.mark.parametrize("instruction", ["", "sadly"])
-def test_without_a_transcript_only_the_flow_reproduces_the_voice(instruction: str) -> None:
-    pipeline = Pipeline(FakeLM([1]))
-    request = dataclasses.replace(speech_request(voice=7, reference_text=""), instruct_text=instruction)
-    pipeline.run(pipeline.synthesize(request))
-    assert pipeline.llm.prompts == [LLMPrompt("hello", instruction=instruction)]
-    assert set(pipeline.token2wav.streams[0].prompt.tokens) == {7}
-
-
 CONTINUED = [7] * PROMPT_TOKENS
 
 
@@ -138,6 +129,8 @@ CONTINUED = [7] * PROMPT_TOKENS
         ("with transcript", "", "softly", "said", LLMPrompt("hello", "said", CONTINUED, "softly"), ""),
         ("with transcript", "sadly", "softly", "said", LLMPrompt("hello", "said", CONTINUED, "sadly"), ""),
         ("with transcript", "", "softly", "", LLMPrompt("hello", instruction="softly"), ""),
+        ("with transcript", "sadly", "", "", LLMPrompt("hello", instruction="sadly"), ""),
+        ("with transcript", "", "", "", LLMPrompt("hello"), ""),
         ("alone", "sadly", "", "said", LLMPrompt("hello", instruction="sadly"), "the transcript 'said' was left out"),
         ("alone", "", "softly", "said", LLMPrompt("hello", instruction="softly"), "the transcript 'said' was left out"),
         ("alone", "", "", "said", LLMPrompt("hello", "said", CONTINUED), ""),
@@ -148,12 +141,13 @@ CONTINUED = [7] * PROMPT_TOKENS
 def test_what_the_llm_gets_of_an_instruction_and_a_transcript(
     follows: Instructions, asked: str, of_voice: str, transcript: str, prompt: LLMPrompt, warning: str
 ) -> None:
-    """A request's recording is continued with its instruction, as by upstream's Triton runtime for CosyVoice3."""
+    """A request's recording is continued with its instruction, as by upstream's Triton runtime for CosyVoice3. Without
+    a transcript only the flow reproduces the voice."""
     pipeline, warnings = Pipeline(FakeLM([1]), instructions=follows), list[str]()
     request = dataclasses.replace(speech_request(voice=7, reference_text=transcript), instruct_text=asked)
     request = dataclasses.replace(request, voice=dataclasses.replace(request.voice, instruction=of_voice))
     pipeline.run(pipeline.synthesize(request, warnings.append))
-    assert pipeline.llm.prompts == [prompt]
+    assert pipeline.llm.prompts == [prompt] and set(pipeline.token2wav.streams[0].prompt.tokens) == {7}
     (left_out,) = [each for each in warnings if "was left out" in each] or [""]
     assert left_out.startswith(warning) and bool(left_out) == bool(warning)
 
