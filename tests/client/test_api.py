@@ -78,9 +78,7 @@ def test_language_and_pronunciations_are_sent_by_the_client_and_by_say(tmp_path:
 
 
 @pytest.mark.server
-def test_say_writes_a_file_and_reports_errors_in_one_line(
-    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_say_writes_a_file_and_reports_errors_in_one_line(serve, tmp_path, capsys) -> None:
     output = tmp_path / "new" / "hello.wav"
     where = ["--server", serve().grpc_url, "--output", str(output)]
     assert say.main(["Good morning.", *where]) == 1
@@ -93,9 +91,7 @@ def test_say_writes_a_file_and_reports_errors_in_one_line(
 
 
 @pytest.mark.server
-def test_a_local_server_has_the_demo_voice_and_stops_with_its_block(
-    demo_voice: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_server_has_the_demo_voice_and_stops_with_its_block(demo_voice, monkeypatch) -> None:
     monkeypatch.setattr(steps, "demo", lambda models, stack: shutil.copytree(demo_voice, models))
     settings = {"max_streams": "2", "flow_precision": "float32"}
     with Server(device="cpu", settings=settings) as server, Client(server.address) as client:

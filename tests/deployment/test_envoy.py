@@ -174,9 +174,7 @@ def test_triton_gets_queries_about_public_models_and_nothing_to_parse(open_gatew
     assert ask(port, f"/v2/models/{MODEL}/infer")[0] == 404
 
 
-def test_grpc_offers_speech_and_no_management_and_drops_the_header_that_crashes(
-    open_gateway: Gateway, servers: Servers
-) -> None:
+def test_grpc_offers_speech_and_no_management_and_drops_the_header_that_crashes(open_gateway, servers) -> None:
     address = f"127.0.0.1:{open_gateway.grpc}"
 
     async def run() -> None:
@@ -294,9 +292,7 @@ def test_servers_that_are_not_ready_get_nothing(servers: Servers, tmp_path: Path
         wait_for(lambda: speaks(started))
 
 
-def test_a_stopped_gateway_ends_when_its_last_stream_has_and_accepts_nothing_new(
-    servers: Servers, tmp_path: Path
-) -> None:
+def test_a_stopped_gateway_ends_when_its_last_stream_has_and_accepts_nothing_new(servers, tmp_path) -> None:
     page = servers.pages[0]
     page.asked.clear(), page.released.clear()
     with ThreadPoolExecutor() as threads, gateway(tmp_path, servers.ports[:1], [page.server_port]) as started:

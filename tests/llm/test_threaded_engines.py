@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -142,9 +141,7 @@ class Odd(BaseException):
 
 
 @pytest.mark.parametrize("reason", [RuntimeError("a bug"), SystemExit(3), KeyboardInterrupt(), Odd("odd")])
-def test_whatever_ends_the_thread_answers_all_requests_and_is_reported(
-    reason: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_whatever_ends_the_thread_answers_all_requests_and_is_reported(reason, tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
     engine = Ending(reason)
     engine.start()

@@ -63,9 +63,7 @@ def lateness(result: dict[str, Any]) -> np.ndarray:
 
 
 @pytest.mark.serial
-def test_arrival_times_are_reported_and_complete_audio_is_written(
-    stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arrival_times_are_reported_and_complete_audio_is_written(stub, tmp_path, capsys) -> None:
     rows = manifest(tmp_path, ["Hello."] * 3)
     more = ("--manifest-path", rows, "--num-tasks", 2, "--warmup-requests", 0)
     assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 0
@@ -85,9 +83,7 @@ def test_arrival_times_are_reported_and_complete_audio_is_written(
 
 
 @pytest.mark.serial
-def test_a_failing_request_does_not_stop_or_delay_the_others(
-    stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_request_does_not_stop_or_delay_the_others(stub, tmp_path, capsys) -> None:
     rows = manifest(tmp_path, ["Hello.", "fail", "Hello.", "fail", "Hello."])
     more = ("--manifest-path", rows, "--num-tasks", 5, "--warmup-requests", 0)
     assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 1
@@ -114,9 +110,7 @@ def test_requests_at_a_rate_are_a_poisson_process_independent_of_answers(stub: S
 
 
 @pytest.mark.serial
-def test_a_listener_sends_its_next_request_after_the_audio_has_been_played(
-    stub: StubProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_listener_sends_its_next_request_after_the_audio_has_been_played(stub, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(runner, "LISTENERS_SPREAD", 0.0)
     rows = manifest(tmp_path, ["Hello."])
     more = ["--manifest-path", rows, "--num-requests", "2", "--warmup-requests", "0", "--output", str(tmp_path / "out")]
@@ -141,9 +135,7 @@ def test_a_sweep_over_two_addresses_writes_tables_and_a_plot(stub: StubProcess, 
 
 
 @pytest.mark.parametrize("sent_signal", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_server_that_dies_or_hangs_ends_the_run_soon_with_a_report(
-    sent_signal: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_dies_or_hangs_ends_the_run_soon_with_a_report(sent_signal, tmp_path, capsys) -> None:
     with stub_server() as stub:
         rows = manifest(tmp_path, ["Hello."])
         more = ("--manifest-path", rows, "--num-tasks", 4, "--num-requests", 500, "--warmup-requests", 0)

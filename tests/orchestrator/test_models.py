@@ -278,9 +278,7 @@ def test_words_of_the_request_the_voice_and_the_folder_are_pronounced(models: Fa
         models.answer(voices_dir=str(tmp_path))
 
 
-def test_kanji_that_cosyvoice3_cannot_read_are_warned_of_at_start_and_in_the_answer(
-    models: FakeModels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kanji_that_cosyvoice3_cannot_read_are_warned_of_at_start_and_in_the_answer(models, monkeypatch, caplog):
     monkeypatch.setattr(frontend, "kana_available", lambda: False)
     kanji, kana = (client_request(target_text=text) for text in ("今日は雨です。", "きょうはあめです。"))
     models.answer(kanji)
@@ -300,9 +298,7 @@ def test_kanji_that_cosyvoice3_cannot_read_are_warned_of_at_start_and_in_the_ans
         ({"max_hop_tokens": "60"}, "largest hop of 60"),
     ],
 )
-def test_settings_that_cannot_be_used_stop_the_model_from_loading(
-    settings: dict[str, str], message: str, models: FakeModels, tmp_path: Path
-) -> None:
+def test_settings_that_cannot_be_used_stop_the_model_from_loading(settings, message, models, tmp_path) -> None:
     save_voice(tmp_path / "anna.safetensors", fake_prompt(2))
     if settings.get("default_speaker") == "damaged":
         (tmp_path / "damaged.wav").write_bytes(b"no audio")
@@ -342,9 +338,7 @@ def test_runs_of_the_stacks_silent_tokens_are_shortened(models: FakeModels, monk
         ({"parameters": {"language": "de"}}, "language 'de' is not one of auto, zh, en, ja, ko"),
     ],
 )
-def test_bad_input_is_the_callers_error_and_the_next_request_is_served(
-    decoupled: bool, inputs: dict[str, Any], message: str, models: FakeModels
-) -> None:
+def test_bad_input_is_the_callers_error_and_the_next_request_is_served(decoupled, inputs, message, models) -> None:
     bad, good = client_request(decoupled, **inputs), client_request(decoupled)
     models.answer(bad, good, decoupled=decoupled)
     assert failure(bad)[0] == TritonError.INVALID_ARG and message in failure(bad)[1]
@@ -360,9 +354,7 @@ def test_bad_input_is_the_callers_error_and_the_next_request_is_served(
         ({}, {"llm_transport": "openai", "llm_urls": DOWN}, TritonError.UNAVAILABLE, DOWN),
     ],
 )
-def test_a_failing_model_fails_the_request_and_leaves_no_sequence(
-    fault: dict[str, Any], settings: dict[str, str], code: Any, message: str, models: FakeModels
-) -> None:
+def test_a_failing_model_fails_the_request_and_leaves_no_sequence(fault, settings, code, message, models) -> None:
     request = client_request()
     vars(models).update(fault)
     models.answer(request, **settings)
@@ -385,9 +377,7 @@ def test_the_sequence_of_a_client_that_disconnects_is_ended(llm_pause: float, mo
     assert len(models.ended) == 1 and not models.sequences
 
 
-def test_finalize_ends_live_requests_before_their_connections_and_closes_the_loop_in_any_case(
-    models: FakeModels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finalize_ends_live_requests_before_their_connections_and_closes_the_loop_in_any_case(models, monkeypatch):
     models.pause = 0.02
     request, ended = client_request(), []
 

@@ -80,9 +80,7 @@ async def two_chunks(stream: Token2WavSequence) -> None:
 @pytest.mark.parametrize(
     ("cumulative", "last", "offsets"), [(True, range(13), [[0], [0], [6]]), (False, range(6, 13), [None] * 3)]
 )
-def test_a_stream_is_one_sequence_of_chunks_with_their_look_ahead(
-    reserved: bool, cumulative: bool, last: range, offsets: list[list[int] | None]
-) -> None:
+def test_a_stream_is_one_sequence_of_chunks_with_their_look_ahead(reserved, cumulative, last, offsets) -> None:
     """The UNet's model gets all tokens so far and the offset, that of the DiT the new ones. A new listener has a place
     before the voice is known."""
     call = FakeCall()
@@ -157,9 +155,7 @@ OUT_OF_MEMORY = RuntimeError("out of memory")
     ],
     ids=["voice", "chunk", "final chunk", "abort"],
 )
-def test_a_stream_whose_request_failed_is_ended_once_and_a_failing_end_is_logged(
-    failing: dict[int, Exception], ends: list[bool], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stream_whose_request_failed_is_ended_once_and_a_failing_end_is_logged(failing, ends, caplog) -> None:
     call = FakeCall(failing=failing)
     stream = token2wav(call, cumulative=False).open()
 

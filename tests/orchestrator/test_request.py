@@ -62,9 +62,7 @@ SERVERS = {"llm_transport": "openai", "llm_urls": ("http://a",)}
         ({"sampling": "cosyvoice2", "llm_dialect": "vllm", **SERVERS}, Sampling(**preset_values("cosyvoice2")), False),
     ],
 )
-def test_the_default_sampling_is_one_that_the_llm_can_run(
-    settings: dict[str, Any], expected: Sampling, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_default_sampling_is_one_that_the_llm_can_run(settings, expected, warned, caplog) -> None:
     assert default_sampling(OrchestratorConfig(model_dir="/m", **settings)) == expected
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
 
@@ -116,9 +114,7 @@ def test_an_instruction_before_the_text_is_the_request_s_instruction() -> None:
         ("Loudly.<|endofprompt|>", "", "Loudly."),
     ],
 )
-def test_an_instruction_before_the_transcript_is_followed_and_system_words_are_none(
-    given: str, transcript: str, instruction: str
-) -> None:
+def test_an_instruction_before_the_transcript_is_followed_and_system_words_are_none(given, transcript, instruction):
     request = check(reference_text=given)
     assert (request.voice.text, request.instruct_text) == (transcript, instruction)
     both = check(reference_text="Said.", instruct_text="Loudly.")

@@ -56,9 +56,7 @@ def before_a_place(monkeypatch: pytest.MonkeyPatch) -> Install:
     return install
 
 
-def test_a_place_is_reserved_once_the_llm_has_started_but_before_a_new_voice_is_encoded(
-    before_a_place: Install,
-) -> None:
+def test_a_place_is_reserved_once_the_llm_has_started_but_before_a_new_voice_is_encoded(before_a_place) -> None:
     pipeline, before = Pipeline(FakeLM(*one_by_one(18))), list[tuple[int, int]]()
 
     async def wait() -> None:
@@ -120,9 +118,7 @@ def test_a_refusal_is_the_reason_where_the_llm_has_no_place_either(before_a_plac
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_after_a_refusal_work_waits_for_places_for_some_time(
-    later: bool, monkeypatch: pytest.MonkeyPatch, before_a_place: Install
-) -> None:
+def test_after_a_refusal_work_waits_for_places_for_some_time(later, monkeypatch, before_a_place) -> None:
     now = [100.0]
     pipeline, prepared = refused(now), list[str]()
     pipeline.voices["anna"] = fake_prompt(0)  # a voice that is known

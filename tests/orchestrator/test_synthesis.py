@@ -11,7 +11,6 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
-from cosyvoice_triton.orchestrator.synthesis import Instructions
 from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, Recording
@@ -138,9 +137,7 @@ CONTINUED = [7] * PROMPT_TOKENS
         ("none", "", "softly", "said", LLMPrompt("hello", "said", CONTINUED), "instruct_text was left out"),
     ],
 )
-def test_what_the_llm_gets_of_an_instruction_and_a_transcript(
-    follows: Instructions, asked: str, of_voice: str, transcript: str, prompt: LLMPrompt, warning: str
-) -> None:
+def test_what_the_llm_gets_of_an_instruction_and_a_transcript(follows, asked, of_voice, transcript, prompt, warning):
     """A request's recording is continued with its instruction, as by upstream's Triton runtime for CosyVoice3. Without
     a transcript only the flow reproduces the voice."""
     pipeline, warnings = Pipeline(FakeLM([1]), instructions=follows), list[str]()
@@ -236,9 +233,7 @@ def test_offline_makes_one_waveform_in_one_call_at_any_speed(speed: float) -> No
 
 @pytest.mark.parametrize("tokens_before", [0, 18, 60])
 @pytest.mark.parametrize("rendering", [False, True])
-def test_an_error_of_the_llm_ends_the_stream_also_while_a_chunk_is_rendered(
-    tokens_before: int, rendering: bool
-) -> None:
+def test_an_error_of_the_llm_ends_the_stream_also_while_a_chunk_is_rendered(tokens_before, rendering) -> None:
     """The gate of token2wav is never opened."""
     llm = FakeLM(*one_by_one(tokens_before), UnavailableError("the LLM is down"))
     pipeline = Pipeline(llm, token2wav=FakeToken2Wav(gate=asyncio.Event() if rendering else None))

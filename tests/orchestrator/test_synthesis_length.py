@@ -45,9 +45,7 @@ def with_sampling(text: str = "hello", reference_text: str = "reference", **samp
 
 @pytest.mark.parametrize("reference_text", ["reference", ""])  # "": cross-lingual, the LLM gets no prompt tokens
 @pytest.mark.parametrize("max_tokens", [7, 40, 80])
-def test_an_answer_that_ends_by_its_length_is_continued_in_the_same_stream(
-    max_tokens: int, reference_text: str
-) -> None:
+def test_an_answer_that_ends_by_its_length_is_continued_in_the_same_stream(max_tokens, reference_text) -> None:
     pipeline = Pipeline(CountingLM(80))
     request = with_sampling("hello, how are you today?", reference_text, max_tokens=max_tokens)
     assert speak(pipeline, request) == (list(range(80)), [])

@@ -52,9 +52,7 @@ def test_a_model_tests_itself_after_some_time_without_a_success_and_after_an_une
     assert tested() == 2 and tested() == 2
 
 
-def test_a_failed_test_is_published_and_repeated_until_a_success(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_test_is_published_and_repeated_until_a_success(clock, caplog) -> None:
     health, broken = Health(clock), failing(RuntimeError("no audio"))
     health.suspect()
     health.test_if_due(broken, "m")
@@ -72,9 +70,7 @@ def test_a_model_that_is_full_has_neither_passed_nor_failed_its_test(clock: Cloc
     assert health.values() == {SUCCESS_AGE: TEST_SECONDS, FAILING: 0}
 
 
-def test_a_test_that_finds_the_engine_dead_reports_it(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_test_that_finds_the_engine_dead_reports_it(clock, tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
     health = Health(clock)
     clock.now += TEST_SECONDS
@@ -83,9 +79,7 @@ def test_a_test_that_finds_the_engine_dead_reports_it(
     assert [record.levelno for record in caplog.records] == [logging.CRITICAL]
 
 
-def test_without_a_directory_a_failure_is_only_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_directory_a_failure_is_only_logged(monkeypatch, caplog) -> None:
     monkeypatch.delenv(METRICS_DIRECTORY, raising=False)
     report_failure("m", RuntimeError("CUDA error: unspecified launch failure"))
     assert "m has to be restarted: RuntimeError: CUDA error: unspecified launch failure" in caplog.text

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from pathlib import Path
 
 import pytest
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
@@ -65,9 +64,7 @@ def test_leading_silence_counts_until_the_first_audible_sample() -> None:
     assert values[metrics.FIRST_AUDIBLE.sample("_bucket", le="1.5")] == 0
 
 
-def test_the_page_has_each_family_once_with_a_sample_per_instance(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_has_each_family_once_with_a_sample_per_instance(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
     for name in ("m_0", "m_1"):
         instance = {"model_name": "m", "model_instance_name": name}
@@ -78,9 +75,7 @@ def test_the_page_has_each_family_once_with_a_sample_per_instance(
     assert metrics.sum_of(page, metrics.QUEUED.name) == 6 and metrics.sum_of(page, "tts_other") == 0
 
 
-def test_a_writer_that_ends_in_the_middle_leaves_what_it_wrote_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_that_ends_in_the_middle_leaves_what_it_wrote_before(tmp_path, monkeypatch) -> None:
     path, write = tmp_path / "m", os.pwrite
     file = MetricsFile(path, b"first")
     file.write(b"second")

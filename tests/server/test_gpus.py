@@ -62,9 +62,7 @@ def settings(stack: str = "dit", device: str = "gpu", **given: str) -> dict[str,
         ("NVIDIA H200", 240, 128, "auto"),
     ],
 )
-def test_without_settings_the_streams_follow_from_the_card(
-    machine: Machine, name: str, dit: int, cosyvoice3: int, prompts: str
-) -> None:
+def test_without_settings_the_streams_follow_from_the_card(machine, name, dit, cosyvoice3, prompts) -> None:
     machine(name)
     for device in ("gpu", "auto"):
         assert settings(device=device) == {"max_streams": str(dit), "prompt_device": prompts}
@@ -112,18 +110,14 @@ def test_cuda_visible_devices_chooses_the_gpu(machine: Machine, monkeypatch: pyt
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_a_machine_that_cannot_serve_is_told_in_one_line_what_to_do(
-    machine: Machine, capsys: pytest.CaptureFixture[str], names: list[str], changes: dict[str, str], said: str
-) -> None:
+def test_a_machine_that_cannot_serve_is_told_in_one_line_what_to_do(machine, capsys, names, changes, said) -> None:
     machine(*names, **changes)
     assert doctor.main(["--device", "gpu"]) == 1
     (problem,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
     assert said in problem
 
 
-def test_streams_that_never_fit_are_refused_before_a_download_with_a_number_that_does(
-    machine: Machine, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_streams_that_never_fit_are_refused_before_a_download_with_a_number_that_does(machine, capsys, tmp_path):
     machine("NVIDIA L4")
     assert doctor.main(["--device", "gpu", "--set", "max_streams=999"]) == 1
     (problem,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]

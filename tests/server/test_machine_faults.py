@@ -60,9 +60,7 @@ def fill(disk: Path) -> None:
             (disk / f"{number}").touch()
 
 
-def test_a_full_disk_stops_no_sign_of_life_no_number_no_drain_and_no_report_of_a_failure(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_stops_no_sign_of_life_no_number_no_drain_and_no_report_of_a_failure(disk, monkeypatch, caplog):
     monkeypatch.setenv(METRICS_DIRECTORY, str(disk))
     monkeypatch.setattr("cosyvoice_triton.monitoring.metrics.PERIOD_SECONDS", 0.02)
     drain, live, reads = DrainFile(disk / "draining"), 1, 0
@@ -94,9 +92,7 @@ def test_a_full_disk_stops_no_sign_of_life_no_number_no_drain_and_no_report_of_a
         monitor.close()
 
 
-def test_numbers_that_cannot_be_written_are_logged_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_numbers_that_cannot_be_written_are_logged_once(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
     broken, failures = False, 0
 
@@ -114,9 +110,7 @@ def test_numbers_that_cannot_be_written_are_logged_once(
     assert [record.message for record in caplog.records] == ["cannot write the metrics"]
 
 
-def test_a_log_that_cannot_be_rotated_grows_on_with_one_warning_and_loses_nothing(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_that_cannot_be_rotated_grows_on_with_one_warning_and_loses_nothing(disk, monkeypatch, caplog) -> None:
     monkeypatch.setattr(logs, "MAX_BYTES", 100_000)
     log, earlier = disk / "log", disk / "log.1"
     log.write_bytes(bytes(600_000))  # its copy does not fit
@@ -179,9 +173,7 @@ def test_pages_of_other_machines_are_read_through_the_proxy(dead_proxy: None) ->
 
 
 @pytest.mark.parametrize("connect", [AsyncConnection, Streams], ids=lambda connect: connect.__name__)
-def test_grpc_to_this_machine_goes_through_no_proxy(
-    connect: type, dead_proxy: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grpc_to_this_machine_goes_through_no_proxy(connect, dead_proxy, monkeypatch) -> None:
     """Each of our clients, with a server that does not know the method: UNIMPLEMENTED comes from there."""
     server = grpc.server(ThreadPoolExecutor(1))
     address = f"localhost:{server.add_insecure_port('localhost:0')}"
@@ -315,9 +307,7 @@ def descendants(process: int) -> list[int]:
     return [each for child in children(process) for each in (child, *descendants(child))]
 
 
-def test_without_a_compiler_the_server_warns_what_a_stranger_can_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_compiler_the_server_warns_what_a_stranger_can_do(tmp_path, monkeypatch, caplog) -> None:
     library = compile_library(tmp_path)
     assert library is not None and library.stat().st_size and not caplog.text
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -99,9 +99,7 @@ def test_the_metrics_page_counts_requests_and_audio(server: ServeProcess) -> Non
             assert (answer.status, answer.headers["content-length"], answer.read()) == (status, length, b"")
 
 
-def test_after_sigterm_requests_are_accepted_for_a_while_then_refused_and_running_ones_end(
-    server: ServeProcess,
-) -> None:
+def test_after_sigterm_requests_are_accepted_for_a_while_then_refused_and_running_ones_end(server) -> None:
     """The health page reports the stop at once, so that load balancers have stopped sending before that."""
     late: list[StreamResult] = []
 

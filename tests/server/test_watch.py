@@ -127,9 +127,7 @@ def test_a_monitor_tests_its_model_and_publishes_the_result(directory: Path, mon
     assert sum_of(page(directory), QUEUED.name) == 3 and SUCCESS_AGE.name in page(directory)
 
 
-def test_a_request_that_is_accepted_last_is_counted_once_its_model_has_published_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_that_is_accepted_last_is_counted_once_its_model_has_published_it(monkeypatch) -> None:
     published, later = [0], [1, 0]
     monkeypatch.setattr(time, "sleep", lambda seconds: seconds and published.append(later.pop(0)))
     server = SimpleNamespace(refuse_new=dict, check_models=dict, live_requests=lambda: published[-1])

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from cosyvoice_triton.cli import fill_template
 from cosyvoice_triton.server.rendering import TEMPLATES, parse, settings_of
 from google.protobuf import json_format
@@ -78,9 +77,7 @@ def test_the_script_runs_by_its_path_as_the_documents_call_it(tmp_path: Path) ->
     assert parse(config.read_text(), "token2wav").parameters["model_dir"].string_value == "./CosyVoice2-0.5B"
 
 
-def test_the_llm_streams_also_where_the_commands_say_offline(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_llm_streams_also_where_the_commands_say_offline(tmp_path, capsys) -> None:
     fill({"model_repo/tensorrt_llm": LLM.replace("decoupled_mode:True", "decoupled_mode:False")}, tmp_path)
     config = parse((tmp_path / "tensorrt_llm" / "config.pbtxt").read_text(), "tensorrt_llm")
     assert config.model_transaction_policy.decoupled

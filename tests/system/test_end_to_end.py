@@ -119,9 +119,7 @@ def anna(demo_models: Path) -> Iterator[str]:
 
 @once
 @pytest.mark.parametrize("parameters", [{}, {"cross_lingual": True}])
-def test_a_registered_voice_gives_the_same_audio_as_its_recording(
-    server: Server, parameters: dict[str, Any], anna: str
-) -> None:
+def test_a_registered_voice_gives_the_same_audio_as_its_recording(server, parameters, anna) -> None:
     named = server.stream(TEXT, seed=4, speaker=anna, **parameters)
     recording, words = read_reference(VOICE), None if parameters else VOICE_TEXT
     sent = server.stream(TEXT, recording.wav, words, seed=4, reference_sample_rate=recording.rate)
@@ -256,9 +254,7 @@ def test_a_client_that_reads_late_gets_all_of_its_audio(server: Server, voice: n
 
 
 @once
-def test_cancelled_streams_free_their_slots_their_threads_and_leave_every_process_alive(
-    server: Server, voice: np.ndarray
-) -> None:
+def test_cancelled_streams_free_their_slots_their_threads_and_leave_every_process_alive(server, voice) -> None:
     """There are more of them than token2wav has slots, and more than asyncio starts threads for blocking work, which it
     keeps. When each is cancelled, the LLM is generating ahead: as a call between models this damaged the heap or
     blocked the whole server, see triton_io/streams.py."""

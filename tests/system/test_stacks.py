@@ -104,9 +104,7 @@ def models(tmp_path: Path) -> Path:
     return directory
 
 
-def test_a_stack_of_another_package_is_rendered_and_valid(
-    third: Stack, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stack_of_another_package_is_rendered_and_valid(third, models, tmp_path, capsys) -> None:
     command = [str(models), str(tmp_path / "out"), "--stack", "third", "--device", "cpu"]
     assert render.main([*command, "--set", "max_streams=3", "--set", "first_hop_tokens=10"]) == 0
     assert "settings given: max_streams=3 first_hop_tokens=10;" in capsys.readouterr().out
