@@ -87,6 +87,15 @@ def float32_on_every_cpu() -> Iterator[None]:
 
 
 @pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a process that reads what this one publishes."""
+    from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
+
+    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
 def triton_models() -> Iterator[dict[str, fake_triton.Callee]]:
     """The models that calls reach, by name; emptied before and after each test."""
     fake_triton.models.clear()

@@ -48,15 +48,8 @@ class Project:
         self._command = [*command, f"--project-name={NAME}", *(f"--file={file}" for file in files)]
 
     def compose(self, *arguments: str, limit: float = SECONDS, check: bool = True) -> str:
-        run = subprocess.run(
-            [*self._command, *arguments],
-            cwd=ROOT,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=limit,
-        )
+        command, both = [*self._command, *arguments], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        run = subprocess.run(command, cwd=ROOT, env=self._environment, text=True, timeout=limit, **both)
         assert not check or run.returncode == 0, run.stdout[-4000:] + self.logs()
         return run.stdout
 

@@ -10,7 +10,6 @@ from cosyvoice_triton.llm.engines.interface import EngineLM, GenerationRequest
 from cosyvoice_triton.llm.engines.loading import load_engine
 from cosyvoice_triton.llm.engines.threaded_engine import Generation, OnTokens, ThreadedEngine
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
-from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
 from cosyvoice_triton.monitoring.health import Health, reported_failures
 from cosyvoice_triton.profiles import H200
 
@@ -141,8 +140,7 @@ class Odd(BaseException):
 
 
 @pytest.mark.parametrize("reason", [RuntimeError("a bug"), SystemExit(3), KeyboardInterrupt(), Odd("odd")])
-def test_whatever_ends_the_thread_answers_all_requests_and_is_reported(reason, tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+def test_whatever_ends_the_thread_answers_all_requests_and_is_reported(reason, published, caplog) -> None:
     engine = Ending(reason)
     engine.start()
     request = GenerationRequest(np.zeros(1, np.int64), Sampling(), (1,))
@@ -154,5 +152,5 @@ def test_whatever_ends_the_thread_answers_all_requests_and_is_reported(reason, t
     health = Health()
     health.suspect()
     health.test_if_due(lambda: asyncio.run(chunks_of(engine, request)), "tensorrt_llm")
-    assert type(reason).__name__ in reported_failures(tmp_path)["tensorrt_llm"]
+    assert type(reason).__name__ in reported_failures(published)["tensorrt_llm"]
     engine.close()

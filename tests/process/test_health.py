@@ -70,12 +70,11 @@ def test_a_model_that_is_full_has_neither_passed_nor_failed_its_test(clock: Cloc
     assert health.values() == {SUCCESS_AGE: TEST_SECONDS, FAILING: 0}
 
 
-def test_a_test_that_finds_the_engine_dead_reports_it(clock, tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+def test_a_test_that_finds_the_engine_dead_reports_it(clock, published, caplog) -> None:
     health = Health(clock)
     clock.now += TEST_SECONDS
     health.test_if_due(failing(FatalError("the engine's thread has ended\nwith details")), "m")
-    assert reported_failures(tmp_path) == {"m": "the engine's thread has ended"}
+    assert reported_failures(published) == {"m": "the engine's thread has ended"}
     assert [record.levelno for record in caplog.records] == [logging.CRITICAL]
 
 
@@ -114,9 +113,8 @@ def anonymous_mib() -> float:
 
 # The monitor collects garbage, also what tests of other files left behind, an event loop for example.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_model_gives_freed_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_gives_freed_memory_back(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """100 MiB in blocks of 64 KiB, each beside one that stays, so that `free` alone gives nothing back."""
-    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
     monkeypatch.setattr(health_module, "RETURN_SECONDS", 0.0)
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -135,8 +133,7 @@ def test_a_model_gives_freed_memory_back(tmp_path: Path, monkeypatch: pytest.Mon
         libc.free(block)
 
 
-def test_what_was_loaded_is_not_scanned_for_garbage_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+def test_what_was_loaded_is_not_scanned_for_garbage_again(published: Path) -> None:
     loaded = [object()]
     try:
         ModelMonitor({"model_name": "m", "model_instance_name": "m_0"}, test=dict).close()

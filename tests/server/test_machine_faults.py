@@ -92,8 +92,7 @@ def test_a_full_disk_stops_no_sign_of_life_no_number_no_drain_and_no_report_of_a
         monitor.close()
 
 
-def test_numbers_that_cannot_be_written_are_logged_once(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+def test_numbers_that_cannot_be_written_are_logged_once(published, caplog) -> None:
     broken, failures = False, 0
 
     def read() -> dict[object, float]:

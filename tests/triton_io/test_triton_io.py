@@ -14,7 +14,6 @@ import torch
 from cosyvoice_triton import triton_io
 from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.monitoring import logs
-from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
 from cosyvoice_triton.monitoring.health import Health, reported_failures
 
 from tests.support.fake_triton import InferenceRequest, InferenceResponse, TritonError, TritonModelException
@@ -270,13 +269,6 @@ def test_a_request_that_cannot_be_handed_over_is_answered_with_the_error():
 
 
 # --- health, failures and the log --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of a process that reads what this one publishes."""
-    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
-    return tmp_path
 
 
 @pytest.mark.parametrize(
