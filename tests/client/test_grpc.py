@@ -127,12 +127,10 @@ def test_a_text_in_pieces_is_a_sequence_that_ends_with_its_last_piece() -> None:
 
     with stub_triton(stub) as address:
         asyncio.run(run(address))
-    flags = [
-        (one.parameters["sequence_start"].bool_param, one.parameters["sequence_end"].bool_param)
-        for one in stub.requests
-    ]
+    sent = [one.parameters for one in stub.requests]
+    flags = [(one["sequence_start"].bool_param, one["sequence_end"].bool_param) for one in sent]
     assert flags == [(True, False), (False, False), (False, True)]
-    assert len({one.parameters["sequence_id"].int64_param for one in stub.requests}) == 1
+    assert len({one["sequence_id"].int64_param for one in sent}) == 1
 
 
 class RefusedEarly:

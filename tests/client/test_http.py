@@ -32,10 +32,8 @@ class Answers:
 
 
 def waveform(values: list[float]) -> dict[str, object]:
-    return {
-        "model_name": MODEL,
-        "outputs": [{"name": "waveform", "datatype": "FP32", "shape": [1, len(values)], "data": values}],
-    }
+    output = {"name": "waveform", "datatype": "FP32", "shape": [1, len(values)], "data": values}
+    return {"model_name": MODEL, "outputs": [output]}
 
 
 @contextlib.contextmanager

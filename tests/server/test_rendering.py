@@ -23,7 +23,8 @@ from cosyvoice_triton.server.rendering import (
     settings_of,
     templates_of,
 )
-from google.protobuf import json_format
+
+from tests.support.server_requests import read_settings as read
 
 CONFIGS = sorted(TEMPLATES.glob("model_repo*/*/config.pbtxt"))
 PROMPT_MODELS = ("audio_tokenizer", "speaker_embedding")
@@ -47,13 +48,6 @@ def options(tmp_path: Path, **changes) -> StackOptions:
 def configs_of(tmp_path: Path, **changes) -> dict:
     """The filled templates by model, parsed as Triton does."""
     return {name: parse(text, name) for name, text in rendering._filled_configs(options(tmp_path, **changes)).items()}
-
-
-def read(config):
-    """The settings of a model, as it reads them from what Triton's python backend passes to `initialize`."""
-    text = json_format.MessageToJson(config, preserving_proto_field_name=True)
-    args = {"model_config": text, "model_instance_kind": "CPU", "model_instance_device_id": "0"}
-    return settings_of(config.name).from_triton(args)
 
 
 def written(repository: Path, name: str):

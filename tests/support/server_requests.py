@@ -15,7 +15,9 @@ from cosyvoice_triton.client.answer import WARNING, SpeechResult
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.monitoring import metrics
+from cosyvoice_triton.server.rendering import settings_of
 from cosyvoice_triton.voice.features import resample
+from google.protobuf import json_format
 from tritonclient.utils import np_to_triton_dtype
 
 MODELS = {stack.name: stack.orchestrator for stack in stacks.BUILT_IN}
@@ -104,6 +106,13 @@ def cancelled_requests(server: Any) -> int:
     """How many requests to the orchestrators were cancelled so far; each has given its stream of token2wav back."""
     page = metrics.page(server.metrics_directory)
     return sum(int(found) for found in re.findall(r'outcome="cancelled"[^}]*\} (\d+)', page))
+
+
+def read_settings(config: Any) -> Any:
+    """The settings of a model, as it reads them from what Triton's python backend passes to `initialize`."""
+    text = json_format.MessageToJson(config, preserving_proto_field_name=True)
+    args = {"model_config": text, "model_instance_kind": "CPU", "model_instance_device_id": "0"}
+    return settings_of(config.name).from_triton(args)
 
 
 def process_of(server: Any, model: str) -> int:

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 from cosyvoice_triton.cli import fill_template
-from cosyvoice_triton.server.rendering import TEMPLATES, parse, settings_of
-from google.protobuf import json_format
+from cosyvoice_triton.server.rendering import TEMPLATES, parse
 
 from tests.conftest import ROOT
+from tests.support.server_requests import read_settings
 
 ENCODER = "model_dir:./CosyVoice2-0.5B,triton_max_batch_size:{batch},max_queue_delay_microseconds:0"
 ORCHESTRATOR = (
@@ -51,8 +51,7 @@ def fill(commands: dict[str, str], repository: Path) -> None:
 def parameters_of(repository: Path, model: str) -> dict[str, str]:
     """The parameters of a filled template, which its model reads without an error."""
     config = parse((repository / model / "config.pbtxt").read_text(), model)
-    as_json = json_format.MessageToJson(config, preserving_proto_field_name=True)
-    settings_of(model).from_triton({"model_config": as_json, "model_instance_kind": "CPU"})
+    read_settings(config)
     return {key: value.string_value for key, value in config.parameters.items()}
 
 

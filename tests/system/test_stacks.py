@@ -21,15 +21,15 @@ from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.prepare import hub, steps
 from cosyvoice_triton.runtimes.workloads import workloads
 from cosyvoice_triton.server.options import StackOptions
-from cosyvoice_triton.server.rendering import MARKER, TEMPLATES, parse, placeholders, settings_of, templates_of
+from cosyvoice_triton.server.rendering import MARKER, TEMPLATES, parse, placeholders, templates_of
 from cosyvoice_triton.speech_service.triton import TritonPool
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.precision import Precision
-from google.protobuf import json_format
 
 from tests.conftest import ROOT, load_model
+from tests.support.server_requests import read_settings
 from tests.support.speech_fixtures import stub_triton
 from tests.support.triton_stub import TritonStub
 
@@ -115,8 +115,7 @@ def test_a_stack_of_another_package_is_rendered_and_valid(third, models, tmp_pat
         text = (directory / "config.pbtxt").read_text()
         assert not placeholders(text)
         configs[directory.name] = parse(text, directory.name)  # by Triton's own model_config_pb2
-        as_json = json_format.MessageToJson(configs[directory.name], preserving_proto_field_name=True)
-        settings_of(directory.name).from_triton({"model_config": as_json, "model_instance_kind": "CPU"})
+        read_settings(configs[directory.name])
     assert configs.keys() == {"audio_tokenizer", "speaker_embedding", "tensorrt_llm", "sound3", "speech3"}
     parameters = {
         model: {key: value.string_value for key, value in config.parameters.items()}
