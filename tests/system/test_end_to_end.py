@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import torch
 import tritonclient.grpc as triton
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.client import grpc_client
@@ -22,6 +23,7 @@ from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.orchestrator.synthesis import SENTENCE_PAUSE
 from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.voice.audio import load_audio
+from cosyvoice_triton.voice.features import resample
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.support.server_requests import (
@@ -31,10 +33,8 @@ from tests.support.server_requests import (
     TEXT,
     VOICE,
     VOICE_TEXT,
-    Response,
     Serve,
     assert_speech,
-    at_rate,
     cancelled_requests,
     inputs_of,
     process_of,
@@ -63,9 +63,6 @@ class Server:
         """The speech of an utterance; `how`: its further fields, the others being parameters of the request."""
         fields = {name: how.pop(name) for name in ("speaker", "instruct_text", "reference_sample_rate") if name in how}
         return stream(self.address, self.model, Utterance(text, wav, words, how, **fields))
-
-    def send(self, arrays: dict[str, np.ndarray], parameters: dict[str, Any] | None = None) -> Response:
-        return send(self.address, self.model, arrays, parameters)
 
 
 @pytest.fixture(scope="module", params=STACKS)
@@ -146,10 +143,11 @@ BAD_REQUESTS: dict[str, tuple[dict[str, np.ndarray], str]] = {
 @once
 def test_a_bad_request_is_refused_with_its_value_and_the_next_one_is_served(server: Server, voice: np.ndarray) -> None:
     for name, (changes, words) in BAD_REQUESTS.items():
-        answer = server.send(request_arrays(voice) | changes)  # it returns, so the server has ended the request
+        # It returns, so the server has ended the request.
+        answer = send(server.address, server.model, request_arrays(voice) | changes)
         assert answer.error is not None and words in answer.error, name
         assert answer.waveform.size == 0
-    assert server.send(request_arrays(voice)).error is None
+    assert send(server.address, server.model, request_arrays(voice)).error is None
 
 
 IMPOSSIBLE_SHAPES = [(1, 2**62), (1, 2**61), (1, 2**63 - 1), (2**32, 2**32), (1, -1), (0, 2**62), (1,) * 9 + (2**40,)]
@@ -205,7 +203,8 @@ def requests_of(stack: str, voice: np.ndarray) -> list[Utterance]:
         ]
     other = load_audio(samples.FOLDER / "reference_zh.wav", PROMPT_SAMPLE_RATE)
     recordings = [voice, other, voice[: 2 * PROMPT_SAMPLE_RATE], other[PROMPT_SAMPLE_RATE:]]
-    recordings += [at_rate(recording, 14_000 + 500 * index) for index, recording in enumerate(recordings)]
+    for index, each in enumerate(recordings[:4]):  # played at another rate, which changes the pitch and so the voice
+        recordings.append(resample(torch.from_numpy(each), PROMPT_SAMPLE_RATE, 14_000 + 500 * index).numpy())
     return [
         Utterance(f"Sentence {index} " + "goes " * index, wav, None if index % 2 else VOICE_TEXT, {"seed": index})
         for index, wav in enumerate(recordings)
