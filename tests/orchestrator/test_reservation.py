@@ -72,9 +72,7 @@ def before_a_place(monkeypatch: pytest.MonkeyPatch) -> Install:
         ("new", math.inf, CROWD, set()),
     ],
 )
-def test_when_a_place_is_asked_for(
-    voice: str, since_refusal: float, crowd: int, before: set[str], before_a_place: Install
-) -> None:
+def test_when_a_place_is_asked_for(voice, since_refusal, crowd, before, before_a_place) -> None:
     now = [100.0]
     pipeline = Pipeline(FakeLM(*one_by_one(18)), clock=lambda: now[0])
     pipeline.voices["anna"] = fake_prompt(0)

@@ -40,14 +40,12 @@ class _Vocoder:
 
     def __init__(self, fixture: Fixture) -> None:
         network = hift.build(fixture, _file(fixture, "hift"))
-        noise = NoiseTape(fixture["in/noise_table"])
         served = copy.deepcopy(network).to(fixture.device).body_to(fixture.dtype)
         self._served = StreamingVocoder(served, NoiseTape(fixture["in/noise_table"].to(fixture.device)), limits=LIMITS)
         self._stream = Stream(vocoder=self._served.open())
         self._fixture = fixture
-        self.reference = ReferenceVocoder(
-            network, hamming_window(OVERLAP_SAMPLES), lambda _, samples: noise.read(0, samples)
-        )
+        noise = NoiseTape(fixture["in/noise_table"])
+        self.reference = ReferenceVocoder(network, hamming_window(OVERLAP_SAMPLES), noise)
 
     def speech(self, key: str, mel: Tensor, theirs: Tensor, final: bool) -> Outputs:
         """The audio (1, N) of the next mel frames (80, T), under `key`.

@@ -1,6 +1,7 @@
 """The variables that the server's process sets for the models' processes."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -88,3 +89,16 @@ def test_the_audio_of_tokens_that_a_test_lists_is_silent(tmp_path: Path, monkeyp
         faults.mute_silent_tokens(audio, np.array([3, 5, 4]), faults.TOKEN_SAMPLES // 2)
     half = faults.TOKEN_SAMPLES // 2
     assert audio[:half].all() and not audio[half:][: 2 * half].any() and audio[3 * half :].all()
+
+
+def test_without_a_collector_nothing_is_imported() -> None:
+    code = """
+import sys
+from cosyvoice_triton.monitoring import tracing
+with tracing.span("a"), tracing.child("b", {"traceparent": "00"}) as b:
+    b.event("c")
+    assert tracing.carried() == {} and not tracing.is_on()
+tracing.flush()
+assert not any(name.startswith("opentelemetry") for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={"OTEL_SDK_DISABLED": "true", "PATH": ""})

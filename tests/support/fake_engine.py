@@ -100,12 +100,8 @@ class FakeEngine:
             assert chunk.offset == chunk.stream.rendered
             chunk.stream.rendered += chunk.new
         batches.append([int(chunk.tokens[0]) for chunk in chunks])
-        return [
-            RuntimeError("bad chunk")
-            if 12 in c.tokens
-            else np.full(len(c.tokens) * 2 * HOP_SAMPLES, c.tokens[0], np.float32)
-            for c in chunks
-        ]
+        audio = [np.full(len(chunk.tokens) * 2 * HOP_SAMPLES, chunk.tokens[0], np.float32) for chunk in chunks]
+        return [RuntimeError("bad chunk") if 12 in c.tokens else one for c, one in zip(chunks, audio, strict=True)]
 
     def whole(self, prompt, tokens, speed, before_step=lambda: None):
         return np.full(int(len(tokens) * 2 * HOP_SAMPLES / speed), tokens[0], np.float32)
@@ -134,9 +130,8 @@ class FakeWorkers(FakeEngine):
             self.broken.append(what)
 
     def _prefills(self, prompt):
-        self._expect(
-            prompt.digest in self.known or not self._rendering[FIRST_CHUNK_WORKER], "a prefill beside first chunks"
-        )
+        beside = self._rendering[FIRST_CHUNK_WORKER] and prompt.digest not in self.known
+        self._expect(not beside, "a prefill beside first chunks")
 
     def prefill(self, prompts):
         for prompt in prompts:
@@ -157,9 +152,8 @@ class FakeWorkers(FakeEngine):
             self._expect(not self._rendering[worker], "two batches of one worker at once")
             others = [chunk.stream for rendering in self._rendering for chunk in rendering]
             self._expect(all(c.stream is not o for c in chunks for o in others), "a stream is in two workers")
-            self._expect(
-                worker != FIRST_CHUNK_WORKER or all(map(self.is_first_chunk, chunks)), "no first chunk, rendered as one"
-            )
+            first = worker != FIRST_CHUNK_WORKER or all(map(self.is_first_chunk, chunks))
+            self._expect(first, "no first chunk, rendered as one")
             self._rendering[worker] = tuple(chunks)
         try:
             if worker == FIRST_CHUNK_WORKER:
