@@ -1,9 +1,9 @@
 """The owner of a token2wav model's sessions.
 
 `Token2WavService` has a thread that decides, those of the workers, and one that sends replies. Each session has one
-`State`, which the first of them sets; `submit` only adds to the table. A session ends with its final chunk, an abort, an
-error, a cancellation, or `idle_seconds` without a request. `ChunkScheduler` picks the streams to open and the chunks of
-a batch.
+`State`, which the first of them sets; `submit` only adds to the table. A session ends with its final chunk, an abort,
+an error, a cancellation, or `idle_seconds` without a request. `ChunkScheduler` picks the streams to open and the chunks
+of a batch.
 """
 
 import asyncio
