@@ -204,7 +204,7 @@ class _Spoken:
         self._speech = torch.zeros(0)
 
     def after(self, mel: Tensor, final: bool) -> Tensor:
-        (speech,) = self._vocoder.step([Chunk(self._stream, np.zeros(0, np.int64), final, 0, 0, 0)], [mel])
+        (speech,) = self._vocoder.begin([Chunk(self._stream, np.zeros(0, np.int64), final, 0, 0, 0)], [mel])()
         assert isinstance(speech, Tensor), speech
         self._speech = torch.cat([self._speech, speech])
         return self._speech[None]

@@ -65,7 +65,7 @@ class _Vocoder:
         state = self._stream.vocoder
         if not state.begun:
             mel = mel.to(self._served.pool.mel.device)
-            (served,) = self._served.step([Chunk(self._stream, np.zeros(0, np.int64), final, 0, 0, 0)], [mel])
+            (served,) = self._served.begin([Chunk(self._stream, np.zeros(0, np.int64), final, 0, 0, 0)], [mel])()
             assert isinstance(served, Tensor), served
             speech = served
             self.reference.speech = self._served.pool.speech[state.slot].cpu()

@@ -1,9 +1,9 @@
 """The owner of a token2wav model's sessions.
 
-`Token2WavService` has a thread that decides, one for each worker that renders, and one that sends replies. Each session
-has one `State`, which the first of them sets; `submit` only adds to the table. A session ends with its final chunk, an
-abort, an error, a cancellation, or `idle_seconds` without a request. `ChunkScheduler` picks the streams to open and the
-chunks of a batch.
+`Token2WavService` has a thread that decides, those of the workers, and one that sends replies. Each session has one
+`State`, which the first of them sets; `submit` only adds to the table. A session ends with its final chunk, an abort,
+an error, a cancellation, or `idle_seconds` without a request. `ChunkScheduler` picks the streams to open and the chunks
+of a batch.
 """
 
 import asyncio
@@ -63,7 +63,10 @@ class Token2WavService:
         self._workers: list[Worker] = []
         for number in reversed(range(engine.workers)):
             most = self._limits.of_worker(number).max_chunks
-            self._workers.append(Worker(number, max_chunks=most, on_done=self._sessions.wake, clock=clock))
+            # Voices are prefilled while the worker of first chunks, or the only one, renders nothing.
+            threads = 1 if number == FIRST_CHUNK_WORKER or engine.workers == 1 else 2
+            wake = self._sessions.wake
+            self._workers.append(Worker(number, max_chunks=most, threads=threads, on_change=wake, clock=clock))
         self._gathering = 0.0  # seconds that first chunks still wait for others, although their worker is idle
         self._updated_at = -math.inf
         self._client_checked_at = clock()
@@ -151,8 +154,7 @@ class Token2WavService:
                 sys.setswitchinterval(SWITCH_SECONDS)
             for worker in reversed(self._workers):
                 worker.call(partial(self._engine.warm_up, worker.number))
-            self._workers[-1].call(partial(measure, self._engine, self._admission, self._clock))
-            self._engine.close(self._engine.open(self._engine.sample()[0]))
+            measure(self._engine, self._admission, self._clock)
 
     def _close_workers(self) -> None:
         """End the threads after what they render."""
@@ -163,7 +165,8 @@ class Token2WavService:
         """Answer what is left, and free all streams."""
         self._close_workers()
         try:
-            self._answer_batches()
+            while self._answer_batches():
+                pass
         except BaseException:
             logger.exception("a batch could not be answered")
         for session in self._sessions:
@@ -399,7 +402,7 @@ class Token2WavService:
         if request.kind is Kind.WHOLE:
             batch[0].state = State.RENDERING
             go_on = partial(self._check_client, request)
-            worker.render(batch, lambda: [self._engine.whole(request.voice, request.tokens, request.speed, go_on)])
+            worker.render(batch, lambda _: [self._engine.whole(request.voice, request.tokens, request.speed, go_on)])
             return
         chunks, now = [], self._clock()
         for session in batch:
