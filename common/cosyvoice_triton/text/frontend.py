@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, lru_cache, partial
 from typing import Literal
 
-from cosyvoice_triton.text.chinese_reading import CHINESE, cleaned
+from cosyvoice_triton.text.chinese_reading import CHINESE
 from cosyvoice_triton.text.cleaning import is_speakable, plain_signs, without_markup
 from cosyvoice_triton.text.english_reading import ENGLISH
 from cosyvoice_triton.text.japanese_reading import JAPANESE
@@ -207,4 +207,4 @@ class TextFrontend:
             if self.warning and has_kanji(words):
                 warn(self.warning)
             words = in_kana(words)
-        return ended_as(sentence, cleaned(words) if own == "zh" else words, own), own
+        return ended_as(sentence, words if own != "zh" else CHINESE.words.clean(words), own), own

@@ -5,7 +5,7 @@ import re
 from functools import cache, lru_cache
 from typing import Any, Literal
 
-from cosyvoice_triton.text.units import UNITS, one_of
+from cosyvoice_triton.text.tables import UNITS, one_of
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,28 @@ them are a range.
 import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
+from unicodedata import normalize
 
-from cosyvoice_triton.text.numbers import is_spelled
-from cosyvoice_triton.text.units import CURRENCIES, CURRENCY, UNITS, one_of
+from cosyvoice_triton.text.numbers import is_spelled, roman
+from cosyvoice_triton.text.tables import CURRENCIES, CURRENCY, UNITS, Context, Words, one_of
+
+
+class Around:
+    """The text before and after a quantity: called with the name of a context, whether it is in that."""
+
+    def __init__(self, before: str, after: str, contexts: Mapping[str, Context], fillers: re.Pattern[str]) -> None:
+        self.before, self.after = before, after
+        self._contexts, self._fillers, self._head = contexts, fillers, ""
+
+    def __call__(self, name: str) -> bool:
+        words, after = self._contexts.get(name, ((), None))
+        if words and not self._head:
+            self._head = self._fillers.sub("", f" {self.before.lower()}".replace("(", " ")) or " "
+        return (
+            self._head.endswith(words)
+            if words and self._head.endswith(words)
+            else bool(after and after.match(self.after))
+        )
 
 
 class Quantity(NamedTuple):
@@ -79,59 +98,72 @@ _NUMBER = r"(?P<number>(?:\d{1,3}(?:[,'’]\d{3})+(?![,'’]?\d)|[1-9]\d?(?: 000
 _DEGREES = r"°\s?[CF](?![A-Za-z])|[°℃℉]"
 _SIGN = rf"(?P<sign>(?<![A-Za-z0-9_)\]%°.])[-+±~≈])?(?:(?P<currency>(?<![A-Za-z])(?:{CURRENCY}))\s?(?P<minus>-)?)?"
 _DASH = re.compile(r"\s?(?:[~～〜]|[-–—]+)\s?")
-
-
-Rules = list[tuple[str, list[tuple[str, str | Callable[[re.Match[str]], str]]]]]
+_DAY = r"(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?"
 
 
 class Reader:
     """Finds the quantities of texts in one language and says them.
 
-    It has a method for each kind, which gets the quantity and the text before and after it. What the methods here need
-    to say are a language's words; a subclass has these, and methods of its own where a language says more.
+    It has a method for each kind, which gets the quantity and what is around it. What the methods here need to say are a
+    language's words; a subclass has these, and methods of its own where a language says more.
     """
 
-    language = ""  # the name of its column in the table of units
+    language = ""  # the name of its column in the table of units, and of its words
     # What is written, as patterns.
     needed = r"\d"  # of texts in which there is something to read
     addresses = "(?!)"
-    rules: Rules = []  # signs and words, in this order: what a text must have, and patterns with what is said
     months = scales = money_scales = "(?!)"  # after a number
     per_word = plain_per_word = "(?!)"  # after a slash, beside units; and where nothing but digits is before it
+    fillers = r"\s+\Z"  # between a word of a context and a quantity
     gap = r"\s?"  # between a number and its unit
     unit_end = money_end = ""  # after a unit, and an amount with a currency; not said
+    parted = frozenset[int]()  # what is no day after a slash; the others above 12 are
     # What is said.
     whole: Callable[[int], str]  # a number of at least 0
     spelled: Callable[[str], str]  # digits one by one
     signs: Mapping[str, str] = {}
     halves: Mapping[str, str] = {}  # of the day, by "a" and "p"
-    point = to = ratio_to = over = grouped = per = ""  # between two numbers, before a unit
+    point = to = ratio_to = over = mixed = grouped = per = ""  # between two numbers, before a unit
     year = month = day = hour = minute = second = degree = ""  # after a number
     power = "{}"
 
     def __init__(self) -> None:
+        unit_names = {sign: str(name) for sign, unit in UNITS.items() if (name := getattr(unit, self.language))}
+        self._names, self._money = (
+            unit_names,
+            {sign: str(getattr(unit, self.language)) for sign, unit in CURRENCIES.items()},
+        )
+        says = {
+            "number": lambda digits: self.number(str(digits)),
+            "digits": self.spelled,
+            "roman": lambda letters: roman(normalize("NFKC", letters)),
+        }
+        self.words = Words(self.language, {**says, "unit": unit_names.__getitem__, **self.functions()})
         self._needed, self._addresses = re.compile(self.needed), re.compile(self.addresses, re.ASCII)
-        self._rules = [
-            (re.compile(has), [(re.compile(rule), said) for rule, said in rules]) for has, rules in self.rules
-        ]
-        self._names = {sign: str(name) for sign, unit in UNITS.items() if (name := getattr(unit, self.language))}
-        self._money = {sign: str(getattr(unit, self.language)) for sign, unit in CURRENCIES.items()}
-        units, per, end = one_of([*self._names]), self.per_word, r"(?![A-Za-z0-9²³°])"
+        self._fillers = re.compile(self.words.patterns.get("fillers", self.fillers))
+        self.months = self.words.pattern(self.months).pattern
+        units, per, end = one_of(unit_names), self.per_word, r"(?![A-Za-z0-9²³°])"
         unit = rf"(?={self.gap}[A-Za-zµμΩ°℃℉%％‰$€£¥￥₹₩₽¢]){self.gap}(?P<unit>{_DEGREES}|[%％‰]|(?:{CURRENCY})(?![A-Za-z\d])|(?:{units}){end}){self.unit_end}"
         self._unit = re.compile(unit)
-        tail = rf"(?:{unit}(?:/(?P<per>\d{{0,4}}\s?(?:(?:{units}){end}|{per})))?|(?<=\d)/(?P<each>{per}))?"
-        amount = rf"{_NUMBER}(?:\^(?P<power>-?\d{{1,3}}))?(?:\s?(?P<scale>%s))?{tail.replace('%', '%%')}"
-        plain = amount.replace(rf"(?P<each>{per})", f"(?P<each>{self.plain_per_word})")
-        self._of_amount = re.compile(plain % self.scales)
-        self._of_money = re.compile(amount % f"{self.scales}|{self.money_scales}" + self.money_end)
-        day = r"(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?"
-        month_day = rf"{day}(?![\d:]|[.,]\d|\s?[%°])"
+
+        def amount(scales: str, each: str) -> str:
+            tail = rf"(?:{unit}(?:/(?P<per>\d{{0,4}}\s?(?:(?:{units}){end}|{per})))?|(?<=\d)/(?P<each>{each}))?"
+            return rf"{_NUMBER}(?:\^(?P<power>-?\d{{1,3}}))?(?:\s?(?P<scale>{scales}))?{tail}"
+
+        self._of_amount = re.compile(amount(self.scales, self.plain_per_word))
+        self._of_money = re.compile(amount(f"{self.scales}|{self.money_scales}", per) + self.money_end)
+        self._money_end = re.compile(self.money_end)
+        month_day = rf"{_DAY}(?![\d:]|[.,]\d|\s?[%°])"
         self._start = re.compile(
             rf"(?=[-+±~≈$€£¥￥₹₩₽¢A-Z\d.])(?:{_SIGN}(?=\d|(?<![\w.])\.\d)|\b(?:{self.months})\b\.?(?= {month_day}))"
         )
         self._month_first = re.compile(rf"({self.months})\b\.? {month_day}(?:,? (\d{{4}})(?!\d))?")
         year = r"(?:(?:,? |-)(\d{4}|(?<=-)\d\d)(?!\d))?"
-        self._day_first = re.compile(rf"{day}(?: of)?[ -]({self.months})(?![a-z]){year}")
+        self._day_first = re.compile(rf"{_DAY}(?: of)?[ -]({self.months})(?![a-z]){year}")
+
+    def functions(self) -> dict[str, Callable[[str], object]]:
+        """Return what rules may say beside the words of tables."""
+        return {}
 
     def read(self, text: str) -> str:
         """Return `text` with its quantities, signs and addresses in words."""
@@ -145,10 +177,7 @@ class Reader:
         return "".join([*parts, self._read(text[end:])])
 
     def _read(self, text: str) -> str:
-        for has, rules in self._rules:
-            if has.search(text):
-                for rule, said in rules:
-                    text = rule.sub(said, text)
+        text = self.words.first(text)
         parts, end, at = [""], 0, 0
         while at < len(text) and (found := self._start.search(text, at)):
             begin = found.start()
@@ -156,23 +185,16 @@ class Reader:
             if quantity.kind == "code" and text[begin - 1 : begin] == "(" and "(" not in text[begin:stop]:
                 begin -= 1
             before = "".join(parts[-2:])[-40:] + text[end:begin]
-            words, stop = self._range(text, quantity, stop, before) or (
-                self.said(quantity, before, text[stop : stop + 40]),
-                stop,
-            )
+            words, stop = self._range(text, quantity, stop, before) or (self.said(quantity, before, text, stop), stop)
             parts += [text[end:begin], words if any(map(str.isalnum, words)) else text[begin:stop]]
             end = at = stop
-        return self.named("".join([*parts, text[end:]]))
+        return self.words.last("".join([*parts, text[end:]]))
 
     # --- what is said -------------------------------------------------------------------------------------------------
 
     def address(self, written: str) -> str:
         """Return an address of the web or of mail as it is said; "" if it is none."""
         return written
-
-    def named(self, text: str) -> str:
-        """Return `text` with the names of signs that are left."""
-        return text
 
     def number(self, digits: str) -> str:
         """Return the words of a whole or decimal number; of a very long one, and after a leading zero, its digits."""
@@ -184,18 +206,26 @@ class Reader:
         """Return the digits after a point."""
         return self.spelled(digits)
 
-    def said(self, it: Quantity, before: str, after: str) -> str:
-        """Return the words of a quantity."""
-        return str(getattr(self, it.kind)(it, before, after))
+    def said(self, it: Quantity, before: str, after: str, stop: int = 0) -> str:
+        """Return the words of a quantity before `stop` of the text `after`."""
+        return self.say(it, Around(before, after[stop : stop + 40], self.words.contexts, self._fillers))
+
+    def say(self, it: Quantity, at: Around) -> str:
+        return str(getattr(self, it.kind)(it, at))
 
     def sign(self, it: Quantity) -> str:
         return "".join(self.signs[mark] for mark in it.sign)
 
     def powered(self, it: Quantity) -> str:
         """Return a number and its exponent."""
+        if not it.power:
+            return self.number(it.digits)
+        if (word := self.words.tables.get("power", {}).get(it.power)) is not None:
+            return self.number(it.digits) + self.power_of.format(word)
         minus = self.signs["-"] if it.power[:1] == "-" else ""
-        power = self.power.format(minus + self.number(it.power.lstrip("-"))) if it.power else ""
-        return self.number(it.digits) + power
+        return self.number(it.digits) + self.power.format(minus + self.number(it.power.lstrip("-")))
+
+    power_of = "{}"  # a power that has a name
 
     def unit_of(self, it: Quantity) -> str:
         """Return the name of a unit or currency, and what it is per."""
@@ -205,41 +235,65 @@ class Reader:
         count, unit = re.fullmatch(r"(\d*)\s?/?(.*)", it.per).groups()  # type: ignore[union-attr]  # matches all
         return f"{name}{self.per}{self.number(count) if count else ''}{self._names.get(unit, unit)}"
 
-    def amount(self, it: Quantity, before: str, after: str) -> str:
+    def amount(self, it: Quantity, at: Around) -> str:
+        if it.is_plain:
+            return self.plain(it.digits, at)
         return self.sign(it) + self.powered(it) + it.scale + self.unit_of(it)
 
-    def range(self, first: Quantity, last: Quantity, before: str, after: str, dash: str) -> str:
+    def plain(self, digits: str, at: Around) -> str:
+        """Return a number that has nothing but its digits and the words around it."""
+        return self.spelled(digits) if self.is_code(digits, at) else self.number(digits)
+
+    def is_code(self, digits: str, at: Around) -> bool:
+        """Return whether a number is said digit by digit because of what is around it."""
+        contexts, counted = self.words.contexts, at("counted")
+        known = contexts.get("known", ((), None))[1]
+        if len(digits) > 6 or (not counted and known and known.match(digits)):
+            return True
+        return len(digits) > 2 and not counted and (at("code") or (at("call") and len(digits) < 6))
+
+    def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
+        if first.is_plain and last.is_plain and not at("counted") and (at("score") or (dash in "-–" and at("won"))):
+            return self.ratio(Quantity("ratio", (first.digits, last.digits)), at)
         if first.unit == last.unit and not first.sign:
             first = first._replace(unit="")
         if first.currency == last.currency:
             first = first._replace(currency="")
-        return f"{self.said(first, before, '').strip()}{self.to}{self.said(last, '', after)}"
+        return f"{self.said(first, at.before, '').strip()}{self.to}{self.said(last, '', at.after)}"
 
-    def date(self, it: Quantity, before: str, after: str) -> str:
+    def date(self, it: Quantity, at: Around) -> str:
         year, month, day = it.parts
         said = (self.number(year) + self.year if year else "") + (self.whole(int(month)) + self.month if month else "")
-        return said + self.whole(int(day)) + ("" if after.startswith(self.day.strip()) else self.day)
+        return said + self.whole(int(day)) + ("" if at.after.startswith(self.day.strip()) else self.day)
 
-    def clock(self, it: Quantity, before: str, after: str) -> str:
+    def clock(self, it: Quantity, at: Around) -> str:
         hour, minute, second, half = it.parts
         said = self.halves.get(half[:1].lower(), "") + self.whole(int(hour)) + self.hour
         said += self.whole(int(minute)) + self.minute if minute.strip("0") else ""
         return said + (self.number(second.lstrip("0")) + self.second if second.strip("0.") else "")
 
-    def ratio(self, it: Quantity, before: str, after: str) -> str:
+    def ratio(self, it: Quantity, at: Around) -> str:
         return self.ratio_to.join(map(self.number, it.parts))
 
-    def slash(self, it: Quantity, before: str, after: str) -> str:
+    def slash(self, it: Quantity, at: Around) -> str:
         whole, over, under = it.parts
-        return self.number(under) + self.over + self.number(over) + self.unit_of(it)
+        if is_day(it) and not it.unit and (at("date") or (int(under) > 12 and int(under) not in self.parted)):
+            return self.date(Quantity("date", ("", over, under)), at)
+        return self.fraction(it)
 
-    def code(self, it: Quantity, before: str, after: str) -> str:
+    def fraction(self, it: Quantity) -> str:
+        whole, over, under = it.parts
+        said = self.number(whole) + self.mixed if whole else ""
+        return said + self.number(under) + self.over + self.number(over) + self.unit_of(it)
+
+    def code(self, it: Quantity, at: Around) -> str:
         return self.grouped.join(self.spelled(part) for part in it.parts if part != "+")
 
-    def version(self, it: Quantity, before: str, after: str) -> str:
-        return self.point.join(map(self.number, it.parts))
+    def version(self, it: Quantity, at: Around) -> str:
+        """Return the parts of a version or of an address of a network, whose long parts are said by their digits."""
+        return self.point.join(self.spelled(part) if len(part) > 2 else self.number(part) for part in it.parts)
 
-    def name(self, it: Quantity, before: str, after: str) -> str:
+    def name(self, it: Quantity, at: Around) -> str:
         return self.point.join(map(self.number, it.digits.split(".")))
 
     # --- what is written ----------------------------------------------------------------------------------------------
@@ -255,11 +309,12 @@ class Reader:
         pair = _paired(first, last)
         if pair is None or re.match(r"\s?=", after) or (_DASH.match(text, end) and after[1:2].isdigit()):
             return None
-        if pair[1].currency and not last.currency and (written := re.compile(self.money_end).match(text, end)):
+        if pair[1].currency and not last.currency and (written := self._money_end.match(text, end)):
             end = written.end()
+        at = Around(before, text[end : end + 40], self.words.contexts, self._fillers)
         if pair[0].is_plain and pair[1].is_plain and len(pair[1].digits) > 1 and pair[1].digits[0] == "0":
-            return self.code(Quantity("code", (pair[0].digits, pair[1].digits)), before, after), end
-        return self.range(*pair, before, after, dash[0].strip()), end
+            return self.code(Quantity("code", (pair[0].digits, pair[1].digits)), at), end
+        return self.range(*pair, at, dash[0].strip()), end
 
     def _quantity(self, text: str, found: re.Match[str], after_dash: bool = False) -> tuple[Quantity, int]:
         """Return the quantity that begins at `found`, and where it ends."""

@@ -23,7 +23,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from cosyvoice_triton.text.cleaning import has_words, is_speakable
-from cosyvoice_triton.text.english_words import BEFORE_NUMBERS, MONTHS
+from cosyvoice_triton.text.english_reading import ENGLISH
 from cosyvoice_triton.text.language import Language
 
 _HAN = re.compile(r"[々〇\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
@@ -123,7 +123,9 @@ def is_open(text: str) -> bool:
 WINDOW = 512
 _UNDECIDED = 32  # last characters of a window: what follows them may still join two sentences, as after "Dr."
 # An abbreviation that sentencex takes for an end, before its number. After a number it is a unit, as in "5 sec.".
-_BEFORE_NUMBER = re.compile(rf"(?i)(?<!\d )(?<![a-z])(?:{'|'.join((*BEFORE_NUMBERS, *MONTHS))})\.\s+\Z")
+_BEFORE_NUMBER = re.compile(
+    rf"(?i)(?<!\d )(?<![a-z])(?:{ENGLISH.words.pattern('«count»|«short»|«month»').pattern})\.\s+\Z"
+)
 _NUMBER = re.compile(r"\d|[IVX]+\b")
 _AFTER_UNIT = re.compile(r"\d ?[a-z]{1,5}\.\s+\Z")  # "2 tbsp. of"
 
