@@ -215,10 +215,9 @@ def split_instruction(text: str) -> tuple[str, str]:
 
 def is_speakable(text: str) -> bool:
     """Return whether `text` contains anything that can be spoken."""
-    for char in without_emoji(text):
-        if unicodedata.category(char)[0] in _SPEAKABLE:
-            return True
-    return False
+    return any(map(str.isalnum, text)) or any(
+        unicodedata.category(char)[0] in _SPEAKABLE for char in without_emoji(text)
+    )
 
 
 def has_words(text: str) -> bool:

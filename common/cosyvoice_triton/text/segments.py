@@ -56,19 +56,24 @@ def expected_seconds(text: str, japanese: bool | None = None) -> float:
 @lru_cache(maxsize=64)  # of one text it is asked when that is divided, and again to bound the LLM's answer
 def _expected(text: str, japanese: bool) -> float:
     text, phonemes = _PHONEME.subn("", text)
-    characters = sum(_seconds(char, japanese) for char in text)
+    characters = sum(map(_SECONDS[japanese].__getitem__, text))
     pauses = sum(seconds * len(mark.findall(text)) for mark, seconds in _PAUSES)
     return _PHONEME_SECONDS * phonemes + characters + pauses + _SPELLED_LETTER * sum(map(len, _SPELLED.findall(text)))
 
 
-@lru_cache(maxsize=1 << 14)
-def _seconds(char: str, japanese: bool) -> float:
-    if _HAN.match(char):
-        return _HAN_JAPANESE if japanese else _HAN_CHINESE
-    for script, seconds in _BY_SCRIPT:
-        if script.match(char):
-            return seconds
-    return _BY_CATEGORY.get(unicodedata.category(char)[0], _SILENT)
+class _Seconds(dict[str, float]):
+    """Seconds of characters, found once for each."""
+
+    def __init__(self, han: float) -> None:
+        self._by_script = ((_HAN, han), *_BY_SCRIPT)
+
+    def __missing__(self, char: str) -> float:
+        of_script = (seconds for script, seconds in self._by_script if script.match(char))
+        seconds = next(of_script, _BY_CATEGORY.get(unicodedata.category(char)[0], _SILENT))
+        return self.setdefault(char, seconds) if len(self) < 1 << 14 else seconds
+
+
+_SECONDS = (_Seconds(_HAN_CHINESE), _Seconds(_HAN_JAPANESE))
 
 
 _TAG_AT_END = re.compile(r"(?:\[[A-Za-zà-ǜ0-9_-]+\]|<[^<>]*>)\Z")
@@ -200,7 +205,7 @@ Seconds = Callable[[str], float]  # expected_seconds, with the language of the w
 # Ends of clauses. Western punctuation ends one only before whitespace: "1,000" and "12:30" are numbers.
 _CLAUSE_END = re.compile(r"(?<=[，；：、…—])|(?<=[,;:])\s")
 _WORD_END = re.compile(r"(?<=\s)")
-_ANYWHERE = re.compile(r"[^\W\d_]{1,8}|.", re.DOTALL)  # a few letters at a time: a letter alone says little of a word
+_ANYWHERE = re.compile(r"[^\W\d_]{1,8}|\d{1,8}|.{1,4}", re.DOTALL)  # a letter alone says little of a word
 
 
 def segment_limit(request_seconds: float) -> float:

@@ -146,18 +146,21 @@ class Words:
         return apply
 
     def _said(self, said: str) -> str | Callable[[re.Match[str]], str]:
-        parts = re.split("«(.*?)»", said)
-        if len(parts) == 1:
+        if "«" not in said:
             return said
+        text, *rest = re.split(r"«([\w ]*)(\d)»|\\(\d)", said)
+        calls = [
+            ([self._functions[name] for name in reversed((names or "").split())], int(group or plain), after)
+            for names, group, plain, after in zip(*(rest[index::4] for index in range(4)), strict=True)
+        ]
 
         def say(found: re.Match[str]) -> str:
-            words = [found.expand(part) for part in parts]
-            for index, part in enumerate(parts):
-                if index % 2:
-                    *names, group = part.split()
-                    words[index] = found[int(group)] or ""
-                    for name in reversed(names):
-                        words[index] = str(self._functions[name](words[index]))
-            return "".join(words)
+            words = text
+            for functions, group, after in calls:
+                value: object = found[group] or ""
+                for function in functions:
+                    value = function(str(value))
+                words += f"{value}{after}"
+            return words
 
         return say
