@@ -202,10 +202,11 @@ SHORT_SHARE = 1 / 6  # of the limit: what is left of a text does not stay alone 
 
 Seconds = Callable[[str], float]  # expected_seconds, with the language of the whole text
 
-# Ends of clauses. Western punctuation ends one only before whitespace: "1,000" and "12:30" are numbers.
-_CLAUSE_END = re.compile(r"(?<=[，；：、…—])|(?<=[,;:])\s")
-_WORD_END = re.compile(r"(?<=\s)")
-_ANYWHERE = re.compile(r"[^\W\d_]{1,8}|\d{1,8}|.{1,4}", re.DOTALL)  # a letter alone says little of a word
+# Clauses, words, and parts of words: a letter alone says little of a word. Western punctuation ends a clause only before
+# whitespace: "1,000" and "12:30" are numbers.
+_UNITS = tuple(
+    re.compile(unit, re.DOTALL) for unit in (r".*?(?:[，；：、…—]|[,;:]\s|\Z)", r".*?(?:\s|\Z)", r"[^\W\d_]{1,8}|.")
+)
 
 
 def segment_limit(request_seconds: float) -> float:
@@ -287,35 +288,25 @@ def fitting(sentence: str, seconds: Seconds, limit: float = SEGMENT_SECONDS) -> 
     if whole.seconds <= limit:
         return [sentence] if is_speakable(sentence) else []
     pieces = [whole]
-    for end in (_CLAUSE_END, _WORD_END, _ANYWHERE):
-        pieces = [part for piece in pieces for part in _cut(piece, end, seconds, limit)]
+    for unit in _UNITS:
+        pieces = [part for piece in pieces for part in _cut(piece, unit, seconds, limit)]
     return [piece.text for piece in pieces if is_speakable(piece.text)]
 
 
-def _cut(piece: _Piece, end: re.Pattern[str], seconds: Seconds, limit: float) -> Iterator[_Piece]:
-    """Yield `piece` if it fits, else split at matches of `end`; a unit that is too long is a part of its own."""
+def _cut(piece: _Piece, kind: re.Pattern[str], seconds: Seconds, limit: float) -> Iterator[_Piece]:
+    """Yield `piece` if it fits, else parts of whole units of a kind; a unit that is too long is a part of its own."""
     if piece.seconds <= limit:
         yield piece
         return
-    units = [_Piece(unit, seconds(unit)) for unit in _units(piece.text, end)]
-    rest = _length(units)
+    units = [(unit, seconds(unit)) for unit in kind.findall(piece.text)]
+    rest = sum(taken for _, taken in units)
     part, size = "", 0.0
-    for unit in units:
+    for unit, taken in units:
         share = rest / max(1, math.ceil(rest / limit))
         # A part of a space alone would be dropped, and two words be one.
-        if part and not unit.text.isspace() and (size + unit.seconds > limit or size + unit.seconds / 2 > share):
+        if part and not unit.isspace() and (size + taken > limit or size + taken / 2 > share):
             yield _Piece(part, size)
             part, size, rest = "", 0.0, rest - size
-        part, size = part + unit.text, size + unit.seconds
+        part, size = part + unit, size + taken
     if part:
         yield _Piece(part, size)
-
-
-def _units(piece: str, end: re.Pattern[str]) -> Iterator[str]:
-    begin = 0
-    for match in end.finditer(piece):
-        if match.end() > begin:
-            yield piece[begin : match.end()]
-            begin = match.end()
-    if begin < len(piece):
-        yield piece[begin:]
