@@ -202,8 +202,8 @@ SHORT_SHARE = 1 / 6  # of the limit: what is left of a text does not stay alone 
 
 Seconds = Callable[[str], float]  # expected_seconds, with the language of the whole text
 
-# Clauses, words, and parts of words: a letter alone says little of a word. Western punctuation ends a clause only before
-# whitespace: "1,000" and "12:30" are numbers.
+# Clauses, words, and parts of words: a letter alone says little of a word. Western punctuation ends a clause only
+# before whitespace: "1,000" and "12:30" are numbers.
 _UNITS = tuple(
     re.compile(unit, re.DOTALL) for unit in (r".*?(?:[，；：、…—]|[,;:]\s|\Z)", r".*?(?:\s|\Z)", r"[^\W\d_]{1,8}|.")
 )
