@@ -21,10 +21,9 @@ _NAMES |= dict(zip("chinese english japanese korean german french spanish italia
 FEW_WORDS = 3  # with fewer a guess is worth less than the language of the voice
 _LOOKED_AT = 1000  # characters of a text in which scripts are counted
 _DETECTED = 80  # of its words, characters that the guesser reads; of more it logs for each text that it does not
-_SURE = 0.9  # share that convinces although there are English words
+_SURE = 0.9  # share that convinces although there are English words, or no two
 _LIKELY = 0.25  # share that convinces where another language is likelier than English and no English word is there
 _TIMES_ENGLISH = 3.0  # what the other languages must have together: English is by far the most frequent
-_STRANGE = 0.5  # share of a language that is none of ours, from which the text is not English either
 
 # Each with the characters of a word.
 _SCRIPTS = {
@@ -37,7 +36,6 @@ _SCRIPTS = {
 _LETTER = r"[A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f]"  # without × and ÷
 _WORD = re.compile(rf"{_LETTER}+(?:['’-]{_LETTER}+)*")
 _LONG_WORD = re.compile(rf"{_LETTER}['’]?{_LETTER}[\w'’-]*")
-_SMALL_WORD = re.compile(r"\b[a-z]{2,}\b")
 _GLUED = re.compile(r"[A-Za-z][\u3040-\u9fff]|[\u3040-\u9fff][A-Za-z]|[，。！？；：、￥【】《》]")  # as in Chinese
 _CHINESE_SIGN = re.compile(r"[，。！？；：、￥【】《》]")
 _OWN = {name: re.compile(rf"(?i)\b(?:{words})\b") for name, words in Words("language", {}).patterns.items()}
@@ -100,7 +98,7 @@ def _by_letters(text: str) -> str | None:
     han, kana = found.pop("zh"), found.pop("ja")
     if han + kana and max(found.values()) <= han + kana:
         # A name or a quotation in a text of Latin letters stands between blanks; there are more words than characters.
-        if words >= FEW_WORDS and han + kana < words and len(_SMALL_WORD.findall(text)) > 1 and not _GLUED.search(text):
+        if words >= FEW_WORDS and han + kana < words and not _GLUED.search(text):
             return "latin"
         return "ja" if kana > 1 or (kana and (han < 8 or "の" not in text)) else "zh"
     counts = {name: count / _SCRIPTS[name][1] for name, count in found.items()} | {"latin": float(words)}
@@ -124,7 +122,7 @@ def _latin(words: str, others: tuple[Language, ...], continental: bool) -> Langu
     """Return English unless one of `others` is clearly more likely, or it cannot be."""
     english_words = bool(_OWN["en"].search(words))
     own = [language for language in others if _OWN[language].search(words)]
-    if len(own) == 1 and not english_words and len(words) < _DETECTED // 2:
+    if len(own) == 1 and not english_words:
         return own[0]
     try:
         found = _detector()(words, model="lite", k=10)
@@ -136,14 +134,10 @@ def _latin(words: str, others: tuple[Language, ...], continental: bool) -> Langu
     share = shares.get(best, 0.0)
     if continental and share:
         return best
-    if english_words and share < _SURE:
+    if (english_words or " " not in words) and share < _SURE:
         return "en"
-    if " " not in words:
-        return best if share >= _SURE else "en"
-    first = max(shares, key=lambda language: shares[language], default="en")
-    strange = first not in _LATIN and shares[first] >= _STRANGE and english < 0.1
     together = sum(shares.get(language, 0.0) for language in others)
-    return best if strange or together > _TIMES_ENGLISH * english or share > max(english, _LIKELY) else "en"
+    return best if together > _TIMES_ENGLISH * english or share > max(english, _LIKELY) else "en"
 
 
 @cache
