@@ -4,9 +4,8 @@ import re
 from decimal import Decimal
 
 from cosyvoice_triton.text.numbers import chinese, chinese_digits
-from cosyvoice_triton.text.quantities import Around, Quantity, Reader
+from cosyvoice_triton.text.quantities import Around, Quantity, Reader, numbers
 
-_DIGITS = "零一二三四五六七八九"
 _LISTED = re.compile(r"比[零一二两三四五六七八九十百千万点]+[、，,;；和]\s?\Z")  # after a score
 
 
@@ -15,21 +14,6 @@ class Chinese(Reader):
 
     language = "zh"
     whole, spelled = staticmethod(chinese), staticmethod(chinese_digits)
-    needed = r"[\d≥≤≈±≠²³πⅠ-ⅫIVX<>=]"
-    addresses = (
-        r"(?:https?://|www\.)[^\s\u4e00-\u9fff，。！？；：]+|[\w.+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+"
-        r"|[A-Za-z][\w-]*(?:\.[A-Za-z][\w-]*)+(?:/\S*)?"
-    )
-    fillers = rf"(?:[\s是为:：=]|[{_DIGITS}]{{3,}}[、，,或和]\s?)+\Z"
-    scales = r"[十百千万亿]+|(?<=\d)[kKwW](?![A-Za-zΩ])"
-    money_scales = r"(?<=\d)[MBmb]n?(?![A-Za-z])"
-    per_word = plain_per_word = "(?=[\u4e00-\u9fff])"
-    money_end = "(?:人民币|元|块钱|块|美元|美金|港元|港币|欧元|英镑|日元)?"
-    parted = frozenset((15, 16, 20, 24, 25, 30))
-    signs = {"-": "负", "+": "正", "±": "正负", "~": "约", "≈": "约"}
-    point, to, ratio_to, over, mixed, grouped, per = "点", "到", "比", "分之", "又", "，", "每"
-    year, month, day, hour, minute, second, degree = "年", "月", "日", "点", "分", "秒", "度"
-    power, power_of = "的{}次方", "的{}"
 
     def amount(self, it: Quantity, at: Around) -> str:
         if it.is_plain:
@@ -45,7 +29,7 @@ class Chinese(Reader):
         if unit in ("%", "％", "‰"):
             share = self.unit_of(it)
             return f"{sign}{share[:3]}{'百' if it.digits == '100' else self.number(it.digits)}{scale}{share[3:]}"
-        if it.sign == "-" and (unit[:1] in tuple("°℃℉") or at.after.startswith("度")):
+        if it.is_cold or (it.sign == "-" and at.after.startswith("度")):
             sign = "零下"
         if unit[-1:] in ("F", "℉"):
             sign += "华氏"
@@ -76,7 +60,7 @@ class Chinese(Reader):
         if len(digits) < 2 or at("named"):
             return len(digits) > 2
         if at("call") and (digits[0] not in "19" or len(digits) == 4):
-            return at("known")
+            return digits in self.words.tables["known"]
         after = not at("counted") and re.search(
             r"(?:[^零一二三四五六七八九十百]号[\s是为:：=]*|[A-Za-z] |[A-Z]·)\Z", at.before
         )
@@ -86,7 +70,7 @@ class Chinese(Reader):
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
         if first.is_plain and last.is_plain:
             if _is_score(at):
-                return self.ratio(Quantity("ratio", (first.digits, last.digits)), at)
+                return self.ratio(numbers("ratio", first.digits, last.digits), at)
             if len(first.digits) == len(last.digits) == 4 and re.match("学?年|财年|赛季", at.after):
                 return f"{chinese_digits(first.digits)}到{chinese_digits(last.digits)}"
             if at.before.endswith("第"):
@@ -101,14 +85,14 @@ class Chinese(Reader):
 
     def date(self, it: Quantity, at: Around) -> str:
         year, *rest = it.parts
-        said = super().date(Quantity("date", ("", *rest)), at)
+        said = super().date(numbers("date", "", *rest), at)
         said = said[:-1] if at.after.startswith("号") else said
         return (f"{chinese_digits('20' * (len(year) == 2) + year)}年" if year else "") + said
 
     def clock(self, it: Quantity, at: Around) -> str:
         hour, minute, second, half = it.parts
         if not second and not half and _is_score(at):
-            return self.ratio(Quantity("ratio", (hour, minute)), at)
+            return self.ratio(numbers("ratio", hour, minute), at)
         part = ""
         if half and not at("half"):
             part = "上午" if half[0] in "aA" else "晚上" if 5 < int(hour) < 12 else "下午"
@@ -132,7 +116,7 @@ class Chinese(Reader):
     def code(self, it: Quantity, at: Around) -> str:
         if len(it.parts) == 2 and it.parts[0][0] == "0":
             return chinese_digits("".join(it.parts))
-        return ("加" if it.parts[0] == "+" else "") + super().code(it, at)
+        return super().code(it, at)
 
     def name(self, it: Quantity, at: Around) -> str:
         """Read digits that touch Latin letters: a model or a train by its digits, a short one as a number."""

@@ -4,15 +4,10 @@ import re
 from collections.abc import Callable
 
 from cosyvoice_triton.text.numbers import english, english_digits, english_ordinal, english_year
-from cosyvoice_triton.text.quantities import Around, Quantity, Reader
+from cosyvoice_triton.text.quantities import Around, Quantity, Reader, numbers
 from cosyvoice_triton.text.tables import CURRENCIES, UNITS
 
-_SCALES = {"k": "thousand", "m": "million", "mn": "million", "b": "billion", "bn": "billion", "t": "trillion"}
-_SCALES |= {"tn": "trillion"}
 _CODED = re.compile(r"\b(?!(?:AD|BC|CE|AM|PM|TV|UP) )([A-Z]{2}|I) \Z")  # two capitals before a number
-_HOSTS = frozenset(
-    "com org net edu gov io ai app dev co uk us ca au de fr es it ru cn jp kr tv me info biz eu ch nl se br".split()
-)
 
 
 class English(Reader):
@@ -20,23 +15,6 @@ class English(Reader):
 
     language = "en"
     whole, spelled = staticmethod(english), staticmethod(english_digits)
-    needed = r"[\d.&@=#%$€£+IVXL<>≥≤≈π√™©®§°~^×÷±/_]|\b[A-Z][a-z]{2}\b"
-    # Names of hosts and of people at hosts; what follows the host is part of the address.
-    addresses = r"(?<![\w@.])(?:https?://)?(?:[\w.+-]{1,64}@)?(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}(?![\w@])(?::\d+)?(?:/[\w/.?=&%#~+:-]*[\w/])?"
-    months = "«month»|«short»"
-    scales = (
-        r"(?:thousand|million|billion|trillion)\b|(?<=\d)(?:(?:st|nd|rd|th)(?![A-Za-z])|['’]?s(?![\w/])|[kKM](?![A-Za-z])"
-        r"|x(?!\w|\s?(?:[-+=*/^²]|plus|minus|equals|squared|cubed)))"
-    )
-    money_scales = r"[kKmMbBtT]n?\b"
-    per_word = r"[a-z]{2,12}(?![A-Za-z])"
-    plain_per_word = r"(?:day|week|month|year|hour|night|person)\b"
-    gap = "[ -]?"
-    unit_end = r"(?:\.(?=,|\s[a-z(]))?"
-    parted = frozenset((13, 14, 15, 16, 20, 24, 25, 30))
-    signs = {"-": "minus ", "+": "plus ", "±": "plus or minus ", "~": "about ", "≈": "about "}
-    point, to, ratio_to, grouped, per = " point ", " to ", " to ", ", ", " per "
-    power, power_of = " to the power of {}", " {}"
 
     def functions(self) -> dict[str, Callable[[str], object]]:
         return {
@@ -48,7 +26,11 @@ class English(Reader):
     def address(self, written: str) -> str:
         """Return "example dot com"; "" for another name with a full stop, such as of a file."""
         host, ending = written.partition("://")[2] or written, re.search(r"\.([A-Za-z]+)(?:[:/]|\Z)", written)
-        if host == written and not {"@", "/"} & {*written} and not (ending and ending[1] in _HOSTS):
+        if (
+            host == written
+            and not {"@", "/"} & {*written}
+            and not (ending and re.fullmatch(self.words.patterns["hosts"], ending[1]))
+        ):
             return ""
         names, parts = self.words.tables["sign"], re.findall(r"\d+|[^\W\d_]+|.", host, re.ASCII)
         return " ".join(english_digits(part) if part.isdigit() else names.get(part, part) for part in parts)
@@ -81,7 +63,7 @@ class English(Reader):
         if it._replace(per="").is_plain:
             return self.plain(digits, at) + self.unit_of(it)
         digits = digits.rstrip("0").rstrip(".") if it.currency and "." in digits else digits
-        scale = f" {_SCALES.get(scale.lower(), scale)}" if scale else ""
+        scale = f" {self.words.tables['scale'].get(scale.lower(), scale)}" if scale else ""
         return self.sign(it) + self.powered(it._replace(parts=(digits,))) + scale + self.unit_of(it)
 
     def _paid(self, it: Quantity) -> str:
@@ -134,7 +116,7 @@ class English(Reader):
         hour, minute, second, half = it.parts
         half = f" {half}" if half else ""
         if not second and not half and at("score"):
-            return self.ratio(Quantity("ratio", (hour, str(int(minute)))), at)
+            return self.ratio(numbers("ratio", hour, str(int(minute))), at)
         if second[:1] == ".":
             return f"{_clock(hour, minute, False)} point {english_digits(second)}{half}"
         if second and re.search(
@@ -174,9 +156,6 @@ class English(Reader):
             said = f"{english(over)} {one if over == 1 else 'halves' if under == 2 else one + 's'}"
             said = f"{self.number(whole)} and {'a' + said[3:] if over == 1 else said}" if whole else said
         return f"{said} {unit.many if whole else unit.en}" if unit else said + it.unit
-
-    def code(self, it: Quantity, at: Around) -> str:
-        return ("plus " if it.parts[0] == "+" else "") + super().code(it, at)
 
     def name(self, it: Quantity, at: Around) -> str:
         digits = it.digits

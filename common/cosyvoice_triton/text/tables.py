@@ -1,7 +1,9 @@
 """What `reading.txt` says: one table of units and currencies for all languages; words, contexts and rules of each."""
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,30 +86,32 @@ class Words:
     """The words and rules of one language. `functions`: by name, what rules may say of what they found."""
 
     def __init__(self, language: str, functions: Mapping[str, Callable[[str], object]]) -> None:
-        self.tables: dict[str, dict[str, str]] = {}
+        self.tables = defaultdict[str, dict[str, str]](dict)
         self.patterns = {"roman": ROMAN}
-        before, after = dict[str, list[str]](), dict[str, list[str]]()
-        for row in _SECTIONS.get(language, ()):
-            name, kind, words = re.fullmatch(r"(\w+)([=<>:]) (.*)", row).groups()  # type: ignore[union-attr]
+        before, after = defaultdict[str, list[str]](list), dict[str, str]()
+        for name, kind, words in re.findall(r"(?m)^(\w+)([=<>:]) (.*)", "\n".join(_SECTIONS.get(language, ()))):
             if kind == "=":
                 self.patterns[name] = words
             elif kind == ":":
                 pairs = (pair.rpartition("=") for pair in words.split())
-                self.tables.setdefault(name, {}).update({word: said.replace("_", " ") for word, _, said in pairs})
+                self.tables[name] |= {word or said: said.replace("_", " ") for word, _, said in pairs}
+            elif kind == "<":  # words of letters are whole words
+                before[name] += [" " * (language == "en") + word.replace("_", " ") for word in words.split()]
             else:
-                (before if kind == "<" else after).setdefault(name, []).append(words)
-        blank = " " if language == "en" else ""  # words of letters are whole words
-        self.contexts: dict[str, Context] = {
-            name: (
-                tuple(blank + word.replace("_", " ") for word in " ".join(before.get(name, ())).split()),
-                re.compile(rf"\s?(?:{'|'.join(after[name])})" if language == "zh" else "|".join(after[name]))
-                if name in after
-                else None,
+                after[name] = f"{after[name]}|{words}" if name in after else words
+        self.contexts = defaultdict[str, Context](lambda: ((), None))
+        for name in {**before, **after}:
+            pattern = (
+                re.compile(rf"\s?(?:{after[name]})" if language == "zh" else after[name]) if name in after else None
             )
-            for name in {**before, **after}
-        }
+            self.contexts[name] = tuple(before[name]), pattern
+        self.fillers = re.compile(self.patterns.get("fillers", r"\s+\Z"))
         self._functions = {**{name: self._word(name) for name in self.tables}, **functions}
         self.first, self.last, self.clean = (self._rules(f"{language} {name}") for name in ("first", "last", "clean"))
+
+    def expanded(self, name: str) -> str:
+        """Return a pattern by its name; one that never matches, or matches nothing, if there is none."""
+        return self.pattern(self.patterns.get(name, "" if name.endswith("end") else "(?!)")).pattern
 
     def pattern(self, written: str) -> re.Pattern[str]:
         """Return a pattern, in which «name» is any word of a table, or another pattern."""
@@ -164,3 +168,11 @@ class Words:
             return words
 
         return say
+
+
+@cache
+def shapes() -> list[tuple[str, str, str, re.Pattern[str]]]:
+    """Return what a quantity is by its shape: what may follow its first number, its sign, its kind and a pattern."""
+    of_dates = Words("shapes", {})
+    rows = (row.split(" ", 3) for row in _SECTIONS["shapes of quantities"])
+    return [(after.replace("_", " "), sign, kind, of_dates.pattern(shape)) for after, sign, kind, shape in rows]
