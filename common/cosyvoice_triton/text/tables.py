@@ -118,7 +118,7 @@ class Words:
 
         def named(found: re.Match[str]) -> str:
             if found[1] in self.patterns:
-                return self.patterns[found[1]]
+                return self.pattern(self.patterns[found[1]]).pattern
             words = sorted(self.tables[found[1]], key=len, reverse=True)
             either = (rf"[{word[0].upper()}{word[0]}]{word[1:]}" if word[0].islower() else word for word in words)
             return "|".join(either)
