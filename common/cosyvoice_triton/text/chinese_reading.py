@@ -19,8 +19,8 @@ class Chinese(Reader):
         if it.is_plain:
             return self.plain(it.digits, at)
         scale, sign, unit = it.scale, self.sign(it), it.unit
-        if not scale and not it.currency and "." in it.digits and (at("named") or "双" in at.before[-5:]):
-            month, day = it.digits.split(".")
+        if at("named") or "双" in at.before[-5:]:
+            month, _, day = it.digits.partition(".")
             return self.number(month) + (self.number(day) if len(month) > 1 else chinese_digits(day))
         if scale == "W" and not at("wan"):
             it, scale = it._replace(unit="W", scale=""), ""
@@ -37,7 +37,7 @@ class Chinese(Reader):
             it, scale = it._replace(parts=(f"{(Decimal(it.digits) * 10**power).normalize():f}",)), ""
         elif it.currency:
             it = it._replace(parts=(it.digits.removesuffix(".00"),))
-        two = it.digits == "2" and not it.power and (it.currency or it.unit or scale or (not it.sign and at("counted")))
+        two = it.digits == "2" and (it.unit or scale or (not it.sign and at("counted")))
         return sign + ("两" if two else self.powered(it)) + scale + self.unit_of(it)
 
     def plain(self, digits: str, at: Around) -> str:
@@ -59,13 +59,11 @@ class Chinese(Reader):
             return counted or (digits[1] in "05" and digits[0] in "056789" and at("generation"))
         if len(digits) < 2 or at("named"):
             return len(digits) > 2
-        if at("call") and (digits[0] not in "19" or len(digits) == 4):
-            return digits in self.words.tables["known"]
-        after = not at("counted") and re.search(
+        if not at("counted") and re.search(
             r"(?:[^零一二三四五六七八九十百]号[\s是为:：=]*|[A-Za-z] |[A-Z]·)\Z", at.before
-        )
-        title = len(digits) == 4 and at.before.endswith("《")
-        return bool(after) or title or super().is_code(digits, at)
+        ):
+            return True
+        return (len(digits) == 4 and at.before.endswith("《")) or super().is_code(digits, at)
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
         if first.is_plain and last.is_plain:
@@ -75,8 +73,6 @@ class Chinese(Reader):
                 return f"{chinese_digits(first.digits)}到{chinese_digits(last.digits)}"
             if at.before.endswith("第"):
                 return f"{self.number(first.digits)}到第{self.number(last.digits)}"
-            if re.search(r"[A-Z] \Z", at.before) and len(first.digits) > 2:
-                return f"{chinese_digits(first.digits)}杠{chinese_digits(last.digits)}"
             if first.digits == "2" and at("counted"):
                 return f"两到{self.said(last, '', at.after)}"
         if first.unit == last.unit and (first.unit in ("%", "％", "‰") or first.sign):
@@ -96,8 +92,6 @@ class Chinese(Reader):
         part = ""
         if half and not at("half"):
             part = "上午" if half[0] in "aA" else "晚上" if 5 < int(hour) < 12 else "下午"
-        if not int(hour) and not int(minute or 0):
-            return f"{part}零点"
         seconds = f"{self.number(second.lstrip('0'))}秒" if second.strip("0") else ""
         said = part + ("两" if int(hour) == 2 else chinese(int(hour)))
         if seconds and at("lasted"):
@@ -109,7 +103,7 @@ class Chinese(Reader):
 
     def slash(self, it: Quantity, at: Around) -> str:
         _, over, under = it.parts
-        if "血压" in at.before[-8:] or it.unit == "mmHg":
+        if "血压" in at.before[-8:]:
             return f"{self.number(over)}，{self.number(under)}{self.unit_of(it)}"
         return f"{self.number(over)}、{self.number(under)}" if at("list") else super().slash(it, at)
 
@@ -127,7 +121,7 @@ class Chinese(Reader):
             and not re.search(r"[A-Za-z]\Z", at.before)
         )
         said = self.number(whole) if number else chinese_digits(whole)
-        return "点".join([said, *map(chinese_digits if len(parts) == 1 else self.number, parts)])
+        return "点".join([said, *map(chinese_digits, parts)])
 
 
 def _is_score(at: Around) -> bool:

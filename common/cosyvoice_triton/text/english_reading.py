@@ -100,7 +100,7 @@ class English(Reader):
         if first.unit == last.unit != "%":
             first = first._replace(unit="")
         begin = self.number(first.digits) if first.is_plain else self.said(first, at.before, " to")
-        return f"{begin} to {self.number(last.digits) if last.is_plain else self.said(last, '', at.after)}"
+        return f"{begin} to {self.said(last, '', at.after)}"
 
     def date(self, it: Quantity, at: Around) -> str:
         year, month, day = it.parts
@@ -138,7 +138,7 @@ class English(Reader):
             if "odds" in at.before.lower():
                 return " to ".join(numbers)
             even = len(over + under) == 4 and (int(over) + int(under) == 100 or over == under)
-            known = (over, under) in (("24", "7"), ("9", "11")) or even or at("pair")
+            known = even or (over, under) in (("24", "7"), ("9", "11")) or at("pair")
             if known or ("0" in (over[0], under[0]) and not at("date")):
                 return " ".join(numbers)
             if len(over) > 2 and 30 < int(under) < int(over) < 300:
@@ -183,11 +183,8 @@ def _is_name(digits: str, after: str) -> bool:
 
 
 def _decade(digits: str) -> str:
-    century, tens = digits[:-2], digits[-2:]
-    if tens == "00" and century in ("", "20"):
-        return "two thousands"
-    said = english(int(tens)).removesuffix("y") + "ies" if tens != "00" else "hundreds"
-    return f"{english(int(century))} {said}" if century else said
+    said = _year(digits)
+    return f"{said[:-1]}ies" if said.endswith("y") else f"{said}s"
 
 
 def _clock(hour: str, minute: str, alone: bool) -> str:
