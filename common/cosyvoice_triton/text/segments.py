@@ -55,7 +55,7 @@ def expected_seconds(text: str, japanese: bool | None = None) -> float:
 
 @lru_cache(maxsize=64)  # of one text it is asked when that is divided, and again to bound the LLM's answer
 def _expected(text: str, japanese: bool) -> float:
-    text, phonemes = _PHONEME.subn("", text)
+    text, phonemes = _PHONEME.subn("", text) if "[" in text else (text, 0)
     characters = sum(map(_SECONDS[japanese].__getitem__, text))
     pauses = sum(seconds * len(mark.findall(text)) for mark, seconds in _PAUSES)
     return _PHONEME_SECONDS * phonemes + characters + pauses + _SPELLED_LETTER * sum(map(len, _SPELLED.findall(text)))
@@ -284,10 +284,10 @@ def fitting(sentence: str, seconds: Seconds, limit: float = SEGMENT_SECONDS) -> 
 
     It is split between clauses; a clause that does not fit between words, and a word that does not fit anywhere.
     """
-    whole = _Piece(sentence, seconds(sentence))
-    if whole.seconds <= limit:
+    # No character takes longer than half a second.
+    if len(sentence) <= 2 * limit or (taken := seconds(sentence)) <= limit:
         return [sentence] if is_speakable(sentence) else []
-    pieces = [whole]
+    pieces = [_Piece(sentence, taken)]
     for unit in _UNITS:
         pieces = [part for piece in pieces for part in _cut(piece, unit, seconds, limit)]
     return [piece.text for piece in pieces if is_speakable(piece.text)]
