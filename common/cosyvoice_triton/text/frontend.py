@@ -19,6 +19,7 @@ from cosyvoice_triton.text.markup import Pause, is_document, is_heard, left_out,
 from cosyvoice_triton.text.pronunciation import Pronouncer
 from cosyvoice_triton.text.quantities import Reader
 from cosyvoice_triton.text.segments import (
+    SEGMENT_SECONDS,
     closed,
     ended_as,
     expected_seconds,
@@ -175,8 +176,9 @@ class TextFrontend:
         own = asked.language if asked.fixed else language_of_sentence(sentence, asked.language, self.languages)
         if own is None:
             return sentence, own
-        # In parts that fit a segment: reading a long sentence at once would block every stream of the process.
-        parts = fitting(sentence, asked.seconds)
+        # In parts that fit a segment: reading a long sentence at once would block every stream of the process. No
+        # character takes longer than half a second.
+        parts = [sentence] if len(sentence) < 2 * SEGMENT_SECONDS else fitting(sentence, asked.seconds)
         words = "".join([normalized(part, own, asked.as_is, self._korean_words) for part in parts])
         if own == "ja" and self._kana:
             if self.warning and has_kanji(words):

@@ -284,8 +284,7 @@ def fitting(sentence: str, seconds: Seconds, limit: float = SEGMENT_SECONDS) -> 
 
     It is split between clauses; a clause that does not fit between words, and a word that does not fit anywhere.
     """
-    # No character takes longer than half a second.
-    if len(sentence) <= 2 * limit or (taken := seconds(sentence)) <= limit:
+    if (taken := seconds(sentence)) <= limit:
         return [sentence] if is_speakable(sentence) else []
     pieces = [_Piece(sentence, taken)]
     for unit in _UNITS:
