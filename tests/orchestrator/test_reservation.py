@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -56,18 +57,47 @@ def before_a_place(monkeypatch: pytest.MonkeyPatch) -> Install:
     return install
 
 
-def test_a_place_is_reserved_once_the_llm_has_started_but_before_a_new_voice_is_encoded(
-    before_a_place: Install,
+@pytest.mark.parametrize(
+    ("voice", "since_refusal", "crowd", "before"),
+    [
+        # What was done before the place was asked for: the voice was read, the LLM started, the voice encoded.
+        ("registered", math.inf, 0, {"read", "llm"}),
+        ("heard before", math.inf, 0, {"read", "llm"}),
+        ("new", math.inf, 0, {"read"}),
+        ("registered", CAREFUL_SECONDS, 0, {"read", "llm"}),
+        ("registered", 0.9 * CAREFUL_SECONDS, 0, set()),
+        ("heard before", 0.9 * CAREFUL_SECONDS, 0, set()),
+        ("new", 0.9 * CAREFUL_SECONDS, 0, set()),
+        ("registered", math.inf, CROWD, set()),
+        ("new", math.inf, CROWD, set()),
+    ],
+)
+def test_when_a_place_is_asked_for(
+    voice: str, since_refusal: float, crowd: int, before: set[str], before_a_place: Install
 ) -> None:
-    pipeline, before = Pipeline(FakeLM(*one_by_one(18))), list[tuple[int, int]]()
+    now = [100.0]
+    pipeline = Pipeline(FakeLM(*one_by_one(18)), clock=lambda: now[0])
+    pipeline.voices["anna"] = fake_prompt(0)
+    request = SynthesisRequest("hello", "anna") if voice == "registered" else speech_request()
+    if voice == "heard before":
+        pipeline.run(pipeline.synthesize(request))
+    if since_refusal < math.inf:
+        refuse(pipeline)
+        now[0] += since_refusal
+    pipeline.synthesizer._beginning = crowd
+    pipeline.llm.prompts, pipeline.encoder.started, pipeline.encoder.ended = [], [], []
+    done, read = list[set[str]](), pipeline.synthesizer._read
+    seen = set[str]()
+    pipeline.synthesizer._read = lambda of: seen.add("read") or read(of)  # type: ignore[method-assign, func-returns-value]
 
     async def wait() -> None:
+        if "llm" in before:
+            await run_until(lambda: pipeline.llm.prompts != [])
         await settle()
-        before.append((len(pipeline.encoder.started), len(pipeline.llm.prompts)))
+        done.append(seen | ({"llm"} if pipeline.llm.prompts else set()) | set(pipeline.encoder.started))
 
     before_a_place(wait)
-    assert pipeline.run() and pipeline.run()
-    assert before == [(0, 0), (3, 2)]
+    assert pipeline.run(pipeline.synthesize(request)) and done == [before]
 
 
 def test_a_refusal_of_a_known_voice_ends_the_llms_request() -> None:
@@ -80,27 +110,13 @@ def test_a_refusal_of_a_known_voice_ends_the_llms_request() -> None:
     assert len(pipeline.llm.prompts) == 2 and [stream.aborts for stream in pipeline.token2wav.streams][1:] == [0]
 
 
-def refused(now: list[float]) -> Pipeline:
-    """A pipeline whose first listener was refused at 100 s."""
-    refusal = OverloadedError("9 listeners are served", 3.0)
-    pipeline = Pipeline(FakeLM([1]), token2wav=FakeToken2Wav(failures={"reserve": refusal}), clock=lambda: now[0])
+def refuse(pipeline: Pipeline) -> None:
+    """Let token2wav refuse a listener, and no later one."""
+    pipeline.token2wav.failures = {"reserve": OverloadedError("9 listeners are served", 3.0)}
     with pytest.raises(OverloadedError, match="9 listeners"):
-        pipeline.run()
-    assert pipeline.llm.open == 0 and [stream.aborts for stream in pipeline.token2wav.streams] == [0]
-    pipeline.llm.prompts.clear()
-    for calls in (pipeline.encoder.started, pipeline.encoder.ended):
-        calls.clear()
-    return pipeline
-
-
-def test_after_a_refusal_others_cost_neither_the_llm_nor_the_prompt_models_anything() -> None:
-    """At several times the capacity, what refusals cost would be taken from those who were admitted."""
-    now = [100.0]
-    pipeline = refused(now)
-    now[0] += 0.9 * CAREFUL_SECONDS
-    with pytest.raises(OverloadedError, match="9 listeners"):
-        pipeline.run()
-    assert pipeline.llm.prompts == [] and pipeline.encoder.started == []
+        pipeline.run(pipeline.synthesize(SynthesisRequest("hello", "anna")))
+    assert pipeline.llm.open == 0 and pipeline.token2wav.streams[-1].aborts == 0
+    pipeline.token2wav.failures = {}
 
 
 def test_a_refusal_is_the_reason_where_the_llm_has_no_place_either(before_a_place: Install) -> None:
@@ -119,32 +135,12 @@ def test_a_refusal_is_the_reason_where_the_llm_has_no_place_either(before_a_plac
         pipeline.run(pipeline.synthesize(SynthesisRequest("hello", "anna")))
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_after_a_refusal_work_waits_for_places_for_some_time(
-    later: bool, monkeypatch: pytest.MonkeyPatch, before_a_place: Install
-) -> None:
-    now = [100.0]
-    pipeline, prepared = refused(now), list[str]()
-    pipeline.voices["anna"] = fake_prompt(0)  # a voice that is known
-    monkeypatch.setattr(pipeline.texts, "transcript", lambda text, normalize: prepared.append(text) or text)
-    pipeline.token2wav.failures = {}
-
-    async def wait() -> None:
-        if later:  # the LLM starts early again
-            await run_until(lambda: len(pipeline.llm.prompts) == 1)
-            return
-        await settle()
-        assert pipeline.llm.prompts == [] and pipeline.encoder.started == [] and prepared == []
-
-    now[0] += CAREFUL_SECONDS if later else 0.9 * CAREFUL_SECONDS
-    before_a_place(wait)
-    assert pipeline.run(pipeline.synthesize(SynthesisRequest("hello", "anna")))
-
-
 def test_a_refusal_answers_all_who_come_in_the_next_moment() -> None:
     """Before their requests are read, and without asking token2wav again."""
     now = [100.0]
-    pipeline = refused(now)
+    pipeline = Pipeline(FakeLM([1]), clock=lambda: now[0])
+    pipeline.voices["anna"] = fake_prompt(0)
+    refuse(pipeline)
     for check in (pipeline.synthesizer.refusal.check, pipeline.run):
         with pytest.raises(OverloadedError, match="9 listeners"):
             check()

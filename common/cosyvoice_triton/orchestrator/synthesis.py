@@ -13,16 +13,16 @@ most one segment ahead of token2wav. A text in pieces is one segment, for which 
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from cosyvoice_triton.audible import SilenceTrimmer
-from cosyvoice_triton.constants import HOP_SAMPLES, MEL_RATE, ONSET_TOKENS, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
+from cosyvoice_triton.constants import HOP_SAMPLES, MEL_RATE, ONSET_TOKENS, SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.llm.interface import LLMPrompt, SpeechLM
 from cosyvoice_triton.llm.interleaving import InterleavedLM
@@ -34,6 +34,7 @@ from cosyvoice_triton.orchestrator.rendering import SegmentRenderer
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort, Token2WavSequence
 from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter, TokenBuffer
+from cosyvoice_triton.orchestrator.voice_in_use import VoiceInUse
 from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.refusals import LastRefusal
 from cosyvoice_triton.tasks import TaskScope
@@ -257,30 +258,19 @@ class Synthesizer:
         if self._clock() < self._careful_until or self._beginning > CROWD:
             await place.held()
         voice, words = await scope.result(asyncio.to_thread(self._read, request))  # a network disk can hang
-        prompts = self._prompts[request.trim_reference]
-        known = prompts.get(voice) if isinstance(voice, Recording) else None
-        ready = known.of(voice) if known is not None and isinstance(voice, Recording) else voice
-        if not isinstance(ready, Prompt):
-            await place.held()
-        if isinstance(voice, Recording):
-            judgement = await self._judged(voice, scope, on_warning)
-            if known is None and request.trim_reference:
-                ready = judgement.mended(voice)
-        # Of tokens, mel and x-vector. None for a prompt: each task would have its turn before the LLM is asked.
-        encoding = [] if isinstance(ready, Prompt) else self._encoded(ready, scope)
+        used = await self._use(voice, request, scope, place, on_warning)
         instruction, continued = self._style(request, voice, on_warning)
         prepare = partial(self._prepared, request, voice.text, words, on_warning)
-        in_loop = isinstance(ready, Prompt) and len(request.target_text) + len(voice.text) <= SHORT_TEXT
+        in_loop = used.known is not None and len(request.target_text) + len(voice.text) <= SHORT_TEXT
         transcript, text, texts = prepare() if in_loop else await scope.result(asyncio.to_thread(prepare))
-        kept = await _kept(ready, encoding, scope) if continued else None
+        continues = await used.llm_tokens() if continued else None
         played = request.played and first is not None
-        silent, urgent = self._onset_tokens(request), 0
-        if played:
-            urgent = self._rules.first_context(None if kept is None else len(kept), short=short, silent=silent)
-        leading = self._silent_tokens if request.trim_silence else ()
+        silent, leading = self._onset_tokens(request), self._silent_tokens if request.trim_silence else ()
+        context = None if continues is None else len(continues)
+        urgent = self._rules.first_context(context, short=short, silent=silent) if played else 0
         llm_prompt = LLMPrompt("", instruction=instruction, urgent_tokens=urgent, silent_tokens=leading, played=played)
-        if kept is not None:
-            llm_prompt = replace(llm_prompt, prompt_text=transcript, prompt_tokens=kept)
+        if continues is not None:
+            llm_prompt = replace(llm_prompt, prompt_text=transcript, prompt_tokens=continues)
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
         long_silence = () if request.source is not None else self._long_silence  # a conversion keeps its pauses
@@ -290,16 +280,36 @@ class Synthesizer:
         else:
             work = self._generate_whole(request, llm_prompt, segments, new_buffer(0.0))
         scope.spawn(place.unless_refused(work))
-        place.ask()  # after the LLM was started
-        if isinstance(ready, Prompt):
-            prompt = ready
-        else:
-            tokens, mel, embedding = [await scope.result(part) for part in encoding]
-            prompt = Prompt.aligned(tokens, mel, embedding, voice.text, voice.instruction)
-        if known is None and isinstance(voice, Recording):
-            prompts.put(voice, prompt)
+        place.ask()
+        prompt = await used.prompt()
+        if used.parts and isinstance(voice, Recording):
+            self._prompts[request.trim_reference].put(voice, prompt)
         await place.held()
         return prompt, segments
+
+    async def _use(
+        self,
+        voice: Recording | Prompt | Mix,
+        request: SynthesisRequest,
+        scope: TaskScope,
+        place: Place,
+        on_warning: OnWarning,
+    ) -> VoiceInUse:
+        """Return the voice with its prompt, or with the tasks that compute it once there is a place."""
+        if isinstance(voice, Prompt):
+            return VoiceInUse(voice, scope, voice)
+        cached = self._prompts[request.trim_reference].get(voice) if isinstance(voice, Recording) else None
+        if cached is None:
+            await place.held()
+        source = voice
+        if isinstance(voice, Recording):
+            judgement = await self._judged(voice, scope, on_warning)
+            source = judgement.mended(voice) if request.trim_reference else voice
+            if cached is not None:
+                return VoiceInUse(voice, scope, cached.of(voice))
+        used = VoiceInUse(voice, scope)
+        used.encode(source, self._encoder)
+        return used
 
     def _style(
         self, request: SynthesisRequest, voice: Recording | Prompt | Mix, on_warning: OnWarning
@@ -345,14 +355,6 @@ class Synthesizer:
             on_warning,
         )
         return spelled, next(texts, None), texts
-
-    def _encoded(self, voice: Recording | Mix, scope: TaskScope) -> list[asyncio.Task[np.ndarray]]:
-        """Return the tasks that compute tokens, mel and x-vector."""
-        if isinstance(voice, Mix):
-            embedding = voice.embedding(self._encoder.embedding)
-            return [scope.spawn(part) for part in (_completed(voice.tokens), _completed(voice.mel), embedding)]
-        encoder = self._encoder
-        return [scope.spawn(part(voice)) for part in (encoder.tokens, encoder.mel, encoder.embedding)]
 
     async def _generate(
         self,
@@ -400,28 +402,7 @@ class Synthesizer:
         await segments.put(None)
 
 
-async def _kept(voice: Recording | Prompt | Mix, encoding: Sequence[asyncio.Task[Any]], scope: TaskScope) -> list[int]:
-    """Return the voice's speech tokens for the LLM: those that its prompt has."""
-    if isinstance(voice, Prompt):
-        tokens = voice.tokens
-    else:
-        tokens = (await scope.result(encoding[0]))[: len(await scope.result(encoding[1])) // TOKEN_MEL_RATIO]
-    kept: list[int] = tokens.tolist()
-    return kept
-
-
-async def _prompt(voice: Recording | Prompt | Mix, encoding: Sequence[asyncio.Task[Any]], scope: TaskScope) -> Prompt:
-    if isinstance(voice, Prompt):
-        return voice
-    tokens, mel, embedding = [await scope.result(part) for part in encoding]
-    return Prompt.aligned(tokens, mel, embedding, voice.text)
-
-
 def _silence(segment: TokenBuffer | Pause) -> np.ndarray:
     """Return the pause before a segment, or a pause at the end, as (N,) float32: whole frames."""
     seconds = segment.seconds if isinstance(segment, Pause) else segment.pause
     return np.zeros(round(seconds * MEL_RATE) * HOP_SAMPLES, np.float32)
-
-
-async def _completed(part: np.ndarray) -> np.ndarray:
-    return part

@@ -1,0 +1,47 @@
+"""The voice of a request, whose prompt is known or being computed."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cosyvoice_triton.constants import TOKEN_MEL_RATIO
+from cosyvoice_triton.tasks import TaskScope
+from cosyvoice_triton.voice.mix import Mix
+from cosyvoice_triton.voice.prompt import Prompt, PromptEncoder, Recording
+
+
+@dataclass
+class VoiceInUse:
+    """A voice and its prompt. known: None while `parts`, the tasks of tokens, mel and x-vector, compute it."""
+
+    voice: Recording | Prompt | Mix
+    scope: TaskScope
+    known: Prompt | None = None
+    parts: Sequence[asyncio.Task[Any]] = ()
+
+    def encode(self, source: Recording | Mix, encoder: PromptEncoder) -> None:
+        """Begin to compute the prompt of `source`, which may be the voice's recording without its silence."""
+        if isinstance(source, Mix):
+            work = [_completed(source.tokens), _completed(source.mel), source.embedding(encoder.embedding)]
+        else:
+            work = [part(source) for part in (encoder.tokens, encoder.mel, encoder.embedding)]
+        self.parts = [self.scope.spawn(part) for part in work]
+
+    async def llm_tokens(self) -> list[int]:
+        """Return the speech tokens that the LLM continues: those of the prompt, before its x-vector is known."""
+        if self.known is not None:
+            return self.known.tokens.tolist()
+        tokens, mel = [await self.scope.result(part) for part in self.parts[:2]]
+        return tokens[: len(mel) // TOKEN_MEL_RATIO].tolist()
+
+    async def prompt(self) -> Prompt:
+        """Return the prompt as soon as all of it is known. Raises what a network raises."""
+        if self.known is None:
+            tokens, mel, embedding = [await self.scope.result(part) for part in self.parts]
+            self.known = Prompt.aligned(tokens, mel, embedding, self.voice.text, self.voice.instruction)
+        return self.known
+
+
+async def _completed(part: Any) -> Any:
+    return part
