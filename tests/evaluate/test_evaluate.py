@@ -5,13 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.cli.evaluate import main
 from cosyvoice_triton.demo_checkpoint import TRAINED
-from cosyvoice_triton.evaluate import speech
+from cosyvoice_triton.evaluate import report, speech
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.voice.audio import load_recording
+from matplotlib.image import imread
 
 from tests.support.evaluation import OF_THE_DEMO_VOICE
 
@@ -34,6 +36,25 @@ def test_utterances_are_spoken_whole_and_streamed(demo_models: Path, tmp_path: P
     assert len(whole.outcome.arrivals) == 1 < len(streamed.outcome.arrivals)  # type: ignore[union-attr]  # both were answered
 
 
+def test_onsets_are_drawn_before_and_after_their_silence_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speech, "ONSETS", 2)
+    models, output = tmp_path / "models", tmp_path / "out"
+    steps.demo(models)
+    sentences = [Sample(name, "Hello there.", speaker=name[:3]) for name in ("slt", "rms", "slt2")]
+    options = StackOptions(models_dir=models, device="cpu")
+    (row,) = speech.spoken(options, sentences, [None], ["streaming"], 1, output)
+    *onsets, last = row[1]
+    assert last.untrimmed is None and len(onsets) == 2
+    for each in onsets:
+        assert each.wave is not None and each.untrimmed is not None
+        assert (leading_silence(each.untrimmed) or 0) > 0.04 >= (leading_silence(each.wave) or 0)
+    assert report.plot_onsets([row, ("upstream", [last])], output) == ["onsets-dit.png"]
+    height, width, _ = imread(output / "onsets-dit.png").shape
+    assert width > 3 * height, "two rows of two"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stack", ["dit", "unet"])
@@ -42,9 +63,10 @@ def test_the_demo_voice_speaks_as_well_as_it_did(stack: str, models: Path, tmp_p
     steps.demo(models, stack)
     given = [str(models), "--stack", stack, "--data", str(SENTENCES), "--limit", "2", "--output", str(output)]
     assert main([*given, "--device", "cpu", "--require", *OF_THE_DEMO_VOICE]) == 0
-    report = json.loads((output / "report.json").read_text())
-    assert len(report["answers"][stack]) == len(list((output / stack).glob("*.wav"))) == 2
-    assert all(report["rows"][0][name] is not None for name in ("rtf", "first_chunk_ms", "leading_silence_ms"))
+    content = json.loads((output / "report.json").read_text())
+    assert len(content["answers"][stack]) == len(list((output / stack).glob("*.wav"))) == 2
+    assert (output / f"onsets-{stack}.png").is_file() and f"(onsets-{stack}.png)" in (output / "report.md").read_text()
+    assert all(content["rows"][0][name] is not None for name in ("rtf", "first_chunk_ms", "leading_silence_ms"))
 
 
 def test_the_set_of_seed_tts_is_read_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

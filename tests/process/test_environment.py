@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.monitoring import faults
@@ -76,19 +75,6 @@ def test_unknown_faults_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         faults.take("nan_mel")
     with pytest.raises(ValueError, match="TTS_TEST_FAULTS=/nowhere is not a directory"):
         ModelEnvironment.read({"TTS_TEST_FAULTS": "/nowhere"})
-
-
-def test_the_audio_of_tokens_that_a_test_lists_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the second chunk, whose audio begins with what the first one withheld: token 5 of 3, 5, 4."""
-    audio = np.ones(2 * faults.TOKEN_SAMPLES, np.float32)
-    faults.mute_silent_tokens(audio, np.array([3, 5, 4]), faults.TOKEN_SAMPLES // 2)
-    assert audio.all()
-    monkeypatch.setenv(TEST_FAULTS, str(tmp_path))
-    (tmp_path / "silent_tokens").write_text("[5, 6]")
-    for _ in range(2):
-        faults.mute_silent_tokens(audio, np.array([3, 5, 4]), faults.TOKEN_SAMPLES // 2)
-    half = faults.TOKEN_SAMPLES // 2
-    assert audio[:half].all() and not audio[half:][: 2 * half].any() and audio[3 * half :].all()
 
 
 def test_without_a_collector_nothing_is_imported() -> None:

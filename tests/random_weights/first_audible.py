@@ -3,13 +3,12 @@
     python -m tests.random_weights models/leading --weights random-full --leading-silence
     python -m tests.random_weights.first_audible models/leading --stack cosyvoice3 --output out/first_audible.json
 
-The LLM begins with as many silent tokens as official ones, whose audio is made silent by a fault of the tests. Each
-load runs with `trim_silence` off and on by turns, on one server. Prints a row for each run and writes all figures.
+The LLM begins with as many silent tokens as official ones, whose audio `silence.py` makes silent. Each load runs with
+`trim_silence` off and on by turns, on one server. Prints a row for each run and writes all figures.
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,13 +19,12 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.api import Server
 from cosyvoice_triton.arguments import command_parser, positive_int, reporting_errors
 from cosyvoice_triton.load.report import table
-from cosyvoice_triton.monitoring.environment import TEST_FAULTS
 from cosyvoice_triton.prepare.steps import VOICE, first_voice
 from cosyvoice_triton.server.options import parse_settings
 from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.tritonserver import free_port
 
-from tests.random_weights.llm import SILENT_IDS
+from tests.random_weights import silence
 from tests.support.waiting import until
 
 TEXT = "The weather is nice today and we are going to the park. Please send the report to my office before four."
@@ -65,8 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     found: list[dict[str, Any]] = []
     lines: list[list[object]] = []
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "silent_tokens").write_text(json.dumps(list(SILENT_IDS)), encoding="utf-8")
-        os.environ[TEST_FAULTS] = folder
+        silence.register(args.stack, Path(folder))
         settings = {"min_token_ratio": "20", "max_token_ratio": "20"} | parse_settings(args.settings)
         options = {"stack": args.stack, "device": args.device, "llm_engine": args.llm_engine, "settings": settings}
         with Server(args.models, **options) as server:

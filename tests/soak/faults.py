@@ -57,12 +57,11 @@ class FaultKind:
 
 
 FATAL: tuple[Fault, ...] = ("gpu_error", "token2wav_thread", "llm_thread")  # the model cannot go on
-LASTING: tuple[Fault, ...] = ("silent_tokens",)  # is no failure, and lasts: for measurements
 SOFT = (
     *(
         FaultKind("file", fault, errors=0 if fault == "out_of_memory" else 1)
         for fault in get_args(Fault)
-        if fault not in (*FATAL, *LASTING)
+        if fault not in FATAL
     ),
     *(FaultKind("stop", process) for process in ("tritonserver", "speech")),
 )

@@ -12,21 +12,28 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.audio.spoken import spoken_words, text_of
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
+from cosyvoice_triton.speech_service.bodies import SpeechRequest
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.outcomes import MOST, Outcomes
+from cosyvoice_triton.speech_service.routes.realtime_response import Response
 from cosyvoice_triton.speech_service.security.guard import API_KEY
 from websockets.sync.client import connect
 
 from tests.support.speech_fixtures import receive, send, stubbed, until
-from tests.support.triton_stub import TritonStub
+from tests.support.triton_stub import TritonStub, texts_of
 from tests.support.waiting import Clock
 
 TEXT = "One two three four. Five six seven eight."
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with stubbed(TritonStub()) as served:
+def stub() -> TritonStub:
+    return TritonStub()
+
+
+@pytest.fixture(scope="module")
+def url(stub: TritonStub) -> Iterator[str]:
+    with stubbed(stub) as served:
         yield served
 
 
@@ -111,6 +118,59 @@ def test_a_truncated_response_has_the_words_that_were_heard_and_its_outcome_is_k
         assert cancelled["status_details"]["words"][0]["word"] == "endless"
     for name, status in ((done["id"], "completed"), (cancelled["id"], "gone")):
         assert httpx.get(f"{url}/v1/audio/speech/{name}").json()["status"] == status
+
+
+def test_the_rest_of_a_response_is_replaced_or_dropped_where_a_segment_ends(stub: TritonStub, url: str) -> None:
+    """The stub says that each of its chunks is a segment of the whole text: the first one has all of its words."""
+    with connect(url.replace("http", "ws") + "/v1/realtime") as socket:
+        send(socket, "response.replace", text="Too early.")
+        assert receive(socket, "error")[-1]["error"]["code"] == "response_replace_not_active"
+        send(socket, "response.create", response={"instructions": "endless talk"})
+        receive(socket, "response.output_audio.delta")
+        for wrong in ({"text": 1}, {"text": "a" * 4090}, {"text": "a", "audio_end_ms": "1"}):
+            send(socket, "response.replace", **wrong)
+            assert receive(socket, "error")[-1]["error"]["param"] in ("text", "audio_end_ms")
+        send(socket, "response.replace", text="endless again")
+        told = receive(socket, "response.replaced")[-1]
+        assert [word["word"] for word in told["words"][:2]] == ["endless", "talk"] and told["dropped"] == ""
+        send(socket, "response.replace", text="Never this.", audio_end_ms=0)
+        send(socket, "response.replace", text="quick one", audio_end_ms=0)
+        first, second = (receive(socket, "response.replaced")[-1] for _ in range(2))
+        assert (first["dropped"], second["words"], second["dropped"]) == ("Never this.", [], "")
+        done = receive(socket, "response.done")[-1]["response"]
+        assert [texts_of(each)["target_text"] for each in list(stub.requests)[-3:]] == [
+            "endless talk",
+            "endless again",
+            "quick one",
+        ]
+        text = done["output"][0]["content"][0]["transcript"]
+        assert text == "endless talk endless again quick one" and done["status"] == "completed"
+        assert done["usage"]["input_tokens"] == len(text) - 2
+        send(socket, "response.create", response={"instructions": "endless talk"})
+        receive(socket, "response.output_audio.delta")
+        send(socket, "response.replace", text="")
+        assert receive(socket, "response.done")[-1]["response"]["status"] == "completed"
+
+
+def test_what_no_complete_segment_has_is_dropped() -> None:
+    """Also where a number is spoken as more words than it is written."""
+
+    def replaced(text: str, *segments: str) -> tuple[str, str]:
+        made = Response(SpeechRequest(input=text), {}, answer=answer(*segments, seconds=9.0))
+        assert made.answer is not None
+        made.replace(made.answer, "Or this.", (), None)
+        assert made.answer.instead is not None and made.waiting == "Or this."
+        made.answer.instead()
+        assert made.replaced is not None and made.waiting is None
+        return made.replaced["dropped"], made.wanted.input
+
+    assert replaced(TEXT, "One two three four. ") == ("Five six seven eight.", "One two three four. Or this.")
+    assert replaced(TEXT, TEXT) == ("", f"{TEXT} Or this.")
+    assert replaced(TEXT) == (TEXT, "Or this.")
+    assert replaced("It is 1,250 km. It is far, it is.", "It is one thousand two hundred fifty kilometers. ")[0] == (
+        "It is far, it is."
+    )
+    assert replaced("你好世界。再见。", "你好世界。") == ("再见。", "你好世界。Or this.")
 
 
 def test_how_an_answer_ended_is_told_by_its_request_id(url: str) -> None:

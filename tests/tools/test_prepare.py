@@ -15,8 +15,10 @@ import pytest
 import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import prepare, render, wait_ready
+from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.prepare import hub, steps, transfer
 from cosyvoice_triton.runtimes import plans
+from cosyvoice_triton.voice import silent_tokens
 from cosyvoice_triton.voice.files import read_spk2info
 
 from tests.conftest import ROOT
@@ -91,6 +93,31 @@ def test_only_files_that_are_read_are_downloaded_and_the_llm_can_be_chosen(
     assert voice.stat().st_size > 0 and voice.with_suffix(".txt").read_text().startswith("Your call is now first")
     assert prepare.main(["download", str(tmp_path), "--stack", "unet", "--rl"]) == 1
     assert "the unet stack has one LLM only" in capsys.readouterr().err
+
+
+def test_the_silent_tokens_of_a_checkpoint_are_found_once_and_kept(
+    remote: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack, folder = stacks.UNET, tmp_path / stacks.UNET.checkpoint
+    remote.files |= {name: (TRAINED / stack.checkpoint / name).read_bytes() for name in stack.files}
+    base = [f"{stack.llm.base}/{name}" for name in ("config.json", "vocab.json", "merges.txt")]
+    remote.files |= dict.fromkeys([stack.llm.weights, *base], b"{}")
+    (tmp_path / stack.llm.directory).mkdir()
+    (tmp_path / stack.llm.directory / "config.json").write_text("{}")
+    command = ["download", str(tmp_path), "--stack", stack.name]
+    assert prepare.main(command) == 0
+    kept = folder / silent_tokens.FILE
+    assert f"{kept}: made, " in capsys.readouterr().out
+    assert kept.read_bytes() == (TRAINED / stack.checkpoint / silent_tokens.FILE).read_bytes()
+    monkeypatch.setattr(silent_tokens, "AudioTokenizer", None)  # nothing is tokenized again, also by the first start
+    assert prepare.main(command) == 0 and f"{kept}: exists already, " in capsys.readouterr().out
+    assert silent_tokens.silent_tokens(folder, stack) and {
+        path.name for path in folder.iterdir() if path.is_file()
+    } == {
+        *stack.files,
+        stack.llm.weights,
+        silent_tokens.FILE,
+    }
 
 
 def test_a_server_that_ignores_where_to_go_on_sends_the_whole_file(remote: FakeHub, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ Judges are optional: pip install 'cosyvoice-triton[evaluate]' for Moonshine (wor
 install --no-deps Resemblyzer for speaker similarity. One that is not installed is named and its column left out.
 --recogniser is a program that prints a line for each of the files that {wav} becomes.
 
-Writes the audio, report.md, report.json and report.png to --output. The exit code is 1 if a requirement is missed.
+Writes the audio, report.md, report.json, report.png and pictures of ten onsets, which are spoken once more with their
+silence, to --output. The exit code is 1 if a requirement is missed.
 """
 
 import argparse
@@ -132,7 +133,8 @@ def run(args: argparse.Namespace, command: str) -> int:
     found = {name: panel.judge(name, answers) for name, answers in spoken}
     rows = [report.summary(name, answers) for name, answers in found.items()]
     about = f"{args.set}, {len(sentences)} sentences; {platform.platform()}, host {host_ms():.1f} ms"
-    write(args.output, f"{about}. `cosyvoice-triton evaluate {command}`", rows, found, sentences)
+    pictures = report.plot_onsets(spoken, args.output)
+    write(args.output, f"{about}. `cosyvoice-triton evaluate {command}`", rows, found, sentences, pictures)
     missed = [line for row in rows for each in args.require if (line := each.missed_by(row))]
     for line in missed:
         print(f"missed: {line}", file=sys.stderr)
@@ -145,11 +147,13 @@ def write(
     rows: Sequence[report.Row],
     found: Mapping[str, Sequence[dict[str, Any]]],
     sentences: Sequence[Sample],
+    pictures: Sequence[str],
 ) -> None:
-    """Print the table and write the three files of the report."""
+    """Print the table and write the three files of the report. pictures: that it shows beside its own."""
     table = report.markdown(rows)
     print(table)
-    (output / "report.md").write_text(f"{about}\n\n{table}\n", encoding="utf-8")
+    shown = "".join(f"\n![{name}]({name})\n" for name in ("report.png", *pictures))
+    (output / "report.md").write_text(f"{about}\n\n{table}\n{shown}", encoding="utf-8")
     answers = {
         name: [{"id": each.id, **figures} for each, figures in zip(sentences, row, strict=True)]
         for name, row in found.items()
@@ -157,7 +161,7 @@ def write(
     content = {"about": about, "rows": rows, "answers": answers}
     (output / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     report.plot(found, about, output / "report.png")
-    print(f"written to {output}: the audio, report.md, report.json, report.png")
+    print(f"written to {output}: the audio, {', '.join(('report.md', 'report.json', 'report.png', *pictures))}")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cosyvoice_triton.audible import leading_silence
+from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.evaluate.speech import SpokenSentence
 from cosyvoice_triton.load.plot import figure, save
 
@@ -40,6 +41,7 @@ COLUMNS = {
     "clipped": Column("clipped", ".1%"),
 }
 FULL_SCALE = 0.98  # HiFT limits its audio to 0.99
+ONSET_SECONDS, ONSET_SCALE = 0.6, 0.1  # of a picture; its height is this share of the answer's, for breaths and an f
 
 
 @dataclass(frozen=True)
@@ -135,3 +137,31 @@ def plot(found: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: Pat
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
     save(picture, path)
+
+
+def plot_onsets(spoken: Sequence[tuple[str, Sequence[SpokenSentence]]], output: Path) -> list[str]:
+    """Draw how the first answers of each row begin, before and after their silence is cut, with the onset that
+    `audible` finds; return the names of the pictures. Rows that were read from folders have none."""
+    names = []
+    for name, answers in spoken:
+        pairs = [(each.sample.target_text, each.untrimmed, each.wave) for each in answers if each.untrimmed is not None]
+        shown = [(text, before, after) for text, before, after in pairs if after is not None]
+        if not shown:
+            continue
+        picture, axes = figure(len(shown), 2, 12, 1.6 * len(shown))
+        for panels, (text, before, after) in zip(axes, shown, strict=True):
+            _draw_onset(panels[0], f"before: {text[:50]}", before)
+            _draw_onset(panels[1], "after", after)
+        names.append(f"onsets-{name}.png")
+        save(picture, output / names[-1])
+    return names
+
+
+def _draw_onset(panel: Any, title: str, wave: np.ndarray) -> None:
+    begin, most = wave[: round(ONSET_SECONDS * SAMPLE_RATE)], float(np.abs(wave).max(initial=1e-3))
+    panel.plot(1000 * np.arange(begin.size) / SAMPLE_RATE, begin, linewidth=0.5)
+    if (silence := leading_silence(wave)) is not None:
+        panel.axvline(1000 * silence, color="tab:red", label=f"onset, {1000 * silence:.0f} ms")
+        panel.legend(fontsize=7, loc="upper right")
+    panel.set_title(title, fontsize=8, loc="left")
+    panel.set(xlim=(0, 1000 * ONSET_SECONDS), ylim=(-ONSET_SCALE * most, ONSET_SCALE * most))

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +23,7 @@ from cosyvoice_triton.voice.prompt import Recording
 
 OWN = "own"
 HERE = "this process"
+ONSETS = 10  # answers of a row that are spoken once more, with their silence
 # The lists of seed-tts-eval's folder `seedtts_testset`, whose recordings lie beside them in prompt-wavs/.
 SETS = {"seed-tts-en": Path("en/meta.lst"), "seed-tts-zh": Path("zh/meta.lst"), OWN: Path()}
 
@@ -32,12 +33,14 @@ class SpokenSentence:
     """One sentence spoken once.
 
     wave: float32 (N,) at 24 kHz; None if it failed. outcome: times and chunks, unless it was read from a folder.
+    untrimmed: the same speech with the silence at its ends, of the first ONSETS answers of a stack.
     """
 
     sample: Sample
     path: Path
     wave: np.ndarray | None = field(repr=False)
     outcome: RequestOutcome | None = None
+    untrimmed: np.ndarray | None = field(default=None, repr=False)
 
 
 def read_set(name: str, data: Path, limit: int | None) -> list[Sample]:
@@ -65,20 +68,25 @@ def spoken(
         for rate, mode in itertools.product(rates, modes):
             name = options.stack + (f"-{rate}" if rate else "") + ("-whole" if mode == "offline" else "")
             jobs = [LoadJob(each.id, _utterance(each, seed, rate)) for seed, each in enumerate(samples)]
-            load = Load(
-                servers=[HERE],
-                model=options.orchestrator,
-                mode=mode,
-                jobs=jobs,
-                warmup=jobs[:MIN_WARMUP],
-                tasks=tasks,
-                audio_dir=output / name,
-            )
-            run = measured(load, name, 5, {HERE: SpeakerDoor(speaker, mode)})
-            if run.interrupted:
-                raise KeyboardInterrupt
-            outcomes = {outcome.id: outcome for outcome in run.outcomes}
-            yield name, [_answer(each, output / name, outcomes.get(each.id)) for each in samples]
+            load = Load(servers=[HERE], model=options.orchestrator, mode=mode, jobs=jobs, tasks=tasks)
+            answers = _answers(replace(load, warmup=jobs[:MIN_WARMUP]), speaker, samples, output / name)
+            whole = [LoadJob(job.id, _untrimmed(job.base)) for job in jobs[:ONSETS]]
+            others = _answers(replace(load, jobs=whole), speaker, samples[:ONSETS], output / f"{name}-untrimmed")
+            onsets = [replace(one, untrimmed=other.wave) for one, other in zip(answers, others, strict=False)]
+            yield name, [*onsets, *answers[ONSETS:]]
+
+
+def _answers(load: Load, speaker: Speaker, samples: Sequence[Sample], folder: Path) -> list[SpokenSentence]:
+    """Return the answer for each sample; their audio is kept in the folder."""
+    run = measured(replace(load, audio_dir=folder), folder.name, 5, {HERE: SpeakerDoor(speaker, load.mode)})
+    if run.interrupted:
+        raise KeyboardInterrupt
+    outcomes = {outcome.id: outcome for outcome in run.outcomes}
+    return [_answer(each, folder, outcomes.get(each.id)) for each in samples]
+
+
+def _untrimmed(utterance: Utterance) -> Utterance:
+    return replace(utterance, parameters={**utterance.parameters, "trim_silence": False})
 
 
 def _utterance(sample: Sample, seed: int, rate: int | None) -> Utterance:

@@ -4,13 +4,9 @@ set, there are none.
 A file of a fault's name in that directory makes the next possible place fail, once.
 """
 
-import json
 import os
 from typing import Literal, get_args
 
-import numpy as np
-
-from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.monitoring.environment import TEST_FAULTS, ModelEnvironment
 
 Fault = Literal[
@@ -22,9 +18,7 @@ Fault = Literal[
     "token2wav_thread",  # its thread ends
     "nan_logits",  # the engines onnxruntime_genai and cuda: one row's logits are not finite
     "llm_thread",  # the LLM's thread ends
-    "silent_tokens",  # token2wav: the tokens that the file lists are silence, for as long as it is there
 ]
-TOKEN_SAMPLES = SAMPLE_RATE // TOKEN_RATE
 GPU_ERROR = "CUDA error: an illegal memory access was encountered"
 
 
@@ -40,24 +34,8 @@ def take(fault: Fault) -> bool:
         raise ValueError(f"no fault {unknown[0]!r}; there are {', '.join(get_args(Fault))}")
     if fault not in wanted:
         return False
-    if fault == "silent_tokens":
-        return True
     try:
         wanted[fault].unlink()
     except FileNotFoundError:  # another process has taken it in the meantime
         return False
     return True
-
-
-def mute_silent_tokens(audio: np.ndarray, tokens: np.ndarray, begin: int) -> None:
-    """Make the audio (N,) of silent tokens silent, if that is wanted: of random weights it is noise.
-
-    tokens: those of the audio and after it. begin: samples of the first ones that were sent before.
-    """
-    if not take("silent_tokens"):
-        return
-    directory = ModelEnvironment.read().faults
-    assert directory is not None
-    silent = json.loads((directory / "silent_tokens").read_text(encoding="utf-8"))
-    heard = np.repeat(~np.isin(tokens, silent), TOKEN_SAMPLES)[begin:][: audio.size]
-    audio[: heard.size] *= heard

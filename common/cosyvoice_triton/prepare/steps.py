@@ -83,6 +83,7 @@ def download(models: Path, args: argparse.Namespace) -> None:
     elif (found := made_from(llm)) not in ("", weights):
         raise ValueError(f"{llm} was made from {found}: remove it, and what was made from it, to use {weights}")
     report(llm, missing, "the LLM as a HuggingFace directory")
+    find_silence(models / stack.checkpoint, stack)
     first_voice(models / "voices")
     if args.spk2info:
         if not stack.speakers:
@@ -90,6 +91,15 @@ def download(models: Path, args: argparse.Namespace) -> None:
         speakers(stack.speakers, models / stack.checkpoint / SPK2INFO)
     if args.python_path:
         copy_package(models / PYTHON_PATH)
+
+
+def find_silence(checkpoint: Path, stack: stacks.Stack) -> None:
+    """Write which speech tokens of a checkpoint are silence beside it, unless they are known."""
+    from cosyvoice_triton.voice.silent_tokens import FILE, silent_tokens
+
+    if not stack.silent_tokens:
+        missing = not (checkpoint / FILE).exists()
+        report(checkpoint / FILE, missing, f"{len(silent_tokens(checkpoint, stack))} speech tokens of silence")
 
 
 def first_voice(voices: Path) -> None:

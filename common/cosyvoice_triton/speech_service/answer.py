@@ -1,5 +1,6 @@
 """The answer to one request for speech: the requests to a model that it consists of, and what they have generated."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,8 @@ class SpeechAnswer:
 
     chars: of the request's text, with markup. key: the name of the caller's API key. timestamps: of what was generated
     so far, if they are wanted; then the utterances ask for segments. subtitles: their format, which needs timestamps.
-    no_words: what is made of a text without words: "silence" or an "error".
+    no_words: what is made of a text without words: "silence" or an "error". instead: called once where a segment ends;
+    what it returns is generated in the place of all that would follow.
     samples: generated so far, at the models' rate and normal speed. warnings: of the models, such as speech cut short.
     """
 
@@ -27,6 +29,7 @@ class SpeechAnswer:
     timestamps: Timestamps | None = None
     subtitles: Subtitles | None = None
     no_words: str = "error"
+    instead: Callable[[], Sequence[Utterance]] | None = None
     samples: int = 0
     warnings: list[str] = field(default_factory=list)
 

@@ -116,12 +116,10 @@ class Dispatcher:
         with self._live_stream(answer), self._counted():
             started = time.perf_counter()
             await self._check_default_voice(answer)
-            for utterance in answer.utterances:
-                if limit := int(utterance.parameters.get("max_tokens", 0)):  # of the whole answer
-                    if (left := limit - answer.usage["output_tokens"]) <= 0:
-                        answer.warnings.append(f"max_tokens {limit} was reached before {utterance.target_text[:80]!r}")
-                        break
-                    utterance = replace(utterance, parameters={**utterance.parameters, "max_tokens": left})
+            waiting = deque(answer.utterances)
+            while waiting:
+                if (utterance := _within_limit(answer, waiting.popleft())) is None:
+                    break
                 async with contextlib.aclosing(self._spoken(answer, utterance)) as parts:
                     async for part in parts:
                         if part.warning and part.warning not in answer.warnings:
@@ -134,6 +132,10 @@ class Dispatcher:
                             self.metrics.first_audio.observe(time.perf_counter() - started)
                         answer.samples += part.waveform.size
                         yield part.waveform
+                        if part.segments and answer.instead is not None:
+                            break
+                if answer.instead is not None:
+                    waiting, answer.instead = deque(answer.instead()), None
 
     async def _check_default_voice(self, answer: SpeechAnswer) -> None:
         """Raise ApiError naming the first utterance without a voice if it is not the first one and there is no default
@@ -268,3 +270,14 @@ class Dispatcher:
             if error.status >= 500:
                 logger.warning("a stream failed: %s", error.message)
             raise
+
+
+def _within_limit(answer: SpeechAnswer, utterance: Utterance) -> Utterance | None:
+    """Return the utterance with what is left of `max_tokens`, which is of the whole answer; None, with a warning, if
+    nothing is."""
+    if limit := int(utterance.parameters.get("max_tokens", 0)):
+        if (left := limit - answer.usage["output_tokens"]) <= 0:
+            answer.warnings.append(f"max_tokens {limit} was reached before {utterance.target_text[:80]!r}")
+            return None
+        utterance = replace(utterance, parameters={**utterance.parameters, "max_tokens": left})
+    return utterance

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cosyvoice_triton.batches import isolated
 from cosyvoice_triton.config import FlowRuntime, KvCacheDtype, Token2WavConfig
-from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, OVERLAP_SAMPLES, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
 from cosyvoice_triton.device import launched, new_stream
 from cosyvoice_triton.errors import is_fatal
 from cosyvoice_triton.monitoring import faults
@@ -308,10 +308,7 @@ class Token2Wav:
                     self._failed += 1
                 audio.append(result)
                 continue
-            heard = result.numpy() if chunk.stream.begun else without_click(result.numpy())
-            sent = max(0, chunk.offset * faults.TOKEN_SAMPLES - OVERLAP_SAMPLES) if self._flow.cumulative else 0
-            faults.mute_silent_tokens(heard, chunk.tokens, sent)
-            audio.append(heard)
+            audio.append(result.numpy() if chunk.stream.begun else without_click(result.numpy()))
             chunk.stream.begun |= len(result) > 0
         return audio
 

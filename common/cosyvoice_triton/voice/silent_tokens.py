@@ -1,11 +1,13 @@
 """Which speech tokens sound like silence: a property of a checkpoint's speech tokenizer.
 
-They are found by tokenizing recordings with silence and room noise around them, and are kept in a file beside the
-checkpoint. The recordings are needed: the tokenizer's mel is relative to the loudest of what it hears.
+They are found by tokenizing recordings with silence and room noise around them, by `cosyvoice-triton prepare` or else
+the first start, and are kept in a file beside the checkpoint. The recordings are needed: the tokenizer's mel is
+relative to the loudest of what it hears.
 """
 
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,9 +44,11 @@ def silent_tokens(model_dir: str | Path, stack: Stack) -> frozenset[int]:
     if stack.silent_tokens or not tokenizer.is_file() or has_random_weights(Path(model_dir)):
         return stack.silent_tokens
     found = find_silent_tokens(AudioTokenizer(model_dir))
-    logger.warning("%s: %d speech tokens sound like silence", tokenizer, len(found))
+    logger.info("%s: %d speech tokens sound like silence", tokenizer, len(found))
+    work = path.with_name(f".{FILE}-{os.getpid()}")  # of several processes that start, none reads half a file
     try:
-        path.write_text(json.dumps(sorted(found)) + "\n", encoding="utf-8")
+        work.write_text(json.dumps(sorted(found)) + "\n", encoding="utf-8")
+        work.replace(path)
     except OSError as error:
         logger.warning("%s cannot be kept, and is made again at each start: %s", path, error)
     return found

@@ -1,7 +1,10 @@
 """WS /v1/realtime: OpenAI's realtime protocol for a model that speaks: text in, audio out.
 
-    client  session.update   conversation.item.create, retrieve, truncate, delete   response.create, cancel
+    client  session.update   conversation.item.create, retrieve, truncate, delete   response.create, replace, cancel
     server  session.created, updated   conversation.item.added, done, …   response.created, output_audio.delta, …, done
+
+`response.replace` is not OpenAI's: its text, which may be empty, comes instead of what follows the segment that is
+being generated. `response.replaced` then has the words that were spoken and the text that was dropped.
 
 A response speaks one text, word for word: that of the `input` of response.create, else its `instructions`, else that of
 the conversation's last item. Clients of the beta protocol (header `OpenAI-Beta: realtime=v1` or its subprotocol) get
@@ -9,23 +12,23 @@ its names of events and fields; what they send is read in either form.
 """
 
 import base64
-import uuid
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, WebSocket
 
+from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import json_kind
-from cosyvoice_triton.speech_service.answer import SpeechAnswer
-from cosyvoice_triton.speech_service.audio.spoken import Word, spoken_words, text_of, until
+from cosyvoice_triton.speech_service.audio.spoken import Word, text_of, until
 from cosyvoice_triton.speech_service.bodies import SpeechRequest
 from cosyvoice_triton.speech_service.errors import NOTHING, ApiError, invalid
 from cosyvoice_triton.speech_service.limits import MAX_ID_CHARS, MAX_ITEMS, MAX_METADATA, NAME_CHARS
+from cosyvoice_triton.speech_service.routes.realtime_response import Response, new_id
 from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.speech_service.settings import MAX_CHAR_BYTES
+from cosyvoice_triton.text import is_speakable
 
 DELTA_BYTES = 1 << 15  # of audio in one event: 0.7 s; some clients refuse messages of a megabyte
 
@@ -61,33 +64,6 @@ async def realtime_socket(socket: WebSocket, model: _Model = "") -> None:
     await RealtimeSession.serve(socket)
 
 
-@dataclass
-class Response:
-    """One response: what it speaks, and how it ends. metadata: the client's, which it gets back."""
-
-    wanted: SpeechRequest
-    metadata: dict[str, str]
-    id: str = field(default_factory=lambda: _new_id("resp"))
-    item: str = field(default_factory=lambda: _new_id("item"))
-    answer: SpeechAnswer | None = None
-    ending: bool = False  # its last messages are being sent
-
-    def words(self, seconds: float | None = None) -> list[Word]:
-        """Return the words that were spoken within so many seconds of the audio, or in what there is of it."""
-        return [] if self.answer is None else spoken_words(self.wanted.input, self.answer, seconds)
-
-    def usage(self) -> dict[str, Any] | None:
-        """Return OpenAI's usage of what was generated so far."""
-        if self.answer is None:
-            return None
-        usage = self.answer.usage
-        text, audio = usage["input_tokens"], usage["output_tokens"]
-        return usage | {
-            "input_token_details": {"text_tokens": text, "audio_tokens": 0, "cached_tokens": 0},
-            "output_token_details": {"text_tokens": 0, "audio_tokens": audio},
-        }
-
-
 class RealtimeSession(SocketSessionBase):
     """One client's settings and conversation, and the response that is being spoken."""
 
@@ -95,7 +71,7 @@ class RealtimeSession(SocketSessionBase):
         super().__init__(socket, service)
         offered = socket.scope["subprotocols"]
         self._beta = _BETA_PROTOCOL in offered or _BETA_HEADER in socket.headers.get("openai-beta", "")
-        self._id = _new_id("sess")
+        self._id = new_id("sess")
         self._event: str | None = None  # the client's id of the message that is being handled
         self._config: dict[str, Any] = {"response_format": "pcm", "sample_rate": SAMPLE_RATE}
         self._items: list[dict[str, Any]] = []
@@ -108,7 +84,7 @@ class RealtimeSession(SocketSessionBase):
         """Begin as the protocol wants it, then handle messages."""
         await self._send("session.created", session=self._session())
         if self._beta:
-            conversation = {"id": _new_id("conv"), "object": "realtime.conversation"}
+            conversation = {"id": new_id("conv"), "object": "realtime.conversation"}
             await self._send("conversation.created", conversation=conversation)
         await super().run()
 
@@ -125,6 +101,8 @@ class RealtimeSession(SocketSessionBase):
             await self._handle_item(str(kind).rpartition(".")[2], fields)
         elif kind == "response.create":
             await self._create_response(_object(fields, "response"))
+        elif kind == "response.replace":
+            await self._replace(fields)
         elif kind == "response.cancel":
             await self._cancel(fields.get("response_id"))
         elif kind == "input_audio_buffer.clear":
@@ -220,7 +198,7 @@ class RealtimeSession(SocketSessionBase):
         return {"output_modalities": ["audio"], "audio": {"output": how}}
 
     async def _create_item(self, item: dict[str, Any], after: Any) -> None:
-        name = item.get("id") or _new_id("item")
+        name = item.get("id") or new_id("item")
         if not _is_text(name, MAX_ID_CHARS):
             raise invalid(f"the id of an item is a text of at most {MAX_ID_CHARS} characters", "item.id")
         if any(each["id"] == name for each in self._items):
@@ -332,6 +310,10 @@ class RealtimeSession(SocketSessionBase):
                     for begin in range(0, len(part), DELTA_BYTES):
                         delta = base64.b64encode(part[begin : begin + DELTA_BYTES]).decode()
                         await self._send_part(response, "response.output_audio.delta", delta=delta)
+                    await self._tell_replaced(response)
+            await self._tell_replaced(response)
+            if response.waiting is not None:  # it came after the last segment
+                await self._send_error(_not_active("replace"))
         except ApiError as error:
             await self._end(response, "failed", {"error": error.body["error"]})
         else:
@@ -341,13 +323,43 @@ class RealtimeSession(SocketSessionBase):
                 self._service.outcomes.end(response.id, response.answer, "gone")
         return True
 
-    async def _cancel(self, name: Any) -> None:
-        """Cancel the response (barge-in): none of its audio is sent after its response.done."""
+    def _live(self, name: Any, action: str) -> Response:
+        """Return the response that is being spoken. ApiError for another one's id."""
         response = self._response
         if response is None or response.ending or name not in (None, response.id):
-            raise invalid(
-                "Cancellation failed: no such response is being spoken", "response_id", "response_cancel_not_active"
-            )
+            raise _not_active(action)
+        return response
+
+    async def _replace(self, fields: dict[str, Any]) -> None:
+        """Speak another text, or none, instead of what follows the segment that is being generated."""
+        response = self._live(fields.get("response_id"), "replace")
+        text = self._checked(fields.get("text"), "text")
+        self._checked(response.spoken() + text, "text")
+        heard = fields.get("audio_end_ms")
+        if not isinstance(heard, (int, type(None))):
+            raise invalid("audio_end_ms must be an integer", "audio_end_ms")
+        utterances: tuple[Utterance, ...] = ()
+        if is_speakable(text):
+            wanted = self._parsed(response.wanted.model_dump(exclude_unset=True), text)
+            utterances = (await self._service.answer(wanted)).utterances
+        answer = self._live(response.id, "replace").answer
+        if answer is None:
+            raise _not_active("replace")
+        if response.waiting is not None:
+            await self._send_part(response, "response.replaced", words=response.words(), dropped=response.waiting)
+        response.replace(answer, text, utterances, None if heard is None else heard / 1000)
+
+    async def _tell_replaced(self, response: Response) -> None:
+        if (about := response.replaced) is not None:
+            response.replaced = None
+            for known in self._items:
+                if known["id"] == response.item:
+                    known["text"] = response.wanted.input
+            await self._send_part(response, "response.replaced", **about)
+
+    async def _cancel(self, name: Any) -> None:
+        """Cancel the response (barge-in): none of its audio is sent after its response.done."""
+        response = self._live(name, "cancel")
         await self.stop_speaking()
         await self._end(response, "cancelled", {"reason": "client_cancelled", "words": response.words()})
 
@@ -388,14 +400,17 @@ class RealtimeSession(SocketSessionBase):
 
     async def _send(self, kind: str, **fields: Any) -> None:
         if name := _BETA_EVENTS.get(kind, kind) if self._beta else kind:
-            await super()._send(name, event_id=_new_id("event"), **fields)
+            await super()._send(name, event_id=new_id("event"), **fields)
 
     async def _send_error(self, error: ApiError) -> None:
         await self._send("error", error={**error.body["error"], "event_id": self._event})
 
 
-def _new_id(kind: str) -> str:
-    return f"{kind}_{uuid.uuid4().hex[:20]}"
+def _not_active(action: str) -> ApiError:
+    failed = {"cancel": "Cancellation", "replace": "Replacement"}[
+        action
+    ]  # LiveKit knows OpenAI's "Cancellation failed"
+    return invalid(f"{failed} failed: no such response is being spoken", "response_id", f"response_{action}_not_active")
 
 
 def _is_text(value: Any, chars: int) -> bool:
