@@ -173,7 +173,7 @@ def test_a_stream_whose_request_failed_is_ended_once_and_a_failing_end_is_logged
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves meanwhile"])
-def test_an_abort_waits_for_the_chunk_in_flight_also_without_its_client(leaves: bool) -> None:
+def test_an_abort_waits_for_the_start_in_flight_also_without_its_client(leaves: bool) -> None:
     async def main() -> None:
         call = FakeCall(gate=asyncio.Event())
         models = token2wav(call, cumulative=False)
@@ -192,6 +192,30 @@ def test_an_abort_waits_for_the_chunk_in_flight_also_without_its_client(leaves: 
         await settle()
         assert [sent.end for sent in call.sent] == [False, True] and call.answered == 2
         assert aborting.done() and not any(models.live.values())
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_an_abort_is_sent_while_a_chunk_is_in_flight(final: bool) -> None:
+    """So that the next listener is not refused the place until it is rendered."""
+
+    async def main() -> None:
+        call = FakeCall()
+        stream = token2wav(call, cumulative=False).open()
+        await stream.start(PROMPT, None)
+        call.gate = asyncio.Event()
+        rendering = asyncio.create_task(stream.render(list(range(12)), Hop(0, 6, final=final)))
+        await settle()
+        rendering.cancel()
+        aborting = asyncio.create_task(stream.abort())
+        await settle()
+        assert [(sent.end, sent["finalize"]) for sent in call.sent[1:]] == [(final, [final]), (True, [False])]
+        assert call.answered == 1
+        call.gate.set()
+        await aborting
+        await stream.abort()
+        assert call.answered == len(call.sent) == 3
 
     asyncio.run(main())
 

@@ -188,7 +188,7 @@ class Token2WavService:
             self._free(session)
         listeners, audio_left = 0, []
         for session in self._sessions:
-            listeners += session.listens or session.stream is not None
+            listeners += session.is_listener
             if session.stream is not None and (left := session.playback.left(now)) is not None:
                 audio_left.append(left)
         self._admission.update(listeners, audio_left, now)
@@ -233,21 +233,18 @@ class Token2WavService:
             self._admission.rendered(len(rendered.batch), computed, samples / SAMPLE_RATE, rendered.seconds)
 
     def _serve_aborts(self, schedulable: Sequence[Session]) -> bool:
-        """Serve aborts first of all: an abort takes no time, and frees a slot for a stream that waits for one.
-
-        A stream that cannot be opened now and is aborted is never opened: it would only keep its sender waiting.
-        """
+        """Serve aborts first of all: an abort takes no time, and frees a slot for a stream that waits for one. What
+        waits before it is not rendered: its listener has left."""
         aborted = False
         for session in schedulable:
-            if session.stream is None and session.must_open:
-                kinds = [request.kind for request in self._sessions.requests(session)]
-                if Kind.ABORT in kinds and not self._can_open(session.first.prompt):
-                    for _ in range(kinds.index(Kind.ABORT)):
-                        self._reply(session, UnavailableError(f"{session.id} was ended before it was opened"))
-            if session.first.kind is Kind.ABORT:
-                self._free(session)
-                self._reply(session, SILENCE)
-                aborted = True
+            if not session.leaves and session.first.kind is not Kind.ABORT:
+                continue
+            kinds = [request.kind for request in self._sessions.requests(session)]
+            for _ in range(kinds.index(Kind.ABORT)):
+                self._reply(session, UnavailableError(f"{session.id} was ended before this was rendered"))
+            self._free(session)
+            self._reply(session, SILENCE)
+            aborted = True
         return aborted
 
     def _can_open(self, voice: Prompt | None) -> bool:
