@@ -20,6 +20,10 @@ class LastRefusal:
         """Keep a refusal for REFUSAL_SECONDS, and for all who wait already."""
         self._error, self._at = error, self._clock()
 
+    def forget(self) -> None:
+        """Refuse nobody any more, because a place has become free."""
+        self._at = -math.inf
+
     def error(self, since: float = math.inf) -> Exception | None:
         """Return the refusal that answers whoever has waited since a time of the clock (inf: not waited), or None."""
         return self._error if since <= self._at or self._clock() < self._at + REFUSAL_SECONDS else None

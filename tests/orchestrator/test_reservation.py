@@ -147,6 +147,27 @@ def test_a_refusal_answers_all_who_come_in_the_next_moment() -> None:
     pipeline.synthesizer.refusal.check()
 
 
+def test_a_place_that_its_listener_leaves_is_asked_for_at_once() -> None:
+    pipeline = Pipeline(FakeLM(*one_by_one(60), asyncio.Event()), clock=lambda: 100.0)
+    request = SynthesisRequest("hello", "anna")
+    pipeline.voices["anna"] = fake_prompt(0)
+
+    async def leaves() -> list[np.ndarray]:
+        listener = asyncio.create_task(pipeline.synthesize(request))
+        await run_until(lambda: bool(pipeline.token2wav.streams and pipeline.token2wav.streams[0].hops))
+        pipeline.token2wav.failures = {"reserve": OverloadedError("9 listeners are served", 3.0)}
+        for _ in range(2):
+            with pytest.raises(OverloadedError):
+                await pipeline.synthesize(request)
+        assert [stream.reserved for stream in pipeline.token2wav.streams] == [True, True, False]
+        listener.cancel()
+        await asyncio.wait({listener})
+        pipeline.synthesizer.refusal.check()
+        return []
+
+    pipeline.run(leaves())
+
+
 def test_of_a_crowd_only_a_few_do_any_work_before_one_of_them_is_refused(before_a_place: Install) -> None:
     token2wav = FakeToken2Wav(failures={"reserve": OverloadedError("9 listeners", 3.0)})
     slow = itertools.count(100.0, 2 * REFUSAL_SECONDS)  # a machine on which every step takes longer than that

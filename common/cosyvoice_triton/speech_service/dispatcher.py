@@ -204,6 +204,7 @@ class Dispatcher:
                     raise
                 except (GeneratorExit, asyncio.CancelledError):  # its listener has left
                     self._left.append(time.monotonic())
+                    self._refusals.pop(name, None)
                     raise
             if not samples:
                 raise ApiError(502, "the model ended the request without audio", code="upstream_error")
