@@ -78,7 +78,7 @@ class QuietVocoder:
         vocoded = self._vocoder.begin(chunks, mels)
 
         def finish() -> list[Tensor | Exception]:
-            audio = vocoded()
+            audio = [each.clone() if isinstance(each, Tensor) else each for each in vocoded()]  # of inference mode
             for chunk, speech in zip(chunks, audio, strict=True):
                 if isinstance(speech, Tensor):
                     self._mute(chunk, speech)

@@ -69,7 +69,7 @@ async def _drained(reader: asyncio.StreamReader) -> str:
     return str(int.from_bytes(received[begin + 2 : begin + 4], "big")) if begin >= 0 else "a reset"
 
 
-async def unread(door: HostileDoor, _: float, requests: bytes) -> None:
+async def unread(door: HostileDoor, timeout: float, requests: bytes) -> None:
     """Send requests, read nothing and leave."""
     _, writer = await door.connect()
     try:

@@ -10,7 +10,7 @@ import torch
 from tests.support.fake_vllm import modules_of, options
 
 KvCacheConfig = options("KvCacheConfig", free_gpu_memory_fraction=None)
-SAMPLING = options(
+SAMPLING: Any = options(
     "SAMPLING", end_id=None, pad_id=None, max_tokens=32, stop_token_ids=None, embedding_bias=None, top_k=None,
     top_p=None, seed=None, temperature=None, min_tokens=None, repetition_penalty=None, detokenize=True,
 )  # fmt: skip
