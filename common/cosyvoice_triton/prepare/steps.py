@@ -119,7 +119,7 @@ def copy_package(directory: Path) -> None:
     """
     package = Path(__file__).resolve().parents[1]
     shutil.rmtree(directory, ignore_errors=True)
-    for path in package.rglob("*.py"):
+    for path in (*package.rglob("*.py"), package / "text" / "reading.txt"):
         copy = directory / package.name / path.relative_to(package)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
