@@ -25,20 +25,20 @@ Findings = Iterator[str]
 
 
 @cache
-def pages() -> dict[Path, str]:
-    """Return every Markdown file of the repository, committed or about to be, with its text."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
+def texts(patterns: str) -> dict[Path, str]:
+    """Return the files of the repository of these names, committed or about to be, with their text."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns.split()]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     return {ROOT / name: (ROOT / name).read_text(encoding="utf-8") for name in sorted(names) if (ROOT / name).exists()}
 
 
-@cache
+def pages() -> dict[Path, str]:
+    return texts("*.md")
+
+
 def sources() -> dict[Path, str]:
     """Return the text of everything that may name a page or define what a page names."""
-    patterns = "*.py *.sh *.yml *.yaml *.conf *.js *.html Makefile Dockerfile* .env.example pyproject.toml".split()
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    return {ROOT / name: (ROOT / name).read_text(encoding="utf-8") for name in names if (ROOT / name).exists()}
+    return texts("*.py *.sh *.yml *.yaml *.conf *.js *.html Makefile Dockerfile* .env.example pyproject.toml")
 
 
 def of_this_version() -> list[tuple[Path, str]]:
@@ -281,21 +281,9 @@ def picture() -> Findings:
 
 
 CHECKS: tuple[Callable[[], Findings], ...] = (
-    too_long,
-    links,
-    files,
-    path_of_a_chunk,
-    layers,
-    tensors_and_models,
-    commands,
-    options_of_commands,
-    settings,
-    metrics,
-    requests,
-    options_of_the_speech_service,
-    messages,
-    picture,
-)
+    too_long, links, files, path_of_a_chunk, layers, tensors_and_models, commands, options_of_commands, settings,
+    metrics, requests, options_of_the_speech_service, messages, picture,
+)  # fmt: skip
 
 
 def main() -> int:

@@ -87,6 +87,15 @@ def float32_on_every_cpu() -> Iterator[None]:
 
 
 @pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a process that reads what this one publishes."""
+    from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
+
+    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
 def triton_models() -> Iterator[dict[str, fake_triton.Callee]]:
     """The models that calls reach, by name; emptied before and after each test."""
     fake_triton.models.clear()
@@ -147,6 +156,14 @@ def demo_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     made = made_once(tmp_path_factory, "demo_models", make)
     return shutil.copytree(made, tmp_path_factory.mktemp("demo") / "models")  # tests register voices in it
+
+
+@pytest.fixture(scope="session")
+def demo_voice(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained checkpoint as `cosyvoice-triton prepare demo` leaves it; it must not be changed."""
+    from cosyvoice_triton.prepare import steps
+
+    return made_once(tmp_path_factory, "demo_voice", steps.demo)
 
 
 @pytest.fixture(scope="session")

@@ -43,9 +43,7 @@ assert VoiceBook("voices", "voices", str).get().seconds > 5
 
 
 @pytest.mark.parametrize("command", LIGHT)
-def test_commands_without_networks_of_their_own_do_not_import_the_libraries_for_them(
-    command: str, tmp_path: Path
-) -> None:
+def test_commands_without_networks_of_their_own_do_not_import_the_libraries_for_them(command, tmp_path) -> None:
     (tmp_path / "voices").mkdir()
     begin = f"import shutil, sys\nfrom pathlib import Path\nRECORDING = {str(samples.FOLDER / 'reference_en.wav')!r}\n"
     code = f"{begin}{LIGHT[command]}\nprint(*sys.modules)"
@@ -76,9 +74,7 @@ def test_a_library_that_is_not_installed_is_named_with_the_command_that_installs
     )
 
 
-def test_a_trial_of_other_checkpoints_says_what_is_missing_and_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trial_of_other_checkpoints_says_what_is_missing_and_how_to_get_it(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert demo.main(["--models", "mine", "--stack", "cosyvoice3", "--set", "max_streams=2"]) == 1
     assert "prepare download mine --stack cosyvoice3" in capsys.readouterr().err

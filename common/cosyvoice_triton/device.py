@@ -1,6 +1,6 @@
 """Tensors between the host and a GPU, and streams of a priority."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -19,17 +19,33 @@ def pinned(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory() if device.type == "cuda" else host
 
 
-def on_host(*values: Tensor) -> list[Tensor]:
-    """Return `values`, of one device, on the CPU, after one wait. Only this stream is waited for: a copy to memory that
-    is not pinned would hold back the work that other threads launch meanwhile."""
+def copied(*values: Tensor) -> Callable[[], list[Tensor]]:
+    """Begin to copy `values`, of one device, to the CPU; return what waits for the copies and returns them. Only what
+    this stream has been given by now is waited for: a copy to memory that is not pinned would hold back the work that
+    other threads launch meanwhile."""
     device = values[0].device
     if device.type != "cuda":
-        return [each.to("cpu", copy=True) for each in values]
+        made = [each.to("cpu", copy=True) for each in values]
+        return lambda: made
     copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in values]
     for copy, each in zip(copies, values, strict=True):
         copy.copy_(each, non_blocking=True)
-    torch.cuda.current_stream(device).synchronize()
-    return copies
+    wait = launched(torch.cuda.current_stream(device))
+    return lambda: (wait(), copies)[1]
+
+
+def on_host(*values: Tensor) -> list[Tensor]:
+    """Return `values`, of one device, on the CPU, after one wait."""
+    return copied(*values)()
+
+
+def launched(stream: torch.cuda.Stream | None) -> Callable[[], object]:
+    """Return what waits for all that the stream has been given by now; without a stream that is done."""
+    if stream is None:
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event.synchronize
 
 
 def new_stream(device: torch.device | int, urgent: bool) -> torch.cuda.Stream:

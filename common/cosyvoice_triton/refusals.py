@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 # Short beside the time that a place is held, and long beside the time that a refusal takes on a busy machine.
 REFUSAL_SECONDS = 0.1
+FREEING_SECONDS = 0.03  # after a listener has left, who refuses may not know it yet
 
 
 class LastRefusal:
@@ -14,11 +15,16 @@ class LastRefusal:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._error: Exception | None = None
-        self._at = -math.inf
+        self._at = self._freed = -math.inf
 
     def note(self, error: Exception) -> None:
-        """Keep a refusal for REFUSAL_SECONDS, and for all who wait already."""
-        self._error, self._at = error, self._clock()
+        """Keep a refusal for REFUSAL_SECONDS, and for all who wait already; none just after a place became free."""
+        if (now := self._clock()) >= self._freed + FREEING_SECONDS:
+            self._error, self._at = error, now
+
+    def forget(self) -> None:
+        """Refuse nobody with it any more, because a place becomes free."""
+        self._at, self._freed = -math.inf, self._clock()
 
     def error(self, since: float = math.inf) -> Exception | None:
         """Return the refusal that answers whoever has waited since a time of the clock (inf: not waited), or None."""

@@ -32,9 +32,7 @@ def recording(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_streamed_answer_is_written_and_its_latencies_are_printed(
-    tmp_path: Path, recording: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_streamed_answer_is_written_and_its_latencies_are_printed(tmp_path, recording, capsys) -> None:
     stub, output = TritonStub(chunks=2, samples=1800), tmp_path / "deep" / "speech.wav"
     with stub_triton(stub) as address:
         voice = ("--reference-audio", str(recording), "--reference-text", "hi")
@@ -89,9 +87,7 @@ def test_an_offline_answer_is_written(tmp_path: Path) -> None:
         ("你好", ("--output-audio", f"{__file__}/a.wav"), "cannot write"),
     ],
 )
-def test_every_failure_is_reported_in_one_line_with_a_non_zero_exit_code(
-    text: str, more: tuple[str, ...], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_failure_is_reported_in_one_line_with_a_non_zero_exit_code(text, more, expected, tmp_path, capsys):
     with stub_triton(TritonStub()) as address:
         assert client_grpc.main(command(address, tmp_path / "a.wav", *more, text=text)) == 1
     message = capsys.readouterr().err
@@ -99,9 +95,7 @@ def test_every_failure_is_reported_in_one_line_with_a_non_zero_exit_code(
     assert not (tmp_path / "a.wav").exists()
 
 
-def test_an_unreachable_server_is_reported_in_one_line_with_the_command_that_starts_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unreachable_server_is_reported_in_one_line_with_the_command_that_starts_one(tmp_path, capsys) -> None:
     assert client_grpc.main(command(f"127.0.0.1:{free_port()}", tmp_path / "a.wav")) == 1
     message = capsys.readouterr().err
     assert "no tritonserver answers" in message and "cosyvoice-triton serve" in message and message.count("\n") == 1
@@ -133,12 +127,10 @@ def test_a_text_in_pieces_is_a_sequence_that_ends_with_its_last_piece() -> None:
 
     with stub_triton(stub) as address:
         asyncio.run(run(address))
-    flags = [
-        (one.parameters["sequence_start"].bool_param, one.parameters["sequence_end"].bool_param)
-        for one in stub.requests
-    ]
+    sent = [one.parameters for one in stub.requests]
+    flags = [(one["sequence_start"].bool_param, one["sequence_end"].bool_param) for one in sent]
     assert flags == [(True, False), (False, False), (False, True)]
-    assert len({one.parameters["sequence_id"].int64_param for one in stub.requests}) == 1
+    assert len({one["sequence_id"].int64_param for one in sent}) == 1
 
 
 class RefusedEarly:

@@ -32,10 +32,8 @@ class Answers:
 
 
 def waveform(values: list[float]) -> dict[str, object]:
-    return {
-        "model_name": MODEL,
-        "outputs": [{"name": "waveform", "datatype": "FP32", "shape": [1, len(values)], "data": values}],
-    }
+    output = {"name": "waveform", "datatype": "FP32", "shape": [1, len(values)], "data": values}
+    return {"model_name": MODEL, "outputs": [output]}
 
 
 @contextlib.contextmanager
@@ -83,9 +81,7 @@ def test_the_answer_is_written_as_a_16_bit_wav_at_24_khz(tmp_path: Path, capsys:
         (Answers(), ("--reference-audio", __file__), f"cannot read the reference audio {__file__}"),
     ],
 )
-def test_every_failure_is_reported_in_one_line_with_a_non_zero_exit_code(
-    answers: Answers, more: tuple[str, ...], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_failure_is_reported_in_one_line_with_a_non_zero_exit_code(answers, more, expected, tmp_path, capsys):
     with serving(answers) as url:
         assert client_http.main(command(url, tmp_path / "a.wav", *more)) == 1
     message = capsys.readouterr().err
@@ -93,9 +89,7 @@ def test_every_failure_is_reported_in_one_line_with_a_non_zero_exit_code(
     assert not (tmp_path / "a.wav").exists()
 
 
-def test_an_address_without_a_server_is_reported_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_address_without_a_server_is_reported_in_one_line(tmp_path, capsys) -> None:
     with echo_server() as foreign:
         for url, expected in (
             (f"http://127.0.0.1:{free_port()}", "no tritonserver answers"),

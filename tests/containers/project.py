@@ -10,19 +10,16 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-import grpc
 import tritonclient.grpc.aio as triton
-from cosyvoice_triton.client.grpc_client import chunks
 from cosyvoice_triton.client.utterance import Utterance, of_recording
 from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.voice.audio import Recording
-from tritonclient.utils import InferenceServerException
 
 from tests.conftest import ROOT
 from tests.containers.engine import Engine
 from tests.containers.images import MADE, provide
 from tests.support.compose import compose_command
-from tests.support.serve_process import StreamResult
+from tests.support.serve_process import StreamResult, synthesize
 
 NAME = "speech"
 VOICE = "rms"  # of the demo checkpoint
@@ -51,15 +48,8 @@ class Project:
         self._command = [*command, f"--project-name={NAME}", *(f"--file={file}" for file in files)]
 
     def compose(self, *arguments: str, limit: float = SECONDS, check: bool = True) -> str:
-        run = subprocess.run(
-            [*self._command, *arguments],
-            cwd=ROOT,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=limit,
-        )
+        command, both = [*self._command, *arguments], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        run = subprocess.run(command, cwd=ROOT, env=self._environment, text=True, timeout=limit, **both)
         assert not check or run.returncode == 0, run.stdout[-4000:] + self.logs()
         return run.stdout
 
@@ -111,14 +101,7 @@ class Project:
         voice = {"speaker": VOICE} if recording is None else of_recording(recording)
         request = Utterance(text, parameters={"seed": 1}, **voice)
         async with triton.InferenceServerClient(f"127.0.0.1:{self.ports['GRPC_PORT']}") as connection:
-            try:
-                async for part in chunks(connection, model, request, SECONDS):
-                    answer.begun.set()
-                    answer.samples += part.waveform.size
-            except (InferenceServerException, grpc.aio.AioRpcError) as error:
-                answer.error = str(error)
-        answer.begun.set()
-        return answer
+            return await synthesize(connection, model, request, answer, SECONDS)
 
     def spoken(self, model: str, text: str = "Hello there.") -> StreamResult:
         return asyncio.run(self.speak(model, text, StreamResult()))

@@ -132,9 +132,7 @@ def test_other_directories_are_refused(tmp_path: Path, demo_models: Path) -> Non
         copy_demo(demo_models)
 
 
-def test_a_damaged_file_of_the_package_is_named_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_file_of_the_package_is_named_and_nothing_is_written(tmp_path, monkeypatch) -> None:
     damaged = tmp_path / "trained"
     shutil.copytree(TRAINED, damaged)
     with (damaged / DIT_DIR / "hift.pt").open("r+b") as weights:

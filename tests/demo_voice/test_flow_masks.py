@@ -101,9 +101,7 @@ def build(kind: str) -> tuple[DiTFlow | UNetFlow, StreamingFlow]:
         ("unet", flow_unet.view, HopRules(boundary=25)),
     ],
 )
-def test_training_uses_the_attention_of_streams_and_of_whole_utterances(
-    batch: flow.Batch, kind: str, view: flow.View, rules: HopRules, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_uses_the_attention_of_streams_and_of_whole_utterances(batch, kind, view, rules, monkeypatch) -> None:
     monkeypatch.setattr(flow_dit, "FIRST_HOPS", (15,))
     network, streaming = build(kind)
     tokens = batch.tokens[0, PROMPT:-LOOKAHEAD_TOKENS].numpy().astype(np.int64)

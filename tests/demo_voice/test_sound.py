@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ SENTENCES = [
 
 
 @pytest.fixture(scope="module")
-def speaker() -> Iterator[Speaker]:
-    with Speaker(device="cpu") as made:
+def speaker(demo_voice: Path) -> Iterator[Speaker]:
+    with Speaker(demo_voice, device="cpu") as made:
         yield made
 
 

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from argparse import Namespace
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from cosyvoice_triton.cli import doctor, prepare, render
 from cosyvoice_triton.cli.stack_options import stack_options
 from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.server.options import StackOptions
+from cosyvoice_triton.server.tritonserver import LOAD_SECONDS
 
 from tests.conftest import ROOT
 from tests.support.compose import MISSING, compose_command
@@ -34,13 +36,19 @@ SHELL = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("deploy/**/*.sh"), ROOT /
 needs_compose = pytest.mark.skipif(compose_command() is None, reason=MISSING)
 
 
-def composed(*files: str, profiles: str = "", **settings: str) -> dict[str, Any]:
-    """Compose files as resolved by Compose, with the services of these profiles."""
-    environment = os.environ | {"COMPOSE_PROFILES": profiles} | settings
-    command = [*(compose_command() or ()), *(f"--file={file}" for file in files), "config"]
+def output_of(*command: object, **environment: str) -> str:
+    """What a command prints, which must succeed."""
+    command, environment = tuple(map(str, command)), os.environ | environment
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return dict(yaml.safe_load(run.stdout))
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+@cache
+def composed(*files: str, profiles: str = "", **settings: str) -> dict[str, Any]:
+    """Compose files as resolved by Compose, with the services of these profiles; not to be changed."""
+    command = [*(compose_command() or ()), *(f"--file={file}" for file in files), "config"]
+    return dict(yaml.safe_load(output_of(*command, COMPOSE_PROFILES=profiles, **settings)))
 
 
 def prepared(command: list[str]) -> Namespace:
@@ -71,8 +79,7 @@ def started(services: dict[str, Any]) -> set[str]:
 
 
 def test_the_dockerfile_passes_hadolint() -> None:
-    run = subprocess.run([TOOLS / "hadolint", "Dockerfile.server"], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout
+    output_of(TOOLS / "hadolint", "Dockerfile.server")
 
 
 def test_dockerignore_includes_every_path_that_the_dockerfile_copies() -> None:
@@ -114,18 +121,14 @@ def test_workflows_run_every_python_that_the_package_allows_and_publish_the_tag_
     (version,) = re.findall(r'^version = "(.+)"$', project, re.MULTILINE)
     (check,) = (step["run"] for step in release["jobs"]["wheel"]["steps"] if "pyproject.toml" in step.get("run", ""))
     for tag, code in ((f"v{version}", 0), (f"v{version}.1", 1), (f"{version[:-1]}x", 1)):
-        assert (
-            subprocess.run(["bash", "-c", check], cwd=ROOT, env=os.environ | {"GITHUB_REF_NAME": tag}).returncode
-            == code
-        )
+        checked = subprocess.run(["bash", "-c", check], cwd=ROOT, env=os.environ | {"GITHUB_REF_NAME": tag})
+        assert checked.returncode == code
     assert f"## {version}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def stage(target: str) -> str:
     """The part of the Dockerfile that builds a target."""
-    return re.split(
-        r"^FROM ", (ROOT / "Dockerfile.server").read_text().split(f" AS {target}\n")[1], flags=re.MULTILINE
-    )[0]
+    return (ROOT / "Dockerfile.server").read_text().split(f" AS {target}\n")[1].split("\nFROM ")[0]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="importlib.metadata knows the owners of few packages")
@@ -139,14 +142,12 @@ def test_the_python_with_tensorrt_llm_gets_what_our_programs_import_there() -> N
     code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
     for module in ("cli.test_llm", "cli.convert_checkpoint", "prepare.trtllm_checkpoint"):
         code += f"import cosyvoice_triton.{module}\n"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    output_of(sys.executable, "-c", code)
 
 
 @pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
 def test_shell_scripts_pass_shellcheck(script: Path) -> None:
-    run = subprocess.run([TOOLS / "shellcheck", "--external-sources", script], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout
+    output_of(TOOLS / "shellcheck", "--external-sources", script)
 
 
 # --- compose -----------------------------------------------------------------------------------------------------
@@ -227,10 +228,8 @@ def test_vllm_serve_finds_our_logits_processor(tmp_path: Path) -> None:
     fake = "from tests.support import fake_vllm; sys.modules.update(fake_vllm.modules()); import importlib"
     code = f"{blocked}; {fake}; m, c = {processor!r}.split(':'); print(getattr(importlib.import_module(m), c))"
     code += "; print(importlib.import_module(m).__file__)"
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1].startswith(str(tmp_path))
+    printed = output_of(sys.executable, "-c", code, PYTHONPATH=str(tmp_path))
+    assert printed.splitlines()[-1].startswith(str(tmp_path))
 
 
 @needs_compose
@@ -298,16 +297,11 @@ def test_when_speech_is_ready_its_log_has_the_page_and_a_first_request(tmp_path:
     """Its script, with a program that records what it is called with and is ready at once."""
     (tmp_path / "cosyvoice-triton").write_text("#!/bin/sh\n[ $1 = wait ] || sleep 0.5\n")
     (tmp_path / "cosyvoice-triton").chmod(0o755)
-    for files, port, voice in (
-        (("docker-compose.dit.yml",), "127.0.0.1:9000", "sample"),
-        ((COMPOSE[0], CPU), "9000", "rms"),
-    ):
+    for files, port, voice in ((COMPOSE[1:], "127.0.0.1:9000", "sample"), ((COMPOSE[0], CPU), "9000", "rms")):
         speech = composed(*files, SPEECH_PORT=port)["services"]["speech"]
         script = speech["command"][2].replace("$$", "$")
-        environment = os.environ | speech["environment"] | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        said = subprocess.run(
-            ["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60
-        ).stdout
+        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        said = output_of("bash", "-c", script, **speech["environment"] | path)
         assert said.startswith("ready: speak at http://localhost:9000/ or with: curl http://localhost:9000/v1/audio")
         assert shlex.split(said)[-1] == f'{{"input": "Hello.", "voice": "{voice}"}}'
 
@@ -318,10 +312,8 @@ def test_each_image_has_one_build(llm: str) -> None:
     services = composed("docker-compose.dit.yml", profiles="disaggregated,tensorrt", LLM=llm)["services"]
     builds = [services[name]["image"] for name in started(services) if "build" in services[name]]
     assert len(set(builds)) == len(builds)
-    assert {one["image"] for one in services.values() if one["image"].startswith("cosyvoice")} <= {
-        *builds,
-        services["engine"]["image"],
-    }
+    ours = {one["image"] for one in services.values() if one["image"].startswith("cosyvoice")}
+    assert ours <= {*builds, services["engine"]["image"]}
 
 
 @needs_compose
@@ -357,8 +349,6 @@ def test_every_setting_of_the_compose_files_is_documented() -> None:
 
 
 def test_models_may_load_as_long_as_health_checks_wait() -> None:
-    from cosyvoice_triton.server.tritonserver import LOAD_SECONDS
-
     services = (ROOT / "deploy/compose/services.yml").read_text()
     waits = [60 * int(minutes) for minutes in re.findall(r"start_period: (\d+)m", services)]
     probes = re.findall(r"periodSeconds: (\d+)\n *failureThreshold: (\d+)", (ROOT / "deploy/k8s/tts.yaml").read_text())

@@ -168,9 +168,7 @@ def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cal
         (COSYVOICE3, 5, (), {"client-grpc", "offline"}),
     ],
 )
-def test_without_a_gpu_every_stage_has_a_command(
-    called: Callable[..., Called], script: str, last: int, mode: tuple[str, ...], programs: set[str]
-) -> None:
+def test_without_a_gpu_every_stage_has_a_command(called, script, last, mode, programs) -> None:
     found = called(script, -1, last, *mode, LOCAL="1", ENABLE_TRT="1")
     assert found.keys() - programs == {"prepare", "test-llm", "render", "serve"}
     (rendered,), (benchmark,) = found["render"], found["client-grpc"]
@@ -185,9 +183,7 @@ def test_without_a_gpu_every_stage_has_a_command(
 
 
 @pytest.mark.parametrize("upstream", [False, True], ids=["cuda", "trtllm"])
-def test_the_stages_for_a_gpu_serve_with_our_engine_unless_upstreams_is_named(
-    called: Callable[..., Called], tmp_path: Path, upstream: bool
-) -> None:
+def test_the_stages_for_a_gpu_serve_with_our_engine_unless_upstreams_is_named(called, tmp_path, upstream) -> None:
     ways = {UNET: "trtllm-backend", DIT: "trtllm-serve", COSYVOICE3: "trtllm-serve"}
     settings = {"HUB": "modelscope", "USE_SPK2INFO_CACHE": "1"}
     each = {script: called(script, 0, 2, **settings, **({"LLM": ways[script]} if upstream else {})) for script in ways}

@@ -34,6 +34,7 @@ TONE = np.sin(np.arange(SAMPLE_RATE) * 0.05).astype(np.float32)
         ("one two three", "", 3, 3),
         ("今天7点。OK", "今天七点 OK", 0, 5),
         ("今天七点", "今天起点", 1, 4),
+        ("七", "7", 0, 1),
     ],
 )
 def test_wrong_words_and_characters_are_counted(text: str, recognised: str, wrong: int, units: int) -> None:
@@ -103,10 +104,23 @@ def test_a_missing_judge_is_named_with_the_command_that_installs_it(monkeypatch:
 def test_a_recogniser_of_ones_own_reads_all_files_in_one_call() -> None:
     echo = f"{sys.executable} -c \"import sys; print(*sys.argv[1:], sep='\\n')\" "
     assert judges.CommandRecogniser(echo + "{wav}")([Path("a b"), Path("c")], []) == ["a b", "c"]
-    with pytest.raises(ValueError, match="printed 2 lines for 1 files"):
+    with pytest.raises(ValueError, match="gave 2 texts for 1 files"):
         judges.CommandRecogniser(echo + "{wav} more")([Path("a")], [])
     with pytest.raises(ValueError, match=r"has no \{wav\}"):
-        judges.CommandRecogniser("asr")
+        judges.recogniser("asr")
+
+
+def test_a_function_of_ones_own_module_is_a_recogniser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_asr.py").write_text("def texts(paths):\n    return [path[-5] for path in paths][:2]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    recognise = judges.recogniser("my_asr:texts")
+    assert recognise([Path("a.wav"), Path("b.wav")], []) == ["a", "b"]
+    with pytest.raises(ValueError, match="my_asr:texts gave 2 texts for 3 files"):
+        recognise([Path("a.wav")] * 3, [])
+    for wrong in ("my_asr:nothing", "no_such_module:texts"):
+        with pytest.raises(ValueError, match=wrong):
+            judges.recogniser(wrong)
 
 
 def test_figures_of_answers_are_summed_up_and_required() -> None:

@@ -11,6 +11,7 @@ from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.profiles import LLMNumbers
 
+from tests.support.llm_fixtures import chunks_of
 from tests.support.waiting import until
 
 VOCAB = 100
@@ -79,8 +80,15 @@ def make_request(*input_ids, max_tokens=10, min_tokens=0):
 
 
 async def collect(engine, request):
-    chunks = [chunk async for chunk in engine.generate(request)]
+    chunks = await chunks_of(engine, request)
     return [token for chunk in chunks for token in chunk.tokens], chunks[-1].finish_reason
+
+
+def together(engine, *requests):
+    async def run():
+        return await asyncio.gather(*(collect(engine, each) for each in requests), return_exceptions=True)
+
+    return asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -119,27 +127,16 @@ def test_a_cancelled_request_frees_its_capacity_at_once(model, engine):
 def test_a_row_without_finite_logits_ends_alone(model, engine, row, temperature):
     model.poison = 10 * row + 2  # sampled second in that row
     sampling = Sampling(temperature=temperature, repetition_penalty=1.0, max_tokens=5)
-
-    async def run():
-        live = [collect(engine, GenerationRequest(np.array([10 * i]), sampling, (END,))) for i in range(3)]
-        return await asyncio.gather(*live, return_exceptions=True)
-
-    results = asyncio.run(run())
+    results = together(engine, *(GenerationRequest(np.array([10 * i]), sampling, (END,)) for i in range(3)))
     assert isinstance(results[row], FloatingPointError)
-    assert [r[0] for i, r in enumerate(results) if i != row] == [
-        [10 * i + n for n in range(1, 6)] for i in range(3) if i != row
-    ]
+    del results[row]
+    assert [tokens for tokens, _ in results] == [[10 * i + n for n in range(1, 6)] for i in range(3) if i != row]
     assert asyncio.run(collect(engine, make_request(40))) and engine.live == 0
 
 
 def test_a_prompt_that_cannot_be_read_ends_alone(model, engine):
     model.unreadable = 20
-
-    async def run():
-        live = [collect(engine, make_request(10 * i, max_tokens=5)) for i in (1, 2, 3)]
-        return await asyncio.gather(*live, return_exceptions=True)
-
-    first, bad, last = asyncio.run(run())
+    first, bad, last = together(engine, *(make_request(10 * i, max_tokens=5) for i in (1, 2, 3)))
     assert isinstance(bad, OSError)
     assert first[0] == [11, 12, 13, 14, 15] and last[0] == [31, 32, 33, 34, 35]
 

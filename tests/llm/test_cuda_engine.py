@@ -14,9 +14,11 @@ from cosyvoice_triton.llm.engines.cuda.operations import FAULT, NOTHING, PAGE, P
 from cosyvoice_triton.llm.engines.cuda.scheduler import PromptPiece
 from cosyvoice_triton.llm.engines.cuda.weights import Weights
 from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources, candidate_ids
-from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
+from cosyvoice_triton.llm.interface import Sampling
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
+
+from tests.support.llm_fixtures import request_of, tokens_of
 
 GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0}
 RAS = {"temperature": 1.0, "top_p": 0.8, "top_k": 25, "repetition_penalty": 1.0}
@@ -89,7 +91,7 @@ class Slots:
         return np.concatenate([self.decoder.step(self._rows, 1).columns() for _ in range(count)])
 
 
-def request_of(ids, *, end_ids=(0,), **sampling):
+def of_ids(ids, *, end_ids=(0,), **sampling):
     return GenerationRequest(np.array(ids, np.int64), Sampling(**sampling), end_ids)
 
 
@@ -97,7 +99,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(llm_dir, weights, 
     """Prompts of several pages and of one token; prefilled in pieces, and computed together."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, weights.sizes.vocab, length).tolist() for length in (150, 1, 64, 65)]
-    served = Slots(weights, [request_of(ids, **GREEDY, max_tokens=70) for ids in prompts], prefill=40)
+    served = Slots(weights, [of_ids(ids, **GREEDY, max_tokens=70) for ids in prompts], prefill=40)
     found = served.step(70)  # across the ends of pages
     logits = torch.stack(served.operations.logits)  # (steps, rows, C)
     model = Qwen2ForCausalLM.from_pretrained(llm_dir, dtype=torch.float32)
@@ -120,7 +122,7 @@ def test_outliers_in_the_residual_stream_leave_the_logits_right(llm_dir, weights
         for layer in read.layers:
             layer.down[0] = 100
             layer.gate_up[:] *= 10
-        served = Slots(weights_of(read), [request_of(range(9, 40), **GREEDY)])
+        served = Slots(weights_of(read), [of_ids(range(9, 40), **GREEDY)])
         served.step()
         return served.operations.logits[0]
 
@@ -135,7 +137,7 @@ def test_the_bias_of_the_output_head_is_added(llm_dir, weights, tokenizer, tmp_p
     bias[0] = 1000.0  # text is never drawn
     save_file(tensors | {"lm_head.bias": bias}, tmp_path / "biased" / "model.safetensors", metadata={"format": "pt"})
     biased = Weights.read(tmp_path / "biased", tokenizer, torch.device("cpu"), torch.float32)
-    served = Slots(biased, [request_of([7, 8], **GREEDY)])
+    served = Slots(biased, [of_ids([7, 8], **GREEDY)])
     (column,) = served.step()[0]
     assert column == (served.operations.logits[0][0] + bias[candidate_ids(tokenizer)]).argmax()
 
@@ -154,34 +156,34 @@ def test_a_row_ends_on_the_device_by_an_end_token_or_its_length(weights):
     """The end token of one request is any other token to another one; none is drawn before min_tokens."""
     end_ids = (weights.first + 7,)
     requests = [
-        request_of([7], **GREEDY, end_ids=end_ids),
-        request_of([7], **GREEDY, end_ids=end_ids, min_tokens=2),
-        request_of([7], **GREEDY, max_tokens=3),
+        of_ids([7], **GREEDY, end_ids=end_ids),
+        of_ids([7], **GREEDY, end_ids=end_ids, min_tokens=2),
+        of_ids([7], **GREEDY, max_tokens=3),
     ]
     served = Slots(weights, requests, Scripted(weights, {7: 5.0, 9: 4.0}))
     assert served.step(5).T.tolist() == [[7] + [NOTHING] * 4, [9, 9, 7] + [NOTHING] * 2, [7] * 3 + [NOTHING] * 2]
 
 
 def test_the_repetition_penalty_counts_prompt_and_drawn_tokens_of_the_slots_own_request(weights):
-    penalised = request_of([weights.first + 7], temperature=0, repetition_penalty=2.0)
+    penalised = of_ids([weights.first + 7], temperature=0, repetition_penalty=2.0)
     logits = Scripted(weights, {7: 4.0, 8: 3.0, 9: 2.5})
-    served = Slots(weights, [penalised, request_of([weights.first + 7], **GREEDY)], logits)
+    served = Slots(weights, [penalised, of_ids([weights.first + 7], **GREEDY)], logits)
     assert served.step(3).T.tolist() == [[8, 9, 7], [7, 7, 7]]
     served.decoder.fill_slots({0: penalised})  # nothing of the slot's last request is left
     assert served.step(3).T.tolist() == [[8, 9, 7], [7, 7, 7]]
 
 
 def test_a_request_with_other_end_tokens_ends_by_its_own(weights):
-    served = Slots(weights, [request_of([7], **GREEDY, end_ids=(weights.first + 7,))], Scripted(weights, {7: 5.0}))
+    served = Slots(weights, [of_ids([7], **GREEDY, end_ids=(weights.first + 7,))], Scripted(weights, {7: 5.0}))
     assert served.step(2).T.tolist() == [[7, NOTHING]]
-    served.decoder.fill_slots({0: request_of([7], **GREEDY, end_ids=(weights.first + 8,))})
+    served.decoder.fill_slots({0: of_ids([7], **GREEDY, end_ids=(weights.first + 8,))})
     assert served.step(2).T.tolist() == [[7, 7]]
-    served.decoder.fill_slots({0: request_of([7], **GREEDY, end_ids=(weights.first + 7,))})
+    served.decoder.fill_slots({0: of_ids([7], **GREEDY, end_ids=(weights.first + 7,))})
     assert served.step(2).T.tolist() == [[7, NOTHING]]
 
 
 def test_what_the_pages_held_before_does_not_matter(weights):
-    request = request_of(list(range(100)), **GREEDY)
+    request = of_ids(list(range(100)), **GREEDY)
     clean, reused = Slots(weights, [request, request]), Slots(weights, [request, request])
     for page in range(1, 9):
         reused.decoder.invalidate(page)
@@ -191,7 +193,7 @@ def test_what_the_pages_held_before_does_not_matter(weights):
 
 
 def test_a_row_whose_logits_are_not_finite_ends_alone(weights):
-    requests = [request_of([40, 50, 60], **sampling, seed=3) for sampling in (GREEDY, RAS, GREEDY)]
+    requests = [of_ids([40, 50, 60], **sampling, seed=3) for sampling in (GREEDY, RAS, GREEDY)]
     whole, served = Slots(weights, requests), Slots(weights, requests)
     expected = whole.step(8)
     served.step(2)
@@ -205,10 +207,6 @@ def load(directory, tokenizer, gib, requests=2):
     return load_engine(directory, tokenizer, requests, Resources(gib, 0.5, "KIND_CPU"))
 
 
-async def collect(engine, request):
-    return [token async for chunk in engine.generate(request) for token in chunk.tokens]
-
-
 def test_memory_for_less_than_one_context_is_an_error_with_what_is_needed(llm_dir, weights, tokenizer):
     with pytest.raises(ValueError, match=r"llm_memory_gib 0.001 is too small: the LLM needs 0.0\d for one request"):
         load(llm_dir, tokenizer, 0.001)
@@ -219,17 +217,15 @@ def test_a_request_waits_until_there_are_pages_for_its_longest_answer(llm_dir, w
     page = 2 * 2 * 64 * PAGE * 4
     gib = (weights.nbytes + page * (4096 // PAGE + 1.5)) / 2**30
     engine = load(llm_dir, tokenizer, gib, requests=3)
-    ids = tokenizer.encode_prompt(LLMPrompt("Hello"))
-    long = GenerationRequest(ids, Sampling(max_tokens=2100, min_tokens=20, seed=1), tokenizer.end_ids)
-    short = GenerationRequest(ids, Sampling(max_tokens=200, min_tokens=20, seed=1), tokenizer.end_ids)
+    long, short = (request_of(tokenizer, max_tokens=most, min_tokens=20, seed=1) for most in (2100, 200))
 
     async def together():
-        return await asyncio.gather(*(collect(engine, request) for request in (short, long, long)))
+        return await asyncio.gather(*(tokens_of(engine, request) for request in (short, long, long)))
 
     try:
         assert engine._pages.total == 64 and engine._scheduler.pages_of(long) * 2 > 64
         alone, first, second = asyncio.run(together())
-        assert first == second and alone == asyncio.run(collect(engine, short)) and len(alone) > 20
+        assert first == second and alone == asyncio.run(tokens_of(engine, short)) and len(alone) > 20
         assert engine._pages.free == 64 and engine.live == 0
     finally:
         engine.close()

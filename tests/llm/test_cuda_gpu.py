@@ -13,8 +13,10 @@ from cosyvoice_triton.llm.engines.cuda.scheduler import PromptPiece
 from cosyvoice_triton.llm.engines.cuda.weights import Weights
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.engines.loading import load_engine
-from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
+from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.profiles import H200
+
+from tests.support.llm_fixtures import request_of, tokens_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,9 +111,7 @@ def test_an_engine_on_the_gpu_gives_each_request_the_tokens_that_it_gets_alone(l
     engine = load_engine("cuda", llm_dir, tokenizer, 8, memory_gib=4.0, instance_kind="KIND_GPU")
 
     async def speak(seed):
-        ids = tokenizer.encode_prompt(LLMPrompt("text " * (seed % 8 + 1)))
-        request = GenerationRequest(ids, Sampling(seed=seed), tokenizer.end_ids)
-        return [token async for chunk in engine.generate(request) for token in chunk.tokens]
+        return await tokens_of(engine, request_of(tokenizer, "text " * (seed % 8 + 1), seed=seed))
 
     async def together():
         return [await asyncio.gather(*map(speak, range(seed, seed + 8))) for seed in range(0, 32, 8)]
@@ -136,13 +136,8 @@ def test_the_second_gpu_gives_the_tokens_of_the_first_and_takes_nothing_of_it(ll
         # torch captures on one stream for the whole process, of the first GPU. A model's process has one GPU.
         torch.cuda.graph.default_capture_stream = None
         engine = load_engine("cuda", llm_dir, tokenizer, 2, memory_gib=4.0, instance_kind="KIND_GPU", gpu=gpu)
-        request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("text")), Sampling(seed=1), tokenizer.end_ids)
-
-        async def tokens():
-            return [token async for chunk in engine.generate(request) for token in chunk.tokens]
-
         try:
-            return asyncio.run(tokens())
+            return asyncio.run(tokens_of(engine, request_of(tokenizer, "text", seed=1)))
         finally:
             engine.close()
 

@@ -12,12 +12,11 @@ from cosyvoice_triton.config import planned_llm_gib
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.engines import loading
 from cosyvoice_triton.llm.engines.batching_engine import BatchingEngine
-from cosyvoice_triton.llm.engines.interface import GenerationRequest, candidate_ids
+from cosyvoice_triton.llm.engines.interface import candidate_ids
 from cosyvoice_triton.llm.engines.loading import load_engine
-from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 
 from tests.support import fake_tensorrt_llm, fake_vllm
-from tests.support.llm_fixtures import FAKES
+from tests.support.llm_fixtures import FAKES, chunks_of, request_of
 
 MAX_REQUESTS = 4
 
@@ -31,16 +30,8 @@ def engine(request, install, llm_dir, tokenizer):
     assert engine._llm.is_shut_down
 
 
-def make_request(tokenizer, **sampling):
-    return GenerationRequest(tokenizer.encode_prompt(LLMPrompt("Hello")), Sampling(**sampling), tokenizer.end_ids)
-
-
-async def collect(engine, request):
-    return [chunk async for chunk in engine.generate(request)]
-
-
 def test_tokens_and_the_finish_reason_are_returned(engine, tokenizer):
-    chunks = asyncio.run(collect(engine, make_request(tokenizer, max_tokens=5)))
+    chunks = asyncio.run(chunks_of(engine, request_of(tokenizer, max_tokens=5)))
     assert [token for chunk in chunks for token in chunk.tokens] == [7, 8, 9, 10, 11]
     assert [chunk.finish_reason for chunk in chunks][-2:] == [None, "length"]
     assert engine.live == 0
@@ -48,15 +39,15 @@ def test_tokens_and_the_finish_reason_are_returned(engine, tokenizer):
 
 def test_one_request_too_many_is_rejected(engine, tokenizer):
     async def run():
-        live = [engine.generate(make_request(tokenizer)) for _ in range(MAX_REQUESTS)]
+        live = [engine.generate(request_of(tokenizer)) for _ in range(MAX_REQUESTS)]
         for chunks in live:
             await anext(chunks)
         with pytest.raises(UnavailableError, match=f"maximum of {MAX_REQUESTS} requests"):
-            await collect(engine, make_request(tokenizer))
+            await chunks_of(engine, request_of(tokenizer))
         for chunks in live:
             await chunks.aclose()
         assert engine.live == 0 and not engine._llm.live
-        await collect(engine, make_request(tokenizer))
+        await chunks_of(engine, request_of(tokenizer))
 
     asyncio.run(run())
 
@@ -75,7 +66,7 @@ def test_a_dead_engine_is_unavailable(install, llm_dir, tokenizer, name, when, e
     engine = load_engine(name, llm_dir, tokenizer, MAX_REQUESTS)
     setattr(engine._llm, when, error("it has died"))
     with pytest.raises(UnavailableError, match="it has died"):
-        asyncio.run(collect(engine, make_request(tokenizer)))
+        asyncio.run(chunks_of(engine, request_of(tokenizer)))
     assert engine.live == 0
 
 
@@ -94,7 +85,7 @@ def test_vllm_gets_the_sampling(install, llm_dir, tokenizer):
     install("vllm")
     module = importlib.import_module("cosyvoice_triton.llm.engines.vllm")
     sampling = {"temperature": 0.5, "top_k": 9, "seed": 3, "min_tokens": 4, "max_tokens": 90, "ras_window": 10}
-    params = module.sampling_params(make_request(tokenizer, repetition_penalty=1.0, **sampling))
+    params = module.sampling_params(request_of(tokenizer, repetition_penalty=1.0, **sampling))
     assert (params.temperature, params.top_k, params.seed, params.min_tokens, params.max_tokens) == (0.5, 9, 3, 4, 90)
     assert params.stop_token_ids == list(tokenizer.end_ids)
     assert params.extra_args == {"ras_window": 10, "ras_tau": 0.1}
@@ -103,15 +94,15 @@ def test_vllm_gets_the_sampling(install, llm_dir, tokenizer):
 def test_tensorrt_llm_gets_the_sampling_and_a_bias_that_excludes_text(install, llm_dir, tokenizer):
     install("tensorrt_llm")
     engine = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS)
-    asyncio.run(collect(engine, make_request(tokenizer, temperature=0, seed=3, min_tokens=2)))
+    asyncio.run(chunks_of(engine, request_of(tokenizer, temperature=0, seed=3, min_tokens=2)))
     params = engine._llm.requests[0].sampling
     assert (params.top_k, params.seed, params.min_tokens, params.end_id) == (1, 3, 2, tokenizer.end_ids[0])
     assert torch.isfinite(params.embedding_bias).nonzero().flatten().tolist() == candidate_ids(tokenizer).tolist()
-    asyncio.run(collect(engine, make_request(tokenizer)))
-    asyncio.run(collect(engine, make_request(tokenizer)))
+    asyncio.run(chunks_of(engine, request_of(tokenizer)))
+    asyncio.run(chunks_of(engine, request_of(tokenizer)))
     assert engine._llm.requests[1].sampling.seed != engine._llm.requests[2].sampling.seed  # its default is a constant
     with pytest.raises(ValueError, match="ras_window 10: TensorRT-LLM has no repetition-aware sampling"):
-        asyncio.run(collect(engine, make_request(tokenizer, ras_window=10)))
+        asyncio.run(chunks_of(engine, request_of(tokenizer, ras_window=10)))
 
 
 # --- choice of the engine ------------------------------------------------------------------------------------------
@@ -169,14 +160,17 @@ def test_no_engine_is_an_error_with_the_reason_for_each(llm_dir, tokenizer):
         assert part in str(error.value)
 
 
-def test_a_named_engine_is_the_only_choice(genai_dir, tokenizer):
-    with pytest.raises(ValueError, match="vllm reads a directory of HuggingFace"):
-        load_engine("vllm", genai_dir, tokenizer, 1)
-
-
-def test_a_directory_without_a_model_is_an_error(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match="no LLM: it has none of genai_config.json, rank0.engine, config.json"):
-        load_engine("auto", tmp_path, tokenizer, 1)
+@pytest.mark.parametrize(
+    ("engine", "directory", "options", "message"),
+    [
+        ("vllm", "genai_dir", {}, "vllm reads a directory of HuggingFace"),
+        ("auto", "tmp_path", {}, "no LLM: it has none of genai_config.json, rank0.engine, config.json"),
+        ("onnxruntime_genai", "genai_dir", {"gpu": 1}, "'llm_gpu' 1 is for the engine cuda; onnxruntime_genai"),
+    ],
+)
+def test_what_an_engine_cannot_read_or_do_is_an_error(request, tokenizer, engine, directory, options, message):
+    with pytest.raises(ValueError, match=message):
+        load_engine(engine, request.getfixturevalue(directory), tokenizer, 1, **options)
 
 
 def test_built_engines_are_served_with_their_own_limits(install, tokenizer, tmp_path):
@@ -187,12 +181,7 @@ def test_built_engines_are_served_with_their_own_limits(install, tokenizer, tmp_
     engine = load_engine("auto", tmp_path, tokenizer, 1)
     assert isinstance(engine._llm, fake_tensorrt_llm.BuiltLLM)
     with pytest.raises(ValueError, match="context of 100"):
-        asyncio.run(collect(engine, make_request(tokenizer)))
-
-
-def test_only_the_engine_cuda_can_be_given_another_gpu(genai_dir, tokenizer):
-    with pytest.raises(ValueError, match="'llm_gpu' 1 is for the engine cuda; onnxruntime_genai"):
-        load_engine("onnxruntime_genai", genai_dir, tokenizer, 1, gpu=1)
+        asyncio.run(chunks_of(engine, request_of(tokenizer)))
 
 
 def test_a_folder_of_a_library_s_name_is_not_the_library(tmp_path, monkeypatch):

@@ -32,13 +32,22 @@ async def speak(llm, prompt=PROMPT, **sampling):
     return [token for chunk in chunks for token in chunk.tokens], chunks[-1].finish_reason
 
 
-def over(tokenizer, scripts, scenario, dialect="auto", urls=(), timeouts=PATIENT):
+def speaking(times, **sampling):
+    """A scenario: the results of so many utterances, one after another."""
+
+    async def scenario(llm, servers):
+        return [await speak(llm, **sampling) for _ in range(times)]
+
+    return scenario
+
+
+def over(tokenizer, scripts, scenario, dialect="auto", urls=(), timeouts=PATIENT, suffix=""):
     """What `scenario(llm, servers)` returns over a server for each script, beside other `urls`; and the servers."""
 
     async def run():
         servers = [RawHttpServer(*script) for script in scripts]
         async with AsyncExitStack() as stack:
-            own = [await stack.enter_async_context(server.running()) for server in servers]
+            own = [await stack.enter_async_context(server.running()) + suffix for server in servers]
             llm = OpenAILM([*urls, *own], "model", tokenizer, timeouts, dialect=dialect)
             stack.push_async_callback(llm.aclose)
             return await asyncio.wait_for(scenario(llm, servers), 60), servers
@@ -48,7 +57,7 @@ def over(tokenizer, scripts, scenario, dialect="auto", urls=(), timeouts=PATIENT
 
 def ask(tokenizer, *answers, dialect="auto", **sampling):
     """One utterance from a server that gives these answers; return the result and the server."""
-    result, (server,) = over(tokenizer, [answers], lambda llm, _: speak(llm, **sampling), dialect)
+    (result,), (server,) = over(tokenizer, [answers], speaking(1, **sampling), dialect)
     return result, server
 
 
@@ -96,9 +105,17 @@ def test_transformers_serve_speaks_by_the_requested_sampling_up_to_its_limit(tra
 # --- a faulty server -------------------------------------------------------------------------------------
 
 
-def test_an_end_token_in_the_text_ends_the_answer(tokenizer):
-    result, _ = ask(tokenizer, (STREAM, event("<|s_1|><|eos1|><|s_2|>"), 30.0))
-    assert result == ([1], "stop")
+WHOLE = event("<|s_1|>") + b": ping\r\n\r\n" + event("<|s_22|>") + event("", "stop") + b"data: [DONE]\n\n"
+PIECES = [part for at in range(0, len(WHOLE), 7) for part in (WHOLE[at : at + 7], 0.001)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [([event("<|s_1|><|eos1|><|s_2|>"), 30.0], [1]), (PIECES, [1, 22])],
+    ids=["an end token in the text ends the answer", "events in pieces of any size"],
+)
+def test_an_answer_is_read_as_it_comes(tokenizer, answer, expected):
+    assert ask(tokenizer, (STREAM, *answer))[0] == (expected, "stop")
 
 
 def test_the_request_has_template_and_sampling(tokenizer):
@@ -147,7 +164,7 @@ def test_the_length_of_the_text_limits_the_length_of_the_speech(tokenizer):
 def test_a_faulty_server_is_an_error_in_time(tokenizer, answer, message):
     timeouts = QUICK if "sent no token" in message else PATIENT
     with pytest.raises(UnavailableError, match=message):
-        over(tokenizer, [[answer]], lambda llm, _: speak(llm), timeouts=timeouts)
+        over(tokenizer, [[answer]], speaking(1), timeouts=timeouts)
 
 
 def test_servers_that_accept_no_connection_share_one_deadline(tokenizer):
@@ -159,20 +176,17 @@ def test_servers_that_accept_no_connection_share_one_deadline(tokenizer):
         url = f"http://127.0.0.1:{full.getsockname()[1]}"
         hurried = Timeouts(connect=0.1, first_token=1.0, token=1.0)
         with pytest.raises(UnavailableError, match=url) as failed:
-            over(tokenizer, [], lambda llm, _: speak(llm), urls=[url] * 20, timeouts=hurried)
+            over(tokenizer, [], speaking(1), urls=[url] * 20, timeouts=hurried)
     assert 1 < str(failed.value).count("LLM server") < 12
 
 
 def test_a_refused_connection_is_an_error_with_the_url_unless_there_is_another_server(tokenizer):
-    async def twice(llm, servers):
-        return [await speak(llm) for _ in range(2)]
-
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, not listening
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(UnavailableError, match=f"LLM server {url} cannot be reached"):
-            over(tokenizer, [], twice, urls=[url])
-        assert over(tokenizer, [[GOOD]], twice, urls=[url])[0] == [SPOKEN] * 2
+            over(tokenizer, [], speaking(2), urls=[url])
+        assert over(tokenizer, [[GOOD]], speaking(2), urls=[url])[0] == [SPOKEN] * 2
 
 
 def test_a_rejected_request_is_a_value_error_with_the_servers_message(tokenizer):
@@ -181,11 +195,8 @@ def test_a_rejected_request_is_a_value_error_with_the_servers_message(tokenizer)
 
 
 def test_the_dialect_is_learned_once(tokenizer):
-    async def twice(llm, servers):
-        return [await speak(llm, top_k=9) for _ in range(2)]
-
     rejection = (reply("422 Unprocessable", b"Unexpected fields: top_k"),)
-    results, (server,) = over(tokenizer, [[rejection, rejection, rejection, GOOD]], twice)
+    results, (server,) = over(tokenizer, [[rejection, rejection, rejection, GOOD]], speaking(2, top_k=9))
     assert results == [SPOKEN] * 2
     kinds = [(type(body["prompt"]), "top_k" in body, "generation_config" in body) for body in server.bodies]
     assert kinds == [(list, True, False)] * 2 + [(str, True, False)] + [(str, False, True)] * 2
@@ -198,13 +209,6 @@ def test_tokens_are_read_as_ids_if_the_server_sends_ids(tokenizer):
     stray = tokenizer.sos_id
     result, _ = ask(tokenizer, (STREAM, ids_event([o + 5, stray]), ids_event([o + 6, end], "stop")))
     assert result == ([5, 6], "stop")
-
-
-def test_events_may_arrive_in_pieces_of_any_size(tokenizer):
-    answer = event("<|s_1|>") + b": ping\r\n\r\n" + event("<|s_22|>") + event("", "stop") + b"data: [DONE]\n\n"
-    pieces = [answer[i : i + 7] for i in range(0, len(answer), 7)]
-    result, _ = ask(tokenizer, (STREAM, *[part for piece in pieces for part in (piece, 0.001)]))
-    assert result == ([1, 22], "stop")
 
 
 def chat_event(reason=None, **delta):
@@ -247,10 +251,7 @@ def test_repetition_aware_sampling_is_sent_to_vllm_only(tokenizer):
 
 @pytest.mark.parametrize("failure", [(reply("503 Service Unavailable", b"loading"),), (STREAM,), (STREAM, event(""))])
 def test_another_server_is_tried_if_no_token_has_arrived(tokenizer, failure):
-    async def thrice(llm, servers):
-        return [await speak(llm) for _ in range(3)]
-
-    results, servers = over(tokenizer, [[failure], [GOOD]], thrice)
+    results, servers = over(tokenizer, [[failure], [GOOD]], speaking(3))
     # The one that failed is not tried again while there is another.
     assert results == [SPOKEN] * 3 and [len(server.bodies) for server in servers] == [1, 3]
 
@@ -274,7 +275,7 @@ def test_the_least_busy_server_is_used(tokenizer):
     async def scenario(llm, servers):
         busy = llm.generate(PROMPT, Sampling())
         await anext(busy)
-        results = [await speak(llm) for _ in range(3)]
+        results = await speaking(3)(llm, servers)
         await busy.aclose()
         return results
 
@@ -303,14 +304,7 @@ def test_two_hundred_readers_that_leave_leave_no_request_at_the_server(tokenizer
 
 @pytest.mark.parametrize("suffix", ["/", "/v1/"])
 def test_a_url_may_end_with_the_version(tokenizer, suffix):
-    async def run():
-        async with RawHttpServer(GOOD).running() as url:
-            llm = OpenAILM([url + suffix], "model", tokenizer, PATIENT)
-            result = await speak(llm)
-            await llm.aclose()
-        return result
-
-    assert asyncio.run(run()) == SPOKEN
+    assert over(tokenizer, [[GOOD]], speaking(1), suffix=suffix)[0] == [SPOKEN]
 
 
 @pytest.mark.parametrize("urls", [[], ["localhost:8000"], ["ftp://host"]])

@@ -151,27 +151,12 @@ def test_invalid_ratios_are_an_error(ratios):
         LengthRatios(min=ratios[0], max=ratios[1])
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"top_k": -1},
-        {"top_k": 2**31},
-        {"repetition_penalty": 0.0},
-        {"max_tokens": 0},
-        {"max_tokens": 10**12},
-        {"min_tokens": 751},
-        {"ras_window": -1},
-        {"ras_window": 65},
-        {"ras_tau": 0.0},
-        {"seed": -1},
-        {"seed": 2**31},
-    ],
-)
-def test_sampling_out_of_range_is_an_error_with_name_and_value(bad):
-    ((name, value),) = bad.items()
+OUT_OF_RANGE = {"temperature": (-0.1, float("nan")), "top_p": (0.0, 1.1), "top_k": (-1, 2**31), "seed": (-1, 2**31)}
+OUT_OF_RANGE |= {"repetition_penalty": (0.0,), "max_tokens": (0, 10**12), "min_tokens": (751,)}
+OUT_OF_RANGE |= {"ras_window": (-1, 65), "ras_tau": (0.0,)}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in OUT_OF_RANGE for value in OUT_OF_RANGE[name]])
+def test_sampling_out_of_range_is_an_error_with_name_and_value(name, value):
     with pytest.raises(ValueError, match=f"{name} {value!r} is out of range: "):
-        Sampling(**bad)
+        Sampling(**{name: value})

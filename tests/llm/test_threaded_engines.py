@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +9,11 @@ from cosyvoice_triton.errors import FatalError
 from cosyvoice_triton.llm.engines.interface import EngineLM, GenerationRequest
 from cosyvoice_triton.llm.engines.loading import load_engine
 from cosyvoice_triton.llm.engines.threaded_engine import Generation, OnTokens, ThreadedEngine
-from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, TokenChunk
-from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
+from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.monitoring.health import Health, reported_failures
 from cosyvoice_triton.profiles import H200
 
+from tests.support.llm_fixtures import chunks_of, request_of, tokens_of
 from tests.support.waiting import until
 
 STREAMS = 8
@@ -29,24 +27,9 @@ def engine(request, tokenizer):
     engine.close()
 
 
-def make_request(tokenizer: LLMTokenizer, text: str, **sampling) -> GenerationRequest:
-    ids = tokenizer.encode_prompt(LLMPrompt(text))
-    return GenerationRequest(ids, Sampling(**sampling), tokenizer.end_ids)
-
-
-async def tokens_of(engine: ThreadedEngine, request: GenerationRequest) -> list[int]:
-    return [token async for chunk in engine.generate(request) for token in chunk.tokens]
-
-
-async def chunks_of(engine: ThreadedEngine, request: GenerationRequest) -> list[TokenChunk]:
-    return [chunk async for chunk in engine.generate(request)]
-
-
 def test_eight_concurrent_requests_get_the_same_tokens_as_alone(engine, tokenizer):
-    requests = [
-        make_request(tokenizer, "text " * (i + 1), seed=i, temperature=0.5 + 0.2 * i, top_k=5 * i)
-        for i in range(STREAMS)
-    ]
+    sampling = [{"seed": i, "temperature": 0.5 + 0.2 * i, "top_k": 5 * i} for i in range(STREAMS)]
+    requests = [request_of(tokenizer, "text " * (i + 1), **of) for i, of in enumerate(sampling)]
 
     async def together():
         return await asyncio.gather(*(tokens_of(engine, request) for request in requests))
@@ -57,11 +40,11 @@ def test_eight_concurrent_requests_get_the_same_tokens_as_alone(engine, tokenize
 
 
 def test_an_answer_has_no_text_and_ends_by_an_end_token_or_its_length(engine, tokenizer):
-    tokens = asyncio.run(tokens_of(engine, make_request(tokenizer, "Hello", seed=1)))
+    tokens = asyncio.run(tokens_of(engine, request_of(tokenizer, "Hello", seed=1)))
     assert tokens[-1] in tokenizer.end_ids
     assert len(tokenizer.to_speech_ids(tokens)) == len(tokens) - 1
     sampling = {"temperature": 10.0, "top_k": 0, "top_p": 1.0, "max_tokens": 100, "min_tokens": 100}
-    *first, last = asyncio.run(chunks_of(engine, make_request(tokenizer, "Hello", seed=1, **sampling)))
+    *first, last = asyncio.run(chunks_of(engine, request_of(tokenizer, "Hello", seed=1, **sampling)))
     assert {chunk.finish_reason for chunk in first} == {None} and last.finish_reason == "length"
     tokens = [token for chunk in (*first, last) for token in chunk.tokens]
     assert len(tokens) == 100 and min(tokens) >= tokenizer.first_speech_id
@@ -75,7 +58,7 @@ def test_a_seed_means_the_same_on_each_engine(tokenizer, llm_dir, genai_dir):
     sampling = {"temperature": 0.9, "top_k": 25, "top_p": 0.8, "ras_window": 10, "min_tokens": 20, "max_tokens": 20}
     try:
         for seed in range(3):
-            request = make_request(tokenizer, "Hello", seed=seed, **sampling)
+            request = request_of(tokenizer, "Hello", seed=seed, **sampling)
             first, other = (asyncio.run(tokens_of(engine, request)) for engine in engines)
             assert first == other
     finally:
@@ -108,7 +91,7 @@ def test_the_loop_is_woken_once_for_all_answers_of_a_step(engine, tokenizer):
         loop, calls = asyncio.get_running_loop(), []
         wake = loop.call_soon_threadsafe
         loop.call_soon_threadsafe = lambda *call: calls.append(call) or wake(*call)
-        request = make_request(tokenizer, "Hello", seed=1, min_tokens=60, max_tokens=60)
+        request = request_of(tokenizer, "Hello", seed=1, min_tokens=60, max_tokens=60)
         answers = [await chunks_of(engine, request)]
         alone, calls[:] = len(calls), []
         answers += await asyncio.gather(*(chunks_of(engine, request) for _ in range(STREAMS)))
@@ -121,7 +104,7 @@ def test_the_loop_is_woken_once_for_all_answers_of_a_step(engine, tokenizer):
 
 def test_two_hundred_cancellations_leave_no_live_request(engine, tokenizer):
     async def cancelled(i):
-        task = asyncio.create_task(tokens_of(engine, make_request(tokenizer, "Hello", seed=i, min_tokens=700)))
+        task = asyncio.create_task(tokens_of(engine, request_of(tokenizer, "Hello", seed=i, min_tokens=700)))
         await asyncio.sleep(0.002 * (i % 5))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -135,7 +118,7 @@ def test_two_hundred_cancellations_leave_no_live_request(engine, tokenizer):
 
     asyncio.run(run())
     until(lambda: engine.live == 0)
-    assert len(asyncio.run(tokens_of(engine, make_request(tokenizer, "Hello", seed=1, max_tokens=5)))) == 5
+    assert len(asyncio.run(tokens_of(engine, request_of(tokenizer, "Hello", seed=1, max_tokens=5)))) == 5
 
 
 class Ending(ThreadedEngine[Generation]):
@@ -157,24 +140,17 @@ class Odd(BaseException):
 
 
 @pytest.mark.parametrize("reason", [RuntimeError("a bug"), SystemExit(3), KeyboardInterrupt(), Odd("odd")])
-def test_whatever_ends_the_thread_answers_all_requests_and_is_reported(
-    reason: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+def test_whatever_ends_the_thread_answers_all_requests_and_is_reported(reason, published, caplog) -> None:
     engine = Ending(reason)
     engine.start()
     request = GenerationRequest(np.zeros(1, np.int64), Sampling(), (1,))
 
-    async def ask() -> None:
-        async for _ in engine.generate(request):
-            pass
-
     for _ in range(2):  # the one that was being served, and a later one
         with pytest.raises(FatalError, match=type(reason).__name__):
-            asyncio.run(asyncio.wait_for(ask(), 10))
+            asyncio.run(asyncio.wait_for(chunks_of(engine, request), 10))
     assert "the LLM engine failed" in caplog.text
     health = Health()
     health.suspect()
-    health.test_if_due(lambda: asyncio.run(ask()), "tensorrt_llm")
-    assert type(reason).__name__ in reported_failures(tmp_path)["tensorrt_llm"]
+    health.test_if_due(lambda: asyncio.run(chunks_of(engine, request)), "tensorrt_llm")
+    assert type(reason).__name__ in reported_failures(published)["tensorrt_llm"]
     engine.close()

@@ -1,9 +1,7 @@
 """What upstream's CLI and its Triton runtime give the LLM for the requests of its examples, recorded as ids of the
 official vocabulary: `prompt_text` and `tts_text` tokenized apart, as they are."""
 
-import asyncio
 import json
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +36,7 @@ def test_the_llm_gets_upstream_s_ids(case: dict[str, Any], tokenizers: dict[str,
     wav = np.full(PROMPT_SAMPLE_RATE, 0.1, np.float32)
     wav[::2] *= -1
     request = RequestRules().request(reference_wav=wav, **case["request"])
-
-    async def speak() -> None:
-        async with aclosing(pipeline.synthesizer.stream(request)) as waveforms:
-            async for _ in waveforms:
-                pass
-
-    asyncio.run(speak())
+    pipeline.run(pipeline.synthesize(request))
     (prompt,) = pipeline.llm.prompts
     ids = tokenizer.encode_prompt(prompt).tolist()
     speech = [tokenizer.first_speech_id] * PROMPT_TOKENS if case["speech"] else []

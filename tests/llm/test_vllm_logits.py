@@ -1,6 +1,7 @@
 """Sampling in vLLM, in batches that change as in vLLM."""
 
 import importlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,9 +40,8 @@ class Batch:
 
     def __init__(self, processor_class, directory, device):
         self.vocab_size = read_limits(directory).vocab_size
-        config = fake_vllm.VllmConfig(
-            fake_vllm.ModelConfig(str(directory), self.vocab_size), fake_vllm.SchedulerConfig(8)
-        )
+        model = SimpleNamespace(model=str(directory), get_vocab_size=lambda: self.vocab_size)
+        config = SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(max_num_seqs=8))
         tokenizer = LLMTokenizer.from_dir(directory)
         self.candidates, self.end_ids = candidate_ids(tokenizer), tokenizer.end_ids
         self.width = len(self.candidates)

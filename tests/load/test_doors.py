@@ -48,9 +48,7 @@ def row_of(service: Served, output: Path, *options: str) -> tuple[int, dict[str,
     return code, json.loads(output.with_suffix(".json").read_text())["rows"][0]
 
 
-def test_an_open_loop_over_http_has_the_chunks_of_the_stub_and_when_they_are_audible(
-    service: Served, tmp_path: Path
-) -> None:
+def test_an_open_loop_over_http_has_the_chunks_of_the_stub_and_when_they_are_audible(service, tmp_path) -> None:
     code, row = row_of(service, tmp_path / "out", "--parameter", "max_tokens=50", "--new-voices")
     assert (code, row["requests"], row["errors"], row["refused"], row["inaudible"]) == (0, 10, 0, 0, 0)
     assert row["audio_seconds"] == pytest.approx(10 * service.stub.chunks * service.stub.samples / SAMPLE_RATE)

@@ -65,14 +65,8 @@ def test_audible_is_what_is_at_most_45_db_below_speech_for_two_windows(level: fl
 
 
 def test_the_stages_sum_to_the_latency_of_the_first_chunk() -> None:
-    timeline = (
-        ("voice", 0.02),
-        ("prompt_cache", 0.05),
-        ("llm", 0.04),
-        ("tokens", 0.1),
-        ("audio", 0.14),
-        ("audio", 0.5),
-    )
+    stages = ("voice", "prompt_cache", "llm", "tokens", "audio", "audio")
+    timeline = tuple(zip(stages, (0.02, 0.05, 0.04, 0.1, 0.14, 0.5), strict=True))
     shares = outcome((0.15, 0.6), (0.5, 0.5), timeline=timeline).stages()
     assert list(shares) == ["voice", "llm", "prompt_cache", "tokens", "audio", "transport"]
     assert sum(shares.values()) == pytest.approx(0.15)

@@ -24,17 +24,15 @@ from tests.conftest import ROOT
 from tests.support.triton_stub import StubProcess, stub_process
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.serial
-
 VOICE = str(samples.FOLDER / "reference_zh.wav")
-FIRST, PAUSE, CHUNKS = 0.3, 0.4, 3
+FIRST, PAUSE, CHUNKS = 0.15, 0.2, 3
 SCHEDULE = [FIRST + index * PAUSE for index in range(CHUNKS)]  # seconds from the request to each chunk
-CHUNK_SECONDS = 0.5  # longer than the pause, so that there is no gap
+CHUNK_SECONDS = 0.25  # longer than the pause, so that there is no gap
 MANIFEST = str(samples.MANIFEST)
 
 
 def stub_server() -> AbstractContextManager[StubProcess]:
-    return stub_process(CHUNKS, PAUSE, FIRST, CHUNK_SECONDS)
+    return stub_process(chunks=CHUNKS, pause=PAUSE, first=FIRST, samples=round(CHUNK_SECONDS * SAMPLE_RATE))
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +42,8 @@ def stub() -> Iterator[StubProcess]:
 
 
 def manifest(tmp_path: Path, texts: list[str]) -> str:
-    rows = [
-        {"id": f"row-{index}", "target_text": text, "prompt_audio": VOICE, "prompt_text": "你好"}
-        for index, text in enumerate(texts)
-    ]
-    path = tmp_path / "texts.jsonl"
+    path, voice = tmp_path / "texts.jsonl", {"prompt_audio": VOICE, "prompt_text": "你好"}
+    rows = [{"id": f"row-{index}", "target_text": text, **voice} for index, text in enumerate(texts)]
     path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
 
@@ -67,9 +62,8 @@ def lateness(result: dict[str, Any]) -> np.ndarray:
     return np.array([np.array(stream["arrivals_ms"]) - 1000 * np.array(SCHEDULE) for stream in result["streams"]])
 
 
-def test_arrival_times_are_reported_and_complete_audio_is_written(
-    stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.serial
+def test_arrival_times_are_reported_and_complete_audio_is_written(stub, tmp_path, capsys) -> None:
     rows = manifest(tmp_path, ["Hello."] * 3)
     more = ("--manifest-path", rows, "--num-tasks", 2, "--warmup-requests", 0)
     assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 0
@@ -77,10 +71,8 @@ def test_arrival_times_are_reported_and_complete_audio_is_written(
     assert (result["requests"], result["errors"], result["warmup_requests"]) == (3, 0, 0)
     assert (lateness(result) > -1).all(), "a chunk arrived before it was sent"
     assert result["share_without_gap"] == 1.0 and result["later_chunk_ms"] is not None
-    for index in range(3):
-        assert (
-            soundfile.info(tmp_path / "log" / f"row-{index}.wav").frames == len(SCHEDULE) * CHUNK_SECONDS * SAMPLE_RATE
-        )
+    written = [soundfile.info(tmp_path / "log" / f"row-{index}.wav").frames for index in range(3)]
+    assert written == [CHUNKS * CHUNK_SECONDS * SAMPLE_RATE] * 3
     keys = (tmp_path / "log" / "rtf-texts.txt").read_text()
     for key in ("RTF: ", "total_duration: ", "average_first_chunk_latency_ms: ", "second_chunk_latency_99_percentile"):
         assert key in keys
@@ -90,22 +82,21 @@ def test_arrival_times_are_reported_and_complete_audio_is_written(
     assert "3 requests answered, 0 failed, 0 not sent" in captured.out and "first audible p50" in captured.err
 
 
-def test_a_failing_request_does_not_stop_or_delay_the_others(
-    stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.serial
+def test_a_failing_request_does_not_stop_or_delay_the_others(stub, tmp_path, capsys) -> None:
     rows = manifest(tmp_path, ["Hello.", "fail", "Hello.", "fail", "Hello."])
     more = ("--manifest-path", rows, "--num-tasks", 5, "--warmup-requests", 0)
     assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 1
     result = summary(tmp_path / "log")
-    assert result["failures"] == dict.fromkeys(
-        ("row-1", "row-3"), "the server answered with an error: this request fails"
-    )
+    failure = "the server answered with an error: this request fails"
+    assert result["failures"] == {"row-1": failure, "row-3": failure}
     assert (result["requests"], result["errors"], result["unsent"]) == (5, 2, 0)
     assert result["total_ms"]["max"] < 1000 * (SCHEDULE[-1] + 5.0)
     captured = capsys.readouterr()
     assert "3 requests answered, 2 failed" in captured.out and "failed: row-1: " in captured.err
 
 
+@pytest.mark.serial
 def test_requests_at_a_rate_are_a_poisson_process_independent_of_answers(stub: StubProcess, tmp_path: Path) -> None:
     rows = manifest(tmp_path, ["Hello."])
     more = ("--manifest-path", rows, "--request-rate", 40, "--num-requests", 80, "--warmup-requests", 0)
@@ -118,9 +109,8 @@ def test_requests_at_a_rate_are_a_poisson_process_independent_of_answers(stub: S
     assert result["request_rate"] == 40 and result["num_tasks"] is None
 
 
-def test_a_listener_sends_its_next_request_after_the_audio_has_been_played(
-    stub: StubProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.serial
+def test_a_listener_sends_its_next_request_after_the_audio_has_been_played(stub, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(runner, "LISTENERS_SPREAD", 0.0)
     rows = manifest(tmp_path, ["Hello."])
     more = ["--manifest-path", rows, "--num-requests", "2", "--warmup-requests", "0", "--output", str(tmp_path / "out")]
@@ -145,9 +135,7 @@ def test_a_sweep_over_two_addresses_writes_tables_and_a_plot(stub: StubProcess, 
 
 
 @pytest.mark.parametrize("sent_signal", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_server_that_dies_or_hangs_ends_the_run_soon_with_a_report(
-    sent_signal: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_dies_or_hangs_ends_the_run_soon_with_a_report(sent_signal, tmp_path, capsys) -> None:
     with stub_server() as stub:
         rows = manifest(tmp_path, ["Hello."])
         more = ("--manifest-path", rows, "--num-tasks", 4, "--num-requests", 500, "--warmup-requests", 0)
@@ -172,13 +160,9 @@ def test_a_server_that_dies_or_hangs_ends_the_run_soon_with_a_report(
 def test_ctrl_c_ends_the_run_with_a_report(stub: StubProcess, tmp_path: Path) -> None:
     more = ("--manifest-path", manifest(tmp_path, ["Hello."]), "--num-tasks", 2, "--num-requests", 500)
     arguments = command(stub, tmp_path / "log", "--warmup-requests", 0, *more)
-    with subprocess.Popen(
-        [sys.executable, "-m", "cosyvoice_triton", "client-grpc", *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    program = [sys.executable, "-m", "cosyvoice_triton", "client-grpc", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(program, cwd=ROOT, **pipes) as process:
         until((tmp_path / "log" / "row-0.wav").exists)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)

@@ -131,9 +131,7 @@ def test_an_unreachable_dataset_is_reported_in_one_line_that_suggests_a_manifest
     assert "\n" not in str(raised.value)
 
 
-def test_without_the_package_datasets_the_error_names_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_package_datasets_the_error_names_the_command_that_installs_it(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(SampleError, match=r"pip install -e '\.\[datasets\]'"):
         read_dataset("yuekai/seed_tts", "test_zh")

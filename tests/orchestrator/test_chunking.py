@@ -46,9 +46,7 @@ def test_with_a_boundary_a_short_first_hop_reaches_it(prompt_tokens: int, expect
 
 
 @pytest.mark.parametrize(("prompt_tokens", "first"), [(0, 25), (10, 15), (11, 39), (25, 25), (99, 26)])
-def test_with_a_boundary_the_first_hop_reaches_it_and_doubling_starts_at_one_flow_chunk(
-    prompt_tokens: int, first: int
-) -> None:
+def test_with_a_boundary_the_first_hop_reaches_it_and_doubling_starts_at_one_flow_chunk(prompt_tokens, first) -> None:
     rules = HopRules(boundary=FLOW_CHUNK_TOKENS)
     assert lengths(rules, first + 25 + 50 + 100 + 100 + 7, prompt_tokens) == [first, 25, 50, 100, 100, 7]
     assert rules.first_context(prompt_tokens) == first + 3 <= rules.first_context(None) == 42
@@ -89,9 +87,7 @@ def test_the_final_hop_takes_the_tokens_that_have_no_look_ahead_after_them() -> 
         (0.3, [(0.05, 30, 30)]),  # of the 0.44 s few are heard
     ],
 )
-def test_time_based_waits_for_one_more_unit_while_the_listener_has_enough_audio(
-    cut: float, asked: list[tuple[float, int, int | None]]
-) -> None:
+def test_time_based_waits_for_one_more_unit_while_the_listener_has_enough_audio(cut, asked) -> None:
     clock = Clock(0.0)
     schedule = HopRules(strategy="time_based").schedule(0, clock)
     hop = schedule.next_hop(18, ended=False)

@@ -114,7 +114,7 @@ class SourceEncoder(FakePromptEncoder):
 
 @pytest.mark.parametrize("live", [False, True])
 def test_the_source_s_tokens_are_spoken_in_the_voice_and_no_llm_is_asked(live: bool) -> None:
-    pipeline = Pipeline(FakeLM([1]), SourceEncoder(), silent_tokens=range(100))
+    pipeline = Pipeline(FakeLM([1]), SourceEncoder(), long_silence=range(100), silent_tokens=range(100))
     pipeline.voices["anna"] = fake_prompt(7, "Her words.")
     wav = speech(90)
 

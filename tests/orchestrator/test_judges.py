@@ -9,10 +9,9 @@ from cosyvoice_triton import samples
 from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.demo_checkpoint import TRAINED, VOICES_DIR
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
-from cosyvoice_triton.orchestrator.judges import LEADING_SILENCE, AudioJudge, Reason, judge_tokens
-from cosyvoice_triton.orchestrator.request import RequestRules, SynthesisRequest
+from cosyvoice_triton.orchestrator.judges import LEADING_SILENCE, AudioJudge, Reason, is_other_voice, judge_tokens
+from cosyvoice_triton.orchestrator.request import RequestRules
 from cosyvoice_triton.voice.audio import at_rate, load_recording
-from cosyvoice_triton.voice.prompt import Recording
 
 from tests.support.fakes import FakeLM, Step, speech_request
 from tests.support.pipeline import Pipeline
@@ -109,12 +108,8 @@ def speak(llm: FakeLM, *, offline: bool = False, **fields: object) -> tuple[Pipe
     pipeline, warnings = Pipeline(llm, silent_tokens=SILENT, judges=True), []
     request = dataclasses.replace(speech_request(text="a word"), **{"retry_bad_answers": True, **fields})  # type: ignore[arg-type]
 
-    async def run() -> list[np.ndarray]:
-        if offline:
-            return [await pipeline.synthesizer.offline(request, warnings.append)]
-        return [part async for part in pipeline.synthesizer.stream(request, warnings.append)]
-
-    return pipeline, np.concatenate(pipeline.run(run())).tolist(), warnings
+    speech = (pipeline.offline if offline else pipeline.synthesize)(request, warnings.append)
+    return pipeline, np.concatenate(pipeline.run(speech)).tolist(), warnings
 
 
 @pytest.mark.parametrize("offline", [False, True])
@@ -150,15 +145,11 @@ def test_a_request_that_is_repeatable_is_made_again_only_if_it_asks() -> None:
 
 
 def test_an_answer_in_another_voice_is_found_in_whole_answers_of_registered_voices() -> None:
-    from cosyvoice_triton.orchestrator.judges import is_other_voice
-
     assert is_other_voice(np.array([1.0, 0.0]), np.array([0.42, 0.9]))
     assert not is_other_voice(np.array([1.0, 0.0]), np.array([0.7, 0.7]))
 
 
 def test_leading_silence_of_official_answers_is_not_bad() -> None:
     assert LEADING_SILENCE == 2 * TOKEN_RATE
-    request: SynthesisRequest = speech_request(text="a word")
-    assert request.voice is None or isinstance(request.voice, (str, Recording))
     _, audio, warnings = speak(FakeLM([1] * 30 + list(range(10, 30))))
     assert audio == [1, *range(10, 30)] and not warnings

@@ -89,8 +89,16 @@ class FakeModels:
         models |= {"audio_tokenizer": self.audio_tokenizer, "speaker_embedding": self.speaker_embedding}
         models |= {"tensorrt_llm": self.llm, "token2wav": self.token2wav, "token2wav_dit": self.token2wav}
 
-    def started(self, name: str = "cosyvoice2_dit", decoupled: bool = True, **settings: str) -> Any:
-        return started(name, decoupled=decoupled, **{"llm_tokenizer_dir": str(self.tokenizer_dir)} | settings)
+    @contextmanager
+    def started(self, name: str = "cosyvoice2_dit", decoupled: bool = True, **settings: str) -> Iterator[Any]:
+        """The model of that name, initialized; finalized at the end."""
+        instances = 1 + decoupled  # neither serves a text in pieces
+        given = {"model_dir": "unused", "llm_tokenizer_dir": str(self.tokenizer_dir)} | settings
+        model = initialized_model(MODEL_FILES[name], decoupled, instances, **given)
+        try:
+            yield model
+        finally:
+            model.finalize()
 
     def answer(self, *requests: InferenceRequest, **how: Any) -> None:
         """Serve the requests one after another by a model that is started for them."""
@@ -135,17 +143,6 @@ class FakeModels:
         return answer(waveform=(1000 * voice + tokens)[None].astype(np.float32))
 
 
-@contextmanager
-def started(name: str, decoupled: bool = True, **settings: str) -> Iterator[Any]:
-    """The model of that name, initialized; finalized at the end."""
-    instances = 1 + decoupled  # neither serves a text in pieces
-    model = initialized_model(MODEL_FILES[name], decoupled, instances, **{"model_dir": "unused"} | settings)
-    try:
-        yield model
-    finally:
-        model.finalize()
-
-
 def client_request(
     decoupled: bool = True, parameters: Mapping[str, Any] | None = None, **inputs: Any
 ) -> InferenceRequest:
@@ -187,6 +184,15 @@ def models(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> FakeModels:
 
 def responses(request: InferenceRequest) -> list[dict[str, np.ndarray]]:
     return [response.arrays() for response in request.sender.responses if response.arrays()]
+
+
+def warnings(request: InferenceRequest) -> list[str]:
+    return [outputs["warning"].item() for outputs in responses(request) if "warning" in outputs]
+
+
+def prompts(models: "FakeModels") -> list[list[int]]:
+    """The ids that the LLM was given."""
+    return [request["input_ids"][0].tolist() for request in models.llm_requests]
 
 
 @pytest.mark.parametrize("name", MODEL_FILES)
@@ -238,7 +244,7 @@ def test_a_registered_voice_and_an_instruction_reach_the_llm_and_token2wav(model
     models.answer(by_name, by_default, voices_dir=str(tmp_path), default_speaker="anna")
     for request in (by_name, by_default):
         np.testing.assert_array_equal(audio(request), 2000 + np.arange(TOKENS))
-    zero_shot, instructed = (request["input_ids"][0].tolist() for request in models.llm_requests)
+    zero_shot, instructed = prompts(models)
     assert zero_shot[-PROMPT_TOKENS:] == [FIRST_SPEECH_ID + 2] * PROMPT_TOKENS
     assert instructed[-1] == LLMTokenizer.from_dir(models.tokenizer_dir).task_id
 
@@ -252,10 +258,8 @@ def test_an_llm_that_does_not_follow_instructions_never_gets_one(models: FakeMod
         for words in ("word8", "")
     )
     models.answer(asked, plain, llm_tokenizer_dir=str(tmp_path / "llm"), voices_dir=str(tmp_path))
-    first, second = (request["input_ids"].tolist() for request in models.llm_requests)
-    assert first == second
-    warnings = [outputs["warning"].item() for outputs in responses(asked) if "warning" in outputs]
-    assert warnings == ["instruct_text was left out: this LLM does not follow instructions"]
+    first, second = prompts(models)
+    assert first == second and warnings(asked) == ["instruct_text was left out: this LLM does not follow instructions"]
     assert not follows_instructions(ROOT / "common/cosyvoice_triton/demo_checkpoint/trained/cosyvoice2_llm")
 
 
@@ -274,19 +278,16 @@ def test_words_of_the_request_the_voice_and_the_folder_are_pronounced(models: Fa
         models.answer(voices_dir=str(tmp_path))
 
 
-def test_kanji_that_cosyvoice3_cannot_read_are_warned_of_at_start_and_in_the_answer(
-    models: FakeModels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kanji_that_cosyvoice3_cannot_read_are_warned_of_at_start_and_in_the_answer(models, monkeypatch, caplog):
     monkeypatch.setattr(frontend, "kana_available", lambda: False)
     kanji, kana = (client_request(target_text=text) for text in ("今日は雨です。", "きょうはあめです。"))
     models.answer(kanji)
-    assert MISSING not in caplog.text and not any("warning" in outputs for outputs in responses(kanji))
+    assert MISSING not in caplog.text and not warnings(kanji)
     monkeypatch.setattr(stacks, "DIT", dataclasses.replace(stacks.DIT, name="cosyvoice3"))
     kanji = client_request(target_text="今日は雨です。")
     models.answer(kanji, kana)
-    assert caplog.text.count(MISSING) == 1
-    assert [outputs["warning"].item() for outputs in responses(kanji) if "warning" in outputs] == [MISSING]
-    assert "warning" in responses(kanji)[0] and not any("warning" in outputs for outputs in responses(kana))
+    assert caplog.text.count(MISSING) == 1 and warnings(kanji) == [MISSING]
+    assert "warning" in responses(kanji)[0] and not warnings(kana)
 
 
 @pytest.mark.parametrize(
@@ -297,9 +298,7 @@ def test_kanji_that_cosyvoice3_cannot_read_are_warned_of_at_start_and_in_the_ans
         ({"max_hop_tokens": "60"}, "largest hop of 60"),
     ],
 )
-def test_settings_that_cannot_be_used_stop_the_model_from_loading(
-    settings: dict[str, str], message: str, models: FakeModels, tmp_path: Path
-) -> None:
+def test_settings_that_cannot_be_used_stop_the_model_from_loading(settings, message, models, tmp_path) -> None:
     save_voice(tmp_path / "anna.safetensors", fake_prompt(2))
     if settings.get("default_speaker") == "damaged":
         (tmp_path / "damaged.wav").write_bytes(b"no audio")
@@ -310,9 +309,8 @@ def test_settings_that_cannot_be_used_stop_the_model_from_loading(
 def test_a_tag_of_another_server_is_left_out_with_a_warning(models: FakeModels) -> None:
     tagged, plain = (client_request(target_text=text) for text in ("[happy:0.5] word7", "word7"))
     models.answer(tagged, plain)
-    first, second = (request["input_ids"].tolist() for request in models.llm_requests)
-    warnings = [outputs["warning"].item() for outputs in responses(tagged) if "warning" in outputs]
-    assert first == second and warnings == ["tags were left out, as they mean nothing here: [happy:0.5]"]
+    first, second = prompts(models)
+    assert first == second and warnings(tagged) == ["tags were left out, as they mean nothing here: [happy:0.5]"]
 
 
 def test_the_chunk_strategy_is_a_setting(models: FakeModels) -> None:
@@ -340,9 +338,7 @@ def test_runs_of_the_stacks_silent_tokens_are_shortened(models: FakeModels, monk
         ({"parameters": {"language": "de"}}, "language 'de' is not one of auto, zh, en, ja, ko"),
     ],
 )
-def test_bad_input_is_the_callers_error_and_the_next_request_is_served(
-    decoupled: bool, inputs: dict[str, Any], message: str, models: FakeModels
-) -> None:
+def test_bad_input_is_the_callers_error_and_the_next_request_is_served(decoupled, inputs, message, models) -> None:
     bad, good = client_request(decoupled, **inputs), client_request(decoupled)
     models.answer(bad, good, decoupled=decoupled)
     assert failure(bad)[0] == TritonError.INVALID_ARG and message in failure(bad)[1]
@@ -358,9 +354,7 @@ def test_bad_input_is_the_callers_error_and_the_next_request_is_served(
         ({}, {"llm_transport": "openai", "llm_urls": DOWN}, TritonError.UNAVAILABLE, DOWN),
     ],
 )
-def test_a_failing_model_fails_the_request_and_leaves_no_sequence(
-    fault: dict[str, Any], settings: dict[str, str], code: Any, message: str, models: FakeModels
-) -> None:
+def test_a_failing_model_fails_the_request_and_leaves_no_sequence(fault, settings, code, message, models) -> None:
     request = client_request()
     vars(models).update(fault)
     models.answer(request, **settings)
@@ -383,9 +377,7 @@ def test_the_sequence_of_a_client_that_disconnects_is_ended(llm_pause: float, mo
     assert len(models.ended) == 1 and not models.sequences
 
 
-def test_finalize_ends_live_requests_before_their_connections_and_closes_the_loop_in_any_case(
-    models: FakeModels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finalize_ends_live_requests_before_their_connections_and_closes_the_loop_in_any_case(models, monkeypatch):
     models.pause = 0.02
     request, ended = client_request(), []
 

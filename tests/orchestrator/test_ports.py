@@ -1,6 +1,6 @@
 import asyncio
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,11 +9,7 @@ import pytest
 from cosyvoice_triton.constants import MEL_BINS, SPEAKER_DIM
 from cosyvoice_triton.errors import LostAnswerError, ModelDownError, OverloadedError, UnavailableError
 from cosyvoice_triton.orchestrator.chunking import Hop
-from cosyvoice_triton.orchestrator.token2wav_port import (
-    Token2WavReplicas,
-    Token2WavSequence,
-    send_over_triton,
-)
+from cosyvoice_triton.orchestrator.token2wav_port import Token2WavReplicas, Token2WavSequence, send_over_triton
 from cosyvoice_triton.orchestrator.triton_encoder import TritonPromptEncoder
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 
@@ -32,9 +28,9 @@ PROMPT = Prompt(
 class Sent:
     model: str
     inputs: Mapping[str, np.ndarray]
-    correlation_id: int
-    start: bool
-    end: bool
+    correlation_id: int = 0
+    start: bool = False
+    end: bool = False
 
     def __getitem__(self, name: str) -> Any:
         """An input without its batch dimension, as plain Python."""
@@ -53,17 +49,10 @@ class FakeCall:
     answered: int = 0
 
     async def __call__(
-        self,
-        model: str,
-        inputs: Mapping[str, np.ndarray],
-        outputs: Sequence[str],
-        *,
-        correlation_id: int = 0,
-        start: bool = False,
-        end: bool = False,
+        self, model: str, inputs: Mapping[str, np.ndarray], outputs: Sequence[str], **sequence: Any
     ) -> dict[str, np.ndarray]:
         number = len(self.sent)
-        self.sent.append(Sent(model, inputs, correlation_id, start, end))
+        self.sent.append(Sent(model, inputs, **sequence))
         if self.gate is not None:
             await self.gate.wait()
         self.answered += 1
@@ -91,9 +80,7 @@ async def two_chunks(stream: Token2WavSequence) -> None:
 @pytest.mark.parametrize(
     ("cumulative", "last", "offsets"), [(True, range(13), [[0], [0], [6]]), (False, range(6, 13), [None] * 3)]
 )
-def test_a_stream_is_one_sequence_of_chunks_with_their_look_ahead(
-    reserved: bool, cumulative: bool, last: range, offsets: list[list[int] | None]
-) -> None:
+def test_a_stream_is_one_sequence_of_chunks_with_their_look_ahead(reserved, cumulative, last, offsets) -> None:
     """The UNet's model gets all tokens so far and the offset, that of the DiT the new ones. A new listener has a place
     before the voice is known."""
     call = FakeCall()
@@ -150,11 +137,7 @@ def test_offline_is_one_request_that_starts_and_ends_a_sequence() -> None:
     audio = asyncio.run(token2wav(call, cumulative=True).offline(PROMPT, [1, 2], speed=1.25))
     assert audio.shape == (3,)
     (sent,) = call.sent
-    assert (sent.start, sent.end, sent["target_speech_tokens"]) == (
-        True,
-        True,
-        [FIRST_SPEECH_ID + 1, FIRST_SPEECH_ID + 2],
-    )
+    assert sent.start and sent.end and sent["target_speech_tokens"] == [FIRST_SPEECH_ID + 1, FIRST_SPEECH_ID + 2]
     assert "token_offset" not in sent.inputs and "finalize" not in sent.inputs
     assert sent["speed"] == [1.25]
 
@@ -172,9 +155,7 @@ OUT_OF_MEMORY = RuntimeError("out of memory")
     ],
     ids=["voice", "chunk", "final chunk", "abort"],
 )
-def test_a_stream_whose_request_failed_is_ended_once_and_a_failing_end_is_logged(
-    failing: dict[int, Exception], ends: list[bool], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stream_whose_request_failed_is_ended_once_and_a_failing_end_is_logged(failing, ends, caplog) -> None:
     call = FakeCall(failing=failing)
     stream = token2wav(call, cumulative=False).open()
 
@@ -192,7 +173,7 @@ def test_a_stream_whose_request_failed_is_ended_once_and_a_failing_end_is_logged
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves meanwhile"])
-def test_an_abort_waits_for_the_chunk_in_flight_also_without_its_client(leaves: bool) -> None:
+def test_an_abort_waits_for_the_start_in_flight_also_without_its_client(leaves: bool) -> None:
     async def main() -> None:
         call = FakeCall(gate=asyncio.Event())
         models = token2wav(call, cumulative=False)
@@ -211,6 +192,30 @@ def test_an_abort_waits_for_the_chunk_in_flight_also_without_its_client(leaves: 
         await settle()
         assert [sent.end for sent in call.sent] == [False, True] and call.answered == 2
         assert aborting.done() and not any(models.live.values())
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_an_abort_is_sent_while_a_chunk_is_in_flight(final: bool) -> None:
+    """So that the next listener is not refused the place until it is rendered."""
+
+    async def main() -> None:
+        call = FakeCall()
+        stream = token2wav(call, cumulative=False).open()
+        await stream.start(PROMPT, None)
+        call.gate = asyncio.Event()
+        rendering = asyncio.create_task(stream.render(list(range(12)), Hop(0, 6, final=final)))
+        await settle()
+        rendering.cancel()
+        aborting = asyncio.create_task(stream.abort())
+        await settle()
+        assert [(sent.end, sent["finalize"]) for sent in call.sent[1:]] == [(final, [final]), (True, [False])]
+        assert call.answered == 1
+        call.gate.set()
+        await aborting
+        await stream.abort()
+        assert call.answered == len(call.sent) == 3
 
     asyncio.run(main())
 
@@ -243,9 +248,8 @@ def test_a_failure_that_the_response_cache_kept_does_not_disable_a_voice() -> No
     assert [sent.inputs["reference_wav"].shape for sent in call.sent] == [(1, 100), (1, 101)]
 
 
-def two_models(call: FakeCall, failed: set[str] | None = None) -> Token2WavReplicas:
-    gone: set[str] = failed or set()
-    return token2wav(call, ["a", "a_1"], failed=gone.__contains__)
+def two_models(call: FakeCall, failed: Collection[str] = ()) -> Token2WavReplicas:
+    return token2wav(call, ["a", "a_1"], failed=failed.__contains__)
 
 
 def test_listeners_are_spread_over_the_models_and_keep_theirs() -> None:
@@ -265,10 +269,8 @@ def test_listeners_are_spread_over_the_models_and_keep_theirs() -> None:
         assert later.model == "a_1" and models.live == {"a": 0, "a_1": 0}
 
     asyncio.run(main())
-    by_sequence = {sent.correlation_id: set() for sent in call.sent}
-    for sent in call.sent:
-        by_sequence[sent.correlation_id].add(sent.model)
-    assert all(len(used) == 1 for used in by_sequence.values())
+    used = {(sent.correlation_id, sent.model) for sent in call.sent}
+    assert len(used) == len({sequence for sequence, _ in used})
 
 
 @pytest.mark.parametrize("error", [OverloadedError("9 listeners are served", 3.0), ModelDownError("it has died")])
@@ -315,7 +317,7 @@ def test_a_listener_is_told_why_nobody_serves_it(errors: list[Exception], raised
 
 def test_a_model_that_fails_ends_the_calls_in_flight_and_gets_no_further_listeners() -> None:
     async def main() -> None:
-        failed: set[str] = {"x"}
+        failed = set[str]()
         call = FakeCall(gate=asyncio.Event())
         models = two_models(call, failed)
         stream = models.open()

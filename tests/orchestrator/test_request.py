@@ -62,31 +62,16 @@ SERVERS = {"llm_transport": "openai", "llm_urls": ("http://a",)}
         ({"sampling": "cosyvoice2", "llm_dialect": "vllm", **SERVERS}, Sampling(**preset_values("cosyvoice2")), False),
     ],
 )
-def test_the_default_sampling_is_one_that_the_llm_can_run(
-    settings: dict[str, Any], expected: Sampling, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_default_sampling_is_one_that_the_llm_can_run(settings, expected, warned, caplog) -> None:
     assert default_sampling(OrchestratorConfig(model_dir="/m", **settings)) == expected
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("seed", -1),
-        ("seed", "abc"),
-        ("seed", True),
-        ("temperature", float("nan")),
-        ("temperature", -0.5),
-        ("top_p", 0),
-        ("top_p", 1.5),
-        ("top_k", 2.5),
-        ("repetition_penalty", 0),
-        ("max_tokens", 0),
-        ("max_tokens", "7.5"),
-        ("speed", 4.5),
-        ("speed", "fast"),
-    ],
-)
+BAD: dict[str, tuple[object, ...]] = {"seed": (-1, "abc", True), "temperature": (float("nan"), -0.5), "top_p": (0, 1.5)}
+BAD |= {"top_k": (2.5,), "repetition_penalty": (0,), "max_tokens": (0, "7.5"), "speed": (4.5, "fast")}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in BAD for value in BAD[name]])
 def test_a_bad_parameter_is_an_error_naming_it_and_its_value(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name) as error:
         check(parameters={name: value})
@@ -129,9 +114,7 @@ def test_an_instruction_before_the_text_is_the_request_s_instruction() -> None:
         ("Loudly.<|endofprompt|>", "", "Loudly."),
     ],
 )
-def test_an_instruction_before_the_transcript_is_followed_and_system_words_are_none(
-    given: str, transcript: str, instruction: str
-) -> None:
+def test_an_instruction_before_the_transcript_is_followed_and_system_words_are_none(given, transcript, instruction):
     request = check(reference_text=given)
     assert (request.voice.text, request.instruct_text) == (transcript, instruction)
     both = check(reference_text="Said.", instruct_text="Loudly.")

@@ -1,6 +1,7 @@
 """A listener's place in token2wav is reserved while the LLM starts; after a refusal before that."""
 
 import asyncio
+import contextlib
 import itertools
 import math
 from collections.abc import Awaitable, Callable
@@ -10,7 +11,7 @@ import pytest
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.synthesis import CAREFUL_SECONDS, CROWD
-from cosyvoice_triton.refusals import REFUSAL_SECONDS
+from cosyvoice_triton.refusals import FREEING_SECONDS, REFUSAL_SECONDS
 
 from tests.support.fakes import FakeLM, FakeToken2Wav, FakeToken2WavStream, fake_prompt, speech_request
 from tests.support.pipeline import Pipeline, one_by_one, run_until, settle
@@ -72,9 +73,7 @@ def before_a_place(monkeypatch: pytest.MonkeyPatch) -> Install:
         ("new", math.inf, CROWD, set()),
     ],
 )
-def test_when_a_place_is_asked_for(
-    voice: str, since_refusal: float, crowd: int, before: set[str], before_a_place: Install
-) -> None:
+def test_when_a_place_is_asked_for(voice, since_refusal, crowd, before, before_a_place) -> None:
     now = [100.0]
     pipeline = Pipeline(FakeLM(*one_by_one(18)), clock=lambda: now[0])
     pipeline.voices["anna"] = fake_prompt(0)
@@ -147,6 +146,33 @@ def test_a_refusal_answers_all_who_come_in_the_next_moment() -> None:
     assert [stream.reserved for stream in pipeline.token2wav.streams] == [True, False]
     now[0] += REFUSAL_SECONDS
     pipeline.synthesizer.refusal.check()
+
+
+def test_a_place_that_its_listener_leaves_is_asked_for_at_once() -> None:
+    now = [100.0]
+    pipeline = Pipeline(FakeLM(*one_by_one(60), asyncio.Event()), clock=lambda: now[0])
+    request = SynthesisRequest("hello", "anna")
+    pipeline.voices["anna"] = fake_prompt(0)
+
+    async def leaves() -> list[np.ndarray]:
+        listener = asyncio.create_task(pipeline.synthesize(request))
+        await run_until(lambda: bool(pipeline.token2wav.streams and pipeline.token2wav.streams[0].hops))
+        pipeline.token2wav.failures = {"reserve": OverloadedError("9 listeners are served", 3.0)}
+        for _ in range(2):
+            with pytest.raises(OverloadedError):
+                await pipeline.synthesize(request)
+        assert [stream.reserved for stream in pipeline.token2wav.streams] == [True, True, False]
+        listener.cancel()
+        await asyncio.wait({listener})
+        for kept in (False, True):  # token2wav may have refused once more before it knew
+            with pytest.raises(OverloadedError):
+                await pipeline.synthesize(request)
+            with pytest.raises(OverloadedError) if kept else contextlib.nullcontext():
+                pipeline.synthesizer.refusal.check()
+            now[0] += FREEING_SECONDS
+        return []
+
+    pipeline.run(leaves())
 
 
 def test_of_a_crowd_only_a_few_do_any_work_before_one_of_them_is_refused(before_a_place: Install) -> None:

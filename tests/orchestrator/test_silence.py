@@ -79,10 +79,9 @@ def test_leading_silence_is_dropped_before_the_first_hop_is_counted(trim: bool, 
     np.testing.assert_array_equal(audio[0], first)
     spoken = [1] * trim + [1, 2, 1, 2, 2, 1, 1] * (not trim) + [9] * 30 + [1, 1]
     assert np.concatenate(audio).tolist() == (spoken) * 2
-    urgent = pipeline.llm.prompts[0].urgent_tokens
-    assert urgent == len(first) + LOOKAHEAD_TOKENS and set(pipeline.llm.prompts[0].silent_tokens) == (
-        SILENT if trim else set()
-    )
+    prompt = pipeline.llm.prompts[0]
+    assert prompt.urgent_tokens == len(first) + LOOKAHEAD_TOKENS
+    assert set(prompt.silent_tokens) == (SILENT if trim else set())
     pipeline.run(pipeline.offline(request))
     assert pipeline.token2wav.offline_calls == [(spoken, 1.0)] * 2
 

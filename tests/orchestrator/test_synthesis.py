@@ -11,7 +11,6 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
-from cosyvoice_triton.orchestrator.synthesis import Instructions
 from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, Recording
@@ -119,15 +118,6 @@ def test_the_llm_continues_the_reference_with_the_requested_sampling() -> None:
     assert len(pipeline.token2wav.streams[0].prompt.tokens) == PROMPT_TOKENS
 
 
-@pytest.mark.parametrize("instruction", ["", "sadly"])
-def test_without_a_transcript_only_the_flow_reproduces_the_voice(instruction: str) -> None:
-    pipeline = Pipeline(FakeLM([1]))
-    request = dataclasses.replace(speech_request(voice=7, reference_text=""), instruct_text=instruction)
-    pipeline.run(pipeline.synthesize(request))
-    assert pipeline.llm.prompts == [LLMPrompt("hello", instruction=instruction)]
-    assert set(pipeline.token2wav.streams[0].prompt.tokens) == {7}
-
-
 CONTINUED = [7] * PROMPT_TOKENS
 
 
@@ -138,6 +128,8 @@ CONTINUED = [7] * PROMPT_TOKENS
         ("with transcript", "", "softly", "said", LLMPrompt("hello", "said", CONTINUED, "softly"), ""),
         ("with transcript", "sadly", "softly", "said", LLMPrompt("hello", "said", CONTINUED, "sadly"), ""),
         ("with transcript", "", "softly", "", LLMPrompt("hello", instruction="softly"), ""),
+        ("with transcript", "sadly", "", "", LLMPrompt("hello", instruction="sadly"), ""),
+        ("with transcript", "", "", "", LLMPrompt("hello"), ""),
         ("alone", "sadly", "", "said", LLMPrompt("hello", instruction="sadly"), "the transcript 'said' was left out"),
         ("alone", "", "softly", "said", LLMPrompt("hello", instruction="softly"), "the transcript 'said' was left out"),
         ("alone", "", "", "said", LLMPrompt("hello", "said", CONTINUED), ""),
@@ -145,15 +137,14 @@ CONTINUED = [7] * PROMPT_TOKENS
         ("none", "", "softly", "said", LLMPrompt("hello", "said", CONTINUED), "instruct_text was left out"),
     ],
 )
-def test_what_the_llm_gets_of_an_instruction_and_a_transcript(
-    follows: Instructions, asked: str, of_voice: str, transcript: str, prompt: LLMPrompt, warning: str
-) -> None:
-    """A request's recording is continued with its instruction, as by upstream's Triton runtime for CosyVoice3."""
+def test_what_the_llm_gets_of_an_instruction_and_a_transcript(follows, asked, of_voice, transcript, prompt, warning):
+    """A request's recording is continued with its instruction, as by upstream's Triton runtime for CosyVoice3. Without
+    a transcript only the flow reproduces the voice."""
     pipeline, warnings = Pipeline(FakeLM([1]), instructions=follows), list[str]()
     request = dataclasses.replace(speech_request(voice=7, reference_text=transcript), instruct_text=asked)
     request = dataclasses.replace(request, voice=dataclasses.replace(request.voice, instruction=of_voice))
     pipeline.run(pipeline.synthesize(request, warnings.append))
-    assert pipeline.llm.prompts == [prompt]
+    assert pipeline.llm.prompts == [prompt] and set(pipeline.token2wav.streams[0].prompt.tokens) == {7}
     (left_out,) = [each for each in warnings if "was left out" in each] or [""]
     assert left_out.startswith(warning) and bool(left_out) == bool(warning)
 
@@ -242,9 +233,7 @@ def test_offline_makes_one_waveform_in_one_call_at_any_speed(speed: float) -> No
 
 @pytest.mark.parametrize("tokens_before", [0, 18, 60])
 @pytest.mark.parametrize("rendering", [False, True])
-def test_an_error_of_the_llm_ends_the_stream_also_while_a_chunk_is_rendered(
-    tokens_before: int, rendering: bool
-) -> None:
+def test_an_error_of_the_llm_ends_the_stream_also_while_a_chunk_is_rendered(tokens_before, rendering) -> None:
     """The gate of token2wav is never opened."""
     llm = FakeLM(*one_by_one(tokens_before), UnavailableError("the LLM is down"))
     pipeline = Pipeline(llm, token2wav=FakeToken2Wav(gate=asyncio.Event() if rendering else None))
@@ -312,13 +301,11 @@ def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_came_s
     pipeline = Pipeline(FakeLM(*one_by_one(60)))
     text = PieceStream(Limit("target_text", 100, "characters"), idle_seconds=60)
     text.add("hello", end=True)
-    synthesizer = pipeline.synthesizer
     seeded = speech_request()
     request = dataclasses.replace(seeded, sampling=Sampling())
 
     async def chunks(request: SynthesisRequest) -> list[int]:
-        async with aclosing(synthesizer.stream(request)) as waveforms:
-            return [len(waveform) async for waveform in waveforms]
+        return [len(waveform) for waveform in await pipeline.synthesize(request)]
 
     async def main() -> list[np.ndarray]:
         for _ in range(4):

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 from collections.abc import Sequence
-from contextlib import aclosing
 
 import numpy as np
 import pytest
@@ -36,12 +35,8 @@ class CountingLM(FakeLM):
 def speak(pipeline: Pipeline, request: SynthesisRequest) -> tuple[list[int], list[str]]:
     """The tokens that were spoken, and the warnings."""
     warnings: list[str] = []
-
-    async def scenario() -> list[np.ndarray]:
-        async with aclosing(pipeline.synthesizer.stream(request, warnings.append)) as waveforms:
-            return [waveform async for waveform in waveforms]
-
-    return np.concatenate(pipeline.run(scenario())).astype(int).tolist(), warnings
+    audio = pipeline.run(pipeline.synthesize(request, warnings.append))
+    return np.concatenate(audio).astype(int).tolist(), warnings
 
 
 def with_sampling(text: str = "hello", reference_text: str = "reference", **sampling: int) -> SynthesisRequest:
@@ -50,9 +45,7 @@ def with_sampling(text: str = "hello", reference_text: str = "reference", **samp
 
 @pytest.mark.parametrize("reference_text", ["reference", ""])  # "": cross-lingual, the LLM gets no prompt tokens
 @pytest.mark.parametrize("max_tokens", [7, 40, 80])
-def test_an_answer_that_ends_by_its_length_is_continued_in_the_same_stream(
-    max_tokens: int, reference_text: str
-) -> None:
+def test_an_answer_that_ends_by_its_length_is_continued_in_the_same_stream(max_tokens, reference_text) -> None:
     pipeline = Pipeline(CountingLM(80))
     request = with_sampling("hello, how are you today?", reference_text, max_tokens=max_tokens)
     assert speak(pipeline, request) == (list(range(80)), [])

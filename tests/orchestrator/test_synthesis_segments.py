@@ -121,7 +121,7 @@ def test_segments_and_pauses_are_reported_with_their_samples_before_their_last_w
     pipeline = Pipeline(CountingLM())
     pipeline.texts = FakeTextPreparer(PAUSES)
     reported: list[tuple[str, int]] = []
-    synthesizer, received = pipeline.synthesizer, 0
+    received = 0
 
     def ended(text: str, samples: int, tokens: Sequence[int]) -> None:
         reported.append((text, samples))
@@ -130,12 +130,11 @@ def test_segments_and_pauses_are_reported_with_their_samples_before_their_last_w
     async def scenario() -> list[np.ndarray]:
         nonlocal received
         if offline:
-            return [await synthesizer.offline(speech_request(), on_segment=ended)]
+            return [await pipeline.synthesizer.offline(speech_request(), on_segment=ended)]
         waveforms = []
-        async with aclosing(synthesizer.stream(speech_request(), on_segment=ended)) as stream:
-            async for waveform in stream:
-                received += waveform.size
-                waveforms.append(waveform)
+        async for waveform in pipeline.synthesizer.stream(speech_request(), on_segment=ended):
+            received += waveform.size
+            waveforms.append(waveform)
         return waveforms
 
     audio = np.concatenate(pipeline.run(scenario()))

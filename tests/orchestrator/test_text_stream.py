@@ -2,17 +2,29 @@
 
 import asyncio
 import dataclasses
-from contextlib import aclosing
 from typing import Any
 
 import numpy as np
 import pytest
+from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream, PieceStreams
 
 from tests.support.fakes import FakeLM, speech_request
 from tests.support.pipeline import Pipeline, run_until
 
 LIMIT = Limit("target_text", 10, "characters")
+
+
+def text(idle_seconds: float = 60, pieces: str = "", end: bool = False) -> PieceStream:
+    """A text of up to 100 characters, of which these have come."""
+    stream = PieceStream(Limit("target_text", 100, "characters"), idle_seconds)
+    if pieces:
+        stream.add(pieces, end=end)
+    return stream
+
+
+def request_of(pieces: PieceStream, **fields: Any) -> SynthesisRequest:
+    return dataclasses.replace(speech_request(reference_text="ten, chars"), pieces=pieces, **fields)
 
 
 async def read(stream: PieceStream) -> list[Any]:
@@ -63,22 +75,15 @@ def test_the_first_audio_comes_before_the_text_has_ended() -> None:
     pipeline = Pipeline(llm)
 
     async def run() -> list[np.ndarray]:
-        text = PieceStream(Limit("target_text", 100, "characters"), idle_seconds=60)
-        request = dataclasses.replace(speech_request(reference_text="ten, chars"), target_text="", pieces=text)
-        audio: list[np.ndarray] = []
-
-        async def listen() -> None:
-            audio.extend(await pipeline.synthesize(request))
-
-        listener = asyncio.create_task(listen())
-        text.add("abcd ", end=False)  # after the voice, the first block needs no text
+        speech = text()
+        listener = asyncio.create_task(pipeline.synthesize(request_of(speech, target_text="")))
+        speech.add("abcd ", end=False)  # after the voice, the first block needs no text
         await run_until(lambda: len(llm.prompts) == 1)
-        text.add("efgh ", end=False)
+        speech.add("efgh ", end=False)
         await run_until(lambda: len(pipeline.token2wav.streams) == 1 and len(pipeline.hops) == 1)
         assert len(llm.prompts) == 2 and not listener.done()
-        text.add("i", end=True)
-        await listener
-        return audio
+        speech.add("i", end=True)
+        return await listener
 
     audio = np.concatenate(pipeline.run(run()))
     assert [sampling.max_tokens for sampling in llm.samplings] == [15, 15, 15, 750]
@@ -92,22 +97,13 @@ def test_max_tokens_limits_the_speech_of_a_text_in_pieces(limit: int) -> None:
     llm = FakeLM(finish_reason="length")
     llm.script = lambda prompt: [list(range(llm.samplings[-1].max_tokens))]  # type: ignore[method-assign]
     pipeline, warnings = Pipeline(llm), list[str]()
-
-    async def run() -> list[np.ndarray]:
-        text = PieceStream(Limit("target_text", 100, "characters"), idle_seconds=60)
-        text.add("abcd efgh i", end=True)
-        request = dataclasses.replace(speech_request(reference_text="ten, chars"), pieces=text, max_tokens=limit)
-        async with aclosing(pipeline.synthesizer.stream(request, warnings.append)) as waveforms:
-            return [waveform async for waveform in waveforms]
-
-    assert np.concatenate(pipeline.run(run())).size == limit
+    request = request_of(text(pieces="abcd efgh i", end=True), max_tokens=limit)
+    assert np.concatenate(pipeline.run(pipeline.synthesize(request, warnings.append))).size == limit
     assert [f"after {limit} tokens" in warning for warning in warnings] == [True]
 
 
 def test_a_text_that_stops_ends_everything_with_an_error() -> None:
     pipeline = Pipeline(FakeLM(list(range(15))))
-    text = PieceStream(Limit("target_text", 100, "characters"), idle_seconds=0.05)
-    text.add("A beginning, then nothing.", end=False)
-    request = dataclasses.replace(speech_request(reference_text="ten, chars"), pieces=text)
+    request = request_of(text(idle_seconds=0.05, pieces="A beginning, then nothing."))
     with pytest.raises(ValueError, match="has not ended"):
         pipeline.run(pipeline.synthesize(request))

@@ -11,12 +11,7 @@ from cosyvoice_triton.constants import MAX_STREAM_TOKENS, SAMPLE_RATE, TOKEN_MEL
 from cosyvoice_triton.networks.flow.checkpoint import without_rotary
 from cosyvoice_triton.networks.flow.config import CosyVoice3FlowConfig
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
-from cosyvoice_triton.networks.hift import (
-    CausalHiFTGenerator,
-    HiFTConfig,
-    build_causal_hift,
-    fuse_weight_norm,
-)
+from cosyvoice_triton.networks.hift import CausalHiFTGenerator, HiFTConfig, build_causal_hift, fuse_weight_norm
 from cosyvoice_triton.networks.hift.causal import F0_LOOKAHEAD, PRE_LOOKAHEAD, Contexts
 from cosyvoice_triton.networks.hift.generator import stft
 from cosyvoice_triton.orchestrator.token_buffer import MAX_SILENT_TOKENS, SilenceFilter
@@ -57,28 +52,11 @@ def build(fixture: Fixture, file: str | None = None) -> CosyVoice3Flow:
 
 def check_lookahead(fixture: Fixture) -> Results:
     flow = build(fixture)
+    ahead = flow.config.encoder.lookahead
     for call in fixture.meta["calls"]:
-        xs = fixture[call["xs"]]
-        ahead = flow.config.encoder.lookahead
-        padded = xs if call["context"] else F.pad(xs, (0, 0, 0, ahead))
+        padded = F.pad(fixture[call["xs"]], (0, 0, 0, 0 if call["context"] else ahead))
         windows = padded.unfold(1, ahead + 1, 1).transpose(2, 3)  # (B, T, C, 1 + lookahead) -> (B, T, 1 + lookahead, C)
         yield call["output"], flow.pre_lookahead_layer(windows)
-
-
-def check_estimator(fixture: Fixture) -> Results:
-    yield from estimator_calls(fixture, build(fixture).decoder.estimator, fixture.meta["calls"])
-
-
-def check_solve(fixture: Fixture) -> Results:
-    yield from solve_calls(fixture, build(fixture).decoder)
-
-
-def check_flow(fixture: Fixture) -> Results:
-    yield from flow_calls(fixture, build(fixture))
-
-
-def check_full_size_flow(fixture: Fixture) -> Results:
-    yield from flow_calls(fixture, fixture.full_size(lambda: CosyVoice3Flow(CosyVoice3FlowConfig())))
 
 
 class _WholeVocoder:
@@ -176,10 +154,8 @@ def check_tables(fixture: Fixture) -> Results:
 def check_silence(fixture: Fixture) -> Results:
     assert fixture.meta["max_silent_tokens"] == MAX_SILENT_TOKENS
     for call in fixture.meta["calls"]:
-        yield (
-            call["output"],
-            torch.tensor(SilenceFilter(fixture.meta["silent_tokens"]).kept(fixture[call["tokens"]].tolist())),
-        )
+        kept = SilenceFilter(fixture.meta["silent_tokens"]).kept(fixture[call["tokens"]].tolist())
+        yield call["output"], torch.tensor(kept)
 
 
 def check_streaming(fixture: Fixture) -> Results:
@@ -228,7 +204,7 @@ class _Spoken:
         self._speech = torch.zeros(0)
 
     def after(self, mel: Tensor, final: bool) -> Tensor:
-        (speech,) = self._vocoder.step([Chunk(self._stream, np.zeros(0, np.int64), final, 0, 0, 0)], [mel])
+        (speech,) = self._vocoder.begin([Chunk(self._stream, np.zeros(0, np.int64), final, 0, 0, 0)], [mel])()
         assert isinstance(speech, Tensor), speech
         self._speech = torch.cat([self._speech, speech])
         return self._speech[None]
@@ -236,9 +212,9 @@ class _Spoken:
 
 CHECKS: dict[str, Check] = {
     "item1a_cosyvoice3_pre_lookahead": check_lookahead,
-    "item1b_cosyvoice3_dit": check_estimator,
-    "item2_cosyvoice3_cfm_solve": check_solve,
-    "item3_cosyvoice3_flow_inference": check_flow,
+    "item1b_cosyvoice3_dit": lambda fixture: estimator_calls(fixture, build(fixture).decoder.estimator),
+    "item2_cosyvoice3_cfm_solve": lambda fixture: solve_calls(fixture, build(fixture).decoder),
+    "item3_cosyvoice3_flow_inference": lambda fixture: flow_calls(fixture, build(fixture)),
     "item4_cosyvoice3_hift": check_vocoder,
     "item4b_cosyvoice3_noise_tables": check_tables,
     "item5b_cosyvoice3_silent_tokens": check_silence,
@@ -246,6 +222,8 @@ CHECKS: dict[str, Check] = {
     "item6b_cosyvoice3_streaming_script": check_streaming,
     "item6c_cosyvoice3_streaming_triton": check_streaming,
     "item6d_cosyvoice3_streaming_triton_full_attention": check_streaming,
-    "fullsize_cosyvoice3_flow": check_full_size_flow,
+    "fullsize_cosyvoice3_flow": lambda fixture: flow_calls(
+        fixture, fixture.full_size(lambda: CosyVoice3Flow(CosyVoice3FlowConfig()))
+    ),
     "fullsize_cosyvoice3_hift": check_full_size_vocoder,
 }

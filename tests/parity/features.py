@@ -12,26 +12,18 @@ from tests.parity.fixture import Check, Fixture, outputs_of
 from tests.parity.reference.vocoder import cross_fade
 from tests.parity.tracing import evaluate
 
+MEL_NAMES = {"sampling_rate": "sample_rate", "n_fft": "n_fft", "win_size": "window", "hop_size": "hop"}
+MEL_NAMES |= {"num_mels": "bins", "fmin": "min_hz"}
 Computed = Iterator[tuple[str, Tensor]]  # (tolerance family, result), in the order of the call's outputs
 
 
 def _mel(fixture: Fixture, call: dict[str, Any]) -> Computed:
     expression = _found(r"mel_spectrogram\((.+?)\)", call)[1]
-    params = call.get("params")
-    config = MelConfig() if params is None else _mel_config(params)
-    yield "mel24k", mel_spectrogram(evaluate(fixture, expression), config)
-
-
-def _mel_config(params: dict[str, Any]) -> MelConfig:
-    return MelConfig(
-        sample_rate=params["sampling_rate"],
-        n_fft=params["n_fft"],
-        window=params["win_size"],
-        hop=params["hop_size"],
-        bins=params["num_mels"],
-        min_hz=params["fmin"],
-        max_hz=params["fmax"] or params["sampling_rate"] / 2,
-    )
+    params = call.get("params", {})
+    given = {MEL_NAMES[name]: value for name, value in params.items() if name in MEL_NAMES}
+    if params:
+        given["max_hz"] = params["fmax"] or params["sampling_rate"] / 2
+    yield "mel24k", mel_spectrogram(evaluate(fixture, expression), MelConfig(**given))
 
 
 def _kaldi(fixture: Fixture, call: dict[str, Any]) -> Computed:

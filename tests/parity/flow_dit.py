@@ -47,17 +47,16 @@ def check_encoder(fixture: Fixture) -> Results:
             yield from zip(call["outputs"], (ys, valid.to(torch.uint8)), strict=True)
             continue
         xs = evaluate(fixture, call["xs"])
-        cache = EncoderCache.empty(encoder, xs.shape[0]) if call["caches"] == "none" else caches[_origin(call)]
+        cache = (
+            EncoderCache.empty(encoder, xs.shape[0])
+            if call["caches"] == "none"
+            else caches[call["caches"].removeprefix("from ")]
+        )
         ys, cache = encode_chunk(encoder, xs, cache, call["last_chunk"])
         caches[call["tag"]] = cache
         yield from _stored(
             call["outputs"], {"xs": ys, "cnn_cache": encoder_conv(cache), "att_cache": encoder_attention(cache)}
         )
-
-
-def _origin(call: dict[str, Any]) -> str:
-    """Tag of the call whose caches this call continues: "chunk0" of "from chunk0"."""
-    return call["caches"].removeprefix("from ")
 
 
 def _stored(keys: Iterable[str], computed: dict[str, Tensor]) -> Results:
@@ -79,7 +78,11 @@ def check_estimator(fixture: Fixture) -> Results:
             yield from estimator_calls(fixture, estimator, [call])
             continue
         fresh = not call["caches"].startswith("from ")
-        cache, blocks = (_empty_cache(estimator, x), []) if fresh else streams[_origin(call)]
+        cache, blocks = (
+            (estimator.empty_cache(steps=1, rows=x.shape[0])[0], [])
+            if fresh
+            else streams[call["caches"].removeprefix("from ")]
+        )
         start, stop = call["frames"]
         cache, blocks = cache.with_room(stop - start), [*blocks, stop - start]
         streams[call["tag"]] = cache, blocks
@@ -87,10 +90,6 @@ def check_estimator(fixture: Fixture) -> Results:
         y = estimator.forward_chunk(x[..., part], t, mu[..., part], speaker, condition[..., part], cache)
         attention = estimator_attention(cache.attention, blocks)
         yield from _stored(call["outputs"], {"x": y, "cnn_cache": estimator_conv(cache.conv), "att_cache": attention})
-
-
-def _empty_cache(estimator: DiTEstimator, x: Tensor) -> EstimatorCache:
-    return estimator.empty_cache(steps=1, rows=x.shape[0])[0]
 
 
 def check_offline_flow(fixture: Fixture) -> Results:
@@ -116,14 +115,6 @@ def check_offline_flow(fixture: Fixture) -> Results:
             yield key, mu
 
 
-def check_streamed_flow(fixture: Fixture) -> Results:
-    yield from _flow_calls(fixture, build(fixture))
-
-
-def check_full_size_flow(fixture: Fixture) -> Results:
-    yield from _flow_calls(fixture, fixture.full_size(lambda: DiTFlow(DiTFlowConfig())))
-
-
 def _flow_calls(fixture: Fixture, network: DiTFlow) -> Results:
     """A stream (prefill, then chunks) and, in some fixtures, the whole utterance at once, by the engine.
 
@@ -146,21 +137,18 @@ def _flow_calls(fixture: Fixture, network: DiTFlow) -> Results:
             computed["mel"] = served.chunk(stream, token[0], final=call["last_chunk"])[None]
         embedded = network.input_embedding(token)
         _, encoder_cache = encode_chunk(network.encoder, embedded, encoder_cache, call.get("last_chunk", False))
-        attention, history = caches_of(served, stream)
+        of_stream, history = caches_of(served, stream)
         blocks.append(served.mu.shape[1])
         computed |= {
             "mu": served.mu.transpose(1, 2),  # (B, T, mel) -> (B, mel, T)
             "estimator_cnn_cache": estimator_conv(history),
-            "estimator_att_cache": estimator_attention(attention, blocks),
+            "estimator_att_cache": estimator_attention(of_stream, blocks),
         }
         keys = [key for key in fixture.keys if key.split("/")[1] == call["tag"]]
         yield from _stored(keys, computed)
         by_engine, fixture.computed_by = fixture.computed_by, "network"
-        caches = {
-            "conformer_cnn_cache": encoder_conv(encoder_cache),
-            "conformer_att_cache": encoder_attention(encoder_cache),
-        }
-        yield from _stored(keys, caches)
+        conv, attention = encoder_conv(encoder_cache), encoder_attention(encoder_cache)
+        yield from _stored(keys, {"conformer_cnn_cache": conv, "conformer_att_cache": attention})
         fixture.computed_by = by_engine
 
 
@@ -229,6 +217,8 @@ CHECKS: dict[str, Check] = {
     "item6a_stepaudio2_encoder": check_encoder,
     "item6b_stepaudio2_dit": check_estimator,
     "item6c_stepaudio2_flow_inference": check_offline_flow,
-    "item6d_stepaudio2_flow_streaming": check_streamed_flow,
-    "fullsize_stepaudio2_flow": check_full_size_flow,
+    "item6d_stepaudio2_flow_streaming": lambda fixture: _flow_calls(fixture, build(fixture)),
+    "fullsize_stepaudio2_flow": lambda fixture: _flow_calls(
+        fixture, fixture.full_size(lambda: DiTFlow(DiTFlowConfig()))
+    ),
 }

@@ -12,20 +12,10 @@ from tests.parity.fixture import Check, Fixture, Tolerance
 
 # Fixtures that the served engine computes, in whole or in part.
 SERVED = frozenset(
-    (
-        "item4_cosyvoice2_flow_inference",
-        "item6c_stepaudio2_flow_inference",
-        "item6d_stepaudio2_flow_streaming",
-        "item8b_dit_streaming_token2wav",
-        "item8c_cosyvoice2_streaming_token2wav",
-        "fullsize_cosyvoice2_flow",
-        "fullsize_stepaudio2_flow",
-        "item3_cosyvoice3_flow_inference",
-        "item6a_cosyvoice3_streaming_cli",
-        "item6b_cosyvoice3_streaming_script",
-        "item6c_cosyvoice3_streaming_triton",
-        "fullsize_cosyvoice3_flow",
-    )
+    """item4_cosyvoice2_flow_inference item6c_stepaudio2_flow_inference item6d_stepaudio2_flow_streaming
+    item8b_dit_streaming_token2wav item8c_cosyvoice2_streaming_token2wav fullsize_cosyvoice2_flow
+    fullsize_stepaudio2_flow item3_cosyvoice3_flow_inference item6a_cosyvoice3_streaming_cli
+    item6b_cosyvoice3_streaming_script item6c_cosyvoice3_streaming_triton fullsize_cosyvoice3_flow""".split()
 )
 MODULES = ("hift", "features", "flow_unet", "flow_dit", "streaming", "cosyvoice3", "llm")
 

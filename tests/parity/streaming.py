@@ -40,14 +40,12 @@ class _Vocoder:
 
     def __init__(self, fixture: Fixture) -> None:
         network = hift.build(fixture, _file(fixture, "hift"))
-        noise = NoiseTape(fixture["in/noise_table"])
         served = copy.deepcopy(network).to(fixture.device).body_to(fixture.dtype)
         self._served = StreamingVocoder(served, NoiseTape(fixture["in/noise_table"].to(fixture.device)), limits=LIMITS)
         self._stream = Stream(vocoder=self._served.open())
         self._fixture = fixture
-        self.reference = ReferenceVocoder(
-            network, hamming_window(OVERLAP_SAMPLES), lambda _, samples: noise.read(0, samples)
-        )
+        noise = NoiseTape(fixture["in/noise_table"])
+        self.reference = ReferenceVocoder(network, hamming_window(OVERLAP_SAMPLES), noise)
 
     def speech(self, key: str, mel: Tensor, theirs: Tensor, final: bool) -> Outputs:
         """The audio (1, N) of the next mel frames (80, T), under `key`.
@@ -67,7 +65,7 @@ class _Vocoder:
         state = self._stream.vocoder
         if not state.begun:
             mel = mel.to(self._served.pool.mel.device)
-            (served,) = self._served.step([Chunk(self._stream, np.zeros(0, np.int64), final, 0, 0, 0)], [mel])
+            (served,) = self._served.begin([Chunk(self._stream, np.zeros(0, np.int64), final, 0, 0, 0)], [mel])()
             assert isinstance(served, Tensor), served
             speech = served
             self.reference.speech = self._served.pool.speech[state.slot].cpu()

@@ -1,6 +1,7 @@
 """The variables that the server's process sets for the models' processes."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -74,3 +75,16 @@ def test_unknown_faults_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         faults.take("nan_mel")
     with pytest.raises(ValueError, match="TTS_TEST_FAULTS=/nowhere is not a directory"):
         ModelEnvironment.read({"TTS_TEST_FAULTS": "/nowhere"})
+
+
+def test_without_a_collector_nothing_is_imported() -> None:
+    code = """
+import sys
+from cosyvoice_triton.monitoring import tracing
+with tracing.span("a"), tracing.child("b", {"traceparent": "00"}) as b:
+    b.event("c")
+    assert tracing.carried() == {} and not tracing.is_on()
+tracing.flush()
+assert not any(name.startswith("opentelemetry") for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={"OTEL_SDK_DISABLED": "true", "PATH": ""})

@@ -5,6 +5,7 @@ import gc
 import logging
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from cosyvoice_triton.errors import FatalError, ModelCallError, UnavailableError, is_fatal
@@ -28,6 +29,11 @@ def clock() -> Clock:
     return Clock()
 
 
+def failing(error: Exception) -> Mock:
+    """A model's own test that raises this."""
+    return Mock(side_effect=error)
+
+
 def test_a_model_tests_itself_after_some_time_without_a_success_and_after_an_unexpected_error(clock: Clock) -> None:
     health, tests = Health(clock), []
 
@@ -46,52 +52,33 @@ def test_a_model_tests_itself_after_some_time_without_a_success_and_after_an_une
     assert tested() == 2 and tested() == 2
 
 
-def test_a_failed_test_is_published_and_repeated_until_a_success(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    health, attempts = Health(clock), []
-
-    def broken() -> None:
-        attempts.append(1)
-        raise RuntimeError("no audio")
-
+def test_a_failed_test_is_published_and_repeated_until_a_success(clock, caplog) -> None:
+    health, broken = Health(clock), failing(RuntimeError("no audio"))
     health.suspect()
     health.test_if_due(broken, "m")
     health.test_if_due(broken, "m")
-    assert len(attempts) == 2 and "no audio" in caplog.text
+    assert broken.call_count == 2 and "no audio" in caplog.text
     assert health.values() == {SUCCESS_AGE: 0, FAILING: 1}
     health.succeeded()
     assert health.values() == {SUCCESS_AGE: 0, FAILING: 0}
 
 
 def test_a_model_that_is_full_has_neither_passed_nor_failed_its_test(clock: Clock) -> None:
-    def full() -> None:
-        raise UnavailableError("all streams are taken")
-
     health = Health(clock)
     clock.now += TEST_SECONDS
-    health.test_if_due(full, "m")
+    health.test_if_due(failing(UnavailableError("all streams are taken")), "m")
     assert health.values() == {SUCCESS_AGE: TEST_SECONDS, FAILING: 0}
 
 
-def test_a_test_that_finds_the_engine_dead_reports_it(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
-
-    def dead() -> None:
-        raise FatalError("the engine's thread has ended\nwith details")
-
+def test_a_test_that_finds_the_engine_dead_reports_it(clock, published, caplog) -> None:
     health = Health(clock)
     clock.now += TEST_SECONDS
-    health.test_if_due(dead, "m")
-    assert reported_failures(tmp_path) == {"m": "the engine's thread has ended"}
+    health.test_if_due(failing(FatalError("the engine's thread has ended\nwith details")), "m")
+    assert reported_failures(published) == {"m": "the engine's thread has ended"}
     assert [record.levelno for record in caplog.records] == [logging.CRITICAL]
 
 
-def test_without_a_directory_a_failure_is_only_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_directory_a_failure_is_only_logged(monkeypatch, caplog) -> None:
     monkeypatch.delenv(METRICS_DIRECTORY, raising=False)
     report_failure("m", RuntimeError("CUDA error: unspecified launch failure"))
     assert "m has to be restarted: RuntimeError: CUDA error: unspecified launch failure" in caplog.text
@@ -126,16 +113,12 @@ def anonymous_mib() -> float:
 
 # The monitor collects garbage, also what tests of other files left behind, an event loop for example.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_model_gives_freed_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_gives_freed_memory_back(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """100 MiB in blocks of 64 KiB, each beside one that stays, so that `free` alone gives nothing back."""
-    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
     monkeypatch.setattr(health_module, "RETURN_SECONDS", 0.0)
     libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
-        ctypes.c_void_p,
-        [ctypes.c_size_t],
-        [ctypes.c_void_p],
-    )
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
     blocks = [libc.malloc(64 << 10) for _ in range(3200)]
     for block in blocks:
         ctypes.memset(block, 1, 64 << 10)
@@ -150,8 +133,7 @@ def test_a_model_gives_freed_memory_back(tmp_path: Path, monkeypatch: pytest.Mon
         libc.free(block)
 
 
-def test_what_was_loaded_is_not_scanned_for_garbage_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+def test_what_was_loaded_is_not_scanned_for_garbage_again(published: Path) -> None:
     loaded = [object()]
     try:
         ModelMonitor({"model_name": "m", "model_instance_name": "m_0"}, test=dict).close()

@@ -2,12 +2,10 @@
 
 import asyncio
 import os
-from pathlib import Path
 
 import pytest
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.monitoring import metrics
-from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
 from cosyvoice_triton.monitoring.metrics import MetricsPublisher, RequestStats
 from cosyvoice_triton.monitoring.metrics_file import MetricsFile, read
 
@@ -65,27 +63,17 @@ def test_leading_silence_counts_until_the_first_audible_sample() -> None:
     assert values[metrics.FIRST_AUDIBLE.sample("_bucket", le="1.5")] == 0
 
 
-def test_the_page_has_each_family_once_with_a_sample_per_instance(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
-    models = [
-        MetricsPublisher(
-            lambda: {metrics.QUEUED: 3, metrics.CHUNKS: 7}, {"model_name": "m", "model_instance_name": name}
-        )
-        for name in ("m_0", "m_1")
-    ]
-    for model in models:
-        model.close()
-    page = metrics.page(tmp_path)
+def test_the_page_has_each_family_once_with_a_sample_per_instance(published) -> None:
+    for name in ("m_0", "m_1"):
+        instance = {"model_name": "m", "model_instance_name": name}
+        MetricsPublisher(lambda: {metrics.QUEUED: 3, metrics.CHUNKS: 7}, instance).close()
+    page = metrics.page(published)
     assert page.count("# TYPE tts_token2wav_chunks_queued gauge\n") == 1
     assert 'tts_token2wav_chunks_total{model="m",model_instance="m_1"} 7\n' in page
     assert metrics.sum_of(page, metrics.QUEUED.name) == 6 and metrics.sum_of(page, "tts_other") == 0
 
 
-def test_a_writer_that_ends_in_the_middle_leaves_what_it_wrote_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_that_ends_in_the_middle_leaves_what_it_wrote_before(tmp_path, monkeypatch) -> None:
     path, write = tmp_path / "m", os.pwrite
     file = MetricsFile(path, b"first")
     file.write(b"second")

@@ -26,7 +26,7 @@ Made by `python -m tests.random_weights`. Nothing here was trained, and the spee
 those of the official checkpoints.
 """
 
-Writer = Callable[[Path], None]
+Writer = Callable[[Path], object]
 Weights = Literal["random", "random-full"]
 
 
@@ -74,22 +74,14 @@ def parts(sizes: CheckpointSizes, seed: int, leading_silence: bool) -> dict[str,
         own = seed + number
         files: dict[str, Writer] = {
             stack.speech_tokenizer: partial(_write_tokenizer, seed=own, sizes=sizes),
-            stack.speaker_encoder: partial(_write_speaker_encoder, seed=own),
+            stack.speaker_encoder: partial(speaker.write_campplus, weights=speaker.random_weights(own), about=ABOUT),
             stack.flow: partial(token2wav.write_flow, stack=stack, seed=own, sizes=config),
             stack.hift: partial(token2wav.write_hift, stack=stack, seed=own, sizes=sizes.generator),
         }
         if leading_silence:
-            files[SILENT_TOKENS] = _write_silent_tokens
+            files[SILENT_TOKENS] = lambda path: path.write_text(json.dumps(list(llm.SILENT_IDS)), encoding="utf-8")
         found |= {str(stack.checkpoint / name): write for name, write in files.items()}
     return found
-
-
-def _write_silent_tokens(path: Path) -> None:
-    path.write_text(json.dumps(list(llm.SILENT_IDS)), encoding="utf-8")
-
-
-def _write_speaker_encoder(path: Path, seed: int) -> None:
-    speaker.write_campplus(path, speaker.random_weights(seed), ABOUT)
 
 
 def _write_tokenizer(path: Path, seed: int, sizes: CheckpointSizes) -> None:

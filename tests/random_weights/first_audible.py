@@ -15,13 +15,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 from cosyvoice_triton import stacks
 from cosyvoice_triton.api import Server
 from cosyvoice_triton.arguments import command_parser, positive_int, reporting_errors
 from cosyvoice_triton.load.report import table
 from cosyvoice_triton.prepare.steps import VOICE, first_voice
 from cosyvoice_triton.server.options import parse_settings
+from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.tritonserver import free_port
 
 from tests.random_weights import silence
@@ -103,7 +103,7 @@ def measured(args: argparse.Namespace, triton: str, load: list[str], trim: str) 
             address = f"http://127.0.0.1:{port}"
             command = ["speech", "--url", triton, "--port", str(port), "--max_streams", "1024"]
             service = subprocess.Popen([sys.executable, "-m", "cosyvoice_triton", *command])
-            until(lambda: _is_ready(address), 60)
+            until(lambda: fault(f"{address}/health") is None)
         try:
             command = ["bench", "load", "--server", address, "--model-name", stacks.named(args.stack).orchestrator]
             command += ["--speaker", VOICE, "--target-text", TEXT, "--parameter", "max_tokens=212"]
@@ -115,13 +115,6 @@ def measured(args: argparse.Namespace, triton: str, load: list[str], trim: str) 
             if service is not None:
                 service.terminate()
                 service.wait()
-
-
-def _is_ready(address: str) -> bool:
-    try:
-        return bool(httpx.get(f"{address}/health").is_success)
-    except httpx.TransportError:
-        return False
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A small builder over `onnx.helper`, to write networks as ONNX operators in the form of the official exports."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,12 @@ class OnnxGraph:
         self._nodes.append(node)
         return output
 
-    def save(
-        self, path: Path, inputs: list[onnx.ValueInfoProto], outputs: list[onnx.ValueInfoProto], about: str
-    ) -> None:
-        """Check and write the model. about: its doc string."""
-        graph = helper.make_graph(self._nodes, path.stem, inputs, outputs, self._weights)
-        model = helper.make_model(
-            graph,
-            opset_imports=[helper.make_opsetid("", OPSET)],
-            producer_name="tests.random_weights",
-            doc_string=about,
-        )
+    def save(self, path: Path, inputs: Iterable[Any], outputs: Iterable[Any], about: str) -> None:
+        """Check and write the model. inputs, outputs: name, type and dimensions of each. about: its doc string."""
+        given, made = ([helper.make_tensor_value_info(*value) for value in of] for of in (inputs, outputs))
+        graph = helper.make_graph(self._nodes, path.stem, given, made, self._weights)
+        opset = helper.make_opsetid("", OPSET)
+        model = helper.make_model(graph, opset_imports=[opset], producer_name="tests.random_weights", doc_string=about)
         model.ir_version = IR_VERSION
         onnx.checker.check_model(model, full_check=True)
         onnx.save(model, str(path))

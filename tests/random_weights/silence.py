@@ -2,7 +2,7 @@
 is heard first. A stack with this vocoder is served as any other stack is, by templates of its own."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,17 @@ class QuietVocoder:
     def exact(self) -> "QuietVocoder":
         return QuietVocoder(self._vocoder.exact(), self._streams)
 
-    def step(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> list[Tensor | Exception]:
-        audio = self._vocoder.step(chunks, mels)
-        for chunk, speech in zip(chunks, audio, strict=True):
-            if isinstance(speech, Tensor):
-                self._mute(chunk, speech)
-        return audio
+    def begin(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> Callable[[], list[Tensor | Exception]]:
+        vocoded = self._vocoder.begin(chunks, mels)
+
+        def finish() -> list[Tensor | Exception]:
+            audio = [each.clone() if isinstance(each, Tensor) else each for each in vocoded()]  # of inference mode
+            for chunk, speech in zip(chunks, audio, strict=True):
+                if isinstance(speech, Tensor):
+                    self._mute(chunk, speech)
+            return audio
+
+        return finish
 
     def _mute(self, chunk: Chunk, speech: Tensor) -> None:
         slot = chunk.stream.vocoder.slot

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from cosyvoice_triton.constants import MEL_BINS, SPEAKER_DIM
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from tests.random_weights.onnx_graph import OnnxGraph
 
@@ -42,16 +42,8 @@ def write_campplus(path: Path, weights: Mapping[str, np.ndarray], about: str) ->
         kernel, bias = (f"convs.{i}.{part}" for part in ("weight", "bias"))
         size = weights[kernel].shape[2]
         pad = size // 2 * (i + 1)
-        x = g.op(
-            "Conv",
-            x,
-            half(kernel, weights[kernel]),
-            g.weight(bias, weights[bias]),
-            pads=[pad, pad],
-            kernel_shape=[size],
-            dilations=[i + 1],
-        )
-        x = g.op("Tanh", x)
+        inputs = x, half(kernel, weights[kernel]), g.weight(bias, weights[bias])
+        x = g.op("Tanh", g.op("Conv", *inputs, pads=[pad, pad], kernel_shape=[size], dilations=[i + 1]))
     mean = g.op("ReduceMean", x, g.integers(-1), keepdims=1)
     deviation = g.op("Sub", x, mean)
     variance = g.op("ReduceMean", g.op("Mul", deviation, deviation), g.integers(-1), keepdims=0)
@@ -61,9 +53,5 @@ def write_campplus(path: Path, weights: Mapping[str, np.ndarray], about: str) ->
     project = half("project.weight", weights["project.weight"].T)
     bias = g.weight("project.bias", weights["project.bias"])
     g.op("Add", g.op("MatMul", pooled, project), bias, output="output")
-    g.save(
-        path,
-        [helper.make_tensor_value_info("input", TensorProto.FLOAT, ["B", "T", MEL_BINS])],
-        [helper.make_tensor_value_info("output", TensorProto.FLOAT, ["B", SPEAKER_DIM])],
-        about,
-    )
+    sound, x_vector = ["B", "T", MEL_BINS], ["B", SPEAKER_DIM]
+    g.save(path, [("input", TensorProto.FLOAT, sound)], [("output", TensorProto.FLOAT, x_vector)], about)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from tests.random_weights.onnx_graph import OnnxGraph
 
@@ -67,7 +67,9 @@ def write_speech_tokenizer(path: Path, weights: TokenizerWeights, about: str) ->
 
 
 class _TokenizerWriter:
-    """Builds the graph; one instance writes one file."""
+    """Builds the graph; one instance writes one file. names_products: of linear layers, instead of their casts."""
+
+    names_products = False
 
     def __init__(self, weights: TokenizerWeights) -> None:
         self.graph = OnnxGraph()
@@ -88,15 +90,8 @@ class _TokenizerWriter:
         powers = g.constant((3.0 ** np.arange(TRITS)).astype(np.float32))
         ids = g.op("ReduceSum", g.op("Mul", trits, powers), g.integers(-1), keepdims=0)
         g.op("Cast", ids, output="indices", to=TensorProto.INT32)
-        g.save(
-            path,
-            [
-                helper.make_tensor_value_info("feats", TensorProto.FLOAT, [1, N_MELS, "T"]),
-                helper.make_tensor_value_info("feats_length", TensorProto.INT32, [1]),
-            ],
-            [helper.make_tensor_value_info("indices", TensorProto.INT32, [1, "t"])],
-            about,
-        )
+        inputs = ("feats", TensorProto.FLOAT, [1, N_MELS, "T"]), ("feats_length", TensorProto.INT32, [1])
+        g.save(path, inputs, [("indices", TensorProto.INT32, [1, "t"])], about)
 
     def _half(self, name: str, value: np.ndarray, *, node: str = "") -> str:
         """Add a float16 initializer as float32. node: name by which s3tokenizer finds the weight, if not its own."""
@@ -141,13 +136,9 @@ class _TokenizerWriter:
         g = self.graph
         key = node[1:].replace("/mlp/mlp.", "/mlp.").replace("/", ".")
         matrix = self._half(f"{node}.weight", self.weights[f"{key}.weight"].T, node=f"{node}/MatMul")
-        y = g.op("MatMul", x, matrix, name=self._product_name(node))
+        y = g.op("MatMul", x, matrix, name=f"{node}/MatMul" if self.names_products else "")
         bias = self.weights.get(f"{key}.bias")
         return y if bias is None else g.op("Add", g.weight(f"{node}.bias", bias), y, name=f"{node}/Add")
-
-    def _product_name(self, node: str) -> str:
-        """Return the name of the MatMul of a linear layer; "": any, as the cast of its matrix has it."""
-        return ""
 
     def _norm(self, x: str, node: str) -> str:
         g, key = self.graph, node[1:].replace("/", ".")
@@ -192,12 +183,11 @@ class _TokenizerWriter:
 
 
 class _ThirdTokenizerWriter(_TokenizerWriter):
+    names_products = True
+
     def _half(self, name: str, value: np.ndarray, *, node: str = "") -> str:
         """Add a float32 initializer."""
         return self.graph.weight(name, value)
-
-    def _product_name(self, node: str) -> str:
-        return f"{node}/MatMul"
 
     def _norm(self, x: str, node: str) -> str:
         g, key = self.graph, node[1:].replace("/", ".")

@@ -16,14 +16,8 @@ def feeds(frames: int) -> dict[str, np.ndarray]:
     x, mu, cond = rng.standard_normal((3, 2, 80, frames))
     mask = np.ones((2, 1, frames))
     mask[1] = 0  # a row that is all padding
-    values = {
-        "x": x,
-        "mask": mask,
-        "mu": mu,
-        "t": np.array([0.1, 0.9]),
-        "spks": rng.standard_normal((2, 80)),
-        "cond": cond,
-    }
+    values = {"x": x, "mask": mask, "mu": mu, "t": np.array([0.1, 0.9])}
+    values |= {"spks": rng.standard_normal((2, 80)), "cond": cond}
     return {name: value.astype(np.float32) for name, value in values.items()}
 
 

@@ -31,9 +31,7 @@ def of(index: int, precision: str = "float32") -> Workload:
 
 
 @pytest.mark.parametrize("stack, count, precision", [("dit", 4, "float16"), ("unet", 3, "float32")])
-def test_every_plan_of_a_stack_is_built_once_for_each_capability(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, stack: str, count: int, precision: str
-) -> None:
+def test_every_plan_of_a_stack_is_built_once_for_each_capability(capsys, tmp_path, stack, count, precision) -> None:
     model_dir = tiny_onnx.write_stack(tmp_path, stacks.named(stack))
     for printed in ("not compared", "exists already"):
         assert engines.build_all(stacks.named(stack), model_dir, precision, ["8.6", "12.0"], "cpu")
@@ -92,9 +90,7 @@ def test_the_fake_has_no_name_that_the_real_bindings_lack() -> None:
 
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("wrong_by", [0.0, float("nan")])
-def test_a_plan_for_this_gpu_is_kept_only_if_it_computes_what_its_onnx_file_does(
-    dit: Path, monkeypatch: pytest.MonkeyPatch, wrong_by: float
-) -> None:
+def test_a_plan_for_this_gpu_is_kept_only_if_it_computes_what_its_onnx_file_does(dit, monkeypatch, wrong_by) -> None:
     monkeypatch.setattr(plans, "machine", lambda device: "here")
     monkeypatch.setattr(engines, "build", lambda onnx, workload, capability: fake_tensorrt.plan(onnx, workload))
     monkeypatch.setattr(fake_tensorrt.IExecutionContext, "wrong_by", wrong_by)

@@ -62,9 +62,7 @@ def settings(stack: str = "dit", device: str = "gpu", **given: str) -> dict[str,
         ("NVIDIA H200", 240, 128, "auto"),
     ],
 )
-def test_without_settings_the_streams_follow_from_the_card(
-    machine: Machine, name: str, dit: int, cosyvoice3: int, prompts: str
-) -> None:
+def test_without_settings_the_streams_follow_from_the_card(machine, name, dit, cosyvoice3, prompts) -> None:
     machine(name)
     for device in ("gpu", "auto"):
         assert settings(device=device) == {"max_streams": str(dit), "prompt_device": prompts}
@@ -112,18 +110,14 @@ def test_cuda_visible_devices_chooses_the_gpu(machine: Machine, monkeypatch: pyt
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_a_machine_that_cannot_serve_is_told_in_one_line_what_to_do(
-    machine: Machine, capsys: pytest.CaptureFixture[str], names: list[str], changes: dict[str, str], said: str
-) -> None:
+def test_a_machine_that_cannot_serve_is_told_in_one_line_what_to_do(machine, capsys, names, changes, said) -> None:
     machine(*names, **changes)
     assert doctor.main(["--device", "gpu"]) == 1
     (problem,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
     assert said in problem
 
 
-def test_streams_that_never_fit_are_refused_before_a_download_with_a_number_that_does(
-    machine: Machine, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_streams_that_never_fit_are_refused_before_a_download_with_a_number_that_does(machine, capsys, tmp_path):
     machine("NVIDIA L4")
     assert doctor.main(["--device", "gpu", "--set", "max_streams=999"]) == 1
     (problem,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
@@ -133,21 +127,11 @@ def test_streams_that_never_fit_are_refused_before_a_download_with_a_number_that
     assert needed in capsys.readouterr().err
     with pytest.raises(gpus.GpuError, match=r"leaves it 12: set max_streams <= 14,"):
         settings(max_streams="99", gpu_memory_gib="12")
-    for less in (
-        {"llm_memory_gib": "0"},
-        {"n_timesteps": "5"},
-        {"llm_gpu": "1"},
-        {"token2wav_gpus": "0"},
-        {"kv_cache_dtype": "int8"},
-    ):
-        assert settings(max_streams="99", **less)["max_streams"] == "99", "token2wav knows what these take"
-    elsewhere = StackOptions(
-        models_dir=tmp_path,
-        device="gpu",
-        settings={"max_streams": "99"},
-        llm_transport="openai",
-        llm_urls=("http://llm",),
-    )
+    less = {"llm_memory_gib": "0", "n_timesteps": "5", "llm_gpu": "1", "token2wav_gpus": "0", "kv_cache_dtype": "int8"}
+    for key, value in less.items():
+        assert settings(max_streams="99", **{key: value})["max_streams"] == "99", "token2wav knows what these take"
+    given = {"models_dir": tmp_path, "device": "gpu", "settings": {"max_streams": "99"}}
+    elsewhere = StackOptions(**given, llm_transport="openai", llm_urls=("http://llm",))
     assert planned(elsewhere) == (elsewhere, "")
 
 

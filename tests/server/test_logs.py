@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-import pytest
 from cosyvoice_triton.server import logs
 from cosyvoice_triton.server.logs import KEPT, LogRotation
 
@@ -31,9 +30,7 @@ def test_a_log_below_its_limit_is_left_alone(tmp_path: Path) -> None:
     assert log.read_text() == "" and log.with_name("log.1").read_text() == "abc"
 
 
-def test_after_a_failed_copy_the_next_is_tried_when_the_log_has_grown_by_its_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_after_a_failed_copy_the_next_is_tried_when_the_log_has_grown_by_its_limit(tmp_path, monkeypatch, caplog):
     """As on a full disk: nothing is lost, and the earlier log stays."""
     log, earlier, attempts = tmp_path / "log", tmp_path / "log.1", list[int]()
     earlier.write_text("earlier")

@@ -22,7 +22,7 @@ from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.monitoring.environment import GRPC_ADDRESS, METRICS_DIRECTORY
 from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, has_failed, report_failure
-from cosyvoice_triton.monitoring.metrics import LIVE, PERIOD_SECONDS, page, sum_of
+from cosyvoice_triton.monitoring.metrics import LIVE, Metric, page, sum_of
 from cosyvoice_triton.server import logs, readiness
 from cosyvoice_triton.server.input_shapes import compile_library
 from cosyvoice_triton.server.logs import LogRotation
@@ -60,19 +60,25 @@ def fill(disk: Path) -> None:
             (disk / f"{number}").touch()
 
 
-def test_a_full_disk_stops_no_sign_of_life_no_number_no_drain_and_no_report_of_a_failure(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_stops_no_sign_of_life_no_number_no_drain_and_no_report_of_a_failure(disk, monkeypatch, caplog):
     monkeypatch.setenv(METRICS_DIRECTORY, str(disk))
-    drain, live = DrainFile(disk / "draining"), 1
+    monkeypatch.setattr("cosyvoice_triton.monitoring.metrics.PERIOD_SECONDS", 0.02)
+    drain, live, reads = DrainFile(disk / "draining"), 1, 0
     drain.reserve()
-    monitor = ModelMonitor(ARGS, test=dict, read=lambda: {LIVE: live})
+
+    def read() -> dict[Metric, float]:
+        nonlocal reads
+        reads += 1
+        return {LIVE: live}
+
+    monitor = ModelMonitor(ARGS, test=dict, read=read)
     try:
         watch = ModelWatch(disk)
         fill(disk)
         live = 10**6
         for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 1):
-            time.sleep(1.1 * PERIOD_SECONDS)
+            read_before = reads + 1  # of which all is written when it reads again
+            until(lambda read_before=read_before: reads > read_before)
             assert watch.check() == {} and watch.why_not_ready() == ""
         assert sum_of(page(disk), LIVE.name) == live
         drain.create()
@@ -86,10 +92,7 @@ def test_a_full_disk_stops_no_sign_of_life_no_number_no_drain_and_no_report_of_a
         monitor.close()
 
 
-def test_numbers_that_cannot_be_written_are_logged_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+def test_numbers_that_cannot_be_written_are_logged_once(published, caplog) -> None:
     broken, failures = False, 0
 
     def read() -> dict[object, float]:
@@ -106,9 +109,7 @@ def test_numbers_that_cannot_be_written_are_logged_once(
     assert [record.message for record in caplog.records] == ["cannot write the metrics"]
 
 
-def test_a_log_that_cannot_be_rotated_grows_on_with_one_warning_and_loses_nothing(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_that_cannot_be_rotated_grows_on_with_one_warning_and_loses_nothing(disk, monkeypatch, caplog) -> None:
     monkeypatch.setattr(logs, "MAX_BYTES", 100_000)
     log, earlier = disk / "log", disk / "log.1"
     log.write_bytes(bytes(600_000))  # its copy does not fit
@@ -171,9 +172,7 @@ def test_pages_of_other_machines_are_read_through_the_proxy(dead_proxy: None) ->
 
 
 @pytest.mark.parametrize("connect", [AsyncConnection, Streams], ids=lambda connect: connect.__name__)
-def test_grpc_to_this_machine_goes_through_no_proxy(
-    connect: type, dead_proxy: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grpc_to_this_machine_goes_through_no_proxy(connect, dead_proxy, monkeypatch) -> None:
     """Each of our clients, with a server that does not know the method: UNIMPLEMENTED comes from there."""
     server = grpc.server(ThreadPoolExecutor(1))
     address = f"localhost:{server.add_insecure_port('localhost:0')}"
@@ -307,9 +306,7 @@ def descendants(process: int) -> list[int]:
     return [each for child in children(process) for each in (child, *descendants(child))]
 
 
-def test_without_a_compiler_the_server_warns_what_a_stranger_can_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_compiler_the_server_warns_what_a_stranger_can_do(tmp_path, monkeypatch, caplog) -> None:
     library = compile_library(tmp_path)
     assert library is not None and library.stat().st_size and not caplog.text
     monkeypatch.setenv("PATH", str(tmp_path))

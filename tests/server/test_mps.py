@@ -74,9 +74,7 @@ def test_daemon_and_models_number_the_gpus_alike(record: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("state", ["runs", "has ended", "is the host's"])
-def test_a_daemon_of_the_machine_is_used_unless_only_its_pipe_is_left(
-    record: Path, state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_daemon_of_the_machine_is_used_unless_only_its_pipe_is_left(record, state, monkeypatch, caplog) -> None:
     program, pipes = record / "programs" / mps.PROGRAM, record / "pipes"
     pipes.mkdir()
     monkeypatch.setattr(mps, "DEFAULT_PIPES", pipes)
@@ -98,9 +96,7 @@ def test_a_daemon_of_the_machine_is_used_unless_only_its_pipe_is_left(
 
 
 @pytest.mark.parametrize("lacking", ["program", "support"])
-def test_where_it_cannot_be_had_one_warning_says_what_that_costs(
-    record: Path, lacking: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_it_cannot_be_had_one_warning_says_what_that_costs(record, lacking, monkeypatch, caplog) -> None:
     program = record / "programs" / mps.PROGRAM
     if lacking == "program":
         program.unlink()
@@ -115,9 +111,7 @@ def test_where_it_cannot_be_had_one_warning_says_what_that_costs(
     assert why in warning and warning.endswith(mps.WITHOUT_MPS)
 
 
-def test_it_is_left_alone_where_nothing_is_shared_or_somebody_has_decided(
-    record: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_is_left_alone_where_nothing_is_shared_or_somebody_has_decided(record, monkeypatch, caplog) -> None:
     elsewhere = {"llm_transport": "openai", "llm_urls": ("http://llm:8000/v1",), "settings": {"prompt_device": "cpu"}}
     for repository in (lambda: rendered(record, "cpu"), lambda: rendered(record, **elsewhere)):
         with mps.shared_gpu(repository()):

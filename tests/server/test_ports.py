@@ -55,8 +55,6 @@ def test_a_server_for_all_hosts_keeps_tritons_own_endpoints_on_this_machine(tmp_
         (["--host", "0.0.0.0"], "accept connections of this machine only"),
     ],
 )
-def test_serve_says_what_other_machines_can_reach(
-    options: list[str], warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_serve_says_what_other_machines_can_reach(options, warning, tmp_path, caplog) -> None:
     assert serve.main([str(tmp_path / "no repository"), *options]) == 1
     assert warning in caplog.text

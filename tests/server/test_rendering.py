@@ -23,7 +23,8 @@ from cosyvoice_triton.server.rendering import (
     settings_of,
     templates_of,
 )
-from google.protobuf import json_format
+
+from tests.support.server_requests import read_settings as read
 
 CONFIGS = sorted(TEMPLATES.glob("model_repo*/*/config.pbtxt"))
 PROMPT_MODELS = ("audio_tokenizer", "speaker_embedding")
@@ -47,13 +48,6 @@ def options(tmp_path: Path, **changes) -> StackOptions:
 def configs_of(tmp_path: Path, **changes) -> dict:
     """The filled templates by model, parsed as Triton does."""
     return {name: parse(text, name) for name, text in rendering._filled_configs(options(tmp_path, **changes)).items()}
-
-
-def read(config):
-    """The settings of a model, as it reads them from what Triton's python backend passes to `initialize`."""
-    text = json_format.MessageToJson(config, preserving_proto_field_name=True)
-    args = {"model_config": text, "model_instance_kind": "CPU", "model_instance_device_id": "0"}
-    return settings_of(config.name).from_triton(args)
 
 
 def written(repository: Path, name: str):
@@ -117,13 +111,8 @@ def strings_of(name: str, model: Path) -> set[str]:
     rooms = {"tensorrt_llm": "llm", "audio_tokenizer": "voice", "speaker_embedding": "voice"}
     rooms |= dict.fromkeys(stacks.orchestrators(), "orchestrator")
     sources = [model, *(common / "voice").glob("*.py"), *(common / rooms.get(name, "token2wav")).rglob("*.py")]
-    trees = [ast.parse(source.read_text()) for source in sources]
-    return {
-        node.value
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source.read_text()))]
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 @pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
@@ -213,12 +202,13 @@ def test_a_directory_with_other_content_is_not_replaced(tmp_path):
 
 
 def test_a_failed_rendering_leaves_nothing(tmp_path):
-    with pytest.raises(ValueError, match="unknown setting 'colour'"):
-        render(options(tmp_path, settings={"colour": "red"}), tmp_path / "out")
-    with pytest.raises(ValueError, match="'max_streams' must be above 0, not -1"):
-        render(options(tmp_path, settings={"max_streams": "-1"}), tmp_path / "out")
-    with pytest.raises(ValueError, match="not a valid config.pbtxt"):
-        render(options(tmp_path, settings={"max_queue_delay_microseconds": "many"}), tmp_path / "out")
+    for settings, message in (
+        ({"colour": "red"}, "unknown setting 'colour'"),
+        ({"max_streams": "-1"}, "'max_streams' must be above 0, not -1"),
+        ({"max_queue_delay_microseconds": "many"}, "not a valid config.pbtxt"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            render(options(tmp_path, settings=settings), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

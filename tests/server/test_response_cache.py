@@ -3,7 +3,6 @@
 import socketserver
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from cosyvoice_triton.cli import voice as command
@@ -49,9 +48,7 @@ def test_the_response_cache_is_in_memory_or_in_redis() -> None:
         cache_option(":1", 64)
 
 
-def test_a_voice_is_deleted_with_what_a_redis_has_of_it(
-    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_voice_is_deleted_with_what_a_redis_has_of_it(redis, tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "voices").mkdir()
     for name in ("anna", "bert"):
         (tmp_path / "voices" / f"{name}.wav").touch()

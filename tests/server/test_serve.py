@@ -1,20 +1,51 @@
-"""serve.py as the main process of a container: health page, metrics, and a stop that loses no stream."""
+"""serve.py as the main process of a container: health page, metrics, traces, and a stop that loses no stream."""
 
 import asyncio
+import base64
+import gzip
+import secrets
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.request import Request, urlopen
 
+import httpx2 as httpx
 import pytest
+from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.metrics import ENDED, LIVE, sum_of
+from cosyvoice_triton.server.tritonserver import free_port
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.support.gateway import wait_for
+from tests.support.http_pages import Page, http_server
 from tests.support.serve_process import ServeProcess, StreamResult, get, rendered, serve_process, speak_at_once
+from tests.support.server_requests import TEXT, VOICE, VOICE_TEXT
 
 pytestmark = pytest.mark.server
 
-LONG = "word " * 200  # about 12 s of audio
-SHORT = "A short sentence."
+LONG = "word " * 120  # about 7 s of audio
+CALLER = "00f067aa0ba902b7"
+
+
+Traces = dict[str, list[Any]]  # spans by trace
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[tuple[str, Traces]]:
+    """OTLP over HTTP: its URL, and what it has got."""
+    traces: Traces = defaultdict(list)
+
+    class Spans(Page):
+        def answer(self) -> None:
+            zipped, body = self.headers["Content-Encoding"] == "gzip", self.body()
+            sent = ExportTraceServiceRequest.FromString(gzip.decompress(body) if zipped else body)
+            for span in (span for each in sent.resource_spans for scope in each.scope_spans for span in scope.spans):
+                traces[span.trace_id.hex()].append(span)
+            self.reply()
+
+    with http_server(Spans) as server:
+        yield server.url, traces
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +56,7 @@ def repository(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.fixture(scope="module")
 def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     """The test of SIGTERM, its last one, ends it. The limit is for the streams that are running then."""
-    options = ("--notice-seconds", "2", "--drain-seconds", "200")
+    options = ("--notice-seconds", "1", "--drain-seconds", "200")
     with serve_process(repository, tmp_path_factory.mktemp("log") / "log", *options) as running:
         yield running
 
@@ -47,7 +78,7 @@ def while_two_speak(server: ServeProcess, meanwhile: Callable[[], object]) -> li
 
 def test_the_metrics_page_counts_requests_and_audio(server: ServeProcess) -> None:
     assert server.readiness() == (200, "ready")
-    assert speak(server, SHORT).error is None and speak(server, " ").error is not None
+    assert speak(server, TEXT).error is None and speak(server, " ").error is not None
     # The models publish their numbers four times a second, each in its own time.
     wait_for(lambda: sum_of(page := server.page(), ENDED.name) == 2 and sum_of(page, "tts_token2wav_streams_live") == 0)
     page = server.page()
@@ -68,9 +99,7 @@ def test_the_metrics_page_counts_requests_and_audio(server: ServeProcess) -> Non
             assert (answer.status, answer.headers["content-length"], answer.read()) == (status, length, b"")
 
 
-def test_after_sigterm_requests_are_accepted_for_a_while_then_refused_and_running_ones_end(
-    server: ServeProcess,
-) -> None:
+def test_after_sigterm_requests_are_accepted_for_a_while_then_refused_and_running_ones_end(server) -> None:
     """The health page reports the stop at once, so that load balancers have stopped sending before that."""
     late: list[StreamResult] = []
 
@@ -78,7 +107,7 @@ def test_after_sigterm_requests_are_accepted_for_a_while_then_refused_and_runnin
         server.terminate()
         wait_for(lambda: server.readiness() == (503, "stopping"))
         while not late or late[-1].error is None:
-            late.append(speak(server, SHORT))
+            late.append(speak(server, TEXT))
 
     assert while_two_speak(server, stop) == [None, None]
     assert len(late) > 1 and "is shutting down" in str(late[-1].error) and late[-1].samples == 0
@@ -86,10 +115,52 @@ def test_after_sigterm_requests_are_accepted_for_a_while_then_refused_and_runnin
     assert "all requests ended" in (server.process.stderr.read() if server.process.stderr else "")
 
 
-def test_streams_that_exceed_the_drain_limit_end_with_an_error(repository: Path, tmp_path: Path) -> None:
-    with serve_process(repository, tmp_path / "log", "--drain-seconds", "1") as server:
-        assert all(while_two_speak(server, server.terminate))
-        assert server.process.wait(60) == 0
-    stacks = (tmp_path / "log").read_text()  # of what keeps them
+@pytest.fixture(scope="module")
+def speech_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def traced(
+    repository: Path, collector: tuple[str, Traces], speech_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServeProcess]:
+    """The test of the limit, the last one, ends it."""
+    options = ("--drain-seconds", "1", "--speech-port", str(speech_port))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector[0])
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        with serve_process(repository, tmp_path_factory.mktemp("traced") / "log", *options) as running:
+            yield running
+
+
+@pytest.mark.usefixtures("traced")
+def test_the_callers_trace_goes_on_to_the_first_chunk(speech_port: int, collector: tuple[str, Traces]) -> None:
+    traces, sampled, unsampled = collector[1], secrets.token_hex(16), secrets.token_hex(16)
+    url = f"http://127.0.0.1:{speech_port}/v1/audio/speech"
+    voice = {"ref_audio": base64.b64encode(VOICE.read_bytes()).decode(), "ref_text": VOICE_TEXT}
+    for trace, flag in ((unsampled, "00"), (sampled, "01")):
+        headers = {tracing.TRACEPARENT: f"00-{trace}-{CALLER}-{flag}"}
+        answer = httpx.post(url, json={"input": TEXT, **voice}, headers=headers, timeout=60)
+        assert answer.status_code == 200 and answer.content
+    wait_for(lambda: "speech service" in {span.name for span in traces[sampled]})
+    spans = traces[sampled]
+    names = {span.span_id.hex(): span.name for span in spans} | {CALLER: "caller"}
+    family = sorted((names[span.parent_span_id.hex()], span.name) for span in spans)
+    assert family == [
+        ("caller", "speech service"),
+        ("llm", "tensorrt_llm"),
+        ("orchestrator", "llm"),
+        *[("orchestrator", "token2wav_dit")] * 3,  # a place, the voice, the first chunk; later chunks add nothing
+        ("speech service", "orchestrator"),
+    ]
+    (orchestrator,) = (span for span in spans if span.name == "orchestrator")
+    assert [event.name for event in orchestrator.events][-2:] == ["tokens", "audio"]
+    assert unsampled not in traces
+
+
+def test_streams_that_exceed_the_drain_limit_end_with_an_error(traced: ServeProcess) -> None:
+    assert all(while_two_speak(traced, traced.terminate))
+    assert traced.process.wait(60) == 0
+    stacks = traced.log.read_text()  # of what keeps them
     assert "(most recent call first)" in stacks and "common/cosyvoice_triton/triton_io/requests.py" in stacks
     assert "common/cosyvoice_triton/token2wav/serving/service.py" in stacks

@@ -162,11 +162,11 @@ def test_a_server_that_ends_while_it_loads_is_reported_without_its_log(repositor
 @pytest.mark.server
 @pytest.mark.parametrize("aborts", [1, STARTS])
 def test_a_server_that_aborts_while_loading_is_started_again(aborts, repository, tmp_path, monkeypatch):
-    """The real one, which a script aborts after a second of its first starts."""
+    """The real one, which a script aborts during its first starts."""
     starts = tmp_path / "starts"
-    abort = f"echo >> {starts}\n[ $(wc -l < {starts}) -le {aborts} ] && (sleep 1; kill -s ABRT $$) &\n"
+    abort = f"echo >> {starts}\n[ $(wc -l < {starts}) -le {aborts} ] && (sleep 0.5; kill -s ABRT $$) &\n"
     replace_tritonserver(tmp_path, monkeypatch, f'{abort}exec BINARY "$@"\n')
-    slow = MODEL.replace("class", "import time\ntime.sleep(3)\nclass")
+    slow = MODEL.replace("class", "import time\ntime.sleep(2)\nclass")
     (repository / "idle" / "1" / "model.py").write_text(slow)
     server = TritonServer(repository, ports=FREE)
     try:

@@ -40,14 +40,8 @@ class Model:
         self._file.write(to_bytes(self._labels, self.health.values()))
 
 
-@pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
-    return tmp_path
-
-
-def test_a_process_that_stops_publishing_hangs(directory: Path) -> None:
-    hung, sound, watch = Model("hung"), Model("sound"), ModelWatch(directory)
+def test_a_process_that_stops_publishing_hangs(published: Path) -> None:
+    hung, sound, watch = Model("hung"), Model("sound"), ModelWatch(published)
     silent, faults = 0.0, {}
     assert watch.check() == {} and watch.why_not_ready() == ""
     while not faults:
@@ -60,8 +54,8 @@ def test_a_process_that_stops_publishing_hangs(directory: Path) -> None:
     assert watch.check() == {} and watch.why_not_ready() == ""
 
 
-def test_a_model_that_completes_nothing_is_not_ready_and_then_useless(directory: Path) -> None:
-    model, watch = Model("m"), ModelWatch(directory)
+def test_a_model_that_completes_nothing_is_not_ready_and_then_useless(published: Path) -> None:
+    model, watch = Model("m"), ModelWatch(published)
     for age, reason, useless in (
         (IDLE_SECONDS - 1, "", False),
         (IDLE_SECONDS, "m completes nothing", False),
@@ -72,11 +66,11 @@ def test_a_model_that_completes_nothing_is_not_ready_and_then_useless(directory:
         assert (watch.check() != {}) == useless and watch.why_not_ready() == reason
 
 
-def test_a_model_that_fails_its_test_is_not_ready_until_something_succeeds(directory: Path) -> None:
+def test_a_model_that_fails_its_test_is_not_ready_until_something_succeeds(published: Path) -> None:
     def fail() -> None:
         raise RuntimeError("no audio")
 
-    model, watch = Model("m"), ModelWatch(directory)
+    model, watch = Model("m"), ModelWatch(published)
     model.health.suspect()
     model.health.test_if_due(fail, "m")
     model.publish()
@@ -88,34 +82,34 @@ def test_a_model_that_fails_its_test_is_not_ready_until_something_succeeds(direc
     assert watch.check() == {} and watch.why_not_ready() == ""
 
 
-def test_a_failure_that_a_model_reports_ends_the_server(directory: Path) -> None:
+def test_a_failure_that_a_model_reports_ends_the_server(published: Path) -> None:
     Model("m")
-    watch = ModelWatch(directory)
+    watch = ModelWatch(published)
     report_failure("m", FatalError("the engine is dead"))
     assert watch.check() == {"m": "model m has failed and cannot recover: the engine is dead"}
 
 
-def test_a_lost_model_is_published_as_failing_and_no_longer_a_fault(directory: Path) -> None:
-    lost, sound, watch = Model("lost"), Model("sound"), ModelWatch(directory)
+def test_a_lost_model_is_published_as_failing_and_no_longer_a_fault(published: Path) -> None:
+    lost, sound, watch = Model("lost"), Model("sound"), ModelWatch(published)
     lost.publish(STUCK_SECONDS)
     (reason,) = watch.check().values()
     watch.lose("lost", reason)
-    assert watch.lost == {"lost": reason} and has_failed(directory, "lost") and not has_failed(directory, "sound")
+    assert watch.lost == {"lost": reason} and has_failed(published, "lost") and not has_failed(published, "sound")
     for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 2):
         sound.publish()
         assert watch.check() == {} and watch.why_not_ready() == ""
-    assert 'tts_model_failing{model="lost",model_instance="lost_0"} 1' in page(directory)
-    assert SUCCESS_AGE.name + '{model="lost"' not in page(directory)
+    assert 'tts_model_failing{model="lost",model_instance="lost_0"} 1' in page(published)
+    assert SUCCESS_AGE.name + '{model="lost"' not in page(published)
 
 
-def test_files_of_other_metrics_are_no_model(directory: Path) -> None:
+def test_files_of_other_metrics_are_no_model(published: Path) -> None:
     MetricsPublisher(dict, {"model_name": "m", "model_instance_name": "m_0"}).close()
-    watch = ModelWatch(directory)
+    watch = ModelWatch(published)
     for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 2):
         assert watch.check() == {} and watch.why_not_ready() == ""
 
 
-def test_a_monitor_tests_its_model_and_publishes_the_result(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_monitor_tests_its_model_and_publishes_the_result(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_health, "health", health := Health())
     monkeypatch.setattr(process_health, "POLL_SECONDS", 0.01)
     tested = threading.Event()
@@ -124,12 +118,10 @@ def test_a_monitor_tests_its_model_and_publishes_the_result(directory: Path, mon
     health.suspect()
     assert tested.wait(5)
     monitor.close()
-    assert sum_of(page(directory), QUEUED.name) == 3 and SUCCESS_AGE.name in page(directory)
+    assert sum_of(page(published), QUEUED.name) == 3 and SUCCESS_AGE.name in page(published)
 
 
-def test_a_request_that_is_accepted_last_is_counted_once_its_model_has_published_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_that_is_accepted_last_is_counted_once_its_model_has_published_it(monkeypatch) -> None:
     published, later = [0], [1, 0]
     monkeypatch.setattr(time, "sleep", lambda seconds: seconds and published.append(later.pop(0)))
     server = SimpleNamespace(refuse_new=dict, check_models=dict, live_requests=lambda: published[-1])

@@ -15,6 +15,8 @@ from cosyvoice_triton.load.jobs import LoadJob
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.voice.audio import at_rate
 
+from tests.soak.hostile import ATTACKS
+
 CANCELLED, BAD = 0.10, 0.05  # shares of all requests
 EARLY = 0.3  # share of the cancelled ones that are cancelled within a second, without waiting for audio
 VOICES = ("slt", "rms")  # registered
@@ -28,6 +30,9 @@ WEIGHTS: Mapping[str, int] = {
     "barge-in": 1,
     "runtime-grpc": 3,
     "voices": 2,
+    "gateway": 2,
+    "hostile": 1,
+    "hostile-gateway": 1,
 }
 
 
@@ -56,6 +61,7 @@ _TRITON_BAD = (
     BadInput("temperature is text", {"parameters": {"temperature": "hot"}}, "temperature must be a number"),
 )
 _SOCKET_BAD = (BadInput("unknown message", {"parameters": {"type": "hello"}}, "message type 'hello' is unknown"),)
+_HOSTILE = tuple(BadInput(name, {"parameters": {"attack": name}}, attack.answer) for name, attack in ATTACKS.items())
 BAD_INPUTS: Mapping[str, Sequence[BadInput]] = {
     "grpc": _TRITON_BAD,
     "grpc-offline": _TRITON_BAD,
@@ -73,6 +79,8 @@ BAD_INPUTS: Mapping[str, Sequence[BadInput]] = {
         BadInput("name is taken", {"speaker": "slt"}, "HTTP 409.*already exists"),
         BadInput("no recording", {"reference": _SECOND[:0]}, "HTTP 400.*the recording is empty"),
     ),
+    "hostile": _HOSTILE,
+    "hostile-gateway": _HOSTILE,
 }
 
 
@@ -93,6 +101,7 @@ class SoakPlan(Sequence[LoadJob]):
         route = str(random.choice(self.routes, p=weights / weights.sum()))
         cancelled, bad = np.cumsum([CANCELLED, BAD]) > random.random()
         said = self._utterance(random, route, f"soak-{number}")
+        bad, cancelled = (True, False) if route.startswith("hostile") else (bad, cancelled)
         if bad and not cancelled and (ways := BAD_INPUTS.get(route)):
             way = ways[int(random.integers(len(ways)))]
             said = Unchecked(**{**vars(said), **way.change})
@@ -108,7 +117,7 @@ class SoakPlan(Sequence[LoadJob]):
     def _utterance(self, random: np.random.Generator, route: str, name: str) -> Utterance:
         sample = self.samples[int(random.integers(len(self.samples)))]
         parameters: Parameters = {"seed": int(random.integers(1 << 31))}
-        if route == "speech":
+        if route in ("speech", "gateway"):
             parameters["response_format"] = str(random.choice(FORMATS))
         if random.random() < 0.6 and route != "voices":
             return Utterance(sample.target_text, speaker=str(random.choice(VOICES)), parameters=parameters)

@@ -23,6 +23,8 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.doors import SPEECH, Door, HttpDoor, WebSocketDoor, WebSocketSession, recording_of
 from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
 
+from tests.soak.hostile import HostileDoor
+
 VOICES = "/v1/audio/voices"
 UNKNOWN_VOICE = "HTTP 400.*unknown speaker"
 SHORT = "A short sentence."
@@ -30,13 +32,15 @@ SHORT = "A short sentence."
 
 @dataclass(frozen=True)
 class Addresses:
-    """The servers' addresses. streaming, offline: names of Triton's models of either kind."""
+    """The servers' addresses. streaming, offline: names of Triton's models of either kind. gateway: of the speech
+    service behind Envoy."""
 
     grpc: str
     speech: str
     runtime: str
     streaming: str
     offline: str
+    gateway: str = ""
 
     def doors(self) -> dict[str, Door]:
         """Return the doors that lead there, by their routes' names."""
@@ -49,6 +53,9 @@ class Addresses:
             "barge-in": BargeInDoor(socket, keep=False),
             "runtime-grpc": RuntimeGrpcDoor(self.runtime),
             "voices": VoicesDoor(self.speech, keep=False),
+            "gateway": EncodedDoor(self.gateway, keep=False),
+            "hostile": HostileDoor(self.speech, keep=False),
+            "hostile-gateway": HostileDoor(self.gateway, keep=False),
         }
 
 

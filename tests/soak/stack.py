@@ -1,4 +1,4 @@
-"""The servers under a supervisor: tritonserver with two stacks, and the speech service, on the demo checkpoint.
+"""The servers under a supervisor: tritonserver with two stacks, the speech service, Envoy, on the demo checkpoint.
 
 One tritonserver serves the dit stack streamed and the unet stack offline; they share the LLM and the prompt models. The
 speech service runs in a process of its own, as compose and Kubernetes run it, with the plain runtime's gRPC service.
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
@@ -23,6 +23,7 @@ from cosyvoice_triton.server.rendering import render
 from cosyvoice_triton.server.tritonserver import free_port
 
 from tests.soak.routes import Addresses
+from tests.support.gateway import Ports, gateway
 
 STREAMED, WHOLE = stacks.DIT, stacks.UNET
 READY_SECONDS, POLL_SECONDS = 180.0, 0.5
@@ -186,6 +187,7 @@ async def local_stack(models: Path, work: Path, clock: Callable[[], float]) -> A
     serve += ["--grpc-port", str(grpc), "--metrics-port", str(metrics), "--health-port", str(health)]
     speak = ["--url", f"{LOCAL}:{grpc}", "--ref_audios_dir", str(voices)]
     speak += ["--port", str(speech), "--runtime_port", str(runtime)]
+    speak += ["--allowed_hosts", "localhost", "speech"]  # the host of Envoy's probes
 
     def service(name: str, command: str, arguments: list[str], page: str, **environment: str) -> SupervisedService:
         launched = [sys.executable, "-m", "cosyvoice_triton", command, *arguments]
@@ -206,7 +208,11 @@ async def local_stack(models: Path, work: Path, clock: Callable[[], float]) -> A
     running = [asyncio.create_task(service.run(clock)) for service in stack.services]
     try:
         await stack.wait_ready()
-        yield stack
+        folder = work / "gateway"
+        folder.mkdir()
+        with gateway(folder, [Ports(http, grpc, health)], [speech]) as envoy:
+            addresses = replace(stack.addresses, gateway=f"http://{LOCAL}:{envoy.speech}")
+            yield replace(stack, addresses=addresses)
     finally:
         await asyncio.gather(*(service.stop() for service in stack.services))
         await asyncio.gather(*running, return_exceptions=True)

@@ -30,6 +30,7 @@ from tests.soak.routes import Addresses
 from tests.soak.runner import SoakResult, SoakSettings
 from tests.soak.sampling import JUDGED_SECONDS, LONG_SECONDS, WARM_UP_SECONDS, Measure, ProcessHistory
 from tests.soak.stack import Life
+from tests.support.gateway import Ports, gateway
 from tests.support.speech_fixtures import serving, stub_triton
 from tests.support.triton_stub import TritonStub
 
@@ -37,7 +38,7 @@ PATIENCE, SHORT = 60.0, 0.1  # seconds; the short one only where a hang is what 
 OVERLOADED = unavailable_message(OverloadedError("listeners: 1, 0.2 end each second", 3.0))
 SECOND = np.full(SAMPLE_RATE, 0.1, np.float32)
 SAID = Utterance("quick words", speaker="slt", parameters={"seed": 1, "response_format": "pcm"})
-SERVICE = ("speech", "websocket", "barge-in", "runtime-grpc", "voices")
+SERVICE = ("speech", "websocket", "barge-in", "runtime-grpc", "voices", "hostile", "hostile-gateway")
 
 
 # --- one request -----------------------------------------------------------------------------------------------------
@@ -199,12 +200,16 @@ def test_memory_grows_if_what_stays_is_more_at_the_end(values: np.ndarray, secon
 
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
-    port, voices = free_port(), tmp_path_factory.mktemp("voices")
+    port, folder = free_port(), tmp_path_factory.mktemp("stack")
     with stub_triton(TritonStub()) as triton:
-        settings = Settings(urls=(triton,), voices_dir=voices, runtime_port=port)
-        with serving(settings) as url:
-            model = stacks.DEFAULT.orchestrator
-            yield Addresses(triton, url, f"127.0.0.1:{port}", streaming=model, offline="")
+        hosts = "localhost", "speech"  # the latter of Envoy's probes
+        settings = Settings(urls=(triton,), voices_dir=folder / "voices", runtime_port=port, allowed_hosts=hosts)
+        none = Ports(free_port(), free_port(), free_port())
+        with serving(settings) as url, gateway(folder, [none], [int(url.rpartition(":")[2])]) as envoy:
+            model, runtime = stacks.DEFAULT.orchestrator, f"127.0.0.1:{port}"
+            yield Addresses(
+                triton, url, runtime, streaming=model, offline="", gateway=f"http://127.0.0.1:{envoy.speech}"
+            )
 
 
 def answered(addresses: Addresses, job: LoadJob) -> SpeechResult:
@@ -219,7 +224,7 @@ def answered(addresses: Addresses, job: LoadJob) -> SpeechResult:
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize("route", ["grpc", "speech", "websocket", "runtime-grpc"])
+@pytest.mark.parametrize("route", ["grpc", "speech", "gateway", "websocket", "runtime-grpc"])
 @pytest.mark.parametrize(("word", "good"), [("quick", True), ("break", False), ("silent", False)])
 def test_no_route_takes_half_an_answer_for_a_whole_one(route: str, word: str, good: bool, addresses: Addresses) -> None:
     job = LoadJob("one", dataclasses.replace(SAID, target_text=f"{word} words"), door=route)

@@ -1,11 +1,13 @@
 """Recordings are decoded in processes that may die alone."""
 
+import io
 import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+import soundfile as sf
 from cosyvoice_triton.speech_service.audio import decoders
 from cosyvoice_triton.speech_service.audio.recordings import decode
 
@@ -18,6 +20,12 @@ MIB = 1 << 20
 def idle() -> int:
     """The id of the process that is next."""
     return int(decoders._idle.queue[-1]._process.pid)
+
+
+def peak(process: int) -> int:
+    """The most bytes of memory that it has had."""
+    (line,) = (each for each in Path(f"/proc/{process}/status").read_text().splitlines() if each.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
 
 
 def test_a_process_that_dies_or_hangs_fails_its_recording_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +51,19 @@ def test_a_process_has_little_memory_and_no_torch() -> None:
     (data,) = (line.split()[3] for line in limits.splitlines() if line.startswith("Max data size"))
     assert int(data) < 512 * MIB
     assert "torch" not in Path(f"/proc/{idle()}/maps").read_text()
+
+
+def test_two_minutes_of_stereo_at_192_khz_are_resampled_while_they_are_decoded() -> None:
+    """Their samples are 92 MB, which would be there several times."""
+    decoders.warm_up()
+    second, file = sf.read(io.BytesIO(recording(1.0, 192_000, channels=2)))[0], io.BytesIO()
+    with sf.SoundFile(file, "w", 192_000, 2, format="FLAC") as written:
+        for _ in range(120):
+            written.write(second)
+    before = peak(process := idle())
+    found = decode(file.getvalue(), 20 * MIB, 120)
+    assert (found.rate, found.seconds) == (48_000, 120) and idle() == process
+    assert peak(process) - before < 140 * MIB
 
 
 def test_a_recording_above_48_khz_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ import httpx2 as httpx
 import jsonschema
 import pytest
 from cosyvoice_triton import speech_service
+from cosyvoice_triton.speech_service import openapi
 from cosyvoice_triton.speech_service.app import build, routes_of
 from cosyvoice_triton.speech_service.bodies import BatchRequest, ConversionRequest, SpeechRequest
-from cosyvoice_triton.speech_service.limits import with_settings
 from cosyvoice_triton.speech_service.openapi import served as described_routes
-from cosyvoice_triton.speech_service.routes import runtime_http, voices
+from cosyvoice_triton.speech_service.routes import runtime_http
 from cosyvoice_triton.speech_service.settings import Settings
 from fastapi.routing import APIRoute, APIWebSocketRoute
 
@@ -116,24 +116,45 @@ def test_references_lead_to_schemas_and_statuses_of_the_sources_are_documented(d
     assert raised - {"405"} <= set().union(*everywhere), "add these to the `errors` of a `describe`"
 
 
-def test_the_documents_name_the_limit_of_each_field(document: dict[str, Any]) -> None:
-    """Those of the default settings, and of no others."""
-    known: set[tuple[int, str]] = set()
-    for kind in (SpeechRequest, ConversionRequest, BatchRequest, voices.NewVoice):
-        schema = with_settings(kind.model_json_schema(), Settings())
-        for name, field in schema["properties"].items():
-            for each in field.get("anyOf", [field]):
-                known |= {(each[key], name) for key in ("maxLength", "maxItems", "maxProperties") if key in each}
+LENGTHS = {"maxItems": "items", "maxProperties": "entries", "maxLength": "characters"}
+SETTINGS = ("max_input_chars", "max_reference_mb", "max_batch")
+
+
+def limits_of(schema: Any, components: dict[str, Any], name: str = "") -> Iterator[tuple[str, int, str]]:
+    """What counts, how much of it there may be, and in which field."""
+    for each in (schema, *(part for several in ("anyOf", "oneOf", "allOf") for part in schema.get(several, ()))):
+        if "$ref" in each:
+            yield from limits_of(components[each["$ref"].rpartition("/")[2]], components, name)
+        yield from ((unit, each[key], name) for key, unit in LENGTHS.items() if key in each and name)
+        for inner, field in (*each.get("properties", {}).items(), *([("", each["items"])] if "items" in each else [])):
+            yield from limits_of(field, components, inner)
+
+
+def limits_table(settings: Settings) -> dict[tuple[str, int], set[str]]:
+    document = openapi.document(routes_of(build(settings)), settings)
+    found: dict[tuple[str, int], set[str]] = {}
+    for operation in (each for methods in document["paths"].values() for each in methods.values()):
+        for content in operation.get("requestBody", {"content": {}})["content"].values():
+            for unit, most, name in limits_of(content["schema"], document["components"]["schemas"]):
+                found.setdefault((unit, most), set()).add(name)
+    return found
+
+
+def test_the_table_of_limits_is_that_of_all_fields() -> None:
+    """Copy it from here when a limit changes. A limit that is a setting differs when that is changed."""
+    table = limits_table(Settings())
+    rows = []
+    for unit, most in sorted(table, key=lambda each: (list(LENGTHS.values()).index(each[0]), each[1])):
+        own = [
+            f" (`--{name}`)"
+            for name in SETTINGS
+            if (unit, most) not in limits_table(Settings(**{name: getattr(Settings(), name) + 1}))
+        ]
+        names = ", ".join(f"`{name}`" for name in sorted(table[unit, most]))
+        rows.append(f"| {most:,} {unit}{''.join(own)} | {names} |\n")
     text = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
-    section = text.partition("## Limits\n")[2].partition(".\n\n")[0].replace(",", "")
-    numbers = {part: re.search(r"\d+", part) for part in section.split(";")}
-    named = {
-        (int(number[0]), name)
-        for part, number in numbers.items()
-        if number is not None
-        for name in re.findall(r"`(\w+)`", part)
-    }
-    assert named == known
+    written = text.partition("## Limits\n")[2].partition("|---|---|\n")[2].partition("\n\n")[0] + "\n"
+    assert written == "".join(rows)
 
 
 def example(name: str) -> str:

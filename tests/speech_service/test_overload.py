@@ -31,6 +31,7 @@ from tests.support.speech_fixtures import (
     SPEECH,
     TEXT,
     client_that_leaves,
+    counted,
     in_base64,
     recording,
     serving,
@@ -231,10 +232,12 @@ def test_who_comes_after_a_listener_who_left_gets_the_place_that_is_not_free_yet
 ) -> None:
     """A Triton goes on with what it computes; so does this one, for a moment."""
     monkeypatch.setattr(dispatcher, "LEAVE_SECONDS", 60.0)
+    monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 60.0)  # of the one who came before the place became free
     with client_that_leaves(url, {**TEXT, "input": "endless"}):
         until(lambda: stub.live == 1)
         stub.places = 0
-    until(lambda: stub.live == 0)
+        assert httpx.post(url + SPEECH, json=TEXT).status_code == 429
+    until(lambda: not counted(url, "speech_live_streams"))
     asked = stub.asked
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(httpx.post, url + SPEECH, json=TEXT, timeout=60)

@@ -429,3 +429,15 @@ def test_the_documentation_is_read_searched_and_linked(page: Any) -> None:
     page.get_by_label("Find").fill("")
     page.locator("summary").filter(has_text=re.compile("^POST /v1/audio/speech Speak")).click()
     page.get_by_text("0.25 to 4; the pitch is kept").first.wait_for()
+
+
+def test_what_a_visitor_says_is_spoken_in_the_voice_meanwhile(page: Any) -> None:
+    page.get_by_role("radio", name=VOICE, exact=True).check()
+    unfold(page, "Speech instead of a text")
+    page.get_by_role("button", name="Speak live").click()
+    state(page, "Speaking")
+    assert page.get_by_role("button", name="Stop speaking").is_visible()  # audio came before the speech has ended
+    page.get_by_role("button", name="Stop speaking").click()
+    state(page, "Done:")
+    assert sum(part["size"] for part in page.evaluate("window.played")) > SAMPLE_RATE / 2
+    page.get_by_role("button", name="Speak live").wait_for()

@@ -279,10 +279,11 @@ def test_a_recording_in_any_format_is_sent_with_its_transcript(served: StubbedSe
 
 def test_what_will_be_spoken_is_answered_without_a_model(served: StubbedService) -> None:
     before = served.stub.served
-    body = {"input": "nginx costs $5. [pause 1s] 25", "pronunciation": {"nginx": "engine x"}}
+    body = {"input": "nginx costs $5. [pause 1s] 25 :)", "pronunciation": {"nginx": "engine x"}}
     answer = served.post(body, f"{SPEECH}/text").json()
     assert answer["segments"] == ["engine x costs five dollars.", "", "twenty five."] and answer["language"] == "en"
     assert answer["seconds"][1] == 1 and len(answer["seconds"]) == 3 and "warnings" not in answer
+    assert answer["left_out"] == [{"text": ":)", "reason": "smiley"}]
     parts = {"input": "[pause 1s] One. [voice:anna] 2", "normalization_options": {"normalize": False}}
     assert served.add("anna", ref_text="你好。", pronunciation="2 = zwei").status_code == 201
     try:

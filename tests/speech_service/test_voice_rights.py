@@ -21,7 +21,7 @@ from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.files import register_voice, save_voice
 from cosyvoice_triton.voice.prompt import Prompt, Recording
-from cosyvoice_triton.voice.rights import UNKNOWN
+from cosyvoice_triton.voice.rights import UNKNOWN, Rights
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save
 
@@ -211,8 +211,10 @@ def test_a_consent_is_for_the_owner_alone(service: httpx.Client, folder: Path) -
         assert "consent" not in httpx.get(url + VOICES).text
         exported = zipfile.ZipFile(io.BytesIO(httpx.get(f"{url}{VOICES}/anna/export").content))
         assert json.loads(exported.read("voice.json"))["consent"] == ""
-        added = httpx.post(url + VOICES, data={"name": "b"}, files={"audio_sample": ("a.wav", recording())}).json()
-        assert added["created_by"] == "anyone"
+        data, files = {"name": "b", "consent": CONSENT}, {"audio_sample": ("a.wav", recording())}
+        added = httpx.post(url + VOICES, data=data, files=files).json()
+        assert added["created_by"] == "anyone" and "consent" not in added
+        assert Rights.read(folder / "b.safetensors").consent == CONSENT  # for the operator
     assert "was not added with an API key" in service.delete(f"{VOICES}/b").text
 
 

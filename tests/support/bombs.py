@@ -4,22 +4,13 @@ import struct
 from collections.abc import Iterator
 
 
-def _crc8(data: bytes) -> int:
+def _crc(data: bytes, bits: int, polynomial: int) -> bytes:
     crc = 0
     for byte in data:
-        crc ^= byte
+        crc ^= byte << bits - 8
         for _ in range(8):
-            crc = (crc << 1 ^ 0x07) & 0xFF if crc & 0x80 else crc << 1
-    return crc
-
-
-def _crc16(data: bytes) -> int:
-    crc = 0
-    for byte in data:
-        crc ^= byte << 8
-        for _ in range(8):
-            crc = (crc << 1 ^ 0x8005) & 0xFFFF if crc & 0x8000 else crc << 1
-    return crc
+            crc = (crc << 1 ^ (polynomial if crc >> bits - 1 else 0)) & (1 << bits) - 1
+    return crc.to_bytes(bits // 8, "big")
 
 
 def flac(rate: int, frames: int = 2, samples: int = 65_535, channels: int = 1, known: bool = False) -> bytes:
@@ -34,8 +25,8 @@ def _blocks(frames: int, samples: int, channels: int) -> Iterator[bytes]:
     for number in range(frames):
         # A fixed block size in 16 bits, the header's rate, 16 bits a sample; then each channel is a constant.
         head = struct.pack(">BBBBBH", 0xFF, 0xF8, 0x70, (channels - 1) << 4 | 0x08, number % 128, samples - 1)
-        block = head + bytes([_crc8(head)]) + bytes([0, 0, 0]) * channels
-        yield block + _crc16(block).to_bytes(2, "big")
+        block = head + _crc(head, 8, 0x07) + bytes([0, 0, 0]) * channels
+        yield block + _crc(block, 16, 0x8005)
 
 
 BOMBS = {

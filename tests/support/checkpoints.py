@@ -4,4 +4,3 @@ from cosyvoice_triton import stacks
 
 LLM_DIR = stacks.COSYVOICE2_LLM.directory
 DIT_DIR, UNET_DIR = str(stacks.DIT.checkpoint), str(stacks.UNET.checkpoint)
-COSYVOICE3_DIR = str(stacks.COSYVOICE3.checkpoint)

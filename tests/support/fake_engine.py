@@ -33,7 +33,8 @@ class FakeEngine:
     """Answers a chunk with two frames of audio per token. Token 12 makes it fail alone, 13 with its batch, 14 before it
     is rendered, 15 ends the service.
 
-    `gate` holds every step back; `batches` are the first tokens of the chunks that were rendered together.
+    `gate` holds every step back; `batches` are the first tokens of the chunks that were rendered together. `solves`:
+    whether another batch may follow while it does.
     """
 
     gate: threading.Event = field(default_factory=threading.Event)
@@ -46,6 +47,7 @@ class FakeEngine:
     batch_tokens: int = 1600
     cache_bytes: int = 4096
     workers: int = 1
+    solves: bool = False
     limits: BatchLimits = BatchLimits(max_streams=4)
 
     def __post_init__(self):
@@ -88,8 +90,10 @@ class FakeEngine:
             raise RuntimeError("the scheduler's own mistake")
         return Chunk(stream, tokens, final, stream.rendered, len(tokens), len(tokens))
 
-    def render(self, chunks, worker=0):
+    def render(self, chunks, worker=0, on_solved=lambda: None):
         self.entered.set()
+        if self.solves:
+            on_solved()
         self.gate.wait(10)
         return self.audio(chunks, self.batches)
 
@@ -100,12 +104,8 @@ class FakeEngine:
             assert chunk.offset == chunk.stream.rendered
             chunk.stream.rendered += chunk.new
         batches.append([int(chunk.tokens[0]) for chunk in chunks])
-        return [
-            RuntimeError("bad chunk")
-            if 12 in c.tokens
-            else np.full(len(c.tokens) * 2 * HOP_SAMPLES, c.tokens[0], np.float32)
-            for c in chunks
-        ]
+        audio = [np.full(len(chunk.tokens) * 2 * HOP_SAMPLES, chunk.tokens[0], np.float32) for chunk in chunks]
+        return [RuntimeError("bad chunk") if 12 in c.tokens else one for c, one in zip(chunks, audio, strict=True)]
 
     def whole(self, prompt, tokens, speed, before_step=lambda: None):
         return np.full(int(len(tokens) * 2 * HOP_SAMPLES / speed), tokens[0], np.float32)
@@ -127,7 +127,7 @@ class FakeWorkers(FakeEngine):
         super().__post_init__()
         self.starts_gate.set()
         self._lock = threading.Lock()
-        self._rendering = [()] * self.workers  # chunks
+        self.rendering = []  # workers and their chunks
 
     def _expect(self, holds, what):
         if not holds:
@@ -135,7 +135,8 @@ class FakeWorkers(FakeEngine):
 
     def _prefills(self, prompt):
         self._expect(
-            prompt.digest in self.known or not self._rendering[FIRST_CHUNK_WORKER], "a prefill beside first chunks"
+            prompt.digest in self.known or all(worker != FIRST_CHUNK_WORKER for worker, _ in self.rendering),
+            "a prefill beside first chunks",
         )
 
     def prefill(self, prompts):
@@ -148,27 +149,29 @@ class FakeWorkers(FakeEngine):
         return super().open(prompt)
 
     def close(self, stream):
-        in_use = [chunk.stream for chunks in self._rendering for chunk in chunks]
+        in_use = [chunk.stream for _, chunks in self.rendering for chunk in chunks]
         self._expect(all(stream is not each for each in in_use), "a stream is closed while it is rendered")
         super().close(stream)
 
-    def render(self, chunks, worker=0):
+    def render(self, chunks, worker=0, on_solved=lambda: None):
         with self._lock:
-            self._expect(not self._rendering[worker], "two batches of one worker at once")
-            others = [chunk.stream for rendering in self._rendering for chunk in rendering]
+            at_once = [other for other, _ in self.rendering].count(worker)
+            more = self.solves and worker != FIRST_CHUNK_WORKER
+            self._expect(at_once <= more, "too many batches at once")
+            others = [chunk.stream for _, rendering in self.rendering for chunk in rendering]
             self._expect(all(c.stream is not o for c in chunks for o in others), "a stream is in two workers")
             self._expect(
                 worker != FIRST_CHUNK_WORKER or all(map(self.is_first_chunk, chunks)), "no first chunk, rendered as one"
             )
-            self._rendering[worker] = tuple(chunks)
+            self.rendering.append(mine := (worker, chunks))
         try:
             if worker == FIRST_CHUNK_WORKER:
                 self.starts_entered.set()
                 self.starts_gate.wait(10)
                 return self.audio(chunks, self.starts)
-            return super().render(chunks)
+            return super().render(chunks, worker, on_solved)
         finally:
-            self._rendering[worker] = ()
+            self.rendering.remove(mine)
 
 
 class Client:

@@ -34,17 +34,19 @@ class FakeHub:
     def listing(self) -> dict[str, Any]:
         siblings = []
         for name, content in self.files.items():
-            sha256 = hashlib.sha256(content).hexdigest()
-            lfs = {"sha256": sha256, "size": len(content), "pointerSize": 130}
+            lfs = {"sha256": digest(content), "size": len(content), "pointerSize": 130}
             siblings.append({"rfilename": name, "size": len(content), "blobId": "0" * 40, "lfs": lfs})
         return {"id": "any", "sha": COMMIT, "siblings": siblings}
 
     def modelscope_listing(self) -> dict[str, Any]:
         entries = [{"Path": "CosyVoice-BlankEN", "Type": "tree", "Size": 0, "Sha256": ""}]
         for name, content in self.files.items():
-            digest = hashlib.sha256(content).hexdigest()
-            entries.append({"Path": name, "Type": "blob", "Size": len(content), "Sha256": digest})
+            entries.append({"Path": name, "Type": "blob", "Size": len(content), "Sha256": digest(content)})
         return {"Code": 200, "Success": True, "Data": {"Files": entries}}
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 class Handler(Page):
@@ -71,8 +73,7 @@ class Handler(Page):
 
     def send_file(self, name: str) -> None:
         content = self.hub.files[name]
-        etag = f'"{hashlib.sha256(content).hexdigest()}"'
-        headers = {"ETag": etag, "X_Repo_Commit": COMMIT, "Accept_Ranges": "bytes"}
+        headers = {"ETag": f'"{digest(content)}"', "X_Repo_Commit": COMMIT, "Accept_Ranges": "bytes"}
         with_body = self.command != "HEAD"
         if name in self.hub.damage:
             content = bytes([content[0] ^ 1]) + content[1:]

@@ -9,6 +9,7 @@ import importlib.machinery
 import pickle
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +21,12 @@ from cosyvoice_triton.export import precision
 from cosyvoice_triton.runtimes.workloads import Workload
 from onnx import TensorProto
 
-
-class DataType(enum.Enum):
-    FLOAT = TensorProto.FLOAT
-    HALF = TensorProto.FLOAT16
-
-
-class TensorIOMode(enum.Enum):
-    INPUT = 1
-    OUTPUT = 2
+DataType = enum.Enum("DataType", {"FLOAT": TensorProto.FLOAT, "HALF": TensorProto.FLOAT16})
+TensorIOMode = enum.Enum("TensorIOMode", "INPUT OUTPUT")
 
 
 class ILogger:
-    class Severity(enum.IntEnum):
-        INTERNAL_ERROR = 0
-        ERROR = 1
-
-    def __init__(self) -> None: ...
-
-    def log(self, severity: Severity, msg: str) -> None: ...
+    Severity = enum.IntEnum("Severity", "INTERNAL_ERROR ERROR", start=0)
 
 
 def plan(path: Path, workload: Workload) -> bytes:
@@ -62,29 +50,37 @@ class Runtime:
 class ICudaEngine:
     def __init__(self, profile: dict[str, Any], data: bytes) -> None:
         graph = onnx.load_from_string(data).graph
-        self.profile = profile
-        self.inputs = {value.name: value.type.tensor_type.elem_type for value in graph.input}
-        self.outputs = {value.name: value.type.tensor_type.elem_type for value in graph.output}
-        self.session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
+        self._profile = profile
+        self._inputs, self._outputs = (
+            {value.name: value.type.tensor_type.elem_type for value in values} for values in (graph.input, graph.output)
+        )
+        self._session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
 
     @property
     def num_io_tensors(self) -> int:
-        return len(self.inputs) + len(self.outputs)
+        return len(self._inputs) + len(self._outputs)
 
     def get_tensor_name(self, index: int) -> str:
-        return [*self.inputs, *self.outputs][index]
+        return [*self._inputs, *self._outputs][index]
 
-    def get_tensor_dtype(self, name: str) -> DataType:
-        return DataType((self.inputs | self.outputs)[name])
+    def get_tensor_dtype(self, name: str) -> Any:
+        return DataType((self._inputs | self._outputs)[name])
 
-    def get_tensor_mode(self, name: str) -> TensorIOMode:
-        return TensorIOMode.INPUT if name in self.inputs else TensorIOMode.OUTPUT
+    def get_tensor_mode(self, name: str) -> Any:
+        return TensorIOMode.INPUT if name in self._inputs else TensorIOMode.OUTPUT
 
     def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[tuple[int, ...]]:
-        return self.profile[name]
+        return self._profile[name]
 
     def create_execution_context(self) -> "IExecutionContext":
         return IExecutionContext(self)
+
+    def _run(self, shapes: dict[str, tuple[int, ...]], fill: Callable[[str, np.ndarray], object]) -> list[np.ndarray]:
+        feeds = {}
+        for name, kind in self._inputs.items():
+            feeds[name] = np.zeros(shapes[name], onnx.helper.tensor_dtype_to_np_dtype(kind))
+            fill(name, feeds[name])
+        return self._session.run(list(self._outputs), feeds)
 
 
 class IExecutionContext:
@@ -100,24 +96,21 @@ class IExecutionContext:
         return True
 
     def infer_shapes(self) -> list[str]:
-        return [name for name in self._engine.inputs if name not in self._shapes]
+        return [name for name in self._engine._inputs if name not in self._shapes]
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        kinds = self._engine.inputs.items()
-        zeros = {name: np.zeros(self._shapes[name], onnx.helper.tensor_dtype_to_np_dtype(kind)) for name, kind in kinds}
-        return self._engine.session.run([name], zeros)[0].shape
+        outputs = self._engine._run(self._shapes, lambda name, zeros: None)
+        return outputs[list(self._engine._outputs).index(name)].shape
 
     def set_tensor_address(self, name: str, memory: int) -> bool:
         self._addresses[name] = memory
         return True
 
     def execute_async_v3(self, stream_handle: int) -> bool:
-        engine = self._engine
-        feeds = {}
-        for name, kind in engine.inputs.items():
-            feeds[name] = np.zeros(self._shapes[name], onnx.helper.tensor_dtype_to_np_dtype(kind))
-            ctypes.memmove(feeds[name].ctypes.data, self._addresses[name], feeds[name].nbytes)
-        for name, value in zip(engine.outputs, engine.session.run(list(engine.outputs), feeds), strict=True):
+        def read(name: str, value: np.ndarray) -> None:
+            ctypes.memmove(value.ctypes.data, self._addresses[name], value.nbytes)
+
+        for name, value in zip(self._engine._outputs, self._engine._run(self._shapes, read), strict=True):
             value = np.ascontiguousarray(value + np.asarray(self.wrong_by, value.dtype))
             ctypes.memmove(self._addresses[name], value.ctypes.data, value.nbytes)
         return True

@@ -1,75 +1,47 @@
 """A strict fake of TensorRT-LLM's LLM API: the parts that the library relies on, taken from its sources (1.x)."""
 
 import asyncio
-import sys
-import types
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
+from tests.support.fake_vllm import modules_of, options
 
-@dataclass(kw_only=True)
-class SamplingParams:
-    end_id: int | None = None
-    pad_id: int | None = None
-    max_tokens: int = 32
-    stop_token_ids: list[int] | None = None
-    embedding_bias: torch.Tensor | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    min_tokens: int | None = None
-    repetition_penalty: float | None = None
-    detokenize: bool = True
+KvCacheConfig = options("KvCacheConfig", free_gpu_memory_fraction=None)
+SAMPLING: Any = options(
+    "SAMPLING", end_id=None, pad_id=None, max_tokens=32, stop_token_ids=None, embedding_bias=None, top_k=None,
+    top_p=None, seed=None, temperature=None, min_tokens=None, repetition_penalty=None, detokenize=True,
+)  # fmt: skip
 
+
+class SamplingParams(SAMPLING):
     def __post_init__(self) -> None:
         assert self.temperature is None or self.temperature > 0
         assert self.embedding_bias is None or self.embedding_bias.dtype == torch.float32
 
 
-@dataclass
-class KvCacheConfig:
-    free_gpu_memory_fraction: float | None = None
-
-
-class CompletionOutput:
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.finish_reason: str | None = None
-        self._last_token_ids_len = 0
-
-    @property
-    def token_ids_diff(self) -> list[int]:
-        return self.token_ids[self._last_token_ids_len :]
-
-
 class RequestOutput:
-    """Generates 7, 8, 9, ... one by one. Its only output grows, as in TensorRT-LLM."""
+    """Generates 7, 8, 9, ... one by one: each is the news of its only output, as in TensorRT-LLM."""
 
-    def __init__(self, llm: "LLM", sampling: SamplingParams) -> None:
-        self.outputs = [CompletionOutput()]
-        self.sampling = sampling
-        self.aborted = False
-        self._llm = llm
+    def __init__(self, llm: "LLM", sampling: Any) -> None:
+        self.outputs = [SimpleNamespace(token_ids_diff=[], finish_reason=None)]
+        self.sampling, self._llm = sampling, llm
         llm.live.add(self)
 
     def abort(self) -> None:
         assert self in self._llm.live, "in TensorRT-LLM, aborting a finished request has no effect"
-        self.aborted = True
         self._llm.live.discard(self)
 
     async def __aiter__(self) -> AsyncIterator["RequestOutput"]:
         (output,) = self.outputs
-        for token in range(7, 7 + self.sampling.max_tokens):
+        for count in range(1, self.sampling.max_tokens + 1):
             await asyncio.sleep(0)
             if self._llm.fails:
                 raise self._llm.fails
-            output._last_token_ids_len = len(output.token_ids)
-            output.token_ids.append(token)
-            if len(output.token_ids) == self.sampling.max_tokens:
+            output.token_ids_diff = [6 + count]
+            if count == self.sampling.max_tokens:
                 output.finish_reason = "length"
                 self._llm.live.discard(self)
             yield self
@@ -81,11 +53,10 @@ class LLM:
         model: str,
         *,
         skip_tokenizer_init: bool = False,
-        kv_cache_config: KvCacheConfig | None = None,
+        kv_cache_config: Any = None,
         max_batch_size: int | None = None,
         max_seq_len: int | None = None,
     ) -> None:
-        self.options = {"model": model, "max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
         self.kv_cache_config = kv_cache_config
         self.live: set[RequestOutput] = set()
         self.requests: list[RequestOutput] = []
@@ -93,7 +64,7 @@ class LLM:
         self.refuses: Exception | None = None  # raised when a request is submitted
         self.is_shut_down = False
 
-    def generate_async(self, inputs: list[int], sampling_params: SamplingParams, *, streaming: bool = False) -> Any:
+    def generate_async(self, inputs: list[int], sampling_params: Any, *, streaming: bool = False) -> RequestOutput:
         assert streaming and all(type(token) is int for token in inputs)
         if self.refuses:
             raise self.refuses
@@ -108,12 +79,12 @@ class BuiltLLM(LLM):
     """`tensorrt_llm._tensorrt_engine.LLM`, which serves built engines."""
 
 
-def modules() -> dict[str, types.ModuleType]:
-    """This file's classes under the module names that the library imports."""
-    here = sys.modules[__name__]
-    made = {name: types.ModuleType(name) for name in ("tensorrt_llm", "tensorrt_llm.llmapi")}
-    made["tensorrt_llm._tensorrt_engine"] = types.ModuleType("tensorrt_llm._tensorrt_engine")
-    made["tensorrt_llm"].__dict__.update(LLM=here.LLM, SamplingParams=here.SamplingParams)
-    made["tensorrt_llm.llmapi"].__dict__.update(KvCacheConfig=here.KvCacheConfig)
-    made["tensorrt_llm._tensorrt_engine"].__dict__.update(LLM=here.BuiltLLM)
-    return made
+def modules() -> dict[str, ModuleType]:
+    """The modules that the library imports."""
+    return modules_of(
+        {
+            "tensorrt_llm": {"LLM": LLM, "SamplingParams": SamplingParams},
+            "tensorrt_llm.llmapi": {"KvCacheConfig": KvCacheConfig},
+            "tensorrt_llm._tensorrt_engine": {"LLM": BuiltLLM},
+        }
+    )

@@ -84,9 +84,7 @@ class ResponseSender:
         self.responses: list[InferenceResponse] = []
         self.final = False
         self.cancelled = False
-        self.cancellation_checked_after_final = (
-            False  # is_cancelled() was called after the final response, which crashes Triton 2.51
-        )
+        self.cancellation_checked_after_final = False  # which crashes Triton 2.51
         self._decoupled = decoupled
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
@@ -182,8 +180,7 @@ class InferenceRequest:
 
     def exec(self) -> InferenceResponse:
         if self._model not in models:
-            error = TritonError(f"Failed for execute the inference request. Model '{self._model}' is not ready.")
-            raise TritonModelException(error.message())
+            raise TritonModelException(f"Failed for execute the inference request. Model '{self._model}' is not ready.")
         answer = models[self._model](self)
         assert isinstance(answer, InferenceResponse), "a decoupled model is called over gRPC"
         return answer

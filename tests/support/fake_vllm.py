@@ -1,75 +1,46 @@
-"""A strict fake of vLLM: the names, signatures and behaviour that the library relies on, taken from vLLM 0.25.1.
+"""A strict fake of vLLM: the names, arguments and behaviour that the library relies on, taken from vLLM 0.25.1.
 
 What vLLM would reject fails here too: unknown arguments, another kind of prompt, an id that is in use.
 """
 
 import asyncio
 import enum
-import sys
-import types
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from collections import namedtuple
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import make_dataclass
+from itertools import accumulate
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 
-class CudaPlatform:
-    """Of a GPU of 24 GiB."""
-
-    def get_device_total_memory(self, device_id: int = 0) -> int:
-        return 24 << 30
+def options(name: str, *required: str, **defaults: Any) -> Any:
+    """A class of arguments by name, which takes no others."""
+    return make_dataclass(name, [*required, *((key, Any, value) for key, value in defaults.items())], kw_only=True)
 
 
-current_platform = CudaPlatform()
+def modules_of(members: Mapping[str, Mapping[str, Any]]) -> dict[str, ModuleType]:
+    """Modules by name, with the packages that they are in. members: what each has."""
+    made: dict[str, ModuleType] = {}
+    for name, contents in members.items():
+        for module in accumulate(name.split("."), "{}.{}".format):
+            made.setdefault(module, ModuleType(module))
+        vars(made[name]).update(contents)
+    return made
 
 
-class RequestOutputKind(enum.Enum):
-    CUMULATIVE, DELTA, FINAL_ONLY = range(3)
-
-
-@dataclass(kw_only=True)
-class SamplingParams:
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    min_tokens: int = 0
-    max_tokens: int | None = 16
-    stop_token_ids: list[int] | None = None
-    detokenize: bool = True
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    extra_args: dict[str, Any] | None = None
-
-
-@dataclass
-class AsyncEngineArgs:
-    model: str
-    skip_tokenizer_init: bool = False
-    generation_config: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    gpu_memory_utilization: float = 0.9
-    compilation_config: dict[str, Any] = field(default_factory=dict)
-    logits_processors: list[str] | None = None
-    disable_log_stats: bool = False
-
-
-class TokensPrompt(TypedDict):
-    prompt_token_ids: list[int]
-
-
-@dataclass
-class CompletionOutput:
-    token_ids: list[int]
-    finish_reason: str | None = None
-
-
-@dataclass
-class RequestOutput:
-    outputs: list[CompletionOutput]
+RequestOutputKind = enum.Enum("RequestOutputKind", "CUMULATIVE DELTA FINAL_ONLY")
+SamplingParams = options(
+    "SamplingParams", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, frequency_penalty=0.0, presence_penalty=0.0,
+    repetition_penalty=1.0, seed=None, min_tokens=0, max_tokens=16, stop_token_ids=None, detokenize=True,
+    output_kind=RequestOutputKind.CUMULATIVE, extra_args=None,
+)  # fmt: skip
+AsyncEngineArgs = options(
+    "AsyncEngineArgs", "model", skip_tokenizer_init=False, generation_config="auto", max_model_len=None,
+    max_num_seqs=None, gpu_memory_utilization=0.9, compilation_config=None, logits_processors=None,
+    disable_log_stats=False,
+)  # fmt: skip
+# Changes of a batch: removed indices; (index, params, prompt ids, output ids so far); (from, to, swapped).
+BatchUpdate = namedtuple("BatchUpdate", "removed added moved")
 
 
 class EngineDeadError(Exception):
@@ -83,19 +54,19 @@ class EngineGenerateError(Exception):
 class AsyncLLM:
     """Generates 7, 8, 9, ... in groups of two up to max_tokens. Who closes the generator early aborts the request."""
 
-    def __init__(self, arguments: AsyncEngineArgs) -> None:
+    def __init__(self, arguments: Any) -> None:
         self.arguments = arguments
-        self.live: dict[str, SamplingParams] = {}
+        self.live: dict[str, Any] = {}
         self.fails: Exception | None = None
         self.is_shut_down = False
 
     @classmethod
-    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> "AsyncLLM":
+    def from_engine_args(cls, engine_args: Any) -> "AsyncLLM":
         return cls(engine_args)
 
     async def generate(
-        self, prompt: TokensPrompt, sampling_params: SamplingParams, request_id: str
-    ) -> AsyncGenerator[RequestOutput, None]:
+        self, prompt: dict[str, list[int]], sampling_params: Any, request_id: str
+    ) -> AsyncGenerator[Any, None]:
         assert self.arguments.skip_tokenizer_init and set(prompt) == {"prompt_token_ids"}
         assert sampling_params.output_kind is RequestOutputKind.DELTA and sampling_params.max_tokens is not None
         assert request_id not in self.live
@@ -106,8 +77,9 @@ class AsyncLLM:
                 await asyncio.sleep(0)
                 if self.fails:
                     raise self.fails
-                last = begin + 2 >= len(ids)
-                yield RequestOutput([CompletionOutput(ids[begin : begin + 2], "length" if last else None)])
+                reason = "length" if begin + 2 >= len(ids) else None
+                completion = SimpleNamespace(token_ids=ids[begin : begin + 2], finish_reason=reason)
+                yield SimpleNamespace(outputs=[completion])
         finally:
             del self.live[request_id]
 
@@ -115,40 +87,7 @@ class AsyncLLM:
         self.is_shut_down = True
 
 
-@dataclass
-class ModelConfig:
-    model: str
-    vocab_size: int
-
-    def get_vocab_size(self) -> int:
-        return self.vocab_size
-
-
-@dataclass
-class SchedulerConfig:
-    max_num_seqs: int
-
-
-@dataclass
-class VllmConfig:
-    model_config: ModelConfig
-    scheduler_config: SchedulerConfig
-
-
-@dataclass(frozen=True)
-class BatchUpdate:
-    """Changes of a batch: removed indices; (index, params, prompt ids, output ids so far); (from, to, swapped)."""
-
-    removed: list[int]
-    added: list[tuple[int, SamplingParams, list[int] | None, list[int]]]
-    moved: list[tuple[int, int, bool]]
-
-
-class LogitsProcessor:
-    """As in vllm.v1.sample.logits_processor.interface: rows of a batch, which `update_state` changes."""
-
-
-def process_dict_updates(entries: dict[int, Any], update: BatchUpdate | None, new_entry: Callable[..., Any]) -> bool:
+def process_dict_updates(entries: dict[int, Any], update: Any, new_entry: Callable[..., Any]) -> bool:
     """As in vLLM: additions first, possibly at an index that was not removed, then removals, then moves."""
     if update is None:
         return False
@@ -165,28 +104,23 @@ def process_dict_updates(entries: dict[int, Any], update: BatchUpdate | None, ne
     return True
 
 
-MODULES = {
-    "vllm": ["SamplingParams"],
-    "vllm.config": ["VllmConfig"],
-    "vllm.engine": [],
-    "vllm.engine.arg_utils": ["AsyncEngineArgs"],
-    "vllm.inputs": ["TokensPrompt"],
-    "vllm.platforms": ["current_platform"],
-    "vllm.sampling_params": ["RequestOutputKind", "SamplingParams"],
-    "vllm.v1": [],
-    "vllm.v1.engine": [],
-    "vllm.v1.engine.async_llm": ["AsyncLLM"],
-    "vllm.v1.engine.exceptions": ["EngineDeadError", "EngineGenerateError"],
-    "vllm.v1.sample": [],
-    "vllm.v1.sample.logits_processor": ["BatchUpdate", "LogitsProcessor"],
-    "vllm.v1.sample.logits_processor.builtin": ["process_dict_updates"],
-}
-
-
-def modules() -> dict[str, types.ModuleType]:
-    """This file's classes under the module names that the library imports."""
-    made = {}
-    for name, members in MODULES.items():
-        made[name] = types.ModuleType(name)
-        made[name].__dict__.update({member: getattr(sys.modules[__name__], member) for member in members})
-    return made
+def modules() -> dict[str, ModuleType]:
+    """The modules that the library imports."""
+    gpu = SimpleNamespace(get_device_total_memory=lambda device_id=0: 24 << 30)
+    sampling = {"RequestOutputKind": RequestOutputKind, "SamplingParams": SamplingParams}
+    errors = {"EngineDeadError": EngineDeadError, "EngineGenerateError": EngineGenerateError}
+    processors = "vllm.v1.sample.logits_processor"
+    return modules_of(
+        {
+            "vllm": {"SamplingParams": SamplingParams},
+            "vllm.config": {"VllmConfig": SimpleNamespace},
+            "vllm.engine.arg_utils": {"AsyncEngineArgs": AsyncEngineArgs},
+            "vllm.inputs": {"TokensPrompt": dict},
+            "vllm.platforms": {"current_platform": gpu},
+            "vllm.sampling_params": sampling,
+            "vllm.v1.engine.async_llm": {"AsyncLLM": AsyncLLM},
+            "vllm.v1.engine.exceptions": errors,
+            processors: {"BatchUpdate": BatchUpdate, "LogitsProcessor": object},
+            f"{processors}.builtin": {"process_dict_updates": process_dict_updates},
+        }
+    )

@@ -65,9 +65,8 @@ class FakePromptEncoder:
         return await self._answer("tokens", np.full(PROMPT_TOKENS + 1, _value(recording), np.int64))
 
     async def mel(self, recording: Recording) -> np.ndarray:
-        return await self._answer(
-            "mel", np.full((PROMPT_TOKENS * TOKEN_MEL_RATIO + 1, MEL_BINS), _value(recording), np.float32)
-        )
+        shape = PROMPT_TOKENS * TOKEN_MEL_RATIO + 1, MEL_BINS
+        return await self._answer("mel", np.full(shape, _value(recording), np.float32))
 
     async def embedding(self, recording: Recording) -> np.ndarray:
         return await self._answer("embedding", np.full(SPEAKER_DIM, _value(recording), np.float32))

@@ -82,7 +82,7 @@ def gateway(
     path.write_text(yaml.safe_dump(config))
     environment = os.environ | {"PATH": f"{ENVOY.parent}:{os.environ['PATH']}"}
     # A shell cannot trap signals that were ignored when it started, as by a script's background job.
-    command = ["env", "--default-signal=INT", FOLDER / "run.sh", path, str(listen[9901])]
+    command = ["env", "--default-signal=INT", str(FOLDER / "run.sh"), str(path), str(listen[9901])]
     with log.open("wb") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
         running = Gateway(listen[8000], listen[8001], listen[10086], listen[9901], log, process)
         try:

@@ -6,8 +6,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from cosyvoice_triton.llm.engines.interface import Engine, GenerationRequest
+from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, TokenChunk
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.prepare.genai import convert
 
@@ -21,6 +24,18 @@ ENGINE_MODULES = (
     "cosyvoice_triton.llm.vllm_logits",
     "cosyvoice_triton.llm.engines.trtllm",
 )  # they import the fakes
+
+
+def request_of(tokenizer: LLMTokenizer, text: str = "Hello", **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(tokenizer.encode_prompt(LLMPrompt(text)), Sampling(**sampling), tokenizer.end_ids)
+
+
+async def chunks_of(engine: Engine, request: GenerationRequest) -> list[TokenChunk]:
+    return [chunk async for chunk in engine.generate(request)]
+
+
+async def tokens_of(engine: Engine, request: GenerationRequest) -> list[int]:
+    return [token for chunk in await chunks_of(engine, request) for token in chunk.tokens]
 
 
 def shared_llm(factory: pytest.TempPathFactory) -> Path:

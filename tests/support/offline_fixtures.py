@@ -10,7 +10,6 @@ from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.constants import HOP_SAMPLES, PROMPT_SAMPLE_RATE, TOKEN_MEL_RATIO
 from cosyvoice_triton.voice.audio import load_audio, save_audio
 
-GPU_ENGINES = {"vllm": "vllm", "trtllm": "tensorrt_llm"}  # by backend
 TOKEN_SAMPLES = TOKEN_MEL_RATIO * HOP_SAMPLES
 STACKS = {stack.name: stack.checkpoint for stack in stacks.BUILT_IN}
 ROWS = [

@@ -74,9 +74,11 @@ class Pipeline:
         async with aclosing(self.synthesizer.stream(request or speech_request(), on_warning)) as waveforms:
             return [waveform async for waveform in waveforms]
 
-    async def offline(self, request: SynthesisRequest | None = None) -> list[np.ndarray]:
+    async def offline(
+        self, request: SynthesisRequest | None = None, on_warning: OnWarning = ignore
+    ) -> list[np.ndarray]:
         """The same as one waveform."""
-        return [await self.synthesizer.offline(request or speech_request())]
+        return [await self.synthesizer.offline(request or speech_request(), on_warning)]
 
     def run(self, scenario: Coroutine[None, None, list[np.ndarray]] | None = None) -> list[np.ndarray]:
         async def main() -> list[np.ndarray]:

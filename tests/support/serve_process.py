@@ -7,20 +7,19 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 import tritonclient.grpc.aio as triton
 from cosyvoice_triton import samples, stacks
+from cosyvoice_triton.client.grpc_client import chunks
 from cosyvoice_triton.client.utterance import Utterance, of_recording, read_reference
 from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.server.rendering import render
-from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
 
 from tests.conftest import ROOT
@@ -115,28 +114,16 @@ class StreamResult:
     error: str | None = None
 
 
-def utterance(text: str) -> Utterance:
-    return Utterance(text, **of_recording(read_reference(VOICE)), parameters={"seed": 1})
-
-
-async def synthesize(connection: triton.InferenceServerClient, text: str, outcome: StreamResult) -> StreamResult:
-    """One stream until its end or error. Without the header triton_grpc_error, which crashes tritonserver 2.51."""
-
-    async def requests() -> AsyncIterator[dict[str, Any]]:
-        request = utterance(text)
-        yield {"model_name": MODEL, "inputs": request.tensors(InferInput), "parameters": request.parameters}
-
-    responses = connection.stream_infer(requests(), stream_timeout=STREAM_SECONDS)
+async def synthesize(
+    connection: triton.InferenceServerClient, model: str, request: Utterance, outcome: StreamResult, seconds: float
+) -> StreamResult:
+    """One stream until its end or error."""
     try:
-        async for result, error in responses:
-            if error is not None:
-                raise error
+        async for part in chunks(connection, model, request, seconds):
             outcome.begun.set()
-            outcome.samples += result.as_numpy("waveform").size
+            outcome.samples += part.waveform.size
     except (InferenceServerException, grpc.aio.AioRpcError) as error:
         outcome.error = str(error)
-    finally:
-        responses.cancel()
     outcome.begun.set()
     return outcome
 
@@ -146,8 +133,10 @@ async def speak_at_once(
 ) -> list[StreamResult]:
     """The results of so many streams; `meanwhile` is called in a thread once each has begun."""
     results = [StreamResult() for _ in range(count)]
+    request = Utterance(text, **of_recording(read_reference(VOICE)), parameters={"seed": 1})
     async with triton.InferenceServerClient(address) as connection:
-        speaking = [asyncio.create_task(synthesize(connection, text, result)) for result in results]
+        streams = [synthesize(connection, MODEL, request, result, STREAM_SECONDS) for result in results]
+        speaking = [asyncio.create_task(stream) for stream in streams]
         await asyncio.gather(*(result.begun.wait() for result in results))
         await asyncio.to_thread(meanwhile)
         await asyncio.gather(*speaking)

@@ -1,6 +1,5 @@
 """Speech services on real sockets, in threads of the test process, and the Tritons they use."""
 
-import asyncio
 import base64
 import contextlib
 import dataclasses
@@ -9,7 +8,7 @@ import json
 import shutil
 import socket
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 import openai
 import soundfile as sf
 from cosyvoice_triton import samples
+from cosyvoice_triton.background import BackgroundLoop
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.server.tritonserver import TritonServer, free_port
 from cosyvoice_triton.speech_service.command import http_server
@@ -73,35 +73,15 @@ def speech_stack_over(triton: TritonServer, voices: Path) -> Iterator[SpeechStac
     shutil.rmtree(voices)
 
 
-class Loop:
-    """An event loop that runs in a thread."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, Any], timeout: float = 60) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
-
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
-
-
 @contextlib.contextmanager
 def stub_triton(stub: TritonStub, port: int = 0) -> Iterator[str]:
     """The address of a running stub."""
-    loop = Loop()
-    try:
+    with contextlib.closing(BackgroundLoop("stub")) as loop:
         server, address = loop.run(stub.start(port=port))
         try:
             yield address
         finally:
             loop.run(server.stop(None))
-    finally:
-        loop.close()
 
 
 @contextlib.contextmanager

@@ -116,7 +116,7 @@ def vocoded(vocoder: Any, mels: Sequence[torch.Tensor], schedules: Sequence[Sequ
     while live := [index for index, left in enumerate(parts) if left]:
         new = [parts[index].pop(0) for index in live]
         chunks = [Chunk(streams[index], np.zeros(0, np.int64), not parts[index], 0, 0, 0) for index in live]
-        for index, speech in zip(live, vocoder.step(chunks, new), strict=True):
+        for index, speech in zip(live, vocoder.begin(chunks, new)(), strict=True):
             assert isinstance(speech, torch.Tensor)
             audio[index].append(speech)
     for stream in streams:

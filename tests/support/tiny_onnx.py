@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from cosyvoice_triton.stacks import Stack
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from tests.random_weights import speaker
 from tests.random_weights.onnx_graph import OnnxGraph
@@ -61,8 +61,5 @@ def _velocity(g: OnnxGraph) -> str:
 
 
 def _save(g: OnnxGraph, path: Path, inputs: Mapping[str, Dims], outputs: Mapping[str, Dims]) -> None:
-    values = (
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in of.items()]
-        for of in (inputs, outputs)
-    )
+    values = ([(name, TensorProto.FLOAT, dims) for name, dims in of.items()] for of in (inputs, outputs))
     g.save(path, *values, "a network for tests")

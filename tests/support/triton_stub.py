@@ -2,8 +2,6 @@
 
 Clients and services in front of Triton are measured and tested against it, so that Triton's own timing does not matter.
 
-    python -m tests.support.triton_stub --chunks 20 --pause 0.5       prints its address, serves until SIGTERM
-
 If the text begins with one of these words, the answer is a different one:
     refuse   an error about the request              lost     a model that is not available
     break    one chunk, then an error                silent   no audio at all
@@ -12,7 +10,6 @@ If the text begins with one of these words, the answer is a different one:
     quick    three chunks at once                    fail     an error; further requests of the stream are answered
 """
 
-import argparse
 import asyncio
 import json
 import subprocess
@@ -165,46 +162,23 @@ class StubProcess:
 
 
 @contextmanager
-def stub_process(chunks: int, pause: float, first: float, chunk_seconds: float | None = None) -> Iterator[StubProcess]:
+def stub_process(**fields: Any) -> Iterator[StubProcess]:
     """A stub in a separate process, killed at the end of the block; it also ends if this process is killed."""
-    options = ["--chunks", str(chunks), "--pause", str(pause), "--first", str(first), "--end-with-stdin"]
-    if chunk_seconds is not None:
-        options += ["--chunk-seconds", str(chunk_seconds)]
-    command = [sys.executable, "-m", "tests.support.triton_stub", *options]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        yield StubProcess(process.stdout.readline().strip(), process)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
+    command = [sys.executable, "-m", "tests.support.triton_stub", json.dumps(fields)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield StubProcess(process.stdout.readline().strip(), process)
+        finally:
+            process.kill()
 
 
-async def _serve(stub: TritonStub, port: int, end_with_stdin: bool) -> None:
-    server, address = await stub.start(port=port)
+async def _serve(fields: dict[str, Any]) -> None:
+    server, address = await TritonStub(**fields).start()
     print(address, flush=True)
-    if end_with_stdin:
-        await asyncio.to_thread(sys.stdin.read)
-        await server.stop(None)
-    else:
-        await server.wait_for_termination()
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=0, help="default: any free one")
-    parser.add_argument("--chunks", type=int, default=20)
-    parser.add_argument("--pause", type=float, default=0.5, help="seconds between chunks")
-    parser.add_argument("--first", type=float, default=0.1, help="seconds before the first chunk")
-    parser.add_argument("--chunk-seconds", type=float, help="audio of a chunk; default: --pause, or 0.5 without pauses")
-    parser.add_argument("--end-with-stdin", action="store_true", help="stop when standard input ends")
-    args = parser.parse_args(argv)
-    samples = round(SAMPLE_RATE * (args.chunk_seconds or args.pause or 0.5))
-    asyncio.run(_serve(TritonStub(args.chunks, samples, args.pause, args.first), args.port, args.end_with_stdin))
-    return 0
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(None)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    asyncio.run(_serve(json.loads(sys.argv[1])))

@@ -5,12 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from cosyvoice_triton.cli import fill_template
-from cosyvoice_triton.server.rendering import TEMPLATES, parse, settings_of
-from google.protobuf import json_format
+from cosyvoice_triton.server.rendering import TEMPLATES, parse
 
 from tests.conftest import ROOT
+from tests.support.server_requests import read_settings
 
 ENCODER = "model_dir:./CosyVoice2-0.5B,triton_max_batch_size:{batch},max_queue_delay_microseconds:0"
 ORCHESTRATOR = (
@@ -52,8 +51,7 @@ def fill(commands: dict[str, str], repository: Path) -> None:
 def parameters_of(repository: Path, model: str) -> dict[str, str]:
     """The parameters of a filled template, which its model reads without an error."""
     config = parse((repository / model / "config.pbtxt").read_text(), model)
-    as_json = json_format.MessageToJson(config, preserving_proto_field_name=True)
-    settings_of(model).from_triton({"model_config": as_json, "model_instance_kind": "CPU"})
+    read_settings(config)
     return {key: value.string_value for key, value in config.parameters.items()}
 
 
@@ -78,9 +76,7 @@ def test_the_script_runs_by_its_path_as_the_documents_call_it(tmp_path: Path) ->
     assert parse(config.read_text(), "token2wav").parameters["model_dir"].string_value == "./CosyVoice2-0.5B"
 
 
-def test_the_llm_streams_also_where_the_commands_say_offline(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_llm_streams_also_where_the_commands_say_offline(tmp_path, capsys) -> None:
     fill({"model_repo/tensorrt_llm": LLM.replace("decoupled_mode:True", "decoupled_mode:False")}, tmp_path)
     config = parse((tmp_path / "tensorrt_llm" / "config.pbtxt").read_text(), "tensorrt_llm")
     assert config.model_transaction_policy.decoupled

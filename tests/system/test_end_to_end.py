@@ -1,4 +1,4 @@
-"""Both stacks in the real tritonserver, through the real clients."""
+"""The stacks in the real tritonserver, through the real clients."""
 
 import asyncio
 import os
@@ -13,8 +13,9 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import torch
 import tritonclient.grpc as triton
-from cosyvoice_triton import samples
+from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.client import grpc_client
 from cosyvoice_triton.client.answer import SpeechResult
 from cosyvoice_triton.client.utterance import Utterance, read_reference
@@ -22,6 +23,7 @@ from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.orchestrator.synthesis import SENTENCE_PAUSE
 from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.voice.audio import load_audio
+from cosyvoice_triton.voice.features import resample
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.support.server_requests import (
@@ -31,10 +33,8 @@ from tests.support.server_requests import (
     TEXT,
     VOICE,
     VOICE_TEXT,
-    Response,
     Serve,
     assert_speech,
-    at_rate,
     cancelled_requests,
     inputs_of,
     process_of,
@@ -64,9 +64,6 @@ class Server:
         fields = {name: how.pop(name) for name in ("speaker", "instruct_text", "reference_sample_rate") if name in how}
         return stream(self.address, self.model, Utterance(text, wav, words, how, **fields))
 
-    def send(self, arrays: dict[str, np.ndarray], parameters: dict[str, Any] | None = None) -> Response:
-        return send(self.address, self.model, arrays, parameters)
-
 
 @pytest.fixture(scope="module", params=STACKS)
 def stack(request: pytest.FixtureRequest) -> str:
@@ -74,13 +71,16 @@ def stack(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+COSYVOICE3 = stacks.COSYVOICE3.name
+# The engine cuda reads the LLM's directory as it is, also on the CPU. There are as few slots as streams.
+OPTIONS: dict[str, Any] = {COSYVOICE3: {"llm_engine": "cuda", "settings": {"max_streams": "2", "n_timesteps": "4"}}}
 # Of tests of what the orchestrator does, which both stacks share.
 once = pytest.mark.parametrize("stack", STACKS[:1], indirect=True)
 
 
 @pytest.fixture
 def server(stack: str, serve: Serve) -> Server:
-    return Server(MODELS[stack], serve(stack=stack))
+    return Server(MODELS[stack], serve(stack=stack, **OPTIONS.get(stack, {})))
 
 
 # --- long texts, modes and registered voices ---------------------------------------------------------------------
@@ -116,9 +116,7 @@ def anna(demo_models: Path) -> Iterator[str]:
 
 @once
 @pytest.mark.parametrize("parameters", [{}, {"cross_lingual": True}])
-def test_a_registered_voice_gives_the_same_audio_as_its_recording(
-    server: Server, parameters: dict[str, Any], anna: str
-) -> None:
+def test_a_registered_voice_gives_the_same_audio_as_its_recording(server, parameters, anna) -> None:
     named = server.stream(TEXT, seed=4, speaker=anna, **parameters)
     recording, words = read_reference(VOICE), None if parameters else VOICE_TEXT
     sent = server.stream(TEXT, recording.wav, words, seed=4, reference_sample_rate=recording.rate)
@@ -145,10 +143,11 @@ BAD_REQUESTS: dict[str, tuple[dict[str, np.ndarray], str]] = {
 @once
 def test_a_bad_request_is_refused_with_its_value_and_the_next_one_is_served(server: Server, voice: np.ndarray) -> None:
     for name, (changes, words) in BAD_REQUESTS.items():
-        answer = server.send(request_arrays(voice) | changes)  # it returns, so the server has ended the request
+        # It returns, so the server has ended the request.
+        answer = send(server.address, server.model, request_arrays(voice) | changes)
         assert answer.error is not None and words in answer.error, name
         assert answer.waveform.size == 0
-    assert server.send(request_arrays(voice)).error is None
+    assert send(server.address, server.model, request_arrays(voice)).error is None
 
 
 IMPOSSIBLE_SHAPES = [(1, 2**62), (1, 2**61), (1, 2**63 - 1), (2**32, 2**32), (1, -1), (0, 2**62), (1,) * 9 + (2**40,)]
@@ -192,19 +191,30 @@ def test_a_stream_ends_with_exactly_one_final_response(server: Server, voice: np
 # --- concurrent requests ---------------------------------------------------------------------------------------------
 
 
-def eight_requests(voice: np.ndarray) -> list[Utterance]:
-    """Different voices (recordings, excerpts, speeds), texts and seeds; every second one cross-lingual."""
+def requests_of(stack: str, voice: np.ndarray) -> list[Utterance]:
+    """Eight with different voices (recordings, excerpts, speeds), texts and seeds; every second one cross-lingual. Of
+    CosyVoice3 one with its system words, and one with its marks and an instruction."""
+    if stack == COSYVOICE3:
+        return [
+            Utterance("You are a helpful assistant.<|endofprompt|>" + TEXT, voice, VOICE_TEXT, {"seed": 1}),
+            Utterance(
+                "报道[j][ǐ]予好评。[breath]", voice[8_000:], parameters={"seed": 2}, instruct_text="Speak sadly."
+            ),
+        ]
     other = load_audio(samples.FOLDER / "reference_zh.wav", PROMPT_SAMPLE_RATE)
     recordings = [voice, other, voice[: 2 * PROMPT_SAMPLE_RATE], other[PROMPT_SAMPLE_RATE:]]
-    recordings += [at_rate(recording, 14_000 + 500 * index) for index, recording in enumerate(recordings)]
+    for index, each in enumerate(recordings[:4]):  # played at another rate, which changes the pitch and so the voice
+        recordings.append(resample(torch.from_numpy(each), PROMPT_SAMPLE_RATE, 14_000 + 500 * index).numpy())
     return [
         Utterance(f"Sentence {index} " + "goes " * index, wav, None if index % 2 else VOICE_TEXT, {"seed": index})
         for index, wav in enumerate(recordings)
     ]
 
 
-def test_eight_concurrent_streams_equal_the_same_streams_alone(server: Server, voice: np.ndarray) -> None:
-    utterances = eight_requests(voice)
+@pytest.mark.parametrize("stack", MODELS, indirect=True)
+def test_concurrent_streams_equal_the_same_streams_alone(stack: str, server: Server, voice: np.ndarray) -> None:
+    """tests/token2wav compares chunks with whole utterances."""
+    utterances = requests_of(stack, voice)
     alone = [stream(server.address, server.model, utterance) for utterance in utterances]
 
     async def at_once() -> list[SpeechResult]:
@@ -213,7 +223,8 @@ def test_eight_concurrent_streams_equal_the_same_streams_alone(server: Server, v
         )
 
     for one, other in zip(alone, asyncio.run(at_once()), strict=True):
-        assert one.waveform.shape == other.waveform.shape
+        assert_speech(one)
+        assert len(one.arrivals) > 1 and one.first_chunk < one.total
         np.testing.assert_allclose(one.waveform, other.waveform, atol=1e-3)
     assert len({speech.waveform.tobytes() for speech in alone}) == len(alone)
 
@@ -242,9 +253,7 @@ def test_a_client_that_reads_late_gets_all_of_its_audio(server: Server, voice: n
 
 
 @once
-def test_cancelled_streams_free_their_slots_their_threads_and_leave_every_process_alive(
-    server: Server, voice: np.ndarray
-) -> None:
+def test_cancelled_streams_free_their_slots_their_threads_and_leave_every_process_alive(server, voice) -> None:
     """There are more of them than token2wav has slots, and more than asyncio starts threads for blocking work, which it
     keeps. When each is cancelled, the LLM is generating ahead: as a call between models this damaged the heap or
     blocked the whole server, see triton_io/streams.py."""

@@ -26,11 +26,9 @@ def test_a_launcher_runs_as_a_file_from_any_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda path: path.stem)
 def test_every_launcher_is_a_command(launcher: Path) -> None:
     """What each says of itself is in test_package."""
-    commands = [
-        one for group in COMMANDS.values() for entry in group.values() for one in (entry, *entry.actions.values())
-    ]
+    entries = [entry for group in COMMANDS.values() for entry in group.values()]
     module = f"cosyvoice_triton.cli.{launcher.stem}"
-    assert module in {command.module for command in commands}
+    assert module in {command.module for entry in entries for command in (entry, *entry.actions.values())}
     assert launcher.read_text().endswith(f"\n\nfrom {module} import main\n\nraise SystemExit(main())\n")
 
 

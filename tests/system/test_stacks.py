@@ -21,15 +21,15 @@ from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.prepare import hub, steps
 from cosyvoice_triton.runtimes.workloads import workloads
 from cosyvoice_triton.server.options import StackOptions
-from cosyvoice_triton.server.rendering import MARKER, TEMPLATES, parse, placeholders, settings_of, templates_of
+from cosyvoice_triton.server.rendering import MARKER, TEMPLATES, parse, placeholders, templates_of
 from cosyvoice_triton.speech_service.triton import TritonPool
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.precision import Precision
-from google.protobuf import json_format
 
 from tests.conftest import ROOT, load_model
+from tests.support.server_requests import read_settings
 from tests.support.speech_fixtures import stub_triton
 from tests.support.triton_stub import TritonStub
 
@@ -48,13 +48,8 @@ THIRD = Stack(
     token2wav="sound3",
     templates=str(Path(__file__).parent / "templates"),
     llm=SpeechLLM(
-        repository="them/Third",
-        download="Third",
-        weights="llm.rl.pt",
-        base="Blank",
-        directory="third_llm",
-        genai="third_llm_genai",
-        engine="third_engine",
+        repository="them/Third", download="Third", weights="llm.rl.pt", base="Blank", directory="third_llm",
+        genai="third_llm_genai", engine="third_engine",
     ),
     repository="them/Third",
     download="Third",
@@ -109,9 +104,7 @@ def models(tmp_path: Path) -> Path:
     return directory
 
 
-def test_a_stack_of_another_package_is_rendered_and_valid(
-    third: Stack, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stack_of_another_package_is_rendered_and_valid(third, models, tmp_path, capsys) -> None:
     command = [str(models), str(tmp_path / "out"), "--stack", "third", "--device", "cpu"]
     assert render.main([*command, "--set", "max_streams=3", "--set", "first_hop_tokens=10"]) == 0
     assert "settings given: max_streams=3 first_hop_tokens=10;" in capsys.readouterr().out
@@ -122,8 +115,7 @@ def test_a_stack_of_another_package_is_rendered_and_valid(
         text = (directory / "config.pbtxt").read_text()
         assert not placeholders(text)
         configs[directory.name] = parse(text, directory.name)  # by Triton's own model_config_pb2
-        as_json = json_format.MessageToJson(configs[directory.name], preserving_proto_field_name=True)
-        settings_of(directory.name).from_triton({"model_config": as_json, "model_instance_kind": "CPU"})
+        read_settings(configs[directory.name])
     assert configs.keys() == {"audio_tokenizer", "speaker_embedding", "tensorrt_llm", "sound3", "speech3"}
     parameters = {
         model: {key: value.string_value for key, value in config.parameters.items()}
@@ -150,9 +142,8 @@ def test_its_template_of_a_shared_model_replaces_the_default_one(third: Stack, m
 
 def test_fill_template_fills_its_templates(third: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     template = Path(third.templates) / "sound3" / "config.pbtxt"
-    assert (
-        fill_template.main([str(template), "model_dir:/m,triton_max_batch_size:16,max_queue_delay_microseconds:0"]) == 0
-    )
+    given = "model_dir:/m,triton_max_batch_size:16,max_queue_delay_microseconds:0"
+    assert fill_template.main([str(template), given]) == 0
     assert parse(capsys.readouterr().out, "sound3").parameters["max_streams"].string_value == "7"
 
 
@@ -199,21 +190,8 @@ def test_clients_and_the_speech_service_find_its_model(third: Stack) -> None:
 
 
 def test_its_files_are_downloaded(third: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hub.sources(third) == (
-        hub.Download(
-            "them/Third",
-            "Third",
-            (
-                "llm.rl.pt",
-                "Blank/*.json",
-                "Blank/*.txt",
-                "flow.pt",
-                "hift.pt",
-                "campplus.onnx",
-                "speech_tokenizer_v3.onnx",
-            ),
-        ),
-    )
+    files = "llm.rl.pt Blank/*.json Blank/*.txt flow.pt hift.pt campplus.onnx speech_tokenizer_v3.onnx"
+    assert hub.sources(third) == (hub.Download("them/Third", "Third", tuple(files.split())),)
     monkeypatch.setenv("CHECKPOINT_REVISIONS", "them/Third=abc")
     assert steps.revisions() == {"them/Third": "abc"}
 

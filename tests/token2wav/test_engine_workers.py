@@ -36,7 +36,7 @@ Used = list[tuple[str, int]]  # which of flow and vocoder computed, and the work
 
 def with_workers(kind: type[Any], used: Used) -> type[Any]:
     """A flow or a vocoder that has a form for each worker, over the same streams."""
-    method, name = ("_render", "vocoder") if issubclass(kind, (CausalVocoder, StreamingVocoder)) else ("render", "flow")
+    method, name = ("_launch", "vocoder") if issubclass(kind, (CausalVocoder, StreamingVocoder)) else ("render", "flow")
 
     class WithWorkers(kind):
         worker = 0
@@ -193,6 +193,29 @@ def test_without_workers_of_both_networks_there_is_one(subject: Subject) -> None
     engine, plain = subject.engine, subject.plain
     for flow, vocoder in ((engine._flow, plain._vocoder), (plain._flow, engine._vocoder)):
         assert Token2Wav(flow, vocoder).workers == 1
+
+
+def test_once_the_mels_are_made_another_batch_of_the_worker_may_be_rendered(subject: Subject) -> None:
+    """Before the first one's audio is waited for; both are as alone."""
+    engine, plain = subject.engine, subject.plain
+
+    def chunks(of: Token2Wav, voice: int) -> list[Any]:
+        return [pieces(of, ids(voice, 40), [20])[0].of(of, of.open(prompt(voice)))]
+
+    expected = chunks(plain, 50) + chunks(plain, 51)
+    alone = [plain.step([chunk])[0] for chunk in expected]
+    with ThreadPoolExecutor(1) as pool:
+        second: list[np.ndarray] = []
+
+        def on_solved() -> None:
+            second.extend(pool.submit(engine.step, others).result(30))
+
+        first, others = chunks(engine, 50), chunks(engine, 51)
+        audio = engine.render(first, on_solved=on_solved)
+    assert_same([*audio, *second], alone)
+    for of, made in ((engine, first + others), (plain, expected)):
+        for chunk in made:
+            of.close(chunk.stream)
 
 
 def test_first_chunks_and_new_voices_beside_batches_are_as_alone(subject: Subject) -> None:

@@ -160,7 +160,7 @@ def test_chunks_vocoded_by_graphs_equal_the_plain_ones_whatever_was_vocoded_befo
 
     bad = [chunk(graphed, False) for _ in range(4)]
     for frames, value in ((40, torch.nan), (30, 0.0), (30, 0.0), (40, torch.nan)):
-        graphed.step(bad, [torch.full((80, frames), value)] * 4)
+        graphed.begin(bad, [torch.full((80, frames), value)] * 4)()
     for each in bad:
         graphed.close(each.stream.vocoder)
     streams = {of: [Stream(vocoder=of.open()) for _ in range(3)] for of in (graphed, plain)}
@@ -171,7 +171,7 @@ def test_chunks_vocoded_by_graphs_equal_the_plain_ones_whatever_was_vocoded_befo
             given = [mel.clone() for mel in mels]
             rows = [row for row, length in enumerate(lengths) if length]
             chunks = [chunk(of, row in ends, streams[of][row]) for row in rows]
-            results.append(of.step(chunks, [given[row] for row in rows]))
+            results.append(of.begin(chunks, [given[row] for row in rows])())
             for mel in given if of is graphed else []:
                 mel.fill_(torch.nan)
         for ours, theirs in zip(*results, strict=True):

@@ -1,9 +1,12 @@
 """Batch and graph sizes cover what the hops can make, and stay within streams and memory."""
 
-import itertools
+from itertools import product
+from typing import get_args
+from unittest.mock import Mock
 
 import pytest
 from cosyvoice_triton import stacks
+from cosyvoice_triton.config import ChunkStrategy
 from cosyvoice_triton.constants import (
     CONTEXT_TOKENS,
     LOOKAHEAD_TOKENS,
@@ -23,7 +26,8 @@ from cosyvoice_triton.token2wav.gpu.limits import (
     BatchLimits,
     padding,
 )
-from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
+from cosyvoice_triton.token2wav.policy.scheduler import CHUNK_WORKER, FIRST_CHUNK_WORKER
+from cosyvoice_triton.token2wav.vocoder.vocoder_graphs import GraphedRenderer
 
 
 def limits_of(stack: str, **values: int) -> BatchLimits:
@@ -34,24 +38,26 @@ def limits_of(stack: str, **values: int) -> BatchLimits:
 FUNCTIONS = {
     "encoder": ("window_tokens", ENCODER_TOKENS),
     "unet": ("window_frames", UNET_FRAMES),
-    "cosyvoice3": ("window_frames", COSYVOICE3_FRAMES),
-    "dit": ("chunk_frames", DIT_FRAMES),
+    "cosyvoice3": ("row_frames", COSYVOICE3_FRAMES),
+    "dit": ("row_frames", DIT_FRAMES),
     "prompts": ("prompt_frames", PREFILL_FRAMES),
-    "vocoder": ("chunk_frames", HIFT_FRAMES),
-    "vocoder, first": ("first_chunk_frames", HIFT_FRAMES),
 }
 
 
 def graph_sizes(limits: BatchLimits) -> dict[str, list[tuple[int, ...]]]:
-    return {name: limits.sizes(getattr(limits, lengths), most) for name, (lengths, most) in FUNCTIONS.items()}
+    sizes = {name: limits.sizes(getattr(limits, lengths), most) for name, (lengths, most) in FUNCTIONS.items()}
+    made = GraphedRenderer(Mock(), limits, make=lambda *of, worker: of[2])._graphs
+    return sizes | {f"vocoder, begun {begun}": of for begun, of in made.items()}
 
 
-def lengths(prompt: int, context: int, new: int, first: bool) -> dict[str, int]:
+def lengths(prompt: int, offset: int, new: int, boundary: int) -> dict[str, int]:
     """What those graphs must hold for a chunk, and for the prompt of a first one."""
-    window, frames = prompt + context + new, TOKEN_MEL_RATIO * new
-    windows = {"encoder": window, "unet": TOKEN_MEL_RATIO * window, "cosyvoice3": TOKEN_MEL_RATIO * window}
-    needed = {**windows, "dit": frames, "vocoder": frames}
-    return {**needed, "prompts": TOKEN_MEL_RATIO * prompt, "vocoder, first": frames} if first else needed
+    window, frames = prompt + min(offset, CONTEXT_TOKENS) + new, TOKEN_MEL_RATIO * new
+    # After a prompt, a flow with boundaries computes tokens of it that are not kept, and the look-ahead.
+    anew = TOKEN_MEL_RATIO * ((prompt + offset) % boundary + LOOKAHEAD_TOKENS) if boundary > 1 else 0
+    needed = {"encoder": window, "unet": TOKEN_MEL_RATIO * window, "dit": frames, "cosyvoice3": frames + anew}
+    needed[f"vocoder, begun {offset > 0}"] = frames
+    return needed if offset else {**needed, "prompts": TOKEN_MEL_RATIO * prompt}
 
 
 @pytest.mark.parametrize("first_hop", [5, 15, 30, 100])
@@ -60,24 +66,30 @@ def test_graphs_for_starts_take_an_eighth_of_the_others_or_hold_one_chunk(first_
     starts = BatchLimits(first_hop_tokens=first_hop).of_worker(FIRST_CHUNK_WORKER)
     for function, sizes in graph_sizes(starts).items():
         longest = max(T for _, T in sizes)
-        assert max(B * T for B, T in sizes) <= max(longest, FUNCTIONS[function][1] // 8), function
+        most = FUNCTIONS[function][1] if function in FUNCTIONS else HIFT_FRAMES
+        assert max(B * T for B, T in sizes) <= max(longest, most // 8), function
 
 
+@pytest.mark.parametrize("strategy", get_args(ChunkStrategy))
 @pytest.mark.parametrize("stack", stacks.names())
 @pytest.mark.parametrize(("first_hop", "max_hop"), [(15, 100), (5, 50), (30, 200), (15, 25)])
-def test_both_lanes_have_graphs_for_all_that_they_are_sent(stack, first_hop, max_hop):
-    """First chunks for the one, all chunks for the other, in voices of any length."""
+def test_both_lanes_have_graphs_for_every_chunk_that_the_schedule_can_make(stack, first_hop, max_hop, strategy):
+    """First chunks of a text for the one; all chunks of all of its segments for the other, in voices of any length."""
     limits = limits_of(stack, first_hop_tokens=first_hop, max_hop_tokens=max_hop)
-    starts, others = graph_sizes(limits.of_worker(FIRST_CHUNK_WORKER)), graph_sizes(limits)
-    rules = HopRules(first_hop=first_hop, max_hop=max_hop, boundary=limits.chunk_boundary)
-    for prompt, length in itertools.product((0, 3, 26, MAX_PROMPT_TOKENS), (3, first_hop + 2, first_hop + 26, 900)):
-        schedule = rules.schedule(prompt)
-        while (hop := schedule.next_hop(length, ended=True)) is not None:
-            first = hop.offset == 0
-            assert not first or hop.length <= limits.first_chunk_tokens
-            for function, needed in lengths(prompt, min(hop.offset, CONTEXT_TOKENS), hop.length, first).items():
-                for sizes in (starts, others) if first else (others,):
-                    assert any(T >= needed for B, T in sizes[function] if B == 1), function
+    longest = [{name: max(T for B, T in sizes if B == 1) for name, sizes in graph_sizes(of).items()}
+               for of in limits.of_each_worker]  # fmt: skip
+    rules = HopRules(strategy=strategy, first_hop=first_hop, max_hop=max_hop, boundary=limits.chunk_boundary)
+    firsts, seconds = (1, first_hop + 2, 3 * first_hop, 900), (*range(1, 40), *range(40, 260, 7))
+    for prompt, silent, *ends in product((0, 3, 26, MAX_PROMPT_TOKENS), (0, ONSET_TOKENS), firsts, seconds):
+        schedule = rules.schedule(prompt, lambda: 0.0, silent=silent)
+        for segment, tokens in enumerate(ends):
+            while (hop := schedule.next_hop(tokens, ended=True)) is not None:
+                needed = lengths(prompt, hop.offset, hop.length, limits.chunk_boundary)
+                starts = hop.offset == 0 and hop.length <= limits.first_chunk_tokens
+                assert starts or segment or hop.offset
+                for worker in (CHUNK_WORKER, FIRST_CHUNK_WORKER) if starts else (CHUNK_WORKER,):
+                    assert all(frames <= longest[worker][name] for name, frames in needed.items()), (hop, needed)
+            schedule.begin_segment()
 
 
 def test_a_first_chunk_is_at_most_the_longest_first_hop_and_what_the_final_one_adds():
@@ -102,7 +114,7 @@ def test_the_default_sizes():
     assert {(64, 104), (32, 208)} <= set(sizes) and (64, 128) not in sizes
     assert limits.max_chunks == 64
     starts = limits.of_worker(FIRST_CHUNK_WORKER)
-    assert starts.chunk_frames == starts.first_chunk_frames == (32, 40)
+    assert starts.chunk_frames == (32, 40)
     assert starts.window_tokens == (160, 208, 256, 320, 416, 512, 768, 776)
     assert starts.max_chunks == H200.scheduler.first_chunk_batch and starts.prompt_frames == limits.prompt_frames
 

@@ -94,12 +94,26 @@ def test_streamed_audio_equals_the_whole_at_joints(
             assert difference[edge - 24 : edge + 24].abs().max() < OUTSIDE  # 2 ms
 
 
+def test_all_passes_of_a_batch_are_launched_before_one_is_waited_for(
+    vocoder: StreamingVocoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of two length classes: the GPU need not wait for the host between their passes."""
+    waits: list[int] = []
+    monkeypatch.setattr("cosyvoice_triton.token2wav.vocoder.base.copied", lambda *of: lambda: waits.append(1) or of)
+    chunks = [Chunk(Stream(vocoder=vocoder.open()), np.zeros(0, np.int64), True, 0, 0, 0) for _ in range(2)]
+    finish = vocoder.begin(chunks, [torch.zeros(80, frames) for frames in (20, 40)])
+    assert waits == []
+    assert [len(audio) for audio in finish()] == [20 * HOP_SAMPLES, 40 * HOP_SAMPLES] and len(waits) == 2
+    for chunk in chunks:
+        vocoder.close(chunk.stream.vocoder)
+
+
 def test_a_stream_inherits_nothing_from_a_cancelled_one(
     vocoder: StreamingVocoder, mels: dict[str, Tensor], batched: dict[str, list[Tensor]]
 ) -> None:
     cancelled = Stream(vocoder=vocoder.open())
     for mel in mels["unet"].split(SCHEDULES["unet"], dim=1)[:2]:
-        vocoder.step([Chunk(cancelled, np.zeros(0, np.int64), False, 0, 0, 0)], [mel])
+        vocoder.begin([Chunk(cancelled, np.zeros(0, np.int64), False, 0, 0, 0)], [mel])()
     vocoder.close(cancelled.vocoder)
     (alone,) = vocoded(vocoder, [mels["short"]], [SCHEDULES["short"]])
     torch.testing.assert_close(torch.cat(alone), torch.cat(batched["short"]), atol=1e-4, rtol=0)

@@ -57,6 +57,27 @@ def test_a_stream_that_is_aborted_while_it_waits_for_a_slot_ends_at_once(service
     assert service.stats().queued == 0
 
 
+@pytest.mark.parametrize("last", [{}, {"final": True, "end": True}])
+def test_the_place_of_a_listener_who_leaves_is_free_before_their_chunk_is_rendered(service, client, engine, last):
+    for stream_id in range(4):
+        client.start(stream_id)
+    engine.batches.clear()
+    rendered = queue_behind_a_running_chunk(client, engine, {})
+    waiting = client.post(1, [1], **{"final": False, **last})
+    with pytest.raises(OverloadedError):
+        client.post(4, start=True)
+    left = [client.post(stream_id, end=True) for stream_id in (0, 1)]
+    places = [client.send(stream_id, start=True) for stream_id in (4, 5)]
+    with pytest.raises(OverloadedError):
+        client.post(6, start=True)
+    opened = client.post(4, prompt=PROMPT)
+    assert not engine.batches and opened.empty()
+    engine.gate.set()
+    assert answered([*rendered, *left, opened]) and len(places) == 2
+    assert isinstance(waiting.get(timeout=10), UnavailableError)
+    assert engine.batches == [[40]] and service.stats().live_streams == 3
+
+
 def test_a_live_stream_restarts_while_all_slots_are_taken(service, client):
     for stream_id in range(4):
         client.start(stream_id)

@@ -123,7 +123,7 @@ def test_a_request_behind_a_start_that_fails_waits_for_nothing_else(client, engi
     engine.open = slow
     other = client.post(1, start=True, prompt=PROMPT)
     assert opening.wait(60)
-    failing, end = client.post(2, start=True, prompt=PROMPT, speed=2.0), client.post(2, end=True)
+    failing, behind = client.post(2, start=True, prompt=PROMPT, speed=2.0), client.post(2, [2], final=False)
     go_on.set()
-    assert answered([other, end])
-    assert isinstance(failing.get(timeout=60), ValueError)
+    assert answered([other])
+    assert all(isinstance(each.get(timeout=60), ValueError) for each in (failing, behind))

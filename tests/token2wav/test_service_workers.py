@@ -52,6 +52,29 @@ def test_a_first_chunk_does_not_wait_for_another_batch(client, engine):
     assert value(held) == 90
 
 
+def test_one_batch_is_prepared_behind_another_once_that_is_nearly_done(client, engine):
+    """And only one, of listeners who go on: voices are prefilled between batches of first chunks."""
+    for stream in (1, 2, 3):
+        client.start(stream, [stream])
+    held = hold_batches(client, engine)
+    waiting = client.post(1, [1], final=False)
+    until(lambda: client.service.stats().queued == 1)
+    assert len(engine.rendering) == 1  # it is not nearly done yet
+    engine.solves = True
+    engine.gate.set()
+    assert (value(held), value(waiting)) == (90, 1)
+
+    held = hold_batches(client, engine, 92)
+    behind = client.post(2, [2], final=False)
+    until(lambda: len(engine.rendering) == 2)
+    last, first = client.post(3, [3], final=False), hold_starts(client, engine)
+    until(lambda: client.service.stats().queued == 1)
+    assert [worker for worker, _ in engine.rendering] == [0, 0, 1]
+    engine.gate.set()
+    engine.starts_gate.set()
+    assert [value(each) for each in (held, behind, last, first)] == [92, 2, 3, 91]
+
+
 def test_listeners_do_not_wait_for_a_first_chunk(client, engine):
     client.start(1, [1])
     held = hold_starts(client, engine)

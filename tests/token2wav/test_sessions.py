@@ -4,6 +4,8 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,6 +62,32 @@ def test_a_stream_whose_next_segment_came_early_is_remembered_from_its_last_end_
     assert [table.remembers("a"), table.remembers("b")] == [True, False]
 
 
+def test_a_batch_took_what_the_one_before_left_of_the_time() -> None:
+    """It was begun while that one was nearly done, and waited for it."""
+    now, begun, ends = 0.0, list[int](), [threading.Event(), threading.Event()]
+    worker = Worker(0, threads=2, on_change=lambda: None, clock=lambda: now)
+
+    def work(of: int, go_on: Callable[[], None]) -> list[np.ndarray]:
+        begun.append(of)
+        go_on()
+        assert ends[of].wait(10)
+        return []
+
+    taken = list[float]()
+    worker.render([], partial(work, 0))
+    until(lambda: worker.idle)
+    now = 1.0
+    worker.render([], partial(work, 1))
+    until(lambda: begun == [0, 1])
+    assert not worker.idle
+    for index, at in ((0, 5.0), (1, 7.0)):
+        now = at
+        ends[index].set()
+        until(lambda: (done := worker.take()) is not None and not taken.append(done.seconds))
+    assert taken == [5.0, 2.0]
+    worker.close()
+
+
 def test_an_idle_thread_keeps_nothing_of_its_last_batch() -> None:
     """The request holds its chunk, and the chunk its stream's memory."""
 
@@ -67,10 +95,10 @@ def test_an_idle_thread_keeps_nothing_of_its_last_batch() -> None:
         pass
 
     done, request = threading.Event(), Request()
-    worker = Worker(0, on_done=done.set, clock=time.monotonic)
+    worker = Worker(0, on_change=done.set, clock=time.monotonic)
     kept = weakref.ref(request)
     batch: Any = [request]
-    worker.render(batch, lambda: [np.zeros(3, np.float32)])
+    worker.render(batch, lambda _: [np.zeros(3, np.float32)])
     assert done.wait(10)
     worker.take()
     del request, batch

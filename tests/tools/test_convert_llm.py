@@ -14,54 +14,20 @@ from cosyvoice_triton.llm.interface import LLMPrompt
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.prepare import genai
 from cosyvoice_triton.prepare.huggingface_llm import COSYVOICE3_LLM, TEXT_SPECIALS
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
-HIDDEN, TEXT_ROWS, SPEECH_LOGITS = 64, 640, SPEECH_VOCAB + 3
+from tests.support.official_llm import HIDDEN, SPEECH_LOGITS, official_llm, write_blank
 
 
 @pytest.fixture(scope="module")
 def blank_dir(tmp_path_factory):
-    """Like CosyVoice-BlankEN: a Qwen2 tokenizer without the tokens of CosyVoice2, and a configuration."""
-    directory = tmp_path_factory.mktemp("official") / "CosyVoice-BlankEN"
-    directory.mkdir()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    Qwen2Config(
-        vocab_size=TEXT_ROWS,
-        hidden_size=HIDDEN,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    ).save_pretrained(directory)
-    return directory
+    return write_blank(tmp_path_factory.mktemp("official") / "CosyVoice-BlankEN")
 
 
 @pytest.fixture(scope="module")
 def official_state(blank_dir):
-    """Random weights under the official keys."""
-    torch.manual_seed(0)
-    config = Qwen2Config.from_pretrained(blank_dir)
-    config.tie_word_embeddings = False
-    state = {
-        f"llm.model.{name}": torch.randn_like(w) * 0.1 for name, w in Qwen2ForCausalLM(config).state_dict().items()
-    }
-    return state | {
-        "llm_embedding.weight": torch.randn(2, HIDDEN),
-        "speech_embedding.weight": torch.randn(SPEECH_LOGITS, HIDDEN),
-        "llm_decoder.weight": torch.randn(SPEECH_LOGITS, HIDDEN),
-        "llm_decoder.bias": torch.randn(SPEECH_LOGITS),
-    }
+    return official_llm(blank_dir)
 
 
 def convert(state, blank_dir, folder, name="llm.pt"):

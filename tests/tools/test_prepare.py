@@ -1,6 +1,8 @@
 """Checkpoints downloaded from a fake hub, and the LLM's engine built by fakes of TensorRT-LLM's tools."""
 
+import fnmatch
 import io
+import json
 import os
 import queue
 import re
@@ -69,6 +71,19 @@ def test_a_file_that_another_stack_has_is_not_downloaded_again(remote: FakeHub, 
     (tmp_path / "CosyVoice2-0.5B/flow.pt").write_bytes(bytes(len(BIG)))  # damaged since
     assert fetch(hub.Download("any/other", "Other", ("flow.pt",)), tmp_path)
     assert (tmp_path / "Other/flow.pt").read_bytes() == BIG
+
+
+@pytest.mark.parametrize("hub_of", ["huggingface", "modelscope"])
+@pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
+def test_what_is_downloaded_is_in_the_recorded_listings_of_the_hubs(stack: stacks.Stack, hub_of: hub.HubName) -> None:
+    """Names and beginnings of checksums, with the day on which they were listed."""
+    listings = json.loads(Path("tests/assets/hub_files.json").read_text())
+    names = {"iic/CosyVoice2-0.5B": COSYVOICE2}  # ModelScope's
+    found = hub.sources(stack, hub_of)
+    assert len({source.repository for source in found}) == len(found)
+    for source in found:
+        files = listings[names.get(source.repository, source.repository)]["files"]
+        assert all(fnmatch.filter(files, pattern) for pattern in source.patterns), source
 
 
 def test_only_files_that_are_read_are_downloaded_and_the_llm_can_be_chosen(

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from typing import Any
 
 import async_timeout
 import numpy as np
@@ -16,6 +17,10 @@ from tests.support.waiting import until
 
 def answer(**outputs: np.ndarray) -> InferenceResponse:
     return triton_io.to_response(outputs)
+
+
+def ask(model: str = "m", **how: Any) -> dict[str, np.ndarray]:
+    return asyncio.run(triton_io.call(model, {}, ["y"], **how))
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +50,7 @@ def test_an_error_keeps_its_type_between_models_although_triton_drops_its_code(t
 
     triton_models["m"] = callee
     with pytest.raises(kind, match="^m: too many$"):
-        asyncio.run(triton_io.call("m", {}, ["y"]))
+        ask()
 
 
 def test_a_refusal_keeps_its_seconds_between_models(triton_models):
@@ -53,7 +58,7 @@ def test_a_refusal_keeps_its_seconds_between_models(triton_models):
     assert refusal == "unavailable: overloaded, retry after 3 s: 9 listeners are served"
     triton_models["m"] = lambda sent: InferenceResponse(error=TritonError(refusal, TritonError.INTERNAL))
     with pytest.raises(OverloadedError, match="^m: 9 listeners are served$") as caught:
-        asyncio.run(triton_io.call("m", {}, ["y"]))
+        ask()
     assert caught.value.retry_after == 3
 
 
@@ -72,7 +77,7 @@ def test_the_beginning_of_a_message_decides_the_type_of_an_error(triton_models, 
     """A dead model and a server that is shutting down are unavailable."""
     triton_models["m"] = lambda sent: InferenceResponse(error=TritonError(message, TritonError.INTERNAL))
     with pytest.raises(error) as caught:
-        asyncio.run(triton_io.call("m", {}, ["y"]))
+        ask()
     assert type(caught.value) is error
 
 
@@ -80,13 +85,13 @@ def test_the_beginning_of_a_message_decides_the_type_of_an_error(triton_models, 
 def test_other_errors_of_a_call_are_internal(triton_models, model):
     triton_models["m"] = lambda sent: triton_io.error_response(KeyError("x"), "m")
     with pytest.raises(RuntimeError, match=f"{model}.*(KeyError|not ready)"):
-        asyncio.run(triton_io.call(model, {}, ["y"]))
+        ask(model)
 
 
 def test_an_empty_success_from_tritons_response_cache_is_an_error(triton_models):
     triton_models["m"] = lambda sent: InferenceResponse([])
     with pytest.raises(RuntimeError, match="m answered without y"):
-        asyncio.run(triton_io.call("m", {}, ["y"]))
+        ask()
 
 
 def test_calls_are_refused_while_too_many_are_stuck(triton_models, monkeypatch):
@@ -95,15 +100,15 @@ def test_calls_are_refused_while_too_many_are_stuck(triton_models, monkeypatch):
     triton_models["hangs"] = lambda sent: answer() if release.wait(10) else answer()
     triton_models["good"] = lambda sent: answer(y=np.ones(1))
     for stuck in range(2):
-        asyncio.run(triton_io.call("good", {}, ["y"]))  # an answered call does not count
+        ask("good")  # an answered call does not count
         until(lambda stuck=stuck: len(calls._abandoned) == stuck)
         with pytest.raises(UnavailableError, match="hangs did not answer within 0.02 s"):
-            asyncio.run(triton_io.call("hangs", {}, ["y"], timeout=0.02))
+            ask("hangs", timeout=0.02)
     with pytest.raises(UnavailableError, match="2 calls of other models are stuck"):
-        asyncio.run(triton_io.call("good", {}, ["y"]))
+        ask("good")
     release.set()
     until(lambda: not calls._abandoned)
-    assert asyncio.run(triton_io.call("good", {}, ["y"]))["y"] == 1
+    assert ask("good")["y"] == 1
 
 
 def test_threads_are_kept_for_the_next_calls_up_to_a_number(triton_models, monkeypatch):
@@ -116,15 +121,15 @@ def test_threads_are_kept_for_the_next_calls_up_to_a_number(triton_models, monke
         five.wait(60)  # so that none of their threads is reused for another
         return answer(y=np.ones(1))
 
-    async def ask() -> None:
+    async def five_calls() -> None:
         await asyncio.gather(*(triton_io.call("m", {}, ["y"]) for _ in range(5)))
 
     triton_models["m"] = callee
-    asyncio.run(ask())
+    asyncio.run(five_calls())
     until(lambda: len(calls._idle) == 2)
     kept = {worker.ident for worker in calls._idle}
     threads.clear()
-    asyncio.run(ask())
+    asyncio.run(five_calls())
     assert kept < threads
 
 
@@ -142,7 +147,7 @@ def test_calls_beyond_the_slots_wait_for_their_turn(triton_models, monkeypatch):
 
     triton_models["m"] = callee
 
-    async def ask() -> int:
+    async def answered() -> int:
         abandoned = await asyncio.gather(
             *(triton_io.call("m", {}, ["y"], timeout=0.05) for _ in range(4)), return_exceptions=True
         )
@@ -155,8 +160,7 @@ def test_calls_beyond_the_slots_wait_for_their_turn(triton_models, monkeypatch):
         answers = await asyncio.gather(*waiting, return_exceptions=True)
         return sum(isinstance(found, dict) for found in answers)
 
-    assert asyncio.run(ask()) == 7
-    assert most[0] == 2
+    assert asyncio.run(answered()) == 7 and most[0] == 2
 
 
 def test_a_call_whose_thread_cannot_be_started_releases_its_slot(triton_models, monkeypatch):
@@ -169,8 +173,8 @@ def test_a_call_whose_thread_cannot_be_started_releases_its_slot(triton_models, 
     with monkeypatch.context() as broken:
         broken.setattr(calls, "_Worker", no_thread)
         with pytest.raises(RuntimeError, match="new thread"):
-            asyncio.run(triton_io.call("m", {}, ["y"]))
-    assert asyncio.run(triton_io.call("m", {}, ["y"], timeout=5))["y"] == 1
+            ask()
+    assert ask(timeout=5)["y"] == 1
 
 
 def test_a_caller_that_is_cancelled_when_it_gets_its_slot_gives_it_back() -> None:

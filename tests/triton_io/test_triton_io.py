@@ -14,7 +14,6 @@ import torch
 from cosyvoice_triton import triton_io
 from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.monitoring import logs
-from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
 from cosyvoice_triton.monitoring.health import Health, reported_failures
 
 from tests.support.fake_triton import InferenceRequest, InferenceResponse, TritonError, TritonModelException
@@ -129,6 +128,12 @@ def submit(loop: triton_io.RequestLoop, decoupled: bool):
     return sent.sender
 
 
+def ended(loop: triton_io.RequestLoop, decoupled: bool):
+    sender = submit(loop, decoupled)
+    until(lambda: sender.final)
+    return sender
+
+
 async def send_audio(sent, responder) -> None:
     responder.send({"waveform": np.ones((1, 4), np.float32)})
 
@@ -150,8 +155,7 @@ def test_a_failing_handler_ends_its_request_with_an_error(serve, decoupled, erro
     async def fail(sent, responder) -> None:
         raise error
 
-    sender = submit(serve(fail), decoupled)
-    until(lambda: sender.final)
+    sender = ended(serve(fail), decoupled)
     assert [response.error().code() for response in sender.responses] == [code]
 
 
@@ -159,8 +163,7 @@ def test_the_message_of_an_error_stays_short_enough_for_grpc(serve, decoupled):
     async def fail(sent, responder) -> None:
         raise ValueError(f"unknown speaker {'语' * 9000!r}")
 
-    sender = submit(serve(fail), decoupled)
-    until(lambda: sender.final)
+    sender = ended(serve(fail), decoupled)
     message = sender.responses[-1].error().message()
     assert "unknown speaker" in message and len(message) < 550
 
@@ -172,8 +175,7 @@ def test_is_cancelled_is_not_called_after_the_final_response(serve, decoupled):
         kept.append(responder)
         await send_audio(sent, responder)
 
-    sender = submit(serve(keep), decoupled)
-    until(lambda: sender.final)
+    sender = ended(serve(keep), decoupled)
     assert [response.arrays()["waveform"].shape for response in sender.responses] == [(1, 4)]
     assert not kept[0].is_cancelled()
     assert not sender.cancellation_checked_after_final
@@ -224,8 +226,7 @@ def test_a_model_that_is_not_decoupled_must_send_a_response(serve, decoupled):
     async def nothing(sent, responder) -> None:
         pass
 
-    sender = submit(serve(nothing), decoupled)
-    until(lambda: sender.final)
+    sender = ended(serve(nothing), decoupled)
     assert "sent no response" in sender.responses[0].error().message()
 
 
@@ -245,12 +246,9 @@ def test_a_request_whose_id_is_not_utf_8_can_be_answered_later(monkeypatch):
 
 
 def test_a_deferred_answer_that_cannot_be_sent_still_ends_the_request():
-    sent = InferenceRequest.from_client({})
-    reply = triton_io.answer_later(sent, "waveform", model="m")
-    reply(np.array(["no", "audio"], dtype="U4"))  # a dtype that no tensor can hold
-    assert sent.get_response_sender().final
-    (response,) = sent.get_response_sender().responses
-    assert response.has_error()
+    sent = request()
+    triton_io.answer_later(sent, "waveform", model="m")(np.array(["no"]))  # a dtype that no tensor can hold
+    assert sent.sender.final and [response.has_error() for response in sent.sender.responses] == [True]
 
 
 def test_only_the_first_deferred_answer_is_sent():
@@ -271,13 +269,6 @@ def test_a_request_that_cannot_be_handed_over_is_answered_with_the_error():
 
 
 # --- health, failures and the log --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of a process that reads what this one publishes."""
-    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
-    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -313,22 +304,19 @@ def test_an_answer_proves_that_the_model_works_and_a_bug_makes_it_test_itself(mo
     now = Health(lambda: 100.0)
     for module in ("errors", "requests"):
         monkeypatch.setattr(f"cosyvoice_triton.triton_io.{module}.health", now)
-    triton_io.error_response(ValueError("a bad value"), "m")
-    now.test_if_due(lambda: tested.append(1), "m")
-    assert not tested
-    triton_io.error_response(RuntimeError("a bug"), "m")
-    now.test_if_due(lambda: tested.append(1), "m")
-    assert tested
-    triton_io.error_response(RuntimeError("a bug"), "m")
-    sent = request(x=np.ones(1))
-    triton_io.answer_later(sent, "y", model="m")(np.ones(1))
-    now.test_if_due(lambda: tested.append(2), "m")
-    assert tested == [1]
-    triton_io.error_response(RuntimeError("a bug"), "m")
-    sent = request(x=np.ones(1))
-    triton_io.answer_later(sent, "y", model="m")(np.ones(0))
-    now.test_if_due(lambda: tested.append(3), "m")
-    assert tested == [1, 3]
+    for number, (error, answer, tests) in enumerate(
+        (
+            (ValueError("a bad value"), None, False),
+            (RuntimeError("a bug"), None, True),
+            (RuntimeError("a bug"), np.ones(1), False),
+            (RuntimeError("a bug"), np.ones(0), True),
+        )
+    ):
+        triton_io.error_response(error, "m")
+        if answer is not None:
+            triton_io.answer_later(request(x=np.ones(1)), "y", model="m")(answer)
+        now.test_if_due(lambda number=number: tested.append(number), "m")
+        assert (number in tested) == tests
 
 
 def test_lines_in_the_log_have_time_model_and_request(published: Path, monkeypatch: pytest.MonkeyPatch):
@@ -348,7 +336,5 @@ def test_lines_in_the_log_have_time_model_and_request(published: Path, monkeypat
 def test_a_full_shared_memory_is_unavailable_without_the_name_of_its_region(kind: type[Exception]) -> None:
     text = "Failed to increase the shared memory pool size for key 'tts_0123_7' to 67 bytes: No space left on device"
     error = triton_io.error_response(kind(text), "m").error()
-    assert (error.code(), error.message()) == (
-        TritonError.UNAVAILABLE,
-        "unavailable: the server has no shared memory left (/dev/shm)",
-    )
+    assert error.code() == TritonError.UNAVAILABLE
+    assert error.message() == "unavailable: the server has no shared memory left (/dev/shm)"

@@ -54,6 +54,25 @@ def test_each_fault_has_one_warning_that_says_what_to_do(bad: Recording, warning
     assert found.startswith(f"the recording {warning}") and ": " in found
 
 
+def test_cuts_inside_words_are_found_wherever_they_are_and_pauses_are_no_cuts() -> None:
+    """Of each recording the first seconds to every 10 ms, by what is on both sides of the cut."""
+    found, pauses = [], []
+    for path in (*(TRAINED / VOICES_DIR).glob("*.wav"), *samples.FOLDER.glob("*.wav")):
+        whole = parse_recording(path.read_bytes())
+        frame = whole.rate // 100
+        frames = whole.wav[: len(whole.wav) // frame * frame].reshape(-1, frame)
+        levels = 20 * np.log10(np.sqrt(np.square(frames).mean(axis=1)) + 1e-7)
+        speech, noise = np.percentile(levels, 95), np.percentile(levels, 5)
+        for end in range(100, len(levels) - 3):
+            abrupt = judge(replace(whole, wav=whole.wav[: end * frame])).abrupt
+            if levels[end - 3 : end + 3].min() > max(speech - 15, noise + 10):
+                found.append(abrupt)
+            elif levels[end - 5 : end].max() < max(speech - 30, noise + 5):
+                pauses.append(abrupt)
+    assert np.mean(found) > 0.97 and len(found) > 900  # the others are in reference_zh, whose noise is loud
+    assert not any(pauses) and len(pauses) > 100
+
+
 def test_good_recordings_have_no_warning() -> None:
     assert judge(GOOD).warnings == [] == judge(replace(GOOD, text="")).warnings
     for path in (TRAINED / VOICES_DIR).glob("*.wav"):

@@ -4,6 +4,7 @@
     cosyvoice-triton evaluate models/official --set seed-tts-zh --data seedtts_testset --recogniser 'asr.sh {wav}'
     cosyvoice-triton evaluate models/demo --data my/manifest.jsonl --require 'error_rate<=0.2' 'dnsmos>=2.6'
     cosyvoice-triton evaluate models/cosyvoice3 --stack cosyvoice3 --data my/manifest.jsonl --prompt-rates 16000 24000
+    cosyvoice-triton evaluate models/official --stack unet --against ~/CosyVoice --against-python ~/env/bin/python
 
 --data is the folder of seed-tts-eval (en/meta.lst, zh/meta.lst, each with its prompt-wavs/; its repository,
 BytedanceSpeech/seed-tts-eval, says where), or for --set own a manifest in the form of
@@ -13,7 +14,8 @@ without a checkpoint only these are judged.
 
 Judges are optional: pip install 'cosyvoice-triton[evaluate]' for Moonshine (words, English only) and DNSMOS, and pip
 install --no-deps Resemblyzer for speaker similarity. One that is not installed is named and its column left out.
---recogniser is a program that prints a line for each of the files that {wav} becomes.
+--recogniser is a program that prints a line for each of the files that {wav} becomes, or module:function, which takes
+the list of paths and returns a text for each.
 
 Writes the audio, report.md, report.json, report.png and pictures of ten onsets, which are spoken once more with their
 silence, to --output. The exit code is 1 if a requirement is missed.
@@ -36,7 +38,7 @@ from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.arguments import command_parser, positive_int, reporting_errors
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint import VOICES_DIR
-from cosyvoice_triton.evaluate import judges, report, speech
+from cosyvoice_triton.evaluate import judges, report, speech, upstream
 from cosyvoice_triton.evaluate.report import Requirement
 from cosyvoice_triton.load.host import host_ms
 from cosyvoice_triton.load.samples import Sample
@@ -54,7 +56,7 @@ class Panel:
         self._models = models
         self._english_only = recogniser is None
         self._recognise: judges.Recogniser | None = (
-            judges.CommandRecogniser(recogniser) if recogniser else _installed(judges.Moonshine)
+            judges.recogniser(recogniser) if recogniser else _installed(judges.Moonshine)
         )
         self._dnsmos, self._similarity = _installed(judges.Dnsmos), _installed(judges.Similarity)
 
@@ -116,20 +118,15 @@ def run(args: argparse.Namespace, command: str) -> int:
     if args.models is not None and not args.models.is_dir():
         raise ValueError(f"there is no folder {args.models}: give that of the checkpoints, such as models/demo")
     sentences = speech.read_set(args.set, args.data, args.limit)
+    if args.against is not None:
+        return against(stack_options(args), args.against, args.against_python)
     panel = Panel(args.models, args.recogniser)
     args.output.mkdir(parents=True, exist_ok=True)
     spoken = [speech.from_folder(folder, sentences) for folder in args.audio]
     if args.models is not None:
-        options = StackOptions(
-            models_dir=args.models,
-            stack=args.stack,
-            device=args.device,
-            llm_engine=args.llm_engine,
-            settings=parse_settings(args.settings),
-        )
         modes = args.modes or (["offline", "streaming"] if args.set != speech.OWN else ["streaming"])
         how = sentences, args.prompt_rates or [None], modes, args.tasks, args.output
-        spoken = [*speech.spoken(options, *how), *spoken]
+        spoken = [*speech.spoken(stack_options(args), *how), *spoken]
     found = {name: panel.judge(name, answers) for name, answers in spoken}
     rows = [report.summary(name, answers) for name, answers in found.items()]
     about = f"{args.set}, {len(sentences)} sentences; {platform.platform()}, host {host_ms():.1f} ms"
@@ -139,6 +136,27 @@ def run(args: argparse.Namespace, command: str) -> int:
     for line in missed:
         print(f"missed: {line}", file=sys.stderr)
     return 1 if missed else 0
+
+
+def stack_options(args: argparse.Namespace) -> StackOptions:
+    return StackOptions(
+        models_dir=args.models,
+        stack=args.stack,
+        device=args.device,
+        llm_engine=args.llm_engine,
+        settings=parse_settings(args.settings),
+    )
+
+
+def against(options: StackOptions, repository: Path, python: str) -> int:
+    """Print how far each step differs from upstream's; returns 1 if one is beyond its limit, or none was computed."""
+    steps = []
+    for step in upstream.compared(options, repository, python):
+        steps.append(step)
+        limit = upstream.LIMITS[step.name]
+        print(f"{'ok      ' if step.passed else 'problem '} {step.name}: differs by {step.difference:.1e} ", end="")
+        print(f"(limit {limit:.0e}); {step.remark}", flush=True)
+    return 0 if steps and all(step.passed for step in steps) else 1
 
 
 def write(
@@ -171,7 +189,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=samples.MANIFEST, help="of the set (default: %(default)s)")
     parser.add_argument("--limit", type=positive_int, help="sentences, from the first")
     parser.add_argument("--audio", type=Path, nargs="+", default=[], metavar="DIR", help="folders of ID.wav")
-    parser.add_argument("--recogniser", metavar="'PROGRAM {wav}'", help="instead of Moonshine")
+    parser.add_argument(
+        "--against", type=Path, metavar="DIR", help="upstream's repository: compare its steps, only that"
+    )
+    parser.add_argument("--against-python", default=sys.executable, metavar="PATH", help="of upstream's installation")
+    parser.add_argument("--recogniser", metavar="'PROGRAM {wav}'", help="or MODULE:FUNCTION, instead of Moonshine")
     parser.add_argument(
         "--modes",
         choices=("offline", "streaming"),
@@ -198,6 +220,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, default=Path("out/evaluate"), help="folder (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.models is None and not args.audio:
+    if args.models is None and (args.against or not args.audio):
         parser.error("nothing to judge: name a folder of checkpoints, or --audio")
     return args

@@ -4,9 +4,12 @@ Those packages import libraries that need a compiler or hundreds of megabytes. E
 float32 (N,) in -1..1.
 """
 
+import importlib
+import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +20,7 @@ import torch
 
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.text.frontend import normalized
-from cosyvoice_triton.text.language import language_of
+from cosyvoice_triton.text.language import Language, language_of
 from cosyvoice_triton.voice.features import resample
 
 INSTALL = {  # how pip installs a package
@@ -63,16 +66,17 @@ def at_16k(wave: np.ndarray) -> np.ndarray:
 # --- words -------------------------------------------------------------------------------------------------------
 
 
-def units(text: str) -> list[str]:
-    """Return the words of a text, or characters in Chinese, Japanese and Korean: lower case, numbers in words, no
-    punctuation."""
-    spoken = normalized(text, language_of(text) or "en").lower()
+def units(text: str, language: Language) -> list[str]:
+    """Return the words of a text, or characters in Chinese, Japanese and Korean: lower case, numbers in that language's
+    words, no punctuation."""
+    spoken = normalized(text, language).lower()
     return _UNIT.findall(re.sub(r"['’]", "", spoken))
 
 
 def errors(text: str, recognised: str) -> tuple[int, int]:
     """Return how many units were inserted, left out or replaced, and how many the text has."""
-    said, heard = units(text), units(recognised)
+    language = language_of(text) or "en"  # also of what was recognised, which may be a number alone
+    said, heard = units(text, language), units(recognised, language)
     row = list(range(len(heard) + 1))  # distances of the empty text to each prefix of what was recognised
     for count, unit in enumerate(said, 1):
         above, row = row, [count]
@@ -148,13 +152,39 @@ class CommandRecogniser:
         at = self._command.index("{wav}")
         command = [*self._command[:at], *map(str, paths), *self._command[at + 1 :]]
         found = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        lines = found.stdout.splitlines()
-        if found.returncode or len(lines) != len(paths):
-            raise ValueError(
-                f"the recogniser {self._command[0]} ended with code {found.returncode} and printed {len(lines)} lines "
-                f"for {len(paths)} files: it must print one for each, in their order"
-            )
-        return lines
+        if found.returncode:
+            raise ValueError(f"the recogniser {self._command[0]} ended with code {found.returncode}")
+        return _of_each(found.stdout.splitlines(), paths, self._command[0])
+
+
+class FunctionRecogniser:
+    """A function of a module, "module:function": it gets the paths of all files and returns a text for each."""
+
+    def __init__(self, name: str) -> None:
+        """Raise ValueError if there is none. The current folder is searched, too."""
+        module, _, function = name.partition(":")
+        sys.path.append(os.getcwd())
+        try:
+            self._name, self._function = name, getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"--recogniser {name}: {error}") from None
+
+    def __call__(self, paths: Sequence[Path], waves: Sequence[np.ndarray]) -> list[str]:
+        """Return its texts. ValueError for another number of them."""
+        return _of_each(list(self._function(list(map(str, paths)))), paths, self._name)
+
+
+def recogniser(given: str) -> Recogniser:
+    """Return the one that --recogniser names: 'PROGRAM {wav}' or MODULE:FUNCTION. ValueError."""
+    return (FunctionRecogniser if re.fullmatch(r"[\w.]+:\w+", given) else CommandRecogniser)(given)
+
+
+def _of_each(texts: list[str], paths: Sequence[Path], name: str) -> list[str]:
+    if len(texts) != len(paths):
+        raise ValueError(
+            f"the recogniser {name} gave {len(texts)} texts for {len(paths)} files: one for each, in order"
+        )
+    return texts
 
 
 # --- quality and similarity --------------------------------------------------------------------------------------

@@ -160,6 +160,9 @@ class Synthesizer:
                             playback.add(len(waveform) / SAMPLE_RATE, now)
                             yield waveform
                     schedule.begin_segment()
+        except (GeneratorExit, asyncio.CancelledError):  # its listener has left
+            self.refusal.forget()
+            raise
         finally:  # after the scope, and so after the LLM's request: whoever gets the place needs both
             self._first_hops.end(opening)
             await (renderer.stream if renderer else first).abort()

@@ -153,7 +153,8 @@ def _retrieve_error(answer: "asyncio.Future[Any]") -> None:
 class Token2WavSequence:
     """One stream, rendered chunk by chunk: `start` once, then the hops in order, then `abort`.
 
-    Calls are made one after another, but `abort` may be called while another is in flight.
+    Calls are made one after another, but `abort` may be called while another is in flight: the place is free for the
+    next listener before the chunk is done that was being rendered.
     """
 
     def __init__(self, replicas: Token2WavReplicas, model: str, sequence: int | None = None):
@@ -161,7 +162,8 @@ class Token2WavSequence:
         self.model = model
         self._sequence = sequence or new_sequence_id()
         self._open = False
-        self._in_flight: asyncio.Task[np.ndarray] | None = None
+        self._last: asyncio.Future[np.ndarray] | None = None  # the answer to the last request
+        self._starts = False  # whether that request is a START
 
     async def reserve(self) -> None:
         """Reserve a place for a new listener, before `start`. OverloadedError, soon, if there is none."""
@@ -202,14 +204,16 @@ class Token2WavSequence:
         return Token2WavSequence(self._replicas, self.model, self._sequence)
 
     async def abort(self) -> None:
-        """Free what is still held; a no-op before the first call and after the final hop. Never raises."""
+        """Free what is still held; a no-op before the first call and after the final hop is answered. Never raises."""
         # In a task of its own: a client who leaves meanwhile cancels its waiter, and END must be sent all the same.
         await asyncio.shield(asyncio.ensure_future(self._abort()))
 
     async def _abort(self) -> None:
-        if self._in_flight is not None:
-            await asyncio.wait({self._in_flight})
-        if not self._open:
+        if self._last is None:
+            return
+        if self._starts:  # if END overtook it, it would take a place that nobody gives back
+            await asyncio.wait({self._last})
+        if not self._open and self._last.done():
             return
         try:
             await self._send(end=True)
@@ -238,10 +242,10 @@ class Token2WavSequence:
             offset=offset if self._replicas.cumulative else None,
             **fields,
         )
-        # A request that was sent cannot be withdrawn. If only its waiter were cancelled, END could overtake it.
-        self._in_flight = asyncio.ensure_future(self._replicas.request(self.model, self._sequence, request))
-        self._in_flight.add_done_callback(_retrieve_error)  # its waiter may have been cancelled
-        return await asyncio.shield(self._in_flight)
+        answer = self._replicas.request(self.model, self._sequence, request)
+        self._last, self._starts = asyncio.ensure_future(answer), start  # what was sent cannot be withdrawn
+        self._last.add_done_callback(_retrieve_error)  # its waiter may have been cancelled
+        return await asyncio.shield(self._last)
 
     def _set_open(self, is_open: bool) -> None:
         self._replicas.live[self.model] += is_open - self._open

@@ -56,7 +56,7 @@ def sources(stack: Stack, hub: HubName = "huggingface", weights: str = "") -> tu
         hub,
     )
     files = tuple(str(PurePosixPath(stack.repository_folder, name)) for name in stack.files)
-    if (stack.repository, stack.download) == (llm.repository, llm.directory):
+    if (repositories[1], stack.download) == (llm.repository, llm.directory):
         return (replace(llm, patterns=(*llm.patterns, *files)),)
     return llm, Download(repositories[1], stack.download, files, hub)
 

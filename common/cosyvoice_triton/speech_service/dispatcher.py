@@ -41,9 +41,9 @@ _PROBE_TEXT = "[pause 20ms]"  # checks a voice without cost: no LLM or vocoder h
 # safe: nobody was refused meanwhile, the memory of all bodies is limited (security/budget.py), and only as many
 # recordings as there are cores are decoded at once.
 UPLOAD_WAIT_SECONDS = 1.0
-# A listener who has left keeps the place at Triton until what is being computed is done. Whoever is refused meanwhile
-# tries again for so long, one for each who left.
-LEAVE_SECONDS, RETRY_SECONDS = 2.0, 0.1
+# A model notices that a listener has left, and gives the place back, within some hundredths of a second, on a busy
+# machine later. Whoever is refused meanwhile tries again for at most so long, one for each who left.
+LEAVE_SECONDS, RETRY_SECONDS = 2.0, 0.05
 SILENCE_SAMPLES = SAMPLE_RATE // 10  # of an answer without words
 
 
@@ -204,6 +204,7 @@ class Dispatcher:
                     raise
                 except (GeneratorExit, asyncio.CancelledError):  # its listener has left
                     self._left.append(time.monotonic())
+                    self._refusals.pop(name, None)
                     raise
             if not samples:
                 raise ApiError(502, "the model ended the request without audio", code="upstream_error")

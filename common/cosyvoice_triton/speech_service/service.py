@@ -135,7 +135,7 @@ class Service:
             except ValueError as error:
                 raise invalid(*named(str(error))) from None
         whole: dict[str, Any] = {"language": parts[0]["language"]}
-        for name in ("segments", "seconds", "warnings"):
+        for name in ("segments", "seconds", "warnings", "left_out"):
             if found := [each for part in parts for each in part.get(name, ())]:
                 whole[name] = list(dict.fromkeys(found)) if name == "warnings" else found
         return whole

@@ -22,15 +22,17 @@ _INVISIBLE = re.compile(
 _JOINER = re.compile("(?<![\u200d\ufe0f\u2600-\u27bf\U0001f000-\U0001ffff])\u200d")  # not that of an emoji
 _ODD_BLANK = re.compile("[\u00a0\u2000-\u200a\u202f\u205f]")
 _SAME = str.maketrans({"\u2010": "-", "\u2011": "-", "\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2044": "/"})
-_VULGAR = re.compile("(\\d?)([\u00bc-\u00be\u2150-\u215e\u2189])")
+_VULGAR = re.compile("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])")
 _RAISED = "[\u207b\u00b9\u00b2\u00b3\u2070\u2074-\u2079]+"
 _POWER = re.compile(f"(?<=\\d){_RAISED}")
 _FOOTNOTE_MARK = re.compile(f"(?:(?<=[a-z]{{4}})|(?<=[.,;:!?。，、\u4e00-\u9fff])(?<!米)){_RAISED}")
-_SUPERSCRIPT = re.compile("(?<=[A-Za-z)])[\u00b2\u00b3]")  # of m² and x²: the languages read it
-# Letters and digits that are others in another dress: full width, mathematical, ligatures, super- and subscripts.
+_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e\u2189]")
+# Letters and digits that are others in another dress: full width, mathematical, ligatures, super- and subscripts, but
+# those of m² and x²: the languages read them.
 _DRESSED = re.compile(
-    "[\uff10-\uff19\uff21-\uff3a\uff41-\uff5a\ufb00-\ufb06\u2070-\u209c\u00b9\u00b2\u00b3\u2460-\u2473"
+    "[\uff10-\uff19\uff21-\uff3a\uff41-\uff5a\ufb00-\ufb06\u2070-\u209c\u00b9\u2460-\u2473"
     "\u2102\u2107\u210a-\u2115\u2119-\u211d\u2124\u2128-\u2131\u2133-\u2138\U0001d400-\U0001d7ff\u33a0-\u33a5\u338d-\u339e\uff05\uff04\uffe1]"
+    "|(?<![A-Za-z)])[\u00b2\u00b3]"
 )
 # A heart between two words is one.
 _LOVE = (
@@ -53,21 +55,20 @@ def plain_signs(text: str, on_left_out: OnLeftOut = lambda written, reason: None
     text = _SMILEY.sub(lambda face: gone(face[0], "smiley", on_left_out, " "), text)
     if text.isascii():
         return text
-    text = _CIRCLED.sub(lambda found: _item(found, on_left_out), text)
+    if re.search("[\u2460-\u2473]", text):
+        text = _CIRCLED.sub(lambda found: _item(found, on_left_out), text)
     text = _ODD_BLANK.sub(" ", _JOINER.sub("", _INVISIBLE.sub("", text))).translate(_SAME)
     text = _LOVE[1].sub("爱", _LOVE[0].sub(r"\1 love ", text))
-    text = _VULGAR.sub(_fraction, text)
+    text = _FRACTION.sub(lambda match: _plain(match[0]), _VULGAR.sub(" ", text))
     text = _FOOTNOTE_MARK.sub(
         lambda mark: gone(mark[0], "footnote mark", on_left_out), _POWER.sub(lambda match: "^" + _plain(match[0]), text)
     )
-    kept = _SUPERSCRIPT.sub(lambda match: {"\u00b2": "\ue002", "\u00b3": "\ue003"}[match[0]], text)
-    kept = _DRESSED.sub(lambda match: _plain(match[0]), kept)
-    kept = kept.replace("\ue002", "\u00b2").replace("\ue003", "\u00b3")
-    return _FULL_WIDTH_MARK.sub(lambda match: {"\uff1a": ":", "\uff0e": "."}[match[0]], kept)
+    text = _DRESSED.sub(lambda match: _plain(match[0]), text)
+    return _FULL_WIDTH_MARK.sub(lambda match: _plain(match[0]), text)
 
 
 def _plain(dressed: str) -> str:
-    return unicodedata.normalize("NFKC", dressed).replace("\u2212", "-")
+    return unicodedata.normalize("NFKC", dressed).replace("\u2212", "-").replace("\u2044", "/")
 
 
 def _item(match: re.Match[str], on_left_out: OnLeftOut) -> str:
@@ -78,23 +79,18 @@ def _item(match: re.Match[str], on_left_out: OnLeftOut) -> str:
     return f"{match[1]}{pause}{number}{'、' if wide else ', '}"
 
 
-def _fraction(match: re.Match[str]) -> str:
-    written = _plain(match[2]).replace("\u2044", "/")
-    return f"{match[1]} {written}" if match[1] else written
-
-
 _MARKUP = re.compile(r"[\\`*_#<>&~|\[\]+-]|^\d+[.)]", re.MULTILINE)
 # What the parser leaves, because it is no Markdown: "** bold **", or half of a pair whose other half is elsewhere. A
 # star between numbers is a sign, and so is a number sign before one.
 _LEFT = re.compile(
-    r"(?<![\d*])\*{2,}(?!\*)|(?<!\*)\*{2,}(?![\d*])|_{2,}|~{2,}|`+|(?<!\S)[*_](?=[^\s*_])|(?<=[^\s*_])[*_](?!\S)|(?<!\d )(?<!\S)\*(?!\S)|(?<!\w)#+(?=[^\W\d])"
-    r"|(?<=[\u4e00-\u9fff])#(?!\d)"
+    r"(?=[*_~`#])(?:(?<![\d*])\*{2,}(?!\*)|(?<!\*)\*{2,}(?![\d*])|_{2,}|~{2,}|`+|(?<!\S)[*_](?=[^\s*_])|(?<=[^\s*_])[*_](?!\S)|(?<!\d )(?<!\S)\*(?!\S)|(?<!\w)#+(?=[^\W\d])"
+    r"|(?<=[\u4e00-\u9fff])#(?!\d))"
 )
 _STAR_KEY = re.compile(r"\b([Pp]ress|[Dd]ial) \*(?=[\s\d.,]|$)")
 _FOOTNOTE = re.compile(r"\[\^[\w-]{1,32}\]|(?<=[^\s\[\]])(?:\[\d{1,3}\])+")
 _TASK = re.compile(r"^(\s*[-*+] )(\[[ xX]\]) ", re.MULTILINE)
 _BULLET = re.compile(r"^\s*(?:[•◦‣▪▫●○■□◆◇▶►➤➢✓✔✗✘→⇒]\s*|~{3,})", re.MULTILINE)
-_TIMES = re.compile(r"(?<=\d)\*(?=\d)|(?<=\d[a-z])\*(?=\d)|(?<=\d[a-z]{2})\*(?=\d)")
+_TIMES = re.compile(r"\*(?=\d)(?:(?<=\d\*)|(?<=\d[a-z]\*)|(?<=\d[a-z]{2}\*))")
 _LINK = re.compile(r"\[([^\[\]\n]+)\](\((?:[a-z]+:|/|\.|#|www)[^()\n]*\))")  # with a blank, which is no Markdown
 _BLANKS = re.compile(r"[^\S\n]{2,}")
 # Rows of one sign are drawn, as lines and borders are: read, they are seconds of invention or of "equals equals". Of
@@ -215,19 +211,15 @@ def split_instruction(text: str) -> tuple[str, str]:
 
 def is_speakable(text: str) -> bool:
     """Return whether `text` contains anything that can be spoken."""
-    for char in without_emoji(text):
-        if unicodedata.category(char)[0] in _SPEAKABLE:
-            return True
-    return False
+    return any(map(str.isalnum, text)) or any(
+        unicodedata.category(char)[0] in _SPEAKABLE for char in without_emoji(text)
+    )
 
 
 def has_words(text: str) -> bool:
     """Return whether `text` has a letter or a digit. Symbols with names are words by now, and for others alone, such as
     an arrow, the LLM invents speech."""
-    for char in text:
-        if char.isalnum() and char not in _FILLERS:
-            return True
-    return False
+    return any(char.isalnum() and char not in _FILLERS for char in text)
 
 
 def clean_text(text: str, *, name: str, max_chars: int) -> str:
@@ -239,11 +231,7 @@ def clean_text(text: str, *, name: str, max_chars: int) -> str:
     if len(text) > max_chars:
         raise ValueError(f"{name} has {len(text)} characters, more than the limit of {max_chars}")
     words = strip_control_tokens(_printable(text.rpartition(END_OF_PROMPT)[2]))
-    lines = []
-    for line in words.split("\n"):
-        if said := " ".join(line.split()):
-            lines.append(said)
-    spoken = "\n".join(lines)
+    spoken = "\n".join(said for line in words.split("\n") if (said := " ".join(line.split())))
     if not is_speakable(spoken):
         shown = text if len(text) <= 80 else text[:80] + "..."
         raise ValueError(f"{name} has nothing to speak: {shown!r}")

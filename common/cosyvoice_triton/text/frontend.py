@@ -4,10 +4,11 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import cache, lru_cache, partial
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Literal
 
-from cosyvoice_triton.text.chinese_reading import CHINESE, cleaned
+from cosyvoice_triton.text.chinese_reading import CHINESE
 from cosyvoice_triton.text.cleaning import is_speakable, plain_signs, without_markup
 from cosyvoice_triton.text.english_reading import ENGLISH
 from cosyvoice_triton.text.japanese_reading import JAPANESE
@@ -18,7 +19,7 @@ from cosyvoice_triton.text.markup import Pause, is_document, is_heard, left_out,
 from cosyvoice_triton.text.pronunciation import Pronouncer
 from cosyvoice_triton.text.quantities import Reader
 from cosyvoice_triton.text.segments import (
-    Seconds,
+    SEGMENT_SECONDS,
     closed,
     ended_as,
     expected_seconds,
@@ -123,8 +124,7 @@ class TextFrontend:
             raise ValueError(f"target_text: {error}") from None
         words = "".join([part for part in whole if isinstance(part, str)])
         of_text = given or language_of(words, language_of(voice_text[:400]) if voice_text else None, self.languages)
-        seconds = partial(expected_seconds, japanese=of_text == "ja")
-        warn = cache(on_warning)
+        asked = _Asked(of_text, given is not None, as_is, cache(on_warning))
         pronounce = Pronouncer(pronunciation) if pronunciation else str
         some, pauses = False, 0.0
         for part in whole:
@@ -133,12 +133,8 @@ class TextFrontend:
                 found: Iterable[str | Pause] = (part,)
             else:
                 part = pronounce(part)
-                spoken_words = (
-                    self._read(without_markup(part, on_left_out), seconds, of_text, given is not None, as_is, warn)
-                    if normalize
-                    else sentences(part)
-                )
-                found = segments(spoken_words, seconds, segment_limit(request_seconds))
+                read = self._read(without_markup(part, on_left_out), asked) if normalize else sentences(part)
+                found = segments(read, asked.seconds, segment_limit(request_seconds))
             for each in found:
                 yield each
                 some = some or isinstance(each, str)
@@ -159,52 +155,46 @@ class TextFrontend:
         return self._transcript(text) if normalize else text
 
     def _transcribed(self, text: str) -> str:
-        language = language_of(text, None, self.languages)
-        seconds = partial(expected_seconds, japanese=language == "ja")
-        return "".join(self._read(without_markup(plain_signs(text)), seconds, language, close=False)).strip()
+        asked = _Asked(language_of(text, None, self.languages))
+        return "".join(self._read(without_markup(plain_signs(text)), asked, close=False)).strip()
 
-    def _read(
-        self,
-        text: str,
-        seconds: Seconds,
-        language: Language | None,
-        fixed: bool = False,
-        as_is: Collection[Spelled] = (),
-        warn: OnWarning = _ignore,
-        close: bool = True,
-    ) -> Iterator[str]:
-        """Yield the sentences of `text` in words. `fixed`: all of them are in `language`, which the request named.
-        `close`: end each line with a full stop if it has none."""
+    def _read(self, text: str, asked: "_Asked", close: bool = True) -> Iterator[str]:
+        """Yield the sentences of `text` in words. `close`: end each line with a full stop if it has none."""
         lines = [line for line in text.split("\n") if is_speakable(line)]
         for line in lines:
             last = ""  # read one sentence late: only the last of a line is closed
             for sentence in sentences(line, close=False):
                 if last:
-                    yield self._in_words(last, seconds, language, fixed, as_is, warn)[0]
+                    yield self._in_words(last, asked)[0]
                 last = sentence
             if last:
-                words, own = self._in_words(last, seconds, language, fixed, as_is, warn)
+                words, own = self._in_words(last, asked)
                 yield closed(words, own, line is lines[-1]) if close else words
 
-    def _in_words(
-        self,
-        sentence: str,
-        seconds: Seconds,
-        language: Language | None,
-        fixed: bool,
-        as_is: Collection[Spelled],
-        warn: OnWarning,
-    ) -> tuple[str, Language | None]:
+    def _in_words(self, sentence: str, asked: "_Asked") -> tuple[str, Language | None]:
         """Return a sentence in words, and its language."""
-        own = language if fixed else language_of_sentence(sentence, language, self.languages)
+        own = asked.language if asked.fixed else language_of_sentence(sentence, asked.language, self.languages)
         if own is None:
             return sentence, own
-        # In parts that fit a segment: reading a long sentence at once would block every stream of the process.
-        words = ""
-        for part in fitting(sentence, seconds):
-            words += normalized(part, own, as_is, self._korean_words)
+        # In parts that fit a segment: reading a long sentence at once would block every stream of the process. No
+        # character takes longer than half a second.
+        parts = [sentence] if len(sentence) < 2 * SEGMENT_SECONDS else fitting(sentence, asked.seconds)
+        words = "".join([normalized(part, own, asked.as_is, self._korean_words) for part in parts])
         if own == "ja" and self._kana:
             if self.warning and has_kanji(words):
-                warn(self.warning)
+                asked.warn(self.warning)
             words = in_kana(words)
-        return ended_as(sentence, cleaned(words) if own == "zh" else words, own), own
+        return ended_as(sentence, words if own != "zh" else CHINESE.words.clean(words), own), own
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """How a text is read: in which language, which the request may have `fixed` for all sentences."""
+
+    language: Language | None
+    fixed: bool = False
+    as_is: Collection[Spelled] = ()
+    warn: OnWarning = _ignore
+
+    def seconds(self, text: str) -> float:
+        return expected_seconds(text, self.language == "ja")

@@ -5,7 +5,7 @@ import re
 from functools import cache, lru_cache
 from typing import Any, Literal
 
-from cosyvoice_triton.text.units import UNITS, one_of
+from cosyvoice_triton.text.tables import UNITS, Words, one_of
 
 logger = logging.getLogger(__name__)
 
@@ -21,42 +21,27 @@ _NAMES |= dict(zip("chinese english japanese korean german french spanish italia
 FEW_WORDS = 3  # with fewer a guess is worth less than the language of the voice
 _LOOKED_AT = 1000  # characters of a text in which scripts are counted
 _DETECTED = 80  # of its words, characters that the guesser reads; of more it logs for each text that it does not
-_SURE = 0.9  # share that convinces although there are English words
+_SURE = 0.9  # share that convinces although there are English words, or no two
 _LIKELY = 0.25  # share that convinces where another language is likelier than English and no English word is there
 _TIMES_ENGLISH = 3.0  # what the other languages must have together: English is by far the most frequent
-_STRANGE = 0.5  # share of a language that is none of ours, from which the text is not English either
 
-_HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
-_KANA = re.compile(r"[\u3041-\u30fa\u30fc-\u30ff]")
-_HANGUL = re.compile(r"[\uac00-\ud7a3]")
-_CYRILLIC = re.compile(r"[\u0400-\u04ff]")
-_ANY_LETTER = re.compile(r"[^\W\d_]")
-_OTHER = re.compile(r"[\u0370-\u03ff\u0530-\u10ff\u1200-\u137f\u1780-\u17ff]")
+# Each with the characters of a word.
+_SCRIPTS = {
+    "zh": (re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"), 1),
+    "ja": (re.compile(r"[\u3041-\u30fa\u30fc-\u30ff]"), 1),
+    "ko": (re.compile(r"[\uac00-\ud7a3]"), 2),
+    "ru": (re.compile(r"[\u0400-\u04ff]"), 4),
+    "other": (re.compile(r"[\u0370-\u03ff\u0530-\u10ff\u1200-\u137f\u1780-\u17ff]"), 4),
+}
 _LETTER = r"[A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f]"  # without × and ÷
 _WORD = re.compile(rf"{_LETTER}+(?:['’-]{_LETTER}+)*")
 _LONG_WORD = re.compile(rf"{_LETTER}['’]?{_LETTER}[\w'’-]*")
-_SMALL_WORD = re.compile(r"\b[a-z]{2,}\b")
-_GLUED = re.compile(r"[A-Za-z][\u3040-\u9fff]|[\u3040-\u9fff][A-Za-z]")
-_ENGLISH = re.compile(
-    r"\b(?:the|is|are|was|were|of|and|to|with|you|he|she|we|it's|my|your|this|that|from|if|then|when|what|how|why|not|have"
-    r"|been|by|at|please|today|see|take|every|each|use|add|only|off|more|new|out|all|day|size|free|order|save|get|now)\b",
-    re.IGNORECASE,
-)
-# Words that only one of the others has; small, and no guess without them is better.
-_OWN_WORDS: tuple[tuple[Language, re.Pattern[str]], ...] = (
-    ("de", re.compile(r"\b(?:und|der|das|mit|für|ist|nicht|ein|eine|nur|auf|um|zum)\b", re.IGNORECASE)),
-    ("fr", re.compile(r"\b(?:et|les|des|une|du|est|au)\b")),
-    ("es", re.compile(r"\b(?:y|el|los|las|del)\b")),
-    ("it", re.compile(r"\b(?:e|il|di|che|gli|della)\b")),
-)
-_TAG = re.compile(r"\[[A-Za-zà-ǜ0-9_-]+\]|<[^<>]*>|(?:https?://|www\.)\S+|[A-Za-z0-9_.+-]+@[A-Za-z0-9_.-]+")
-# Numbers and their units, and words of shops: they say nothing of a language.
-_NO_EVIDENCE = re.compile(
-    rf"\d[\d.,:/-]*\s?(?:(?:{one_of([*UNITS])})(?:/[a-z]+)?(?!\w))?|\b(?:max|min|mini|pro|plus|menu|total|hotel|extra|xl|tv|ultra|wi-?fi|samsung|galaxy|iphone|ipad|android|online|app)\b",
-    re.IGNORECASE,
-)
-_CONTINENTAL = re.compile(r"\d\.\d{3},\d|\d,\d\d?\s?€")  # numbers that no English text has
+_GLUED = re.compile(r"[A-Za-z][\u3040-\u9fff]|[\u3040-\u9fff][A-Za-z]|[，。！？；：、￥【】《》]")  # as in Chinese
 _CHINESE_SIGN = re.compile(r"[，。！？；：、￥【】《》]")
+_OWN = {name: re.compile(rf"(?i)\b(?:{words})\b") for name, words in Words("language", {}).patterns.items()}
+_TAG = re.compile(r"\[[A-Za-zà-ǜ0-9_-]+\]|<[^<>]*>|(?:https?://|www\.)\S+|[A-Za-z0-9_.+-]+@[A-Za-z0-9_.-]+")
+_NUMBER = re.compile(rf"\d[\d.,:/-]*\s?(?:(?:{one_of([*UNITS])})(?:/[a-z]+)?(?!\w))?", re.IGNORECASE)
+_CONTINENTAL = re.compile(r"\d\.\d{3},\d|\d,\d\d?\s?€")  # numbers that no English text has
 
 
 def languages_of(stack: str) -> tuple[Language, ...]:
@@ -73,9 +58,8 @@ def named(name: str, known: tuple[Language, ...] = EVERY) -> Language | None:
     if code in ("", "auto"):
         return None
     code = _NAMES.get(code, code)
-    for language in known:
-        if language == code:
-            return language
+    if found := [language for language in known if language == code]:
+        return found[0]
     raise ValueError(f"language {name!r} is not one of auto, {', '.join(known)}")
 
 
@@ -93,8 +77,6 @@ def language_of(text: str, default: Language | None = None, known: tuple[Languag
 
 def language_of_sentence(sentence: str, text: Language | None, known: tuple[Language, ...] = EVERY) -> Language | None:
     """Return the language of one sentence of a text in the language `text`, which short and mixed sentences have."""
-    if not _ANY_LETTER.search(sentence):
-        return text
     own = _by_letters(sentence)
     if own == "latin":
         # A sentence of Latin letters in a Chinese text: English if it is more than a name.
@@ -109,24 +91,18 @@ def language_of_sentence(sentence: str, text: Language | None, known: tuple[Lang
 def _by_letters(text: str) -> str | None:
     """Return the script that most of the words of `text` are written in: a language, "latin" or "other"."""
     text = _TAG.sub(" ", text[:_LOOKED_AT])
+    words = len(_WORD.findall(text))
     if text.isascii():
-        return "latin" if _WORD.search(text) else None
-    han, kana, words = len(_HAN.findall(text)), len(_KANA.findall(text)), len(_WORD.findall(text))
-    hangul, cyrillic, other = len(_HANGUL.findall(text)), len(_CYRILLIC.findall(text)), len(_OTHER.findall(text))
-    if not (han or kana or words or hangul or cyrillic or other):
-        return None
-    if han + kana and max(hangul, cyrillic, other) <= han + kana:
+        return "latin" if words else None
+    found = {name: len(script.findall(text)) for name, (script, _) in _SCRIPTS.items()}
+    han, kana = found.pop("zh"), found.pop("ja")
+    if han + kana and max(found.values()) <= han + kana:
         # A name or a quotation in a text of Latin letters stands between blanks; there are more words than characters.
-        if (
-            words >= FEW_WORDS
-            and han + kana < words
-            and len(_SMALL_WORD.findall(text)) > 1
-            and not (_GLUED.search(text) or _CHINESE_SIGN.search(text))
-        ):
+        if words >= FEW_WORDS and han + kana < words and not _GLUED.search(text):
             return "latin"
         return "ja" if kana > 1 or (kana and (han < 8 or "の" not in text)) else "zh"
-    counts = {"ko": hangul / 2, "ru": cyrillic / 4, "other": other / 4, "latin": float(words)}
-    return max(counts, key=lambda name: counts[name])
+    counts = {name: count / _SCRIPTS[name][1] for name, count in found.items()} | {"latin": float(words)}
+    return max(counts, key=lambda name: counts[name]) if any(counts.values()) else None
 
 
 def _guessed(text: str, default: Language | None, known: tuple[Language, ...]) -> Language | None:
@@ -134,20 +110,19 @@ def _guessed(text: str, default: Language | None, known: tuple[Language, ...]) -
         return None
     others = tuple(language for language in _LATIN[1:] if language in known)
     text = _TAG.sub(" ", text[:_LOOKED_AT])
-    continental, text = bool(_CONTINENTAL.search(text)), _NO_EVIDENCE.sub(" ", text)
-    words = _WORD.findall(text)
+    continental, text = bool(_CONTINENTAL.search(text)), _OWN["none"].sub(" ", _NUMBER.sub(" ", text))
     long_words = len(_LONG_WORD.findall(text))
     if not long_words or (long_words < FEW_WORDS and default):
         return default or "en"
-    return _latin(" ".join(words)[:_DETECTED], others, continental) if others else "en"
+    return _latin(" ".join(_WORD.findall(text))[:_DETECTED], others, continental) if others else "en"
 
 
 @lru_cache(maxsize=256)
 def _latin(words: str, others: tuple[Language, ...], continental: bool) -> Language:
     """Return English unless one of `others` is clearly more likely, or it cannot be."""
-    english_words = bool(_ENGLISH.search(words))
-    own = [language for language, own_words in _OWN_WORDS if language in others and own_words.search(words)]
-    if len(own) == 1 and not english_words and len(words) < _DETECTED // 2:
+    english_words = bool(_OWN["en"].search(words))
+    own = [language for language in others if _OWN[language].search(words)]
+    if len(own) == 1 and not english_words:
         return own[0]
     try:
         found = _detector()(words, model="lite", k=10)
@@ -159,14 +134,10 @@ def _latin(words: str, others: tuple[Language, ...], continental: bool) -> Langu
     share = shares.get(best, 0.0)
     if continental and share:
         return best
-    if english_words and share < _SURE:
+    if (english_words or " " not in words) and share < _SURE:
         return "en"
-    if " " not in words:
-        return best if share >= _SURE else "en"
-    first = max(shares, key=lambda language: shares[language], default="en")
-    strange = first not in _LATIN and shares[first] >= _STRANGE and english < 0.1
     together = sum(shares.get(language, 0.0) for language in others)
-    return best if strange or together > _TIMES_ENGLISH * english or share > max(english, _LIKELY) else "en"
+    return best if together > _TIMES_ENGLISH * english or share > max(english, _LIKELY) else "en"
 
 
 @cache

@@ -27,11 +27,11 @@ _SUPPORTED = ("break", "p", "s", "say-as", "speak", "sub")
 
 _MAX_DEPTH = 20
 _DOCUMENT = re.compile(r"(?:<\?xml\b[^<>]*>\s*)?<speak\b.*</speak\s*>", re.DOTALL)
-_PAUSE = re.compile(r"\[(?:pause|silent)(?:[\s:]\s*([^\[\]]*))?\]|(<break\b[^<>]*>)(?:\s*</break\s*>)?", re.IGNORECASE)
+_PAUSE = re.compile(r"\[(?:pause|silent)(?:[\s:]([^\[\]]*))?\]|(<break\b[^<>]*>)(?:\s*</break\s*>)?", re.IGNORECASE)
 _TAG = re.compile(r"\[(?!voice:|pause:|silent:)[A-Za-z][\w-]{0,31}:(?!//)[^\[\]\s]{0,64}\](?!\()", re.IGNORECASE)
 _VOICE = re.compile(r"\[voice:([^\[\]]*)\]", re.IGNORECASE)
 _VOICE_TAG = re.compile(r"<(?:[\w.-]+:)?voice\b")
-_TIME = re.compile(r"\+?(\d+\.?\d*|\.\d+)\s*(ms|s)")
+_TIME = re.compile(r"\+?(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)")
 # HTML has no such tags. p, s and sub are HTML's as well, and left to it outside of a document.
 _SSML_ONLY = re.compile(r"</?(speak|say-as|voice|prosody|emphasis|phoneme|lexicon)\b[^<>]*>", re.IGNORECASE)
 
@@ -278,8 +278,8 @@ def _seconds(time: str) -> float:
     if not time.strip():
         return STRENGTHS["medium"]
     if (match := _TIME.fullmatch(time.strip())) is None:
-        raise ValueError(f"a pause of {time!r}: write its time like 1.2s or 500ms")
+        raise ValueError(f"a pause of {time[:80]!r}: write its time like 1.2s or 500ms")
     seconds = float(match[1]) / (1000 if match[2] == "ms" else 1)
     if seconds > MAX_PAUSE_SECONDS:
-        raise ValueError(f"a pause of {time!r} is longer than {MAX_PAUSE_SECONDS:g} s")
+        raise ValueError(f"a pause of {time[:80]!r} is longer than {MAX_PAUSE_SECONDS:g} s")
     return seconds

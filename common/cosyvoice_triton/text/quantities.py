@@ -6,11 +6,27 @@ them are a range.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable
 from typing import NamedTuple
+from unicodedata import normalize
 
-from cosyvoice_triton.text.numbers import is_spelled
-from cosyvoice_triton.text.units import CURRENCIES, CURRENCY, UNITS, one_of
+from cosyvoice_triton.text.numbers import is_spelled, roman
+from cosyvoice_triton.text.tables import CURRENCIES, CURRENCY, UNITS, Words, one_of, shapes
+
+
+class Around:
+    """The text before and after a quantity: called with the name of a context, whether it is in that."""
+
+    def __init__(self, words: Words, before: str, after: str) -> None:
+        self.before, self.after = before, after
+        self._words, self._head = words, ""
+
+    def __call__(self, name: str) -> bool:
+        words, after = self._words.contexts[name]
+        if words:
+            self._head = self._head or self._words.fillers.sub("", f" {self.before.lower()}".replace("(", " "))
+        return (bool(words) and self._head.endswith(words)) or bool(after and after.match(self.after))
 
 
 class Quantity(NamedTuple):
@@ -37,101 +53,76 @@ class Quantity(NamedTuple):
         """Return whether it is a whole number and nothing else."""
         return self == Quantity("amount", self.parts) and self.parts[0].isdigit()
 
-
-def _code(found: re.Match[str]) -> Quantity:
-    return Quantity(
-        "code", ("+",) * (found.string[found.start() - 1 : found.start()] == "+") + tuple(re.findall(r"\d+", found[0]))
-    )
-
-
-def _date(found: re.Match[str]) -> Quantity | None:
-    """Return a date with its year last: with the month first, unless it is none, or full stops are between."""
-    month, day = (found[1], found[3]) if int(found[1]) < 13 and found[2] != "." else (found[3], found[1])
-    return Quantity("date", (found[4], month, day)) if 0 < int(month) < 13 and 0 < int(day) < 32 else None
+    @property
+    def is_cold(self) -> bool:
+        """Return whether it is a temperature below zero."""
+        return self.sign == "-" and self.unit[:1] in tuple("°℃℉")
 
 
-# What a quantity is by its shape: what may follow its first number, a pattern, and what it makes of a match.
-_Shape = tuple[str | tuple[str, ...], re.Pattern[str], Callable[[re.Match[str]], Quantity | None]]
-_HALF = r"\s?([ap]\.?\s?m)(?![A-Za-z])"
-_SIGNED: tuple[_Shape, ...] = (
-    ("-/.", re.compile(r"(\d{4})([-/.])(1[0-2]|0?[1-9])\2(3[01]|[12]\d|0?[1-9])(?![-/.]?\d(?!\d{3}[-/.]))日?"),
-     lambda found: Quantity("date", (found[1], found[3], found[4]))),
-    ("-/.", re.compile(r"(\d{1,2})([-/.])(\d{1,2})\2((?:1[5-9]|20)\d\d|(?<=/)\d\d)(?![-/]?\d|\.\d)"), _date),
-    (":", re.compile(rf"([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d(?:\.\d+)?)|(?<=:\d\d)(\.\d+))?(?![:\d])(?:{_HALF})?", re.I),
-     lambda found: Quantity("clock", (found[1], found[2], found[3] or found[4] or "", found[5] or ""))),
-    (":", re.compile(r"(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)(?![:\d])"), lambda found: Quantity("ratio", (found[1], found[2]))),
-    (".", re.compile(r"\d+(?:\.\d+){2,}(?!\d)"), lambda found: Quantity("version", tuple(found[0].split(".")))),
-    (" apAP", re.compile(rf"(1[0-2]|0?[1-9]){_HALF}", re.I), lambda found: Quantity("clock", (found[1], "", "", found[2]))),
-)  # fmt: skip
-_SHAPES: tuple[_Shape, ...] = (
-    *_SIGNED[:2],
-    ("-. )*", re.compile(
-        r"(?:(?:1[-. ])?\d{3}(?:[-. ]|\) ?)\d{3}[-. ]\d{4}|[2-9]\d\d-\d{4}|0\d{1,4}(?:[ -]|\) ?)\d{3,}(?:[ -]\d{2,})*"
-        r"|1[3-9]\d[- ]?\d{4}[- ]?\d{4}|\d{1,12}(?:-\d{1,12}){2,9}|\d+(?:\*{2,}\d+)+|\d{3,4}(?: \d{3,4}){2,})(?![A-Za-z0-9_]|[-.]\d)"
-    ), _code),
-    *_SIGNED[2:],
-)  # fmt: skip
-_ABROAD: tuple[_Shape, ...] = ((" -", re.compile(r"\d{1,3}(?:[ -]?\(?\d{1,5}\)?){2,}(?!\d)"), _code), *_SIGNED)
+def numbers(kind: str, *parts: str) -> Quantity:
+    """Return a quantity of nothing but numbers."""
+    return Quantity(kind, parts)
+
+
+_FIELDS = {"date": ("year", "month", "day"), "clock": ("hour", "minute", "second", "half"), "ratio": ("over", "under")}
 _SLASH = re.compile(r"(?:(\d+)[ -])?(\d+(?:\.\d+)?)/(\d+)(?:ths|rds|nds)?(?![0-9_/]|\.\d)")
 _NAME = re.compile(r"\d+(?:\.\d+)*")
 _DIGITS = re.compile(r"\d+(?:\.\d+)?")
 _NUMBER = r"(?P<number>(?:\d{1,3}(?:[,'’]\d{3})+(?![,'’]?\d)|[1-9]\d?(?: 000)+(?!\d)|\d+)(?:\.\d+(?!\.?\d))?|\.\d+)"
-_DEGREES = r"°\s?[CF](?![A-Za-z])|[°℃℉]"
 _SIGN = rf"(?P<sign>(?<![A-Za-z0-9_)\]%°.])[-+±~≈])?(?:(?P<currency>(?<![A-Za-z])(?:{CURRENCY}))\s?(?P<minus>-)?)?"
 _DASH = re.compile(r"\s?(?:[~～〜]|[-–—]+)\s?")
-
-
-Rules = list[tuple[str, list[tuple[str, str | Callable[[re.Match[str]], str]]]]]
+_DAY = r"(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?"
+_PER = re.compile(r"(\d*)\s?/?(.*)")
 
 
 class Reader:
     """Finds the quantities of texts in one language and says them.
 
-    It has a method for each kind, which gets the quantity and the text before and after it. What the methods here need
-    to say are a language's words; a subclass has these, and methods of its own where a language says more.
+    It has a method for each kind, which gets the quantity and what is around it. What the methods here need to say are
+    words of `reading.txt`; a subclass has methods of its own where a language says more.
     """
 
-    language = ""  # the name of its column in the table of units
-    # What is written, as patterns.
-    needed = r"\d"  # of texts in which there is something to read
-    addresses = "(?!)"
-    rules: Rules = []  # signs and words, in this order: what a text must have, and patterns with what is said
-    months = scales = money_scales = "(?!)"  # after a number
-    per_word = plain_per_word = "(?!)"  # after a slash, beside units; and where nothing but digits is before it
-    gap = r"\s?"  # between a number and its unit
-    unit_end = money_end = ""  # after a unit, and an amount with a currency; not said
-    # What is said.
-    whole: Callable[[int], str]  # a number of at least 0
-    spelled: Callable[[str], str]  # digits one by one
-    signs: Mapping[str, str] = {}
-    halves: Mapping[str, str] = {}  # of the day, by "a" and "p"
-    point = to = ratio_to = over = grouped = per = ""  # between two numbers, before a unit
-    year = month = day = hour = minute = second = degree = ""  # after a number
-    power = "{}"
+    language = ""  # the name of its column in the table of units, and of its words
+    whole: Callable[[int], str]  # says a number of at least 0
+    spelled: Callable[[str], str]  # says digits one by one
 
     def __init__(self) -> None:
-        self._needed, self._addresses = re.compile(self.needed), re.compile(self.addresses, re.ASCII)
-        self._rules = [
-            (re.compile(has), [(re.compile(rule), said) for rule, said in rules]) for has, rules in self.rules
-        ]
-        self._names = {sign: str(name) for sign, unit in UNITS.items() if (name := getattr(unit, self.language))}
-        self._money = {sign: str(getattr(unit, self.language)) for sign, unit in CURRENCIES.items()}
-        units, per, end = one_of([*self._names]), self.per_word, r"(?![A-Za-z0-9²³°])"
-        unit = rf"(?={self.gap}[A-Za-zµμΩ°℃℉%％‰$€£¥￥₹₩₽¢]){self.gap}(?P<unit>{_DEGREES}|[%％‰]|(?:{CURRENCY})(?![A-Za-z\d])|(?:{units}){end}){self.unit_end}"
-        self._unit = re.compile(unit)
-        tail = rf"(?:{unit}(?:/(?P<per>\d{{0,4}}\s?(?:(?:{units}){end}|{per})))?|(?<=\d)/(?P<each>{per}))?"
-        amount = rf"{_NUMBER}(?:\^(?P<power>-?\d{{1,3}}))?(?:\s?(?P<scale>%s))?{tail.replace('%', '%%')}"
-        plain = amount.replace(rf"(?P<each>{per})", f"(?P<each>{self.plain_per_word})")
-        self._of_amount = re.compile(plain % self.scales)
-        self._of_money = re.compile(amount % f"{self.scales}|{self.money_scales}" + self.money_end)
-        day = r"(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?"
-        month_day = rf"{day}(?![\d:]|[.,]\d|\s?[%°])"
-        self._start = re.compile(
-            rf"(?=[-+±~≈$€£¥￥₹₩₽¢A-Z\d.])(?:{_SIGN}(?=\d|(?<![\w.])\.\d)|\b(?:{self.months})\b\.?(?= {month_day}))"
+        names = {sign: str(name) for sign, unit in UNITS.items() if (name := getattr(unit, self.language))}
+        self._names, self._money = names, {sign: str(getattr(unit, self.language)) for sign, unit in CURRENCIES.items()}
+        functions = {"digits": self.spelled, "number": self.number, "unit": names.__getitem__, **self.functions()}
+        functions["roman"] = lambda letters: roman(normalize("NFKC", letters))
+        self.words = Words(self.language, functions)
+        self.say = defaultdict(str, self.words.tables["say"])
+        # By name: what texts must have that are read; after a number; after a slash, beside units, and beside nothing but
+        # digits; between a number and its unit; after a unit, and after money.
+        needed, addresses, months, scales, money_scales, per, plain_per, gap, unit_end, money_end = map(
+            self.words.expanded,
+            "needed addresses months scales money_scales per plain_per gap unit_end money_end".split(),
         )
-        self._month_first = re.compile(rf"({self.months})\b\.? {month_day}(?:,? (\d{{4}})(?!\d))?")
+        self._needed, self._addresses = re.compile(needed), re.compile(addresses, re.ASCII)
+        units, end = one_of(names), r"(?![A-Za-z0-9²³°])"
+        unit = (
+            rf"(?={gap}[A-Za-zµμΩ°℃℉%％‰$€£¥￥₹₩₽¢]){gap}(?P<unit>°\s?[CF](?![A-Za-z])|[°℃℉%％‰]|(?:{CURRENCY})(?![A-Za-z\d])"
+            rf"|(?:{units}){end}){unit_end}"
+        )
+
+        def amount(scales: str, each: str, end_: str = "") -> re.Pattern[str]:
+            tail = rf"(?:{unit}(?:/(?P<per>\d{{0,4}}\s?(?:(?:{units}){end}|{per})))?|(?<=\d)/(?P<each>{each}))?"
+            return re.compile(rf"{_NUMBER}(?:\^(?P<power>-?\d{{1,3}}))?(?:\s?(?P<scale>{scales}))?{tail}{end_}")
+
+        self._unit, self._money_end = re.compile(unit), re.compile(money_end)
+        self._of_amount, self._of_money = amount(scales, plain_per), amount(f"{scales}|{money_scales}", per, money_end)
+        month_day = rf"{_DAY}(?![\d:]|[.,]\d|\s?[%°])"
+        self._start = re.compile(
+            rf"(?=[-+±~≈$€£¥￥₹₩₽¢A-Z\d.])(?:{_SIGN}(?=\d|(?<![\w.])\.\d)|\b(?:{months})\b\.?(?= {month_day}))"
+        )
+        self._month_first = re.compile(rf"({months})\b\.? {month_day}(?:,? (\d{{4}})(?!\d))?")
         year = r"(?:(?:,? |-)(\d{4}|(?<=-)\d\d)(?!\d))?"
-        self._day_first = re.compile(rf"{day}(?: of)?[ -]({self.months})(?![a-z]){year}")
+        self._day_first = re.compile(rf"{_DAY}(?: of)?[ -]({months})(?![a-z]){year}")
+
+    def functions(self) -> dict[str, Callable[[str], object]]:
+        """Return what rules of this language may say."""
+        return {}
 
     def read(self, text: str) -> str:
         """Return `text` with its quantities, signs and addresses in words."""
@@ -145,10 +136,7 @@ class Reader:
         return "".join([*parts, self._read(text[end:])])
 
     def _read(self, text: str) -> str:
-        for has, rules in self._rules:
-            if has.search(text):
-                for rule, said in rules:
-                    text = rule.sub(said, text)
+        text = self.words.first(text)
         parts, end, at = [""], 0, 0
         while at < len(text) and (found := self._start.search(text, at)):
             begin = found.start()
@@ -162,7 +150,7 @@ class Reader:
             )
             parts += [text[end:begin], words if any(map(str.isalnum, words)) else text[begin:stop]]
             end = at = stop
-        return self.named("".join([*parts, text[end:]]))
+        return self.words.last("".join([*parts, text[end:]]))
 
     # --- what is said -------------------------------------------------------------------------------------------------
 
@@ -170,15 +158,11 @@ class Reader:
         """Return an address of the web or of mail as it is said; "" if it is none."""
         return written
 
-    def named(self, text: str) -> str:
-        """Return `text` with the names of signs that are left."""
-        return text
-
     def number(self, digits: str) -> str:
         """Return the words of a whole or decimal number; of a very long one, and after a leading zero, its digits."""
         whole, _, decimals = digits.partition(".")
         words = self.spelled(whole) if is_spelled(whole) else self.whole(int(whole or 0))
-        return words + (self.point + self.decimals(decimals) if decimals else "")
+        return words + (self.say["point"] + self.decimals(decimals) if decimals else "")
 
     def decimals(self, digits: str) -> str:
         """Return the digits after a point."""
@@ -186,61 +170,92 @@ class Reader:
 
     def said(self, it: Quantity, before: str, after: str) -> str:
         """Return the words of a quantity."""
-        return str(getattr(self, it.kind)(it, before, after))
+        return str(getattr(self, it.kind)(it, Around(self.words, before, after)))
 
     def sign(self, it: Quantity) -> str:
-        return "".join(self.signs[mark] for mark in it.sign)
+        return "".join(self.say[mark] for mark in it.sign)
 
     def powered(self, it: Quantity) -> str:
         """Return a number and its exponent."""
-        minus = self.signs["-"] if it.power[:1] == "-" else ""
-        power = self.power.format(minus + self.number(it.power.lstrip("-"))) if it.power else ""
-        return self.number(it.digits) + power
+        power = self.words.tables["power"].get(it.power)
+        if it.power and not power:
+            minus = self.say["-"] if it.power[0] == "-" else ""
+            power = self.say["power"].format(minus + self.number(it.power.lstrip("-")))
+        return self.number(it.digits) + (self.say["raised"] + power if power else "")
 
     def unit_of(self, it: Quantity) -> str:
         """Return the name of a unit or currency, and what it is per."""
-        name = self._money[it.currency] if it.currency else self._names.get(it.unit, self.degree if it.unit else "")
+        name = self._money[it.currency] if it.currency else self._names.get(it.unit, self.say["degree"] * bool(it.unit))
         if not it.per:
             return name
-        count, unit = re.fullmatch(r"(\d*)\s?/?(.*)", it.per).groups()  # type: ignore[union-attr]  # matches all
-        return f"{name}{self.per}{self.number(count) if count else ''}{self._names.get(unit, unit)}"
+        count, unit = _PER.findall(it.per)[0]
+        return f"{name}{self.say['per']}{self.number(count) if count else ''}{self._names.get(unit, unit)}"
 
-    def amount(self, it: Quantity, before: str, after: str) -> str:
+    def amount(self, it: Quantity, at: Around) -> str:
+        if it.is_plain:
+            return self.plain(it.digits, at)
         return self.sign(it) + self.powered(it) + it.scale + self.unit_of(it)
 
-    def range(self, first: Quantity, last: Quantity, before: str, after: str, dash: str) -> str:
+    def plain(self, digits: str, at: Around) -> str:
+        """Return a number that has nothing but its digits and the words around it."""
+        return self.spelled(digits) if self.is_code(digits, at) else self.number(digits)
+
+    def is_code(self, digits: str, at: Around) -> bool:
+        """Return whether a number is said digit by digit because of what is around it."""
+        if len(digits) > 6:
+            return True
+        known = digits in self.words.tables["known"] or at("code") or (at("call") and len(digits) < 6)
+        return len(digits) > 2 and known and not at("counted")
+
+    def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
+        if first.is_plain and last.is_plain and not at("counted") and (at("score") or (dash in "-–" and at("won"))):
+            return self.ratio(numbers("ratio", first.digits, last.digits), at)
         if first.unit == last.unit and not first.sign:
             first = first._replace(unit="")
         if first.currency == last.currency:
             first = first._replace(currency="")
-        return f"{self.said(first, before, '').strip()}{self.to}{self.said(last, '', after)}"
+        return f"{self.said(first, at.before, '').strip()}{self.say['to']}{self.said(last, '', at.after)}"
 
-    def date(self, it: Quantity, before: str, after: str) -> str:
+    def date(self, it: Quantity, at: Around) -> str:
         year, month, day = it.parts
-        said = (self.number(year) + self.year if year else "") + (self.whole(int(month)) + self.month if month else "")
-        return said + self.whole(int(day)) + ("" if after.startswith(self.day.strip()) else self.day)
+        said = (self.number(year) + self.say["year"] if year else "") + (self.month(int(month)) if month else "")
+        return said + self.whole(int(day)) + self.say["day"] * (not at.after.startswith(self.say["day"].strip()))
 
-    def clock(self, it: Quantity, before: str, after: str) -> str:
+    def month(self, month: int) -> str:
+        return self.whole(month) + self.say["month"]
+
+    def clock(self, it: Quantity, at: Around) -> str:
         hour, minute, second, half = it.parts
-        said = self.halves.get(half[:1].lower(), "") + self.whole(int(hour)) + self.hour
-        said += self.whole(int(minute)) + self.minute if minute.strip("0") else ""
-        return said + (self.number(second.lstrip("0")) + self.second if second.strip("0.") else "")
+        said = self.say[half[:1].lower()] + self.hour(int(hour))
+        said += self.whole(int(minute)) + self.say["minute"] if minute.strip("0") else ""
+        return said + (self.number(second.lstrip("0")) + self.say["second"] if second.strip("0.") else "")
 
-    def ratio(self, it: Quantity, before: str, after: str) -> str:
-        return self.ratio_to.join(map(self.number, it.parts))
+    def hour(self, hour: int) -> str:
+        return self.whole(hour) + self.say["hour"]
 
-    def slash(self, it: Quantity, before: str, after: str) -> str:
+    def ratio(self, it: Quantity, at: Around) -> str:
+        return self.say["ratio"].join(map(self.number, it.parts))
+
+    def slash(self, it: Quantity, at: Around) -> str:
         whole, over, under = it.parts
-        return self.number(under) + self.over + self.number(over) + self.unit_of(it)
+        if is_day(it) and not it.unit and (at("date") or under in self.words.tables["days"]):
+            return self.date(numbers("date", "", over, under), at)
+        return self.fraction(it)
 
-    def code(self, it: Quantity, before: str, after: str) -> str:
-        return self.grouped.join(self.spelled(part) for part in it.parts if part != "+")
+    def fraction(self, it: Quantity) -> str:
+        whole, over, under = it.parts
+        said = self.number(whole) + self.say["and"] if whole else ""
+        return said + self.number(under) + self.say["over"] + self.number(over) + self.unit_of(it)
 
-    def version(self, it: Quantity, before: str, after: str) -> str:
-        return self.point.join(map(self.number, it.parts))
+    def code(self, it: Quantity, at: Around) -> str:
+        return self.say["plus"] * (it.sign == "+") + self.say["group"].join(map(self.spelled, it.parts))
 
-    def name(self, it: Quantity, before: str, after: str) -> str:
-        return self.point.join(map(self.number, it.digits.split(".")))
+    def version(self, it: Quantity, at: Around) -> str:
+        """Return the parts of a version or of an address of a network, whose long parts are said by their digits."""
+        return self.say["point"].join(self.spelled(part) if len(part) > 2 else self.number(part) for part in it.parts)
+
+    def name(self, it: Quantity, at: Around) -> str:
+        return self.say["point"].join(map(self.number, it.digits.split(".")))
 
     # --- what is written ----------------------------------------------------------------------------------------------
 
@@ -255,25 +270,25 @@ class Reader:
         pair = _paired(first, last)
         if pair is None or re.match(r"\s?=", after) or (_DASH.match(text, end) and after[1:2].isdigit()):
             return None
-        if pair[1].currency and not last.currency and (written := re.compile(self.money_end).match(text, end)):
+        if pair[1].currency and not last.currency and (written := self._money_end.match(text, end)):
             end = written.end()
+        at = Around(self.words, before, text[end : end + 40])
         if pair[0].is_plain and pair[1].is_plain and len(pair[1].digits) > 1 and pair[1].digits[0] == "0":
-            return self.code(Quantity("code", (pair[0].digits, pair[1].digits)), before, after), end
-        return self.range(*pair, before, after, dash[0].strip()), end
+            return self.code(numbers("code", pair[0].digits, pair[1].digits), at), end
+        return self.range(*pair, at, dash[0].strip()), end
 
     def _quantity(self, text: str, found: re.Match[str], after_dash: bool = False) -> tuple[Quantity, int]:
         """Return the quantity that begins at `found`, and where it ends."""
         at = found.end()
         if text[at : at + 1] == " " and (named := self._month_first.match(text, found.start())):
-            return Quantity("date", (named[3] or "", named[1], named[2])), named.end()
+            return numbers("date", named[3] or "", named[1], named[2]), named.end()
         sign = (found["sign"] or "") + (found["minus"] or "")
         currency = found["currency"] or ""
         if not sign and not currency and at and text[at] != ".":
             joined = at > 1 and text[at - 1] in "-_" and text[at - 2].isascii() and text[at - 2].isalnum()
             if _is_letter(text[at - 1]) or (joined and not after_dash):
-                name = _NAME.match(text, at)
-                assert name
-                return Quantity("name", (name[0],)), name.end()
+                name = _NAME.findall(text, at)[0]
+                return numbers("name", name), at + len(name)
         if not currency and (shaped := self._shaped(text, at, sign)):
             return shaped
         amount = (self._of_money if currency else self._of_amount).match(text, at)
@@ -282,13 +297,9 @@ class Reader:
         per = "" if amount["per"] is amount["each"] else amount["per"] or amount["each"] or "/"
         if unit in CURRENCIES and not currency:
             unit, currency = "", unit
-        elif (
-            amount["number"].isdigit()
-            and not unit + sign + (amount["scale"] or "")
-            and _is_letter(text[stop : stop + 1])
-        ):
-            return Quantity("name", (amount["number"],)), stop
         scale, power = amount["scale"] or "", amount["power"] or ""
+        if amount["number"].isdigit() and not unit + currency + sign + scale and _is_letter(text[stop : stop + 1]):
+            return numbers("name", amount["number"]), stop
         return Quantity("amount", (amount["number"],), sign, currency, scale, unit, per, power), stop
 
     def _shaped(self, text: str, at: int, sign: str) -> tuple[Quantity, int] | None:
@@ -297,9 +308,11 @@ class Reader:
         if begin is None:
             return None
         after = text[begin.end() : begin.end() + 1]
-        for follows, shape, made in _ABROAD if sign == "+" else _SIGNED if sign else _SHAPES:
-            if after in follows and (found := shape.match(text, at)) and (quantity := made(found)):
-                return quantity, found.end()
+        for follows, signs, kind, shape in shapes():
+            if after in follows and signs in ("*", sign or "0") and (found := shape.match(text, at)):
+                fields = _FIELDS.get(kind)
+                parts = [(found[name] or "").lstrip(":") for name in fields] if fields else re.findall(r"\d+", found[0])
+                return Quantity(kind, tuple(parts), sign if kind == "code" else ""), found.end()
         if after == "/" or text[begin.end() + 1 : begin.end() + 2].isdigit():
             return self._slash(text, at, sign)
         if day := self._day_first.match(text, at):
@@ -319,14 +332,14 @@ def _paired(first: Quantity, last: Quantity) -> tuple[Quantity, Quantity] | None
     """Return two quantities of a range, each with what is written at the other one only; None if they are no pair."""
     kinds = first.kind, last.kind
     if kinds == ("slash", "slash"):
-        dates = [Quantity("date", ("", *each.parts[1:])) for each in (first, last) if is_day(each)]
-        return (dates[0], dates[1]) if len(dates) == 2 else None
+        dates = [numbers("date", "", *each.parts[1:]) for each in (first, last)]
+        return (dates[0], dates[1]) if is_day(first) and is_day(last) else None
     if kinds == ("date", "amount") and last.is_plain and 0 < int(last.digits) < 32:
-        return first, Quantity("date", ("", "", last.digits))
+        return first, numbers("date", "", "", last.digits)
     if kinds == ("amount", "date") and first.is_plain and 0 < int(first.digits) < 32:
-        return Quantity("date", ("", "", first.digits)), last
+        return numbers("date", "", "", first.digits), last
     if kinds == ("amount", "clock") and first.is_plain and int(first.digits) < 25:
-        return Quantity("clock", (first.digits, "", "", "")), last
+        return numbers("clock", first.digits, "", "", ""), last
     if kinds[0] != kinds[1] or (first.unit and last.unit and first.unit != last.unit):
         return None
     if kinds[0] == "amount":

@@ -23,7 +23,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from cosyvoice_triton.text.cleaning import has_words, is_speakable
-from cosyvoice_triton.text.english_words import BEFORE_NUMBERS, MONTHS
+from cosyvoice_triton.text.english_reading import ENGLISH
 from cosyvoice_triton.text.language import Language
 
 _HAN = re.compile(r"[々〇\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
@@ -55,20 +55,25 @@ def expected_seconds(text: str, japanese: bool | None = None) -> float:
 
 @lru_cache(maxsize=64)  # of one text it is asked when that is divided, and again to bound the LLM's answer
 def _expected(text: str, japanese: bool) -> float:
-    text, phonemes = _PHONEME.subn("", text)
-    characters = sum(_seconds(char, japanese) for char in text)
+    text, phonemes = _PHONEME.subn("", text) if "[" in text else (text, 0)
+    characters = sum(map(_SECONDS[japanese].__getitem__, text))
     pauses = sum(seconds * len(mark.findall(text)) for mark, seconds in _PAUSES)
     return _PHONEME_SECONDS * phonemes + characters + pauses + _SPELLED_LETTER * sum(map(len, _SPELLED.findall(text)))
 
 
-@lru_cache(maxsize=1 << 14)
-def _seconds(char: str, japanese: bool) -> float:
-    if _HAN.match(char):
-        return _HAN_JAPANESE if japanese else _HAN_CHINESE
-    for script, seconds in _BY_SCRIPT:
-        if script.match(char):
-            return seconds
-    return _BY_CATEGORY.get(unicodedata.category(char)[0], _SILENT)
+class _Seconds(dict[str, float]):
+    """Seconds of characters, found once for each."""
+
+    def __init__(self, han: float) -> None:
+        self._by_script = ((_HAN, han), *_BY_SCRIPT)
+
+    def __missing__(self, char: str) -> float:
+        of_script = (seconds for script, seconds in self._by_script if script.match(char))
+        seconds = next(of_script, _BY_CATEGORY.get(unicodedata.category(char)[0], _SILENT))
+        return self.setdefault(char, seconds) if len(self) < 1 << 14 else seconds
+
+
+_SECONDS = (_Seconds(_HAN_CHINESE), _Seconds(_HAN_JAPANESE))
 
 
 _TAG_AT_END = re.compile(r"(?:\[[A-Za-zà-ǜ0-9_-]+\]|<[^<>]*>)\Z")
@@ -123,7 +128,9 @@ def is_open(text: str) -> bool:
 WINDOW = 512
 _UNDECIDED = 32  # last characters of a window: what follows them may still join two sentences, as after "Dr."
 # An abbreviation that sentencex takes for an end, before its number. After a number it is a unit, as in "5 sec.".
-_BEFORE_NUMBER = re.compile(rf"(?i)(?<!\d )(?<![a-z])(?:{'|'.join((*BEFORE_NUMBERS, *MONTHS))})\.\s+\Z")
+_BEFORE_NUMBER = re.compile(
+    rf"(?i)(?<!\d )(?<![a-z])(?:{ENGLISH.words.pattern('«count»|«short»|«month»').pattern})\.\s+\Z"
+)
 _NUMBER = re.compile(r"\d|[IVX]+\b")
 _AFTER_UNIT = re.compile(r"\d ?[a-z]{1,5}\.\s+\Z")  # "2 tbsp. of"
 
@@ -195,10 +202,11 @@ SHORT_SHARE = 1 / 6  # of the limit: what is left of a text does not stay alone 
 
 Seconds = Callable[[str], float]  # expected_seconds, with the language of the whole text
 
-# Ends of clauses. Western punctuation ends one only before whitespace: "1,000" and "12:30" are numbers.
-_CLAUSE_END = re.compile(r"(?<=[，；：、…—])|(?<=[,;:])\s")
-_WORD_END = re.compile(r"(?<=\s)")
-_ANYWHERE = re.compile(r"[^\W\d_]{1,8}|.", re.DOTALL)  # a few letters at a time: a letter alone says little of a word
+# Clauses, words, and parts of words: a letter alone says little of a word. Western punctuation ends a clause only
+# before whitespace: "1,000" and "12:30" are numbers.
+_UNITS = tuple(
+    re.compile(unit, re.DOTALL) for unit in (r".*?(?:[，；：、…—]|[,;:]\s|\Z)", r".*?(?:\s|\Z)", r"[^\W\d_]{1,8}|.")
+)
 
 
 def segment_limit(request_seconds: float) -> float:
@@ -276,39 +284,28 @@ def fitting(sentence: str, seconds: Seconds, limit: float = SEGMENT_SECONDS) -> 
 
     It is split between clauses; a clause that does not fit between words, and a word that does not fit anywhere.
     """
-    whole = _Piece(sentence, seconds(sentence))
-    if whole.seconds <= limit:
+    if (taken := seconds(sentence)) <= limit:
         return [sentence] if is_speakable(sentence) else []
-    pieces = [whole]
-    for end in (_CLAUSE_END, _WORD_END, _ANYWHERE):
-        pieces = [part for piece in pieces for part in _cut(piece, end, seconds, limit)]
+    pieces = [_Piece(sentence, taken)]
+    for unit in _UNITS:
+        pieces = [part for piece in pieces for part in _cut(piece, unit, seconds, limit)]
     return [piece.text for piece in pieces if is_speakable(piece.text)]
 
 
-def _cut(piece: _Piece, end: re.Pattern[str], seconds: Seconds, limit: float) -> Iterator[_Piece]:
-    """Yield `piece` if it fits, else split at matches of `end`; a unit that is too long is a part of its own."""
+def _cut(piece: _Piece, kind: re.Pattern[str], seconds: Seconds, limit: float) -> Iterator[_Piece]:
+    """Yield `piece` if it fits, else parts of whole units of a kind; a unit that is too long is a part of its own."""
     if piece.seconds <= limit:
         yield piece
         return
-    units = [_Piece(unit, seconds(unit)) for unit in _units(piece.text, end)]
-    rest = _length(units)
+    units = [(unit, seconds(unit)) for unit in kind.findall(piece.text)]
+    rest = sum(taken for _, taken in units)
     part, size = "", 0.0
-    for unit in units:
+    for unit, taken in units:
         share = rest / max(1, math.ceil(rest / limit))
         # A part of a space alone would be dropped, and two words be one.
-        if part and not unit.text.isspace() and (size + unit.seconds > limit or size + unit.seconds / 2 > share):
+        if part and not unit.isspace() and (size + taken > limit or size + taken / 2 > share):
             yield _Piece(part, size)
             part, size, rest = "", 0.0, rest - size
-        part, size = part + unit.text, size + unit.seconds
+        part, size = part + unit, size + taken
     if part:
         yield _Piece(part, size)
-
-
-def _units(piece: str, end: re.Pattern[str]) -> Iterator[str]:
-    begin = 0
-    for match in end.finditer(piece):
-        if match.end() > begin:
-            yield piece[begin : match.end()]
-            begin = match.end()
-    if begin < len(piece):
-        yield piece[begin:]

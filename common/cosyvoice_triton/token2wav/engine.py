@@ -18,7 +18,7 @@ from torch import Tensor
 from cosyvoice_triton.batches import isolated
 from cosyvoice_triton.config import FlowRuntime, KvCacheDtype, Token2WavConfig
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
-from cosyvoice_triton.device import new_stream
+from cosyvoice_triton.device import launched, new_stream
 from cosyvoice_triton.errors import is_fatal
 from cosyvoice_triton.monitoring import faults
 from cosyvoice_triton.monitoring.logs import timed
@@ -43,7 +43,7 @@ SILENT_MEL = -11.5  # log of the smallest magnitude in a mel
 class Token2Wav:
     """A flow and a vocoder.
 
-    It may be used by one thread for each of the `workers`, which renders batches, and with CHUNK_WORKER also whole
+    It may be used by threads of each of the `workers`, which render batches, and with CHUNK_WORKER also whole
     utterances, and by one more thread for everything else. That one may `prefill`, or `open` a stream in a voice
     without a prompt cache, only while the worker of first chunks, or the only one, renders nothing.
     """
@@ -70,7 +70,7 @@ class Token2Wav:
             stream = self._new_stream(urgent=worker == FIRST_CHUNK_WORKER)
             self._renderers.append(Renderer(of_worker, vocoder_of_worker, stream))
         # With the worker of first chunks, or the only one: the last.
-        self._opening = replace(self._renderers[-1], stream=self._new_stream(urgent=True))
+        self._opening = replace(self._renderers[-1], stream=self._new_stream(urgent=True), lock=threading.Lock())
         self._lock = threading.Lock()  # of the prompt caches, the slots of streams, and the counts
         self._files = files
         self._fallbacks = fallbacks
@@ -279,17 +279,28 @@ class Token2Wav:
             audio.append(result)
         return audio
 
-    def render(self, chunks: Sequence[Chunk], worker: int = 0) -> list[np.ndarray | Exception]:
+    def render(
+        self, chunks: Sequence[Chunk], worker: int = 0, on_solved: Callable[[], object] = lambda: None
+    ) -> list[np.ndarray | Exception]:
         """Render chunks as `step` does, but a chunk that cannot be rendered gets an exception, and its stream cannot go
         on; the others get their audio. A batch for which the memory is not enough is rendered in parts. A chunk whose
         audio is not finite is rendered again in float32. FIRST_CHUNK_WORKER renders only what `is_first_chunk` says.
+
+        on_solved: called when the mels are made, and only their vocoding is left: another thread may then let the
+        worker render chunks of other streams. On a GPU these are prepared meanwhile and follow without a gap.
         """
-        with self._renderers[worker].used():
-            results = self._rendered(self._renderers[worker], chunks)
-            for index, result in enumerate(results):
-                if isinstance(result, NotFiniteError):
-                    with self._lock:
-                        results[index] = self._again(chunks[index], result)
+        renderer = self._renderers[worker]
+        with renderer.used(wait=False):
+            solved, finish = self._begun(renderer, chunks)
+            done = launched(renderer.stream)
+        solved()
+        on_solved()
+        done()
+        results = finish()
+        for index, result in enumerate(results):
+            if isinstance(result, NotFiniteError):
+                with renderer.used(), self._lock:
+                    results[index] = self._again(chunks[index], result)
         audio: list[np.ndarray | Exception] = []
         for chunk, result in zip(chunks, results, strict=True):
             if isinstance(result, Exception):
@@ -301,7 +312,11 @@ class Token2Wav:
             chunk.stream.begun |= len(result) > 0
         return audio
 
-    def _rendered(self, renderer: Renderer, chunks: Sequence[Chunk]) -> list[Tensor | Exception]:
+    def _begun(
+        self, renderer: Renderer, chunks: Sequence[Chunk]
+    ) -> tuple[Callable[[], object], Callable[[], list[Tensor | Exception]]]:
+        """Begin to render chunks: return what waits for the mels, and what waits for the audio and returns it."""
+
         def flow(part: Sequence[Chunk]) -> list[Tensor]:
             self._fail_if_asked(part)
             mels = renderer.flow.render(part)
@@ -311,17 +326,22 @@ class Token2Wav:
         mels = {index: mel for index, mel in enumerate(results) if isinstance(mel, Tensor)}
         if mels and faults.take("nan_mel"):
             next(iter(mels.values())).fill_(torch.nan)
-        audio = renderer.vocoder.step(list(map(chunks.__getitem__, mels)), list(mels.values()))
-        for index, speech in zip(mels, audio, strict=True):
-            results[index] = speech
-        return results
+        solved = launched(renderer.stream)
+        vocoded = renderer.vocoder.begin(list(map(chunks.__getitem__, mels)), list(mels.values()))
+
+        def finish() -> list[Tensor | Exception]:
+            for index, speech in zip(mels, vocoded(), strict=True):
+                results[index] = speech
+            return results
+
+        return solved, finish
 
     def _again(self, chunk: Chunk, reason: NotFiniteError) -> Tensor | Exception:
         """Render the audio (N,) of a chunk in float32. Other streams of its worker and new ones wait meanwhile."""
         logger.warning("%s: a chunk is rendered again in float32", reason)
         self._retried += 1
         try:
-            (audio,) = self._vocoder.exact().step([chunk], [self._flow.again(chunk)])
+            (audio,) = self._vocoder.exact().begin([chunk], [self._flow.again(chunk)])()
         except Exception as error:
             if is_fatal(error):
                 raise

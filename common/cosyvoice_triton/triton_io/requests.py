@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 InputT = TypeVar("InputT")
 ResultT = TypeVar("ResultT")
 
-CANCEL_POLL_SECONDS = 0.1
-# Live requests are asked in turn, so many of them at each poll: the first POLLED within a tenth of a second, any number
-# within half a second.
-POLLED, POLLS_PER_TURN = 8, 5
+CANCEL_POLL_SECONDS = 0.02
+# Live requests are asked in turn, so many of them at each poll: the first POLLED at each, any number within half a
+# second.
+POLLED, POLLS_PER_TURN = 2, 25
 SHUTDOWN_SECONDS = 10.0
 
 

@@ -4,9 +4,10 @@ Waveforms are mono float32 in -1..1.
 """
 
 import io
+import itertools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,15 +42,17 @@ def load_audio(source: str | Path | BinaryIO, rate: int) -> np.ndarray:
     Only libsndfile reads it (WAV, FLAC, OGG, MP3): FFmpeg's demuxers would open files that a playlist names.
     soundfile.LibsndfileError (a RuntimeError) if the file cannot be opened or is not audio.
     """
-    return _resampled(*_decoded(source), rate)
+    return _decoded(source, lambda own: rate).wav
 
 
 def load_recording(source: str | Path | BinaryIO) -> Recording:
     """Return a sound file as a recording at its own rate, unless that is none that recordings have; not validated.
     Files and errors are those of `load_audio`."""
-    samples, own = _decoded(source)
-    rate = SAMPLE_RATE if own % REFERENCE_RATE_STEP else min(max(own, MIN_REFERENCE_RATE), MAX_REFERENCE_RATE)
-    return Recording(_resampled(samples, own, rate), rate=rate)
+
+    def rate(own: int) -> int:
+        return SAMPLE_RATE if own % REFERENCE_RATE_STEP else min(max(own, MIN_REFERENCE_RATE), MAX_REFERENCE_RATE)
+
+    return _decoded(source, rate)
 
 
 def load_untrusted(data: bytes, max_seconds: float = MAX_REFERENCE_SECONDS) -> Recording:
@@ -59,13 +62,16 @@ def load_untrusted(data: bytes, max_seconds: float = MAX_REFERENCE_SECONDS) -> R
     that expensive; and if it is longer than `max_seconds`, without decoding the rest. LibsndfileError if it is
     no such file.
     """
-    samples, own = _decoded(io.BytesIO(data), max_seconds)
-    return Recording(_resampled(samples, own, rate := carried_rate(own)), rate=rate)
+    return _decoded(io.BytesIO(data), carried_rate, max_seconds)
 
 
 def at_rate(recording: Recording, rate: int) -> np.ndarray:
     """Return the samples of a recording at `rate`: float32 (N,)."""
-    return _resampled(recording.wav, recording.rate, rate)
+    if recording.rate == rate:
+        return recording.wav
+    begins = range(0, len(recording.wav), _BLOCK_FRAMES)
+    blocks = (recording.wav[begin : begin + _BLOCK_FRAMES] for begin in begins)
+    return _joined(_resampled(blocks, recording.rate, rate))
 
 
 def require_cheap(channels: int, rate: int) -> None:
@@ -87,19 +93,25 @@ def carried_rate(own: int) -> int:
     return own if own % (parts * REFERENCE_RATE_STEP) else own // parts * -(-MIN_REFERENCE_RATE // own)
 
 
-def _resampled(samples: np.ndarray, own: int, rate: int) -> np.ndarray:
-    """Return samples (N,) at the rate `own` as (ceil(N * rate / own),), with the values of `features.resample`."""
-    if own == rate:
-        return samples
+def _resampled(blocks: Iterable[np.ndarray], own: int, rate: int) -> Iterator[np.ndarray]:
+    """Yield N samples at the rate `own`, in blocks, as ceil(N * rate / own), with the values of `features.resample`. No
+    more than a block is held: two minutes at 192 kHz would be 92 MB."""
     divisor = math.gcd(own, rate)
     source, target = own // divisor, rate // divisor
     kernel = sinc_kernel(source, target).T  # (taps, target)
     margin = (len(kernel) - source) // 2
-    padded = np.pad(samples, (margin, margin + source))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, len(kernel))[::source]  # (frames, taps)
-    block = max(1, _BLOCK_FRAMES // source)  # BLAS copies the windows
-    phases = [windows[begin : begin + block] @ kernel for begin in range(0, len(windows), block)]  # (block, target)
-    return np.concatenate(phases).reshape(-1)[: math.ceil(target * len(samples) / source)]
+    held, left = np.zeros(margin, np.float32), 0  # what windows still need; `source` times the samples to come
+    for block in itertools.chain(blocks, [None]):
+        left += 0 if block is None else target * len(block)
+        held = np.concatenate([held, np.zeros(margin + source, np.float32) if block is None else block])
+        if (count := (len(held) - len(kernel)) // source + 1) > 0:
+            windows = np.lib.stride_tricks.sliding_window_view(held, len(kernel))[::source]  # (count, taps)
+            most = max(1, _BLOCK_FRAMES // source)  # BLAS copies the windows
+            for begin in range(0, count, most):
+                phases = (windows[begin : begin + most] @ kernel).reshape(-1)  # (most * target,)
+                yield phases if block is not None else phases[: max(0, -(-left // source))]
+                left -= source * len(phases)
+            held = held[source * count :]
 
 
 @lru_cache(maxsize=16)
@@ -115,24 +127,29 @@ def sinc_kernel(source: int, target: int) -> np.ndarray:
     return (np.sinc(t) * window * (cutoff / source)).astype(np.float32)
 
 
-def _decoded(source: str | Path | BinaryIO, max_seconds: float | None = None) -> tuple[np.ndarray, int]:
-    """Return the samples of a sound file, float32 (N,), and their rate. max_seconds: for files of strangers."""
+def _decoded(
+    source: str | Path | BinaryIO, rate_of: Callable[[int], int], max_seconds: float | None = None
+) -> Recording:
+    """Return a sound file at the rate that `rate_of` its own one is, resampled as it is decoded. max_seconds: for files
+    of strangers."""
     import soundfile as sf  # here: the models' processes read no sound files unless recordings are registered
 
     if isinstance(source, (str, Path)):
         Path(source).stat()  # FileNotFoundError: libsndfile calls a missing file a "System error"
     with sf.SoundFile(source if isinstance(source, (str, Path)) else _Lenient(source)) as file:
-        limit = sys.maxsize
+        own = file.samplerate
         if max_seconds is not None:
             if file.format not in _UNTRUSTED_FORMATS:
                 raise ValueError(f"the recording is a file of the format {file.format}: send WAV, FLAC, OGG or MP3")
-            require_cheap(file.channels, file.samplerate)
-            limit = int(max_seconds * file.samplerate) + 1
+            require_cheap(file.channels, own)
+        blocks = _mono_blocks(file, max_seconds)
         with np.errstate(all="ignore"):  # a file of floats may hold any; `validate_reference` names them
-            samples = np.concatenate([np.zeros(0, np.float32), *_mono_blocks(file, limit)])
-        if len(samples) == limit:
-            raise ValueError(f"the recording is longer than {max_seconds:g} s")
-        return samples, file.samplerate
+            rate = rate_of(own)
+            return Recording(_joined(blocks if rate == own else _resampled(blocks, own, rate)), rate=rate)
+
+
+def _joined(blocks: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.float32), *blocks])
 
 
 class _Lenient:
@@ -151,11 +168,13 @@ class _Lenient:
             return self._file.tell()
 
 
-def _mono_blocks(file: Any, limit: int) -> Iterator[np.ndarray]:
-    """Yield up to `limit` frames of an open sound file as float32 (N,). `SoundFile.blocks` does not find the end of
-    files that cannot seek, such as those of GSM 06.10."""
-    while limit > 0 and len(block := file.read(min(_BLOCK_FRAMES, limit), dtype="float32", always_2d=True)):
-        limit -= len(block)
+def _mono_blocks(file: Any, max_seconds: float | None) -> Iterator[np.ndarray]:
+    """Yield an open sound file as float32 (N,); ValueError if it is longer than `max_seconds`. `SoundFile.blocks` does
+    not find the end of files that cannot seek, such as those of GSM 06.10."""
+    left = sys.maxsize if max_seconds is None else int(max_seconds * file.samplerate)
+    while len(block := file.read(_BLOCK_FRAMES, dtype="float32", always_2d=True)):
+        if (left := left - len(block)) < 0:
+            raise ValueError(f"the recording is longer than {max_seconds:g} s")
         yield block.mean(axis=1)
 
 

@@ -57,7 +57,8 @@ class Rights:
         return {name: value for name, value in vars(self).items() if value}
 
     def shown_to(self, key: str) -> "Rights":
-        """Return what a caller with that API key may know: the consent is for the voice's owner alone."""
+        """Return what a caller with that API key may know: the consent is for the voice's owner alone. Without a key
+        nobody can prove to be that, so only the operator, who has the files, reads it."""
         return self if key and key == self.created_by else replace(self, consent="")
 
 

@@ -1,11 +1,10 @@
 """HiFT chunk by chunk as upstream runs it: sources that begin anew, with the end of the one before put in front."""
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from cosyvoice_triton.constants import OVERLAP_FRAMES
 from cosyvoice_triton.networks.hift.generator import HiFTGenerator
+from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 from torch import Tensor
 
 
@@ -28,14 +27,11 @@ def cross_fade(previous_tail: Tensor, head: Tensor, window: Tensor) -> Tensor:
 class ReferenceVocoder:
     """One stream. It keeps what upstream's caches do: mel (80, t), source (N,), speech (N,), empty before a chunk.
 
-    noise: called with the first sample of a chunk, and how many it has; returns (samples, harmonics+1).
+    noise: every chunk reads it anew.
     """
 
-    def __init__(self, hift: HiFTGenerator, window: Tensor, noise: Callable[[int, int], Tensor]) -> None:
-        self._hift = hift
-        self._window = window
-        self._noise = noise
-        self._begin = 0  # of the next chunk, in samples of the stream
+    def __init__(self, hift: HiFTGenerator, window: Tensor, noise: NoiseTape) -> None:
+        self._hift, self._window, self._noise = hift, window, noise
         self.mel = torch.zeros(hift.config.mel_bins, 0)
         self.source, self.speech = torch.zeros(0), torch.zeros(0)
 
@@ -44,7 +40,7 @@ class ReferenceVocoder:
         """The audio (N,) of the next mel frames (80, T)."""
         mel = torch.cat([self.mel, mel], dim=1)
         samples = mel.shape[1] * self._hift.config.hop
-        source, _ = self._hift.m_source(self._hift.f0_predictor(mel[None]), self._noise(self._begin, samples)[None])
+        source, _ = self._hift.m_source(self._hift.f0_predictor(mel[None]), self._noise.read(0, samples)[None])
         source[0, 0, : len(self.source)] = self.source
         speech = self._hift.decode(mel[None], source)[0]
         if len(self.speech):
@@ -52,6 +48,5 @@ class ReferenceVocoder:
         if final:
             return speech
         withheld = OVERLAP_FRAMES * self._hift.config.hop
-        self._begin += samples - withheld
         self.mel, self.source, self.speech = mel[:, -OVERLAP_FRAMES:], source[0, 0, -withheld:], speech[-withheld:]
         return speech[:-withheld]

@@ -18,8 +18,9 @@ from cosyvoice_triton.voice.prompt import Recording
 from cosyvoice_triton.voice.recordings import parse_recording
 
 PROCESSES = min(4, os.cpu_count() or 1)
-SECONDS = 10.0  # of one recording; the largest takes less than one
-# Beyond what a process has after its start: the largest upload, its samples in blocks, and those at its own rate.
+SECONDS = 10.0  # of one recording; two minutes at 192 kHz take two
+# Beyond what a process has after its start: the largest upload, and a few times its samples, which are resampled to the
+# rate that is carried while they are decoded.
 MEMORY_BYTES = 256 << 20
 # Bytes that follow, after the seconds that are accepted; and before them the rate of samples, 0: an error.
 _REQUEST, _ANSWER = struct.Struct("<dQ"), struct.Struct("<IQ")

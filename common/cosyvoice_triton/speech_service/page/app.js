@@ -5,6 +5,7 @@ import { codeOf } from "/static/code.js";
 import { EXAMPLES, MARKS } from "/static/examples.js";
 import { History } from "/static/history.js";
 import { setUpKept, showRights } from "/static/kept_voices.js";
+import { LiveSpeech } from "/static/live.js";
 import { ownVoice, setUp } from "/static/own_voice.js";
 import { draw } from "/static/player.js";
 import { Answer, speak } from "/static/speak.js";
@@ -244,15 +245,31 @@ async function start(answer) {
   }
 }
 
+/** The fields of the chosen voice. */
+async function target() {
+  if (voices.chosen === OWN) return { ref_audio: await dataUrlOf(ownVoice().wav) }; // a form has one file
+  return voices.chosen ? { voice: voices.chosen } : {};
+}
+
 /** Speaks the chosen file in the chosen voice. */
 async function convert() {
   const [source] = $("source").files;
   if (!source) return;
-  const fields = { response_format: $("format").value };
-  if (voices.chosen === OWN) fields.ref_audio = await dataUrlOf(ownVoice().wav); // a form has one file
-  else if (voices.chosen) fields.voice = voices.chosen;
+  const fields = { ...await target(), response_format: $("format").value };
   $("source").value = ""; // the same file can be chosen again
   await start(new Answer(fields, null, source));
+}
+
+/** Speaks in the chosen voice what the visitor says, until the same button is pressed again. */
+async function convertLive() {
+  if (request && shown?.source instanceof LiveSpeech) {
+    shown.source.stop();
+    return;
+  }
+  const fields = { ...await target(), response_format: "wav" };
+  $("live").textContent = "Stop speaking";
+  await start(new Answer(fields, null, new LiveSpeech($("key").value.trim())));
+  $("live").textContent = "Speak live";
 }
 
 /** Shows the words before their times are known. Asked for after the first audio, which it would delay. */
@@ -352,6 +369,7 @@ $("speech").addEventListener("submit", (event) => {
   }
 });
 $("source").addEventListener("change", () => convert().catch((error) => say(error.message, true)));
+$("live").addEventListener("click", () => convertLive().catch((error) => say(error.message, true)));
 ["voices", "language", "pronunciation"].forEach((id) => $(id).addEventListener("change", preview));
 $("language").addEventListener("change", showExamples);
 $("voices").addEventListener("change", () => {

@@ -37,7 +37,7 @@ export function setUpKept(call, selected, changed) {
     const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(file), download: `${name}.zip` });
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1000); // once the browser has begun to save it
-    say(`Exported ${name}, with its consent.`);
+    say(`Exported ${name}.`);
   }
 
   async function remove() {

@@ -1,12 +1,15 @@
 // One request for speech, played while it arrives.
 
 import { bytesOf, events, formOf } from "/static/api.js";
+import { LiveSpeech } from "/static/live.js";
 import { Player } from "/static/player.js";
 import { int16 } from "/static/recorder.js";
 import { SampleReader, wavOf } from "/static/wav.js";
 
+const LIVE_RATE = 24000; // of `pcm`
+
 /** What was asked for and what came. fields: those of the API, for the answer as a file. recording: of the voice, and
- * source: speech to convert instead of a text; each a Blob or null. */
+ * source: speech to convert instead of a text; each a Blob or null, the source also a LiveSpeech. */
 export class Answer {
   constructor(fields, recording, source = null) {
     Object.assign(this, { fields, recording, source, segments: [], warnings: [], player: null, blob: null, firstMs: 0, seconds: 0 });
@@ -26,18 +29,20 @@ export async function speak(answer, call, context, signal, on) {
   if (streamed) fields.response_format = "pcm";
   const started = performance.now();
   const text = { ...fields, no_words: "error" }; // a visitor is told, while a program's callers hear a silence
-  const body = answer.source ? formOf(fields, answer.source, "audio") : formOf(text, answer.recording);
+  const body = answer.source instanceof Blob ? formOf(fields, answer.source, "audio") : formOf(text, answer.recording);
   const path = answer.source ? "/v1/audio/voice-conversion" : "/v1/audio/speech";
-  const reply = await call(path, { method: "POST", body, signal });
+  const live = answer.source instanceof LiveSpeech;
+  const reply = live ? null : await call(path, { method: "POST", body, signal });
+  const arriving = live ? answer.source.converted(answer.fields, context, signal) : events(reply.body);
   const reader = new SampleReader();
   const pieces = [];
   let done = null;
-  for await (const event of events(reply.body)) {
+  for await (const event of arriving) {
     if (event.type === "speech.audio.delta") {
-      const bytes = bytesOf(event.audio);
+      const bytes = event.bytes ?? bytesOf(event.audio);
       if (!pieces.length) {
         answer.firstMs = performance.now() - started;
-        if (streamed) answer.player = new Player(context, Number(reply.headers.get("x-sample-rate")));
+        if (streamed) answer.player = new Player(context, live ? LIVE_RATE : Number(reply.headers.get("x-sample-rate")));
         on.first(answer);
       }
       pieces.push(bytes);

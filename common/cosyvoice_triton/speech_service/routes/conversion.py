@@ -8,17 +8,16 @@
 """
 
 from collections import deque
-from contextlib import aclosing
 from typing import Any
 
 import numpy as np
-from async_timeout import timeout
 from fastapi import APIRouter, Request, WebSocket
 from starlette.responses import Response
 
 from cosyvoice_triton.client.utterance import Pieces, sound_pieces
 from cosyvoice_triton.constants import MAX_REFERENCE_RATE, MAX_SOURCE_SECONDS, MIN_REFERENCE_RATE, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.speech_service import openapi as doc
+from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.bodies import ConversionRequest, parse
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.limits import MAX_WAITING_CONVERSIONS
@@ -125,28 +124,17 @@ class ConversionSession(SocketSessionBase):
     async def _speak_next(self) -> bool:
         if not self._waiting:
             return False
-        self._spoken = pieces = self._waiting.popleft()
-        index, sent, failed = {"utterance_index": self._utterance}, 0, False
-        usage: dict[str, Any] = {}
-        try:
-            _, answer = await self._service.conversion(self._wanted, (pieces, self._rate))
-            audio = {"format": self._wanted.response_format, "sample_rate": answer.encoder.rate}
-            await self._send("audio.start", **index, **audio)
-            async with aclosing(self._service.dispatcher.encoded(answer)) as parts:
-                async for part in parts:
-                    sent += len(part)
-                    async with timeout(self._service.settings.stall):
-                        await self._socket.send_bytes(part)
-            for message in answer.warnings:
-                await self._send("warning", **index, message=message)
-            usage = {"usage": answer.usage}
-        except ApiError as error:
-            failed = True
-            await self._send_error(error)
+        self._spoken = self._waiting.popleft()
+        await self._send_answer({"utterance_index": self._utterance}, self._opened(self._spoken))
+        return True
+
+    async def _opened(self, pieces: Pieces[np.ndarray]) -> tuple[str, SpeechAnswer]:
+        _, answer = await self._service.conversion(self._wanted, (pieces, self._rate))
+        return self._wanted.response_format, answer
+
+    def _answer_ended(self) -> None:
         self._utterance, self._spoken = self._utterance + 1, None
         self._hold()
-        await self._send("audio.done", **index, total_bytes=sent, error=failed, **usage)
-        return True
 
     async def _send_error(self, error: ApiError) -> None:
         await self._send("error", **error.body)

@@ -4,12 +4,15 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable
+from contextlib import aclosing
 from typing import Any
 
 from async_timeout import timeout
 from fastapi import WebSocket
 from starlette.websockets import WebSocketDisconnect
 
+from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse, read_json
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.security.budget import Claim
@@ -99,6 +102,38 @@ class SocketSessionBase(ABC):
     @abstractmethod
     async def _speak_next(self) -> bool:
         """Speak one of the things that wait, and return True; return False if nothing waits."""
+
+    async def _send_answer(
+        self, index: dict[str, int], opened: Awaitable[tuple[str, SpeechAnswer]], **about: Any
+    ) -> None:
+        """Send the audio of what `opened` returns, its format and the answer, and the messages around it."""
+        sent, failed = 0, False
+        usage: dict[str, Any] = {}
+        try:
+            name, answer = await opened
+            audio = {"format": name, "sample_rate": answer.encoder.rate}
+            await self._send("audio.start", **index, **about, **audio)
+            async with aclosing(self._service.dispatcher.encoded(answer)) as parts:
+                async for part in parts:
+                    sent += len(part)
+                    async with timeout(self._service.settings.stall):
+                        await self._socket.send_bytes(part)
+                    await self._send_about(answer, index)
+            await self._send_about(answer, index)  # of a last part without audio
+            for message in answer.warnings:
+                await self._send("warning", **index, message=message)
+            usage = {"usage": answer.usage}
+        except ApiError as error:
+            failed = True
+            await self._send_error(error)
+        self._answer_ended()
+        await self._send("audio.done", **index, total_bytes=sent, error=failed, **usage)
+
+    async def _send_about(self, answer: SpeechAnswer, index: dict[str, int]) -> None:  # noqa: B027  # most have nothing to say
+        """Send what is known of the audio that was sent."""
+
+    def _answer_ended(self) -> None:  # noqa: B027
+        """Forget what was spoken."""
 
     @abstractmethod
     async def _send_error(self, error: ApiError) -> None:

@@ -19,11 +19,9 @@ those that were spoken, with their times in the utterance's audio: by `played_ms
 import asyncio
 import re
 from collections import deque
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from async_timeout import timeout
 from fastapi import APIRouter, WebSocket
 
 from cosyvoice_triton.client.utterance import Pieces, text_pieces
@@ -76,6 +74,7 @@ class SocketSession(SocketSessionBase):
         self._waiting_chars = 0  # of all of them
         self._utterance = 0
         self._sentences = 0  # spoken so far in this utterance
+        self._shown: Detail | None = None  # of what is being spoken
         self._voice: dict[str, str] = {}  # request fields for the voice that the utterance has changed to
         # Of the utterance: where each sentence begins in its audio, in seconds, its text and its answer.
         self._said: deque[tuple[float, str, SpeechAnswer]] = deque(maxlen=MAX_SAID)
@@ -223,38 +222,23 @@ class SocketSession(SocketSessionBase):
                     return
         index = {"utterance_index": self._utterance, "sentence_index": self._sentences}
         self._sentences += 1
-        sent, failed = 0, False
-        usage: dict[str, Any] = {}
-        try:
-            text = sentence if isinstance(sentence, str) else ""
-            wanted = self._parsed({**self._config, **before}, text or ".")
-            shown, wanted.timestamps = wanted.timestamps, "word"
-            answer = await self._service.answer(wanted)
-            self._said.append((self._seconds_said(), text, answer))
-            if isinstance(sentence, Pieces):
-                answer.utterances = (replace(answer.utterances[0], target_text="", pieces=sentence),)
-            audio = {"format": wanted.response_format, "sample_rate": answer.encoder.rate}
-            await self._send("audio.start", **index, sentence_text=text, **audio)
-            async with aclosing(self._service.dispatcher.encoded(answer)) as parts:
-                async for part in parts:
-                    sent += len(part)
-                    async with timeout(self._service.settings.stall):
-                        await self._socket.send_bytes(part)
-                    await self._send_segments(answer, index, shown)
-            await self._send_segments(answer, index, shown)  # of a last part without audio
-            for message in answer.warnings:
-                await self._send("warning", **index, message=message)
-            usage = {"usage": answer.usage}
-        except ApiError as error:
-            failed = True
-            await self._send_error(error)
-        await self._send("audio.done", **index, total_bytes=sent, error=failed, **usage)
+        text = sentence if isinstance(sentence, str) else ""
+        await self._send_answer(index, self._opened(sentence, text, before), sentence_text=text)
 
-    async def _send_segments(self, answer: SpeechAnswer, index: dict[str, int], shown: Detail | None) -> None:
+    async def _opened(self, sentence: str | Pieces[str], text: str, voice: dict[str, str]) -> tuple[str, SpeechAnswer]:
+        wanted = self._parsed({**self._config, **voice}, text or ".")
+        self._shown, wanted.timestamps = wanted.timestamps, "word"
+        answer = await self._service.answer(wanted)
+        self._said.append((self._seconds_said(), text, answer))
+        if isinstance(sentence, Pieces):
+            answer.utterances = (replace(answer.utterances[0], target_text="", pieces=sentence),)
+        return wanted.response_format, answer
+
+    async def _send_about(self, answer: SpeechAnswer, index: dict[str, int]) -> None:
         segments = answer.new_segments()
-        if shown == "segment":
+        if self._shown == "segment":
             segments = [{name: each[name] for name in ("text", "start", "end")} for each in segments]
-        if segments and shown:
+        if segments and self._shown:
             await self._send("audio.timestamps", **index, segments=segments)
 
     def _seconds_said(self) -> float:

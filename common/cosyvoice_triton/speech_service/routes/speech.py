@@ -63,7 +63,7 @@ _SPEECH = doc.describe(
 )
 _PREVIEW = doc.record(
     {"segments": doc.array(doc.TEXT), "seconds": doc.array(doc.NUMBER), "language": doc.TEXT},
-    {"warnings": doc.array(doc.TEXT)},
+    {"warnings": doc.array(doc.TEXT), "left_out": doc.array(doc.record({"text": doc.TEXT, "reason": doc.TEXT}))},
 )
 _OUTCOME = doc.record(
     {

@@ -98,8 +98,8 @@ async def add(request: Request) -> Response:
     name, style = normalized(new.name), (new.instructions, new.trim_reference)
     given = (data, new.ref_text, new.pronunciation, new.consent, API_KEY.get())
     judged = await asyncio.to_thread(service.voices.add, name, *given, *style)
-    rights = service.voices.rights(name).known
-    about = {**_voice(name), **rights, "ref_text": new.ref_text, "seconds": round(judged.seconds, 3)}
+    rights = service.voices.rights(name).shown_to(API_KEY.get())
+    about = {**_voice(name), **rights.known, "ref_text": new.ref_text, "seconds": round(judged.seconds, 3)}
     unknown = sorted(fields.keys() - NewVoice.model_fields.keys())
     warnings = [*judged.warnings, *(f"the field {field[:40]!r} is unknown and was left out" for field in unknown)]
     return JSONResponse({**about, **({"warnings": warnings} if warnings else {})}, 201)
@@ -116,8 +116,8 @@ async def load(request: Request) -> Response:
         raise invalid("file is missing: upload an exported voice in a multipart form", "file")
     service = Service.of(request)
     wanted: ExportedVoice = parse(ExportedVoice, fields, service.settings)
-    name = await asyncio.to_thread(service.voices.load, data, wanted.name, API_KEY.get())
-    return JSONResponse({**_voice(name), **service.voices.rights(name).known}, 201)
+    name = await asyncio.to_thread(service.voices.load, data, wanted.name, key := API_KEY.get())
+    return JSONResponse({**_voice(name), **service.voices.rights(name).shown_to(key).known}, 201)
 
 
 @router.get(

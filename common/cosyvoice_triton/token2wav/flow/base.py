@@ -1,11 +1,12 @@
 """The interfaces of a flow and a vocoder as the engine drives them: chunks of streams -> mels (80, T) -> audio (N,)."""
 
 import importlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -18,6 +19,7 @@ from typing_extensions import Self
 
 from cosyvoice_triton.config import FlowRuntime, KvCacheDtype
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
+from cosyvoice_triton.device import launched
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.networks.flow.layers import valid_frames
@@ -117,9 +119,10 @@ class Vocoder(Protocol):
         """Give back what the stream holds outside of its state."""
         ...
 
-    def step(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> list[Tensor | Exception]:
-        """Return the audio (N,) of chunks of different streams on the CPU, given their new mel frames (80, T) each; an
-        exception for a chunk that cannot be rendered. NotFiniteError leaves the stream as it was before."""
+    def begin(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> Callable[[], list[Tensor | Exception]]:
+        """Begin to render chunks of different streams, given their new mel frames (80, T) each; return what waits for
+        their audio (N,) and returns it, on the CPU, an exception for a chunk that cannot be rendered. NotFiniteError
+        leaves the stream as it was before."""
         ...
 
     def whole(self, mels: Sequence[Tensor]) -> list[Tensor]:
@@ -129,22 +132,27 @@ class Vocoder(Protocol):
 
 @dataclass(frozen=True)
 class Renderer:
-    """What one worker of the engine renders with: a flow and a vocoder with their CUDA graphs, and a CUDA stream."""
+    """What one worker of the engine renders with: a flow and a vocoder with their CUDA graphs, and a CUDA stream. One
+    thread uses it at a time."""
 
     flow: "StreamingFlow"
     vocoder: Vocoder
     stream: torch.cuda.Stream | None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
-    def used(self) -> Iterator[None]:
-        """Let the body compute on the CUDA stream. What it has begun there is done at the end, also after an error, so
-        that threads and workers need no other order between them."""
-        with torch.inference_mode(), torch.cuda.stream(self.stream):
+    def used(self, *, wait: bool = True) -> Iterator[None]:
+        """Let the body compute on the CUDA stream. wait: what it has begun there is done at the end, and in any case
+        after an error, so that threads and workers need no other order between them."""
+        with self.lock, torch.inference_mode(), torch.cuda.stream(self.stream):
             try:
                 yield
+            except BaseException:
+                wait = True
+                raise
             finally:
-                if self.stream is not None:
-                    self.stream.synchronize()
+                if wait:
+                    launched(self.stream)()
 
 
 def loader(name: str) -> Callable[..., Any]:

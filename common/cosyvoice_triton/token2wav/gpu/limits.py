@@ -114,11 +114,6 @@ class BatchLimits:
         return _classes((*FRAMES, *(c for c in self.chunk_frames if c > FRAMES[-1])), longest)
 
     @cached_property
-    def first_chunk_frames(self) -> tuple[int, ...]:
-        """Return the classes of first chunks, which are short."""
-        return tuple(_up_to(self.chunk_frames, TOKEN_MEL_RATIO * self.first_chunk_tokens))
-
-    @cached_property
     def window_tokens(self) -> tuple[int, ...]:
         """Return the length classes of encoder windows: the longest prompt, the whole context and the largest chunk."""
         return _classes(WINDOW_TOKENS, self._longest_window)
@@ -191,11 +186,6 @@ def padding(sizes: Collection[Size]) -> Callable[[int, int], int]:
         return sum(math.prod(size or (1, frames)) for _, size in batch_parts(sizes, chunks, frames)) // TOKEN_MEL_RATIO
 
     return padded
-
-
-def _up_to(classes: tuple[int, ...], most: int) -> list[int]:
-    """Return the classes that hold up to `most`: those below it and the first that is not."""
-    return [c for c, before in zip(classes, (0, *classes), strict=False) if before < most]
 
 
 def _classes(below: tuple[int, ...], most: int) -> tuple[int, ...]:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from cosyvoice_triton.profiles import H200, SchedulerNumbers
 
-# A worker renders one batch at a time. If there are two, the second one renders first chunks and prompts, and the first
-# one everything else: see `worker_takes`.
+# A worker renders one batch after the other. If there are two, the second one renders first chunks and prompts, and the
+# first one everything else: see `worker_takes`.
 CHUNK_WORKER, FIRST_CHUNK_WORKER = 0, 1
 
 

@@ -1,9 +1,9 @@
 """The owner of a token2wav model's sessions.
 
-`Token2WavService` has a thread that decides, one for each worker that renders, and one that sends replies. Each session
-has one `State`, which the first of them sets; `submit` only adds to the table. A session ends with its final chunk, an
-abort, an error, a cancellation, or `idle_seconds` without a request. `ChunkScheduler` picks the streams to open and the
-chunks of a batch.
+`Token2WavService` has a thread that decides, those of the workers, and one that sends replies. Each session has one
+`State`, which the first of them sets; `submit` only adds to the table. A session ends with its final chunk, an abort,
+an error, a cancellation, or `idle_seconds` without a request. `ChunkScheduler` picks the streams to open and the chunks
+of a batch.
 """
 
 import asyncio
@@ -63,7 +63,10 @@ class Token2WavService:
         self._workers: list[Worker] = []
         for number in reversed(range(engine.workers)):
             most = self._limits.of_worker(number).max_chunks
-            self._workers.append(Worker(number, max_chunks=most, on_done=self._sessions.wake, clock=clock))
+            # Voices are prefilled while the worker of first chunks, or the only one, renders nothing.
+            threads = 1 if number == FIRST_CHUNK_WORKER or engine.workers == 1 else 2
+            wake = self._sessions.wake
+            self._workers.append(Worker(number, max_chunks=most, threads=threads, on_change=wake, clock=clock))
         self._gathering = 0.0  # seconds that first chunks still wait for others, although their worker is idle
         self._updated_at = -math.inf
         self._client_checked_at = clock()
@@ -151,8 +154,7 @@ class Token2WavService:
                 sys.setswitchinterval(SWITCH_SECONDS)
             for worker in reversed(self._workers):
                 worker.call(partial(self._engine.warm_up, worker.number))
-            self._workers[-1].call(partial(measure, self._engine, self._admission, self._clock))
-            self._engine.close(self._engine.open(self._engine.sample()[0]))
+            measure(self._engine, self._admission, self._clock)
 
     def _close_workers(self) -> None:
         """End the threads after what they render."""
@@ -163,7 +165,8 @@ class Token2WavService:
         """Answer what is left, and free all streams."""
         self._close_workers()
         try:
-            self._answer_batches()
+            while self._answer_batches():
+                pass
         except BaseException:
             logger.exception("a batch could not be answered")
         for session in self._sessions:
@@ -185,7 +188,7 @@ class Token2WavService:
             self._free(session)
         listeners, audio_left = 0, []
         for session in self._sessions:
-            listeners += session.listens or session.stream is not None
+            listeners += session.is_listener
             if session.stream is not None and (left := session.playback.left(now)) is not None:
                 audio_left.append(left)
         self._admission.update(listeners, audio_left, now)
@@ -230,21 +233,18 @@ class Token2WavService:
             self._admission.rendered(len(rendered.batch), computed, samples / SAMPLE_RATE, rendered.seconds)
 
     def _serve_aborts(self, schedulable: Sequence[Session]) -> bool:
-        """Serve aborts first of all: an abort takes no time, and frees a slot for a stream that waits for one.
-
-        A stream that cannot be opened now and is aborted is never opened: it would only keep its sender waiting.
-        """
+        """Serve aborts first of all: an abort takes no time, and frees a slot for a stream that waits for one. What
+        waits before it is not rendered: its listener has left."""
         aborted = False
         for session in schedulable:
-            if session.stream is None and session.must_open:
-                kinds = [request.kind for request in self._sessions.requests(session)]
-                if Kind.ABORT in kinds and not self._can_open(session.first.prompt):
-                    for _ in range(kinds.index(Kind.ABORT)):
-                        self._reply(session, UnavailableError(f"{session.id} was ended before it was opened"))
-            if session.first.kind is Kind.ABORT:
-                self._free(session)
-                self._reply(session, SILENCE)
-                aborted = True
+            if not session.leaves and session.first.kind is not Kind.ABORT:
+                continue
+            kinds = [request.kind for request in self._sessions.requests(session)]
+            for _ in range(kinds.index(Kind.ABORT)):
+                self._reply(session, UnavailableError(f"{session.id} was ended before this was rendered"))
+            self._free(session)
+            self._reply(session, SILENCE)
+            aborted = True
         return aborted
 
     def _can_open(self, voice: Prompt | None) -> bool:
@@ -399,7 +399,7 @@ class Token2WavService:
         if request.kind is Kind.WHOLE:
             batch[0].state = State.RENDERING
             go_on = partial(self._check_client, request)
-            worker.render(batch, lambda: [self._engine.whole(request.voice, request.tokens, request.speed, go_on)])
+            worker.render(batch, lambda _: [self._engine.whole(request.voice, request.tokens, request.speed, go_on)])
             return
         chunks, now = [], self._clock()
         for session in batch:

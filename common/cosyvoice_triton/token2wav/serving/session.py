@@ -32,7 +32,8 @@ class Session:
 
     listens: whether it counts as a listener before it has a stream. used_at: when its place was reserved, or its last
     chunk delivered. requests: those without a reply, in order; a request is removed when it gets its reply.
-    stream, voice: of the engine, while it has them. chunk: the first request's, once it is made.
+    stream, voice: of the engine, while it has them. chunk: the first request's, once it is made. leaves: whether the
+    last request is an abort.
     """
 
     id: str
@@ -44,6 +45,13 @@ class Session:
     voice: Prompt | None = None
     playback: Playback = field(default_factory=Playback)
     chunk: Chunk | None = None
+    leaves: bool = False
+
+    @property
+    def is_listener(self) -> bool:
+        """Return whether it takes a listener's place: not while the chunk is rendered that is the last for one who has
+        left. Who gets the place waits for that chunk, and is not refused."""
+        return (self.listens or self.stream is not None) and not self.leaves
 
     @property
     def first(self) -> Token2WavRequest:
@@ -114,7 +122,7 @@ class Sessions:
     @property
     def listeners(self) -> int:
         """Count the streams, and the places of listeners who are admitted and have none yet."""
-        return sum(session.listens or session.stream is not None for session in self)
+        return sum(session.is_listener for session in self)
 
     @property
     def queued(self) -> int:
@@ -159,6 +167,7 @@ class Sessions:
             self._arrivals += 1
             request.arrived, request.arrived_at = self._arrivals, now
             session.requests.append(request)
+            session.leaves = request.kind is Kind.ABORT
             self.wake()
             return True
 

@@ -1,6 +1,7 @@
-"""The threads of a token2wav service that render, each one batch at a time."""
+"""The threads of a token2wav service that render."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -15,7 +16,8 @@ from cosyvoice_triton.token2wav.serving.session import Session
 SWITCH_SECONDS = 0.0005  # until a thread lets another one run Python: 5 ms would delay first chunks
 MEASURED_CHUNKS = (1, 8)  # of the batches that are rendered before the first listener comes
 
-Work = Callable[[], Sequence[np.ndarray | Exception]]
+# Renders a batch. Calls what it is given when another batch may be prepared behind it.
+Work = Callable[[Callable[[], None]], Sequence[np.ndarray | Exception]]
 
 
 class RenderedBatch(NamedTuple):
@@ -27,55 +29,73 @@ class RenderedBatch(NamedTuple):
 
 
 class Worker:
-    """A thread that renders with one of the engine's workers.
+    """Threads that render with one of the engine's workers.
 
-    The service gives it a batch, and takes that back with its results when it is done.
+    The service gives it a batch, and takes that back with its results when it is done. A worker of two threads is given
+    the next batch when most of the one before is done, so that the GPU need not wait between them.
     """
 
-    def __init__(self, number: int, *, max_chunks: int = 1, on_done: Callable[[], None], clock: Callable[[], float]):
-        """Start a worker. number: of the engine's worker. max_chunks: of a batch. on_done: called from the thread after
-        each batch."""
+    def __init__(
+        self,
+        number: int,
+        *,
+        max_chunks: int = 1,
+        threads: int = 1,
+        on_change: Callable[[], None],
+        clock: Callable[[], float],
+    ):
+        """Start a worker. number: of the engine's worker. max_chunks: of a batch. on_change: called from a thread after
+        each batch, and when another one can be given."""
         self.number = number
         self.max_chunks = max_chunks
-        self._on_done = on_done
+        self._on_change = on_change
         self._clock = clock
-        self._rendering: Future[RenderedBatch] | None = None
-        self._thread = ThreadPoolExecutor(1, f"token2wav-worker-{number}")
+        self._rendering: list[Future[RenderedBatch]] = []
+        self._nearly_done = False  # the batch that was given last
+        self._ended_at = -math.inf  # the batch before
+        self._threads = [ThreadPoolExecutor(1, f"token2wav-worker-{number}") for _ in range(threads)]
 
     @property
     def idle(self) -> bool:
         """Return whether it can be given a batch."""
-        return self._rendering is None
+        return not self._rendering or (self._nearly_done and len(self._rendering) < len(self._threads))
 
     def call(self, function: Callable[[], object]) -> None:
-        """Run a function in the thread and wait for it. Raises what it raises."""
-        self._thread.submit(function).result()
+        """Run a function in each thread, one after the other. Raises what it raises."""
+        for thread in self._threads:
+            thread.submit(function).result()
 
     def render(self, batch: Sequence[Session], work: Work) -> None:
         """Begin a batch. An exception of `work` is the result of all its requests."""
-        self._rendering = self._thread.submit(self._rendered, batch, work)
-        self._rendering.add_done_callback(lambda _: self._on_done())
+        self._nearly_done = False
+        thread = self._threads.pop(0)  # the other one may still render
+        self._threads.append(thread)
+        self._rendering.append(thread.submit(self._rendered, batch, work))
+        self._rendering[-1].add_done_callback(lambda _: self._on_change())
 
     def take(self) -> RenderedBatch | None:
-        """Return the batch that is done; None if there is none."""
-        if self._rendering is None or not self._rendering.done():
-            return None
-        rendered = self._rendering.result()
-        self._rendering = None
-        return rendered
+        """Return a batch that is done; None if there is none."""
+        done = next((index for index, each in enumerate(self._rendering) if each.done()), None)
+        return None if done is None else self._rendering.pop(done).result()
 
     def close(self) -> None:
-        """End the thread after what it renders, which may then be taken."""
-        self._thread.shutdown()
+        """End the threads after what they render, which may then be taken."""
+        for thread in self._threads:
+            thread.shutdown()
+
+    def _go_on(self) -> None:
+        self._nearly_done = True
+        self._on_change()
 
     def _rendered(self, batch: Sequence[Session], work: Work) -> RenderedBatch:
         begun = self._clock()
         results: Sequence[np.ndarray | BaseException]
         try:
-            results = work()
+            results = work(self._go_on)
         except (Exception, asyncio.CancelledError) as error:  # one that no batch would survive
             results = [error] * len(batch)
-        return RenderedBatch(batch, results, self._clock() - begun)
+        begun, self._ended_at = max(begun, self._ended_at), self._clock()  # it may have waited for the one before
+        return RenderedBatch(batch, results, self._ended_at - begun)
 
 
 def measure(engine: Token2Wav, admission: Admission, clock: Callable[[], float]) -> None:

@@ -3,15 +3,16 @@
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cosyvoice_triton.batches import isolated
-from cosyvoice_triton.device import on_device, on_host
+from cosyvoice_triton.device import copied, on_device, on_host
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.stream import Chunk, NotFiniteError, VocoderState
@@ -32,6 +33,17 @@ class StreamSlots:
 
     def release(self, slot: int) -> None:
         self._free.append(slot)
+
+
+class Rendering(NamedTuple):
+    """A chunk of `frames` whose audio is a row of what `speech` waits for: which rows are finite (B,), and all (B, N).
+    begun: whether its stream had begun before."""
+
+    chunk: Chunk
+    frames: int
+    begun: bool
+    row: int
+    speech: Callable[[], list[Tensor]]
 
 
 class BatchVocoder(ABC):
@@ -68,11 +80,13 @@ class BatchVocoder(ABC):
         self._slots.release(state.slot)
 
     @torch.inference_mode()
-    def step(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> list[Tensor | Exception]:
-        """Render the audio (N,) of chunks of different streams, on the CPU, given their new mel frames (80, T) each; an
-        exception for a chunk that cannot be rendered. NotFiniteError leaves the stream as it was before.
+    def begin(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> Callable[[], list[Tensor | Exception]]:
+        """Begin to render chunks of different streams, given their new mel frames (80, T) each; return what waits for
+        their audio (N,), on the CPU, and returns it, with an exception for a chunk that cannot be rendered.
+        NotFiniteError leaves the stream as it was before.
 
-        N is less than that of the frames while a part is withheld. Chunks of a length class share a pass.
+        N is less than that of the frames while a part is withheld. Chunks of a length class share a pass; all passes
+        are launched before one is waited for.
         """
         audio: list[Tensor | Exception] = [torch.zeros(0)] * len(chunks)
         groups: dict[tuple[int, bool], list[int]] = defaultdict(list)
@@ -89,18 +103,28 @@ class BatchVocoder(ABC):
                 state.pending = ready[index].clone()  # the flow's next mel may be at the same place
             else:
                 audio[index] = NotFiniteError("the mel is not finite")
+        launched: dict[int, Rendering] = {}
         for (_, begun), members in groups.items():
             rows = [(chunks[index], ready[index]) for index in members]
-            for index, speech in zip(members, isolated(partial(self._render, begun), rows), strict=True):
-                audio[index] = speech
-        return audio
+            for index, made in zip(members, isolated(partial(self._launch, begun), rows), strict=True):
+                if isinstance(made, Exception):
+                    audio[index] = made
+                else:
+                    launched[index] = made
+
+        def finish() -> list[Tensor | Exception]:
+            for index, rendering in launched.items():
+                audio[index] = self._audio(rendering)
+            return audio
+
+        return finish
 
     def _rest(self, chunk: Chunk, mel: Tensor) -> Tensor | Exception:
         """Return the audio (N,) that is withheld of a stream that ends with no new frame: mel (80, 0)."""
-        return self._render(True, [(chunk, mel)])[0]
+        return self._audio(self._launch(True, [(chunk, mel)])[0])
 
-    def _render(self, begun: bool, rows: Sequence[tuple[Chunk, Tensor]]) -> list[Tensor | Exception]:
-        """Render in one pass chunks that all continue (`begun`) or all begin their streams: (80, T) -> (N,)."""
+    def _launch(self, begun: bool, rows: Sequence[tuple[Chunk, Tensor]]) -> list[Rendering]:
+        """Launch one pass over mels (80, T) of chunks that all continue (`begun`) or all begin their streams."""
         longest = max(mel.shape[1] for _, mel in rows)
         mels, positions, finals = [], [], []
         for chunk, mel in rows:
@@ -110,18 +134,19 @@ class BatchVocoder(ABC):
             finals.append(chunk.final)
         slots, starts, frames = on_device(positions, self._device).unbind(1)
         made = self._pass(begun, torch.stack(mels), slots, starts, frames, finals)
-        finite, speech = on_host(made.sum(1).isfinite(), made)
-        audio: list[Tensor | Exception] = []
-        for good, row, (chunk, mel) in zip(finite.tolist(), speech, rows, strict=True):
-            if not good:  # what is kept of the stream has then not been replaced
-                audio.append(NotFiniteError("the audio is not finite"))
-                continue
-            sent, samples = self._sent(mel.shape[1], begun=begun, final=chunk.final)
-            audio.append(row[:samples])
-            state = chunk.stream.vocoder
-            state.frame += sent
-            state.begun, state.pending = True, None
-        return audio
+        speech = copied(made.sum(1).isfinite(), made)
+        return [Rendering(chunk, mel.shape[1], begun, row, speech) for row, (chunk, mel) in enumerate(rows)]
+
+    def _audio(self, rendering: Rendering) -> Tensor | Exception:
+        """Wait for the audio (N,) of a chunk."""
+        chunk, (finite, speech) = rendering.chunk, rendering.speech()
+        if not finite[rendering.row]:  # what is kept of the stream has then not been replaced
+            return NotFiniteError("the audio is not finite")
+        sent, samples = self._sent(rendering.frames, begun=rendering.begun, final=chunk.final)
+        state = chunk.stream.vocoder
+        state.frame += sent
+        state.begun, state.pending = True, None
+        return speech[rendering.row, :samples]
 
     def _length_class(self, frames: int) -> int:
         """Return the smallest class that holds that many frames; beyond all of them, the number itself."""

@@ -41,18 +41,17 @@ class GraphedRenderer:
     ):
         """Make the graphs of a renderer. most: frames of a batch, padding included. make: makes the graphs."""
         self._plain = plain
-        of = {False: (limits.first_chunk_frames, "'s first chunks")}
-        if not limits.starts:
-            of[True] = limits.chunk_frames, ""
+        # A later segment of a text begins with a hop of any length.
+        names = {False: "the vocoder's first chunks", **({} if limits.starts else {True: "the vocoder"})}
         self._graphs = {
             begun: make(
                 partial(plain.render, begun),
                 plain.inputs,
-                limits.sizes(lengths, most),
-                f"the vocoder{name}",
+                limits.sizes(limits.chunk_frames, most),
+                name,
                 worker=limits.worker,
             )
-            for begun, (lengths, name) in of.items()
+            for begun, name in names.items()
         }
 
     def render(self, begun: bool, mel: Tensor, slots: Tensor, *others: Tensor) -> Tensor:

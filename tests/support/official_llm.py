@@ -1,0 +1,49 @@
+"""CosyVoice2's LLM in the official form, small and with random weights."""
+
+import json
+from pathlib import Path
+
+import torch
+from cosyvoice_triton.constants import SPEECH_VOCAB
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+HIDDEN, TEXT_ROWS, SPEECH_LOGITS = 64, 640, SPEECH_VOCAB + 3
+
+
+def write_blank(directory: Path) -> Path:
+    """Like CosyVoice-BlankEN: a Qwen2 tokenizer without the tokens of CosyVoice2, and a configuration."""
+    directory.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    Qwen2Config(
+        vocab_size=TEXT_ROWS,
+        hidden_size=HIDDEN,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    ).save_pretrained(directory)
+    return directory
+
+
+def official_llm(blank_dir: Path) -> dict[str, torch.Tensor]:
+    """Random weights under the keys of llm.pt, which has the text model's tied head a second time."""
+    torch.manual_seed(0)
+    qwen2 = Qwen2ForCausalLM(Qwen2Config.from_pretrained(blank_dir)).state_dict()
+    state = {f"llm.model.{name}": torch.randn_like(w) * 0.1 for name, w in qwen2.items()}
+    state["llm.model.lm_head.weight"] = state["llm.model.model.embed_tokens.weight"]
+    return state | {
+        "llm_embedding.weight": torch.randn(2, HIDDEN),
+        "speech_embedding.weight": torch.randn(SPEECH_LOGITS, HIDDEN),
+        "llm_decoder.weight": torch.randn(SPEECH_LOGITS, HIDDEN),
+        "llm_decoder.bias": torch.randn(SPEECH_LOGITS),
+    }
