@@ -23,7 +23,7 @@ def test_a_good_checkpoint_speaks_and_its_tokens_are_onnxruntime_s(stack: str, d
     for part in (
         "a second of speech at -",
         "0.0% of them not as onnxruntime",
-        "greedy tokens: 25, hash ",
+        "greedy tokens: ",
         " tensors, ",
     ):
         assert any(part in line for line in good), part
