@@ -79,18 +79,20 @@ def test_the_final_hop_takes_the_tokens_that_have_no_look_ahead_after_them() -> 
 
 
 @pytest.mark.parametrize(
-    "asked",  # (time, tokens ready after those of the hops before, length of the next hop or None)
+    ("cut", "asked"),  # (time, tokens ready after those of the hops before, length of the next hop or None)
     [
-        [(0.05, 30, None), (0.05, 45, 45)],  # 11 audible tokens are 0.44 s, nearly nine hops of 0.05 s: one unit more
-        [(0.05, 30, None), (0.45, 30, 30)],  # the listener has little left
-        [(0.4, 40, 30), (1.6, 77, 75)],  # rendering is slow: all that is ready
+        (0.0, [(0.05, 30, None), (0.05, 45, 45)]),  # 11 tokens are 0.44 s, nearly nine hops of 0.05 s: one unit more
+        (0.0, [(0.05, 30, None), (0.45, 30, 30)]),  # the listener has little left
+        (0.0, [(0.4, 40, 30), (1.6, 77, 75)]),  # rendering is slow: all that is ready
+        (0.3, [(0.05, 30, 30)]),  # of the 0.44 s few are heard
     ],
 )
-def test_time_based_waits_for_one_more_unit_while_the_listener_has_enough_audio(asked) -> None:
+def test_time_based_waits_for_one_more_unit_while_the_listener_has_enough_audio(cut, asked) -> None:
     clock = Clock(0.0)
     schedule = HopRules(strategy="time_based").schedule(0, clock)
     hop = schedule.next_hop(18, ended=False)
     assert hop == Hop(0, 15, final=False)
+    schedule.cut(cut)
     end = hop.end
     for clock.now, ready, length in asked:
         hop = schedule.next_hop(end + ready + LOOKAHEAD_TOKENS, ended=False)

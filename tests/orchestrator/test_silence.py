@@ -5,10 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from cosyvoice_triton import stacks
+from cosyvoice_triton.audible import LEAD_SECONDS, TAIL_SECONDS
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, SAMPLE_RATE, TOKEN_RATE
-from cosyvoice_triton.orchestrator.chunking import WITHHELD_TOKENS, Hop
+from cosyvoice_triton.orchestrator.chunking import WITHHELD_TOKENS, Hop, HopSchedule
 from cosyvoice_triton.orchestrator.synthesis import SENTENCE_PAUSE
 from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter
+from cosyvoice_triton.voice.prompt import Prompt
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,6 +94,14 @@ def test_an_answer_of_silent_tokens_alone_has_the_last_of_them() -> None:
 class Quiet(FakeToken2Wav):
     """Its audio is a token's 40 ms: silence for tokens up to 3, of which 3 is not known to be silent."""
 
+    @staticmethod
+    def sound(tokens: Sequence[int]) -> np.ndarray:
+        heard = np.repeat([token > 3 for token in tokens], SAMPLE_RATE // TOKEN_RATE)
+        return np.where(heard, 1 - np.arange(heard.size) % 2 * 2, 0).astype(np.float32)
+
+    async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
+        return self.sound(tokens)
+
     def open(self) -> FakeToken2WavStream:
         stream = super().open()
         render = stream.render
@@ -99,22 +109,38 @@ class Quiet(FakeToken2Wav):
         async def rendered(tokens: Sequence[int], hop: Hop, audio_left: float | None = None) -> np.ndarray:
             await render(tokens, hop, audio_left)
             withheld = 0 if hop.final else WITHHELD_TOKENS
-            begin = max(0, hop.offset - WITHHELD_TOKENS)
-            heard = np.repeat([token > 3 for token in tokens[begin : hop.end - withheld]], SAMPLE_RATE // TOKEN_RATE)
-            return np.where(heard, np.sin(np.arange(heard.size) / 10), 0).astype(np.float32)
+            return self.sound(tokens[max(0, hop.offset - WITHHELD_TOKENS) : hop.end - withheld])
 
         stream.render = rendered  # type: ignore[method-assign]
         return stream
 
 
-def test_after_a_cut_token2wav_is_told_what_the_listener_has_and_the_second_chunk_counts_as_late() -> None:
-    """Of 0.44 s of audio 0.15 are left, which is known at the next chunk and by the choice of short first hops."""
+@pytest.mark.parametrize("whole", [False, True])
+def test_without_trimming_an_answer_is_what_token2wav_renders_of_what_the_llm_says(whole: bool) -> None:
+    tokens = [1] * 9 + [3] * 8 + [9] * 60 + [3] * 20
+    pipeline = Pipeline(FakeLM(tokens), token2wav=Quiet(), silent_tokens=SILENT)
+    heard = {}
+    for trim in (False, True):
+        request = dataclasses.replace(speech_request(text="one"), trim_silence=trim)
+        heard[trim] = np.concatenate(pipeline.run((pipeline.offline if whole else pipeline.synthesize)(request)))
+    np.testing.assert_array_equal(heard[False], Quiet.sound(tokens))
+    seconds = LEAD_SECONDS + 60 / TOKEN_RATE + TAIL_SECONDS
+    assert heard[True].size / SAMPLE_RATE == pytest.approx(seconds, abs=0.03)
+
+
+def test_after_a_cut_token2wav_is_told_what_the_listener_has_and_the_second_chunk_counts_as_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 0.44 s of audio 0.15 are left, as the next chunk, the schedule and the choice of short first hops know."""
+    cuts: list[float] = []
+    monkeypatch.setattr(HopSchedule, "cut", lambda schedule, seconds: cuts.append(seconds))
     clock = Clock()
     pipeline = Pipeline(FakeLM([1] * 9 + [3] * 8 + [9] * 60), token2wav=Quiet(), clock=clock, silent_tokens=SILENT)
     opened = pipeline.synthesizer._first_hops
     audio = pipeline.run()
     seconds = [len(waveform) / SAMPLE_RATE for waveform in audio]
     assert seconds[0] == pytest.approx(0.12 + 0.03, abs=0.02)
+    assert cuts == [pytest.approx(12 / TOKEN_RATE - seconds[0])]
     assert pipeline.token2wav.streams[0].lefts == [None, pytest.approx(seconds[0]), None]
     (counted,) = opened._seconds
     assert counted == pytest.approx(9 / TOKEN_RATE - seconds[0] + 2 / TOKEN_RATE, abs=0.001)

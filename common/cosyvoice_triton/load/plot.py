@@ -50,6 +50,7 @@ def _latencies(axes: Any, streams: Sequence[Figures]) -> None:
     arrivals = [stream["arrivals_ms"] for stream in streams]
     steps = [[after - before for before, after in zip(at, at[1:], strict=False)] for at in arrivals]
     for name, values in (
+        ("first audible", [stream["audible_ms"] for stream in streams if stream["audible_ms"] is not None]),
         ("first chunk", [at[0] for at in arrivals]),
         ("second chunk, after the first", [step[0] for step in steps if step]),
         ("later chunks, each after the previous one", [value for step in steps for value in step[1:]]),
@@ -105,14 +106,14 @@ def _slack(axes: Any, streams: Sequence[Figures], summary: Figures) -> None:
 
 
 def plot_sweep(rows: Sequence[Figures], label: str, title: str, path: Path) -> None:
-    """Draw first chunk, whole answer, throughput with gaps, and stages of a sweep.
+    """Draw first audible, whole answer, throughput with gaps, and stages of a sweep.
 
     rows: `label` of a row is the swept number. label: of the x axis.
     """
     picture, axes = figure(2, 2, 13, 9)
     picture.suptitle(title)
     xs = [float(row["label"]) for row in rows]
-    for panel, key, what in ((axes[0][0], "first_chunk_ms", "first chunk"), (axes[0][1], "total_ms", "whole answer")):
+    for panel, key, what in ((axes[0][0], "audible_ms", "first audible"), (axes[0][1], "total_ms", "whole answer")):
         for share in SHARES:
             points = [(x, row[key][share]) for x, row in zip(xs, rows, strict=True) if row[key]]
             panel.plot(*np.reshape(points, (-1, 2)).T, marker="o", label=share)
