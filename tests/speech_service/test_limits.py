@@ -186,8 +186,9 @@ def largest(schema: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     """The largest values that a schema allows, each with the first that it refuses."""
     kind, text = schema.get("type"), schema.get("maxLength")
     if kind == "string" and text is not None:
-        for char in ("a", "\u0301"):
-            yield char * text, char * (text + 1)
+        for begin, char in (("", "a"), ("", "\u0301"), ("[pause ", "1")):
+            if text > len(begin):
+                yield begin + char * (text - len(begin)), begin + char * (text + 1)
     if kind == "integer":
         most = schema.get("maximum", schema.get("exclusiveMaximum", 0) - 1)
         yield most, most + 1

@@ -1,9 +1,12 @@
 """Texts that were written to block: their time grows with their length, and they fail no request."""
 
+import math
+from contextlib import suppress
 from time import thread_time
 
 import pytest
 from cosyvoice_triton.text import TextFrontend, clean_text
+from cosyvoice_triton.text.markup import parts
 
 HOSTILE = {
     "digits": "1",
@@ -85,6 +88,27 @@ def test_the_time_of_hostile_text_grows_with_its_length(language: str) -> None:
         text = (unit * CHARS)[:CHARS]
         once, eight = (seconds(frontend, text * times, language) for times in (1, 8))
         assert eight < 32 * max(once, plain / 8), name
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    "mark", ["[pause {}]", "[pause {}s]", "[pause{}", '<break time="{}"/>', "[voice:{}", "<speak{}"]
+)
+@pytest.mark.parametrize("char", ["1", " "])
+def test_the_time_of_a_mark_grows_with_its_length(mark: str, char: str) -> None:
+    """A time of 4,096 digits took a second. Whether it is refused does not matter."""
+
+    def taken(length: int) -> float:
+        least, text = math.inf, mark.replace("{}", char * length)
+        for _ in range(3):
+            begin = thread_time()
+            for _ in range(3):
+                with suppress(ValueError):
+                    list(parts(text))
+            least = min(least, thread_time() - begin)
+        return least
+
+    assert taken(8 * CHARS) < 32 * max(taken(CHARS), 1e-3)
 
 
 @pytest.mark.serial
