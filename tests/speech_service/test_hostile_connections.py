@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 from cosyvoice_triton.server.tritonserver import free_port
+from cosyvoice_triton.speech_service.security.connection_limits import LimitedSocket
 
 from tests.support.raw_connections import WEBSOCKET, frame, opened, request
 from tests.support.speech_fixtures import SPEECH, TEXT, stubbed, until
@@ -132,6 +134,30 @@ def test_pings_are_no_unfinished_message(url: str) -> None:
             client.settimeout(SECONDS / 4)
             with pytest.raises(TimeoutError):
                 client.recv(1)
+
+
+def test_of_two_clients_one_with_many_frames_takes_no_more_of_the_loop_than_the_other(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All frames have arrived before the loop reads the first of them."""
+    handled: list[LimitedSocket] = []
+    handle = LimitedSocket.handle_ping
+    monkeypatch.setattr(LimitedSocket, "handle_ping", lambda socket: (handled.append(socket), handle(socket))[1])
+    with socket_of(url) as greedy, socket_of(url) as modest:
+        for client in (greedy, modest):
+            client.sendall(frame(9, b""))
+            assert client.recv(2) == b"\x8a\x00"
+        first, second = handled
+        held, go_on = threading.Event(), threading.Event()
+        first.loop.call_soon_threadsafe(lambda: (held.set(), go_on.wait(60)))
+        assert held.wait(60)
+        handled.clear()
+        greedy.sendall(frame(9, b"") * 9000)
+        modest.sendall(frame(9, b"") * 900)
+        go_on.set()
+        until(lambda: len(handled) == 9900)
+    last = max(number for number, socket in enumerate(handled) if socket is second)
+    assert handled[:last].count(first) < 2 * 900
 
 
 def test_unfinished_messages_share_a_budget(url: str) -> None:
