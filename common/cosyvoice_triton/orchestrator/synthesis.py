@@ -283,7 +283,7 @@ class Synthesizer:
         else:
             work = self._generate_whole(request, llm_prompt, segments, new_buffer(0.0))
         scope.spawn(place.unless_refused(work))
-        place.ask()
+        place.ask()  # after the LLM was started
         prompt = await used.prompt()
         if used.parts and isinstance(voice, Recording):
             self._prompts[request.trim_reference].put(voice, prompt)

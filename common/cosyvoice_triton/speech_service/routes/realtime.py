@@ -407,9 +407,7 @@ class RealtimeSession(SocketSessionBase):
 
 
 def _not_active(action: str) -> ApiError:
-    failed = {"cancel": "Cancellation", "replace": "Replacement"}[
-        action
-    ]  # LiveKit knows OpenAI's "Cancellation failed"
+    failed = "Cancellation" if action == "cancel" else "Replacement"  # LiveKit knows OpenAI's "Cancellation failed"
     return invalid(f"{failed} failed: no such response is being spoken", "response_id", f"response_{action}_not_active")
 
 
