@@ -126,3 +126,11 @@ def test_a_request_that_is_accepted_last_is_counted_once_its_model_has_published
     monkeypatch.setattr(time, "sleep", lambda seconds: seconds and published.append(later.pop(0)))
     server = SimpleNamespace(refuse_new=dict, check_models=dict, live_requests=lambda: published[-1])
     assert drain(server, SimpleNamespace(), notice=0.0, limit=60.0) == 0 and not later
+
+
+def test_new_requests_are_accepted_for_the_notice_although_the_page_says_stopping(monkeypatch) -> None:
+    page, events = SimpleNamespace(state="ready"), []
+    monkeypatch.setattr(time, "sleep", lambda seconds: events.append((page.state, seconds)))
+    server = SimpleNamespace(refuse_new=lambda: events.append("refused"), check_models=dict, live_requests=int)
+    drain(server, page, notice=7.0, limit=60.0)
+    assert events[:2] == [("stopping", 7.0), "refused"]
