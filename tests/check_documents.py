@@ -263,14 +263,15 @@ def options_of_the_speech_service() -> Findings:
 
 
 def messages() -> Findings:
-    """Messages that the troubleshooting page quotes are in the code, apart from what they name."""
+    """Messages that the pages for operators quote are in the code, apart from what they name."""
     said = " ".join(
         "\n".join(text for path, text in sources().items() if not name_of(path).startswith("tests/")).split()
     )
-    for quoted in re.findall(r'"([^"]+)"', page("docs/troubleshooting.md")):
-        for part in quoted.split("…"):
-            if (words := part.strip()) and words not in said and words not in OF_TRITON:
-                yield f"docs/troubleshooting.md quotes {words!r}, which no message says"
+    for name in ("docs/troubleshooting.md", "docs/operate.md"):
+        for quoted in re.findall(r'"([^"]+)"', without_code(page(name))):
+            for part in quoted.split("…"):
+                if (words := part.strip()) and words not in said and words not in OF_TRITON:
+                    yield f"{name} quotes {words!r}, which no message says"
 
 
 def picture() -> Findings:

@@ -1,12 +1,18 @@
-"""The last refusal for want of a place, which answers whoever comes in the next moment, at no cost."""
+"""Refusals for want of a place: the last one, which answers others in the next moment at no cost, and their log."""
 
+import logging
 import math
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
 
 # Short beside the time that a place is held, and long beside the time that a refusal takes on a busy machine.
 REFUSAL_SECONDS = 0.1
 FREEING_SECONDS = 0.03  # after a listener has left, who refuses may not know it yet
+LOG_SECONDS = 60.0  # a crowd that is refused would fill the log
 
 
 class LastRefusal:
@@ -34,3 +40,27 @@ class LastRefusal:
         """Raise what `error` returns, if it does."""
         if (error := self.error(since)) is not None:
             raise error.with_traceback(None)
+
+
+class RefusalLog:
+    """Logs in one line how many were refused, and why, for each LOG_SECONDS in which somebody was. Safe to use from any
+    thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def note(self, reason: str) -> None:
+        """Count one refusal; the line comes LOG_SECONDS after the first one."""
+        with self._lock:
+            if not self._counts:
+                timer = threading.Timer(LOG_SECONDS, self._write)
+                timer.daemon = True
+                timer.start()
+            self._counts[reason] += 1
+
+    def _write(self) -> None:
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+        logger.warning("refused in %.0f s: %s", LOG_SECONDS, reasons)

@@ -30,3 +30,12 @@ USER nobody
 WORKDIR /prometheus
 VOLUME /prometheus
 ENTRYPOINT ["prometheus"]
+
+FROM debian AS alertmanager
+RUN apt-get update -qq \
+    && apt-get install -y -qq --no-install-recommends prometheus-alertmanager \
+    && rm -rf /var/lib/apt/lists/* \
+    && install --directory --owner nobody /alertmanager
+USER nobody
+VOLUME /alertmanager
+ENTRYPOINT ["prometheus-alertmanager"]

@@ -110,6 +110,7 @@ MADE: dict[str, Callable[[Engine, str], None]] = {
     ENVOY: envoy,
     "redis:7.4.2": stand_in("redis"),
     "prom/prometheus:v2.53.0": stand_in("prometheus"),
+    "prom/alertmanager:v0.27.0": stand_in("alertmanager"),
     CPU: ours("cpu"),
     GPU: ours("gpu"),
 }

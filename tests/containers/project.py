@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import shlex
 import subprocess
 import time
 import urllib.request
@@ -25,7 +26,8 @@ NAME = "speech"
 VOICE = "rms"  # of the demo checkpoint
 LONG = "This text is spoken while something happens to the servers. " * 6
 SECONDS = 600.0  # as long as models may load
-PORTS = ("HTTP_PORT", "GRPC_PORT", "SPEECH_PORT", "RUNTIME_PORT", "METRICS_PORT", "PROMETHEUS_PORT")
+PORTS = ("HTTP_PORT", "GRPC_PORT", "SPEECH_PORT", "RUNTIME_PORT", "METRICS_PORT", "HEALTH_PORT", "PROMETHEUS_PORT")
+PORTS += ("ALERTMANAGER_PORT",)
 
 log = logging.getLogger("containers")
 
@@ -36,7 +38,7 @@ class Project:
     def __init__(self, engine: Engine, *files: str, **settings: str) -> None:
         self._engine = engine
         self.ports = {name: free_port() for name in PORTS}
-        # Only this machine can reach the public ports; the other two are published like this anyway.
+        # Only this machine can reach the public ports; the others are published like this anyway.
         public = {name: f"127.0.0.1:{port}" for name, port in self.ports.items() if name in PORTS[:4]}
         self._environment = engine.environment | {name: str(port) for name, port in self.ports.items()} | public
         # These tests are not about speed: streams that this machine cannot render in time are served, too.
@@ -45,13 +47,20 @@ class Project:
         self._environment |= {"TTS_OPTIONS": options} | settings
         command = compose_command()
         assert command is not None
-        self._command = [*command, f"--project-name={NAME}", *(f"--file={file}" for file in files)]
+        self._command = [*command, f"--project-name={NAME}", *(f"--file={ROOT / file}" for file in files)]
 
     def compose(self, *arguments: str, limit: float = SECONDS, check: bool = True) -> str:
         command, both = [*self._command, *arguments], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         run = subprocess.run(command, cwd=ROOT, env=self._environment, text=True, timeout=limit, **both)
         assert not check or run.returncode == 0, run.stdout[-4000:] + self.logs()
         return run.stdout
+
+    def operate(self, commands: str, **settings: str) -> None:
+        """Run commands of docs/operate.md, with other settings from now on."""
+        self._environment |= settings
+        script = f'dc() {{ {shlex.join(self._command)} "$@"; }}\n{commands}'
+        run = subprocess.run(["bash", "-euc", script], env=self._environment, capture_output=True, text=True)
+        assert run.returncode == 0, run.stdout + run.stderr + self.logs()
 
     def up(self, *services: str) -> None:
         """Started in order, with the images that they need; compose waits for the services that others depend on."""
@@ -106,11 +115,12 @@ class Project:
     def spoken(self, model: str, text: str = "Hello there.") -> StreamResult:
         return asyncio.run(self.speak(model, text, StreamResult()))
 
-    def say(self, **fields: str) -> tuple[int, bytes]:
-        """A request to the speech API."""
+    def say(self, key: str = "new", **fields: str) -> tuple[int, bytes]:
+        """A request to the speech API. key: it has none, or `new`, which a test replaces `old` by."""
         body = json.dumps({"input": "Hello there.", "voice": VOICE, "response_format": "wav"} | fields).encode()
         url = f"http://127.0.0.1:{self.ports['SPEECH_PORT']}/v1/audio/speech"
-        return http(urllib.request.Request(url, body, {"Content-Type": "application/json"}))
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        return http(urllib.request.Request(url, body, headers))
 
 
 def http(request: str | urllib.request.Request) -> tuple[int, bytes]:

@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from cosyvoice_triton import samples
@@ -11,7 +14,10 @@ from cosyvoice_triton.client.utterance import read_reference
 from cosyvoice_triton.monitoring.metrics import ENDED, LIVE, sum_of
 from cosyvoice_triton.voice.audio import Recording
 
+from tests.containers.engine import Engine
+from tests.containers.images import CPU
 from tests.containers.project import LONG, Project, moment, wait_for
+from tests.support.queries import OPERATE, SHOWN
 from tests.support.serve_process import StreamResult
 
 MODEL = "cosyvoice2_dit"
@@ -23,11 +29,22 @@ for name in pathlib.Path("/proc").glob("[0-9]*/comm"):
         os.kill(int(name.parent.name), signal.SIGKILL)
 """
 METRICS = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8003/metrics').read().decode())"
+PREVIOUS = "cosyvoice-triton:previous"
+
+
+def documented(word: str) -> str:
+    """The commands of the page on operation with this word."""
+    (commands,) = (block for block in re.findall(r"```\w*\n(.*?)```", OPERATE, re.DOTALL) if word in block)
+    return str(commands)
+
+
+UPGRADE = documented("--wait $service")
 
 
 @pytest.fixture(scope="module")
-def dit(project: Callable[..., Project]) -> Iterator[Project]:
-    yield project("docker-compose.dit.yml", "deploy/compose/cpu.yml")
+def dit(docker: Engine, project: Callable[..., Project]) -> Iterator[Project]:
+    docker.docker("tag", CPU, PREVIOUS)
+    yield project("docker-compose.dit.yml", "deploy/compose/cpu.yml", CPU_IMAGE=PREVIOUS, SPEECH_API_KEYS="old")
 
 
 def test_services_start_in_order_and_become_healthy(dit: Project) -> None:
@@ -48,10 +65,54 @@ def test_every_way_through_the_gateway_gives_speech(dit: Project) -> None:
     answer = dit.spoken(MODEL)
     assert not answer.error and answer.samples > 10_000
     wait_for("the speech service knows a ready server", lambda: dit.get("/health", "SPEECH_PORT")[0] == 200, 60)
-    status, audio = dit.say()
+    status, audio = dit.say("old")
     assert status == 200 and audio[:4] == b"RIFF" and len(audio) > 20_000
-    assert dit.say(voice="nobody")[0] in (400, 404)
+    assert dit.say("old", voice="nobody")[0] in (400, 404)
     assert b"<html" in dit.get("/", "SPEECH_PORT")[1]
+    assert dit.get("/ready", "HEALTH_PORT")[0] == 200
+
+
+def live_during(dit: Project, commands: str, key: str = "new", **settings: str) -> None:
+    """Run commands while an answer is sent over gRPC and another by the speech service, which both end normally."""
+
+    async def scene() -> tuple[StreamResult, tuple[int, bytes]]:
+        answer = StreamResult()
+        speaking = asyncio.create_task(dit.speak(MODEL, LONG, answer))
+        await answer.begun.wait()
+        saying = asyncio.create_task(asyncio.to_thread(dit.say, key, input=LONG))
+        begun = re.compile(rb"^speech_live_streams 1", re.MULTILINE)
+        await asyncio.to_thread(
+            wait_for, "an answer by the speech service", lambda: begun.search(dit.get("/metrics", "SPEECH_PORT")[1])
+        )
+        await asyncio.to_thread(dit.operate, commands, **settings)
+        return await speaking, await saying
+
+    answer, (status, audio) = asyncio.run(scene())
+    assert not answer.error and answer.samples > 200_000
+    assert status == 200 and len(audio) > 400_000
+
+
+def test_two_keys_are_valid_while_one_replaces_the_other(dit: Project) -> None:
+    (command,) = set(re.findall(r"`(dc up .*--wait speech)`", OPERATE))
+    for keys, known in (("old,new", ("old", "new")), ("new", ("new",))):
+        live_during(dit, command, "old", SPEECH_API_KEYS=keys)
+        assert {key: dit.say(key)[0] for key in ("old", "new")} == {"old": 401, "new": 200} | dict.fromkeys(known, 200)
+
+
+def test_voices_are_backed_up_and_restored(dit: Project, tmp_path: Path) -> None:
+    backup, restore = documented("voices.tar.gz").replace("voices.tar.gz", str(tmp_path / "voices")).splitlines()
+    dit.operate(backup)
+    dit.execute("speech", "rm", "-r", "/models/voices")
+    assert dit.say()[0] in (400, 404)
+    dit.operate(restore)
+    assert dit.say()[0] == 200
+
+
+def test_an_upgrade_and_its_rollback_lose_no_stream(dit: Project) -> None:
+    for image in (CPU, PREVIOUS):
+        live_during(dit, UPGRADE, CPU_IMAGE=image)
+        assert {dit.container(name)["Config"]["Image"] for name in ("tts", "speech")} == {image}
+        assert not dit.spoken(MODEL).error and dit.say()[0] == 200
 
 
 @pytest.mark.extended
@@ -80,24 +141,50 @@ def test_prometheus_scrapes_every_server_and_its_rules_load(dit: Project) -> Non
         result = json.loads(body)["data"]["result"] if status == 200 else []
         return int(result[0]["value"][1]) if result else 0
 
-    wait_for("Prometheus sees 3 Tritons, their models and the speech service", lambda: up() == 7)
+    wait_for("Prometheus sees 3 Tritons, their models, the speech service and the gateway", lambda: up() == 8)
     rules = json.loads(dit.get("/api/v1/rules", "PROMETHEUS_PORT")[1])["data"]["groups"]
     assert rules and all(rule["health"] != "err" for group in rules for rule in group["rules"])
 
+    def empty() -> set[str]:
+        """The queries without an answer, apart from those about a GPU."""
+        answers = {query: dit.get(f"/api/v1/query?query={quote(query)}", "PROMETHEUS_PORT")[1] for query in SHOWN}
+        return {query for query in SHOWN if not json.loads(answers[query])["data"]["result"] and "nv_gpu" not in query}
+
+    wait_for("every query has an answer", lambda: not empty(), 120)
+
 
 @pytest.mark.extended
-def test_restarting_one_server_of_several_loses_no_request(dit: Project) -> None:
+def test_an_alert_reaches_its_receiver(docker: Engine, dit: Project) -> None:
+    dit.up("alertmanager")
+    docker.docker(
+        "run", "--detach", "--name=receiver", "--network=speech_default", CPU, "python3", "-um", "http.server", "8080"
+    )
+    known = "/api/v1/alertmanagers"
+    wait_for(
+        "Prometheus has it", lambda: json.loads(dit.get(known, "PROMETHEUS_PORT")[1])["data"]["activeAlertmanagers"]
+    )
+    amtool = ("amtool", "--alertmanager.url=http://127.0.0.1:9093", "alert", "add", "Example", "severity=page")
+    wait_for("it takes an alert", lambda: "error" not in dit.execute("alertmanager", *amtool, check=False))
+    wait_for("the alert is sent", lambda: "POST /pager" in docker.logs("receiver"))
+    docker.docker("rm", "--force", "--volumes", "receiver")
+
+
+@pytest.mark.extended
+def test_an_upgrade_of_several_servers_refuses_nobody(dit: Project) -> None:
     async def scene() -> list[StreamResult]:
         answers = []
-        restart = asyncio.create_task(asyncio.to_thread(dit.compose, "restart", "--timeout=90", "tts"))
-        while not restart.done():
+        upgrade = asyncio.create_task(
+            asyncio.to_thread(dit.operate, UPGRADE.replace("in tts speech", "in tts tts-2 tts-3"), CPU_IMAGE=CPU)
+        )
+        while not upgrade.done():
             answers += await asyncio.gather(*(dit.speak(MODEL, f"Number {n}.", StreamResult()) for n in range(3)))
-        await restart
+        await upgrade
         return answers
 
     answers = asyncio.run(scene())
     assert len(answers) > 3 and [answer.error for answer in answers if answer.error] == []
-    wait_for("it serves again", lambda: dit.servers() == 3)
+    wait_for("all serve", lambda: dit.servers() == 3)
+    assert {dit.container(name)["Config"]["Image"] for name in ("tts", "tts-2", "tts-3")} == {CPU}
 
 
 @pytest.mark.extended

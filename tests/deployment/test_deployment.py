@@ -161,6 +161,7 @@ def test_compose_files_are_valid_and_complete(file: str) -> None:
         for name in started(services):
             assert (services[name].get("restart") == "unless-stopped") == (name not in ("download", "engine", "plans"))
         for name, one in services.items():
+            assert one["logging"] == {"driver": "json-file", "options": {"max-size": "20m", "max-file": "5"}}, name
             if one["image"].startswith("cosyvoice-triton"):  # it may change nothing but its volumes
                 assert one["read_only"] and one["cap_drop"] == ["ALL"] and one["security_opt"], name
             for volume in one.get("volumes", []):
@@ -172,7 +173,10 @@ def test_compose_files_are_valid_and_complete(file: str) -> None:
             assert any(tts["environment"][kernels].startswith(f"{volume['target']}/") for volume in tts["volumes"])
         gateway = {port["target"]: port.get("host_ip") for port in services["gateway"]["ports"]}
         assert gateway == {8000: None, 8001: "127.0.0.1", 10086: None}
-        assert [(port["host_ip"], port["target"]) for port in tts["ports"]] == [("127.0.0.1", 8002)], "metrics"
+        assert [(port["host_ip"], port["target"]) for port in tts["ports"]] == [
+            ("127.0.0.1", 8002),
+            ("127.0.0.1", 8003),
+        ]
 
 
 @needs_compose

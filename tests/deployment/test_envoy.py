@@ -24,6 +24,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tests.conftest import ROOT
 from tests.support.gateway import Gateway, Ports, gateway, wait_for
 from tests.support.http_pages import Page, PageServer, http_server
+from tests.support.queries import unknown
 from tests.support.speech_fixtures import stub_triton
 from tests.support.triton_stub import TritonStub, stub_process
 
@@ -49,7 +50,8 @@ class Handler(Page):
 
     def answer(self) -> None:
         if self.path in ("/ready", "/health"):
-            return self.reply(self.server.status, {})
+            own = self.path == "/ready" or self.headers["Host"] == "127.0.0.1"  # the speech service may refuse names
+            return self.reply(self.server.status if own else 403, {})
         self.server.asked.set()
         self.server.paths.add(self.path)
         if self.path.startswith("/slow"):
@@ -198,6 +200,12 @@ def test_grpc_offers_speech_and_no_management_and_drops_the_header_that_crashes(
         assert len(list(stub.ModelStreamInfer(iter([request]), metadata=headers))) == 3
     chosen = servers.stubs[servers.since(before).index(1)]
     assert chosen.headers["x-voice-key"] == "anna" and "triton_grpc_error" not in chosen.headers
+
+
+def test_the_page_of_metrics_is_all_that_its_port_offers(open_gateway: Gateway) -> None:
+    assert unknown(httpx.get(f"http://127.0.0.1:{open_gateway.metrics}/stats/prometheus").text, "envoy_") == set()
+    for method, path in (("POST", "/quitquitquit"), ("POST", "/stats/prometheus"), ("GET", "/config_dump")):
+        assert ask(open_gateway.metrics, path, method=method)[0] == 404
 
 
 @pytest.mark.parametrize("route", ["/v1/audio/speech/stream", "/v1/realtime"])
@@ -383,7 +391,7 @@ def block(document: str, word: str, indent: int) -> str:
 def test_the_keys_of_the_documents_are_asked_for(servers: Servers, tmp_path: Path) -> None:
     def add(text: str) -> str:
         first, last = text.split("                  - &router\n")
-        return first + block("docs/security.md", "api_key_auth", 18) + "                  - &router\n" + last
+        return first + block("SECURITY.md", "api_key_auth", 18) + "                  - &router\n" + last
 
     with (
         gateway(tmp_path, servers.ports, edit=add) as started,

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import socket
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -60,9 +61,10 @@ def url(stub: TritonStub) -> Iterator[str]:
 
 
 def test_after_a_refusal_nobody_elses_voice_is_decoded_nor_triton_asked(
-    stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch
+    stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 60.0)
+    monkeypatch.setattr(refusals, "LOG_SECONDS", 1.0)
     decoded: list[str] = []
     monkeypatch.setattr(bodies, "decode_base64", lambda text, size: decoded.append(text) or decode_base64(text, size))
     stub.error = OVERLOADED
@@ -72,6 +74,8 @@ def test_after_a_refusal_nobody_elses_voice_is_decoded_nor_triton_asked(
     assert [(each.status_code, each.headers["retry-after"]) for each in answers] == 4 * [(429, "3")]
     assert len(decoded) == stub.asked == 1
     assert 'speech_errors_total{status="429"} 4.0' in httpx.get(f"{url}/metrics").text
+    lines = re.compile(r"refused in 1 s: (\d) overloaded$", re.MULTILINE)
+    until(lambda: sum(map(int, lines.findall("\n".join(caplog.messages)))) == 4)
 
 
 def test_a_model_that_is_full_refuses_for_itself_alone(

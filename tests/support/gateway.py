@@ -39,6 +39,7 @@ class Gateway:
     grpc: int
     speech: int
     admin: int
+    metrics: int
     log: Path
     process: "subprocess.Popen[bytes]"
 
@@ -62,7 +63,7 @@ def gateway(
     directory: Path, servers: Sequence[Ports], speech: Sequence[int] = (), edit: Callable[[str], str] = str
 ) -> Iterator[Gateway]:
     """Runs it with other ports and servers. SIGTERM must end it, with code 0. edit: of the file's text."""
-    listen = {number: free_port() for number in (8000, 8001, 10086, 9901)}
+    listen = {number: free_port() for number in (8000, 8001, 10086, 9901, 9902)}
     config = yaml.safe_load(edit((FOLDER / "envoy.yaml").read_text()))
     at(config["admin"], listen[9901])
     for listener in config["static_resources"]["listeners"]:
@@ -71,6 +72,7 @@ def gateway(
         "tts_grpc": [(one.grpc, one.health) for one in servers],
         "tts_http": [(one.http, one.health) for one in servers],
         "speech": [(port, port) for port in speech],
+        "admin": [(listen[9901], listen[9901])],
     }
     for cluster in config["static_resources"]["clusters"]:
         if cluster["name"] in ports:
@@ -84,7 +86,7 @@ def gateway(
     # A shell cannot trap signals that were ignored when it started, as by a script's background job.
     command = ["env", "--default-signal=INT", str(FOLDER / "run.sh"), str(path), str(listen[9901])]
     with log.open("wb") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
-        running = Gateway(listen[8000], listen[8001], listen[10086], listen[9901], log, process)
+        running = Gateway(listen[8000], listen[8001], listen[10086], listen[9901], listen[9902], log, process)
         try:
             wait_for(lambda: process.poll() is not None or answers(f"http://127.0.0.1:{running.http}/gateway/health"))
             assert process.poll() is None, log.read_text()

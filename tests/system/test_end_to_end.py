@@ -20,12 +20,15 @@ from cosyvoice_triton.client import grpc_client
 from cosyvoice_triton.client.answer import SpeechResult
 from cosyvoice_triton.client.utterance import Utterance, read_reference
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.monitoring.metrics import page
 from cosyvoice_triton.orchestrator.synthesis import SENTENCE_PAUSE
 from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.voice.audio import load_audio
 from cosyvoice_triton.voice.features import resample
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from tests.support.queries import unknown
+from tests.support.serve_process import get
 from tests.support.server_requests import (
     MODELS,
     STACKS,
@@ -81,6 +84,12 @@ once = pytest.mark.parametrize("stack", STACKS[:1], indirect=True)
 @pytest.fixture
 def server(stack: str, serve: Serve) -> Server:
     return Server(MODELS[stack], serve(stack=stack, **OPTIONS.get(stack, {})))
+
+
+@once
+def test_the_pages_have_every_metric_that_dashboard_and_alerts_ask_for(server: Server) -> None:
+    assert unknown(page(server.triton.metrics_directory), "tts_") == set()
+    assert unknown(get(f"http://{server.triton.metrics_url}/metrics")[1], "nv_") == set()
 
 
 # --- long texts, modes and registered voices ---------------------------------------------------------------------

@@ -1,14 +1,17 @@
 """The service: who waits, who is refused, and what is counted. The engine is a fake."""
 
+import re
 import threading
 
 import numpy as np
 import pytest
+from cosyvoice_triton import refusals
 from cosyvoice_triton.constants import CALLS_AT_ONCE, HOP_SAMPLES
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.monitoring.metrics import GAP_SECONDS, GAPS, OPENED, OPENED_WAITED, REFUSED
 
 from tests.support.fake_engine import NEW, PROMPT, answered, queue_behind_a_running_chunk
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("last", [{}, {"tokens": [5], "final": True}])
@@ -84,13 +87,15 @@ def test_a_live_stream_restarts_while_all_slots_are_taken(service, client):
     assert len(client.start(3, [4])) and service.stats().live_streams == 4
 
 
-def test_a_new_listener_who_would_be_too_many_is_refused_while_a_batch_is_rendered(full, engine):
+def test_a_new_listener_who_would_be_too_many_is_refused_while_a_batch_is_rendered(full, engine, monkeypatch, caplog):
+    monkeypatch.setattr(refusals, "LOG_SECONDS", 0.0)
     for request in (NEW, {"start": True}, {**NEW, "tokens": [4], "final": True, "end": True}):
         with pytest.raises(OverloadedError, match="listeners: 4, .* there is room for 4"):
             full.post(5, **request)
     with pytest.raises(OverloadedError):
         full.post("request a", [6], start=None, prompt=PROMPT, final=False)
     assert full.service.stats().values()[REFUSED.sample(reason="streams")] == 4
+    until(lambda: re.search(r"refused in 0 s: \d streams", caplog.text))
     assert not engine.gate.is_set()
 
 

@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--http-host",
         default=LOOPBACK,
-        help="address of Triton's HTTP endpoint; another one only behind the gateway, see docs/security.md",
+        help="address of Triton's HTTP endpoint; another one only behind the gateway, see SECURITY.md",
     )
     parser.add_argument(
         "--grpc-host", default=LOOPBACK, help="address of Triton's gRPC endpoint; another one only behind the gateway"
@@ -87,13 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.grpc_host != LOOPBACK:
         logging.warning(
             "tritonserver's gRPC port %s ends the server if a client sends the header triton_grpc_error: offer it "
-            "through the gateway only, which removes this header (docs/security.md)",
+            "through the gateway only, which removes this header (SECURITY.md)",
             join(args.grpc_host, args.grpc_port),
         )
     elif args.host != LOOPBACK:
         logging.warning(
             "tritonserver's gRPC and HTTP ports accept connections of this machine only; others use the speech service "
-            "or the gateway (docs/security.md)"
+            "or the gateway (SECURITY.md)"
         )
     try:
         repository = rendered_repository(args)

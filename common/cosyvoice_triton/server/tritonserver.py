@@ -151,7 +151,7 @@ class TritonServer:
     """`with TritonServer(repository, ports=Ports(0, 0, 0)) as server: ... server.grpc_url`.
 
     http_host, grpc_host: addresses of Triton's endpoints; other than this machine's own only behind the gateway, which
-    does not forward what can crash them (docs/security.md). host: of everything else.
+    does not forward what can crash them (SECURITY.md). host: of everything else.
 
     cache: Triton's --cache-config, for the response cache of the prompt models. log_file: the server's output; by
     default in a temporary directory that `stop` removes; INHERITED: this process's output. The server and its stubs are

@@ -24,7 +24,7 @@ from async_timeout import timeout
 from cosyvoice_triton.client.answer import AudioPart
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.refusals import LastRefusal
+from cosyvoice_triton.refusals import LastRefusal, RefusalLog
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder, framed
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
@@ -56,6 +56,7 @@ class Dispatcher:
         self._settings = settings
         self._live = 0
         self._refusals: dict[str, LastRefusal] = {}  # by model
+        self._refused = RefusalLog()
         # Requests pass these one after another, so that once the first of a burst is refused, the others are refused
         # before their bodies are read and their voices decoded. One for each core: more would only share the CPU.
         self._admission = asyncio.Lock()
@@ -270,6 +271,8 @@ class Dispatcher:
             self.metrics.errors.labels(str(error.status)).inc()
             if error.status >= 500:
                 logger.warning("a stream failed: %s", error.message)
+            if error.status == 429:
+                self._refused.note(error.code or "")
             raise
 
 

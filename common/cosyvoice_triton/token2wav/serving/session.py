@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from cosyvoice_triton.constants import CALLS_AT_ONCE
-from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.playback import Playback
+from cosyvoice_triton.refusals import RefusalLog
 from cosyvoice_triton.token2wav.policy.admission import Admission
 from cosyvoice_triton.token2wav.serving.requests import Kind, Token2WavRequest
 from cosyvoice_triton.token2wav.stream import Chunk, Stream
@@ -93,6 +94,7 @@ class Sessions:
 
     def __init__(self, admission: Admission, max_streams: int, clock: Callable[[], float]) -> None:
         self._admission = admission
+        self._log = RefusalLog()
         self._max_streams = max_streams
         # Each orchestrator has so many calls at once; streams have hardly ever two requests.
         self._max_requests = 2 * max_streams + CALLS_AT_ONCE
@@ -174,12 +176,16 @@ class Sessions:
     def _check(self, request: Token2WavRequest, *, new: bool, has_place: bool) -> None:
         """Raise the error of a request that cannot be queued."""
         if new and (refusal := self._admission.ask(self.listeners, self._clock())):
-            raise self._admission.count(refusal)
+            raise self._refused(refusal)
         if request.kind is Kind.WHOLE:
             if refusal := self._admission.ask_whole(self.wholes):
-                raise self._admission.count(refusal)
+                raise self._refused(refusal)
         if not has_place and request.kind is not Kind.ABORT and self.queued >= self._max_requests:
             raise UnavailableError(f"token2wav's queue is full: {self._max_requests} requests wait")
+
+    def _refused(self, refusal: OverloadedError) -> OverloadedError:
+        self._log.note(refusal.reason)
+        return self._admission.count(refusal)
 
     def schedulable(self) -> list[Session]:
         """Return the sessions of which a request waits and nothing is rendered."""
