@@ -63,11 +63,6 @@ class Engine:
             run.check_returncode()
         return run.stdout.strip()
 
-    def logs(self, container: str) -> str:
-        """What a container has written; Python's web server writes its requests as errors."""
-        run = subprocess.run([DOCKER, "logs", container], env=self.environment, capture_output=True, text=True)
-        return run.stdout + run.stderr
-
     def lines(self, *arguments: str) -> list[str]:
         return self.docker(*arguments).split()
 
