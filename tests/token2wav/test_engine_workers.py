@@ -20,11 +20,10 @@ from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches
 from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
-from cosyvoice_triton.token2wav.gpu.noise import flow_noise, source_noise, uniform_noise
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 from cosyvoice_triton.token2wav.stream import Stream
-from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
-from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
+from cosyvoice_triton.token2wav.vocoder.base import BatchVocoder
 from cosyvoice_triton.voice.prompt import Prompt
 
 from tests.support.streams import VOICES_BYTES, Piece, ids, pieces, prompt
@@ -36,7 +35,7 @@ Used = list[tuple[str, int]]  # which of flow and vocoder computed, and the work
 
 def with_workers(kind: type[Any], used: Used) -> type[Any]:
     """A flow or a vocoder that has a form for each worker, over the same streams."""
-    method, name = ("_launch", "vocoder") if issubclass(kind, (CausalVocoder, StreamingVocoder)) else ("render", "flow")
+    method, name = ("_launch", "vocoder") if issubclass(kind, BatchVocoder) else ("render", "flow")
 
     class WithWorkers(kind):
         worker = 0
@@ -80,16 +79,13 @@ FLOWS: dict[str, tuple[Any, dict[str, int]]] = {
 @pytest.fixture(scope="module", params=FLOWS)
 def subject(request: pytest.FixtureRequest) -> Subject:
     (kind, options), network = FLOWS[request.param], request.getfixturevalue(f"{request.param}_network")
-    if request.param == "cosyvoice3":
-        hift, of_vocoder, noise = request.getfixturevalue("causal_hift"), CausalVocoder, uniform_noise
-    else:
-        hift, of_vocoder, noise = request.getfixturevalue("vocoder")._plain.hift, StreamingVocoder, source_noise
+    vocoder = request.getfixturevalue("causal_vocoder" if request.param == "cosyvoice3" else "vocoder")
     used = Used()
 
     def engine(make: Callable[[type[Any]], type[Any]]) -> Token2Wav:
         caches = () if request.param == "unet" else (PromptCaches(VOICES_BYTES),)
         flow = make(kind)(network, flow_noise(), *caches, limits=LIMITS, steps=2, **options)
-        return Token2Wav(flow, make(of_vocoder)(hift, noise(hift.config.harmonics + 1), limits=LIMITS))
+        return Token2Wav(flow, make(type(vocoder))(vocoder._network, vocoder._noise, limits=LIMITS))
 
     plain = engine(lambda kind: kind)
     return Subject(engine(partial(with_workers, used=used)), plain, used, spoken(plain))
