@@ -4,7 +4,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import Self
 
 from cosyvoice_triton.config import FlowRuntime, KvCacheDtype
-from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import EULER_STEPS, LOOKAHEAD_TOKENS, MAX_STREAM_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.networks.flow.layers import valid_frames
@@ -100,12 +100,13 @@ class StreamingFlow(ABC, Generic[StreamT]):
         noise: NoiseTape,
         *,
         limits: BatchLimits,
-        steps: int,
-        max_tokens: int,
-        graphs: bool,
-        load_exact: Callable[[], Any] | None,
+        steps: int = EULER_STEPS,
+        max_tokens: int = MAX_STREAM_TOKENS,
+        graphs: bool = True,
+        load_exact: Callable[[], Any] | None = None,
     ):
-        """Make the flow of a network. load_exact: loads the network in float32; without it, `network` is in float32."""
+        """Make the flow of a network. graphs: whether to capture CUDA graphs, on a GPU. load_exact: loads the network
+        in float32; without it, `network` is in float32."""
         self.limits = limits
         self._network = network
         estimator = network.decoder.estimator
@@ -260,9 +261,11 @@ class StreamingFlow(ABC, Generic[StreamT]):
     @abstractmethod
     def _again(self, chunk: Chunk[StreamT]) -> Tensor: ...
 
-    @abstractmethod
-    def _plain(self, network: Any) -> Self:
+    def _plain(self, network: Any, *shared: Any, **options: Any) -> Self:
         """Make a form of this flow with that network, without graphs, for one stream."""
+        limits = replace(self.limits, max_streams=1)
+        options |= {"limits": limits, "steps": self._steps, "max_tokens": self._max_tokens, "graphs": False}
+        return type(self)(network, self._noise, *shared, **options)
 
     def _project_speaker(self, prompt: Prompt) -> Tensor:
         """Return the prompt's x-vector as the estimator takes it, (1, mel)."""
