@@ -13,8 +13,9 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.server.rendering import TEMPLATES
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.token2wav.flow.base import Vocoder, VocoderOptions, loader
+from cosyvoice_triton.token2wav.flow.base import loader
 from cosyvoice_triton.token2wav.stream import Chunk
+from cosyvoice_triton.token2wav.vocoder.base import BatchVocoder, VocoderOptions
 from torch import Tensor
 
 from tests.random_weights.llm import SILENT_IDS
@@ -61,7 +62,7 @@ def load_causal(path: Path, options: VocoderOptions) -> "QuietVocoder":
 class QuietVocoder:
     """Another vocoder, whose audio of SILENT_IDS is zeros. streams: tokens and samples sent so far, by slot."""
 
-    def __init__(self, vocoder: Vocoder, streams: dict[int, tuple[np.ndarray, int]]) -> None:
+    def __init__(self, vocoder: BatchVocoder, streams: dict[int, tuple[np.ndarray, int]]) -> None:
         self._vocoder, self._streams = vocoder, streams
 
     def __getattr__(self, name: str) -> Any:

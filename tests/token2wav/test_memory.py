@@ -98,7 +98,7 @@ def test_weights_streams_and_voices_have_the_sizes_that_are_read(stack: Stack, k
     )  # fmt: skip
     flow, vocoder = engine._flow, engine._vocoder
     assert engine.cache_bytes == pytest.approx(read.streams(3), rel=0.03)
-    weights = sum(tensor.nbytes for of in (flow._network, vocoder._plain.hift) for tensor in of.parameters())
+    weights = sum(tensor.nbytes for of in (flow._network, vocoder._network) for tensor in of.parameters())
     assert read.weights - stack.vocoder_noise_bytes == pytest.approx(weights, rel=0.05)
     if isinstance(flow, CachedStreaming):
         stream = engine.open(VOICE)

@@ -28,9 +28,10 @@ from cosyvoice_triton.prepare.missing import remedy
 from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.speaker.engines import LocalPromptEncoder
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, Vocoder, VocoderOptions, loader
+from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, loader
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise, source_noise, uniform_noise
+from cosyvoice_triton.token2wav.vocoder.base import BatchVocoder, VocoderOptions
 from cosyvoice_triton.voice.prompt import Prompt
 
 Arrays = dict[str, np.ndarray]
@@ -120,7 +121,7 @@ def _networks(stack: Stack, folder: Path, prompt: Prompt, tokens: np.ndarray) ->
     steps = euler_steps(folder / stack.flow)
     of_flow = FlowOptions(stack=stack, runtime="torch", steps=steps, prompt_cache_bytes=0, **how)
     flow: StreamingFlow[Any] = loader(stack.loader)(folder / stack.flow, of_flow)
-    vocoder: Vocoder = loader(stack.vocoder_loader)(folder / stack.hift, VocoderOptions(graphs=False, **how))
+    vocoder: BatchVocoder = loader(stack.vocoder_loader)(folder / stack.hift, VocoderOptions(graphs=False, **how))
     with torch.inference_mode():
         (mel,) = flow.whole([(prompt, tokens)])
         (wave,) = vocoder.whole([mel])

@@ -18,6 +18,7 @@ from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS, SAMPLE_RATE
 from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.load.report import table
 from cosyvoice_triton.load.samples import Sample
+from cosyvoice_triton.monitoring.metrics import BATCHES
 from cosyvoice_triton.offline.engines import WholeToken2Wav, described, prompt_encoder, stack_of, token2wav_config
 from cosyvoice_triton.offline.inputs import read_samples, recording_of, with_tokens
 from cosyvoice_triton.offline.tool import Failure, Stages, show_failures
@@ -94,7 +95,7 @@ def renderer(args: argparse.Namespace, stack: Stack, closing: ExitStack) -> tupl
             await stream.abort()
         return answer
 
-    return streamed, lambda: service.stats().batches
+    return streamed, lambda: int(service.stats()[BATCHES])
 
 
 async def admitted(stream: Token2WavSequence) -> None:

@@ -10,7 +10,6 @@ from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint import has_random_weights
 from cosyvoice_triton.llm.checkpoint import follows_instructions
 from cosyvoice_triton.llm.interface import LengthRatios, SpeechLM, Timeouts
-from cosyvoice_triton.llm.interleaving import InterleavedLM
 from cosyvoice_triton.llm.openai_client import OpenAILM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.orchestrator.chunking import HopRules
@@ -62,7 +61,7 @@ class Pipeline:
             self.voices,
             encoder,
             llm,
-            InterleavedLM(llm, tokenizer),
+            tokenizer,
             token2wav,
             hops,
             long_silence=stack.silent_tokens,
