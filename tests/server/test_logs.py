@@ -37,6 +37,7 @@ def test_after_a_failed_copy_the_next_is_tried_when_the_log_has_grown_by_its_lim
 
     def full(log: Path, copy: Path) -> None:
         attempts.append(log.stat().st_size)
+        copy.write_bytes(b"a part")
         raise OSError("No space left on device")
 
     monkeypatch.setattr("shutil.copyfile", full)
@@ -49,3 +50,4 @@ def test_after_a_failed_copy_the_next_is_tried_when_the_log_has_grown_by_its_lim
     assert attempts == [150, 250]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert log.stat().st_size == 251 and earlier.read_text() == "earlier"
+    assert sorted(tmp_path.iterdir()) == [log, earlier]

@@ -13,10 +13,10 @@ import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
 
 from tests.conftest import ROOT
-from tests.support.page_scripts import CONTROLS, POOR_CONTRASTS, RECORD_PLAYBACK
 from tests.support.speech_fixtures import RECORDING, VOICE, SpeechStack, counted, until
 
 playwright = pytest.importorskip("playwright.sync_api")
+SCRIPTS = ROOT / "tests/assets/page"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 pytestmark = [
@@ -52,7 +52,7 @@ def page(browser: Any, speech_stack: SpeechStack) -> Iterator[Any]:
     page.on("request", lambda request: requested.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    page.add_init_script(RECORD_PLAYBACK)
+    page.add_init_script(path=SCRIPTS / "record_playback.js")
     page.goto(f"{speech_stack.url}/")
     page.get_by_role("radio", name=VOICE, exact=True).wait_for()
     yield page
@@ -392,7 +392,7 @@ def test_every_control_has_a_name_is_reached_by_keyboard_and_shows_its_focus(pag
     controls = re.findall(r"- (button|textbox|combobox|slider|link|radio)\b(.*)", page.locator("body").aria_snapshot())
     assert len(controls) > 20
     assert [name for name in controls if not name[1].startswith(' "')] == []
-    wanted = page.evaluate(f"({CONTROLS})().map((each) => each.id || each.outerHTML)")
+    wanted = page.evaluate(f"({(SCRIPTS / 'controls.js').read_text()})().map((each) => each.id || each.outerHTML)")
     reached = set()
     for _ in range(2 * len(wanted)):
         page.keyboard.press("Tab")
@@ -414,7 +414,7 @@ def test_it_fits_a_phone_and_is_readable_by_day_and_night(page: Any, speech_stac
     grounds = set()
     for scheme in ("dark", "light"):
         page.emulate_media(color_scheme=scheme)
-        assert page.evaluate(POOR_CONTRASTS) == []
+        assert page.evaluate((SCRIPTS / "poor_contrasts.js").read_text()) == []
         grounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert page.evaluate("document.documentElement.scrollWidth") <= 320
     assert len(grounds) == 2

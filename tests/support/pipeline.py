@@ -8,8 +8,8 @@ from functools import cache, cached_property
 
 import numpy as np
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from cosyvoice_triton.orchestrator.callbacks import OnWarning, ignore
 from cosyvoice_triton.orchestrator.chunking import Hop, HopRules
+from cosyvoice_triton.orchestrator.report import OnWarning, ignore
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.synthesis import Instructions, Synthesizer
 from cosyvoice_triton.voice.mix import Mix

@@ -27,15 +27,14 @@ from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.llm.interface import LLMPrompt, SpeechLM
 from cosyvoice_triton.llm.interleaving import InterleavedSpeech
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from cosyvoice_triton.orchestrator.callbacks import OnSegment, OnStage, OnWarning, ignore
 from cosyvoice_triton.orchestrator.chunking import FirstHops, HopRules
 from cosyvoice_triton.orchestrator.judges import REASONS, VOICE_SECONDS, Counts, Judge, is_other_voice
-from cosyvoice_triton.orchestrator.place import Place
 from cosyvoice_triton.orchestrator.rendering import SegmentRenderer
+from cosyvoice_triton.orchestrator.report import OnSegment, OnStage, OnWarning, ignore
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
+from cosyvoice_triton.orchestrator.resources import Place, VoiceInUse
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort, Token2WavSequence
 from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter, TokenBuffer
-from cosyvoice_triton.orchestrator.voice_in_use import VoiceInUse
 from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.refusals import LastRefusal
 from cosyvoice_triton.tasks import TaskScope

@@ -157,26 +157,20 @@ def describe(made: GpuPlan, stack: str, gpus: Sequence[Gpu]) -> str:
     )
 
 
-def visible_and_new_enough() -> list[Gpu]:
-    """Return the visible GPUs. Raise GpuError if there is none, or one or its driver is too old for the installed
-    torch, or for that of the extra `gpu` where none is installed."""
-    cuda, gpus = cuda_of_torch(), visible()
-    if not gpus:
-        raise GpuError(NONE_VISIBLE)
-    for gpu in gpus:
-        gpu.require_usable(cuda or CUDA)
-    return gpus
-
-
 def used(device: str) -> list[Gpu]:
     """Return the GPUs that a server on `device` ("auto", "cpu", "gpu") has; "auto" without a GPU that can be used has
-    none. Raise GpuError if `device` is "gpu", and there is none."""
+    none. Raise GpuError if `device` is "gpu", and there is none, or one or its driver is too old for the installed
+    torch, or for that of the extra `gpu` where none is installed."""
     if device == "cpu" or (device == "auto" and not cuda_of_torch()):
         return []
     if cuda_of_torch() == "":
         raise GpuError("the installed torch is a build for CPUs; run: pip install 'cosyvoice-triton[gpu]'")
     try:
-        return visible_and_new_enough()
+        if not (gpus := visible()):
+            raise GpuError(NONE_VISIBLE)
+        for gpu in gpus:
+            gpu.require_usable(cuda_of_torch() or CUDA)
+        return gpus
     except GpuError:
         if device == "gpu":
             raise

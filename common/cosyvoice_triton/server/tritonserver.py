@@ -265,7 +265,8 @@ class TritonServer:
         starts, loaded = 1, set[str]()
         while not self.answers_ready():
             now, before = time.monotonic(), loaded
-            loaded = self._loaded_instances()
+            # Publishing its metrics is the last thing that an instance does to be loaded.
+            loaded = {path.stem for path in self.metrics_directory.glob(f"*{metrics.ENDING}")}
             changed = changed if loaded == before else now
             hangs = now - changed > HUNG_SECONDS and self._all_loaded(loaded)
             if (hangs or self._process.poll() == -signal.SIGABRT) and starts < STARTS:
@@ -280,10 +281,6 @@ class TritonServer:
                 raise ServerError(f"tritonserver was not ready after {timeout:.0f} s: {self._failure()}")
             time.sleep(READY_POLL_SECONDS)
         self._models = self.model_processes()
-
-    def _loaded_instances(self) -> set[str]:
-        """Return our instances that publish their metrics, which is the last thing they do to be loaded."""
-        return {path.stem for path in self.metrics_directory.glob(f"*{metrics.ENDING}")}
 
     def _all_loaded(self, instances: set[str]) -> bool:
         """Return whether there is one of each model of the Python backend; C++ ones publish nothing."""
