@@ -6,6 +6,7 @@ from decimal import Decimal
 from cosyvoice_triton.text.numbers import chinese, chinese_digits
 from cosyvoice_triton.text.quantities import Around, Quantity, Reader, numbers
 
+_DOTTED = re.compile(r"(?:1[0-2]|[1-9])\.(?:[12]\d|3[01]|[1-9])")  # a day after its month
 _LISTED = re.compile(r"比[零一二两三四五六七八九十百千万点]+[、，,;；和]\s?\Z")  # after a score
 
 
@@ -19,12 +20,14 @@ class Chinese(Reader):
         if it.is_plain:
             return self.plain(it.digits, at)
         scale, sign, unit = it.scale, self.sign(it), it.unit
-        if at("named") or "双" in at.before[-5:]:
+        if at("named") or re.search(r"双(?:十.[和、])?\Z", at.before):
             month, _, day = it.digits.partition(".")
             return self.number(month) + (self.number(day) if len(month) > 1 else chinese_digits(day))
         if scale == "W" and not at("wan"):
             it, scale = it._replace(unit="W", scale=""), ""
-        if (unit == "s" and it.digits[1:] == "0" and at("style")) or (scale == "K" and it.digits in ("2", "4", "8")):
+        if (unit == "s" and it.digits[1:] == "0" and at("style")) or (
+            scale == "K" and (it.digits in ("2", "4", "8") or at("style"))
+        ):
             return self.number(it.digits) + (unit or scale)
         if unit in ("%", "％", "‰"):
             share = self.unit_of(it)
@@ -45,6 +48,8 @@ class Chinese(Reader):
         if after.startswith("年") and not at("span"):
             if (len(digits) == 4 and digits[0] in "12") or (len(digits) == 2 and (at("born") or digits[0] == "0")):
                 return chinese_digits(digits)
+        if len(digits) == 4 and "2000" < digits < "2050" and at("made"):
+            return chinese_digits(digits)
         if self.is_code(digits, at):
             return chinese_digits(digits)
         if at.before.endswith("第") and digits[0] == "2":
@@ -59,17 +64,21 @@ class Chinese(Reader):
             return counted or (digits[1] in "05" and digits[0] in "056789" and at("generation"))
         if len(digits) < 2 or at("named"):
             return len(digits) > 2
-        if not at("counted") and re.search(
-            r"(?:[^零一二三四五六七八九十百]号[\s是为:：=]*|[A-Za-z] |[A-Z]·)\Z", at.before
+        if (
+            not at("counted")
+            and not digits.endswith("00")
+            and re.search(r"(?:[^零一二三四五六七八九十百]号[\s是为:：=]*|[A-Za-z] |[A-Z]·)\Z", at.before)
         ):
             return True
         return (len(digits) == 4 and at.before.endswith("《")) or super().is_code(digits, at)
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
+        if at("day") and all(map(_DOTTED.fullmatch, first.parts + last.parts)):
+            first, last = (numbers("date", "", *each.digits.split(".")) for each in (first, last))
         if first.is_plain and last.is_plain:
             if _is_score(at):
                 return self.ratio(numbers("ratio", first.digits, last.digits), at)
-            if len(first.digits) == len(last.digits) == 4 and re.match("学?年|财年|赛季", at.after):
+            if len(first.digits) == len(last.digits) == 4 and re.match("学?年|财年|赛季|[)）]", at.after):
                 return f"{chinese_digits(first.digits)}到{chinese_digits(last.digits)}"
             if at.before.endswith("第"):
                 return f"{self.number(first.digits)}到第{self.number(last.digits)}"

@@ -72,6 +72,7 @@ _NUMBER = r"(?P<number>(?:\d{1,3}(?:[,'’]\d{3})+(?![,'’]?\d)|[1-9]\d?(?: 000
 _SIGN = rf"(?P<sign>(?<![A-Za-z0-9_)\]%°.])[-+±~≈])?(?:(?P<currency>(?<![A-Za-z])(?:{CURRENCY}))\s?(?P<minus>-)?)?"
 _DASH = re.compile(r"\s?(?:[~～〜]|[-–—]+)\s?")
 _DAY = r"(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?"
+_PAIRS = re.compile(r"(?:[,、，;]\s?\d+[-–:]\d+)+")
 _PER = re.compile(r"(\d*)\s?/?(.*)")
 
 
@@ -203,7 +204,7 @@ class Reader:
     def is_code(self, digits: str, at: Around) -> bool:
         """Return whether a number is said digit by digit because of what is around it."""
         if len(digits) > 6:
-            return True
+            return not at("counted")
         known = digits in self.words.tables["known"] or at("code") or (at("call") and len(digits) < 6)
         return len(digits) > 2 and known and not at("counted")
 
@@ -238,7 +239,7 @@ class Reader:
 
     def slash(self, it: Quantity, at: Around) -> str:
         whole, over, under = it.parts
-        if is_day(it) and not it.unit and (at("date") or under in self.words.tables["days"]):
+        if is_day(it) and not it.unit and (at("date") or at("day") or under in self.words.tables["days"]):
             return self.date(numbers("date", "", over, under), at)
         return self.fraction(it)
 
@@ -249,6 +250,9 @@ class Reader:
 
     def code(self, it: Quantity, at: Around) -> str:
         return self.say["plus"] * (it.sign == "+") + self.say["group"].join(map(self.spelled, it.parts))
+
+    def series(self, it: Quantity, at: Around) -> str:
+        return self.say["group"].join(map(self.number, it.parts))
 
     def version(self, it: Quantity, at: Around) -> str:
         """Return the parts of a version or of an address of a network, whose long parts are said by their digits."""
@@ -272,10 +276,18 @@ class Reader:
             return None
         if pair[1].currency and not last.currency and (written := self._money_end.match(text, end)):
             end = written.end()
-        at = Around(self.words, before, text[end : end + 40])
-        if pair[0].is_plain and pair[1].is_plain and len(pair[1].digits) > 1 and pair[1].digits[0] == "0":
+        others = _PAIRS.match(text, end)  # share what is after the last one
+        at = Around(self.words, before, text[others.end() if others else end :][:40])
+        if self._is_groups(*pair, at):
             return self.code(numbers("code", pair[0].digits, pair[1].digits), at), end
         return self.range(*pair, at, dash[0].strip()), end
+
+    def _is_groups(self, first: Quantity, last: Quantity, at: Around) -> bool:
+        """Return whether two numbers are groups of a code: not a range if the last one is smaller or begins with 0."""
+        if not (first.is_plain and last.is_plain) or len(first.digits) < 2:
+            return False
+        descending = len(first.digits) == len(last.digits) > 3 and last.digits < first.digits
+        return last.digits[0] == "0" != last.digits or descending or at("code")
 
     def _quantity(self, text: str, found: re.Match[str], after_dash: bool = False) -> tuple[Quantity, int]:
         """Return the quantity that begins at `found`, and where it ends."""
