@@ -34,6 +34,8 @@ class Chinese(Reader):
             return f"{sign}{share[:3]}{'百' if it.digits == '100' else self.number(it.digits)}{scale}{share[3:]}"
         if it.is_cold or (it.sign == "-" and at.after.startswith("度")):
             sign = "零下"
+        if sign == self.say["+"] and not unit:
+            sign = self.say["plus"]
         if unit[-1:] in ("F", "℉"):
             sign += "华氏"
         if power := {"k": 3, "m": 6, "b": 9, "w": 4}.get(scale[:1].lower(), 0):

@@ -60,6 +60,8 @@ class English(Reader):
             return self.sign(it) + self._paid(it)
         if scale == "K" and _is_name(digits, at.after):
             return f"{self.number(digits)} K"
+        if "." in digits and at("version"):
+            return self.version(it._replace(parts=tuple(digits.split("."))), at)
         if it._replace(per="").is_plain:
             return self.plain(digits, at) + self.unit_of(it)
         digits = digits.rstrip("0").rstrip(".") if it.currency and "." in digits else digits
