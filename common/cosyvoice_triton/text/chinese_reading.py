@@ -50,7 +50,7 @@ class Chinese(Reader):
         if after.startswith("年") and not at("span"):
             if (len(digits) == 4 and digits[0] in "12") or (len(digits) == 2 and (at("born") or digits[0] == "0")):
                 return chinese_digits(digits)
-        if len(digits) == 4 and "2000" < digits < "2050" and at("made"):
+        if len(digits) == 4 and "1900" < digits < "2050" and at("made"):
             return chinese_digits(digits)
         if self.is_code(digits, at):
             return chinese_digits(digits)
@@ -77,6 +77,8 @@ class Chinese(Reader):
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
         if at("day") and all(map(_DOTTED.fullmatch, first.parts + last.parts)):
             first, last = (numbers("date", "", *each.digits.split(".")) for each in (first, last))
+        if first.is_plain and last.scale.isascii():
+            first = first._replace(scale=last.scale)
         if first.is_plain and last.is_plain:
             if _is_score(at):
                 return self.ratio(numbers("ratio", first.digits, last.digits), at)

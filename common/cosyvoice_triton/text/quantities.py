@@ -64,10 +64,11 @@ def numbers(kind: str, *parts: str) -> Quantity:
     return Quantity(kind, parts)
 
 
-_FIELDS = {"date": ("year", "month", "day"), "clock": ("hour", "minute", "second", "half"), "ratio": ("over", "under")}
+_FIELDS = {"date": ("year", "month", "day"), "clock": ("hour", "minute", "second", "half")}
 _SLASH = re.compile(r"(?:(\d+)[ -])?(\d+(?:\.\d+)?)/(\d+)(?:ths|rds|nds)?(?![0-9_/]|\.\d)")
 _NAME = re.compile(r"\d+(?:\.\d+)*")
 _DIGITS = re.compile(r"\d+(?:\.\d+)?")
+_SPLIT = re.compile(r"\d+"), _DIGITS
 _NUMBER = r"(?P<number>(?:\d{1,3}(?:[,'’]\d{3})+(?![,'’]?\d)|[1-9]\d?(?: 000)+(?!\d)|\d+)(?:\.\d+(?!\.?\d))?|\.\d+)"
 _SIGN = rf"(?P<sign>(?<![A-Za-z0-9_)\]%°.])[-+±~≈])?(?:(?P<currency>(?<![A-Za-z])(?:{CURRENCY}))\s?(?P<minus>-)?)?"
 _DASH = re.compile(r"\s?(?:[~～〜]|[-–—]+)\s?")
@@ -108,7 +109,7 @@ class Reader:
         )
 
         def amount(scales: str, each: str, end_: str = "") -> re.Pattern[str]:
-            tail = rf"(?:{unit}(?:/(?P<per>\d{{0,4}}\s?(?:(?:{units}){end}|{per})))?|(?<=\d)/(?P<each>{each}))?"
+            tail = rf"(?:{unit}(?:/(?P<per>\d{{0,4}}\s?(?:(?:{units}){end}|{per})))?|(?<=\w)/(?P<each>{each}))?"
             return re.compile(rf"{_NUMBER}(?:\^(?P<power>-?\d{{1,3}}))?(?:\s?(?P<scale>{scales}))?{tail}{end_}")
 
         self._unit, self._money_end = re.compile(unit), re.compile(money_end)
@@ -323,7 +324,7 @@ class Reader:
         for follows, signs, kind, shape in shapes():
             if after in follows and signs in ("*", sign or "0") and (found := shape.match(text, at)):
                 fields = _FIELDS.get(kind)
-                parts = [(found[name] or "").lstrip(":") for name in fields] if fields else re.findall(r"\d+", found[0])
+                parts = [(found[name] or "").lstrip(":") for name in fields] if fields else _SPLIT[kind == "ratio"].findall(found[0])
                 return Quantity(kind, tuple(parts), sign if kind == "code" else ""), found.end()
         if after == "/" or text[begin.end() + 1 : begin.end() + 2].isdigit():
             return self._slash(text, at, sign)
