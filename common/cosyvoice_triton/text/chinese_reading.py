@@ -7,7 +7,6 @@ from cosyvoice_triton.text.numbers import chinese, chinese_digits
 from cosyvoice_triton.text.quantities import Around, Quantity, Reader, numbers
 
 _DOTTED = re.compile(r"(?:1[0-2]|[1-9])\.(?:[12]\d|3[01]|[1-9])")  # a day after its month
-_LISTED = re.compile(r"比[零一二两三四五六七八九十百千万点]+[、，,;；和]\s?\Z")  # after a score
 
 
 class Chinese(Reader):
@@ -20,15 +19,6 @@ class Chinese(Reader):
         if it.is_plain:
             return self.plain(it.digits, at)
         scale, sign, unit = it.scale, self.sign(it), it.unit
-        if at("named") or re.search(r"双(?:十.[和、])?\Z", at.before):
-            month, _, day = it.digits.partition(".")
-            return self.number(month) + (self.number(day) if len(month) > 1 else chinese_digits(day))
-        if scale == "W" and not at("wan"):
-            it, scale = it._replace(unit="W", scale=""), ""
-        if (unit == "s" and it.digits[1:] == "0" and at("style")) or (
-            scale == "K" and (it.digits in ("2", "4", "8") or at("style"))
-        ):
-            return self.number(it.digits) + (unit or scale)
         if unit in ("%", "％", "‰"):
             share = self.unit_of(it)
             return f"{sign}{share[:3]}{'百' if it.digits == '100' else self.number(it.digits)}{scale}{share[3:]}"
@@ -46,25 +36,14 @@ class Chinese(Reader):
         return sign + ("两" if two else self.powered(it)) + scale + self.unit_of(it)
 
     def plain(self, digits: str, at: Around) -> str:
-        after = at.after.lstrip()
-        if after.startswith("年") and not at("span"):
-            if (len(digits) == 4 and digits[0] in "12") or (len(digits) == 2 and (at("born") or digits[0] == "0")):
-                return chinese_digits(digits)
-        if len(digits) == 4 and "1900" < digits < "2050" and at("made"):
-            return chinese_digits(digits)
         if self.is_code(digits, at):
             return chinese_digits(digits)
-        if at.before.endswith("第") and digits[0] == "2":
-            return chinese(int(digits), "二" if len(digits) > 2 else "两")
-        if digits[0] == "0" and after[:1] in tuple("月日号"):
-            digits = digits.lstrip("0")
+        if at.before.endswith("第"):
+            return chinese(int(digits), "二")
         return "两" if digits == "2" and at("counted") else self.number(digits)
 
     def is_code(self, digits: str, at: Around) -> bool:
-        if len(digits) == 2:
-            counted = at.before.endswith(("一米", "两米", "二米", "秒")) and not at("counted")
-            return counted or (digits[1] in "05" and digits[0] in "056789" and at("generation"))
-        if len(digits) < 2 or at("named"):
+        if len(digits) < 3 or at("named"):
             return len(digits) > 2
         if (
             not at("counted")
@@ -72,36 +51,20 @@ class Chinese(Reader):
             and re.search(r"(?:[^零一二三四五六七八九十百]号[\s是为:：=]*|[A-Za-z] |[A-Z]·)\Z", at.before)
         ):
             return True
-        return (len(digits) == 4 and at.before.endswith("《")) or super().is_code(digits, at)
+        return super().is_code(digits, at)
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
-        if at("day") and all(map(_DOTTED.fullmatch, first.parts + last.parts)):
+        if at("dated") and all(map(_DOTTED.fullmatch, first.parts + last.parts)):
             first, last = (numbers("date", "", *each.digits.split(".")) for each in (first, last))
         if first.is_plain and last.scale.isascii():
             first = first._replace(scale=last.scale)
-        if first.is_plain and last.is_plain:
-            if _is_score(at):
-                return self.ratio(numbers("ratio", first.digits, last.digits), at)
-            if len(first.digits) == len(last.digits) == 4 and re.match("学?年|财年|赛季|[)）]", at.after):
-                return f"{chinese_digits(first.digits)}到{chinese_digits(last.digits)}"
-            if at.before.endswith("第"):
-                return f"{self.number(first.digits)}到第{self.number(last.digits)}"
-            if first.digits == "2" and at("counted"):
-                return f"两到{self.said(last, '', at.after)}"
-        if first.unit == last.unit and (first.unit in ("%", "％", "‰") or first.sign):
-            return f"{self.said(first, at.before, '')}到{self.said(last, '', at.after)}"
         return super().range(first, last, at, dash)
 
-    def date(self, it: Quantity, at: Around) -> str:
-        year, *rest = it.parts
-        said = super().date(numbers("date", "", *rest), at)
-        said = said[:-1] if at.after.startswith("号") else said
-        return (f"{chinese_digits('20' * (len(year) == 2) + year)}年" if year else "") + said
+    def year(self, year: str) -> str:
+        return chinese_digits("20" * (len(year) == 2) + year)
 
     def clock(self, it: Quantity, at: Around) -> str:
         hour, minute, second, half = it.parts
-        if not second and not half and _is_score(at):
-            return self.ratio(numbers("ratio", hour, minute), at)
         part = ""
         if half and not at("half"):
             part = "上午" if half[0] in "aA" else "晚上" if 5 < int(hour) < 12 else "下午"
@@ -120,11 +83,6 @@ class Chinese(Reader):
             return f"{self.number(over)}，{self.number(under)}{self.unit_of(it)}"
         return f"{self.number(over)}、{self.number(under)}" if at("list") else super().slash(it, at)
 
-    def code(self, it: Quantity, at: Around) -> str:
-        if len(it.parts) == 2 and it.parts[0][0] == "0":
-            return chinese_digits("".join(it.parts))
-        return super().code(it, at)
-
     def name(self, it: Quantity, at: Around) -> str:
         """Read digits that touch Latin letters: a model or a train by its digits, a short one as a number."""
         whole, *parts = it.digits.split(".")
@@ -135,10 +93,6 @@ class Chinese(Reader):
         )
         said = self.number(whole) if number else chinese_digits(whole)
         return "点".join([said, *map(chinese_digits, parts)])
-
-
-def _is_score(at: Around) -> bool:
-    return at("score") or bool(_LISTED.search(at.before))
 
 
 CHINESE = Chinese()

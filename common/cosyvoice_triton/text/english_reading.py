@@ -117,8 +117,6 @@ class English(Reader):
     def clock(self, it: Quantity, at: Around) -> str:
         hour, minute, second, half = it.parts
         half = f" {half}" if half else ""
-        if not second and not half and at("score"):
-            return self.ratio(numbers("ratio", hour, str(int(minute))), at)
         if second[:1] == ".":
             return f"{_clock(hour, minute, False)} point {english_digits(second)}{half}"
         if second and re.search(

@@ -38,11 +38,6 @@ class Korean(Reader):
             else self.number(digits)
         )
 
-    def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
-        if first.is_plain and at("counted"):
-            return f"{_counted(int(first.digits), False)}에서 {self.said(last, '', at.after)}"
-        return super().range(first, last, at, dash)
-
     def month(self, month: int) -> str:
         return _MONTHS.get(month, korean(month)) + self.say["month"]
 

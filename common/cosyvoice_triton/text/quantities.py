@@ -19,7 +19,8 @@ class Around:
     """The text before and after a quantity: called with the name of a context, whether it is in that."""
 
     def __init__(self, words: Words, before: str, after: str) -> None:
-        self.before, self.after = before, after
+        others = _PAIRS.match(after)  # share what is after the last one
+        self.before, self.after = before, after[others.end() :] if others else after
         self._words, self._head = words, ""
 
     def __call__(self, name: str) -> bool:
@@ -172,7 +173,10 @@ class Reader:
 
     def said(self, it: Quantity, before: str, after: str) -> str:
         """Return the words of a quantity."""
-        return str(getattr(self, it.kind)(it, Around(self.words, before, after)))
+        at = Around(self.words, before, after)
+        if it.kind == "clock" and not any(it.parts[2:]) and at("score"):
+            it = numbers("ratio", it.parts[0], it.parts[1].lstrip("0") or "0")
+        return str(getattr(self, it.kind)(it, at))
 
     def sign(self, it: Quantity) -> str:
         return "".join(self.say[mark] for mark in it.sign)
@@ -212,16 +216,20 @@ class Reader:
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
         if first.is_plain and last.is_plain and not at("counted") and (at("score") or (dash in "-–" and at("won"))):
             return self.ratio(numbers("ratio", first.digits, last.digits), at)
-        if first.unit == last.unit and not first.sign:
+        if first.unit == last.unit and not first.sign and not self.unit_of(last).endswith("之"):
             first = first._replace(unit="")
         if first.currency == last.currency:
             first = first._replace(currency="")
-        return f"{self.said(first, at.before, '').strip()}{self.say['to']}{self.said(last, '', at.after)}"
+        after = at.after if first.is_plain and last.is_plain else ""
+        return f"{self.said(first, at.before, after).strip()}{self.say['to']}{self.said(last, '', at.after)}"
 
     def date(self, it: Quantity, at: Around) -> str:
         year, month, day = it.parts
-        said = (self.number(year) + self.say["year"] if year else "") + (self.month(int(month)) if month else "")
-        return said + self.whole(int(day)) + self.say["day"] * (not at.after.startswith(self.say["day"].strip()))
+        said = (self.year(year) + self.say["year"] if year else "") + (self.month(int(month)) if month else "")
+        return said + self.whole(int(day)) + self.say["day"] * (not at("day"))
+
+    def year(self, year: str) -> str:
+        return self.number(year)
 
     def month(self, month: int) -> str:
         return self.whole(month) + self.say["month"]
@@ -240,7 +248,7 @@ class Reader:
 
     def slash(self, it: Quantity, at: Around) -> str:
         whole, over, under = it.parts
-        if is_day(it) and not it.unit and (at("date") or at("day") or under in self.words.tables["days"]):
+        if is_day(it) and not it.unit and (at("date") or at("dated") or under in self.words.tables["days"]):
             return self.date(numbers("date", "", over, under), at)
         return self.fraction(it)
 
@@ -277,8 +285,7 @@ class Reader:
             return None
         if pair[1].currency and not last.currency and (written := self._money_end.match(text, end)):
             end = written.end()
-        others = _PAIRS.match(text, end)  # share what is after the last one
-        at = Around(self.words, before, text[others.end() if others else end :][:40])
+        at = Around(self.words, before, text[end : end + 40])
         if self._is_groups(*pair, at):
             return self.code(numbers("code", pair[0].digits, pair[1].digits), at), end
         return self.range(*pair, at, dash[0].strip()), end
@@ -324,7 +331,11 @@ class Reader:
         for follows, signs, kind, shape in shapes():
             if after in follows and signs in ("*", sign or "0") and (found := shape.match(text, at)):
                 fields = _FIELDS.get(kind)
-                parts = [(found[name] or "").lstrip(":") for name in fields] if fields else _SPLIT[kind == "ratio"].findall(found[0])
+                parts = (
+                    [(found[name] or "").lstrip(":") for name in fields]
+                    if fields
+                    else _SPLIT[kind == "ratio"].findall(found[0])
+                )
                 return Quantity(kind, tuple(parts), sign if kind == "code" else ""), found.end()
         if after == "/" or text[begin.end() + 1 : begin.end() + 2].isdigit():
             return self._slash(text, at, sign)

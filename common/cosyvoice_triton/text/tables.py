@@ -105,6 +105,7 @@ class Words:
                 re.compile(rf"\s?(?:{after[name]})" if language == "zh" else after[name]) if name in after else None
             )
             self.contexts[name] = tuple(before[name]), pattern
+        self.patterns = after | self.patterns
         self.fillers = re.compile(self.patterns.get("fillers", r"\s+\Z"))
         self._functions = {**{name: self._word(name) for name in self.tables}, **functions}
         self.first, self.last, self.clean = (self._rules(f"{language} {name}") for name in ("first", "last", "clean"))
