@@ -79,9 +79,7 @@ class Chinese(Reader):
 
     def slash(self, it: Quantity, at: Around) -> str:
         _, over, under = it.parts
-        if "血压" in at.before[-8:]:
-            return f"{self.number(over)}，{self.number(under)}{self.unit_of(it)}"
-        return f"{self.number(over)}、{self.number(under)}" if at("list") else super().slash(it, at)
+        return f"{self.number(over)}、{self.number(under)}{self.unit_of(it)}" if at("list") else super().slash(it, at)
 
     def name(self, it: Quantity, at: Around) -> str:
         """Read digits that touch Latin letters: a model or a train by its digits, a short one as a number."""

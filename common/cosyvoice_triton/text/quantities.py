@@ -191,7 +191,7 @@ class Reader:
 
     def unit_of(self, it: Quantity) -> str:
         """Return the name of a unit or currency, and what it is per."""
-        name = self._money[it.currency] if it.currency else self._names.get(it.unit, self.say["degree"] * bool(it.unit))
+        name = self._money[it.currency] if it.currency else self._names.get(it.unit, "")
         if not it.per:
             return name
         count, unit = _PER.findall(it.per)[0]
@@ -313,7 +313,7 @@ class Reader:
             return shaped
         amount = (self._of_money if currency else self._of_amount).match(text, at)
         assert amount
-        unit, stop = amount["unit"] or "", amount.end()
+        unit, stop = (amount["unit"] or "").replace("° ", "°"), amount.end()
         per = "" if amount["per"] is amount["each"] else amount["per"] or amount["each"] or "/"
         if unit in CURRENCIES and not currency:
             unit, currency = "", unit
