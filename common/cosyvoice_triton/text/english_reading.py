@@ -45,14 +45,14 @@ class English(Reader):
         if scale in ("st", "nd", "rd", "th"):
             return english_ordinal(int(digits)) if digits.isdigit() else self.number(digits) + scale
         if it.currency and not scale:
-            return self.sign(it) + self._paid(it)
+            return self.sign(it, at) + self._paid(it)
         if "." in digits and at("version"):
             return self.version(it._replace(parts=tuple(digits.split("."))), at)
         if it._replace(per="").is_plain:
             return self.plain(digits, at) + self.unit_of(it)
         digits = digits.rstrip("0").rstrip(".") if it.currency and "." in digits else digits
         scale = f" {self.words.tables['scale'].get(scale.lower(), scale)}" if scale else ""
-        return self.sign(it) + self.powered(it._replace(parts=(digits,))) + scale + self.unit_of(it)
+        return self.sign(it, at) + self.powered(it._replace(parts=(digits,))) + scale + self.unit_of(it)
 
     def _paid(self, it: Quantity) -> str:
         one, many, *_, cent = CURRENCIES[it.currency]

@@ -27,7 +27,7 @@ class Around:
         words, after = self._words.contexts[name]
         if words:
             self._head = self._head or self._words.fillers.sub("", f" {self.before.lower()}".replace("(", " "))
-        return (bool(words) and self._head.endswith(words)) or bool(after and after.match(self.after))
+        return (bool(words) and self._head.endswith(words)) or bool(after.match(self.after))
 
 
 class Quantity(NamedTuple):
@@ -53,11 +53,6 @@ class Quantity(NamedTuple):
     def is_plain(self) -> bool:
         """Return whether it is a whole number and nothing else."""
         return self == Quantity("amount", self.parts) and self.parts[0].isdigit()
-
-    @property
-    def is_cold(self) -> bool:
-        """Return whether it is a temperature below zero."""
-        return self.sign == "-" and self.unit[:1] in tuple("°℃℉")
 
 
 def numbers(kind: str, *parts: str) -> Quantity:
@@ -178,8 +173,9 @@ class Reader:
             it = numbers("ratio", it.parts[0], it.parts[1].lstrip("0") or "0")
         return str(getattr(self, it.kind)(it, at))
 
-    def sign(self, it: Quantity) -> str:
-        return "".join(self.say[mark] for mark in it.sign)
+    def sign(self, it: Quantity, at: Around) -> str:
+        below_zero = it.sign == "-" and (it.unit[:1] in tuple("°℃℉") or at("degrees"))
+        return (below_zero and self.say["cold"]) or "".join(self.say[mark] for mark in it.sign)
 
     def powered(self, it: Quantity) -> str:
         """Return a number and its exponent."""
@@ -195,12 +191,13 @@ class Reader:
         if not it.per:
             return name
         count, unit = _PER.findall(it.per)[0]
-        return f"{name}{self.say['per']}{self.number(count) if count else ''}{self._names.get(unit, unit)}"
+        return f"{name}{self.say['per']}{self.number(count) if count else ''}{self.words.tables['per'].get(unit) or self._names.get(unit, unit)}"
 
     def amount(self, it: Quantity, at: Around) -> str:
         if it.is_plain:
             return self.plain(it.digits, at)
-        return self.sign(it) + self.powered(it) + it.scale + self.unit_of(it)
+        words = self.sign(it, at) + self.powered(it), it.scale, self.unit_of(it)
+        return self.say["blank"].join(filter(None, words))
 
     def plain(self, digits: str, at: Around) -> str:
         """Return a number that has nothing but its digits and the words around it."""

@@ -1,9 +1,9 @@
-"""Chinese: how quantities are said, and what the words around a number say that it is."""
+"""Chinese, Japanese, and Korean for an LLM that does not read digits in it: how quantities are said."""
 
 import re
 from decimal import Decimal
 
-from cosyvoice_triton.text.numbers import chinese, chinese_digits
+from cosyvoice_triton.text.numbers import chinese, chinese_digits, japanese, korean, korean_count, korean_digits
 from cosyvoice_triton.text.quantities import Around, Quantity, Reader, numbers
 
 _DOTTED = re.compile(r"(?:1[0-2]|[1-9])\.(?:[12]\d|3[01]|[1-9])")  # a day after its month
@@ -18,12 +18,10 @@ class Chinese(Reader):
     def amount(self, it: Quantity, at: Around) -> str:
         if it.is_plain:
             return self.plain(it.digits, at)
-        scale, sign, unit = it.scale, self.sign(it), it.unit
+        scale, sign, unit = it.scale, self.sign(it, at), it.unit
         if unit in ("%", "％", "‰"):
             share = self.unit_of(it)
             return f"{sign}{share[:3]}{'百' if it.digits == '100' else self.number(it.digits)}{scale}{share[3:]}"
-        if it.is_cold or (it.sign == "-" and at.after.startswith("度")):
-            sign = "零下"
         if sign == self.say["+"] and not unit:
             sign = self.say["plus"]
         if unit[-1:] in ("F", "℉"):
@@ -93,4 +91,43 @@ class Chinese(Reader):
         return "点".join([said, *map(chinese_digits, parts)])
 
 
-CHINESE = Chinese()
+class Japanese(Reader):
+    """Reads Japanese."""
+
+    language = "ja"
+    whole, spelled = staticmethod(japanese), staticmethod(chinese_digits)
+
+    def code(self, it: Quantity, at: Around) -> str:
+        is_address = max(map(len, it.parts)) < 3 and it.parts[0][0] != "0" and not it.sign
+        return "の".join(map(self.number, it.parts)) if is_address else super().code(it, at)
+
+
+class Korean(Reader):
+    """Reads Korean."""
+
+    language = "ko"
+    whole, spelled = staticmethod(korean), staticmethod(korean_digits)
+
+    def decimals(self, digits: str) -> str:
+        return korean_digits(digits, "영")
+
+    def said(self, it: Quantity, before: str, after: str) -> str:
+        particle = Around(self.words, before, after)("particle")
+        blank = re.match("[가-힣]", after) and not particle and not it.currency + it.unit and it.kind != "code"
+        return super().said(it, before, after).strip() + (" " if blank else "")
+
+    def plain(self, digits: str, at: Around) -> str:
+        if len(digits) < 3 and at("counted"):
+            return _counted(int(digits), at("hour"))
+        return self.number(digits)
+
+    def hour(self, hour: int) -> str:
+        return _counted(hour, True) + self.say["hour"]
+
+
+def _counted(number: int, hour: bool) -> str:
+    """Return a number of things, or an hour."""
+    return korean_count(number) if 0 < number < (13 if hour else 100) else korean(number)
+
+
+CHINESE, JAPANESE, KOREAN = Chinese(), Japanese(), Korean()
