@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import soundfile as sf
 from cosyvoice_triton.constants import SAMPLE_RATE
-from websockets.sync.client import connect
 
 from tests.support.speech_fixtures import StubbedService, events_of, in_base64, receive, recording, send
 from tests.support.triton_stub import texts_of
@@ -55,7 +54,7 @@ def test_what_cannot_be_converted_is_a_400(served: StubbedService, body: dict[st
 
 def test_what_somebody_speaks_is_sent_to_the_model_as_it_comes(served: StubbedService) -> None:
     samples = np.arange(16_000, dtype="<i2")
-    with connect(served.url.replace("http", "ws") + PATH + "/stream") as socket:
+    with served.connect(PATH + "/stream") as socket:
         send(socket, "session.config", voice="zoe", input_sample_rate=24_000)
         for piece in np.array_split(samples, 5):
             socket.send(piece.tobytes())
@@ -89,7 +88,7 @@ def test_what_somebody_speaks_is_sent_to_the_model_as_it_comes(served: StubbedSe
 def test_the_audio_of_sessions_shares_a_budget_which_is_given_back(served: StubbedService) -> None:
     """About 4 MB in this service; samples take twice the bytes of their frames."""
     frame, taken = bytes(500_000), []
-    with connect(served.url.replace("http", "ws") + PATH + "/stream") as socket:
+    with served.connect(PATH + "/stream") as socket:
         for _ in range(2):
             send(socket, "session.config", input_sample_rate=48_000)
             for _ in range(8):

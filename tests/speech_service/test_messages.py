@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from websockets.sync.client import connect
 
 from tests.support.speech_fixtures import SPEECH, StubbedService, receive, send
 
@@ -44,7 +43,7 @@ def spoiled(value: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("path", MESSAGES)
 def test_whatever_a_message_has_the_session_goes_on(served: StubbedService, path: str) -> None:
-    with connect(served.url.replace("http", "ws") + path) as socket:
+    with served.connect(path) as socket:
         for kind, fields in MESSAGES[path].items():
             for number, message in enumerate([fields, *spoiled(fields)]):
                 send(socket, kind, **message)

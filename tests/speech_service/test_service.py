@@ -246,19 +246,3 @@ def test_preflight_requests_and_monitoring_need_no_key(guarded: str) -> None:
         assert httpx.get(guarded + path).status_code == 200, path
     for path in ("/v1/models", "/v1/audio/models", "/v1/audio/voices"):
         assert httpx.get(guarded + path).status_code == 401, path
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"urls": ()}, "no address"),
-        ({"urls": ("localhost",)}, "'localhost' is not the address"),
-        ({"urls": ("https://x:1",)}, "not the address"),
-        ({"max_streams": 0}, "max_streams 0"),
-        ({"sample_rate": 12_345}, "default_sample_rate 12345 is not one of 8000"),
-        ({"timeout": -1.0}, "timeout -1.0"),
-    ],
-)
-def test_invalid_settings_are_an_error(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Settings(**settings)

@@ -1,7 +1,6 @@
 """Text that is taken back, which words were spoken, and how answers ended."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import httpx2 as httpx
 import numpy as np
@@ -17,24 +16,12 @@ from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.outcomes import MOST, Outcomes
 from cosyvoice_triton.speech_service.routes.realtime_response import Response
 from cosyvoice_triton.speech_service.security.guard import API_KEY
-from websockets.sync.client import connect
 
-from tests.support.speech_fixtures import receive, send, stubbed, until
-from tests.support.triton_stub import TritonStub, texts_of
+from tests.support.speech_fixtures import StubbedService, receive, send, until
+from tests.support.triton_stub import texts_of
 from tests.support.waiting import Clock
 
 TEXT = "One two three four. Five six seven eight."
-
-
-@pytest.fixture(scope="module")
-def stub() -> TritonStub:
-    return TritonStub()
-
-
-@pytest.fixture(scope="module")
-def url(stub: TritonStub) -> Iterator[str]:
-    with stubbed(stub) as served:
-        yield served
 
 
 def answer(*segments: str, seconds: float) -> SpeechAnswer:
@@ -62,14 +49,14 @@ def test_words_are_those_whose_time_has_come_also_of_a_segment_that_is_not_compl
     )
 
 
-def test_text_that_waits_is_replaced_and_the_sentence_that_is_spoken_goes_on(url: str) -> None:
+def test_text_that_waits_is_replaced_and_the_sentence_that_is_spoken_goes_on(served: StubbedService) -> None:
     def replaced(text: str, **more: float) -> str:
         send(socket, "input.replace", text=text, **more)
         answer = receive(socket, "input.replaced")[-1]
         assert not more or answer["words"] == []
         return str(answer["dropped"])
 
-    with connect(url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
+    with served.connect() as socket:
         send(socket, "input.text", text="endless talk. Not this one. Nor this. And th")
         receive(socket, "audio.start")
         assert replaced("But this.", played_ms=0) == "Not this one. Nor this. And th"
@@ -89,8 +76,8 @@ def test_text_that_waits_is_replaced_and_the_sentence_that_is_spoken_goes_on(url
         assert not any(each["type"] == "audio.timestamps" for each in said if isinstance(each, dict))
 
 
-def test_a_cancelled_utterance_says_which_words_were_spoken(url: str) -> None:
-    with connect(url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
+def test_a_cancelled_utterance_says_which_words_were_spoken(served: StubbedService) -> None:
+    with served.connect() as socket:
         send(socket, "input.text", text="endless talk. And another. And")
         receive(socket, "audio.start")
         assert isinstance(socket.recv(10), bytes)
@@ -102,8 +89,8 @@ def test_a_cancelled_utterance_says_which_words_were_spoken(url: str) -> None:
             assert receive(socket, "error")[-1]["error"]["param"] == "played_ms"
 
 
-def test_a_truncated_response_has_the_words_that_were_heard_and_its_outcome_is_known(url: str) -> None:
-    with connect(url.replace("http", "ws") + "/v1/realtime") as socket:
+def test_a_truncated_response_has_the_words_that_were_heard_and_its_outcome_is_known(served: StubbedService) -> None:
+    with served.connect("/v1/realtime") as socket:
         send(socket, "response.create", response={"instructions": "quick words of one response"})
         done = receive(socket, "response.done")[-1]["response"]
         item = done["output"][0]["id"]
@@ -117,12 +104,12 @@ def test_a_truncated_response_has_the_words_that_were_heard_and_its_outcome_is_k
         cancelled = receive(socket, "response.done")[-1]["response"]
         assert cancelled["status_details"]["words"][0]["word"] == "endless"
     for name, status in ((done["id"], "completed"), (cancelled["id"], "gone")):
-        assert httpx.get(f"{url}/v1/audio/speech/{name}").json()["status"] == status
+        assert httpx.get(f"{served.url}/v1/audio/speech/{name}").json()["status"] == status
 
 
-def test_the_rest_of_a_response_is_replaced_or_dropped_where_a_segment_ends(stub: TritonStub, url: str) -> None:
+def test_the_rest_of_a_response_is_replaced_or_dropped_where_a_segment_ends(served: StubbedService) -> None:
     """The stub says that each of its chunks is a segment of the whole text: the first one has all of its words."""
-    with connect(url.replace("http", "ws") + "/v1/realtime") as socket:
+    with served.connect("/v1/realtime") as socket:
         send(socket, "response.replace", text="Too early.")
         assert receive(socket, "error")[-1]["error"]["code"] == "response_replace_not_active"
         send(socket, "response.create", response={"instructions": "endless talk"})
@@ -138,7 +125,7 @@ def test_the_rest_of_a_response_is_replaced_or_dropped_where_a_segment_ends(stub
         first, second = (receive(socket, "response.replaced")[-1] for _ in range(2))
         assert (first["dropped"], second["words"], second["dropped"]) == ("Never this.", [], "")
         done = receive(socket, "response.done")[-1]["response"]
-        assert [texts_of(each)["target_text"] for each in list(stub.requests)[-3:]] == [
+        assert [texts_of(each)["target_text"] for each in list(served.stub.requests)[-3:]] == [
             "endless talk",
             "endless again",
             "quick one",
@@ -173,21 +160,21 @@ def test_what_no_complete_segment_has_is_dropped() -> None:
     assert replaced("你好世界。再见。", "你好世界。") == ("再见。", "你好世界。Or this.")
 
 
-def test_how_an_answer_ended_is_told_by_its_request_id(url: str) -> None:
+def test_how_an_answer_ended_is_told_by_its_request_id(served: StubbedService) -> None:
     def ended(answer: httpx.Response) -> dict:
-        return httpx.get(f"{url}/v1/audio/speech/{answer.headers['x-request-id']}").json()
+        return httpx.get(f"{served.url}/v1/audio/speech/{answer.headers['x-request-id']}").json()
 
     body = {"response_format": "pcm"}
-    whole = ended(httpx.post(f"{url}/v1/audio/speech", json={"input": "quick one.", **body}))
+    whole = ended(httpx.post(f"{served.url}/v1/audio/speech", json={"input": "quick one.", **body}))
     assert whole["status"] == "completed" and whole["usage"]["seconds"] > 0 and whole["warnings"] == []
-    failed = ended(httpx.post(f"{url}/v1/audio/speech", json={"input": "refuse it.", **body}))
+    failed = ended(httpx.post(f"{served.url}/v1/audio/speech", json={"input": "refuse it.", **body}))
     assert failed["status"] == "failed" and "is refused" in failed["error"]["message"]
-    with httpx.stream("POST", f"{url}/v1/audio/speech", json={"input": "endless talk.", **body}) as left:
+    with httpx.stream("POST", f"{served.url}/v1/audio/speech", json={"input": "endless talk.", **body}) as left:
         parts = left.iter_bytes()
         next(parts)
         assert ended(left)["status"] == "in_progress"
     until(lambda: ended(left)["status"] == "gone", 10)
-    unknown = httpx.get(f"{url}/v1/audio/speech/nothing")
+    unknown = httpx.get(f"{served.url}/v1/audio/speech/nothing")
     assert unknown.status_code == 404 and "no answer 'nothing' in the last 10 minutes" in unknown.text
 
 

@@ -13,8 +13,8 @@ from cosyvoice_triton.speech_service import openapi as doc
 from cosyvoice_triton.speech_service.audio.encoding import FORMATS, AudioEncoder
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.errors import invalid
+from cosyvoice_triton.speech_service.routes.reading import read_fields
 from cosyvoice_triton.speech_service.routes.responses import HEADERS, AudioResponse
-from cosyvoice_triton.speech_service.routes.speech import read_fields
 from cosyvoice_triton.speech_service.service import Service
 
 router = APIRouter()
