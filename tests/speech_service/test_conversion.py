@@ -9,7 +9,7 @@ import pytest
 import soundfile as sf
 from cosyvoice_triton.constants import SAMPLE_RATE
 
-from tests.support.speech_fixtures import StubbedService, events_of, in_base64, receive, recording, send
+from tests.support.speech_fixtures import StubbedService, ask, events_of, in_base64, receive, recording, send
 from tests.support.triton_stub import texts_of
 
 PATH = "/v1/audio/voice-conversion"
@@ -74,8 +74,7 @@ def test_what_somebody_speaks_is_sent_to_the_model_as_it_comes(served: StubbedSe
         ):
             assert receive(socket, "error")[-1]["error"]["message"].startswith(message)
         socket.send(samples.tobytes())
-        send(socket, "input.cancel")
-        assert receive(socket, "audio.cancelled")[-1]["utterance_index"] in (1, 2)
+        assert ask(socket, "input.cancel", "audio.cancelled")["utterance_index"] in (1, 2)
         send(socket, "session.close")
     sequence = [each for each in served.stub.requests if each.parameters["sequence_id"].int64_param]
     sent = [each for each in sequence if any(tensor.name == "source_wav" for tensor in each.inputs)]
@@ -95,6 +94,5 @@ def test_the_audio_of_sessions_shares_a_budget_which_is_given_back(served: Stubb
                 socket.send(frame)
             error = receive(socket, "error")[-1]["error"]
             assert error["code"] == "unavailable" and "too much is kept" in error["message"]
-            send(socket, "input.cancel")
-            taken.append(receive(socket, "audio.cancelled")[-1]["utterance_index"])
+            taken.append(ask(socket, "input.cancel", "audio.cancelled")["utterance_index"])
     assert len(taken) == 2

@@ -22,7 +22,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from tests.speech_service.test_encoding import decoded
 from tests.support.server_requests import STREAMS
-from tests.support.speech_fixtures import RECORDING, SpeechStack, receive, send, until
+from tests.support.speech_fixtures import RECORDING, SpeechStack, ask, receive, send, until
 
 pytestmark = pytest.mark.server
 
@@ -158,21 +158,14 @@ def test_the_socket_speaks_tokens_before_the_text_has_ended(speech_stack: Speech
 
 def test_the_socket_survives_tokens_that_stop_fail_or_are_cancelled(speech_stack: SpeechStack) -> None:
     with token_session(speech_stack) as socket:
-        send(socket, "input.text", text="Then nothing")
-        assert "input has not ended" in receive(socket, "error")[-1]["error"]["message"]
+        assert "input has not ended" in ask(socket, "input.text", "error", text="Then nothing")["error"]["message"]
         assert receive(socket, "audio.done")[-1]["error"]
-        send(socket, "input.text", text=" more")
-        assert "the utterance failed" in receive(socket, "error")[-1]["error"]["message"]
-        send(socket, "input.done")
-        assert receive(socket, "session.done")[-1]["utterance_index"] == 0
-        send(socket, "input.text", text=TEXT)
-        receive(socket, "audio.start")
-        send(socket, "session.config", mode="sentences")
-        assert "during an utterance" in receive(socket, "error")[-1]["error"]["message"]
-        send(socket, "input.cancel")
-        assert receive(socket, "audio.cancelled")[-1]["utterance_index"] == 1
-        send(socket, "input.done")
-        assert receive(socket, "session.done")[-1] == {
+        assert "the utterance failed" in ask(socket, "input.text", "error", text=" more")["error"]["message"]
+        assert ask(socket, "input.done", "session.done")["utterance_index"] == 0
+        ask(socket, "input.text", "audio.start", text=TEXT)
+        assert "during an utterance" in ask(socket, "session.config", "error", mode="sentences")["error"]["message"]
+        assert ask(socket, "input.cancel", "audio.cancelled")["utterance_index"] == 1
+        assert ask(socket, "input.done", "session.done") == {
             "type": "session.done",
             "utterance_index": 2,
             "total_sentences": 0,

@@ -10,7 +10,7 @@ from cosyvoice_triton.speech_service.routes.socket import MAX_WAITING_UTTERANCES
 from cosyvoice_triton.text.segments import SentenceSplitter
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from tests.support.speech_fixtures import StubbedService, receive, say, send, until
+from tests.support.speech_fixtures import StubbedService, ask, receive, say, send, until
 from tests.support.triton_stub import texts_of
 
 SECONDS = 10.0
@@ -78,11 +78,9 @@ def test_the_configuration_is_kept_and_can_be_changed_between_utterances(served:
 def test_a_cancel_stops_the_current_sentence_and_discards_the_waiting_ones(served: StubbedService) -> None:
     with served.connect() as socket:
         cancelled = served.stub.cancelled
-        send(socket, "input.text", text="endless talk. And another. And")
-        receive(socket, "audio.start")
+        ask(socket, "input.text", "audio.start", text="endless talk. And another. And")
         assert isinstance(socket.recv(SECONDS), bytes)
-        send(socket, "input.cancel")
-        assert receive(socket, "audio.cancelled")[-1]["utterance_index"] == 0
+        assert ask(socket, "input.cancel", "audio.cancelled")["utterance_index"] == 0
         until(lambda: served.stub.cancelled > cancelled, 10)
         after = say(socket, "Yes?")  # nothing of the old utterance follows the answer
         assert sentences(after) == ["Yes?"] and after[-1]["utterance_index"] == 1
@@ -165,10 +163,8 @@ def test_utterances_that_wait_are_limited(served: StubbedService) -> None:
         for _ in range(MAX_WAITING_UTTERANCES + 2):
             send(socket, "input.done")
         assert receive(socket, "error")[-1]["error"]["code"] == "too_much_text"
-        send(socket, "input.cancel")
-        receive(socket, "audio.cancelled")
-        send(socket, "input.done")
-        assert receive(socket, "session.done")[-1]["utterance_index"] == 1
+        ask(socket, "input.cancel", "audio.cancelled")
+        assert ask(socket, "input.done", "session.done")["utterance_index"] == 1
 
 
 def test_emoji_alone_are_no_sentence(served: StubbedService) -> None:
@@ -207,8 +203,7 @@ def test_a_sentence_that_fails_is_an_error_and_the_next_one_is_sentences(served:
 def test_the_voice_cannot_change_during_an_utterance(served: StubbedService) -> None:
     with served.connect() as socket:
         send(socket, "input.text", text="Hello")
-        send(socket, "session.config", voice="max")
-        assert "during an utterance" in receive(socket, "error")[-1]["error"]["message"]
+        assert "during an utterance" in ask(socket, "session.config", "error", voice="max")["error"]["message"]
 
 
 def test_one_session_too_many_is_closed_and_a_foreign_origin_is_rejected(served: StubbedService) -> None:

@@ -17,7 +17,7 @@ from cosyvoice_triton.speech_service.outcomes import MOST, Outcomes
 from cosyvoice_triton.speech_service.routes.realtime_response import Response
 from cosyvoice_triton.speech_service.security.guard import API_KEY
 
-from tests.support.speech_fixtures import StubbedService, receive, send, until
+from tests.support.speech_fixtures import StubbedService, ask, receive, send, until
 from tests.support.triton_stub import texts_of
 from tests.support.waiting import Clock
 
@@ -51,21 +51,18 @@ def test_words_are_those_whose_time_has_come_also_of_a_segment_that_is_not_compl
 
 def test_text_that_waits_is_replaced_and_the_sentence_that_is_spoken_goes_on(served: StubbedService) -> None:
     def replaced(text: str, **more: float) -> str:
-        send(socket, "input.replace", text=text, **more)
-        answer = receive(socket, "input.replaced")[-1]
+        answer = ask(socket, "input.replace", "input.replaced", text=text, **more)
         assert not more or answer["words"] == []
         return str(answer["dropped"])
 
     with served.connect() as socket:
-        send(socket, "input.text", text="endless talk. Not this one. Nor this. And th")
-        receive(socket, "audio.start")
+        ask(socket, "input.text", "audio.start", text="endless talk. Not this one. Nor this. And th")
         assert replaced("But this.", played_ms=0) == "Not this one. Nor this. And th"
         send(socket, "input.done")
         send(socket, "input.text", text="Another utterance. And")
         assert replaced("Or that. And that?") == "But this."
         assert replaced("") == "Or that. And that?"
-        send(socket, "input.cancel")
-        receive(socket, "audio.cancelled")
+        ask(socket, "input.cancel", "audio.cancelled")
         send(socket, "input.text", text="Not th")
         assert replaced("Quick one. And") == "Not th"
         send(socket, "input.text", text=" two.")
@@ -78,15 +75,12 @@ def test_text_that_waits_is_replaced_and_the_sentence_that_is_spoken_goes_on(ser
 
 def test_a_cancelled_utterance_says_which_words_were_spoken(served: StubbedService) -> None:
     with served.connect() as socket:
-        send(socket, "input.text", text="endless talk. And another. And")
-        receive(socket, "audio.start")
+        ask(socket, "input.text", "audio.start", text="endless talk. And another. And")
         assert isinstance(socket.recv(10), bytes)
-        send(socket, "input.cancel")
-        words = receive(socket, "audio.cancelled")[-1]["words"]
+        words = ask(socket, "input.cancel", "audio.cancelled")["words"]
         assert words[0]["word"] == "endless" and words[0]["end"] > words[0]["start"] >= 0
         for wrong in (-1, "1", True):
-            send(socket, "input.cancel", played_ms=wrong)
-            assert receive(socket, "error")[-1]["error"]["param"] == "played_ms"
+            assert ask(socket, "input.cancel", "error", played_ms=wrong)["error"]["param"] == "played_ms"
 
 
 def test_a_truncated_response_has_the_words_that_were_heard_and_its_outcome_is_known(served: StubbedService) -> None:
@@ -98,10 +92,8 @@ def test_a_truncated_response_has_the_words_that_were_heard_and_its_outcome_is_k
         assert receive(socket, "conversation.item.truncated")[-1]["words"] == []
         send(socket, "conversation.item.retrieve", item_id=item)
         assert receive(socket, "conversation.item.retrieved")[-1]["item"]["content"][0]["transcript"] == ""
-        send(socket, "response.create", response={"instructions": "endless talk"})
-        receive(socket, "response.output_audio.delta")
-        send(socket, "response.cancel")
-        cancelled = receive(socket, "response.done")[-1]["response"]
+        ask(socket, "response.create", "response.output_audio.delta", response={"instructions": "endless talk"})
+        cancelled = ask(socket, "response.cancel", "response.done")["response"]
         assert cancelled["status_details"]["words"][0]["word"] == "endless"
     for name, status in ((done["id"], "completed"), (cancelled["id"], "gone")):
         assert httpx.get(f"{served.url}/v1/audio/speech/{name}").json()["status"] == status
@@ -112,13 +104,10 @@ def test_the_rest_of_a_response_is_replaced_or_dropped_where_a_segment_ends(serv
     with served.connect("/v1/realtime") as socket:
         send(socket, "response.replace", text="Too early.")
         assert receive(socket, "error")[-1]["error"]["code"] == "response_replace_not_active"
-        send(socket, "response.create", response={"instructions": "endless talk"})
-        receive(socket, "response.output_audio.delta")
+        ask(socket, "response.create", "response.output_audio.delta", response={"instructions": "endless talk"})
         for wrong in ({"text": 1}, {"text": "a" * 4090}, {"text": "a", "audio_end_ms": "1"}):
-            send(socket, "response.replace", **wrong)
-            assert receive(socket, "error")[-1]["error"]["param"] in ("text", "audio_end_ms")
-        send(socket, "response.replace", text="endless again")
-        told = receive(socket, "response.replaced")[-1]
+            assert ask(socket, "response.replace", "error", **wrong)["error"]["param"] in ("text", "audio_end_ms")
+        told = ask(socket, "response.replace", "response.replaced", text="endless again")
         assert [word["word"] for word in told["words"][:2]] == ["endless", "talk"] and told["dropped"] == ""
         send(socket, "response.replace", text="Never this.", audio_end_ms=0)
         send(socket, "response.replace", text="quick one", audio_end_ms=0)
@@ -133,10 +122,8 @@ def test_the_rest_of_a_response_is_replaced_or_dropped_where_a_segment_ends(serv
         text = done["output"][0]["content"][0]["transcript"]
         assert text == "endless talk endless again quick one" and done["status"] == "completed"
         assert done["usage"]["input_tokens"] == len(text) - 2
-        send(socket, "response.create", response={"instructions": "endless talk"})
-        receive(socket, "response.output_audio.delta")
-        send(socket, "response.replace", text="")
-        assert receive(socket, "response.done")[-1]["response"]["status"] == "completed"
+        ask(socket, "response.create", "response.output_audio.delta", response={"instructions": "endless talk"})
+        assert ask(socket, "response.replace", "response.done", text="")["response"]["status"] == "completed"
 
 
 def test_what_no_complete_segment_has_is_dropped() -> None:

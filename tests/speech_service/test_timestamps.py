@@ -11,7 +11,7 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps, subtitles
 from cosyvoice_triton.speech_service.audio.word_times import word_times
 
-from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, events_of, receive, say, send
+from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, ask, events_of, say, send
 
 
 def sound(seconds: float) -> np.ndarray:
@@ -142,8 +142,7 @@ def test_events_send_the_times_of_a_segment_after_its_audio(served: StubbedServi
 
 def test_the_socket_sends_the_times_of_each_sentence(served: StubbedService) -> None:
     with served.connect() as socket:
-        send(socket, "session.config", subtitles="srt")
-        assert receive(socket, "error")[-1]["error"]["param"] == "subtitles"
+        assert ask(socket, "session.config", "error", subtitles="srt")["error"]["param"] == "subtitles"
         send(socket, "session.config", timestamps="word")
         received = say(socket, "Hello, world.")
     found = [each for each in received if isinstance(each, dict) and each["type"] == "audio.timestamps"]

@@ -160,6 +160,12 @@ def receive(socket: ClientConnection, final: str) -> list[Any]:
     return received
 
 
+def ask(socket: ClientConnection, kind: str, final: str, **fields: Any) -> Any:
+    """The first message of the type `final` after one that was sent."""
+    send(socket, kind, **fields)
+    return receive(socket, final)[-1]
+
+
 def say(socket: ClientConnection, text: str) -> list[Any]:
     """What a WebSocket answers to an utterance."""
     send(socket, "input.text", text=text)
