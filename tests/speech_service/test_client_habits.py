@@ -142,11 +142,6 @@ def test_a_form_that_is_cut_off_is_an_error(url: str, end: bytes) -> None:
     assert answer.status_code == 400 and "cut off" in answer.json()["error"]["message"]
 
 
-def test_a_file_field_in_which_nothing_was_chosen_is_none(url: str) -> None:
-    empty = 'name="ref_audio"; filename=""\r\nContent-Type: application/octet-stream', b""
-    assert httpx.post(url + SPEECH, **form(*FIELDS, empty)).status_code == 200
-
-
 def test_form_fields_in_which_nothing_was_written_are_absent(url: str) -> None:
     blank = {"seed": "", "speed": "", "voice": "", "response_format": "", "sampling": "", "pronunciation": ""}
     for how in ({"data": {**TEXT, **blank}}, {"data": {**TEXT, **blank}, "files": {"other": ("", b"")}}):

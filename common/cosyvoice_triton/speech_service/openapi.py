@@ -162,7 +162,7 @@ def _components() -> dict[str, Schema]:
     _, models = models_json_schema(
         [(kind, "validation") for kind in _MODELS.values()], ref_template=named("{model}")["$ref"]
     )
-    return {**models["$defs"], **_SCHEMAS}
+    return {**models.get("$defs", {}), **_SCHEMAS}
 
 
 def served(routes: Iterable[BaseRoute]) -> list[APIRoute | APIWebSocketRoute]:

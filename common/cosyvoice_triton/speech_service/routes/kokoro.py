@@ -53,8 +53,7 @@ async def captioned(request: Request) -> Response:
             wanted.model = ""
         wanted.stream_format, wanted.timestamps = "json", "word"
         answer = await service.answer(wanted)
-    audio, stall = service.dispatcher.encoded(answer), service.settings.stall
-    return AudioResponse(answer, audio, stall, "application/json", partial(_captioned_json, answer))
+    return AudioResponse(service, answer, "application/json", whole=partial(_captioned_json, answer))
 
 
 def _captioned_json(answer: SpeechAnswer, audio: bytes) -> dict[str, Any]:

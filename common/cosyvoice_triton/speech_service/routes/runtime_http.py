@@ -48,7 +48,7 @@ async def infer(request: Request) -> Response:
         answer = await service.answer(
             parse(SpeechRequest, values, service.settings), upload, encoder=AudioEncoder("pcm")
         )
-    return AudioResponse(answer, service.dispatcher.encoded(answer), service.settings.stall)
+    return AudioResponse(service, answer)
 
 
 for path, names in ROUTES.items():

@@ -104,12 +104,11 @@ def responded(service: Service, wanted: SpeechRequest, answer: SpeechAnswer) -> 
     """Return the response with an answer's audio, in the form that is wanted."""
     if wanted.stream_format == "sse" and not wanted.stream:
         raise invalid("stream false with stream_format 'sse': events are a stream", "stream")
-    audio, stall = service.dispatcher.encoded(answer), service.settings.stall
     if wanted.stream_format == "sse":
-        return AudioResponse(answer, events(audio, answer), stall, "text/event-stream")
+        return AudioResponse(service, answer, "text/event-stream", streamed=events)
     if wanted.stream_format == "json":
-        return AudioResponse(answer, audio, stall, "application/json", partial(whole, answer))
-    return AudioResponse(answer, audio, stall, whole=None if wanted.stream else answer.encoder.complete)
+        return AudioResponse(service, answer, "application/json", whole=partial(whole, answer))
+    return AudioResponse(service, answer, whole=None if wanted.stream else answer.encoder.complete)
 
 
 @router.get("/v1/audio/speech/{name}", **doc.describe("Speech", answer=_OUTCOME, errors=(404,)))
