@@ -78,7 +78,7 @@ $(VENV)/.python:
 $(VENV)/.server: $(VENV)/.python pyproject.toml constraints.txt
 	@echo 'setup: installing torch for CPUs, 0.2 GB, from $(CPU_INDEX)'
 	@$(PIP) install $(LOCKED) --no-deps --retries 1 --extra-index-url $(CPU_INDEX) torch $(SHOWN)
-	@echo 'setup: installing tritonserver, the models'\'' libraries and the clients from the index of pip: 0.6 GB, a few minutes'
+	@echo 'setup: installing tritonserver, the models'\'' libraries and the clients from the index of pip: 0.25 GB, a few minutes'
 	@$(PIP) install $(LOCKED) -e '.[client,http,server]' $(SHOWN)
 	@touch $@
 
@@ -89,7 +89,7 @@ $(VENV)/.gpu: $(VENV)/.python pyproject.toml deploy/constraints/gpu.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.server
-	@echo 'setup: installing what tests and checks need from the index of pip: 0.8 GB'
+	@echo 'setup: installing what tests and checks need from the index of pip, minutes'
 	@$(PIP) install $(LOCKED) -e '.[client,http,japanese,server,dev]' $(SHOWN)
 	@$(PIP) install --quiet --no-deps --group qwen-vocabulary --group resemblyzer --group s3tokenizer
 	@touch $@
