@@ -226,6 +226,8 @@ def test_keys_and_foreign_pages(guarded: str, headers: dict[str, str], status: i
     answer = httpx.post(guarded + SPEECH, json=TEXT, headers=headers)
     assert answer.status_code == status
     assert answer.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
+    if headers.get("origin") == "https://evil.example":
+        assert "SPEECH_CORS_ORIGINS=https://evil.example in the environment of `serve`" in answer.text
     if headers.get("origin") == "https://friend.example":
         assert answer.headers["access-control-allow-origin"] == "https://friend.example"
 

@@ -20,8 +20,6 @@ from cosyvoice_triton.voice.files import read_spk2info
 LOCK = ".prepare.lock"
 PYTHON_PATH = "python"
 VOICE = "sample"
-DEMO = Path("models", "demo")  # the demo checkpoint, in the current directory
-DEMO_SETTINGS = {"default_speaker": "rms"}  # of its two voices
 
 
 @contextmanager

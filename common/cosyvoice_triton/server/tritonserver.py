@@ -30,7 +30,7 @@ from cosyvoice_triton.monitoring.health import STACKS_SIGNAL, DrainFile
 from cosyvoice_triton.replicas import first_replica
 from cosyvoice_triton.server.input_shapes import compile_library
 from cosyvoice_triton.server.installation import Installation, ServerError, work_directory
-from cosyvoice_triton.server.logs import MAX_BYTES, LogRotation
+from cosyvoice_triton.server.logs import MAX_BYTES, LogRotation, failure
 from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.watch import WATCH_SECONDS, ModelWatch
 
@@ -435,11 +435,4 @@ class TritonServer:
         ]
 
     def _failure(self) -> str:
-        """Return the error lines of the log and its last line, or its last lines if there are no errors."""
-        if self.log_file == INHERITED:
-            return "see above"
-        lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.exists() else []
-        errors = [line for line in lines if line[:1] == "E" and line[1:5].isdigit() or "UNAVAILABLE: " in line]
-        if errors and errors[-1] != lines[-1]:
-            errors.append(lines[-1])  # what ended the process may be no error of Triton's: "what():  bad_alloc"
-        return "\n".join((errors or lines)[-12:]) or f"its log {self.log_file} is empty, or was removed"
+        return "see above" if self.log_file == INHERITED else failure(self.log_file)
