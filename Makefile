@@ -22,7 +22,8 @@ GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 HEALTH_PORT ?= 8003
 SPEECH_PORT ?= 10086
-# A package index with CPU builds of torch, if pip's own index offers only the much larger CUDA builds.
+# A package index with CPU builds of torch, instead of PyTorch's own. pip's has the much larger CUDA builds, which are
+# taken if this one does not answer.
 TORCH_INDEX ?=
 FOLDER ?= tests/assets/golden
 PYTEST_ARGS ?=
@@ -35,19 +36,24 @@ RECIPES := build/recipes
 IN_VENV := $(VENV)/bin/python
 COMMAND := $(VENV)/bin/cosyvoice-triton
 PORTS := --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
-PIP := $(IN_VENV) -m pip --disable-pip-version-check --quiet
-# A "+cpu" build there wins over the same version elsewhere.
+PIP := $(IN_VENV) -m pip --disable-pip-version-check
+# Of pip's lines those about files of 10 MB or more, as they begin, and the one before minutes of unpacking.
+SHOWN := | sed --unbuffered --regexp-extended --quiet --expression \
+	's/^ *(Downloading|Using cached) ([^ ]+) .*\(([0-9]{2,}\.?[0-9]* MB|[0-9.]+ GB)\).*/setup: \1 \2, \3/p' \
+	--expression 's/^Installing collected packages.*/setup: unpacking/p'
 LOCKED := --constraint constraints.txt
-EXTRA_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+CPU_INDEX := $(or $(TORCH_INDEX),https://download.pytorch.org/whl/cpu)
 PYTEST := $(IN_VENV) -m pytest --durations=10
 # Two workers, each with its own tritonserver. A file runs in one worker, so that its fixtures are set up once.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 STACK_OPTIONS = --stack $(STACK) $(if $(GPU),--device gpu) $(if $(filter offline,$(MODE)),--offline) $(foreach setting,$(SET),--set $(setting))
-SETUP_GB := $(if $(GPU),9,6)
-RUN_GB := 1
+SETUP_GB := $(if $(GPU),9,4)
+# What is missing, before minutes of installing and loading.
+DOCTOR = scripts/doctor.py "$(MODELS)" --device $(DEVICE) --quiet
+FREE_PORTS := --ports $(HTTP_PORT) $(GRPC_PORT) $(METRICS_PORT)
 export TEXT
 
-.PHONY: help setup setup-dev demo serve free-ports render demo-checkpoint test test-fast test-containers test-recipes check lock bench soak parity pictures clean
+.PHONY: help setup setup-dev demo serve ready-to-serve render demo-checkpoint test test-fast test-containers test-recipes check lock bench soak parity pictures clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,40 +68,43 @@ setup-dev: $(VENV)/.dev ## the same and what tests and checks need
 
 $(VENV)/.python:
 	@$(PYTHON) --version >/dev/null 2>&1 || { echo 'error: $(PYTHON) is not installed; run: sudo apt-get install python3 python3-venv' >&2; exit 1; }
-	@$(PYTHON) scripts/check_machine.py --disk $(SETUP_GB)
+	@$(PYTHON) $(DOCTOR) --ports --disk $(SETUP_GB)
 	@echo 'setup: making $(VENV)'
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install pip==26.2
+	@$(PIP) install --quiet pip==26.2
 	@touch $@
 
+# torch before the rest and alone, because only its index has CPU builds: "+cpu" wins over the same version elsewhere.
 $(VENV)/.server: $(VENV)/.python pyproject.toml constraints.txt
-	@echo 'setup: installing tritonserver, torch, the models'\'' libraries and the clients: 2 GB, a few minutes'
-	@$(PIP) install $(LOCKED) $(EXTRA_INDEX) -e '.[client,http,server]'
+	@echo 'setup: installing torch for CPUs, 0.2 GB, from $(CPU_INDEX)'
+	@$(PIP) install $(LOCKED) --no-deps --retries 1 --extra-index-url $(CPU_INDEX) torch $(SHOWN)
+	@echo 'setup: installing tritonserver, the models'\'' libraries and the clients from the index of pip: 0.25 GB, a few minutes'
+	@$(PIP) install $(LOCKED) -e '.[client,http,server]' $(SHOWN)
 	@touch $@
 
 $(VENV)/.gpu: $(VENV)/.python pyproject.toml deploy/constraints/gpu.txt
-	@echo 'setup: installing tritonserver, torch for CUDA, the models'\'' libraries and the clients: 7 GB, a few minutes'
-	@$(PIP) install --constraint deploy/constraints/gpu.txt -e '.[client,http,gpu]'
+	@echo 'setup: installing tritonserver, torch for CUDA, the models'\'' libraries and the clients from the index of pip: 4 GB, many minutes'
+	@[[ ! -e $(VENV)/.server ]] || $(PIP) uninstall --quiet --yes torch onnxruntime # builds for CPUs
+	@$(PIP) install --constraint deploy/constraints/gpu.txt -e '.[client,http,gpu]' $(SHOWN)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.server
-	@echo 'setup: installing what tests and checks need'
-	@$(PIP) install $(LOCKED) $(EXTRA_INDEX) -e '.[client,http,japanese,server,dev]'
-	@$(PIP) install --no-deps --group qwen-vocabulary --group resemblyzer --group s3tokenizer
+	@echo 'setup: installing what tests and checks need from the index of pip, minutes'
+	@$(PIP) install $(LOCKED) -e '.[client,http,japanese,server,dev]' $(SHOWN)
+	@$(PIP) install --quiet --no-deps --group qwen-vocabulary --group resemblyzer --group s3tokenizer
 	@touch $@
 
 demo: $(VENV)/.server ## render a stack (MODELS, SET), start it, let it say TEXT, write out/demo.wav
-	@$(IN_VENV) scripts/check_machine.py --disk $(RUN_GB)
+	@$(IN_VENV) $(DOCTOR) $(FREE_PORTS) --disk 1
 	@$(COMMAND) demo --models "$(MODELS)" --stack $(STACK) $(foreach setting,$(SET),--set $(setting)) $(if $(TEXT),--text "$$TEXT") --output "$(OUTPUT)" $(PORTS)
 
-serve: free-ports $(VENV)/$(if $(GPU),.gpu,.server) ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics), 8003 (health), 10086 (speech) until Ctrl-C
-	@$(IN_VENV) scripts/check_machine.py --disk $(RUN_GB)
-	@$(if $(GPU),$(COMMAND) doctor "$(MODELS)" $(STACK_OPTIONS) && $(COMMAND) prepare download "$(MODELS)" --stack $(STACK))
+serve: ready-to-serve $(VENV)/$(if $(GPU),.gpu,.server) ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics), 8003 (health), 10086 (speech) until Ctrl-C
+	@$(if $(GPU),$(COMMAND) prepare download "$(MODELS)" --stack $(STACK))
 	@$(COMMAND) serve --models "$(MODELS)" $(STACK_OPTIONS) $(PORTS) --health-port $(HEALTH_PORT) \
 		--log-file build/tritonserver.log --speech-port $(SPEECH_PORT)
 
-free-ports: # before minutes of installing and loading
-	@$(PYTHON) scripts/check_machine.py --disk 0 --free-ports $(HTTP_PORT) $(GRPC_PORT) $(METRICS_PORT) $(HEALTH_PORT) $(SPEECH_PORT)
+ready-to-serve: # with the system's Python, before gigabytes are downloaded
+	@$(PYTHON) $(if $(GPU),$(DOCTOR:--quiet=),$(DOCTOR)) $(STACK_OPTIONS) $(FREE_PORTS) $(HEALTH_PORT) $(SPEECH_PORT) --disk 1
 
 render: demo-checkpoint ## write the model repository of a stack to build/STACK
 	@$(COMMAND) render "$(MODELS)" build/$(STACK) $(STACK_OPTIONS)
@@ -103,12 +112,12 @@ render: demo-checkpoint ## write the model repository of a stack to build/STACK
 # Only if no other checkpoint is named. Existing files are kept.
 demo-checkpoint: $(VENV)/.server
 ifeq ($(MODELS),models/demo)
-	@$(IN_VENV) scripts/check_machine.py --disk $(RUN_GB)
+	@$(IN_VENV) $(DOCTOR) --ports --disk 1
 	@$(COMMAND) prepare demo "$(MODELS)"
 endif
 
 test: $(VENV)/.dev ## run all tests: first two at a time, then those that measure time or load, one at a time
-	@$(IN_VENV) scripts/check_machine.py --disk $(RUN_GB)
+	@$(IN_VENV) $(DOCTOR) --ports --disk 1
 	@# Exit code 5 is "no tests ran", which PYTEST_ARGS may cause in one part.
 	@failed=; part() { echo "test: $$1"; shift; "$$@" $(if $(PYTEST_ARGS),|| [[ $$? == 5 ]]) || failed=1; }; \
 		part 'part 1 of 2, two tests at a time' $(PYTEST) $(PARALLEL) -m 'not serial' $(PYTEST_ARGS); \
@@ -189,5 +198,5 @@ docs/%.svg: docs/%.dot
 docs/speech_page.png: $(wildcard common/cosyvoice_triton/speech_service/page/*) | $(VENV)/.dev
 	@$(PYTEST) tests/speech_service/test_page.py -k kept && cp out/speech_page.png $@
 
-clean: ## remove .venv and what was made; checkpoints of your own in models/ stay
-	rm -rf $(VENV) build models/demo out *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+clean: ## remove .venv and what was made, but not models/, which has your checkpoints and voices
+	rm -rf $(VENV) build out *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cosyvoice_triton import samples
+from cosyvoice_triton import cli, samples
 from cosyvoice_triton.arguments import program
 from cosyvoice_triton.cli import demo
 
@@ -79,3 +79,21 @@ def test_a_trial_of_other_checkpoints_says_what_is_missing_and_how_to_get_it(tmp
     assert demo.main(["--models", "mine", "--stack", "cosyvoice3", "--set", "max_streams=2"]) == 1
     assert "prepare download mine --stack cosyvoice3" in capsys.readouterr().err
     assert not (tmp_path / "models").exists() and not (tmp_path / "build").exists()
+
+
+def test_the_first_second_can_be_interrupted_and_the_version_is_printed(monkeypatch, capsys) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    assert cli.main(["--version"]) == 0
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", capsys.readouterr().out)
+    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    assert cli.main(["say", "Hello."]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_trial_that_cannot_write_its_output_says_so_before_it_loads_anything(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert demo.main(["--output", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert str(tmp_path) in told.err and told.out == "" and list(tmp_path.iterdir()) == []

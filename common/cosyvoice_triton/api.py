@@ -204,6 +204,7 @@ class Server:
 
     def __enter__(self) -> "Server":
         # Here, because a client does not need them.
+        from cosyvoice_triton.demo_checkpoint import DEMO_SETTINGS
         from cosyvoice_triton.prepare import steps
         from cosyvoice_triton.prepare.missing import require_files
         from cosyvoice_triton.server import mps
@@ -216,7 +217,7 @@ class Server:
             if (models := self._models) is None:
                 models = work / "models"
                 steps.demo(models, self._options.get("stack", stacks.DEFAULT.name))
-                self._options["settings"] = {**steps.DEMO_SETTINGS, **self._options.get("settings", {})}
+                self._options["settings"] = {**DEMO_SETTINGS, **self._options.get("settings", {})}
             options, _ = planned(StackOptions(models_dir=models, **self._options))
             require_files(options)
             render(options, work / "repository")

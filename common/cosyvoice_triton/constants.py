@@ -63,4 +63,4 @@ CALLS_AT_ONCE = CALL_THREADS - 16
 
 # --- default ports -------------------------------------------------------------------------------------------------
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002  # tritonserver's own defaults
-HEALTH_PORT = 8003
+HEALTH_PORT, SPEECH_PORT = 8003, 10086

@@ -7,18 +7,19 @@ class Playback:
     """A listener who plays audio from its arrival on. A gap of theirs puts off all that is played after it.
 
     left: seconds of audio that the listener already has when counting begins, `now` seconds on the caller's clock; None
-    if there is none yet.
+    if there is none yet. buffer: seconds that their player waits after the first audio.
     """
 
-    def __init__(self, left: float | None = None, now: float = 0.0) -> None:
+    def __init__(self, left: float | None = None, now: float = 0.0, buffer: float = PLAYER_SECONDS) -> None:
         self._ends = None if left is None else now + left
+        self._buffer = buffer
 
     def add(self, seconds: float, now: float) -> float:
         """Count audio that was sent to the listener. Returns the seconds of silence in their player before it."""
         if not seconds:
             return 0.0
         ends = now if self._ends is None else self._ends
-        gap = max(0.0, now - PLAYER_SECONDS - ends)
+        gap = max(0.0, now - self._buffer - ends)
         self._ends = ends + gap + seconds
         return gap
 

@@ -89,7 +89,7 @@ class Stack:
         some of them again; otherwise with its new tokens only.
     chunk_boundary: chunks end on multiples of it, counted from the prompt's first token. 1: anywhere.
     loader, vocoder_loader: "module:function" that load the flow and the vocoder in their streaming forms; imported by
-        token2wav only. `hift` is the vocoder's file, "" if it reads none: its loader then gets the folder.
+        token2wav only.
     vocoder_stream_bytes, vocoder_noise_bytes: what the vocoder keeps of a stream at its official sizes, and of the
         noise of its source.
     settings: defaults of template keys, such as sampling, that differ from those of `cosyvoice_triton.config`.
@@ -142,7 +142,7 @@ class Stack:
     @property
     def files(self) -> tuple[str, ...]:
         """Return the official files that serving needs, apart from the LLM's."""
-        return tuple(filter(None, (self.flow, self.hift, self.speaker_encoder, self.speech_tokenizer)))
+        return self.flow, self.hift, self.speaker_encoder, self.speech_tokenizer
 
 
 COSYVOICE2_LLM = SpeechLLM(

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.voice.features import resample
 from torch import Tensor
+from transformers.audio_utils import mel_filter_bank, window_function
 
 _KALDI_WINDOW, _KALDI_HOP, _KALDI_FFT = 400, 160, 512
 _KALDI_LOWEST_HZ, _KALDI_PREEMPHASIS = 20.0, 0.97
@@ -25,26 +26,25 @@ def kaldi_fbank(wave: Tensor) -> Tensor:
     frames = frames - frames.mean(-1, keepdim=True)
     before = torch.cat([frames[..., :1], frames[..., :-1]], dim=-1)
     power = torch.fft.rfft((frames - _KALDI_PREEMPHASIS * before) * window, _KALDI_FFT).abs().square()
-    energies = (power[..., :-1] @ filters).clamp(min=torch.finfo(torch.float32).eps).log()
+    energies = (power @ filters).clamp(min=torch.finfo(torch.float32).eps).log()
     return energies - energies.mean(1, keepdim=True)
 
 
 @lru_cache(maxsize=2)
 @torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
 def _kaldi_filters(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Triangular filters on Kaldi's mel scale (256, 80), and Kaldi's window, a Hann window to the power of 0.85."""
-
-    def mel(hz: Tensor) -> Tensor:
-        return 1127.0 * torch.log(1.0 + hz / 700.0)
-
-    ends = mel(torch.tensor([_KALDI_LOWEST_HZ, PROMPT_SAMPLE_RATE / 2], dtype=torch.float64))
-    points = torch.linspace(float(ends[0]), float(ends[1]), MEL_BINS + 2, dtype=torch.float64)
-    bins = mel(torch.arange(_KALDI_FFT // 2, dtype=torch.float64) * PROMPT_SAMPLE_RATE / _KALDI_FFT)[:, None]
-    rise = (bins - points[:-2]) / (points[1:-1] - points[:-2])
-    fall = (points[2:] - bins) / (points[2:] - points[1:-1])
-    filters = torch.minimum(rise, fall).clamp(min=0)
-    window = torch.hann_window(_KALDI_WINDOW, periodic=False, dtype=torch.float64).pow(0.85)
-    return filters.float().to(device), window.float().to(device)
+    """Kaldi's mel filters (257, 80) and window."""
+    filters = mel_filter_bank(
+        _KALDI_FFT // 2 + 1,
+        MEL_BINS,
+        _KALDI_LOWEST_HZ,
+        PROMPT_SAMPLE_RATE / 2,
+        PROMPT_SAMPLE_RATE,
+        mel_scale="kaldi",
+        triangularize_in_mel_space=True,
+    )
+    window = window_function(_KALDI_WINDOW, "povey", periodic=False)
+    return torch.from_numpy(filters).float().to(device), torch.from_numpy(window).float().to(device)
 
 
 def upsampled(wave: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import shutil
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -54,20 +55,14 @@ def _scratch(folder: Path) -> Path:
 def _run(
     work: Path, seconds: float, flite: Path, shards: Path, first: int, processes: int, voice_cycle: tuple[int, ...]
 ) -> None:
-    context = multiprocessing.get_context("spawn")
-    workers = [
-        context.Process(
-            target=_synthesize_lines,
-            args=(work, flite, shards / str(index), range(first + index, 10**9, processes), voice_cycle, seconds),
-        )
-        for index in range(processes)
-    ]
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        workers = []
+        for index in range(processes):
+            lines = range(first + index, 10**9, processes)
+            shard = shards / str(index)
+            workers.append(pool.submit(_synthesize_lines, work, flite, shard, lines, voice_cycle, seconds))
     for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if any(worker.exitcode for worker in workers):
-        raise RuntimeError(f"speech: workers ended with {[worker.exitcode for worker in workers]}")
+        worker.result()
 
 
 def _synthesize_lines(

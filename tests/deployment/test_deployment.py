@@ -59,11 +59,20 @@ def prepared(command: list[str]) -> Namespace:
 
 def checked_and_downloaded(service: dict[str, Any]) -> tuple[StackOptions, Namespace]:
     """What a download's container checks the machine for, and the arguments of its `cosyvoice-triton prepare`."""
-    script = re.sub(r"\$\$(\w+)", lambda name: service["environment"][name[1]], service["command"][2])
-    check, download = (part.split() for part in script.split(" && exec "))
-    assert check[:2] == ["cosyvoice-triton", "doctor"]
-    options = doctor.build_parser().parse_args(check[2:])
-    return stack_options(options.models, options), prepared(download)
+    check, download = script_of(service).split(" && exec ")
+    return examined(check, "cosyvoice-triton doctor"), prepared(download.split())
+
+
+def script_of(service: dict[str, Any]) -> str:
+    """What its shell runs, with the values of its environment."""
+    return re.sub(r"\$\$(\w+)", lambda name: service["environment"][name[1]], service["command"][2])
+
+
+def examined(check: str, program: str) -> StackOptions:
+    """What a call of the doctor checks the machine for."""
+    assert check.startswith(f"{program} ")
+    options = doctor.build_parser().parse_args(check.removeprefix(program).split())
+    return stack_options(options.models, options)
 
 
 def gpu_of(service: dict[str, Any]) -> str:
@@ -280,6 +289,11 @@ def test_the_gpu_that_serves_is_checked_before_anything_is_downloaded(file: str,
         assert (options.stack, options.device, options.settings) == (stack, "gpu", changes)
         assert (download.models, options.models_dir) == (Path("/models"), Path("/models"))
         assert services["download"]["deploy"] == services["tts"]["deploy"]
+        assert "check" not in services
+        check = composed(file, profiles="check", **settings)["services"]["check"]
+        assert examined(script_of(check), "exec python3 /clone/scripts/doctor.py") == options
+        assert check["deploy"] == services["tts"]["deploy"] and check["image"].startswith("python:")
+        assert check["volumes"][0]["source"] == str(ROOT)
         assert services["download"]["restart"] == "on-failure:3"
         assert services["tts"]["environment"]["STACK"] == stack
 

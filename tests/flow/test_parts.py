@@ -1,7 +1,6 @@
 """The DiT's estimator over padding, the encoder over windows. tests/token2wav/test_chunks_equal_whole.py has the
 whole flows."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from cosyvoice_triton.networks.flow import encoder as encoder_module
 
 from tests.parity import flow_unet
 from tests.parity.fixture import Fixture
-from tests.parity.reference.encoder import encode_whole
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 
@@ -18,22 +16,6 @@ GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 @pytest.fixture
 def encoder():
     return flow_unet.build(Fixture(GOLDEN / "item4_cosyvoice2_flow_inference.json")).encoder
-
-
-@pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize("context", [False, True])
-def test_encoder_over_a_window_equals_the_reference_over_the_sequence(encoder, chunk, context):
-    """Whole utterances and chunks, with and without tokens after the last one."""
-    T, ahead = 14, encoder.config.lookahead
-    encoder.config = replace(encoder.config, chunk_tokens=chunk or 1)
-    xs = torch.randn(2, T + ahead, encoder.config.width, generator=torch.Generator().manual_seed(3))
-    following = xs[:, T:] if context else None
-    expected, _ = encode_whole(encoder, xs[:, :T], torch.full((2,), T), following, streaming=chunk is not None)
-    windows = xs.unfold(1, 1 + ahead, 1).transpose(2, 3)  # (B, T + L, C) -> (B, T, 1 + L, C)
-    present = (torch.arange(T)[:, None] + torch.arange(1 + ahead) < (T + ahead if context else T)).expand(2, -1, -1)
-    ends = (torch.arange(T) // chunk + 1) * chunk if chunk else torch.full((T,), T)
-    features = encoder(windows, present, ends.clamp(max=T).expand(2, T))
-    torch.testing.assert_close(features, expected, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("visible", ["all", "chunks"])

@@ -1,6 +1,5 @@
 """The engine cuda on a CPU: its network against transformers, its sampling against the definition, its memory."""
 
-import asyncio
 import dataclasses
 import json
 import shutil
@@ -10,15 +9,13 @@ import pytest
 import torch
 from cosyvoice_triton.llm.engines.cuda.decoder import Decoder
 from cosyvoice_triton.llm.engines.cuda.engine import load_engine
-from cosyvoice_triton.llm.engines.cuda.operations import FAULT, NOTHING, PAGE, Plain
+from cosyvoice_triton.llm.engines.cuda.operations import FAULT, NOTHING, Plain
 from cosyvoice_triton.llm.engines.cuda.scheduler import PromptPiece
 from cosyvoice_triton.llm.engines.cuda.weights import Weights
 from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources, candidate_ids
 from cosyvoice_triton.llm.interface import Sampling
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
-
-from tests.support.llm_fixtures import request_of, tokens_of
 
 GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0}
 RAS = {"temperature": 1.0, "top_p": 0.8, "top_k": 25, "repetition_penalty": 1.0}
@@ -210,25 +207,6 @@ def load(directory, tokenizer, gib, requests=2):
 def test_memory_for_less_than_one_context_is_an_error_with_what_is_needed(llm_dir, weights, tokenizer):
     with pytest.raises(ValueError, match=r"llm_memory_gib 0.001 is too small: the LLM needs 0.0\d for one request"):
         load(llm_dir, tokenizer, 0.001)
-
-
-def test_a_request_waits_until_there_are_pages_for_its_longest_answer(llm_dir, weights, tokenizer):
-    """Memory for one whole context, as two requests use it together."""
-    page = 2 * 2 * 64 * PAGE * 4
-    gib = (weights.nbytes + page * (4096 // PAGE + 1.5)) / 2**30
-    engine = load(llm_dir, tokenizer, gib, requests=3)
-    long, short = (request_of(tokenizer, max_tokens=most, min_tokens=20, seed=1) for most in (2100, 200))
-
-    async def together():
-        return await asyncio.gather(*(tokens_of(engine, request) for request in (short, long, long)))
-
-    try:
-        assert engine._pages.total == 64 and engine._scheduler.pages_of(long) * 2 > 64
-        alone, first, second = asyncio.run(together())
-        assert first == second and alone == asyncio.run(tokens_of(engine, short)) and len(alone) > 20
-        assert engine._pages.free == 64 and engine.live == 0
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from cosyvoice_triton.llm.engines import loading
 from cosyvoice_triton.llm.engines.batching_engine import BatchingEngine
 from cosyvoice_triton.llm.engines.interface import candidate_ids
 from cosyvoice_triton.llm.engines.loading import load_engine
+from cosyvoice_triton.server import options
 
 from tests.support import fake_tensorrt_llm, fake_vllm
 from tests.support.llm_fixtures import FAKES, chunks_of, request_of
@@ -142,8 +143,8 @@ def test_a_huggingface_directory_is_rendered_where_an_engine_reads_it(monkeypatc
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: SimpleNamespace(origin="") if name == installed else None
     )
-    monkeypatch.setattr(loading, "has_gpu", lambda: gpu)
-    assert loading.reads_huggingface(kind) == expected
+    monkeypatch.setattr(options, "has_gpu", lambda: gpu)
+    assert options.reads_huggingface(kind) == expected
 
 
 def test_no_engine_is_an_error_with_the_reason_for_each(llm_dir, tokenizer):
@@ -188,4 +189,4 @@ def test_a_folder_of_a_library_s_name_is_not_the_library(tmp_path, monkeypatch):
     (tmp_path / "no_such_library").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert importlib.util.find_spec("no_such_library") is not None
-    assert not loading._is_installed("no_such_library") and loading._is_installed("json")
+    assert not options._is_installed("no_such_library") and options._is_installed("json")

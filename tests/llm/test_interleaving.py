@@ -1,25 +1,23 @@
 """Texts that arrive in pieces, and the engines that speak them. The sequence is compared with upstream's by
-tests/parity/llm.py, which tests/token2wav/test_cosyvoice3.py runs."""
+tests/parity/llm.py."""
 
 import asyncio
 import dataclasses
 import itertools
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from cosyvoice_triton.constants import SPEECH_VOCAB
-from cosyvoice_triton.llm.engines.interface import EngineLM, GenerationRequest
+from cosyvoice_triton.llm.engines.interface import EngineLM
 from cosyvoice_triton.llm.engines.loading import load_engine
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
-from cosyvoice_triton.llm.interleaving import SPEECH_BLOCK, TEXT_BLOCK, InterleavedLM
-from cosyvoice_triton.llm.openai_client import OpenAILM
+from cosyvoice_triton.llm.interleaving import SPEECH_BLOCK, TEXT_BLOCK, InterleavedSpeech
 from cosyvoice_triton.llm.speech_tokens import COSYVOICE3
 from cosyvoice_triton.text.words import LONGEST_WORD, WordSplitter
 from transformers import Qwen2ForCausalLM
 
 from tests.support.qwen_vocabulary import qwen2_tokenizer
-from tests.support.raw_http_server import STREAM, RawHttpServer, ids_event
 
 VOICE = LLMPrompt("", "A transcript.", range(100, 137))
 GREEDY = Sampling(temperature=0, repetition_penalty=1.0)
@@ -61,18 +59,11 @@ def engine(genai_dir, tokenizer):
     engine.close()
 
 
-@pytest.fixture
-def cuda_engine(llm_dir, tokenizer):
-    engine = load_engine("cuda", llm_dir, tokenizer, 4, memory_gib=1.0, instance_kind="KIND_CPU")
-    yield engine
-    engine.close()
-
-
 class AskedLM(EngineLM):
-    """Keep the ids of its requests."""
+    """Keep the ids of its requests, and how they are sampled."""
 
     def generate(self, prompt, sampling):
-        self.asked = [*getattr(self, "asked", ()), list(prompt.ids)]
+        self.asked = [*getattr(self, "asked", ()), (list(prompt.ids), sampling)]
         return super().generate(prompt, sampling)
 
 
@@ -84,16 +75,15 @@ async def pieces_of(*pieces):
 
 async def speak(engine, tokenizer, text, sampling, prompt=VOICE):
     llm = AskedLM(engine, tokenizer)
-    answer = InterleavedLM(llm, tokenizer).generate(prompt, pieces_of(*text), sampling)
-    chunks = [chunk async for chunk in answer]
-    return [token for chunk in chunks for token in chunk.tokens], llm.asked, chunks[-1].finish_reason
+    chunks = [chunk async for chunk in InterleavedSpeech(llm, tokenizer, prompt, sampling).generate(pieces_of(*text))]
+    tokens = [token for chunk in chunks for token in chunk.tokens]
+    return tokens, *zip(*llm.asked, strict=True), chunks[-1].finish_reason
 
 
-@pytest.mark.parametrize("name", ["engine", "cuda_engine"])
-def test_an_engine_speaks_a_sequence_as_transformers_would(name, request, tokenizer, llm_dir):
+def test_an_engine_speaks_a_sequence_as_transformers_would(engine, tokenizer, llm_dir):
     """At a temperature of 0, every token is the best one after what transformers is fed: the sequence up to it."""
     text = "Twelve, all."
-    tokens, asked, _ = asyncio.run(speak(request.getfixturevalue(name), tokenizer, text, GREEDY))
+    tokens, asked, *_ = asyncio.run(speak(engine, tokenizer, text, GREEDY))
     assert len(asked) == 1 + (len(text) - 2) // TEXT_BLOCK + 1  # a token is a letter; the voice takes two of them
     # A block of 8 continues the voice's last one; the final request follows the token that is fed twice.
     counts = [8, *[SPEECH_BLOCK] * (len(asked) - 2)]
@@ -111,47 +101,19 @@ def test_an_engine_speaks_a_sequence_as_transformers_would(name, request, tokeni
         done += count
 
 
-class ServedEngine(RawHttpServer):
-    """Speaks the protocol of `vllm serve` with the tokens of an engine of this process."""
-
-    def __init__(self, engine, tokenizer):
-        super().__init__()
-        self.engine, self.end_ids = engine, tokenizer.end_ids
-
-    async def answer_to(self, body):
-        body = dict(body)
-        assert body.pop("model") == "model" and body.pop("stream") and body.pop("return_token_ids")
-        assert tuple(body.pop("stop_token_ids")) == self.end_ids
-        ids, ras = body.pop("prompt"), body.pop("vllm_xargs", {})
-        request = GenerationRequest(np.array(ids), Sampling(**body, **ras), self.end_ids)
-        return [STREAM, *[ids_event(*chunk) async for chunk in self.engine.generate(request)]]
-
-
-def test_a_vllm_server_gets_each_block_as_a_request_of_ids_and_speaks_like_an_engine(engine, tokenizer):
-    text, sampling = "Twelve, and one more.", Sampling(temperature=0, repetition_penalty=1.0, ras_window=10, seed=3)
-
-    async def over_http():
-        server = ServedEngine(engine, tokenizer)
-        async with server.running() as url:
-            llm = OpenAILM([url], "model", tokenizer)
-            answer = InterleavedLM(llm, tokenizer).generate(VOICE, pieces_of(*text), sampling)
-            chunks = [chunk async for chunk in answer]
-            await llm.aclose()
-        tokens = [token for chunk in chunks for token in chunk.tokens]
-        return tokens, [body["prompt"] for body in server.bodies], chunks[-1].finish_reason, server.bodies
-
-    *spoken, bodies = asyncio.run(over_http())
-    assert tuple(spoken) == asyncio.run(speak(engine, tokenizer, text, sampling))
-    blocks = [(body["min_tokens"], body["max_tokens"]) for body in bodies[:-1]]
-    assert blocks == [(8, 8), *[(SPEECH_BLOCK, SPEECH_BLOCK)] * (len(bodies) - 2)] and len(blocks) > 3
-    assert len({body["seed"] for body in bodies}) == len(bodies), "blocks of the same random numbers sound alike"
-    for before, after in itertools.pairwise(spoken[1]):
-        assert after[: len(before)] == before  # what vLLM's prefix cache holds
+def test_each_block_is_a_request_of_its_own_that_continues_the_one_before(engine, tokenizer):
+    sampling = Sampling(temperature=0, repetition_penalty=1.0, seed=3)
+    _, asked, samplings, _ = asyncio.run(speak(engine, tokenizer, "Twelve, and one more.", sampling))
+    blocks = [(of.min_tokens, of.max_tokens) for of in samplings[:-1]]
+    assert blocks == [(8, 8), *[(SPEECH_BLOCK, SPEECH_BLOCK)] * (len(asked) - 2)] and len(blocks) > 3
+    assert len({of.seed for of in samplings}) == len(asked), "blocks of the same random numbers sound alike"
+    for before, after in itertools.pairwise(asked):
+        assert after[: len(before)] == before  # what a prefix cache holds
 
 
 def test_a_text_of_less_than_a_block_is_spoken_and_one_of_nothing_is_an_error(engine, tokenizer):
-    tokens, asked, _ = asyncio.run(speak(engine, tokenizer, "Hi.", GREEDY, LLMPrompt("")))
-    assert tokens and asked == [[tokenizer.sos_id, *tokenizer.text_ids("Hi."), tokenizer.task_id]]
+    tokens, asked, *_ = asyncio.run(speak(engine, tokenizer, "Hi.", GREEDY, LLMPrompt("")))
+    assert tokens and list(asked) == [[tokenizer.sos_id, *tokenizer.text_ids("Hi."), tokenizer.task_id]]
     with pytest.raises(ValueError, match="nothing to speak"):
         asyncio.run(speak(engine, tokenizer, " ?! ", GREEDY))
 
@@ -162,10 +124,10 @@ def test_a_text_that_stops_midway_cancels_its_request(engine, tokenizer):
         raise TimeoutError("no more")
 
     async def run():
-        stream = InterleavedLM(EngineLM(engine, tokenizer), tokenizer).generate(VOICE, broken(), GREEDY)
+        speech = partial(InterleavedSpeech, EngineLM(engine, tokenizer), tokenizer, VOICE, GREEDY)
         with pytest.raises(TimeoutError):
-            _ = [chunk async for chunk in stream]
-        stream = InterleavedLM(EngineLM(engine, tokenizer), tokenizer).generate(VOICE, pieces_of("word " * 9), GREEDY)
+            _ = [chunk async for chunk in speech().generate(broken())]
+        stream = speech().generate(pieces_of("word " * 9))
         await anext(stream)
         await stream.aclose()
         while engine.live:

@@ -126,15 +126,6 @@ def test_two_live_requests_cannot_share_an_id(decoupled_model, prompt):
     assert sum(map(len, tokens_of(first))) > 100
 
 
-def test_a_full_engine_answers_unavailable(decoupled_model, prompt):
-    live = [send(decoupled_model, prompt, min_length=150) for _ in range(MAX_REQUESTS)]
-    error = error_of(send(decoupled_model, prompt))
-    assert error.code() == TritonError.UNAVAILABLE
-    assert f"maximum of {MAX_REQUESTS}" in error.message()
-    for request in live:
-        assert sum(map(len, tokens_of(request))) > 150
-
-
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [

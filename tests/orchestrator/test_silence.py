@@ -62,11 +62,6 @@ def test_dropped_tokens_reach_no_chunk_and_every_segment_counts_anew() -> None:
     assert pipeline.token2wav.offline_calls == [(spoken, 1.0)]
 
 
-def test_an_answer_that_is_silent_throughout_is_spoken_shortened() -> None:
-    pipeline = Pipeline(FakeLM([1] * 40), long_silence=SILENT)
-    assert [len(waveform) for waveform in pipeline.run()] == [5]
-
-
 SPEAKS = [[1, 2, 1, 2, 2, 1, 1], *[[9]] * 30, [1, 1]]
 
 

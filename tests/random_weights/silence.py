@@ -1,7 +1,12 @@
 """Silent tokens that are heard as silence, although random weights make noise of all of them: for measurements of what
-is heard first. A stack with this vocoder is served as any other stack is, by templates of its own."""
+is heard first. A stack with this vocoder is served as any other stack is, by templates of its own.
+
+    python -m tests.random_weights.silence STACK COMMAND ...     a command of `cosyvoice-triton` with such a stack
+"""
 
 import shutil
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from cosyvoice_triton import stacks
+from cosyvoice_triton import cli, stacks
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.server.rendering import TEMPLATES
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.token2wav.flow.base import Vocoder, VocoderOptions, loader
+from cosyvoice_triton.token2wav.flow.base import loader
 from cosyvoice_triton.token2wav.stream import Chunk
+from cosyvoice_triton.token2wav.vocoder.base import BatchVocoder, VocoderOptions
 from torch import Tensor
 
 from tests.random_weights.llm import SILENT_IDS
@@ -61,7 +67,7 @@ def load_causal(path: Path, options: VocoderOptions) -> "QuietVocoder":
 class QuietVocoder:
     """Another vocoder, whose audio of SILENT_IDS is zeros. streams: tokens and samples sent so far, by slot."""
 
-    def __init__(self, vocoder: Vocoder, streams: dict[int, tuple[np.ndarray, int]]) -> None:
+    def __init__(self, vocoder: BatchVocoder, streams: dict[int, tuple[np.ndarray, int]]) -> None:
         self._vocoder, self._streams = vocoder, streams
 
     def __getattr__(self, name: str) -> Any:
@@ -95,3 +101,9 @@ class QuietVocoder:
         heard = np.repeat(~np.isin(tokens, SILENT_IDS), TOKEN_SAMPLES)[sent : sent + len(speech)]
         speech *= torch.from_numpy(heard)
         self._streams[slot] = tokens, sent + len(speech)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as made:
+        register(sys.argv[1], Path(made))
+        sys.exit(cli.main(sys.argv[2:]))

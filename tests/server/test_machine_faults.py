@@ -1,7 +1,6 @@
 """What a machine can do to a healthy server: full disks, odd processes, proxies, signals, addresses."""
 
 import asyncio
-import logging
 import os
 import re
 import signal
@@ -23,9 +22,8 @@ from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.monitoring.environment import GRPC_ADDRESS, METRICS_DIRECTORY
 from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, has_failed, report_failure
 from cosyvoice_triton.monitoring.metrics import LIVE, Metric, page, sum_of
-from cosyvoice_triton.server import logs, readiness
+from cosyvoice_triton.server import readiness
 from cosyvoice_triton.server.input_shapes import compile_library
-from cosyvoice_triton.server.logs import LogRotation
 from cosyvoice_triton.server.tritonserver import Ports, ServerError, TritonServer, free_port, require_free
 from cosyvoice_triton.server.watch import HUNG_SECONDS, WATCH_SECONDS, ModelWatch
 from cosyvoice_triton.triton_io.streams import Streams
@@ -107,23 +105,6 @@ def test_numbers_that_cannot_be_written_are_logged_once(published, caplog) -> No
     until(lambda: failures > 2)
     monitor.close()
     assert [record.message for record in caplog.records] == ["cannot write the metrics"]
-
-
-def test_a_log_that_cannot_be_rotated_grows_on_with_one_warning_and_loses_nothing(disk, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(logs, "MAX_BYTES", 100_000)
-    log, earlier = disk / "log", disk / "log.1"
-    log.write_bytes(bytes(600_000))  # its copy does not fit
-    earlier.write_text("earlier")
-    rotation = LogRotation(log)
-    for _ in range(5):
-        rotation.rotate(above=1)
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert log.stat().st_size == 600_000 and earlier.read_text() == "earlier"
-    assert {path.name for path in disk.iterdir()} == {"log", "log.1"}
-    os.truncate(log, 750_000)
-    monkeypatch.setattr(logs, "_shift", lambda log: os.truncate(log, 0))  # there is room again
-    rotation.rotate(above=1)
-    assert log.stat().st_size == 0 and len(caplog.records) == 1
 
 
 def test_a_process_whose_name_is_not_utf8_disturbs_nobody(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def options(tmp_path: Path, **changes) -> StackOptions:
 
 def configs_of(tmp_path: Path, **changes) -> dict:
     """The filled templates by model, parsed as Triton does."""
-    return {name: parse(text, name) for name, text in rendering._filled_configs(options(tmp_path, **changes)).items()}
+    return {name: parse(text, name) for name, text in rendering.filled_configs(options(tmp_path, **changes)).items()}
 
 
 def written(repository: Path, name: str):

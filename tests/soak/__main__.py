@@ -38,6 +38,7 @@ from pathlib import Path
 from cosyvoice_triton import samples
 from cosyvoice_triton.arguments import natural_int, positive_int, positive_number
 from cosyvoice_triton.client.failures import ClientError
+from cosyvoice_triton.demo_checkpoint import DEMO
 from cosyvoice_triton.load.samples import read_manifest
 from cosyvoice_triton.prepare import steps
 
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "tests.soak", *(sys.argv[1:] if argv is None else argv)])
     try:
         if args.models is None:
-            steps.demo(steps.DEMO)
+            steps.demo(DEMO)
         work = args.output.with_name(f"{args.output.name}.files").resolve()
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             patience=args.patience,
             faults=not args.no_faults,
             chosen=[KINDS[name] for name in args.faults],
-            models=args.models or steps.DEMO,
+            models=args.models or DEMO,
             work=work,
         )
         print("starting the servers ...", file=sys.stderr, flush=True)

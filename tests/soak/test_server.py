@@ -5,12 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from cosyvoice_triton.monitoring.faults import GPU_ERROR
 
 from tests.soak import __main__ as soak
 
 pytestmark = [pytest.mark.server, pytest.mark.serial]
 
-FAULT = "kill token2wav_dit"
+FAULT = "file gpu_error"
 
 
 def test_a_short_soak_accounts_for_every_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,4 +25,4 @@ def test_a_short_soak_accounts_for_every_request(tmp_path: Path, capsys: pytest.
     assert report["faults"][0]["name"] == f"1. {FAULT}"
     assert "failed" in {request["outcome"] for request in report["requests"]}
     assert {process["name"] for process in report["processes"]} >= {"serve", "speech", "tritonserver", "cosyvoice2"}
-    assert "the process of model token2wav_dit has died" in (tmp_path / "soak.md").read_text()
+    assert f"has failed and cannot recover: {GPU_ERROR}" in (tmp_path / "soak.md").read_text()

@@ -1,16 +1,13 @@
 """The soak's accounting, its clients and its judgement of growth, without a tritonserver."""
 
 import asyncio
-import contextlib
-import dataclasses
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cosyvoice_triton import stacks
-from cosyvoice_triton.client.answer import AudioPart, SpeechResult, recorded
+from cosyvoice_triton.client.answer import AudioPart
 from cosyvoice_triton.client.failures import ClientError
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import SAMPLE_RATE
@@ -20,19 +17,12 @@ from cosyvoice_triton.load.jobs import LoadJob
 from cosyvoice_triton.load.measure import CANCELLED, RequestOutcome
 from cosyvoice_triton.load.plan import Load
 from cosyvoice_triton.load.runner import run
-from cosyvoice_triton.server.tritonserver import free_port
-from cosyvoice_triton.speech_service.settings import Settings
 
-from tests.soak.cases import BAD_INPUTS, BadInput, Unchecked
 from tests.soak.faults import KINDS, InjectedFault
 from tests.soak.ledger import Ledger, Request
-from tests.soak.routes import Addresses
 from tests.soak.runner import SoakResult, SoakSettings
 from tests.soak.sampling import JUDGED_SECONDS, LONG_SECONDS, WARM_UP_SECONDS, Measure, ProcessHistory
 from tests.soak.stack import Life
-from tests.support.gateway import Ports, gateway
-from tests.support.speech_fixtures import serving, stub_triton
-from tests.support.triton_stub import TritonStub
 
 PATIENCE, SHORT = 60.0, 0.1  # seconds; the short one only where a hang is what must be noticed
 OVERLOADED = unavailable_message(OverloadedError("listeners: 1, 0.2 end each second", 3.0))
@@ -193,52 +183,3 @@ NOISE = 200 * np.random.default_rng(1).random(360)  # work under way, MiB
 )
 def test_memory_grows_if_what_stays_is_more_at_the_end(values: np.ndarray, seconds: float, expected: bool) -> None:
     assert grows(history(values, seconds)) == expected
-
-
-# --- the clients, against a service in front of a stub ----------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
-    port, folder = free_port(), tmp_path_factory.mktemp("stack")
-    with stub_triton(TritonStub()) as triton:
-        hosts = "localhost", "speech"  # the latter of Envoy's probes
-        settings = Settings(urls=(triton,), voices_dir=folder / "voices", runtime_port=port, allowed_hosts=hosts)
-        none = Ports(free_port(), free_port(), free_port())
-        with serving(settings) as url, gateway(folder, [none], [int(url.rpartition(":")[2])]) as envoy:
-            model, runtime = stacks.DEFAULT.orchestrator, f"127.0.0.1:{port}"
-            yield Addresses(
-                triton, url, runtime, streaming=model, offline="", gateway=f"http://127.0.0.1:{envoy.speech}"
-            )
-
-
-def answered(addresses: Addresses, job: LoadJob) -> SpeechResult:
-    async def ask() -> SpeechResult:
-        doors = addresses.doors()
-        try:
-            return await recorded(doors[job.door].stream(job.base, 60.0))
-        finally:
-            for door in doors.values():
-                await door.aclose()
-
-    return asyncio.run(ask())
-
-
-@pytest.mark.parametrize("route", ["grpc", "speech", "gateway", "websocket", "runtime-grpc"])
-@pytest.mark.parametrize(("word", "good"), [("quick", True), ("break", False), ("silent", False)])
-def test_no_route_takes_half_an_answer_for_a_whole_one(route: str, word: str, good: bool, addresses: Addresses) -> None:
-    job = LoadJob("one", dataclasses.replace(SAID, target_text=f"{word} words"), door=route)
-    with contextlib.nullcontext() if good else pytest.raises(ClientError):
-        assert answered(addresses, job).arrivals
-
-
-@pytest.mark.parametrize(
-    ("route", "bad"),
-    [(route, bad) for route in SERVICE for bad in BAD_INPUTS[route] if bad.name != "name is taken"],
-    ids=lambda each: each if isinstance(each, str) else each.name,
-)
-def test_bad_input_has_the_answer_that_the_soak_expects(route: str, bad: BadInput, addresses: Addresses) -> None:
-    name = "new" if route == "voices" else "slt"
-    said = Utterance("quick words", SECOND if route == "voices" else None, speaker=name)
-    with pytest.raises(ClientError, match=bad.answer):
-        answered(addresses, LoadJob("bad", Unchecked(**{**vars(said), **bad.change}), door=route))

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import soundfile as sf
 from cosyvoice_triton.constants import SAMPLE_RATE
-from websockets.sync.client import connect
 
-from tests.support.speech_fixtures import StubbedService, events_of, in_base64, receive, recording, send
+from tests.support.speech_fixtures import StubbedService, ask, events_of, in_base64, receive, recording, send
 from tests.support.triton_stub import texts_of
 
 PATH = "/v1/audio/voice-conversion"
@@ -55,7 +54,7 @@ def test_what_cannot_be_converted_is_a_400(served: StubbedService, body: dict[st
 
 def test_what_somebody_speaks_is_sent_to_the_model_as_it_comes(served: StubbedService) -> None:
     samples = np.arange(16_000, dtype="<i2")
-    with connect(served.url.replace("http", "ws") + PATH + "/stream") as socket:
+    with served.connect(PATH + "/stream") as socket:
         send(socket, "session.config", voice="zoe", input_sample_rate=24_000)
         for piece in np.array_split(samples, 5):
             socket.send(piece.tobytes())
@@ -75,8 +74,7 @@ def test_what_somebody_speaks_is_sent_to_the_model_as_it_comes(served: StubbedSe
         ):
             assert receive(socket, "error")[-1]["error"]["message"].startswith(message)
         socket.send(samples.tobytes())
-        send(socket, "input.cancel")
-        assert receive(socket, "audio.cancelled")[-1]["utterance_index"] in (1, 2)
+        assert ask(socket, "input.cancel", "audio.cancelled")["utterance_index"] in (1, 2)
         send(socket, "session.close")
     sequence = [each for each in served.stub.requests if each.parameters["sequence_id"].int64_param]
     sent = [each for each in sequence if any(tensor.name == "source_wav" for tensor in each.inputs)]
@@ -89,13 +87,12 @@ def test_what_somebody_speaks_is_sent_to_the_model_as_it_comes(served: StubbedSe
 def test_the_audio_of_sessions_shares_a_budget_which_is_given_back(served: StubbedService) -> None:
     """About 4 MB in this service; samples take twice the bytes of their frames."""
     frame, taken = bytes(500_000), []
-    with connect(served.url.replace("http", "ws") + PATH + "/stream") as socket:
+    with served.connect(PATH + "/stream") as socket:
         for _ in range(2):
             send(socket, "session.config", input_sample_rate=48_000)
             for _ in range(8):
                 socket.send(frame)
             error = receive(socket, "error")[-1]["error"]
             assert error["code"] == "unavailable" and "too much is kept" in error["message"]
-            send(socket, "input.cancel")
-            taken.append(receive(socket, "audio.cancelled")[-1]["utterance_index"])
+            taken.append(ask(socket, "input.cancel", "audio.cancelled")["utterance_index"])
     assert len(taken) == 2

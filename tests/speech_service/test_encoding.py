@@ -1,16 +1,14 @@
 """Formats, rates and speeds: audio encoded chunk by chunk is decoded by a library and has the expected length."""
 
-import asyncio
 import io
 import wave
-from collections.abc import AsyncGenerator
 
 import av
 import numpy as np
 import pytest
 import soundfile as sf
 from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.speech_service.audio.encoding import FORMATS, AudioEncoder, framed
+from cosyvoice_triton.speech_service.audio.encoding import FORMATS, AudioEncoder
 
 SECONDS = 2.0
 TONE_HZ = 440.0
@@ -104,16 +102,9 @@ def test_unsupported_values_are_an_error_naming_the_value(arguments: tuple, mess
 @pytest.mark.parametrize(("name", "rate"), [("pcm", None), ("pcm", 8_000), ("mulaw", None), ("alaw", None)])
 def test_frames_are_of_equal_length_and_the_last_is_filled_with_silence(name: str, rate: int | None) -> None:
     parts = [*encoded(name, rate), b"\x01\x02"]  # two seconds are whole frames
-
-    async def collected() -> list[bytes]:
-        async def produced() -> AsyncGenerator[bytes, None]:
-            for part in parts:
-                yield part
-
-        return [frame async for frame in framed(produced(), AudioEncoder(name, rate, frame_ms=20))]
-
-    frames, silence = asyncio.run(collected()), FORMATS[name].silence
-    assert {len(frame) for frame in frames} == {len(silence) * AudioEncoder(name, rate).rate // 50}
+    encoder, silence = AudioEncoder(name, rate, frame_ms=20), FORMATS[name].silence
+    frames = [frame for part in parts for frame in encoder.framed(part)] + [*encoder.framed(b"", last=True)]
+    assert {len(frame) for frame in frames} == {len(silence) * encoder.rate // 50}
     whole, sent = b"".join(parts), b"".join(frames)
     assert sent.startswith(whole) and set(sent[len(whole) :]) <= set(silence)
 

@@ -1,9 +1,8 @@
 """The speech service with the real tritonserver, through its usual clients: OpenAI's SDK, curl, the WebSocket. The
 weights are random, so only lengths are compared, not words."""
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,14 @@ import httpx2 as httpx
 import numpy as np
 import openai
 import pytest
-import tritonclient.grpc.aio as triton
-from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.voice.audio import load_audio
-from tritonclient.grpc import InferInput
-from tritonclient.utils import InferenceServerException
 from websockets.sync.client import ClientConnection, connect
 
 from tests.speech_service.test_encoding import decoded
 from tests.support.server_requests import STREAMS
-from tests.support.speech_fixtures import RECORDING, SpeechStack, receive, send, until
+from tests.support.speech_fixtures import RECORDING, SpeechStack, ask, receive, send, until
 
 pytestmark = pytest.mark.server
 
@@ -87,51 +82,6 @@ def test_clients_that_disconnect_free_their_streams_in_triton(speech_stack: Spee
     assert len(speech_stack.client.audio.speech.create(**REQUEST, response_format="pcm").content) > SAMPLE_RATE
 
 
-async def speak_sequence(address: str, pieces: list[str], heard: asyncio.Event | None = None) -> int:
-    """The samples of a text in pieces. heard: set at the first audio; until then the text goes on after its pieces.
-    InferenceServerException for an error."""
-
-    async def texts() -> AsyncIterator[str]:
-        for piece in pieces:
-            yield piece
-        while heard is not None and not heard.is_set():
-            yield " more"
-            await asyncio.sleep(0.2)
-
-    async def requests() -> AsyncIterator[dict[str, Any]]:
-        position = {"model_name": "cosyvoice2_dit", "sequence_id": 5, "sequence_start": True}
-        async for piece in texts():
-            voice = "anna" if position["sequence_start"] else None
-            yield position | {"inputs": Utterance(piece, speaker=voice).tensors(InferInput)}
-            position["sequence_start"] = False
-        yield position | {"inputs": Utterance("").tensors(InferInput), "sequence_end": True}
-
-    samples = 0
-    async with triton.InferenceServerClient(address) as client:
-        async for result, error in client.stream_infer(requests(), stream_timeout=60):
-            if error is not None:
-                raise error
-            samples += result.as_numpy("waveform").size
-            if heard is not None:
-                heard.set()
-    return samples
-
-
-@pytest.mark.parametrize(("pieces", "before"), [(["", "H", "", "i", "."], False), (list(TEXT), True)])
-def test_a_sequence_is_spoken_completely_and_begins_before_its_end(
-    speech_stack: SpeechStack, pieces: list[str], before: bool
-) -> None:
-    async def run() -> int:
-        return await speak_sequence(speech_stack.grpc_url, pieces, asyncio.Event() if before else None)
-
-    assert asyncio.run(run()) > SAMPLE_RATE  # random weights: about three seconds, whatever the text
-
-
-def test_a_sequence_with_nothing_to_speak_is_an_error(speech_stack: SpeechStack) -> None:
-    with pytest.raises(InferenceServerException, match="target_text has nothing to speak"):
-        asyncio.run(speak_sequence(speech_stack.grpc_url, ["", " ?! "]))
-
-
 @contextlib.contextmanager
 def token_session(stack: SpeechStack) -> Iterator[ClientConnection]:
     """A WebSocket in the mode tokens."""
@@ -158,25 +108,18 @@ def test_the_socket_speaks_tokens_before_the_text_has_ended(speech_stack: Speech
 
 def test_the_socket_survives_tokens_that_stop_fail_or_are_cancelled(speech_stack: SpeechStack) -> None:
     with token_session(speech_stack) as socket:
-        send(socket, "input.text", text="Then nothing")
-        assert "input has not ended" in receive(socket, "error")[-1]["error"]["message"]
-        assert receive(socket, "audio.done")[-1]["error"]
-        send(socket, "input.text", text=" more")
-        assert "the utterance failed" in receive(socket, "error")[-1]["error"]["message"]
-        send(socket, "input.done")
+        send(socket, "input.text", text=" ?! ")
+        assert "nothing to speak" in ask(socket, "input.done", "warning")["message"]
         assert receive(socket, "session.done")[-1]["utterance_index"] == 0
-        send(socket, "input.text", text=TEXT)
-        receive(socket, "audio.start")
-        send(socket, "session.config", mode="sentences")
-        assert "during an utterance" in receive(socket, "error")[-1]["error"]["message"]
-        send(socket, "input.cancel")
-        assert receive(socket, "audio.cancelled")[-1]["utterance_index"] == 1
-        send(socket, "input.done")
-        assert receive(socket, "session.done")[-1] == {
-            "type": "session.done",
-            "utterance_index": 2,
-            "total_sentences": 0,
-        }
+        assert "input has not ended" in ask(socket, "input.text", "error", text="Then nothing")["error"]["message"]
+        assert receive(socket, "audio.done")[-1]["error"]
+        assert "the utterance failed" in ask(socket, "input.text", "error", text=" more")["error"]["message"]
+        assert ask(socket, "input.done", "session.done")["utterance_index"] == 1
+        ask(socket, "input.text", "audio.start", text=TEXT)
+        assert "during an utterance" in ask(socket, "session.config", "error", mode="sentences")["error"]["message"]
+        assert ask(socket, "input.cancel", "audio.cancelled")["utterance_index"] == 2
+        done = ask(socket, "input.done", "session.done")
+        assert (done["utterance_index"], done["total_sentences"]) == (3, 0)
 
 
 def test_speech_is_converted_whole_and_while_it_is_spoken(speech_stack: SpeechStack) -> None:

@@ -9,8 +9,6 @@ import contextlib
 import copy
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +18,6 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.speech_service import openapi
 from cosyvoice_triton.speech_service.limits import require_bounded
 from cosyvoice_triton.speech_service.settings import Settings
@@ -28,7 +25,7 @@ from fastapi import APIRouter, Request
 
 from tests.support.bombs import BOMBS, flac
 from tests.support.raw_connections import WEBSOCKET, frame, opened, request
-from tests.support.speech_fixtures import SPEECH, TEXT, in_base64, recording, stub_triton, until
+from tests.support.speech_fixtures import SPEECH, TEXT, in_base64, recording, speech_process, stub_triton
 from tests.support.triton_stub import TritonStub
 
 pytestmark = pytest.mark.serial
@@ -110,26 +107,13 @@ class Service:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    port = free_port()
+    voices = str(tmp_path_factory.mktemp("voices"))
     with stub_triton(TritonStub()) as triton:
-        options = ["--ref_audios_dir", str(tmp_path_factory.mktemp("voices")), "--max_reference_mb", "1"]
-        command = [sys.executable, "-m", "cosyvoice_triton", "speech", "--url", triton, "--port", str(port), *options]
-        url = f"http://127.0.0.1:{port}"
-
-        def ready() -> bool:
-            try:
-                return httpx.get(f"{url}/health").status_code == 200
-            except httpx.TransportError:
-                return False
-
-        with subprocess.Popen(command) as process:
-            try:
-                until(ready)
-                measured = Service(url, process.pid)
-                yield measured
-                measured.client.close()
-            finally:
-                process.terminate()
+        options = ("--url", triton, "--ref_audios_dir", voices, "--max_reference_mb", str(MAX_REFERENCE_MB))
+        with speech_process(*options) as (url, process):
+            measured = Service(url, process.pid)
+            yield measured
+            measured.client.close()
 
 
 def tensor(name: str, datatype: str, data: list[Any]) -> dict[str, Any]:

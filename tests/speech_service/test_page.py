@@ -13,10 +13,10 @@ import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
 
 from tests.conftest import ROOT
-from tests.support.page_scripts import CONTROLS, POOR_CONTRASTS, RECORD_PLAYBACK
 from tests.support.speech_fixtures import RECORDING, VOICE, SpeechStack, counted, until
 
 playwright = pytest.importorskip("playwright.sync_api")
+SCRIPTS = ROOT / "tests/assets/page"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 pytestmark = [
@@ -52,7 +52,7 @@ def page(browser: Any, speech_stack: SpeechStack) -> Iterator[Any]:
     page.on("request", lambda request: requested.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    page.add_init_script(RECORD_PLAYBACK)
+    page.add_init_script(path=SCRIPTS / "record_playback.js")
     page.goto(f"{speech_stack.url}/")
     page.get_by_role("radio", name=VOICE, exact=True).wait_for()
     yield page
@@ -157,8 +157,11 @@ def test_the_code_of_an_answer_gives_the_same_audio_and_has_no_key(page: Any, tm
     assert frames(tmp_path / "speech.wav") == pytest.approx(played, abs=32)
     subprocess.run([sys.executable, "-c", programs["Python"]], cwd=tmp_path, check=True)
     assert frames(tmp_path / "speech.wav") == pytest.approx(played, abs=32)
-    size = page.evaluate(f"async () => {{ {programs['JavaScript']}\nreturn audio.size; }}")
-    assert (size - 44) // 2 == pytest.approx(played, abs=32)
+    before = len(page.evaluate("window.played"))
+    page.evaluate(f"async () => {{ {programs['JavaScript']} }}")
+    again = page.evaluate("window.played")[before:]
+    assert sum(part["size"] for part in again) == pytest.approx(played, abs=32)
+    assert len(again) > 1 and {part["rate"] for part in again} == {SAMPLE_RATE}, "played while it arrives"
 
 
 def test_the_last_answers_are_heard_and_used_again(page: Any) -> None:
@@ -368,6 +371,15 @@ def test_the_page_recovers_when_the_service_was_away(page: Any) -> None:
     state(page, "Speaking …")
 
 
+def test_a_page_whose_server_died_says_so_until_it_is_back(page: Any) -> None:
+    for path in ("**/health", "**/v1/**"):
+        page.route(path, lambda route: route.abort())
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # as if the tab were looked at again
+    page.locator("#service").filter(has_text="The service does not answer. Trying again …").wait_for()
+    page.unroute("**/v1/**")
+    page.locator("#service").get_by_text("cosyvoice2_dit · demo voice", exact=True).wait_for()
+
+
 def test_errors_say_in_a_visitors_words_what_to_do(page: Any) -> None:
     speak(page, "?!")
     page.get_by_text("only signs. Write at least one word.").wait_for()
@@ -392,7 +404,7 @@ def test_every_control_has_a_name_is_reached_by_keyboard_and_shows_its_focus(pag
     controls = re.findall(r"- (button|textbox|combobox|slider|link|radio)\b(.*)", page.locator("body").aria_snapshot())
     assert len(controls) > 20
     assert [name for name in controls if not name[1].startswith(' "')] == []
-    wanted = page.evaluate(f"({CONTROLS})().map((each) => each.id || each.outerHTML)")
+    wanted = page.evaluate(f"({(SCRIPTS / 'controls.js').read_text()})().map((each) => each.id || each.outerHTML)")
     reached = set()
     for _ in range(2 * len(wanted)):
         page.keyboard.press("Tab")
@@ -411,10 +423,13 @@ def test_it_fits_a_phone_and_is_readable_by_day_and_night(page: Any, speech_stac
     page.goto(speech_stack.url + path)
     page.locator("summary").first.wait_for()
     page.set_viewport_size({"width": 320, "height": 640})
+    if path == "/":
+        page.get_by_role("button", name="Speak", exact=True).scroll_into_view_if_needed()
+        assert page.locator("#state").evaluate("each => each.getBoundingClientRect().bottom < innerHeight")
     grounds = set()
     for scheme in ("dark", "light"):
         page.emulate_media(color_scheme=scheme)
-        assert page.evaluate(POOR_CONTRASTS) == []
+        assert page.evaluate((SCRIPTS / "poor_contrasts.js").read_text()) == []
         grounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert page.evaluate("document.documentElement.scrollWidth") <= 320
     assert len(grounds) == 2

@@ -11,7 +11,7 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.routes.realtime import DELTA_BYTES, MAX_ITEMS
 from websockets.sync.client import ClientConnection, connect
 
-from tests.support.speech_fixtures import receive, send, stubbed, until
+from tests.support.speech_fixtures import ask, receive, send, stubbed, until
 from tests.support.triton_stub import WARNING, TritonStub, texts_of
 
 MANY_ITEMS: dict[str, Any] = {"type": "response.create", "response": {"input": [{"content": []}] * (MAX_ITEMS + 1)}}
@@ -40,8 +40,7 @@ def item(text: str, role: str = "user", kind: str = "input_text", **fields: Any)
 
 
 def spoken(socket: ClientConnection, stub: TritonStub, response: dict[str, Any]) -> dict[str, str]:
-    send(socket, "response.create", response=response)
-    assert receive(socket, "response.done")[-1]["response"]["status"] == "completed"
+    assert ask(socket, "response.create", "response.done", response=response)["response"]["status"] == "completed"
     return texts_of(stub.requests[-1])
 
 
@@ -116,8 +115,7 @@ def test_a_client_of_the_beta_protocol_gets_its_names_and_a_telephones_audio(url
         receive(socket, "conversation.created")
         send(socket, "session.update", session={"output_audio_format": "g711_ulaw", "modalities": ["text", "audio"]})
         assert receive(socket, "session.updated")[-1]["session"]["output_audio_format"] == "g711_ulaw"
-        send(socket, "conversation.item.create", item=item("Hello."))
-        receive(socket, "conversation.item.created")
+        ask(socket, "conversation.item.create", "conversation.item.created", item=item("Hello."))
         send(socket, "response.create")
         events = receive(socket, "response.done")
     names = {event["type"] for event in events}
@@ -129,24 +127,20 @@ def test_a_client_of_the_beta_protocol_gets_its_names_and_a_telephones_audio(url
 
 def test_a_cancel_ends_the_response_and_the_next_one_is_spoken(socket: ClientConnection, stub: TritonStub) -> None:
     cancelled = stub.cancelled
-    send(socket, "response.create", response={"instructions": "endless talk"})
-    receive(socket, "response.output_audio.delta")
+    ask(socket, "response.create", "response.output_audio.delta", response={"instructions": "endless talk"})
     send(socket, "response.create", response={"instructions": "Two at once."})
     assert receive(socket, "error")[-1]["error"]["code"] == "conversation_already_has_active_response"
-    send(socket, "response.cancel")
-    ended = receive(socket, "response.done")[-1]["response"]
+    ended = ask(socket, "response.cancel", "response.done")["response"]
     assert ended["status"] == "cancelled" and ended["status_details"]["reason"] == "client_cancelled"
     assert ended["usage"]["output_tokens"] > 0 and ended["output"][0]["status"] == "incomplete"
     until(lambda: stub.cancelled > cancelled)
     assert spoken(socket, stub, {"instructions": "Go on."})["target_text"] == "Go on."
-    send(socket, "response.cancel")
-    error = receive(socket, "error")[-1]["error"]
+    error = ask(socket, "response.cancel", "error")["error"]
     assert error["code"] == "response_cancel_not_active" and error["message"].startswith("Cancellation failed")
 
 
 def test_a_response_that_fails_says_why(socket: ClientConnection) -> None:
-    send(socket, "response.create", response={"instructions": "break it"})
-    ended = receive(socket, "response.done")[-1]["response"]
+    ended = ask(socket, "response.create", "response.done", response={"instructions": "break it"})["response"]
     assert ended["status"] == "failed" and "token2wav broke" in ended["status_details"]["error"]["message"]
 
 
@@ -161,11 +155,10 @@ def test_a_response_that_fails_says_why(socket: ClientConnection) -> None:
         ({"type": "session.update", "session": {"voice": "nobody"}}, "unknown speaker 'nobody'"),
         ({"type": "session.update", "session": {"audio": []}}, "audio is a list"),
         ({"type": "session.update", "session": {"instructions": "a" * 5000}}, "up to 4096 characters"),
-        ({"type": "session.update", "session": {"output_audio_format": ["pcm16"]}}, "the format ['pcm16']"),
+        ({"type": "session.update", "session": {"output_audio_format": "mp3"}}, "the format 'mp3'"),
         ({"type": "session.update", "session": {"output_modalities": ["text"]}}, "answers with audio"),
         ({"type": "conversation.item.create", "item": item("a" * 5000)}, "up to 4096 characters"),
         ({"type": "conversation.item.create", "item": item("a", id="b" * 65)}, "at most 64 characters"),
-        ({"type": "conversation.item.create", "item": item("a", role="\ud800")}, "role"),
         ({"type": "conversation.item.create", "item": {"type": "function_call"}}, "no message"),
         ({"type": "conversation.item.create", "item": {"content": [{"type": "input_audio"}]}}, "does not listen"),
         ({"type": "conversation.item.create", "item": item("a"), "previous_item_id": "x"}, "no item 'x'"),
@@ -182,14 +175,12 @@ def test_an_invalid_message_is_an_error_with_its_id_and_the_session_continues(
     socket.send(json.dumps({**message, "event_id": "mine"}))
     (told,) = receive(socket, "error")
     assert error in told["error"]["message"] and told["error"]["event_id"] == "mine"
-    send(socket, "input_audio_buffer.clear")
-    receive(socket, "input_audio_buffer.cleared")
+    ask(socket, "input_audio_buffer.clear", "input_audio_buffer.cleared")
 
 
 def test_the_conversation_keeps_its_order_and_its_last_items(socket: ClientConnection) -> None:
     for number in range(MAX_ITEMS + 1):
-        send(socket, "conversation.item.create", item=item("Hi.", id=f"item{number}"))
-        receive(socket, "conversation.item.done")
+        ask(socket, "conversation.item.create", "conversation.item.done", item=item("Hi.", id=f"item{number}"))
     send(socket, "conversation.item.retrieve", item_id="item0")
     assert receive(socket, "error")[-1]["error"]["code"] == "item_retrieve_invalid_item_id"
     send(socket, "conversation.item.create", item=item("Hi.", id="item5"))
@@ -198,7 +189,5 @@ def test_the_conversation_keeps_its_order_and_its_last_items(socket: ClientConne
     assert receive(socket, "conversation.item.added")[-1]["previous_item_id"] == "item7"
     send(socket, "conversation.item.truncate", item_id="middle", content_index=0, audio_end_ms=20)
     assert receive(socket, "conversation.item.truncated")[-1]["audio_end_ms"] == 20
-    send(socket, "conversation.item.delete", item_id="middle")
-    assert receive(socket, "conversation.item.deleted")[-1]["item_id"] == "middle"
-    send(socket, "conversation.item.retrieve", item_id="middle")
-    receive(socket, "error")
+    assert ask(socket, "conversation.item.delete", "conversation.item.deleted", item_id="middle")["item_id"] == "middle"
+    ask(socket, "conversation.item.retrieve", "error", item_id="middle")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import soundfile as sf
 from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.errors import NO_SHARED_MEMORY
 from cosyvoice_triton.speech_service.bodies import SpeechRequest
 from cosyvoice_triton.speech_service.errors import from_triton
 from cosyvoice_triton.voice.files import save_voice
@@ -21,30 +22,17 @@ from tests.support.triton_stub import texts_of
 BAD_BODIES = {
     "no input": ({"model": "tts-1", "voice": "x"}, "input"),
     "input is empty": ({"input": "  "}, "input"),
-    "input is too long": ({"input": "a" * 4097}, "input"),
     "an unknown field": ({**TEXT, "voise": "anna"}, "voise"),
     "an unknown model": ({**TEXT, "model": "gpt-17"}, "model"),
     "an unknown format": ({**TEXT, "response_format": "ogg"}, "response_format"),
-    "a speed too high": ({**TEXT, "speed": 4.1}, "speed"),
-    "a speed too low": ({**TEXT, "speed": 0}, "speed"),
-    "a speed that is a word": ({**TEXT, "speed": "fast"}, "speed"),
     "an unknown stream format": ({**TEXT, "stream_format": "chunks"}, "stream_format"),
-    "an unusual sample rate": ({**TEXT, "sample_rate": 12_345}, "sample_rate"),
     "a rate that the format lacks": ({**TEXT, "response_format": "opus", "sample_rate": 44_100}, "sample_rate"),
     "an unknown sampling": ({**TEXT, "sampling": "best"}, "sampling"),
-    "max_tokens with a fraction": ({**TEXT, "max_tokens": 1.5}, "max_tokens"),
-    "an invalid language": ({**TEXT, "language": "<en>"}, "language"),
-    "a dictionary of numbers": ({**TEXT, "pronunciation": {"nginx": 3}}, "pronunciation"),
-    "a voice of 257 characters": ({**TEXT, "voice": "a" * 257}, "voice"),
-    "an unknown language": ({**TEXT, "language": "tlh"}, "language"),
-    "a voice that is a number": ({**TEXT, "voice": 3}, "voice"),
     "a voice object without an id": ({**TEXT, "voice": {"name": "anna"}}, "voice"),
     "the URL of a recording": ({**TEXT, "ref_audio": "http://127.0.0.1:1/a.wav"}, "ref_audio"),
     "a recording that is not base64": ({**TEXT, "ref_audio": "????"}, "ref_audio"),
     "a recording that is not audio": ({**TEXT, "ref_audio": in_base64(b"RIFF" + bytes(900))}, "ref_audio"),
     "a recording too short": ({**TEXT, "ref_audio": in_base64(recording(0.3))}, "ref_audio"),
-    "a sample rate of 0": ({**TEXT, "sample_rate": 0}, "sample_rate"),
-    "a transcript that is too long": ({**TEXT, "ref_text": "a" * 4097}, "ref_text"),
     "a transcript without a recording": ({**TEXT, "ref_text": "Hello."}, "ref_text"),
     "a list": ([TEXT], None),
     "a text": ("hello", None),
@@ -124,12 +112,6 @@ def test_a_body_that_cannot_be_read_is_rejected(served: StubbedService, content:
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_body_of_much_punctuation_is_rejected_before_it_is_parsed(served: StubbedService) -> None:
-    body = b'{"input": [' + b"0," * 50_000 + b"0]}"  # 15 MB of it took seconds
-    answer = httpx.post(served.url + SPEECH, content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 400 and "besides letters" in answer.text
-
-
 def test_a_name_of_a_field_is_quoted_in_part(served: StubbedService) -> None:
     answer = served.post({**TEXT, "a" * 900_000: 1})
     assert answer.status_code == 400 and len(answer.content) < 2000
@@ -152,17 +134,6 @@ def test_an_unknown_path_or_method_is_answered_in_the_same_format(
     answer = httpx.request(method, served.url + path)
     assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
     assert answer.headers.get("allow") == ("POST" if status == 405 else None)
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [({"tts_text": "Hello.", "spk_id": "a" * 300}, "voice"), ({"tts_text": None, "spk_id": "anna"}, "tts_text")],
-)
-def test_an_invalid_field_of_the_plain_runtime_is_rejected(
-    served: StubbedService, body: dict[str, str | None], param: str
-) -> None:
-    answer = served.post(body, "/inference_sft")
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
 
 
 def test_fields_are_sent_to_the_model_under_its_own_names(served: StubbedService) -> None:
@@ -229,14 +200,6 @@ def test_telephony_is_streamed_in_frames(served: StubbedService) -> None:
         assert len(answer.content) % 160 == 0
     *deltas, _ = events_of(served.post({**body, "stream_format": "sse"}))
     assert {len(base64.b64decode(delta["audio"])) for delta in deltas} == {160}
-    wav = served.post({**TEXT, "response_format": "alaw_wav"})
-    assert sf.info(io.BytesIO(wav.content)).subtype == "ALAW"
-    refused = served.post({**body, "response_format": "mp3"})
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "frame_ms"
-
-
-def test_an_answer_that_is_not_streamed_has_its_errors_as_a_status(served: StubbedService) -> None:
-    assert served.post({**TEXT, "input": "break", "stream": False}).status_code == 502
 
 
 @pytest.mark.parametrize(
@@ -258,6 +221,25 @@ def test_an_answer_that_is_not_streamed_has_its_errors_as_a_status(served: Stubb
 def test_errors_of_a_model_name_the_field_of_the_body(message: str, words: str | None, param: str | None) -> None:
     error = from_triton(None, f"invalid request: {message}")
     assert (error.status, error.message, error.param) == (400, words or message, param)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "words"),
+    [
+        (None, "Stream removed (recvmsg:Connection reset by peer (104))", "the connection to Triton was lost"),
+        (
+            "StatusCode.UNAVAILABLE",
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.7:8001: no",
+            "the connection to Triton was lost",
+        ),
+        (None, "Failed to increase the shared memory pool size for key 'tts_ab12_0' to 64 bytes", NO_SHARED_MEMORY),
+    ],
+)
+def test_what_no_caller_can_mend_is_unavailable_without_addresses_and_names(
+    status: str | None, message: str, words: str
+) -> None:
+    error = from_triton(status, message)
+    assert (error.status, error.retry_after, error.message) == (503, 1, words)
 
 
 @pytest.mark.parametrize("form", [False, True], ids=["base64", "upload"])

@@ -104,16 +104,6 @@ def test_the_grpc_clients_get_raw_samples(
     assert_sent(stub, texts, recorded)
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [({}, "empty"), ({"cross_lingual_request": TEXT | {"prompt_audio": b"x"}}, "whole 16-bit samples")],
-)
-def test_a_request_that_cannot_be_read_is_an_error(client: Any, asked: dict[str, Any], words: str) -> None:
-    messages, _ = grpc.protos_and_services(PROTO)
-    call = client(messages.Request(**asked), metadata=KEY, timeout=20)
-    assert code_of(call) == grpc.StatusCode.INVALID_ARGUMENT and words in call.details()
-
-
 def test_the_wire_format_is_that_of_the_plain_runtime() -> None:
     """The bytes of requests of its clients."""
     messages, _ = grpc.protos_and_services(PROTO)
@@ -125,22 +115,24 @@ def test_the_wire_format_is_that_of_the_plain_runtime() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "metadata", "code", "words"),
+    ("asked", "code", "words"),
     [
-        (("Hello.",), (), grpc.StatusCode.UNAUTHENTICATED, ""),
-        (("",), KEY, grpc.StatusCode.INVALID_ARGUMENT, "empty"),
-        (("Hello.", "nobody"), KEY, grpc.StatusCode.INVALID_ARGUMENT, "unknown speaker"),
-        (("Hello.", "a" * 300), KEY, grpc.StatusCode.INVALID_ARGUMENT, "voice"),
-        (("refuse",), KEY, grpc.StatusCode.INVALID_ARGUMENT, ""),
-        (("lost",), KEY, grpc.StatusCode.UNAVAILABLE, ""),
-        (("break",), KEY, grpc.StatusCode.INTERNAL, ""),
+        ({}, grpc.StatusCode.INVALID_ARGUMENT, "empty"),
+        ({"cross_lingual_request": TEXT | {"prompt_audio": b"x"}}, grpc.StatusCode.INVALID_ARGUMENT, "16-bit samples"),
+        ({"sft_request": {"tts_text": ""}}, grpc.StatusCode.INVALID_ARGUMENT, "empty"),
+        ({"sft_request": TEXT | {"spk_id": "nobody"}}, grpc.StatusCode.INVALID_ARGUMENT, "unknown speaker"),
+        ({"sft_request": TEXT | {"spk_id": "a" * 300}}, grpc.StatusCode.INVALID_ARGUMENT, "voice"),
+        ({"sft_request": {"tts_text": "refuse"}}, grpc.StatusCode.INVALID_ARGUMENT, "is refused"),
+        ({"sft_request": {"tts_text": "lost"}}, grpc.StatusCode.UNAVAILABLE, "down"),
+        ({"sft_request": {"tts_text": "break"}}, grpc.StatusCode.INTERNAL, "broke"),
     ],
 )
 def test_an_error_ends_the_call_with_its_status(
-    client: Any, request_: tuple[str, ...], metadata: Any, code: grpc.StatusCode, words: str
+    client: Any, asked: dict[str, Any], code: grpc.StatusCode, words: str
 ) -> None:
-    call = client(sft(*request_), metadata=metadata, timeout=20)
-    assert code_of(call) == code and call.details() and words in call.details()
+    messages, _ = grpc.protos_and_services(PROTO)
+    call = client(messages.Request(**asked), metadata=KEY, timeout=20)
+    assert code_of(call) == code and words in call.details()
 
 
 def test_one_stream_too_many_is_rejected_and_a_cancelled_call_ends_its_stream(client: Any, stub: TritonStub) -> None:

@@ -1,12 +1,7 @@
 """The speech service as a process: options, environment, shutdown, as a sidecar of a tritonserver, under load."""
 
-import contextlib
-import os
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2 as httpx
@@ -15,38 +10,16 @@ from cosyvoice_triton.server.tritonserver import ServerError, free_port
 from cosyvoice_triton.speech_service import command as speech_command
 from cosyvoice_triton.speech_service.sidecar import speech_service
 
-from tests.conftest import ROOT
-from tests.support.speech_fixtures import stub_triton, until
+from tests.support.speech_fixtures import answers, speech_process, stub_triton, until
 from tests.support.triton_stub import TritonStub
 
 BODY = {"input": "Hello.", "response_format": "pcm"}
 
 
-def answers(url: str) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{url}/health").status_code == 200
-    return False
-
-
-@contextlib.contextmanager
-def running(*options: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The service in its own process, ready."""
-    port = free_port()
-    command = [sys.executable, "-m", "cosyvoice_triton", "speech", "--port", str(port), *options]
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until(lambda: answers(url), 60)
-        yield url, process
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_settings_are_read_from_the_environment_and_live_streams_end_after_sigterm() -> None:
     stub = TritonStub(chunks=10, pause=0.1)
     settings = {"SPEECH_API_KEYS": "a, b", "SPEECH_MAX_INPUT_CHARS": "20"}
-    with stub_triton(stub) as address, running("--url", address, **settings) as (url, process):
+    with stub_triton(stub) as address, speech_process("--url", address, **settings) as (url, process):
         speech, key = f"{url}/v1/audio/speech", {"authorization": "Bearer b"}
         assert httpx.post(speech, json=BODY).status_code == 401
         assert httpx.post(speech, json={**BODY, "input": "a" * 21}, headers=key).status_code == 400
@@ -62,7 +35,14 @@ def test_settings_are_read_from_the_environment_and_live_streams_end_after_sigte
 
 @pytest.mark.parametrize(
     ("option", "value", "error"),
-    [("--url", "localhost", "'localhost' is not the address"), ("--stall", "0", "stall 0.0")],
+    [
+        ("--url", "localhost", "'localhost' is not the address"),
+        ("--url", "https://x:1", "not the address"),
+        ("--max_streams", "0", "max_streams 0 is not positive"),
+        ("--default_sample_rate", "12345", "default_sample_rate 12345 is not one of 8000"),
+        ("--stall", "0", "stall 0.0 is not a positive number"),
+        ("--voice_aliases", "=x", "voice_aliases '=x' is not ALIAS=VOICE"),
+    ],
 )
 def test_an_invalid_option_is_one_line(option: str, value: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert speech_command.main([option, value]) == 1

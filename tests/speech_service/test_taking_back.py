@@ -1,7 +1,6 @@
 """Text that is taken back, which words were spoken, and how answers ended."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import httpx2 as httpx
 import numpy as np
@@ -17,24 +16,12 @@ from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.outcomes import MOST, Outcomes
 from cosyvoice_triton.speech_service.routes.realtime_response import Response
 from cosyvoice_triton.speech_service.security.guard import API_KEY
-from websockets.sync.client import connect
 
-from tests.support.speech_fixtures import receive, send, stubbed, until
-from tests.support.triton_stub import TritonStub, texts_of
+from tests.support.speech_fixtures import StubbedService, ask, receive, send, until
+from tests.support.triton_stub import texts_of
 from tests.support.waiting import Clock
 
 TEXT = "One two three four. Five six seven eight."
-
-
-@pytest.fixture(scope="module")
-def stub() -> TritonStub:
-    return TritonStub()
-
-
-@pytest.fixture(scope="module")
-def url(stub: TritonStub) -> Iterator[str]:
-    with stubbed(stub) as served:
-        yield served
 
 
 def answer(*segments: str, seconds: float) -> SpeechAnswer:
@@ -62,23 +49,20 @@ def test_words_are_those_whose_time_has_come_also_of_a_segment_that_is_not_compl
     )
 
 
-def test_text_that_waits_is_replaced_and_the_sentence_that_is_spoken_goes_on(url: str) -> None:
+def test_text_that_waits_is_replaced_and_the_sentence_that_is_spoken_goes_on(served: StubbedService) -> None:
     def replaced(text: str, **more: float) -> str:
-        send(socket, "input.replace", text=text, **more)
-        answer = receive(socket, "input.replaced")[-1]
+        answer = ask(socket, "input.replace", "input.replaced", text=text, **more)
         assert not more or answer["words"] == []
         return str(answer["dropped"])
 
-    with connect(url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
-        send(socket, "input.text", text="endless talk. Not this one. Nor this. And th")
-        receive(socket, "audio.start")
+    with served.connect() as socket:
+        ask(socket, "input.text", "audio.start", text="endless talk. Not this one. Nor this. And th")
         assert replaced("But this.", played_ms=0) == "Not this one. Nor this. And th"
         send(socket, "input.done")
         send(socket, "input.text", text="Another utterance. And")
         assert replaced("Or that. And that?") == "But this."
         assert replaced("") == "Or that. And that?"
-        send(socket, "input.cancel")
-        receive(socket, "audio.cancelled")
+        ask(socket, "input.cancel", "audio.cancelled")
         send(socket, "input.text", text="Not th")
         assert replaced("Quick one. And") == "Not th"
         send(socket, "input.text", text=" two.")
@@ -89,21 +73,18 @@ def test_text_that_waits_is_replaced_and_the_sentence_that_is_spoken_goes_on(url
         assert not any(each["type"] == "audio.timestamps" for each in said if isinstance(each, dict))
 
 
-def test_a_cancelled_utterance_says_which_words_were_spoken(url: str) -> None:
-    with connect(url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
-        send(socket, "input.text", text="endless talk. And another. And")
-        receive(socket, "audio.start")
+def test_a_cancelled_utterance_says_which_words_were_spoken(served: StubbedService) -> None:
+    with served.connect() as socket:
+        ask(socket, "input.text", "audio.start", text="endless talk. And another. And")
         assert isinstance(socket.recv(10), bytes)
-        send(socket, "input.cancel")
-        words = receive(socket, "audio.cancelled")[-1]["words"]
+        words = ask(socket, "input.cancel", "audio.cancelled")["words"]
         assert words[0]["word"] == "endless" and words[0]["end"] > words[0]["start"] >= 0
         for wrong in (-1, "1", True):
-            send(socket, "input.cancel", played_ms=wrong)
-            assert receive(socket, "error")[-1]["error"]["param"] == "played_ms"
+            assert ask(socket, "input.cancel", "error", played_ms=wrong)["error"]["param"] == "played_ms"
 
 
-def test_a_truncated_response_has_the_words_that_were_heard_and_its_outcome_is_known(url: str) -> None:
-    with connect(url.replace("http", "ws") + "/v1/realtime") as socket:
+def test_a_truncated_response_has_the_words_that_were_heard_and_its_outcome_is_known(served: StubbedService) -> None:
+    with served.connect("/v1/realtime") as socket:
         send(socket, "response.create", response={"instructions": "quick words of one response"})
         done = receive(socket, "response.done")[-1]["response"]
         item = done["output"][0]["id"]
@@ -111,34 +92,29 @@ def test_a_truncated_response_has_the_words_that_were_heard_and_its_outcome_is_k
         assert receive(socket, "conversation.item.truncated")[-1]["words"] == []
         send(socket, "conversation.item.retrieve", item_id=item)
         assert receive(socket, "conversation.item.retrieved")[-1]["item"]["content"][0]["transcript"] == ""
-        send(socket, "response.create", response={"instructions": "endless talk"})
-        receive(socket, "response.output_audio.delta")
-        send(socket, "response.cancel")
-        cancelled = receive(socket, "response.done")[-1]["response"]
+        ask(socket, "response.create", "response.output_audio.delta", response={"instructions": "endless talk"})
+        cancelled = ask(socket, "response.cancel", "response.done")["response"]
         assert cancelled["status_details"]["words"][0]["word"] == "endless"
     for name, status in ((done["id"], "completed"), (cancelled["id"], "gone")):
-        assert httpx.get(f"{url}/v1/audio/speech/{name}").json()["status"] == status
+        assert httpx.get(f"{served.url}/v1/audio/speech/{name}").json()["status"] == status
 
 
-def test_the_rest_of_a_response_is_replaced_or_dropped_where_a_segment_ends(stub: TritonStub, url: str) -> None:
+def test_the_rest_of_a_response_is_replaced_or_dropped_where_a_segment_ends(served: StubbedService) -> None:
     """The stub says that each of its chunks is a segment of the whole text: the first one has all of its words."""
-    with connect(url.replace("http", "ws") + "/v1/realtime") as socket:
+    with served.connect("/v1/realtime") as socket:
         send(socket, "response.replace", text="Too early.")
         assert receive(socket, "error")[-1]["error"]["code"] == "response_replace_not_active"
-        send(socket, "response.create", response={"instructions": "endless talk"})
-        receive(socket, "response.output_audio.delta")
+        ask(socket, "response.create", "response.output_audio.delta", response={"instructions": "endless talk"})
         for wrong in ({"text": 1}, {"text": "a" * 4090}, {"text": "a", "audio_end_ms": "1"}):
-            send(socket, "response.replace", **wrong)
-            assert receive(socket, "error")[-1]["error"]["param"] in ("text", "audio_end_ms")
-        send(socket, "response.replace", text="endless again")
-        told = receive(socket, "response.replaced")[-1]
+            assert ask(socket, "response.replace", "error", **wrong)["error"]["param"] in ("text", "audio_end_ms")
+        told = ask(socket, "response.replace", "response.replaced", text="endless again")
         assert [word["word"] for word in told["words"][:2]] == ["endless", "talk"] and told["dropped"] == ""
         send(socket, "response.replace", text="Never this.", audio_end_ms=0)
         send(socket, "response.replace", text="quick one", audio_end_ms=0)
         first, second = (receive(socket, "response.replaced")[-1] for _ in range(2))
         assert (first["dropped"], second["words"], second["dropped"]) == ("Never this.", [], "")
         done = receive(socket, "response.done")[-1]["response"]
-        assert [texts_of(each)["target_text"] for each in list(stub.requests)[-3:]] == [
+        assert [texts_of(each)["target_text"] for each in list(served.stub.requests)[-3:]] == [
             "endless talk",
             "endless again",
             "quick one",
@@ -146,10 +122,8 @@ def test_the_rest_of_a_response_is_replaced_or_dropped_where_a_segment_ends(stub
         text = done["output"][0]["content"][0]["transcript"]
         assert text == "endless talk endless again quick one" and done["status"] == "completed"
         assert done["usage"]["input_tokens"] == len(text) - 2
-        send(socket, "response.create", response={"instructions": "endless talk"})
-        receive(socket, "response.output_audio.delta")
-        send(socket, "response.replace", text="")
-        assert receive(socket, "response.done")[-1]["response"]["status"] == "completed"
+        ask(socket, "response.create", "response.output_audio.delta", response={"instructions": "endless talk"})
+        assert ask(socket, "response.replace", "response.done", text="")["response"]["status"] == "completed"
 
 
 def test_what_no_complete_segment_has_is_dropped() -> None:
@@ -173,21 +147,21 @@ def test_what_no_complete_segment_has_is_dropped() -> None:
     assert replaced("你好世界。再见。", "你好世界。") == ("再见。", "你好世界。Or this.")
 
 
-def test_how_an_answer_ended_is_told_by_its_request_id(url: str) -> None:
+def test_how_an_answer_ended_is_told_by_its_request_id(served: StubbedService) -> None:
     def ended(answer: httpx.Response) -> dict:
-        return httpx.get(f"{url}/v1/audio/speech/{answer.headers['x-request-id']}").json()
+        return httpx.get(f"{served.url}/v1/audio/speech/{answer.headers['x-request-id']}").json()
 
     body = {"response_format": "pcm"}
-    whole = ended(httpx.post(f"{url}/v1/audio/speech", json={"input": "quick one.", **body}))
+    whole = ended(httpx.post(f"{served.url}/v1/audio/speech", json={"input": "quick one.", **body}))
     assert whole["status"] == "completed" and whole["usage"]["seconds"] > 0 and whole["warnings"] == []
-    failed = ended(httpx.post(f"{url}/v1/audio/speech", json={"input": "refuse it.", **body}))
+    failed = ended(httpx.post(f"{served.url}/v1/audio/speech", json={"input": "refuse it.", **body}))
     assert failed["status"] == "failed" and "is refused" in failed["error"]["message"]
-    with httpx.stream("POST", f"{url}/v1/audio/speech", json={"input": "endless talk.", **body}) as left:
+    with httpx.stream("POST", f"{served.url}/v1/audio/speech", json={"input": "endless talk.", **body}) as left:
         parts = left.iter_bytes()
         next(parts)
         assert ended(left)["status"] == "in_progress"
     until(lambda: ended(left)["status"] == "gone", 10)
-    unknown = httpx.get(f"{url}/v1/audio/speech/nothing")
+    unknown = httpx.get(f"{served.url}/v1/audio/speech/nothing")
     assert unknown.status_code == 404 and "no answer 'nothing' in the last 10 minutes" in unknown.text
 
 

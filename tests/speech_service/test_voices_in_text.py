@@ -10,7 +10,6 @@ from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.text.markup import MAX_VOICE_PARTS, VoicePart, by_voice
 from cosyvoice_triton.voice.files import save_recording
 from cosyvoice_triton.voice.prompt import Recording
-from websockets.sync.client import connect
 
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, say, send, stubbed, until
 from tests.support.triton_stub import TritonStub, texts_of
@@ -157,7 +156,7 @@ def test_an_error_in_a_later_part_aborts_the_answer(served: StubbedService) -> N
 
 def test_over_the_websocket_a_voice_lasts_until_the_end_of_the_utterance(served: StubbedService) -> None:
     since = len(served.stub.requests)
-    with connect(served.url.replace("http", "ws") + f"{SPEECH}/stream") as socket:
+    with served.connect() as socket:
         send(socket, "session.config", voice="anna")
         received = say(socket, "One. [voice:bert] Two. Three, [voice:anna] four. [voice:bert]") + say(socket, "Five.")
     assert "error" not in [message["type"] for message in received if isinstance(message, dict)]
@@ -173,7 +172,7 @@ def test_a_mix_is_requested_by_its_name_with_aliases_resolved_over_every_route(s
     assert [result["status"] for result in batch["results"]] == ["success"]
     form = {"tts_text": TEXT["input"], "spk_id": mix}
     assert httpx.post(f"{served.url}/inference_sft", data=form).status_code == 200
-    with connect(served.url.replace("http", "ws") + f"{SPEECH}/stream") as socket:
+    with served.connect() as socket:
         send(socket, "session.config", voice=mix)
         say(socket, TEXT["input"])
     resolved = [(mix, "Hello."), ("anna(2.0)+bert(0.5)", "Hello."), *[(mix, "Hello.")] * 4]

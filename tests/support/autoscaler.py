@@ -1,7 +1,7 @@
 """Kubernetes' HorizontalPodAutoscaler with the numbers of its manifest, for simulated servers."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,21 +16,18 @@ PERIOD_SECONDS, TOLERANCE = 15, 0.1  # Kubernetes' own defaults
 
 @dataclass
 class Autoscaler:
-    """Kubernetes' controller. read: a pod's metric; target: its mean; least, most: servers."""
+    """Kubernetes' controller."""
 
-    read: Callable[[Any], float] = lambda server: server.load
-    target: float = TARGET
-    least: int = SPEC["minReplicas"]
-    most: int = SPEC["maxReplicas"]
     wanted: list[tuple[float, int]] = field(default_factory=list)
     changes: list[tuple[float, int]] = field(default_factory=list)
 
     def replicas(self, servers: Sequence[Any], now: float) -> int:
-        """How many servers there should be, with these that are not being stopped. They have a time `ready_at`."""
+        """How many servers there should be, with these that are not being stopped. They have a `load` and a time
+        `ready_at`."""
         there = len(servers)
-        ratio = sum(self.read(each) for each in servers if each.ready_at <= now) / there / self.target
+        ratio = sum(each.load for each in servers if each.ready_at <= now) / there / TARGET
         wanted = there if abs(ratio - 1) <= TOLERANCE else math.ceil(there * ratio)
-        wanted = min(max(wanted, self.least), self.most)
+        wanted = min(max(wanted, SPEC["minReplicas"]), SPEC["maxReplicas"])
         window = SPEC["behavior"]["scaleDown"]["stabilizationWindowSeconds"]
         self.wanted = [(at, each) for at, each in self.wanted if at > now - window] + [(now, wanted)]
         if wanted < there:

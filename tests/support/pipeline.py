@@ -7,10 +7,9 @@ from contextlib import aclosing
 from functools import cache, cached_property
 
 import numpy as np
-from cosyvoice_triton.llm.interleaving import InterleavedLM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from cosyvoice_triton.orchestrator.callbacks import OnWarning, ignore
 from cosyvoice_triton.orchestrator.chunking import Hop, HopRules
+from cosyvoice_triton.orchestrator.report import OnWarning, ignore
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.synthesis import Instructions, Synthesizer
 from cosyvoice_triton.voice.mix import Mix
@@ -64,8 +63,7 @@ class Pipeline:
 
     @cached_property
     def synthesizer(self) -> Synthesizer:
-        interleaved = InterleavedLM(self.llm, demo_tokenizer())
-        ports = (self.texts, self.voices, self.encoder, self.llm, interleaved, self.token2wav)
+        ports = (self.texts, self.voices, self.encoder, self.llm, demo_tokenizer(), self.token2wav)
         return Synthesizer(*ports, self.rules, self.clock, instructions=self.instructions, **self.silences)
 
     async def synthesize(

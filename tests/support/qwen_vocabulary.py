@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 
 from cosyvoice_triton.prepare.hub import digest_of
@@ -15,31 +16,7 @@ from tests.random_weights.llm import build_tokenizer
 SIZE = 151_643
 # CosyVoice-BlankEN has none of the merges of Qwen2 that join a Chinese character to another or to a blank before it.
 CHINESE = re.compile(r"(?=..) ?[\u4e00-\u9fff]+")
-CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "hidden_act": "silu",
-    "hidden_size": 896,
-    "initializer_range": 0.02,
-    "intermediate_size": 4864,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 24,
-    "model_type": "qwen2",
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.40.1",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+CONFIG = Path(__file__).parents[1] / "assets/blank_en_config.json"
 # Beginnings of the blob hashes of the same files on the hub.
 HUB_DIGESTS = {"vocab.json": "git:4783fe10", "merges.txt": "git:90d3d82d", "config.json": "git:463b0552"}
 
@@ -50,7 +27,7 @@ def write_blank_en(directory: Path) -> None:
     vocabulary, merges = _read()
     (directory / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False, separators=(",", ":")))
     (directory / "merges.txt").write_text("".join(f"{first} {second}\n" for first, second in merges))
-    (directory / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    shutil.copy(CONFIG, directory / "config.json")
     for name, digest in HUB_DIGESTS.items():
         assert digest_of(directory / name, git=True).startswith(digest), name
     specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

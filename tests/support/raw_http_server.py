@@ -1,8 +1,11 @@
 """An HTTP server on loopback that sends prepared bytes, and functions that build them in the OpenAI format."""
 
 import asyncio
+import contextlib
 import json
 from contextlib import asynccontextmanager
+
+from cosyvoice_triton.background import BackgroundLoop
 
 
 def event(text, finish_reason=None):
@@ -70,3 +73,22 @@ class RawHttpServer:
     async def _watch(self, reader):
         if not await reader.read(1):
             self.closed_by_client.set()
+
+
+TOKENS = 60  # of a good answer
+GOOD = [
+    STREAM,
+    *(event(f"<|s_{token * 7}|>") for token in range(TOKENS)),
+    event("<|eos1|>", "stop"),
+    b"data: [DONE]\n\n",
+]
+
+
+@contextlib.contextmanager
+def llm_server():
+    """A server that answers well, whose `answers` may be changed, and its URL."""
+    server = RawHttpServer(GOOD)
+    with contextlib.closing(BackgroundLoop("llm")) as loop:
+        running = server.running()
+        yield server, loop.run(running.__aenter__())
+        loop.run(running.__aexit__(None, None, None))

@@ -5,8 +5,11 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.server.tritonserver import TritonServer, free_port
 from cosyvoice_triton.speech_service.command import http_server
 from cosyvoice_triton.speech_service.settings import Settings
-from websockets.sync.client import ClientConnection
+from websockets.sync.client import ClientConnection, connect
 
 from tests.support.raw_connections import SPEECH, opened, request
 from tests.support.server_requests import cancelled_requests
@@ -108,6 +111,27 @@ def stubbed(stub: TritonStub | None = None, **settings: Any) -> Iterator[str]:
         yield url
 
 
+def answers(url: str) -> bool:
+    """Whether a service answers, also if no Triton does."""
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health").status_code in (200, 503)
+    return False
+
+
+@contextlib.contextmanager
+def speech_process(*options: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """http://host:port of a service in its own process, ready, and the process."""
+    port = free_port()
+    command = [sys.executable, "-m", "cosyvoice_triton", "speech", "--port", str(port), *options]
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(command, env=os.environ | environment) as process:
+        try:
+            until(lambda: answers(url))
+            yield url, process
+        finally:
+            process.terminate()
+
+
 def counted(url: str, *words: str) -> float:
     """The sum of a service's metrics whose lines have all these words."""
     lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
@@ -136,6 +160,12 @@ def receive(socket: ClientConnection, final: str) -> list[Any]:
     return received
 
 
+def ask(socket: ClientConnection, kind: str, final: str, **fields: Any) -> Any:
+    """The first message of the type `final` after one that was sent."""
+    send(socket, kind, **fields)
+    return receive(socket, final)[-1]
+
+
 def say(socket: ClientConnection, text: str) -> list[Any]:
     """What a WebSocket answers to an utterance."""
     send(socket, "input.text", text=text)
@@ -162,6 +192,10 @@ class StubbedService:
     def remove(self, name: str) -> httpx.Response:
         return httpx.delete(f"{self.url}/v1/audio/voices/{name}")
 
+    def connect(self, path: str = f"{SPEECH}/stream", **how: Any) -> ClientConnection:
+        """A WebSocket."""
+        return connect(self.url.replace("http", "ws") + path, **how)
+
     def metrics(self) -> str:
         return httpx.get(f"{self.url}/metrics").text
 
@@ -173,7 +207,7 @@ class StubbedService:
 def service_with_stub(voices: Path) -> Iterator[StubbedService]:
     """A service with low limits that uses a stub."""
     stub = TritonStub()
-    with stubbed(stub, voices_dir=voices, max_streams=4, max_reference_mb=1, max_batch=3) as url:
+    with stubbed(stub, voices_dir=voices, max_streams=4, max_sessions=2, max_reference_mb=1, max_batch=3) as url:
         yield StubbedService(url, stub, voices)
 
 

@@ -13,7 +13,7 @@ from cosyvoice_triton.cli import COMMANDS
 
 from tests.conftest import ROOT
 
-LAUNCHERS = sorted(path for path in (ROOT / "scripts").glob("*.py") if path.stem != "check_machine")
+LAUNCHERS = sorted(path for path in (ROOT / "scripts").glob("*.py") if path.stem != "doctor")
 
 
 def test_a_launcher_runs_as_a_file_from_any_directory(tmp_path: Path) -> None:
@@ -32,11 +32,25 @@ def test_every_launcher_is_a_command(launcher: Path) -> None:
     assert launcher.read_text().endswith(f"\n\nfrom {module} import main\n\nraise SystemExit(main())\n")
 
 
-def test_the_check_of_the_machine_needs_no_packages() -> None:
+def test_the_doctor_of_a_bare_clone_needs_no_packages_and_checks_settings_as_rendering_does(tmp_path: Path) -> None:
     """-S: without site-packages, as the system's own Python before `make setup`."""
-    command = [sys.executable, "-S", "-m", "scripts.check_machine", "--disk", "0"]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert finished.returncode == 0, finished.stderr
+    for given, code, found in (
+        ((), 0, "which can install tritonserver"),
+        (("--set", "max_streams=many"), 1, "parameter 'max_streams' must be an integer, not 'many'"),
+        (("--set", "max_stream=4"), 1, "unknown setting 'max_stream'; the models of this stack have batching_strategy"),
+    ):
+        command = [sys.executable, "-S", ROOT / "scripts" / "doctor.py", "--device", "cpu", "--ports", *given]
+        finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert (finished.returncode, finished.stderr) == (code, "") and found in finished.stdout
+
+
+def test_a_python_that_tritonserver_does_not_have_is_told_why_and_what_to_install(tmp_path: Path) -> None:
+    script = (ROOT / "scripts" / "doctor.py").read_text()
+    for version in ((3, 9, 18), (3, 13, 0)):
+        told = f"import sys; sys.version_info = {version}; exec(compile({script!r}, 'doctor.py', 'exec'))"
+        finished = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=60)
+        assert finished.returncode == 1 and finished.stderr.startswith("error: Python 3.10, 3.11 or 3.12 is needed")
+        assert finished.stderr.count("\n") == 1 and "make demo PYTHON=$(uv/bin/uv python find 3.12)" in finished.stderr
 
 
 def test_make_serve_looks_at_its_ports_before_it_installs_or_renders() -> None:
@@ -69,10 +83,15 @@ def test_make_passes_settings_and_paths_with_blanks_on_and_refuses_an_unknown_de
     assert refused.returncode == 2 and "DEVICE is cpu or gpu, not 'cuda'" in refused.stderr
 
 
-def test_make_serve_on_a_gpu_installs_its_extra_checks_the_machine_downloads_and_serves() -> None:
-    shown = planned("serve", "DEVICE=gpu", "STACK=unet").stdout
-    steps = ("[client,http,gpu]", "doctor", "prepare download", "serve --models")
+def test_make_serve_on_a_gpu_checks_the_machine_installs_its_extra_downloads_and_serves() -> None:
+    shown = planned("serve", "DEVICE=gpu", "STACK=unet", "SET=max_streams=8").stdout
+    steps = ("doctor.py", "[client,http,gpu]", "prepare download", "serve --models")
     assert sorted(map(shown.index, steps)) == [*map(shown.index, steps)]
-    for step in steps[1:]:
-        (line,) = re.findall(rf"cosyvoice-triton {step}.*?(?: &&|$)", shown, re.MULTILINE)
+    for step in (steps[0], *steps[2:]):
+        (line,) = re.findall(rf".*{step}.*", shown)
         assert "models/official" in line and "--stack unet" in line, step
+        assert ("--set max_streams=8" in line) == (step != "prepare download")
+
+
+def test_make_clean_keeps_the_models_and_the_voices_that_were_added() -> None:
+    assert "models" not in planned("clean").stdout

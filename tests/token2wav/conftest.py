@@ -41,10 +41,10 @@ def cosyvoice3_network():
 
 
 @pytest.fixture(scope="module")
-def causal_hift():
-    return cosyvoice3_parity.tiny_vocoder(
-        Fixture(GOLDEN3 / f"{COSYVOICE3}.json"), "cosyvoice3_hift_tiny.weights.safetensors"
-    )
+def causal_vocoder():
+    fixture = Fixture(GOLDEN3 / f"{COSYVOICE3}.json")
+    network = cosyvoice3_parity.tiny_vocoder(fixture, "cosyvoice3_hift_tiny.weights.safetensors")
+    return CausalVocoder(network, uniform_noise(network.config.harmonics + 1), limits=BatchLimits(max_streams=99))
 
 
 @pytest.fixture
@@ -65,12 +65,12 @@ def unet(unet_network, vocoder):
 
 
 @pytest.fixture
-def cosyvoice3(cosyvoice3_network, causal_hift, prompts):
+def cosyvoice3(cosyvoice3_network, causal_vocoder, prompts):
     limits = BatchLimits(max_streams=8)
     flow = CosyVoice3Streaming(
         cosyvoice3_network, flow_noise(), prompts, limits=limits, steps=2, max_tokens=200, cache_frames=1000
     )
-    return Token2Wav(flow, CausalVocoder(causal_hift, uniform_noise(causal_hift.config.harmonics + 1), limits=limits))
+    return Token2Wav(flow, causal_vocoder)
 
 
 @pytest.fixture

@@ -51,11 +51,11 @@ class Server:
 
 
 class Cluster:
-    """Servers, those that are being stopped, and what became of the listeners."""
+    """Servers, those that are being stopped, and what became of the listeners. listeners: what one server can take."""
 
-    def __init__(self, slower: float, token_rate: float, listeners: float, autoscaler: Autoscaler) -> None:
+    def __init__(self, slower: float, token_rate: float, listeners: float) -> None:
         self._new = lambda ready_at: Server(slower, token_rate, ready_at)
-        self._autoscaler = autoscaler
+        self._autoscaler = Autoscaler()
         self._refused: list[float] = []
         self.begins: list[float] = []
         self.end = 0.0
@@ -107,37 +107,10 @@ class Cluster:
 
 
 def test_servers_come_with_the_listeners_and_go_after_them_without_one_lost() -> None:
-    cluster = Cluster(4, 50, 20, Autoscaler()).simulate()
+    cluster = Cluster(4, 50, 20).simulate()
     assert cluster.counts[0] == cluster.counts[-1] == SPEC["minReplicas"] and max(cluster.counts) >= 4
     assert cluster.refused(0.0, cluster.end) < 0.1 and cluster.refused(LATE_SECONDS, HIGH_SECONDS) < 0.03
     assert cluster.without_gap() > 0.99
     after = cluster.counts[cluster.counts.index(max(cluster.counts)) :]
     assert after == sorted(after, reverse=True), "none is stopped that would be missed"
     assert all(each.empty_at < math.inf for each in cluster.stopped) and not any(each.live for each in cluster.every)
-
-
-def test_a_target_of_live_requests_would_be_right_for_one_gpu_only() -> None:
-    """40 would be low for an H200. Here they are never reached, however many are refused."""
-    cluster = Cluster(4, 50, 20, Autoscaler(lambda server: server.live, 40)).simulate()
-    assert max(cluster.counts) == SPEC["minReplicas"] and cluster.refused(LATE_SECONDS, HIGH_SECONDS) > 0.05
-
-
-def table() -> None:
-    """Print the table of docs/results/operations.md."""
-    for slower, token_rate, listeners in ((4, 50, 20), (4, 300, 90), (1, 50, 384), (1, 300, 512)):
-        for autoscaler in (Autoscaler(), Autoscaler(lambda server: server.live, 40)):
-            one = Cluster(slower, token_rate, listeners, autoscaler).simulate()
-            minutes = sum(one.counts) * PERIOD_SECONDS / 60
-            cells = (slower, token_rate // 25, listeners, autoscaler.target, max(one.counts), f"{minutes:.0f}")
-            shares = (
-                one.refused(LATE_SECONDS - 240, LATE_SECONDS),
-                one.refused(LATE_SECONDS, HIGH_SECONDS),
-                one.without_gap(),
-            )
-            print(
-                "|", " | ".join(map(str, cells)), "|", " | ".join(f"{share:.1%}" for share in shares), "|", flush=True
-            )
-
-
-if __name__ == "__main__":
-    table()

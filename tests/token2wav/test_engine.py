@@ -36,7 +36,7 @@ def test_a_batch_that_needs_too_much_memory_is_rendered_in_parts(engine, vocoder
     chunks = [piece.of(engine, engine.open(prompt(seed))) for seed in range(3)]
     full = torch.OutOfMemoryError("CUDA out of memory")
     fail(monkeypatch, engine._flow._solve, "run", lambda streams, *_: full if len(streams) > 1 else None)
-    fail(monkeypatch, vocoder._renderer, "render", lambda _, mel, *rest: full if len(mel) > 1 else None)
+    fail(monkeypatch, vocoder._plain, "render", lambda _, mel, *rest: full if len(mel) > 1 else None)
     for audio, alone in zip(engine.step(chunks), expected, strict=True):
         np.testing.assert_allclose(audio, alone, atol=1e-3)
 
@@ -59,7 +59,7 @@ def test_one_bad_chunk_of_a_batch_gets_an_error_and_the_others_their_audio(engin
     elif fault == "in the vocoder":
         slot = streams[1].vocoder.slot
         at_slot = lambda begun, mel, slots, *_: RuntimeError("bad") if slot in slots else None  # noqa: E731
-        fail(monkeypatch, vocoder._renderer, "render", at_slot)
+        fail(monkeypatch, vocoder._plain, "render", at_slot)
     else:
         vocoder.pool.speech[streams[1].vocoder.slot] = torch.nan
     results = engine.render(chunks)

@@ -14,12 +14,11 @@ from cosyvoice_triton.constants import LOOKAHEAD_TOKENS
 from cosyvoice_triton.networks.flow import UNetFlow
 from cosyvoice_triton.networks.flow.base import FlowMatching, time_schedule
 from cosyvoice_triton.networks.flow.layers import valid_frames
-from cosyvoice_triton.networks.hift import CausalHiFTGenerator
 from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
 from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
 from cosyvoice_triton.token2wav.gpu.graphs import Graphs
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
-from cosyvoice_triton.token2wav.gpu.noise import flow_noise, source_noise, uniform_noise
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.token2wav.stream import Chunk, Stream, VocoderState
 from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
@@ -136,22 +135,16 @@ def test_windows_solved_by_graphs_equal_the_plain_ones_whatever_was_solved_befor
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["overlapping", "causal"])
 def test_chunks_vocoded_by_graphs_equal_the_plain_ones_whatever_was_vocoded_before(
-    kind: str, vocoder: StreamingVocoder, causal_hift: CausalHiFTGenerator
+    kind: str, vocoder: StreamingVocoder, causal_vocoder: CausalVocoder
 ) -> None:
     """More rows than a graph holds, and fewer; a mel of a batch before is not finite; the flow overwrites mels that it
     returned; one stream ends while the others go on, with as many frames as a graph holds."""
     limits = BatchLimits(max_streams=4, max_hop_tokens=20)
     graphed: Any
     plain: Any
-    if kind == "causal":
-        noise = uniform_noise(causal_hift.config.harmonics + 1)
-        graphed, plain = (CausalVocoder(causal_hift, noise, limits=limits) for _ in range(2))
-        renderer = graphed._graphed = GraphedRenderer(graphed._plain, limits, most=130, make=rerun_graphs)
-    else:
-        network = vocoder._plain.hift
-        noise = source_noise(network.config.harmonics + 1)
-        graphed, plain = (StreamingVocoder(network, noise, limits=limits) for _ in range(2))
-        renderer = graphed._renderer = GraphedRenderer(graphed._plain, limits, most=130, make=rerun_graphs)
+    of: Any = causal_vocoder if kind == "causal" else vocoder
+    graphed, plain = (type(of)(of._network, of._noise, limits=limits) for _ in range(2))
+    renderer = graphed._graphed = GraphedRenderer(graphed._plain, limits, most=130, make=rerun_graphs)
     assert {(2, 48), (4, 32)} < set(renderer._graphs[True].sizes) and (4, 48) not in renderer._graphs[True].sizes
     generator = torch.Generator().manual_seed(0)
 

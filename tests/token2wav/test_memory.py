@@ -98,7 +98,7 @@ def test_weights_streams_and_voices_have_the_sizes_that_are_read(stack: Stack, k
     )  # fmt: skip
     flow, vocoder = engine._flow, engine._vocoder
     assert engine.cache_bytes == pytest.approx(read.streams(3), rel=0.03)
-    weights = sum(tensor.nbytes for of in (flow._network, vocoder._plain.hift) for tensor in of.parameters())
+    weights = sum(tensor.nbytes for of in (flow._network, vocoder._network) for tensor in of.parameters())
     assert read.weights - stack.vocoder_noise_bytes == pytest.approx(weights, rel=0.05)
     if isinstance(flow, CachedStreaming):
         stream = engine.open(VOICE)
@@ -188,20 +188,21 @@ def test_streams_that_do_not_fit_are_refused_with_the_numbers_that_do() -> None:
         plan(stacks.DIT, 64, 4)
 
 
+@pytest.mark.parametrize("prompt_device", ["auto", "cpu"])
 @pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
 def test_what_is_refused_before_loading_does_not_fit_by_token2wavs_check_and_the_number_named_does(
-    stack: Stack,
+    stack: Stack, prompt_device: str
 ) -> None:
-    for gib in (8, 12, 24, 80, 141):
+    for gib in (8, 12, 22.1, 24, 80, 141):
         card = gpus.Gpu("0", "", "card", gib, gib, "580", "9.0")
         for streams in (1, 8, 32, 48, 64, 96, 128, 256, 1024):
             try:
-                gpus.require_room(stack.name, [card], streams)
+                gpus.require_room(stack.name, [card], streams, prompts=prompt_device == "auto")
             except gpus.GpuError as error:
                 with pytest.raises(ValueError, match="max_streams"):
-                    plan(stack, streams, gib, "cpu")
+                    plan(stack, streams, gib, prompt_device)
                 if fitting := re.search("<= ([0-9]+)", str(error)):
-                    plan(stack, int(fitting[1]), gib)
+                    plan(stack, int(fitting[1]), gib, prompt_device)
 
 
 def test_without_an_llm_on_the_gpu_its_share_is_this_processs() -> None:

@@ -130,19 +130,6 @@ def test_an_error_names_its_value_and_the_next_request_is_served(served: Served)
     assert len(served.send(3, start=True, end=True, target_speech_tokens=served.ids(1, 2), **served.voice(3)))
 
 
-def test_abandoned_streams_release_their_slots(served: Served) -> None:
-    for stream in range(10, 30):
-        served.send(stream, start=True, target_speech_tokens=served.ids(), **served.voice(4))
-        served.send(stream, end=True, target_speech_tokens=served.ids(), **finalize(False))
-    for stream in range(30, 33):
-        served.send(stream, start=True, target_speech_tokens=served.ids(), **served.voice(4))
-    with pytest.raises(RuntimeError, match="listeners: 3, .* there is room for 3"):
-        served.send(33, start=True, target_speech_tokens=served.ids(), **served.voice(4))
-    assert len(served.send(34, start=True, end=True, target_speech_tokens=served.ids(1), **served.voice(4)))
-    for stream in range(30, 33):
-        served.send(stream, end=True, target_speech_tokens=served.ids())
-
-
 @pytest.mark.parametrize("served", ["token2wav_dit"], indirect=True)
 def test_the_dit_model_accepts_a_recording_as_the_voice(served: Served) -> None:
     wav = load_audio(samples.FOLDER / "reference_en.wav", PROMPT_SAMPLE_RATE)

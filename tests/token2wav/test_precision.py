@@ -63,7 +63,7 @@ def test_what_has_passed_is_compared_again_only_if_what_it_depends_on_changes(
 ):
     """A start-up waits seconds for it. A warning is repeated at every start."""
     caplog.set_level(logging.INFO)
-    directory = saved(tmp_path, dit_network, vocoder._hift)
+    directory = saved(tmp_path, dit_network, vocoder._network)
     given: dict[str, Any] = {"limits": BatchLimits(max_streams=2), "steps": 2, "notes": tmp_path / "notes"}
 
     def compared(asked: Precision = AUTO_HALF, stack: Stack = stacks.DIT, **others: Any) -> int:
@@ -78,7 +78,7 @@ def test_what_has_passed_is_compared_again_only_if_what_it_depends_on_changes(
     for module, name, other in ((torch, "__version__", "1.0"), (precision, "CODE", tmp_path)):
         monkeypatch.setattr(module, name, other)
         assert [compared(), compared()] == [2, 0], name
-    saved(tmp_path, overflowing(dit_network), vocoder._hift)
+    saved(tmp_path, overflowing(dit_network), vocoder._network)
     assert [compared(), compared()] == [3, 3]
 
 
@@ -87,7 +87,7 @@ def test_a_start_logs_its_stages_and_keeps_notes_beside_compiled_kernels(
 ):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
-    directory = saved(tmp_path, dit_network, vocoder._hift)
+    directory = saved(tmp_path, dit_network, vocoder._network)
     config = Token2WavConfig(model_dir=str(directory), max_streams=2, n_timesteps=1)
     for notes in (1, 1):
         caplog.clear()
@@ -101,7 +101,7 @@ def test_a_start_logs_its_stages_and_keeps_notes_beside_compiled_kernels(
 
 
 def test_a_flow_that_overflows_computes_in_bfloat16_unless_it_was_asked_for(tmp_path, dit_network, vocoder, caplog):
-    directory = saved(tmp_path, overflowing(dit_network), vocoder._hift)
+    directory = saved(tmp_path, overflowing(dit_network), vocoder._network)
     assert checked(directory, AUTO_HALF) == Precision(torch.bfloat16, torch.float16)
     assert (
         "flow.pt in torch.float16: RMS error nan of a fixed utterance, limit 0.05: the flow computes in bfloat16"
@@ -112,7 +112,7 @@ def test_a_flow_that_overflows_computes_in_bfloat16_unless_it_was_asked_for(tmp_
 
 
 def test_a_precision_that_was_asked_for_is_obeyed_with_a_warning(tmp_path, dit_network, vocoder, caplog, monkeypatch):
-    directory = saved(tmp_path, dit_network, vocoder._hift)
+    directory = saved(tmp_path, dit_network, vocoder._network)
     monkeypatch.setitem(LIMITS, "vocoder", 1e-9)
     assert checked(directory, HALF) == HALF
     assert "limit 1e-09; vocoder_precision asks for it" in caplog.text
@@ -123,7 +123,7 @@ def test_a_precision_that_was_asked_for_is_obeyed_with_a_warning(tmp_path, dit_n
 @pytest.mark.parametrize("precision", [FLOAT32, AUTO_HALF])
 def test_a_checkpoint_that_speaks_no_numbers_does_not_load(file, precision, tmp_path, dit_network, vocoder):
     """All its weights are numbers."""
-    flow, hift = copy.deepcopy(dit_network), copy.deepcopy(vocoder._hift)
+    flow, hift = copy.deepcopy(dit_network), copy.deepcopy(vocoder._network)
     bias: Any = flow.decoder.estimator.final_layer.linear.bias if file == "flow.pt" else hift.conv_pre.bias
     bias[:2] = torch.tensor([3e38, -3e38])
     directory, limits = saved(tmp_path, flow, hift), BatchLimits(max_streams=2)
@@ -133,7 +133,7 @@ def test_a_checkpoint_that_speaks_no_numbers_does_not_load(file, precision, tmp_
 
 @pytest.mark.parametrize(("file", "tensor"), [("flow.pt", "encoder_proj.bias"), ("hift.pt", "conv_post.bias")])
 def test_a_checkpoint_with_weights_that_are_no_numbers_is_named(file, tensor, tmp_path, dit_network, vocoder):
-    saved(tmp_path, dit_network, vocoder._hift)
+    saved(tmp_path, dit_network, vocoder._network)
     state = torch.load(tmp_path / file)
     state[tensor][0] = torch.nan
     torch.save(state, tmp_path / file)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cosyvoice_triton.constants import HOP_SAMPLES
 from cosyvoice_triton.errors import FatalError, UnavailableError
+from cosyvoice_triton.monitoring.metrics import STREAMS
 from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
 from cosyvoice_triton.token2wav.serving.service import Token2WavService
 
@@ -18,15 +19,15 @@ from tests.support.fake_engine import NO_TOKENS, PROMPT, Client, queue_behind_a_
 def test_a_stream_is_opened_rendered_and_freed_by_its_final_chunk(service, client):
     assert len(client.start(1)) == 0
     assert len(client.send(1, [4, 5], final=False)) == 4 * HOP_SAMPLES
-    assert service.stats().live_streams == 1
+    assert service.stats()[STREAMS] == 1
     assert len(client.send(1, [6], final=True, end=True)) == 2 * HOP_SAMPLES
-    assert service.stats().live_streams == 0
+    assert service.stats()[STREAMS] == 0
 
 
 def test_end_without_a_final_chunk_drops_the_stream_and_makes_no_audio(service, client, engine):
     client.start(1, [4, 5])
     assert len(client.send(1, [6, 7], end=True, final=False)) == 0
-    assert service.stats().live_streams == 0
+    assert service.stats()[STREAMS] == 0
     assert engine.batches == [[4]]
 
 
@@ -36,7 +37,7 @@ def test_a_failed_chunk_frees_its_stream_and_no_other(service, client, token, er
     client.start(2)
     with pytest.raises(error, match="chunk"):
         client.send(1, [token], final=False)
-    assert service.stats().live_streams == 1
+    assert service.stats()[STREAMS] == 1
     with pytest.raises(ValueError, match="sequence 1 is not live"):
         client.send(1, [4], final=False)
     assert len(client.send(2, [4], final=False)) == 2 * HOP_SAMPLES
@@ -64,7 +65,7 @@ def test_a_failed_batch_is_an_error_for_each_of_its_chunks(service, client, engi
     engine.gate.set()
     replies = [replies.get(timeout=10) for replies in waiting]
     assert [type(reply) for reply in replies] == [np.ndarray, RuntimeError, RuntimeError]
-    assert service.stats().live_streams == 1
+    assert service.stats()[STREAMS] == 1
 
 
 def test_a_cancelled_request_that_waited_frees_its_stream_unrendered(service, client, engine, clock):
@@ -74,7 +75,7 @@ def test_a_cancelled_request_that_waited_frees_its_stream_unrendered(service, cl
     engine.gate.set()
     assert isinstance(client_gone.get(timeout=10), asyncio.CancelledError)
     assert len(replies[0].get(timeout=10))
-    assert service.stats().live_streams == 1
+    assert service.stats()[STREAMS] == 1
     assert engine.batches == [[40]]
 
 
@@ -121,7 +122,7 @@ def test_an_idle_stream_is_freed_and_reported(service, client, clock):
     client.start(1)
     clock.now += 6
     client.start(2)
-    assert service.stats().live_streams == 1
+    assert service.stats()[STREAMS] == 1
     with pytest.raises(ValueError, match="idle for 5 s"):
         client.send(1, [4], final=False)
 
@@ -131,9 +132,9 @@ def test_a_stream_without_a_start_opens_with_its_first_request(service, client):
         chunk = {"start": None, "prompt": PROMPT}
         assert len(client.send("request 1", [4, 5], final=False, **chunk)) == 4 * HOP_SAMPLES
         client.start(1)  # another stream
-        assert service.stats().live_streams == 2
+        assert service.stats()[STREAMS] == 2
         assert len(client.send("request 1", [6], final=True, end=True, **chunk)) == 2 * HOP_SAMPLES
-        assert service.stats().live_streams == 1
+        assert service.stats()[STREAMS] == 1
 
 
 def test_a_stream_without_a_start_that_was_idle_is_refused_once(service, client, clock):
@@ -144,7 +145,7 @@ def test_a_stream_without_a_start_that_was_idle_is_refused_once(service, client,
     client.send(2, end=True)  # the service frees idle streams while it waits
     with pytest.raises(ValueError, match="request 1 was idle for 5 s and was freed"):
         client.send("request 1", [5], **chunk)
-    assert service.stats().live_streams == 0
+    assert service.stats()[STREAMS] == 0
     assert len(client.send("request 1", [4], **chunk))
 
 
@@ -153,14 +154,14 @@ def test_the_voice_of_a_stream_cannot_change(service, client):
     client.send("request 1", [4], start=None, prompt=PROMPT, final=False)
     with pytest.raises(ValueError, match="request 1 began with another prompt"):
         client.send("request 1", [5], start=None, prompt=other, final=False)
-    assert service.stats().live_streams == 0
+    assert service.stats()[STREAMS] == 0
 
 
 def test_a_whole_utterance_needs_no_stream(service, client):
     audio = client.send(1, [7, 8], start=True, end=True, prompt=PROMPT)
     assert len(audio) == 4 * HOP_SAMPLES
     assert len(client.send(1, [7, 8], start=True, end=True, prompt=PROMPT, speed=2.0)) == 2 * HOP_SAMPLES
-    assert service.stats().live_streams == 0
+    assert service.stats()[STREAMS] == 0
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_closing_refuses_queued_and_new_requests(engine, clock):
     assert isinstance(queued.get(timeout=10), UnavailableError)
     with pytest.raises(UnavailableError, match="shutting down"):
         client.post(1, [4], final=False)
-    assert service.stats().live_streams == 0
+    assert service.stats()[STREAMS] == 0
 
 
 def test_a_service_that_fails_in_a_batch_replies_once_to_each_of_its_chunks(service, client, engine):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cosyvoice_triton.constants import SPEAKER_DIM
+from cosyvoice_triton.monitoring.metrics import BATCHES, CACHE, CHUNKS, QUEUED, WAITED
 from cosyvoice_triton.token2wav.serving import service as serving_service
 
 from tests.support.fake_engine import PROMPT, answered, queue_behind_a_running_chunk
@@ -28,7 +29,7 @@ def test_chunks_that_wait_together_are_rendered_together(service, client, engine
     assert [float(a[0]) for a in audio] == [40, 1, 2, 3]
     assert engine.batches == [[40], [1, 2, 3]]
     stats = service.stats()
-    assert (stats.batches, stats.chunks, stats.queued, stats.cache_bytes) == (2, 4, 0, 4096)
+    assert (stats[BATCHES], stats[CHUNKS], stats[QUEUED], stats[CACHE]) == (2, 4, 0, 4096)
 
 
 def test_a_chunk_is_made_when_those_before_it_in_its_stream_have_been_rendered(client, engine):
@@ -45,7 +46,7 @@ def test_the_wait_of_chunks_is_counted_by_the_services_clock(service, client, en
     engine.gate.set()
     for replies in waiting:
         replies.get(timeout=10)
-    assert service.stats().waited_seconds == pytest.approx(0.5)
+    assert service.stats()[WAITED] == pytest.approx(0.5)
 
 
 def test_first_chunks_are_rendered_first_then_those_of_listeners_who_run_out_of_audio_first(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cosyvoice_triton.constants import SPEAKER_DIM
 from cosyvoice_triton.errors import OverloadedError
+from cosyvoice_triton.monitoring.metrics import QUEUED, STREAMS
 from cosyvoice_triton.profiles import UNLIMITED, Profile
 from cosyvoice_triton.token2wav.serving.service import Token2WavService
 
@@ -100,6 +101,6 @@ def test_many_random_streams_get_their_own_audio_in_order(kind):
     stats = service.stats()
     service.close()
     sys.setswitchinterval(interval)
-    assert (stats.live_streams, stats.queued, engine.live) == (0, 0, 0)
+    assert (stats[STREAMS], stats[QUEUED], engine.live) == (0, 0, 0)
     if kind is FakeWorkers:
         assert engine.broken == [] and len(engine.starts) > 50

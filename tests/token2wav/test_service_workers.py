@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from cosyvoice_triton.constants import SPEAKER_DIM
 from cosyvoice_triton.errors import FatalError, UnavailableError
+from cosyvoice_triton.monitoring.metrics import QUEUED
 from cosyvoice_triton.profiles import H200
 from cosyvoice_triton.token2wav.policy.admission import Admission
 
@@ -58,7 +59,7 @@ def test_one_batch_is_prepared_behind_another_once_that_is_nearly_done(client, e
         client.start(stream, [stream])
     held = hold_batches(client, engine)
     waiting = client.post(1, [1], final=False)
-    until(lambda: client.service.stats().queued == 1)
+    until(lambda: client.service.stats()[QUEUED] == 1)
     assert len(engine.rendering) == 1  # it is not nearly done yet
     engine.solves = True
     engine.gate.set()
@@ -68,7 +69,7 @@ def test_one_batch_is_prepared_behind_another_once_that_is_nearly_done(client, e
     behind = client.post(2, [2], final=False)
     until(lambda: len(engine.rendering) == 2)
     last, first = client.post(3, [3], final=False), hold_starts(client, engine)
-    until(lambda: client.service.stats().queued == 1)
+    until(lambda: client.service.stats()[QUEUED] == 1)
     assert [worker for worker, _ in engine.rendering] == [0, 0, 1]
     engine.gate.set()
     engine.starts_gate.set()
@@ -88,7 +89,7 @@ def test_listeners_do_not_wait_for_a_first_chunk(client, engine):
 def test_first_chunks_that_wait_together_are_rendered_together_up_to_the_size_of_their_batches(client, engine):
     batches, starts = hold_batches(client, engine), hold_starts(client, engine)
     waiting = [client.post(stream, [stream], final=False, **NEW) for stream in range(20, 32)]
-    until(lambda: client.service.stats().queued == 12)
+    until(lambda: client.service.stats()[QUEUED] == 12)
     engine.starts_gate.set()
     assert [value(each) for each in waiting] == list(range(20, 32))
     assert engine.starts[1:] == [[91], list(range(20, 28)), list(range(28, 32))]
@@ -103,14 +104,14 @@ def crowd(client, engine):
         client.start(stream, [stream])
     held = hold_batches(client, engine)
     replies = [client.post(stream, [stream], final=False) for stream in range(50, 66)]
-    until(lambda: client.service.stats().queued == 16)
+    until(lambda: client.service.stats()[QUEUED] == 16)
     engine.starts.clear()
     return [held, *replies]
 
 
 def test_while_a_crowd_waits_first_chunks_are_gathered(client, engine, crowd):
     firsts = [client.post(stream, [stream], final=False, **NEW) for stream in range(20, 27)]
-    until(lambda: client.service.stats().queued == 23)
+    until(lambda: client.service.stats()[QUEUED] == 23)
     until(lambda: client.service._gathering)
     assert engine.starts == []
     firsts.append(client.post(27, [27], final=False, **NEW))
@@ -123,7 +124,7 @@ def test_while_a_crowd_waits_first_chunks_are_gathered(client, engine, crowd):
 def test_a_first_chunk_waits_no_longer_than_is_set_for_others(client, engine, crowd, clock, monkeypatch):
     monkeypatch.setattr("cosyvoice_triton.token2wav.serving.service.REAP_SECONDS", 1000.0)
     first = client.post(20, [20], final=False, **NEW)
-    until(lambda: client.service.stats().queued == 17)
+    until(lambda: client.service.stats()[QUEUED] == 17)
     until(lambda: client.service._gathering)
     assert engine.starts == []
     clock.now += H200.scheduler.gather_seconds + 0.01  # nothing else wakes the service's thread
@@ -138,7 +139,7 @@ def test_batches_are_not_shortened_for_first_chunks_that_do_not_wait_for_them(cl
         client.start(stream, [stream] * 100)
     held = hold_batches(client, engine)
     waiting = [client.post(stream, [stream] * 100, final=False) for stream in range(20, 36)]
-    until(lambda: client.service.stats().queued == 16)
+    until(lambda: client.service.stats()[QUEUED] == 16)
     engine.gate.set()
     assert value(held) == 90 and [value(each) for each in waiting] == list(range(20, 36))
     assert engine.batches[-1] == list(range(20, 36))

@@ -15,8 +15,9 @@ from cosyvoice_triton.llm.interface import LLMPrompt
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.prepare.huggingface_llm import COSYVOICE2_LLM, COSYVOICE3_LLM, OfficialLLM
 
-from tests.support.qwen_vocabulary import CONFIG, write_blank_en
+from tests.support import qwen_vocabulary
 
+CONFIG = json.loads(qwen_vocabulary.CONFIG.read_text())
 HIDDEN = 32
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": 32, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -83,7 +84,7 @@ def converted(official: OfficialLLM, blank_en: Path, folder: Path) -> Path:
 @pytest.mark.slow
 def test_transformers_4_and_5_read_the_same_llm_with_the_official_ids(tmp_path: Path) -> None:
     blank_en = tmp_path / "CosyVoice-BlankEN"
-    write_blank_en(blank_en)
+    qwen_vocabulary.write_blank_en(blank_en)
     (blank_en / "config.json").write_text(json.dumps(CONFIG | SIZES))
     texts = {}
     for official in (COSYVOICE2_LLM, COSYVOICE3_LLM):

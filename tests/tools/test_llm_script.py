@@ -2,7 +2,7 @@
 
 from cosyvoice_triton.cli.test_llm import main
 
-from tests.support.failing_llm import TOKENS, failing_llm
+from tests.support.raw_http_server import TOKENS, llm_server
 
 
 def test_one_prompt_through_the_cpu_engine_prints_tokens_speed_and_reason(llm_dir, genai_dir, capsys):
@@ -32,8 +32,8 @@ def test_many_streams_are_measured_without_printing_their_tokens(llm_dir, genai_
 
 
 def test_one_prompt_is_answered_by_a_server(llm_dir, capsys):
-    with failing_llm() as server:
-        assert main(["--tokenizer_dir", str(llm_dir), "--urls", server.url]) == 0
+    with llm_server() as (_, url):
+        assert main(["--tokenizer_dir", str(llm_dir), "--urls", url]) == 0
     assert f"{TOKENS} tokens, finish reason stop" in capsys.readouterr().out
 
 

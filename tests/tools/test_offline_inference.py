@@ -10,8 +10,8 @@ from cosyvoice_triton.offline.inference import GIVE_UP_BATCHES
 from cosyvoice_triton.offline.results import JOURNAL, LOG, OutputFolder
 from cosyvoice_triton.voice.audio import load_audio
 
-from tests.support.failing_llm import TOKENS, failing_llm
-from tests.support.offline_fixtures import ROWS, STACKS, TOKEN_SAMPLES
+from tests.support.raw_http_server import TOKENS, llm_server, reply
+from tests.tools.conftest import ROWS, STACKS, TOKEN_SAMPLES
 
 pytestmark = pytest.mark.slow  # each test runs the whole offline pipeline
 
@@ -112,17 +112,17 @@ def test_one_recording_can_replace_the_voices_of_all_samples(synthesize, tmp_pat
 def test_an_llm_server_is_used_and_given_up_after_repeated_failures(synthesize, tmp_path):
     """A long text is synthesized in segments, with one answer of the LLM per segment."""
     long = {**ROWS[1], "target_text": "The train to the coast leaves from platform four in twelve minutes. " * 6}
-    with failing_llm() as server:
-        options = ("--openai-api-base", f"{server.url}/v1/chat/completions", "--batch-size", "2")
+    with llm_server() as (server, url):
+        options = ("--openai-api-base", f"{url}/v1/chat/completions", "--batch-size", "2")
         assert synthesize(*options, "--token2wav-batch-size", "2", rows=[ROWS[0], long], backend="trtllm-serve") == 0
         tokens = {name: record["target_audio_cosy2_tokens"] for name, record in records(tmp_path / "out").items()}
         assert len(tokens["first"]) == TOKENS
         assert tokens["second"] == tokens["first"] * (len(tokens["second"]) // TOKENS) != tokens["first"]
         audio = load_audio(tmp_path / "out" / "second.wav", SAMPLE_RATE)
         assert len(audio) == TOKEN_SAMPLES * len(tokens["second"])
-        server.mode = "error 500"
+        server.answers = [[reply("500 Internal Server Error", b"out of memory")]]
         many = [{**ROWS[0], "id": str(index)} for index in range(GIVE_UP_BATCHES + 2)]
-        assert synthesize("--openai-api-base", server.url, rows=[ROWS[0], *many], backend="trtllm-serve") == 1
+        assert synthesize("--openai-api-base", url, rows=[ROWS[0], *many], backend="trtllm-serve") == 1
     errors = [failure["error"] for failure in log_of(tmp_path / "out")["failures"]]
     assert len(errors) == len(many)
     assert all("HTTP 500" in error for error in errors[:GIVE_UP_BATCHES])

@@ -7,7 +7,7 @@ from cosyvoice_triton.cli import streaming_inference, token2wav
 from cosyvoice_triton.constants import SAMPLE_RATE, SPEECH_VOCAB, TOKEN_RATE
 from cosyvoice_triton.voice.audio import load_audio
 
-from tests.support.offline_fixtures import ROWS, STACKS, TOKEN_SAMPLES
+from tests.tools.conftest import ROWS, STACKS, TOKEN_SAMPLES
 
 pytestmark = pytest.mark.slow  # each test renders audio
 

@@ -73,6 +73,21 @@ def test_a_file_that_another_stack_has_is_not_downloaded_again(remote: FakeHub, 
     assert (tmp_path / "Other/flow.pt").read_bytes() == BIG
 
 
+@pytest.mark.parametrize("source", [SOURCE, MODELSCOPE], ids=lambda source: source.hub)
+def test_a_download_speaks_in_a_log_that_is_no_terminal(
+    source: hub.Download,
+    remote: FakeHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(transfer, "LINE_SECONDS", 0)
+    fetch(source, tmp_path)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flow.pt: ")]
+    assert lines[0].startswith("flow.pt: 0.00 of 25.2MB") and lines[-1].startswith("flow.pt: 25.2M of 25.2MB, ")
+    assert len(lines) > 2
+
+
 @pytest.mark.parametrize("hub_of", ["huggingface", "modelscope"])
 @pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
 def test_what_is_downloaded_is_in_the_recorded_listings_of_the_hubs(stack: stacks.Stack, hub_of: hub.HubName) -> None:

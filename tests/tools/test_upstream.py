@@ -14,6 +14,8 @@ from cosyvoice_triton.cli import (
 from cosyvoice_triton.cli.upstream import WITHOUT_MEANING
 from cosyvoice_triton.offline.engines import llm_configs
 
+from tests.conftest import ROOT
+
 PARSERS = {
     "convert_checkpoint": lambda arguments: convert_checkpoint.build_parser().parse_args(arguments),
     "client_grpc": client_grpc.parse_args,
@@ -24,23 +26,10 @@ PARSERS = {
 }
 NEEDED = {"convert_checkpoint": ["--model_dir", "m"], "client_grpc": [], "offline_inference": ["--output-dir", "o"]}
 
-COMMANDS = """
-convert_checkpoint --model_dir ./cosyvoice2_llm --output_dir ./trt_weights_bfloat16 --dtype bfloat16
-convert_checkpoint --model_dir m --use_weight_only --weight_only_precision --load_model_on_cpu
-convert_checkpoint --model_dir m --per_group --moe_tp_size 1 --moe_ep_size 1
-test_llm --input_text one two --tokenizer_dir t --top_k 50 --top_p 0.95 --temperature 0.8 --engine_dir=e
-test_llm --input_text one --tokenizer_dir t --engine_dir=e --log_level debug --kv_cache_free_gpu_memory_fraction 0.6
-client_grpc --server-addr localhost --server-port 8001 --model-name cosyvoice2_dit --num-tasks 4 --mode streaming
-client_grpc --model-name cosyvoice2 --use-spk2info-cache False --huggingface-dataset yuekai/seed_tts_cosy2 --log-dir ./l
-client_grpc --compute-wer --chunk-overlap-duration 0.1 --log-interval 5
-offline_inference --output-dir o --llm-model-name-or-path m --token2wav-path t --backend trtllm --split-name zh
-offline_inference --output-dir o --num-workers 2 --prefetch 4 --kv-cache-free-gpu-memory-fraction 0.6 --engine-dir e
-token2wav --enable-trt --model-dir ./Step-Audio-2-mini/token2wav --batch-size 1 --warmup 3 --output-dir o
-streaming_inference --enable-trt --strategy equal --dataset-name yuekai/seed_tts_cosy2
-"""
+COMMANDS = (ROOT / "tests/assets/upstream_commands.txt").read_text().splitlines()
 
 
-@pytest.mark.parametrize("command", COMMANDS.strip().splitlines())
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_is_accepted(command: str) -> None:
     program, *arguments = command.split()
     PARSERS[program](arguments)

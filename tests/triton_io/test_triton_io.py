@@ -322,8 +322,10 @@ def test_an_answer_proves_that_the_model_works_and_a_bug_makes_it_test_itself(mo
 def test_lines_in_the_log_have_time_model_and_request(published: Path, monkeypatch: pytest.MonkeyPatch):
     root = logging.Logger("root")
     monkeypatch.setattr(logging, "root", root)
+    monkeypatch.setenv("TTS_LOG_LEVEL", "DEBUG")
     logs.configure()
     (handler,) = root.handlers
+    assert root.level == logging.DEBUG
     token = logs.request_id.set("r-1\nE1122 forged")
     record = logging.LogRecord("cosyvoice_triton.x", logging.ERROR, "", 1, "it failed: %s", ("why",), None)
     assert handler.filter(record)

@@ -84,19 +84,6 @@ def test_good_recordings_have_no_warning() -> None:
         assert judge(replace(sample.prompt_audio, text=sample.prompt_text)).warnings == [], sample.id
 
 
-def test_nearly_every_cut_inside_a_word_is_noticed() -> None:
-    """Where 50 ms on both sides are loud; the Chinese sample is quiet and noisy."""
-    for path in (*samples.FOLDER.glob("*.wav"), *(TRAINED / VOICES_DIR).glob("*.wav")):
-        whole = parse_recording(path.read_bytes())
-        frame = whole.rate // 100
-        frames = whole.wav[: len(whole.wav) // frame * frame].reshape(-1, frame)
-        levels = 10 * np.log10(np.square(frames, dtype=np.float64).mean(axis=1) + 1e-14)
-        loud = levels > np.percentile(levels, 95) - 12
-        cuts = [at for at in range(60, len(levels) - 6) if loud[at - 5 : at + 6].all()]
-        found = [judge(replace(whole, wav=whole.wav[: at * frame])).abrupt for at in cuts]
-        assert len(cuts) > 100 and np.mean(found) >= (0.95 if "zh" in path.name else 1), path.name
-
-
 def test_silence_at_the_ends_is_cut_to_0_2_s() -> None:
     long = recording(silence(1.0), speech(), silence(0.7))
     judged = judge(long)

@@ -10,6 +10,7 @@ import pytest
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.demo_checkpoint import STACKS, TRAINED
+from cosyvoice_triton.prepare.silence import SPOKEN, heard, renderer
 from cosyvoice_triton.voice.encoders import AudioTokenizer
 from cosyvoice_triton.voice.silent_tokens import FILE, find_silent_tokens, silent_tokens
 
@@ -36,6 +37,13 @@ def test_the_demo_voice_has_those_that_its_tokenizer_gives(stack: stacks.Stack, 
     shutil.copy(shipped / stack.speech_tokenizer, tmp_path)
     assert silent_tokens(tmp_path, stack) == expected == find_silent_tokens(AudioTokenizer(shipped))
     assert set(json.loads((tmp_path / FILE).read_text())) == expected, "kept beside the checkpoint"
+
+
+def test_tokens_that_are_heard_when_they_are_rendered_are_not_silent() -> None:
+    prompt, render = renderer(TRAINED / stacks.DIT.checkpoint, stacks.DIT)
+    spoken = prompt.tokens[SPOKEN]
+    vowels = {34, 88, 5651}
+    assert vowels <= set(prompt.tokens.tolist()) and heard(vowels | {3726, 5832, 5994}, spoken, render) == vowels
 
 
 def test_the_list_of_a_stack_and_a_file_are_taken_without_the_tokenizer(tmp_path: Path) -> None:

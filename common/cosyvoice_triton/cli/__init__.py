@@ -1,6 +1,7 @@
 """The command `cosyvoice-triton`: one module for each subcommand, with a parser and a `main`."""
 
 import importlib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -86,7 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand that is named first; return its exit code."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of transformers, too
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return _run("cosyvoice-triton", COMMANDS, arguments)
+    if arguments == ["--version"]:
+        print(importlib.metadata.version("cosyvoice-triton"))
+        return 0
+    try:
+        return _run("cosyvoice-triton", COMMANDS, arguments)
+    except KeyboardInterrupt:  # of a command that is still importing what it needs
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _run(program: str, groups: Mapping[str, Mapping[str, Command]], arguments: Sequence[str]) -> int:
@@ -117,4 +125,5 @@ def _help(program: str, groups: Mapping[str, Mapping[str, Command]]) -> str:
         for name, command in commands.items():
             actions = f" ({', '.join(command.actions)})" if command.actions else ""
             lines.append(f"  {name:20}{command.summary}{actions}")
-    return "\n".join([*lines, "", f"`{program} COMMAND --help` explains a command, with examples."])
+    version = "; --version prints the version" if groups is COMMANDS else ""
+    return "\n".join([*lines, "", f"`{program} COMMAND --help` explains a command, with examples{version}."])

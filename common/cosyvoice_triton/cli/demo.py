@@ -24,6 +24,7 @@ from cosyvoice_triton.arguments import command_parser, program, reporting_errors
 from cosyvoice_triton.client.answer import SpeechResult
 from cosyvoice_triton.client.grpc_client import synthesize
 from cosyvoice_triton.client.utterance import Utterance, of_recording
+from cosyvoice_triton.demo_checkpoint import DEMO, DEMO_SETTINGS
 from cosyvoice_triton.load.samples import read_manifest
 from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.prepare.missing import require_files
@@ -34,6 +35,7 @@ from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 TEXT = "Good morning. You are listening to Cosy Voice, which runs on your own computer."
 SEED = 2  # of the sampling, so that the demo is the same everywhere
 STEPS = 4
+LOG = Path("build", "tritonserver.log")
 
 
 @reporting_errors("interrupted; everything was shut down")
@@ -44,11 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     speech.save(args.output)
     print(speech.summary())
     chosen = "" if args.stack == stacks.DEFAULT.name else f" --stack {args.stack}"
-    models = "" if args.models == steps.DEMO else f" --models {args.models}"
+    models = "" if args.models == DEMO else f" --models {args.models}"
     print(f"written to         {args.output}")
     given = "".join(f" --set {shlex.quote(each)}" for each in args.settings)
     print(f"keep it serving    {program()} serve{models}{chosen}{given} --speech-port 10086")
-    if args.models == steps.DEMO:
+    if args.models == DEMO:
         print(f"then               http://localhost:10086/ in a browser, or: {program()} say 'Hello.'")
         print("A small synthetic voice for demos; README.md describes how to serve the official weights.")
     else:
@@ -61,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = command_parser(__doc__)
     parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
-    parser.add_argument("--models", type=Path, default=steps.DEMO, help="the checkpoints (default: %(default)s)")
+    parser.add_argument("--models", type=Path, default=DEMO, help="the checkpoints (default: %(default)s)")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="see `render`")
     parser.add_argument("--text", default=TEXT)
     parser.add_argument("--speaker", help="a registered voice (default: rms of the demo's voices)")
@@ -74,10 +76,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> SpeechResult:
     """Make what is not there yet, serve it, ask once, shut down. Raises ValueError, RuntimeError or OSError."""
-    stack, text, demo = args.stack, args.text, args.models == steps.DEMO
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.open("ab").close()  # what cannot be written is said before minutes of loading
+    stack, text, demo = args.stack, args.text, args.models == DEMO
     settings = parse_settings(args.settings)
     if demo:
-        settings = {**steps.DEMO_SETTINGS, **settings}
+        settings = {**DEMO_SETTINGS, **settings}
     options = StackOptions(models_dir=args.models, stack=stack, device="cpu" if demo else "auto", settings=settings)
     with step(1, f"demo checkpoint, a small trained voice: {args.models}" if demo else f"checkpoints: {args.models}"):
         if demo:
@@ -88,8 +92,8 @@ def run(args: argparse.Namespace) -> SpeechResult:
         render(options, repository)
     ports = Ports(args.http_port, args.grpc_port, args.metrics_port)
     with ExitStack() as running:
-        with step(3, "tritonserver: starting and loading the models"):
-            server = running.enter_context(TritonServer(repository.resolve(), ports=ports))
+        with step(3, f"tritonserver: starting and loading the models, log in {LOG}"):
+            server = running.enter_context(TritonServer(repository.resolve(), ports=ports, log_file=LOG))
         utterance = Utterance(text, speaker=args.speaker, parameters={"seed": SEED})
         if not (demo or args.speaker):
             (sample,) = read_manifest(samples.MANIFEST, limit=1)

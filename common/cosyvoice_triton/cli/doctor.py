@@ -1,5 +1,6 @@
 """Check this machine and say what it would serve: a line for each check, and what to do about each that fails.
 
+    python3 scripts/doctor.py models/official --device gpu   in a clone, before anything is installed
     cosyvoice-triton doctor                                  with the GPU, if there is one
     cosyvoice-triton doctor models/official --stack unet --device gpu
     cosyvoice-triton doctor models/official --stack unet --files   after a download: reads each file, speaks a second
@@ -8,21 +9,29 @@ Downloads nothing, and loads no model without --files. The exit code is 1 if a c
 """
 
 import argparse
+import importlib.util
+import os
+import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from cosyvoice_triton.arguments import command_parser
 from cosyvoice_triton.cli.stack_options import add_stack_options, stack_options
-from cosyvoice_triton.prepare import steps
+from cosyvoice_triton.constants import GRPC_PORT, HEALTH_PORT, HTTP_PORT, METRICS_PORT, SPEECH_PORT
+from cosyvoice_triton.demo_checkpoint import DEMO
 from cosyvoice_triton.server import gpus
-from cosyvoice_triton.server.installation import Installation, ServerError
+from cosyvoice_triton.server.installation import Installation, ServerError, require_machine
 from cosyvoice_triton.server.options import StackOptions, planned
+from cosyvoice_triton.server.rendering import filled_configs
+from cosyvoice_triton.server.tritonserver import LOOPBACK, require_free
 
 CHECKPOINT_GB = 8  # of a stack's downloads, the LLM's directory and a reserve
 SHARED_MEMORY_GB = 1.0  # of requests and answers between tritonserver and its models
 SHARED_MEMORY = Path("/dev/shm")
+PORTS = (HTTP_PORT, GRPC_PORT, METRICS_PORT, HEALTH_PORT, SPEECH_PORT)
 
 Line = tuple[bool, str]  # whether the check passed, and what it found
 
@@ -33,6 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
         "models", type=Path, nargs="?", default=Path("models/official"), help="of the checkpoints (%(default)s)"
     )
     parser.add_argument("--files", action="store_true", help="read every file, load the networks on the CPU and speak")
+    parser.add_argument("--ports", type=int, nargs="*", default=PORTS, help="that must be free (those of `serve`)")
+    parser.add_argument("--disk", type=float, default=0, metavar="GB", help="that must be free here, to install (0)")
+    parser.add_argument("--quiet", action="store_true", help="print problems only, on standard error")
     add_stack_options(parser)
     return parser
 
@@ -41,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     all_passed = True
     for passed, text in checked(args):
-        print(f"{'ok      ' if passed else 'problem '} {text}", flush=True)
+        if args.quiet and not passed:
+            print(f"error: {text}", file=sys.stderr)
+        elif not args.quiet:
+            print(f"{'ok      ' if passed else 'problem '} {text}", flush=True)
         all_passed &= passed
     return 0 if all_passed else 1
 
@@ -57,27 +72,56 @@ def checked(args: argparse.Namespace) -> Iterator[Line]:
             yield from Inspection(options).lines()
     except ValueError as error:  # of the options
         yield False, str(error)
+    if args.disk:
+        yield _space(Path.cwd(), args.disk, "what is installed and written")
+    for port in args.ports:
+        yield from _fault(require_free, port, LOOPBACK)
+
+
+def _fault(check: Callable[..., object], *args: object) -> Iterator[Line]:
+    """Yield a line only if the check raises an error."""
+    try:
+        check(*args)
+    except (ValueError, ServerError) as error:
+        yield False, str(error)
 
 
 def examine(options: StackOptions) -> Iterator[Line]:
     """Yield one line for each check of what serving with these options needs."""
-    yield _tritonserver()
+    yield from _software()
+    yield from _fault(filled_configs, options)
     yield from _gpu(options)
-    yield _disk(options)
-    yield _shared_memory()
+    yield from _models(options)
+    if options.device != "cpu":  # the demo voice needs little
+        yield _shared_memory()
 
 
-def _tritonserver() -> Line:
+def _software() -> Iterator[Line]:
+    """Yield what there is of tritonserver or, before anything is installed, whether this Python can install it."""
+    system, processor = platform.system(), platform.machine()
+    if (system, processor) != ("Linux", "x86_64"):
+        yield (
+            False,
+            f"tritonserver's wheel is for Linux on x86_64, this is {system} on {processor}; run it on such a machine",
+        )
     try:
-        return True, f"tritonserver: {Installation.find().binary}"
+        if gpus.cuda_of_torch() is not None:
+            yield True, f"tritonserver: {Installation.find().binary}"
+            return
+        require_machine()
     except ServerError as error:
-        return False, str(error)
+        yield False, str(error)
+    version = platform.python_version()
+    if all(importlib.util.find_spec(module) for module in ("venv", "ensurepip")):
+        yield True, f"Python {version}, which can install tritonserver"
+    else:
+        package = f"python{version.rpartition('.')[0]}-venv"
+        yield False, f"this Python {version} cannot make environments; run: sudo apt-get install {package}"
 
 
 def _gpu(options: StackOptions) -> Iterator[Line]:
     try:
-        found = gpus.used(options.device)
-        for gpu in found:
+        for gpu in gpus.used(options.device):
             yield True, f"GPU {gpu.index}: {gpu}, driver {gpu.driver}, compute capability {gpu.capability}"
         _, plan = planned(options)
     except gpus.GpuError as error:
@@ -105,19 +149,30 @@ def _container_runtime() -> str | None:
     )
 
 
-def _disk(options: StackOptions) -> Line:
-    place = next(
-        path for path in (options.models_dir.resolve(), *options.models_dir.resolve().parents) if path.exists()
-    )
-    free = shutil.disk_usage(place).free / 1e9
-    if not options.missing_files():
-        return True, f"checkpoints of the {options.stack} stack: {options.models_dir}"
-    if options.models_dir != steps.DEMO and free < CHECKPOINT_GB:
-        return False, (
-            f"the checkpoints need {CHECKPOINT_GB} GB at {options.models_dir}, and {free:.1f} GB are free: delete what "
-            "is not needed (docker system df shows Docker's part) or name another directory"
+def _models(options: StackOptions) -> Iterator[Line]:
+    """Yield whether the checkpoints are there, or could be downloaded, and whether their folder can be written to."""
+    folder = options.models_dir.resolve()
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(place, os.W_OK):
+        yield (
+            False,
+            f"{place} cannot be written to by this user (uid {os.getuid()}): voices and downloads are kept there; "
+            f"run: sudo chown -R {os.getuid()} {place}, or name another directory",
         )
-    return True, f"disk: {free:.0f} GB free at {place} for checkpoints of about {CHECKPOINT_GB} GB"
+    if not options.missing_files():
+        yield True, f"checkpoints of the {options.stack} stack: {options.models_dir}"
+    elif options.models_dir != DEMO:
+        yield _space(place, CHECKPOINT_GB, "the checkpoints")
+
+
+def _space(place: Path, needed: float, by: str) -> Line:
+    free = shutil.disk_usage(place).free / 1e9
+    if free >= needed:
+        return True, f"disk: {free:.0f} GB free at {place}, {needed:g} GB are for {by}"
+    return False, (
+        f"{needed:g} GB of disk are needed at {place} for {by}, {free:.1f} GB are free: delete what is not needed "
+        f"(du -xh --max-depth=1 {place.anchor} | sort -h; docker system df) or use another disk"
+    )
 
 
 def _shared_memory() -> Line:

@@ -26,6 +26,7 @@ from cosyvoice_triton.arguments import command_parser, positive_number, reportin
 from cosyvoice_triton.cli.pronunciation import words
 from cosyvoice_triton.client.arguments import parameter
 from cosyvoice_triton.constants import GRPC_PORT, SAMPLE_RATE
+from cosyvoice_triton.demo_checkpoint import DEMO
 from cosyvoice_triton.prepare import steps
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--local",
         nargs="?",
         type=Path,
-        const=steps.DEMO,
+        const=DEMO,
         metavar="MODELS",
-        help=f"without a server: load these checkpoints into this process (default: {steps.DEMO}, written if missing)",
+        help=f"without a server: load these checkpoints into this process (default: {DEMO}, written if missing)",
     )
     parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help="with --local")
     voice = parser.add_mutually_exclusive_group()
@@ -91,7 +92,7 @@ def voice_of(args: argparse.Namespace) -> Iterator["Client | Speaker"]:
         return
     from cosyvoice_triton.speaker.speaker import Speaker  # a client does not need what it imports
 
-    if args.local == steps.DEMO:
+    if args.local == DEMO:
         steps.demo(args.local, args.stack)
     with Speaker(args.local, stack=args.stack) as speaker:
         yield speaker

@@ -21,6 +21,7 @@ from cosyvoice_triton.arguments import command_parser
 from cosyvoice_triton.cli.render import render_stack
 from cosyvoice_triton.cli.stack_options import add_stack_options, given_options
 from cosyvoice_triton.constants import HEALTH_PORT
+from cosyvoice_triton.demo_checkpoint import DEMO, DEMO_SETTINGS
 from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.server import gpus, serving
 from cosyvoice_triton.server.response_cache import cache_option
@@ -72,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     rendering.add_argument(
         "--models",
         type=Path,
-        default=steps.DEMO,
+        default=DEMO,
         help="directory with the checkpoints (default: %(default)s, written if it is missing)",
     )
     add_stack_options(rendering)
@@ -134,9 +135,9 @@ def say(lines: str) -> None:
 def rendered_repository(args: argparse.Namespace) -> Path:
     """Return the named repository, or render build/STACK. Raise ValueError if there is none, or no GPU for it."""
     if args.repository is None:
-        if args.models == steps.DEMO:
+        if args.models == DEMO:
             steps.demo(args.models, args.stack)
-            args.settings = [*(f"{key}={value}" for key, value in steps.DEMO_SETTINGS.items()), *args.settings]
+            args.settings = [*(f"{key}={value}" for key, value in DEMO_SETTINGS.items()), *args.settings]
         if args.device == "gpu":
             gpus.used(args.device)  # before anything is loaded
         repository = Path("build", args.stack)

@@ -26,7 +26,7 @@ class AudioPart:
     """One response: float32 (N,), and what else it says.
 
     segments: the text and samples of each segment that ends with it, "" for a pause; in order, they are all samples of
-    an answer. timeline: the stages (see `cosyvoice_triton.orchestrator.callbacks.OnStage`) that the server has reached,
+    an answer. timeline: the stages (see `cosyvoice_triton.orchestrator.report.OnStage`) that the server has reached,
     in seconds since it received the request. Each is only sent if the request parameter of its name is true.
     """
 

@@ -14,6 +14,7 @@ from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.evaluate.speech import SpokenSentence
 from cosyvoice_triton.load.plot import figure, save
+from cosyvoice_triton.load.report import table
 
 Row = dict[str, Any]
 
@@ -115,11 +116,11 @@ def summary(name: str, found: Sequence[Mapping[str, Any]]) -> Row:
 def markdown(rows: Sequence[Row]) -> str:
     """Return the table, without columns that no row has."""
     shown = {name: column for name, column in COLUMNS.items() if any(row[name] is not None for row in rows)}
-    lines = [f"| | {' | '.join(column.heading for column in shown.values())} |", "|---" * (len(shown) + 1) + "|"]
-    for row in rows:
-        cells = ["" if row[name] is None else f"{row[name]:{column.format}}" for name, column in shown.items()]
-        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    cells = [
+        [row["name"], *("" if row[name] is None else f"{row[name]:{of.format}}" for name, of in shown.items())]
+        for row in rows
+    ]
+    return table(["", *(column.heading for column in shown.values())], cells)
 
 
 def plot(found: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: Path) -> None:

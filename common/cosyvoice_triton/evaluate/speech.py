@@ -70,7 +70,8 @@ def spoken(
             jobs = [LoadJob(each.id, _utterance(each, seed, rate)) for seed, each in enumerate(samples)]
             load = Load(servers=[HERE], model=options.orchestrator, mode=mode, jobs=jobs, tasks=tasks)
             answers = _answers(replace(load, warmup=jobs[:MIN_WARMUP]), speaker, samples, output / name)
-            whole = [LoadJob(job.id, _untrimmed(job.base)) for job in jobs[:ONSETS]]
+            untrimmed = {job.id: {**job.base.parameters, "trim_silence": False} for job in jobs[:ONSETS]}
+            whole = [LoadJob(job.id, replace(job.base, parameters=untrimmed[job.id])) for job in jobs[:ONSETS]]
             others = _answers(replace(load, jobs=whole), speaker, samples[:ONSETS], output / f"{name}-untrimmed")
             onsets = [replace(one, untrimmed=other.wave) for one, other in zip(answers, others, strict=False)]
             yield name, [*onsets, *answers[ONSETS:]]
@@ -83,10 +84,6 @@ def _answers(load: Load, speaker: Speaker, samples: Sequence[Sample], folder: Pa
         raise KeyboardInterrupt
     outcomes = {outcome.id: outcome for outcome in run.outcomes}
     return [_answer(each, folder, outcomes.get(each.id)) for each in samples]
-
-
-def _untrimmed(utterance: Utterance) -> Utterance:
-    return replace(utterance, parameters={**utterance.parameters, "trim_silence": False})
 
 
 def _utterance(sample: Sample, seed: int, rate: int | None) -> Utterance:

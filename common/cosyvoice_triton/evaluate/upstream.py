@@ -4,7 +4,6 @@ Upstream's side is `upstream_program.py`, run by the Python that has upstream's 
 float32, and the speech is whole.
 """
 
-import asyncio
 import os
 import subprocess
 import tempfile
@@ -26,11 +25,12 @@ from cosyvoice_triton.networks.flow.config import euler_steps
 from cosyvoice_triton.networks.hift import HiFTConfig
 from cosyvoice_triton.prepare.missing import remedy
 from cosyvoice_triton.server.options import StackOptions
-from cosyvoice_triton.speaker.engines import LocalPromptEncoder
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, Vocoder, VocoderOptions, loader
+from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, loader
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise, source_noise, uniform_noise
+from cosyvoice_triton.token2wav.vocoder.base import BatchVocoder, VocoderOptions
+from cosyvoice_triton.voice.encoders import ReferenceEncoder
 from cosyvoice_triton.voice.prompt import Prompt
 
 Arrays = dict[str, np.ndarray]
@@ -71,11 +71,7 @@ def compared(options: StackOptions, repository: Path, python: str) -> Iterator[S
     tokenizer = LLMTokenizer.from_dir(options.tokenizer_dir, stack.llm.tokenizer)
     sample = read_manifest(samples.MANIFEST, limit=1)[0]
     assert sample.prompt_audio is not None
-    encoder = LocalPromptEncoder(stack, folder, "cpu")
-    try:
-        prompt = asyncio.run(encoder.prompt(sample.prompt_audio))
-    finally:
-        encoder.close()
+    prompt = ReferenceEncoder(stack, folder)(sample.prompt_audio)
     asked = LLMPrompt(sample.target_text, prompt_text=sample.prompt_text, prompt_tokens=prompt.tokens.tolist())
     ids, tokens = tokenizer.encode_prompt(asked), prompt.tokens[: 2 * FLOW_CHUNK_TOKENS]
     source = uniform_noise if stack is stacks.COSYVOICE3 else source_noise
@@ -120,7 +116,7 @@ def _networks(stack: Stack, folder: Path, prompt: Prompt, tokens: np.ndarray) ->
     steps = euler_steps(folder / stack.flow)
     of_flow = FlowOptions(stack=stack, runtime="torch", steps=steps, prompt_cache_bytes=0, **how)
     flow: StreamingFlow[Any] = loader(stack.loader)(folder / stack.flow, of_flow)
-    vocoder: Vocoder = loader(stack.vocoder_loader)(folder / stack.hift, VocoderOptions(graphs=False, **how))
+    vocoder: BatchVocoder = loader(stack.vocoder_loader)(folder / stack.hift, VocoderOptions(graphs=False, **how))
     with torch.inference_mode():
         (mel,) = flow.whole([(prompt, tokens)])
         (wave,) = vocoder.whole([mel])

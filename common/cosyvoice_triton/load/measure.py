@@ -1,5 +1,6 @@
 """Results of one request and of a run. Times are seconds of one clock; `figures` converts them to ms."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,31 +10,12 @@ import numpy as np
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import is_overloaded
 from cosyvoice_triton.load.statistics import ModelTimes
-from cosyvoice_triton.playback import PLAYER_SECONDS
+from cosyvoice_triton.playback import PLAYER_SECONDS, Playback
 
 PERCENTILES = (50, 90, 95, 99)
 CANCELLED = "cancelled by the caller"  # the error of a request that its job has cancelled
 HUNG = "nothing for "  # how the error of one begins that was silent for too long
 TRANSPORT = "transport"  # the rest of the first chunk's latency: network, server front end, queues, client
-
-
-@dataclass
-class Player:
-    """Playback that starts `buffer` seconds after the first audio."""
-
-    buffer: float = PLAYER_SECONDS
-    played_until: float | None = None  # None before the first audio
-    worst_gap: float = 0.0  # the longest underrun
-    least_slack: float = float("inf")  # least audio left when more arrived; negative in a gap
-
-    def add(self, now: float, seconds: float) -> None:
-        """Notes that `seconds` of audio have arrived."""
-        if self.played_until is None:
-            self.played_until = now + self.buffer
-        else:
-            self.least_slack = min(self.least_slack, self.played_until - now)
-            self.worst_gap = max(self.worst_gap, now - self.played_until)
-        self.played_until = max(self.played_until, now) + seconds
 
 
 @dataclass(frozen=True)
@@ -83,21 +65,24 @@ class RequestOutcome:
         """Return the length of the audio in seconds."""
         return sum(self.samples) / SAMPLE_RATE
 
-    def played(self, buffer: float = PLAYER_SECONDS) -> Player:
-        """Return how playback of this answer went."""
-        player = Player(buffer)
+    def played(self, buffer: float = PLAYER_SECONDS) -> tuple[float, float]:
+        """Return the longest gap of playback that starts `buffer` seconds after the first audio, and the least audio
+        that was left when more arrived: negative in a gap, infinite of a single chunk."""
+        playback, gaps, slack = Playback(buffer=buffer), [0.0], [math.inf]
         for arrival, samples in zip(self.arrivals, self.samples, strict=True):
-            player.add(arrival, samples / SAMPLE_RATE)
-        return player
+            if (left := playback.left(arrival)) is not None:
+                slack.append(left + buffer)
+            gaps.append(playback.add(samples / SAMPLE_RATE, arrival))
+        return max(gaps), min(slack)
 
     def audible(self) -> float | None:
         """Return the time to the first audible sample, since `begun`, in a player without a buffer; None if silent."""
         if self.silence is None:
             return None
-        player, before = Player(0.0), 0.0
+        playback, before = Playback(buffer=0.0), 0.0
         for arrival, samples in zip(self.arrivals, self.samples, strict=True):
-            begins = max(arrival, player.played_until or 0.0)
-            player.add(arrival, samples / SAMPLE_RATE)
+            begins = arrival + max(0.0, playback.left(arrival) or 0.0)
+            playback.add(samples / SAMPLE_RATE, arrival)
             if self.silence < before + samples / SAMPLE_RATE:
                 return begins + self.silence - before
             before += samples / SAMPLE_RATE
@@ -118,7 +103,7 @@ class RequestOutcome:
         return {}
 
     def as_json(self) -> dict[str, Any]:
-        player = self.played()
+        gap, slack = self.played()
         return {
             "id": self.id,
             "server": self.server,
@@ -128,9 +113,9 @@ class RequestOutcome:
             "total_ms": _ms(self.total),
             "audio_seconds": self.seconds,
             "rtf": self.total / self.seconds if self.samples else None,
-            "worst_gap_ms": _ms(player.worst_gap),
+            "worst_gap_ms": _ms(gap),
             "audible_ms": None if (audible := self.audible()) is None else _ms(audible),
-            "least_slack_ms": _ms(player.least_slack) if len(self.arrivals) > 1 else None,
+            "least_slack_ms": _ms(slack) if len(self.arrivals) > 1 else None,
             "stages_ms": {stage: _ms(share) for stage, share in self.stages().items()},
             "error": self.error,
         }
@@ -174,8 +159,8 @@ class Run:
         """Return the figures of the requests that were answered completely, JSON-ready."""
         good = self.good
         audio = sum(outcome.seconds for outcome in good)
-        gaps = [outcome.played().worst_gap for outcome in good]
-        unbuffered = [outcome.played(buffer=0.0).worst_gap for outcome in good]
+        gaps = [outcome.played()[0] for outcome in good]
+        unbuffered = [outcome.played(buffer=0.0)[0] for outcome in good]
         audible = [at for outcome in good if (at := outcome.audible()) is not None]
         stages = [outcome.stages() for outcome in good]
         names = list(dict.fromkeys(name for shares in stages for name in shares))

@@ -15,7 +15,7 @@ Cell = Callable[[Figures], object]
 Columns = dict[str, Cell]  # by heading
 
 
-STAGES = {  # in plotting order; see `orchestrator.callbacks.OnStage` and `measure.RequestOutcome.stages`
+STAGES = {  # in plotting order; see `orchestrator.report.OnStage` and `measure.RequestOutcome.stages`
     "voice": "Prompt: Tokens, Mel, Text of the Voice",
     "llm": "LLM, until its First Token",
     "prompt_cache": "token2wav, Prompt Cache",

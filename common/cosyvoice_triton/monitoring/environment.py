@@ -4,6 +4,7 @@ TTS_METRICS_DIR     directory in which each model instance writes its metrics; u
 TTS_DRAIN_FILE      once this file exists, orchestrators refuse new requests; unset: never
 TTS_TEST_FAULTS     directory of faults, see monitoring/faults.py; only tests and soaks set it; unset: none
 TTS_GRPC_ADDRESS    host:port of this tritonserver's gRPC endpoint, as orchestrators call it; unset: 127.0.0.1:8001
+TTS_LOG_LEVEL       of the models' logs, such as DEBUG; set by the user, if at all; unset: WARNING
 """
 
 import os
@@ -18,6 +19,7 @@ METRICS_DIRECTORY = "TTS_METRICS_DIR"
 DRAIN_FILE = "TTS_DRAIN_FILE"
 GRPC_ADDRESS = "TTS_GRPC_ADDRESS"
 TEST_FAULTS = "TTS_TEST_FAULTS"
+LOG_LEVEL = "TTS_LOG_LEVEL"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ class ModelEnvironment:
     drain_file: Path | None = None
     grpc_address: str = f"127.0.0.1:{GRPC_PORT}"
     faults: Path | None = None
+    log_level: str = "WARNING"
 
     @classmethod
     def read(cls, variables: Mapping[str, str] = os.environ) -> "ModelEnvironment":
@@ -42,6 +45,7 @@ class ModelEnvironment:
             drain_file=Path(drain_file) if drain_file else None,
             grpc_address=variables.get(GRPC_ADDRESS) or cls.grpc_address,
             faults=faults,
+            log_level=variables.get(LOG_LEVEL) or cls.log_level,
         )
 
     def variables(self) -> dict[str, str]:

@@ -17,13 +17,14 @@ FORMAT = "%(levelname).1s%(asctime)s.%(msecs)03d000 %(process)d %(name)s] %(requ
 
 
 def configure() -> None:
-    """Log warnings and errors in this format, if a process reads them."""
-    if ModelEnvironment.read().metrics_directory is None:
+    """Log in this format, if a process reads it."""
+    environment = ModelEnvironment.read()
+    if environment.metrics_directory is None:
         return
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(FORMAT, "%m%d %H:%M:%S"))
     handler.addFilter(_add_request)
-    logging.basicConfig(handlers=[handler])
+    logging.basicConfig(handlers=[handler], level=environment.log_level)
 
 
 @contextmanager

@@ -11,10 +11,16 @@ import numpy as np
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.checkpoint import read_state
-from cosyvoice_triton.config import FlowRuntime, LLMEngine, OrchestratorConfig, TensorrtLLMConfig, Token2WavConfig
+from cosyvoice_triton.config import (
+    FlowRuntime,
+    LLMEngine,
+    OrchestratorConfig,
+    SpeakerRuntime,
+    TensorrtLLMConfig,
+    Token2WavConfig,
+)
 from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS
 from cosyvoice_triton.demo_checkpoint import has_random_weights
-from cosyvoice_triton.speaker.engines import LocalPromptEncoder
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.voice.prompt import Prompt
@@ -49,8 +55,8 @@ def token2wav_config(args: argparse.Namespace, model_dir: Path, runtime: FlowRun
     )
 
 
-def prompt_encoder(args: argparse.Namespace, stack: Stack, model_dir: Path) -> LocalPromptEncoder:
-    return LocalPromptEncoder(stack, model_dir, args.device, "tensorrt" if args.enable_trt else "onnxruntime")
+def speaker_runtime(args: argparse.Namespace) -> SpeakerRuntime:
+    return "tensorrt" if args.enable_trt else "onnxruntime"
 
 
 def llm_engine(backend: str, model_dir: Path, given: Path | None, device: str) -> tuple[LLMEngine, Path]:

@@ -24,7 +24,7 @@ from cosyvoice_triton.offline.engines import (
     described,
     llm_configs,
     llm_engine,
-    prompt_encoder,
+    speaker_runtime,
     stack_of,
     token2wav_config,
 )
@@ -32,9 +32,8 @@ from cosyvoice_triton.offline.inputs import read_samples, recording_of
 from cosyvoice_triton.offline.results import OutputFolder, identity
 from cosyvoice_triton.offline.tool import Failure, Stages, show_failures
 from cosyvoice_triton.orchestrator.assembly import Pipeline
-from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.token_buffer import CUT_SHORT
-from cosyvoice_triton.speaker.engines import load_pipeline
+from cosyvoice_triton.speaker.engines import LocalPromptEncoder, load_pipeline
 from cosyvoice_triton.voice.audio import load_recording
 
 STAGES = ("voice", "text", "llm", "token2wav", "audio_save")
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         config = token2wav_config(args, args.token2wav_path, "torch", 1)
         whole = WholeToken2Wav(stack, config, args.token2wav_batch_size)
         closing.callback(whole.close)
-        encoder = prompt_encoder(args, stack, args.token2wav_path)
+        encoder = LocalPromptEncoder(stack, args.token2wav_path, args.device, speaker_runtime(args))
         closing.callback(encoder.close)
         pipeline = load_pipeline(stack, *llm_configs(args), encoder, whole, closing)
         loaded = time.perf_counter() - begun
@@ -168,7 +167,17 @@ class OfflineRun:
         def segment_ended(text: str, samples: int, of_segment: Sequence[int]) -> None:
             tokens.extend(of_segment)
 
-        audio = await self._audio(request, warnings, stage, segment_ended)
+        following = {
+            "voice": "llm",
+            "tokens": "token2wav",
+            "audio": "llm",
+        }  # each stage of the pipeline ends the one before
+
+        def reached(name: str) -> None:
+            if name in following:
+                stage.enter(following[name])
+
+        audio = await self.pipeline.synthesizer.offline(request, warnings.append, reached, segment_ended)
         stage.enter("audio_save")
         cut_short = any(warning.startswith(CUT_SHORT) for warning in warnings)
         self.folder.save(sample, audio, np.asarray(tokens), cut_short)
@@ -176,18 +185,6 @@ class OfflineRun:
         self.audio_seconds += len(audio) / SAMPLE_RATE
         self.tokens += len(tokens)
         self.cut_short += [sample.id] * cut_short
-
-    async def _audio(
-        self, request: SynthesisRequest, warnings: list[str], stage: "SampleStage", segment_ended: Any
-    ) -> np.ndarray:
-        # Each stage of the pipeline ends the one before.
-        following = {"voice": "llm", "tokens": "token2wav", "audio": "llm"}
-
-        def reached(name: str) -> None:
-            if name in following:
-                stage.enter(following[name])
-
-        return await self.pipeline.synthesizer.offline(request, warnings.append, reached, segment_ended)
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of the run, with upstream's names where it has them."""

@@ -22,15 +22,13 @@ from cosyvoice_triton.llm.engines.interface import EngineLM
 from cosyvoice_triton.llm.engines.loading import engine_of
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from cosyvoice_triton.offline.engines import WholeToken2Wav
 from cosyvoice_triton.prepare.hub import digest_of
 from cosyvoice_triton.prepare.missing import remedy
 from cosyvoice_triton.server.options import StackOptions
-from cosyvoice_triton.speaker.engines import LocalPromptEncoder
+from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.voice.audio import at_rate
-from cosyvoice_triton.voice.encoders import AudioTokenizer
+from cosyvoice_triton.voice.encoders import AudioTokenizer, ReferenceEncoder
 from cosyvoice_triton.voice.features import log_mel
-from cosyvoice_triton.voice.prompt import Prompt
 from cosyvoice_triton.voice.recordings import parse_recording
 
 SAMPLE = samples.FOLDER / "reference_en.wav"
@@ -111,7 +109,7 @@ class Inspection:
 
     def _spoken(self) -> str:
         """Load all networks but the LLM strictly, clone the sample, and speak the tokens of its first second."""
-        encoder = LocalPromptEncoder(self._stack, self._folder, "cpu")
+        prompt = ReferenceEncoder(self._stack, self._folder)(self._recording)
         config = Token2WavConfig(
             model_dir=str(self._folder),
             device="cpu",
@@ -120,17 +118,9 @@ class Inspection:
             vocoder_precision="float32",
             max_streams=1,
         )
-        token2wav = WholeToken2Wav(self._stack, config, 1)
-
-        async def spoken() -> tuple[Prompt, np.ndarray]:
-            prompt = await encoder.prompt(self._recording)
-            return prompt, await token2wav.offline(prompt, prompt.tokens[:TOKEN_RATE].tolist())
-
-        try:
-            prompt, wave = asyncio.run(spoken())
-        finally:
-            token2wav.close()
-            encoder.close()
+        token2wav = Token2Wav.from_config(self._stack, config)
+        token2wav.warm_up()
+        wave = token2wav.whole(prompt, prompt.tokens[:TOKEN_RATE])
         if not np.isfinite(wave).all() or np.abs(wave).max() < 1e-3:
             raise ValueError("a second of speech is silent or not finite")
         level = 20 * np.log10(np.sqrt(np.mean(np.square(wave))))

@@ -18,14 +18,16 @@ from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS, SAMPLE_RATE
 from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.load.report import table
 from cosyvoice_triton.load.samples import Sample
-from cosyvoice_triton.offline.engines import WholeToken2Wav, described, prompt_encoder, stack_of, token2wav_config
+from cosyvoice_triton.monitoring.metrics import BATCHES
+from cosyvoice_triton.offline.engines import WholeToken2Wav, described, speaker_runtime, stack_of, token2wav_config
 from cosyvoice_triton.offline.inputs import read_samples, recording_of, with_tokens
 from cosyvoice_triton.offline.tool import Failure, Stages, show_failures
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavSequence
-from cosyvoice_triton.speaker.engines import LocalPromptEncoder, load_token2wav, port_of
+from cosyvoice_triton.speaker.engines import load_token2wav, port_of
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.voice.audio import save_audio
+from cosyvoice_triton.voice.encoders import ReferenceEncoder
 from cosyvoice_triton.voice.prompt import Prompt
 
 STAGES = ("voice", "token2wav")
@@ -50,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
     stack = stack_of(args.model_dir)
     with ExitStack() as closing:
         render, calls = renderer(args, stack, closing)
-        encoder = prompt_encoder(args, stack, args.model_dir)
-        closing.callback(encoder.close)
+        encoder = ReferenceEncoder(stack, args.model_dir, args.device, speaker_runtime(args))
         epochs = asyncio.run(passes(args, samples, encoder, render, calls))
     report(args, samples, described(stack, args.model_dir), epochs)
     return 1 if epochs[-1].failures else 0
@@ -94,7 +95,7 @@ def renderer(args: argparse.Namespace, stack: Stack, closing: ExitStack) -> tupl
             await stream.abort()
         return answer
 
-    return streamed, lambda: service.stats().batches
+    return streamed, lambda: int(service.stats()[BATCHES])
 
 
 async def admitted(stream: Token2WavSequence) -> None:
@@ -109,18 +110,19 @@ async def admitted(stream: Token2WavSequence) -> None:
 async def passes(
     args: argparse.Namespace,
     samples: Sequence[Sample],
-    encoder: LocalPromptEncoder,
+    encoder: ReferenceEncoder,
     render: Render,
     calls: Callable[[], int],
 ) -> "list[Epoch]":
     epochs = []
     with tqdm(total=args.warmup * len(samples), desc="token2wav", unit="sample") as progress:
         for _ in range(args.warmup):
+            encoder.clear()
             epochs.append(epoch := Epoch())
             called = calls()
             for begin in range(0, len(samples), args.batch_size):
                 batch = samples[begin : begin + args.batch_size]
-                prompts = [await epoch.prompt(encoder, sample) for sample in batch]
+                prompts = [epoch.prompt(encoder, sample) for sample in batch]
                 with epoch.stages.time("token2wav"):
                     answers = await asyncio.gather(
                         *(render(*each) for each in prompts if each is not None), return_exceptions=True
@@ -143,16 +145,13 @@ class Epoch:
     forward_calls: int = 0
     chunks: int = 0
     first_chunks: list[float] = field(default_factory=list)  # seconds
-    voices: dict[bytes, Prompt] = field(default_factory=dict)  # by digest of the recording
 
-    async def prompt(self, encoder: LocalPromptEncoder, sample: Sample) -> tuple[Prompt, np.ndarray] | None:
+    def prompt(self, encoder: ReferenceEncoder, sample: Sample) -> tuple[Prompt, np.ndarray] | None:
         """Return the sample's voice and speech tokens, those of the recording if it has none; None if its recording
         cannot be used."""
         try:
             with self.stages.time("voice"):
-                recording = recording_of(sample)
-                if (prompt := self.voices.get(recording.digest)) is None:
-                    prompt = self.voices[recording.digest] = await encoder.prompt(recording)
+                prompt = encoder(recording_of(sample))
         except Exception as error:
             self.failures.append(Failure.of(sample, "voice", error))
             return None

@@ -8,11 +8,11 @@ from pathlib import Path
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint import has_random_weights
-from cosyvoice_triton.llm.checkpoint import follows_instructions
+from cosyvoice_triton.llm.checkpoint import follows_instructions, read_limits, speech_bias
 from cosyvoice_triton.llm.interface import LengthRatios, SpeechLM, Timeouts
-from cosyvoice_triton.llm.interleaving import InterleavedLM
 from cosyvoice_triton.llm.openai_client import OpenAILM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.llm.triton_client import RESPONSE_OUTPUTS, TritonLM
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.orchestrator.request import RequestRules, default_sampling
 from cosyvoice_triton.orchestrator.synthesis import Instructions, Synthesizer
@@ -62,7 +62,7 @@ class Pipeline:
             self.voices,
             encoder,
             llm,
-            InterleavedLM(llm, tokenizer),
+            tokenizer,
             token2wav,
             hops,
             long_silence=stack.silent_tokens,
@@ -89,11 +89,15 @@ def length_ratios(config: OrchestratorConfig) -> LengthRatios:
     return LengthRatios(min=config.min_token_ratio, max=config.max_token_ratio)
 
 
-def timeouts(config: OrchestratorConfig) -> Timeouts:
-    return Timeouts(first_token=config.token_timeout, token=config.token_timeout)
+def remote_llm(config: OrchestratorConfig, tokenizer: LLMTokenizer) -> SpeechLM:
+    """Return the LLM behind `llm_urls`, or else the model of this Triton."""
+    timeouts, ratios = Timeouts(first_token=config.token_timeout, token=config.token_timeout), length_ratios(config)
+    if config.llm_transport == "openai":
+        return OpenAILM(config.llm_urls, config.llm_model, tokenizer, timeouts, ratios, config.llm_dialect)
+    bias = None
+    if config.llm_backend == "tensorrtllm":  # the python backend restricts the vocabulary itself
+        limits = read_limits(config.llm_tokenizer_dir)
+        bias = speech_bias(config.llm_tokenizer_dir, tokenizer, limits.vocab_size)
+    from cosyvoice_triton.triton_io.streams import Streams  # only this transport needs the client
 
-
-def llm_server(config: OrchestratorConfig, tokenizer: LLMTokenizer) -> OpenAILM:
-    """Return the LLM behind `llm_urls`."""
-    ratios = length_ratios(config)
-    return OpenAILM(config.llm_urls, config.llm_model, tokenizer, timeouts(config), ratios, config.llm_dialect)
+    return TritonLM(Streams(config.llm_model, RESPONSE_OUTPUTS), tokenizer, timeouts, ratios, bias)

@@ -160,7 +160,12 @@ class HopSchedule:
         if self._finished or pending == 0:
             return None
         rules = self._rules
-        length = self._length(pending - LOOKAHEAD_TOKENS)
+        length = self._first_length
+        if self._before + self._offset:
+            length = self._later_hop(pending - LOOKAHEAD_TOKENS)
+            # The tokens of a segment follow the prompt, which may end between two boundaries.
+            if beyond := (self._prompt_tokens + self._offset + length) % rules.boundary:
+                length = max(length - beyond, self._shortest)
         if pending >= length + LOOKAHEAD_TOKENS:
             hop = Hop(self._offset, length, final=False)
         elif ended:
@@ -174,21 +179,13 @@ class HopSchedule:
         self._finished = hop.final
         return hop
 
-    def _length(self, ready: int) -> int:
-        """Return the length of the next hop, given that `ready` tokens could be rendered now."""
-        if self._before + self._offset == 0:
-            return self._first_length
-        length = self._later_hop(ready)
-        # The tokens of a segment follow the prompt, which may end between two boundaries.
-        beyond = (self._prompt_tokens + self._offset + length) % self._rules.boundary
-        return max(length - beyond, self._shortest) if beyond else length
-
     def cut(self, seconds: float) -> None:
         """Take note that so much of the audio was not sent, because it is silence."""
         self._cut += seconds
 
     def _later_hop(self, ready: int) -> int:
-        """Return the length of a hop that is not the first of the text, before it is cut to a boundary."""
+        """Return the length of a hop that is not the first of the text, before it is cut to a boundary. ready: tokens
+        that could be rendered now."""
         rules = self._rules
         if rules.strategy == "equal":
             return rules.unit

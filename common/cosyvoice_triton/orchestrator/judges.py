@@ -12,7 +12,7 @@ import numpy as np
 
 from cosyvoice_triton.audible import audible_part, window_levels
 from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
-from cosyvoice_triton.orchestrator.callbacks import OnWarning
+from cosyvoice_triton.orchestrator.report import OnWarning
 from cosyvoice_triton.orchestrator.token_buffer import TokenBuffer
 from cosyvoice_triton.text.segments import expected_seconds
 

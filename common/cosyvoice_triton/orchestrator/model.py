@@ -3,10 +3,7 @@ speaks them by the pipeline over Triton, and writes the responses: audio, warnin
 """
 
 import asyncio
-import json
 import logging
-import time
-from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -18,16 +15,13 @@ from cosyvoice_triton import triton_io
 from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import MAX_SOURCE_SECONDS, PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from cosyvoice_triton.llm.checkpoint import read_limits, speech_bias
-from cosyvoice_triton.llm.interface import SpeechLM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from cosyvoice_triton.llm.triton_client import RESPONSE_OUTPUTS, TritonLM
 from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.environment import ModelEnvironment
 from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, has_failed
 from cosyvoice_triton.monitoring.metrics import BAD_ANSWERS, RequestStats, Values
-from cosyvoice_triton.orchestrator.assembly import Pipeline, length_ratios, llm_server, timeouts
-from cosyvoice_triton.orchestrator.request import SynthesisRequest
+from cosyvoice_triton.orchestrator.assembly import Pipeline, remote_llm
+from cosyvoice_triton.orchestrator.report import Report
 from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream, PieceStreams
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavReplicas, send_over_triton
 from cosyvoice_triton.orchestrator.triton_encoder import TritonPromptEncoder
@@ -87,7 +81,7 @@ class Orchestrator:
             stack,
             tokenizer,
             TritonPromptEncoder(call, first_id, stack.mel_max_hz),
-            _speech_lm(config, tokenizer),
+            remote_llm(config, tokenizer),
             Token2WavReplicas(
                 {model: send_over_triton(call, model, first_id) for model in models},
                 cumulative=stack.cumulative,
@@ -153,7 +147,7 @@ class Orchestrator:
 
             def send(waveform: np.ndarray) -> None:
                 tracing.current.set("")  # calls for later chunks are not part of the trace
-                responder.send(report.outputs(waveform, speech))
+                responder.send(report.outputs(waveform, timeline=speech.timeline, segments=speech.segments))
                 silence = leading_silence(waveform) if live.first_audible is None else None
                 live.sent(waveform.size / SAMPLE_RATE, silence)
 
@@ -171,64 +165,9 @@ class Orchestrator:
 
 
 def _inputs(request: Any) -> dict[str, Any]:
-    sent: dict[str, Any] = dict.fromkeys((*TEXTS, *NUMBERS, *WAVES))
-    tensors = triton_io.read_all(request, list(sent))
-    sent |= tensors
+    sent: dict[str, Any] = triton_io.read_all(request, [*TEXTS, *NUMBERS, *WAVES])
     for name in TEXTS:
-        sent[name] = triton_io.text(tensors, name)
+        sent[name] = triton_io.text(sent, name)
     for name in NUMBERS:
-        sent[name] = triton_io.scalar(tensors, name)
+        sent[name] = triton_io.scalar(sent, name)
     return sent
-
-
-def _speech_lm(config: OrchestratorConfig, tokenizer: LLMTokenizer) -> SpeechLM:
-    if config.llm_transport == "openai":
-        return llm_server(config, tokenizer)
-    bias = None
-    if config.llm_backend == "tensorrtllm":  # the python backend restricts the vocabulary itself
-        limits = read_limits(config.llm_tokenizer_dir)
-        bias = speech_bias(config.llm_tokenizer_dir, tokenizer, limits.vocab_size)
-    from cosyvoice_triton.triton_io.streams import Streams  # only this transport needs the client
-
-    streams = Streams(config.llm_model, RESPONSE_OUTPUTS)
-    return TritonLM(streams, tokenizer, timeouts(config), length_ratios(config), bias)
-
-
-class Report:
-    """What the next response says beside its audio: each warning, segment and stage is sent once.
-
-    They are outputs because Triton 2.51's python backend cannot set parameters of a response.
-    """
-
-    def __init__(self, span: tracing.Span) -> None:
-        """Begin. Stages are in milliseconds from now; those up to the first response become events of `span`."""
-        self.warnings: list[str] = []
-        self._span = span
-        self._started = time.perf_counter()
-        self._stages: list[tuple[str, float]] = []
-        self._segments: list[tuple[str, int]] = []
-
-    def stage(self, name: str) -> None:
-        """Note that a stage has been reached, see `callbacks.OnStage`."""
-        self._span.event(name)
-        self._stages.append((name, round(1e3 * (time.perf_counter() - self._started), 3)))
-
-    def segment(self, text: str, samples: int, tokens: Sequence[int]) -> None:
-        """Note that a segment's last waveform or a pause comes next, see `callbacks.OnSegment`."""
-        self._segments.append((text, samples))
-
-    def outputs(self, waveform: np.ndarray, request: SynthesisRequest) -> dict[str, np.ndarray]:
-        """Return the outputs of one response: waveform (N,) as (1, N), and if there are any, warnings, and stages and
-        segments, both as JSON, if the request asks for them. A segment is the text and the samples of one that ends
-        here, "" for a pause."""
-        tensors = {"waveform": waveform[None]}
-        if self._stages and request.timeline:
-            tensors["timeline"] = np.array([[json.dumps(self._stages)]], np.object_)
-        if self._segments and request.segments:
-            tensors["segments"] = np.array([[json.dumps(self._segments)]], np.object_)
-        if self.warnings:
-            tensors["warning"] = np.array([["; ".join(self.warnings)]], np.object_)
-        for sent in (self._stages, self._segments, self.warnings):
-            sent.clear()
-        self._span = tracing.OFF
-        return tensors

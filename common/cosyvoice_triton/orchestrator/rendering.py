@@ -6,9 +6,9 @@ import numpy as np
 
 from cosyvoice_triton.audible import SilenceTrimmer
 from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.orchestrator.callbacks import OnSegment, OnStage
 from cosyvoice_triton.orchestrator.chunking import Hop, HopSchedule
 from cosyvoice_triton.orchestrator.judges import Judge
+from cosyvoice_triton.orchestrator.report import OnSegment, OnStage
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavSequence
 from cosyvoice_triton.orchestrator.token_buffer import TokenBuffer
 from cosyvoice_triton.playback import Playback

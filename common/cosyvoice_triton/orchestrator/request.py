@@ -13,8 +13,8 @@ from cosyvoice_triton.config import BOOLEANS, OrchestratorConfig
 from cosyvoice_triton.constants import MAX_SPEED, MIN_SPEED, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.interface import Sampling, preset_values
 from cosyvoice_triton.monitoring.tracing import TRACEPARENT
-from cosyvoice_triton.orchestrator.callbacks import OnWarning, ignore
 from cosyvoice_triton.orchestrator.conversion import Source
+from cosyvoice_triton.orchestrator.report import OnWarning, ignore
 from cosyvoice_triton.text import clean_line, clean_text, clean_transcript, split_instruction, strip_control_tokens
 from cosyvoice_triton.text.frontend import SPELLING, Spelled
 from cosyvoice_triton.text.language import EVERY, Language, named
@@ -36,17 +36,10 @@ _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
     "ras_tau": float,
 }
 
-_FLAGS = {
-    "cross_lingual",
-    "text_frontend",
-    "timeline",
-    "segments",
-    "played",
-    "trim_reference",
-    "trim_silence",
-    "retry_bad_answers",
-}
-_PARAMETERS = {*_SAMPLING_KINDS, *SPELLING, *_FLAGS, "language", "pronunciation", "sampling", "speed", TRACEPARENT}
+# Flags of requests for speech and for a conversion, with their defaults; what else a request may have.
+_FLAGS = {"timeline": False, "segments": False, "played": True, "trim_reference": False}
+_OTHERS = ("cross_lingual", "text_frontend", "trim_silence", "retry_bad_answers", "language", "pronunciation")
+_PARAMETERS = {*_SAMPLING_KINDS, *SPELLING, *_FLAGS, *_OTHERS, "sampling", "speed", TRACEPARENT}
 _TRITONS_OWN = "triton_"  # start of parameters that Triton and its clients add
 
 
@@ -227,8 +220,7 @@ def _source(wav: np.ndarray, rate: int | None, pieces: AsyncIterator[Any] | None
 def _of_every_request(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a request for speech and one for a conversion have in common."""
     speed = _number("speed", parameters.get("speed", 1.0), float, MIN_SPEED, MAX_SPEED)
-    defaults = {"timeline": False, "segments": False, "played": True, "trim_reference": False}
-    return {"speed": speed, **{name: _flag(parameters, name, default) for name, default in defaults.items()}}
+    return {"speed": speed, **{name: _flag(parameters, name, default) for name, default in _FLAGS.items()}}
 
 
 def default_sampling(config: OrchestratorConfig) -> Sampling:

@@ -25,16 +25,16 @@ from cosyvoice_triton.audible import SilenceTrimmer
 from cosyvoice_triton.constants import HOP_SAMPLES, MEL_RATE, ONSET_TOKENS, SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.llm.interface import LLMPrompt, SpeechLM
-from cosyvoice_triton.llm.interleaving import InterleavedLM
-from cosyvoice_triton.orchestrator.callbacks import OnSegment, OnStage, OnWarning, ignore
+from cosyvoice_triton.llm.interleaving import InterleavedSpeech
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.orchestrator.chunking import FirstHops, HopRules
 from cosyvoice_triton.orchestrator.judges import REASONS, VOICE_SECONDS, Counts, Judge, is_other_voice
-from cosyvoice_triton.orchestrator.place import Place
 from cosyvoice_triton.orchestrator.rendering import SegmentRenderer
+from cosyvoice_triton.orchestrator.report import OnSegment, OnStage, OnWarning, ignore
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
+from cosyvoice_triton.orchestrator.resources import Place, VoiceInUse
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort, Token2WavSequence
 from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter, TokenBuffer
-from cosyvoice_triton.orchestrator.voice_in_use import VoiceInUse
 from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.refusals import LastRefusal
 from cosyvoice_triton.tasks import TaskScope
@@ -76,7 +76,7 @@ class Synthesizer:
         voices: VoiceBook,
         encoder: PromptEncoder,
         llm: SpeechLM,
-        interleaved: InterleavedLM,
+        tokenizer: LLMTokenizer,
         token2wav: Token2WavPort,
         rules: HopRules,
         clock: Callable[[], float] = time.monotonic,
@@ -92,7 +92,7 @@ class Synthesizer:
         self._voices = voices
         self._encoder = encoder
         self._llm = llm
-        self._interleaved = interleaved
+        self._tokenizer = tokenizer
         self._token2wav = token2wav
         self._rules = rules
         self._first_hops = FirstHops(rules)
@@ -400,8 +400,8 @@ class Synthesizer:
             await segment.read(request.source.tokens(self._encoder.tokens), "source")
         elif request.pieces is not None:
             pieces = segment.noted(request.pieces)
-            answer = self._interleaved.generate(llm_prompt, pieces, request.sampling, request.max_tokens)
-            await segment.read(answer, "llm")
+            speech = InterleavedSpeech(self._llm, self._tokenizer, llm_prompt, request.sampling, request.max_tokens)
+            await segment.read(speech.generate(pieces), "llm")
         await segments.put(None)
 
 

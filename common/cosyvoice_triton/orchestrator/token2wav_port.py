@@ -22,23 +22,10 @@ from cosyvoice_triton.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
+# Sends a request to a model and returns its single answer, as `triton_io.call`. The batch dimension is 1.
+Call = Callable[..., Awaitable[dict[str, np.ndarray]]]
 # Sends a request of the sequence with that id, of 63 bits, and returns its waveform (N,) float32.
 Send = Callable[[int, Token2WavRequest], Awaitable[np.ndarray]]
-
-
-class Call(Protocol):
-    """Sends a request to a model and returns its single answer, as `triton_io.call`. The batch dimension is 1."""
-
-    def __call__(
-        self,
-        model: str,
-        inputs: Mapping[str, np.ndarray],
-        outputs: Sequence[str],
-        *,
-        correlation_id: int = 0,
-        start: bool = False,
-        end: bool = False,
-    ) -> Awaitable[dict[str, np.ndarray]]: ...
 
 
 def send_over_triton(call: Call, model: str, first_speech_id: int) -> Send:

@@ -11,7 +11,7 @@ from typing import Any
 from cosyvoice_triton.constants import MAX_STREAM_TOKENS, ONSET_TOKENS, TOKEN_RATE
 from cosyvoice_triton.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenChunk
 from cosyvoice_triton.monitoring import tracing
-from cosyvoice_triton.orchestrator.callbacks import OnStage, OnWarning
+from cosyvoice_triton.orchestrator.report import OnStage, OnWarning
 from cosyvoice_triton.text.segments import expected_seconds
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,9 @@ class TokenBuffer:
         other = None if sampling.seed is None else (sampling.seed + 1) % (MAX_SEED + 1)
         self._refill = partial(self.fill, llm, prompt, replace(sampling, seed=other), left)
         text = self.text = prompt.target_text
-        limit, why = _most_tokens(text, sampling), "the most for a text of its length"
+        # By max_token_ratio alone 18 s of text may become 50 s of speech.
+        most = round(TOKEN_RATE * (RUNAWAY_FACTOR * expected_seconds(text) + RUNAWAY_SECONDS))
+        limit, why = min(MAX_STREAM_TOKENS, max(sampling.max_tokens, most)), "the most for a text of its length"
         if left is not None and left < limit:
             limit, why = left, "what max_tokens of the request allows"
         generated = self.generated
@@ -178,9 +180,3 @@ class TokenBuffer:
         """Wait for tokens or the end; return at once if either came since the last wait."""
         await self._changed.wait()
         self._changed.clear()
-
-
-def _most_tokens(text: str, sampling: Sampling) -> int:
-    """Return the most tokens of a continued answer: by max_token_ratio alone 18 s of text may become 50 s of speech."""
-    seconds = RUNAWAY_FACTOR * expected_seconds(text) + RUNAWAY_SECONDS
-    return min(MAX_STREAM_TOKENS, max(sampling.max_tokens, round(TOKEN_RATE * seconds)))

@@ -214,7 +214,14 @@ def _huggingface_files(repository: str, revision: str | None) -> tuple[str, list
 def _huggingface_download(repository: str, name: str, commit: str, directory: Path) -> None:
     from huggingface_hub import hf_hub_download
 
-    hf_hub_download(repository, name, revision=commit, local_dir=directory, endpoint=_endpoint())
+    hf_hub_download(
+        repository,
+        name,
+        revision=commit,
+        local_dir=directory,
+        endpoint=_endpoint(),
+        tqdm_class=transfer.DownloadProgress,
+    )
 
 
 def _endpoint() -> str | None:

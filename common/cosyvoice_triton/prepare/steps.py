@@ -20,8 +20,6 @@ from cosyvoice_triton.voice.files import read_spk2info
 LOCK = ".prepare.lock"
 PYTHON_PATH = "python"
 VOICE = "sample"
-DEMO = Path("models", "demo")  # the demo checkpoint, in the current directory
-DEMO_SETTINGS = {"default_speaker": "rms"}  # of its two voices
 
 
 @contextmanager
@@ -95,11 +93,12 @@ def download(models: Path, args: argparse.Namespace) -> None:
 
 def find_silence(checkpoint: Path, stack: stacks.Stack) -> None:
     """Write which speech tokens of a checkpoint are silence beside it, unless they are known."""
-    from cosyvoice_triton.voice.silent_tokens import FILE, silent_tokens
+    from cosyvoice_triton.prepare import silence
+    from cosyvoice_triton.voice.silent_tokens import FILE
 
     if not stack.silent_tokens:
         missing = not (checkpoint / FILE).exists()
-        report(checkpoint / FILE, missing, f"{len(silent_tokens(checkpoint, stack))} speech tokens of silence")
+        report(checkpoint / FILE, missing, f"{len(silence.prepared(checkpoint, stack))} speech tokens of silence")
 
 
 def first_voice(voices: Path) -> None:

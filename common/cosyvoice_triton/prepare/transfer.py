@@ -2,8 +2,10 @@
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlencode
 from urllib.request import Request, urlopen
@@ -13,6 +15,24 @@ from tqdm import tqdm
 BRANCH = "master"  # ModelScope's default
 BLOCK = 1 << 20
 TIMEOUT_SECONDS = 60
+LINE_SECONDS = 10.0
+
+
+class DownloadProgress(tqdm):
+    """The progress of a file: a bar on a terminal, in a log lines at its begin, every LINE_SECONDS and at its end."""
+
+    def __init__(self, **options: Any) -> None:
+        self._is_log = not sys.stderr.isatty()
+        if self._is_log:
+            options["desc"] = options["desc"].rpartition("/")[2]  # the hub's client may give the whole address
+            options |= {"mininterval": LINE_SECONDS, "bar_format": "{desc}: {n_fmt} of {total_fmt}B, {rate_fmt}"}
+        super().__init__(**options)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
+        if not self._is_log:
+            return super().display(msg, pos)
+        print(self, file=sys.stderr, flush=True)
+        return True
 
 
 def modelscope_files(repository: str, revision: str | None) -> tuple[str, list[tuple[str, int, str]]]:
@@ -33,7 +53,7 @@ def modelscope_download(repository: str, name: str, revision: str, directory: Pa
 
 
 def download(url: str, path: Path) -> None:
-    """Download a file to `path`, with a progress bar. What has arrived is kept in PATH.part if the download is
+    """Download a file to `path`, and show its progress. What has arrived is kept in PATH.part if the download is
     interrupted, and the next one goes on from there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
@@ -48,7 +68,7 @@ def download(url: str, path: Path) -> None:
         length = int(answer.headers.get("Content-Length") or 0)
         with (
             part.open("ab" if continued else "wb") as file,
-            tqdm(desc=path.name, total=length or None, unit="B", unit_scale=True, disable=None) as progress,
+            DownloadProgress(desc=path.name, total=length or None, unit="B", unit_scale=True) as progress,
         ):
             received = 0
             while block := answer.read(BLOCK):

@@ -8,8 +8,9 @@ import importlib.util
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from cosyvoice_triton.profiles import GPU_PLANS, GpuPlan
@@ -17,8 +18,8 @@ from cosyvoice_triton.profiles import GPU_PLANS, GpuPlan
 MIN_CAPABILITY = 7.5  # of CUDA 13 and of its builds of torch
 CUDA = "13.0"  # of the torch that the extra `gpu` installs
 DRIVERS = {"12": 525, "13": 580}  # by CUDA's major version, the oldest that it runs on
-LOWER_BOUND = 0.9  # of the memory that the plans give for other numbers of listeners: less is never enough
-PROMPT_GIB = 2  # more than the prompt models take on a GPU
+LOWER_BOUND = 0.92  # of the memory that the plans give for any number of listeners: less is never enough
+PROMPT_GIB = 1.3  # no more than the prompt models take on a GPU
 _FIELDS = ("index", "uuid", "name", "memory.total", "memory.free", "driver_version", "compute_cap")
 
 
@@ -119,25 +120,34 @@ def plan(stack: str, gpus: Sequence[Gpu], gib: float | None = None) -> GpuPlan |
     )
 
 
-def require_room(stack: str, gpus: Sequence[Gpu], streams: int, gib: float | None = None) -> None:
-    """Raise GpuError, with a number that fits, if these GPUs have by far no room for so many listeners.
+def require_room(stack: str, gpus: Sequence[Gpu], streams: int, gib: float | None = None, prompts: bool = True) -> None:
+    """Raise GpuError, with a number that fits, if these GPUs have no room for so many listeners.
 
-    What is nearly enough is left to token2wav, whose check knows the checkpoint and all settings.
+    prompts: whether the prompt models are on a GPU. What is nearly enough is left to token2wav, whose check knows the
+    checkpoint and all settings.
     """
-    points = [each.streams[stack] for each in GPU_PLANS if stack in each.streams and each.prompt_device == "cpu"]
+    on_gpu = PROMPT_GIB if prompts else 0
+    points: dict[int, float] = {}
+    for plan in GPU_PLANS:
+        if of := plan.streams.get(stack):
+            points.setdefault(of.listeners, of.gib - (0 if plan.prompt_device == "cpu" else PROMPT_GIB))
     if not points:
         return
-    # Memory grows by as much with each listener.
-    (fewest, base), (most, top) = points[0], points[-1]
-    each = (top - base) / (most - fewest)
     least, memory = _least(gpus, gib)
-    if (needed := LOWER_BOUND * (base + each * (streams - fewest))) > memory:
-        fitting = fewest + int((memory - PROMPT_GIB - base) / each)
+    if (needed := LOWER_BOUND * _between(points, streams) + on_gpu) > memory:
+        fitting = max((fewer for fewer in range(1, streams) if _between(points, fewer) + on_gpu <= memory), default=0)
         raise GpuError(
-            f"max_streams {streams} of the {stack} stack needs at least {needed:.0f} GiB, and {least} "
+            f"max_streams {streams} of the {stack} stack needs at least {needed:.1f} GiB, and {least} "
             + (f"leaves it {memory:g}: " if gib is not None else "has less: ")
-            + (f"set max_streams <= {fitting}, or leave it out" if fitting > 0 else "use a larger GPU")
+            + (f"set max_streams <= {fitting}, or leave it out" if fitting else "use a larger GPU")
         )
+
+
+def _between(points: Mapping[int, float], streams: int) -> float:
+    """Return the GiB for so many listeners on the line through the two points around them, or the nearest two."""
+    pairs = list(pairwise(points.items()))
+    (fewer, low), (more, high) = next((pair for pair in pairs if streams <= pair[1][0]), pairs[-1])
+    return low + (high - low) / (more - fewer) * (streams - fewer)
 
 
 def _least(gpus: Sequence[Gpu], gib: float | None) -> tuple[Gpu, float]:
@@ -157,26 +167,20 @@ def describe(made: GpuPlan, stack: str, gpus: Sequence[Gpu]) -> str:
     )
 
 
-def visible_and_new_enough() -> list[Gpu]:
-    """Return the visible GPUs. Raise GpuError if there is none, or one or its driver is too old for the installed
-    torch, or for that of the extra `gpu` where none is installed."""
-    cuda, gpus = cuda_of_torch(), visible()
-    if not gpus:
-        raise GpuError(NONE_VISIBLE)
-    for gpu in gpus:
-        gpu.require_usable(cuda or CUDA)
-    return gpus
-
-
 def used(device: str) -> list[Gpu]:
     """Return the GPUs that a server on `device` ("auto", "cpu", "gpu") has; "auto" without a GPU that can be used has
-    none. Raise GpuError if `device` is "gpu", and there is none."""
-    if device == "cpu" or (device == "auto" and not cuda_of_torch()):
+    none. Raise GpuError if `device` is "gpu", and there is none, or one or its driver is too old for the installed
+    torch, or for that of the extra `gpu` where none is installed."""
+    if device == "cpu" or (device == "auto" and cuda_of_torch() == ""):
         return []
     if cuda_of_torch() == "":
         raise GpuError("the installed torch is a build for CPUs; run: pip install 'cosyvoice-triton[gpu]'")
     try:
-        return visible_and_new_enough()
+        if not (gpus := visible()):
+            raise GpuError(NONE_VISIBLE)
+        for gpu in gpus:
+            gpu.require_usable(cuda_of_torch() or CUDA)
+        return gpus
     except GpuError:
         if device == "gpu":
             raise

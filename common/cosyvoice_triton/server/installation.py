@@ -90,7 +90,9 @@ def work_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="tritonserver-", dir=None if plain else "/tmp"))
 
 
-def _require_glibc() -> None:
+def require_machine() -> tuple[Path, ...]:
+    """Return the directory of this interpreter's shared libpython, empty if the loader finds it without help. Raise
+    ServerError if there is none, or the C library is too old."""
     name, release = platform.libc_ver()
     if name != "glibc" or tuple(int(part) for part in release.split(".")[:2]) < MIN_GLIBC:
         needed = ".".join(map(str, MIN_GLIBC))
@@ -98,21 +100,7 @@ def _require_glibc() -> None:
             f"tritonserver needs glibc {needed} or newer; this machine has {name or 'another C library'} {release}; "
             "run: docker run -it --network host -v $PWD:/src -w /src python:3.11-bookworm make demo"
         )
-
-
-def _require_numpy(stub: Path) -> None:
-    """Raise ServerError if the models' processes would misread strings: a stub that was built before numpy 2 (with
-    pybind11 before 2.12) reads garbage lengths with it, and ends at the first request or, worse, later under load."""
-    found = importlib.metadata.version("numpy")
-    if int(found.split(".")[0]) > 1 and stub.exists() and NUMPY_2 not in stub.read_bytes():
-        raise ServerError(
-            f"tritonserver's python backend needs numpy 1.26; this Python has {found}; "
-            f"run: {sys.executable} -m pip install 'numpy<2'"
-        )
-
-
-def _libpython_directories(version: str) -> tuple[Path, ...]:
-    """Return the directory of this interpreter's shared libpython; empty if the loader finds it without help."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
     library = f"libpython{version}.so.1.0"
     for directory in (sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib"):
         if directory and (Path(directory) / library).exists():
@@ -127,7 +115,12 @@ def _libpython_directories(version: str) -> tuple[Path, ...]:
     return ()
 
 
-def require_machine() -> tuple[Path, ...]:
-    """Return the shared libpython's directories. Raise ServerError if there is none, or the C library is too old."""
-    _require_glibc()
-    return _libpython_directories(f"{sys.version_info.major}.{sys.version_info.minor}")
+def _require_numpy(stub: Path) -> None:
+    """Raise ServerError if the models' processes would misread strings: a stub that was built before numpy 2 (with
+    pybind11 before 2.12) reads garbage lengths with it, and ends at the first request or, worse, later under load."""
+    found = importlib.metadata.version("numpy")
+    if int(found.split(".")[0]) > 1 and stub.exists() and NUMPY_2 not in stub.read_bytes():
+        raise ServerError(
+            f"tritonserver's python backend needs numpy 1.26; this Python has {found}; "
+            f"run: {sys.executable} -m pip install 'numpy<2'"
+        )

@@ -1,7 +1,8 @@
-"""The log file of tritonserver: earlier ones are kept, and none grows without bound."""
+"""The log file of tritonserver: earlier ones are kept, none grows without bound, and why a server failed is found."""
 
 import logging
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 64 << 20
+ERROR = re.compile(r"E\d{4} (?!.*CudaDriverHelper)")  # of tritonserver; without a GPU each log has the other one
+NOT_LOADED = re.compile(r"\| (\S+) +\| \S+ +\| UNAVAILABLE: (?:Internal: )?(.*?) *\|$")  # of its table of models
 KEPT = 3  # earlier files: log.1, the most recent, to log.3
 
 
@@ -53,3 +56,12 @@ def _shift(log: Path) -> None:
             copy.unlink(missing_ok=True)
         raise
     os.truncate(log, 0)
+
+
+def failure(log: Path) -> str:
+    """Return the last errors of a log, and last of all why models were not loaded or, if that is not known, its last
+    line: what ended the process may be no error of Triton's, such as "what():  bad_alloc"."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    errors = [line.replace("\\n", "\n") for line in lines if ERROR.match(line) and "failed to load" not in line]
+    causes = [f"{found[1]}: {found[2]}" for line in lines if (found := NOT_LOADED.match(line))]
+    return "\n".join([*errors[-6:], *(causes or lines[-1:])]) or f"its log {log} is empty, or was removed"

@@ -1,6 +1,7 @@
 """Everything that a stack's models are configured by, for a rendering or for a `Speaker`."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +21,9 @@ from cosyvoice_triton.config import (
     Token2WavConfig,
     check_gpus,
     format_setting,
+    has_gpu,
     parse_setting,
 )
-from cosyvoice_triton.llm.engines.loading import reads_huggingface
 from cosyvoice_triton.server import gpus
 
 Device = Literal["auto", "cpu", "gpu"]
@@ -187,7 +188,9 @@ def planned(options: StackOptions) -> tuple[StackOptions, str]:
     if "max_streams" in options.settings:
         if of_token2wav and _as_planned(options):
             streams = parse_setting("max_streams", options.settings["max_streams"], int)
-            gpus.require_room(options.stack, of_token2wav, streams, gib)
+            gpus.require_room(
+                options.stack, of_token2wav, streams, gib, prompts=options.settings.get("prompt_device") != "cpu"
+            )
         return options, ""
     made = gpus.plan(options.stack, of_token2wav, gib) if of_token2wav else None
     if made is None:
@@ -202,3 +205,19 @@ def _as_planned(options: StackOptions) -> bool:
     flow = options.checkpoint_dir / stacks.named(options.stack).flow
     official = not flow.exists() or flow.stat().st_size > _FULL_SIZE and not flow.with_suffix(".json").exists()
     return official and options.llm_transport == "triton" and options.settings.keys().isdisjoint(_OTHER_MEMORY)
+
+
+def reads_huggingface(instance_kind: InstanceKind) -> bool:
+    """Return whether "auto" finds an engine that reads a HuggingFace directory without conversion. Imports none."""
+    if instance_kind == "KIND_CPU":
+        return False
+    if any(map(_is_installed, ("tensorrt_llm", "vllm"))):
+        return True
+    # The engine cuda: its kernels are written in Triton's language, which comes with CUDA builds of torch.
+    return importlib.util.find_spec("triton") is not None and (instance_kind == "KIND_GPU" or has_gpu())
+
+
+def _is_installed(library: str) -> bool:
+    """Return whether a library can be imported; a folder of its name in the current directory is none."""
+    spec = importlib.util.find_spec(library)
+    return spec is not None and spec.origin is not None

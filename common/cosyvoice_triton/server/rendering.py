@@ -13,9 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
-
 from cosyvoice_triton import stacks
 from cosyvoice_triton.config import (
     AudioTokenizerConfig,
@@ -52,7 +49,7 @@ _TEMPLATE_DEFAULTS = {
 FIXED: dict[str, dict[str, str]] = {"tensorrt_llm": {"decoupled_mode": "true"}}
 
 _PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
-_PARAMETER = re.compile(r'key: *"(\w+)"')
+_PARAMETER = re.compile(r'key:\s*"(\w+)"\s*value:?\s*\{\s*string_value:\s*"([^"]*)"')
 
 
 def placeholders(template: str) -> list[str]:
@@ -79,7 +76,7 @@ def settings_to_add(template: str) -> set[str]:
     name = model_name(template)
     if not _is_known(name):
         return set()
-    return settings_of(name).parameters().keys() - set(_PARAMETER.findall(template))
+    return settings_of(name).parameters().keys() - dict(_PARAMETER.findall(template)).keys()
 
 
 def _is_known(model: str) -> bool:
@@ -131,6 +128,9 @@ def fill(template: str, given: Mapping[str, str]) -> str:
 
 def parse(config: str, name: str) -> Any:
     """Parse a filled template of model `name` as a ModelConfig protobuf. Raise ValueError if Triton could not."""
+    from google.protobuf import text_format  # here: a machine is checked before anything is installed
+    from tritonclient.grpc import model_config_pb2
+
     try:
         message = text_format.Parse(config, model_config_pb2.ModelConfig())
     except text_format.ParseError as error:
@@ -157,7 +157,9 @@ def render(options: StackOptions, destination: Path) -> None:
     """
     if destination.exists() and any(destination.iterdir()) and not (destination / MARKER).exists():
         raise ValueError(f"{destination} is not empty and not an earlier rendering; choose another or remove it")
-    configs = _filled_configs(options)
+    configs = filled_configs(options)
+    for name, config in configs.items():
+        parse(config, name)
     destination.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{destination.name}-", dir=destination.parent))
     try:
@@ -174,7 +176,7 @@ def render(options: StackOptions, destination: Path) -> None:
         raise
 
 
-def _filled_configs(options: StackOptions) -> dict[str, str]:
+def filled_configs(options: StackOptions) -> dict[str, str]:
     """Return the config.pbtxt of each model. ValueError for a setting that it could not load with."""
     templates = {name: (source / "config.pbtxt").read_text() for name, source in templates_of(options).items()}
     keys = {name: {*placeholders(template), *settings_to_add(template)} for name, template in templates.items()}
@@ -189,7 +191,8 @@ def _filled_configs(options: StackOptions) -> dict[str, str]:
             values |= {"instance_kind": "KIND_CPU", "instance_gpus": ""}
         filled = fill(template, {key: value for key, value in values.items() if key in keys[name]})
         configs[name] = re.sub(r'^name: *"\w+"', f'name: "{name}"', filled, count=1, flags=re.MULTILINE)
-        given = {key: value.string_value for key, value in parse(configs[name], name).parameters.items()}
         model = settings_of(name)
-        model(**model.parsed(given))  # a value that it would refuse when it loads is refused here
+        model(
+            **model.parsed(dict(_PARAMETER.findall(configs[name])))
+        )  # a value that it would refuse when it loads is refused here
     return configs

@@ -30,7 +30,7 @@ from cosyvoice_triton.monitoring.health import STACKS_SIGNAL, DrainFile
 from cosyvoice_triton.replicas import first_replica
 from cosyvoice_triton.server.input_shapes import compile_library
 from cosyvoice_triton.server.installation import Installation, ServerError, work_directory
-from cosyvoice_triton.server.logs import MAX_BYTES, LogRotation
+from cosyvoice_triton.server.logs import MAX_BYTES, LogRotation, failure
 from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.watch import WATCH_SECONDS, ModelWatch
 
@@ -265,7 +265,8 @@ class TritonServer:
         starts, loaded = 1, set[str]()
         while not self.answers_ready():
             now, before = time.monotonic(), loaded
-            loaded = self._loaded_instances()
+            # Publishing its metrics is the last thing that an instance does to be loaded.
+            loaded = {path.stem for path in self.metrics_directory.glob(f"*{metrics.ENDING}")}
             changed = changed if loaded == before else now
             hangs = now - changed > HUNG_SECONDS and self._all_loaded(loaded)
             if (hangs or self._process.poll() == -signal.SIGABRT) and starts < STARTS:
@@ -280,10 +281,6 @@ class TritonServer:
                 raise ServerError(f"tritonserver was not ready after {timeout:.0f} s: {self._failure()}")
             time.sleep(READY_POLL_SECONDS)
         self._models = self.model_processes()
-
-    def _loaded_instances(self) -> set[str]:
-        """Return our instances that publish their metrics, which is the last thing they do to be loaded."""
-        return {path.stem for path in self.metrics_directory.glob(f"*{metrics.ENDING}")}
 
     def _all_loaded(self, instances: set[str]) -> bool:
         """Return whether there is one of each model of the Python backend; C++ ones publish nothing."""
@@ -438,11 +435,4 @@ class TritonServer:
         ]
 
     def _failure(self) -> str:
-        """Return the error lines of the log and its last line, or its last lines if there are no errors."""
-        if self.log_file == INHERITED:
-            return "see above"
-        lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.exists() else []
-        errors = [line for line in lines if line[:1] == "E" and line[1:5].isdigit() or "UNAVAILABLE: " in line]
-        if errors and errors[-1] != lines[-1]:
-            errors.append(lines[-1])  # what ended the process may be no error of Triton's: "what():  bad_alloc"
-        return "\n".join((errors or lines)[-12:]) or f"its log {self.log_file} is empty, or was removed"
+        return "see above" if self.log_file == INHERITED else failure(self.log_file)

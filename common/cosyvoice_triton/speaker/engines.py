@@ -19,7 +19,7 @@ from cosyvoice_triton.llm.engines.interface import EngineLM, warm_up
 from cosyvoice_triton.llm.engines.loading import engine_of
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.monitoring.logs import timed
-from cosyvoice_triton.orchestrator.assembly import Pipeline, length_ratios, llm_server
+from cosyvoice_triton.orchestrator.assembly import Pipeline, length_ratios, remote_llm
 from cosyvoice_triton.orchestrator.token2wav_port import Send, Token2WavPort, Token2WavReplicas
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import Token2Wav
@@ -120,7 +120,7 @@ def load_pipeline(
     """
     tokenizer = LLMTokenizer.from_dir(speech.llm_tokenizer_dir, stack.llm.tokenizer)
     if llm is None:
-        return Pipeline(speech, stack, tokenizer, encoder, llm_server(speech, tokenizer), token2wav)
+        return Pipeline(speech, stack, tokenizer, encoder, remote_llm(speech, tokenizer), token2wav)
     with timed("LLM"):
         engine = engine_of(llm, tokenizer)
     closing.callback(engine.close)

@@ -17,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.speech_service import openapi as doc
-from cosyvoice_triton.speech_service.audio.decoders import warm_up
+from cosyvoice_triton.speech_service.audio.recordings import warm_up
 from cosyvoice_triton.speech_service.dispatcher import Dispatcher
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.metrics import Metrics

@@ -43,7 +43,7 @@ _LANG_CODES = {"a": "en", "b": "en", "j": "ja", "z": "zh", "e": "es", "f": "fr",
 # What a JSON body may consist of besides base64: punctuation, which takes the parser a hundred times as long per byte.
 _BASE64 = bytes(range(ord("0"), ord("9") + 1)) + bytes(range(ord("A"), ord("Z") + 1)) + b"+/=-_\\"
 _CHEAP = _BASE64 + _BASE64.lower() + bytes(range(128, 256))
-
+_INT64_DIGITS = 20  # with the sign
 
 # Names of types that pydantic puts into an error's location for a field of several types, as if they were fields.
 _TYPES = ("str", "constrained-str", "VoiceId")
@@ -241,7 +241,7 @@ def read_json(data: bytes, what: str, settings: Settings) -> dict[str, Any]:
     if len(data.translate(None, _CHEAP)) > settings.max_json_chars:
         raise invalid(f"{what} has more than {settings.max_json_chars} characters besides letters, digits and base64")
     try:
-        fields = _given(json.loads(data))
+        fields = _given(json.loads(data, parse_int=_integer))
     except RecursionError:
         raise invalid(f"{what} has objects or lists inside of one another, too many levels of them") from None
     except ValueError as error:
@@ -249,6 +249,12 @@ def read_json(data: bytes, what: str, settings: Settings) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise invalid(f"{what} is {json_kind(fields)}, not a JSON object")
     return fields
+
+
+def _integer(digits: str) -> int | float:
+    """Return a number that JSON has; one with more digits than any field takes as a float, because calculating with
+    thousands of digits takes long or fails."""
+    return int(digits) if len(digits) <= _INT64_DIGITS else float(digits)
 
 
 def _given(value: Any) -> Any:

@@ -26,7 +26,7 @@ from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.refusals import LastRefusal, RefusalLog
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
-from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder, framed
+from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
 from cosyvoice_triton.speech_service.errors import NOTHING, OVERLOADED, ApiError, invalid
 from cosyvoice_triton.speech_service.metrics import Metrics
@@ -144,20 +144,17 @@ class Dispatcher:
 
         The answer would otherwise break off there.
         """
-        number, unnamed = next(
-            ((n, each) for n, each in enumerate(answer.utterances, 1) if each.reference is None and not each.speaker),
-            (1, answer.utterances[0]),
-        )
-        if number == 1:
+        voices = [each.reference is not None or bool(each.speaker) for each in answer.utterances]
+        if not voices[0] or all(voices):
             return
+        first = voices.index(False)
         try:
             await self.check_voice(answer.model, Utterance(""))
         except ApiError as error:
             if error.status != 400:
                 raise
-            raise invalid(
-                f"part {number} of input, {unnamed.target_text.strip()[:40]!r}, has no voice: {error.message}", "input"
-            ) from None
+            part = f"part {first + 1} of input, {answer.utterances[first].target_text.strip()[:40]!r}"
+            raise invalid(f"{part}, has no voice: {error.message}", "input") from None
 
     async def check_voice(self, model: str, utterance: Utterance) -> None:
         """Raise ApiError if the model cannot speak in the utterance's voice.
@@ -211,17 +208,15 @@ class Dispatcher:
                 raise ApiError(502, "the model ended the request without audio", code="upstream_error")
             return
 
-    def encoded(self, answer: SpeechAnswer) -> AsyncGenerator[bytes, None]:
+    async def encoded(self, answer: SpeechAnswer) -> AsyncGenerator[bytes, None]:
         """Yield `waveforms` as bytes of the answer's format, in frames if its encoder has them; no item is empty."""
-        return framed(self._encoded(answer), answer.encoder)
-
-    async def _encoded(self, answer: SpeechAnswer) -> AsyncGenerator[bytes, None]:
+        encoder = answer.encoder
         async with contextlib.aclosing(self.waveforms(answer)) as chunks:
             async for chunk in chunks:
-                if data := await self._run_encoder(answer.encoder, chunk):
-                    yield data
-            if data := await self._run_encoder(answer.encoder, None):
-                yield data
+                for part in encoder.framed(await self._run_encoder(encoder, chunk)):
+                    yield part
+            for part in encoder.framed(await self._run_encoder(encoder, None), last=True):
+                yield part
 
     async def _add_times(self, timestamps: Timestamps, part: AudioPart) -> None:
         """Count a response, in a thread where a segment ends.

@@ -16,7 +16,6 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 
-from cosyvoice_triton.speech_service.bodies import BatchRequest, SpeechRequest
 from cosyvoice_triton.speech_service.limits import require_bounded, with_settings
 from cosyvoice_triton.speech_service.security.guard import is_open
 from cosyvoice_triton.speech_service.settings import Settings
@@ -95,13 +94,6 @@ def component(name: str, schema: Schema) -> Schema:
 _NULLABLE: Schema = {"type": ["string", "null"]}
 ERROR = record({"message": TEXT, "type": TEXT, "param": _NULLABLE, "code": _NULLABLE})
 FAILED = component("Error", record({"error": ERROR}))
-SPEECH_FIELDS = model(SpeechRequest)
-BATCH_FIELDS = model(BatchRequest)
-SPEECH_BODY: Content = {
-    JSON: SPEECH_FIELDS,
-    MULTIPART: {"allOf": [SPEECH_FIELDS], "properties": {"ref_audio": FILE}},
-    FORM: SPEECH_FIELDS,
-}
 
 
 def describe(
@@ -170,7 +162,7 @@ def _components() -> dict[str, Schema]:
     _, models = models_json_schema(
         [(kind, "validation") for kind in _MODELS.values()], ref_template=named("{model}")["$ref"]
     )
-    return {**models["$defs"], **_SCHEMAS}
+    return {**models.get("$defs", {}), **_SCHEMAS}
 
 
 def served(routes: Iterable[BaseRoute]) -> list[APIRoute | APIWebSocketRoute]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from cosyvoice_triton.constants import GRPC_PORT, PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.constants import GRPC_PORT, PROMPT_SAMPLE_RATE, SAMPLE_RATE, SPEECH_PORT
 
 RATES = frozenset((8_000, 11_025, 12_000, PROMPT_SAMPLE_RATE, 22_050, SAMPLE_RATE, 32_000, 44_100, 48_000))
 MIB = 1 << 20
@@ -39,7 +39,7 @@ class Settings:
         "OpenAI's names",
     )
     host: str = _option(LOOPBACK[0], "0.0.0.0 to accept other hosts; then also set --api_keys")
-    port: int = _option(10086, "0: any free one")
+    port: int = _option(SPEECH_PORT, "0: any free one")
     runtime_port: int | None = _option(
         None, "serve the plain runtime's gRPC service too; its clients expect 50000; 0: any free one"
     )

@@ -13,8 +13,7 @@ from typing import Any
 
 from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS
 from cosyvoice_triton.errors import UnavailableError
-from cosyvoice_triton.speech_service.audio.decoders import decoded
-from cosyvoice_triton.speech_service.audio.recordings import decode
+from cosyvoice_triton.speech_service.audio.recordings import decode, decode_apart
 from cosyvoice_triton.speech_service.errors import ApiError, invalid, naming
 from cosyvoice_triton.text import clean_transcript, stored_transcript
 from cosyvoice_triton.text.pronunciation import pronunciations
@@ -115,7 +114,7 @@ class VoiceFolder(VoiceBook):
     def load(self, data: bytes, name: str, key: str) -> str:
         """Register an exported voice under `name`, "" for its own; return the name. ApiError."""
         with naming("file"):
-            found = read_bundle(data, decoded)
+            found = read_bundle(data, decode_apart)
             rights = Rights.now(found.consent, key or ANYONE)
         name = self._new(name or found.name)
         self._save(name, found.voice, found.words, rights)

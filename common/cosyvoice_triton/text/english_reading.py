@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 from cosyvoice_triton.text.numbers import english, english_digits, english_ordinal, english_year
-from cosyvoice_triton.text.quantities import Around, Quantity, Reader, numbers
+from cosyvoice_triton.text.quantities import Around, Quantity, Reader
 from cosyvoice_triton.text.tables import CURRENCIES, UNITS
 
 _CODED = re.compile(r"\b(?!(?:AD|BC|CE|AM|PM|TV|UP) )([A-Z]{2}|I) \Z")  # two capitals before a number
@@ -20,26 +20,20 @@ class English(Reader):
         return {
             "ordinal": lambda number: english_ordinal(int(number)),
             "decade": _decade,
+            "pair": lambda written: " ".join(map(self.number, re.findall(r"\d+", written))),
             "letters": lambda word: word.replace(".", ""),
         }
 
     def address(self, written: str) -> str:
         """Return "example dot com"; "" for another name with a full stop, such as of a file."""
         host, ending = written.partition("://")[2] or written, re.search(r"\.([A-Za-z]+)(?:[:/]|\Z)", written)
-        if (
-            host == written
-            and not {"@", "/"} & {*written}
-            and not (ending and re.fullmatch(self.words.patterns["hosts"], ending[1]))
-        ):
+        if not {"@", "/"} & {*written} and not (ending and re.fullmatch(self.words.patterns["hosts"], ending[1])):
             return ""
         names, parts = self.words.tables["sign"], re.findall(r"\d+|[^\W\d_]+|.", host, re.ASCII)
         return " ".join(english_digits(part) if part.isdigit() else names.get(part, part) for part in parts)
 
     def unit_of(self, it: Quantity) -> str:
         one = it.digits == "1" and not it.scale
-        if it.unit[:1] in tuple("°℃℉"):
-            scale = {"C": " Celsius", "℃": " Celsius", "F": " Fahrenheit", "℉": " Fahrenheit"}.get(it.unit[-1], "")
-            return f" degree{'' if one else 's'}{scale}"
         unit = UNITS.get(it.unit) or CURRENCIES.get(it.currency)
         name = f" {unit.en if one else unit.many}" if unit else ""
         return name + super().unit_of(it._replace(unit="", currency=""))
@@ -48,23 +42,17 @@ class English(Reader):
         scale, digits = it.scale, it.digits
         if len(it.unit) == 1 and it.unit.isupper() and (at("seat") or at("place") or re.match(r"\. [A-Z\d]", at.after)):
             return f"{self.number(digits)} {it.unit}"
-        if scale[:1] in ("'", "’", "s") and scale != "st":
-            if digits[-1] == "0" and (_is_year(digits) or (len(digits) == 2 and (scale != "s" or at("era")))):
-                return _decade(digits)
-            it, scale = it._replace(unit="s", scale=""), ""
         if scale in ("st", "nd", "rd", "th"):
             return english_ordinal(int(digits)) if digits.isdigit() else self.number(digits) + scale
-        if scale == "x":
-            return f"{self.number(digits)} times"
         if it.currency and not scale:
-            return self.sign(it) + self._paid(it)
-        if scale == "K" and _is_name(digits, at.after):
-            return f"{self.number(digits)} K"
+            return self.sign(it, at) + self._paid(it)
+        if "." in digits and at("version"):
+            return self.version(it._replace(parts=tuple(digits.split("."))), at)
         if it._replace(per="").is_plain:
             return self.plain(digits, at) + self.unit_of(it)
         digits = digits.rstrip("0").rstrip(".") if it.currency and "." in digits else digits
         scale = f" {self.words.tables['scale'].get(scale.lower(), scale)}" if scale else ""
-        return self.sign(it) + self.powered(it._replace(parts=(digits,))) + scale + self.unit_of(it)
+        return self.sign(it, at) + self.powered(it._replace(parts=(digits,))) + scale + self.unit_of(it)
 
     def _paid(self, it: Quantity) -> str:
         one, many, *_, cent = CURRENCIES[it.currency]
@@ -93,14 +81,7 @@ class English(Reader):
             return f"{the}{english_ordinal(int(first.parts[2]))} to {self.said(last, '', at.after)}"
         if first.is_plain and last.is_plain and _is_year(first.digits) and len(last.digits) in (2, 4):
             return f"{_year(first.digits)} to {_year(last.digits)}"
-        if first == last and first.digits == "50":
-            return "fifty fifty"
-        if first.currency == last.currency:
-            first = first._replace(currency="")
-        if first.unit == last.unit != "%":
-            first = first._replace(unit="")
-        begin = self.number(first.digits) if first.is_plain else self.said(first, at.before, " to")
-        return f"{begin} to {self.said(last, '', at.after)}"
+        return super().range(first, last, at, dash)
 
     def date(self, it: Quantity, at: Around) -> str:
         year, month, day = it.parts
@@ -115,8 +96,6 @@ class English(Reader):
     def clock(self, it: Quantity, at: Around) -> str:
         hour, minute, second, half = it.parts
         half = f" {half}" if half else ""
-        if not second and not half and at("score"):
-            return self.ratio(numbers("ratio", hour, str(int(minute))), at)
         if second[:1] == ".":
             return f"{_clock(hour, minute, False)} point {english_digits(second)}{half}"
         if second and re.search(
@@ -137,11 +116,9 @@ class English(Reader):
         if not whole:
             if "odds" in at.before.lower():
                 return " to ".join(numbers)
-            even = len(over + under) == 4 and (int(over) + int(under) == 100 or over == under)
-            known = even or (over, under) in (("24", "7"), ("9", "11")) or at("pair")
-            if known or ("0" in (over[0], under[0]) and not at("date")):
+            if "0" in (over[0], under[0]) and not at("date"):
                 return " ".join(numbers)
-            if len(over) > 2 and 30 < int(under) < int(over) < 300:
+            if 30 < int(under) < int(over) < 300:
                 return " over ".join(numbers) + (f" {unit.many}" if unit else "")
         return super().slash(it, at)
 
@@ -175,15 +152,8 @@ def _year(digits: str) -> str:
     return english_year(int(digits)) if _is_year(digits) else english(int(digits))
 
 
-def _is_name(digits: str, after: str) -> bool:
-    """Return whether a number with K is a resolution or a race."""
-    if digits in ("2", "4", "8"):
-        return not re.match(r" (?:people|users|views|followers|subscribers|dollars|a\b)|\+", after)
-    return digits in ("5", "10") and bool(re.match(" (?:run|race|walk)", after))
-
-
-def _decade(digits: str) -> str:
-    said = _year(digits)
+def _decade(written: str) -> str:
+    said = _year(written.strip("s'’"))
     return f"{said[:-1]}ies" if said.endswith("y") else f"{said}s"
 
 

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Literal
 
-from cosyvoice_triton.text.chinese_reading import CHINESE
 from cosyvoice_triton.text.cleaning import is_speakable, plain_signs, without_markup
+from cosyvoice_triton.text.east_asian_reading import CHINESE, JAPANESE, KOREAN
 from cosyvoice_triton.text.english_reading import ENGLISH
-from cosyvoice_triton.text.japanese_reading import JAPANESE
 from cosyvoice_triton.text.kana import MISSING, has_kanji, in_kana, kana_available
-from cosyvoice_triton.text.korean_reading import KOREAN
 from cosyvoice_triton.text.language import COSYVOICE3, Language, language_of, language_of_sentence, languages_of, named
 from cosyvoice_triton.text.markup import Pause, is_document, is_heard, left_out, parts
 from cosyvoice_triton.text.pronunciation import Pronouncer

@@ -71,7 +71,7 @@ def language_of(text: str, default: Language | None = None, known: tuple[Languag
     """
     own = _by_letters(text)
     if own in (None, "latin") and _CHINESE_SIGN.search(text):
-        own = own if any(len(word) > 3 for word in _WORD.findall(_TAG.sub(" ", text))) else "zh"
+        own = own if any(len(word) > 3 and not word.isupper() for word in _WORD.findall(_TAG.sub(" ", text))) else "zh"
     return _BY_SCRIPT.get(own) or _guessed(text, default, known)
 
 

@@ -19,14 +19,15 @@ class Around:
     """The text before and after a quantity: called with the name of a context, whether it is in that."""
 
     def __init__(self, words: Words, before: str, after: str) -> None:
-        self.before, self.after = before, after
+        others = _PAIRS.match(after)  # share what is after the last one
+        self.before, self.after = before, after[others.end() :] if others else after
         self._words, self._head = words, ""
 
     def __call__(self, name: str) -> bool:
         words, after = self._words.contexts[name]
         if words:
             self._head = self._head or self._words.fillers.sub("", f" {self.before.lower()}".replace("(", " "))
-        return (bool(words) and self._head.endswith(words)) or bool(after and after.match(self.after))
+        return (bool(words) and self._head.endswith(words)) or bool(after.match(self.after))
 
 
 class Quantity(NamedTuple):
@@ -53,25 +54,22 @@ class Quantity(NamedTuple):
         """Return whether it is a whole number and nothing else."""
         return self == Quantity("amount", self.parts) and self.parts[0].isdigit()
 
-    @property
-    def is_cold(self) -> bool:
-        """Return whether it is a temperature below zero."""
-        return self.sign == "-" and self.unit[:1] in tuple("°℃℉")
-
 
 def numbers(kind: str, *parts: str) -> Quantity:
     """Return a quantity of nothing but numbers."""
     return Quantity(kind, parts)
 
 
-_FIELDS = {"date": ("year", "month", "day"), "clock": ("hour", "minute", "second", "half"), "ratio": ("over", "under")}
+_FIELDS = {"date": ("year", "month", "day"), "clock": ("hour", "minute", "second", "half")}
 _SLASH = re.compile(r"(?:(\d+)[ -])?(\d+(?:\.\d+)?)/(\d+)(?:ths|rds|nds)?(?![0-9_/]|\.\d)")
 _NAME = re.compile(r"\d+(?:\.\d+)*")
 _DIGITS = re.compile(r"\d+(?:\.\d+)?")
+_SPLIT = re.compile(r"\d+"), _DIGITS
 _NUMBER = r"(?P<number>(?:\d{1,3}(?:[,'’]\d{3})+(?![,'’]?\d)|[1-9]\d?(?: 000)+(?!\d)|\d+)(?:\.\d+(?!\.?\d))?|\.\d+)"
 _SIGN = rf"(?P<sign>(?<![A-Za-z0-9_)\]%°.])[-+±~≈])?(?:(?P<currency>(?<![A-Za-z])(?:{CURRENCY}))\s?(?P<minus>-)?)?"
 _DASH = re.compile(r"\s?(?:[~～〜]|[-–—]+)\s?")
 _DAY = r"(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?"
+_PAIRS = re.compile(r"(?:[,、，;]\s?\d+[-–:]\d+)+")
 _PER = re.compile(r"(\d*)\s?/?(.*)")
 
 
@@ -107,7 +105,7 @@ class Reader:
         )
 
         def amount(scales: str, each: str, end_: str = "") -> re.Pattern[str]:
-            tail = rf"(?:{unit}(?:/(?P<per>\d{{0,4}}\s?(?:(?:{units}){end}|{per})))?|(?<=\d)/(?P<each>{each}))?"
+            tail = rf"(?:{unit}(?:/(?P<per>\d{{0,4}}\s?(?:(?:{units}){end}|{per})))?|(?<=\w)/(?P<each>{each}))?"
             return re.compile(rf"{_NUMBER}(?:\^(?P<power>-?\d{{1,3}}))?(?:\s?(?P<scale>{scales}))?{tail}{end_}")
 
         self._unit, self._money_end = re.compile(unit), re.compile(money_end)
@@ -170,10 +168,14 @@ class Reader:
 
     def said(self, it: Quantity, before: str, after: str) -> str:
         """Return the words of a quantity."""
-        return str(getattr(self, it.kind)(it, Around(self.words, before, after)))
+        at = Around(self.words, before, after)
+        if it.kind == "clock" and not any(it.parts[2:]) and at("score"):
+            it = numbers("ratio", it.parts[0], it.parts[1].lstrip("0") or "0")
+        return str(getattr(self, it.kind)(it, at))
 
-    def sign(self, it: Quantity) -> str:
-        return "".join(self.say[mark] for mark in it.sign)
+    def sign(self, it: Quantity, at: Around) -> str:
+        below_zero = it.sign == "-" and (it.unit[:1] in tuple("°℃℉") or at("degrees"))
+        return (below_zero and self.say["cold"]) or "".join(self.say[mark] for mark in it.sign)
 
     def powered(self, it: Quantity) -> str:
         """Return a number and its exponent."""
@@ -185,16 +187,17 @@ class Reader:
 
     def unit_of(self, it: Quantity) -> str:
         """Return the name of a unit or currency, and what it is per."""
-        name = self._money[it.currency] if it.currency else self._names.get(it.unit, self.say["degree"] * bool(it.unit))
+        name = self._money[it.currency] if it.currency else self._names.get(it.unit, "")
         if not it.per:
             return name
         count, unit = _PER.findall(it.per)[0]
-        return f"{name}{self.say['per']}{self.number(count) if count else ''}{self._names.get(unit, unit)}"
+        return f"{name}{self.say['per']}{self.number(count) if count else ''}{self.words.tables['per'].get(unit) or self._names.get(unit, unit)}"
 
     def amount(self, it: Quantity, at: Around) -> str:
         if it.is_plain:
             return self.plain(it.digits, at)
-        return self.sign(it) + self.powered(it) + it.scale + self.unit_of(it)
+        words = self.sign(it, at) + self.powered(it), it.scale, self.unit_of(it)
+        return self.say["blank"].join(filter(None, words))
 
     def plain(self, digits: str, at: Around) -> str:
         """Return a number that has nothing but its digits and the words around it."""
@@ -203,23 +206,27 @@ class Reader:
     def is_code(self, digits: str, at: Around) -> bool:
         """Return whether a number is said digit by digit because of what is around it."""
         if len(digits) > 6:
-            return True
+            return not at("counted")
         known = digits in self.words.tables["known"] or at("code") or (at("call") and len(digits) < 6)
         return len(digits) > 2 and known and not at("counted")
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
         if first.is_plain and last.is_plain and not at("counted") and (at("score") or (dash in "-–" and at("won"))):
             return self.ratio(numbers("ratio", first.digits, last.digits), at)
-        if first.unit == last.unit and not first.sign:
+        if first.unit == last.unit and not first.sign and not self.unit_of(last).endswith("之"):
             first = first._replace(unit="")
         if first.currency == last.currency:
             first = first._replace(currency="")
-        return f"{self.said(first, at.before, '').strip()}{self.say['to']}{self.said(last, '', at.after)}"
+        after = at.after if first.is_plain and last.is_plain else ""
+        return f"{self.said(first, at.before, after).strip()}{self.say['to']}{self.said(last, '', at.after)}"
 
     def date(self, it: Quantity, at: Around) -> str:
         year, month, day = it.parts
-        said = (self.number(year) + self.say["year"] if year else "") + (self.month(int(month)) if month else "")
-        return said + self.whole(int(day)) + self.say["day"] * (not at.after.startswith(self.say["day"].strip()))
+        said = (self.year(year) + self.say["year"] if year else "") + (self.month(int(month)) if month else "")
+        return said + self.whole(int(day)) + self.say["day"] * (not at("day"))
+
+    def year(self, year: str) -> str:
+        return self.number(year)
 
     def month(self, month: int) -> str:
         return self.whole(month) + self.say["month"]
@@ -238,7 +245,7 @@ class Reader:
 
     def slash(self, it: Quantity, at: Around) -> str:
         whole, over, under = it.parts
-        if is_day(it) and not it.unit and (at("date") or under in self.words.tables["days"]):
+        if is_day(it) and not it.unit and (at("date") or at("dated") or under in self.words.tables["days"]):
             return self.date(numbers("date", "", over, under), at)
         return self.fraction(it)
 
@@ -249,6 +256,9 @@ class Reader:
 
     def code(self, it: Quantity, at: Around) -> str:
         return self.say["plus"] * (it.sign == "+") + self.say["group"].join(map(self.spelled, it.parts))
+
+    def series(self, it: Quantity, at: Around) -> str:
+        return self.say["group"].join(map(self.number, it.parts))
 
     def version(self, it: Quantity, at: Around) -> str:
         """Return the parts of a version or of an address of a network, whose long parts are said by their digits."""
@@ -273,9 +283,16 @@ class Reader:
         if pair[1].currency and not last.currency and (written := self._money_end.match(text, end)):
             end = written.end()
         at = Around(self.words, before, text[end : end + 40])
-        if pair[0].is_plain and pair[1].is_plain and len(pair[1].digits) > 1 and pair[1].digits[0] == "0":
+        if self._is_groups(*pair, at):
             return self.code(numbers("code", pair[0].digits, pair[1].digits), at), end
         return self.range(*pair, at, dash[0].strip()), end
+
+    def _is_groups(self, first: Quantity, last: Quantity, at: Around) -> bool:
+        """Return whether two numbers are groups of a code: not a range if the last one is smaller or begins with 0."""
+        if not (first.is_plain and last.is_plain) or len(first.digits) < 2:
+            return False
+        descending = len(first.digits) == len(last.digits) > 3 and last.digits < first.digits
+        return last.digits[0] == "0" != last.digits or descending or at("code")
 
     def _quantity(self, text: str, found: re.Match[str], after_dash: bool = False) -> tuple[Quantity, int]:
         """Return the quantity that begins at `found`, and where it ends."""
@@ -293,7 +310,7 @@ class Reader:
             return shaped
         amount = (self._of_money if currency else self._of_amount).match(text, at)
         assert amount
-        unit, stop = amount["unit"] or "", amount.end()
+        unit, stop = (amount["unit"] or "").replace("° ", "°"), amount.end()
         per = "" if amount["per"] is amount["each"] else amount["per"] or amount["each"] or "/"
         if unit in CURRENCIES and not currency:
             unit, currency = "", unit
@@ -311,7 +328,11 @@ class Reader:
         for follows, signs, kind, shape in shapes():
             if after in follows and signs in ("*", sign or "0") and (found := shape.match(text, at)):
                 fields = _FIELDS.get(kind)
-                parts = [(found[name] or "").lstrip(":") for name in fields] if fields else re.findall(r"\d+", found[0])
+                parts = (
+                    [(found[name] or "").lstrip(":") for name in fields]
+                    if fields
+                    else _SPLIT[kind == "ratio"].findall(found[0])
+                )
                 return Quantity(kind, tuple(parts), sign if kind == "code" else ""), found.end()
         if after == "/" or text[begin.end() + 1 : begin.end() + 2].isdigit():
             return self._slash(text, at, sign)

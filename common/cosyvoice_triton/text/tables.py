@@ -79,7 +79,7 @@ def one_of(signs: Iterable[str]) -> str:
 
 
 CURRENCY = one_of(CURRENCIES)
-Context = tuple[tuple[str, ...], re.Pattern[str] | None]  # words that stand before it, and what comes after
+Context = tuple[tuple[str, ...], re.Pattern[str]]  # words that stand before it, and what comes after
 
 
 class Words:
@@ -99,12 +99,10 @@ class Words:
                 before[name] += [" " * (language == "en") + word.replace("_", " ") for word in words.split()]
             else:
                 after[name] = f"{after[name]}|{words}" if name in after else words
-        self.contexts = defaultdict[str, Context](lambda: ((), None))
+        self.contexts = defaultdict[str, Context](lambda: ((), re.compile("(?!)")))
         for name in {**before, **after}:
-            pattern = (
-                re.compile(rf"\s?(?:{after[name]})" if language == "zh" else after[name]) if name in after else None
-            )
-            self.contexts[name] = tuple(before[name]), pattern
+            self.contexts[name] = tuple(before[name]), re.compile(rf"\s?(?:{after.get(name, '(?!)')})")
+        self.patterns = after | self.patterns
         self.fillers = re.compile(self.patterns.get("fillers", r"\s+\Z"))
         self._functions = {**{name: self._word(name) for name in self.tables}, **functions}
         self.first, self.last, self.clean = (self._rules(f"{language} {name}") for name in ("first", "last", "clean"))

@@ -6,8 +6,9 @@ chunks and closes it.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,17 +28,43 @@ from cosyvoice_triton.networks.flow.config import euler_steps
 from cosyvoice_triton.profiles import choose
 from cosyvoice_triton.runtimes.loading import flow_runtime
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.token2wav.flow.base import FlowOptions, Renderer, StreamingFlow, Vocoder, VocoderOptions, loader
+from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, loader
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.memory import UNPLANNED_VOICES, MemoryPlan, Reading, planned
 from cosyvoice_triton.token2wav.gpu.precision import Precision, kept_notes
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 from cosyvoice_triton.token2wav.stream import Chunk, NotFiniteError, Stream, without_click
+from cosyvoice_triton.token2wav.vocoder.base import BatchVocoder, VocoderOptions
 from cosyvoice_triton.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
 SILENT_MEL = -11.5  # log of the smallest magnitude in a mel
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """What one worker of the engine renders with: a flow and a vocoder with their CUDA graphs, and a CUDA stream. One
+    thread uses it at a time."""
+
+    flow: StreamingFlow
+    vocoder: BatchVocoder
+    stream: torch.cuda.Stream | None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def used(self, *, wait: bool = True) -> Iterator[None]:
+        """Let the body compute on the CUDA stream. wait: what it has begun there is done at the end, and in any case
+        after an error, so that threads and workers need no other order between them."""
+        with self.lock, torch.inference_mode(), torch.cuda.stream(self.stream):
+            try:
+                yield
+            except BaseException:
+                wait = True
+                raise
+            finally:
+                if wait:
+                    launched(self.stream)()
 
 
 class Token2Wav:
@@ -51,7 +78,7 @@ class Token2Wav:
     def __init__(
         self,
         flow: StreamingFlow,
-        vocoder: Vocoder,
+        vocoder: BatchVocoder,
         device: torch.device | str = "cpu",
         *,
         files: tuple[str | Path, str | Path] = ("flow.pt", "hift.pt"),
@@ -127,7 +154,7 @@ class Token2Wav:
             raise ValueError(f"stack {stack.name!r} has cumulative {stack.cumulative}, its flow {flow.cumulative}")
         of_vocoder = VocoderOptions(device=device, dtype=precision.vocoder, limits=limits, graphs=options.graphs)
         with timed("vocoder"):
-            vocoder: Vocoder = loader(stack.vocoder_loader)(files[1], of_vocoder)
+            vocoder: BatchVocoder = loader(stack.vocoder_loader)(files[1], of_vocoder)
         fallbacks = (asked.flow != precision.flow) + (asked.vocoder != precision.vocoder)
         with timed("other workers"):
             engine = cls(flow, vocoder, device, files=files, fallbacks=fallbacks)
@@ -386,13 +413,21 @@ class Token2Wav:
             self._flow.check_ids(tokens)
             if len(tokens) == 0:
                 raise ValueError("target_speech_tokens is empty: there is nothing to speak")
+
+        def rendered(flow: StreamingFlow, vocoder: BatchVocoder) -> list[Tensor]:
+            mels = flow.whole(utterances, before_step)
+            before_step()
+            if speed != 1.0:
+                mels = [F.interpolate(x[None], size=max(1, int(x.shape[1] / speed)), mode="linear")[0] for x in mels]
+            return vocoder.whole(mels)
+
         with self._renderers[0].used():
-            audio = _whole(self._flow, self._vocoder, utterances, speed, before_step)
+            audio = rendered(self._flow, self._vocoder)
             if not all(row.isfinite().all() for row in audio):
                 logger.warning("the audio is not finite: whole utterances are rendered again in float32")
                 with self._lock:
                     self._retried += len(utterances)
-                    audio = _whole(self._flow.exact(), self._vocoder.exact(), utterances, speed, before_step)
+                    audio = rendered(self._flow.exact(), self._vocoder.exact())
         if not all(row.isfinite().all() for row in audio):
             self._failed += len(utterances)
             raise NotFiniteError("the audio is not finite")
@@ -403,20 +438,6 @@ class Token2Wav:
         if 0 < len(prompt.tokens) < LOOKAHEAD_TOKENS:
             found = f"the prompt has {len(prompt.tokens)} speech tokens"
             raise ValueError(f"{found}; it needs {LOOKAHEAD_TOKENS} or more, or none")
-
-
-def _whole(
-    flow: StreamingFlow,
-    vocoder: Vocoder,
-    utterances: Sequence[tuple[Prompt, np.ndarray]],
-    speed: float,
-    before_step: Callable[[], object],
-) -> list[Tensor]:
-    mels = flow.whole(utterances, before_step)
-    before_step()
-    if speed != 1.0:
-        mels = [F.interpolate(mel[None], size=max(1, int(mel.shape[1] / speed)), mode="linear")[0] for mel in mels]
-    return vocoder.whole(mels)
 
 
 def _use(device: torch.device | str) -> None:

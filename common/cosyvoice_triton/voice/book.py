@@ -174,22 +174,19 @@ class VoiceBook:
         return (names[0] if len(names) == 1 else ""), None
 
     def _read(self, name: str, in_files: bool = True) -> Voice | None:
+        voice: Voice | None
         try:
-            return self._find(name) if in_files else self._of_spk2info(name)
+            voice = None
+            if in_files and self._folder is not None and is_voice_name(name):
+                voice = self._voices.read(self._folder / f"{name}.safetensors", self._read_voice)
+                for ending in RECORDINGS:
+                    voice = voice or self._voices.read(self._folder / f"{name}{ending}", read_recording)
+            return voice or self._of_spk2info(name)
         except (OSError, RuntimeError, ValueError) as error:
             raise UnavailableError(f"speaker {name!r} cannot be used: {error}") from error
 
     def _unknown(self, name: str, where: str = "") -> NoReturn:
         raise ValueError(f"unknown speaker {name!r}{where}; known speakers: {_listed(self._names())}")
-
-    def _find(self, name: str) -> Voice | None:
-        if self._folder is not None and is_voice_name(name):
-            voice = self._voices.read(self._folder / f"{name}.safetensors", self._read_voice)
-            for ending in RECORDINGS:
-                voice = voice or self._voices.read(self._folder / f"{name}{ending}", read_recording)
-            if voice is not None:
-                return voice
-        return self._of_spk2info(name)
 
     def _of_spk2info(self, name: str) -> Prompt | None:
         for path in self._spk2infos:

@@ -163,8 +163,9 @@ class ReferenceEncoder:
             return prompt
 
     def clear(self) -> None:
-        """Forget the prompts of earlier recordings."""
+        """Forget the prompts of earlier recordings; the networks are loaded."""
         self._prompts = RecordingCache()
+        _ = self._networks
 
 
 def _only_file(model_dir: str | Path, pattern: str) -> Path:

@@ -1,6 +1,6 @@
 """Recordings as files that anybody may have made: their formats, and what is refused before a sample is decoded.
 
-The speech service decodes strangers' files in processes of their own, see `speech_service/audio/decoders.py`.
+The speech service decodes strangers' files in processes of their own, see `speech_service/audio/recordings.py`.
 """
 
 import io

@@ -1,8 +1,8 @@
 """Which speech tokens sound like silence: a property of a checkpoint's speech tokenizer.
 
-They are found by tokenizing recordings with silence and room noise around them, by `cosyvoice-triton prepare` or else
-the first start, and are kept in a file beside the checkpoint. The recordings are needed: the tokenizer's mel is
-relative to the loudest of what it hears.
+They are found by tokenizing recordings with silence and room noise around them, by `cosyvoice-triton prepare`, which
+also renders them (`prepare.silence`), or else the first start, and are kept in a file beside the checkpoint. The
+recordings are needed: the tokenizer's mel is relative to the loudest of what it hears.
 """
 
 import json
@@ -33,17 +33,23 @@ _SPEECH_DB = -30.0
 _TOKEN = PROMPT_SAMPLE_RATE // TOKEN_RATE  # samples
 
 Tokenize = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]  # waves (N_i,) at 16 kHz -> ids
+Choose = Callable[[frozenset[int]], frozenset[int]]
 
 
-def silent_tokens(model_dir: str | Path, stack: Stack) -> frozenset[int]:
+def silent_tokens(model_dir: str | Path, stack: Stack, choose: Choose | None = None) -> frozenset[int]:
     """Return the silent tokens of a checkpoint: the stack's, or those of its file, which is written if it is missing.
-    None of random weights without a file, and of a folder without a speech tokenizer."""
+    None of random weights without a file, and of a folder without a speech tokenizer.
+
+    choose: returns which of those that the tokenizer gives are kept, all by default.
+    """
     path, tokenizer = Path(model_dir) / FILE, Path(model_dir) / stack.speech_tokenizer
     if path.is_file():
         return frozenset(json.loads(path.read_text(encoding="utf-8")))
     if stack.silent_tokens or not tokenizer.is_file() or has_random_weights(Path(model_dir)):
         return stack.silent_tokens
     found = find_silent_tokens(AudioTokenizer(model_dir))
+    if choose:
+        found = choose(found)
     logger.info("%s: %d speech tokens sound like silence", tokenizer, len(found))
     work = path.with_name(f".{FILE}-{os.getpid()}")  # of several processes that start, none reads half a file
     try:

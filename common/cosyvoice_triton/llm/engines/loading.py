@@ -1,11 +1,10 @@
 """Chooses and loads the engine for a directory: the named one, or the best that can be imported and reads it."""
 
 import importlib
-import importlib.util
 import logging
 from pathlib import Path
 
-from cosyvoice_triton.config import InstanceKind, TensorrtLLMConfig, device_of, has_gpu, planned_llm_gib
+from cosyvoice_triton.config import InstanceKind, TensorrtLLMConfig, device_of, planned_llm_gib
 from cosyvoice_triton.llm.engines.interface import Engine, Resources
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.profiles import ProfileName
@@ -73,22 +72,6 @@ def engine_of(config: TensorrtLLMConfig, tokenizer: LLMTokenizer) -> Engine:
     """Load what a model of these settings serves."""
     resources = config.llm_memory_gib, config.gpu_share, config.instance_kind, config.llm_gpu, config.profile
     return load_engine(config.engine, config.engine_dir, tokenizer, config.max_requests, *resources)
-
-
-def reads_huggingface(instance_kind: InstanceKind) -> bool:
-    """Return whether "auto" finds an engine that reads a HuggingFace directory without conversion. Imports none."""
-    if instance_kind == "KIND_CPU":
-        return False
-    if any(map(_is_installed, ("tensorrt_llm", "vllm"))):
-        return True
-    # The engine cuda: its kernels are written in Triton's language, which comes with CUDA builds of torch.
-    return importlib.util.find_spec("triton") is not None and (instance_kind == "KIND_GPU" or has_gpu())
-
-
-def _is_installed(library: str) -> bool:
-    """Return whether a library can be imported; a folder of its name in the current directory is none."""
-    spec = importlib.util.find_spec(library)
-    return spec is not None and spec.origin is not None
 
 
 def _kind_of(model_dir: Path) -> str:

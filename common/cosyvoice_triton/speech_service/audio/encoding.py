@@ -5,8 +5,7 @@ release the GIL, so those of compressed formats should run in a thread.
 """
 
 import struct
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +101,8 @@ class AudioEncoder:
             raise ValueError(
                 f"frame_ms {frame_ms}: frames have {lengths} ms and whole samples, in the formats {formats}"
             )
-        self.frame_bytes = rate * (frame_ms or 0) // 1000 * len(self.format.silence)  # 0: no frames
+        self._frame_bytes = rate * (frame_ms or 0) // 1000 * len(self.format.silence)  # 0: no frames
+        self._rest = b""  # of a frame that is not whole
         self.rate = rate
         self._volume = volume
         self._samples = 0  # encoded so far
@@ -118,6 +118,16 @@ class AudioEncoder:
         """Return the remaining bytes, and the end of the container."""
         rest = b"".join(self._bytes(part) for part in self._filtered(None))
         return rest if self._writer is None else rest + self._writer.close()
+
+    def framed(self, data: bytes, last: bool = False) -> Iterator[bytes]:
+        """Yield encoded bytes in frames of equal length, the last one filled with silence; unchanged without frames."""
+        size, data = self._frame_bytes or len(data), self._rest + data
+        if last and self._frame_bytes:
+            data += self.format.silence * (-len(data) % size // len(self.format.silence))
+        whole = len(data) - len(data) % size if size else 0
+        self._rest = data[whole:]
+        for begin in range(0, whole, size or 1):
+            yield data[begin : begin + size]
 
     def complete(self, audio: bytes) -> bytes:
         """Return all bytes of an answer, with the length in the header of a WAV or FLAC file, which is not known while
@@ -149,25 +159,6 @@ class AudioEncoder:
         pcm = np.rint(np.clip(wave * self._volume, -1.0, 1.0) * _INT16_PEAK).astype("<i2")
         self._samples += len(pcm)
         return pcm.tobytes() if self._writer is None else self._writer.write(pcm)
-
-
-async def framed(parts: AsyncGenerator[bytes, None], encoder: AudioEncoder) -> AsyncGenerator[bytes, None]:
-    """Yield the encoded `parts` in frames of equal length, the last one filled with silence; unchanged without
-    frames."""
-    size, rest = encoder.frame_bytes, b""
-    async with aclosing(parts):
-        async for part in parts:
-            if not size:
-                yield part
-                continue
-            rest += part
-            whole = len(rest) - len(rest) % size
-            for begin in range(0, whole, size):
-                yield rest[begin : begin + size]
-            rest = rest[whole:]
-    if rest:
-        silence = encoder.format.silence
-        yield rest + silence * ((size - len(rest)) // len(silence))
 
 
 class _ContainerWriter:

@@ -15,6 +15,7 @@ import { Voices } from "/static/voices.js";
 const $ = (id) => document.getElementById(id);
 const OWN = "\u0000own"; // not a valid name of a voice
 const RETRY_SECONDS = 2;
+const WATCH_SECONDS = 10;
 const TYPING_MS = 500; // without a key pressed, before the preview follows
 const SETTINGS = ["language", "instructions", "speed", "pronunciation"]; // ids and fields of a request
 const SEEDS = 2 ** 31;
@@ -79,6 +80,7 @@ function showExamples() {
 /** Shows what is served; if nothing is, tries again until something is. */
 async function showService() {
   clearTimeout(retry);
+  retry = null;
   let away = false;
   try {
     const { models, max_input_chars: most } = await (await call("/v1/audio/models")).json();
@@ -100,6 +102,12 @@ async function showService() {
     $("service").textContent = away ? `${error.message} Trying again …` : error.message;
   }
   if (away) retry = setTimeout(showService, 1000 * RETRY_SECONDS);
+}
+
+/** Asks whether the service is still there, while the page is looked at. */
+async function watch() {
+  if (document.hidden || retry) return;
+  if (!(await fetch("/health").catch(() => ({ ok: false }))).ok) showService();
 }
 
 // --- the text ------------------------------------------------------------------------------------------------------
@@ -232,6 +240,7 @@ async function start(answer) {
     if (current.signal.aborted) say("Stopped.");
     else say(known ? error.message : `The speech was cut off: ${error.message}. Speak again.`, true);
     if (error instanceof Unreachable) showService();
+    else watch();
   } finally {
     current.abort(); // ends the request if its audio could not be played; nothing is left to end otherwise
     await context.close();
@@ -396,3 +405,5 @@ window.addEventListener("resize", paint);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
 count();
 showService();
+setInterval(watch, 1000 * WATCH_SECONDS);
+document.addEventListener("visibilitychange", watch);

@@ -43,9 +43,30 @@ function openai(fields, recording, origin, hasKey) {
   ].join("\n");
 }
 
+const WHOLE = ["const audio = await answer.blob();"];
+/** Plays samples as they arrive. */
+const PLAYED = `const context = new AudioContext(); // in the handler of a click
+const reader = answer.body.getReader();
+let rest = [];
+let end = 0; // of what is scheduled, in seconds
+for (let piece = await reader.read(); !piece.done; piece = await reader.read()) {
+  const bytes = Uint8Array.of(...rest, ...piece.value);
+  const samples = new Int16Array(bytes.buffer, 0, Math.floor(bytes.length / 2));
+  rest = bytes.slice(samples.byteLength);
+  if (!samples.length) continue;
+  const buffer = context.createBuffer(1, samples.length, Number(answer.headers.get("x-sample-rate")));
+  buffer.copyToChannel(Float32Array.from(samples, (sample) => sample / 32768), 0);
+  const source = new AudioBufferSourceNode(context, { buffer });
+  source.connect(context.destination);
+  end = Math.max(end, context.currentTime + 0.1);
+  source.start(end);
+  end += buffer.duration;
+}`.split("\n");
+
 function javascript(fields, recording, origin, hasKey) {
   const key = hasKey ? [`Authorization: "Bearer ${KEY}"`] : [];
-  const json = JSON.stringify(typed(fields), null, 2);
+  const streamed = fields.response_format === "wav";
+  const json = JSON.stringify(typed({ ...fields, ...(streamed && { response_format: "pcm" }) }), null, 2);
   const lines = recording
     ? [
       "const form = new FormData();",
@@ -61,7 +82,7 @@ function javascript(fields, recording, origin, hasKey) {
     recording ? "  body: form," : "  body,",
     "});",
     "if (!answer.ok) throw new Error((await answer.json()).error.message);",
-    "const audio = await answer.blob();",
+    ...(streamed ? PLAYED : WHOLE),
   ].join("\n");
 }
 

@@ -21,8 +21,9 @@ from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.bodies import ConversionRequest, parse
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
 from cosyvoice_triton.speech_service.limits import MAX_WAITING_CONVERSIONS
+from cosyvoice_triton.speech_service.routes.reading import Body
 from cosyvoice_triton.speech_service.routes.sessions import SocketSessionBase
-from cosyvoice_triton.speech_service.routes.speech import AUDIO_CONTENT, HEADERS, SPEECH, read_fields, responded
+from cosyvoice_triton.speech_service.routes.speech import about_speech, responded
 from cosyvoice_triton.speech_service.service import Service
 
 PATH = "/v1/audio/voice-conversion"
@@ -30,20 +31,15 @@ _SAMPLE_BYTES = 4  # in memory
 
 router = APIRouter()
 
-_FIELDS = doc.model(ConversionRequest)
-_BODY = {doc.JSON: _FIELDS, doc.MULTIPART: {"allOf": [_FIELDS], "properties": {"audio": doc.FILE}}}
+_BODY = Body(ConversionRequest, "audio", (doc.JSON, doc.MULTIPART))
 
 
-@router.post(
-    PATH,
-    **doc.describe("Speech", body=_BODY, answer=SPEECH, content=AUDIO_CONTENT, errors=doc.SPEAKING, headers=HEADERS),
-)
+@router.post(PATH, **about_speech(_BODY))
 async def convert(request: Request) -> Response:
     """Speak a recording in another voice; the audio is streamed."""
     service = Service.of(request)
     async with service.dispatcher.upload_slot(request.headers.get("content-length")):
-        fields, upload = await read_fields(request, "audio")
-        wanted, answer = await service.conversion(parse(ConversionRequest, fields, service.settings), upload)
+        wanted, answer = await service.conversion(*await _BODY.read(request))
     return responded(service, wanted, answer)
 
 

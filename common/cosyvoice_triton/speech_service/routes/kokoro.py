@@ -8,10 +8,10 @@ from starlette.responses import Response
 
 from cosyvoice_triton.speech_service import openapi as doc
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
-from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
+from cosyvoice_triton.speech_service.bodies import SpeechRequest
 from cosyvoice_triton.speech_service.errors import ApiError
+from cosyvoice_triton.speech_service.routes.reading import Body
 from cosyvoice_triton.speech_service.routes.responses import HEADERS, AudioResponse, whole
-from cosyvoice_triton.speech_service.routes.speech import read_fields
 from cosyvoice_triton.speech_service.service import Service
 
 PATH = "/dev/captioned_speech"
@@ -25,7 +25,13 @@ _INSTEAD = {
 }
 
 
-_FIELDS = {"allOf": [doc.SPEECH_FIELDS], "properties": {"return_timestamps": doc.BOOLEAN}}
+class CaptionedRequest(SpeechRequest):
+    """The body of POST /dev/captioned_speech, of which the answer always has the times of words."""
+
+    return_timestamps: bool = True
+
+
+_BODY = Body(CaptionedRequest, kinds=(doc.JSON,))
 _TIMES = doc.array(doc.record({"word": doc.TEXT, "start_time": doc.NUMBER, "end_time": doc.NUMBER}))
 _CAPTIONED = doc.record(
     {"audio": doc.described(doc.TEXT, "in base64"), "audio_format": doc.TEXT, "timestamps": _TIMES},
@@ -35,23 +41,19 @@ _CAPTIONED = doc.record(
 
 @router.post(
     PATH,
-    **doc.describe("Kokoro-FastAPI", body={doc.JSON: _FIELDS}, answer=_CAPTIONED, errors=doc.SPEAKING, headers=HEADERS),
+    **doc.describe("Kokoro-FastAPI", body=_BODY.content, answer=_CAPTIONED, errors=doc.SPEAKING, headers=HEADERS),
 )
 async def captioned(request: Request) -> Response:
     """Speak a text; the answer is one JSON object with the audio and the times of its words, also if `stream` is
     true."""
     service = Service.of(request)
     async with service.dispatcher.upload_slot(request.headers.get("content-length")):
-        fields, _ = await read_fields(request)
-        fields.pop("return_timestamps", None)
-        if fields.get("model") == "kokoro":  # its clients' default
-            del fields["model"]
-        wanted: SpeechRequest = parse(
-            SpeechRequest, {**fields, "stream_format": "json", "timestamps": "word"}, service.settings
-        )
+        wanted, _ = await _BODY.read(request)
+        if wanted.model == "kokoro":  # its clients' default
+            wanted.model = ""
+        wanted.stream_format, wanted.timestamps = "json", "word"
         answer = await service.answer(wanted)
-    audio, stall = service.dispatcher.encoded(answer), service.settings.stall
-    return AudioResponse(answer, audio, stall, "application/json", partial(_captioned_json, answer))
+    return AudioResponse(service, answer, "application/json", whole=partial(_captioned_json, answer))
 
 
 def _captioned_json(answer: SpeechAnswer, audio: bytes) -> dict[str, Any]:

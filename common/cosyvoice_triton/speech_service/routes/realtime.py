@@ -135,7 +135,7 @@ class RealtimeSession(SocketSessionBase):
 
     def _words_of(self, item: dict[str, Any], seconds: float) -> list[Word] | None:
         """Return the words of a spoken item until then; None if they are not known."""
-        if (live := self._response) is not None and live.item == item["id"]:
+        if (live := self._response) is not None and live.item is item:
             return live.words(seconds)
         known: list[Word] | None = item.get("words")
         return known and until(known, seconds)
@@ -293,7 +293,7 @@ class RealtimeSession(SocketSessionBase):
         self._response = response = Response(wanted, _metadata(given.get("metadata", {})))
         await self._send("response.created", response=self._about(response, "in_progress"))
         await self._send("response.output_item.added", **_where(response), item=self._item_of(response, "in_progress"))
-        await self._add(self._known(response), len(self._items), "in_progress")
+        await self._add(response.item, len(self._items), "in_progress")
         await self._send_part(response, "response.content_part.added", part={"type": "audio", "transcript": ""})
         self._wake()
 
@@ -352,9 +352,7 @@ class RealtimeSession(SocketSessionBase):
     async def _tell_replaced(self, response: Response) -> None:
         if (about := response.replaced) is not None:
             response.replaced = None
-            for known in self._items:
-                if known["id"] == response.item:
-                    known["text"] = response.wanted.input
+            response.item["text"] = response.wanted.input
             await self._send_part(response, "response.replaced", **about)
 
     async def _cancel(self, name: Any) -> None:
@@ -367,9 +365,7 @@ class RealtimeSession(SocketSessionBase):
         response.ending = True
         whole = "completed" if status == "completed" else "incomplete"
         text, item = response.wanted.input, self._item_of(response, whole)
-        for known in self._items:
-            if known["id"] == response.item:
-                known["words"] = response.words()
+        response.item["words"] = response.words()
         if response.answer is not None:
             ended = {"completed": "completed", "cancelled": "gone"}.get(status, "failed")
             self._service.outcomes.end(response.id, response.answer, ended)
@@ -389,14 +385,11 @@ class RealtimeSession(SocketSessionBase):
         about |= {"status_details": None, "usage": None, "metadata": response.metadata}
         return about | self._output(response.wanted)
 
-    def _known(self, response: Response) -> dict[str, Any]:
-        return {"id": response.item, "role": "assistant", "text": response.wanted.input, "spoken": True}
-
     def _item_of(self, response: Response, status: str) -> dict[str, Any]:
-        return self._shown(self._known(response), status)
+        return self._shown({**response.item, "text": response.wanted.input}, status)
 
     async def _send_part(self, response: Response, kind: str, **fields: Any) -> None:
-        await self._send(kind, **_where(response), item_id=response.item, content_index=0, **fields)
+        await self._send(kind, **_where(response), item_id=response.item["id"], content_index=0, **fields)
 
     async def _send(self, kind: str, **fields: Any) -> None:
         if name := _BETA_EVENTS.get(kind, kind) if self._beta else kind:

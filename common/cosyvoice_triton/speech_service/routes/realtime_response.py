@@ -16,7 +16,8 @@ def new_id(kind: str) -> str:
 
 @dataclass
 class Response:
-    """One response: what it speaks, and how it ends. metadata: the client's, which it gets back.
+    """One response: what it speaks, and how it ends. metadata: the client's, which it gets back. item: of the
+    conversation.
 
     waiting: a text that comes in the place of what no segment has yet. replaced: what is to be told of the last one
     that came.
@@ -25,11 +26,18 @@ class Response:
     wanted: SpeechRequest
     metadata: dict[str, str]
     id: str = field(default_factory=lambda: new_id("resp"))
-    item: str = field(default_factory=lambda: new_id("item"))
     answer: SpeechAnswer | None = None
     ending: bool = False  # its last messages are being sent
     waiting: str | None = None
     replaced: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.item: dict[str, Any] = {
+            "id": new_id("item"),
+            "role": "assistant",
+            "text": self.wanted.input,
+            "spoken": True,
+        }
 
     def words(self, seconds: float | None = None) -> list[Word]:
         """Return the words that were spoken within so many seconds of the audio, or in what there is of it."""

@@ -21,8 +21,8 @@ from starlette.types import Receive, Scope, Send
 from cosyvoice_triton.speech_service import openapi as doc
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.errors import ApiError
-from cosyvoice_triton.speech_service.outcomes import Outcomes
 from cosyvoice_triton.speech_service.security.guard import REQUEST_ID
+from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.tasks import TaskScope
 
 logger = logging.getLogger(__name__)
@@ -61,52 +61,54 @@ SPEECH_OPTIONS = {
 SPEECH = doc.component("Speech", doc.record(SPEECH_FIELDS, SPEECH_OPTIONS))
 
 
-class AudioResponse(Response):
-    """Sends `parts`, an answer's audio or events, as they are produced, or, once all are there, what `whole` makes of
-    them: bytes, or an object to send as JSON.
+_Ended = tuple[str, ApiError | None]  # how, and why
 
-    stall: seconds that a client may leave them unread. The headers have the answer's warnings that are known by the
+
+class AudioResponse(Response):
+    """Sends an answer's audio, or what `streamed` makes of it, as it is produced, or, once all is there, what `whole`
+    makes of it: bytes, or an object to send as JSON.
+
+    The headers have the answer's warnings that are known by the
     first part that is sent, and its usage if all are there.
     """
 
     def __init__(
         self,
+        service: Service,
         answer: SpeechAnswer,
-        parts: AsyncGenerator[bytes, None],
-        stall: float,
         media_type: str = "",
+        streamed: Callable[[AsyncGenerator[bytes, None], SpeechAnswer], AsyncGenerator[bytes, None]] | None = None,
         whole: Callable[[bytes], bytes | dict[str, Any]] | None = None,
     ) -> None:
         headers = {"X-Sample-Rate": str(answer.encoder.rate), **_STREAMING_HEADERS}
         super().__init__(media_type=media_type or answer.encoder.format.media_type, headers=headers)
         del self.headers["content-length"]  # unknown, so the body is chunked
+        self._service = service
         self._answer = answer
-        self._parts = parts
-        self._stall = stall
+        audio = service.dispatcher.encoded(answer)
+        self._parts = audio if streamed is None else streamed(audio, answer)
         self._whole = whole
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outcomes: Outcomes = scope["app"].state.service.outcomes
+        outcomes = self._service.outcomes
         outcomes.begin(REQUEST_ID.get(), self._answer)
-        self._ended: tuple[str, ApiError | None] = ("aborted", None)
+        ended: _Ended = "aborted", None
         try:
-            await self._watched(scope, receive, send)
+            ended = await self._watched(scope, receive, send)
+            if ended[0] in ("aborted", "gone"):
+                scope["speech.outcome"] = ended[0]
         finally:
-            outcomes.end(REQUEST_ID.get(), self._answer, *self._ended)
+            outcomes.end(REQUEST_ID.get(), self._answer, *ended)
 
-    async def _watched(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _watched(self, scope: Scope, receive: Receive, send: Send) -> _Ended:
         async with TaskScope() as tasks:
             # A client that leaves before the first audio would otherwise be noticed only when that is sent.
             work = tasks.spawn(self._send(scope, receive, send))
             gone = tasks.spawn(disconnected(receive))
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-            else:
-                scope["speech.outcome"] = "gone"
-                self._ended = "gone", None
+            return work.result() if work.done() else ("gone", None)
 
-    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> _Ended:
         async with aclosing(self._parts) as parts:
             try:
                 first = await anext(parts)
@@ -117,9 +119,8 @@ class AudioResponse(Response):
                     for header, name in USAGE_HEADERS.items():
                         self.headers[header] = str(self._answer.usage[name])
             except ApiError as error:
-                self._ended = "failed", error
                 await error.response(scope, receive, send)
-                return
+                return "failed", error
             if self._answer.warnings:
                 self.headers["x-speech-warning"] = quote(
                     "; ".join(self._answer.warnings)[:WARNING_CHARS], safe=_VISIBLE
@@ -131,15 +132,13 @@ class AudioResponse(Response):
                     await self._send_part(send, part)
             except (ApiError, asyncio.TimeoutError) as error:
                 # The final chunk of the body is missing, so the server closes the connection: see RFC 9112, 8.
-                scope["speech.outcome"] = "aborted"
-                self._ended = "aborted", error if isinstance(error, ApiError) else None
                 logger.warning("an answer was aborted after its first byte: %s", error or "the client does not read it")
-                return
+                return "aborted", error if isinstance(error, ApiError) else None
         await send({"type": "http.response.body", "body": b""})
-        self._ended = "completed", None
+        return "completed", None
 
     async def _send_part(self, send: Send, part: bytes) -> None:
-        async with timeout(self._stall):
+        async with timeout(self._service.settings.stall):
             await send({"type": "http.response.body", "body": part, "more_body": True})
 
 

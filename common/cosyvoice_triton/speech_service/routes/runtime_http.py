@@ -13,8 +13,8 @@ from cosyvoice_triton.speech_service import openapi as doc
 from cosyvoice_triton.speech_service.audio.encoding import FORMATS, AudioEncoder
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.errors import invalid
+from cosyvoice_triton.speech_service.routes.reading import read_fields
 from cosyvoice_triton.speech_service.routes.responses import HEADERS, AudioResponse
-from cosyvoice_triton.speech_service.routes.speech import read_fields
 from cosyvoice_triton.speech_service.service import Service
 
 router = APIRouter()
@@ -48,7 +48,7 @@ async def infer(request: Request) -> Response:
         answer = await service.answer(
             parse(SpeechRequest, values, service.settings), upload, encoder=AudioEncoder("pcm")
         )
-    return AudioResponse(answer, service.dispatcher.encoded(answer), service.settings.stall)
+    return AudioResponse(service, answer)
 
 
 for path, names in ROUTES.items():

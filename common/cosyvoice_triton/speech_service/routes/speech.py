@@ -2,16 +2,11 @@
 
 import asyncio
 import contextlib
-import sys
 import time
-from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
-from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Request
-from starlette.datastructures import FormData, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import JSONResponse, Response
 
 from cosyvoice_triton import stacks
@@ -19,16 +14,10 @@ from cosyvoice_triton.errors import json_kind
 from cosyvoice_triton.speech_service import openapi as doc
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.audio.encoding import FORMATS
-from cosyvoice_triton.speech_service.bodies import (
-    OPENAI_MODELS,
-    BatchRequest,
-    SpeechRequest,
-    is_openai_model,
-    parse,
-    read_json,
-)
+from cosyvoice_triton.speech_service.bodies import OPENAI_MODELS, BatchRequest, SpeechRequest, is_openai_model, parse
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
-from cosyvoice_triton.speech_service.limits import MAX_FIELDS, PathName
+from cosyvoice_triton.speech_service.limits import PathName
+from cosyvoice_triton.speech_service.routes.reading import Body
 from cosyvoice_triton.speech_service.routes.responses import (
     HEADERS,
     SPEECH,
@@ -41,7 +30,6 @@ from cosyvoice_triton.speech_service.routes.responses import (
     whole,
 )
 from cosyvoice_triton.speech_service.service import Service
-from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.tasks import TaskScope
 from cosyvoice_triton.text.language import languages_of
 
@@ -57,10 +45,8 @@ _EVENTS = doc.described(
     "events `speech.audio.delta` with `audio` in base64, `speech.audio.timestamps` with `segments`, then "
     "`speech.audio.done` with `usage`, `warnings`, `subtitles`, or `speech.audio.error` with `error`",
 )
-AUDIO_CONTENT = {**{kind.media_type: doc.FILE for kind in FORMATS.values()}, "text/event-stream": _EVENTS}
-_SPEECH = doc.describe(
-    "Speech", body=doc.SPEECH_BODY, answer=SPEECH, content=AUDIO_CONTENT, errors=doc.SPEAKING, headers=HEADERS
-)
+_AUDIO = {**{kind.media_type: doc.FILE for kind in FORMATS.values()}, "text/event-stream": _EVENTS}
+_BODY, _BATCH_BODY = Body(SpeechRequest, "ref_audio"), Body(BatchRequest, kinds=(doc.JSON,))
 _PREVIEW = doc.record(
     {"segments": doc.array(doc.TEXT), "seconds": doc.array(doc.NUMBER), "language": doc.TEXT},
     {"warnings": doc.array(doc.TEXT), "left_out": doc.array(doc.record({"text": doc.TEXT, "reason": doc.TEXT}))},
@@ -92,14 +78,20 @@ _AUDIO_MODEL = doc.record({**_MODEL_FIELDS, **_ABOUT_MODEL}, _ALIAS)
 _AUDIO_MODELS = doc.record({"models": doc.array(_AUDIO_MODEL), "max_input_chars": doc.INTEGER})
 
 
-@router.post(PATHS[1], **_SPEECH)
-@router.post(PATHS[0], **_SPEECH)  # the lowest is the first in the documentation
+def about_speech(body: Body) -> dict[str, Any]:
+    """Return how a route is described that answers such a body with audio."""
+    return doc.describe(
+        "Speech", body=body.content, answer=SPEECH, content=_AUDIO, errors=doc.SPEAKING, headers=HEADERS
+    )
+
+
+@router.post(PATHS[1], **about_speech(_BODY))
+@router.post(PATHS[0], **about_speech(_BODY))  # the lowest is the first in the documentation
 async def speech(request: Request) -> Response:
     """Speak a text; the audio is streamed."""
     service = Service.of(request)
     async with service.dispatcher.upload_slot(request.headers.get("content-length")):
-        fields, upload = await read_fields(request, "ref_audio")
-        wanted: SpeechRequest = parse(SpeechRequest, fields, service.settings)
+        wanted, upload = await _BODY.read(request)
         if wanted.stream_format == "audio":
             for field in ("timestamps", "subtitles"):
                 if value := getattr(wanted, field):
@@ -112,12 +104,11 @@ def responded(service: Service, wanted: SpeechRequest, answer: SpeechAnswer) -> 
     """Return the response with an answer's audio, in the form that is wanted."""
     if wanted.stream_format == "sse" and not wanted.stream:
         raise invalid("stream false with stream_format 'sse': events are a stream", "stream")
-    audio, stall = service.dispatcher.encoded(answer), service.settings.stall
     if wanted.stream_format == "sse":
-        return AudioResponse(answer, events(audio, answer), stall, "text/event-stream")
+        return AudioResponse(service, answer, "text/event-stream", streamed=events)
     if wanted.stream_format == "json":
-        return AudioResponse(answer, audio, stall, "application/json", partial(whole, answer))
-    return AudioResponse(answer, audio, stall, whole=None if wanted.stream else answer.encoder.complete)
+        return AudioResponse(service, answer, "application/json", whole=partial(whole, answer))
+    return AudioResponse(service, answer, whole=None if wanted.stream else answer.encoder.complete)
 
 
 @router.get("/v1/audio/speech/{name}", **doc.describe("Speech", answer=_OUTCOME, errors=(404,)))
@@ -128,25 +119,22 @@ async def outcome(name: PathName, request: Request) -> dict[str, Any]:
 
 @router.post(
     "/v1/audio/speech/text",
-    **doc.describe("Speech", body=doc.SPEECH_BODY, answer=_PREVIEW, errors=(404, 415, 429)),
+    **doc.describe("Speech", body=_BODY.content, answer=_PREVIEW, errors=(404, 415, 429)),
 )
 async def text(request: Request) -> dict[str, Any]:
     """Return what will be spoken of a text: its segments in words, with expected seconds."""
-    service = Service.of(request)
-    fields, upload = await read_fields(request, "ref_audio")
-    return await service.preview(parse(SpeechRequest, fields, service.settings), upload)
+    return await Service.of(request).preview(*await _BODY.read(request))
 
 
 @router.post(
     "/v1/audio/speech/batch",
-    **doc.describe("Speech", body={doc.JSON: doc.BATCH_FIELDS}, answer=_BATCH, errors=(415,)),
+    **doc.describe("Speech", body=_BATCH_BODY.content, answer=_BATCH, errors=(415,)),
 )
 async def batch(request: Request) -> Response:
     """Speak several texts, answered together. Failed items do not affect the others; those for which there is no place
     wait for one."""
     service = Service.of(request)
-    fields, _ = await read_fields(request)
-    wanted: BatchRequest = parse(BatchRequest, fields, service.settings)
+    wanted, _ = await _BATCH_BODY.read(request)
     slots = asyncio.Semaphore(BATCH_STREAMS)
     last_try = time.monotonic() + service.settings.timeout - RETRY_SECONDS
 
@@ -221,87 +209,3 @@ def _models(service: Service) -> dict[str, dict[str, Any]]:
     if (default := service.default_model) in listed:
         listed |= {name: {"id": name, **about, "alias_of": default} for name in OPENAI_MODELS}
     return listed
-
-
-async def read_body(request: Request) -> bytes:
-    """Return the body. ApiError for a compressed one, which could become any size."""
-    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("", "identity"):
-        raise ApiError(415, f"content encoding {encoding!r} is not supported: send the body as it is")
-    return await request.body()
-
-
-async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any], bytes | None]:
-    """Return the fields of a JSON object or a form, and the content of the file in the field `upload`, if any.
-    ApiError."""
-    settings = Service.of(request).settings
-    content_type = request.headers.get("content-type", "application/json").lower()
-    kind = content_type.partition(";")[0].strip()
-    if kind == "application/json":
-        return read_json(await read_body(request), "the body", settings), None
-    if kind == "application/x-www-form-urlencoded":
-        body = await read_body(request)
-        if body.lstrip()[:1] == b"{":
-            raise ApiError(415, f"the body is JSON, but its header is 'Content-Type: {kind}': send application/json")
-        return _given(_read_urlencoded(body, settings)), None
-    if kind != "multipart/form-data":
-        raise ApiError(415, f"content type {kind!r} is not supported: send application/json or multipart/form-data")
-    if "charset" in content_type and "charset=utf-8" not in content_type:  # some of Python's codecs take minutes
-        raise ApiError(415, "forms must be in UTF-8")
-    async with _form(request, settings) as form:
-        fields: dict[str, Any] = {name: value for name, value in form.items() if not _is_empty_file(value)}
-        data = None
-        if isinstance(file := fields.get(upload), UploadFile):
-            data = await file.read()
-            del fields[upload]
-    if unexpected := [name for name, value in fields.items() if isinstance(value, UploadFile)]:
-        hint = f": upload the file as {upload}" if upload else ""
-        raise invalid(f"{unexpected[0]} must not be a file{hint}", unexpected[0])
-    return _given(fields), data
-
-
-def _given(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a form in which something was written."""
-    return {name: value for name, value in fields.items() if value != ""}
-
-
-class _CompleteForm(MultiPartParser):
-    """Knows whether a form has its last boundary. The field that is cut off is not among the others."""
-
-    complete = False
-    spool_max_size = sys.maxsize  # files stay in memory, which has its budget: /tmp may be full
-
-    def on_end(self) -> None:
-        self.complete = True
-
-
-@contextlib.asynccontextmanager
-async def _form(request: Request, settings: Settings) -> AsyncIterator[FormData]:
-    """Yield a multipart form. ApiError, also for one that is cut off."""
-    parser = _CompleteForm(
-        request.headers, request.stream(), max_files=1, max_fields=MAX_FIELDS, max_part_size=settings.max_body_bytes
-    )
-    try:
-        form = await parser.parse()
-    except MultiPartException as error:
-        raise invalid(f"the form cannot be read: {error.message}") from None
-    try:
-        if not parser.complete:
-            raise invalid("the form is cut off: its last boundary is missing")
-        yield form
-    finally:
-        await form.close()
-
-
-def _is_empty_file(value: Any) -> bool:
-    """Return whether a page sent a field for a file in which none was chosen."""
-    return isinstance(value, UploadFile) and not value.filename and not value.size
-
-
-def _read_urlencoded(body: bytes, settings: Settings) -> dict[str, Any]:
-    """Return the fields of a form without files. ApiError."""
-    if len(body) > settings.max_form_bytes:
-        raise ApiError(413, f"the form has more than {settings.max_form_bytes} bytes: send multipart/form-data")
-    try:
-        return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=MAX_FIELDS, errors="strict"))
-    except ValueError as error:
-        raise invalid(f"the form cannot be read: {error}") from None

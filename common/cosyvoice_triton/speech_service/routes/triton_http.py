@@ -33,7 +33,7 @@ from cosyvoice_triton.speech_service.limits import (
     Text,
     by_setting,
 )
-from cosyvoice_triton.speech_service.routes.speech import read_body
+from cosyvoice_triton.speech_service.routes.reading import read_body
 from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.speech_service.settings import Settings

@@ -5,15 +5,14 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS
 from cosyvoice_triton.speech_service import openapi as doc
-from cosyvoice_triton.speech_service.bodies import parse
 from cosyvoice_triton.speech_service.errors import invalid
-from cosyvoice_triton.speech_service.limits import NAME_CHARS, PathName, Text, Words
-from cosyvoice_triton.speech_service.routes.speech import read_fields
+from cosyvoice_triton.speech_service.limits import MAX_FIELDS, NAME_CHARS, PathName, Text, Words
+from cosyvoice_triton.speech_service.routes.reading import Body
 from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.voice.files import MAX_NAME_BYTES, normalized
@@ -42,6 +41,8 @@ _DELETED = doc.record({"id": doc.TEXT, "object": doc.TEXT, "deleted": doc.BOOLEA
 class NewVoice(BaseModel):
     """A voice to be registered. Unknown fields are warnings."""
 
+    model_config = ConfigDict(extra="allow", json_schema_extra={"maxProperties": MAX_FIELDS})
+
     name: Annotated[Text, Field(max_length=MAX_NAME_BYTES)]
     ref_text: Annotated[Text, Field(max_length=MAX_TRANSCRIPT_CHARS)] = Field("", description="of the recording")
     instructions: Annotated[Text, Field(max_length=MAX_TRANSCRIPT_CHARS)] = Field(
@@ -60,8 +61,8 @@ class ExportedVoice(BaseModel):
     name: Annotated[Text, Field(max_length=MAX_NAME_BYTES)] = Field("", description="instead of its own")
 
 
-_NEW = {"allOf": [doc.model(NewVoice)], "properties": {"audio_sample": doc.FILE}}
-_EXPORTED = {"allOf": [doc.model(ExportedVoice)], "properties": {"file": doc.FILE}}
+_NEW = Body(NewVoice, "audio_sample", (doc.MULTIPART,))
+_EXPORTED = Body(ExportedVoice, "file", (doc.MULTIPART,))
 _ADDING: dict[str, Any] = {"success": 201, "errors": (409, 415, 507)}
 _Legacy = Annotated[str, Query(description="`true`: `voices` are names", max_length=NAME_CHARS)]
 
@@ -85,37 +86,35 @@ def _voice(name: str) -> dict[str, Any]:
     return {"id": name, "object": "voice", "name": name}
 
 
-@router.post("/v1/audio/voices", **doc.describe("Voices", body={doc.MULTIPART: _NEW}, answer=_ADDED, **_ADDING))
+@router.post("/v1/audio/voices", **doc.describe("Voices", body=_NEW.content, answer=_ADDED, **_ADDING))
 async def add(request: Request) -> Response:
     """Register a voice: a form with `name`, `audio_sample` (an audio file), `ref_text` (its transcript),
     `instructions` (how it speaks), `pronunciation` (its dictionary) and `consent` (the speaker's, or where it is
     kept)."""
-    fields, data = await read_fields(request, "audio_sample")
+    new, data = await _NEW.read(request)
     if data is None:
         raise invalid("audio_sample is missing: upload the recording as a file in a multipart form", "audio_sample")
     service = Service.of(request)
-    new: NewVoice = parse(NewVoice, fields, service.settings)
     name, style = normalized(new.name), (new.instructions, new.trim_reference)
     given = (data, new.ref_text, new.pronunciation, new.consent, API_KEY.get())
     judged = await asyncio.to_thread(service.voices.add, name, *given, *style)
     rights = service.voices.rights(name).shown_to(API_KEY.get())
     about = {**_voice(name), **rights.known, "ref_text": new.ref_text, "seconds": round(judged.seconds, 3)}
-    unknown = sorted(fields.keys() - NewVoice.model_fields.keys())
-    warnings = [*judged.warnings, *(f"the field {field[:40]!r} is unknown and was left out" for field in unknown)]
+    unknown = (f"the field {field[:40]!r} is unknown and was left out" for field in sorted(new.model_extra))
+    warnings = [*judged.warnings, *unknown]
     return JSONResponse({**about, **({"warnings": warnings} if warnings else {})}, 201)
 
 
 @router.post(
     "/v1/audio/voices/import",
-    **doc.describe("Voices", body={doc.MULTIPART: _EXPORTED}, answer=_VOICE, **_ADDING),
+    **doc.describe("Voices", body=_EXPORTED.content, answer=_VOICE, **_ADDING),
 )
 async def load(request: Request) -> Response:
     """Register a voice that was exported: a form with `file`, and `name` for another one than its own."""
-    fields, data = await read_fields(request, "file")
+    wanted, data = await _EXPORTED.read(request)
     if data is None:
         raise invalid("file is missing: upload an exported voice in a multipart form", "file")
     service = Service.of(request)
-    wanted: ExportedVoice = parse(ExportedVoice, fields, service.settings)
     name = await asyncio.to_thread(service.voices.load, data, wanted.name, key := API_KEY.get())
     return JSONResponse({**_voice(name), **service.voices.rights(name).shown_to(key).known}, 201)
 

@@ -127,7 +127,11 @@ class Guard:
         would be of the same origin. Nobody else decides to what an IP address or localhost leads."""
         allowed = self._settings.allowed_hosts
         if host and "*" not in allowed and not _is_allowed(host, allowed):
-            raise ApiError(403, f"requests to {host!r} are refused: allow the name with --allowed_hosts", code="host")
+            raise ApiError(
+                403,
+                f"requests to {host!r} are refused: set SPEECH_ALLOWED_HOSTS in the service's environment",
+                code="host",
+            )
 
     def _check_origin(self, headers: Headers, method: str) -> None:
         """Reject requests that a page of another site sends through a user's browser.
@@ -141,7 +145,10 @@ class Guard:
         own = origin.partition("://")[2] == headers.get("host")
         if not own and "*" not in allowed and origin not in allowed:
             raise ApiError(
-                403, f"pages of {origin} may not use this service: allow them with --cors_origins", code="origin"
+                403,
+                f"pages of {origin} may not use this service: allow them with SPEECH_CORS_ORIGINS={origin} in the "
+                "environment of `serve` or `speech`",
+                code="origin",
             )
 
 

@@ -1,15 +1,13 @@
-"""The interfaces of a flow and a vocoder as the engine drives them: chunks of streams -> mels (80, T) -> audio (N,)."""
+"""The interface of a flow as the engine drives it: chunks of streams -> mels (80, T)."""
 
 import importlib
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -18,8 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import Self
 
 from cosyvoice_triton.config import FlowRuntime, KvCacheDtype
-from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
-from cosyvoice_triton.device import launched
+from cosyvoice_triton.constants import EULER_STEPS, LOOKAHEAD_TOKENS, MAX_STREAM_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.networks.flow.layers import valid_frames
@@ -85,76 +82,6 @@ class FlowOptions:
         return network, options
 
 
-@dataclass(frozen=True, kw_only=True)
-class VocoderOptions:
-    """How a stack's `vocoder_loader` is to load its vocoder. graphs: whether to capture CUDA graphs, on a GPU."""
-
-    device: str
-    dtype: torch.dtype
-    limits: BatchLimits
-    graphs: bool
-
-
-class Vocoder(Protocol):
-    """A vocoder driven chunk by chunk (`open`, `step`, `close`) or on whole utterances (`whole`)."""
-
-    @property
-    def nbytes(self) -> int:
-        """Return the memory in bytes that is reserved for streams."""
-        ...
-
-    def for_worker(self, worker: int) -> "Vocoder | None":
-        """See `StreamingFlow.for_worker`."""
-        ...
-
-    def exact(self) -> "Vocoder":
-        """Return the same vocoder in float32, over the same streams, loaded for a single use."""
-        ...
-
-    def open(self) -> VocoderState:
-        """Return the vocoder's part of a new stream. Raises UnavailableError when all streams are taken."""
-        ...
-
-    def close(self, state: VocoderState) -> None:
-        """Give back what the stream holds outside of its state."""
-        ...
-
-    def begin(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> Callable[[], list[Tensor | Exception]]:
-        """Begin to render chunks of different streams, given their new mel frames (80, T) each; return what waits for
-        their audio (N,) and returns it, on the CPU, an exception for a chunk that cannot be rendered. NotFiniteError
-        leaves the stream as it was before."""
-        ...
-
-    def whole(self, mels: Sequence[Tensor]) -> list[Tensor]:
-        """Return the audio (N,) of whole utterances on the CPU, given their mels (80, T)."""
-        ...
-
-
-@dataclass(frozen=True)
-class Renderer:
-    """What one worker of the engine renders with: a flow and a vocoder with their CUDA graphs, and a CUDA stream. One
-    thread uses it at a time."""
-
-    flow: "StreamingFlow"
-    vocoder: Vocoder
-    stream: torch.cuda.Stream | None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @contextmanager
-    def used(self, *, wait: bool = True) -> Iterator[None]:
-        """Let the body compute on the CUDA stream. wait: what it has begun there is done at the end, and in any case
-        after an error, so that threads and workers need no other order between them."""
-        with self.lock, torch.inference_mode(), torch.cuda.stream(self.stream):
-            try:
-                yield
-            except BaseException:
-                wait = True
-                raise
-            finally:
-                if wait:
-                    launched(self.stream)()
-
-
 def loader(name: str) -> Callable[..., Any]:
     """Import the function that `name`, "module:function", names."""
     module, _, function = name.partition(":")
@@ -173,12 +100,13 @@ class StreamingFlow(ABC, Generic[StreamT]):
         noise: NoiseTape,
         *,
         limits: BatchLimits,
-        steps: int,
-        max_tokens: int,
-        graphs: bool,
-        load_exact: Callable[[], Any] | None,
+        steps: int = EULER_STEPS,
+        max_tokens: int = MAX_STREAM_TOKENS,
+        graphs: bool = True,
+        load_exact: Callable[[], Any] | None = None,
     ):
-        """Make the flow of a network. load_exact: loads the network in float32; without it, `network` is in float32."""
+        """Make the flow of a network. graphs: whether to capture CUDA graphs, on a GPU. load_exact: loads the network
+        in float32; without it, `network` is in float32."""
         self.limits = limits
         self._network = network
         estimator = network.decoder.estimator
@@ -333,9 +261,11 @@ class StreamingFlow(ABC, Generic[StreamT]):
     @abstractmethod
     def _again(self, chunk: Chunk[StreamT]) -> Tensor: ...
 
-    @abstractmethod
-    def _plain(self, network: Any) -> Self:
+    def _plain(self, network: Any, *shared: Any, **options: Any) -> Self:
         """Make a form of this flow with that network, without graphs, for one stream."""
+        limits = replace(self.limits, max_streams=1)
+        options |= {"limits": limits, "steps": self._steps, "max_tokens": self._max_tokens, "graphs": False}
+        return type(self)(network, self._noise, *shared, **options)
 
     def _project_speaker(self, prompt: Prompt) -> Tensor:
         """Return the prompt's x-vector as the estimator takes it, (1, mel)."""

@@ -3,7 +3,7 @@ histories."""
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import Self
 
 from cosyvoice_triton.config import KvCacheDtype
-from cosyvoice_triton.constants import EULER_STEPS, MAX_STREAM_TOKENS, STREAM_CACHE_FRAMES, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import STREAM_CACHE_FRAMES, TOKEN_MEL_RATIO
 from cosyvoice_triton.device import on_device
 from cosyvoice_triton.monitoring import faults
 from cosyvoice_triton.networks.flow.cache import KeyValues
@@ -24,7 +24,7 @@ from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver, Operatio
 from cosyvoice_triton.token2wav.flow.encoder_window import Window
 from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, PromptCache, PromptCaches, Row, StreamCachePool
 from cosyvoice_triton.token2wav.flow.solve import GatheredSolve, PlainOperations, Solve
-from cosyvoice_triton.token2wav.gpu.limits import BatchLimits, padding
+from cosyvoice_triton.token2wav.gpu.limits import padding
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 from cosyvoice_triton.token2wav.stream import Chunk, NotFiniteError, VocoderState
 from cosyvoice_triton.voice.prompt import Prompt
@@ -37,8 +37,7 @@ CachedStreamT = TypeVar("CachedStreamT", bound=CachedStream)
 class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
     """Every stream attends to its whole prompt and its most recent frames.
 
-    cache_frames: so many recent frames of a stream are kept, in the format `kv_cache_dtype`. graphs: whether to capture
-    CUDA graphs, on a GPU.
+    cache_frames: so many recent frames of a stream are kept, in the format `kv_cache_dtype`.
     """
 
     graph_frames: int  # the most frames of a batch in a graph, padding included
@@ -49,20 +48,21 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         noise: NoiseTape,
         prompts: PromptCaches,
         *,
-        limits: BatchLimits,
-        steps: int = EULER_STEPS,
-        max_tokens: int = MAX_STREAM_TOKENS,
         cache_frames: int = STREAM_CACHE_FRAMES,
         kv_cache_dtype: KvCacheDtype = "auto",
-        graphs: bool = True,
-        load_exact: Callable[[], Any] | None = None,
+        **options: Any,
     ):
-        super().__init__(
-            network, noise, limits=limits, steps=steps, max_tokens=max_tokens, graphs=graphs, load_exact=load_exact
-        )
+        super().__init__(network, noise, **options)
         self._prompts = prompts
         weight = network.spk_embed_affine_layer.weight
-        sizes = network.config.estimator, weight, steps, limits.max_streams, cache_frames, network.decoder.rows
+        sizes = (
+            network.config.estimator,
+            weight,
+            self._steps,
+            self.limits.max_streams,
+            cache_frames,
+            network.decoder.rows,
+        )
         self._pool = StreamCachePool(*sizes, kv_cache_dtype)
         self._solve: Solve
         if self._graphed:
@@ -253,14 +253,5 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         last = [(cache.history, self._pool.loaded(cache.attention.values[-1, -1])) for cache in caches]
         return torch.stack([history.isfinite().all() & values.isfinite().all() for history, values in last]).tolist()
 
-    def _plain(self, network: Any) -> Self:
-        return type(self)(
-            network,
-            self._noise,
-            PromptCaches(0),
-            limits=replace(self.limits, max_streams=1),
-            steps=self._steps,
-            max_tokens=self._max_tokens,
-            cache_frames=self._pool.frames,
-            graphs=False,
-        )
+    def _plain(self, network: Any, *shared: Any, **options: Any) -> Self:
+        return super()._plain(network, PromptCaches(0), *shared, cache_frames=self._pool.frames, **options)

@@ -116,9 +116,7 @@ class DiTStreaming(CachedStreaming[DiTStream]):
     graph_frames = DIT_FRAMES
     _network: DiTFlow
 
-    def __init__(
-        self, network: DiTFlow, *shared: Any, context_tokens: int = CONTEXT_TOKENS, **options: Any
-    ):  # fmt: skip
+    def __init__(self, network: DiTFlow, *shared: Any, context_tokens: int = CONTEXT_TOKENS, **options: Any):
         self._context = context_tokens
         super().__init__(network, *shared, **options)
 
@@ -184,10 +182,8 @@ class DiTStreaming(CachedStreaming[DiTStream]):
         self._replace(stream, exact, anew)
         return mel
 
-    def _plain(self, network: Any) -> "DiTStreaming":
-        flow = super()._plain(network)
-        flow._context = self._context
-        return flow
+    def _plain(self, network: Any, *shared: Any, **options: Any) -> "DiTStreaming":
+        return super()._plain(network, *shared, context_tokens=self._context, **options)
 
 
 def _prompt_window(tokens: np.ndarray) -> Window:

@@ -9,6 +9,7 @@ from torch import Tensor
 from cosyvoice_triton.networks.flow.cache import EstimatorCache, KeyValues
 from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Prefilled, Row, StreamCachePool
+from cosyvoice_triton.token2wav.flow.solve import GatheredContext
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 
 
@@ -50,14 +51,15 @@ class ChunkwiseSolve:
         slots = torch.tensor([stream.cache.slot for stream in streams], device=mu.device)
         starts = torch.tensor([row.start for row in rows], device=mu.device)
         history = pool.history_of(slots).transpose(-1, -2)  # (.., R, frame, C) -> (.., R, C, frame)
-        caches = EstimatorCache(self._context(streams), history).with_room(T)
+        context = GatheredContext(pool, streams, rows, torch.full_like(starts, T), T)
+        caches = EstimatorCache(KeyValues(context.keys, context.values), history).with_room(T)
         speaker = torch.cat([stream.prompt.speaker for stream in streams])
         mel = self._advance(caches, starts, mu, speaker, torch.zeros_like(mu))
         pool.keep_history(slots, caches.conv.transpose(-1, -2))
         keys, values = (x[..., -T:, :] for x in (caches.attention.keys, caches.attention.values))
-        for index, (stream, row) in enumerate(zip(streams, rows, strict=True)):
-            for step in range(len(keys)):
-                pool.append(stream.cache, row, index, step, keys[step], values[step])
+        for step in range(len(keys)):
+            context.keep(step, keys[step], values[step])
+        for stream, row in zip(streams, rows, strict=True):
             pool.advance(stream.cache, row)
         return mel
 
@@ -73,20 +75,3 @@ class ChunkwiseSolve:
             steps=caches.conv.shape[0],
         )
         return mel.transpose(1, 2)  # (B, mel, T) -> (B, T, mel)
-
-    def _context(self, streams: Sequence[CachedStream]) -> KeyValues:
-        """Gather keys and values of the prompts and streams: (steps, depth, R, H, K, D)."""
-        prompts, pool = [stream.prompt.attention for stream in streams], self._pool
-        return KeyValues(
-            pool.loaded(_gathered(streams, [prompt.keys for prompt in prompts], pool.keys)),
-            pool.loaded(_gathered(streams, [prompt.values for prompt in prompts], pool.values)),
-        )
-
-
-def _gathered(streams: Sequence[CachedStream], prompts: list[Tensor], rings: Tensor) -> Tensor:
-    """Join (steps, depth, R / B, H, K, D) of each stream -> (steps, depth, R, H, K, D), conditional rows first."""
-    contexts = [
-        torch.cat([prompt, rings[stream.cache.slot, ..., : stream.cache.frames, :]], dim=-2)
-        for stream, prompt in zip(streams, prompts, strict=True)
-    ]
-    return torch.stack(contexts, dim=3).flatten(2, 3)

@@ -94,7 +94,7 @@ class PromptCaches:
                     f"no room for another voice: its prompt cache takes {nbytes / 2**20:.1f} MiB, and the {len(self)} "
                     f"voices with live streams take {self.nbytes / 2**20:.1f} of {self.max_bytes / 2**20:.1f} MiB"
                 )
-            self._put(key, prefill())
+            self.add(key, prefill())
         entry = self._entries[key]
         self._entries.move_to_end(key)
         self._used += 0 if entry.streams else entry.cache.nbytes
@@ -103,7 +103,8 @@ class PromptCaches:
 
     def add(self, key: bytes, cache: PromptCache) -> None:
         """Keep a cache that was made before the streams that will acquire it."""
-        self._put(key, cache)
+        self._entries[key] = _Entry(cache)
+        self.nbytes += cache.nbytes
 
     def replace(self, key: bytes, bad: PromptCache, good: PromptCache) -> PromptCache:
         """Evict `bad` for new streams, unless that was done before; return the cache that they get."""
@@ -124,10 +125,6 @@ class PromptCaches:
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._entries
-
-    def _put(self, key: bytes, cache: PromptCache) -> None:
-        self._entries[key] = _Entry(cache)
-        self.nbytes += cache.nbytes
 
     def evict_idle(self, most: int = 0) -> None:
         """Evict caches without a stream, least recently used first, until all take `most` bytes or none is left."""

@@ -206,14 +206,14 @@ class GatheredContext:
                 out[:, :, own_rows, :, :P] = of_prompt
                 out[:, :, own_rows, :, P:length] = of_ring[stream_cache.slot, ..., : stream_cache.frames, :]
             before[own_rows, :, :length] = True
-        self._keys, self._values = pool.loaded(gathered)
+        self.keys, self.values = pool.loaded(gathered)
         own = own_mask(frames.repeat(per_stream), T, pool.mask_chunk)
         visible = torch.cat([before.expand(-1, own.shape[1], -1), own], dim=2)
         self._mask = None if visible.all() else visible[:, None]  # (R, 1, 1 or T, K)
 
     def attend(self, step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys = torch.cat([self._keys[step, layer], k], dim=2)
-        values = torch.cat([self._values[step, layer], v], dim=2)
+        keys = torch.cat([self.keys[step, layer], k], dim=2)
+        values = torch.cat([self.values[step, layer], v], dim=2)
         return merge_heads(F.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask))
 
     def keep(self, step: int, keys: Tensor, values: Tensor) -> None:

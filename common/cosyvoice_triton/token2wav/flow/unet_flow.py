@@ -3,7 +3,6 @@ what is new. That bounds the cost of a chunk and needs no memory per stream. Key
 (56 transformer blocks, 10 Euler steps, guidance, float16), which would limit streams to a few seconds of context.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cosyvoice_triton.constants import CONTEXT_TOKENS, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import CONTEXT_TOKENS, TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.flow.checkpoint import load_unet_flow
 from cosyvoice_triton.networks.flow.layers import valid_frames
 from cosyvoice_triton.networks.flow.unet import UNetFlow
@@ -21,7 +20,7 @@ from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow
 from cosyvoice_triton.token2wav.flow.encoder_window import Window, with_ahead
 from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
 from cosyvoice_triton.token2wav.flow.unet_window import WindowChunk, WindowStream, forgotten_tokens, noise_indices
-from cosyvoice_triton.token2wav.gpu.limits import UNET_FRAMES, BatchLimits, padding
+from cosyvoice_triton.token2wav.gpu.limits import UNET_FRAMES, padding
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape, flow_noise
 from cosyvoice_triton.token2wav.stream import VocoderState
 from cosyvoice_triton.voice.prompt import Prompt
@@ -54,30 +53,24 @@ class UNetStreaming(StreamingFlow[WindowStream]):
     """
 
     cumulative = True
+    _network: UNetFlow
 
     def __init__(
         self,
         network: UNetFlow,
         noise: NoiseTape,
         *,
-        limits: BatchLimits,
-        steps: int = EULER_STEPS,
-        max_tokens: int = MAX_STREAM_TOKENS,
         context_tokens: int = CONTEXT_TOKENS,
-        graphs: bool = True,
-        load_exact: Callable[[], Any] | None = None,
+        **options: Any,
     ):
-        super().__init__(
-            network, noise, limits=limits, steps=steps, max_tokens=max_tokens, graphs=graphs, load_exact=load_exact
-        )
-        self._network: UNetFlow = network
+        super().__init__(network, noise, **options)
         self._chunk_tokens = network.config.encoder.chunk_tokens
         self._context = context_tokens
-        self._solve: WindowSolve = PlainWindowSolve(network, noise, steps)
+        self._solve: WindowSolve = PlainWindowSolve(network, noise, self._steps)
         if self._graphed:
             from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet  # its kernels need Triton
 
-            self._estimator = FusedUNet(network.decoder.estimator, network.decoder.schedule(steps)[0])
+            self._estimator = FusedUNet(network.decoder.estimator, network.decoder.schedule(self._steps)[0])
             self._capture()
 
     @property
@@ -122,16 +115,8 @@ class UNetStreaming(StreamingFlow[WindowStream]):
         stream.mel, stream.speaker = self._mel_of(stream.prompt), self._project_speaker(stream.prompt)
         return mel
 
-    def _plain(self, network: Any) -> "UNetStreaming":
-        return UNetStreaming(
-            network,
-            self._noise,
-            limits=replace(self.limits, max_streams=1),
-            steps=self._steps,
-            max_tokens=self._max_tokens,
-            context_tokens=self._context,
-            graphs=False,
-        )
+    def _plain(self, network: Any, *shared: Any, **options: Any) -> "UNetStreaming":
+        return super()._plain(network, *shared, context_tokens=self._context, **options)
 
     def _window(self, chunk: WindowChunk) -> Window:
         tokens = np.concatenate([chunk.stream.prompt.tokens, chunk.tokens[forgotten_tokens(chunk) :]])

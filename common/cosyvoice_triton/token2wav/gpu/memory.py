@@ -104,9 +104,7 @@ class Networks:
         """Read the sizes, and nothing else, from the files of a checkpoint."""
         tokenizer = model_dir / stack.speech_tokenizer  # another model reads it, maybe from elsewhere
         tokenizer_size = tokenizer.stat().st_size if tokenizer.exists() else 0
-        shapes, vocoder = (
-            shapes_of(read_state(model_dir / name, "meta")) if name else {} for name in (stack.flow, stack.hift)
-        )
+        shapes, vocoder = (shapes_of(read_state(model_dir / name, "meta")) for name in (stack.flow, stack.hift))
         values, vocoder_values = (sum(map(math.prod, of.values())) for of in (shapes, vocoder))
         return cls(
             flow=resolve_name(stack.flow_config).from_shapes(shapes, **stated_solve(model_dir / stack.flow)),

@@ -22,9 +22,10 @@ from cosyvoice_triton.config import FlowRuntime
 from cosyvoice_triton.constants import EULER_STEPS, MEL_BINS, TOKEN_MEL_RATIO, TOKEN_RATE
 from cosyvoice_triton.runtimes.loading import flow_runtime
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, Vocoder, VocoderOptions, loader
+from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, loader
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.stream import NotFiniteError, VocoderState
+from cosyvoice_triton.token2wav.vocoder.base import BatchVocoder, VocoderOptions
 from cosyvoice_triton.voice.audio import load_recording
 from cosyvoice_triton.voice.encoders import TOKENIZER_FILES, ReferenceEncoder, reference_mel
 from cosyvoice_triton.voice.prompt import Prompt, Recording
@@ -111,7 +112,7 @@ class Precision:
 
         def audio(dtype: torch.dtype) -> Tensor:
             options = VocoderOptions(device=device, dtype=dtype, limits=one, graphs=False)
-            vocoder: Vocoder = loader(stack.vocoder_loader)(hift_path, options)
+            vocoder: BatchVocoder = loader(stack.vocoder_loader)(hift_path, options)
             return vocoder.whole([exact_mel])[0]  # the same mel for both formats, and so the same source
 
         prompt, tokens = _utterance(stack, model_dir)

@@ -30,7 +30,7 @@ class Token2WavModel:
         engine = Token2Wav.from_config(self.stack, config)
         self._service = Token2WavService(engine, idle_seconds=config.idle_seconds)
         self._monitor = ModelMonitor(
-            args, test=self._service.test, read=lambda: {**self._service.stats().values(), **engine.counts}
+            args, test=self._service.test, read=lambda: {**self._service.stats(), **engine.counts}
         )
 
     def execute(self, requests: list[Any]) -> None:

@@ -22,12 +22,12 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.monitoring import faults
 from cosyvoice_triton.monitoring.logs import timed
+from cosyvoice_triton.monitoring.metrics import BATCHES, CACHE, CHUNKS, QUEUED, STREAMS, WAITED, Values
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.policy.admission import Admission
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER, Candidate, ChunkScheduler, Opening
 from cosyvoice_triton.token2wav.serving.requests import TEST_STREAM, Kind, Reply, Token2WavRequest
 from cosyvoice_triton.token2wav.serving.session import Session, Sessions, State
-from cosyvoice_triton.token2wav.serving.stats import Stats
 from cosyvoice_triton.token2wav.serving.worker import SWITCH_SECONDS, RenderedBatch, Worker, measure
 from cosyvoice_triton.token2wav.stream import Chunk
 from cosyvoice_triton.voice.prompt import Prompt
@@ -89,17 +89,17 @@ class Token2WavService:
         if not self._sessions.add(request):
             reply(SILENCE)
 
-    def stats(self) -> Stats:
-        """Return the service's current numbers."""
-        return Stats(
-            live_streams=self._sessions.streams,
-            queued=self._sessions.queued,
-            cache_bytes=self._engine.cache_bytes,
-            batches=self._batches,
-            chunks=self._chunks,
-            waited_seconds=self._waited_seconds,
-            admission=self._admission.values(self._sessions.listeners, self._sessions.wholes),
-        )
+    def stats(self) -> Values:
+        """Return the service's current numbers by metric."""
+        return {
+            STREAMS: self._sessions.streams,
+            QUEUED: self._sessions.queued,
+            CACHE: self._engine.cache_bytes,
+            BATCHES: self._batches,
+            CHUNKS: self._chunks,
+            WAITED: self._waited_seconds,
+            **self._admission.values(self._sessions.listeners, self._sessions.wholes),
+        }
 
     def test(self) -> None:
         """Render a small stream through the queue, or a whole utterance while all slots are taken: streams that idle in

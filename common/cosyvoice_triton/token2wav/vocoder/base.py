@@ -4,26 +4,42 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Self
 
 from cosyvoice_triton.batches import isolated
 from cosyvoice_triton.device import copied, on_device, on_host
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 from cosyvoice_triton.token2wav.stream import Chunk, NotFiniteError, VocoderState
+from cosyvoice_triton.token2wav.vocoder.vocoder_graphs import GraphedRenderer, VocoderRenderer
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocoderOptions:
+    """How a stack's `vocoder_loader` is to load its vocoder. graphs: whether to capture CUDA graphs, on a GPU."""
+
+    device: str
+    dtype: torch.dtype
+    limits: BatchLimits
+    graphs: bool
 
 
 class StreamSlots:
-    """Numbers of streams. Tensors that keep something of every stream have one row more, `scratch`: padding rows of a
-    batch write to it."""
+    """What streams carry from chunk to chunk, allocated once: tensors with a row for each stream and one more,
+    `scratch`, which padding rows of a batch write to."""
 
-    def __init__(self, slots: int):
+    def __init__(self, slots: int, *kept: Tensor):
         self.scratch = slots
+        self.nbytes = sum(x.nbytes for x in kept)
         self._free = list(range(slots))
 
     def acquire(self) -> int:
@@ -47,14 +63,63 @@ class Rendering(NamedTuple):
 
 
 class BatchVocoder(ABC):
-    """Renders mel chunks of many streams, in batches of chunks of a length class. Forms of it say how a batch is
-    rendered and what is withheld.
-
-    slots: of the streams. needs: mel frames with which a stream that goes on begins.
+    """Renders mel chunks of many streams (`open`, `begin`, `close`), in batches of chunks of a length class, or whole
+    utterances (`whole`). Forms of it say how a batch is rendered and what is withheld.
     """
 
-    def __init__(self, slots: StreamSlots, limits: BatchLimits, device: torch.device, *, needs: int):
-        self._slots, self._limits, self._device, self._needs = slots, limits, device, needs
+    needs: int  # mel frames with which a stream that goes on begins
+
+    def __init__(
+        self,
+        network: Any,
+        noise: NoiseTape,
+        *,
+        limits: BatchLimits,
+        graphs: bool = True,
+        load_exact: Callable[[], Any] | None = None,
+        pool: StreamSlots | None = None,
+    ):
+        """Make the vocoder of a network. graphs: by CUDA graphs on a GPU. load_exact: loads the network in float32;
+        without it, `network` is that. pool: of another vocoder, whose streams are rendered."""
+        self._network, self._noise, self._limits, self._load_exact = network, noise, limits, load_exact
+        self._device = network.conv_pre.weight.device
+        self.pool: Any = pool or self._make_pool()
+        self._plain: Any = self._make_renderer()
+        self._graphed: GraphedRenderer | None = None
+        if graphs and self._device.type == "cuda":
+            self._fused = self._make_fused()  # of all workers
+            self._graphed = GraphedRenderer(self._fused, limits)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the memory in bytes that is reserved for streams."""
+        return self.pool.nbytes
+
+    def for_worker(self, worker: int) -> Self | None:
+        """See `StreamingFlow.for_worker`."""
+        if self._graphed is None:
+            return None
+        vocoder = copy(self)
+        vocoder._limits = self._limits.of_worker(worker)
+        vocoder._graphed = GraphedRenderer(self._fused, vocoder._limits)
+        return vocoder
+
+    def exact(self) -> Self:
+        """Load the same vocoder in float32, by plain operations, over the same streams, for a single use."""
+        network = self._load_exact() if self._load_exact else self._network
+        return type(self)(network, self._noise, limits=self._limits, graphs=False, pool=self.pool)
+
+    @abstractmethod
+    def _make_pool(self) -> StreamSlots:
+        """Make what streams carry, for the streams of the limits."""
+
+    @abstractmethod
+    def _make_renderer(self) -> VocoderRenderer:
+        """Make what renders a batch by the network's own operations."""
+
+    def _make_fused(self) -> VocoderRenderer:
+        """Make what is captured in CUDA graphs."""
+        return self._plain
 
     @abstractmethod
     def _pass(
@@ -74,10 +139,11 @@ class BatchVocoder(ABC):
 
     def open(self) -> VocoderState:
         """Begin a stream. Raises UnavailableError when all are taken."""
-        return VocoderState(self._slots.acquire())
+        return VocoderState(self.pool.acquire())
 
     def close(self, state: VocoderState) -> None:
-        self._slots.release(state.slot)
+        """Give back what the stream holds outside of its state."""
+        self.pool.release(state.slot)
 
     @torch.inference_mode()
     def begin(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> Callable[[], list[Tensor | Exception]]:
@@ -97,7 +163,7 @@ class BatchVocoder(ABC):
             frames = ready[index].shape[1]
             if frames == 0 and chunk.final and state.begun:
                 audio[index] = self._rest(chunk, ready[index])
-            elif frames and (chunk.final or state.begun or frames >= self._needs):
+            elif frames and (chunk.final or state.begun or frames >= self.needs):
                 groups[self._length_class(frames), state.begun].append(index)
             elif mel.isfinite().all():  # it waits for the host, but hops this short are rare
                 state.pending = ready[index].clone()  # the flow's next mel may be at the same place

@@ -1,8 +1,7 @@
 """Streaming causal HiFT: each chunk continues its stream where the one before ended, so nothing is vocoded twice and
 there is nothing to cross-fade."""
 
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,11 +11,8 @@ from torch import Tensor
 from cosyvoice_triton.device import on_device
 from cosyvoice_triton.networks.hift.causal import WITHHELD_FRAMES, CausalHiFTGenerator, KeptPast
 from cosyvoice_triton.networks.hift.checkpoint import load_causal_hift
-from cosyvoice_triton.token2wav.flow.base import VocoderOptions
-from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape, uniform_noise
-from cosyvoice_triton.token2wav.vocoder.base import BatchVocoder, StreamSlots
-from cosyvoice_triton.token2wav.vocoder.vocoder_graphs import GraphedRenderer
+from cosyvoice_triton.token2wav.vocoder.base import BatchVocoder, StreamSlots, VocoderOptions
 
 
 def load(path: Path, options: VocoderOptions) -> "CausalVocoder":
@@ -31,12 +27,8 @@ class PastPool(StreamSlots):
     """The pasts of streams, allocated once: 0.6 MiB per stream at the official sizes."""
 
     def __init__(self, slots: int, hift: CausalHiFTGenerator):
-        super().__init__(slots)
         self.past = KeptPast(*(x.new_zeros(slots + 1, x.shape[1]) for x in empty_past(hift)))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.past)
+        super().__init__(slots, *self.past)
 
 
 @torch.inference_mode()
@@ -86,44 +78,15 @@ class CausalRenderer:
 
 
 class CausalVocoder(BatchVocoder):
-    """Streams the causal HiFT. graphs: by CUDA graphs on a GPU. load_exact: loads the network in float32; without it,
-    `hift` is that. pool: of another vocoder, whose streams are rendered.
-    """
+    """Streams the causal HiFT."""
 
-    def __init__(
-        self,
-        hift: CausalHiFTGenerator,
-        noise: NoiseTape,
-        *,
-        limits: BatchLimits,
-        graphs: bool = True,
-        load_exact: Callable[[], CausalHiFTGenerator] | None = None,
-        pool: PastPool | None = None,
-    ):
-        device = hift.conv_pre.weight.device
-        self.pool = pool or PastPool(limits.max_streams, hift)
-        super().__init__(self.pool, limits, device, needs=WITHHELD_FRAMES + 1)
-        self._hift, self._noise, self._load_exact = hift, noise, load_exact
-        self._plain = CausalRenderer(hift, self.pool, noise)
-        self._graphed = GraphedRenderer(self._plain, limits) if graphs and device.type == "cuda" else None
+    needs = WITHHELD_FRAMES + 1
 
-    @property
-    def nbytes(self) -> int:
-        """Return the memory in bytes that is reserved for streams."""
-        return self.pool.nbytes
+    def _make_pool(self) -> PastPool:
+        return PastPool(self._limits.max_streams, self._network)
 
-    def for_worker(self, worker: int) -> "CausalVocoder | None":
-        if self._graphed is None:
-            return None
-        vocoder = copy(self)
-        vocoder._limits = self._limits.of_worker(worker)
-        vocoder._graphed = GraphedRenderer(self._plain, vocoder._limits)
-        return vocoder
-
-    def exact(self) -> "CausalVocoder":
-        """Load the same vocoder in float32, by plain operations, over the same streams, for a single use."""
-        hift = self._load_exact() if self._load_exact else self._hift
-        return CausalVocoder(hift, self._noise, limits=self._limits, graphs=False, pool=self.pool)
+    def _make_renderer(self) -> CausalRenderer:
+        return CausalRenderer(self._network, self.pool, self._noise)
 
     def _pass(
         self, begun: bool, mel: Tensor, slots: Tensor, starts: Tensor, frames: Tensor, ends: Sequence[bool]
@@ -135,9 +98,9 @@ class CausalVocoder(BatchVocoder):
 
     def _sent(self, frames: int, *, begun: bool, final: bool) -> tuple[int, int]:
         of_hift = {"begins": not begun, "ends": final}
-        return self._hift.vocoded(frames, **of_hift), self._hift.samples(frames, **of_hift)
+        return self._network.vocoded(frames, **of_hift), self._network.samples(frames, **of_hift)
 
     def _whole(self, mel: Tensor, frames: Tensor) -> Tensor:
         starts = torch.zeros_like(frames)
         ends = torch.ones_like(frames, dtype=torch.bool)
-        return self._hift(mel, lambda samples: self._noise.gather(starts, samples), frames, ends, ending=True)[0]
+        return self._network(mel, lambda samples: self._noise.gather(starts, samples), frames, ends, ending=True)[0]

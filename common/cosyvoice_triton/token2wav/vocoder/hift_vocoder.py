@@ -7,8 +7,7 @@ next frames.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,12 +20,9 @@ from cosyvoice_triton.networks.hift.checkpoint import load_hift
 from cosyvoice_triton.networks.hift.config import HiFTConfig
 from cosyvoice_triton.networks.hift.generator import Body, HiFTGenerator, Past
 from cosyvoice_triton.networks.hift.source import F0_REACH
-from cosyvoice_triton.token2wav.flow.base import VocoderOptions
-from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape, source_noise
 from cosyvoice_triton.token2wav.stream import Chunk
-from cosyvoice_triton.token2wav.vocoder.base import BatchVocoder, StreamSlots
-from cosyvoice_triton.token2wav.vocoder.vocoder_graphs import GraphedRenderer
+from cosyvoice_triton.token2wav.vocoder.base import BatchVocoder, StreamSlots, VocoderOptions
 
 
 def falling_half(samples: int) -> Tensor:
@@ -41,17 +37,13 @@ class OverlapPool(StreamSlots):
     """What streams carry from chunk to chunk: 20 kB per stream at the official sizes, allocated once."""
 
     def __init__(self, slots: int, config: HiFTConfig, device: torch.device):
-        super().__init__(slots)
         samples = OVERLAP_FRAMES * config.hop
         # Frames that the next chunk repeats, after those that the f0 of the first one depends on.
         self.mel = torch.zeros(slots + 1, config.mel_bins, F0_REACH + OVERLAP_FRAMES, device=device)
         # Phases of the source, in cycles, at the middle of the frame before the repeated ones.
         self.phases = torch.zeros(slots + 1, config.harmonics + 1, dtype=torch.float64, device=device)
         self.speech = torch.zeros(slots + 1, samples, device=device)  # audio of the repeated frames, withheld
-
-    @property
-    def nbytes(self) -> int:
-        return self.mel.nbytes + self.phases.nbytes + self.speech.nbytes
+        super().__init__(slots, self.mel, self.phases, self.speech)
 
 
 class OverlapRenderer:
@@ -122,48 +114,18 @@ def load(path: Path, options: VocoderOptions) -> "StreamingVocoder":
 
 
 class StreamingVocoder(BatchVocoder):
-    """Streams HiFT. graphs: by CUDA graphs on a GPU. load_exact: loads the network in float32; without it, `hift` is
-    that. pool: of another vocoder, whose streams are rendered.
-    """
+    """Streams HiFT."""
 
-    def __init__(
-        self,
-        hift: HiFTGenerator,
-        noise: NoiseTape,
-        *,
-        limits: BatchLimits,
-        graphs: bool = True,
-        load_exact: Callable[[], HiFTGenerator] | None = None,
-        pool: OverlapPool | None = None,
-    ):
-        device = hift.conv_pre.weight.device
-        self.pool = pool or OverlapPool(limits.max_streams, hift.config, device)
-        super().__init__(self.pool, limits, device, needs=OVERLAP_FRAMES + 1)
-        self._hift, self._noise, self._load_exact = hift, noise, load_exact
-        self._hop = hift.config.hop
-        self._plain = OverlapRenderer(hift, self.pool, noise)
-        self._renderer: OverlapRenderer | GraphedRenderer = self._plain
-        if graphs and device.type == "cuda":
-            self._fused = OverlapRenderer(hift, self.pool, noise, _fused_body(hift))  # of all workers
-            self._renderer = GraphedRenderer(self._fused, limits)
+    needs = OVERLAP_FRAMES + 1
 
-    @property
-    def nbytes(self) -> int:
-        """Return the memory in bytes that is reserved for streams."""
-        return self.pool.nbytes
+    def _make_pool(self) -> OverlapPool:
+        return OverlapPool(self._limits.max_streams, self._network.config, self._device)
 
-    def for_worker(self, worker: int) -> "StreamingVocoder | None":
-        if self._renderer is self._plain:
-            return None
-        vocoder = copy(self)
-        vocoder._limits = self._limits.of_worker(worker)
-        vocoder._renderer = GraphedRenderer(self._fused, vocoder._limits)
-        return vocoder
+    def _make_renderer(self) -> OverlapRenderer:
+        return OverlapRenderer(self._network, self.pool, self._noise)
 
-    def exact(self) -> "StreamingVocoder":
-        """Load the same vocoder in float32, by plain operations, over the same streams, for a single use."""
-        hift = self._load_exact() if self._load_exact else self._hift
-        return StreamingVocoder(hift, self._noise, limits=self._limits, graphs=False, pool=self.pool)
+    def _make_fused(self) -> OverlapRenderer:
+        return OverlapRenderer(self._network, self.pool, self._noise, _fused_body(self._network))
 
     def _rest(self, chunk: Chunk, mel: Tensor) -> Tensor:
         return on_host(self.pool.speech[chunk.stream.vocoder.slot])[0]
@@ -171,11 +133,11 @@ class StreamingVocoder(BatchVocoder):
     def _pass(
         self, begun: bool, mel: Tensor, slots: Tensor, starts: Tensor, frames: Tensor, ends: Sequence[bool]
     ) -> Tensor:
-        return self._renderer.render(begun, mel, slots, starts, frames)
+        return (self._graphed or self._plain).render(begun, mel, slots, starts, frames)
 
     def _sent(self, frames: int, *, begun: bool, final: bool) -> tuple[int, int]:
         sent = frames + (OVERLAP_FRAMES if begun else 0) - (0 if final else OVERLAP_FRAMES)
-        return sent, sent * self._hop
+        return sent, sent * self._network.config.hop
 
     def _whole(self, mel: Tensor, frames: Tensor) -> Tensor:
         scratch = torch.full_like(frames, self.pool.scratch)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import soundfile as sf
-from cosyvoice_triton.speech_service.audio import decoders
+from cosyvoice_triton.speech_service.audio import recordings
 from cosyvoice_triton.speech_service.audio.recordings import decode
 
 from tests.support.speech_fixtures import recording
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 def idle() -> int:
     """The id of the process that is next."""
-    return int(decoders._idle.queue[-1]._process.pid)
+    return int(recordings._idle.queue[-1]._process.pid)
 
 
 def peak(process: int) -> int:
@@ -37,7 +37,7 @@ def test_a_process_that_dies_or_hangs_fails_its_recording_alone(monkeypatch: pyt
     assert decode(recording(), MIB).seconds == 1 and idle() != before
     hung = idle()
     os.kill(hung, signal.SIGSTOP)
-    monkeypatch.setattr(decoders, "SECONDS", 0.1)
+    monkeypatch.setattr(recordings, "SECONDS", 0.1)
     with pytest.raises(ValueError, match="cannot be decoded"):
         decode(recording(), MIB)
     monkeypatch.undo()
@@ -55,7 +55,7 @@ def test_a_process_has_little_memory_and_no_torch() -> None:
 
 def test_two_minutes_of_stereo_at_192_khz_are_resampled_while_they_are_decoded() -> None:
     """Their samples are 92 MB, which would be there several times."""
-    decoders.warm_up()
+    recordings.warm_up()
     second, file = sf.read(io.BytesIO(recording(1.0, 192_000, channels=2)))[0], io.BytesIO()
     with sf.SoundFile(file, "w", 192_000, 2, format="FLAC") as written:
         for _ in range(120):
