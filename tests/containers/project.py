@@ -59,7 +59,8 @@ class Project:
         """Run commands of docs/operate.md, with other settings from now on."""
         self._environment |= settings
         script = f'dc() {{ {shlex.join(self._command)} "$@"; }}\n{commands}'
-        run = subprocess.run(["bash", "-euc", script], env=self._environment, capture_output=True, text=True)
+        how = {"env": self._environment, "text": True, "timeout": 2 * SECONDS}
+        run = subprocess.run(["bash", "-euc", script], capture_output=True, **how)
         assert run.returncode == 0, run.stdout + run.stderr + self.logs()
 
     def up(self, *services: str) -> None:
