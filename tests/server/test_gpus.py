@@ -185,6 +185,6 @@ def test_ports_in_use_a_folder_that_cannot_be_written_and_a_full_disk_are_proble
         port = taken.getsockname()[1]
         command = [str(tmp_path / "models"), "--device=cpu", "--quiet", "--disk=1e9", "--ports", "0", str(port)]
         assert doctor.main(command) == 1
-    folder, disk, busy = capsys.readouterr().err.splitlines()
+    folder, busy, disk = capsys.readouterr().err.splitlines()
     assert folder.startswith(f"error: {tmp_path} cannot be written to by this user")
     assert "1e+09 GB of disk are needed" in disk and f"port {port} is in use" in busy
