@@ -86,9 +86,9 @@ def test_make_passes_settings_and_paths_with_blanks_on_and_refuses_an_unknown_de
 
 def test_make_serve_on_a_gpu_checks_the_machine_installs_its_extra_downloads_and_serves() -> None:
     shown = planned("serve", "DEVICE=gpu", "STACK=unet", "SET=max_streams=8").stdout
-    steps = ("doctor.py", "[client,http,gpu]", "prepare download", "serve --models")
+    steps = ("doctor.py", "uninstall --quiet --yes torch", "[client,http,gpu]", "prepare download", "serve --models")
     assert sorted(map(shown.index, steps)) == [*map(shown.index, steps)]
-    for step in (steps[0], *steps[2:]):
+    for step in (steps[0], *steps[3:]):
         (line,) = re.findall(rf".*{step}.*", shown)
         assert "models/official" in line and "--stack unet" in line, step
         assert ("--set max_streams=8" in line) == (step != "prepare download")
