@@ -51,7 +51,10 @@ def test_a_python_that_tritonserver_does_not_have_is_told_why_and_what_to_instal
         told = f"import sys; sys.version_info = {version}; exec(compile({script!r}, 'doctor.py', 'exec'))"
         finished = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=60)
         assert finished.returncode == 1 and finished.stderr.startswith("error: Python 3.10, 3.11 or 3.12 is needed")
-        assert finished.stderr.count("\n") == 1 and "make demo PYTHON=$(uv/bin/uv python find 3.12)" in finished.stderr
+        assert (
+            finished.stderr.count("\n") == 1
+            and "make demo PYTHON=$(build/uv/bin/uv python find 3.12)" in finished.stderr
+        )
 
 
 def test_make_serve_looks_at_its_ports_before_it_installs_or_renders() -> None:
