@@ -111,6 +111,7 @@ def test_what_is_missing_or_damaged_is_copied_again_and_registered_voices_stay(r
     voices, computed = ready / VOICES_DIR, ready / stacks.DIT.llm.genai
     computed.mkdir()
     (voices / "anna.safetensors").write_bytes(b"computed")
+    (voices / "uploaded.safetensors").write_bytes(b"recorded")
     (voices / "anna.wav").write_bytes(b"recorded")
     (voices / "slt.wav").unlink()
     (ready / UNET_DIR / "flow.pt").write_bytes(b"truncated")
@@ -121,6 +122,7 @@ def test_what_is_missing_or_damaged_is_copied_again_and_registered_voices_stay(r
     (ready / SUMS).write_text(f"{'0' * 64}  {UNET_DIR}/flow.pt\n")  # those of another version
     assert copy_demo(ready) and (ready / SUMS).read_bytes() == (TRAINED / SUMS).read_bytes()
     assert (voices / "anna.wav").is_file() and not (voices / "anna.safetensors").exists() and not computed.exists()
+    assert (voices / "uploaded.safetensors").read_bytes() == b"recorded", "the only file of a voice"
 
 
 def test_other_directories_are_refused(tmp_path: Path, demo_models: Path) -> None:

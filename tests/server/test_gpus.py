@@ -105,7 +105,11 @@ def test_cuda_visible_devices_chooses_the_gpu(machine: Machine, monkeypatch: pyt
         (["GeForce GTX 1080"], {}, "compute capability 6.1, and 7.5 is needed"),
         (["NVIDIA T400"], {}, "too small for the dit stack, which needs 7.2 GiB free: use a larger GPU"),
         (["NVIDIA L4"], {"free": 5000}, "end other programs on it (nvidia-smi lists them), use a larger"),
-        (["NVIDIA L4"], {"cuda": ""}, "torch is a build for CPUs; run: pip install 'cosyvoice-triton[gpu]'"),
+        (
+            ["NVIDIA L4"],
+            {"cuda": ""},
+            "torch is a build for CPUs, which pip would keep; run: pip uninstall --yes torch",
+        ),
         (["NVIDIA GB10"], {}, "no GPU is visible: install NVIDIA's driver"),
         ([], {}, "no GPU is visible: install NVIDIA's driver"),
     ],
@@ -185,6 +189,6 @@ def test_ports_in_use_a_folder_that_cannot_be_written_and_a_full_disk_are_proble
         port = taken.getsockname()[1]
         command = [str(tmp_path / "models"), "--device=cpu", "--quiet", "--disk=1e9", "--ports", "0", str(port)]
         assert doctor.main(command) == 1
-    folder, disk, busy = capsys.readouterr().err.splitlines()
+    folder, busy, disk = capsys.readouterr().err.splitlines()
     assert folder.startswith(f"error: {tmp_path} cannot be written to by this user")
     assert "1e+09 GB of disk are needed" in disk and f"port {port} is in use" in busy

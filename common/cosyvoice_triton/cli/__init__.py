@@ -11,74 +11,64 @@ from typing import NamedTuple
 class Command(NamedTuple):
     """A subcommand.
 
-    module: has `main(argv)`. summary: a line of the help. actions: subcommands of its own, instead of a module. Those
-    of `prepare` that are options of one parser have the same module, which then reads the action's name, too.
+    summary: a line of the help. module: has `main(argv)`; without one it is that of the command's name in this folder.
+    actions: subcommands of its own, instead of a module. Those of `prepare` that are options of one parser have the
+    same module, which then reads the action's name, too.
     """
 
-    module: str
     summary: str
+    module: str = ""
     actions: "Mapping[str, Command]" = {}
 
 
-_PREPARE = "cosyvoice_triton.cli.prepare"
+_PREPARE = f"{__name__}.prepare"
 # By what a user wants to do.
 COMMANDS: dict[str, dict[str, Command]] = {
     "speak": {
-        "demo": Command("cosyvoice_triton.cli.demo", "serve the demo voice, speak one text, write a wav file, stop"),
-        "text": Command("cosyvoice_triton.cli.text", "print what will be spoken of a text, segment by segment"),
-        "say": Command("cosyvoice_triton.cli.say", "speak a text at a running server, or in this process, to a file"),
+        "demo": Command("serve the demo voice, speak one text, write a wav file, stop"),
+        "text": Command("print what will be spoken of a text, segment by segment"),
+        "say": Command("speak a text at a running server, or in this process, to a file"),
     },
     "serve": {
-        "serve": Command("cosyvoice_triton.cli.serve", "serve a stack until Ctrl-C"),
-        "doctor": Command("cosyvoice_triton.cli.doctor", "check this machine, say what it would serve"),
-        "render": Command("cosyvoice_triton.cli.render", "write the Triton model repository of a stack"),
-        "speech": Command("cosyvoice_triton.speech_service.command", "run the speech service alone, before Tritons"),
-        "wait": Command("cosyvoice_triton.cli.wait_ready", "wait until health pages answer 200"),
+        "serve": Command("serve a stack until Ctrl-C"),
+        "doctor": Command("check this machine, say what it would serve"),
+        "render": Command("write the Triton model repository of a stack"),
+        "speech": Command("run the speech service alone, before Tritons", "cosyvoice_triton.speech_service.command"),
+        "wait": Command("wait until health pages answer 200", f"{__name__}.wait_ready"),
     },
     "checkpoints and voices": {
         "prepare": Command(
-            "",
             "download checkpoints, convert them, build engines",
-            {
-                "demo": Command(_PREPARE, "write the small trained checkpoint of the demo"),
-                "download": Command(_PREPARE, "download the official checkpoints of a stack"),
-                "engine": Command(_PREPARE, "build the files that the LLM's engine loads"),
-                "plans": Command(_PREPARE, "build token2wav's TensorRT plans"),
-                "convert-llm": Command("cosyvoice_triton.cli.convert_llm", "official llm.pt -> HuggingFace directory"),
-                "convert-checkpoint": Command(
-                    "cosyvoice_triton.cli.convert_checkpoint", "HuggingFace directory -> TensorRT-LLM checkpoint"
-                ),
+            actions={
+                "demo": Command("write the small trained checkpoint of the demo", _PREPARE),
+                "download": Command("download the official checkpoints of a stack", _PREPARE),
+                "engine": Command("build the files that the LLM's engine loads", _PREPARE),
+                "plans": Command("build token2wav's TensorRT plans", _PREPARE),
+                "convert-llm": Command("official llm.pt -> HuggingFace directory"),
+                "convert-checkpoint": Command("HuggingFace directory -> TensorRT-LLM checkpoint"),
             },
         ),
-        "voice": Command("cosyvoice_triton.cli.voice", "register, list, delete, export and import voices"),
+        "voice": Command("register, list, delete, export and import voices"),
         "export": Command(
-            "",
             "write a checkpoint's networks for other runtimes",
-            {
-                "onnx": Command("cosyvoice_triton.export.onnx", "export them to ONNX files"),
-            },
+            actions={"onnx": Command("export them to ONNX files", "cosyvoice_triton.export.onnx")},
         ),
     },
     "measure": {
-        "evaluate": Command("cosyvoice_triton.cli.evaluate", "judge a checkpoint's speech: words, quality, similarity"),
+        "evaluate": Command("judge a checkpoint's speech: words, quality, similarity"),
         "bench": Command(
-            "",
             "measure a server",
-            {
-                "load": Command("cosyvoice_triton.bench.load", "a running server under load, with listeners"),
-            },
+            actions={"load": Command("a running server under load, with listeners", "cosyvoice_triton.bench.load")},
         ),
     },
     "programs of upstream, with its options": {
-        "client-grpc": Command("cosyvoice_triton.cli.client_grpc", "streaming and offline client over gRPC"),
-        "client-http": Command("cosyvoice_triton.cli.client_http", "offline client over HTTP"),
-        "fill-template": Command("cosyvoice_triton.cli.fill_template", "fill in one config.pbtxt"),
-        "test-llm": Command(
-            "cosyvoice_triton.cli.test_llm", "send prompts through any LLM engine or server, and time them"
-        ),
-        "offline": Command("cosyvoice_triton.cli.offline_inference", "texts -> audio files, without a server"),
-        "token2wav": Command("cosyvoice_triton.cli.token2wav", "speech tokens -> audio files, without a server"),
-        "streaming": Command("cosyvoice_triton.cli.streaming_inference", "the same in chunks, and their cost"),
+        "client-grpc": Command("streaming and offline client over gRPC"),
+        "client-http": Command("offline client over HTTP"),
+        "fill-template": Command("fill in one config.pbtxt"),
+        "test-llm": Command("send prompts through any LLM engine or server, and time them"),
+        "offline": Command("texts -> audio files, without a server", f"{__name__}.offline_inference"),
+        "token2wav": Command("speech tokens -> audio files, without a server"),
+        "streaming": Command("the same in chunks, and their cost", f"{__name__}.streaming_inference"),
     },
 }
 
@@ -111,7 +101,7 @@ def _run(program: str, groups: Mapping[str, Mapping[str, Command]], arguments: S
     own = command.module == _PREPARE  # its parser reads the action
     sys.argv = [program if own else f"{program} {name}", *(arguments if own else rest)]
     try:
-        module = importlib.import_module(command.module)
+        module = importlib.import_module(command.module or f"{__name__}.{name.replace('-', '_')}")
     except ModuleNotFoundError as error:  # of an extra that is not installed
         print(f"error: {error}; run: pip install 'cosyvoice-triton[server,client,http]'", file=sys.stderr)
         return 1

@@ -28,7 +28,7 @@ from cosyvoice_triton.demo_checkpoint import DEMO, DEMO_SETTINGS
 from cosyvoice_triton.load.samples import read_manifest
 from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.prepare.missing import require_files
-from cosyvoice_triton.server.options import StackOptions, parse_settings
+from cosyvoice_triton.server.options import Device, StackOptions, parse_settings, planned
 from cosyvoice_triton.server.rendering import render
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 
@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> SpeechResult:
     settings = parse_settings(args.settings)
     if demo:
         settings = {**DEMO_SETTINGS, **settings}
-    options = StackOptions(models_dir=args.models, stack=stack, device="cpu" if demo else "auto", settings=settings)
+    device: Device = "cpu" if demo else "auto"
+    options, _ = planned(StackOptions(models_dir=args.models, stack=stack, device=device, settings=settings))
     with step(1, f"demo checkpoint, a small trained voice: {args.models}" if demo else f"checkpoints: {args.models}"):
         if demo:
             steps.demo(args.models, stack)

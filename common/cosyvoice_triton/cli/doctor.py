@@ -15,7 +15,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cosyvoice_triton.arguments import command_parser
@@ -65,73 +65,94 @@ def checked(args: argparse.Namespace) -> Iterator[Line]:
     """Yield the lines of the checks that the options ask for."""
     try:
         options = stack_options(args.models, args)
-        yield from examine(options)
-        if args.files:
-            from cosyvoice_triton.offline.inspection import Inspection  # imports torch
-
-            yield from Inspection(options).lines()
-    except ValueError as error:  # of the options
+    except ValueError as error:
         yield False, str(error)
-    if args.disk:
-        yield _space(Path.cwd(), args.disk, "what is installed and written")
-    for port in args.ports:
-        yield from _fault(require_free, port, LOOPBACK)
+        return
+    checks = [_software(), _settings(options), _gpu(options), _models(options), _ports(args.ports)]
+    checks += [_shared_memory()] if options.device != "cpu" else []  # the demo voice needs little
+    checks += [_space(Path.cwd(), args.disk, "what is installed and written")] if args.disk else []
+    for check in checks:
+        try:
+            for found in check:
+                yield True, found
+        except (ValueError, ServerError) as error:
+            yield False, str(error)
+    if args.files:
+        from cosyvoice_triton.offline.inspection import Inspection  # imports torch
+
+        yield from Inspection(options).lines()
 
 
-def _fault(check: Callable[..., object], *args: object) -> Iterator[Line]:
-    """Yield a line only if the check raises an error."""
-    try:
-        check(*args)
-    except (ValueError, ServerError) as error:
-        yield False, str(error)
+# Each check yields what it found, and ends with the error that says what to do.
 
 
-def examine(options: StackOptions) -> Iterator[Line]:
-    """Yield one line for each check of what serving with these options needs."""
-    yield from _software()
-    yield from _fault(filled_configs, options)
-    yield from _gpu(options)
-    yield from _models(options)
-    if options.device != "cpu":  # the demo voice needs little
-        yield _shared_memory()
-
-
-def _software() -> Iterator[Line]:
+def _software() -> Iterator[str]:
     """Yield what there is of tritonserver or, before anything is installed, whether this Python can install it."""
-    system, processor = platform.system(), platform.machine()
-    if (system, processor) != ("Linux", "x86_64"):
-        yield (
-            False,
-            f"tritonserver's wheel is for Linux on x86_64, this is {system} on {processor}; run it on such a machine",
-        )
-    try:
-        if gpus.cuda_of_torch() is not None:
-            yield True, f"tritonserver: {Installation.find().binary}"
-            return
-        require_machine()
-    except ServerError as error:
-        yield False, str(error)
+    if (machine := f"{platform.system()} on {platform.machine()}") != "Linux on x86_64":
+        raise ServerError(f"tritonserver's wheel is for Linux on x86_64, this is {machine}; run it on such a machine")
+    if gpus.cuda_of_torch() is not None:
+        yield f"tritonserver: {Installation.find().binary}"
+        return
+    require_machine()
     version = platform.python_version()
-    if all(importlib.util.find_spec(module) for module in ("venv", "ensurepip")):
-        yield True, f"Python {version}, which can install tritonserver"
-    else:
+    if not all(importlib.util.find_spec(module) for module in ("venv", "ensurepip")):
         package = f"python{version.rpartition('.')[0]}-venv"
-        yield False, f"this Python {version} cannot make environments; run: sudo apt-get install {package}"
+        raise ServerError(f"this Python {version} cannot make environments; run: sudo apt-get install {package}")
+    yield f"Python {version}, which can install tritonserver"
 
 
-def _gpu(options: StackOptions) -> Iterator[Line]:
-    try:
-        for gpu in gpus.used(options.device):
-            yield True, f"GPU {gpu.index}: {gpu}, driver {gpu.driver}, compute capability {gpu.capability}"
-        _, plan = planned(options)
-    except gpus.GpuError as error:
-        yield False, str(error)
-    else:
-        given = options.settings.get("max_streams")
-        on_cpu = "no GPU is used: the CPU renders the demo voice in time, of official weights one listener at best"
-        yield True, plan or (f"max_streams={given}, as given" if given else on_cpu)
+def _settings(options: StackOptions) -> Iterator[str]:
+    filled_configs(options)
+    yield f"settings: {' '.join(f'{key}={value}' for key, value in options.settings.items()) or 'none'}"
+
+
+def _gpu(options: StackOptions) -> Iterator[str]:
+    for gpu in gpus.used(options.device):
+        yield f"GPU {gpu.index}: {gpu}, driver {gpu.driver}, compute capability {gpu.capability}"
+    _, plan = planned(options)
+    given = options.settings.get("max_streams")
+    on_cpu = "no GPU is used: the CPU renders the demo voice in time, of official weights one listener at best"
+    yield plan or (f"max_streams={given}, as given" if given else on_cpu)
     if runtime := _container_runtime():
-        yield True, runtime
+        yield runtime
+
+
+def _models(options: StackOptions) -> Iterator[str]:
+    """Yield whether the checkpoints are there, or could be downloaded, and whether their folder can be written to."""
+    folder = options.models_dir.resolve()
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(place, os.W_OK):
+        raise ValueError(
+            f"{place} cannot be written to by this user (uid {os.getuid()}): voices and downloads are kept there; "
+            f"run: sudo chown -R {os.getuid()} {place}, or name another directory"
+        )
+    if not options.missing_files():
+        yield f"checkpoints of the {options.stack} stack: {options.models_dir}"
+    elif options.models_dir != DEMO:
+        yield from _space(place, CHECKPOINT_GB, "the checkpoints")
+
+
+def _ports(ports: Sequence[int]) -> Iterator[str]:
+    for port in ports:
+        require_free(port, LOOPBACK)
+    yield f"free ports: {' '.join(map(str, ports)) or 'not looked at'}"
+
+
+def _space(place: Path, needed: float, by: str) -> Iterator[str]:
+    if (free := shutil.disk_usage(place).free / 1e9) < needed:
+        raise ValueError(
+            f"{needed:g} GB of disk are needed at {place} for {by}, {free:.1f} GB are free: delete what is not needed "
+            f"(du -xh --max-depth=1 {place.anchor} | sort -h; docker system df) or use another disk"
+        )
+    yield f"disk: {free:.0f} GB free at {place}, {needed:g} GB are for {by}"
+
+
+def _shared_memory() -> Iterator[str]:
+    if (size := shutil.disk_usage(SHARED_MEMORY).total / 1e9) < SHARED_MEMORY_GB:
+        raise ValueError(
+            f"{SHARED_MEMORY} has {size:.2f} GB and {SHARED_MEMORY_GB:g} GB are needed: docker run --shm-size 2g"
+        )
+    yield f"shared memory: {size:.1f} GB"
 
 
 def _container_runtime() -> str | None:
@@ -147,38 +168,3 @@ def _container_runtime() -> str | None:
         "Docker gives containers no GPU; for compose install nvidia-container-toolkit and run: "
         "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker"
     )
-
-
-def _models(options: StackOptions) -> Iterator[Line]:
-    """Yield whether the checkpoints are there, or could be downloaded, and whether their folder can be written to."""
-    folder = options.models_dir.resolve()
-    place = next(path for path in (folder, *folder.parents) if path.exists())
-    if not os.access(place, os.W_OK):
-        yield (
-            False,
-            f"{place} cannot be written to by this user (uid {os.getuid()}): voices and downloads are kept there; "
-            f"run: sudo chown -R {os.getuid()} {place}, or name another directory",
-        )
-    if not options.missing_files():
-        yield True, f"checkpoints of the {options.stack} stack: {options.models_dir}"
-    elif options.models_dir != DEMO:
-        yield _space(place, CHECKPOINT_GB, "the checkpoints")
-
-
-def _space(place: Path, needed: float, by: str) -> Line:
-    free = shutil.disk_usage(place).free / 1e9
-    if free >= needed:
-        return True, f"disk: {free:.0f} GB free at {place}, {needed:g} GB are for {by}"
-    return False, (
-        f"{needed:g} GB of disk are needed at {place} for {by}, {free:.1f} GB are free: delete what is not needed "
-        f"(du -xh --max-depth=1 {place.anchor} | sort -h; docker system df) or use another disk"
-    )
-
-
-def _shared_memory() -> Line:
-    size = shutil.disk_usage(SHARED_MEMORY).total / 1e9
-    if size < SHARED_MEMORY_GB:
-        return False, (
-            f"{SHARED_MEMORY} has {size:.2f} GB and {SHARED_MEMORY_GB:g} GB are needed: docker run --shm-size 2g"
-        )
-    return True, f"shared memory: {size:.1f} GB"

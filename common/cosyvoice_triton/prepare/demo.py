@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from cosyvoice_triton.demo_checkpoint import MANIFEST, STACKS, TRAINED, VOICES_DIR, has_random_weights
+from cosyvoice_triton.voice.files import RECORDINGS
 
 SUMS = "SHA256SUMS"
 CARD = "README.md"
@@ -41,9 +42,11 @@ def copy_demo(models: Path) -> bool:
 
 
 def _remove_computed(models: Path) -> None:
-    """Remove what other networks than these have made: features of voices, the LLM's form for a CPU."""
+    """Remove what other networks than these have made and these can make again: features of voices whose recording is
+    beside them, the LLM's form for a CPU. An uploaded voice has its only recording in such a file."""
     for path in (models / VOICES_DIR).glob("*.safetensors"):
-        path.unlink()
+        if any(path.with_suffix(ending).exists() for ending in RECORDINGS):
+            path.unlink()
     for llm in {stack.llm.genai for stack in STACKS}:
         shutil.rmtree(models / llm, ignore_errors=True)
 

@@ -174,7 +174,10 @@ def used(device: str) -> list[Gpu]:
     if device == "cpu" or (device == "auto" and cuda_of_torch() == ""):
         return []
     if cuda_of_torch() == "":
-        raise GpuError("the installed torch is a build for CPUs; run: pip install 'cosyvoice-triton[gpu]'")
+        raise GpuError(
+            "the installed torch is a build for CPUs, which pip would keep; run: "
+            "pip uninstall --yes torch onnxruntime; pip install 'cosyvoice-triton[gpu]'"
+        )
     try:
         if not (gpus := visible()):
             raise GpuError(NONE_VISIBLE)
