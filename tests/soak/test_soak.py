@@ -28,7 +28,6 @@ PATIENCE, SHORT = 60.0, 0.1  # seconds; the short one only where a hang is what 
 OVERLOADED = unavailable_message(OverloadedError("listeners: 1, 0.2 end each second", 3.0))
 SECOND = np.full(SAMPLE_RATE, 0.1, np.float32)
 SAID = Utterance("quick words", speaker="slt", parameters={"seed": 1, "response_format": "pcm"})
-SERVICE = ("speech", "websocket", "barge-in", "runtime-grpc", "voices", "hostile", "hostile-gateway")
 
 
 # --- one request -----------------------------------------------------------------------------------------------------
