@@ -53,10 +53,10 @@ class Engine:
             "DOCKER_BUILDKIT": "1",
         }
 
-    def docker(self, *arguments: str, limit: float = 120, **options: object) -> str:
+    def docker(self, *arguments: str, **options: object) -> str:
         """The output of a docker command. CalledProcessError, with its output in the log."""
         run = subprocess.run(
-            [DOCKER, *arguments], env=self.environment, capture_output=True, text=True, timeout=limit, **options
+            [DOCKER, *arguments], env=self.environment, capture_output=True, text=True, timeout=120, **options
         )
         if run.returncode:
             log.error("docker %s: %s", " ".join(arguments), (run.stdout + run.stderr)[-4000:])

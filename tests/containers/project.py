@@ -49,9 +49,9 @@ class Project:
         assert command is not None
         self._command = [*command, f"--project-name={NAME}", *(f"--file={ROOT / file}" for file in files)]
 
-    def compose(self, *arguments: str, limit: float = SECONDS, check: bool = True) -> str:
+    def compose(self, *arguments: str, check: bool = True) -> str:
         command, both = [*self._command, *arguments], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        run = subprocess.run(command, cwd=ROOT, env=self._environment, text=True, timeout=limit, **both)
+        run = subprocess.run(command, cwd=ROOT, env=self._environment, text=True, timeout=SECONDS, **both)
         assert not check or run.returncode == 0, run.stdout[-4000:] + self.logs()
         return run.stdout
 

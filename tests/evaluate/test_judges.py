@@ -107,20 +107,7 @@ def test_a_recogniser_of_ones_own_reads_all_files_in_one_call() -> None:
     with pytest.raises(ValueError, match="gave 2 texts for 1 files"):
         judges.CommandRecogniser(echo + "{wav} more")([Path("a")], [])
     with pytest.raises(ValueError, match=r"has no \{wav\}"):
-        judges.recogniser("asr")
-
-
-def test_a_function_of_ones_own_module_is_a_recogniser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_asr.py").write_text("def texts(paths):\n    return [path[-5] for path in paths][:2]\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    recognise = judges.recogniser("my_asr:texts")
-    assert recognise([Path("a.wav"), Path("b.wav")], []) == ["a", "b"]
-    with pytest.raises(ValueError, match="my_asr:texts gave 2 texts for 3 files"):
-        recognise([Path("a.wav")] * 3, [])
-    for wrong in ("my_asr:nothing", "no_such_module:texts"):
-        with pytest.raises(ValueError, match=wrong):
-            judges.recogniser(wrong)
+        judges.CommandRecogniser("asr")
 
 
 def test_figures_of_answers_are_summed_up_and_required() -> None:

@@ -80,7 +80,6 @@ class FakeModels:
     pause: float = 0.0
     token2wav_fails: bool = False
     llm_tokens: int = TOKENS
-    llm_ends: bool = True  # with an end token; otherwise by reaching max_tokens
     llm_requests: list[dict[str, np.ndarray]] = field(default_factory=list)
     sequences: dict[int, float] = field(default_factory=dict)  # live ones: correlation id -> voice
     ended: list[int] = field(default_factory=list)
@@ -117,7 +116,7 @@ class FakeModels:
     def llm(self, request: InferenceRequest) -> Iterator[InferenceResponse]:
         self.llm_requests.append(arrays(request))
         tokens = range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + self.llm_tokens)
-        for token in [*tokens, EOS] if self.llm_ends else tokens:
+        for token in [*tokens, EOS]:
             time.sleep(self.pause)
             yield answer(output_ids=np.array([[[token]]], np.int32), sequence_length=np.array([[1]], np.int32))
 

@@ -152,13 +152,13 @@ class LocalStack:
         """Process ids of the services that run, by name."""
         return {service.name: service.process.pid for service in self.services if service.process is not None}
 
-    async def wait_ready(self, seconds: float = READY_SECONDS) -> None:
+    async def wait_ready(self) -> None:
         """RuntimeError if it is not ready in time."""
-        deadline = asyncio.get_running_loop().time() + seconds
+        deadline = asyncio.get_running_loop().time() + READY_SECONDS
         while not self.ready or not all([await answers(service.page) for service in self.services]):
             if asyncio.get_running_loop().time() > deadline:
                 late = ", ".join(f"{service.name}: {service.log}" for service in self.services)
-                raise RuntimeError(f"the stack was not ready within {seconds:.0f} s; see {late}")
+                raise RuntimeError(f"the stack was not ready within {READY_SECONDS:.0f} s; see {late}")
             await asyncio.sleep(POLL_SECONDS)
 
 

@@ -21,14 +21,13 @@ from cosyvoice_triton.load.runner import run
 from tests.soak.faults import KINDS, InjectedFault
 from tests.soak.ledger import Ledger, Request
 from tests.soak.runner import SoakResult, SoakSettings
-from tests.soak.sampling import JUDGED_SECONDS, LONG_SECONDS, WARM_UP_SECONDS, Measure, ProcessHistory
+from tests.soak.sampling import JUDGED_SECONDS, LONG_SECONDS, WARM_UP_SECONDS, ProcessHistory
 from tests.soak.stack import Life
 
 PATIENCE, SHORT = 60.0, 0.1  # seconds; the short one only where a hang is what must be noticed
 OVERLOADED = unavailable_message(OverloadedError("listeners: 1, 0.2 end each second", 3.0))
 SECOND = np.full(SAMPLE_RATE, 0.1, np.float32)
 SAID = Utterance("quick words", speaker="slt", parameters={"seed": 1, "response_format": "pcm"})
-SERVICE = ("speech", "websocket", "barge-in", "runtime-grpc", "voices", "hostile", "hostile-gateway")
 
 
 # --- one request -----------------------------------------------------------------------------------------------------
@@ -155,8 +154,8 @@ def history(values: Sequence[float] | np.ndarray, seconds: float = WARM_UP_SECON
     return ProcessHistory("model", 1, at=at, memory=values, threads=values)
 
 
-def grows(process: ProcessHistory, measure: Measure = "memory") -> bool:
-    growth = process.growth(measure)
+def grows(process: ProcessHistory) -> bool:
+    growth = process.growth("memory")
     assert growth is not None
     assert bool(result(growths=[growth]).problems()) == growth.grows
     return growth.grows

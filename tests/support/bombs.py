@@ -13,19 +13,19 @@ def _crc(data: bytes, bits: int, polynomial: int) -> bytes:
     return crc.to_bytes(bits // 8, "big")
 
 
-def flac(rate: int, frames: int = 2, samples: int = 65_535, channels: int = 1, known: bool = False) -> bytes:
+def flac(rate: int, frames: int = 2, samples: int = 65_535, known: bool = False) -> bytes:
     """A FLAC of `frames` blocks of silence, 13 bytes each. known: the header says how many samples there are."""
     total = frames * samples if known else 0
-    packed = rate << 44 | (channels - 1) << 41 | 15 << 36 | total
+    packed = rate << 44 | 15 << 36 | total
     info = struct.pack(">HH", samples, samples) + bytes(6) + packed.to_bytes(8, "big") + bytes(16)
-    return b"fLaC" + bytes([0x80, 0, 0, len(info)]) + info + b"".join(_blocks(frames, samples, channels))
+    return b"fLaC" + bytes([0x80, 0, 0, len(info)]) + info + b"".join(_blocks(frames, samples))
 
 
-def _blocks(frames: int, samples: int, channels: int) -> Iterator[bytes]:
+def _blocks(frames: int, samples: int) -> Iterator[bytes]:
     for number in range(frames):
-        # A fixed block size in 16 bits, the header's rate, 16 bits a sample; then each channel is a constant.
-        head = struct.pack(">BBBBBH", 0xFF, 0xF8, 0x70, (channels - 1) << 4 | 0x08, number % 128, samples - 1)
-        block = head + _crc(head, 8, 0x07) + bytes([0, 0, 0]) * channels
+        # A fixed block size in 16 bits, the header's rate, one channel, 16 bits a sample; then a constant.
+        head = struct.pack(">BBBBBH", 0xFF, 0xF8, 0x70, 0x08, number % 128, samples - 1)
+        block = head + _crc(head, 8, 0x07) + bytes([0, 0, 0])
         yield block + _crc(block, 16, 0x8005)
 
 

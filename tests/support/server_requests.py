@@ -3,10 +3,8 @@
 import asyncio
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import async_timeout
 import numpy as np
 import tritonclient.grpc as triton
 from cosyvoice_triton import samples, stacks
@@ -51,34 +49,6 @@ def request_arrays(wav: np.ndarray) -> dict[str, np.ndarray]:
         "reference_text": text_array(VOICE_TEXT),
         "target_text": text_array(TEXT),
     }
-
-
-@dataclass(frozen=True)
-class Response:
-    """The result of one request: its audio, or the message of its error."""
-
-    waveform: np.ndarray
-    error: str | None
-
-
-def send(address: str, model: str, arrays: dict[str, np.ndarray]) -> Response:
-    """Send a streamed request of any tensors; TimeoutError unless the server ends it within 60 s."""
-
-    async def requests() -> Any:
-        yield {"model_name": model, "inputs": inputs_of(arrays)}
-
-    async def run() -> Response:
-        chunks, error = [np.zeros(0, np.float32)], None
-        async with grpc_client.triton.InferenceServerClient(address) as connection, async_timeout.timeout(60):
-            async for result, problem in connection.stream_infer(requests()):
-                if problem is None:
-                    chunks.append(result.as_numpy("waveform").reshape(-1))
-                    continue
-                assert error is None, f"two errors: {error} and {problem}"
-                error = problem.message()
-        return Response(np.concatenate(chunks), error)
-
-    return asyncio.run(run())
 
 
 def inputs_of(arrays: dict[str, np.ndarray]) -> list[triton.InferInput]:

@@ -3,8 +3,6 @@
 import asyncio
 import os
 import queue
-import shutil
-from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ import tritonclient.grpc as triton
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.client import grpc_client
 from cosyvoice_triton.client.answer import SpeechResult
-from cosyvoice_triton.client.utterance import Utterance, read_reference
+from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.monitoring.metrics import page
 from cosyvoice_triton.orchestrator.synthesis import SENTENCE_PAUSE
@@ -34,7 +32,6 @@ from tests.support.server_requests import (
     STACKS,
     STREAMS,
     TEXT,
-    VOICE,
     VOICE_TEXT,
     Serve,
     assert_speech,
@@ -42,9 +39,7 @@ from tests.support.server_requests import (
     inputs_of,
     process_of,
     request_arrays,
-    send,
     stream,
-    text_array,
 )
 from tests.support.speech_fixtures import until
 
@@ -92,7 +87,7 @@ def test_the_pages_have_every_metric_that_dashboard_and_alerts_ask_for(server: S
     assert unknown(get(f"http://{server.triton.metrics_url}/metrics")[1], "nv_") == set()
 
 
-# --- long texts, modes and registered voices ---------------------------------------------------------------------
+# --- long texts and what reaches the models ---------------------------------------------------------------------------
 
 LONG_TEXT = ("The first sentence costs $3.50 and is spoken by nobody. " * 2 + "今天是2023年11月5日，一切都好。") * 2
 
@@ -109,54 +104,6 @@ def test_a_long_text_is_one_stream_of_its_segments(server: Server, voice: np.nda
     np.testing.assert_allclose(whole.waveform[: first.waveform.size], first.waveform, atol=1e-3)
     pauses = (len(segments) - 1) * round(SENTENCE_PAUSE * SAMPLE_RATE)
     assert whole.waveform.size == first.waveform.size + sum(part.waveform.size for part in others) + pauses
-
-
-@pytest.fixture(scope="module")
-def anna(demo_models: Path) -> Iterator[str]:
-    """The English recording as a registered voice."""
-    (demo_models / "voices").mkdir(exist_ok=True)
-    recording, words = (demo_models / "voices" / f"anna.{kind}" for kind in ("wav", "txt"))
-    shutil.copy(VOICE, recording)
-    words.write_text(VOICE_TEXT)
-    yield "anna"
-    recording.unlink()
-    words.unlink()
-
-
-@once
-@pytest.mark.parametrize("parameters", [{}, {"cross_lingual": True}])
-def test_a_registered_voice_gives_the_same_audio_as_its_recording(server, parameters, anna) -> None:
-    named = server.stream(TEXT, seed=4, speaker=anna, **parameters)
-    recording, words = read_reference(VOICE), None if parameters else VOICE_TEXT
-    sent = server.stream(TEXT, recording.wav, words, seed=4, reference_sample_rate=recording.rate)
-    assert_speech(sent)
-    np.testing.assert_allclose(named.waveform, sent.waveform, atol=1e-3)
-
-
-# --- invalid requests: tests/orchestrator/test_request.py and tests/voice have all of them ----------------------------
-
-
-SECOND = np.random.default_rng(0).normal(0, 0.1, PROMPT_SAMPLE_RATE).astype(np.float32)
-
-
-# Tensors that replace those of a valid request, and text that the message must contain.
-BAD_REQUESTS: dict[str, tuple[dict[str, np.ndarray], str]] = {
-    "NaN": (request_arrays(np.full_like(SECOND, np.nan)), "nan"),
-    "wrong type": ({"reference_wav": SECOND[None].astype(np.float64)}, "FP64"),
-    "wrong shape": ({"reference_wav": SECOND.reshape(1, 2, -1)}, "reference_wav"),
-    "two lengths": ({"reference_wav_len": np.array([[16_000, 16_000]], np.int32)}, "reference_wav_len"),
-    "two voices": ({"speaker": text_array("nobody")}, "speaker 'nobody' with a reference_wav"),
-}
-
-
-@once
-def test_a_bad_request_is_refused_with_its_value_and_the_next_one_is_served(server: Server, voice: np.ndarray) -> None:
-    for name, (changes, words) in BAD_REQUESTS.items():
-        # It returns, so the server has ended the request.
-        answer = send(server.address, server.model, request_arrays(voice) | changes)
-        assert answer.error is not None and words in answer.error, name
-        assert answer.waveform.size == 0
-    assert send(server.address, server.model, request_arrays(voice)).error is None
 
 
 IMPOSSIBLE_SHAPES = [(1, 2**62), (1, 2**61), (1, 2**63 - 1), (2**32, 2**32), (1, -1), (0, 2**62), (1,) * 9 + (2**40,)]

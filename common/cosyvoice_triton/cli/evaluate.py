@@ -14,8 +14,7 @@ without a checkpoint only these are judged.
 
 Judges are optional: pip install 'cosyvoice-triton[evaluate]' for Moonshine (words, English only) and DNSMOS, and pip
 install --no-deps Resemblyzer for speaker similarity. One that is not installed is named and its column left out.
---recogniser is a program that prints a line for each of the files that {wav} becomes, or module:function, which takes
-the list of paths and returns a text for each.
+--recogniser is a program that prints a line for each of the files that {wav} becomes.
 
 Writes the audio, report.md, report.json, report.png and pictures of ten onsets, which are spoken once more with their
 silence, to --output. The exit code is 1 if a requirement is missed.
@@ -56,7 +55,7 @@ class Panel:
         self._models = models
         self._english_only = recogniser is None
         self._recognise: judges.Recogniser | None = (
-            judges.recogniser(recogniser) if recogniser else _installed(judges.Moonshine)
+            judges.CommandRecogniser(recogniser) if recogniser else _installed(judges.Moonshine)
         )
         self._dnsmos, self._similarity = _installed(judges.Dnsmos), _installed(judges.Similarity)
 
@@ -193,7 +192,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--against", type=Path, metavar="DIR", help="upstream's repository: compare its steps, only that"
     )
     parser.add_argument("--against-python", default=sys.executable, metavar="PATH", help="of upstream's installation")
-    parser.add_argument("--recogniser", metavar="'PROGRAM {wav}'", help="or MODULE:FUNCTION, instead of Moonshine")
+    parser.add_argument("--recogniser", metavar="'PROGRAM {wav}'", help="instead of Moonshine")
     parser.add_argument(
         "--modes",
         choices=("offline", "streaming"),

@@ -4,12 +4,9 @@ Those packages import libraries that need a compiler or hundreds of megabytes. E
 float32 (N,) in -1..1.
 """
 
-import importlib
-import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -154,37 +151,10 @@ class CommandRecogniser:
         found = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if found.returncode:
             raise ValueError(f"the recogniser {self._command[0]} ended with code {found.returncode}")
-        return _of_each(found.stdout.splitlines(), paths, self._command[0])
-
-
-class FunctionRecogniser:
-    """A function of a module, "module:function": it gets the paths of all files and returns a text for each."""
-
-    def __init__(self, name: str) -> None:
-        """Raise ValueError if there is none. The current folder is searched, too."""
-        module, _, function = name.partition(":")
-        sys.path.append(os.getcwd())
-        try:
-            self._name, self._function = name, getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"--recogniser {name}: {error}") from None
-
-    def __call__(self, paths: Sequence[Path], waves: Sequence[np.ndarray]) -> list[str]:
-        """Return its texts. ValueError for another number of them."""
-        return _of_each(list(self._function(list(map(str, paths)))), paths, self._name)
-
-
-def recogniser(given: str) -> Recogniser:
-    """Return the one that --recogniser names: 'PROGRAM {wav}' or MODULE:FUNCTION. ValueError."""
-    return (FunctionRecogniser if re.fullmatch(r"[\w.]+:\w+", given) else CommandRecogniser)(given)
-
-
-def _of_each(texts: list[str], paths: Sequence[Path], name: str) -> list[str]:
-    if len(texts) != len(paths):
-        raise ValueError(
-            f"the recogniser {name} gave {len(texts)} texts for {len(paths)} files: one for each, in order"
-        )
-    return texts
+        if len(texts := found.stdout.splitlines()) != len(paths):
+            given = f"{len(texts)} texts for {len(paths)} files"
+            raise ValueError(f"the recogniser {self._command[0]} gave {given}: one for each, in order")
+        return texts
 
 
 # --- quality and similarity --------------------------------------------------------------------------------------

@@ -167,11 +167,10 @@ class RequestRules:
 
     def _require_lengths(self, texts: Mapping[str, str | None], parameters: Mapping[str, Any]) -> None:
         """Raise ValueError naming a text that is too long for anything to be done with it."""
-        of_parameters = {f"request parameter {name}": value for name, value in parameters.items()}
-        for limit, given in ((self.max_text_chars, texts), (MAX_FILE_BYTES, of_parameters)):
+        for of, limit, given in (("", self.max_text_chars, texts), ("request parameter ", MAX_FILE_BYTES, parameters)):
             for name, text in given.items():
                 if isinstance(text, str) and len(text) > limit:
-                    raise ValueError(f"{name} has {len(text)} characters, more than the limit of {limit}")
+                    raise ValueError(f"{of}{name} has {len(text)} characters, more than the limit of {limit}")
 
     def _instruction(self, given: str, **texts: str) -> str:
         """Return `instruct_text`, or the words before `<|endofprompt|>` in one of the texts, as upstream's clients may

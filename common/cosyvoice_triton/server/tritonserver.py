@@ -253,7 +253,7 @@ class TritonServer:
             start_new_session=True,
         )
 
-    def wait_ready(self, timeout: float = LOAD_SECONDS) -> None:
+    def wait_ready(self) -> None:
         """Return when every model is ready. ServerError with the log's error lines if the server ends before that.
 
         A server that aborts, or hangs with all its models loaded, is started again, STARTS times in all. Triton's
@@ -277,8 +277,8 @@ class TritonServer:
                 self.start()
             elif self._process.poll() is not None:
                 raise ServerError(f"tritonserver ended with code {self._process.returncode}: {self._failure()}")
-            if now - begun > timeout:
-                raise ServerError(f"tritonserver was not ready after {timeout:.0f} s: {self._failure()}")
+            if now - begun > LOAD_SECONDS:
+                raise ServerError(f"tritonserver was not ready after {LOAD_SECONDS} s: {self._failure()}")
             time.sleep(READY_POLL_SECONDS)
         self._models = self.model_processes()
 

@@ -23,9 +23,8 @@ _CODECS = (
 )
 
 
-def parse_recording(data: bytes, name: str = "the recording", max_seconds: float = MAX_REFERENCE_SECONDS) -> Recording:
-    """Return an audio file as a validated recording, channels averaged. ValueError with the reason if it is invalid;
-    `name`: of the recording in it."""
+def parse_recording(data: bytes, max_seconds: float = MAX_REFERENCE_SECONDS) -> Recording:
+    """Return an audio file as a validated recording, channels averaged. ValueError with the reason if it is invalid."""
     if (container := _container(data)) is not None:
         recording = Recording(_load_with_ffmpeg(data, container, max_seconds), rate=SAMPLE_RATE)
     else:
@@ -33,8 +32,8 @@ def parse_recording(data: bytes, name: str = "the recording", max_seconds: float
             recording = load_untrusted(data, max_seconds)
         except RuntimeError:  # libsndfile's errors
             formats = ", ".join(each[1:].upper() for each in ENDINGS)
-            raise ValueError(f"{name} is not a readable audio file: use one of {formats}") from None
-    validate_reference(recording.wav, rate=recording.rate, name=name, max_seconds=max_seconds)
+            raise ValueError(f"the recording is not a readable audio file: use one of {formats}") from None
+    validate_reference(recording.wav, rate=recording.rate, name="the recording", max_seconds=max_seconds)
     return recording
 
 
