@@ -191,7 +191,10 @@ class Reader:
         if not it.per:
             return name
         count, unit = _PER.findall(it.per)[0]
-        return f"{name}{self.say['per']}{self.number(count) if count else ''}{self.words.tables['per'].get(unit) or self._names.get(unit, unit)}"
+        said = self.words.tables["per"].get(unit) or self._names.get(unit, unit)
+        if count:
+            said = self.number(count) + self.say["blank"] + said + self.say["many"]
+        return name + self.say["per"] + said
 
     def amount(self, it: Quantity, at: Around) -> str:
         if it.is_plain:
@@ -211,8 +214,10 @@ class Reader:
         return len(digits) > 2 and known and not at("counted")
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
-        if first.is_plain and last.is_plain and not at("counted") and (at("score") or (dash in "-–" and at("won"))):
-            return self.ratio(numbers("ratio", first.digits, last.digits), at)
+        if first.is_plain and last.is_plain and not at("counted"):
+            descends = int(first.digits) > int(last.digits) > 9  # no range does
+            if descends or at("score") or (dash in "-–" and at("won")):
+                return self.ratio(numbers("ratio", first.digits, last.digits), at)
         if first.unit == last.unit and not first.sign and not self.unit_of(last).endswith("之"):
             first = first._replace(unit="")
         if first.currency == last.currency:
@@ -351,22 +356,19 @@ class Reader:
 
 def _paired(first: Quantity, last: Quantity) -> tuple[Quantity, Quantity] | None:
     """Return two quantities of a range, each with what is written at the other one only; None if they are no pair."""
-    kinds = first.kind, last.kind
-    if kinds == ("slash", "slash"):
-        dates = [numbers("date", "", *each.parts[1:]) for each in (first, last)]
-        return (dates[0], dates[1]) if is_day(first) and is_day(last) else None
-    if kinds == ("date", "amount") and last.is_plain and 0 < int(last.digits) < 32:
+    if first.kind == last.kind == "slash" and is_day(first) and is_day(last):
+        return numbers("date", "", *first.parts[1:]), numbers("date", "", *last.parts[1:])
+    if first.kind == "date" and last.is_plain and 0 < int(last.digits) < 32:
         return first, numbers("date", "", "", last.digits)
-    if kinds == ("amount", "date") and first.is_plain and 0 < int(first.digits) < 32:
+    if last.kind == "date" and first.is_plain and 0 < int(first.digits) < 32:
         return numbers("date", "", "", first.digits), last
-    if kinds == ("amount", "clock") and first.is_plain and int(first.digits) < 25:
+    if first.kind == "clock" and last.is_plain and int(last.digits) < 25:
+        return first, numbers("clock", last.digits, "", "", "")
+    if last.kind == "clock" and first.is_plain and int(first.digits) < 25:
         return numbers("clock", first.digits, "", "", ""), last
-    if kinds[0] != kinds[1] or (first.unit and last.unit and first.unit != last.unit):
+    if first.kind != last.kind or first.kind == "slash" or (first.unit and last.unit and first.unit != last.unit):
         return None
-    if kinds[0] == "amount":
-        first = first._replace(unit=first.unit or last.unit)
-        last = last._replace(currency=last.currency or first.currency)
-    return first, last
+    return first._replace(unit=first.unit or last.unit), last._replace(currency=last.currency or first.currency)
 
 
 def is_day(slash: Quantity) -> bool:

@@ -78,6 +78,7 @@ def one_of(signs: Iterable[str]) -> str:
     return "|".join(re.escape(sign) for sign in sorted(signs, key=len, reverse=True))
 
 
+_SPOKEN = re.compile(r"«([\w ]*)(\d)»|\\(\d)")  # what a rule says of a part that it found
 CURRENCY = one_of(CURRENCIES)
 Context = tuple[tuple[str, ...], re.Pattern[str]]  # words that stand before it, and what comes after
 
@@ -150,22 +151,14 @@ class Words:
     def _said(self, said: str) -> str | Callable[[re.Match[str]], str]:
         if "«" not in said:
             return said
-        text, *rest = re.split(r"«([\w ]*)(\d)»|\\(\d)", said)
-        calls = [
-            ([self._functions[name] for name in reversed((names or "").split())], int(group or plain), after)
-            for names, group, plain, after in zip(*(rest[index::4] for index in range(4)), strict=True)
-        ]
 
-        def say(found: re.Match[str]) -> str:
-            words = text
-            for functions, group, after in calls:
-                value: object = found[group] or ""
-                for function in functions:
-                    value = function(str(value))
-                words += f"{value}{after}"
-            return words
+        def word(part: re.Match[str], found: re.Match[str]) -> str:
+            value = found[int(part[2] or part[3])] or ""
+            for name in reversed((part[1] or "").split()):
+                value = str(self._functions[name](value))
+            return value
 
-        return say
+        return lambda found: _SPOKEN.sub(lambda part: word(part, found), said)
 
 
 @cache
