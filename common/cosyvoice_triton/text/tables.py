@@ -84,13 +84,16 @@ Context = tuple[tuple[str, ...], re.Pattern[str]]  # words that stand before it,
 
 
 class Words:
-    """The words and rules of one language. `functions`: by name, what rules may say of what they found."""
+    """The words and rules of one language. `functions`: by name, what rules may say of what they found;
+    `shared`: a section whose words are theirs, too, unless they have their own."""
 
-    def __init__(self, language: str, functions: Mapping[str, Callable[[str], object]]) -> None:
+    def __init__(self, language: str, functions: Mapping[str, Callable[[str], object]], shared: str = "") -> None:
         self.tables = defaultdict[str, dict[str, str]](dict)
         self.patterns = {"roman": ROMAN}
         before, after = defaultdict[str, list[str]](list), dict[str, str]()
-        for name, kind, words in re.findall(r"(?m)^(\w+)([=<>:]) (.*)", "\n".join(_SECTIONS.get(language, ()))):
+        for name, kind, words in re.findall(
+            r"(?m)^(\w+)([=<>:]) (.*)", "\n".join([*_SECTIONS.get(shared, ()), *_SECTIONS.get(language, ())])
+        ):
             if kind == "=":
                 self.patterns[name] = words
             elif kind == ":":
@@ -107,10 +110,6 @@ class Words:
         self.fillers = re.compile(self.patterns.get("fillers", r"\s+\Z"))
         self._functions = {**{name: self._word(name) for name in self.tables}, **functions}
         self.first, self.last, self.clean = (self._rules(f"{language} {name}") for name in ("first", "last", "clean"))
-
-    def expanded(self, name: str) -> str:
-        """Return a pattern by its name; one that never matches, or matches nothing, if there is none."""
-        return self.pattern(self.patterns.get(name, "" if name.endswith("end") else "(?!)")).pattern
 
     def pattern(self, written: str) -> re.Pattern[str]:
         """Return a pattern, in which «name» is any word of a table, or another pattern."""
