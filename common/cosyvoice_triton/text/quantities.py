@@ -7,7 +7,7 @@ them are a range.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 from unicodedata import normalize
 
@@ -84,11 +84,12 @@ class Reader:
     language = ""  # the name of its column in the table of units, and of its words
     whole: Callable[[int], str]  # says a number of at least 0
     spelled: Callable[[str], str]  # says digits one by one
+    functions: Mapping[str, Callable[[str], object]] = {}  # by name, what else rules may say of what they found
 
     def __init__(self) -> None:
         names = {sign: str(name) for sign, unit in UNITS.items() if (name := getattr(unit, self.language))}
         self._names, self._money = names, {sign: str(getattr(unit, self.language)) for sign, unit in CURRENCIES.items()}
-        functions = {"digits": self.spelled, "number": self.number, "unit": names.__getitem__, **self.functions()}
+        functions = {"digits": self.spelled, "number": self.number, "unit": names.__getitem__, **self.functions}
         functions["roman"] = lambda letters: roman(normalize("NFKC", letters))
         self.words = Words(self.language, functions, shared="quantities")
         self.say = defaultdict(str, self.words.tables["say"])
@@ -98,10 +99,6 @@ class Reader:
         self._unit, self._money_end, self._start = pattern("«unit»"), pattern("«money_end»"), pattern("«start»")
         self._of_amount, self._of_money = pattern("«amount»"), pattern("«money»")
         self._month_first, self._day_first = pattern("«month_first»"), pattern("«day_first»")
-
-    def functions(self) -> dict[str, Callable[[str], object]]:
-        """Return what rules of this language may say."""
-        return {}
 
     def read(self, text: str) -> str:
         """Return `text` with its quantities, signs and addresses in words."""
