@@ -1,5 +1,5 @@
-"""Everyday text in nine languages: cases that a careful reader judged (given*.jsonl), and more from life (own.jsonl;
-pairs.jsonl has each kind beside what looks like it); numbers, markup and signs as they must become words (signs.jsonl).
+"""Everyday text in nine languages: cases that a careful reader judged (given*.jsonl), others from life, also each kind
+beside what looks like it (pairs, fresh, unseen), and numbers, markup and signs as they must become words (signs).
 """
 
 import json

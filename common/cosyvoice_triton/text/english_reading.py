@@ -1,7 +1,6 @@
 """English: how quantities are said, and what the words around a number say that it is."""
 
 import re
-from collections.abc import Callable
 
 from cosyvoice_triton.text.numbers import english, english_digits, english_ordinal, english_year
 from cosyvoice_triton.text.quantities import Around, Quantity, Reader
@@ -16,13 +15,12 @@ class English(Reader):
     language = "en"
     whole, spelled = staticmethod(english), staticmethod(english_digits)
 
-    def functions(self) -> dict[str, Callable[[str], object]]:
-        return {
-            "ordinal": lambda number: english_ordinal(int(number)),
-            "decade": _decade,
-            "pair": lambda written: " ".join(map(self.number, re.findall(r"\d+", written))),
-            "letters": lambda word: word.replace(".", ""),
-        }
+    functions = {
+        "ordinal": lambda number: english_ordinal(int(number)),
+        "decade": lambda written: _decade(written.strip("s'’")),
+        "pair": lambda written: " ".join(english(int(number)) for number in re.findall(r"\d+", written)),
+        "letters": lambda word: word.replace(".", ""),
+    }
 
     def address(self, written: str) -> str:
         """Return "example dot com"; "" for another name with a full stop, such as of a file."""
@@ -152,8 +150,8 @@ def _year(digits: str) -> str:
     return english_year(int(digits)) if _is_year(digits) else english(int(digits))
 
 
-def _decade(written: str) -> str:
-    said = _year(written.strip("s'’"))
+def _decade(year: str) -> str:
+    said = _year(year)
     return f"{said[:-1]}ies" if said.endswith("y") else f"{said}s"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Literal
 
-from cosyvoice_triton.text.cleaning import is_speakable, plain_signs, without_markup
+from cosyvoice_triton.text.cleaning import plain_signs, without_markup
 from cosyvoice_triton.text.east_asian_reading import CHINESE, JAPANESE, KOREAN
 from cosyvoice_triton.text.english_reading import ENGLISH
 from cosyvoice_triton.text.kana import MISSING, has_kanji, in_kana, kana_available
@@ -18,7 +18,6 @@ from cosyvoice_triton.text.pronunciation import Pronouncer
 from cosyvoice_triton.text.quantities import Reader
 from cosyvoice_triton.text.segments import (
     SEGMENT_SECONDS,
-    closed,
     ended_as,
     expected_seconds,
     fitting,
@@ -158,16 +157,7 @@ class TextFrontend:
 
     def _read(self, text: str, asked: "_Asked", close: bool = True) -> Iterator[str]:
         """Yield the sentences of `text` in words. `close`: end each line with a full stop if it has none."""
-        lines = [line for line in text.split("\n") if is_speakable(line)]
-        for line in lines:
-            last = ""  # read one sentence late: only the last of a line is closed
-            for sentence in sentences(line, close=False):
-                if last:
-                    yield self._in_words(last, asked)[0]
-                last = sentence
-            if last:
-                words, own = self._in_words(last, asked)
-                yield closed(words, own, line is lines[-1]) if close else words
+        return sentences(text, lambda sentence: self._in_words(sentence, asked), close)
 
     def _in_words(self, sentence: str, asked: "_Asked") -> tuple[str, Language | None]:
         """Return a sentence in words, and its language."""

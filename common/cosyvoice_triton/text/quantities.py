@@ -7,7 +7,7 @@ them are a range.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 from unicodedata import normalize
 
@@ -54,6 +54,10 @@ class Quantity(NamedTuple):
         """Return whether it is a whole number and nothing else."""
         return self == Quantity("amount", self.parts) and self.parts[0].isdigit()
 
+    def is_below(self, limit: int) -> bool:
+        """Return whether it is a whole number below `limit`, of three digits at most."""
+        return self.is_plain and len(self.digits) < 4 and int(self.digits) < limit
+
 
 def numbers(kind: str, *parts: str) -> Quantity:
     """Return a quantity of nothing but numbers."""
@@ -65,10 +69,7 @@ _SLASH = re.compile(r"(?:(\d+)[ -])?(\d+(?:\.\d+)?)/(\d+)(?:ths|rds|nds)?(?![0-9
 _NAME = re.compile(r"\d+(?:\.\d+)*")
 _DIGITS = re.compile(r"\d+(?:\.\d+)?")
 _SPLIT = re.compile(r"\d+"), _DIGITS
-_NUMBER = r"(?P<number>(?:\d{1,3}(?:[,'’]\d{3})+(?![,'’]?\d)|[1-9]\d?(?: 000)+(?!\d)|\d+)(?:\.\d+(?!\.?\d))?|\.\d+)"
-_SIGN = rf"(?P<sign>(?<![A-Za-z0-9_)\]%°.])[-+±~≈])?(?:(?P<currency>(?<![A-Za-z])(?:{CURRENCY}))\s?(?P<minus>-)?)?"
 _DASH = re.compile(r"\s?(?:[~～〜]|[-–—]+)\s?")
-_DAY = r"(3[01]|[12]\d|0?[1-9])(?:st|nd|rd|th)?"
 _PAIRS = re.compile(r"(?:[,、，;]\s?\d+[-–:]\d+)+")
 _PER = re.compile(r"(\d*)\s?/?(.*)")
 
@@ -83,44 +84,21 @@ class Reader:
     language = ""  # the name of its column in the table of units, and of its words
     whole: Callable[[int], str]  # says a number of at least 0
     spelled: Callable[[str], str]  # says digits one by one
+    functions: Mapping[str, Callable[[str], object]] = {}  # by name, what else rules may say of what they found
 
     def __init__(self) -> None:
         names = {sign: str(name) for sign, unit in UNITS.items() if (name := getattr(unit, self.language))}
         self._names, self._money = names, {sign: str(getattr(unit, self.language)) for sign, unit in CURRENCIES.items()}
-        functions = {"digits": self.spelled, "number": self.number, "unit": names.__getitem__, **self.functions()}
+        functions = {"digits": self.spelled, "number": self.number, "unit": names.__getitem__, **self.functions}
         functions["roman"] = lambda letters: roman(normalize("NFKC", letters))
-        self.words = Words(self.language, functions)
+        self.words = Words(self.language, functions, shared="quantities")
         self.say = defaultdict(str, self.words.tables["say"])
-        # By name: what texts must have that are read; after a number; after a slash, beside units, and beside nothing but
-        # digits; between a number and its unit; after a unit, and after money.
-        needed, addresses, months, scales, money_scales, per, plain_per, gap, unit_end, money_end = map(
-            self.words.expanded,
-            "needed addresses months scales money_scales per plain_per gap unit_end money_end".split(),
-        )
-        self._needed, self._addresses = re.compile(needed), re.compile(addresses, re.ASCII)
-        units, end = one_of(names), r"(?![A-Za-z0-9²³°])"
-        unit = (
-            rf"(?={gap}[A-Za-zµμΩ°℃℉%％‰$€£¥￥₹₩₽¢]){gap}(?P<unit>°\s?[CF](?![A-Za-z])|[°℃℉%％‰]|(?:{CURRENCY})(?![A-Za-z\d])"
-            rf"|(?:{units}){end}){unit_end}"
-        )
-
-        def amount(scales: str, each: str, end_: str = "") -> re.Pattern[str]:
-            tail = rf"(?:{unit}(?:/(?P<per>\d{{0,4}}\s?(?:(?:{units}){end}|{per})))?|(?<=\w)/(?P<each>{each}))?"
-            return re.compile(rf"{_NUMBER}(?:\^(?P<power>-?\d{{1,3}}))?(?:\s?(?P<scale>{scales}))?{tail}{end_}")
-
-        self._unit, self._money_end = re.compile(unit), re.compile(money_end)
-        self._of_amount, self._of_money = amount(scales, plain_per), amount(f"{scales}|{money_scales}", per, money_end)
-        month_day = rf"{_DAY}(?![\d:]|[.,]\d|\s?[%°])"
-        self._start = re.compile(
-            rf"(?=[-+±~≈$€£¥￥₹₩₽¢A-Z\d.])(?:{_SIGN}(?=\d|(?<![\w.])\.\d)|\b(?:{months})\b\.?(?= {month_day}))"
-        )
-        self._month_first = re.compile(rf"({months})\b\.? {month_day}(?:,? (\d{{4}})(?!\d))?")
-        year = r"(?:(?:,? |-)(\d{4}|(?<=-)\d\d)(?!\d))?"
-        self._day_first = re.compile(rf"{_DAY}(?: of)?[ -]({months})(?![a-z]){year}")
-
-    def functions(self) -> dict[str, Callable[[str], object]]:
-        """Return what rules of this language may say."""
-        return {}
+        self.words.patterns |= {"units": one_of(names), "currency": CURRENCY}
+        pattern = self.words.pattern
+        self._needed, self._addresses = pattern("«needed»"), re.compile(self.words.patterns["addresses"], re.ASCII)
+        self._unit, self._money_end, self._start = pattern("«unit»"), pattern("«money_end»"), pattern("«start»")
+        self._of_amount, self._of_money = pattern("«amount»"), pattern("«money»")
+        self._month_first, self._day_first = pattern("«month_first»"), pattern("«day_first»")
 
     def read(self, text: str) -> str:
         """Return `text` with its quantities, signs and addresses in words."""
@@ -191,7 +169,10 @@ class Reader:
         if not it.per:
             return name
         count, unit = _PER.findall(it.per)[0]
-        return f"{name}{self.say['per']}{self.number(count) if count else ''}{self.words.tables['per'].get(unit) or self._names.get(unit, unit)}"
+        said = self.words.tables["per"].get(unit) or self._names.get(unit, unit)
+        if count:
+            said = self.number(count) + self.say["blank"] + said + self.say["many"]
+        return name + self.say["per"] + said
 
     def amount(self, it: Quantity, at: Around) -> str:
         if it.is_plain:
@@ -211,8 +192,10 @@ class Reader:
         return len(digits) > 2 and known and not at("counted")
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
-        if first.is_plain and last.is_plain and not at("counted") and (at("score") or (dash in "-–" and at("won"))):
-            return self.ratio(numbers("ratio", first.digits, last.digits), at)
+        if first.is_plain and last.is_plain and not at("counted"):
+            descends = first.is_below(1000) and not last.is_below(10) and last.is_below(int(first.digits))
+            if descends or at("score") or (dash in "-–" and at("won")):
+                return self.ratio(numbers("ratio", first.digits, last.digits), at)
         if first.unit == last.unit and not first.sign and not self.unit_of(last).endswith("之"):
             first = first._replace(unit="")
         if first.currency == last.currency:
@@ -327,12 +310,9 @@ class Reader:
         after = text[begin.end() : begin.end() + 1]
         for follows, signs, kind, shape in shapes():
             if after in follows and signs in ("*", sign or "0") and (found := shape.match(text, at)):
-                fields = _FIELDS.get(kind)
-                parts = (
-                    [(found[name] or "").lstrip(":") for name in fields]
-                    if fields
-                    else _SPLIT[kind == "ratio"].findall(found[0])
-                )
+                parts = _SPLIT[kind == "ratio"].findall(found[0])
+                if kind in _FIELDS:
+                    parts = [(found[name] or "").lstrip(":") for name in _FIELDS[kind]]
                 return Quantity(kind, tuple(parts), sign if kind == "code" else ""), found.end()
         if after == "/" or text[begin.end() + 1 : begin.end() + 2].isdigit():
             return self._slash(text, at, sign)
@@ -351,22 +331,19 @@ class Reader:
 
 def _paired(first: Quantity, last: Quantity) -> tuple[Quantity, Quantity] | None:
     """Return two quantities of a range, each with what is written at the other one only; None if they are no pair."""
-    kinds = first.kind, last.kind
-    if kinds == ("slash", "slash"):
-        dates = [numbers("date", "", *each.parts[1:]) for each in (first, last)]
-        return (dates[0], dates[1]) if is_day(first) and is_day(last) else None
-    if kinds == ("date", "amount") and last.is_plain and 0 < int(last.digits) < 32:
+    if first.kind == last.kind == "slash" and is_day(first) and is_day(last):
+        return numbers("date", "", *first.parts[1:]), numbers("date", "", *last.parts[1:])
+    if first.kind == "date" and last.is_below(32):
         return first, numbers("date", "", "", last.digits)
-    if kinds == ("amount", "date") and first.is_plain and 0 < int(first.digits) < 32:
+    if last.kind == "date" and first.is_below(32):
         return numbers("date", "", "", first.digits), last
-    if kinds == ("amount", "clock") and first.is_plain and int(first.digits) < 25:
+    if first.kind == "clock" and last.is_below(25):
+        return first, numbers("clock", last.digits, "", "", "")
+    if last.kind == "clock" and first.is_below(25):
         return numbers("clock", first.digits, "", "", ""), last
-    if kinds[0] != kinds[1] or (first.unit and last.unit and first.unit != last.unit):
+    if first.kind != last.kind or first.kind == "slash" or (first.unit and last.unit and first.unit != last.unit):
         return None
-    if kinds[0] == "amount":
-        first = first._replace(unit=first.unit or last.unit)
-        last = last._replace(currency=last.currency or first.currency)
-    return first, last
+    return first._replace(unit=first.unit or last.unit), last._replace(currency=last.currency or first.currency)
 
 
 def is_day(slash: Quantity) -> bool:

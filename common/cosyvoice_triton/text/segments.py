@@ -214,22 +214,26 @@ def segment_limit(request_seconds: float) -> float:
     return max(SHORTEST_LIMIT, min(SEGMENT_SECONDS, REQUEST_SHARE * request_seconds))
 
 
-def sentences(text: str, close: bool = True) -> Iterator[str]:
-    """Yield the sentences of `text` that can be spoken, with their trailing whitespace. The end of a line ends a
-    sentence.
+Read = Callable[[str], tuple[str, Language | None]]  # a sentence -> how it is said, and its language
+
+
+def sentences(text: str, read: Read | None = None, close: bool = True) -> Iterator[str]:
+    """Yield the sentences of `text` that can be spoken, as `read` says them or as they are written, with their trailing
+    whitespace. The end of a line ends a sentence.
 
     Abbreviations and decimals do not, in any language. `close`: end each line with a full stop if it has none.
     """
-    for line in text.split("\n"):
+    lines = [line for line in text.split("\n") if is_speakable(line)]
+    for line in lines:
         splitter = SentenceSplitter()
-        last = ""  # known to be the line's last one only once the line has ended
+        last = ""  # read one sentence late: only the last of a line is closed
         for sentence in (*splitter.push(line), splitter.finish()):
             if is_speakable(sentence):
                 if last:
-                    yield last
+                    yield read(last)[0] if read else last
                 last = sentence
-        if last:
-            yield closed(last, None) if close else last
+        words, language = read(last) if read else (last, None)
+        yield closed(words, language, bool(read) and line is lines[-1]) if close else words
 
 
 def segments(spoken: Iterable[str], seconds: Seconds, limit: float = SEGMENT_SECONDS) -> Iterator[str]:

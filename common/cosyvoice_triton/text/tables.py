@@ -78,18 +78,22 @@ def one_of(signs: Iterable[str]) -> str:
     return "|".join(re.escape(sign) for sign in sorted(signs, key=len, reverse=True))
 
 
+_SPOKEN = re.compile(r"«([\w ]*)(\d)»|\\(\d)")  # what a rule says of a part that it found
 CURRENCY = one_of(CURRENCIES)
 Context = tuple[tuple[str, ...], re.Pattern[str]]  # words that stand before it, and what comes after
 
 
 class Words:
-    """The words and rules of one language. `functions`: by name, what rules may say of what they found."""
+    """The words and rules of one language. `functions`: by name, what rules may say of what they found;
+    `shared`: a section whose words are theirs, too, unless they have their own."""
 
-    def __init__(self, language: str, functions: Mapping[str, Callable[[str], object]]) -> None:
+    def __init__(self, language: str, functions: Mapping[str, Callable[[str], object]], shared: str = "") -> None:
         self.tables = defaultdict[str, dict[str, str]](dict)
         self.patterns = {"roman": ROMAN}
         before, after = defaultdict[str, list[str]](list), dict[str, str]()
-        for name, kind, words in re.findall(r"(?m)^(\w+)([=<>:]) (.*)", "\n".join(_SECTIONS.get(language, ()))):
+        for name, kind, words in re.findall(
+            r"(?m)^(\w+)([=<>:]) (.*)", "\n".join([*_SECTIONS.get(shared, ()), *_SECTIONS.get(language, ())])
+        ):
             if kind == "=":
                 self.patterns[name] = words
             elif kind == ":":
@@ -106,10 +110,6 @@ class Words:
         self.fillers = re.compile(self.patterns.get("fillers", r"\s+\Z"))
         self._functions = {**{name: self._word(name) for name in self.tables}, **functions}
         self.first, self.last, self.clean = (self._rules(f"{language} {name}") for name in ("first", "last", "clean"))
-
-    def expanded(self, name: str) -> str:
-        """Return a pattern by its name; one that never matches, or matches nothing, if there is none."""
-        return self.pattern(self.patterns.get(name, "" if name.endswith("end") else "(?!)")).pattern
 
     def pattern(self, written: str) -> re.Pattern[str]:
         """Return a pattern, in which «name» is any word of a table, or another pattern."""
@@ -150,22 +150,14 @@ class Words:
     def _said(self, said: str) -> str | Callable[[re.Match[str]], str]:
         if "«" not in said:
             return said
-        text, *rest = re.split(r"«([\w ]*)(\d)»|\\(\d)", said)
-        calls = [
-            ([self._functions[name] for name in reversed((names or "").split())], int(group or plain), after)
-            for names, group, plain, after in zip(*(rest[index::4] for index in range(4)), strict=True)
-        ]
 
-        def say(found: re.Match[str]) -> str:
-            words = text
-            for functions, group, after in calls:
-                value: object = found[group] or ""
-                for function in functions:
-                    value = function(str(value))
-                words += f"{value}{after}"
-            return words
+        def word(part: re.Match[str], found: re.Match[str]) -> str:
+            value = found[int(part[2] or part[3])] or ""
+            for name in reversed((part[1] or "").split()):
+                value = str(self._functions[name](value))
+            return value
 
-        return say
+        return lambda found: _SPOKEN.sub(lambda part: word(part, found), said)
 
 
 @cache
