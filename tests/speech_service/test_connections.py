@@ -28,7 +28,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from tests.support.raw_connections import WEBSOCKET, frame, opened, request
+from tests.support.raw_connections import WEBSOCKET, frame, opened, read_all, request
 from tests.support.speech_fixtures import SPEECH, TEXT, counted, in_base64, recording, send, serving, stubbed, until
 from tests.support.triton_stub import TritonStub
 
@@ -52,8 +52,7 @@ def url() -> Iterator[str]:
 def test_a_request_that_does_not_arrive_in_time_is_closed(url: str, data: bytes) -> None:
     started = time.monotonic()
     with opened(url, data) as client:
-        while client.recv(1 << 16):
-            pass
+        read_all(client)
         # The loop's timers may fire a moment early: they count from the start of a turn of the loop.
         assert time.monotonic() - started > SECONDS / 2  # and within the 60 s of this socket
 
@@ -62,8 +61,7 @@ def test_an_idle_connection_is_kept_as_long_as_the_setting_says() -> None:
     assert Settings(urls=("localhost:1",)).keep_alive == 75  # uvicorn's 5 s are less than clients' pools expect
     with serving(Settings(urls=("localhost:1",), keep_alive=0.1)) as url:
         with opened(url, request(line="GET /health")) as client:
-            while client.recv(1 << 16):
-                pass
+            read_all(client)
 
 
 @pytest.mark.parametrize("lines", [1, 100], ids=["one header", "many headers"])
@@ -106,15 +104,6 @@ def test_clients_that_do_not_read_lose_their_streams_and_their_connections() -> 
                 client.close()
 
 
-def received_of(client: socket.socket) -> bytes:
-    """What comes until the connection ends."""
-    received = b""
-    with contextlib.suppress(ConnectionError):
-        while data := client.recv(1 << 16):
-            received += data
-    return received
-
-
 def test_answers_that_nobody_reads_share_a_budget_which_is_given_back() -> None:
     """It is that of one body of 3.3 MiB, and each answer has 7 MB, of which the system takes some itself."""
     stub, last = TritonStub(samples=50 * SAMPLE_RATE), b"Connection: close\r\n"
@@ -124,11 +113,11 @@ def test_answers_that_nobody_reads_share_a_budget_which_is_given_back() -> None:
         clients = [opened(served, whole, receive_buffer=4096) for _ in range(3)]
         until(lambda: stub.served == 3 and stub.live == 0)
         until(lambda: counted(served, f'speech_requests_total{{route="{SPEECH}') == 3)
-        assert all(len(received_of(client)) < size for client in clients)
+        assert all(len(read_all(client)) < size for client in clients)
         for client in clients:
             client.close()
         with opened(served, whole.replace(b'"stream": false', b'"stream": true ')) as client:
-            assert len(received_of(client)) > size
+            assert len(read_all(client)) > size
 
 
 def test_a_request_over_the_limit_of_connections_is_answered_503(url: str) -> None:
@@ -266,8 +255,7 @@ def test_keys_and_limits_apply_to_requests_with_an_offer(guarded: str, offer: by
     with opened(guarded, request(b"{}", KEY + offer, 99_999_999)) as client:
         assert [line[:12] for line in answers(client)] == [b"HTTP/1.1 413"]
     with opened(guarded, request(b"{}", KEY + offer, 100)) as client:
-        while client.recv(1 << 16):  # closed once the body should have arrived
-            pass
+        read_all(client)  # closed once the body should have arrived
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/audio/speech/stream", "/nowhere"])

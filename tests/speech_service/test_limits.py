@@ -8,7 +8,6 @@ that a slow one passes.
 import contextlib
 import copy
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from cosyvoice_triton.speech_service.settings import Settings
 from fastapi import APIRouter, Request
 
 from tests.support.bombs import BOMBS, flac
-from tests.support.raw_connections import WEBSOCKET, frame, opened, request
+from tests.support.raw_connections import WEBSOCKET, frame, opened, read_all, request
 from tests.support.speech_fixtures import SPEECH, TEXT, in_base64, recording, speech_process, stub_triton
 from tests.support.triton_stub import TritonStub
 
@@ -353,7 +352,7 @@ def test_a_flood_of_frames_takes_its_share_and_is_ended(service: Service, data: 
     def flood() -> None:
         with opened(service.url, request(headers=WEBSOCKET, line=f"GET {path}")) as client:
             assert client.recv(12) == b"HTTP/1.1 101"
-            ended = threading.Thread(target=drained, args=(client,), daemon=True)
+            ended = threading.Thread(target=read_all, args=(client,), daemon=True)
             last = time.monotonic() + 60
             ended.start()
             with contextlib.suppress(OSError):
@@ -364,13 +363,6 @@ def test_a_flood_of_frames_takes_its_share_and_is_ended(service: Service, data: 
             assert not ended.is_alive()
 
     service.check("frames", None, flood)
-
-
-def drained(client: socket.socket) -> None:
-    """Read until the connection is closed."""
-    with contextlib.suppress(ConnectionError):
-        while client.recv(1 << 16):
-            pass
 
 
 def test_a_route_with_a_field_without_a_limit_is_not_registered() -> None:
