@@ -183,21 +183,11 @@ def largest(schema: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
         yield dict(list(many.items())[1:]), many
 
 
-def described(operation: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The media type and the schema of a route's body, JSON if there is a choice."""
-    content = operation["requestBody"]["content"]
-    kind = (
-        openapi.JSON if openapi.JSON in content else openapi.MULTIPART if openapi.MULTIPART in content else openapi.FORM
-    )
-    return kind, content[kind]["schema"]
-
-
 def sent(service: Service, method: str, path: str, kind: str, body: dict[str, Any], schema: dict[str, Any]) -> Any:
     url = service.url + path.replace("{name}", "cosyvoice2_dit")
     if kind == openapi.JSON:
-        return httpx.request(
-            method, url, content=json.dumps(body, ensure_ascii=False), headers={"content-type": kind}, timeout=60
-        )
+        content = json.dumps(body, ensure_ascii=False)
+        return httpx.request(method, url, content=content, headers={"content-type": kind}, timeout=60)
     files = {name: ("a.wav", recording()) for name, field in schema["properties"].items() if field.get("format")}
     texts = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in body.items()}
     return httpx.request(method, url, data=texts, files=files or None, timeout=60)
@@ -207,15 +197,17 @@ TOO_LONG = ("more than", "at most", "less than", "should have", "Exceeds")
 
 
 def routes(document: dict[str, Any]) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str, Any]]]:
-    """The method, path, media type, schema and a valid body of each route that reads one; once, if it has two names."""
+    """The method, path, media type (JSON if there is a choice), schema and a valid body of each route that reads one;
+    once, if it has two names."""
     known = set()
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             about = operation["summary"], json.dumps(operation.get("requestBody"))
             if "requestBody" in operation and about not in known:
                 known.add(about)
-                kind, schema = described(operation)
-                schema = resolved(document, schema)
+                content = operation["requestBody"]["content"]
+                kind = next(each for each in (openapi.JSON, openapi.MULTIPART, openapi.FORM) if each in content)
+                schema = resolved(document, content[kind]["schema"])
                 needed = {
                     name: "Hello." for name in schema.get("required", ()) if "format" not in schema["properties"][name]
                 }
