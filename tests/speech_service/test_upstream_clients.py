@@ -23,6 +23,7 @@ from tests.support.triton_stub import TritonStub, texts_of
 METHOD = "/cosyvoice.CosyVoice/Inference"
 SECONDS = 0.5  # receive_timeout of `address`
 KEY = (("authorization", "Bearer key"),)
+MESSAGES, SERVICES = grpc.protos_and_services(PROTO)
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +47,12 @@ def address(service: tuple[str, str]) -> str:
 @pytest.fixture(scope="module")
 def client(address: str) -> Iterator[Any]:
     """Its `Inference`."""
-    _, services = grpc.protos_and_services(PROTO)
     with grpc.insecure_channel(address) as channel:
-        yield services.CosyVoiceStub(channel).Inference
+        yield SERVICES.CosyVoiceStub(channel).Inference
 
 
 def sft(text: str, voice: str = "zoe") -> Any:
-    messages, _ = grpc.protos_and_services(PROTO)
-    return messages.Request(sft_request={"spk_id": voice, "tts_text": text})
+    return MESSAGES.Request(sft_request={"spk_id": voice, "tts_text": text})
 
 
 def code_of(call: Any) -> grpc.StatusCode:
@@ -102,21 +101,19 @@ def test_the_http_clients_get_raw_samples_and_an_error_if_any_field_is_missing(
 def test_the_grpc_clients_get_raw_samples(
     client: Any, stub: TritonStub, kind: str, fields: dict[str, str], recorded: bool, texts: dict[str, str]
 ) -> None:
-    messages, _ = grpc.protos_and_services(PROTO)
     asked = TEXT | fields | ({"prompt_audio": PROMPT[44:]} if recorded else {})
-    answers = client(messages.Request(**{f"{kind}_request": asked}), metadata=KEY, timeout=20)
+    answers = client(MESSAGES.Request(**{f"{kind}_request": asked}), metadata=KEY, timeout=20)
     assert [len(answer.tts_audio) for answer in answers] == [2 * stub.samples] * stub.chunks
     assert_sent(stub, texts, recorded)
 
 
 def test_the_wire_format_is_that_of_the_plain_runtime() -> None:
     """The bytes of requests of its clients."""
-    messages, _ = grpc.protos_and_services(PROTO)
-    request = messages.Request(zero_shot_request={"tts_text": "a", "prompt_text": "b", "prompt_audio": b"c"})
+    request = MESSAGES.Request(zero_shot_request={"tts_text": "a", "prompt_text": "b", "prompt_audio": b"c"})
     assert request.SerializeToString() == b"\x12\x09\x0a\x01a\x12\x01b\x1a\x01c"
-    request = messages.Request(instruct_request={"tts_text": "a", "spk_id": "b", "instruct_text": "c"})
+    request = MESSAGES.Request(instruct_request={"tts_text": "a", "spk_id": "b", "instruct_text": "c"})
     assert request.SerializeToString() == b"\x22\x09\x0a\x01a\x12\x01b\x1a\x01c"
-    assert messages.Response(tts_audio=b"a").SerializeToString() == b"\x0a\x01a"
+    assert MESSAGES.Response(tts_audio=b"a").SerializeToString() == b"\x0a\x01a"
 
 
 @pytest.mark.parametrize(
@@ -135,8 +132,7 @@ def test_the_wire_format_is_that_of_the_plain_runtime() -> None:
 def test_an_error_ends_the_call_with_its_status(
     client: Any, asked: dict[str, Any], code: grpc.StatusCode, words: str
 ) -> None:
-    messages, _ = grpc.protos_and_services(PROTO)
-    call = client(messages.Request(**asked), metadata=KEY, timeout=20)
+    call = client(MESSAGES.Request(**asked), metadata=KEY, timeout=20)
     assert code_of(call) == code and words in call.details()
 
 
@@ -150,13 +146,12 @@ def test_one_stream_too_many_is_rejected_and_a_cancelled_call_ends_its_stream(cl
 
 
 def test_calls_are_limited_and_idle_connections_are_closed(stub: TritonStub) -> None:
-    _, services = grpc.protos_and_services(PROTO)
     port = free_port()
     states: list[grpc.ChannelConnectivity] = []
     with stubbed(stub, max_connections=1, idle=0.5, runtime_port=port):
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             channel.subscribe(states.append)
-            infer = services.CosyVoiceStub(channel).Inference
+            infer = SERVICES.CosyVoiceStub(channel).Inference
             endless = infer(sft("endless"), timeout=20)
             next(endless)
             assert code_of(infer(sft("Hello."), timeout=20)) == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -191,14 +186,13 @@ def test_a_request_that_does_not_arrive_in_time_ends_its_call(address: str) -> N
 
 def test_a_connection_has_twice_as_many_calls_as_there_are_streams(address: str) -> None:
     """The third one waits until another one ends, and others have a connection of their own."""
-    _, services = grpc.protos_and_services(PROTO)
     with grpc.insecure_channel(address) as channel:
         held = [unsent(channel, KEY) for _ in range(2)]
         time.sleep(SECONDS / 4)  # they have been sent
         assert code_of(unsent(channel, (), SECONDS / 4)) == grpc.StatusCode.DEADLINE_EXCEEDED  # not UNAUTHENTICATED
         options = [("grpc.use_local_subchannel_pool", 1)]
         with grpc.insecure_channel(address, options) as other:
-            assert list(services.CosyVoiceStub(other).Inference(sft("Hello."), metadata=KEY, timeout=20))
+            assert list(SERVICES.CosyVoiceStub(other).Inference(sft("Hello."), metadata=KEY, timeout=20))
         assert [code_of(call) for call in held] == [grpc.StatusCode.DEADLINE_EXCEEDED] * 2
 
 
