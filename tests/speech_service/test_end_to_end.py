@@ -16,8 +16,7 @@ from cosyvoice_triton.voice.audio import load_audio
 from websockets.sync.client import ClientConnection, connect
 
 from tests.speech_service.test_encoding import decoded
-from tests.support.server_requests import STREAMS
-from tests.support.speech_fixtures import RECORDING, SpeechStack, ask, receive, send, until
+from tests.support.speech_fixtures import RECORDING, SpeechStack, ask, receive, send
 
 pytestmark = pytest.mark.server
 
@@ -68,18 +67,6 @@ def test_a_part_without_a_voice_is_spoken_by_the_only_one_or_refused_before_any_
         assert httpx.post(url, json={**body, "voice": "anna"}, timeout=60).status_code == 200
     finally:
         httpx.delete(f"{voices}/berta")
-
-
-def test_clients_that_disconnect_free_their_streams_in_triton(speech_stack: SpeechStack) -> None:
-    """token2wav has few slots and no stream in it expires by itself: one that kept its slot would be in the way."""
-    create = speech_stack.client.audio.speech.with_streaming_response.create
-    before = speech_stack.cancelled()
-    with contextlib.ExitStack() as clients:
-        for _ in range(STREAMS):
-            answer = clients.enter_context(create(**{**REQUEST, "input": LONG * 4}, response_format="pcm"))
-            next(answer.iter_bytes(4096))
-    until(lambda: speech_stack.cancelled() == before + STREAMS, 60)
-    assert len(speech_stack.client.audio.speech.create(**REQUEST, response_format="pcm").content) > SAMPLE_RATE
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ that a slow one passes.
 import contextlib
 import copy
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from cosyvoice_triton.speech_service.settings import Settings
 from fastapi import APIRouter, Request
 
 from tests.support.bombs import BOMBS, flac
-from tests.support.raw_connections import WEBSOCKET, frame, opened, request
+from tests.support.raw_connections import WEBSOCKET, frame, opened, read_all, request
 from tests.support.speech_fixtures import SPEECH, TEXT, in_base64, recording, speech_process, stub_triton
 from tests.support.triton_stub import TritonStub
 
@@ -184,21 +183,11 @@ def largest(schema: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
         yield dict(list(many.items())[1:]), many
 
 
-def described(operation: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The media type and the schema of a route's body, JSON if there is a choice."""
-    content = operation["requestBody"]["content"]
-    kind = (
-        openapi.JSON if openapi.JSON in content else openapi.MULTIPART if openapi.MULTIPART in content else openapi.FORM
-    )
-    return kind, content[kind]["schema"]
-
-
 def sent(service: Service, method: str, path: str, kind: str, body: dict[str, Any], schema: dict[str, Any]) -> Any:
     url = service.url + path.replace("{name}", "cosyvoice2_dit")
     if kind == openapi.JSON:
-        return httpx.request(
-            method, url, content=json.dumps(body, ensure_ascii=False), headers={"content-type": kind}, timeout=60
-        )
+        content = json.dumps(body, ensure_ascii=False)
+        return httpx.request(method, url, content=content, headers={"content-type": kind}, timeout=60)
     files = {name: ("a.wav", recording()) for name, field in schema["properties"].items() if field.get("format")}
     texts = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in body.items()}
     return httpx.request(method, url, data=texts, files=files or None, timeout=60)
@@ -208,15 +197,17 @@ TOO_LONG = ("more than", "at most", "less than", "should have", "Exceeds")
 
 
 def routes(document: dict[str, Any]) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str, Any]]]:
-    """The method, path, media type, schema and a valid body of each route that reads one; once, if it has two names."""
+    """The method, path, media type (JSON if there is a choice), schema and a valid body of each route that reads one;
+    once, if it has two names."""
     known = set()
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             about = operation["summary"], json.dumps(operation.get("requestBody"))
             if "requestBody" in operation and about not in known:
                 known.add(about)
-                kind, schema = described(operation)
-                schema = resolved(document, schema)
+                content = operation["requestBody"]["content"]
+                kind = next(each for each in (openapi.JSON, openapi.MULTIPART, openapi.FORM) if each in content)
+                schema = resolved(document, content[kind]["schema"])
                 needed = {
                     name: "Hello." for name in schema.get("required", ()) if "format" not in schema["properties"][name]
                 }
@@ -353,7 +344,7 @@ def test_a_flood_of_frames_takes_its_share_and_is_ended(service: Service, data: 
     def flood() -> None:
         with opened(service.url, request(headers=WEBSOCKET, line=f"GET {path}")) as client:
             assert client.recv(12) == b"HTTP/1.1 101"
-            ended = threading.Thread(target=drained, args=(client,), daemon=True)
+            ended = threading.Thread(target=read_all, args=(client,), daemon=True)
             last = time.monotonic() + 60
             ended.start()
             with contextlib.suppress(OSError):
@@ -364,13 +355,6 @@ def test_a_flood_of_frames_takes_its_share_and_is_ended(service: Service, data: 
             assert not ended.is_alive()
 
     service.check("frames", None, flood)
-
-
-def drained(client: socket.socket) -> None:
-    """Read until the connection is closed."""
-    with contextlib.suppress(ConnectionError):
-        while client.recv(1 << 16):
-            pass
 
 
 def test_a_route_with_a_field_without_a_limit_is_not_registered() -> None:

@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -31,6 +32,7 @@ from tests.support.raw_connections import opened, request
 from tests.support.speech_fixtures import (
     SPEECH,
     TEXT,
+    StubbedService,
     client_that_leaves,
     counted,
     in_base64,
@@ -50,55 +52,53 @@ def voice(seconds: float) -> str:
 
 
 @pytest.fixture
-def stub() -> TritonStub:
-    return TritonStub()
-
-
-@pytest.fixture
-def url(stub: TritonStub) -> Iterator[str]:
-    with stubbed(stub) as served:
-        yield served
+def served(tmp_path: Path) -> Iterator[StubbedService]:
+    stub = TritonStub()
+    with stubbed(stub, voices_dir=tmp_path) as url:
+        yield StubbedService(url, stub, tmp_path)
 
 
 def test_after_a_refusal_nobody_elses_voice_is_decoded_nor_triton_asked(
-    stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    served: StubbedService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 60.0)
     monkeypatch.setattr(refusals, "LOG_SECONDS", 1.0)
     decoded: list[str] = []
     monkeypatch.setattr(bodies, "decode_base64", lambda text, size: decoded.append(text) or decode_base64(text, size))
-    stub.error = OVERLOADED
+    served.stub.error = OVERLOADED
     body = {**TEXT, "ref_audio": voice(1)}
-    answers = [httpx.post(url + SPEECH, json=body) for _ in range(3)]
-    answers.append(httpx.post(url + SPEECH, content=b"{", headers={"content-type": "application/json"}))
+    answers = [served.post(body) for _ in range(3)]
+    answers.append(served.post(content=b"{"))
     assert [(each.status_code, each.headers["retry-after"]) for each in answers] == 4 * [(429, "3")]
-    assert len(decoded) == stub.asked == 1
-    assert 'speech_errors_total{status="429"} 4.0' in httpx.get(f"{url}/metrics").text
+    assert len(decoded) == served.stub.asked == 1
+    assert 'speech_errors_total{status="429"} 4.0' in served.metrics()
     lines = re.compile(r"refused in 1 s: (\d) overloaded$", re.MULTILINE)
     until(lambda: sum(map(int, lines.findall("\n".join(caplog.messages)))) == 4)
 
 
-def test_a_model_that_is_full_refuses_for_itself_alone(
-    stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_full_refuses_for_itself_alone(served: StubbedService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 60.0)
     other = TritonStub(model="cosyvoice2")
-    with stub_triton(other) as second, stub_triton(stub) as first, serving(Settings(urls=(first, second))) as both:
-        stub.error = OVERLOADED
+    with (
+        stub_triton(other) as second,
+        stub_triton(served.stub) as first,
+        serving(Settings(urls=(first, second))) as both,
+    ):
+        served.stub.error = OVERLOADED
         for _ in range(2):
-            for model, status in ((stub.model, 429), ("", 429), (other.model, 200)):
+            for model, status in ((served.stub.model, 429), ("", 429), (other.model, 200)):
                 assert httpx.post(both + SPEECH, json={**TEXT, "model": model}).status_code == status
 
 
-def test_a_connection_is_used_again_after_a_refusal_that_came_before_the_body(stub: TritonStub, url: str) -> None:
+def test_a_connection_is_used_again_after_a_refusal_that_came_before_the_body(served: StubbedService) -> None:
     with httpx.Client() as client:
-        stub.error = OVERLOADED
+        served.stub.error = OVERLOADED
         for _ in range(5):
-            answer = client.post(url + SPEECH, json={**TEXT, "ref_audio": "A" * (4 << 20)})
+            answer = client.post(served.url + SPEECH, json={**TEXT, "ref_audio": "A" * (4 << 20)})
             assert answer.status_code in (400, 429)
-            assert client.post(url + SPEECH, json=TEXT).status_code == 429
-        stub.error = ""
-        until(lambda: client.post(url + SPEECH, json=TEXT).status_code == 200)
+            assert client.post(served.url + SPEECH, json=TEXT).status_code == 429
+        served.stub.error = ""
+        until(lambda: client.post(served.url + SPEECH, json=TEXT).status_code == 200)
 
 
 def half_sent(url: str, body: bytes = b"", more: str = "", size: int = 1_000_000) -> socket.socket:
@@ -182,12 +182,12 @@ def test_of_a_crowd_only_the_first_are_routed_and_live_streams_run_after_each(
     ids=["new voice", "client that asks first", "too large"],
 )
 def test_an_answer_before_the_body_ends_the_connection_once_the_body_has_come(
-    stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch, more: str, size: int, status: int
+    served: StubbedService, monkeypatch: pytest.MonkeyPatch, more: str, size: int, status: int
 ) -> None:
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 60.0)
-    stub.error = OVERLOADED
-    assert httpx.post(url + SPEECH, json=TEXT).status_code == 429
-    with half_sent(url, more=more, size=size) as client:
+    served.stub.error = OVERLOADED
+    assert served.post(TEXT).status_code == 429
+    with half_sent(served.url, more=more, size=size) as client:
         answer = b"".join(iter(lambda: client.recv(65_536), b""))  # to its end
         assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and b"\r\nconnection: close\r\n" in answer
         for _ in range(size // 1000):
@@ -195,74 +195,73 @@ def test_an_answer_before_the_body_ends_the_connection_once_the_body_has_come(
 
 
 def test_a_new_voice_that_waits_for_an_upload_slot_is_refused_by_its_headers_alone(
-    stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch
+    served: StubbedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 0.0)  # however long ago the refusal was
     monkeypatch.setattr(dispatcher, "UPLOAD_WAIT_SECONDS", 60.0)
-    readers = [half_sent(url, b" " * 300_000) for _ in range(os.cpu_count() or 1)]
-    httpx.get(f"{url}/health")  # came later: those before it have their slots now
-    with half_sent(url) as waiting:
-        httpx.get(f"{url}/health")  # and this one waits
-        stub.error = OVERLOADED
-        assert httpx.post(url + SPEECH, json=TEXT).status_code == 429  # a known voice waits for nobody
+    readers = [half_sent(served.url, b" " * 300_000) for _ in range(os.cpu_count() or 1)]
+    httpx.get(f"{served.url}/health")  # came later: those before it have their slots now
+    with half_sent(served.url) as waiting:
+        httpx.get(f"{served.url}/health")  # and this one waits
+        served.stub.error = OVERLOADED
+        assert served.post(TEXT).status_code == 429  # a known voice waits for nobody
         for each in readers:
             each.close()
         assert waiting.recv(12) == b"HTTP/1.1 429"
 
 
 def test_a_refusal_while_a_slow_client_sends_its_recording_does_not_refuse_it_when_places_are_free_again(
-    stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch
+    served: StubbedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 0.0)
     body = json.dumps({**TEXT, "ref_audio": voice(1)}).encode()
-    with half_sent(url, body[:-1], size=len(body)) as slow:
-        httpx.get(f"{url}/health")  # came later: the other one has its slot now
-        stub.error = OVERLOADED
-        assert httpx.post(url + SPEECH, json=TEXT).status_code == 429
-        stub.error = ""
+    with half_sent(served.url, body[:-1], size=len(body)) as slow:
+        httpx.get(f"{served.url}/health")  # came later: the other one has its slot now
+        served.stub.error = OVERLOADED
+        assert served.post(TEXT).status_code == 429
+        served.stub.error = ""
         slow.sendall(body[-1:])
         assert slow.recv(12) == b"HTTP/1.1 200"
 
 
-def test_slow_clients_hold_up_no_new_voice_for_long(stub: TritonStub, url: str) -> None:
-    readers = [half_sent(url, b" " * 300_000) for _ in range(2 * (os.cpu_count() or 1))]
-    assert httpx.post(url + SPEECH, json={**TEXT, "ref_audio": voice(1)}, timeout=30).status_code == 200
+def test_slow_clients_hold_up_no_new_voice_for_long(served: StubbedService) -> None:
+    readers = [half_sent(served.url, b" " * 300_000) for _ in range(2 * (os.cpu_count() or 1))]
+    assert served.post({**TEXT, "ref_audio": voice(1)}).status_code == 200
     for each in readers:
         each.close()
 
 
 def test_who_comes_after_a_listener_who_left_gets_the_place_that_is_not_free_yet(
-    stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch
+    served: StubbedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Triton goes on with what it computes; so does this one, for a moment."""
     monkeypatch.setattr(dispatcher, "LEAVE_SECONDS", 60.0)
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 60.0)  # of the one who came before the place became free
-    with client_that_leaves(url, {**TEXT, "input": "endless"}):
-        until(lambda: stub.live == 1)
-        stub.places = 0
-        assert httpx.post(url + SPEECH, json=TEXT).status_code == 429
-    until(lambda: not counted(url, "speech_live_streams"))
-    asked = stub.asked
+    with client_that_leaves(served.url, {**TEXT, "input": "endless"}):
+        until(lambda: served.stub.live == 1)
+        served.stub.places = 0
+        assert served.post(TEXT).status_code == 429
+    until(lambda: not counted(served.url, "speech_live_streams"))
+    asked = served.stub.asked
     with ThreadPoolExecutor(1) as thread:
-        answer = thread.submit(httpx.post, url + SPEECH, json=TEXT, timeout=60)
-        until(lambda: stub.asked > asked + 2)
-        stub.places = 1
+        answer = thread.submit(served.post, TEXT)
+        until(lambda: served.stub.asked > asked + 2)
+        served.stub.places = 1
         assert answer.result().status_code == 200
-    stub.places = 0
-    assert httpx.post(url + SPEECH, json=TEXT).status_code == 429  # one left, and one came
+    served.stub.places = 0
+    assert served.post(TEXT).status_code == 429  # one left, and one came
 
 
-def test_a_batch_waits_for_places(stub: TritonStub, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_waits_for_places(served: StubbedService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speech, "RETRY_SECONDS", 0.02)
-    stub.places, stub.first = 1, 0.05
-    answer = httpx.post(f"{url}{SPEECH}/batch", json={"items": 6 * [TEXT]}, timeout=60).json()
+    served.stub.places, served.stub.first = 1, 0.05
+    answer = served.post({"items": 6 * [TEXT]}, f"{SPEECH}/batch").json()
     assert (answer["succeeded"], answer["failed"]) == (6, 0)
-    assert stub.served == 6 < stub.asked  # some were refused
+    assert served.stub.served == 6 < served.stub.asked  # some were refused
 
 
-def test_a_batch_waits_no_longer_than_its_time(stub: TritonStub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_waits_no_longer_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speech, "RETRY_SECONDS", 0.02)
-    stub.error = OVERLOADED
-    with stubbed(stub, timeout=2) as url:
+    with stubbed(TritonStub(error=OVERLOADED), timeout=2) as url:
         results = httpx.post(f"{url}{SPEECH}/batch", json={"items": [TEXT, TEXT]}, timeout=60).json()["results"]
     assert [each["error"]["code"] for each in results] == ["overloaded", "overloaded"]

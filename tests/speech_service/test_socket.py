@@ -1,7 +1,8 @@
-"""The WebSocket with a stub Triton: text in pieces, audio by sentence, barge-in."""
+"""The WebSockets with a stub Triton: text in pieces, audio by sentence, barge-in, and hostile messages."""
 
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,10 +11,8 @@ from cosyvoice_triton.speech_service.routes.socket import MAX_WAITING_UTTERANCES
 from cosyvoice_triton.text.segments import SentenceSplitter
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from tests.support.speech_fixtures import StubbedService, ask, receive, say, send, until
+from tests.support.speech_fixtures import SPEECH, StubbedService, ask, receive, say, send, until
 from tests.support.triton_stub import texts_of
-
-SECONDS = 10.0
 
 
 def sentences(received: list[Any]) -> list[str]:
@@ -79,8 +78,10 @@ def test_a_cancel_stops_the_current_sentence_and_discards_the_waiting_ones(serve
     with served.connect() as socket:
         cancelled = served.stub.cancelled
         ask(socket, "input.text", "audio.start", text="endless talk. And another. And")
-        assert isinstance(socket.recv(SECONDS), bytes)
-        assert ask(socket, "input.cancel", "audio.cancelled")["utterance_index"] == 0
+        assert isinstance(socket.recv(10), bytes)
+        ended = ask(socket, "input.cancel", "audio.cancelled")
+        first = ended["words"][0]
+        assert (ended["utterance_index"], first["word"]) == (0, "endless") and first["end"] > first["start"] >= 0
         until(lambda: served.stub.cancelled > cancelled, 10)
         after = say(socket, "Yes?")  # nothing of the old utterance follows the answer
         assert sentences(after) == ["Yes?"] and after[-1]["utterance_index"] == 1
@@ -96,6 +97,7 @@ def test_a_cancel_stops_the_current_sentence_and_discards_the_waiting_ones(serve
         (b"\x00", "binary"),
         ('{"type": "input.sing"}', "input.sing"),
         ('{"type": "input.text"}', "no text"),
+        *((f'{{"type": "input.cancel", "played_ms": {wrong}}}', "played_ms") for wrong in ("-1", '"1"', "true")),
         ('{"type": "session.config", "speed": 9}', "speed"),
         ('{"type": "session.config", "mode": "words"}', "mode must be sentences or tokens, not 'words'"),
         ('{"type": "session.config", "input": "Hi."}', "input 'Hi.' of a WebSocket: send input.text"),
@@ -209,8 +211,53 @@ def test_the_voice_cannot_change_during_an_utterance(served: StubbedService) -> 
 def test_one_session_too_many_is_closed_and_a_foreign_origin_is_rejected(served: StubbedService) -> None:
     with served.connect(), served.connect(), served.connect() as third:
         with pytest.raises(ConnectionClosed) as closed:
-            third.recv(SECONDS)
+            third.recv(10)
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1013
     with pytest.raises(InvalidStatus) as rejected:
         served.connect(origin="https://evil.example")  # type: ignore[arg-type]
     assert rejected.value.response.status_code == 403
+
+
+NASTY = [None, True, -1, 10**4000, 1e400, float("nan"), "", "\ud800", "\0", "a" * 5000, [], [[{}]], {}, {"a": []}]
+ITEM = {"id": "a", "role": "user", "content": [{"type": "input_text", "text": "quick"}], "type": "message"}
+OUTPUT = {"voice": "zoe", "speed": 1, "format": {"type": "audio/pcm", "rate": 24_000}}
+TRUNCATE = {"item_id": "a", "content_index": 0, "audio_end_ms": 0}
+SAY: dict[str, Any] = {"input": [ITEM], "instructions": "quick", "metadata": {"a": "b"}, "output_modalities": ["audio"]}
+MESSAGES: dict[str, dict[str, dict[str, Any]]] = {  # valid ones
+    f"{SPEECH}/stream": {
+        "input.text": {"text": "quick."},
+        "input.replace": {"text": "quick.", "played_ms": 1},
+        "input.cancel": {"played_ms": 1},
+        "session.config": {"mode": "tokens", "voice": {"id": "zoe"}, "timestamps": "word", "seed": 1, "speed": 1.5},
+    },
+    "/v1/realtime": {
+        "session.update": {"session": {"type": "realtime", "instructions": "a", "audio": {"output": OUTPUT}}},
+        "conversation.item.create": {"item": ITEM, "previous_item_id": "root"},
+        "conversation.item.truncate": TRUNCATE,
+        "conversation.item.retrieve": {"item_id": "a"},
+        "response.create": {"response": SAY, "event_id": "a"},
+        "response.replace": {"text": "quick", "audio_end_ms": 1, "response_id": "a"},
+        "response.cancel": {"response_id": "a"},
+        "conversation.item.delete": {"item_id": "a"},
+    },
+    "/v1/audio/voice-conversion/stream": {"session.config": {"input_sample_rate": 16_000, "voice": "zoe", "speed": 1}},
+}
+
+
+def spoiled(value: Any) -> Iterator[Any]:
+    """A message, also with each of its values replaced by each of the nasty ones."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in list(inner):
+        for other in (*NASTY, *spoiled(each)):
+            yield {**value, key: other} if isinstance(value, dict) else [other]
+
+
+@pytest.mark.parametrize("path", MESSAGES)
+def test_whatever_a_message_has_the_session_goes_on(served: StubbedService, path: str) -> None:
+    with served.connect(path) as socket:
+        for kind, fields in MESSAGES[path].items():
+            for number, message in enumerate([fields, *spoiled(fields)]):
+                send(socket, kind, **message)
+                send(socket, f"unknown {number}")
+                while f"unknown {number}'" not in receive(socket, "error")[-1]["error"]["message"]:
+                    pass

@@ -73,16 +73,6 @@ def test_text_that_waits_is_replaced_and_the_sentence_that_is_spoken_goes_on(ser
         assert not any(each["type"] == "audio.timestamps" for each in said if isinstance(each, dict))
 
 
-def test_a_cancelled_utterance_says_which_words_were_spoken(served: StubbedService) -> None:
-    with served.connect() as socket:
-        ask(socket, "input.text", "audio.start", text="endless talk. And another. And")
-        assert isinstance(socket.recv(10), bytes)
-        words = ask(socket, "input.cancel", "audio.cancelled")["words"]
-        assert words[0]["word"] == "endless" and words[0]["end"] > words[0]["start"] >= 0
-        for wrong in (-1, "1", True):
-            assert ask(socket, "input.cancel", "error", played_ms=wrong)["error"]["param"] == "played_ms"
-
-
 def test_a_truncated_response_has_the_words_that_were_heard_and_its_outcome_is_known(served: StubbedService) -> None:
     with served.connect("/v1/realtime") as socket:
         send(socket, "response.create", response={"instructions": "quick words of one response"})

@@ -77,15 +77,6 @@ def test_a_voice_is_added_used_and_deleted(served: StubbedService) -> None:
     with serving(Settings(urls=("127.0.0.1:1",), voices_dir=served.voices)) as restarted:
         assert "zöe" in names_of(restarted)
     assert served.add("zöe").status_code == 409
-    for more, texts in (
-        ({}, {"reference_text": "Hi."}),
-        ({"language": "zh"}, {}),
-        ({"instructions": "Slowly."}, {"instruct_text": "Slowly."}),
-        ({"trim_reference": True}, {"reference_text": "Hi."}),
-    ):
-        assert served.post({**TEXT, "voice": "zöe", **more}).status_code == 200
-        assert ("trim_reference" in served.stub.requests[-1].parameters) == ("trim_reference" in more)
-        assert texts_of(served.stub.requests[-1]) == {"target_text": "Hello.", **texts}
     assert served.remove("zöe").json()["deleted"]
     assert list(served.voices.iterdir()) == []
     assert served.remove("zöe").status_code == 404
@@ -103,18 +94,22 @@ def test_a_recording_is_trimmed_only_if_the_form_asks_for_it(served: StubbedServ
 
 
 def test_a_voice_speaks_as_it_was_registered_unless_a_request_says_how(served: StubbedService) -> None:
-    assert served.add("soft", ref_text="Hi.", instructions="Softly.").status_code == 201
-    for more, texts in (
-        ({}, {"reference_text": "Hi.", "instruct_text": "Softly."}),
-        ({"language": "zh"}, {"instruct_text": "Softly."}),
-        ({"instructions": "Slowly."}, {"instruct_text": "Slowly."}),
-    ):
-        assert served.post({**TEXT, "voice": "soft", **more}).status_code == 200
-        assert texts_of(served.stub.requests[-1]) == {"target_text": "Hello.", **texts}
+    for name, style in ("plain", {}), ("soft", {"instructions": "Softly."}):
+        assert served.add(name, ref_text="Hi.", **style).status_code == 201
+        own = {"instruct_text": "Softly."} if style else {}
+        for more, texts in (
+            ({}, {"reference_text": "Hi.", **own}),
+            ({"language": "zh"}, own),
+            ({"instructions": "Slowly."}, {"instruct_text": "Slowly."}),
+            ({"trim_reference": True}, {"reference_text": "Hi.", **own}),
+        ):
+            assert served.post({**TEXT, "voice": name, **more}).status_code == 200
+            assert ("trim_reference" in served.stub.requests[-1].parameters) == ("trim_reference" in more)
+            assert texts_of(served.stub.requests[-1]) == {"target_text": "Hello.", **texts}
     upload = {"files": {"ref_audio": recording(1.0)}, "data": {**TEXT, "ref_text": "Hi.", "instructions": "Slowly."}}
     assert httpx.post(served.url + SPEECH, **upload).status_code == 200
     assert texts_of(served.stub.requests[-1])["reference_text"] == "Hi."  # the models say what they leave out
-    assert served.remove("soft").status_code == 200
+    assert [served.remove(name).status_code for name in ("plain", "soft")] == [200, 200]
 
 
 def test_words_of_the_request_then_of_the_voice_then_of_all_are_sent_with_a_recording(served: StubbedService) -> None:

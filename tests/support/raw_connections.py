@@ -1,5 +1,6 @@
 """Connections of clients that send bytes of their own choice."""
 
+import contextlib
 import socket
 import struct
 
@@ -20,6 +21,15 @@ def opened(url: str, data: bytes = b"", receive_buffer: int = 0, seconds: float 
     client.connect((host, int(port)))
     client.sendall(data)
     return client
+
+
+def read_all(client: socket.socket) -> bytes:
+    """What comes until the connection ends."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while part := client.recv(1 << 16):
+            data += part
+    return data
 
 
 def request(body: bytes = b"", headers: bytes = b"", length: int | None = None, line: str = f"POST {SPEECH}") -> bytes:

@@ -153,16 +153,17 @@ class SpeechRequest(BaseModel):
     def flags(self, words: Mapping[str, str]) -> dict[str, bool | str]:
         """Return a model's request parameters, but the sampling, that differ from their defaults. `words`: the
         dictionary of the voice."""
-        language: dict[str, bool | str] = {"language": self.named_language} if self.named_language else {}
-        if words := combined(self.pronunciation, words):
-            language["pronunciation"] = json.dumps(words, ensure_ascii=False)
-        if self.trim_reference:
-            language["trim_reference"] = True
-        for name in ("trim_silence", "retry_bad_answers"):
-            if (value := getattr(self, name)) is not None:
-                language[name] = value
-        whole = not self.stream or self.stream_format == "json"
-        return language | self.normalization_options.parameters() | ({"played": False} if whole else {})
+        words = combined(self.pronunciation, words)
+        wanted = {
+            "language": self.named_language or None,
+            "pronunciation": json.dumps(words, ensure_ascii=False) if words else None,
+            "trim_reference": self.trim_reference or None,
+            "trim_silence": self.trim_silence,
+            "retry_bad_answers": self.retry_bad_answers,
+            "played": False if not self.stream or self.stream_format == "json" else None,
+        }
+        given = {name: value for name, value in wanted.items() if value is not None}
+        return given | self.normalization_options.parameters()
 
     @field_validator("sampling")
     @classmethod

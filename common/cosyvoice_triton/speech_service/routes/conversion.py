@@ -131,6 +131,3 @@ class ConversionSession(SocketSessionBase):
     def _answer_ended(self) -> None:
         self._utterance, self._spoken = self._utterance + 1, None
         self._hold()
-
-    async def _send_error(self, error: ApiError) -> None:
-        await self._send("error", **error.body)

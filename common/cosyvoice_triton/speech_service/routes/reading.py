@@ -21,20 +21,26 @@ from cosyvoice_triton.speech_service.settings import Settings
 
 class Body:
     """The body of a route: the fields of a class, and in a multipart form a file in the field `upload`, if it takes
-    one. kinds: the media types that the document names; all are read."""
+    one. kinds: the media types that the document names; all are read. needed: what to upload, if it may not be missing.
+    """
 
     def __init__(
-        self, fields: type[BaseModel], upload: str = "", kinds: Sequence[str] = (doc.JSON, doc.MULTIPART, doc.FORM)
+        self,
+        fields: type[BaseModel],
+        upload: str = "",
+        kinds: Sequence[str] = (doc.JSON, doc.MULTIPART, doc.FORM),
+        needed: str = "",
     ) -> None:
-        self._fields = fields
-        self._upload = upload
+        self._fields, self._upload, self._needed = fields, upload, needed
         known = doc.model(fields)
         with_file = {"allOf": [known], "properties": {upload: doc.FILE}}
         self.content = {kind: with_file if upload and kind == doc.MULTIPART else known for kind in kinds}
 
-    async def read(self, request: Request) -> tuple[Any, bytes | None]:
+    async def read(self, request: Request) -> tuple[Any, Any]:
         """Return the fields as an instance of the class, and the content of the file, if any. ApiError."""
         fields, data = await read_fields(request, self._upload)
+        if data is None and self._needed:
+            raise invalid(f"{self._upload} is missing: upload {self._needed} in a multipart form", self._upload)
         return parse(self._fields, fields, Service.of(request).settings), data
 
 

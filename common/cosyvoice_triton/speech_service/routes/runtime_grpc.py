@@ -16,6 +16,7 @@ from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.speech_service.audio.recordings import from_pcm16
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse
 from cosyvoice_triton.speech_service.errors import ApiError, invalid
+from cosyvoice_triton.speech_service.routes.runtime_http import NAMES
 from cosyvoice_triton.speech_service.security.guard import check_key
 from cosyvoice_triton.speech_service.service import Service
 from cosyvoice_triton.speech_service.settings import MAX_CHAR_BYTES, Settings
@@ -25,7 +26,6 @@ logger = logging.getLogger(__name__)
 PROTO = "cosyvoice_triton/speech_service/routes/cosyvoice.proto"
 GRACE_SECONDS = 5.0  # for live calls; uvicorn has waited DRAIN_SECONDS for the other streams by then
 
-_FIELDS = (("spk_id", "voice"), ("instruct_text", "instructions"), ("prompt_text", "ref_text"))  # (its field, ours)
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -118,11 +118,9 @@ class RuntimeServicer:
         if kind is None:
             raise invalid("the request is empty")
         payload = getattr(request, kind)
-        values = {"input": payload.tts_text}
-        for field, name in _FIELDS:
-            if field in payload.DESCRIPTOR.fields_by_name:
-                values[name] = getattr(payload, field)
-        recording = payload.prompt_audio if "prompt_audio" in payload.DESCRIPTOR.fields_by_name else None
+        known = payload.DESCRIPTOR.fields_by_name
+        values = {name: getattr(payload, field) for field, name in NAMES.items() if field in known}
+        recording = payload.prompt_audio if "prompt_audio" in known else None
         return await self._service.answer(
             parse(SpeechRequest, values, self._service.settings), recording, from_pcm16, AudioEncoder("pcm")
         )

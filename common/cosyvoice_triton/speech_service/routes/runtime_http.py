@@ -3,7 +3,6 @@
 Its own clients send a form with GET; POST is accepted too.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -19,32 +18,31 @@ from cosyvoice_triton.speech_service.service import Service
 
 router = APIRouter()
 
-# Route -> the fields of its form and their names in `SpeechRequest`; `prompt_wav` is a file.
-_INPUT = {"tts_text": "input"}
-ROUTES: Mapping[str, Mapping[str, str]] = {
-    "/inference_sft": {**_INPUT, "spk_id": "voice"},
-    "/inference_zero_shot": {**_INPUT, "prompt_text": "ref_text", "prompt_wav": "ref_audio"},
-    "/inference_cross_lingual": {**_INPUT, "prompt_wav": "ref_audio"},
-    "/inference_instruct": {**_INPUT, "spk_id": "voice", "instruct_text": "instructions"},
-    "/inference_instruct2": {**_INPUT, "instruct_text": "instructions", "prompt_wav": "ref_audio"},
+# The runtime's fields and their names in `SpeechRequest`.
+NAMES = {"tts_text": "input", "spk_id": "voice", "prompt_text": "ref_text", "instruct_text": "instructions"}
+ROUTES = {  # the fields of their forms; `prompt_wav` is a file
+    "/inference_sft": ("tts_text", "spk_id"),
+    "/inference_zero_shot": ("tts_text", "prompt_text", "prompt_wav"),
+    "/inference_cross_lingual": ("tts_text", "prompt_wav"),
+    "/inference_instruct": ("tts_text", "spk_id", "instruct_text"),
+    "/inference_instruct2": ("tts_text", "instruct_text", "prompt_wav"),
 }
 
 
 async def infer(request: Request) -> Response:
     """CosyVoice's plain runtime: 16-bit samples at 24 kHz. Its own clients send the form with GET."""
     service = Service.of(request)
-    names = ROUTES[request.url.path]
     async with service.dispatcher.upload_slot(request.headers.get("content-length")):
         fields, upload = await read_fields(request, "prompt_wav")
         values: dict[str, Any] = {}
-        for field, name in names.items():
+        for field in ROUTES[request.url.path]:
             if field == "prompt_wav":
                 if upload is None:
                     raise invalid("prompt_wav is missing: upload the recording as a file", field)
             elif not str(fields.get(field, "")).strip():
                 raise invalid(f"{field} is missing", field)
             else:
-                values[name] = str(fields[field])
+                values[NAMES[field]] = str(fields[field])
         answer = await service.answer(
             parse(SpeechRequest, values, service.settings), upload, encoder=AudioEncoder("pcm")
         )
@@ -52,9 +50,7 @@ async def infer(request: Request) -> Response:
 
 
 for path, names in ROUTES.items():
-    fields = {
-        field: doc.FILE if field == "prompt_wav" else doc.field(SpeechRequest, name) for field, name in names.items()
-    }
+    fields = {name: doc.field(SpeechRequest, NAMES[name]) if name in NAMES else doc.FILE for name in names}
     kinds = [doc.MULTIPART] if "prompt_wav" in fields else [doc.MULTIPART, doc.FORM]
     body, audio = dict.fromkeys(kinds, doc.record(fields)), {FORMATS["pcm"].media_type: doc.FILE}
     for method in ("GET", "POST"):

@@ -135,9 +135,9 @@ class SocketSessionBase(ABC):
     def _answer_ended(self) -> None:  # noqa: B027
         """Forget what was spoken."""
 
-    @abstractmethod
     async def _send_error(self, error: ApiError) -> None:
         """Tell the client what is wrong with its message."""
+        await self._send("error", **error.body)
 
     def _parsed(self, config: dict[str, Any], text: str = ".") -> SpeechRequest:
         """Return the request for a text with the session's fields. ApiError."""

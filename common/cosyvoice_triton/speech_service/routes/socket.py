@@ -298,9 +298,6 @@ class SocketSession(SocketSessionBase):
         self._said.clear()
         await self._send("audio.cancelled", utterance_index=cancelled, words=words)
 
-    async def _send_error(self, error: ApiError) -> None:
-        await self._send("error", **error.body)
-
 
 def _seconds(fields: dict[str, Any]) -> float | None:
     """Return how much of the utterance's audio was heard; None if the client does not say. ApiError."""

@@ -10,7 +10,6 @@ from starlette.responses import JSONResponse, Response
 
 from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS
 from cosyvoice_triton.speech_service import openapi as doc
-from cosyvoice_triton.speech_service.errors import invalid
 from cosyvoice_triton.speech_service.limits import MAX_FIELDS, NAME_CHARS, PathName, Text, Words
 from cosyvoice_triton.speech_service.routes.reading import Body
 from cosyvoice_triton.speech_service.security.guard import API_KEY
@@ -61,8 +60,8 @@ class ExportedVoice(BaseModel):
     name: Annotated[Text, Field(max_length=MAX_NAME_BYTES)] = Field("", description="instead of its own")
 
 
-_NEW = Body(NewVoice, "audio_sample", (doc.MULTIPART,))
-_EXPORTED = Body(ExportedVoice, "file", (doc.MULTIPART,))
+_NEW = Body(NewVoice, "audio_sample", (doc.MULTIPART,), needed="the recording as a file")
+_EXPORTED = Body(ExportedVoice, "file", (doc.MULTIPART,), needed="an exported voice")
 _ADDING: dict[str, Any] = {"success": 201, "errors": (409, 415, 507)}
 _Legacy = Annotated[str, Query(description="`true`: `voices` are names", max_length=NAME_CHARS)]
 
@@ -92,8 +91,6 @@ async def add(request: Request) -> Response:
     `instructions` (how it speaks), `pronunciation` (its dictionary) and `consent` (the speaker's, or where it is
     kept)."""
     new, data = await _NEW.read(request)
-    if data is None:
-        raise invalid("audio_sample is missing: upload the recording as a file in a multipart form", "audio_sample")
     service = Service.of(request)
     name, style = normalized(new.name), (new.instructions, new.trim_reference)
     given = (data, new.ref_text, new.pronunciation, new.consent, API_KEY.get())
@@ -112,8 +109,6 @@ async def add(request: Request) -> Response:
 async def load(request: Request) -> Response:
     """Register a voice that was exported: a form with `file`, and `name` for another one than its own."""
     wanted, data = await _EXPORTED.read(request)
-    if data is None:
-        raise invalid("file is missing: upload an exported voice in a multipart form", "file")
     service = Service.of(request)
     name = await asyncio.to_thread(service.voices.load, data, wanted.name, key := API_KEY.get())
     return JSONResponse({**_voice(name), **service.voices.rights(name).shown_to(key).known}, 201)
