@@ -57,6 +57,14 @@ def shapes_of(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {key: tensor.shape for key, tensor in state.items()}
 
 
+def size_of(shapes: Shapes, key: str, axis: int = 0) -> int:
+    """Return the length of one axis of a tensor; ValueError names a tensor that is missing or has fewer axes."""
+    shape = shapes.get(key)
+    if shape is None or len(shape) <= axis:
+        raise ValueError(f"checkpoint: {key!r} gives a size of the network, found {shape and tuple(shape)}")
+    return shape[axis]
+
+
 def shape_differences(expected: Shapes, found: Shapes) -> list[str]:
     """Return one line per key that is missing, unexpected or of another shape; none if both agree."""
     differences = [f"missing: {key}" for key in expected if key not in found]

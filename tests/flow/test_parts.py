@@ -1,5 +1,4 @@
-"""The DiT's estimator over padding, the encoder over windows. tests/token2wav/test_chunks_equal_whole.py has the
-whole flows."""
+"""The encoder's attention in blocks of queries. tests/token2wav/test_chunks_equal_whole.py has the whole flows."""
 
 from pathlib import Path
 

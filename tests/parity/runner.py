@@ -37,11 +37,6 @@ def all_checks() -> dict[str, Check]:
     return checks
 
 
-def one_line(error: Exception) -> str:
-    """An exception as the detail of a ParityResult."""
-    return f"{type(error).__name__}: " + "; ".join(line.strip() for line in str(error).splitlines())
-
-
 def compare(expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance) -> tuple[bool, str]:
     """(within tolerance, figures as text). The relative error is relative to the largest magnitude of `expected`."""
     if expected.shape != actual.shape:
@@ -70,7 +65,8 @@ def run_fixture(fixture: Fixture, check: Check) -> Iterator[ParityResult]:
                 missing.discard(key)
                 yield _compare_stored(fixture, key, actual)
     except Exception as error:  # the other fixtures are still compared
-        yield ParityResult(fixture.name, "MISS", one_line(error))
+        reason = "; ".join(line.strip() for line in str(error).splitlines())
+        yield ParityResult(fixture.name, "MISS", f"{type(error).__name__}: {reason}")
     for key in sorted(missing):
         yield ParityResult(
             f"{fixture.name} {key}", "MISS", "not computed" if key in fixture else "described, but not stored"
@@ -110,9 +106,4 @@ def _run_file(
     if path.stem not in checks:
         yield ParityResult(path.stem, "MISS", "unknown fixture: no check has this name")
         return
-    try:
-        fixture = Fixture(path, device, dtype)
-    except Exception as error:
-        yield ParityResult(path.stem, "MISS", f"unreadable: {one_line(error)}")
-        return
-    yield from run_fixture(fixture, checks[fixture.name])
+    yield from run_fixture(Fixture(path, device, dtype), checks[path.stem])

@@ -18,6 +18,8 @@ from tests.support.fake_engine import Client, FakeEngine, queue_behind_a_running
 from tests.support.streams import COSYVOICE3, DIT, GOLDEN, GOLDEN3, UNET, VOICES_BYTES
 from tests.support.waiting import Clock
 
+FLOWS = {"dit": DiTStreaming, "unet": UNetStreaming, "cosyvoice3": CosyVoice3Streaming}
+
 
 @pytest.fixture(scope="module")
 def vocoder():
@@ -52,24 +54,32 @@ def prompts():
     return PromptCaches(VOICES_BYTES)
 
 
-@pytest.fixture
-def dit(dit_network, vocoder, prompts):
-    limits = BatchLimits(max_streams=8)
-    flow = DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4, max_tokens=200)
-    return Token2Wav(flow, vocoder)
+@pytest.fixture(scope="module")
+def flow_of(request):
+    """Makes the flow of a name, of its small network or another one, with room for voices or `prompts`."""
+
+    def make(name, *, kind=None, network=None, prompts=None, streams=8, **options):
+        network = network or request.getfixturevalue(f"{name}_network")
+        caches = () if name == "unet" else (PromptCaches(VOICES_BYTES) if prompts is None else prompts,)
+        options = {"limits": BatchLimits(max_streams=streams), "steps": 4} | options
+        return (kind or FLOWS[name])(network, flow_noise(), *caches, **options)
+
+    return make
 
 
 @pytest.fixture
-def unet(unet_network, vocoder):
-    return Token2Wav(UNetStreaming(unet_network, flow_noise(), limits=BatchLimits(), steps=4, max_tokens=200), vocoder)
+def dit(flow_of, vocoder, prompts):
+    return Token2Wav(flow_of("dit", prompts=prompts, max_tokens=200), vocoder)
 
 
 @pytest.fixture
-def cosyvoice3(cosyvoice3_network, causal_vocoder, prompts):
-    limits = BatchLimits(max_streams=8)
-    flow = CosyVoice3Streaming(
-        cosyvoice3_network, flow_noise(), prompts, limits=limits, steps=2, max_tokens=200, cache_frames=1000
-    )
+def unet(flow_of, vocoder):
+    return Token2Wav(flow_of("unet", max_tokens=200), vocoder)
+
+
+@pytest.fixture
+def cosyvoice3(flow_of, causal_vocoder, prompts):
+    flow = flow_of("cosyvoice3", prompts=prompts, steps=2, max_tokens=200, cache_frames=1000)
     return Token2Wav(flow, causal_vocoder)
 
 

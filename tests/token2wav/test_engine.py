@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from cosyvoice_triton.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import HOP_SAMPLES
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 from cosyvoice_triton.token2wav.stream import FADE_SAMPLES, LOUD, without_click
 
@@ -86,13 +86,6 @@ def test_a_stream_whose_memory_is_ahead_of_its_audio_cannot_go_on(dit):
     dit._flow._pool.advance(stream.cache, dit._flow._pool.row(stream, chunk.new))
     with pytest.raises(RuntimeError, match="ahead of its audio"):
         dit.step([chunk])
-
-
-def test_an_empty_final_chunk_returns_the_withheld_audio(dit):
-    stream, tokens = dit.open(prompt(6)), ids(6, 13)
-    head = step(dit, stream, Piece(tokens, final=False))
-    tail = step(dit, stream, Piece(tokens[:0], final=True))
-    assert len(head) + len(tail) == 10 * TOKEN_MEL_RATIO * HOP_SAMPLES
 
 
 @pytest.mark.parametrize(

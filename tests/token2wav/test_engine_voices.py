@@ -8,20 +8,24 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches, StreamCachePool
-from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
-from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 
 from tests.support.streams import VOICES_BYTES, ids, pieces, prompt, step
 
 
-def of_the_dit(network, vocoder, prompts, streams=9):
-    limits = BatchLimits(max_streams=streams)
-    return Token2Wav(DiTStreaming(network, flow_noise(), prompts, limits=limits, steps=4), vocoder)
+@pytest.fixture
+def of_the_dit(flow_of, vocoder):
+    return lambda prompts, streams=9: Token2Wav(flow_of("dit", prompts=prompts, streams=streams), vocoder)
 
 
-def test_voices_prefilled_together_equal_each_prefilled_alone(dit, dit_network, vocoder):
+@pytest.fixture
+def size(of_the_dit):
+    """The bytes of a voice of 12 tokens."""
+    return of_the_dit(PromptCaches(0))._flow._pool.prompt_bytes(24)
+
+
+def test_voices_prefilled_together_equal_each_prefilled_alone(dit, of_the_dit):
     """Of different lengths, one without a prompt; and their streams need no prefill."""
-    together = of_the_dit(dit_network, vocoder, PromptCaches(VOICES_BYTES))
+    together = of_the_dit(PromptCaches(VOICES_BYTES))
     voices = [prompt(1, 12), prompt(2, 30), prompt(3, 0), prompt(4, 7)]
     together.prefill(voices)
     assert [together.prefill_frames(voice) for voice in [*voices, prompt(5, 9)]] == [0, 0, 0, 0, 18]
@@ -33,9 +37,9 @@ def test_voices_prefilled_together_equal_each_prefilled_alone(dit, dit_network, 
         dit.close(alone)
 
 
-def test_a_voice_prefilled_ahead_is_dropped_if_there_is_no_room(dit_network, vocoder):
+def test_a_voice_prefilled_ahead_is_dropped_if_there_is_no_room(of_the_dit):
     caches = PromptCaches(1)
-    of_the_dit(dit_network, vocoder, caches).prefill([prompt(1), prompt(2)])
+    of_the_dit(caches).prefill([prompt(1), prompt(2)])
     assert (len(caches), caches.nbytes) == (0, 0)
 
 
@@ -57,15 +61,9 @@ def test_streams_are_limited_and_release_their_slots(dit):
     dit.close(dit.open(prompt(5)))
 
 
-def size_of(network, vocoder):
-    """The bytes of a voice of 12 tokens."""
-    return of_the_dit(network, vocoder, PromptCaches(0))._flow._pool.prompt_bytes(24)
-
-
-def test_prompt_caches_are_limited_in_bytes_and_the_least_recently_used_idle_one_is_evicted(dit_network, vocoder):
-    size = size_of(dit_network, vocoder)
+def test_prompt_caches_are_limited_in_bytes_and_the_least_recently_used_idle_one_is_evicted(of_the_dit, size):
     prompts = PromptCaches(2 * size)
-    engine = of_the_dit(dit_network, vocoder, prompts)
+    engine = of_the_dit(prompts)
     live = engine.open(prompt(0))
     assert live.prompt.nbytes == size
     for seed in (1, 2, 3):
@@ -80,8 +78,8 @@ def test_prompt_caches_are_limited_in_bytes_and_the_least_recently_used_idle_one
     assert len(prompts) == 2
 
 
-def test_a_voice_without_room_waits_for_it_in_turn_and_one_that_never_has_room_is_refused(dit_network, vocoder):
-    engine = of_the_dit(dit_network, vocoder, PromptCaches(2 * size_of(dit_network, vocoder)))
+def test_a_voice_without_room_waits_for_it_in_turn_and_one_that_never_has_room_is_refused(of_the_dit, size):
+    engine = of_the_dit(PromptCaches(2 * size))
     first, short = prompt(0), prompt(3, 5)
     assert engine.fitting([first, prompt(1), first, prompt(2)]) == [True, True, True, False]
     live, idle = engine.open(first), engine.open(prompt(1))
@@ -98,11 +96,11 @@ def test_a_voice_without_room_waits_for_it_in_turn_and_one_that_never_has_room_i
 
 
 def test_room_for_new_voices_is_made_before_they_are_prefilled_and_evicted_ones_are_freed(
-    dit_network, vocoder, monkeypatch
+    of_the_dit, size, monkeypatch
 ):
     """At no time is there more than the limit, whoever still refers to a stream that has ended."""
-    prefill, before, prompts = DiTStreaming._prefill, [], PromptCaches(2 * size_of(dit_network, vocoder))
-    engine = of_the_dit(dit_network, vocoder, prompts)
+    prefill, before, prompts = DiTStreaming._prefill, [], PromptCaches(2 * size)
+    engine = of_the_dit(prompts)
     ended = engine.open(prompt(0))
     cache = weakref.ref(ended.prompt)
     engine.close(ended)
@@ -128,9 +126,9 @@ def test_idle_voices_are_evicted_if_the_free_memory_is_in_pieces(dit, prompts, m
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["no slot", "a slot that cannot be filled"])
-def test_a_stream_that_cannot_be_opened_releases_its_prompt_cache(full, dit_network, vocoder, monkeypatch):
+def test_a_stream_that_cannot_be_opened_releases_its_prompt_cache(full, of_the_dit, vocoder, monkeypatch):
     prompts, free = PromptCaches(VOICES_BYTES), len(vocoder.pool._free)
-    engine = of_the_dit(dit_network, vocoder, prompts, streams=1)
+    engine = of_the_dit(prompts, streams=1)
     live = [engine.open(prompt(0))] if full else []
     with monkeypatch.context() as patch:
         if not full:

@@ -13,18 +13,15 @@ import torch
 from cosyvoice_triton.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
 from cosyvoice_triton.monitoring.metrics import FAILED, RETRIED
 from cosyvoice_triton.token2wav.engine import Token2Wav
-from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
-from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
-from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches
-from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
+from cosyvoice_triton.token2wav.flow.base import StreamingFlow
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
-from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 from cosyvoice_triton.token2wav.stream import Stream
 from cosyvoice_triton.token2wav.vocoder.base import BatchVocoder
 from cosyvoice_triton.voice.prompt import Prompt
 
-from tests.support.streams import VOICES_BYTES, Piece, ids, pieces, prompt
+from tests.support.streams import Piece, ids, pieces, prompt
+from tests.token2wav.conftest import FLOWS
 
 LIMITS = BatchLimits(max_streams=4, first_hop_tokens=10, max_hop_tokens=20)
 TOLERANCE = 1e-3  # between batches, as in test_engine
@@ -67,22 +64,21 @@ class Subject(NamedTuple):
     expected: list[np.ndarray]
 
 
-FLOWS: dict[str, tuple[Any, dict[str, int]]] = {
-    "dit": (DiTStreaming, {"cache_frames": 30, "context_tokens": 40}),
-    "unet": (UNetStreaming, {"context_tokens": 40}),
-    "cosyvoice3": (CosyVoice3Streaming, {"cache_frames": 60}),
+OPTIONS = {
+    "dit": {"cache_frames": 30, "context_tokens": 40},
+    "unet": {"context_tokens": 40},
+    "cosyvoice3": {"cache_frames": 60},
 }
 
 
-@pytest.fixture(scope="module", params=FLOWS)
-def subject(request: pytest.FixtureRequest) -> Subject:
-    (kind, options), network = FLOWS[request.param], request.getfixturevalue(f"{request.param}_network")
+@pytest.fixture(scope="module", params=OPTIONS)
+def subject(request: pytest.FixtureRequest, flow_of: Callable[..., StreamingFlow]) -> Subject:
     vocoder = request.getfixturevalue("causal_vocoder" if request.param == "cosyvoice3" else "vocoder")
     used = Used()
 
     def engine(make: Callable[[type[Any]], type[Any]]) -> Token2Wav:
-        caches = () if request.param == "unet" else (PromptCaches(VOICES_BYTES),)
-        flow = make(kind)(network, flow_noise(), *caches, limits=LIMITS, steps=2, **options)
+        kind = make(FLOWS[request.param])
+        flow = flow_of(request.param, kind=kind, limits=LIMITS, steps=2, **OPTIONS[request.param])
         return Token2Wav(flow, make(type(vocoder))(vocoder._network, vocoder._noise, limits=LIMITS))
 
     plain = engine(lambda kind: kind)

@@ -1,6 +1,7 @@
 """Keys and values in 8 bits: what they cost in error, also over a long stream; test_memory has what they save."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,30 +13,23 @@ from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.monitoring.environment import TEST_FAULTS
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
-from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
-from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
-from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
-from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.token2wav.gpu.precision import Precision
 from cosyvoice_triton.token2wav.gpu.quantization import dequantized
 from cosyvoice_triton.token2wav.stream import VocoderState
 from torch import Tensor
 
-from tests.support.streams import VOICES_BYTES, ids, mel, pieces, prompt
+from tests.support.streams import ids, mel, pieces, prompt
 
-NOISE = flow_noise()
 ERROR = 1e-3  # RMS, relative to the mel's: twice what is found; a network's format may have 5e-2 (gpu/precision.py)
 HOPS = [15, 60, 100, 175, 200]
 
 
 @pytest.fixture(params=["dit", "cosyvoice3"])
-def flows(request: pytest.FixtureRequest) -> list[CachedStreaming]:
+def flows(request: pytest.FixtureRequest, flow_of: Callable[..., CachedStreaming]) -> list[CachedStreaming]:
     """The same flow with keys and values in its own format and in 8 bits."""
-    kind = DiTStreaming if request.param == "dit" else CosyVoice3Streaming
-    network = request.getfixturevalue(f"{request.param}_network")
-    shared = {"limits": BatchLimits(max_streams=3), "steps": 2, "load_exact": lambda: copy.deepcopy(network)}
-    return [kind(network, NOISE, PromptCaches(VOICES_BYTES), kv_cache_dtype=of, **shared) for of in ("auto", "int8")]
+    load_exact = partial(copy.deepcopy, request.getfixturevalue(f"{request.param}_network"))
+    return [flow_of(request.param, steps=2, kv_cache_dtype=of, load_exact=load_exact) for of in ("auto", "int8")]
 
 
 def error(found: Tensor, expected: Tensor) -> float:

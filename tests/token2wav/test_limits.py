@@ -15,7 +15,7 @@ from cosyvoice_triton.constants import (
     TOKEN_MEL_RATIO,
 )
 from cosyvoice_triton.orchestrator.chunking import HopRules
-from cosyvoice_triton.profiles import H200, LimitNumbers, Profile, SchedulerNumbers
+from cosyvoice_triton.profiles import LimitNumbers, Profile, SchedulerNumbers
 from cosyvoice_triton.token2wav.gpu.limits import (
     COSYVOICE3_FRAMES,
     DIT_FRAMES,
@@ -103,20 +103,6 @@ def test_a_batch_is_as_large_as_the_profile_says():
     limits = BatchLimits(profile=numbers)
     assert [of.max_chunks for of in limits.of_each_worker] == [5, 3]
     assert limits.sizes((32,), 1 << 20) == [(batch, 32) for batch in (1, 2, 4, 5)]
-
-
-def test_the_default_sizes():
-    limits = BatchLimits()
-    assert limits.chunk_frames == (32, 64, 104, 128, 208)
-    assert limits.window_tokens == (160, 208, 256, 320, 416, 512, 768, 1024, 1232)
-    assert limits.prompt_frames == (128, 256, 384, 512, 768, 1024, 1504)
-    sizes = limits.sizes(limits.chunk_frames, DIT_FRAMES)
-    assert {(64, 104), (32, 208)} <= set(sizes) and (64, 128) not in sizes
-    assert limits.max_chunks == 64
-    starts = limits.of_worker(FIRST_CHUNK_WORKER)
-    assert starts.chunk_frames == (32, 40)
-    assert starts.window_tokens == (160, 208, 256, 320, 416, 512, 768, 776)
-    assert starts.max_chunks == H200.scheduler.first_chunk_batch and starts.prompt_frames == limits.prompt_frames
 
 
 @pytest.mark.parametrize(

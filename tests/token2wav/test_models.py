@@ -1,8 +1,6 @@
 """The models token2wav and token2wav_dit with the demo checkpoint (random weights) and the fake of Triton's API."""
 
-import json
 import re
-import time
 from typing import Any
 
 import numpy as np
@@ -22,9 +20,10 @@ from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
 from cosyvoice_triton.token2wav.serving.requests import MAX_AUDIO_LEFT, Token2WavRequest, read_request
 from cosyvoice_triton.voice.audio import load_audio
 
-from tests.conftest import ROOT, load_model
+from tests.conftest import ROOT, initialized_model
 from tests.support import fake_triton
 from tests.support.checkpoints import DIT_DIR, LLM_DIR, UNET_DIR
+from tests.support.waiting import until
 
 PATHS = {
     "token2wav": ("model_repo/token2wav/1/model.py", UNET_DIR),
@@ -41,32 +40,21 @@ class Served:
 
     def __init__(self, name: str, models: Any):
         path, directory = PATHS[name]
-        module = load_model(ROOT / path)
         template = (ROOT / path).parents[1] / "config.pbtxt"
         self.inputs = frozenset(re.findall(r'name: "(\w+)" data_type', template.read_text()))
         self.first_speech_id = read_first_speech_id(str(models / LLM_DIR))
         parameters = {"model_dir": str(models / directory), "llm_tokenizer_dir": str(models / LLM_DIR)}
         parameters |= {"n_timesteps": "2", "max_streams": "3", "profile": "unlimited"}
-        config = {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
-        self.model = module.TritonPythonModel()
-        self.model.initialize(
-            {"model_name": name, "model_instance_name": f"{name}_0", "model_config": json.dumps(config)}
-        )
+        self.model = initialized_model(ROOT / path, **parameters)
 
-    def post(self, stream: int | str, *, start: bool = False, end: bool = False, **tensors: np.ndarray) -> Any:
+    def send(self, stream: int | str, *, start: bool = False, end: bool = False, **tensors: np.ndarray) -> np.ndarray:
         flags = start * fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
         flags |= end * fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
         identity = {"request_id": stream} if isinstance(stream, str) else {"correlation_id": stream, "flags": flags}
         request = fake_triton.InferenceRequest.from_client(tensors, declared=self.inputs, **identity)
         assert self.model.execute([request]) is None
-        return request.get_response_sender()
-
-    def send(self, stream: int | str, **kwargs: Any) -> np.ndarray:
-        sender = self.post(stream, **kwargs)
-        deadline = time.monotonic() + 30
-        while not sender.final:
-            assert time.monotonic() < deadline, "no final response"
-            time.sleep(0.002)
+        sender = request.get_response_sender()
+        until(lambda: sender.final)
         (response,) = sender.responses
         if response.has_error():
             raise RuntimeError(response.error().message())

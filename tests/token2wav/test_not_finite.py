@@ -10,16 +10,12 @@ import torch
 from cosyvoice_triton.monitoring.metrics import EVICTED, FAILED, RETRIED
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
-from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches
-from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
-from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.token2wav.stream import NotFiniteError, Stream
 from cosyvoice_triton.voice.prompt import Prompt
 
 from tests.support.streams import VOICES_BYTES, ids, overflowing, pieces, prompt, spoken, step
 
-LIMITS = BatchLimits(max_streams=8)
 TOLERANCE = 1e-3  # between batches, as in test_engine
 HOPS = [8, 12, 10]
 SEEDS = [1, 2, 3]
@@ -143,10 +139,9 @@ def test_a_prompt_cache_that_is_not_finite_is_made_again(kind, bad, request, mon
     assert engine.counts[RETRIED] == 0
 
 
-def test_a_flow_that_overflows_in_float16_speaks_as_in_float32(dit, dit_network, vocoder):
+def test_a_flow_that_overflows_in_float16_speaks_as_in_float32(dit, dit_network, vocoder, flow_of):
     network = overflowing(dit_network)
-    half, options = copy.deepcopy(network).half(), {"limits": LIMITS, "steps": 4, "load_exact": lambda: network}
-    flow = DiTStreaming(half, flow_noise(), PromptCaches(VOICES_BYTES), **options)
+    flow = flow_of("dit", network=copy.deepcopy(network).half(), load_exact=lambda: network)
     half = Token2Wav(flow, vocoder)
     half.prefill([prompt(9)])
     for actual, expected in zip(together(half, [1, 2], nothing), together(dit, [1, 2], nothing), strict=True):
@@ -156,11 +151,9 @@ def test_a_flow_that_overflows_in_float16_speaks_as_in_float32(dit, dit_network,
 
 
 @torch.inference_mode()
-def test_a_long_stream_is_rendered_again_from_its_recent_tokens(dit_network, vocoder):
+def test_a_long_stream_is_rendered_again_from_its_recent_tokens(vocoder, flow_of):
     """More tokens than the context holds: what is older can only be heard as a slightly different mel."""
-    flow = DiTStreaming(
-        dit_network, flow_noise(), PromptCaches(VOICES_BYTES), limits=LIMITS, steps=4, context_tokens=60
-    )
+    flow = flow_of("dit", context_tokens=60)
     engine, mels = Token2Wav(flow, vocoder), []
     *plan, last = pieces(engine, ids(1, 100), [20, 20, 20, 20])
     for poisoned in (False, True):

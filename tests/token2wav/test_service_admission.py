@@ -81,12 +81,6 @@ def test_the_place_of_a_listener_who_leaves_is_free_before_their_chunk_is_render
     assert engine.batches == [[40]] and service.stats()[STREAMS] == 3
 
 
-def test_a_live_stream_restarts_while_all_slots_are_taken(service, client):
-    for stream_id in range(4):
-        client.start(stream_id)
-    assert len(client.start(3, [4])) and service.stats()[STREAMS] == 4
-
-
 def test_a_new_listener_who_would_be_too_many_is_refused_while_a_batch_is_rendered(full, engine, monkeypatch, caplog):
     monkeypatch.setattr(refusals, "LOG_SECONDS", 0.0)
     for request in (NEW, {"start": True}, {**NEW, "tokens": [4], "final": True, "end": True}):

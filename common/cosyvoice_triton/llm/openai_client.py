@@ -4,12 +4,12 @@ One POST per utterance, answered by server-sent events. See `openai_dialects` fo
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import aiohttp
-from async_timeout import timeout
+from async_timeout import timeout, timeout_at
 
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import LengthRatios, LLMPrompt, Sampling, Timeouts, TokenChunk
@@ -98,46 +98,37 @@ class OpenAILM:
 
         Closing the generator early closes the connection, which aborts the request at the server.
         """
-        watch = _Deadline(deadline, self._timeouts.first_token)
+        clock, wait = asyncio.get_running_loop().time, self._timeouts.first_token
+        reader = EventReader(self._tokenizer, endpoint.url)
+        generated, limit = 0, request.sampling.max_tokens
         response: aiohttp.ClientResponse | None = None
         try:
-            async with timeout(watch.remaining()):
+            async with timeout_at(deadline):
                 response = await self._open(endpoint, request)
-            watch.start(response.close)
-            async with aclosing(self._read(endpoint, response, request, watch)) as chunks:
-                async for chunk in chunks:
+            while not reader.ended:
+                async with timeout_at(deadline):
+                    data = await response.content.readany()
+                if not data:
+                    raise UnavailableError(f"LLM server {endpoint.url} ended in the middle of an answer")
+                chunk = reader.feed(data)
+                if chunk.tokens:  # only they extend the deadline, pings and others do not
+                    generated, wait = generated + len(chunk.tokens), self._timeouts.token
+                    deadline = clock() + wait
+                if generated > limit:
+                    raise UnavailableError(f"LLM server {endpoint.url} ignores max_tokens {limit}")
+                if chunk.tokens or chunk.finish_reason:
                     yield chunk
             await _drain(response)
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-            if watch.remaining() <= 0:
-                raise UnavailableError(f"LLM server {endpoint.url} sent no token for {watch.wait} s") from None
+            if clock() >= deadline:
+                raise UnavailableError(f"LLM server {endpoint.url} sent no token for {wait} s") from None
             reason = f"{error or type(error).__name__}"
             if response is None:
                 reason = f"cannot be reached: {reason}"
             raise UnavailableError(f"LLM server {endpoint.url} {reason}") from error
         finally:
-            watch.cancel()
             if response is not None:
                 response.close()  # closes the connection unless the whole answer was read
-
-    async def _read(
-        self, endpoint: _Endpoint, response: aiohttp.ClientResponse, request: CompletionRequest, watch: "_Deadline"
-    ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the chunks of an answer up to its end. Only tokens extend the deadline; pings and others do not."""
-        reader = EventReader(self._tokenizer, endpoint.url)
-        generated, limit = 0, request.sampling.max_tokens
-        async for data in response.content.iter_any():
-            chunk = reader.feed(data)
-            if chunk.tokens:
-                generated += len(chunk.tokens)
-                watch.extend(self._timeouts.token)
-            if generated > limit:
-                raise UnavailableError(f"LLM server {endpoint.url} ignores max_tokens {limit}")
-            if chunk.tokens or chunk.finish_reason:
-                yield chunk
-            if reader.ended:
-                return
-        raise UnavailableError(f"LLM server {endpoint.url} ended in the middle of an answer")
 
     async def _open(self, endpoint: _Endpoint, request: CompletionRequest) -> aiohttp.ClientResponse:
         """Send the request in the server's dialect; if that is unknown, in each dialect until one is accepted."""
@@ -170,45 +161,9 @@ class OpenAILM:
                 # Without a limit, because each stream has a connection while it is generated.
                 # uvicorn closes an idle connection after 5 s; stay below, or a request may use one that is closing.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeouts.connect),  # the rest: _Deadline
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeouts.connect),  # the rest: `_stream`
             )
         return self._session
-
-
-class _Deadline:
-    """A time by which the next token must arrive. Extending it is cheap: the timer is only replaced when it fires.
-
-    wait: the seconds allowed, for messages.
-    """
-
-    def __init__(self, at: float, wait: float) -> None:
-        self.wait = wait
-        self._loop = asyncio.get_running_loop()
-        self._at = at
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self, expire: Callable[[], object]) -> None:
-        """Call `expire` when the deadline has passed."""
-        self._expire = expire
-        self._timer = self._loop.call_at(self._at, self._fire)
-
-    def extend(self, seconds: float) -> None:
-        """Extend the deadline to `seconds` from now."""
-        self.wait = seconds
-        self._at = self._loop.time() + seconds
-
-    def remaining(self) -> float:
-        return self._at - self._loop.time()
-
-    def cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _fire(self) -> None:
-        if self.remaining() > 0:
-            self.start(self._expire)
-        else:
-            self._expire()
 
 
 async def _drain(response: aiohttp.ClientResponse) -> None:

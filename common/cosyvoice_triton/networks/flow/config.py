@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from cosyvoice_triton.checkpoint import Shapes
+from cosyvoice_triton.checkpoint import Shapes, size_of
 from cosyvoice_triton.constants import (
     EULER_STEPS,
     FLOW_CHUNK_TOKENS,
@@ -23,14 +23,6 @@ from cosyvoice_triton.constants import (
 FlowConfigT = TypeVar("FlowConfigT", bound="FlowConfig")
 PARTS = ("encoder", "estimator")  # of a flow, each with sizes of its own
 UNET_HEAD_DIM = 64  # cannot be read from a checkpoint: to_q is (heads * head_dim, channels)
-
-
-def _size(shapes: Shapes, key: str, axis: int = 0) -> int:
-    """Return the length of one axis of a tensor; ValueError names a tensor that is missing or has fewer axes."""
-    shape = shapes.get(key)
-    if shape is None or len(shape) <= axis:
-        raise ValueError(f"checkpoint: {key!r} gives a size of the network, found {shape and tuple(shape)}")
-    return shape[axis]
 
 
 def _count(shapes: Shapes, prefix: str) -> int:
@@ -59,13 +51,13 @@ class EncoderConfig:
     def from_shapes(cls, shapes: Shapes) -> "EncoderConfig":
         prefix = "encoder."
         return cls(
-            width=_size(shapes, f"{prefix}embed.out.0.weight"),
-            heads=_size(shapes, f"{prefix}encoders.0.self_attn.pos_bias_u"),
-            feed_forward=_size(shapes, f"{prefix}encoders.0.feed_forward.w_1.weight"),
+            width=size_of(shapes, f"{prefix}embed.out.0.weight"),
+            heads=size_of(shapes, f"{prefix}encoders.0.self_attn.pos_bias_u"),
+            feed_forward=size_of(shapes, f"{prefix}encoders.0.feed_forward.w_1.weight"),
             blocks=_count(shapes, f"{prefix}encoders"),
             up_blocks=_count(shapes, f"{prefix}up_encoders"),
-            lookahead=_size(shapes, f"{prefix}pre_lookahead_layer.conv1.weight", 2) - 1,
-            ratio=(_size(shapes, f"{prefix}up_layer.conv.weight", 2) - 1) // 2,
+            lookahead=size_of(shapes, f"{prefix}pre_lookahead_layer.conv1.weight", 2) - 1,
+            ratio=(size_of(shapes, f"{prefix}up_layer.conv.weight", 2) - 1) // 2,
         )
 
 
@@ -89,10 +81,10 @@ class UNetConfig:
     def from_shapes(cls, shapes: Shapes) -> "UNetConfig":
         prefix = "decoder.estimator."
         return cls(
-            in_channels=_size(shapes, f"{prefix}down_blocks.0.0.block1.block.0.weight", 1),
-            out_channels=_size(shapes, f"{prefix}final_proj.weight"),
-            channels=_size(shapes, f"{prefix}down_blocks.0.0.block1.block.0.weight"),
-            heads=_size(shapes, f"{prefix}down_blocks.0.1.0.attn1.to_q.weight") // UNET_HEAD_DIM,
+            in_channels=size_of(shapes, f"{prefix}down_blocks.0.0.block1.block.0.weight", 1),
+            out_channels=size_of(shapes, f"{prefix}final_proj.weight"),
+            channels=size_of(shapes, f"{prefix}down_blocks.0.0.block1.block.0.weight"),
+            heads=size_of(shapes, f"{prefix}down_blocks.0.1.0.attn1.to_q.weight") // UNET_HEAD_DIM,
             blocks=_count(shapes, f"{prefix}down_blocks.0.1"),
             mid_stages=_count(shapes, f"{prefix}mid_blocks"),
         )
@@ -121,16 +113,16 @@ class DiTConfig:
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> "DiTConfig":
         prefix = "decoder.estimator."
-        head_dim = _size(shapes, f"{prefix}blocks.0.attn.q_norm.weight")
+        head_dim = size_of(shapes, f"{prefix}blocks.0.attn.q_norm.weight")
         return cls(
-            in_channels=_size(shapes, f"{prefix}in_proj.weight", 1),
-            out_channels=_size(shapes, f"{prefix}final_layer.linear.weight"),
-            width=_size(shapes, f"{prefix}in_proj.weight"),
+            in_channels=size_of(shapes, f"{prefix}in_proj.weight", 1),
+            out_channels=size_of(shapes, f"{prefix}final_layer.linear.weight"),
+            width=size_of(shapes, f"{prefix}in_proj.weight"),
             depth=_count(shapes, f"{prefix}blocks"),
-            heads=_size(shapes, f"{prefix}blocks.0.attn.to_q.weight") // head_dim,
+            heads=size_of(shapes, f"{prefix}blocks.0.attn.to_q.weight") // head_dim,
             head_dim=head_dim,
-            feed_forward=_size(shapes, f"{prefix}blocks.0.mlp.fc1.weight"),
-            time_frequencies=_size(shapes, f"{prefix}t_embedder.mlp.0.weight", 1),
+            feed_forward=size_of(shapes, f"{prefix}blocks.0.mlp.fc1.weight"),
+            time_frequencies=size_of(shapes, f"{prefix}t_embedder.mlp.0.weight", 1),
         )
 
 
@@ -166,9 +158,9 @@ class FlowConfig:
         """Read the sizes of tensors; `solve`: what the checkpoint states in addition, see `stated_solve`."""
         parts: dict[str, Any] = {part.name: part.default_factory for part in fields(cls) if part.name in PARTS}
         return cls(
-            vocab=_size(shapes, "input_embedding.weight"),
-            speaker_dim=_size(shapes, "spk_embed_affine_layer.weight", 1),
-            mel_bins=_size(shapes, "spk_embed_affine_layer.weight"),
+            vocab=size_of(shapes, "input_embedding.weight"),
+            speaker_dim=size_of(shapes, "spk_embed_affine_layer.weight", 1),
+            mel_bins=size_of(shapes, "spk_embed_affine_layer.weight"),
             **{name: part.from_shapes(shapes) for name, part in parts.items()},
             **solve,
         )
@@ -246,7 +238,7 @@ class LookaheadConfig:
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> "LookaheadConfig":
         conv = "pre_lookahead_layer.conv1.weight"
-        return cls(width=_size(shapes, conv, 1), hidden=_size(shapes, conv), lookahead=_size(shapes, conv, 2) - 1)
+        return cls(width=size_of(shapes, conv, 1), hidden=size_of(shapes, conv), lookahead=size_of(shapes, conv, 2) - 1)
 
 
 @dataclass(frozen=True)
@@ -273,17 +265,17 @@ class RotaryDiTConfig:
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> "RotaryDiTConfig":
         prefix = "decoder.estimator."
-        head_dim = 2 * _size(shapes, f"{prefix}rotary_embed.inv_freq")
+        head_dim = 2 * size_of(shapes, f"{prefix}rotary_embed.inv_freq")
         return cls(
-            in_channels=_size(shapes, f"{prefix}input_embed.proj.weight", 1),
-            out_channels=_size(shapes, f"{prefix}proj_out.weight"),
-            width=_size(shapes, f"{prefix}input_embed.proj.weight"),
+            in_channels=size_of(shapes, f"{prefix}input_embed.proj.weight", 1),
+            out_channels=size_of(shapes, f"{prefix}proj_out.weight"),
+            width=size_of(shapes, f"{prefix}input_embed.proj.weight"),
             depth=_count(shapes, f"{prefix}transformer_blocks"),
-            heads=_size(shapes, f"{prefix}transformer_blocks.0.attn.to_q.weight") // head_dim,
+            heads=size_of(shapes, f"{prefix}transformer_blocks.0.attn.to_q.weight") // head_dim,
             head_dim=head_dim,
-            feed_forward=_size(shapes, f"{prefix}transformer_blocks.0.ff.ff.0.0.weight"),
-            time_frequencies=_size(shapes, f"{prefix}time_embed.time_mlp.0.weight", 1),
-            conv_kernel=_size(shapes, f"{prefix}input_embed.conv_pos_embed.conv1.0.weight", 2),
+            feed_forward=size_of(shapes, f"{prefix}transformer_blocks.0.ff.ff.0.0.weight"),
+            time_frequencies=size_of(shapes, f"{prefix}time_embed.time_mlp.0.weight", 1),
+            conv_kernel=size_of(shapes, f"{prefix}input_embed.conv_pos_embed.conv1.0.weight", 2),
         )
 
 

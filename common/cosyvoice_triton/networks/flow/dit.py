@@ -4,8 +4,8 @@
 no mask: a frame attends to its own chunk and to everything in the cache. Attention has no positional term, so the order
 of cached frames does not affect the result.
 
-This is the definition of the network, and the only form that is exported to ONNX. Streams are served by
-`cosyvoice_triton.token2wav.flow.dit_solver`, which computes the same faster; the tests compare both.
+This is the definition of the network, and the only form that is exported to ONNX. Streams are served by the solver of
+`cosyvoice_triton.token2wav.flow.dit_flow`, which computes the same faster; the tests compare both.
 """
 
 import math

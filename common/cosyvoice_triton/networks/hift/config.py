@@ -1,12 +1,12 @@
 """Sizes of HiFT; the defaults are CosyVoice2's."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from math import prod
 from operator import mul
 
-from cosyvoice_triton.checkpoint import Shapes
+from cosyvoice_triton.checkpoint import Shapes, size_of
 from cosyvoice_triton.constants import MEL_BINS, SAMPLE_RATE
 
 
@@ -56,12 +56,7 @@ class HiFTConfig:
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> "HiFTConfig":
         """Return the sizes of a checkpoint with plain kernels (`fuse_weight_norm`). ValueError names a missing key."""
-
-        def size(key: str, axis: int) -> int:
-            shape = shapes.get(key)
-            if shape is None or len(shape) <= axis:
-                raise ValueError(f"HiFT checkpoint: {key!r} gives a size of the network, found {shape and list(shape)}")
-            return shape[axis]
+        size = partial(size_of, shapes)
 
         def kernels(pattern: str, count: int) -> tuple[int, ...]:
             return tuple(size(pattern.format(index), 2) for index in range(count))
