@@ -64,7 +64,7 @@ class Listeners:
         workers: int = 1,
         scheduler: ChunkScheduler | None = None,
     ) -> None:
-        self.begins = begins
+        self.begins: list[float] = []
         self._rate, self._cost = token_rate, cost
         self._admission, self._llm_rate = admission, llm_rate
         self._order = itertools.count()
@@ -74,22 +74,33 @@ class Listeners:
         self._batches: dict[int, Batch] = {}  # by worker
         self._progressed = 0.0  # when their `left` was true
         self._plan = 0  # the number of the event that ends the next batch; earlier ones are out of date
-        self._chunk = [0 for _ in begins]
-        self._playback = [Playback() for _ in begins]
-        self._tokens, self._requested, self._answered = ([0.0 for _ in begins] for _ in range(3))
+        self._chunk: list[int] = []
+        self._tokens: list[float] = []
+        self._playback: list[Playback] = []
+        self._requested: list[float] = []
+        self._answered: list[float] = []
         self._awaiting: dict[int, int] = {}  # streams that wait for the LLM: for how many tokens
         self.live: set[int] = set()
         self.admitted: list[int] = []
         self.refused: list[int] = []
         self.first: dict[int, float] = {}  # latencies of first chunks
-        self.gaps = [0.0 for _ in begins]  # the longest of each
-        for stream, at in enumerate(begins):
-            self._at(at, "begin", stream)
+        self.gaps: list[float] = []  # the longest of each
+        for at in begins:
+            self.add(at)
         if llm_rate:
             self._at(0.0, "llm", -1)
 
+    def add(self, at: float) -> None:
+        """A listener who begins then."""
+        self._at(at, "begin", len(self.begins))
+        self.begins.append(at)
+        self._playback.append(Playback())
+        self._chunk.append(0)
+        for numbers in (self._tokens, self._requested, self._answered, self.gaps):
+            numbers.append(0.0)
+
     def simulate(self, seconds: float) -> "Listeners":
-        """Until then."""
+        """Until then; it may be called again."""
         while self._events and self._events[0][0] <= seconds:
             now, _, event, stream = heapq.heappop(self._events)
             getattr(self, f"_{event}")(now, stream)
