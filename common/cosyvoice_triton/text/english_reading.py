@@ -25,7 +25,7 @@ class English(Reader):
     def address(self, written: str) -> str:
         """Return "example dot com"; "" for another name with a full stop, such as of a file."""
         host, ending = written.partition("://")[2] or written, re.search(r"\.([A-Za-z]+)(?:[:/]|\Z)", written)
-        if not {"@", "/"} & {*written} and not (ending and re.fullmatch(self.words.patterns["hosts"], ending[1])):
+        if not (ending and re.fullmatch(self.words.patterns["hosts"], ending[1])):
             return ""
         names, parts = self.words.tables["sign"], re.findall(r"\d+|[^\W\d_]+|.", host, re.ASCII)
         return " ".join(english_digits(part) if part.isdigit() else names.get(part, part) for part in parts)
@@ -77,8 +77,6 @@ class English(Reader):
         if last.unit == "of" and not first.parts[1]:
             the = "" if at.before.endswith("the ") else "the "
             return f"{the}{english_ordinal(int(first.parts[2]))} to {self.said(last, '', at.after)}"
-        if first.is_plain and last.is_plain and _is_year(first.digits) and len(last.digits) in (2, 4):
-            return f"{_year(first.digits)} to {_year(last.digits)}"
         return super().range(first, last, at, dash)
 
     def date(self, it: Quantity, at: Around) -> str:

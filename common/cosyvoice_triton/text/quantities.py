@@ -114,7 +114,7 @@ class Reader:
     def _read(self, text: str) -> str:
         text = self.words.first(text)
         parts, end, at = [""], 0, 0
-        while at < len(text) and (found := self._start.search(text, at)):
+        while found := self._start.search(text, at):
             begin = found.start()
             quantity, stop = self._quantity(text, found)
             if quantity.kind == "code" and text[begin - 1 : begin] == "(" and "(" not in text[begin:stop]:
