@@ -343,6 +343,19 @@ def test_of_two_clients_one_with_many_frames_takes_no_more_of_the_loop_than_the_
     assert handled[:last].count(first) < 2 * 900
 
 
+def test_what_is_sent_to_a_client_that_was_refused_meanwhile_is_no_error_of_ours() -> None:
+    async def send(kind: str) -> None:
+        refused = object.__new__(LimitedSocket)
+        refused.writable, refused.handshake_complete, refused.initial_response = asyncio.Event(), True, None
+        refused.close_sent, refused.disconnected = True, False
+        refused.writable.set()
+        await refused.send({"type": kind})
+
+    asyncio.run(send("websocket.close"))
+    with pytest.raises(OSError):  # as of a connection that is gone
+        asyncio.run(send("websocket.send"))
+
+
 @pytest.fixture(scope="module")
 def small() -> Iterator[str]:
     """A service whose budget is one body of 3.3 MiB, for which it waits."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 
@@ -240,6 +241,16 @@ class LimitedSocket(WebSocketsSansIOProtocol):
             self.read_paused = False
             self._go_on()
         return message
+
+    async def send(self, message: Any) -> None:
+        """Send a message as uvicorn does. A client that was refused meanwhile counts as one that has left."""
+        try:
+            await super().send(message)
+        except RuntimeError:
+            if not self.close_sent:
+                raise
+            if message["type"] != "websocket.close":
+                raise ClientDisconnected from None
 
     def data_received(self, data: bytes) -> None:
         self._unread += data
