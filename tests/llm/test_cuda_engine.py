@@ -9,8 +9,7 @@ import pytest
 import torch
 from cosyvoice_triton.llm.engines.cuda.decoder import Decoder
 from cosyvoice_triton.llm.engines.cuda.engine import load_engine
-from cosyvoice_triton.llm.engines.cuda.operations import FAULT, NOTHING, Plain
-from cosyvoice_triton.llm.engines.cuda.scheduler import PromptPiece
+from cosyvoice_triton.llm.engines.cuda.operations import FAULT, NOTHING, Plain, PromptPiece
 from cosyvoice_triton.llm.engines.cuda.weights import Weights
 from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources, candidate_ids
 from cosyvoice_triton.llm.interface import Sampling

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cosyvoice_triton.llm.engines.cuda.decoder import Decoder
-from cosyvoice_triton.llm.engines.cuda.operations import Plain
-from cosyvoice_triton.llm.engines.cuda.scheduler import PromptPiece
+from cosyvoice_triton.llm.engines.cuda.operations import Plain, PromptPiece
 from cosyvoice_triton.llm.engines.cuda.weights import Weights
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.engines.loading import load_engine

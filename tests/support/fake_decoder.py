@@ -37,7 +37,7 @@ class FakeSteps:
 
 
 class FakeDecoder:
-    """A `StepModel` that samples what `sample` returns, columns or FAULT; like the device, nothing for requests that
+    """A `Decoder` that samples what `sample` returns, columns or FAULT; like the device, nothing for requests that
     have ended. on_launch: called with "prefill", "step", and "await" when prefills are waited for."""
 
     first = FIRST

@@ -24,7 +24,6 @@ from cosyvoice_triton.llm.engines.cuda.operations import (
     PAGE,
     RING_STEPS,
     AttentionMetadata,
-    DecoderOperations,
     Plain,
     Requests,
     Residual,
@@ -89,7 +88,7 @@ def randomize(network: torch.nn.Module) -> None:
         parameter.copy_(torch.randn_like(parameter) * (parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3))
 
 
-def layer(operations: DecoderOperations, T: int, consecutive: int, cast: bool = False) -> list[torch.Tensor]:
+def layer(operations: Plain, T: int, consecutive: int, cast: bool = False) -> list[torch.Tensor]:
     """What a layer and the head make of T tokens; their sequences begin with 0, 60 and 120 tokens.
 
     consecutive: so many tokens follow each other in one sequence; some of them cross the end of a page. cast: x comes
@@ -166,7 +165,7 @@ def compare_steps() -> None:
     C, slots = 90, len(SAMPLING)
     bias = torch.randn(C)
     bias[17] = -torch.inf
-    kinds: list[tuple[DecoderOperations, Requests]] = []
+    kinds: list[tuple[Plain, Requests]] = []
     for operations in (Plain(), Fused(torch.device("cpu"))):
         state = Requests(bias, 100, slots + 1)
         for slot, of in enumerate(SAMPLING):

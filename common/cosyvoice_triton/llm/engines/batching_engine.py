@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,22 +14,6 @@ from cosyvoice_triton.llm.interface import FinishReason, TokenChunk
 from cosyvoice_triton.llm.sampler import RequestSampler
 from cosyvoice_triton.monitoring import faults
 from cosyvoice_triton.profiles import LLMNumbers
-
-
-class DecoderModel(Protocol):
-    """A causal LM whose cache holds independent rows. See `genai.GenAIModel`.
-
-    context: maximum number of tokens in one sequence. vocab_size: number of input ids. logit_ids (V,): the id of each
-    logit; they are consecutive.
-    """
-
-    context: int
-    vocab_size: int
-    logit_ids: np.ndarray
-
-    def prefill(self, row: int, input_ids: np.ndarray) -> np.ndarray: ...
-    def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray: ...
-    def move(self, source: int, target: int, length: int) -> None: ...
 
 
 @dataclass(eq=False, kw_only=True)
@@ -45,8 +29,9 @@ class RowGeneration(Generation):
 class BatchingEngine(ThreadedEngine[RowGeneration]):
     """Requests in the rows of one model's cache: a request's index in the list of rows is its row."""
 
-    def __init__(self, model: DecoderModel, bias: np.ndarray, max_requests: int, numbers: LLMNumbers) -> None:
-        """Make the engine. bias (vocabulary,): added to the logits; minus infinity for ids that are never sampled."""
+    def __init__(self, model: Any, bias: np.ndarray, max_requests: int, numbers: LLMNumbers) -> None:
+        """Make the engine. model: as `genai.GenAIModel`. bias (vocabulary,): added to the logits; minus infinity for
+        ids that are never sampled."""
         self._model = model
         self._sampler = RequestSampler(torch.from_numpy(bias), max_requests)
         begin = self._sampler.first - int(model.logit_ids[0])

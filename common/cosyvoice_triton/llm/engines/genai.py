@@ -19,7 +19,11 @@ from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
 
 class GenAIModel:
-    """One decoder with `rows` independent sequences in its cache, see `DecoderModel`. One thread owns it."""
+    """One decoder with `rows` independent sequences in its cache. One thread owns it.
+
+    context: maximum number of tokens in one sequence. vocab_size: number of input ids. logit_ids (V,): the id of each
+    logit; they are consecutive.
+    """
 
     def __init__(self, model_dir: str | Path, rows: int, *, threads: int = 0) -> None:
         """Load `model_dir`. `threads`: 0 for onnxruntime's default. ValueError if the directory is not valid."""

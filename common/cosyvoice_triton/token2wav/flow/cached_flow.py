@@ -20,10 +20,10 @@ from cosyvoice_triton.networks.flow.cache import KeyValues
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.token2wav.flow.base import StreamingFlow
-from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver, Operations
+from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver, Operations, PlainOperations
 from cosyvoice_triton.token2wav.flow.encoder_window import Window
 from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, PromptCache, PromptCaches, Row, StreamCachePool
-from cosyvoice_triton.token2wav.flow.solve import GatheredSolve, PlainOperations, Solve
+from cosyvoice_triton.token2wav.flow.solve import GatheredSolve, Solve
 from cosyvoice_triton.token2wav.gpu.limits import padding
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 from cosyvoice_triton.token2wav.stream import Chunk, NotFiniteError, VocoderState

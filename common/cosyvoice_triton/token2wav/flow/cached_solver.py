@@ -10,6 +10,7 @@ A batch of B streams has R rows: B, or with guidance 2 B, the conditional ones f
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from cosyvoice_triton.networks.flow.base import FlowMatching
 from cosyvoice_triton.networks.flow.config import DiTConfig, RotaryDiTConfig
+from cosyvoice_triton.networks.flow.cosyvoice3 import rotate
 
 NORM_EPS = 1e-6  # of the norms that adaLN modulates, in both estimators
 
@@ -54,12 +56,13 @@ class Modulation(NamedTuple):
 History = tuple[Tensor, Tensor, Tensor]
 
 
-class Operations(Protocol):
-    """The operations of an estimator's blocks: `solve.PlainOperations` or, for GPUs, the fused ones of `kernels`, which
-    document the arguments."""
+class PlainOperations:
+    """The operations of an estimator's blocks in plain PyTorch; `cosyvoice_triton.kernels`, which documents the
+    arguments, has them fused, for GPUs. Valid frames of rows (`frames`) are not looked at: what comes after them is
+    computed, too."""
 
+    @staticmethod
     def linear(
-        self,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
@@ -74,13 +77,57 @@ class Operations(Protocol):
         heads: tuple[Tensor, Tensor, Tensor] | None = None,
         qk_norm: Tensor | None = None,
         frames: Tensor | None = None,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        if norm is not None:
+            scale, shift = norm
+            x = F.layer_norm(x, x.shape[-1:], eps=eps) * scale + shift
+        if mish:
+            x = F.mish(x)
+        if history is not None:
+            x = _after(history, x).unfold(1, history[0].shape[1] + 1, 1).transpose(2, 3).flatten(2)  # (R, T, taps * C)
+        y = F.linear(x, weight, bias)
+        if activation == "gelu_tanh":
+            y = F.gelu(y, approximate="tanh")
+        if heads is not None:
+            _, H, _, D = heads[0].shape
+            for index, (part, out) in enumerate(zip(y.chunk(3, dim=-1), heads, strict=True)):
+                part = part.unflatten(-1, (H, D))
+                if qk_norm is not None and index < 2:
+                    part = F.layer_norm(part, (D,), *qk_norm[index])
+                out.copy_(part.transpose(1, 2))  # (R, T, H, D) -> (R, H, T, D)
+            return heads[0]
+        if gate is not None:
+            y = gate * y
+        return y if add_to is None else add_to.add_(y)
 
+    @staticmethod
     def convolve_groups(
-        self, x: Tensor, weight: Tensor, bias: Tensor, history: History, *, add_to: Tensor | None = None
-    ) -> Tensor: ...
+        x: Tensor, weight: Tensor, bias: Tensor, history: History, *, add_to: Tensor | None = None
+    ) -> Tensor:
+        kernel = weight.permute(0, 3, 2, 1).flatten(0, 1)  # (groups, taps, G in, G out) -> (C, G in, taps)
+        y = F.conv1d(_after(history, x).transpose(1, 2), kernel, bias, groups=len(weight))
+        y = F.mish(y).transpose(1, 2)  # (R, C, T) -> (R, T, C)
+        return y if add_to is None else add_to.add_(y)
 
-    def rotate_first_head(self, q: Tensor, k: Tensor, rotary: Tensor) -> None: ...
+    @staticmethod
+    def rotate_first_head(q: Tensor, k: Tensor, rotary: Tensor) -> None:
+        rotary = rotary.repeat(1, len(q) // rotary.shape[1], 1, 1)
+        for x in (q, k):
+            x[:, 0] = rotate(x[:, 0], rotary)
+
+
+# `kernels` is a module.
+Operations = type[PlainOperations] | ModuleType
+
+
+def _after(history: History, x: Tensor) -> Tensor:
+    """Put the frames before x (R, T, C) in front of it -> (R, reach + T, C). Writes the history that the next chunk
+    needs: the last frames of those that each row keeps."""
+    old, new, kept = history
+    x = torch.cat([old, x], dim=1)
+    at = (kept.repeat(len(x) // len(kept))[:, None] + torch.arange(old.shape[1], device=x.device)).long()
+    torch.gather(x, 1, at[:, :, None].expand(-1, -1, x.shape[2]), out=new)
+    return x
 
 
 class Context(Protocol):

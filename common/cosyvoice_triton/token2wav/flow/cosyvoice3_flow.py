@@ -34,11 +34,11 @@ from cosyvoice_triton.token2wav.flow.cached_solver import (
     InputOutputProjections,
     Modulation,
     Operations,
+    PlainOperations,
     Rows,
 )
 from cosyvoice_triton.token2wav.flow.encoder_window import Window, with_ahead
 from cosyvoice_triton.token2wav.flow.kv_cache import CachedChunk, CachedStream, PromptCaches, Row
-from cosyvoice_triton.token2wav.flow.solve import PlainOperations
 from cosyvoice_triton.token2wav.gpu.limits import COSYVOICE3_FRAMES
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.voice.prompt import Prompt

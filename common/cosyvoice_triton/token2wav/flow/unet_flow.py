@@ -5,7 +5,7 @@ what is new. That bounds the cost of a chunk and needs no memory per stream. Key
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,12 +37,6 @@ def load(path: Path, options: FlowOptions) -> "UNetStreaming":
     return UNetStreaming(network, flow_noise(options.device), **shared)
 
 
-class WindowSolve(Protocol):
-    def run(self, chunks: list[WindowChunk], mu: Tensor) -> Tensor:
-        """Compute the windows' mel from encoder output: mu (B, T, mel) -> (B, T, mel), valid until the next call."""
-        ...
-
-
 class UNetStreaming(StreamingFlow[WindowStream]):
     """Streams CosyVoice2's flow.
 
@@ -66,7 +60,7 @@ class UNetStreaming(StreamingFlow[WindowStream]):
         super().__init__(network, noise, **options)
         self._chunk_tokens = network.config.encoder.chunk_tokens
         self._context = context_tokens
-        self._solve: WindowSolve = PlainWindowSolve(network, noise, self._steps)
+        self._solve: PlainWindowSolve | GraphedWindowSolve = PlainWindowSolve(network, noise, self._steps)
         if self._graphed:
             from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet  # its kernels need Triton
 
@@ -134,6 +128,7 @@ class PlainWindowSolve:
         self._steps = steps
 
     def run(self, chunks: list[WindowChunk], mu: Tensor) -> Tensor:
+        """Compute the windows' mel from encoder output: mu (B, T, mel) -> (B, T, mel), valid until the next call."""
         T, device = mu.shape[1], mu.device
         frames = torch.tensor([TOKEN_MEL_RATIO * chunk.computed for chunk in chunks], device=device)
         valid = valid_frames(frames, T).repeat(self._network.decoder.rows, 1, 1)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -53,40 +52,21 @@ def _side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Replayable(Protocol):
-    def replay(self) -> None:
-        """Compute the captured function again, of what its inputs hold now."""
-        ...
-
-
-class Capture(Protocol):
-    """Makes graphs of functions of fixed tensors. `CudaCapture` does on a GPU; tests pass one that runs functions."""
-
-    def compile(self, name: str) -> AbstractContextManager[None]:
-        """Compile the kernels of functions that are called in the body, which do not run; `name` is for the log."""
-        ...
-
-    def warm_up(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
-        """Run the function once, which initialises what it uses; return its result."""
-        ...
-
-    def capture(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor) -> Replayable:
-        """Return the graph that writes the function's result to `result`."""
-        ...
-
-
 class CudaCapture:
-    """Captures CUDA graphs for one worker of the current GPU."""
+    """Makes CUDA graphs of functions of fixed tensors, for one worker of the current GPU. Tests pass one that runs
+    functions."""
 
     def __init__(self, worker: int):
         self._worker = worker
 
     def compile(self, name: str) -> AbstractContextManager[None]:
+        """Compile the kernels of functions that are called in the body, which do not run; `name` is for the log."""
         from cosyvoice_triton.kernels.launch import compiled_ahead  # imports Triton, which CPU builds of torch lack
 
         return compiled_ahead(name)
 
     def warm_up(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
+        """Run the function once, which initialises what it uses; return its result."""
         side = _side_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -94,7 +74,10 @@ class CudaCapture:
         torch.cuda.current_stream().wait_stream(side)
         return result
 
-    def capture(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor) -> Replayable:
+    def capture(
+        self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor
+    ) -> torch.cuda.CUDAGraph:
+        """Return the graph that writes the function's result to `result`."""
         graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
         pool, stream = _pool(device, self._worker).pool(), _capture_stream(device, self._worker)
         with torch.cuda.graph(graph, pool=pool, stream=stream):
@@ -106,7 +89,7 @@ class CudaCapture:
 class _Graph:
     inputs: tuple[Tensor, ...]
     result: Tensor
-    graph: Replayable
+    graph: torch.cuda.CUDAGraph
 
 
 class Graphs:
@@ -122,7 +105,7 @@ class Graphs:
         sizes: Iterable[Size],
         name: str,
         worker: int = 0,
-        capture: Callable[[int], Capture] = CudaCapture,
+        capture: Callable[[int], CudaCapture] = CudaCapture,
         trial: Callable[..., Tensor] | None = None,
     ):
         """`inputs(*size)` makes tensors of a size that `function` can be called with; `name` is for the log.

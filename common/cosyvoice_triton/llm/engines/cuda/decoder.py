@@ -15,12 +15,12 @@ from cosyvoice_triton.llm.engines.cuda.operations import (
     PAGE,
     RING_STEPS,
     AttentionMetadata,
-    DecoderOperations,
+    Plain,
+    PromptPiece,
     Requests,
     Residual,
 )
 from cosyvoice_triton.llm.engines.cuda.page_pool import SCRATCH_PAGE
-from cosyvoice_triton.llm.engines.cuda.scheduler import PromptPiece
 from cosyvoice_triton.llm.engines.cuda.weights import Weights
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.sampler import SamplingRow, random_key
@@ -42,13 +42,15 @@ class DeviceSteps(NamedTuple):
 
 
 class Decoder:
-    """The network with up to `slots` requests, whose keys and values are in `pages` pages. One thread owns it.
+    """The network with up to `slots` requests, whose keys and values are in `pages` pages. One thread owns it. It
+    launches work, and the device computes it in the order of the launches.
 
-    max_prefill: the most tokens of one prefill. graphs: both functions are captured as CUDA graphs for every size.
+    max_prefill: the most tokens of one prefill, each piece padded to a multiple of CONSECUTIVE. first: id of column 0
+    of the logits. graphs: both functions are captured as CUDA graphs for every size.
     """
 
     def __init__(
-        self, weights: Weights, operations: DecoderOperations, slots: int, pages: int, max_prefill: int, *, graphs: bool
+        self, weights: Weights, operations: Plain, slots: int, pages: int, max_prefill: int, *, graphs: bool
     ) -> None:
         self._weights, self._operations, self._scratch = weights, operations, slots
         self.max_prefill, self.first = max_prefill, weights.first

@@ -14,9 +14,9 @@ from cosyvoice_triton import profiles
 from cosyvoice_triton.config import device_of
 from cosyvoice_triton.llm.checkpoint import LLMLimits
 from cosyvoice_triton.llm.engines.cuda.decoder import Decoder
-from cosyvoice_triton.llm.engines.cuda.operations import PAGE, DecoderOperations, Plain
+from cosyvoice_triton.llm.engines.cuda.operations import PAGE, Plain
 from cosyvoice_triton.llm.engines.cuda.page_pool import PagePool
-from cosyvoice_triton.llm.engines.cuda.scheduler import LaunchedBatch, Scheduler, StepModel, TokenSequence
+from cosyvoice_triton.llm.engines.cuda.scheduler import LaunchedBatch, Scheduler, TokenSequence
 from cosyvoice_triton.llm.engines.cuda.weights import Weights
 from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources
 from cosyvoice_triton.llm.engines.threaded_engine import OnTokens, ThreadedEngine
@@ -40,7 +40,7 @@ class CudaEngine(ThreadedEngine[TokenSequence]):
 
     def __init__(
         self,
-        decoder: StepModel,
+        decoder: Decoder,
         limits: LLMLimits,
         pages: PagePool,
         max_requests: int,
@@ -175,7 +175,7 @@ def _dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 
 
-def _operations(device: torch.device) -> DecoderOperations:
+def _operations(device: torch.device) -> Plain:
     if device.type != "cuda":
         return Plain()
     from cosyvoice_triton.llm.engines.cuda.fused_operations import (

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from cosyvoice_triton import kernels
 from cosyvoice_triton.kernels.tiles import ProductTile, decoder_tma, tiles
-from cosyvoice_triton.llm.engines.cuda.operations import FAULT, NOTHING, AttentionMetadata, Requests, Residual
+from cosyvoice_triton.llm.engines.cuda.operations import FAULT, NOTHING, AttentionMetadata, Plain, Requests, Residual
 
 MAX_TILES = 1024  # of a product of few tokens
 
 
-class Fused:
+class Fused(Plain):
     """Operations by fused kernels, for one thread and one stream.
 
     A layer of few tokens takes the time that its weights take to be read: it is five or six kernels of our own. One of

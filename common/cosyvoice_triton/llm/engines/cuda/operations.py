@@ -4,8 +4,9 @@ The residual stream x (T, hidden) is float32, all else has the type of the weigh
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +20,14 @@ RING_STEPS = 16  # steps whose columns stay in the device's ring buffer until th
 INTERLEAVE = 8  # gate rows of the MLP's weight, then as many up rows, and so on: a thread has both after a product
 # In place of a column of the logits: the row's request had ended before; its logits are not finite.
 NOTHING, FAULT = -1, -2
+
+
+class PromptPiece(NamedTuple):
+    """Tokens of a prompt to prefill, from position `begin`."""
+
+    slot: int
+    begin: int
+    ids: np.ndarray  # (n,)
 
 
 @dataclass(frozen=True)
@@ -75,8 +84,9 @@ class Requests:
         self.steps = torch.zeros(1, dtype=torch.long, device=device)
 
 
-class DecoderOperations(Protocol):
-    """The parts of the network: `Plain` in torch, `Fused` by kernels for a GPU."""
+class Plain:
+    """The parts of the network in plain torch. They run everywhere; `Fused` has them by kernels for a GPU, which are
+    compared with these."""
 
     def begin(self, requests: Requests, batch: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor, Residual]:
         """Begin a step of the slots in `batch` (R,).
@@ -84,42 +94,6 @@ class DecoderOperations(Protocol):
         Returns these slots (R,), with the last slot in place of those that have ended; the positions (R,) of their
         last tokens; and the embeddings of these tokens.
         """
-        ...
-
-    def project_heads(
-        self, x: Residual, weight: Tensor, bias: Tensor, eps: float, metadata: AttentionMetadata, layer: int
-    ) -> Tensor:
-        """Apply the RMS norm, project to queries, keys and values, and apply the rotary embedding (RoPE).
-
-        Returns the queries (T, heads, D), and writes keys and values to the sequences' pages.
-        """
-        ...
-
-    def attend(self, q: Tensor, metadata: AttentionMetadata, layer: int) -> Tensor:
-        """Return the attention (T, heads * D) of queries (T, heads, D) to their sequence up to their position."""
-        ...
-
-    def linear_residual(self, y: Tensor, weight: Tensor, x: Residual, eps: float) -> None:
-        """Add y weight^T to x. `eps` is that of the norm that follows."""
-        ...
-
-    def gated(self, x: Residual, weight: Tensor, eps: float) -> Tensor:
-        """Return silu(gate) * up (T, mlp) of the normed x, from interleaved gate and up weights."""
-        ...
-
-    def head(self, x: Residual, weight: Tensor, eps: float) -> Tensor:
-        """Return the logits (T, C) of the normed x in float32."""
-        ...
-
-    def sample(self, logits: Tensor, requests: Requests, slots: Tensor) -> None:
-        """End a step: sample a column of each row of logits (R, C), and update the requests in these slots (R,)."""
-        ...
-
-
-class Plain:
-    """Operations in plain torch. They run everywhere, and the kernels are compared with them."""
-
-    def begin(self, requests: Requests, batch: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor, Residual]:
         slots = batch.masked_fill(requests.ended[batch], len(requests.ended) - 1)
         last, positions = requests.numbers[slots, :2].T
         requests.steps += 1
@@ -128,6 +102,10 @@ class Plain:
     def project_heads(
         self, x: Residual, weight: Tensor, bias: Tensor, eps: float, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
+        """Apply the RMS norm, project to queries, keys and values, and apply the rotary embedding (RoPE).
+
+        Returns the queries (T, heads, D), and writes keys and values to the sequences' pages.
+        """
         kv_heads, _, D = metadata.keys.shape[2:]
         heads = F.linear(_normed(x.x, eps).to(weight.dtype), weight, bias).unflatten(1, (-1, D)).float()
         rotated = heads[:, :-kv_heads]  # queries and keys
@@ -140,6 +118,7 @@ class Plain:
         return rotated[:, :-kv_heads]
 
     def attend(self, q: Tensor, metadata: AttentionMetadata, layer: int) -> Tensor:
+        """Return the attention (T, heads * D) of queries (T, heads, D) to their sequence up to their position."""
         pages = metadata.block_tables[metadata.slots, : int(metadata.positions.max()) // PAGE + 1]  # (T, n)
         # (T, n, kv_heads, PAGE, D) -> (T, kv_heads, n * PAGE, D)
         keys, values = (pool[layer][pages].transpose(1, 2).flatten(2, 3) for pool in (metadata.keys, metadata.values))
@@ -152,17 +131,21 @@ class Plain:
         return (weights @ values.float()).flatten(1).to(keys.dtype)
 
     def linear_residual(self, y: Tensor, weight: Tensor, x: Residual, eps: float) -> None:
+        """Add y weight^T to x. `eps` is that of the norm that follows."""
         x.x += F.linear(y, weight)
 
     def gated(self, x: Residual, weight: Tensor, eps: float) -> Tensor:
+        """Return silu(gate) * up (T, mlp) of the normed x, from interleaved gate and up weights."""
         both = F.linear(_normed(x.x, eps).to(weight.dtype), weight)
         gate, up = both.unflatten(1, (-1, 2, INTERLEAVE)).unbind(2)  # (T, 2 mlp) -> (T, mlp / 8, 8) twice
         return (F.silu(gate) * up).flatten(1)
 
     def head(self, x: Residual, weight: Tensor, eps: float) -> Tensor:
+        """Return the logits (T, C) of the normed x in float32."""
         return F.linear(_normed(x.x, eps).to(weight.dtype), weight).float()
 
     def sample(self, logits: Tensor, requests: Requests, slots: Tensor) -> None:
+        """End a step: sample a column of each row of logits (R, C), and update the requests in these slots (R,)."""
         sampler = requests.sampler
         broken = ~(logits + sampler.bias).amax(1).isfinite()
         _, lengths, generated, most, seeds = requests.numbers[slots].T

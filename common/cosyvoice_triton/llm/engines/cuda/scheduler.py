@@ -1,56 +1,23 @@
 """Decides which requests are computed next, in which slots and pages. Knows no tensors, threads or clocks."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from cosyvoice_triton.constants import ONSET_TOKENS, TOKEN_RATE
-from cosyvoice_triton.llm.engines.cuda.operations import CONSECUTIVE, FAULT, NOTHING, PAGE
+from cosyvoice_triton.llm.engines.cuda.operations import CONSECUTIVE, FAULT, NOTHING, PAGE, PromptPiece
 from cosyvoice_triton.llm.engines.cuda.page_pool import PagePool
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.engines.threaded_engine import Generation
 from cosyvoice_triton.llm.interface import FinishReason, TokenChunk
 from cosyvoice_triton.profiles import LLMNumbers
 
+if TYPE_CHECKING:
+    from cosyvoice_triton.llm.engines.cuda.decoder import Decoder, DeviceSteps
+
 MOST_SILENCE = 2 * TOKEN_RATE  # tokens: an answer that is silent for longer does not stay urgent
-
-
-class PromptPiece(NamedTuple):
-    """Tokens of a prompt to prefill, from position `begin`."""
-
-    slot: int
-    begin: int
-    ids: np.ndarray  # (n,)
-
-
-class LaunchedSteps(Protocol):
-    """Steps that were launched and may still be running."""
-
-    def columns(self) -> np.ndarray:
-        """Return (steps, rows) columns of the logits, NOTHING or FAULT. Waits until the steps have been computed."""
-        ...
-
-
-class StepModel(Protocol):
-    """The network on a device, see `decoder.Decoder`. It launches work, and computes it in the order of the launches.
-
-    max_prefill: tokens of one prefill, each piece padded to a multiple of CONSECUTIVE. first: id of column 0.
-    """
-
-    max_prefill: int
-    first: int
-
-    def set_block_tables(self, pages: Mapping[int, Sequence[int]]) -> None: ...
-    def prefill(self, pieces: Sequence[PromptPiece]) -> None: ...
-    def await_prefills(self) -> None: ...
-    def fill_slots(self, requests: Mapping[int, GenerationRequest]) -> None: ...
-    def set_batch(self, slots: Sequence[int]) -> None: ...
-    def step(self, rows: int, count: int) -> LaunchedSteps: ...
-    def invalidate(self, page: int) -> None: ...
 
 
 class SequenceStatus(Enum):
@@ -138,7 +105,7 @@ class TokenSequence(Generation):
 class LaunchedBatch(NamedTuple):
     """Launched steps, and the sequences of their rows."""
 
-    steps: LaunchedSteps
+    steps: "DeviceSteps"
     batch: list[TokenSequence]
 
 
@@ -157,7 +124,7 @@ class Answer(NamedTuple):
 class Scheduler:
     """Computes up to `slots` requests at once."""
 
-    def __init__(self, model: StepModel, slots: int, pages: PagePool, numbers: LLMNumbers) -> None:
+    def __init__(self, model: "Decoder", slots: int, pages: PagePool, numbers: LLMNumbers) -> None:
         self._model = model
         self._free_slots = list(reversed(range(slots)))
         self._pages = pages
