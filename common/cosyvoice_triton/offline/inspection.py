@@ -16,25 +16,25 @@ from safetensors import safe_open
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.checkpoint import read_state, require_finite
 from cosyvoice_triton.config import TensorrtLLMConfig, Token2WavConfig
-from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.checkpoint import HEAD_BIAS, made_from, read_limits
 from cosyvoice_triton.llm.engines.interface import EngineLM
 from cosyvoice_triton.llm.engines.loading import engine_of
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from cosyvoice_triton.offline.engines import WholeToken2Wav
 from cosyvoice_triton.prepare.hub import digest_of
 from cosyvoice_triton.prepare.missing import remedy
 from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.speaker.engines import LocalPromptEncoder
+from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.voice.audio import at_rate
 from cosyvoice_triton.voice.encoders import AudioTokenizer
 from cosyvoice_triton.voice.features import log_mel
-from cosyvoice_triton.voice.prompt import Prompt
 from cosyvoice_triton.voice.recordings import parse_recording
 
 SAMPLE = samples.FOLDER / "reference_en.wav"
-SAMPLE_SECONDS = 3.0  # of it are used: a full-size flow takes most of a minute for all
+SAMPLE_SECONDS = 3.0  # of it are used
+SPOKEN_SECONDS = 1.0  # of these: a full-size flow takes most of a minute for all, on one core
 GREEDY_TOKENS = 25
 # Hash of the first greedy tokens, by the sha256 of the LLM's weights. No official file is known yet.
 KNOWN_GREEDY = {"a1f4c738154fb446": "4c72ea1bf9b3"}  # the demo's
@@ -76,7 +76,7 @@ class Inspection:
             begun = time.monotonic()
             try:
                 passed, found = True, check()
-            except (ValueError, RuntimeError, OSError) as error:
+            except (ValueError, RuntimeError, OSError, FloatingPointError) as error:
                 passed, found = False, str(error)
             yield passed, f"{name}: {found} ({time.monotonic() - begun:.1f} s)"
         if self._stack.mel_max_hz > PROMPT_SAMPLE_RATE / 2:
@@ -110,8 +110,7 @@ class Inspection:
         return self._tensors(self._stack.flow)
 
     def _spoken(self) -> str:
-        """Load all networks but the LLM strictly, clone the sample, and speak the tokens of its first second."""
-        encoder = LocalPromptEncoder(self._stack, self._folder, "cpu")
+        """Load all networks but the LLM strictly, clone the sample's first second, and speak its tokens."""
         config = Token2WavConfig(
             model_dir=str(self._folder),
             device="cpu",
@@ -120,17 +119,14 @@ class Inspection:
             vocoder_precision="float32",
             max_streams=1,
         )
-        token2wav = WholeToken2Wav(self._stack, config, 1)
-
-        async def spoken() -> tuple[Prompt, np.ndarray]:
-            prompt = await encoder.prompt(self._recording)
-            return prompt, await token2wav.offline(prompt, prompt.tokens[:TOKEN_RATE].tolist())
-
+        first = self._recording.wav[: round(SPOKEN_SECONDS * self._recording.rate)]
+        encoder = LocalPromptEncoder(self._stack, self._folder, "cpu")
         try:
-            prompt, wave = asyncio.run(spoken())
+            prompt = asyncio.run(encoder.prompt(replace(self._recording, wav=first)))
         finally:
-            token2wav.close()
             encoder.close()
+        # Not warmed up: that would render three times as much.
+        wave = Token2Wav.from_config(self._stack, config).whole(prompt, prompt.tokens)
         if not np.isfinite(wave).all() or np.abs(wave).max() < 1e-3:
             raise ValueError("a second of speech is silent or not finite")
         level = 20 * np.log10(np.sqrt(np.mean(np.square(wave))))
@@ -183,7 +179,10 @@ class Inspection:
             engine.close()
         found = hashlib.sha256(str(tokens).encode()).hexdigest()[:12]
         weights = digest_of(self._options.tokenizer_dir / "model.safetensors", git=False)[:16]
-        known = KNOWN_GREEDY.get(weights, "")
-        if known not in ("", found):
-            raise ValueError(f"hash {found}, and {known} is known of these weights: make {folder} again")
-        return f"{len(tokens)}, hash {found}, {'as known' if known else f'not known of weights {weights}'}"
+        known = KNOWN_GREEDY.get(weights)
+        if known is None:
+            return f"{len(tokens)}, hash {found}, not known of weights {weights}"
+        # Not certainly wrong: another processor may turn a token of close logits, and all after it.
+        if known != found:
+            return f"warning: hash {found}, elsewhere {known} of these weights; if words are wrong, make {folder} again"
+        return f"{len(tokens)}, hash {found}, as known"
