@@ -22,6 +22,7 @@ from cosyvoice_triton.llm.engines.interface import EngineLM
 from cosyvoice_triton.llm.engines.loading import engine_of
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.networks.flow.config import stated_solve
 from cosyvoice_triton.prepare.hub import digest_of
 from cosyvoice_triton.prepare.missing import remedy
 from cosyvoice_triton.server.options import StackOptions
@@ -34,7 +35,8 @@ from cosyvoice_triton.voice.recordings import parse_recording
 
 SAMPLE = samples.FOLDER / "reference_en.wav"
 SAMPLE_SECONDS = 3.0  # of it are used
-SPOKEN_SECONDS = 1.0  # of these: a full-size flow takes most of a minute for all, on one core
+# Of these, and of the solve's steps: a full-size flow takes minutes of one core for all.
+SPOKEN_SECONDS, SPOKEN_STEPS = 1.0, 3
 GREEDY_TOKENS = 25
 # Hash of the first greedy tokens, by the sha256 of the LLM's weights. No official file is known yet.
 KNOWN_GREEDY = {"a1f4c738154fb446": "4c72ea1bf9b3"}  # the demo's
@@ -116,6 +118,7 @@ class Inspection:
             device="cpu",
             flow_runtime="torch",
             flow_precision="float32",  # without a check of others
+            n_timesteps=None if stated_solve(self._folder / self._stack.flow).get("time_grid") else SPOKEN_STEPS,
             vocoder_precision="float32",
             max_streams=1,
         )
