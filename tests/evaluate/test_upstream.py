@@ -4,23 +4,30 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli.evaluate import main
 from cosyvoice_triton.evaluate import upstream
-from cosyvoice_triton.networks.flow import DiTFlowConfig, UNetFlowConfig
+from cosyvoice_triton.networks.flow import CosyVoice3FlowConfig, DiTFlowConfig, UNetFlowConfig
 from cosyvoice_triton.networks.hift import HiFTConfig
-from cosyvoice_triton.prepare.huggingface_llm import convert
+from cosyvoice_triton.prepare.huggingface_llm import COSYVOICE2_LLM, COSYVOICE3_LLM, convert
 from cosyvoice_triton.server.options import StackOptions
 
 from tests.random_weights import token2wav
 from tests.support.official_llm import official_llm, write_blank
 
 CONFIGURATIONS = Path("tests/support/upstream")
-# A Python with upstream's requirements, and the folders of its classes: those of the packages cosyvoice-minicpmo and
-# step-audio2.
+# A Python with upstream's requirements, and the folders of its classes for each of OFFICIAL, with colons between: the
+# packages cosyvoice-minicpmo and step-audio2; those of CosyVoice3 are in upstream's repository only.
 PYTHON, REPOSITORIES = os.environ.get("UPSTREAM_PYTHON"), os.environ.get("UPSTREAM_REPOSITORIES", "").split(":")
+# What upstream's classes are made of, the official sizes of the flow, and the form of llm.pt.
+OFFICIAL = {
+    stacks.UNET: ("cosyvoice2.yaml", UNetFlowConfig(), COSYVOICE2_LLM),
+    stacks.DIT: ("flow.yaml", DiTFlowConfig(), None),
+    stacks.COSYVOICE3: ("cosyvoice3.yaml", CosyVoice3FlowConfig(), COSYVOICE3_LLM),
+}
 
 STAND_INS = """
 import torch
@@ -68,14 +75,14 @@ def load_hyperpyyaml(file, overrides):
 def official(models: Path, stack: stacks.Stack, into: Path) -> Path:
     """The stack's files of `models` with networks of the official sizes, a small LLM in the official form, and what
     upstream's classes are made of."""
+    configuration, sizes, llm = OFFICIAL[stack]
     shutil.copytree(models, into)
     folder = StackOptions(models_dir=into, stack=stack.name).checkpoint_dir
-    token2wav.write_flow(folder / "flow.pt", stack, 1, UNetFlowConfig() if stack == stacks.UNET else DiTFlowConfig())
+    token2wav.write_flow(folder / "flow.pt", stack, 1, sizes)
     token2wav.write_hift(folder / "hift.pt", stack, 2, HiFTConfig())
-    name = "cosyvoice2.yaml" if stack == stacks.UNET else "flow.yaml"
-    shutil.copy(CONFIGURATIONS / name, folder)
-    if stack == stacks.UNET:
-        torch.save(official_llm(write_blank(folder / "CosyVoice-BlankEN")), folder / "llm.pt")
+    shutil.copy(CONFIGURATIONS / configuration, folder)
+    if llm:
+        torch.save(official_llm(write_blank(folder / "CosyVoice-BlankEN"), llm), folder / "llm.pt")
         shutil.rmtree(directory := into / stack.llm.directory)
         convert(folder / "llm.pt", folder / "CosyVoice-BlankEN", directory, torch.float32)
     return into
@@ -101,10 +108,18 @@ def test_steps_that_differ_and_those_that_upstream_cannot_compute_are_named(
     assert found == {"log_probabilities": "problem", "flow_noise": "ok", "mel": "problem"}
 
 
+@pytest.mark.parametrize(("first", "forgets"), [(1, True), (0, False)])
+def test_an_upstream_whose_transformers_is_too_new_is_told_from_other_weights(first: int, forgets: bool) -> None:
+    theirs = np.zeros((3, 4), np.float32)
+    theirs[first:] = 1.0
+    (step,) = upstream._steps({"log_probabilities": np.zeros_like(theirs)}, {"log_probabilities": theirs})
+    assert not step.passed and (step.remark == upstream.FORGETS) == forgets
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not PYTHON, reason="UPSTREAM_PYTHON, UPSTREAM_REPOSITORIES: packages with upstream's classes")
-@pytest.mark.parametrize(("stack", "repository"), [*zip((stacks.UNET, stacks.DIT), REPOSITORIES, strict=False)])
+@pytest.mark.parametrize(("stack", "repository"), [*zip(OFFICIAL, REPOSITORIES, strict=False)])
 def test_upstream_s_own_classes_compute_the_same(
     stack: stacks.Stack, repository: str, demo_models: Path, tmp_path: Path
 ) -> None:
@@ -112,4 +127,4 @@ def test_upstream_s_own_classes_compute_the_same(
     steps = list(upstream.compared(options, Path(repository), str(PYTHON)))
     assert all(step.passed for step in steps), steps
     names = {step.name for step in steps}
-    assert names == (set(upstream.LIMITS) if stack == stacks.UNET else {"mel", "wave"})
+    assert names == ({"mel", "wave"} if stack == stacks.DIT else set(upstream.LIMITS))

@@ -1,10 +1,11 @@
-"""CosyVoice2's LLM in the official form, small and with random weights."""
+"""The LLMs of CosyVoice2 and CosyVoice3 in the official form, small and with random weights."""
 
 import json
 from pathlib import Path
 
 import torch
 from cosyvoice_triton.constants import SPEECH_VOCAB
+from cosyvoice_triton.prepare.huggingface_llm import COSYVOICE2_LLM, OfficialLLM
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -12,7 +13,7 @@ HIDDEN, TEXT_ROWS, SPEECH_LOGITS = 64, 640, SPEECH_VOCAB + 3
 
 
 def write_blank(directory: Path) -> Path:
-    """Like CosyVoice-BlankEN: a Qwen2 tokenizer without the tokens of CosyVoice2, and a configuration."""
+    """Like CosyVoice-BlankEN: a Qwen2 tokenizer without the tokens of CosyVoice, and a configuration."""
     directory.mkdir()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
@@ -35,15 +36,11 @@ def write_blank(directory: Path) -> Path:
     return directory
 
 
-def official_llm(blank_dir: Path) -> dict[str, torch.Tensor]:
+def official_llm(blank_dir: Path, official: OfficialLLM = COSYVOICE2_LLM) -> dict[str, torch.Tensor]:
     """Random weights under the keys of llm.pt, which has the text model's tied head a second time."""
     torch.manual_seed(0)
-    qwen2 = Qwen2ForCausalLM(Qwen2Config.from_pretrained(blank_dir)).state_dict()
+    config = Qwen2Config.from_pretrained(blank_dir)
+    qwen2 = Qwen2ForCausalLM(config).state_dict()
     state = {f"llm.model.{name}": torch.randn_like(w) * 0.1 for name, w in qwen2.items()}
     state["llm.model.lm_head.weight"] = state["llm.model.model.embed_tokens.weight"]
-    return state | {
-        "llm_embedding.weight": torch.randn(2, HIDDEN),
-        "speech_embedding.weight": torch.randn(SPEECH_LOGITS, HIDDEN),
-        "llm_decoder.weight": torch.randn(SPEECH_LOGITS, HIDDEN),
-        "llm_decoder.bias": torch.randn(SPEECH_LOGITS),
-    }
+    return state | {name: torch.randn(shape) for name, shape in official.shapes(config.hidden_size).items()}

@@ -30,15 +30,14 @@ def test_a_good_checkpoint_speaks_and_its_tokens_are_onnxruntime_s(stack: str, d
     assert any(line.startswith("risk: float16") for line in good) == (stack == "cosyvoice3")
 
 
-def test_the_demo_s_greedy_tokens_are_known_and_others_are_a_problem(
+def test_the_demo_s_greedy_tokens_are_known_and_others_are_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps.demo(tmp_path / "demo", "unet")
     inspection = Inspection(StackOptions(models_dir=tmp_path / "demo", stack="unet", device="cpu"))
     assert inspection._greedy().endswith(", as known")
     monkeypatch.setattr("cosyvoice_triton.offline.inspection.KNOWN_GREEDY", dict.fromkeys(KNOWN_GREEDY, "others"))
-    with pytest.raises(ValueError, match="and others is known of these weights"):
-        inspection._greedy()
+    assert "elsewhere others of these weights; if words are wrong, make " in inspection._greedy()
 
 
 def test_each_damaged_file_is_named_and_the_others_are_examined(demo_models: Path, tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ from safetensors import safe_open
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.checkpoint import read_state, require_finite
 from cosyvoice_triton.config import TensorrtLLMConfig, Token2WavConfig
-from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.checkpoint import HEAD_BIAS, made_from, read_limits
 from cosyvoice_triton.llm.engines.interface import EngineLM
 from cosyvoice_triton.llm.engines.loading import engine_of
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.networks.flow.config import stated_solve
 from cosyvoice_triton.prepare.hub import digest_of
 from cosyvoice_triton.prepare.missing import remedy
 from cosyvoice_triton.server.options import StackOptions
@@ -32,7 +33,9 @@ from cosyvoice_triton.voice.features import log_mel
 from cosyvoice_triton.voice.recordings import parse_recording
 
 SAMPLE = samples.FOLDER / "reference_en.wav"
-SAMPLE_SECONDS = 3.0  # of it are used: a full-size flow takes most of a minute for all
+SAMPLE_SECONDS = 3.0  # of it are used
+# Of these, and of the solve's steps: a full-size flow takes minutes of one core for all.
+SPOKEN_SECONDS, SPOKEN_STEPS = 1.0, 3
 GREEDY_TOKENS = 25
 # Hash of the first greedy tokens, by the sha256 of the LLM's weights. No official file is known yet.
 KNOWN_GREEDY = {"a1f4c738154fb446": "4c72ea1bf9b3"}  # the demo's
@@ -74,7 +77,7 @@ class Inspection:
             begun = time.monotonic()
             try:
                 passed, found = True, check()
-            except (ValueError, RuntimeError, OSError) as error:
+            except (ValueError, RuntimeError, OSError, FloatingPointError) as error:
                 passed, found = False, str(error)
             yield passed, f"{name}: {found} ({time.monotonic() - begun:.1f} s)"
         if self._stack.mel_max_hz > PROMPT_SAMPLE_RATE / 2:
@@ -108,19 +111,20 @@ class Inspection:
         return self._tensors(self._stack.flow)
 
     def _spoken(self) -> str:
-        """Load all networks but the LLM strictly, clone the sample, and speak the tokens of its first second."""
-        prompt = ReferenceEncoder(self._stack, self._folder)(self._recording)
+        """Load all networks but the LLM strictly, clone the sample's first second, and speak its tokens."""
         config = Token2WavConfig(
             model_dir=str(self._folder),
             device="cpu",
             flow_runtime="torch",
             flow_precision="float32",  # without a check of others
+            n_timesteps=None if stated_solve(self._folder / self._stack.flow).get("time_grid") else SPOKEN_STEPS,
             vocoder_precision="float32",
             max_streams=1,
         )
-        token2wav = Token2Wav.from_config(self._stack, config)
-        token2wav.warm_up()
-        wave = token2wav.whole(prompt, prompt.tokens[:TOKEN_RATE])
+        first = replace(self._recording, wav=self._recording.wav[: round(SPOKEN_SECONDS * self._recording.rate)])
+        prompt = ReferenceEncoder(self._stack, self._folder)(first)
+        # Not warmed up: that would render three times as much.
+        wave = Token2Wav.from_config(self._stack, config).whole(prompt, prompt.tokens)
         if not np.isfinite(wave).all() or np.abs(wave).max() < 1e-3:
             raise ValueError("a second of speech is silent or not finite")
         level = 20 * np.log10(np.sqrt(np.mean(np.square(wave))))
@@ -173,7 +177,10 @@ class Inspection:
             engine.close()
         found = hashlib.sha256(str(tokens).encode()).hexdigest()[:12]
         weights = digest_of(self._options.tokenizer_dir / "model.safetensors", git=False)[:16]
-        known = KNOWN_GREEDY.get(weights, "")
-        if known not in ("", found):
-            raise ValueError(f"hash {found}, and {known} is known of these weights: make {folder} again")
-        return f"{len(tokens)}, hash {found}, {'as known' if known else f'not known of weights {weights}'}"
+        known = KNOWN_GREEDY.get(weights)
+        if known is None:
+            return f"{len(tokens)}, hash {found}, not known of weights {weights}"
+        # Not certainly wrong: another processor may turn a token of close logits, and all after it.
+        if known != found:
+            return f"warning: hash {found}, elsewhere {known} of these weights; if words are wrong, make {folder} again"
+        return f"{len(tokens)}, hash {found}, as known"

@@ -11,11 +11,11 @@ import torch
 from cosyvoice_triton import samples
 from cosyvoice_triton.audible import STEP, window_levels
 from cosyvoice_triton.config import Token2WavConfig
-from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS, PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS, SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import Token2Wav
-from cosyvoice_triton.voice.audio import at_rate, load_recording
-from cosyvoice_triton.voice.encoders import AudioTokenizer, SpeakerEncoder, reference_mel
+from cosyvoice_triton.voice.audio import load_recording
+from cosyvoice_triton.voice.encoders import ReferenceEncoder
 from cosyvoice_triton.voice.prompt import Prompt
 from cosyvoice_triton.voice.silent_tokens import silent_tokens
 
@@ -67,12 +67,6 @@ def renderer(checkpoint: Path, stack: Stack) -> tuple[Prompt, Render]:
         first_hop_tokens=FLOW_CHUNK_TOKENS,
     )
     sample = json.loads(samples.MANIFEST.read_text(encoding="utf-8").splitlines()[0])
-    recording = load_recording(samples.FOLDER / sample["prompt_audio"])
-    waves = [at_rate(recording, PROMPT_SAMPLE_RATE)]
-    prompt = Prompt.aligned(
-        AudioTokenizer(checkpoint)(waves)[0],
-        reference_mel(recording, stack.mel_max_hz),
-        SpeakerEncoder(checkpoint)(waves)[0],
-    )
+    prompt = ReferenceEncoder(stack, checkpoint)(load_recording(samples.FOLDER / sample["prompt_audio"]))
     engine = Token2Wav.from_config(stack, config)
     return prompt, lambda tokens: engine.whole(prompt, tokens)
