@@ -194,6 +194,7 @@ def test_an_error_while_polling_one_request_does_not_stop_the_polling_of_others(
 def test_many_live_requests_are_asked_in_turn(serve, decoupled, monkeypatch):
     """Each check is a call to tritonserver: two a second for each request, and every client that goes is noticed."""
     monkeypatch.setattr("cosyvoice_triton.triton_io.requests.POLLED", 1)  # one at a time would take 70 s
+    monkeypatch.setattr("cosyvoice_triton.triton_io.requests.CANCEL_POLL_SECONDS", 0.1)
     loop = serve(wait_forever)
     senders = [submit(loop, decoupled) for _ in range(700)]
     until(lambda: len(loop._live) == len(senders))
