@@ -84,7 +84,8 @@ offline) RENDER+=(--offline) ;;
 esac
 
 if stage -1 "check the machine"; then
-    "$PYTHON" scripts/check_machine.py
+    "$PYTHON" scripts/doctor.py "$MODELS" --stack unet "${RENDER[@]}" --disk 6 \
+        --ports "$HTTP_PORT" "$GRPC_PORT" "$METRICS_PORT" "$HEALTH_PORT"
 fi
 
 if stage 0 "download the checkpoints"; then

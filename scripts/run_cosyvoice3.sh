@@ -59,7 +59,8 @@ read -ra OFFLINE_DATA <<<"$OFFLINE_DATA"
 read_stages -1 5 "$@"
 
 if stage -1 "check the machine"; then
-    "$PYTHON" scripts/check_machine.py
+    "$PYTHON" scripts/doctor.py "$MODELS" --stack cosyvoice3 "${RENDER[@]}" --disk 6 \
+        --ports "$HTTP_PORT" "$GRPC_PORT" "$METRICS_PORT" "$HEALTH_PORT"
 fi
 
 if stage 0 "download the checkpoints"; then

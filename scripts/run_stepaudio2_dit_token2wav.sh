@@ -94,7 +94,8 @@ start_triton() { # NAME GPU HTTP GRPC METRICS HEALTH
 read_stages -1 9 "$@"
 
 if stage -1 "check the machine"; then
-    "$PYTHON" scripts/check_machine.py
+    "$PYTHON" scripts/doctor.py "$MODELS" --stack dit "${RENDER[@]}" --disk 6 \
+        --ports "$HTTP_PORT" "$GRPC_PORT" "$METRICS_PORT" "$HEALTH_PORT"
 fi
 
 if stage 0 "download the checkpoints"; then

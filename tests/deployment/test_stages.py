@@ -78,6 +78,7 @@ def test_the_stages_give_a_server_and_ask_it(models: Path, manifest: Path, tmp_p
     done = run(DIT, "-1", "4", models=models, manifest=manifest, work=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert stages_of(done.stdout) == [-1, 0, 1, 2, 3, 4] and "finish reason" in done.stdout
+    assert "ok       free ports: " in done.stdout
     assert "requests answered, 0 failed" in done.stdout
     assert (tmp_path / "out/dit/grpc_streaming_2_tasks/summary.json").exists()
     assert (tmp_path / "out/logs/triton.log").stat().st_size > 0

@@ -128,7 +128,7 @@ def _models(options: StackOptions) -> Iterator[str]:
         )
     if not options.missing_files():
         yield f"checkpoints of the {options.stack} stack: {options.models_dir}"
-    elif options.models_dir != DEMO:
+    elif folder != DEMO.resolve():
         yield from _space(place, CHECKPOINT_GB, "the checkpoints")
 
 
