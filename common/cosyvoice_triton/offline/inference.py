@@ -167,11 +167,8 @@ class OfflineRun:
         def segment_ended(text: str, samples: int, of_segment: Sequence[int]) -> None:
             tokens.extend(of_segment)
 
-        following = {
-            "voice": "llm",
-            "tokens": "token2wav",
-            "audio": "llm",
-        }  # each stage of the pipeline ends the one before
+        # Each stage of the pipeline ends the one before.
+        following = {"voice": "llm", "tokens": "token2wav", "audio": "llm"}
 
         def reached(name: str) -> None:
             if name in following:

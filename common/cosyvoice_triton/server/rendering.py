@@ -192,7 +192,6 @@ def filled_configs(options: StackOptions) -> dict[str, str]:
         filled = fill(template, {key: value for key, value in values.items() if key in keys[name]})
         configs[name] = re.sub(r'^name: *"\w+"', f'name: "{name}"', filled, count=1, flags=re.MULTILINE)
         model = settings_of(name)
-        model(
-            **model.parsed(dict(_PARAMETER.findall(configs[name])))
-        )  # a value that it would refuse when it loads is refused here
+        # A value that it would refuse when it loads is refused here.
+        model(**model.parsed(dict(_PARAMETER.findall(configs[name]))))
     return configs
