@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from cosyvoice_triton import stacks
-from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.prepare.demo import CARD, SUMS, sha256
 from cosyvoice_triton.stacks import Stack
 
@@ -87,7 +87,7 @@ def _write_voices(work: Path, folder: Path) -> None:
         with wave.open(str(folder / f"{name}.wav"), "wb") as file:
             file.setnchannels(1)
             file.setsampwidth(2)
-            file.setframerate(PROMPT_SAMPLE_RATE)
+            file.setframerate(SAMPLE_RATE)
             file.writeframes(audio[begin : begin + length].tobytes())
         (folder / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
 

@@ -22,7 +22,6 @@ from cosyvoice_triton.voice import features
 from torch import Tensor
 
 from demo_voice.training.dataset import SpeechDataset
-from demo_voice.training.features import upsampled
 from demo_voice.training.training import CapturedStep, TrainingRun, adamw, autocast, descend, trained
 
 CROP_TOKENS = (60, 100, 200, 400)  # up to 16 s: as long as a prompt and an utterance together
@@ -168,4 +167,4 @@ def perturbed_mel(mel: Tensor) -> Tensor:
 
 def mels(speech: SpeechDataset, starts: Tensor, length: int) -> Tensor:
     """Log mel (B, 80, 2 * length) of crops, computed like a prompt's."""
-    return features.mel_spectrogram(upsampled(speech.wave(starts, length)))
+    return features.mel_spectrogram(speech.wave(starts, length))

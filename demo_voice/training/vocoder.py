@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from demo_voice.training.dataset import SpeechDataset
 from demo_voice.training.discriminators import Discriminators
-from demo_voice.training.features import upsampled
 from demo_voice.training.pitch import fundamental
 from demo_voice.training.training import CapturedStep, TrainingRun, adamw, autocast, descend, prepare, trained
 
-CONFIG = HiFTConfig(channels=128, f0_channels=64, resblock_kernels=(3, 5, 7), source_resblock_kernels=(3, 3, 5))
+CONFIG = HiFTConfig(channels=192, f0_channels=96, resblock_kernels=(3, 5, 7), source_resblock_kernels=(3, 3, 5))
 FILE = "hift.pt"
 CROP_TOKENS, MARGIN_TOKENS, BATCH = 20, 2, 32  # the margin on both sides is context for mel and pitch
 PEAK_RATE, DISCRIMINATOR_RATE, PITCH_RATE = 5e-4, 4e-4, 1e-3  # 1.5e-3 diverged after a thousand steps
@@ -95,7 +94,7 @@ class VocoderTraining:
     def __init__(self, speech: SpeechDataset) -> None:
         self.speech = speech
         self.hift, self.discriminators = build().to(speech.device), Discriminators().to(speech.device)
-        nn.init.constant_(self.hift.f0_predictor.classifier.bias, 120.0)  # Hz, between the voices
+        nn.init.constant_(self.hift.f0_predictor.classifier.bias, 180.0)  # Hz, between the voices
         pitch = dict(self.hift.f0_predictor.named_parameters())
         last = [pitch.pop("classifier.weight"), pitch.pop("classifier.bias")]
         groups = [{"params": list(pitch.values())}, {"params": last, "lr": HERTZ_RATE * PITCH_RATE}]
@@ -145,7 +144,7 @@ def random_crops(speech: SpeechDataset) -> tuple[Tensor, Tensor, Tensor]:
     """Random crops: waves (B, N) at 24 kHz, their mel (B, 80, T) and f0 (B, T)."""
     length = CROP_TOKENS + 2 * MARGIN_TOKENS
     starts = speech.random_starts(BATCH, length)
-    wave = upsampled(speech.wave(starts, length))
+    wave = speech.wave(starts, length)
     margin = MARGIN_TOKENS * TOKEN_MEL_RATIO
     inside = slice(margin, -margin)
     mel, f0 = features.mel_spectrogram(wave)[:, :, inside], fundamental(wave)[:, inside]
