@@ -9,6 +9,7 @@ from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.cli.evaluate import main
 from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.evaluate import report, speech
+from cosyvoice_triton.evaluate.steps import recommended
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.server.options import StackOptions
@@ -88,3 +89,31 @@ def test_the_set_of_seed_tts_is_read_and_judged(tmp_path: Path, capsys: pytest.C
         assert main(wrong) == 1
         (line,) = capsys.readouterr().err.splitlines()  # before any judge or model is loaded
         assert "typo" in line
+
+
+def test_fewer_steps_have_rows_with_the_error_of_their_mel(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps.demo(models)
+    given = [str(models), "--data", str(SENTENCES), "--limit", "1", "--device", "cpu", "--output", str(tmp_path)]
+    main([*given, "--steps", "4", "2"])
+    four, two = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert (four["name"], two["name"]) == ("dit-4-steps", "dit-2-steps")
+    assert 0.01 < four["mel_error"] < two["mel_error"] < 0.5
+    assert "speaks as well as 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rows", "fewest"),
+    [
+        pytest.param([(0.030, 3.2), (0.034, 3.16), (0.034, 3.1)], 6, id="DNSMOS"),
+        pytest.param([(0.030, 3.2), (0.034, 3.16), (0.030, 3.3)], 5, id="all are as good"),
+        pytest.param([(0.030, 3.2), (0.036, 3.2), (0.036, 3.2)], 10, id="words"),
+        pytest.param([(None, None)] * 3, None, id="nothing was judged"),
+    ],
+)
+def test_the_fewest_steps_that_speak_as_well_are_recommended(
+    rows: list[tuple[float | None, float | None]], fewest: int | None
+) -> None:
+    named = [{"error_rate": wrong, "dnsmos": quality} for wrong, quality in rows]
+    assert recommended(named, (10, 6, 5)) == fewest

@@ -109,6 +109,18 @@ def test_the_socket_survives_tokens_that_stop_fail_or_are_cancelled(speech_stack
         assert (done["utterance_index"], done["total_sentences"]) == (3, 0)
 
 
+def test_the_rest_of_a_response_is_replaced_where_a_segment_ends(speech_stack: SpeechStack) -> None:
+    with connect(speech_stack.url.replace("http", "ws") + "/v1/realtime") as socket:
+        spoken = {"instructions": LONG, "audio": {"output": {"voice": "anna"}}}
+        ask(socket, "response.create", "response.output_audio.delta", response=spoken)
+        told = ask(socket, "response.replace", "response.replaced", text="And this instead.")
+        heard, dropped = " ".join(word["word"] for word in told["words"]), told["dropped"].strip()
+        assert heard and dropped and f"{heard} {dropped}" == LONG.strip()
+        done = receive(socket, "response.done")[-1]["response"]
+        assert done["status"] == "completed"
+        assert done["output"][0]["content"][0]["transcript"].split() == f"{heard} And this instead.".split()
+
+
 def test_speech_is_converted_whole_and_while_it_is_spoken(speech_stack: SpeechStack) -> None:
     """Through every model: the source's own tokens, of which there are 25 a second."""
     path, fields = "/v1/audio/voice-conversion", {"voice": "anna", "response_format": "pcm"}

@@ -29,6 +29,7 @@ class Column(NamedTuple):
 
 COLUMNS = {
     "failed": Column("failed", "d"),
+    "mel_error": Column("mel error", ".3f"),
     "error_rate": Column("wrong words", ".1%", "error_rate"),
     "dnsmos": Column("DNSMOS", ".2f", "dnsmos"),
     "similarity": Column("similarity", ".2f", "similarity"),
@@ -101,7 +102,7 @@ def summary(name: str, found: Sequence[Mapping[str, Any]]) -> Row:
     def ratio(of: str, over: str) -> float | None:
         return sum(values(of)) / total if (total := sum(values(over))) else None
 
-    row: Row = {"name": name, "answers": len(found), "failed": len(found) - len(good)}
+    row: Row = {"name": name, "answers": len(found), "failed": len(found) - len(good), "mel_error": None}
     row["error_rate"], row["rtf"] = ratio("errors", "units"), ratio("total", "seconds")
     for key in ("dnsmos", "similarity", "silent", "clipped"):
         row[key] = float(np.mean(values(key))) if values(key) else None

@@ -58,15 +58,21 @@ def spoken(
     modes: Sequence[Literal["streaming", "offline"]],
     tasks: int,
     output: Path,
+    steps: int | None = None,
 ) -> Iterator[tuple[str, list[SpokenSentence]]]:
     """Yield a name and the answers, for each rate of the recordings, None for their own, and each mode, "offline" or
     "streaming".
 
-    tasks: requests at once. output: a folder for the audio. ClientError or ValueError.
+    tasks: requests at once. output: a folder for the audio. steps: of the Euler solve, which the name then says; None:
+    the checkpoint's. ClientError or ValueError.
     """
+    label = options.stack
+    if steps is not None:
+        options = replace(options, settings={**options.settings, "n_timesteps": str(steps)})
+        label += f"-{steps}-steps"
     with Speaker.of(options) as speaker:
         for rate, mode in itertools.product(rates, modes):
-            name = options.stack + (f"-{rate}" if rate else "") + ("-whole" if mode == "offline" else "")
+            name = label + (f"-{rate}" if rate else "") + ("-whole" if mode == "offline" else "")
             jobs = [LoadJob(each.id, _utterance(each, seed, rate)) for seed, each in enumerate(samples)]
             load = Load(servers=[HERE], model=options.orchestrator, mode=mode, jobs=jobs, tasks=tasks)
             answers = _answers(replace(load, warmup=jobs[:MIN_WARMUP]), speaker, samples, output / name)

@@ -401,6 +401,10 @@ class Token2Wav:
         (audio,) = self.whole_batch([(prompt, tokens)], speed, before_step)
         return audio
 
+    def whole_mels(self, utterances: Sequence[tuple[Prompt, np.ndarray]]) -> list[torch.Tensor]:
+        """Return the mels (80, 2N) of which `whole_batch` makes the audio of utterances of N tokens each."""
+        return self._flow.whole(utterances)
+
     def whole_batch(
         self,
         utterances: Sequence[tuple[Prompt, np.ndarray]],
