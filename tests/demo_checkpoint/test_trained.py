@@ -25,7 +25,7 @@ from cosyvoice_triton.voice.prompt import Recording, validate_reference
 from demo_voice.training import export
 from tests.support.checkpoints import DIT_DIR, LLM_DIR, UNET_DIR
 
-VOICES = ("rms", "slt")
+VOICES = ("kumo", "nezumi")
 MAX_BYTES = 24 * 10**6  # of all files together, since they are in every clone
 OFFICIAL = {
     LLM_DIR: {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"},
@@ -113,10 +113,10 @@ def test_what_is_missing_or_damaged_is_copied_again_and_registered_voices_stay(r
     (voices / "anna.safetensors").write_bytes(b"computed")
     (voices / "uploaded.safetensors").write_bytes(b"recorded")
     (voices / "anna.wav").write_bytes(b"recorded")
-    (voices / "slt.wav").unlink()
+    (voices / "nezumi.wav").unlink()
     (ready / UNET_DIR / "flow.pt").write_bytes(b"truncated")
     assert copy_demo(ready)
-    assert filecmp.cmp(voices / "slt.wav", TRAINED / VOICES_DIR / "slt.wav", shallow=False)
+    assert filecmp.cmp(voices / "nezumi.wav", TRAINED / VOICES_DIR / "nezumi.wav", shallow=False)
     assert filecmp.cmp(ready / UNET_DIR / "flow.pt", TRAINED / UNET_DIR / "flow.pt", shallow=False)
     assert (voices / "anna.wav").read_bytes() == b"recorded" and (voices / "anna.safetensors").is_file()
     (ready / SUMS).write_text(f"{'0' * 64}  {UNET_DIR}/flow.pt\n")  # those of another version
