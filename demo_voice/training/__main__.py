@@ -1,4 +1,4 @@
-"""Train the demo voice from scratch: text, speech by flite, every network of both stacks, and its checkpoint.
+"""Train the demo voice from scratch: text, speech by flite, every network of the stacks, and its checkpoint.
 
     python -m demo_voice.training --flite DIR [--work out/voice] [--minutes 19]      all stages
     python -m demo_voice.training --stages vocoder --seconds 600                     one
@@ -13,13 +13,17 @@ The stages; each uses what earlier stages left in the working folder:
     tokenizer     S3 tokenizer: phones and mel predicted from codes at 25 Hz, of perturbed recordings
     speaker       x-vectors: classification of voices at several speeds
     more_speech   more sentences for the LLM alone, as many as fit into the time
-    vocoder       HiFT, for both stacks: spectral losses, then discriminators
+    vocoder       HiFT, for the stacks dit and unet: spectral losses, then discriminators
+    vocoder_causal
+                  CosyVoice3's: the same, of causal convolutions
     flow_dit      Step-Audio2's flow: conditional flow matching, in the chunks of its streams
     flow_unet     CosyVoice2's flow: the same, in its own chunks
+    flow_cosyvoice3
+                  CosyVoice3's flow: the same, in the chunks of CosyVoice2's
     llm           Qwen2: text, alone or with a prompt, to speech tokens
     export        the checkpoint
 
-Each stage is a process with a log in the working folder, started as soon as its inputs exist; the last four networks
+Each stage is a process with a log in the working folder, started as soon as its inputs exist; the last six networks
 are trained at the same time on one GPU. Training stops after --minutes in all. When the command is run again, finished
 stages are skipped; --stages runs the named stages in any case.
 
@@ -46,13 +50,14 @@ from cosyvoice_triton.load.samples import read_manifest
 HELD_OUT = Path(__file__).resolve().parents[2] / "tests" / "assets" / "everyday_sentences.jsonl"
 
 MINUTES = 19.0  # that the seconds below are for
-# The vocoder gets all the remaining time, and at the end the GPU to itself: it affects intelligibility most.
+# The vocoders get all the remaining time, and at the end the GPU to themselves: they affect intelligibility most.
 SECONDS = {
     "speech": 80.0, "tokenizer": 75.0, "speaker": 25.0, "more_speech": 220.0,
-    "flow_dit": 450.0, "flow_unet": 450.0, "llm": 500.0,
+    "flow_dit": 450.0, "flow_unet": 450.0, "flow_cosyvoice3": 450.0, "llm": 500.0,
 }  # fmt: skip
 EXPORT_SECONDS = 30.0  # including process start
-NETWORKS = ("vocoder", "flow_dit", "flow_unet", "llm")  # trained at the same time, on one GPU
+VOCODERS, FLOWS = ("vocoder", "vocoder_causal"), ("flow_dit", "flow_unet", "flow_cosyvoice3")
+NETWORKS = (*VOCODERS, *FLOWS, "llm")  # trained at the same time, on one GPU
 STAGES = ("corpus", "speech", "tokenizer", "speaker", "more_speech", *NETWORKS, "export")
 
 log = logging.getLogger("demo_voice.training")
@@ -114,9 +119,9 @@ def train_all(args: argparse.Namespace) -> None:
             run("corpus", args, 0)
         start("speech")
         wait("speech")
-        start("vocoder", "more_speech", "tokenizer", "speaker")  # the vocoder needs `speech` only
+        start(*VOCODERS, "more_speech", "tokenizer", "speaker")  # the vocoders need `speech` only
         wait("tokenizer", "speaker")
-        start("flow_dit", "flow_unet")
+        start(*FLOWS)
         wait("more_speech")
         start("llm")
         try:

@@ -29,7 +29,6 @@ from demo_voice.training.training import (
     exact_inference,
     prepare,
     rounded,
-    trained,
 )
 from tests.random_weights.speech_tokenizer import (
     N_MELS,
@@ -144,5 +143,5 @@ def tokenize_utterances(tokenizer: SpeechTokenizer, speech: SpeechDataset) -> np
 
 def export(work: Path, path: Path) -> None:
     """The trained tokenizer as an official ONNX file."""
-    weights = {key: value.numpy() for key, value in trained(work / FILE).items()}
+    weights = {key: value.numpy() for key, value in rounded(work / FILE).items()}
     write_speech_tokenizer(path, weights, "a small S3 tokenizer, trained on synthetic voices")
