@@ -18,22 +18,6 @@ from demo_voice.training.vocoder_causal import CAUSAL
 
 pytestmark = pytest.mark.slow  # each test trains a network
 
-UTTERANCES, TOKENS = 8, 40
-
-
-@pytest.fixture
-def work(tmp_path: Path) -> Path:
-    """A working folder with noise instead of speech."""
-    rng, count = np.random.default_rng(0), UTTERANCES * TOKENS
-    voices = np.arange(UTTERANCES) * 2 // UTTERANCES
-    np.save(tmp_path / "audio.npy", rng.normal(0, 2000, count * TOKEN_SAMPLES).astype(np.int16))
-    np.save(tmp_path / "phones.npy", np.zeros(count * TOKEN_PHONES, np.uint8))
-    rows = np.stack([np.arange(UTTERANCES), voices, np.full(UTTERANCES, TOKENS)], axis=1)
-    np.save(tmp_path / "utterances.npy", rows.astype(np.int64))
-    np.save(tmp_path / "tokens.npy", rng.integers(0, SPEECH_VOCAB, count).astype(np.int16))
-    np.save(tmp_path / "speakers.npy", rng.normal(size=(UTTERANCES, SPEAKER_DIM)).astype(np.float32))
-    return tmp_path
-
 
 @pytest.mark.parametrize(
     ("stage", "write", "load"),
