@@ -16,7 +16,7 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint import MANIFEST, STACKS, TRAINED, VOICES_DIR
 from cosyvoice_triton.prepare import demo
-from cosyvoice_triton.prepare.demo import CARD, SUMS, copy_demo
+from cosyvoice_triton.prepare.demo import SUMS, copy_demo
 from cosyvoice_triton.voice.audio import load_audio
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.encoders import SpeakerEncoder

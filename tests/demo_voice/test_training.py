@@ -3,16 +3,14 @@
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from cosyvoice_triton.constants import HOP_SAMPLES, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB
+from cosyvoice_triton.constants import HOP_SAMPLES, MEL_BINS
 from cosyvoice_triton.networks.flow import load_cosyvoice3_flow, load_dit_flow, load_unet_flow
 from cosyvoice_triton.networks.hift import HiFTGenerator, fuse_weight_norm, load_causal_hift, load_hift
 from cosyvoice_triton.networks.hift.causal import WITHHELD_FRAMES
 
 from demo_voice.training import flow, flow_cosyvoice3, flow_dit, flow_unet, vocoder, vocoder_causal
-from demo_voice.training.dataset import TOKEN_PHONES, TOKEN_SAMPLES
 from demo_voice.training.training import trained
 from demo_voice.training.vocoder_causal import CAUSAL
 
