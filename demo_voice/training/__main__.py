@@ -1,7 +1,7 @@
-"""Train the demo voice from scratch: text, speech by Kokoro, every network of both stacks, and its checkpoint.
+"""Train the demo voice from scratch: text, speech by Kokoro, every network of the stacks, and its checkpoint.
 
     python -m demo_voice.training --stages corpus phonemes teacher --packages DIR    needs a network
-    python -m demo_voice.training [--work out/voice] [--minutes 19]                  all other stages
+    python -m demo_voice.training [--work out/voice] [--minutes 23.5]                 all other stages
     python -m demo_voice.training --stages vocoder --seconds 600                     one
 
 The result, `checkpoint/` in the working folder, has the official layout: a small synthetic voice for demos and tests,
@@ -17,13 +17,17 @@ The stages; each uses what earlier stages left in the working folder:
     tokenizer     S3 tokenizer: phones and mel predicted from codes at 25 Hz, of perturbed recordings
     speaker       x-vectors: classification of voices at several speeds
     more_speech   more sentences for the LLM alone, as many as fit into the time
-    vocoder       HiFT, for both stacks: spectral losses, then discriminators
+    vocoder       HiFT, for the stacks dit and unet: spectral losses, then discriminators
+    vocoder_causal
+                  CosyVoice3's: the same, of causal convolutions
     flow_dit      Step-Audio2's flow: conditional flow matching, in the chunks of its streams
     flow_unet     CosyVoice2's flow: the same, in its own chunks
+    flow_cosyvoice3
+                  CosyVoice3's flow: the same, in the chunks of CosyVoice2's
     llm           Qwen2: text, alone or with a prompt, to speech tokens
     export        the checkpoint
 
-Each stage is a process with a log in the working folder, started as soon as its inputs exist; the last four networks
+Each stage is a process with a log in the working folder, started as soon as its inputs exist; the last six networks
 are trained at the same time on one GPU. Training stops after --minutes in all. When the command is run again, finished
 stages are skipped; --stages runs the named stages in any case.
 
@@ -50,14 +54,15 @@ from cosyvoice_triton.load.samples import read_manifest
 _ASSETS = Path(__file__).resolve().parents[2] / "tests" / "assets"
 HELD_OUT = (_ASSETS / "everyday_sentences.jsonl", _ASSETS / "held_sentences.jsonl")
 
-MINUTES = 19.0  # that the seconds below are for
-# The vocoder gets all the remaining time, and at the end the GPU to itself: it affects intelligibility most.
+MINUTES = 23.5  # that the seconds below are for
+# The vocoders get all the remaining time, and at the end the GPU to themselves: they affect intelligibility most.
 SECONDS = {
-    "speech": 170.0, "tokenizer": 75.0, "speaker": 25.0, "more_speech": 220.0,
-    "flow_dit": 450.0, "flow_unet": 450.0, "llm": 500.0,
+    "speech": 170.0, "tokenizer": 100.0, "speaker": 25.0, "more_speech": 220.0,
+    "flow_dit": 690.0, "flow_unet": 690.0, "flow_cosyvoice3": 690.0, "llm": 700.0,
 }  # fmt: skip
 EXPORT_SECONDS = 30.0  # including process start
-NETWORKS = ("vocoder", "flow_dit", "flow_unet", "llm")  # trained at the same time, on one GPU
+VOCODERS, FLOWS = ("vocoder", "vocoder_causal"), ("flow_dit", "flow_unet", "flow_cosyvoice3")
+NETWORKS = (*VOCODERS, *FLOWS, "llm")  # trained at the same time, on one GPU
 # What a machine without a network needs as files: each stage with what it writes.
 PREPARATION = {"corpus": "sentences.txt", "phonemes": "phonemes.txt", "teacher": "voices.npz"}
 STAGES = (*PREPARATION, "check", "speech", "tokenizer", "speaker", "more_speech", *NETWORKS, "export")
@@ -140,9 +145,9 @@ def train_all(args: argparse.Namespace) -> None:
         prepare(args)
         start("speech")
         wait("speech")
-        start("vocoder", "more_speech", "tokenizer", "speaker")  # the vocoder needs `speech` only
+        start(*VOCODERS, "more_speech", "tokenizer", "speaker")  # the vocoders need `speech` only
         wait("tokenizer", "speaker")
-        start("flow_dit", "flow_unet")
+        start(*FLOWS)
         wait("more_speech")
         start("llm")
         try:
@@ -179,7 +184,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--work", type=Path, default=Path("out/voice"))
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all stages together (default: 19)")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all stages together (default: %(default)s)")
     parser.add_argument("--stages", nargs="+", choices=STAGES, help="run these only, one after another")
     parser.add_argument("--seconds", type=float, default=60.0, help="of training for each of --stages")
     parser.add_argument("--teacher", type=Path, default=Path("out/teacher"), help="folder of the teacher's files")

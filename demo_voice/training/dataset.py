@@ -4,8 +4,8 @@ All utterances are one stream, each padded to whole speech tokens, so that a cro
 padding or masks. Files, for T tokens and U utterances:
 
     audio.npy       (T * 960,) int16     24 kHz
-    phones.npy      (T * 4,) uint8       phones at 100 Hz, see flite.PHONES
-    utterances.npy  (U, 3) int64         line of sentences.txt, voice (see flite.VOICES), tokens; grouped by voice
+    phones.npy      (T * 4,) uint8       phones at 100 Hz, see phonemes.PHONES
+    utterances.npy  (U, 3) int64         line of sentences.txt, voice (see kokoro.VOICES), tokens; grouped by voice
     tokens.npy      (T,) int16           speech tokens, from stage `tokenizer`
     speakers.npy    (U, 192) float32     x-vectors, from stage `speaker`
 """

@@ -5,6 +5,7 @@ llm_data.py). Dropout, and random replacement of 8 % of the speech tokens in its
 replacements also train it to recover from badly sampled tokens.
 """
 
+import json
 import logging
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from cosyvoice_triton.constants import SPEECH_VOCAB
 from cosyvoice_triton.networks.speech_tokenizer import SpeechTokenizer, token_ids
+from cosyvoice_triton.stacks import TokenizerRules
 from cosyvoice_triton.voice.features import log_mel
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -35,7 +37,7 @@ from demo_voice.training.training import (
     prepare,
     trained,
 )
-from tests.random_weights.llm import LLMSizes, save_llm
+from tests.random_weights.llm import LLMSizes, build_tokenizer, save_llm
 
 logger = logging.getLogger(__name__)
 
@@ -175,8 +177,13 @@ def _tokens(
     return tokens
 
 
-def export(work: Path, directory: Path) -> None:
-    """Write the checkpoint's LLM directory, float16."""
+def export(work: Path, directory: Path, rules: TokenizerRules) -> None:
+    """Write the checkpoint's LLM directory with the control tokens of `rules`, float16."""
     weights = {name: value.half() for name, value in trained(work / FILE).items()}
     weights["model.norm.weight"] = (SHARPNESS * trained(work / FILE)["model.norm.weight"]).half()
-    save_llm(directory, Tokenizer.from_file(str(work / TOKENIZER_FILE)), SIZES, weights)
+    merges = json.loads((work / TOKENIZER_FILE).read_text(encoding="utf-8"))["model"]["merges"]
+    tokenizer = build_tokenizer([(first, second) for first, second in merges], rules=rules)
+    save_llm(directory, tokenizer, SIZES, weights)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config["follows_instructions"] = False  # it saw none
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

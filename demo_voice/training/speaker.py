@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from demo_voice.training.dataset import TOKEN_SAMPLES, SpeechDataset
 from demo_voice.training.features import as_recorded, at_speed, kaldi_fbank, recorded
-from demo_voice.training.flite import VOICES
+from demo_voice.training.kokoro import VOICES
 from demo_voice.training.training import (
     CapturedStep,
     TrainingRun,

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from demo_voice.training.dataset import TOKEN_PHONES, TOKEN_SAMPLES, SpeechDataset
 from demo_voice.training.features import as_recorded, at_speed, recorded
-from demo_voice.training.flite import PHONES, VOICES
+from demo_voice.training.kokoro import VOICES
+from demo_voice.training.phonemes import PHONES
 from demo_voice.training.training import (
     CapturedStep,
     TrainingRun,
@@ -29,7 +30,6 @@ from demo_voice.training.training import (
     exact_inference,
     prepare,
     rounded,
-    trained,
 )
 from tests.random_weights.speech_tokenizer import (
     N_MELS,
@@ -144,5 +144,5 @@ def tokenize_utterances(tokenizer: SpeechTokenizer, speech: SpeechDataset) -> np
 
 def export(work: Path, path: Path) -> None:
     """The trained tokenizer as an official ONNX file."""
-    weights = {key: value.numpy() for key, value in trained(work / FILE).items()}
+    weights = {key: value.numpy() for key, value in rounded(work / FILE).items()}
     write_speech_tokenizer(path, weights, "a small S3 tokenizer, trained on synthetic voices")
