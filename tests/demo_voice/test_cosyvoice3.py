@@ -24,7 +24,7 @@ from demo_voice.training import (
     vocoder_causal,
 )
 from demo_voice.training.dataset import INT16_SCALE, TOKEN_SAMPLES
-from tests.demo_voice.conftest import TOKENS
+from tests.demo_voice.conftest import TOKENS, write_noise
 from tests.support.server_requests import VOICE, VOICE_TEXT
 
 pytestmark = pytest.mark.slow
@@ -33,21 +33,25 @@ TEXT = "Good morning to all of you."
 LLMS = (stacks.COSYVOICE2_LLM, stacks.COSYVOICE3_LLM)
 
 
-@pytest.fixture
-def trained(work: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder with all that the stack has, exported."""
-    for module, sizes in {
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with all that the stack has, exported."""
+    work = tmp_path_factory.mktemp("work")
+    write_noise(work)
+    small = {
         tokenizer: {"BATCH": 2},
         speaker: {"ROWS": 1},
         flow: {"BATCH_TOKENS": 60},
         vocoder: {"BATCH": 1},
         llm_data: {"BATCH_TOKENS": 500},
         llm: {"WORKERS": 0},
-    }.items():
-        for name, size in sizes.items():
-            monkeypatch.setattr(module, name, size)
-    for stage in (tokenizer, speaker, flow_cosyvoice3, vocoder_causal, llm):
-        stage.train(work, 1.0, "cpu")
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for module, sizes in small.items():
+            for name, size in sizes.items():
+                patch.setattr(module, name, size)
+        for stage in (tokenizer, speaker, flow_cosyvoice3, vocoder_causal, llm):
+            stage.train(work, 1.0, "cpu")
     export.export(work, work / "checkpoint")
     (work / "checkpoint" / demo.CARD).write_text("a card")
     return work
