@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from cosyvoice_triton import Speaker, stacks
 from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.llm.checkpoint import follows_instructions
 from cosyvoice_triton.llm.interface import LLMPrompt
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.prepare import demo, steps
 from cosyvoice_triton.stacks import COSYVOICE3
 from cosyvoice_triton.voice.encoders import AudioTokenizer
+from cosyvoice_triton.voice.silent_tokens import silent_tokens
 
 from demo_voice.training import (
     export,
@@ -62,6 +64,7 @@ def test_the_llm_is_trained_on_the_prompts_of_both_versions(trained: Path, monke
     monkeypatch.setattr(llm_data, "UTTERANCES_SHARE", (1.0,))
     versions = [LLMTokenizer.from_dir(trained / "checkpoint" / each.directory) for each in LLMS]
     assert [version.rules for version in versions] == [each.tokenizer for each in LLMS]
+    assert not any(follows_instructions(trained / "checkpoint" / each.directory) for each in LLMS)
     speech, text = np.arange(20), np.array(versions[0].text_ids(TEXT))
     data = llm_data.Utterances([text], [], np.zeros(1), speech, np.array([0, 20]), speech[:0], np.zeros(2))
     sequences, rng = llm_data.Sequences(data, versions[1].tokenizer, np.zeros(1, int), 0), np.random.default_rng(0)
@@ -84,6 +87,7 @@ def test_the_stack_speaks_with_what_was_trained(trained: Path, tmp_path: Path, m
     (wave,) = np.load(trained / "audio.npy")[None, : TOKENS * TOKEN_SAMPLES] * np.float32(INT16_SCALE)
     (heard,) = AudioTokenizer(models / COSYVOICE3.checkpoint)([wave])
     np.testing.assert_array_equal(heard, np.load(trained / "tokens.npy")[:TOKENS])
+    assert silent_tokens(models / COSYVOICE3.checkpoint, COSYVOICE3) != COSYVOICE3.silent_tokens
     with Speaker(models, stack=COSYVOICE3.name, device="cpu", settings=settings) as spoken:
         for voice in ({"voice": export.DEMO_VOICES[0]}, {"reference": VOICE, "reference_text": VOICE_TEXT}):
             options = {**voice, "seed": 3, "trim_silence": "off"}
