@@ -12,7 +12,7 @@ UTTERANCES, TOKENS = 8, 40
 def write_noise(work: Path) -> None:
     """Write a working folder with noise instead of speech."""
     rng, count = np.random.default_rng(0), UTTERANCES * TOKENS
-    voices = np.arange(UTTERANCES) * 2 // UTTERANCES
+    voices = np.arange(UTTERANCES) * 4 // UTTERANCES  # of four
     np.save(work / "audio.npy", rng.normal(0, 2000, count * TOKEN_SAMPLES).astype(np.int16))
     np.save(work / "phones.npy", np.zeros(count * TOKEN_PHONES, np.uint8))
     rows = np.stack([np.arange(UTTERANCES), voices, np.full(UTTERANCES, TOKENS)], axis=1)
