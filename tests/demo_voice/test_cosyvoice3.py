@@ -4,15 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from cosyvoice_triton import Speaker, stacks
-from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.llm.checkpoint import follows_instructions
+from cosyvoice_triton.llm.engines.interface import candidate_ids
 from cosyvoice_triton.llm.interface import LLMPrompt
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.networks.speech_tokenizer import load_speech_tokenizer
 from cosyvoice_triton.prepare import demo, steps
 from cosyvoice_triton.stacks import COSYVOICE3
-from cosyvoice_triton.voice.audio import at_rate
-from cosyvoice_triton.voice.encoders import AudioTokenizer
-from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.silent_tokens import silent_tokens
 
 from demo_voice.training import (
     export,
@@ -25,8 +27,7 @@ from demo_voice.training import (
     vocoder,
     vocoder_causal,
 )
-from demo_voice.training.dataset import INT16_SCALE, TOKEN_SAMPLES
-from tests.demo_voice.conftest import TOKENS
+from tests.demo_voice.conftest import write_noise
 from tests.support.server_requests import VOICE, VOICE_TEXT
 
 pytestmark = pytest.mark.slow
@@ -35,21 +36,25 @@ TEXT = "Good morning to all of you."
 LLMS = (stacks.COSYVOICE2_LLM, stacks.COSYVOICE3_LLM)
 
 
-@pytest.fixture
-def trained(work: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder with all that the stack has, exported."""
-    for module, sizes in {
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with all that the stack has, exported."""
+    work = tmp_path_factory.mktemp("work")
+    write_noise(work)
+    small = {
         tokenizer: {"BATCH": 2},
         speaker: {"ROWS": 1},
         flow: {"BATCH_TOKENS": 60},
         vocoder: {"BATCH": 1},
         llm_data: {"BATCH_TOKENS": 500},
         llm: {"WORKERS": 0},
-    }.items():
-        for name, size in sizes.items():
-            monkeypatch.setattr(module, name, size)
-    for stage in (tokenizer, speaker, flow_cosyvoice3, vocoder_causal, llm):
-        stage.train(work, 1.0, "cpu")
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for module, sizes in small.items():
+            for name, size in sizes.items():
+                patch.setattr(module, name, size)
+        for stage in (tokenizer, speaker, flow_cosyvoice3, vocoder_causal, llm):
+            stage.train(work, 1.0, "cpu")
     export.export(work, work / "checkpoint")
     (work / "checkpoint" / demo.CARD).write_text("a card")
     return work
@@ -60,6 +65,9 @@ def test_the_llm_is_trained_on_the_prompts_of_both_versions(trained: Path, monke
     monkeypatch.setattr(llm_data, "UTTERANCES_SHARE", (1.0,))
     versions = [LLMTokenizer.from_dir(trained / "checkpoint" / each.directory) for each in LLMS]
     assert [version.rules for version in versions] == [each.tokenizer for each in LLMS]
+    for ids in map(candidate_ids, versions):
+        assert len(ids) == ids[-1] - ids[0] + 1, "the end tokens follow the speech tokens"
+    assert not any(follows_instructions(trained / "checkpoint" / each.directory) for each in LLMS)
     speech, text = np.arange(20), np.array(versions[0].text_ids(TEXT))
     data = llm_data.Utterances([text], [], np.zeros(1), speech, np.array([0, 20]), speech[:0], np.zeros(2))
     sequences, rng = llm_data.Sequences(data, versions[1].tokenizer, np.zeros(1, int), 0), np.random.default_rng(0)
@@ -79,10 +87,10 @@ def test_the_stack_speaks_with_what_was_trained(trained: Path, tmp_path: Path, m
     settings = {"max_streams": "2", "profile": "unlimited"}
     copied, stored = (list(folder.glob("*_llm/model.safetensors")) for folder in (models, demo.TRAINED))
     assert (len(copied), len(stored)) == (2, 1) and {path.read_bytes() for path in copied} == {stored[0].read_bytes()}
-    (wave,) = np.load(trained / "audio.npy")[None, : TOKENS * TOKEN_SAMPLES] * np.float32(INT16_SCALE)
-    recording = at_rate(Recording(wave, rate=SAMPLE_RATE), PROMPT_SAMPLE_RATE)
-    (heard,) = AudioTokenizer(models / COSYVOICE3.checkpoint)([recording])
-    np.testing.assert_array_equal(heard, np.load(trained / "tokens.npy")[:TOKENS])
+    served = load_speech_tokenizer(models / COSYVOICE3.checkpoint / COSYVOICE3.speech_tokenizer).state_dict()
+    for name, tensor in tokenizer.load(trained, "cpu").state_dict().items():
+        assert torch.equal(served[name], tensor), "as the training tokens were made"
+    assert silent_tokens(models / COSYVOICE3.checkpoint, COSYVOICE3) != COSYVOICE3.silent_tokens
     with Speaker(models, stack=COSYVOICE3.name, device="cpu", settings=settings) as spoken:
         for voice in ({"voice": export.DEMO_VOICES[0]}, {"reference": VOICE, "reference_text": VOICE_TEXT}):
             options = {**voice, "seed": 3, "trim_silence": "off"}

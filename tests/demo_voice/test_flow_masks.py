@@ -34,7 +34,7 @@ from demo_voice.training import flow, flow_cosyvoice3, flow_dit, flow_unet
 
 ENCODER = EncoderConfig(width=16, heads=2, feed_forward=16, blocks=1, up_blocks=1)
 LIMITS = BatchLimits(max_streams=1)
-PROMPT, TARGET, STEPS = 40, 150, 2  # tokens; longer than the DiTs' attention window
+PROMPT, TARGET, STEPS = 51, 150, 2  # tokens; longer than the DiTs' attention window
 
 
 @pytest.fixture

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import HOP_SAMPLES, MEL_BINS
 from cosyvoice_triton.networks.flow import load_cosyvoice3_flow, load_dit_flow, load_unet_flow
 from cosyvoice_triton.networks.hift import HiFTGenerator, fuse_weight_norm, load_causal_hift, load_hift
 from cosyvoice_triton.networks.hift.causal import WITHHELD_FRAMES
+from cosyvoice_triton.voice import features
 
 from demo_voice.training import flow, flow_cosyvoice3, flow_dit, flow_unet, vocoder, vocoder_causal
 from demo_voice.training.training import trained
@@ -17,26 +19,41 @@ from demo_voice.training.vocoder_causal import CAUSAL
 pytestmark = pytest.mark.slow  # each test trains a network
 
 
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> set[float]:
+    """The upper limits, in Hz, of the mels that are computed."""
+    found, compute = set(), features.mel_spectrogram
+
+    def recorded(wave: torch.Tensor, config: features.MelConfig) -> torch.Tensor:
+        found.add(config.max_hz)
+        return compute(wave, config)
+
+    monkeypatch.setattr(features, "mel_spectrogram", recorded)
+    return found
+
+
 @pytest.mark.parametrize(
-    ("stage", "write", "load"),
+    ("stage", "write", "load", "stack"),
     [
-        (flow_dit, partial(flow.export, flow_dit.FILE), load_dit_flow),
-        (flow_unet, partial(flow.export, flow_unet.FILE), load_unet_flow),
-        (flow_cosyvoice3, flow_cosyvoice3.export, load_cosyvoice3_flow),
+        (flow_dit, partial(flow.export, flow_dit.FILE), load_dit_flow, stacks.DIT),
+        (flow_unet, partial(flow.export, flow_unet.FILE), load_unet_flow, stacks.UNET),
+        (flow_cosyvoice3, flow_cosyvoice3.export, load_cosyvoice3_flow, stacks.COSYVOICE3),
     ],
 )
-def test_a_flow_is_trained_and_can_be_served(work: Path, stage, write, load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flow_is_trained_and_can_be_served(work: Path, stage, write, load, stack, limits, monkeypatch) -> None:
     monkeypatch.setattr(flow, "BATCH_TOKENS", 60)
     stage.train(work, 0.5, "cpu")
+    assert limits == {stack.mel_max_hz}
     write(work, work / "flow.pt")
     served = load(work / "flow.pt").state_dict()
     for name, tensor in trained(work / stage.FILE).items():
         torch.testing.assert_close(served[name], tensor, atol=1e-6, rtol=1e-3)
 
 
-def test_the_vocoder_is_trained_and_can_be_served(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vocoder_is_trained_and_can_be_served(work: Path, limits, monkeypatch) -> None:
     monkeypatch.setattr(vocoder, "BATCH", 1)
     vocoder.train(work, 1.0, "cpu")
+    assert limits == {stacks.DIT.mel_max_hz}
     vocoder.export(vocoder.HIFT, work, work / "out.pt")
     served = load_hift(work / "out.pt")
     network = vocoder.build(vocoder.HIFT)
@@ -52,9 +69,10 @@ def test_the_vocoder_is_trained_and_can_be_served(work: Path, monkeypatch: pytes
     torch.testing.assert_close(served.f0_predictor(mel), network.f0_predictor(mel).detach(), atol=1.0, rtol=5e-3)
 
 
-def test_the_causal_vocoder_is_trained_and_its_streams_are_what_was_trained(work: Path, monkeypatch) -> None:
+def test_the_causal_vocoder_is_trained_and_its_streams_are_what_was_trained(work: Path, limits, monkeypatch) -> None:
     monkeypatch.setattr(vocoder, "BATCH", 1)
     vocoder_causal.train(work, 1.0, "cpu")
+    assert limits == {stacks.COSYVOICE3.mel_max_hz}
     vocoder.export(CAUSAL, work, work / "out.pt")
     served = load_causal_hift(work / "out.pt")
     network = vocoder.build(CAUSAL)
