@@ -26,7 +26,7 @@ from cosyvoice_triton.voice.silent_tokens import FILE as SILENT_TOKENS
 from demo_voice.training import export
 from tests.support.checkpoints import LLM_DIR, UNET_DIR
 
-VOICES = ("kumo", "nezumi")
+VOICES = ("rms", "slt")
 MAX_BYTES = 24 * 10**6  # of all files together, since they are in every clone
 LLM = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 OFFICIAL = {
@@ -113,10 +113,10 @@ def test_what_is_missing_or_damaged_is_copied_again_and_registered_voices_stay(r
     (voices / "anna.safetensors").write_bytes(b"computed")
     (voices / "uploaded.safetensors").write_bytes(b"recorded")
     (voices / "anna.wav").write_bytes(b"recorded")
-    (voices / "nezumi.wav").unlink()
+    (voices / "slt.wav").unlink()
     (ready / UNET_DIR / "flow.pt").write_bytes(b"truncated")
     assert copy_demo(ready)
-    assert filecmp.cmp(voices / "nezumi.wav", TRAINED / VOICES_DIR / "nezumi.wav", shallow=False)
+    assert filecmp.cmp(voices / "slt.wav", TRAINED / VOICES_DIR / "slt.wav", shallow=False)
     assert filecmp.cmp(ready / UNET_DIR / "flow.pt", TRAINED / UNET_DIR / "flow.pt", shallow=False)
     assert (voices / "anna.wav").read_bytes() == b"recorded" and (voices / "anna.safetensors").is_file()
     (ready / SUMS).write_text(f"{'0' * 64}  {UNET_DIR}/flow.pt\n")  # those of another version

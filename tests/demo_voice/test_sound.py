@@ -48,14 +48,14 @@ def test_answers_begin_with_sound_and_end_soon_after_it(speaker: Speaker) -> Non
 
 def test_a_whole_answer_in_another_voice_is_noticed(speaker: Speaker, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
-    speaker.speak(SENTENCES[0], voice="kumo", on_warning=warnings.append)
+    speaker.speak(SENTENCES[0], voice="rms", on_warning=warnings.append)
     assert not warnings
-    other, encoder = speaker._pipeline.voices.get("nezumi"), speaker._pipeline.synthesizer._encoder
+    other, encoder = speaker._pipeline.voices.get("slt"), speaker._pipeline.synthesizer._encoder
     embedding = encoder.embedding
 
     async def of_other(recording: object) -> np.ndarray:
         return await embedding(other)  # type: ignore[arg-type]  # a registered voice: a recording or a mix
 
     monkeypatch.setattr(encoder, "embedding", of_other)
-    speaker.speak(SENTENCES[0], voice="kumo", seed=3, on_warning=warnings.append)
+    speaker.speak(SENTENCES[0], voice="rms", seed=3, on_warning=warnings.append)
     assert len(warnings) == 1 and "it is in another voice" in warnings[0]

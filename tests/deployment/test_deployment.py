@@ -315,7 +315,7 @@ def test_when_speech_is_ready_its_log_has_the_page_and_a_first_request(tmp_path:
     """Its script, with a program that records what it is called with and is ready at once."""
     (tmp_path / "cosyvoice-triton").write_text("#!/bin/sh\n[ $1 = wait ] || sleep 0.5\n")
     (tmp_path / "cosyvoice-triton").chmod(0o755)
-    for files, port, voice in ((COMPOSE[1:], "127.0.0.1:9000", "sample"), ((COMPOSE[0], CPU), "9000", "kumo")):
+    for files, port, voice in ((COMPOSE[1:], "127.0.0.1:9000", "sample"), ((COMPOSE[0], CPU), "9000", "rms")):
         speech = composed(*files, SPEECH_PORT=port)["services"]["speech"]
         script = speech["command"][2].replace("$$", "$")
         path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}

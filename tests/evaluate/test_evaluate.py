@@ -30,7 +30,7 @@ def test_utterances_are_spoken_whole_and_streamed(demo_models: Path, tmp_path: P
     """Of random weights: as many samples in one chunk as in several."""
     settings = {"flow_precision": "float32", "profile": "unlimited"}
     options = StackOptions(models_dir=demo_models, device="cpu", settings=settings)
-    sentence = Sample("a", "It was possible.", load_recording(TRAINED / "voices/kumo.wav"), "What p says.")
+    sentence = Sample("a", "It was possible.", load_recording(TRAINED / "voices/rms.wav"), "What p says.")
     found = dict(speech.spoken(options, [sentence], [None], ["offline", "streaming"], 1, tmp_path))
     (whole,), (streamed,) = found["dit-whole"], found["dit"]
     assert whole.wave is not None and streamed.wave is not None and whole.wave.size == streamed.wave.size
@@ -43,7 +43,7 @@ def test_onsets_are_drawn_before_and_after_their_silence_is_cut(
     monkeypatch.setattr(speech, "ONSETS", 2)
     models, output = tmp_path / "models", tmp_path / "out"
     steps.demo(models)
-    sentences = [Sample(voice, "Hello there.", speaker=voice) for voice in ("nezumi", "kumo", "alpha")]
+    sentences = [Sample(name, "Hello there.", speaker=name[:3]) for name in ("slt", "rms", "slt2")]
     options = StackOptions(models_dir=models, device="cpu")
     (row,) = speech.spoken(options, sentences, [None], ["streaming"], 1, output)
     *onsets, last = row[1]
@@ -75,7 +75,7 @@ def test_the_set_of_seed_tts_is_read_and_judged(tmp_path: Path, capsys: pytest.C
     for each in (folder / "prompt-wavs", spoken):
         each.mkdir(parents=True)
     for copy in (folder / "prompt-wavs/p.wav", spoken / "a.wav"):
-        shutil.copy(TRAINED / "voices/kumo.wav", copy)
+        shutil.copy(TRAINED / "voices/rms.wav", copy)
     (folder / "meta.lst").write_text("a|What p says.|prompt-wavs/p.wav|It was possible.\n")
     given = ["--set", "seed-tts-en", "--data", str(folder.parent), "--audio", str(spoken), "--output", str(tmp_path)]
     assert main([*given, "--recogniser", "sh -c 'echo It was impossible.' {wav}", "--require", "error_rate<=0.3"]) == 1

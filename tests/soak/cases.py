@@ -19,7 +19,7 @@ from tests.soak.hostile import ATTACKS
 
 CANCELLED, BAD = 0.10, 0.05  # shares of all requests
 EARLY = 0.3  # share of the cancelled ones that are cancelled within a second, without waiting for audio
-VOICES = ("nezumi", "kumo")  # registered
+VOICES = ("slt", "rms")  # registered
 VARIANTS = 12  # of each recording: voices that all caches hold once the servers are warm
 FORMATS = ("mp3", "opus", "aac", "flac", "wav", "pcm")
 WEIGHTS: Mapping[str, int] = {
@@ -76,7 +76,7 @@ BAD_INPUTS: Mapping[str, Sequence[BadInput]] = {
     "runtime-grpc": (BadInput("unknown voice", _NOBODY, "INVALID_ARGUMENT .*nobody"),),
     "voices": (
         BadInput("name is a path", {"speaker": "../voice"}, "HTTP 400.*not a valid name"),
-        BadInput("name is taken", {"speaker": "nezumi"}, "HTTP 409.*already exists"),
+        BadInput("name is taken", {"speaker": "slt"}, "HTTP 409.*already exists"),
         BadInput("no recording", {"reference": _SECOND[:0]}, "HTTP 400.*the recording is empty"),
     ),
     "hostile": _HOSTILE,

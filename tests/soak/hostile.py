@@ -22,7 +22,7 @@ from tests.support.speech_fixtures import in_base64
 
 UNREAD, UNREAD_SECONDS = 90, 2.0  # requests of a client that does not read, and how long it stays
 SHAPES, MARKS = 50_000, 40_000
-TEXT = {"input": "Nobody hears this sentence.", "voice": "nezumi", "response_format": "wav"}
+TEXT = {"input": "Nobody hears this sentence.", "voice": "slt", "response_format": "wav"}
 INFER = f"/v2/models/{stacks.DEFAULT.orchestrator}/infer"
 
 

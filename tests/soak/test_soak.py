@@ -27,7 +27,7 @@ from tests.soak.stack import Life
 PATIENCE, SHORT = 60.0, 0.1  # seconds; the short one only where a hang is what must be noticed
 OVERLOADED = unavailable_message(OverloadedError("listeners: 1, 0.2 end each second", 3.0))
 SECOND = np.full(SAMPLE_RATE, 0.1, np.float32)
-SAID = Utterance("quick words", speaker="nezumi", parameters={"seed": 1, "response_format": "pcm"})
+SAID = Utterance("quick words", speaker="slt", parameters={"seed": 1, "response_format": "pcm"})
 
 
 # --- one request -----------------------------------------------------------------------------------------------------

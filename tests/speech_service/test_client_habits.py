@@ -101,7 +101,7 @@ def test_kokoros_clients_get_times_of_words_voices_as_names_and_what_to_use_inst
     assert base64.b64decode(answer["audio"])[:4] == b"RIFF" and answer["audio_format"] == "audio/wav"
     assert {each["word"] for each in answer["timestamps"]} == {"Two", "words."}
     assert all(0 <= each["start_time"] < each["end_time"] for each in answer["timestamps"])
-    for path, instead in (("/v1/audio/voices/combine", "nezumi(2)+kumo(1)"), ("/dev/phonemize", "text")):
+    for path, instead in (("/v1/audio/voices/combine", "slt(2)+rms(1)"), ("/dev/phonemize", "text")):
         refused = post(path, ["a", "b"])
         assert refused.status_code == 404 and instead in refused.json()["error"]["message"]
     old, new = (httpx.get(f"{url}/v1/audio/voices{query}", headers=BEARER).json() for query in ("?legacy=true", ""))

@@ -52,7 +52,7 @@ def vocoder() -> StreamingVocoder:
 @pytest.fixture(scope="module")
 def speech() -> Tensor:
     """Mel (80, T) of a recording of the demo's voice."""
-    return torch.from_numpy(reference_mel(parse_recording((TRAINED / VOICES_DIR / "nezumi.wav").read_bytes()))).T
+    return torch.from_numpy(reference_mel(parse_recording((TRAINED / VOICES_DIR / "slt.wav").read_bytes()))).T
 
 
 @pytest.fixture(scope="module")

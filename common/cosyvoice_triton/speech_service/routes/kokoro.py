@@ -19,7 +19,7 @@ PATH = "/dev/captioned_speech"
 router = APIRouter()
 
 _INSTEAD = {
-    "/v1/audio/voices/combine": "name the mix as the voice of a request, such as nezumi(2)+kumo(1)",
+    "/v1/audio/voices/combine": "name the mix as the voice of a request, such as slt(2)+rms(1)",
     "/dev/phonemize": "this model reads text: see the field pronunciation",
     "/dev/generate_from_phonemes": "this model reads text: see the field pronunciation",
 }
