@@ -113,7 +113,7 @@ render: demo-checkpoint ## write the model repository of a stack to build/STACK
 demo-checkpoint: $(VENV)/.server
 ifeq ($(MODELS),models/demo)
 	@$(IN_VENV) $(DOCTOR) --ports --disk 1
-	@$(COMMAND) prepare demo "$(MODELS)"
+	@$(COMMAND) prepare demo "$(MODELS)" --stack $(STACK)
 endif
 
 test: $(VENV)/.dev ## run all tests: first two at a time, then those that measure time or load, one at a time

@@ -159,6 +159,18 @@ def demo_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def demo_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained checkpoint as it is copied out of the package; it must not be changed."""
+    from cosyvoice_triton.prepare.demo import copy_demo
+
+    def copy(directory: Path) -> None:
+        directory.mkdir()
+        copy_demo(directory)
+
+    return made_once(tmp_path_factory, "demo_files", copy)
+
+
+@pytest.fixture(scope="session")
 def demo_voice(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trained checkpoint as `cosyvoice-triton prepare demo` leaves it; it must not be changed."""
     from cosyvoice_triton.prepare import steps

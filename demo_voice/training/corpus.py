@@ -29,8 +29,10 @@ from demo_voice.training.grammar import everyday_sentence
 
 logger = logging.getLogger(__name__)
 
-GRAMMAR_SENTENCES, RANDOM_SENTENCES, NATURAL_SENTENCES = 30_000, 50_000, 140_000
+GRAMMAR_SENTENCES, RANDOM_SENTENCES, NATURAL_SENTENCES = 36_000, 9_000, 60_000
+MOST_OF_A_SOURCE = 22_000  # natural ones: most are from dictionaries and manuals otherwise
 NUMBERED_SENTENCES = 15_000  # natural ones with digits: the front end takes milliseconds for each
+SHORT = 3  # words of a sentence that may come several times: short answers need several voices
 MAX_CHARS, MIN_WORDS, MAX_WORDS = 110, 3, 18
 KNOWN_SHARE = 0.95  # share of a sentence's words that must be in the word list
 
@@ -48,7 +50,7 @@ def make_corpus(work: Path, held_out: set[str], root: Path = Path("/"), seed: in
     rng = random.Random(seed)
     words = [word.strip() for word in (root / "usr/share/dict/words").read_text(encoding="utf-8").splitlines()]
     held = {_key(sentence) for sentence in held_out}
-    natural = _natural(root, {word.lower() for word in words} | {"a", "i"}, held)
+    natural = _natural(root, {word.lower() for word in words} | {"a", "i"}, held, rng)
     rng.shuffle(natural)
     counts = Counter(word for sentence in natural for word in _WORD.findall(sentence.lower()))
     common = [word for word, _ in counts.most_common(4000)]
@@ -56,7 +58,9 @@ def make_corpus(work: Path, held_out: set[str], root: Path = Path("/"), seed: in
     made = [everyday_sentence(rng, common) for _ in range(GRAMMAR_SENTENCES)]
     made += [_random_words(rng, common, rare) for _ in range(RANDOM_SENTENCES)]
     chosen = _with_few_numbers(natural)[:NATURAL_SENTENCES] + made
-    lines = list(dict.fromkeys(line for line in _as_served(chosen) if _key(line) not in held))
+    lines = [line for line in _as_served(chosen) if _key(line) not in held]
+    short = [line for line in lines if len(line.split()) <= SHORT]
+    lines = [*dict.fromkeys(line for line in lines if len(line.split()) > SHORT), *short]
     rng.shuffle(lines)
     work.mkdir(parents=True, exist_ok=True)
     (work / "sentences.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -68,14 +72,13 @@ def _key(sentence: str) -> str:
     return " ".join(_WORD.findall(sentence.lower()))
 
 
-def _natural(root: Path, known: set[str], held: set[str]) -> list[str]:
+def _natural(root: Path, known: set[str], held: set[str], rng: random.Random) -> list[str]:
     sentences: dict[str, str] = {}
     for name, source in SOURCES.items():
-        before = len(sentences)
-        for paragraph in source(root):
-            for sentence in _sentences(paragraph, known):
-                sentences.setdefault(_key(sentence), sentence)
-        logger.info("%-10s %6d sentences", name, len(sentences) - before)
+        found = {_key(sentence): sentence for paragraph in source(root) for sentence in _sentences(paragraph, known)}
+        chosen = rng.sample(sorted(found), min(MOST_OF_A_SOURCE, len(found)))
+        sentences |= {key: found[key] for key in chosen}
+        logger.info("%-10s %6d of %6d sentences", name, len(chosen), len(found))
     return [sentence for key, sentence in sentences.items() if key not in held]
 
 
@@ -128,8 +131,9 @@ def _bible(root: Path) -> Iterator[str]:
     program = root / "usr/bin/bible"
     if program.is_file():
         command = [str(program), "-p", str(root / "usr/lib"), "gen1:1-rev22:21"]
-        verses = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        yield from (verse.partition(" ")[2] for verse in verses)
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        # Verses begin with blanks and their number, and are wrapped; a blank line is before a chapter.
+        yield from (verse.partition("\n\n")[0] for verse in re.split(r"(?m)^ +\d+ ", text)[1:])
 
 
 def _fortunes(root: Path) -> Iterator[str]:
@@ -139,12 +143,10 @@ def _fortunes(root: Path) -> Iterator[str]:
 
 
 def _wordnet(root: Path) -> Iterator[str]:
-    """Definitions, and the quoted examples after them."""
+    """The quoted examples after definitions."""
     for path in sorted((root / "usr/share/wordnet").glob("data.*")):
         for line in path.read_text(encoding="utf-8", errors="ignore").splitlines():
-            definition, *examples = line.partition(" | ")[2].split('"')
-            yield from definition.split(";")
-            yield from examples[::2]
+            yield from line.partition(" | ")[2].split('"')[1::2]
 
 
 def _wesnoth(root: Path) -> Iterator[str]:

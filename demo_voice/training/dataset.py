@@ -3,9 +3,9 @@
 All utterances are one stream, each padded to whole speech tokens, so that a crop is a slice at any token, without
 padding or masks. Files, for T tokens and U utterances:
 
-    audio.npy       (T * 640,) int16     16 kHz
-    phones.npy      (T * 4,) uint8       phones at 100 Hz, see flite.PHONES
-    utterances.npy  (U, 3) int64         line of sentences.txt, voice (see flite.VOICES), tokens; grouped by voice
+    audio.npy       (T * 960,) int16     24 kHz
+    phones.npy      (T * 4,) uint8       phones at 100 Hz, see phonemes.PHONES
+    utterances.npy  (U, 3) int64         line of sentences.txt, voice (see kokoro.VOICES), tokens; grouped by voice
     tokens.npy      (T,) int16           speech tokens, from stage `tokenizer`
     speakers.npy    (U, 192) float32     x-vectors, from stage `speaker`
 """
@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
 from torch import Tensor
 from tqdm import tqdm
 
-TOKEN_SAMPLES = PROMPT_SAMPLE_RATE // TOKEN_RATE  # 640 samples of 16 kHz
+TOKEN_SAMPLES = SAMPLE_RATE // TOKEN_RATE  # 960 samples of 24 kHz
 TOKEN_PHONES = 4  # phone labels per token
 INT16_SCALE = 1 / 32768
 
@@ -98,7 +98,7 @@ class SpeechDataset:
         return lengths.index_add(0, self.voices, self.utterances[:, 2]).cumsum(0)
 
     def wave(self, starts: Tensor, length: int) -> Tensor:
-        """16 kHz waves (B, length * 640) float32 of `length` tokens each, from the tokens `starts` (B,) on."""
+        """24 kHz waves (B, length * 960) float32 of `length` tokens each, from the tokens `starts` (B,) on."""
         return _slices(self.audio, starts * TOKEN_SAMPLES, length * TOKEN_SAMPLES).float() * INT16_SCALE
 
     def phones_of(self, starts: Tensor, length: int) -> Tensor:

@@ -4,22 +4,35 @@ import logging
 import shutil
 import wave
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from cosyvoice_triton import stacks
-from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.llm.speech_tokens import COSYVOICE3
 from cosyvoice_triton.prepare.demo import CARD, SUMS, sha256
 from cosyvoice_triton.stacks import Stack
+from cosyvoice_triton.voice.silent_tokens import silent_tokens
 
-from demo_voice.training import flow, flow_dit, flow_unet, llm, speaker, tokenizer, vocoder
+from demo_voice.training import (
+    flow,
+    flow_cosyvoice3,
+    flow_dit,
+    flow_unet,
+    llm,
+    speaker,
+    tokenizer,
+    vocoder,
+    vocoder_causal,
+)
 from demo_voice.training.dataset import TOKEN_SAMPLES
-from demo_voice.training.flite import VOICES
+from demo_voice.training.kokoro import DEMO_VOICES
+from demo_voice.training.llm_data import COSYVOICE2_NAMES
 
 logger = logging.getLogger(__name__)
 
-DEMO_VOICES = VOICES[:2]
 VOICE_SECONDS = (5.0, 6.5)
 VOICE_WORDS = 12
 
@@ -27,11 +40,11 @@ VOICE_WORDS = 12
 Part = tuple[str, Callable[[Path, Path], None]]
 
 
-def _parts_of(stack: Stack, of_flow: str) -> dict[str, Part]:
+def _parts_of(stack: Stack, of_flow: Part, hift: vocoder.Vocoder) -> dict[str, Part]:
     """The files of a stack's checkpoint."""
     files: dict[str, Part] = {
-        stack.flow: (of_flow, partial(flow.export, of_flow)),
-        stack.hift: (vocoder.FILE, vocoder.export),
+        stack.flow: of_flow,
+        stack.hift: (hift.file, partial(vocoder.export, hift)),
         stack.speaker_encoder: (speaker.FILE, speaker.export),
         stack.speech_tokenizer: (tokenizer.FILE, tokenizer.export),
     }
@@ -39,14 +52,17 @@ def _parts_of(stack: Stack, of_flow: str) -> dict[str, Part]:
 
 
 _PARTS: dict[str, Part] = {
-    stacks.DEFAULT.llm.directory: (llm.FILE, llm.export),
-    **_parts_of(stacks.UNET, flow_unet.FILE),
-    **_parts_of(stacks.DIT, flow_dit.FILE),
+    stacks.COSYVOICE2_LLM.directory: (llm.FILE, partial(llm.export, rules=COSYVOICE2_NAMES)),
+    stacks.COSYVOICE3_LLM.directory: (llm.FILE, partial(llm.export, rules=COSYVOICE3)),
+    **_parts_of(stacks.UNET, (flow_unet.FILE, partial(flow.export, flow_unet.FILE)), vocoder.HIFT),
+    **_parts_of(stacks.DIT, (flow_dit.FILE, partial(flow.export, flow_dit.FILE)), vocoder.HIFT),
+    **_parts_of(stacks.COSYVOICE3, (flow_cosyvoice3.FILE, flow_cosyvoice3.export), vocoder_causal.CAUSAL),
 }
 
 
 def export(work: Path, checkpoint: Path) -> None:
-    """Replace `checkpoint`: every part that was trained, the voices and the list of checksums."""
+    """Replace `checkpoint`: every part that was trained, the voices and the list of checksums. Equal files, of
+    several stacks, are in it once: `copy_demo` completes the folders."""
     shutil.rmtree(checkpoint, ignore_errors=True)
     for name, (source, write) in _PARTS.items():
         if not (work / source).is_file():
@@ -54,8 +70,12 @@ def export(work: Path, checkpoint: Path) -> None:
             continue
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         write(work, checkpoint / name)
+    for stack in stacks.BUILT_IN:
+        # Those of this speech tokenizer, also if the stack has a list, which is of the official one.
+        silent_tokens(checkpoint / stack.checkpoint, replace(stack, silent_tokens=frozenset()))
     _write_voices(work, checkpoint / "voices")
     write_sums(checkpoint)
+    remove_copies(checkpoint)
     sizes = {name: (checkpoint / name).stat().st_size for name in files_of(checkpoint)}
     for name, size in sizes.items():
         logger.info("export: %10d bytes  %s", size, name)
@@ -73,6 +93,16 @@ def write_sums(checkpoint: Path) -> None:
     (checkpoint / SUMS).write_text(sums, encoding="utf-8")
 
 
+def remove_copies(checkpoint: Path) -> None:
+    """Keep one of several equal files."""
+    known = set()
+    for name in files_of(checkpoint):
+        digest = sha256(checkpoint / name)
+        if digest in known:
+            (checkpoint / name).unlink()
+        known.add(digest)
+
+
 def _write_voices(work: Path, folder: Path) -> None:
     """A recording of each demo voice as `cosyvoice_triton.voice.book` reads it: NAME.wav and its transcript
     NAME.txt."""
@@ -87,7 +117,7 @@ def _write_voices(work: Path, folder: Path) -> None:
         with wave.open(str(folder / f"{name}.wav"), "wb") as file:
             file.setnchannels(1)
             file.setsampwidth(2)
-            file.setframerate(PROMPT_SAMPLE_RATE)
+            file.setframerate(SAMPLE_RATE)
             file.writeframes(audio[begin : begin + length].tobytes())
         (folder / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
 

@@ -47,13 +47,10 @@ def _kaldi_filters(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(filters).float().to(device), torch.from_numpy(window).float().to(device)
 
 
-def upsampled(wave: Tensor) -> Tensor:
-    """(B, N) at 16 kHz -> (B, 1.5 N) at 24 kHz, as a prompt's recording is resampled.
-
-    Without TF32, whose rounding is audible noise between 8 and 12 kHz, where the signal has no energy.
-    """
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        return resample(wave, PROMPT_SAMPLE_RATE, SAMPLE_RATE)
+def recorded(wave: Tensor) -> Tensor:
+    """(B, N) at 24 kHz -> (B, N / 1.5) at 16 kHz, the rate of prompts, tokenizer and speaker encoder."""
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # its rounding is audible noise
+        return resample(wave, SAMPLE_RATE, PROMPT_SAMPLE_RATE)
 
 
 def at_speed(wave: Tensor, samples: int) -> Tensor:

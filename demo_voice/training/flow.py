@@ -1,10 +1,10 @@
-"""Training of both flows: conditional flow matching on random crops, with the attention masks of serving.
+"""Training of the flows: conditional flow matching on random crops, with the attention masks of serving.
 
 Encoder and estimator run as in serving: every other batch in the streaming form, with the attention of a stream's
 chunks, the others as whole utterances. The first part of a crop is the prompt; the rest is to be rendered in its voice.
 Classifier-free guidance needs an unconditional network, so conditions are dropped for some rows.
 
-Mel is not normalised, as in the official flows: the biases of the two output layers are initialised to its mean.
+Mel is not normalised, as in the official flows: output biases, and CosyVoice3's token embeddings, begin at its mean.
 """
 
 import math
@@ -12,17 +12,17 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, SPEECH_VOCAB, TOKEN_MEL_RATIO
-from cosyvoice_triton.networks.flow import DiTFlow, UNetFlow
+from cosyvoice_triton.networks.flow import CosyVoice3Flow, DiTFlow, UNetFlow
 from cosyvoice_triton.networks.flow.dit import DiTEstimator
 from cosyvoice_triton.voice import features
 from torch import Tensor
 
 from demo_voice.training.dataset import SpeechDataset
-from demo_voice.training.features import upsampled
 from demo_voice.training.training import CapturedStep, TrainingRun, adamw, autocast, descend, trained
 
 CROP_TOKENS = (60, 100, 200, 400)  # up to 16 s: as long as a prompt and an utterance together
@@ -64,19 +64,27 @@ class Batch:
 # (batch, streaming) -> the encoder's tokens (B, T, 1 + look-ahead) and visible (B, T), and the estimator's mask
 # arguments: everything that depends on how a stack divides its streams into chunks
 View = Callable[[Batch, bool], tuple[Tensor, Tensor, dict]]
+Flow = DiTFlow | UNetFlow | CosyVoice3Flow
 
 
-def fit(flow: DiTFlow | UNetFlow, view: View, path: Path, speech: SpeechDataset, seconds: float) -> None:
-    """Train for `seconds`; see `TrainingRun` for the file at `path`."""
+def fit(
+    flow: Flow,
+    view: View,
+    path: Path,
+    speech: SpeechDataset,
+    seconds: float,
+    max_hz: float = features.MelConfig.max_hz,
+) -> None:
+    """Train for `seconds`; see `TrainingRun` for the file at `path`. max_hz: upper limit of the mel."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a new plan for every shape
     device = speech.device
-    initialize(flow, speech)
+    initialize(flow, speech, max_hz)
     flow.to(device).requires_grad_(True)  # also the embedding, which is created frozen
     optimizer = adamw(flow.parameters(), PEAK_RATE)
     run = TrainingRun(path, seconds, flow, [optimizer])
 
     def train_step(tokens: int, streaming: bool) -> dict[str, Tensor]:
-        matching, encoder = losses(flow, view, random_crops(speech, tokens), streaming)
+        matching, encoder = losses(flow, view, random_crops(speech, tokens, max_hz), streaming)
         descend(matching + ENCODER_WEIGHT * encoder, optimizer, clip=1.0)
         return {"matching": matching.detach(), "encoder": encoder.detach()}
 
@@ -92,21 +100,27 @@ def export(file: str, work: Path, path: Path) -> None:
 
 
 @torch.no_grad()
-def initialize(flow: DiTFlow | UNetFlow, speech: SpeechDataset) -> None:
+def initialize(flow: Flow, speech: SpeechDataset, max_hz: float) -> None:
     """Initial values that save minutes: mean mel as output biases, similar embeddings for tokens that share digits."""
-    mean = mels(speech, speech.random_starts(64, CROP_TOKENS[0]), CROP_TOKENS[0]).mean((0, 2)).cpu()
-    flow.encoder_proj.bias.copy_(mean)
+    mean = mels(speech, speech.random_starts(64, CROP_TOKENS[0]), CROP_TOKENS[0], max_hz).mean((0, 2)).cpu()
     token = torch.arange(SPEECH_VOCAB)[:, None]
     digits = token // LEVELS ** torch.arange(DIGITS) % LEVELS - 1.0  # (vocabulary, digits) of -1, 0, 1
     table = flow.input_embedding.weight
     table.copy_(digits @ torch.randn(DIGITS, table.shape[1]) / math.sqrt(DIGITS) + 0.2 * torch.randn(table.shape))
-    estimator = flow.decoder.estimator
-    output = estimator.final_layer.linear if isinstance(estimator, DiTEstimator) else estimator.final_proj
+    if isinstance(flow, CosyVoice3Flow):
+        table.add_(mean)
+    else:
+        flow.encoder_proj.bias.copy_(mean)
+    estimator: Any = flow.decoder.estimator
+    if isinstance(estimator, DiTEstimator):
+        output = estimator.final_layer.linear
+    else:
+        output = estimator.final_proj if isinstance(flow, UNetFlow) else estimator.proj_out
     output.weight.zero_()
     output.bias = torch.nn.Parameter(mean.clone())
 
 
-def losses(flow: DiTFlow | UNetFlow, view: View, batch: Batch, streaming: bool) -> tuple[Tensor, Tensor]:
+def losses(flow: Flow, view: View, batch: Batch, streaming: bool) -> tuple[Tensor, Tensor]:
     """Squared error of the velocity and absolute error of the encoder's mel, in units of MEL_DEVIATION."""
     target, device = batch.mel, batch.mel.device
     B = len(target)
@@ -125,7 +139,7 @@ def losses(flow: DiTFlow | UNetFlow, view: View, batch: Batch, streaming: bool) 
     return matching, (mu - target).abs().mean() / MEL_DEVIATION
 
 
-def random_crops(speech: SpeechDataset, T: int) -> Batch:
+def random_crops(speech: SpeechDataset, T: int, max_hz: float) -> Batch:
     """Random crops of T tokens."""
     B, device = max(1, BATCH_TOKENS // T), speech.device
 
@@ -135,7 +149,7 @@ def random_crops(speech: SpeechDataset, T: int) -> Batch:
     starts = speech.random_starts(B, T + LOOKAHEAD_TOKENS)
     tokens = speech.tokens_of(starts, T + LOOKAHEAD_TOKENS)
     tokens[:, T:] = torch.where(chance(END_OF_UTTERANCE)[:, None], ABSENT, tokens[:, T:])
-    mel = mels(speech, starts, T)
+    mel = mels(speech, starts, T, max_hz)
     prompt = (torch.rand(B, device=device) * LONGEST_PROMPT * T).long() * chance(WITH_PROMPT)
     inside = torch.arange(TOKEN_MEL_RATIO * T, device=device) < TOKEN_MEL_RATIO * prompt[:, None]  # (B, 2T)
     condition = torch.where(chance(PERTURBED_PROMPT)[:, None, None], perturbed_mel(mel), mel) * inside[:, None]
@@ -166,6 +180,6 @@ def perturbed_mel(mel: Tensor) -> Tensor:
     return torch.logaddexp(moved + between(-1.5, 1.5) + between(-1, 1) * band, between(-12, -6).expand_as(mel))
 
 
-def mels(speech: SpeechDataset, starts: Tensor, length: int) -> Tensor:
+def mels(speech: SpeechDataset, starts: Tensor, length: int, max_hz: float) -> Tensor:
     """Log mel (B, 80, 2 * length) of crops, computed like a prompt's."""
-    return features.mel_spectrogram(upsampled(speech.wave(starts, length)))
+    return features.mel_spectrogram(speech.wave(starts, length), features.MelConfig(max_hz=max_hz))

@@ -15,8 +15,8 @@ from demo_voice.training.dataset import SpeechDataset
 from demo_voice.training.training import prepare
 
 CONFIG = DiTFlowConfig(
-    encoder=EncoderConfig(width=64, heads=2, feed_forward=96, blocks=2, up_blocks=1),
-    estimator=DiTConfig(width=128, depth=4, heads=4, head_dim=32, feed_forward=256, time_frequencies=64),
+    encoder=EncoderConfig(width=96, heads=2, feed_forward=192, blocks=3, up_blocks=2),
+    estimator=DiTConfig(width=160, depth=5, heads=5, head_dim=32, feed_forward=384, time_frequencies=64),
 )
 FILE = "flow_dit.pt"
 FIRST_HOPS = (15, 20, 25, 50, 100)  # tokens; later hops double

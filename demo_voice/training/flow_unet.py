@@ -13,8 +13,8 @@ from demo_voice.training.dataset import SpeechDataset
 from demo_voice.training.training import prepare
 
 CONFIG = UNetFlowConfig(
-    encoder=EncoderConfig(width=64, heads=2, feed_forward=96, blocks=2, up_blocks=1),
-    estimator=UNetConfig(channels=96, heads=2, blocks=1, mid_stages=2),
+    encoder=EncoderConfig(width=96, heads=2, feed_forward=192, blocks=3, up_blocks=2),
+    estimator=UNetConfig(channels=128, heads=2, blocks=1, mid_stages=3),
 )
 FILE = "flow_unet.pt"
 

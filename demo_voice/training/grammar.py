@@ -1,4 +1,4 @@
-"""A small grammar of everyday English, with numbers."""
+"""A small grammar of everyday English: statements, questions, exclamations, short answers, names and numbers."""
 
 import random
 import re
@@ -47,8 +47,12 @@ ADJECTIVES = (
     "dark,bright,strong,weak,young,old,new,short,long,slow,fast,sick,healthy,rich,poor,safe,dangerous,ill,right,wrong"
 ).split(",")
 REQUESTS = (
-    "could you please,can you,would you,please,do not,you should,we have to,i would like to,how can i,why did you,"
-    "let us,remember to,try to,i am going to,did they,we might,you do not need to,would it be possible to,let me"
+    "please,do not,you should,we have to,i would like to,let us,remember to,try to,i am going to,we might,"
+    "you do not need to,let me,please do not,do not forget to"
+).split(",")
+FAVOURS = (
+    "could you please,can you,would you,how can i,why did you,did they,would it be possible to,do you want to,may i,"
+    "shall we,would you mind if we,could somebody,why not"
 ).split(",")
 ACTIONS = (
     "tell me about,help me with,give me,show me,send me,bring,look for,remember,explain,turn off,turn on,wait for,"
@@ -56,12 +60,42 @@ ACTIONS = (
 ).split(",")
 QUESTIONS = (
     "where is,what is,how much is,who has,when can we see,why do they need,is this,what happened to,"
-    "how many people saw,have you seen,which of you wants,whose is,"
-    "how long will it take to reach,what do you think of,are you sure about"
+    "how many people saw,have you seen,which of you wants,whose is,do you like,did you bring,are you looking for,"
+    "how long will it take to reach,what do you think of,are you sure about,does anybody remember,who paid for,"
+    "can i borrow,is there anything wrong with,have we got,would you like,was that,do we need,shall we look for"
 ).split(",")
 OPENINGS = (
     "hello,good morning,good evening,good afternoon,thank you,thank you very much,welcome,excuse me,well,yes,no,"
     "of course,sorry,good night,hi,okay,all right,great,please,oh,thanks,i am sorry,nice to meet you,goodbye"
+).split(",")
+ANSWERS = (
+    "yes,no,maybe,not yet,not really,i think so,i hope so,i do not know,never mind,no problem,you are welcome,sure,"
+    "certainly,absolutely,exactly,that is right,that is true,not at all,why not,me too,of course not,here you are,"
+    "just a moment,one moment please,see you later,see you soon,see you tomorrow,take care,good luck,well done,"
+    "no idea,fine,perfect,wonderful,i see,i agree,i understand,it depends,very well,as you like,after you,that is all"
+).split(",")
+SMALL_QUESTIONS = (
+    "how are you,what is your name,where are you from,are you ready,is that so,really,what do you mean,who is there,"
+    "what time is it,can you hear me,may i come in,is everything all right,how was your day,what is the matter,"
+    "how old are you,do you speak english,where are we,what happened,are you sure,shall we go,anything else,who is it"
+).split(",")
+EXCLAMATIONS = (
+    "what a {adjective} day,how {adjective},what a surprise,be careful,look at {object},come here,hurry up,stop it,"
+    "that is {adjective},i am so {adjective},what a pity,do not touch {object},happy birthday,watch your step,"
+    "have a {adjective} weekend,enjoy your meal,this is so {adjective},leave it {place},come in,have a nice trip"
+).split(",")
+NAMES = (
+    "anna,peter,mary,john,lucy,tom,emma,david,sarah,michael,laura,daniel,julia,robert,helen,george,alice,william,"
+    "martin,olivia,henry,nora,simon,grace,oliver,maria,thomas,james,susan,mister brown,missus smith,doctor wilson,"
+    "miss taylor,mister jones,professor clark,missus miller,mister davis,kate,jack,paul,linda,steven,ruth,victor"
+).split(",")
+TOWNS = (
+    "london,paris,boston,berlin,madrid,chicago,dublin,oxford,rome,vienna,texas,canada,spain,china,japan,india,brazil,"
+    "germany,italy,france,new york,scotland,california,australia,amsterdam,moscow,egypt,mexico,sweden,portugal"
+).split(",")
+THINGS = (
+    "bread,butter,milk,eggs,rice,fish,salad,tea,sugar,salt,lemons,oranges,potatoes,tomatoes,onions,soap,paper,pens,"
+    "books,shoes,socks,gloves,a hat,two shirts,flowers,candles,a knife,some rope,honey,juice,nuts,pepper,grapes,carrots"
 ).split(",")
 STATEMENTS = (
     "my name is,this is,i am,we are from,it is,that was,here is,there is,that sounds like,it looks like"
@@ -72,25 +106,48 @@ JOINTS = "and,but,because,so,when,while,although,before,after,if,until,as soon a
 KINDS = {
     "clause": ("{subject} {verb} {object}",),
     "subject": SUBJECTS, "verb": VERBS, "object": OBJECTS, "place": PLACES, "time": TIMES, "adjective": ADJECTIVES,
-    "request": REQUESTS, "action": ACTIONS, "question": QUESTIONS, "opening": OPENINGS, "statement": STATEMENTS,
-    "joint": JOINTS,
+    "request": REQUESTS, "favour": FAVOURS, "action": ACTIONS, "question": QUESTIONS, "opening": OPENINGS,
+    "statement": STATEMENTS, "joint": JOINTS, "answer": ANSWERS, "small": SMALL_QUESTIONS, "cry": EXCLAMATIONS,
+    "name": NAMES, "town": TOWNS, "thing": THINGS,
 }  # fmt: skip
 # By weight; "{word}" is a frequent word, "{number}" is in digits.
 PATTERNS = {
-    "{clause} {place} {time}": 25,
-    "{time}, {clause}": 10,
-    "{clause} {joint} {clause}": 10,
-    "the {word} is very {adjective} {time} and {clause}": 8,
-    "{request} {action} {object}": 4,
-    "{request} {action} {object} {time}": 4,
-    "{request} {action} {object}?": 4,
-    "{question} {object} {place}?": 10,
-    "{subject} {verb} {number} {word} {time}": 8,
-    "{opening}, {statement} {word} {word}": 7,
-    "it was {adjective} and {adjective} but {clause} {place}": 8,
-    "{opening}": 5 / 3,
-    "{opening}, {clause}": 5 / 3,
-    "{clause}": 5 / 3,
+    "{clause} {place} {time}": 14,
+    "{time}, {clause}": 6,
+    "{clause} {joint} {clause}": 6,
+    "{time}, {clause} {place}, {joint} {clause} {time}": 5,
+    "if {clause}, {clause} {place}": 3,
+    "the {word} is very {adjective} {time} and {clause}": 5,
+    "{request} {action} {object}": 3,
+    "{request} {action} {object} {time}": 3,
+    "{favour} {action} {object}?": 4,
+    "{favour} {action} {object} {time}?": 2,
+    "{question} {object}?": 5,
+    "{question} {object} {place}?": 6,
+    "{name}, {question} {object}?": 3,
+    "{question} {object}, {name}?": 2,
+    "{small}?": 2,
+    "{small}, {name}?": 2,
+    "{opening}, {small}?": 2,
+    "{subject} {verb} {object}, {answer}?": 1,
+    "{cry}!": 3,
+    "{name}, {cry}!": 2,
+    "{subject} {verb} {number} {word} {time}": 6,
+    "we need {thing}, {thing}, {thing} and {thing}": 2,
+    "i would like {thing}, {thing} and {object}, please": 1,
+    "{opening}, {statement} {word} {word}": 3,
+    "{opening}, my name is {name} and i am from {town}": 2,
+    "{name} and {name} {verb} {object} {time}": 4,
+    "{name} said that {clause} {place}": 3,
+    "the train from {town} to {town} leaves at {hour}": 2,
+    "it was {adjective} and {adjective} but {clause} {place}": 5,
+    "{answer}, {clause}": 3,
+    "{answer}, {name}": 1.5,
+    "{answer}": 1.5,
+    "{opening}, {name}": 1.5,
+    "{opening}": 1,
+    "{opening}, {clause}": 2,
+    "{clause}": 2,
 }
 
 
@@ -103,7 +160,11 @@ def everyday_sentence(rng: random.Random, words: list[str]) -> str:
     def of_kind(kind: str) -> str:
         if kind == "number":
             return str(rng.choice((rng.randint(0, rng.choice((20, 100, 999, 9999))), rng.randint(1900, 2030))))
+        if kind == "hour":
+            return rng.choice(("a quarter past {0}", "half past {0}", "{0} o'clock", "{0} thirty", "{0}")).format(
+                rng.randint(1, 12)
+            )
         return rng.choice(words) if kind == "word" else filled(rng.choice(KINDS[kind]))
 
     sentence = filled(*rng.choices([*PATTERNS], [*PATTERNS.values()]))
-    return sentence if sentence.endswith("?") else sentence + rng.choice("....!")
+    return sentence if sentence[-1] in "?!" else sentence + rng.choice("........!")

@@ -5,6 +5,7 @@ llm_data.py). Dropout, and random replacement of 8 % of the speech tokens in its
 replacements also train it to recover from badly sampled tokens.
 """
 
+import json
 import logging
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from cosyvoice_triton.constants import SPEECH_VOCAB
 from cosyvoice_triton.networks.speech_tokenizer import SpeechTokenizer, token_ids
+from cosyvoice_triton.stacks import TokenizerRules
 from cosyvoice_triton.voice.features import log_mel
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -22,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from demo_voice.training import tokenizer as speech_tokenizer
 from demo_voice.training.dataset import INT16_SCALE, TOKEN_SAMPLES, by_length
-from demo_voice.training.features import FASTEST, SLOWEST, as_recorded, at_speed
+from demo_voice.training.features import FASTEST, SLOWEST, as_recorded, at_speed, recorded
 from demo_voice.training.llm_data import Sequences, Utterances, encoded, text_tokenizer
 from demo_voice.training.qwen2 import Qwen2
 from demo_voice.training.training import (
@@ -35,12 +37,12 @@ from demo_voice.training.training import (
     prepare,
     trained,
 )
-from tests.random_weights.llm import LLMSizes, save_llm
+from tests.random_weights.llm import LLMSizes, build_tokenizer, save_llm
 
 logger = logging.getLogger(__name__)
 
 FILE, TOKENIZER_FILE = "llm.pt", "llm_tokenizer.json"
-SIZES = LLMSizes(hidden=192, layers=7, heads=6, kv_heads=2, mlp=448, tied=True, rope_theta=10_000.0)
+SIZES = LLMSizes(hidden=256, layers=6, heads=8, kv_heads=2, mlp=512, tied=True, rope_theta=10_000.0)
 PEAK_RATE, WEIGHT_DECAY = 2e-3, 0.05
 DROPOUT = 0.1
 REPLACED = 0.08
@@ -161,7 +163,7 @@ def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: 
 def _tokens(
     network: SpeechTokenizer, rows: Tensor, lengths: Tensor, chosen: Tensor, perturbed: bool
 ) -> list[np.ndarray]:
-    """Tokens of the chosen utterances in the stream rows (T, 640) int16, optionally of a perturbed recording."""
+    """Tokens of the chosen utterances in the stream rows (T, 960) int16, optionally of a perturbed recording."""
     starts, tokens = lengths.cumsum(0) - lengths, [np.empty(0, np.int32)] * len(lengths)
     for length, members in by_length(lengths, chosen, RECORDINGS_AT_ONCE):
         positions = starts[members, None] + torch.arange(length, device=rows.device)
@@ -169,14 +171,19 @@ def _tokens(
         if perturbed:
             speed = SLOWEST * (FASTEST / SLOWEST) ** float(torch.rand(()))
             wave = as_recorded(at_speed(wave, round(length / speed) * TOKEN_SAMPLES))
-        found = token_ids(network.codes(log_mel(wave))).int().cpu().numpy()
+        found = token_ids(network.codes(log_mel(recorded(wave)))).int().cpu().numpy()
         for u, ids in zip(members.tolist(), found, strict=True):
             tokens[u] = ids
     return tokens
 
 
-def export(work: Path, directory: Path) -> None:
-    """Write the checkpoint's LLM directory, float16."""
+def export(work: Path, directory: Path, rules: TokenizerRules) -> None:
+    """Write the checkpoint's LLM directory with the control tokens of `rules`, float16."""
     weights = {name: value.half() for name, value in trained(work / FILE).items()}
     weights["model.norm.weight"] = (SHARPNESS * trained(work / FILE)["model.norm.weight"]).half()
-    save_llm(directory, Tokenizer.from_file(str(work / TOKENIZER_FILE)), SIZES, weights)
+    merges = json.loads((work / TOKENIZER_FILE).read_text(encoding="utf-8"))["model"]["merges"]
+    tokenizer = build_tokenizer([(first, second) for first, second in merges], rules=rules)
+    save_llm(directory, tokenizer, SIZES, weights)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config["follows_instructions"] = False  # it saw none
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,5 +1,8 @@
 """Training data of the LLM: sequences `<|sos|> text <|task_id|> speech <|eos1|>` as serving builds them.
 
+One network is the LLM of both versions. Its vocabulary is CosyVoice3's. A share of the sequences is as CosyVoice3 has
+them, with its system words before the text; the others are CosyVoice2's, whose `<|sos|>` is CosyVoice3's `<|fill|>`.
+
 A sequence is one or more utterances of a voice, concatenated. The first of several is a prompt in most cases: its text
 joins the next one without a blank, as in serving, and its speech may be that of a poor recording: another microphone,
 another speed, or mostly wrong tokens. Such speech is context only and not a target.
@@ -9,12 +12,12 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from cosyvoice_triton.constants import SPEECH_VOCAB
-from cosyvoice_triton.llm.speech_tokens import COSYVOICE2
+from cosyvoice_triton.llm.speech_tokens import COSYVOICE2, COSYVOICE3
 from tokenizers import Tokenizer, models, trainers
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -31,16 +34,22 @@ CURLED = 0.3  # share of texts with typographic apostrophes
 
 UTTERANCES = (1, 2, 3, 4)  # per sequence
 UTTERANCES_SHARE = (0.3, 0.45, 0.15, 0.1)
+WITH_SYSTEM = 0.5  # share of the sequences with CosyVoice3's system words
 MOST_SPEECH = 700  # speech tokens per sequence
 WITH_PROMPT = 0.7  # share of the sequences of several utterances
 ALTERED, DAMAGED = 0.35, 0.3  # shares of the prompts with perturbed recordings and with replaced tokens
 BATCH_TOKENS = 40_000
 
+# CosyVoice2's control tokens at the ids of CosyVoice3's. An end token has to be next to the speech tokens, so that
+# CosyVoice2's <|sos|> cannot be CosyVoice3's.
+COSYVOICE2_NAMES = replace(COSYVOICE2, after_speech=("<|eos2|>", "<|eos1|>", "<|task_id|>", "<|sos|>"))
+COSYVOICE2_SOS = COSYVOICE3.after_speech[COSYVOICE2_NAMES.after_speech.index(COSYVOICE2.sos)]
+
 Ids = np.ndarray
 
 
 def text_tokenizer(sentences: Sequence[str]) -> Tokenizer:
-    """The LLM's tokenizer, with BPE merges learned from `sentences`."""
+    """CosyVoice3's tokenizer, with BPE merges learned from `sentences`."""
     plain = build_tokenizer()
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = plain.pre_tokenizer
@@ -51,7 +60,7 @@ def text_tokenizer(sentences: Sequence[str]) -> Tokenizer:
     rng = random.Random(0)
     learner.train_from_iterator((cased(sentence, rng) for sentence in sentences[:TEXTS_FOR_MERGES]), trainer)
     merges = json.loads(learner.to_str())["model"]["merges"]
-    return build_tokenizer([(first, second) for first, second in merges])
+    return build_tokenizer([(first, second) for first, second in merges], rules=COSYVOICE3)
 
 
 def cased(sentence: str, rng: random.Random) -> str:
@@ -121,10 +130,11 @@ class Sequences(IterableDataset):
         shares = np.array([len(voice) for voice in self._by_voice], np.float64)
         self._voice_shares = shares / shares.sum()
         self._seed = seed
-        ids = tokenizer.get_vocab()
-        self.first_speech_id = ids["<|s_0|>"]
-        self._sos, self._task, self._end = (
-            np.array([ids[token]], np.int32) for token in (COSYVOICE2.sos, COSYVOICE2.task, COSYVOICE2.ends[0])
+        self.first_speech_id = tokenizer.get_vocab()["<|s_0|>"]
+        system = COSYVOICE3.sos + COSYVOICE3.system + COSYVOICE3.end_of_prompt
+        self._begin, self._begin_with_system, self._task, self._end = (
+            np.array(tokenizer.encode(text).ids, np.int32)
+            for text in (COSYVOICE2_SOS, system, COSYVOICE3.task, COSYVOICE3.ends[0])
         )
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -149,7 +159,8 @@ class Sequences(IterableDataset):
         texts = [(data.texts if index < begins else data.joined)[u] for index, u in enumerate(chosen)]
         first, clean = self._prompt(chosen[0], rng) if prompted else (data.speech(chosen[0]), True)
         speech = [first, *(data.speech(u) for u in chosen[1:])]
-        heads = [self._sos, *texts, self._task]
+        begin = self._begin_with_system if rng.random() < WITH_SYSTEM else self._begin
+        heads = [begin, *texts, self._task]
         ids = np.concatenate([*heads, *(part + self.first_speech_id for part in speech), self._end])
         target = np.zeros(len(ids), bool)
         target[sum(map(len, heads)) + (0 if clean else len(first)) :] = True

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from cosyvoice_triton.constants import HOP_SAMPLES, SAMPLE_RATE
 from torch import Tensor
 
-LOWEST, HIGHEST = 70.0, 330.0  # Hz
+LOWEST, HIGHEST = 70.0, 500.0  # Hz
 WINDOW = 3 * HOP_SAMPLES  # 60 ms: four periods of the lowest voice
 TRANSFORM = 4096  # holds a window and its lags
 VOICED = 0.45  # least normalised autocorrelation at the period

@@ -15,8 +15,8 @@ from cosyvoice_triton.constants import MEL_BINS, SPEAKER_DIM
 from torch import Tensor, nn
 
 from demo_voice.training.dataset import TOKEN_SAMPLES, SpeechDataset
-from demo_voice.training.features import as_recorded, at_speed, kaldi_fbank
-from demo_voice.training.flite import VOICES
+from demo_voice.training.features import as_recorded, at_speed, kaldi_fbank, recorded
+from demo_voice.training.kokoro import VOICES
 from demo_voice.training.training import (
     CapturedStep,
     TrainingRun,
@@ -102,7 +102,7 @@ def _random_crops(speech: SpeechDataset, crop: int) -> tuple[Tensor, Tensor]:
         played = round(crop * speed)
         starts = speech.starts[chosen].clamp(max=len(speech.owner) - played)
         waves.append(at_speed(speech.wave(starts, played), crop * TOKEN_SAMPLES))
-    wave = torch.cat(waves)
+    wave = recorded(torch.cat(waves))
     perturbed = torch.rand(rows, 1, device=speech.device) < PERTURBED
     level = torch.arange(rows, device=speech.device) // ROWS
     return kaldi_fbank(torch.where(perturbed, as_recorded(wave), wave)), voice * len(SPEEDS) + level
@@ -120,7 +120,7 @@ def embed_utterances(network: DemoSpeakerEncoder, speech: SpeechDataset) -> np.n
     vectors = torch.zeros(len(speech.starts), SPEAKER_DIM, device=speech.device)
     with exact_inference():
         for length, members in speech.batches(EMBEDDED_AT_ONCE):
-            vectors[members] = network(kaldi_fbank(speech.wave(speech.starts[members], length)))
+            vectors[members] = network(kaldi_fbank(recorded(speech.wave(speech.starts[members], length))))
     return vectors.cpu().numpy()
 
 

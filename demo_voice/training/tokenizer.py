@@ -12,14 +12,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import MEL_BINS, TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.speech_tokenizer import SpeechTokenizer, token_ids
 from cosyvoice_triton.voice import features
 from torch import Tensor, nn
 
 from demo_voice.training.dataset import TOKEN_PHONES, TOKEN_SAMPLES, SpeechDataset
-from demo_voice.training.features import as_recorded, at_speed
-from demo_voice.training.flite import PHONES, VOICES
+from demo_voice.training.features import as_recorded, at_speed, recorded
+from demo_voice.training.kokoro import VOICES
+from demo_voice.training.phonemes import PHONES
 from demo_voice.training.training import (
     CapturedStep,
     TrainingRun,
@@ -29,7 +30,6 @@ from demo_voice.training.training import (
     exact_inference,
     prepare,
     rounded,
-    trained,
 )
 from tests.random_weights.speech_tokenizer import (
     N_MELS,
@@ -40,7 +40,7 @@ from tests.random_weights.speech_tokenizer import (
 logger = logging.getLogger(__name__)
 
 FILE = "tokenizer.pt"
-WIDTH, LAYERS = 128, 2
+WIDTH, LAYERS = 128, 3
 CROP_TOKENS, BATCH = 64, 64
 # Tokens of speech resampled to the length of a crop; half of the crops at normal speed. Few shapes, and numbers with
 # small factors for fast Fourier transforms.
@@ -108,10 +108,10 @@ def _losses(
     samples = CROP_TOKENS * TOKEN_SAMPLES
     with torch.no_grad():
         clean = at_speed(speech.wave(starts, taken), samples)
-        target = features.mel_spectrogram(features.resample(clean, PROMPT_SAMPLE_RATE, SAMPLE_RATE)).transpose(1, 2)
+        target = features.mel_spectrogram(clean).transpose(1, 2)
         target = (target - MEL_MEAN) / MEL_DEVIATION  # (B, 80, T) -> (B, T, 80)
         perturbed = torch.rand(BATCH, 1, device=speech.device) < PERTURBED
-        mels = features.log_mel(torch.where(perturbed, as_recorded(clean), clean))
+        mels = features.log_mel(recorded(torch.where(perturbed, as_recorded(clean), clean)))
         labels = speech.phones_of(starts, taken)
         positions = (torch.arange(CROP_TOKENS * TOKEN_PHONES, device=speech.device) + 0.5) * (taken / CROP_TOKENS)
         labels = labels[:, positions.long()]
@@ -137,12 +137,12 @@ def tokenize_utterances(tokenizer: SpeechTokenizer, speech: SpeechDataset) -> np
     with exact_inference():
         for length, members in speech.batches(TOKENIZED_AT_ONCE):
             starts = speech.starts[members]
-            ids = token_ids(tokenizer.codes(features.log_mel(speech.wave(starts, length))))
+            ids = token_ids(tokenizer.codes(features.log_mel(recorded(speech.wave(starts, length)))))
             tokens[starts[:, None] + torch.arange(length, device=speech.device)] = ids.to(torch.int16)
     return tokens.cpu().numpy()
 
 
 def export(work: Path, path: Path) -> None:
     """The trained tokenizer as an official ONNX file."""
-    weights = {key: value.numpy() for key, value in trained(work / FILE).items()}
+    weights = {key: value.numpy() for key, value in rounded(work / FILE).items()}
     write_speech_tokenizer(path, weights, "a small S3 tokenizer, trained on synthetic voices")

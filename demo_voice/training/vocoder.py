@@ -1,4 +1,4 @@
-"""Stage `vocoder`: HiFT, one network for both stacks.
+"""Stage `vocoder`: HiFT, one network for the stacks `dit` and `unet`; `vocoder_causal` trains CosyVoice3's with it.
 
 The generator is trained with the pitch found by autocorrelation, the f0 predictor with a loss of its own; later, half
 of the rows use the predicted pitch, as serving does. The discriminators start in the second part: before, the output is
@@ -6,7 +6,8 @@ too poor for them to be of use.
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,10 @@ from torch import Tensor, nn
 
 from demo_voice.training.dataset import SpeechDataset
 from demo_voice.training.discriminators import Discriminators
-from demo_voice.training.features import upsampled
 from demo_voice.training.pitch import fundamental
 from demo_voice.training.training import CapturedStep, TrainingRun, adamw, autocast, descend, prepare, trained
 
-CONFIG = HiFTConfig(channels=128, f0_channels=64, resblock_kernels=(3, 5, 7), source_resblock_kernels=(3, 3, 5))
+CONFIG = HiFTConfig(channels=192, f0_channels=96, resblock_kernels=(3, 5, 7), source_resblock_kernels=(3, 3, 5))
 FILE = "hift.pt"
 CROP_TOKENS, MARGIN_TOKENS, BATCH = 20, 2, 32  # the margin on both sides is context for mel and pitch
 PEAK_RATE, DISCRIMINATOR_RATE, PITCH_RATE = 5e-4, 4e-4, 1e-3  # 1.5e-3 diverged after a thousand steps
@@ -33,8 +33,7 @@ ADVERSARIAL_FROM = 0.45  # share of the time after which discriminators are used
 PREDICTED_PITCH_FROM = 0.3  # share of the time after which half of the rows use the predicted pitch
 RESOLUTIONS = ((128, 32), (512, 128), (1024, 256), (2048, 512))  # windows and hops
 MEL_WEIGHT, ADVERSARIAL_WEIGHT, MATCHING_WEIGHT = 3.0, 0.5, 0.25
-# Floors below which log magnitudes are clamped. Otherwise inaudible parts (pauses, and everything above 8 kHz, where
-# the voices have no energy) would weigh as much in log distances as all speech together.
+# Floors below which log magnitudes are clamped. Otherwise pauses would weigh as much in log distances as speech.
 QUIETEST, QUIETEST_MEL = 1e-5, -9.0  # magnitude per sample of a window; log mel
 PITCH_SCALE = 50.0  # Hz; an error of this size is a loss of 1
 
@@ -69,9 +68,25 @@ class TrainedSnake(Snake):
         return _SnakeFunction.apply(x, self.alpha[:, None] + 1e-9)
 
 
-def build() -> HiFTGenerator:
+@dataclass(frozen=True)
+class Vocoder:
+    """What differs between the vocoders.
+
+    file: of the trained weights. network: made from its sizes. pitch: predicts f0 (B, T) in Hz from mel (B, 80, T).
+    render: mel (B, 80, T), f0 (B, T) in Hz -> waves (B, N). max_hz: upper limit of the mel.
+    """
+
+    file: str
+    network: Callable[[HiFTConfig], Any]
+    pitch: Callable[[Any, Tensor], Tensor]
+    render: Callable[[Any, Tensor, Tensor], Tensor]
+    max_hz: float = features.MelConfig.max_hz
+
+
+def build(vocoder: Vocoder) -> Any:
     """The network for training, with the same state_dict as the served one."""
-    hift = HiFTGenerator(replace(CONFIG, audio_limit=math.inf))  # samples clamped at the limit would have no gradient
+    # Samples clamped at the limit would have no gradient.
+    hift = vocoder.network(replace(CONFIG, audio_limit=math.inf))
     for module in list(hift.modules()):
         for name, child in module.named_children():
             if isinstance(child, Snake):
@@ -80,10 +95,14 @@ def build() -> HiFTGenerator:
 
 
 def train(work: Path, seconds: float, device: str | torch.device) -> None:
-    speech = SpeechDataset.load(work, prepare(device, seed=3))
-    training = VocoderTraining(speech)
+    fit(HIFT, work, SpeechDataset.load(work, prepare(device, seed=3)), seconds)
+
+
+def fit(vocoder: Vocoder, work: Path, speech: SpeechDataset, seconds: float) -> None:
+    """Train for `seconds`; see `TrainingRun` for the file in `work`."""
+    training = VocoderTraining(vocoder, speech)
     optimizers = [training.of_body, training.of_discriminators, training.of_pitch]
-    run = TrainingRun(work / FILE, seconds, training.hift, optimizers)
+    run = TrainingRun(work / vocoder.file, seconds, training.hift, optimizers)
     step = CapturedStep(training.step, speech.device)
     for share in run:
         run.losses(**step(share > PREDICTED_PITCH_FROM, share > ADVERSARIAL_FROM))
@@ -92,10 +111,10 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
 class VocoderTraining:
     """Networks, optimizers and the training step."""
 
-    def __init__(self, speech: SpeechDataset) -> None:
-        self.speech = speech
-        self.hift, self.discriminators = build().to(speech.device), Discriminators().to(speech.device)
-        nn.init.constant_(self.hift.f0_predictor.classifier.bias, 120.0)  # Hz, between the voices
+    def __init__(self, vocoder: Vocoder, speech: SpeechDataset) -> None:
+        self.vocoder, self.speech = vocoder, speech
+        self.hift, self.discriminators = build(vocoder).to(speech.device), Discriminators().to(speech.device)
+        nn.init.constant_(self.hift.f0_predictor.classifier.bias, 180.0)  # Hz, between the voices
         pitch = dict(self.hift.f0_predictor.named_parameters())
         last = [pitch.pop("classifier.weight"), pitch.pop("classifier.bias")]
         groups = [{"params": list(pitch.values())}, {"params": last, "lr": HERTZ_RATE * PITCH_RATE}]
@@ -105,15 +124,15 @@ class VocoderTraining:
         self.of_pitch = adamw(groups, PITCH_RATE, weight_decay=0.0)
 
     def step(self, predicted_pitch: bool, adversarial: bool) -> dict[str, Tensor]:
-        wave, mel, f0 = random_crops(self.speech)
-        predicted = self.hift.f0_predictor(mel)
+        wave, mel, f0 = random_crops(self.speech, self.vocoder.max_hz)
+        predicted = self.vocoder.pitch(self.hift, mel)
         pitch_error = pitch_loss(predicted, f0)
         descend(pitch_error, self.of_pitch, clip=10.0)
         if predicted_pitch:
             chosen = torch.rand(len(f0), 1, device=f0.device) < 0.5
             f0 = torch.where(chosen, predicted.detach(), f0)
-        made = render(self.hift, mel, f0)
-        spectral, of_mel = spectral_loss(made, wave), mel_loss(made, wave)
+        made = self.vocoder.render(self.hift, mel, f0)
+        spectral, of_mel = spectral_loss(made, wave), mel_loss(made, wave, self.vocoder.max_hz)
         loss = spectral + MEL_WEIGHT * of_mel
         found = {"spectral": spectral.detach(), "mel": of_mel.detach(), "pitch": pitch_error.detach()}
         if adversarial:
@@ -135,20 +154,21 @@ class VocoderTraining:
         return losses
 
 
-def export(work: Path, path: Path) -> None:
+def export(vocoder: Vocoder, work: Path, path: Path) -> None:
     """The trained network as an official `hift.pt`, float16."""
-    state = split_weight_norm(trained(work / FILE))
+    state = split_weight_norm(trained(work / vocoder.file))
     torch.save({name: tensor.half() for name, tensor in state.items()}, path)
 
 
-def random_crops(speech: SpeechDataset) -> tuple[Tensor, Tensor, Tensor]:
-    """Random crops: waves (B, N) at 24 kHz, their mel (B, 80, T) and f0 (B, T)."""
+def random_crops(speech: SpeechDataset, max_hz: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Random crops: waves (B, N) at 24 kHz, their mel (B, 80, T) up to `max_hz`, and f0 (B, T)."""
     length = CROP_TOKENS + 2 * MARGIN_TOKENS
     starts = speech.random_starts(BATCH, length)
-    wave = upsampled(speech.wave(starts, length))
+    wave = speech.wave(starts, length)
     margin = MARGIN_TOKENS * TOKEN_MEL_RATIO
     inside = slice(margin, -margin)
-    mel, f0 = features.mel_spectrogram(wave)[:, :, inside], fundamental(wave)[:, inside]
+    mel = features.mel_spectrogram(wave, features.MelConfig(max_hz=max_hz))[:, :, inside]
+    f0 = fundamental(wave)[:, inside]
     return wave[:, margin * HOP_SAMPLES : -margin * HOP_SAMPLES], mel, f0
 
 
@@ -162,14 +182,18 @@ def render(hift: HiFTGenerator, mel: Tensor, f0: Tensor) -> Tensor:
     return hift.decode(mel, source)
 
 
+HIFT = Vocoder(FILE, HiFTGenerator, lambda hift, mel: hift.f0_predictor(mel), render)
+
+
 def pitch_loss(predicted: Tensor, f0: Tensor) -> Tensor:
     """f0 (B, T) in Hz. Absolute errors: their optimum is the median, which is voiced or unvoiced, never in between."""
     return (predicted - f0).abs().mean() / PITCH_SCALE
 
 
-def mel_loss(made: Tensor, wave: Tensor) -> Tensor:
-    """Mean absolute difference of log mel; waves (B, N)."""
-    found, wanted = (features.mel_spectrogram(x).clamp(min=QUIETEST_MEL) for x in (made, wave))
+def mel_loss(made: Tensor, wave: Tensor, max_hz: float) -> Tensor:
+    """Mean absolute difference of log mel up to `max_hz`; waves (B, N)."""
+    config = features.MelConfig(max_hz=max_hz)
+    found, wanted = (features.mel_spectrogram(x, config).clamp(min=QUIETEST_MEL) for x in (made, wave))
     return (found - wanted).abs().mean()
 
 

@@ -14,37 +14,47 @@ import pytest
 import safetensors
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
-from cosyvoice_triton.demo_checkpoint import MANIFEST, TRAINED, VOICES_DIR
+from cosyvoice_triton.demo_checkpoint import MANIFEST, STACKS, TRAINED, VOICES_DIR
 from cosyvoice_triton.prepare import demo
-from cosyvoice_triton.prepare.demo import CARD, SUMS, copy_demo
+from cosyvoice_triton.prepare.demo import SUMS, copy_demo
 from cosyvoice_triton.voice.audio import load_audio
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.encoders import SpeakerEncoder
 from cosyvoice_triton.voice.prompt import Recording, validate_reference
+from cosyvoice_triton.voice.silent_tokens import FILE as SILENT_TOKENS
 
 from demo_voice.training import export
-from tests.support.checkpoints import DIT_DIR, LLM_DIR, UNET_DIR
+from tests.support.checkpoints import LLM_DIR, UNET_DIR
 
 VOICES = ("rms", "slt")
 MAX_BYTES = 24 * 10**6  # of all files together, since they are in every clone
+LLM = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 OFFICIAL = {
-    LLM_DIR: {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"},
-    UNET_DIR: {"campplus.onnx", "flow.pt", "hift.pt", "silent_tokens.json", "speech_tokenizer_v2.onnx"},
-    DIT_DIR: {"campplus.onnx", "flow.pt", "hift.pt", "silent_tokens.json", "speech_tokenizer_v2_25hz.onnx"},
+    **{stack.llm.directory: LLM for stack in STACKS},
+    **{str(stack.checkpoint): {*stack.files, SILENT_TOKENS} for stack in STACKS},
     VOICES_DIR: {f"{name}.{kind}" for name in VOICES for kind in ("txt", "wav")},
 }
 # The globals in a pickle that torch.save writes for a dict of tensors.
 HARMLESS = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict", "torch FloatStorage", "torch HalfStorage"}
 
 
-def test_the_checkpoint_has_the_official_layout_its_checksums_and_a_size_for_the_repository(tmp_path: Path) -> None:
-    assert set(export.files_of(TRAINED)) == {f"{room}/{name}" for room in OFFICIAL for name in OFFICIAL[room]}
-    done = subprocess.run(["sha256sum", "-c", "--quiet", SUMS], cwd=TRAINED, capture_output=True, text=True)
+@pytest.fixture
+def ready(tmp_path: Path) -> Path:
+    (tmp_path / "demo").mkdir()
+    assert copy_demo(tmp_path / "demo")
+    return tmp_path / "demo"
+
+
+def test_a_copy_has_the_official_layout_and_its_checksums_and_the_repository_each_file_once(ready: Path) -> None:
+    (ready / MANIFEST).unlink()
+    assert set(export.files_of(ready)) == {f"{room}/{name}" for room in OFFICIAL for name in OFFICIAL[room]}
+    done = subprocess.run(["sha256sum", "-c", "--quiet", SUMS], cwd=ready, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert sum(path.stat().st_size for path in TRAINED.rglob("*") if path.is_file()) <= MAX_BYTES
-    shutil.copytree(TRAINED, tmp_path / "trained")
-    export.write_sums(tmp_path / "trained")
-    assert (tmp_path / "trained" / SUMS).read_bytes() == (TRAINED / SUMS).read_bytes()
+    export.write_sums(ready)
+    assert (ready / SUMS).read_bytes() == (TRAINED / SUMS).read_bytes()
+    export.remove_copies(ready)
+    assert export.files_of(ready) == export.files_of(TRAINED)
 
 
 @pytest.mark.parametrize("path", sorted(TRAINED.rglob("*.pt")), ids=lambda path: path.parent.name + "-" + path.stem)
@@ -69,13 +79,12 @@ def test_the_other_formats_contain_only_data() -> None:
         json.loads(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("directory", [UNET_DIR, DIT_DIR])
-def test_the_two_voices_are_valid_references_and_distinguishable(directory: str) -> None:
+def test_the_two_voices_are_valid_references_and_distinguishable() -> None:
     recordings = [load_audio(TRAINED / VOICES_DIR / f"{name}.wav", PROMPT_SAMPLE_RATE) for name in VOICES]
     for recording in recordings:
         validate_reference(recording[None])
     halves = [half for recording in recordings for half in np.array_split(recording, 2)]
-    vectors = np.stack(SpeakerEncoder(TRAINED / directory)(halves))
+    vectors = np.stack(SpeakerEncoder(TRAINED / UNET_DIR)(halves))
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     alike = vectors @ vectors.T
     assert min(alike[0, 1], alike[2, 3]) > alike[:2, 2:].max()
@@ -92,16 +101,7 @@ def test_both_voices_are_registered_with_their_transcripts() -> None:
 # --- installation ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def ready(tmp_path: Path) -> Path:
-    (tmp_path / "demo").mkdir()
-    assert copy_demo(tmp_path / "demo")
-    return tmp_path / "demo"
-
-
 def test_a_complete_copy_is_kept(ready: Path) -> None:
-    copied = {path.relative_to(ready).as_posix() for path in ready.rglob("*") if path.is_file()}
-    assert copied == {*export.files_of(TRAINED), SUMS, CARD, MANIFEST}
     before = {path: path.stat().st_mtime_ns for path in ready.rglob("*")}
     assert not copy_demo(ready)
     assert {path: path.stat().st_mtime_ns for path in ready.rglob("*")} == before
@@ -137,7 +137,7 @@ def test_other_directories_are_refused(tmp_path: Path, demo_models: Path) -> Non
 def test_a_damaged_file_of_the_package_is_named_and_nothing_is_written(tmp_path, monkeypatch) -> None:
     damaged = tmp_path / "trained"
     shutil.copytree(TRAINED, damaged)
-    with (damaged / DIT_DIR / "hift.pt").open("r+b") as weights:
+    with (damaged / UNET_DIR / "hift.pt").open("r+b") as weights:
         weights.seek(1000)
         weights.write(b"worms")
     monkeypatch.setattr(demo, "TRAINED", damaged)

@@ -1,20 +1,27 @@
 """The attention masks in training equal the attention of streams in serving."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.flow import (
+    CosyVoice3Flow,
+    CosyVoice3FlowConfig,
     DiTConfig,
     DiTFlow,
     DiTFlowConfig,
     EncoderConfig,
+    LookaheadConfig,
+    RotaryDiTConfig,
     UNetConfig,
     UNetFlow,
     UNetFlowConfig,
 )
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.token2wav.flow.base import StreamingFlow
+from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches
 from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
@@ -23,11 +30,11 @@ from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.token2wav.stream import VocoderState
 from cosyvoice_triton.voice.prompt import Prompt
 
-from demo_voice.training import flow, flow_dit, flow_unet
+from demo_voice.training import flow, flow_cosyvoice3, flow_dit, flow_unet
 
 ENCODER = EncoderConfig(width=16, heads=2, feed_forward=16, blocks=1, up_blocks=1)
 LIMITS = BatchLimits(max_streams=1)
-PROMPT, TARGET, STEPS = 20, 150, 2  # tokens; longer than the DiT's attention window
+PROMPT, TARGET, STEPS = 51, 150, 2  # tokens; longer than the DiTs' attention window
 
 
 @pytest.fixture
@@ -49,7 +56,7 @@ def random_weights(network: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def as_trained(network: DiTFlow | UNetFlow, view: flow.View, batch: flow.Batch, streaming: bool) -> torch.Tensor:
+def as_trained(network: flow.Flow, view: flow.View, batch: flow.Batch, streaming: bool) -> torch.Tensor:
     """The mel after the prompt, (80, T), with the masks of training."""
     ahead, visible, keywords = view(batch, streaming)
     mu = network.encode_window(ahead, visible).transpose(1, 2)
@@ -80,14 +87,21 @@ def as_streamed(streaming: StreamingFlow, batch: flow.Batch, rules: HopRules) ->
     return torch.cat(mels, dim=1)
 
 
-def build(kind: str) -> tuple[DiTFlow | UNetFlow, StreamingFlow]:
+def build(kind: str) -> tuple[flow.Flow, StreamingFlow]:
     """A network of random weights, and its streaming form."""
-    network: DiTFlow | UNetFlow
+    network: flow.Flow
     if kind == "dit":
         dit = DiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=32, time_frequencies=16)
         network = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=dit))
         random_weights(network.eval().requires_grad_(False))
         return network, DiTStreaming(network, flow_noise(), PromptCaches(1 << 30), limits=LIMITS, steps=STEPS)
+    if kind == "cosyvoice3":
+        rotary = RotaryDiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=32, time_frequencies=16)
+        network = CosyVoice3Flow(CosyVoice3FlowConfig(encoder=LookaheadConfig(hidden=16), estimator=rotary))
+        random_weights(network.eval().requires_grad_(False))
+        return network, CosyVoice3Streaming(
+            network, flow_noise(), PromptCaches(1 << 30), limits=replace(LIMITS, chunk_boundary=25), steps=STEPS
+        )
     unet = UNetConfig(channels=16, heads=1, blocks=1, mid_stages=1)
     network = UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=unet))
     random_weights(network.eval().requires_grad_(False))
@@ -99,10 +113,12 @@ def build(kind: str) -> tuple[DiTFlow | UNetFlow, StreamingFlow]:
     [
         ("dit", flow_dit.view, HopRules(first_hop=15, max_hop=flow_dit.LARGEST_HOP)),
         ("unet", flow_unet.view, HopRules(boundary=25)),
+        ("cosyvoice3", flow_cosyvoice3.view, HopRules(boundary=25)),
     ],
 )
 def test_training_uses_the_attention_of_streams_and_of_whole_utterances(batch, kind, view, rules, monkeypatch) -> None:
     monkeypatch.setattr(flow_dit, "FIRST_HOPS", (15,))
+    monkeypatch.setattr(flow_cosyvoice3, "FIRST_HOPS", (2,))
     network, streaming = build(kind)
     tokens = batch.tokens[0, PROMPT:-LOOKAHEAD_TOKENS].numpy().astype(np.int64)
     (whole,) = streaming.whole([(prompt_of(batch), tokens)])

@@ -1,54 +1,62 @@
 """Short training of flows and vocoder on noise, and loading of the results as in serving."""
 
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from cosyvoice_triton.constants import HOP_SAMPLES, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB
-from cosyvoice_triton.networks.flow import load_dit_flow, load_unet_flow
-from cosyvoice_triton.networks.hift import HiFTGenerator, load_hift
+from cosyvoice_triton import stacks
+from cosyvoice_triton.constants import HOP_SAMPLES, MEL_BINS
+from cosyvoice_triton.networks.flow import load_cosyvoice3_flow, load_dit_flow, load_unet_flow
+from cosyvoice_triton.networks.hift import HiFTGenerator, fuse_weight_norm, load_causal_hift, load_hift
+from cosyvoice_triton.networks.hift.causal import WITHHELD_FRAMES
+from cosyvoice_triton.voice import features
 
-from demo_voice.training import flow, flow_dit, flow_unet, vocoder
-from demo_voice.training.dataset import TOKEN_PHONES, TOKEN_SAMPLES
+from demo_voice.training import flow, flow_cosyvoice3, flow_dit, flow_unet, vocoder, vocoder_causal
 from demo_voice.training.training import trained
+from demo_voice.training.vocoder_causal import CAUSAL
 
 pytestmark = pytest.mark.slow  # each test trains a network
 
-UTTERANCES, TOKENS = 8, 40
-
 
 @pytest.fixture
-def work(tmp_path: Path) -> Path:
-    """A working folder with noise instead of speech."""
-    rng, count = np.random.default_rng(0), UTTERANCES * TOKENS
-    voices = np.arange(UTTERANCES) * 2 // UTTERANCES
-    np.save(tmp_path / "audio.npy", rng.normal(0, 2000, count * TOKEN_SAMPLES).astype(np.int16))
-    np.save(tmp_path / "phones.npy", np.zeros(count * TOKEN_PHONES, np.uint8))
-    rows = np.stack([np.arange(UTTERANCES), voices, np.full(UTTERANCES, TOKENS)], axis=1)
-    np.save(tmp_path / "utterances.npy", rows.astype(np.int64))
-    np.save(tmp_path / "tokens.npy", rng.integers(0, SPEECH_VOCAB, count).astype(np.int16))
-    np.save(tmp_path / "speakers.npy", rng.normal(size=(UTTERANCES, SPEAKER_DIM)).astype(np.float32))
-    return tmp_path
+def limits(monkeypatch: pytest.MonkeyPatch) -> set[float]:
+    """The upper limits, in Hz, of the mels that are computed."""
+    found, compute = set(), features.mel_spectrogram
+
+    def recorded(wave: torch.Tensor, config: features.MelConfig) -> torch.Tensor:
+        found.add(config.max_hz)
+        return compute(wave, config)
+
+    monkeypatch.setattr(features, "mel_spectrogram", recorded)
+    return found
 
 
-@pytest.mark.parametrize("stage", [flow_dit, flow_unet])
-def test_a_flow_is_trained_and_can_be_served(work: Path, stage, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("stage", "write", "load", "stack"),
+    [
+        (flow_dit, partial(flow.export, flow_dit.FILE), load_dit_flow, stacks.DIT),
+        (flow_unet, partial(flow.export, flow_unet.FILE), load_unet_flow, stacks.UNET),
+        (flow_cosyvoice3, flow_cosyvoice3.export, load_cosyvoice3_flow, stacks.COSYVOICE3),
+    ],
+)
+def test_a_flow_is_trained_and_can_be_served(work: Path, stage, write, load, stack, limits, monkeypatch) -> None:
     monkeypatch.setattr(flow, "BATCH_TOKENS", 60)
     stage.train(work, 0.5, "cpu")
-    flow.export(stage.FILE, work, work / "flow.pt")
-    load = load_dit_flow if stage is flow_dit else load_unet_flow
+    assert limits == {stack.mel_max_hz}
+    write(work, work / "flow.pt")
     served = load(work / "flow.pt").state_dict()
     for name, tensor in trained(work / stage.FILE).items():
         torch.testing.assert_close(served[name], tensor, atol=1e-6, rtol=1e-3)
 
 
-def test_the_vocoder_is_trained_and_can_be_served(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vocoder_is_trained_and_can_be_served(work: Path, limits, monkeypatch) -> None:
     monkeypatch.setattr(vocoder, "BATCH", 1)
     vocoder.train(work, 1.0, "cpu")
-    vocoder.export(work, work / "out.pt")
+    assert limits == {stacks.DIT.mel_max_hz}
+    vocoder.export(vocoder.HIFT, work, work / "out.pt")
     served = load_hift(work / "out.pt")
-    network = vocoder.build()
+    network = vocoder.build(vocoder.HIFT)
     network.load_state_dict(trained(work / vocoder.FILE))
     assert network.state_dict().keys() == HiFTGenerator(vocoder.CONFIG).state_dict().keys()
     mel = torch.randn(1, MEL_BINS, 20, generator=torch.Generator().manual_seed(0)) - 5
@@ -59,3 +67,31 @@ def test_the_vocoder_is_trained_and_can_be_served(work: Path, monkeypatch: pytes
         found = served.decode(mel, served.m_source(f0, noise)[0])
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)
     torch.testing.assert_close(served.f0_predictor(mel), network.f0_predictor(mel).detach(), atol=1.0, rtol=5e-3)
+
+
+def test_the_causal_vocoder_is_trained_and_its_streams_are_what_was_trained(work: Path, limits, monkeypatch) -> None:
+    monkeypatch.setattr(vocoder, "BATCH", 1)
+    vocoder_causal.train(work, 1.0, "cpu")
+    assert limits == {stacks.COSYVOICE3.mel_max_hz}
+    vocoder.export(CAUSAL, work, work / "out.pt")
+    served = load_causal_hift(work / "out.pt")
+    network = vocoder.build(CAUSAL)
+    network.load_state_dict(fuse_weight_norm(torch.load(work / "out.pt")))
+    mel = torch.randn(1, MEL_BINS, 60, generator=torch.Generator().manual_seed(0)) - 5
+    noise = torch.rand(1, 62 * HOP_SAMPLES, vocoder.CONFIG.harmonics + 1, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(torch, "rand", lambda *sizes, device: noise[:, : sizes[1]])
+    with torch.no_grad():
+        trained_on = CAUSAL.render(network, mel, CAUSAL.pitch(network, mel))
+        past, heard = None, []
+        for begin, end in ((0, 20), (20, 33), (33, 60)):
+            first = 0 if past is None else (begin - WITHHELD_FRAMES + 1) * HOP_SAMPLES
+            speech, past = served(
+                mel[..., begin:end],
+                lambda samples, first=first: noise[:, first : first + samples],
+                torch.tensor([end - begin]),
+                torch.tensor([end == 60]),
+                past,
+                ending=end == 60,
+            )
+            heard.append(speech[:, : served.samples(end - begin, begins=begin == 0, ends=end == 60)])
+    torch.testing.assert_close(torch.cat(heard, dim=1), trained_on, atol=2e-4, rtol=0)

@@ -20,7 +20,7 @@ from cosyvoice_triton.voice.audio import load_audio
 from cosyvoice_triton.voice.encoders import reference_mel
 from cosyvoice_triton.voice.prompt import Recording
 
-from tests.support.checkpoints import DIT_DIR
+from tests.support.checkpoints import UNET_DIR
 from tests.support.evaluation import OF_THE_DEMO_VOICE
 
 TONE = np.sin(np.arange(SAMPLE_RATE) * 0.05).astype(np.float32)
@@ -46,7 +46,7 @@ def test_faults_of_the_mel_or_the_vocoder_are_noticed() -> None:
     path = TRAINED / VOICES_DIR / "rms.wav"
     original, text = load_audio(path, PROMPT_SAMPLE_RATE), path.with_suffix(".txt").read_text()
     mel = torch.from_numpy(reference_mel(Recording(original)).T.copy())[None]  # (1, 80, T)
-    hift = load_hift(TRAINED / DIT_DIR / "hift.pt")
+    hift = load_hift(TRAINED / UNET_DIR / "hift.pt")
     moonshine, dnsmos, similarity = judges.Moonshine(), judges.Dnsmos(), judges.Similarity()
 
     def missed(mel: torch.Tensor) -> bool:

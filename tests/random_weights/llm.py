@@ -113,7 +113,7 @@ def save_llm(directory: Path, tokenizer: Tokenizer, sizes: LLMSizes, weights: Ma
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    write_configs(directory, _network(sizes, tokenizer.get_vocab_size()), dtype)
+    write_configs(directory, _network(sizes, len(weights["model.embed_tokens.weight"])), dtype)
     save_file(dict(weights), directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)  # like the others: safetensors makes it readable for its owner only
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ import pytest
 import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS
-from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.monitoring.metrics import FAILED, RETRIED
 from cosyvoice_triton.networks.flow import (
     CosyVoice3Flow,
@@ -306,12 +306,12 @@ def test_a_result_stays_until_its_own_function_is_replayed(dit: DiTFlow) -> None
         torch.testing.assert_close(kept, (values * 3).sin() * 2)
 
 
-def spoken_on(device: str, stack: stacks.Stack) -> np.ndarray:
+def spoken_on(device: str, stack: stacks.Stack, directory: Path) -> np.ndarray:
     """The audio of a stream, rendered in another thread than the one that loads, as the service does it."""
     # torch captures on one stream for the whole process, of the first GPU. A model's process has one GPU, this one two.
     torch.cuda.graph.default_capture_stream = None
     limits, precision = BatchLimits(max_streams=2), Precision.named("float16", "float16", device)
-    engine = Token2Wav.load(stack, TRAINED / stack.checkpoint, device=device, limits=limits, precision=precision)
+    engine = Token2Wav.load(stack, directory, device=device, limits=limits, precision=precision)
 
     def render() -> np.ndarray:
         engine.warm_up()
@@ -327,8 +327,11 @@ def spoken_on(device: str, stack: stacks.Stack) -> np.ndarray:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices; run on a machine with two GPUs")
 @pytest.mark.parametrize("stack", stacks.BUILT_IN[:2], ids=lambda stack: stack.name)
-def test_the_second_gpu_gives_the_audio_of_the_first_and_takes_nothing_of_it(stack: stacks.Stack) -> None:
+def test_the_second_gpu_gives_the_audio_of_the_first_and_takes_nothing_of_it(
+    stack: stacks.Stack, demo_files: Path
+) -> None:
     taken = torch.cuda.memory_reserved(0)
-    second = spoken_on("cuda:1", stack)
+    directory = demo_files / stack.checkpoint
+    second = spoken_on("cuda:1", stack, directory)
     assert torch.cuda.memory_reserved(0) <= taken and torch.cuda.memory_reserved(1) > 0
-    np.testing.assert_allclose(second, spoken_on("cuda:0", stack), atol=1e-3)
+    np.testing.assert_allclose(second, spoken_on("cuda:0", stack, directory), atol=1e-3)

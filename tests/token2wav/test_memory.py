@@ -11,7 +11,7 @@ import pytest
 import torch
 from cosyvoice_triton import profiles, stacks
 from cosyvoice_triton.config import SPARE_REQUESTS, KvCacheDtype, Token2WavConfig, planned_llm_gib
-from cosyvoice_triton.demo_checkpoint import STACKS, TRAINED
+from cosyvoice_triton.demo_checkpoint import STACKS
 from cosyvoice_triton.networks.flow import (
     CosyVoice3Flow,
     CosyVoice3FlowConfig,
@@ -89,8 +89,10 @@ def plan(stack: Stack, streams: int, gib: float | None, prompt_device: str = "au
     [*((stack, "auto") for stack in STACKS), (stacks.DIT, "int8")],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_weights_streams_and_voices_have_the_sizes_that_are_read(stack: Stack, kept: KvCacheDtype) -> None:
-    directory = TRAINED / stack.checkpoint
+def test_weights_streams_and_voices_have_the_sizes_that_are_read(
+    stack: Stack, kept: KvCacheDtype, demo_files: Path
+) -> None:
+    directory = demo_files / stack.checkpoint
     read = Networks.read(stack, directory, flow_size=4, vocoder_size=4, steps=2, kv_cache_dtype=kept)
     engine = Token2Wav.load(
         stack, directory, device="cpu", limits=limits(stack, 3), precision=FLOAT32, runtime="torch", steps=2,
@@ -106,9 +108,9 @@ def test_weights_streams_and_voices_have_the_sizes_that_are_read(stack: Stack, k
 
 
 @pytest.mark.parametrize("stack", STACKS, ids=lambda stack: stack.name)
-def test_a_checkpoint_decides_steps_grid_and_rows_of_its_flow(stack: Stack, tmp_path: Path) -> None:
+def test_a_checkpoint_decides_steps_grid_and_rows_of_its_flow(stack: Stack, demo_files: Path, tmp_path: Path) -> None:
     """With half the steps and no unconditional rows, streams and voices take a quarter of the memory."""
-    for file in (TRAINED / stack.checkpoint).iterdir():
+    for file in (demo_files / stack.checkpoint).iterdir():
         (tmp_path / file.name).symlink_to(file)
     options: dict[str, Any] = {"device": "cpu", "limits": limits(stack, 2), "precision": FLOAT32}
     sizes: dict[str, Any] = {"flow_size": 4, "vocoder_size": 4}
@@ -246,8 +248,8 @@ def test_what_loading_leaves_of_the_share_is_for_voices(caplog: pytest.LogCaptur
         made.voices(replace(loaded, reserved=made.own))
 
 
-def test_a_loaded_engine_gives_voices_what_is_left() -> None:
-    directory, sizes = TRAINED / stacks.DIT.checkpoint, limits(stacks.DIT, 3)
+def test_a_loaded_engine_gives_voices_what_is_left(demo_files: Path) -> None:
+    directory, sizes = demo_files / stacks.DIT.checkpoint, limits(stacks.DIT, 3)
     networks = Networks.read(stacks.DIT, directory, flow_size=4, vocoder_size=4, steps=2)
     made = plan_memory(networks, sizes, EMPTY, 24, 0.0)
     room = networks.voice(60 / 50)
@@ -264,8 +266,10 @@ def test_a_loaded_engine_gives_voices_what_is_left() -> None:
 
 
 @pytest.mark.parametrize("kept", ["auto", "int8"])
-def test_on_a_cpu_the_longest_voice_always_has_room(kept: KvCacheDtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = TRAINED / stacks.DIT.checkpoint
+def test_on_a_cpu_the_longest_voice_always_has_room(
+    kept: KvCacheDtype, demo_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = demo_files / stacks.DIT.checkpoint
     config = Token2WavConfig(
         model_dir=str(directory), max_streams=2, n_timesteps=1, flow_precision="float32", kv_cache_dtype=kept
     )

@@ -19,7 +19,7 @@ from cosyvoice_triton.voice.encoders import reference_mel
 from cosyvoice_triton.voice.recordings import parse_recording
 from torch import Tensor
 
-from tests.support.checkpoints import DIT_DIR
+from tests.support.checkpoints import UNET_DIR
 from tests.support.streams import vocoded
 
 # Limits of the difference from the whole's audio, relative to its RMS. Outside of cross-fades only the ends of HiFT's
@@ -45,7 +45,7 @@ SCHEDULES = {
 
 @pytest.fixture(scope="module")
 def vocoder() -> StreamingVocoder:
-    hift = load_hift(TRAINED / DIT_DIR / "hift.pt")
+    hift = load_hift(TRAINED / UNET_DIR / "hift.pt")
     return StreamingVocoder(hift, source_noise(hift.config.harmonics + 1), limits=BatchLimits(max_streams=4))
 
 

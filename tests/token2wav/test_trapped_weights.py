@@ -10,7 +10,6 @@ import pytest
 import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import MEL_BINS
-from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.monitoring.metrics import FALLBACKS
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.engine import Token2Wav
@@ -33,7 +32,7 @@ State = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Callable[[Stack], Path]:
+def checkpoint(demo_files: Path, tmp_path: Path) -> Callable[[Stack], Path]:
     """Makes a directory with a stack's networks, of CosyVoice3 untrained ones, and of the demo voice its encoders."""
 
     def make(stack: Stack) -> Path:
@@ -41,7 +40,7 @@ def checkpoint(tmp_path: Path) -> Callable[[Stack], Path]:
             write_flow(tmp_path / stack.flow, stack, 1, COSYVOICE3_FLOW)
             write_hift(tmp_path / stack.hift, stack, 2, HIFT)
             return tmp_path
-        for file in (TRAINED / stack.checkpoint).iterdir():
+        for file in (demo_files / stack.checkpoint).iterdir():
             os.symlink(file, tmp_path / file.name)
         return tmp_path
 

@@ -28,7 +28,8 @@ from cosyvoice_triton.prepare.genai import PRECISIONS
 def build_parser() -> argparse.ArgumentParser:
     parser = command_parser(__doc__)
     subparsers = parser.add_subparsers(dest="step", required=True)
-    demo = subparsers.add_parser("demo", help="the demo checkpoint")
+    demo = subparsers.add_parser("demo", help="the demo checkpoint, of all stacks, and the LLM of one for a CPU")
+    demo.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     download = subparsers.add_parser("download", help="the official checkpoints")
     download.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     download.add_argument("--hub", choices=get_args(hub.HubName), default="huggingface", help="default: huggingface")
@@ -63,11 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Process 1 of a container gets no SIGTERM unless it has a handler.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.step == "demo":
-        steps.report(args.models, steps.demo(args.models), "a small trained voice, see demo_voice/README.md")
+        made = steps.demo(args.models, args.stack)
+        steps.report(args.models, made, "a small trained voice, see demo_voice/README.md")
     else:
         with steps.only_one(args.models):
             {"download": steps.download, "engine": steps.build, "plans": steps.plans}[args.step](args.models, args)
-    stack = f" --stack {args.stack}" if args.step != "demo" else ""
+    stack = f" --stack {args.stack}"
     if args.step == "download":
         print(f"without a GPU:  {program()} prepare engine {args.models}{stack} --kind onnxruntime_genai")
     print(f"next:           {program()} serve --models {args.models}{stack} --speech-port 10086")

@@ -1,4 +1,7 @@
-"""The trained demo checkpoint, copied out of the package; `sha256sum -c SHA256SUMS` checks a copy."""
+"""The trained demo checkpoint, copied out of the package; `sha256sum -c SHA256SUMS` checks a copy.
+
+The package has files that several stacks have once, so that only a copy is complete.
+"""
 
 import hashlib
 import json
@@ -24,7 +27,9 @@ def copy_demo(models: Path) -> bool:
     if has_random_weights(models):
         raise ValueError(f"{models} has random weights: name another directory, or remove it")
     absent = [name for name, digest in sums.items() if sha256(models / name) != digest]
-    if damaged := [TRAINED / name for name in absent if sha256(TRAINED / name) != sums[name]]:
+    stored = {digest: TRAINED / name for name, digest in sums.items() if (TRAINED / name).is_file()}
+    sources = {name: stored.get(sums[name], TRAINED / name) for name in absent}
+    if damaged := [source for name, source in sources.items() if sha256(source) != sums[name]]:
         raise ValueError(f"{damaged[0]} is damaged: its SHA-256 is not that of {SUMS}")
     known = (models / SUMS).read_text(encoding="utf-8") if (models / SUMS).is_file() else ""
     if not absent and known == listed:
@@ -32,11 +37,11 @@ def copy_demo(models: Path) -> bool:
     if known not in ("", listed):
         _remove_computed(models)
     (models / MANIFEST).write_text(json.dumps({"weights": "trained"}) + "\n", encoding="utf-8")
-    for name in (*absent, CARD, SUMS):
+    for name, source in (*sources.items(), (CARD, TRAINED / CARD), (SUMS, TRAINED / SUMS)):
         target = models / name
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = target.with_name(f".{target.name}.new")
-        shutil.copyfile(TRAINED / name, fresh)
+        shutil.copyfile(source, fresh)
         fresh.rename(target)
     return True
 

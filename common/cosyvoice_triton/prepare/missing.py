@@ -22,7 +22,7 @@ def remedy(options: StackOptions, missing: Path) -> str:
         instead = "leave --llm-engine-dir out and " if options.llm_engine_dir else ""
         return f"{instead}run: {prepare} engine {models} --stack {options.stack} --kind onnxruntime_genai"
     if stacks.named(options.stack) in STACKS:
-        other = f"for the demo checkpoint: {prepare} demo {models}"
+        other = f"for the demo checkpoint: {prepare} demo {models} --stack {options.stack}"
     else:
         other = f"for random weights, in a clone: python -m tests.random_weights {models}-random"
     return f"for the official files run: {prepare} download {models} --stack {options.stack}; {other}"

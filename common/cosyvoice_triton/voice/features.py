@@ -25,12 +25,19 @@ def resample(wav: Tensor, from_rate: int, to_rate: int) -> Tensor:
         return wav
     divisor = math.gcd(from_rate, to_rate)
     source, target = from_rate // divisor, to_rate // divisor
-    kernel = torch.from_numpy(sinc_kernel(source, target))[:, None].to(wav.device)  # (target, 1, taps)
+    kernel = _resampling_kernel(source, target, wav.device)
     margin = (kernel.shape[2] - source) // 2
     flat = wav.reshape(-1, 1, wav.shape[-1])
     phases = F.conv1d(F.pad(flat, (margin, margin + source)), kernel, stride=source)  # (B, target, frames)
     samples = phases.transpose(1, 2).reshape(*wav.shape[:-1], -1)  # (B, target, frames) -> (..., frames * target)
     return samples[..., : math.ceil(target * wav.shape[-1] / source)]
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
+def _resampling_kernel(source: int, target: int, device: torch.device) -> Tensor:
+    """Return the filters of `resample` (target, 1, taps) on a device."""
+    return torch.from_numpy(sinc_kernel(source, target))[:, None].to(device)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ NORM_EPS = 1e-6
 ROTARY_BASE = 10_000
 
 
-def rotary_frequencies(head_dim: int) -> Tensor:
+def rotary_frequencies(head_dim: int, device: torch.device | str = "cpu") -> Tensor:
     """Return the angle per frame of each pair of channels, (head_dim / 2,) float32."""
-    return ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    return ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
 
 
 def rotary(positions: Tensor, frequencies: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class RotaryAttention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """Attend: x (B, T, C), mask (B, 1, 1 or T, T) bool -> (B, T, C)."""
         positions = torch.arange(x.shape[1], device=x.device)[None]
-        turns = rotary(positions, rotary_frequencies(self.head_dim).to(x.device))
+        turns = rotary(positions, rotary_frequencies(self.head_dim, x.device))
         q, k = (rotate(project(x), turns) for project in (self.to_q, self.to_k))
         q, k, v = (split_heads(part, self.heads) for part in (q, k, self.to_v(x)))  # (B, T, C) -> (B, H, T, D)
         return self.to_out(merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))

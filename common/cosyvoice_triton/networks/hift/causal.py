@@ -101,7 +101,7 @@ class CausalF0Predictor(nn.Module):
     def forward(self, mel: Tensor, ends: Tensor, contexts: Contexts) -> Tensor:
         """Predict f0 (B, T) in Hz, float64, never negative, from mel (B, mel_bins, T + F0_LOOKAHEAD); `ends` (B,) of it
         are valid."""
-        hidden = mel.double()
+        hidden = mel.to(self.classifier.weight.dtype)
         for layer in self.condnet:
             hidden = layer(hidden, ends, contexts) if isinstance(layer, ContinuedConv1d) else layer(hidden)
         return self.classifier(hidden.transpose(1, 2)).squeeze(2).abs()  # (B, C, T) -> (B, T, C) -> (B, T)
