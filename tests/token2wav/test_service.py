@@ -13,7 +13,7 @@ from cosyvoice_triton.monitoring.metrics import STREAMS
 from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
 from cosyvoice_triton.token2wav.serving.service import Token2WavService
 
-from tests.support.fake_engine import NO_TOKENS, PROMPT, Client, queue_behind_a_running_chunk
+from tests.support.fake_engine import NO_TOKENS, PROMPT, Client, queue_behind_a_running_chunk, running_chunk
 
 
 def test_a_stream_is_opened_rendered_and_freed_by_its_final_chunk(service, client):
@@ -185,10 +185,7 @@ def test_closing_refuses_queued_and_new_requests(engine, clock):
     service = Token2WavService(engine, idle_seconds=5.0, clock=clock)
     client = Client(service)
     client.start(1)
-    engine.gate.clear()
-    engine.entered.clear()
-    running = client.post(1, [4], final=False)
-    assert engine.entered.wait(10)
+    running = running_chunk(client, engine, 1, [4])
     queued = client.post(1, [5], final=False)
     closing = threading.Thread(target=service.close)
     closing.start()

@@ -10,7 +10,7 @@ from cosyvoice_triton.constants import CALLS_AT_ONCE, HOP_SAMPLES
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.monitoring.metrics import GAP_SECONDS, GAPS, OPENED, OPENED_WAITED, QUEUED, REFUSED, STREAMS
 
-from tests.support.fake_engine import NEW, PROMPT, answered, queue_behind_a_running_chunk
+from tests.support.fake_engine import NEW, PROMPT, answered, queue_behind_a_running_chunk, running_chunk
 from tests.support.waiting import until
 
 
@@ -194,10 +194,7 @@ def test_gaps_of_the_listeners_and_the_wait_of_starts_are_counted(service, clien
     client.send(1, [1], final=False)
     values = service.stats()
     assert (values[GAPS], values[GAP_SECONDS]) == (1, pytest.approx(0.5))
-    engine.gate.clear()
-    engine.entered.clear()
-    running = client.post(1, [1], final=False)
-    assert engine.entered.wait(10)
+    running = running_chunk(client, engine, 1, [1])
     start = client.post(2, **NEW)
     clock.now += 0.3
     engine.gate.set()

@@ -55,14 +55,9 @@ def test_first_chunks_are_rendered_first_then_those_of_listeners_who_run_out_of_
     client.start(1, [1] * 50)  # 2 s of audio from now on
     clock.now += 0.5
     client.start(2, [2] * 5)  # 0.2 s from now on: falls silent first
-    waiting = []
-    client.start(3)
-    client.start(0)
-    engine.gate.clear()
-    engine.entered.clear()
     engine.batches.clear()
-    waiting.append(client.post(0, [40], final=False))
-    assert engine.entered.wait(10)
+    waiting = queue_behind_a_running_chunk(client, engine, {})
+    client.start(3)
     waiting += [client.post(1, [1], final=False), client.post(2, [2] * 2, final=False)]
     waiting.append(client.post(3, [3] * 4, final=False))
     engine.gate.set()
