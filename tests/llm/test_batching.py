@@ -106,20 +106,17 @@ def test_a_request_that_cannot_be_served_is_an_error_with_the_value(engine, requ
     assert engine.live == 0
 
 
-def test_a_cancelled_request_frees_its_capacity_at_once(model, engine):
-    async def run():
-        model.gate.clear()
-        live = [engine.submit(make_request(1), lambda item: None) for _ in range(4)]
-        await asyncio.to_thread(model.held.wait, 60)
-        with pytest.raises(UnavailableError, match="maximum of 4 requests"):
-            engine.submit(make_request(1), lambda item: None)
-        live[1].cancel()
-        another = asyncio.create_task(collect(engine, make_request(50, max_tokens=3)))
-        await asyncio.sleep(0)  # it has been accepted
-        model.gate.set()
-        return await another
-
-    assert asyncio.run(run()) == ([51, 52, 53], "length")
+async def test_a_cancelled_request_frees_its_capacity_at_once(model, engine):
+    model.gate.clear()
+    live = [engine.submit(make_request(1), lambda item: None) for _ in range(4)]
+    await asyncio.to_thread(model.held.wait, 60)
+    with pytest.raises(UnavailableError, match="maximum of 4 requests"):
+        engine.submit(make_request(1), lambda item: None)
+    live[1].cancel()
+    another = asyncio.create_task(collect(engine, make_request(50, max_tokens=3)))
+    await asyncio.sleep(0)  # it has been accepted
+    model.gate.set()
+    assert await another == ([51, 52, 53], "length")
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
@@ -141,18 +138,15 @@ def test_a_prompt_that_cannot_be_read_ends_alone(model, engine):
     assert first[0] == [11, 12, 13, 14, 15] and last[0] == [31, 32, 33, 34, 35]
 
 
-def test_closing_the_engine_fails_live_requests(model, engine):
-    async def run():
-        model.gate.clear()
-        live = asyncio.create_task(collect(engine, make_request(1)))
-        await asyncio.to_thread(model.held.wait, 60)
-        closing = asyncio.create_task(asyncio.to_thread(engine.close))
-        await asyncio.to_thread(until, lambda: engine._failure)  # the thread is still held
-        model.gate.set()
-        await closing
-        return await asyncio.wait_for(asyncio.gather(live, return_exceptions=True), 5)
-
-    (error,) = asyncio.run(run())
+async def test_closing_the_engine_fails_live_requests(model, engine):
+    model.gate.clear()
+    live = asyncio.create_task(collect(engine, make_request(1)))
+    await asyncio.to_thread(model.held.wait, 60)
+    closing = asyncio.create_task(asyncio.to_thread(engine.close))
+    await asyncio.to_thread(until, lambda: engine._failure)  # the thread is still held
+    model.gate.set()
+    await closing
+    (error,) = await asyncio.wait_for(asyncio.gather(live, return_exceptions=True), 5)
     assert isinstance(error, UnavailableError)
     assert engine.live == 0
 

@@ -61,25 +61,21 @@ def test_requests_that_come_while_prompts_are_launched_are_prefilled_before_the_
     assert engine.events[: engine.events.index("step")].count("prefill") == before_the_step
 
 
-def test_readers_have_what_was_launched_before_prompts_before_the_prompts_are_waited_for():
+async def test_readers_have_what_was_launched_before_prompts_before_the_prompts_are_waited_for():
     engine = Engine(before={"step": lambda: engine.send()})  # its prompt is launched while the only step is computed
     request = GenerationRequest(np.arange(20), Sampling(max_tokens=1), (0,))
-
-    async def run():
-        loop = asyncio.get_running_loop()
-        wake = loop.call_soon_threadsafe
-        loop.call_soon_threadsafe = lambda *call: engine.events.append("woken") or wake(*call)
-        answer = engine.generate(request)
-        reader = asyncio.ensure_future(anext(answer))
-        await asyncio.sleep(0)  # it has submitted the request
-        engine.step()
-        assert engine.events == ["prefill", "await", "step"]
-        engine.step()
-        assert engine.events[3:6] == ["prefill", "woken", "await"]
-        assert (await reader).finish_reason == "length"
-        await answer.aclose()
-
-    asyncio.run(run())
+    loop = asyncio.get_running_loop()
+    wake = loop.call_soon_threadsafe
+    loop.call_soon_threadsafe = lambda *call: engine.events.append("woken") or wake(*call)
+    answer = engine.generate(request)
+    reader = asyncio.ensure_future(anext(answer))
+    await asyncio.sleep(0)  # it has submitted the request
+    engine.step()
+    assert engine.events == ["prefill", "await", "step"]
+    engine.step()
+    assert engine.events[3:6] == ["prefill", "woken", "await"]
+    assert (await reader).finish_reason == "length"
+    await answer.aclose()
 
 
 @pytest.mark.parametrize("waits", [True, False])

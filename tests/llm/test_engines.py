@@ -38,19 +38,16 @@ def test_tokens_and_the_finish_reason_are_returned(engine, tokenizer):
     assert engine.live == 0
 
 
-def test_one_request_too_many_is_rejected(engine, tokenizer):
-    async def run():
-        live = [engine.generate(request_of(tokenizer)) for _ in range(MAX_REQUESTS)]
-        for chunks in live:
-            await anext(chunks)
-        with pytest.raises(UnavailableError, match=f"maximum of {MAX_REQUESTS} requests"):
-            await chunks_of(engine, request_of(tokenizer))
-        for chunks in live:
-            await chunks.aclose()
-        assert engine.live == 0 and not engine._llm.live
+async def test_one_request_too_many_is_rejected(engine, tokenizer):
+    live = [engine.generate(request_of(tokenizer)) for _ in range(MAX_REQUESTS)]
+    for chunks in live:
+        await anext(chunks)
+    with pytest.raises(UnavailableError, match=f"maximum of {MAX_REQUESTS} requests"):
         await chunks_of(engine, request_of(tokenizer))
-
-    asyncio.run(run())
+    for chunks in live:
+        await chunks.aclose()
+    assert engine.live == 0 and not engine._llm.live
+    await chunks_of(engine, request_of(tokenizer))
 
 
 @pytest.mark.parametrize(

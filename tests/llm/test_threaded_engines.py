@@ -84,20 +84,16 @@ def test_an_answer_in_parts_equals_the_whole_answer(engine, tokenizer, prompt):
     assert len(whole) > 40 and parts == whole
 
 
-def test_the_loop_is_woken_once_for_all_answers_of_a_step(engine, tokenizer):
+async def test_the_loop_is_woken_once_for_all_answers_of_a_step(engine, tokenizer):
     """And all of them arrive: streams that begin together, each with as many answers as the others."""
-
-    async def run():
-        loop, calls = asyncio.get_running_loop(), []
-        wake = loop.call_soon_threadsafe
-        loop.call_soon_threadsafe = lambda *call: calls.append(call) or wake(*call)
-        request = request_of(tokenizer, "Hello", seed=1, min_tokens=60, max_tokens=60)
-        answers = [await chunks_of(engine, request)]
-        alone, calls[:] = len(calls), []
-        answers += await asyncio.gather(*(chunks_of(engine, request) for _ in range(STREAMS)))
-        return alone, len(calls), answers
-
-    alone, together, answers = asyncio.run(run())
+    loop, calls = asyncio.get_running_loop(), []
+    wake = loop.call_soon_threadsafe
+    loop.call_soon_threadsafe = lambda *call: calls.append(call) or wake(*call)
+    request = request_of(tokenizer, "Hello", seed=1, min_tokens=60, max_tokens=60)
+    answers = [await chunks_of(engine, request)]
+    alone, calls[:] = len(calls), []
+    answers += await asyncio.gather(*(chunks_of(engine, request) for _ in range(STREAMS)))
+    alone, together, answers = alone, len(calls), answers
     assert all(sum(len(chunk.tokens) for chunk in chunks) == 60 for chunks in answers)
     assert 0 < together < alone * STREAMS / 2
 

@@ -45,28 +45,25 @@ def test_pieces_arrive_in_their_order_up_to_the_end() -> None:
     assert asyncio.run(run()) == ["a", "bc"]
 
 
-def test_misuse_is_an_error_with_its_value_and_ends_with_the_request() -> None:
-    async def run() -> None:
-        streams = PieceStreams(idle_seconds=0.05)
-        with pytest.raises(ValueError, match="no request in pieces has the sequence id 7"):
-            streams.add(7, "a", False)
-        with streams.open(7, LIMIT) as stream:
-            with pytest.raises(ValueError, match="sequence id 7 is in use"), streams.open(7, LIMIT):
-                pass
-            streams.add(7, "a" * 9, False)
-            with pytest.raises(ValueError, match="11 characters in its pieces so far, more than the limit of 10"):
-                streams.add(7, "bc", False)
-            with pytest.raises(ValueError, match="began with target_text, and this piece of it has another input"):
-                streams.add(7, np.zeros(5, np.float32), False)
-            with pytest.raises(ValueError, match=r"no further piece of it for 0\.05 s"):
-                await read(stream)
-            streams.add(7, "", True)
-            with pytest.raises(ValueError, match="has ended already"):
-                streams.add(7, "b", False)
-        with pytest.raises(ValueError, match="no request in pieces"):
-            streams.add(7, "a", False)
-
-    asyncio.run(run())
+async def test_misuse_is_an_error_with_its_value_and_ends_with_the_request() -> None:
+    streams = PieceStreams(idle_seconds=0.05)
+    with pytest.raises(ValueError, match="no request in pieces has the sequence id 7"):
+        streams.add(7, "a", False)
+    with streams.open(7, LIMIT) as stream:
+        with pytest.raises(ValueError, match="sequence id 7 is in use"), streams.open(7, LIMIT):
+            pass
+        streams.add(7, "a" * 9, False)
+        with pytest.raises(ValueError, match="11 characters in its pieces so far, more than the limit of 10"):
+            streams.add(7, "bc", False)
+        with pytest.raises(ValueError, match="began with target_text, and this piece of it has another input"):
+            streams.add(7, np.zeros(5, np.float32), False)
+        with pytest.raises(ValueError, match=r"no further piece of it for 0\.05 s"):
+            await read(stream)
+        streams.add(7, "", True)
+        with pytest.raises(ValueError, match="has ended already"):
+            streams.add(7, "b", False)
+    with pytest.raises(ValueError, match="no request in pieces"):
+        streams.add(7, "a", False)
 
 
 def test_the_first_audio_comes_before_the_text_has_ended() -> None:

@@ -129,13 +129,12 @@ async def asked(full: dispatcher.Dispatcher) -> None:
         raise AssertionError("audio")
 
 
-def test_a_voice_that_waits_to_be_read_is_refused_like_the_others_however_long_that_takes(
+async def test_a_voice_that_waits_to_be_read_is_refused_like_the_others_however_long_that_takes(
     full: dispatcher.Dispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 0.0)
     service = Service(Settings(), cast(VoiceFolder, None), full.metrics, full)
-
-    async def waits() -> None:
+    with pytest.raises(ApiError, match="9 listeners"):
         async with contextlib.AsyncExitStack() as readers:
             for _ in range(os.cpu_count() or 1):
                 await readers.enter_async_context(full.decoding)
@@ -145,11 +144,8 @@ def test_a_voice_that_waits_to_be_read_is_refused_like_the_others_however_long_t
                 await asked(full)
         await waiting
 
-    with pytest.raises(ApiError, match="9 listeners"):
-        asyncio.run(waits())
 
-
-def test_of_a_crowd_only_the_first_are_routed_and_live_streams_run_after_each(
+async def test_of_a_crowd_only_the_first_are_routed_and_live_streams_run_after_each(
     full: dispatcher.Dispatcher,
 ) -> None:
     routed = steps = 0
@@ -166,13 +162,10 @@ def test_of_a_crowd_only_the_first_are_routed_and_live_streams_run_after_each(
         routed += 1
         await asked(full)
 
-    async def crowd() -> list[BaseException | None]:
-        other = asyncio.create_task(live())
-        answers = await asyncio.gather(*(listen() for _ in range(CROWD)), return_exceptions=True)
-        other.cancel()
-        return answers
-
-    assert [getattr(each, "status", each) for each in asyncio.run(crowd())] == CROWD * [429]
+    other = asyncio.create_task(live())
+    answers = await asyncio.gather(*(listen() for _ in range(CROWD)), return_exceptions=True)
+    other.cancel()
+    assert [getattr(each, "status", each) for each in (answers)] == CROWD * [429]
     assert routed < 4 and steps > CROWD / 2
 
 

@@ -133,7 +133,7 @@ def test_threads_are_kept_for_the_next_calls_up_to_a_number(triton_models, monke
     assert kept < threads
 
 
-def test_calls_beyond_the_slots_wait_for_their_turn(triton_models, monkeypatch):
+async def test_calls_beyond_the_slots_wait_for_their_turn(triton_models, monkeypatch):
     """Also after abandoned calls, which keep their slots, and if a waiting call was cancelled."""
     monkeypatch.setattr(calls, "_slots", calls.CallSlots(2))
     release, running, most = threading.Event(), [0], [0]
@@ -146,21 +146,17 @@ def test_calls_beyond_the_slots_wait_for_their_turn(triton_models, monkeypatch):
         return answer(y=np.ones(1))
 
     triton_models["m"] = callee
-
-    async def answered() -> int:
-        abandoned = await asyncio.gather(
-            *(triton_io.call("m", {}, ["y"], timeout=0.05) for _ in range(4)), return_exceptions=True
-        )
-        assert [type(error) for error in abandoned] == [UnavailableError] * 4
-        waiting = [asyncio.ensure_future(triton_io.call("m", {}, ["y"])) for _ in range(8)]
-        for _ in range(9):  # until they wait
-            await asyncio.sleep(0)
-        waiting[0].cancel()
-        release.set()
-        answers = await asyncio.gather(*waiting, return_exceptions=True)
-        return sum(isinstance(found, dict) for found in answers)
-
-    assert asyncio.run(answered()) == 7 and most[0] == 2
+    abandoned = await asyncio.gather(
+        *(triton_io.call("m", {}, ["y"], timeout=0.05) for _ in range(4)), return_exceptions=True
+    )
+    assert [type(error) for error in abandoned] == [UnavailableError] * 4
+    waiting = [asyncio.ensure_future(triton_io.call("m", {}, ["y"])) for _ in range(8)]
+    for _ in range(9):  # until they wait
+        await asyncio.sleep(0)
+    waiting[0].cancel()
+    release.set()
+    answers = await asyncio.gather(*waiting, return_exceptions=True)
+    assert (sum(isinstance(found, dict) for found in answers)) == 7 and most[0] == 2
 
 
 def test_a_call_whose_thread_cannot_be_started_releases_its_slot(triton_models, monkeypatch):
@@ -177,18 +173,15 @@ def test_a_call_whose_thread_cannot_be_started_releases_its_slot(triton_models, 
     assert ask(timeout=5)["y"] == 1
 
 
-def test_a_caller_that_is_cancelled_when_it_gets_its_slot_gives_it_back() -> None:
-    async def run() -> None:
-        slots = calls.CallSlots(1)
+async def test_a_caller_that_is_cancelled_when_it_gets_its_slot_gives_it_back() -> None:
+    slots = calls.CallSlots(1)
+    await slots.acquire()
+    waiting = asyncio.create_task(slots.acquire())
+    await asyncio.sleep(0)  # until it waits
+    slots.release()
+    await asyncio.sleep(0)  # until the slot is passed on, before the task runs
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    async with async_timeout.timeout(60):
         await slots.acquire()
-        waiting = asyncio.create_task(slots.acquire())
-        await asyncio.sleep(0)  # until it waits
-        slots.release()
-        await asyncio.sleep(0)  # until the slot is passed on, before the task runs
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        async with async_timeout.timeout(60):
-            await slots.acquire()
-
-    asyncio.run(run())
