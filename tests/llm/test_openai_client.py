@@ -18,7 +18,7 @@ from cosyvoice_triton.llm.speech_tokens import speech_token_text
 from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.tritonserver import free_port
 
-from tests.support.raw_http_server import STREAM, RawHttpServer, event, ids_event, reply
+from tests.support.http_servers import STREAM, RawHttpServer, event, ids_event, reply
 from tests.support.waiting import until
 
 QUICK, PATIENT = Timeouts(connect=0.5, first_token=0.6, token=0.6), Timeouts(connect=30, first_token=30, token=30)

@@ -18,7 +18,7 @@ from cosyvoice_triton.server.tritonserver import free_port
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.support.gateway import wait_for
-from tests.support.http_pages import Page, http_server
+from tests.support.http_servers import Page, http_server
 from tests.support.serve_process import ServeProcess, StreamResult, get, rendered, serve_process, speak_at_once
 from tests.support.server_requests import TEXT, VOICE, VOICE_TEXT
 

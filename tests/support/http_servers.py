@@ -1,11 +1,93 @@
-"""An HTTP server on loopback that sends prepared bytes, and functions that build them in the OpenAI format."""
+"""HTTP servers on this machine: one whose answers are those of a test, one that sends prepared bytes, with functions
+that build them in the OpenAI format, and one that sends back what it is sent."""
 
 import asyncio
 import contextlib
 import json
-from contextlib import asynccontextmanager
+import socket
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from cosyvoice_triton.background import BackgroundLoop
+
+
+class Page(BaseHTTPRequestHandler):
+    """Answers requests of any method, by the `answer` of a subclass."""
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    do_POST = do_HEAD = do_GET  # noqa: N815 - names of the base class
+
+    def answer(self) -> None:
+        self.reply()
+
+    def body(self) -> bytes:
+        """What the client has sent."""
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def reply(self, status: int = 200, content: bytes | object = b"", **headers: str) -> None:
+        """Sends an answer; a `content` that is not bytes as JSON."""
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {"Content_Length": str(len(data)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Logs nothing."""
+
+
+class PageServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+@contextmanager
+def http_server(page: type[Page], host: str = "127.0.0.1", kind: type[PageServer] = PageServer) -> Iterator[PageServer]:
+    """A running server. kind: a subclass, whose handlers find it as `self.server`."""
+
+    class Server(kind):  # type: ignore[misc, valid-type]
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    with Server((host, 0), page) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _Echo(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # the client may have gone
+            for line in self.rfile:
+                self.wfile.write(line)
+                if line == b"\r\n":
+                    return
+
+
+@contextmanager
+def echo_server() -> Iterator[int]:
+    """The port on loopback."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Echo) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def event(text, finish_reason=None):
