@@ -103,9 +103,6 @@ def test_tensorrt_llm_gets_the_sampling_and_a_bias_that_excludes_text(install, l
         asyncio.run(chunks_of(engine, request_of(tokenizer, ras_window=10)))
 
 
-# --- choice of the engine ------------------------------------------------------------------------------------------
-
-
 def test_auto_takes_the_best_engine_that_reads_the_directory(install, llm_dir, genai_dir, tokenizer, monkeypatch):
     chosen = []
     engine = load_engine("auto", genai_dir, tokenizer, 1)

@@ -65,9 +65,6 @@ GOOD = (STREAM, event("<|s_1|><|s_"), event("2|>"), event("", "stop"), b"data: [
 SPOKEN = ([1, 2], "stop")  # what GOOD says
 
 
-# --- a real server ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def transformers_url(llm_dir, tmp_path_factory):
     port = free_port()
@@ -100,9 +97,6 @@ def test_transformers_serve_speaks_by_the_requested_sampling_up_to_its_limit(tra
     assert len(first[0]) > 10 and first[1] == "stop"
     assert first == again != other and greedy[0] == greedy[1]
     assert (len(tokens), reason) == (7, "length")
-
-
-# --- a faulty server -------------------------------------------------------------------------------------
 
 
 WHOLE = event("<|s_1|>") + b": ping\r\n\r\n" + event("<|s_22|>") + event("", "stop") + b"data: [DONE]\n\n"

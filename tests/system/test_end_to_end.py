@@ -87,8 +87,6 @@ def test_the_pages_have_every_metric_that_dashboard_and_alerts_ask_for(server: S
     assert unknown(get(f"http://{server.triton.metrics_url}/metrics")[1], "nv_") == set()
 
 
-# --- long texts and what reaches the models ---------------------------------------------------------------------------
-
 LONG_TEXT = ("The first sentence costs $3.50 and is spoken by nobody. " * 2 + "今天是2023年11月5日，一切都好。") * 2
 
 
@@ -142,9 +140,6 @@ def test_a_stream_ends_with_exactly_one_final_response(server: Server, voice: np
         connection.stop_stream()  # returns when no response is outstanding
     assert arrivals.empty()
     assert all(sizes[:-1]) and sizes[-1] == 0
-
-
-# --- concurrent requests ---------------------------------------------------------------------------------------------
 
 
 def requests_of(stack: str, voice: np.ndarray) -> list[Utterance]:

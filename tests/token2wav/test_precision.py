@@ -175,9 +175,7 @@ def test_eight_bits_change_the_mel_hardly_and_no_more_at_the_end_of_30_seconds(f
 
 
 @torch.inference_mode()
-def test_what_is_not_finite_is_seen_and_made_again_in_eight_bits(
-    flows: list[CachedStreaming], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_finite_is_seen_and_made_again_in_eight_bits(flows, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(TEST_FAULTS, str(tmp_path))
     flow = flows[1]
     stream = flow.open(prompt(1, tokens=30), VocoderState(0))

@@ -76,9 +76,7 @@ def engine(stack: Stack, directory: Path, precision: Precision) -> Token2Wav:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stack", [stacks.DIT, stacks.UNET, stacks.COSYVOICE3], ids=lambda stack: stack.name)
-def test_a_stack_speaks_with_trapped_weights_in_the_fastest_format_that_holds(
-    stack: Stack, checkpoint, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stack_speaks_with_trapped_weights_in_the_fastest_format_that_holds(stack, checkpoint, caplog) -> None:
     directory = checkpoint(stack)
 
     def in_more_bits() -> float:

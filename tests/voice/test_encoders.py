@@ -2,7 +2,6 @@
 equals its recordings alone."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,9 +46,7 @@ def encoder(model_dir: Path) -> SpeakerEncoder:
     return SpeakerEncoder(model_dir)
 
 
-def test_long_recordings_are_encoded_in_several_batches_without_another_result(
-    tokenizer: AudioTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_recordings_are_encoded_in_several_batches_without_another_result(tokenizer, monkeypatch) -> None:
     """A batch of 16 recordings of 30 s would take 2 GB of a GPU."""
     first, second = references()
     waves = [second, first[:16_000], second[:24_000], first]
@@ -110,9 +107,7 @@ def test_a_damaged_speech_tokenizer_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("network", "file"), [(AudioTokenizer, "speech_tokenizer_v2_25hz.onnx"), (SpeakerEncoder, "campplus.onnx")]
 )
-def test_a_file_with_values_that_are_no_numbers_is_named(
-    network: Callable[[Path], object], file: str, model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_file_with_values_that_are_no_numbers_is_named(network, file, model_dir, tmp_path) -> None:
     model = onnx.load(model_dir / file)
     weights = next(weights for weights in model.graph.initializer if len(weights.dims) == 3)
     values = onnx.numpy_helper.to_array(weights).copy()
@@ -123,9 +118,7 @@ def test_a_file_with_values_that_are_no_numbers_is_named(
         network(tmp_path)
 
 
-def test_a_plan_encodes_recordings_as_the_onnx_file_does(
-    model_dir: Path, encoder: SpeakerEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_encodes_recordings_as_the_onnx_file_does(model_dir, encoder, tmp_path, monkeypatch) -> None:
     fake_tensorrt.install(monkeypatch)
     monkeypatch.setattr(plans, "machine", lambda device: "here")
     (tmp_path / "campplus.onnx").write_bytes((model_dir / "campplus.onnx").read_bytes())

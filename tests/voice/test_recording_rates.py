@@ -174,9 +174,7 @@ def test_equal_samples_of_different_rates_are_different_recordings() -> None:
     assert Recording(wav, rate=24_000).digest != Recording(wav).digest
 
 
-def test_a_voice_registered_at_16_khz_works_and_says_how_to_get_its_upper_bands(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_voice_registered_at_16_khz_works_and_says_how_to_get_its_upper_bands(tmp_path, caplog) -> None:
     from safetensors.numpy import load_file, save_file
 
     save_recording(tmp_path / "new.safetensors", Recording(tone(24_000, 440), "Hi.", 24_000))
