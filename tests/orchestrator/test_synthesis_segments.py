@@ -81,22 +81,19 @@ def test_a_later_segment_starts_with_the_audio_that_its_listener_has_left_and_wi
     assert [[hop.length for hop in stream.hops][0] for stream in (first, second, third)] == [15, 60, 100]
 
 
-def test_the_llm_is_one_segment_ahead_of_token2wav_and_no_further() -> None:
+async def test_the_llm_is_one_segment_ahead_of_token2wav_and_no_further() -> None:
     gate = asyncio.Event()
     pipeline = Pipeline(CountingLM(), token2wav=FakeToken2Wav(gate=gate))
-
-    async def scenario() -> list[np.ndarray]:
+    async with pipeline:
         synthesis = asyncio.create_task(pipeline.synthesize(speech_request(text="0-20|20-40|40-60|60-80")))
         await run_until(lambda: len(pipeline.llm.prompts) == 2 and pipeline.llm.open == 0)
         await settle()
         assert [prompt.target_text for prompt in pipeline.llm.prompts] == ["0-20", "20-40"]
         gate.set()
-        return await synthesis
-
-    np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), np.arange(80))
+        np.testing.assert_array_equal(np.concatenate((await synthesis)), np.arange(80))
 
 
-def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented() -> None:
+async def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented() -> None:
     released = threading.Event()
 
     def parts() -> Iterator[str]:
@@ -106,14 +103,13 @@ def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented() -> N
 
     pipeline = Pipeline(CountingLM())
     pipeline.texts = FakeTextPreparer(parts())
-
-    async def scenario() -> list[np.ndarray]:
+    async with pipeline:
         async with aclosing(pipeline.synthesizer.stream(speech_request())) as waveforms:
             first = [await anext(waveforms), await anext(waveforms)]
             released.set()
-            return first + [waveform async for waveform in waveforms]
-
-    np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), np.arange(60))
+            np.testing.assert_array_equal(
+                np.concatenate((first + [waveform async for waveform in waveforms])), np.arange(60)
+            )
 
 
 PAUSES = (Pause(0.1), "0-20", Pause(0.5), Pause(0.5), "20-40", Pause(0.02))

@@ -66,12 +66,11 @@ async def test_misuse_is_an_error_with_its_value_and_ends_with_the_request() -> 
         streams.add(7, "a", False)
 
 
-def test_the_first_audio_comes_before_the_text_has_ended() -> None:
+async def test_the_first_audio_comes_before_the_text_has_ended() -> None:
     """The fake's voice has 30 tokens, which are two blocks with the transcript's first ten letters."""
     llm = FakeLM(list(range(15)))
     pipeline = Pipeline(llm)
-
-    async def run() -> list[np.ndarray]:
+    async with pipeline:
         speech = text()
         listener = asyncio.create_task(pipeline.synthesize(request_of(speech, target_text="")))
         speech.add("abcd ", end=False)  # after the voice, the first block needs no text
@@ -80,9 +79,7 @@ def test_the_first_audio_comes_before_the_text_has_ended() -> None:
         await run_until(lambda: len(pipeline.token2wav.streams) == 1 and len(pipeline.hops) == 1)
         assert len(llm.prompts) == 2 and not listener.done()
         speech.add("i", end=True)
-        return await listener
-
-    audio = np.concatenate(pipeline.run(run()))
+        audio = np.concatenate((await listener))
     assert [sampling.max_tokens for sampling in llm.samplings] == [15, 15, 15, 750]
     assert [sampling.min_tokens for sampling in llm.samplings] == [15, 15, 15, 0]  # a block has no end
     assert [sampling.seed for sampling in llm.samplings] == [1, 16, 31, 46]
