@@ -18,7 +18,7 @@ from cosyvoice_triton.llm.speech_tokens import speech_token_text
 from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.tritonserver import free_port
 
-from tests.support.http_servers import STREAM, RawHttpServer, event, ids_event, reply
+from tests.support.http_servers import STREAM, RawHttpServer, event, reply
 from tests.support.waiting import until
 
 QUICK, PATIENT = Timeouts(connect=0.5, first_token=0.6, token=0.6), Timeouts(connect=30, first_token=30, token=30)
@@ -201,7 +201,7 @@ def test_the_dialect_is_learned_once(tokenizer):
 def test_tokens_are_read_as_ids_if_the_server_sends_ids(tokenizer):
     o, end = tokenizer.first_speech_id, tokenizer.end_ids[0]
     stray = tokenizer.sos_id
-    result, _ = ask(tokenizer, (STREAM, ids_event([o + 5, stray]), ids_event([o + 6, end], "stop")))
+    result, _ = ask(tokenizer, (STREAM, event("", token_ids=[o + 5, stray]), event("", "stop", token_ids=[o + 6, end])))
     assert result == ([5, 6], "stop")
 
 

@@ -90,7 +90,7 @@ async def test_the_llm_is_one_segment_ahead_of_token2wav_and_no_further() -> Non
         await settle()
         assert [prompt.target_text for prompt in pipeline.llm.prompts] == ["0-20", "20-40"]
         gate.set()
-        np.testing.assert_array_equal(np.concatenate((await synthesis)), np.arange(80))
+        np.testing.assert_array_equal(np.concatenate(await synthesis), np.arange(80))
 
 
 async def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented() -> None:
@@ -108,7 +108,7 @@ async def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented(
             first = [await anext(waveforms), await anext(waveforms)]
             released.set()
             np.testing.assert_array_equal(
-                np.concatenate((first + [waveform async for waveform in waveforms])), np.arange(60)
+                np.concatenate(first + [waveform async for waveform in waveforms]), np.arange(60)
             )
 
 

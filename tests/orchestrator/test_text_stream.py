@@ -79,7 +79,7 @@ async def test_the_first_audio_comes_before_the_text_has_ended() -> None:
         await run_until(lambda: len(pipeline.token2wav.streams) == 1 and len(pipeline.hops) == 1)
         assert len(llm.prompts) == 2 and not listener.done()
         speech.add("i", end=True)
-        audio = np.concatenate((await listener))
+        audio = np.concatenate(await listener)
     assert [sampling.max_tokens for sampling in llm.samplings] == [15, 15, 15, 750]
     assert [sampling.min_tokens for sampling in llm.samplings] == [15, 15, 15, 0]  # a block has no end
     assert [sampling.seed for sampling in llm.samplings] == [1, 16, 31, 46]

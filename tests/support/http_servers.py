@@ -10,8 +10,23 @@ import threading
 from collections.abc import Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TypeVar
 
 from cosyvoice_triton.background import BackgroundLoop
+
+AnyServer = TypeVar("AnyServer", bound=socketserver.BaseServer)
+
+
+@contextmanager
+def running(server: AnyServer) -> Iterator[AnyServer]:
+    with server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 class Page(BaseHTTPRequestHandler):
@@ -58,14 +73,8 @@ def http_server(page: type[Page], host: str = "127.0.0.1", kind: type[PageServer
     class Server(kind):  # type: ignore[misc, valid-type]
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
-    with Server((host, 0), page) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    with running(Server((host, 0), page)) as server:
+        yield server
 
 
 class _Echo(socketserver.StreamRequestHandler):
@@ -80,23 +89,12 @@ class _Echo(socketserver.StreamRequestHandler):
 @contextmanager
 def echo_server() -> Iterator[int]:
     """The port on loopback."""
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Echo) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
+    with running(socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Echo)) as server:
+        yield server.server_address[1]
 
 
-def event(text, finish_reason=None):
-    content = {"choices": [{"index": 0, "text": text, "finish_reason": finish_reason}]}
-    return b"data: " + json.dumps(content).encode() + b"\n\n"
-
-
-def ids_event(ids, finish_reason=None):
-    content = {"choices": [{"index": 0, "text": "", "token_ids": ids, "finish_reason": finish_reason}]}
+def event(text, finish_reason=None, **more):
+    content = {"choices": [{"index": 0, "text": text, "finish_reason": finish_reason, **more}]}
     return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
@@ -115,7 +113,6 @@ class RawHttpServer:
         self.answers = list(answers)  # the last one repeats
         self.bodies = []
         self.live = 0
-        self.closed_by_client = asyncio.Event()
 
     @asynccontextmanager
     async def running(self):
@@ -136,7 +133,7 @@ class RawHttpServer:
         length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-l"))
         self.bodies.append(json.loads(await reader.readexactly(length)))
         answer = await self.answer_to(self.bodies[-1])
-        watch = asyncio.create_task(self._watch(reader))
+        watch = asyncio.create_task(reader.read(1))  # ends when the client leaves
         self.live += 1
         try:
             for part in answer:
@@ -151,10 +148,6 @@ class RawHttpServer:
             self.live -= 1
             watch.cancel()
             writer.close()
-
-    async def _watch(self, reader):
-        if not await reader.read(1):
-            self.closed_by_client.set()
 
 
 TOKENS = 60  # of a good answer
