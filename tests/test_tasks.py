@@ -24,13 +24,10 @@ async def forever(ended: list[str]) -> None:
         ended.append("forever")
 
 
-def test_result_returns_the_result_of_new_work_and_of_a_running_task() -> None:
-    async def main() -> list[int]:
-        async with TaskScope() as scope:
-            early = scope.spawn(value(1))
-            return [await scope.result(value(2)), await scope.result(early)]
-
-    assert asyncio.run(main()) == [2, 1]
+async def test_result_returns_the_result_of_new_work_and_of_a_running_task() -> None:
+    async with TaskScope() as scope:
+        early = scope.spawn(value(1))
+        assert [await scope.result(value(2)), await scope.result(early)] == [2, 1]
 
 
 async def test_waiting_ends_with_the_error_of_another_task_that_fails() -> None:

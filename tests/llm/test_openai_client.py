@@ -83,17 +83,13 @@ def transformers_url(llm_dir, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_transformers_serve_speaks_by_the_requested_sampling_up_to_its_limit(transformers_url, tokenizer, llm_dir):
-    async def run():
-        llm = OpenAILM([transformers_url], str(llm_dir), tokenizer)
-        try:
-            seeded = [await speak(llm, seed=seed) for seed in (1, 1, 2)]
-            greedy = [await speak(llm, seed=seed, temperature=0.0, max_tokens=40) for seed in (1, 2)]
-            return seeded, greedy, await speak(llm, seed=1, max_tokens=7)
-        finally:
-            await llm.aclose()
-
-    (first, again, other), greedy, (tokens, reason) = asyncio.run(run())
+async def test_transformers_serve_speaks_by_the_requested_sampling_up_to_its_limit(
+    transformers_url, tokenizer, llm_dir
+):
+    async with aclosing(OpenAILM([transformers_url], str(llm_dir), tokenizer)) as llm:
+        first, again, other = [await speak(llm, seed=seed) for seed in (1, 1, 2)]
+        greedy = [await speak(llm, seed=seed, temperature=0.0, max_tokens=40) for seed in (1, 2)]
+        tokens, reason = await speak(llm, seed=1, max_tokens=7)
     assert len(first[0]) > 10 and first[1] == "stop"
     assert first == again != other and greedy[0] == greedy[1]
     assert (len(tokens), reason) == (7, "length")

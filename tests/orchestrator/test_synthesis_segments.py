@@ -116,28 +116,25 @@ PAUSES = (Pause(0.1), "0-20", Pause(0.5), Pause(0.5), "20-40", Pause(0.02))
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_segments_and_pauses_are_reported_with_their_samples_before_their_last_waveform(offline: bool) -> None:
+async def test_segments_and_pauses_are_reported_with_their_samples_before_their_last_waveform(offline: bool) -> None:
     """Pauses are silence between segments and hold up no work."""
     pipeline = Pipeline(CountingLM())
     pipeline.texts = FakeTextPreparer(PAUSES)
     reported: list[tuple[str, int]] = []
-    received = 0
+    waveforms, received = list[np.ndarray](), 0
 
     def ended(text: str, samples: int, tokens: Sequence[int]) -> None:
         reported.append((text, samples))
         assert received < sum(size for _, size in reported)
 
-    async def scenario() -> list[np.ndarray]:
-        nonlocal received
+    async with pipeline:
         if offline:
-            return [await pipeline.synthesizer.offline(speech_request(), on_segment=ended)]
-        waveforms = []
-        async for waveform in pipeline.synthesizer.stream(speech_request(), on_segment=ended):
-            received += waveform.size
-            waveforms.append(waveform)
-        return waveforms
-
-    audio = np.concatenate(pipeline.run(scenario()))
+            waveforms.append(await pipeline.synthesizer.offline(speech_request(), on_segment=ended))
+        else:
+            async for waveform in pipeline.synthesizer.stream(speech_request(), on_segment=ended):
+                received += waveform.size
+                waveforms.append(waveform)
+    audio = np.concatenate(waveforms)
     parts = [np.zeros(2400), np.arange(20), np.zeros(24_000), np.arange(20, 40), np.zeros(480)]
     np.testing.assert_array_equal(audio, np.concatenate(parts))
     assert reported == [("", 2400), ("0-20", 20), ("", 24_000), ("20-40", 20), ("", 480)]
@@ -178,27 +175,23 @@ def test_an_error_in_a_later_segment_ends_the_stream_with_that_error(failing: st
 
 
 @pytest.mark.parametrize("stage", ["the segment being rendered", "the segment ahead"])
-def test_cancelling_frees_every_segment(stage: str) -> None:
+async def test_cancelling_frees_every_segment(stage: str) -> None:
     never = asyncio.Event()
     ahead = stage == "the segment ahead"
     pipeline = Pipeline(
         CountingLM(slow=never) if ahead else CountingLM(), token2wav=FakeToken2Wav(gate=never if ahead else None)
     )
-
-    async def scenario() -> list[np.ndarray]:
-        if not ahead:  # the consumer holds a waveform of the second segment, the third one waits
+    async with pipeline:
+        if ahead:
+            synthesis = asyncio.create_task(pipeline.synthesize(speech_request(text="0-20|slow|60-80")))
+            await run_until(lambda: len(pipeline.llm.prompts) == 2 and pipeline.token2wav.live == 1)
+            synthesis.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await synthesis
+        else:  # the consumer holds a waveform of the second segment, the third one waits
             async with aclosing(pipeline.synthesizer.stream(speech_request(text="0-20|20-60|60-80|80-99"))) as audio:
-                return [await anext(audio) for _ in range(3)]
-        synthesis = asyncio.create_task(pipeline.synthesize(speech_request(text="0-20|slow|60-80")))
-        await run_until(lambda: len(pipeline.llm.prompts) == 2 and pipeline.token2wav.live == 1)
-        synthesis.cancel()
-        return await synthesis
-
-    if ahead:
-        with pytest.raises(asyncio.CancelledError):
-            pipeline.run(scenario())
-    else:
-        assert len(pipeline.run(scenario())) == 3
+                for _ in range(3):
+                    await anext(audio)
     assert [stream.aborts for stream in pipeline.token2wav.streams] == ([1] if ahead else [0, 1])
 
 

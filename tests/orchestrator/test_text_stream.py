@@ -31,18 +31,15 @@ async def read(stream: PieceStream) -> list[Any]:
     return [piece async for piece in stream]
 
 
-def test_pieces_arrive_in_their_order_up_to_the_end() -> None:
-    async def run() -> list[str]:
-        streams = PieceStreams(idle_seconds=60)
-        with streams.open(7, LIMIT) as stream, streams.open("other", LIMIT) as other:
-            reader = asyncio.create_task(read(stream))
-            for piece, end in (("a", False), ("", False), ("bc", True)):
-                streams.add(7, piece, end)
-            other.add("x", end=True)
-            assert await read(other) == ["x"]
-            return await reader
-
-    assert asyncio.run(run()) == ["a", "bc"]
+async def test_pieces_arrive_in_their_order_up_to_the_end() -> None:
+    streams = PieceStreams(idle_seconds=60)
+    with streams.open(7, LIMIT) as stream, streams.open("other", LIMIT) as other:
+        reader = asyncio.create_task(read(stream))
+        for piece, end in (("a", False), ("", False), ("bc", True)):
+            streams.add(7, piece, end)
+        other.add("x", end=True)
+        assert await read(other) == ["x"]
+        assert await reader == ["a", "bc"]
 
 
 async def test_misuse_is_an_error_with_its_value_and_ends_with_the_request() -> None:
