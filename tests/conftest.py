@@ -78,7 +78,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """The loop of tests that are coroutines."""
+    """The loop of tests that are coroutines. Those that use grpc.aio in it are none: it hands events of loops that are
+    closed to a later one, whose exceptions the plugin takes for the test's."""
     return "asyncio"
 
 

@@ -106,24 +106,32 @@ def test_an_unreachable_server_is_reported_in_one_line_with_the_command_that_sta
     assert "no tritonserver answers" in message and "cosyvoice-triton serve" in message and message.count("\n") == 1
 
 
-async def test_closing_a_stream_cancels_its_request_while_the_connection_stays_open() -> None:
+def test_closing_a_stream_cancels_its_request_while_the_connection_stays_open() -> None:
     stub = TritonStub()
-    with stub_triton(stub) as address:
+
+    async def run(address: str) -> None:
         async with grpc_client.triton.InferenceServerClient(address) as connection:
             parts = grpc_client.chunks(connection, stub.model, Utterance("endless"), 600.0)
             await anext(parts)
             await parts.aclose()
             await asyncio.to_thread(until, lambda: stub.cancelled == 1)
 
+    with stub_triton(stub) as address:
+        asyncio.run(run(address))
 
-async def test_a_text_in_pieces_is_a_sequence_that_ends_with_its_last_piece() -> None:
+
+def test_a_text_in_pieces_is_a_sequence_that_ends_with_its_last_piece() -> None:
     stub, pieces = TritonStub(), text_pieces()
     pieces.add("quick.")
     pieces.end()
-    with stub_triton(stub) as address:
+
+    async def run(address: str) -> None:
         async with grpc_client.triton.InferenceServerClient(address) as connection:
             async for _ in grpc_client.chunks(connection, stub.model, Utterance("quick", pieces=pieces), 60.0):
                 pass
+
+    with stub_triton(stub) as address:
+        asyncio.run(run(address))
     sent = [one.parameters for one in stub.requests]
     flags = [(one["sequence_start"].bool_param, one["sequence_end"].bool_param) for one in sent]
     assert flags == [(True, False), (False, False), (False, True)]

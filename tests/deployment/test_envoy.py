@@ -1,5 +1,6 @@
 """deploy/envoy/envoy.yaml, run by Envoy in front of servers that the tests play."""
 
+import asyncio
 import re
 import signal
 import socket
@@ -175,13 +176,17 @@ def test_triton_gets_queries_about_public_models_and_nothing_to_parse(open_gatew
     assert ask(port, f"/v2/models/{MODEL}/infer")[0] == 404
 
 
-async def test_grpc_offers_speech_and_no_management_and_drops_the_header_that_crashes(open_gateway, servers) -> None:
+def test_grpc_offers_speech_and_no_management_and_drops_the_header_that_crashes(open_gateway, servers) -> None:
     address = f"127.0.0.1:{open_gateway.grpc}"
-    async with triton.InferenceServerClient(address) as client:
-        assert await client.is_server_live() and await client.is_model_ready(MODEL)
-        await client.get_model_config(MODEL)
-        with pytest.raises(Exception, match="not offered here"):
-            await client.get_model_repository_index()
+
+    async def run() -> None:
+        async with triton.InferenceServerClient(address) as client:
+            assert await client.is_server_live() and await client.is_model_ready(MODEL)
+            await client.get_model_config(MODEL)
+            with pytest.raises(Exception, match="not offered here"):
+                await client.get_model_repository_index()
+
+    asyncio.run(run())
     with grpc.insecure_channel(address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         with pytest.raises(grpc.RpcError) as refused:

@@ -242,18 +242,21 @@ def test_an_error_keeps_its_type_before_and_after_the_first_response(triton_grpc
         read()
 
 
-async def test_closing_the_generator_early_cancels_the_request(triton_grpc: FakeGrpcServer, triton_models):
+def test_closing_the_generator_early_cancels_the_request(triton_grpc: FakeGrpcServer, triton_models):
     def callee(request: InferenceRequest) -> Iterator[InferenceResponse]:
         for number in count():  # until it is cancelled
             yield answer_of(number)
             time.sleep(0.01)
 
+    async def leave_after_the_first() -> None:
+        streams = Streams("m", ["y"])
+        async with aclosing(streams.ask({}, {})) as responses:
+            assert (await anext(responses))["y"] == 0
+        await asyncio.to_thread(until, lambda: triton_grpc.live == 0)  # the connection is still open
+        await streams.aclose()
+
     triton_models["m"] = callee
-    streams = Streams("m", ["y"])
-    async with aclosing(streams.ask({}, {})) as responses:
-        assert (await anext(responses))["y"] == 0
-    await asyncio.to_thread(until, lambda: triton_grpc.live == 0)  # the connection is still open
-    await streams.aclose()
+    asyncio.run(leave_after_the_first())
 
 
 def test_a_server_that_does_not_listen_is_unavailable(monkeypatch):
