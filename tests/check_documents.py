@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from cosyvoice_triton import config
+from cosyvoice_triton.speech_service.bodies import SpeechRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "common" / "cosyvoice_triton"
@@ -238,12 +239,8 @@ def metrics() -> Findings:
 
 def requests() -> Findings:
     """Fields and parameters of a request are in the tables."""
-    (bodies,) = (
-        text for path, text in sources().items() if "\nclass SpeechRequest" in text and PACKAGE in path.parents
-    )
-    declared = bodies.split("\nclass SpeechRequest")[1].split("\nclass ")[0].split("    def ")[0]
-    for field in re.findall(r"^    (\w+): ", declared, re.MULTILINE):
-        if field != "model_config" and field not in cells(page("docs/http.md")):
+    for field in SpeechRequest.model_fields:
+        if field not in cells(page("docs/http.md")):
             yield f"docs/http.md does not name the field {field}"
     source = (PACKAGE / "orchestrator" / "request.py").read_text(encoding="utf-8")
     known = source.split("\n_SAMPLING_KINDS")[1].split("\n_TRITONS_OWN")[0]

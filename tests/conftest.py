@@ -76,6 +76,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The loop of tests that are coroutines. Those that use grpc.aio in it are none: it hands events of loops that are
+    closed to a later one, whose exceptions the plugin takes for the test's."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def float32_on_every_cpu() -> Iterator[None]:
     """Flows compute in float32 on every CPU, unless a test chooses otherwise. In bfloat16, which "auto" selects on CPUs

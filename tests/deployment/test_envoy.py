@@ -23,7 +23,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.conftest import ROOT
 from tests.support.gateway import Gateway, Ports, gateway, wait_for
-from tests.support.http_pages import Page, PageServer, http_server
+from tests.support.http_servers import Page, PageServer, http_server
 from tests.support.queries import unknown
 from tests.support.speech_fixtures import stub_triton
 from tests.support.triton_stub import TritonStub, stub_process

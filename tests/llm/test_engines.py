@@ -38,19 +38,16 @@ def test_tokens_and_the_finish_reason_are_returned(engine, tokenizer):
     assert engine.live == 0
 
 
-def test_one_request_too_many_is_rejected(engine, tokenizer):
-    async def run():
-        live = [engine.generate(request_of(tokenizer)) for _ in range(MAX_REQUESTS)]
-        for chunks in live:
-            await anext(chunks)
-        with pytest.raises(UnavailableError, match=f"maximum of {MAX_REQUESTS} requests"):
-            await chunks_of(engine, request_of(tokenizer))
-        for chunks in live:
-            await chunks.aclose()
-        assert engine.live == 0 and not engine._llm.live
+async def test_one_request_too_many_is_rejected(engine, tokenizer):
+    live = [engine.generate(request_of(tokenizer)) for _ in range(MAX_REQUESTS)]
+    for chunks in live:
+        await anext(chunks)
+    with pytest.raises(UnavailableError, match=f"maximum of {MAX_REQUESTS} requests"):
         await chunks_of(engine, request_of(tokenizer))
-
-    asyncio.run(run())
+    for chunks in live:
+        await chunks.aclose()
+    assert engine.live == 0 and not engine._llm.live
+    await chunks_of(engine, request_of(tokenizer))
 
 
 @pytest.mark.parametrize(
@@ -104,9 +101,6 @@ def test_tensorrt_llm_gets_the_sampling_and_a_bias_that_excludes_text(install, l
     assert engine._llm.requests[1].sampling.seed != engine._llm.requests[2].sampling.seed  # its default is a constant
     with pytest.raises(ValueError, match="ras_window 10: TensorRT-LLM has no repetition-aware sampling"):
         asyncio.run(chunks_of(engine, request_of(tokenizer, ras_window=10)))
-
-
-# --- choice of the engine ------------------------------------------------------------------------------------------
 
 
 def test_auto_takes_the_best_engine_that_reads_the_directory(install, llm_dir, genai_dir, tokenizer, monkeypatch):

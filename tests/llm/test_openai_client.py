@@ -18,7 +18,7 @@ from cosyvoice_triton.llm.speech_tokens import speech_token_text
 from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.tritonserver import free_port
 
-from tests.support.raw_http_server import STREAM, RawHttpServer, event, ids_event, reply
+from tests.support.http_servers import STREAM, RawHttpServer, event, reply
 from tests.support.waiting import until
 
 QUICK, PATIENT = Timeouts(connect=0.5, first_token=0.6, token=0.6), Timeouts(connect=30, first_token=30, token=30)
@@ -65,9 +65,6 @@ GOOD = (STREAM, event("<|s_1|><|s_"), event("2|>"), event("", "stop"), b"data: [
 SPOKEN = ([1, 2], "stop")  # what GOOD says
 
 
-# --- a real server ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def transformers_url(llm_dir, tmp_path_factory):
     port = free_port()
@@ -86,23 +83,16 @@ def transformers_url(llm_dir, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_transformers_serve_speaks_by_the_requested_sampling_up_to_its_limit(transformers_url, tokenizer, llm_dir):
-    async def run():
-        llm = OpenAILM([transformers_url], str(llm_dir), tokenizer)
-        try:
-            seeded = [await speak(llm, seed=seed) for seed in (1, 1, 2)]
-            greedy = [await speak(llm, seed=seed, temperature=0.0, max_tokens=40) for seed in (1, 2)]
-            return seeded, greedy, await speak(llm, seed=1, max_tokens=7)
-        finally:
-            await llm.aclose()
-
-    (first, again, other), greedy, (tokens, reason) = asyncio.run(run())
+async def test_transformers_serve_speaks_by_the_requested_sampling_up_to_its_limit(
+    transformers_url, tokenizer, llm_dir
+):
+    async with aclosing(OpenAILM([transformers_url], str(llm_dir), tokenizer)) as llm:
+        first, again, other = [await speak(llm, seed=seed) for seed in (1, 1, 2)]
+        greedy = [await speak(llm, seed=seed, temperature=0.0, max_tokens=40) for seed in (1, 2)]
+        tokens, reason = await speak(llm, seed=1, max_tokens=7)
     assert len(first[0]) > 10 and first[1] == "stop"
     assert first == again != other and greedy[0] == greedy[1]
     assert (len(tokens), reason) == (7, "length")
-
-
-# --- a faulty server -------------------------------------------------------------------------------------
 
 
 WHOLE = event("<|s_1|>") + b": ping\r\n\r\n" + event("<|s_22|>") + event("", "stop") + b"data: [DONE]\n\n"
@@ -207,7 +197,7 @@ def test_the_dialect_is_learned_once(tokenizer):
 def test_tokens_are_read_as_ids_if_the_server_sends_ids(tokenizer):
     o, end = tokenizer.first_speech_id, tokenizer.end_ids[0]
     stray = tokenizer.sos_id
-    result, _ = ask(tokenizer, (STREAM, ids_event([o + 5, stray]), ids_event([o + 6, end], "stop")))
+    result, _ = ask(tokenizer, (STREAM, event("", token_ids=[o + 5, stray]), event("", "stop", token_ids=[o + 6, end])))
     assert result == ([5, 6], "stop")
 
 

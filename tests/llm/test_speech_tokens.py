@@ -1,11 +1,17 @@
+"""Speech tokens, prompts and their parser, and what upstream's CLI and its Triton runtime give the LLM for the requests
+of its examples, recorded as ids of the official vocabulary: `prompt_text` and `tts_text` tokenized apart, as they
+are."""
+
 import dataclasses
 import json
 import random
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cosyvoice_triton.constants import OFFICIAL_FIRST_SPEECH_ID, SPEECH_VOCAB
+from cosyvoice_triton.constants import OFFICIAL_FIRST_SPEECH_ID, PROMPT_SAMPLE_RATE, SPEECH_VOCAB
 from cosyvoice_triton.llm.interface import LLMPrompt
 from cosyvoice_triton.llm.speech_tokens import (
     COSYVOICE2,
@@ -17,11 +23,16 @@ from cosyvoice_triton.llm.speech_tokens import (
     read_first_speech_id,
     speech_token_text,
 )
+from cosyvoice_triton.orchestrator.request import RequestRules
+from cosyvoice_triton.prepare.huggingface_llm import COSYVOICE2_LLM, COSYVOICE3_LLM, _write_tokenizer
 from cosyvoice_triton.stacks import TokenizerRules
+from cosyvoice_triton.text import TextFrontend
 from cosyvoice_triton.voice.files import spk2info_prompt
 
 from tests.random_weights.llm import build_tokenizer
-from tests.support.qwen_vocabulary import qwen2_tokenizer
+from tests.support.fakes import PROMPT_TOKENS, FakeLM
+from tests.support.pipeline import Pipeline
+from tests.support.qwen_vocabulary import qwen2_tokenizer, write_blank_en
 
 
 def encode(tokenizer, text):
@@ -231,3 +242,29 @@ def test_a_prompt_of_ids_is_no_text(tokenizer):
     for text_of in (tokenizer.prompt_string, tokenizer.joined_text):
         with pytest.raises(ValueError, match="needs an LLM server that takes token ids"):
             text_of(prompt)
+
+
+RECORDED = Path(__file__).parents[1] / "assets" / "upstream_prompts.jsonl"
+CASES = [json.loads(line) for line in RECORDED.read_text().splitlines()]
+OFFICIAL = {"cosyvoice2": COSYVOICE2_LLM, "cosyvoice3": COSYVOICE3_LLM}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LLMTokenizer]:
+    folder = tmp_path_factory.mktemp("official")
+    write_blank_en(folder / "blank")
+    return {name: _write_tokenizer(folder / "blank", folder / name, llm) for name, llm in OFFICIAL.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{each['model']}-{each['call']}-{n}" for n, each in enumerate(CASES)])
+def test_the_llm_gets_upstream_s_ids(case: dict[str, Any], tokenizers: dict[str, LLMTokenizer]) -> None:
+    tokenizer, pipeline = tokenizers[case["model"]], Pipeline(FakeLM([1]))
+    pipeline.texts = TextFrontend("cosyvoice3" if case["model"] == "cosyvoice3" else "unet")  # type: ignore[assignment]
+    wav = np.full(PROMPT_SAMPLE_RATE, 0.1, np.float32)
+    wav[::2] *= -1
+    request = RequestRules().request(reference_wav=wav, **case["request"])
+    pipeline.run(pipeline.synthesize(request))
+    (prompt,) = pipeline.llm.prompts
+    ids = tokenizer.encode_prompt(prompt).tolist()
+    speech = [tokenizer.first_speech_id] * PROMPT_TOKENS if case["speech"] else []
+    assert ids == [tokenizer.sos_id, *case["ids"], tokenizer.task_id, *speech]

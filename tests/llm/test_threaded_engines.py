@@ -27,15 +27,11 @@ def engine(request, tokenizer):
     engine.close()
 
 
-def test_eight_concurrent_requests_get_the_same_tokens_as_alone(engine, tokenizer):
+async def test_eight_concurrent_requests_get_the_same_tokens_as_alone(engine, tokenizer):
     sampling = [{"seed": i, "temperature": 0.5 + 0.2 * i, "top_k": 5 * i} for i in range(STREAMS)]
     requests = [request_of(tokenizer, "text " * (i + 1), **of) for i, of in enumerate(sampling)]
-
-    async def together():
-        return await asyncio.gather(*(tokens_of(engine, request) for request in requests))
-
-    alone = [asyncio.run(tokens_of(engine, request)) for request in requests]
-    assert asyncio.run(together()) == alone
+    alone = [await tokens_of(engine, request) for request in requests]
+    assert await asyncio.gather(*(tokens_of(engine, request) for request in requests)) == alone
     assert len({tuple(tokens) for tokens in alone}) == STREAMS
 
 
@@ -67,7 +63,7 @@ def test_a_seed_means_the_same_on_each_engine(tokenizer, llm_dir, genai_dir):
 
 
 @pytest.mark.parametrize("prompt", [LLMPrompt("Hello there.", "A reference.", [1, 2, 3]), LLMPrompt("Hello there.")])
-def test_an_answer_in_parts_equals_the_whole_answer(engine, tokenizer, prompt):
+async def test_an_answer_in_parts_equals_the_whole_answer(engine, tokenizer, prompt):
     """Greedy, with the default repetition penalty: each part continues the prompt and all parts before it."""
 
     llm = EngineLM(engine, tokenizer)
@@ -77,48 +73,37 @@ def test_an_answer_in_parts_equals_the_whole_answer(engine, tokenizer, prompt):
         answer = llm.generate(continued, Sampling(temperature=0, max_tokens=max_tokens))
         return [token async for chunk in answer for token in chunk.tokens]
 
-    whole = asyncio.run(speak([], 100))
+    whole = await speak([], 100)
     parts = []
     for _ in range(5):
-        parts += asyncio.run(speak(parts, 20))
+        parts += await speak(parts, 20)
     assert len(whole) > 40 and parts == whole
 
 
-def test_the_loop_is_woken_once_for_all_answers_of_a_step(engine, tokenizer):
+async def test_the_loop_is_woken_once_for_all_answers_of_a_step(engine, tokenizer):
     """And all of them arrive: streams that begin together, each with as many answers as the others."""
-
-    async def run():
-        loop, calls = asyncio.get_running_loop(), []
-        wake = loop.call_soon_threadsafe
-        loop.call_soon_threadsafe = lambda *call: calls.append(call) or wake(*call)
-        request = request_of(tokenizer, "Hello", seed=1, min_tokens=60, max_tokens=60)
-        answers = [await chunks_of(engine, request)]
-        alone, calls[:] = len(calls), []
-        answers += await asyncio.gather(*(chunks_of(engine, request) for _ in range(STREAMS)))
-        return alone, len(calls), answers
-
-    alone, together, answers = asyncio.run(run())
+    loop, calls = asyncio.get_running_loop(), []
+    wake = loop.call_soon_threadsafe
+    loop.call_soon_threadsafe = lambda *call: calls.append(call) or wake(*call)
+    request = request_of(tokenizer, "Hello", seed=1, min_tokens=60, max_tokens=60)
+    answers = [await chunks_of(engine, request)]
+    alone, calls[:] = len(calls), []
+    answers += await asyncio.gather(*(chunks_of(engine, request) for _ in range(STREAMS)))
+    assert 0 < len(calls) < alone * STREAMS / 2
     assert all(sum(len(chunk.tokens) for chunk in chunks) == 60 for chunks in answers)
-    assert 0 < together < alone * STREAMS / 2
 
 
-def test_two_hundred_cancellations_leave_no_live_request(engine, tokenizer):
-    async def cancelled(i):
+async def test_two_hundred_cancellations_leave_no_live_request(engine, tokenizer):
+    for i in range(200):
+        while engine.live == STREAMS:
+            await asyncio.sleep(0.001)
         task = asyncio.create_task(tokens_of(engine, request_of(tokenizer, "Hello", seed=i, min_tokens=700)))
         await asyncio.sleep(0.002 * (i % 5))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-
-    async def run():
-        for i in range(200):
-            while engine.live == STREAMS:
-                await asyncio.sleep(0.001)
-            await cancelled(i)
-
-    asyncio.run(run())
-    until(lambda: engine.live == 0)
-    assert len(asyncio.run(tokens_of(engine, request_of(tokenizer, "Hello", seed=1, max_tokens=5)))) == 5
+    await asyncio.to_thread(until, lambda: engine.live == 0)
+    assert len(await tokens_of(engine, request_of(tokenizer, "Hello", seed=1, max_tokens=5))) == 5
 
 
 class Ending(ThreadedEngine[Generation]):

@@ -142,29 +142,25 @@ def test_a_silent_model_is_an_error_in_time_and_its_request_is_stopped(tokenizer
 
 
 @pytest.mark.parametrize("moments", range(8))
-def test_a_reader_cancelled_while_tokens_arrive_ends(tokenizer, moments):
+async def test_a_reader_cancelled_while_tokens_arrive_ends(tokenizer, moments):
     """Python 3.11's wait_for would return what has just arrived and lose the cancellation."""
+    arrives = asyncio.get_running_loop().create_future()
 
-    async def run():
-        arrives = asyncio.get_running_loop().create_future()
+    async def read():
+        model = ScriptedModel(arrives, [tokenizer.first_speech_id])
+        stream = TritonLM(model, tokenizer).generate(LLMPrompt("Hi"), Sampling())
+        try:
+            await anext(stream)
+            await asyncio.Event().wait()
+        finally:
+            await stream.aclose()
 
-        async def read():
-            model = ScriptedModel(arrives, [tokenizer.first_speech_id])
-            stream = TritonLM(model, tokenizer).generate(LLMPrompt("Hi"), Sampling())
-            try:
-                await anext(stream)
-                await asyncio.Event().wait()
-            finally:
-                await stream.aclose()
-
-        reader = asyncio.create_task(read())
-        for _ in range(9):  # until it waits
-            await asyncio.sleep(0)
-        arrives.set_result(None)
-        for _ in range(moments):
-            await asyncio.sleep(0)
-        reader.cancel()
-        await asyncio.wait({reader}, timeout=5)
-        assert reader.cancelled()
-
-    asyncio.run(run())
+    reader = asyncio.create_task(read())
+    for _ in range(9):  # until it waits
+        await asyncio.sleep(0)
+    arrives.set_result(None)
+    for _ in range(moments):
+        await asyncio.sleep(0)
+    reader.cancel()
+    await asyncio.wait({reader}, timeout=5)
+    assert reader.cancelled()

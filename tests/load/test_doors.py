@@ -115,19 +115,16 @@ def test_a_speaker_in_this_process_is_a_server_like_others() -> None:
     assert speaker.asked[0] == {"text": "Hi.", "seed": 2, "reference_sample_rate": PROMPT_SAMPLE_RATE, **voice}
 
 
-def test_a_speaker_that_hangs_is_an_error_in_time() -> None:
+async def test_a_speaker_that_hangs_is_an_error_in_time() -> None:
     class Silent:
         async def astream(self, text: str, **options: object) -> AsyncGenerator[np.ndarray, None]:
             yield np.zeros(1, np.float32)
             await asyncio.Event().wait()
 
-    async def main() -> None:
-        async with aclosing(SpeakerDoor(Silent()).stream(Utterance("Hi."), 0.05)) as parts:
-            assert (await anext(parts)).waveform.size == 1
-            with pytest.raises(ClientError, match="no complete answer from this process within 0.05 s"):
-                await anext(parts)
-
-    asyncio.run(main())
+    async with aclosing(SpeakerDoor(Silent()).stream(Utterance("Hi."), 0.05)) as parts:
+        assert (await anext(parts)).waveform.size == 1
+        with pytest.raises(ClientError, match="no complete answer from this process within 0.05 s"):
+            await anext(parts)
 
 
 @pytest.mark.parametrize("over", ["grpc", "http", "ws"])

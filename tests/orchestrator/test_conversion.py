@@ -66,20 +66,16 @@ def test_a_longer_one_is_encoded_in_windows_that_overlap(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("size", [160, 4_000, 40_000])
-def test_what_somebody_speaks_is_encoded_as_it_comes(size: int) -> None:
+async def test_what_somebody_speaks_is_encoded_as_it_comes(size: int) -> None:
     tokens, most = 400, LIVE_STEP + LIVE.ahead + -(-size // SIZE)
     tokenizer = Tokenizer(tokens, unsure=LIVE.ahead)
     source = Source(pieces(speech(tokens), size), PROMPT_SAMPLE_RATE, live=True)
-
-    async def run() -> list[int]:
-        found, first = list[int](), 0
-        async for chunk in source.tokens(tokenizer):
-            found += chunk.tokens
-            first = first or sum(window[1] for window in tokenizer.windows)
-        assert first <= most  # tokens that were known by then
-        return found
-
-    assert asyncio.run(run()) == list(range(tokens))
+    found, first = list[int](), 0
+    async for chunk in source.tokens(tokenizer):
+        found += chunk.tokens
+        first = first or sum(window[1] for window in tokenizer.windows)
+    assert first <= most  # tokens that were known by then
+    assert (found) == list(range(tokens))
     assert max(length for _, length in tokenizer.windows) <= LIVE.context + most
 
 

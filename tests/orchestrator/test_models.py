@@ -127,6 +127,8 @@ class FakeModels:
         if start:
             assert sequence not in self.sequences
             self.sequences[sequence] = 0.0
+        elif sequence not in self.sequences:  # its end may overtake what was asked before
+            return InferenceResponse(error=TritonError(f"sequence {sequence} is not live", TritonError.INVALID_ARG))
         if "prompt_spk_embedding" in inputs:
             self.sequences[sequence] = float(inputs["prompt_spk_embedding"][0, 0])
         voice = self.sequences[sequence]

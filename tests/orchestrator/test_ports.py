@@ -80,18 +80,14 @@ async def two_chunks(stream: Token2WavSequence) -> None:
 @pytest.mark.parametrize(
     ("cumulative", "last", "offsets"), [(True, range(13), [[0], [0], [6]]), (False, range(6, 13), [None] * 3)]
 )
-def test_a_stream_is_one_sequence_of_chunks_with_their_look_ahead(reserved, cumulative, last, offsets) -> None:
+async def test_a_stream_is_one_sequence_of_chunks_with_their_look_ahead(reserved, cumulative, last, offsets) -> None:
     """The UNet's model gets all tokens so far and the offset, that of the DiT the new ones. A new listener has a place
     before the voice is known."""
     call = FakeCall()
     stream = token2wav(call, cumulative=cumulative).open()
-
-    async def main() -> None:
-        if reserved:
-            await stream.reserve()
-        await two_chunks(stream)
-
-    asyncio.run(main())
+    if reserved:
+        await stream.reserve()
+    await two_chunks(stream)
     if reserved:
         place = call.sent.pop(0)
         assert place.start and place["target_speech_tokens"] == [] and "prompt_speech_tokens" not in place.inputs
@@ -155,69 +151,58 @@ OUT_OF_MEMORY = RuntimeError("out of memory")
     ],
     ids=["voice", "chunk", "final chunk", "abort"],
 )
-def test_a_stream_whose_request_failed_is_ended_once_and_a_failing_end_is_logged(failing, ends, caplog) -> None:
+async def test_a_stream_whose_request_failed_is_ended_once_and_a_failing_end_is_logged(failing, ends, caplog) -> None:
     call = FakeCall(failing=failing)
     stream = token2wav(call, cumulative=False).open()
-
-    async def main() -> None:
-        await stream.abort()  # it has never started
-        with pytest.raises(RuntimeError, match="out of memory"):
-            await two_chunks(stream)
-        await stream.abort()
-        await stream.abort()
-
-    asyncio.run(main())
+    await stream.abort()  # it has never started
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await two_chunks(stream)
+    await stream.abort()
+    await stream.abort()
     assert [sent.end for sent in call.sent] == ends
     assert call.sent[-1]["target_speech_tokens"] == [] or 2 in failing
     assert ("not live" in caplog.text) == (len(failing) == 2)
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves meanwhile"])
-def test_an_abort_waits_for_the_start_in_flight_also_without_its_client(leaves: bool) -> None:
-    async def main() -> None:
-        call = FakeCall(gate=asyncio.Event())
-        models = token2wav(call, cumulative=False)
-        stream = models.open()
-        starting = asyncio.create_task(stream.start(PROMPT, None))
-        await settle()
-        starting.cancel()
-        aborting = asyncio.create_task(stream.abort())
-        await settle()
-        assert [sent.end for sent in call.sent] == [False]
-        if leaves:
-            aborting.cancel()
-            await asyncio.wait({aborting})
-        assert call.gate is not None
-        call.gate.set()
-        await settle()
-        assert [sent.end for sent in call.sent] == [False, True] and call.answered == 2
-        assert aborting.done() and not any(models.live.values())
-
-    asyncio.run(main())
+async def test_an_abort_waits_for_the_start_in_flight_also_without_its_client(leaves: bool) -> None:
+    call = FakeCall(gate=asyncio.Event())
+    models = token2wav(call, cumulative=False)
+    stream = models.open()
+    starting = asyncio.create_task(stream.start(PROMPT, None))
+    await settle()
+    starting.cancel()
+    aborting = asyncio.create_task(stream.abort())
+    await settle()
+    assert [sent.end for sent in call.sent] == [False]
+    if leaves:
+        aborting.cancel()
+        await asyncio.wait({aborting})
+    assert call.gate is not None
+    call.gate.set()
+    await settle()
+    assert [sent.end for sent in call.sent] == [False, True] and call.answered == 2
+    assert aborting.done() and not any(models.live.values())
 
 
 @pytest.mark.parametrize("final", [False, True])
-def test_an_abort_is_sent_while_a_chunk_is_in_flight(final: bool) -> None:
+async def test_an_abort_is_sent_while_a_chunk_is_in_flight(final: bool) -> None:
     """So that the next listener is not refused the place until it is rendered."""
-
-    async def main() -> None:
-        call = FakeCall()
-        stream = token2wav(call, cumulative=False).open()
-        await stream.start(PROMPT, None)
-        call.gate = asyncio.Event()
-        rendering = asyncio.create_task(stream.render(list(range(12)), Hop(0, 6, final=final)))
-        await settle()
-        rendering.cancel()
-        aborting = asyncio.create_task(stream.abort())
-        await settle()
-        assert [(sent.end, sent["finalize"]) for sent in call.sent[1:]] == [(final, [final]), (True, [False])]
-        assert call.answered == 1
-        call.gate.set()
-        await aborting
-        await stream.abort()
-        assert call.answered == len(call.sent) == 3
-
-    asyncio.run(main())
+    call = FakeCall()
+    stream = token2wav(call, cumulative=False).open()
+    await stream.start(PROMPT, None)
+    call.gate = asyncio.Event()
+    rendering = asyncio.create_task(stream.render(list(range(12)), Hop(0, 6, final=final)))
+    await settle()
+    rendering.cancel()
+    aborting = asyncio.create_task(stream.abort())
+    await settle()
+    assert [(sent.end, sent["finalize"]) for sent in call.sent[1:]] == [(final, [final]), (True, [False])]
+    assert call.answered == 1
+    call.gate.set()
+    await aborting
+    await stream.abort()
+    assert call.answered == len(call.sent) == 3
 
 
 WAV = np.linspace(-0.5, 0.5, 16_000, dtype=np.float32)
@@ -252,40 +237,32 @@ def two_models(call: FakeCall, failed: Collection[str] = ()) -> Token2WavReplica
     return token2wav(call, ["a", "a_1"], failed=failed.__contains__)
 
 
-def test_listeners_are_spread_over_the_models_and_keep_theirs() -> None:
+async def test_listeners_are_spread_over_the_models_and_keep_theirs() -> None:
     call = FakeCall()
     models = two_models(call)
-
-    async def main() -> None:
-        streams = [models.open() for _ in range(3)]
-        for stream in streams:
-            await stream.reserve()
-        assert [stream.model for stream in streams] == ["a", "a_1", "a"] and models.live == {"a": 2, "a_1": 1}
-        for stream in streams:
-            await two_chunks(stream)
-        assert models.live == {"a": 0, "a_1": 0}
-        later = streams[1].following()
-        await two_chunks(later)
-        assert later.model == "a_1" and models.live == {"a": 0, "a_1": 0}
-
-    asyncio.run(main())
+    streams = [models.open() for _ in range(3)]
+    for stream in streams:
+        await stream.reserve()
+    assert [stream.model for stream in streams] == ["a", "a_1", "a"] and models.live == {"a": 2, "a_1": 1}
+    for stream in streams:
+        await two_chunks(stream)
+    assert models.live == {"a": 0, "a_1": 0}
+    later = streams[1].following()
+    await two_chunks(later)
+    assert later.model == "a_1" and models.live == {"a": 0, "a_1": 0}
     used = {(sent.correlation_id, sent.model) for sent in call.sent}
     assert len(used) == len({sequence for sequence, _ in used})
 
 
 @pytest.mark.parametrize("error", [OverloadedError("9 listeners are served", 3.0), ModelDownError("it has died")])
-def test_a_listener_whom_one_model_refuses_is_served_by_the_other(error: Exception) -> None:
+async def test_a_listener_whom_one_model_refuses_is_served_by_the_other(error: Exception) -> None:
     call = FakeCall(failing={0: error})
     models = two_models(call)
-
-    async def main() -> None:
-        stream = models.open()
-        await stream.reserve()
-        assert models.live == {"a": 0, "a_1": 1}
-        await two_chunks(stream)
-        assert await models.offline(PROMPT, [1], 1.0) is not None
-
-    asyncio.run(main())
+    stream = models.open()
+    await stream.reserve()
+    assert models.live == {"a": 0, "a_1": 1}
+    await two_chunks(stream)
+    assert await models.offline(PROMPT, [1], 1.0) is not None
     assert [sent.model for sent in call.sent] == ["a", "a_1", "a_1", "a_1", "a_1", "a"]
     assert models.live == {"a": 0, "a_1": 0}
 
@@ -298,60 +275,50 @@ def test_a_listener_whom_one_model_refuses_is_served_by_the_other(error: Excepti
     ],
     ids=["all refuse", "another reason"],
 )
-def test_a_listener_is_told_why_nobody_serves_it(errors: list[Exception], raised: type[Exception]) -> None:
+async def test_a_listener_is_told_why_nobody_serves_it(errors: list[Exception], raised: type[Exception]) -> None:
     """A request that fails for another reason than a refusal or the model's end is not repeated."""
     call = FakeCall(failing=dict(enumerate(errors)))
     models = two_models(call)
-
-    async def main() -> None:
-        stream = models.open()
-        with pytest.raises(raised):
-            await stream.reserve()
-        if len(errors) > 1:
-            await stream.abort()
-            assert models.live == {"a": 0, "a_1": 0}
-
-    asyncio.run(main())
+    stream = models.open()
+    with pytest.raises(raised):
+        await stream.reserve()
+    if len(errors) > 1:
+        await stream.abort()
+        assert models.live == {"a": 0, "a_1": 0}
     assert len(call.sent) == len(errors)
 
 
-def test_a_model_that_fails_ends_the_calls_in_flight_and_gets_no_further_listeners() -> None:
-    async def main() -> None:
-        failed = set[str]()
-        call = FakeCall(gate=asyncio.Event())
-        models = two_models(call, failed)
-        stream = models.open()
-        starting = asyncio.create_task(stream.start(PROMPT, None))
-        while not call.sent:
-            await asyncio.sleep(0)
-        failed.add("a")
-        with pytest.raises(ModelDownError, match="a has failed"):
-            await asyncio.wait_for(starting, 30)
-        await stream.abort()
-        assert models.live == {"a": 0, "a_1": 0} and [sent.model for sent in call.sent] == ["a"]
-        assert stream.following().model == models.open().model == "a_1"
-        failed.add("a_1")
-        assert models.open().model == "a"  # whose error says why
-
-    asyncio.run(main())
+async def test_a_model_that_fails_ends_the_calls_in_flight_and_gets_no_further_listeners() -> None:
+    failed = set[str]()
+    call = FakeCall(gate=asyncio.Event())
+    models = two_models(call, failed)
+    stream = models.open()
+    starting = asyncio.create_task(stream.start(PROMPT, None))
+    while not call.sent:
+        await asyncio.sleep(0)
+    failed.add("a")
+    with pytest.raises(ModelDownError, match="a has failed"):
+        await asyncio.wait_for(starting, 30)
+    await stream.abort()
+    assert models.live == {"a": 0, "a_1": 0} and [sent.model for sent in call.sent] == ["a"]
+    assert stream.following().model == models.open().model == "a_1"
+    failed.add("a_1")
+    assert models.open().model == "a"  # whose error says why
 
 
 @pytest.mark.parametrize("models", [["a"], ["a", "a_1"]])
-def test_a_place_that_is_refused_after_the_caller_has_gone_is_not_logged(models: list[str]) -> None:
-    async def main() -> None:
-        logged: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))
-        call = FakeCall(gate=asyncio.Event(), failing={0: OverloadedError("9 listeners", 1.0)})
-        reserving = asyncio.ensure_future(token2wav(call, models).open().reserve())
-        await settle()
-        reserving.cancel()
-        await asyncio.wait({reserving})
-        assert call.gate is not None
-        call.gate.set()
-        await settle()
-        del reserving
-        gc.collect()
-        await asyncio.sleep(0)
-        assert call.answered == 1 and logged == []
-
-    asyncio.run(main())
+async def test_a_place_that_is_refused_after_the_caller_has_gone_is_not_logged(models: list[str]) -> None:
+    logged: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))
+    call = FakeCall(gate=asyncio.Event(), failing={0: OverloadedError("9 listeners", 1.0)})
+    reserving = asyncio.ensure_future(token2wav(call, models).open().reserve())
+    await settle()
+    reserving.cancel()
+    await asyncio.wait({reserving})
+    assert call.gate is not None
+    call.gate.set()
+    await settle()
+    del reserving
+    gc.collect()
+    await asyncio.sleep(0)
+    assert call.answered == 1 and logged == []

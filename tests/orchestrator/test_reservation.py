@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Awaitable, Callable
 
-import numpy as np
 import pytest
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
@@ -148,13 +147,12 @@ def test_a_refusal_answers_all_who_come_in_the_next_moment() -> None:
     pipeline.synthesizer.refusal.check()
 
 
-def test_a_place_that_its_listener_leaves_is_asked_for_at_once() -> None:
+async def test_a_place_that_its_listener_leaves_is_asked_for_at_once() -> None:
     now = [100.0]
     pipeline = Pipeline(FakeLM(*one_by_one(60), asyncio.Event()), clock=lambda: now[0])
     request = SynthesisRequest("hello", "anna")
     pipeline.voices["anna"] = fake_prompt(0)
-
-    async def leaves() -> list[np.ndarray]:
+    async with pipeline:
         listener = asyncio.create_task(pipeline.synthesize(request))
         await run_until(lambda: bool(pipeline.token2wav.streams and pipeline.token2wav.streams[0].hops))
         pipeline.token2wav.failures = {"reserve": OverloadedError("9 listeners are served", 3.0)}
@@ -170,24 +168,17 @@ def test_a_place_that_its_listener_leaves_is_asked_for_at_once() -> None:
             with pytest.raises(OverloadedError) if kept else contextlib.nullcontext():
                 pipeline.synthesizer.refusal.check()
             now[0] += FREEING_SECONDS
-        return []
-
-    pipeline.run(leaves())
 
 
-def test_of_a_crowd_only_a_few_do_any_work_before_one_of_them_is_refused(before_a_place: Install) -> None:
+async def test_of_a_crowd_only_a_few_do_any_work_before_one_of_them_is_refused(before_a_place: Install) -> None:
     token2wav = FakeToken2Wav(failures={"reserve": OverloadedError("9 listeners", 3.0)})
     slow = itertools.count(100.0, 2 * REFUSAL_SECONDS)  # a machine on which every step takes longer than that
     pipeline = Pipeline(FakeLM([1]), token2wav=token2wav, clock=lambda: next(slow))
     pipeline.voices["anna"] = fake_prompt(0)
     before_a_place(settle)  # all have come before the first refusal
-
-    async def crowd() -> list[np.ndarray]:
+    async with pipeline:
         requests = [SynthesisRequest("hello", "anna"), speech_request(7)] * 150
         answers = await asyncio.gather(*map(pipeline.synthesize, requests), return_exceptions=True)
         assert {type(answer) for answer in answers} == {OverloadedError}
-        return []
-
-    pipeline.run(crowd())
     assert len(pipeline.llm.prompts) <= CROWD and pipeline.encoder.started == []
     assert sum(stream.reserved for stream in pipeline.token2wav.streams) <= CROWD

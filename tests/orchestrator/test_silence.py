@@ -123,9 +123,7 @@ def test_without_trimming_an_answer_is_what_token2wav_renders_of_what_the_llm_sa
     assert heard[True].size / SAMPLE_RATE == pytest.approx(seconds, abs=0.03)
 
 
-def test_after_a_cut_token2wav_is_told_what_the_listener_has_and_the_second_chunk_counts_as_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_a_cut_token2wav_is_told_what_the_listener_has_and_the_second_chunk_counts_as_late(monkeypatch) -> None:
     """Of 0.44 s of audio 0.15 are left, as the next chunk, the schedule and the choice of short first hops know."""
     cuts: list[float] = []
     monkeypatch.setattr(HopSchedule, "cut", lambda schedule, seconds: cuts.append(seconds))

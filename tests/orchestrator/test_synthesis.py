@@ -38,7 +38,7 @@ def test_every_token_is_rendered_once_and_in_order(strategy: str, total: int) ->
 
 
 @pytest.mark.parametrize("what", ["a disk of voices that hangs", "the reading of a long text"])
-def test_the_event_loop_does_not_wait_for(what: str) -> None:
+async def test_the_event_loop_does_not_wait_for(what: str) -> None:
     asked, answered = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -59,14 +59,11 @@ def test_the_event_loop_does_not_wait_for(what: str) -> None:
     pipeline.voices, pipeline.texts = (FakeVoices(), Texts()) if long else (Voices(), FakeTextPreparer())
     pipeline.voices["anna"] = fake_prompt(1)
     request = dataclasses.replace(speech_request(), voice="anna", target_text="word " * 100 if long else "word")
-
-    async def scenario() -> list[np.ndarray]:
+    async with pipeline:
         speech = asyncio.create_task(pipeline.synthesize(request))
         await run_until(asked.is_set)
         answered.set()  # by the loop, which goes on
-        return await speech
-
-    assert sum(waveform.size for waveform in pipeline.run(scenario())) == 1
+        assert sum(waveform.size for waveform in await speech) == 1
 
 
 PARTS = ("tokens", "mel", "embedding")
@@ -80,33 +77,27 @@ CONCURRENT: dict[str, tuple[tuple[str, ...], str, Callable[[Pipeline], bool]]] =
 
 
 @pytest.mark.parametrize("what", CONCURRENT)
-def test_nothing_waits_for_what_it_does_not_need(what: str) -> None:
+async def test_nothing_waits_for_what_it_does_not_need(what: str) -> None:
     waiting, transcript, reached = CONCURRENT[what]
     gate, first = asyncio.Event(), [asyncio.Event()] if waiting == ("token",) else []
     pipeline = Pipeline(FakeLM(*first, [1]), FakePromptEncoder(gates=dict.fromkeys(waiting, gate)))
-
-    async def scenario() -> list[np.ndarray]:
+    async with pipeline:
         synthesis = asyncio.create_task(pipeline.synthesize(speech_request(reference_text=transcript)))
         await run_until(lambda: reached(pipeline))
         assert not any(stream.hops or (stream.started and not first) for stream in pipeline.token2wav.streams)
         for event in (gate, *first):
             event.set()
-        return await synthesis
-
-    assert len(pipeline.run(scenario())) == 1
+        assert len(await synthesis) == 1
 
 
-def test_chunks_are_rendered_while_the_llm_still_generates() -> None:
+async def test_chunks_are_rendered_while_the_llm_still_generates() -> None:
     rest = asyncio.Event()
     pipeline = Pipeline(FakeLM(*one_by_one(18), rest, [18, 19]))
-
-    async def scenario() -> list[np.ndarray]:
+    async with pipeline:
         async with aclosing(pipeline.synthesizer.stream(speech_request())) as waveforms:
             first = await anext(waveforms)
             rest.set()
-            return [first, *[waveform async for waveform in waveforms]]
-
-    assert [len(waveform) for waveform in pipeline.run(scenario())] == [15, 5]
+            assert [len(waveform) for waveform in ([first, *[waveform async for waveform in waveforms]])] == [15, 5]
 
 
 CONTINUED = [7] * PROMPT_TOKENS
@@ -267,7 +258,7 @@ STAGES: dict[str, Callable[[Pipeline], bool]] = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_cancelling_frees_everything_at_every_stage(stage: str) -> None:
+async def test_cancelling_frees_everything_at_every_stage(stage: str) -> None:
     never = asyncio.Event()
     script: Sequence[Step] = [never] if stage == "first token" else [*one_by_one(18), never]
     pipeline = Pipeline(
@@ -275,21 +266,18 @@ def test_cancelling_frees_everything_at_every_stage(stage: str) -> None:
         FakePromptEncoder(gates={"tokens": never} if stage == "prompt" else {}),
         FakeToken2Wav(gate=never if stage == "chunk" else None),
     )
-
-    async def scenario() -> list[np.ndarray]:
-        synthesis = asyncio.create_task(pipeline.synthesize())
-        await run_until(lambda: STAGES[stage](pipeline))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        synthesis.cancel()
-        return await synthesis
-
     with pytest.raises(asyncio.CancelledError):
-        pipeline.run(scenario())
+        async with pipeline:
+            synthesis = asyncio.create_task(pipeline.synthesize())
+            await run_until(lambda: STAGES[stage](pipeline))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            synthesis.cancel()
+            await synthesis
     assert [stream.aborts for stream in pipeline.token2wav.streams] == [1]
 
 
-def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_came_soon() -> None:
+async def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_came_soon() -> None:
     pipeline = Pipeline(FakeLM(*one_by_one(60)))
     text = PieceStream(Limit("target_text", 100, "characters"), idle_seconds=60)
     text.add("hello", end=True)
@@ -299,7 +287,7 @@ def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_came_s
     async def chunks(request: SynthesisRequest) -> list[int]:
         return [len(waveform) for waveform in await pipeline.synthesize(request)]
 
-    async def main() -> list[np.ndarray]:
+    async with pipeline:
         for _ in range(4):
             assert await chunks(request) == [15, 30, 15]
         assert await chunks(request) == [10, 15, 30, 5]
@@ -307,8 +295,5 @@ def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_came_s
         unheard, in_pieces = (dataclasses.replace(request, **kind) for kind in ({"played": False}, {"pieces": text}))
         assert [(await chunks(other))[0] for other in (seeded, greedy, unheard, in_pieces)] == [15] * 4
         assert await chunks(request) == [10, 15, 30, 5]
-        return []
-
-    pipeline.run(main())
     urgent = [prompt.urgent_tokens for prompt in pipeline.llm.prompts]
     assert urgent[:9] == [*[18] * 4, 13, 18, 18, 0, 18] and urgent[-1] == 13

@@ -1,6 +1,9 @@
-"""Texts of several segments: rendered in order, in one voice, with the LLM at most one segment ahead."""
+"""Texts of several segments: rendered in order, in one voice, with the LLM at most one segment ahead; answers of the
+LLM that end by their length: continued, or cut short with a warning."""
 
 import asyncio
+import dataclasses
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
@@ -11,7 +14,8 @@ import numpy as np
 import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import UnavailableError
-from cosyvoice_triton.llm.interface import URGENT_TOKENS, LLMPrompt
+from cosyvoice_triton.llm.interface import MAX_SEED, URGENT_TOKENS, LLMPrompt, Sampling
+from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.text.markup import Pause
 
 from tests.support.fakes import (
@@ -23,7 +27,7 @@ from tests.support.fakes import (
     fake_prompt,
     speech_request,
 )
-from tests.support.pipeline import Pipeline, Speak, run_until, settle
+from tests.support.pipeline import Pipeline, Speak, one_by_one, run_until, settle
 
 
 class CountingLM(FakeLM):
@@ -77,22 +81,19 @@ def test_a_later_segment_starts_with_the_audio_that_its_listener_has_left_and_wi
     assert [[hop.length for hop in stream.hops][0] for stream in (first, second, third)] == [15, 60, 100]
 
 
-def test_the_llm_is_one_segment_ahead_of_token2wav_and_no_further() -> None:
+async def test_the_llm_is_one_segment_ahead_of_token2wav_and_no_further() -> None:
     gate = asyncio.Event()
     pipeline = Pipeline(CountingLM(), token2wav=FakeToken2Wav(gate=gate))
-
-    async def scenario() -> list[np.ndarray]:
+    async with pipeline:
         synthesis = asyncio.create_task(pipeline.synthesize(speech_request(text="0-20|20-40|40-60|60-80")))
         await run_until(lambda: len(pipeline.llm.prompts) == 2 and pipeline.llm.open == 0)
         await settle()
         assert [prompt.target_text for prompt in pipeline.llm.prompts] == ["0-20", "20-40"]
         gate.set()
-        return await synthesis
-
-    np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), np.arange(80))
+        np.testing.assert_array_equal(np.concatenate(await synthesis), np.arange(80))
 
 
-def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented() -> None:
+async def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented() -> None:
     released = threading.Event()
 
     def parts() -> Iterator[str]:
@@ -102,42 +103,38 @@ def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented() -> N
 
     pipeline = Pipeline(CountingLM())
     pipeline.texts = FakeTextPreparer(parts())
-
-    async def scenario() -> list[np.ndarray]:
+    async with pipeline:
         async with aclosing(pipeline.synthesizer.stream(speech_request())) as waveforms:
             first = [await anext(waveforms), await anext(waveforms)]
             released.set()
-            return first + [waveform async for waveform in waveforms]
-
-    np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), np.arange(60))
+            np.testing.assert_array_equal(
+                np.concatenate(first + [waveform async for waveform in waveforms]), np.arange(60)
+            )
 
 
 PAUSES = (Pause(0.1), "0-20", Pause(0.5), Pause(0.5), "20-40", Pause(0.02))
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_segments_and_pauses_are_reported_with_their_samples_before_their_last_waveform(offline: bool) -> None:
+async def test_segments_and_pauses_are_reported_with_their_samples_before_their_last_waveform(offline: bool) -> None:
     """Pauses are silence between segments and hold up no work."""
     pipeline = Pipeline(CountingLM())
     pipeline.texts = FakeTextPreparer(PAUSES)
     reported: list[tuple[str, int]] = []
-    received = 0
+    waveforms, received = list[np.ndarray](), 0
 
     def ended(text: str, samples: int, tokens: Sequence[int]) -> None:
         reported.append((text, samples))
         assert received < sum(size for _, size in reported)
 
-    async def scenario() -> list[np.ndarray]:
-        nonlocal received
+    async with pipeline:
         if offline:
-            return [await pipeline.synthesizer.offline(speech_request(), on_segment=ended)]
-        waveforms = []
-        async for waveform in pipeline.synthesizer.stream(speech_request(), on_segment=ended):
-            received += waveform.size
-            waveforms.append(waveform)
-        return waveforms
-
-    audio = np.concatenate(pipeline.run(scenario()))
+            waveforms.append(await pipeline.synthesizer.offline(speech_request(), on_segment=ended))
+        else:
+            async for waveform in pipeline.synthesizer.stream(speech_request(), on_segment=ended):
+                received += waveform.size
+                waveforms.append(waveform)
+    audio = np.concatenate(waveforms)
     parts = [np.zeros(2400), np.arange(20), np.zeros(24_000), np.arange(20, 40), np.zeros(480)]
     np.testing.assert_array_equal(audio, np.concatenate(parts))
     assert reported == [("", 2400), ("0-20", 20), ("", 24_000), ("20-40", 20), ("", 480)]
@@ -178,25 +175,117 @@ def test_an_error_in_a_later_segment_ends_the_stream_with_that_error(failing: st
 
 
 @pytest.mark.parametrize("stage", ["the segment being rendered", "the segment ahead"])
-def test_cancelling_frees_every_segment(stage: str) -> None:
+async def test_cancelling_frees_every_segment(stage: str) -> None:
     never = asyncio.Event()
     ahead = stage == "the segment ahead"
     pipeline = Pipeline(
         CountingLM(slow=never) if ahead else CountingLM(), token2wav=FakeToken2Wav(gate=never if ahead else None)
     )
-
-    async def scenario() -> list[np.ndarray]:
-        if not ahead:  # the consumer holds a waveform of the second segment, the third one waits
+    async with pipeline:
+        if ahead:
+            synthesis = asyncio.create_task(pipeline.synthesize(speech_request(text="0-20|slow|60-80")))
+            await run_until(lambda: len(pipeline.llm.prompts) == 2 and pipeline.token2wav.live == 1)
+            synthesis.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await synthesis
+        else:  # the consumer holds a waveform of the second segment, the third one waits
             async with aclosing(pipeline.synthesizer.stream(speech_request(text="0-20|20-60|60-80|80-99"))) as audio:
-                return [await anext(audio) for _ in range(3)]
-        synthesis = asyncio.create_task(pipeline.synthesize(speech_request(text="0-20|slow|60-80")))
-        await run_until(lambda: len(pipeline.llm.prompts) == 2 and pipeline.token2wav.live == 1)
-        synthesis.cancel()
-        return await synthesis
-
-    if ahead:
-        with pytest.raises(asyncio.CancelledError):
-            pipeline.run(scenario())
-    else:
-        assert len(pipeline.run(scenario())) == 3
+                for _ in range(3):
+                    await anext(audio)
     assert [stream.aborts for stream in pipeline.token2wav.streams] == ([1] if ahead else [0, 1])
+
+
+class ContinuedLM(FakeLM):
+    """Continues 0, 1, 2, ... up to `total`. Requests that would need more than `context` tokens are rejected."""
+
+    def __init__(self, total: int, context: int = 10_000):
+        super().__init__()
+        self.total = total
+        self.context = context
+
+    def script(self, prompt: LLMPrompt) -> Sequence[Step]:
+        done, most = len(prompt.generated), self.samplings[-1].max_tokens
+        assert list(prompt.generated) == list(range(done))
+        if done + most > self.context:
+            return [ValueError("the prompt is too long")]
+        end = min(self.total, done + most)
+        self.finish_reason = "stop" if end == self.total else "length"
+        return [[token] for token in range(done, end)]
+
+
+def speak(pipeline: Pipeline, request: SynthesisRequest) -> tuple[list[int], list[str]]:
+    """The tokens that were spoken, and the warnings."""
+    warnings: list[str] = []
+    audio = pipeline.run(pipeline.synthesize(request, warnings.append))
+    return np.concatenate(audio).astype(int).tolist(), warnings
+
+
+def with_sampling(text: str = "hello", reference_text: str = "reference", **sampling: int) -> SynthesisRequest:
+    return dataclasses.replace(speech_request(0, text, reference_text), sampling=Sampling(**sampling))
+
+
+@pytest.mark.parametrize("reference_text", ["reference", ""])  # "": cross-lingual, the LLM gets no prompt tokens
+@pytest.mark.parametrize("max_tokens", [7, 40, 80])
+def test_an_answer_that_ends_by_its_length_is_continued_in_the_same_stream(max_tokens, reference_text) -> None:
+    pipeline = Pipeline(ContinuedLM(80))
+    request = with_sampling("hello, how are you today?", reference_text, max_tokens=max_tokens)
+    assert speak(pipeline, request) == (list(range(80)), [])
+    assert len(pipeline.token2wav.streams) == 1
+    first, *later = pipeline.llm.prompts
+    for index, prompt in enumerate(later, start=1):
+        assert prompt == dataclasses.replace(first, generated=tuple(range(index * max_tokens)))
+
+
+def test_a_loop_ends_at_twice_the_expected_duration_and_two_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    text = "字" * 90  # 18 s: longer segments do not occur
+    with caplog.at_level(logging.WARNING):
+        tokens, (warning,) = speak(Pipeline(ContinuedLM(5000)), with_sampling(text))
+    assert len(tokens) == 25 * (2 * 18 + 2)
+    assert warning == f"speech was cut short after 950 tokens, the most for a text of its length: {text[:80]!r}"
+    assert warning in caplog.text
+
+
+def test_an_answer_that_the_ratio_of_lengths_ends_is_not_continued() -> None:
+    pipeline = Pipeline(FakeLM(*one_by_one(20), finish_reason="length"))  # fewer tokens than asked for
+    tokens, (warning,) = speak(pipeline, speech_request())
+    assert len(tokens) == 20 and len(pipeline.llm.prompts) == 1
+    assert warning.startswith("speech was cut short after 20 tokens") and warning.endswith("'hello'")
+
+
+def test_an_answer_that_the_llm_cannot_continue_is_spoken_with_a_warning() -> None:
+    tokens, (warning,) = speak(Pipeline(ContinuedLM(80, context=50)), with_sampling(max_tokens=20))
+    assert tokens == list(range(40))
+    assert "cut short after 40 tokens, because the LLM cannot continue it (the prompt is too long)" in warning
+
+
+def test_a_rejected_first_request_and_an_llm_that_fails_while_it_continues_are_errors() -> None:
+    class Failing(ContinuedLM):
+        def script(self, prompt: LLMPrompt) -> Sequence[Step]:
+            return [UnavailableError("the LLM is down")] if prompt.generated else super().script(prompt)
+
+    with pytest.raises(ValueError, match="too long"):
+        speak(Pipeline(ContinuedLM(80, context=50)), with_sampling())
+    with pytest.raises(UnavailableError, match="the LLM is down"):
+        speak(Pipeline(Failing(80)), with_sampling(max_tokens=20))
+
+
+def test_each_part_of_an_answer_has_its_own_seed_and_its_share_of_the_limits() -> None:
+    pipeline = Pipeline(ContinuedLM(50))
+    speak(pipeline, with_sampling(max_tokens=20, min_tokens=15, seed=MAX_SEED - 10))
+    parts = [(part.seed, part.min_tokens, part.max_tokens) for part in pipeline.llm.samplings]
+    assert parts == [(MAX_SEED - 10, 15, 20), (9, 0, 20), (29, 0, 20)]
+    pipeline = Pipeline(ContinuedLM(50))
+    speak(pipeline, with_sampling(max_tokens=20))
+    assert [part.seed for part in pipeline.llm.samplings] == [None] * 3
+
+
+@pytest.mark.parametrize(("max_tokens", "spoken"), [(1, [1]), (30, [20, 10]), (20, [20])])
+def test_max_tokens_of_a_request_limits_the_whole_answer(max_tokens: int, spoken: list[int]) -> None:
+    pipeline = Pipeline(ContinuedLM(20))
+    request = with_sampling("one|two", max_tokens=max_tokens)
+    tokens, warnings = speak(pipeline, dataclasses.replace(request, max_tokens=max_tokens))
+    assert tokens == [token for count in spoken for token in range(count)]
+    left_out = [f"max_tokens {max_tokens} was reached before 'two'"] if len(spoken) == 1 else []
+    cut = [f"{spoken[-1]} tokens, what max_tokens of the request allows: "] if spoken[-1] < 20 else []
+    assert len(warnings) == len(left_out + cut)
+    assert all(words in warning for words, warning in zip(cut + left_out, warnings, strict=True))

@@ -31,50 +31,43 @@ async def read(stream: PieceStream) -> list[Any]:
     return [piece async for piece in stream]
 
 
-def test_pieces_arrive_in_their_order_up_to_the_end() -> None:
-    async def run() -> list[str]:
-        streams = PieceStreams(idle_seconds=60)
-        with streams.open(7, LIMIT) as stream, streams.open("other", LIMIT) as other:
-            reader = asyncio.create_task(read(stream))
-            for piece, end in (("a", False), ("", False), ("bc", True)):
-                streams.add(7, piece, end)
-            other.add("x", end=True)
-            assert await read(other) == ["x"]
-            return await reader
-
-    assert asyncio.run(run()) == ["a", "bc"]
+async def test_pieces_arrive_in_their_order_up_to_the_end() -> None:
+    streams = PieceStreams(idle_seconds=60)
+    with streams.open(7, LIMIT) as stream, streams.open("other", LIMIT) as other:
+        reader = asyncio.create_task(read(stream))
+        for piece, end in (("a", False), ("", False), ("bc", True)):
+            streams.add(7, piece, end)
+        other.add("x", end=True)
+        assert await read(other) == ["x"]
+        assert await reader == ["a", "bc"]
 
 
-def test_misuse_is_an_error_with_its_value_and_ends_with_the_request() -> None:
-    async def run() -> None:
-        streams = PieceStreams(idle_seconds=0.05)
-        with pytest.raises(ValueError, match="no request in pieces has the sequence id 7"):
-            streams.add(7, "a", False)
-        with streams.open(7, LIMIT) as stream:
-            with pytest.raises(ValueError, match="sequence id 7 is in use"), streams.open(7, LIMIT):
-                pass
-            streams.add(7, "a" * 9, False)
-            with pytest.raises(ValueError, match="11 characters in its pieces so far, more than the limit of 10"):
-                streams.add(7, "bc", False)
-            with pytest.raises(ValueError, match="began with target_text, and this piece of it has another input"):
-                streams.add(7, np.zeros(5, np.float32), False)
-            with pytest.raises(ValueError, match=r"no further piece of it for 0\.05 s"):
-                await read(stream)
-            streams.add(7, "", True)
-            with pytest.raises(ValueError, match="has ended already"):
-                streams.add(7, "b", False)
-        with pytest.raises(ValueError, match="no request in pieces"):
-            streams.add(7, "a", False)
-
-    asyncio.run(run())
+async def test_misuse_is_an_error_with_its_value_and_ends_with_the_request() -> None:
+    streams = PieceStreams(idle_seconds=0.05)
+    with pytest.raises(ValueError, match="no request in pieces has the sequence id 7"):
+        streams.add(7, "a", False)
+    with streams.open(7, LIMIT) as stream:
+        with pytest.raises(ValueError, match="sequence id 7 is in use"), streams.open(7, LIMIT):
+            pass
+        streams.add(7, "a" * 9, False)
+        with pytest.raises(ValueError, match="11 characters in its pieces so far, more than the limit of 10"):
+            streams.add(7, "bc", False)
+        with pytest.raises(ValueError, match="began with target_text, and this piece of it has another input"):
+            streams.add(7, np.zeros(5, np.float32), False)
+        with pytest.raises(ValueError, match=r"no further piece of it for 0\.05 s"):
+            await read(stream)
+        streams.add(7, "", True)
+        with pytest.raises(ValueError, match="has ended already"):
+            streams.add(7, "b", False)
+    with pytest.raises(ValueError, match="no request in pieces"):
+        streams.add(7, "a", False)
 
 
-def test_the_first_audio_comes_before_the_text_has_ended() -> None:
+async def test_the_first_audio_comes_before_the_text_has_ended() -> None:
     """The fake's voice has 30 tokens, which are two blocks with the transcript's first ten letters."""
     llm = FakeLM(list(range(15)))
     pipeline = Pipeline(llm)
-
-    async def run() -> list[np.ndarray]:
+    async with pipeline:
         speech = text()
         listener = asyncio.create_task(pipeline.synthesize(request_of(speech, target_text="")))
         speech.add("abcd ", end=False)  # after the voice, the first block needs no text
@@ -83,9 +76,7 @@ def test_the_first_audio_comes_before_the_text_has_ended() -> None:
         await run_until(lambda: len(pipeline.token2wav.streams) == 1 and len(pipeline.hops) == 1)
         assert len(llm.prompts) == 2 and not listener.done()
         speech.add("i", end=True)
-        return await listener
-
-    audio = np.concatenate(pipeline.run(run()))
+        audio = np.concatenate(await listener)
     assert [sampling.max_tokens for sampling in llm.samplings] == [15, 15, 15, 750]
     assert [sampling.min_tokens for sampling in llm.samplings] == [15, 15, 15, 0]  # a block has no end
     assert [sampling.seed for sampling in llm.samplings] == [1, 16, 31, 46]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tests.parity.manifests import run_manifests
-from tests.parity.runner import run_folder
+from tests.parity.runner import run_folder, run_manifests
 
 DESCRIPTION = """\
 Compute every fixture of a folder and compare the results with the stored ones. Flows are computed by token2wav's engine

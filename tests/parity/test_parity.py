@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.parity.__main__ import main
 from tests.parity.fixture import Fixture
-from tests.parity.manifests import run_manifests
-from tests.parity.runner import all_checks, run_fixture
+from tests.parity.runner import all_checks, run_fixture, run_manifests
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 FIXTURES = sorted(path for path in GOLDEN.parent.glob("golden*/*.json") if not path.stem.endswith(".weights"))

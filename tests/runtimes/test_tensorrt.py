@@ -27,9 +27,6 @@ def of(index: int, precision: str = "float32") -> Workload:
     return workloads(stacks.DIT, precision)[index]
 
 
-# --- building, with the real library ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stack, count, precision", [("dit", 4, "float16"), ("unet", 3, "float32")])
 def test_every_plan_of_a_stack_is_built_once_for_each_capability(capsys, tmp_path, stack, count, precision) -> None:
     model_dir = tiny_onnx.write_stack(tmp_path, stacks.named(stack))
@@ -63,9 +60,6 @@ def test_the_real_library_refuses_damaged_plans_and_cannot_load_good_ones_withou
     assert not runtime.get_engine_validity(plan)[1] & malformed
     with pytest.raises(PlanError, match="TensorRT refuses the plan of speaker: .*CUDA driver version"):
         TensorRTNetwork(plan, "speaker", "cpu")
-
-
-# --- loading and running, with the fake -------------------------------------------------------------------------------
 
 
 @pytest.fixture

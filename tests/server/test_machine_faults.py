@@ -28,7 +28,7 @@ from cosyvoice_triton.server.tritonserver import Ports, ServerError, TritonServe
 from cosyvoice_triton.server.watch import HUNG_SECONDS, WATCH_SECONDS, ModelWatch
 from cosyvoice_triton.triton_io.streams import Streams
 
-from tests.support.http_pages import Page, http_server
+from tests.support.http_servers import Page, http_server
 from tests.support.serve_process import children
 from tests.support.waiting import until
 

@@ -9,7 +9,7 @@ from cosyvoice_triton.cli import serve
 from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer, free_port, usable_ports
 
-from tests.support.echo_server import echo_server
+from tests.support.http_servers import echo_server
 
 
 def test_no_port_is_one_that_the_kernel_gives_to_clients(tmp_path: Path) -> None:

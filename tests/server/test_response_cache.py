@@ -1,12 +1,13 @@
 """Triton's response cache: where it is, and that nothing of a deleted voice stays in a Redis."""
 
 import socketserver
-import threading
 from collections.abc import Iterator
 
 import pytest
 from cosyvoice_triton.cli import voice as command
 from cosyvoice_triton.server.response_cache import cache_option
+
+from tests.support.http_servers import running
 
 
 class Redis(socketserver.ThreadingTCPServer):
@@ -32,12 +33,8 @@ class Connection(socketserver.StreamRequestHandler):
 
 @pytest.fixture
 def redis() -> Iterator[Redis]:
-    with Redis() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
+    with running(Redis()) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_the_response_cache_is_in_memory_or_in_redis() -> None:

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import httpx2 as httpx
 import pytest
@@ -18,7 +17,7 @@ from cosyvoice_triton.server.tritonserver import free_port
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.support.gateway import wait_for
-from tests.support.http_pages import Page, http_server
+from tests.support.http_servers import Page, http_server
 from tests.support.serve_process import ServeProcess, StreamResult, get, rendered, serve_process, speak_at_once
 from tests.support.server_requests import TEXT, VOICE, VOICE_TEXT
 
@@ -95,8 +94,8 @@ def test_the_metrics_page_counts_requests_and_audio(server: ServeProcess) -> Non
     assert get(f"http://127.0.0.1:{server.health}/live") == (200, "live")
     assert get(f"http://127.0.0.1:{server.health}/other")[0] == 404
     for method, status, length in (("HEAD", 200, "5"), ("OPTIONS", 204, None)):
-        with urlopen(Request(f"http://127.0.0.1:{server.health}/live", method=method), timeout=10) as answer:
-            assert (answer.status, answer.headers["content-length"], answer.read()) == (status, length, b"")
+        answer = httpx.request(method, f"http://127.0.0.1:{server.health}/live")
+        assert (answer.status_code, answer.headers.get("content-length"), answer.content) == (status, length, b"")
 
 
 def test_after_sigterm_requests_are_refused_and_running_ones_end(server) -> None:

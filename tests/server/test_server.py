@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -11,10 +10,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 
+import httpx2 as httpx
 import pytest
 import tritonclient.grpc as grpc_client
 from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
@@ -106,10 +104,9 @@ def assert_closed(server: TritonServer) -> None:
     for port in (server.ports.grpc, server.ports.http):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port))
-    body = json.dumps({"key": f"/{server._shm_prefix}", "offset": 0, "byte_size": 1}).encode()
+    body = {"key": f"/{server._shm_prefix}", "offset": 0, "byte_size": 1}
     register = f"http://{server.http_url}/v2/systemsharedmemory/region/r/register"
-    with pytest.raises(urllib.error.HTTPError, match="403"):
-        urllib.request.urlopen(register, body)
+    assert httpx.post(register, json=body).status_code == 403
     with grpc_client.InferenceServerClient(f"127.0.0.1:{server.ports.grpc}") as connection:
         with pytest.raises(InferenceServerException, match="does not have permission|UNAVAILABLE|restricted|header"):
             connection.register_system_shared_memory("r", f"/{server._shm_prefix}", 1)
@@ -121,8 +118,8 @@ def test_a_server_answers_while_it_runs_and_leaves_nothing_behind(repository, tm
     (tmp_path / "its name; has a blank").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "its name; has a blank"))
     with TritonServer(repository, ports=FREE, host="0.0.0.0") as server:
-        assert urllib.request.urlopen(f"http://{server.http_url}/v2/models/idle/ready").status == 200
-        assert urllib.request.urlopen(f"http://{server.metrics_url}/metrics").status == 200
+        for page in (f"{server.http_url}/v2/models/idle/ready", f"{server.metrics_url}/metrics"):
+            assert httpx.get(f"http://{page}").status_code == 200
         assert stubs_of(server._shm_prefix)
         assert_closed(server)
         assert server._process is not None
@@ -139,9 +136,8 @@ def test_calls_between_models_do_not_wait_for_each_other(tmp_path):
     add_model(tmp_path / "repository", "caller", CALLER)
     body = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [0.0]}]}
     with TritonServer(tmp_path / "repository", ports=FREE) as server:
-        url = f"http://{server.http_url}/v2/models/caller/infer"
-        with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=60) as answer:
-            assert json.load(answer)["outputs"][0]["data"] == [1.0]
+        answer = httpx.post(f"http://{server.http_url}/v2/models/caller/infer", json=body, timeout=60)
+        assert answer.json()["outputs"][0]["data"] == [1.0]
 
 
 @pytest.mark.server

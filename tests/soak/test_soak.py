@@ -30,9 +30,6 @@ SECOND = np.full(SAMPLE_RATE, 0.1, np.float32)
 SAID = Utterance("quick words", speaker="slt", parameters={"seed": 1, "response_format": "pcm"})
 
 
-# --- one request -----------------------------------------------------------------------------------------------------
-
-
 class Answers(Door):
     """Answers of `count` parts, and then an error, or a silence of so many seconds."""
 
@@ -80,9 +77,6 @@ def test_a_request_is_accounted_for_by_how_it_ends(
     request = ended(Answers(*answer), SHORT if outcome == "hung" else PATIENCE, **job)
     assert (request.outcome, request.answer.error) == (outcome, reason)
     assert bool(request.answer.arrivals) == bool(answer[0])
-
-
-# --- a run -----------------------------------------------------------------------------------------------------------
 
 
 def fault(name: str, begun: float, end: float) -> InjectedFault:
@@ -139,9 +133,6 @@ def test_a_service_that_ends_by_itself_or_does_not_recover_is_a_problem() -> Non
         "fault 1. kill tensorrt_llm at 10.0 s: not ready within 180 s",
         "left behind: a voice",
     ]
-
-
-# --- growth ----------------------------------------------------------------------------------------------------------
 
 
 LONG = WARM_UP_SECONDS + LONG_SECONDS

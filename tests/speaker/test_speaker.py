@@ -67,19 +67,16 @@ def test_speech_is_converted_to_a_voice_whole_and_while_it_is_spoken(speaker: Sp
     assert say.main(["--local", "unused", "--source", "missing.wav"]) == 1
 
 
-def test_many_speak_at_once_also_in_loops_of_their_own(speaker: Speaker) -> None:
+async def test_many_speak_at_once_also_in_loops_of_their_own(speaker: Speaker) -> None:
     expected = np.concatenate(list(speaker.stream(TEXT, **VOICE)))
 
-    async def main() -> None:
-        async def streamed() -> np.ndarray:
-            return np.concatenate([chunk async for chunk in speaker.astream(TEXT, **VOICE)])
+    async def streamed() -> np.ndarray:
+        return np.concatenate([chunk async for chunk in speaker.astream(TEXT, **VOICE)])
 
-        whole, *parts = await asyncio.gather(speaker.aspeak(TEXT, **VOICE), streamed(), streamed())
-        assert whole.size == expected.size
-        for part in parts:
-            np.testing.assert_allclose(part, expected, atol=1e-4)
-
-    asyncio.run(main())
+    whole, *parts = await asyncio.gather(speaker.aspeak(TEXT, **VOICE), streamed(), streamed())
+    assert whole.size == expected.size
+    for part in parts:
+        np.testing.assert_allclose(part, expected, atol=1e-4)
 
 
 def test_what_cannot_be_spoken_is_named_and_warnings_are_reported(speaker: Speaker) -> None:
@@ -92,24 +89,20 @@ def test_what_cannot_be_spoken_is_named_and_warnings_are_reported(speaker: Speak
     assert "speech was cut short after 9 tokens" in warnings[0]
 
 
-def test_a_closed_iterator_and_a_cancelled_task_free_their_streams(speaker: Speaker) -> None:
+async def test_a_closed_iterator_and_a_cancelled_task_free_their_streams(speaker: Speaker) -> None:
     held = speaker.stream("Good morning. " * 8, **VOICE)
     next(held)
     assert streams(speaker) == 1
     held.close()
     until(lambda: streams(speaker) == 0)
-
-    async def main() -> None:
-        stream = speaker.astream("Good morning. " * 8, **VOICE)
-        await anext(stream)
-        await stream.aclose()
-        speaking = asyncio.create_task(speaker.aspeak("Good morning. " * 8, **VOICE))
-        await asyncio.sleep(0)
-        speaking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await speaking
-
-    asyncio.run(main())
+    stream = speaker.astream("Good morning. " * 8, **VOICE)
+    await anext(stream)
+    await stream.aclose()
+    speaking = asyncio.create_task(speaker.aspeak("Good morning. " * 8, **VOICE))
+    await asyncio.sleep(0)
+    speaking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await speaking
     until(lambda: streams(speaker) == 0)
     assert speaker.speak(TEXT, **VOICE).size
 

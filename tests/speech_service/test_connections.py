@@ -319,9 +319,7 @@ def test_pings_are_no_unfinished_message(guarded: str) -> None:
                 client.recv(1)
 
 
-def test_of_two_clients_one_with_many_frames_takes_no_more_of_the_loop_than_the_other(
-    guarded: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_clients_one_with_many_frames_takes_no_more_of_the_loop_than_the_other(guarded, monkeypatch) -> None:
     """All frames have arrived before the loop reads the first of them."""
     handled: list[LimitedSocket] = []
     handle = LimitedSocket.handle_ping
@@ -404,18 +402,14 @@ def resident(process: int | str) -> int:
     + [b"Transfer-Encoding: chunked", b"Content-Length: 5"],
     ids=["long", "byte", "letter", "chunked", "body"],
 )
-def test_a_handshake_that_cannot_be_read_is_answered(
-    guarded: str, header: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_handshake_that_cannot_be_read_is_answered(guarded, header, caplog) -> None:
     data = request(headers=KEY + WEBSOCKET, line=f"GET {SPEECH}/stream")
     with opened(guarded, data.replace(b"Content-Length: 0", header)) as client:
         assert [line[:10] for line in answers(client)] == [b"HTTP/1.1 4"]
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_a_message_that_is_no_utf8_closes_its_websocket_and_is_not_logged_as_our_error(
-    guarded: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_message_that_is_no_utf8_closes_its_websocket_and_is_not_logged_as_our_error(guarded, caplog) -> None:
     with socket_of(guarded) as client:
         client.sendall(frame(1, b'{"type": "input.text", "text": "\xed\xa0\x80"}'))
         assert closed_with(client) == 1007

@@ -3,8 +3,6 @@ weights are random, so only lengths are compared, not words."""
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx2 as httpx
 import numpy as np
@@ -36,9 +34,7 @@ def pcm(speech_stack: SpeechStack) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", [None, "opus", "wav"])
-def test_the_sdk_streams_a_file_of_the_right_length(
-    speech_stack: SpeechStack, pcm: np.ndarray, tmp_path: Path, name: Any
-) -> None:
+def test_the_sdk_streams_a_file_of_the_right_length(speech_stack, pcm, tmp_path, name) -> None:
     """Its default is an mp3; test_encoding.py has all formats."""
     path = tmp_path / "speech"
     create = speech_stack.client.audio.speech.with_streaming_response.create
@@ -50,9 +46,7 @@ def test_the_sdk_streams_a_file_of_the_right_length(
     assert wav.size / rate == pytest.approx(pcm.size / SAMPLE_RATE, abs=0.15)
 
 
-def test_a_part_without_a_voice_is_spoken_by_the_only_one_or_refused_before_any_audio(
-    speech_stack: SpeechStack,
-) -> None:
+def test_a_part_without_a_voice_is_spoken_by_the_only_one_or_refused_before_any_audio(speech_stack) -> None:
     body = {"input": '<speak><voice name="anna">One.</voice> Two, three.</speak>', "response_format": "pcm"}
     url, voices = f"{speech_stack.url}/v1/audio/speech", f"{speech_stack.url}/v1/audio/voices"
     assert httpx.post(url, json=body, timeout=60).status_code == 200

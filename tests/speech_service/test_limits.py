@@ -225,9 +225,7 @@ def replaced(body: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[st
     return body
 
 
-def test_the_largest_value_of_every_field_is_taken_and_the_first_beyond_is_refused_at_little_cost(
-    service: Service,
-) -> None:
+def test_the_largest_value_of_every_field_is_taken_and_the_first_beyond_is_refused_at_little_cost(service) -> None:
     document = service.client.get("/openapi.json").json()
     tried = 0
     for method, path, kind, schema, body in routes(document):

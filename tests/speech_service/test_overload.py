@@ -58,9 +58,7 @@ def served(tmp_path: Path) -> Iterator[StubbedService]:
         yield StubbedService(url, stub, tmp_path)
 
 
-def test_after_a_refusal_nobody_elses_voice_is_decoded_nor_triton_asked(
-    served: StubbedService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_after_a_refusal_nobody_elses_voice_is_decoded_nor_triton_asked(served, monkeypatch, caplog) -> None:
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 60.0)
     monkeypatch.setattr(refusals, "LOG_SECONDS", 1.0)
     decoded: list[str] = []
@@ -129,13 +127,12 @@ async def asked(full: dispatcher.Dispatcher) -> None:
         raise AssertionError("audio")
 
 
-def test_a_voice_that_waits_to_be_read_is_refused_like_the_others_however_long_that_takes(
+async def test_a_voice_that_waits_to_be_read_is_refused_like_the_others_however_long_that_takes(
     full: dispatcher.Dispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 0.0)
     service = Service(Settings(), cast(VoiceFolder, None), full.metrics, full)
-
-    async def waits() -> None:
+    with pytest.raises(ApiError, match="9 listeners"):
         async with contextlib.AsyncExitStack() as readers:
             for _ in range(os.cpu_count() or 1):
                 await readers.enter_async_context(full.decoding)
@@ -145,13 +142,8 @@ def test_a_voice_that_waits_to_be_read_is_refused_like_the_others_however_long_t
                 await asked(full)
         await waiting
 
-    with pytest.raises(ApiError, match="9 listeners"):
-        asyncio.run(waits())
 
-
-def test_of_a_crowd_only_the_first_are_routed_and_live_streams_run_after_each(
-    full: dispatcher.Dispatcher,
-) -> None:
+async def test_of_a_crowd_only_the_first_are_routed_and_live_streams_run_after_each(full) -> None:
     routed = steps = 0
 
     async def live() -> None:
@@ -166,13 +158,10 @@ def test_of_a_crowd_only_the_first_are_routed_and_live_streams_run_after_each(
         routed += 1
         await asked(full)
 
-    async def crowd() -> list[BaseException | None]:
-        other = asyncio.create_task(live())
-        answers = await asyncio.gather(*(listen() for _ in range(CROWD)), return_exceptions=True)
-        other.cancel()
-        return answers
-
-    assert [getattr(each, "status", each) for each in asyncio.run(crowd())] == CROWD * [429]
+    other = asyncio.create_task(live())
+    answers = await asyncio.gather(*(listen() for _ in range(CROWD)), return_exceptions=True)
+    other.cancel()
+    assert [getattr(each, "status", each) for each in (answers)] == CROWD * [429]
     assert routed < 4 and steps > CROWD / 2
 
 
@@ -194,9 +183,7 @@ def test_an_answer_before_the_body_ends_the_connection_once_the_body_has_come(
             client.sendall(1000 * b"x")  # by a client that does not read yet: it gets no reset
 
 
-def test_a_new_voice_that_waits_for_an_upload_slot_is_refused_by_its_headers_alone(
-    served: StubbedService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_voice_that_waits_for_an_upload_slot_is_refused_by_its_headers_alone(served, monkeypatch) -> None:
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 0.0)  # however long ago the refusal was
     monkeypatch.setattr(dispatcher, "UPLOAD_WAIT_SECONDS", 60.0)
     readers = [half_sent(served.url, b" " * 300_000) for _ in range(os.cpu_count() or 1)]
@@ -231,9 +218,7 @@ def test_slow_clients_hold_up_no_new_voice_for_long(served: StubbedService) -> N
         each.close()
 
 
-def test_who_comes_after_a_listener_who_left_gets_the_place_that_is_not_free_yet(
-    served: StubbedService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_comes_after_a_listener_who_left_gets_the_place_that_is_not_free_yet(served, monkeypatch) -> None:
     """A Triton goes on with what it computes; so does this one, for a moment."""
     monkeypatch.setattr(dispatcher, "LEAVE_SECONDS", 60.0)
     monkeypatch.setattr(refusals, "REFUSAL_SECONDS", 60.0)  # of the one who came before the place became free

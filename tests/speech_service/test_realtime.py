@@ -82,9 +82,7 @@ def test_openais_client_lets_an_item_be_spoken(url: str, stub: TritonStub) -> No
     assert texts_of(stub.requests[-1])["speaker"] == "zoe"
 
 
-def test_a_response_speaks_its_input_else_its_instructions_else_the_last_item(
-    socket: ClientConnection, stub: TritonStub
-) -> None:
+def test_a_response_speaks_its_input_else_its_instructions_else_the_last_item(socket, stub) -> None:
     send(socket, "session.update", session={"instructions": "Speak slowly.", "voice": "zoe"})
     send(socket, "conversation.item.create", item=item("First."))
     send(socket, "conversation.item.create", item=item("Last.", "assistant", "output_text", id="last"))
@@ -169,9 +167,7 @@ def test_a_response_that_fails_says_why(socket: ClientConnection) -> None:
         (MANY_ITEMS, "1 to 128 items"),
     ],
 )
-def test_an_invalid_message_is_an_error_with_its_id_and_the_session_continues(
-    socket: ClientConnection, message: dict[str, Any], error: str
-) -> None:
+def test_an_invalid_message_is_an_error_with_its_id_and_the_session_continues(socket, message, error) -> None:
     socket.send(json.dumps({**message, "event_id": "mine"}))
     (told,) = receive(socket, "error")
     assert error in told["error"]["message"] and told["error"]["event_id"] == "mine"

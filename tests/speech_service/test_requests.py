@@ -128,9 +128,7 @@ def test_a_body_without_content_length_is_rejected_at_the_limit(served: StubbedS
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", SPEECH, 405), ("GET", "/v1/nothing", 404)])
-def test_an_unknown_path_or_method_is_answered_in_the_same_format(
-    served: StubbedService, method: str, path: str, status: int
-) -> None:
+def test_an_unknown_path_or_method_is_answered_in_the_same_format(served, method, path, status) -> None:
     answer = httpx.request(method, served.url + path)
     assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
     assert answer.headers.get("allow") == ("POST" if status == 405 else None)
@@ -235,9 +233,7 @@ def test_errors_of_a_model_name_the_field_of_the_body(message: str, words: str |
         (None, "Failed to increase the shared memory pool size for key 'tts_ab12_0' to 64 bytes", NO_SHARED_MEMORY),
     ],
 )
-def test_what_no_caller_can_mend_is_unavailable_without_addresses_and_names(
-    status: str | None, message: str, words: str
-) -> None:
+def test_what_no_caller_can_mend_is_unavailable_without_addresses_and_names(status, message, words) -> None:
     error = from_triton(status, message)
     assert (error.status, error.retry_after, error.message) == (503, 1, words)
 

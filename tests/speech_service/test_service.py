@@ -36,9 +36,7 @@ from tests.support.triton_stub import OVERLOADED, TritonStub
 
 @pytest.mark.parametrize(("words", "status"), [("refuse", 400), ("lost", 503), ("silent", 502)])
 @pytest.mark.parametrize("stream_format", ["audio", "sse"])
-def test_an_error_before_the_first_byte_is_a_status(
-    served: StubbedService, words: str, status: int, stream_format: str
-) -> None:
+def test_an_error_before_the_first_byte_is_a_status(served, words, status, stream_format) -> None:
     answer = served.post({"input": words, "stream_format": stream_format})
     assert answer.status_code == status
     assert answer.json()["error"]["type"] == ("invalid_request_error" if status == 400 else "server_error")
@@ -78,9 +76,7 @@ def test_an_error_during_events_is_an_event(served: StubbedService) -> None:
 
 
 @pytest.mark.parametrize("fault", [RuntimeError, asyncio.CancelledError])
-def test_a_fault_of_ours_is_counted_as_a_500_and_not_as_a_client_that_left(
-    served: StubbedService, monkeypatch: pytest.MonkeyPatch, fault: type[BaseException]
-) -> None:
+def test_a_fault_of_ours_is_counted_as_a_500_and_not_as_a_client_that_left(served, monkeypatch, fault) -> None:
     def fail(*_: object) -> None:
         raise fault
 
@@ -159,9 +155,7 @@ def test_streams_go_to_the_least_busy_triton_and_around_a_failing_one(tmp_path: 
         (OVERLOADED, 429, "3"),
     ],
 )
-def test_requests_go_around_a_triton_that_restarts_or_is_full(
-    tmp_path: Path, error: str, status: int, retry: str, decoupled: bool
-) -> None:
+def test_requests_go_around_a_triton_that_restarts_or_is_full(tmp_path, error, status, retry, decoupled) -> None:
     one, other = TritonStub(decoupled=decoupled, error=error), TritonStub(decoupled=decoupled)
     with stub_triton(one) as first, stub_triton(other) as second:
         with serving(Settings(urls=(first, second), voices_dir=tmp_path)) as url:

@@ -107,9 +107,7 @@ def test_a_cancel_stops_the_current_sentence_and_discards_the_waiting_ones(serve
         (json.dumps({"type": "input.text", "text": "a" * 5000}), "more than 4096 characters"),
     ],
 )
-def test_an_invalid_message_is_an_error_event_and_the_session_continues(
-    served: StubbedService, message: str | bytes, error: str
-) -> None:
+def test_an_invalid_message_is_an_error_event_and_the_session_continues(served, message, error) -> None:
     with served.connect() as socket:
         socket.send(message)
         assert error in receive(socket, "error")[-1]["error"]["message"]
@@ -174,9 +172,7 @@ def test_emoji_alone_are_no_sentence(served: StubbedService) -> None:
         assert sentences(say(socket, "Hi. \U0001f600")) == ["Hi."]
 
 
-def test_a_hostile_text_is_split_outside_of_the_event_loop(
-    served: StubbedService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostile_text_is_split_outside_of_the_event_loop(served, monkeypatch) -> None:
     """Quotation marks that are never closed: 60,000 in one message held the event loop for half a minute."""
     loop_was_held, push = [], SentenceSplitter.push
 

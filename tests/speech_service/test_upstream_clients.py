@@ -98,9 +98,7 @@ def test_the_http_clients_get_raw_samples_and_an_error_if_any_field_is_missing(
 
 
 @pytest.mark.parametrize(("kind", "fields", "recorded", "texts"), KINDS[:4])
-def test_the_grpc_clients_get_raw_samples(
-    client: Any, stub: TritonStub, kind: str, fields: dict[str, str], recorded: bool, texts: dict[str, str]
-) -> None:
+def test_the_grpc_clients_get_raw_samples(client, stub, kind, fields, recorded, texts) -> None:
     asked = TEXT | fields | ({"prompt_audio": PROMPT[44:]} if recorded else {})
     answers = client(MESSAGES.Request(**{f"{kind}_request": asked}), metadata=KEY, timeout=20)
     assert [len(answer.tts_audio) for answer in answers] == [2 * stub.samples] * stub.chunks
@@ -129,9 +127,7 @@ def test_the_wire_format_is_that_of_the_plain_runtime() -> None:
         ({"sft_request": {"tts_text": "break"}}, grpc.StatusCode.INTERNAL, "broke"),
     ],
 )
-def test_an_error_ends_the_call_with_its_status(
-    client: Any, asked: dict[str, Any], code: grpc.StatusCode, words: str
-) -> None:
+def test_an_error_ends_the_call_with_its_status(client, asked, code, words) -> None:
     call = client(MESSAGES.Request(**asked), metadata=KEY, timeout=20)
     assert code_of(call) == code and words in call.details()
 
@@ -158,9 +154,6 @@ def test_calls_are_limited_and_idle_connections_are_closed(stub: TritonStub) -> 
             until(lambda: states[-1:] == [grpc.ChannelConnectivity.READY])  # told by another thread
             endless.cancel()
             until(lambda: states[-1] == grpc.ChannelConnectivity.IDLE)
-
-
-# --- requests that do not arrive --------------------------------------------------------------------------------
 
 
 def unsent(channel: grpc.Channel, metadata: Any, seconds: float = 10.0) -> Any:

@@ -46,9 +46,7 @@ SPOKEN_SSML = [
 
 
 @pytest.mark.parametrize(("text", "expected"), [(DIALOGUE, SPOKEN), (SSML, SPOKEN_SSML)], ids=["marks", "ssml"])
-def test_the_parts_of_a_text_are_spoken_one_after_another_in_their_voices(
-    served: StubbedService, text: str, expected: list[tuple[str, str]]
-) -> None:
+def test_the_parts_of_a_text_are_spoken_one_after_another_in_their_voices(served, text, expected) -> None:
     since = len(served.stub.requests)
     body = {**TEXT, "input": text, "voice": "anna", "seed": 7, "stream_format": "json", "subtitles": "srt"}
     answer = served.post({**body, "timestamps": "segment"}).json()
@@ -123,9 +121,7 @@ def test_a_recording_in_the_request_is_the_voice_of_the_parts_without_a_name(ser
         ("[voice:bert] a" * (MAX_VOICE_PARTS + 1), "anna", f"{MAX_VOICE_PARTS + 1} parts, more than {MAX_VOICE_PARTS}"),
     ],
 )
-def test_what_cannot_be_spoken_is_a_400_before_any_audio(
-    served: StubbedService, text: str, voice: str, words: str
-) -> None:
+def test_what_cannot_be_spoken_is_a_400_before_any_audio(served, text, voice, words) -> None:
     before = served.stub.served
     answer = served.post({**TEXT, "input": text, "voice": voice})
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]

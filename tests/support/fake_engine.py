@@ -1,9 +1,7 @@
 """An engine for the tests of the token2wav service that needs no networks, and a client of that service."""
 
 import queue
-import sys
 import threading
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -214,20 +212,6 @@ def answered(replies):
     return all(isinstance(reply.get(timeout=60), np.ndarray) for reply in replies)
 
 
-@contextmanager
-def ended(service, engine):
-    """After the body the service must end, free every stream, and have kept to what the `FakeWorkers` allows."""
-    interval = sys.getswitchinterval()
-    try:
-        yield
-    finally:
-        for gate in (engine.gate, engine.starts_gate):
-            gate.set()
-        service.close()
-        sys.setswitchinterval(interval)
-    assert engine.live == 0 and engine.broken == []
-
-
 def started(engine, clock, **settings):
     """A service that has measured its engine."""
     service = Token2WavService(engine, idle_seconds=5.0, clock=clock, **settings)
@@ -237,14 +221,20 @@ def started(engine, clock, **settings):
     return service
 
 
+def running_chunk(client, engine, stream, tokens):
+    """The replies to a later chunk of a stream, which the engine renders until its gate is set."""
+    engine.gate.clear()
+    engine.entered.clear()
+    replies = client.post(stream, tokens, final=False)
+    assert engine.entered.wait(10)
+    return replies
+
+
 def queue_behind_a_running_chunk(client, engine, chunks):
     """Streams 0 (which is rendering token 40) and those of `chunks`, whose chunks wait; their replies in order."""
     for stream in (0, *chunks):
         client.start(stream)
-    engine.gate.clear()
-    engine.entered.clear()
-    running = client.post(0, [40], final=False)
-    assert engine.entered.wait(10)
+    running = running_chunk(client, engine, 0, [40])
     return [running, *(client.post(stream, tokens, final=False) for stream, tokens in chunks.items())]
 
 

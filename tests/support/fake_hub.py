@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs
 
-from tests.support.http_pages import Page, http_server
+from tests.support.http_servers import Page, http_server
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -13,6 +13,11 @@ TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
 
 
+def _reads(attribute: str) -> Callable[[Any], Any]:
+    """A method that returns an attribute, as the real classes have them."""
+    return lambda self: getattr(self, attribute)
+
+
 class TritonModelException(RuntimeError):  # noqa: N818 - the name in the real module
     """Raised by the backend on misuse."""
 
@@ -24,11 +29,7 @@ class TritonError:
         assert isinstance(message, str)
         self._message, self._code = message, code
 
-    def message(self) -> str:
-        return self._message
-
-    def code(self) -> int:
-        return self._code
+    message, code = _reads("_message"), _reads("_code")
 
 
 class Tensor:
@@ -47,11 +48,7 @@ class Tensor:
         tensor._name, tensor._array = name, given.numpy()
         return tensor
 
-    def name(self) -> str:
-        return self._name
-
-    def as_numpy(self) -> np.ndarray:
-        return self._array
+    name, as_numpy = _reads("_name"), _reads("_array")
 
     def is_cpu(self) -> bool:
         return True
@@ -62,14 +59,10 @@ class InferenceResponse:
         assert all(isinstance(tensor, Tensor) for tensor in output_tensors or [])
         self._tensors, self._error = list(output_tensors or []), error
 
-    def output_tensors(self) -> list[Tensor]:
-        return self._tensors
+    output_tensors, error = _reads("_tensors"), _reads("_error")
 
     def has_error(self) -> bool:
         return self._error is not None
-
-    def error(self) -> TritonError | None:
-        return self._error
 
     def arrays(self) -> dict[str, np.ndarray]:
         """For tests: the outputs by name."""
@@ -154,29 +147,9 @@ class InferenceRequest:
         request.sender = ResponseSender(decoupled)
         return request
 
-    def inputs(self) -> list[Tensor]:
-        return self._inputs
-
-    def parameters(self) -> str:
-        return self._parameters
-
-    def request_id(self) -> str:
-        return self._id
-
-    def correlation_id(self) -> int:
-        return self._correlation_id
-
-    def flags(self) -> int:
-        return self._flags
-
-    def model_name(self) -> str:
-        return self._model
-
-    def requested_output_names(self) -> list[str]:
-        return self._outputs
-
-    def get_response_sender(self) -> ResponseSender:
-        return self.sender
+    inputs, parameters, request_id, flags = _reads("_inputs"), _reads("_parameters"), _reads("_id"), _reads("_flags")
+    correlation_id, model_name = _reads("_correlation_id"), _reads("_model")
+    requested_output_names, get_response_sender = _reads("_outputs"), _reads("sender")
 
     def exec(self) -> InferenceResponse:
         if self._model not in models:

@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx2 as httpx
 import yaml
 from cosyvoice_triton.server.tritonserver import free_port
 
@@ -106,10 +107,9 @@ def at(place: dict[str, Any], port: int) -> dict[str, Any]:
 
 
 def answers(url: str) -> bool:
-    try:
+    with suppress(httpx.TransportError):
         return get(url)[0] == 200
-    except OSError:
-        return False
+    return False
 
 
 wait_for = partial(until, every=0.1)

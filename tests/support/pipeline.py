@@ -37,7 +37,7 @@ class FakeVoices(dict[str | None, Recording | Prompt | Mix]):
 
 
 class Pipeline:
-    """A synthesizer over fakes, and a check that it leaves no running task or open stream."""
+    """A synthesizer over fakes; a block, or `run`, checks that it leaves no running task or open stream."""
 
     def __init__(
         self,
@@ -78,20 +78,22 @@ class Pipeline:
         """The same as one waveform."""
         return [await self.synthesizer.offline(request or speech_request(), on_warning)]
 
-    def run(self, scenario: Coroutine[None, None, list[np.ndarray]] | None = None) -> list[np.ndarray]:
-        async def main() -> list[np.ndarray]:
-            try:
-                return await (scenario or self.synthesize())
-            finally:
-                self.assert_nothing_left()
+    async def __aenter__(self) -> "Pipeline":
+        self._tasks = asyncio.all_tasks()
+        return self
 
-        return asyncio.run(main())
-
-    def assert_nothing_left(self) -> None:
-        assert len(asyncio.all_tasks()) == 1
+    async def __aexit__(self, *_: object) -> None:
+        assert asyncio.all_tasks() == self._tasks
         assert self.llm.open == 0
         assert self.token2wav.live == 0
         assert sorted(self.encoder.started) == sorted(self.encoder.ended)
+
+    def run(self, speech: Coroutine[None, None, list[np.ndarray]] | None = None) -> list[np.ndarray]:
+        async def main() -> list[np.ndarray]:
+            async with self:
+                return await (speech or self.synthesize())
+
+        return asyncio.run(main())
 
     @property
     def hops(self) -> list[Hop]:

@@ -5,14 +5,13 @@ import re
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import httpx2 as httpx
 import pytest
 import tritonclient.grpc.aio as triton
 from cosyvoice_triton import samples, stacks
@@ -64,12 +63,8 @@ def children(process: int, command: str = "") -> list[int]:
 
 def get(url: str) -> tuple[int, str]:
     """Status and text of a page."""
-    try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            return answer.status, answer.read().decode().strip()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode().strip()
+    answer = httpx.get(url, timeout=10)
+    return answer.status_code, answer.text.strip()
 
 
 def rendered(models: Path, directory: Path, **settings: str) -> Path:

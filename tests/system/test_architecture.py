@@ -8,6 +8,7 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.mutations.__main__ import read
 
 LIBRARY = sorted((ROOT / "common").rglob("*.py"))
 MODELS = sorted(ROOT.glob("model_repo*/*/1/*.py"))
@@ -71,3 +72,13 @@ def test_class_names_are_unique() -> None:
             if isinstance(node, ast.ClassDef):
                 names.setdefault(node.name, []).append(name_of(path))
     assert {name: files for name, files in names.items() if len(files) > 1} == {}
+
+
+def test_every_mutation_applies_to_the_code_and_names_tests_that_exist() -> None:
+    stale = []
+    for mutation in read():
+        path = ROOT / mutation.file
+        named = [ROOT / word.partition("::")[0] for word in mutation.tests.split() if word.startswith("tests/")]
+        if not path.exists() or mutation.applied(path.read_text()) is None or not all(test.exists() for test in named):
+            stale.append(f"{mutation.package}: {mutation.what}")
+    assert stale == []

@@ -14,7 +14,7 @@ import pytest
 import torch
 import tritonclient.grpc as triton
 from cosyvoice_triton import samples, stacks
-from cosyvoice_triton.client import grpc_client
+from cosyvoice_triton.client import grpc_client, http_client
 from cosyvoice_triton.client.answer import SpeechResult
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
@@ -87,8 +87,6 @@ def test_the_pages_have_every_metric_that_dashboard_and_alerts_ask_for(server: S
     assert unknown(get(f"http://{server.triton.metrics_url}/metrics")[1], "nv_") == set()
 
 
-# --- long texts and what reaches the models ---------------------------------------------------------------------------
-
 LONG_TEXT = ("The first sentence costs $3.50 and is spoken by nobody. " * 2 + "今天是2023年11月5日，一切都好。") * 2
 
 
@@ -142,9 +140,6 @@ def test_a_stream_ends_with_exactly_one_final_response(server: Server, voice: np
         connection.stop_stream()  # returns when no response is outstanding
     assert arrivals.empty()
     assert all(sizes[:-1]) and sizes[-1] == 0
-
-
-# --- concurrent requests ---------------------------------------------------------------------------------------------
 
 
 def requests_of(stack: str, voice: np.ndarray) -> list[Utterance]:
@@ -242,3 +237,13 @@ def test_cancelled_streams_free_their_slots_their_threads_and_leave_every_proces
     until(lambda: threads() <= before + pool + 2, 60)  # the last threads may still be ending
     assert_speech(server.stream(TEXT, voice, VOICE_TEXT))
     assert server.triton.model_processes() == processes
+
+
+def test_offline_requests_give_the_same_audio_over_http_and_grpc(serve: Serve, voice: np.ndarray) -> None:
+    """Of a stack that is rendered for one answer per request."""
+    server, model = serve(stack=stacks.UNET.name, decoupled=False), stacks.UNET.orchestrator
+    utterance = Utterance(TEXT, voice, VOICE_TEXT, {"seed": 5})
+    by_http = http_client.synthesize(f"http://{server.http_url}", model, utterance, 60.0)
+    by_grpc = asyncio.run(grpc_client.synthesize(server.grpc_url, model, utterance, "offline"))
+    assert_speech(by_http)
+    np.testing.assert_allclose(by_http.waveform, by_grpc.waveform, atol=1e-3)

@@ -207,9 +207,7 @@ def spent(read: Read, sent: Tensors) -> tuple[bool, float, int]:
 
 @pytest.mark.serial
 @pytest.mark.parametrize(("name", "read", "limits"), [*every_tensor()])
-def test_the_largest_tensor_is_taken_and_the_first_beyond_is_refused_at_little_cost(
-    name: str, read: Read, limits: Mapping[str, Limit]
-) -> None:
+def test_the_largest_tensor_is_taken_and_the_first_beyond_is_refused_at_little_cost(name, read, limits) -> None:
     unsupported = Limit(np.zeros(0), (np.zeros((1, 1), np.float32), np.zeros((1, HUGE), np.float32)))
     limit = unsupported if name in llm.UNSUPPORTED_INPUTS else limits[name]
     slow = slowness()

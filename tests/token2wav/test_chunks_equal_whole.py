@@ -100,9 +100,7 @@ def engine(kind: str, request: pytest.FixtureRequest) -> Token2Wav:
 
 @pytest.mark.parametrize(("chunks", "rest"), [([], 40), ([2, 1, 2], 3), ([1, 4], 21)], ids=["one", "tail", "growing"])
 @torch.inference_mode()
-def test_chunks_that_end_on_boundaries_equal_the_whole_after_a_prompt_of_any_length(
-    kind: str, engine: Token2Wav, chunks: list[int], rest: int
-) -> None:
+def test_chunks_that_end_on_boundaries_equal_the_whole_after_a_prompt_of_any_length(kind, engine, chunks, rest) -> None:
     """Boundaries count from the prompt's start."""
     flow, boundary = engine._flow, BOUNDARY[kind]
     for voice in (0, 3, 8, 25, 27, 28, 53, 75):
@@ -120,9 +118,7 @@ def test_chunks_that_end_on_boundaries_equal_the_whole_after_a_prompt_of_any_len
 
 @pytest.mark.parametrize("guidance", [0.0, 0.7])
 @torch.inference_mode()
-def test_few_steps_on_a_grid_of_their_own_equal_the_reference(
-    kind: str, engine: Token2Wav, flow_of: Callable[..., Any], guidance: float
-) -> None:
+def test_few_steps_on_a_grid_of_their_own_equal_the_reference(kind, engine, flow_of, guidance) -> None:
     """Without guidance there are half as many rows, and half as many keys and values are kept."""
     network = copy(engine._flow._network)
     network._modules = {**network._modules, "decoder": FlowMatching(network.decoder.estimator, guidance, GRID)}
@@ -155,9 +151,7 @@ def test_chunks_that_end_elsewhere_leave_nothing_behind_that_later_ones_would_se
 
 
 @torch.inference_mode()
-def test_a_long_stream_attends_to_its_prompt_and_the_most_recent_frames_only(
-    cosyvoice3_network: CosyVoice3Flow, flow_of: Callable[..., Any]
-) -> None:
+def test_a_long_stream_attends_to_its_prompt_and_the_most_recent_frames_only(cosyvoice3_network, flow_of) -> None:
     """As the network itself under the mask of what each chunk saw, with the positions of the whole utterance."""
     flow = flow_of("cosyvoice3", steps=1, cache_frames=70)
     voice, tokens, mels, row = prompt(0, tokens=30), ids(0, 195), [], []
@@ -200,9 +194,7 @@ def test_a_batch_of_streams_equals_each_stream_alone(engine: Token2Wav) -> None:
 
 @pytest.mark.slow
 @torch.inference_mode()
-def test_a_long_stream_of_the_unet_forgets_whole_training_chunks(
-    unet_network: UNetFlow, flow_of: Callable[..., Any]
-) -> None:
+def test_a_long_stream_of_the_unet_forgets_whole_training_chunks(unet_network, flow_of) -> None:
     """As if its prompt were followed by the tokens that it has not forgotten; every frame has the noise of its place
     in the whole stream. The small network's training chunk is 5 tokens."""
     voice, tokens, hops = prompt(1, tokens=8), ids(1, 30 * TOKEN_RATE), [17, 360, 40, 200]

@@ -159,9 +159,6 @@ def test_the_first_audio_of_a_stream_and_of_a_whole_utterance_is_faded_in_and_no
     assert np.abs(first[FADE_SAMPLES : 2 * FADE_SAMPLES]).max() > LOUD and later[0] != 0
 
 
-# --- whole utterances -------------------------------------------------------------------------------------------------
-
-
 def test_the_solve_of_a_whole_utterance_asks_before_each_step(dit):
     asked = []
 

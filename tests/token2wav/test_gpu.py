@@ -157,9 +157,7 @@ def test_a_flow_that_keeps_its_past_on_a_gpu_equals_its_plain_form_up_to_roundin
 @torch.inference_mode()
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
 @pytest.mark.parametrize("kind", ["dit", "rotary"])
-def test_voices_prefilled_together_on_a_gpu_equal_each_in_plain_form(
-    kind: str, dtype: torch.dtype, bound: float, request: pytest.FixtureRequest
-) -> None:
+def test_voices_prefilled_together_on_a_gpu_equal_each_in_plain_form(kind, dtype, bound, request) -> None:
     """More voices than a graph holds, of different lengths."""
     network, limits = request.getfixturevalue(kind), BatchLimits(max_streams=3)
     plain = streaming(network, limits=limits, graphs=False)
@@ -181,9 +179,7 @@ def test_voices_prefilled_together_on_a_gpu_equal_each_in_plain_form(
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
-def test_a_flow_of_windows_on_a_gpu_equals_its_plain_form_up_to_rounding(
-    unet: UNetFlow, dtype: torch.dtype, bound: float
-) -> None:
+def test_a_flow_of_windows_on_a_gpu_equals_its_plain_form_up_to_rounding(unet, dtype, bound) -> None:
     """Streams become longer than the context window."""
     options: dict[str, Any] = {"limits": BatchLimits(max_streams=3), "context_tokens": 50}
     plain = streaming(unet, graphs=False, **options)

@@ -108,9 +108,7 @@ class InPlaceOf:
 
 @pytest.mark.parametrize("guidance", [0.7, 0.0])
 @torch.inference_mode()
-def test_windows_solved_by_graphs_equal_the_plain_ones_whatever_was_solved_before(
-    unet_network: UNetFlow, guidance: float
-) -> None:
+def test_windows_solved_by_graphs_equal_the_plain_ones_whatever_was_solved_before(unet_network, guidance) -> None:
     """Voices of other lengths in the same rows, a window beyond every graph, more windows than a graph holds."""
     unet_network = copy(unet_network)
     decoder = FlowMatching(unet_network.decoder.estimator, guidance)

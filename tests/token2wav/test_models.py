@@ -174,9 +174,7 @@ FIRST = {"token_offset": np.array([[0]], np.int32)}
         (origin(0, ""), {}, "utterance ", True, True),
     ],
 )
-def test_the_ids_and_flags_of_a_request_name_its_stream(
-    identity: dict[str, Any], tensors: dict[str, np.ndarray], stream_id: str, start: bool | None, end: bool
-) -> None:
+def test_the_ids_and_flags_of_a_request_name_its_stream(identity, tensors, stream_id, start, end) -> None:
     request = read_request(tensors | {"target_speech_tokens": np.zeros((1, 4), np.int32)}, 0, **identity)
     assert (request.stream_id, request.start, request.end) == (stream_id, start, end)
 

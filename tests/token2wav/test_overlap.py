@@ -79,9 +79,7 @@ def fading(audio: Sequence[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_streamed_audio_equals_the_whole_at_joints(
-    batched: dict[str, list[Tensor]], wholes: dict[str, Tensor], name: str
-) -> None:
+def test_streamed_audio_equals_the_whole_at_joints(batched, wholes, name) -> None:
     """Samples in a chunk and up to both ends of its cross-fade, then those within cross-fades."""
     audio, whole = batched[name], wholes[name]
     difference = (torch.cat(audio) - whole) / whole.square().mean().sqrt()
@@ -94,9 +92,7 @@ def test_streamed_audio_equals_the_whole_at_joints(
             assert difference[edge - 24 : edge + 24].abs().max() < OUTSIDE  # 2 ms
 
 
-def test_all_passes_of_a_batch_are_launched_before_one_is_waited_for(
-    vocoder: StreamingVocoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_passes_of_a_batch_are_launched_before_one_is_waited_for(vocoder, monkeypatch) -> None:
     """Chunks of two length classes: the GPU need not wait for the host between their passes."""
     waits: list[int] = []
     monkeypatch.setattr("cosyvoice_triton.token2wav.vocoder.base.copied", lambda *of: lambda: waits.append(1) or of)
@@ -108,9 +104,7 @@ def test_all_passes_of_a_batch_are_launched_before_one_is_waited_for(
         vocoder.close(chunk.stream.vocoder)
 
 
-def test_a_stream_inherits_nothing_from_a_cancelled_one(
-    vocoder: StreamingVocoder, mels: dict[str, Tensor], batched: dict[str, list[Tensor]]
-) -> None:
+def test_a_stream_inherits_nothing_from_a_cancelled_one(vocoder, mels, batched) -> None:
     cancelled = Stream(vocoder=vocoder.open())
     for mel in mels["unet"].split(SCHEDULES["unet"], dim=1)[:2]:
         vocoder.begin([Chunk(cancelled, np.zeros(0, np.int64), False, 0, 0, 0)], [mel])()
@@ -149,9 +143,7 @@ def test_a_chunk_is_rendered_once_it_has_more_than_the_overlap(vocoder: Streamin
     assert all(np.isfinite(part).all() for part in audio)
 
 
-def test_what_a_last_chunk_without_frames_releases_is_not_changed_by_the_next_stream(
-    vocoder: StreamingVocoder, speech: Tensor
-) -> None:
+def test_what_a_last_chunk_without_frames_releases_is_not_changed_by_the_next_stream(vocoder, speech) -> None:
     mel = speech[:, :20]
     ((_, audio),) = vocoded(vocoder, [mel], [[20, 0]])
     before = audio.clone()

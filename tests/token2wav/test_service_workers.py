@@ -1,6 +1,7 @@
 """The service on an engine that renders first chunks apart from other batches. The engine is a fake."""
 
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -11,38 +12,33 @@ from cosyvoice_triton.monitoring.metrics import QUEUED
 from cosyvoice_triton.profiles import H200
 from cosyvoice_triton.token2wav.policy.admission import Admission
 
-from tests.support.fake_engine import NEW, PROMPT, Client, FakeWorkers, ended, started, value
+from tests.support.fake_engine import NEW, PROMPT, FakeWorkers, running_chunk, started, value
 from tests.support.waiting import until
 
 
 @pytest.fixture
 def engine():
-    return FakeWorkers()
-
-
-@pytest.fixture(autouse=True)
-def ends(service, engine):
-    with ended(service, engine):
-        yield
+    engine = FakeWorkers()
+    yield engine
+    assert engine.broken == []
 
 
 def hold_batches(client, engine, stream=90):
     """The other worker renders token 90, a later chunk of a stream, until `engine.gate` is set; its replies."""
     client.start(stream, [stream])
-    engine.gate.clear()
-    engine.entered.clear()
-    replies = client.post(stream, [stream], final=False)
-    assert engine.entered.wait(10)
-    return replies
+    return running_chunk(client, engine, stream, [stream])
 
 
-def hold_starts(client, engine, stream=91):
-    """The worker of first chunks renders token 91 until `engine.starts_gate` is set; its replies."""
+@contextmanager
+def first_chunk(client, engine, stream=91):
+    """The worker of first chunks renders token 91 during the block."""
     engine.starts_gate.clear()
     engine.starts_entered.clear()
     replies = client.post(stream, [stream], final=False, **NEW)
     assert engine.starts_entered.wait(10)
-    return replies
+    yield
+    engine.starts_gate.set()
+    assert value(replies) == stream
 
 
 def test_a_first_chunk_does_not_wait_for_another_batch(client, engine):
@@ -68,33 +64,31 @@ def test_one_batch_is_prepared_behind_another_once_that_is_nearly_done(client, e
     held = hold_batches(client, engine, 92)
     behind = client.post(2, [2], final=False)
     until(lambda: len(engine.rendering) == 2)
-    last, first = client.post(3, [3], final=False), hold_starts(client, engine)
-    until(lambda: client.service.stats()[QUEUED] == 1)
-    assert [worker for worker, _ in engine.rendering] == [0, 0, 1]
-    engine.gate.set()
-    engine.starts_gate.set()
-    assert [value(each) for each in (held, behind, last, first)] == [92, 2, 3, 91]
+    last = client.post(3, [3], final=False)
+    with first_chunk(client, engine):
+        until(lambda: client.service.stats()[QUEUED] == 1)
+        assert [worker for worker, _ in engine.rendering] == [0, 0, 1]
+        engine.gate.set()
+    assert [value(each) for each in (held, behind, last)] == [92, 2, 3]
 
 
 def test_listeners_do_not_wait_for_a_first_chunk(client, engine):
     client.start(1, [1])
-    held = hold_starts(client, engine)
-    assert value(client.post(1, [2], final=False)) == 2
-    assert value(client.post(1, [3], final=True, end=True)) == 3
-    assert engine.batches == [[2], [3]]
-    engine.starts_gate.set()
-    assert value(held) == 91
+    with first_chunk(client, engine):
+        assert value(client.post(1, [2], final=False)) == 2
+        assert value(client.post(1, [3], final=True, end=True)) == 3
+        assert engine.batches == [[2], [3]]
 
 
 def test_first_chunks_that_wait_together_are_rendered_together_up_to_the_size_of_their_batches(client, engine):
-    batches, starts = hold_batches(client, engine), hold_starts(client, engine)
-    waiting = [client.post(stream, [stream], final=False, **NEW) for stream in range(20, 32)]
-    until(lambda: client.service.stats()[QUEUED] == 12)
-    engine.starts_gate.set()
+    batches = hold_batches(client, engine)
+    with first_chunk(client, engine):
+        waiting = [client.post(stream, [stream], final=False, **NEW) for stream in range(20, 32)]
+        until(lambda: client.service.stats()[QUEUED] == 12)
     assert [value(each) for each in waiting] == list(range(20, 32))
     assert engine.starts[1:] == [[91], list(range(20, 28)), list(range(28, 32))]
     engine.gate.set()
-    assert (value(batches), value(starts)) == (90, 91)
+    assert value(batches) == 90
 
 
 @pytest.fixture
@@ -153,49 +147,36 @@ def test_the_first_chunk_of_a_later_segment_is_not_rendered_apart(client, engine
     assert engine.batches == [[1]] and engine.starts == []
 
 
-def test_without_other_work_the_other_thread_helps_with_first_chunks(client, engine):
-    held = hold_starts(client, engine)
-    assert value(client.post(1, [1], final=False, **NEW)) == 1
-    assert engine.batches == [[1]]
-    engine.starts_gate.set()
-    assert value(held) == 91
-
-
-def test_a_long_first_chunk_is_rendered_with_the_others(client, engine):
-    held = hold_starts(client, engine)
-    assert value(client.post(1, [7] * 21, final=False, **NEW)) == 7
-    assert engine.batches == [[7]]
-    engine.starts_gate.set()
-    assert value(held) == 91
+@pytest.mark.parametrize("tokens", [1, 21], ids=["without other work", "a long one"])
+def test_the_other_thread_renders_a_first_chunk(client, engine, tokens):
+    with first_chunk(client, engine):
+        assert value(client.post(1, [7] * tokens, final=False, **NEW)) == 7
+        assert engine.batches == [[7]]
 
 
 def test_a_new_voice_is_not_prefilled_beside_first_chunks_but_a_known_one_begins(client, engine):
     engine.known.add(PROMPT.digest)
-    held = hold_starts(client, engine)
     stranger = replace(PROMPT, embedding=np.ones(SPEAKER_DIM, np.float32))
-    new = client.post(1, [1], final=False, start=True, prompt=stranger)
-    assert value(client.post(2, [2], final=False, **NEW)) == 2
-    assert stranger.digest not in engine.known
-    engine.starts_gate.set()
-    assert (value(held), value(new)) == (91, 1)
-    assert stranger.digest in engine.known
+    with first_chunk(client, engine):
+        new = client.post(1, [1], final=False, start=True, prompt=stranger)
+        assert value(client.post(2, [2], final=False, **NEW)) == 2
+        assert stranger.digest not in engine.known
+    assert value(new) == 1 and stranger.digest in engine.known
 
 
 def test_a_stream_that_restarts_waits_for_the_chunk_that_is_rendered(client, engine):
-    held = hold_starts(client, engine, 1)
-    again = client.post(1, [6], final=True, **NEW)
-    assert value(client.post(5, [5], final=True, **NEW)) == 5
-    assert again.empty()
-    engine.starts_gate.set()
-    assert (value(held), value(again)) == (1, 6)
+    with first_chunk(client, engine, 1):
+        again = client.post(1, [6], final=True, **NEW)
+        assert value(client.post(5, [5], final=True, **NEW)) == 5
+        assert again.empty()
+    assert value(again) == 6
 
 
-def test_a_stream_that_is_rendered_is_not_idle(service, client, engine, clock):
-    held = hold_starts(client, engine, 1)
-    clock.now += 60
-    assert value(client.post(5, [5], final=True, **NEW)) == 5
-    engine.starts_gate.set()
-    assert value(held) == 1 and value(client.post(1, [2], final=True, end=True)) == 2
+def test_a_stream_that_is_rendered_is_not_idle(client, engine, clock):
+    with first_chunk(client, engine, 1):
+        clock.now += 60
+        assert value(client.post(5, [5], final=True, **NEW)) == 5
+    assert value(client.post(1, [2], final=True, end=True)) == 2
 
 
 def test_a_first_chunk_does_not_wait_for_a_whole_utterance(client, engine):
@@ -240,41 +221,37 @@ def test_admission_learns_from_the_other_batches_only(client, engine, monkeypatc
     assert learnt == [1]
 
 
-def test_the_service_tests_the_thread_of_the_other_batches(service, engine):
-    held = hold_starts(Client(service), engine)
-    service.test()
-    assert len(engine.batches) == 1
-    engine.starts_gate.set()
-    assert value(held) == 91
+def test_the_service_tests_the_thread_of_the_other_batches(service, client, engine):
+    with first_chunk(client, engine):
+        service.test()
+        assert len(engine.batches) == 1
     service.test()
     assert len(engine.batches) == 2 and engine.starts == [[91]]
 
 
 def test_closing_answers_all_even_if_a_batch_cannot_be_answered(service, client, engine, monkeypatch):
-    batches, starts = hold_batches(client, engine), hold_starts(client, engine)
-
     def broken(*_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(service, "_answer_chunks", broken)
-    closing = threading.Thread(target=service.close)
-    closing.start()
-    engine.gate.set()
-    engine.starts_gate.set()
-    closing.join(10)
-    assert not closing.is_alive()
-    for each in (batches, starts):
-        with pytest.raises(UnavailableError):
-            value(each)
+    with pytest.raises(UnavailableError), first_chunk(client, engine):
+        batches = hold_batches(client, engine)
+        monkeypatch.setattr(service, "_answer_chunks", broken)
+        closing = threading.Thread(target=service.close)
+        closing.start()
+        engine.gate.set()
+        engine.starts_gate.set()
+        closing.join(10)
+        assert not closing.is_alive()
+    with pytest.raises(UnavailableError):
+        value(batches)
 
 
-def test_a_service_that_fails_answers_what_is_rendered_and_refuses_what_waits(service, client, engine):
+def test_a_service_that_fails_answers_what_is_rendered_and_refuses_what_waits(client, engine):
     client.start(2)
-    batches, starts = hold_batches(client, engine), hold_starts(client, engine)
-    waiting = client.post(90, [4], final=False)
-    failing = client.post(2, [15], final=False)
-    engine.starts_gate.set()
-    assert value(starts) == 91
+    batches = hold_batches(client, engine)
+    with first_chunk(client, engine):
+        waiting = client.post(90, [4], final=False)
+        failing = client.post(2, [15], final=False)
     assert batches.empty()
     engine.gate.set()
     assert value(batches) == 90
@@ -288,17 +265,17 @@ def test_a_service_that_fails_answers_what_is_rendered_and_refuses_what_waits(se
 def test_whatever_a_batch_raises_every_request_is_answered(client, engine):
     """Also what no Exception is: it ends the service, which nobody else would notice."""
     client.start(3, [3])
-    batches, starts = hold_batches(client, engine), hold_starts(client, engine)
-    waiting = client.post(3, [4], final=False)
+    batches = hold_batches(client, engine)
 
     def broken(chunks, batches):
         raise SystemExit("broken")
 
-    engine.audio = broken
-    engine.gate.set()
-    until(lambda: client.service._sessions.refusal is not None)
-    engine.starts_gate.set()
-    for each in (batches, starts, waiting):
+    with pytest.raises(FatalError, match="token2wav has failed: broken"), first_chunk(client, engine):
+        waiting = client.post(3, [4], final=False)
+        engine.audio = broken
+        engine.gate.set()
+        until(lambda: client.service._sessions.refusal is not None)
+    for each in (batches, waiting):
         with pytest.raises(FatalError, match="token2wav has failed: broken"):
             value(each)
 

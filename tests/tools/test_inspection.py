@@ -30,9 +30,7 @@ def test_a_good_checkpoint_speaks_and_its_tokens_are_onnxruntime_s(stack: str, d
     assert any(line.startswith("risk: float16") for line in good) == (stack == "cosyvoice3")
 
 
-def test_the_demo_s_greedy_tokens_are_known_and_others_are_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_demo_s_greedy_tokens_are_known_and_others_are_a_warning(tmp_path, monkeypatch) -> None:
     steps.demo(tmp_path / "demo", "unet")
     inspection = Inspection(StackOptions(models_dir=tmp_path / "demo", stack="unet", device="cpu"))
     assert inspection._greedy().endswith(", as known")

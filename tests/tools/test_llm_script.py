@@ -2,7 +2,7 @@
 
 from cosyvoice_triton.cli.test_llm import main
 
-from tests.support.raw_http_server import TOKENS, llm_server
+from tests.support.http_servers import TOKENS, llm_server
 
 
 def test_one_prompt_through_the_cpu_engine_prints_tokens_speed_and_reason(llm_dir, genai_dir, capsys):

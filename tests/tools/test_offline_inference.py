@@ -10,7 +10,7 @@ from cosyvoice_triton.offline.inference import GIVE_UP_BATCHES
 from cosyvoice_triton.offline.results import JOURNAL, LOG, OutputFolder
 from cosyvoice_triton.voice.audio import load_audio
 
-from tests.support.raw_http_server import TOKENS, llm_server, reply
+from tests.support.http_servers import TOKENS, llm_server, reply
 from tests.tools.conftest import ROWS, STACKS, TOKEN_SAMPLES
 
 pytestmark = pytest.mark.slow  # each test runs the whole offline pipeline

@@ -1,11 +1,14 @@
-"""The output folder of an offline run, and which samples a second run keeps."""
+"""The offline tool: what its options say of the LLM, its output folder, and which samples a second run keeps."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from cosyvoice_triton.cli import offline_inference
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.samples import Sample, SampleError
+from cosyvoice_triton.offline.engines import SILENT_SECONDS, llm_configs, llm_engine
 from cosyvoice_triton.offline.results import JOURNAL, OutputFolder, identity
 from cosyvoice_triton.offline.tool import Stages
 from cosyvoice_triton.voice.prompt import Recording
@@ -86,3 +89,25 @@ def test_the_time_of_each_stage_is_that_in_which_a_sample_is_in_it():
     expected |= {f"{stage}_rtf": of / 20 for stage, of in seconds.items()}
     assert stages.figures(audio_seconds=20.0) == expected
     assert stages.figures(0.0)["llm_rtf"] is None
+
+
+@pytest.mark.parametrize(
+    "backend, device, engine, directory",
+    [
+        ("hf", "cpu", "onnxruntime_genai", "given"),
+        ("hf", "cuda", "cuda", "llm"),
+        ("vllm", "cuda", "vllm", "given"),
+        ("trtllm", "cuda", "tensorrt_llm", "given"),
+    ],
+)
+def test_each_backend_has_an_engine_and_its_directory(backend, device, engine, directory):
+    assert llm_engine(backend, Path("llm"), Path("given"), device) == (engine, Path(directory))
+    assert llm_engine("hf", Path("llm"), None, "cpu")[1] == Path("llm_genai")
+
+
+@pytest.mark.parametrize("path", ["", "/v1", "/v1/chat/completions"])
+def test_the_address_of_a_server_may_have_a_path(path):
+    arguments = ["--output-dir", "o", "--backend", "trtllm-serve", "--openai-api-base", f"http://localhost:8000{path}"]
+    speech, llm = llm_configs(offline_inference.parse_args(arguments))
+    assert llm is None and speech.llm_transport == "openai" and speech.token_timeout == SILENT_SECONDS
+    assert speech.llm_urls == ("http://localhost:8000/v1" if path.startswith("/v1") else "http://localhost:8000",)

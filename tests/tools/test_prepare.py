@@ -74,13 +74,7 @@ def test_a_file_that_another_stack_has_is_not_downloaded_again(remote: FakeHub, 
 
 
 @pytest.mark.parametrize("source", [SOURCE, MODELSCOPE], ids=lambda source: source.hub)
-def test_a_download_speaks_in_a_log_that_is_no_terminal(
-    source: hub.Download,
-    remote: FakeHub,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_download_speaks_in_a_log_that_is_no_terminal(source, remote, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(transfer, "LINE_SECONDS", 0)
     fetch(source, tmp_path)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flow.pt: ")]
@@ -101,9 +95,7 @@ def test_what_is_downloaded_is_in_the_recorded_listings_of_the_hubs(stack: stack
         assert all(fnmatch.filter(files, pattern) for pattern in source.patterns), source
 
 
-def test_only_files_that_are_read_are_downloaded_and_the_llm_can_be_chosen(
-    remote: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_files_that_are_read_are_downloaded_and_the_llm_can_be_chosen(remote, tmp_path, capsys) -> None:
     stack = stacks.COSYVOICE3
     base = [f"{stack.llm.base}/{name}" for name in ("config.json", "merges.txt", "vocab.json")]
     read = {*base, *stack.files, "llm.rl.pt"}
@@ -125,9 +117,7 @@ def test_only_files_that_are_read_are_downloaded_and_the_llm_can_be_chosen(
     assert "the unet stack has one LLM only" in capsys.readouterr().err
 
 
-def test_the_silent_tokens_of_a_checkpoint_are_found_once_and_kept(
-    remote: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_silent_tokens_of_a_checkpoint_are_found_once_and_kept(remote, tmp_path, monkeypatch, capsys) -> None:
     stack, folder = stacks.UNET, tmp_path / stacks.UNET.checkpoint
     remote.files |= {name: (TRAINED / stack.checkpoint / name).read_bytes() for name in stack.files}
     base = [f"{stack.llm.base}/{name}" for name in ("config.json", "vocab.json", "merges.txt")]
@@ -210,9 +200,7 @@ def test_upstreams_speakers_are_downloaded_once_and_only_as_such_a_file(remote: 
         steps.speakers(f"{url}/none", tmp_path / "other.pt")
 
 
-def test_a_full_disk_is_reported_before_any_download(
-    remote: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported_before_any_download(remote, tmp_path, monkeypatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(hub.DownloadError, match="1.1 GB are needed .* 0.0 GB are free"):
@@ -220,9 +208,7 @@ def test_a_full_disk_is_reported_before_any_download(
     assert not any("resolve" in path for path in remote.requested)
 
 
-def test_a_missing_file_and_an_unreachable_hub_are_reported_in_one_line(
-    remote: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_file_and_an_unreachable_hub_are_reported_in_one_line(remote, tmp_path, monkeypatch, capsys) -> None:
     del remote.files["flow.pt"]
     with pytest.raises(hub.DownloadError, match=f"at {COMMIT} has no flow.pt"):
         fetch(SOURCE, tmp_path)
@@ -317,9 +303,7 @@ def test_a_stack_without_plans_says_so(tmp_path: Path, capsys: pytest.CaptureFix
     assert "the flow of the cosyvoice3 stack runs in torch only" in capsys.readouterr().err
 
 
-def test_without_a_checkpoint_the_error_names_the_command_that_downloads_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_checkpoint_the_error_names_the_command_that_downloads_it(tmp_path, capsys) -> None:
     download = "run: cosyvoice-triton prepare download"
     assert prepare.main(["engine", str(tmp_path)]) == 1
     assert download in capsys.readouterr().err
@@ -344,12 +328,7 @@ def test_waiting_ends_when_the_awaited_process_ends() -> None:
         wait_ready.main(["localhost:8003/ready"])
 
 
-# --- TensorRT ----------------------------------------------------------------------------------------------------
-
-
-def test_plans_are_built_from_existing_onnx_files_and_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_are_built_from_existing_onnx_files_and_kept(tmp_path, capsys, monkeypatch) -> None:
     directory = tiny_onnx.write_stack(tmp_path / stacks.UNET.checkpoint, stacks.UNET)
     for printed in ("built ", "exists already"):
         assert prepare.main(["plans", str(tmp_path), "--stack", "unet", "--capability", "8.9"]) == 0

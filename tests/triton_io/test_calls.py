@@ -1,7 +1,12 @@
-"""Calls of other models of the same tritonserver, and their threads."""
+"""Calls and streams of other models of the same tritonserver: over the fake of Triton's API, and over a real gRPC
+endpoint in front of fake models."""
 
 import asyncio
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+from itertools import count
 from typing import Any
 
 import async_timeout
@@ -9,8 +14,12 @@ import numpy as np
 import pytest
 from cosyvoice_triton import triton_io
 from cosyvoice_triton.errors import ModelCallError, ModelDownError, OverloadedError, UnavailableError
+from cosyvoice_triton.monitoring.environment import GRPC_ADDRESS
+from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.triton_io import calls
+from cosyvoice_triton.triton_io.streams import Streams
 
+from tests.support.fake_grpc_server import FakeGrpcServer
 from tests.support.fake_triton import InferenceRequest, InferenceResponse, TritonError
 from tests.support.waiting import until
 
@@ -133,7 +142,7 @@ def test_threads_are_kept_for_the_next_calls_up_to_a_number(triton_models, monke
     assert kept < threads
 
 
-def test_calls_beyond_the_slots_wait_for_their_turn(triton_models, monkeypatch):
+async def test_calls_beyond_the_slots_wait_for_their_turn(triton_models, monkeypatch):
     """Also after abandoned calls, which keep their slots, and if a waiting call was cancelled."""
     monkeypatch.setattr(calls, "_slots", calls.CallSlots(2))
     release, running, most = threading.Event(), [0], [0]
@@ -146,21 +155,17 @@ def test_calls_beyond_the_slots_wait_for_their_turn(triton_models, monkeypatch):
         return answer(y=np.ones(1))
 
     triton_models["m"] = callee
-
-    async def answered() -> int:
-        abandoned = await asyncio.gather(
-            *(triton_io.call("m", {}, ["y"], timeout=0.05) for _ in range(4)), return_exceptions=True
-        )
-        assert [type(error) for error in abandoned] == [UnavailableError] * 4
-        waiting = [asyncio.ensure_future(triton_io.call("m", {}, ["y"])) for _ in range(8)]
-        for _ in range(9):  # until they wait
-            await asyncio.sleep(0)
-        waiting[0].cancel()
-        release.set()
-        answers = await asyncio.gather(*waiting, return_exceptions=True)
-        return sum(isinstance(found, dict) for found in answers)
-
-    assert asyncio.run(answered()) == 7 and most[0] == 2
+    abandoned = await asyncio.gather(
+        *(triton_io.call("m", {}, ["y"], timeout=0.05) for _ in range(4)), return_exceptions=True
+    )
+    assert [type(error) for error in abandoned] == [UnavailableError] * 4
+    waiting = [asyncio.ensure_future(triton_io.call("m", {}, ["y"])) for _ in range(8)]
+    for _ in range(9):  # until they wait
+        await asyncio.sleep(0)
+    waiting[0].cancel()
+    release.set()
+    answers = await asyncio.gather(*waiting, return_exceptions=True)
+    assert (sum(isinstance(found, dict) for found in answers)) == 7 and most[0] == 2
 
 
 def test_a_call_whose_thread_cannot_be_started_releases_its_slot(triton_models, monkeypatch):
@@ -177,18 +182,97 @@ def test_a_call_whose_thread_cannot_be_started_releases_its_slot(triton_models, 
     assert ask(timeout=5)["y"] == 1
 
 
-def test_a_caller_that_is_cancelled_when_it_gets_its_slot_gives_it_back() -> None:
-    async def run() -> None:
-        slots = calls.CallSlots(1)
+async def test_a_caller_that_is_cancelled_when_it_gets_its_slot_gives_it_back() -> None:
+    slots = calls.CallSlots(1)
+    await slots.acquire()
+    waiting = asyncio.create_task(slots.acquire())
+    await asyncio.sleep(0)  # until it waits
+    slots.release()
+    await asyncio.sleep(0)  # until the slot is passed on, before the task runs
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    async with async_timeout.timeout(60):
         await slots.acquire()
-        waiting = asyncio.create_task(slots.acquire())
-        await asyncio.sleep(0)  # until it waits
-        slots.release()
-        await asyncio.sleep(0)  # until the slot is passed on, before the task runs
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        async with async_timeout.timeout(60):
-            await slots.acquire()
 
-    asyncio.run(run())
+
+def answer_of(number: int) -> InferenceResponse:
+    return triton_io.to_response({"y": np.array([number])})
+
+
+def read(**inputs: np.ndarray) -> list[int]:
+    async def collect() -> list[int]:
+        streams = Streams("m", ["y"])
+        try:
+            return [int(outputs["y"][0]) async for outputs in streams.ask(inputs, {"ras_window": "10"})]
+        finally:
+            await streams.aclose()
+
+    return asyncio.run(collect())
+
+
+def test_inputs_and_parameters_arrive_and_each_response_is_returned(triton_grpc, triton_models):
+    sent = {
+        "ids": np.array([[1, 2, 3]], np.int32),
+        "seed": np.array([[2**63 + 1]], np.uint64),
+        "streaming": np.array([[True]]),
+        "temperature": np.array([[0.8]], np.float32),
+    }
+    seen = []
+
+    def callee(request: InferenceRequest) -> Iterator[InferenceResponse]:
+        seen.append(({tensor.name(): tensor.as_numpy() for tensor in request.inputs()}, triton_io.parameters(request)))
+        yield from map(answer_of, range(3))
+
+    triton_models["m"] = callee
+    assert read(**sent) == [0, 1, 2]
+    ((inputs, parameters),) = seen
+    assert parameters == {"ras_window": "10"} and inputs.keys() == sent.keys()
+    for name, array in sent.items():
+        assert inputs[name].dtype == array.dtype
+        np.testing.assert_array_equal(inputs[name], array)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("kind", [ValueError, UnavailableError, RuntimeError])
+def test_an_error_keeps_its_type_before_and_after_the_first_response(triton_grpc, triton_models, kind, before):
+    failure = triton_io.error_response(kind("too many"), "m")
+    triton_models["m"] = lambda request: [*map(answer_of, range(before)), failure]
+    with pytest.raises(kind, match="^m: .*too many$"):
+        read()
+
+
+def test_closing_the_generator_early_cancels_the_request(triton_grpc: FakeGrpcServer, triton_models):
+    def callee(request: InferenceRequest) -> Iterator[InferenceResponse]:
+        for number in count():  # until it is cancelled
+            yield answer_of(number)
+            time.sleep(0.01)
+
+    async def leave_after_the_first() -> None:
+        streams = Streams("m", ["y"])
+        async with aclosing(streams.ask({}, {})) as responses:
+            assert (await anext(responses))["y"] == 0
+        await asyncio.to_thread(until, lambda: triton_grpc.live == 0)  # the connection is still open
+        await streams.aclose()
+
+    triton_models["m"] = callee
+    asyncio.run(leave_after_the_first())
+
+
+def test_a_server_that_does_not_listen_is_unavailable(monkeypatch):
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv(GRPC_ADDRESS, address)
+    with pytest.raises(UnavailableError, match=f"m at {address}"):
+        read()
+
+
+def test_a_server_that_stops_during_a_stream_is_unavailable(triton_grpc: FakeGrpcServer, triton_models):
+    def callee(request: InferenceRequest) -> Iterator[InferenceResponse]:
+        yield answer_of(1)
+        threading.Thread(target=triton_grpc.stop).start()
+        ended.wait(60)
+
+    ended, triton_models["m"] = threading.Event(), callee
+    with pytest.raises(UnavailableError, match="m at 127.0.0.1"):
+        read()
+    ended.set()

@@ -24,9 +24,6 @@ def request(decoupled: bool = False, **inputs: np.ndarray) -> InferenceRequest:
     return InferenceRequest.from_client(inputs, decoupled=decoupled)
 
 
-# --- inputs and outputs ------------------------------------------------------------------------------------------
-
-
 def test_text_must_be_utf8():
     assert triton_io.text({"t": np.array([["你好".encode()]], object)}, "t") == "你好"
     with pytest.raises(ValueError, match="t is not UTF-8: byte 0xff at 1"):
@@ -50,9 +47,6 @@ def test_arrays_become_tensors_with_the_same_values(array):
     tensor = triton_io.to_tensor("x", array)
     np.testing.assert_array_equal(tensor.as_numpy(), array)
     assert tensor.as_numpy().dtype == array.dtype
-
-
-# --- batches -----------------------------------------------------------------------------------------------------
 
 
 def respond(requests: list[InferenceRequest], compute: Callable[..., Any]) -> list[InferenceResponse]:
@@ -98,9 +92,6 @@ def test_an_input_that_cannot_be_computed_fails_alone():
     responses = respond([request(x=np.full(1, float(n))) for n in range(5)], compute)
     assert [response.has_error() for response in responses] == [False, False, False, True, False]
     assert [r.arrays()["y"][0] for r in responses if not r.has_error()] == [0, 2, 4, 8]
-
-
-# --- requests answered later -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=[True, False], ids=["decoupled", "one answer"])
@@ -267,9 +258,6 @@ def test_a_request_that_cannot_be_handed_over_is_answered_with_the_error():
     with triton_io.answer_later(sent, "waveform", model="m"):
         raise UnavailableError("the queue is full")
     assert sent.sender.responses[0].error().code() == TritonError.UNAVAILABLE
-
-
-# --- health, failures and the log --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

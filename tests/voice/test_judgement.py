@@ -1,6 +1,5 @@
 """Recordings are judged, and their ends mended, before they are encoded."""
 
-import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -100,7 +99,7 @@ def test_an_abrupt_end_gets_silence_within_the_limit_of_the_duration() -> None:
     assert judge(longest).mended(longest).seconds == 30
 
 
-def test_a_recording_warns_at_every_use_and_is_changed_only_if_the_request_asks() -> None:
+async def test_a_recording_warns_at_every_use_and_is_changed_only_if_the_request_asks() -> None:
     long = recording(silence(1.0), speech(), silence(0.7), text="It.")
     encoded: list[float] = []
     pipeline = Pipeline(FakeLM([1] * 40))
@@ -111,13 +110,8 @@ def test_a_recording_warns_at_every_use_and_is_changed_only_if_the_request_asks(
         return await tokens(recording)
 
     pipeline.encoder.tokens = noting  # type: ignore[method-assign]
-    synthesizer, warnings = pipeline.synthesizer, []
-
-    async def speak(trim: bool) -> None:
-        request = replace(speech_request(), voice=long, trim_reference=trim)
-        await synthesizer.offline(request, warnings.append)
-
+    warnings = list[str]()
     for trim in (False, False, True):
-        asyncio.run(speak(trim))
+        await pipeline.offline(replace(speech_request(), voice=long, trim_reference=trim), warnings.append)
     assert encoded == [3.7, 2.4]
     assert len([each for each in warnings if "its transcript takes about" in each]) == 3 < len(warnings)

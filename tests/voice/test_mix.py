@@ -71,9 +71,7 @@ def test_an_invalid_mix_is_refused_with_its_value(name: str) -> None:
         ([(voice(1), 1.0), (voice(0), 1.0)], (0.5,)),  # an x-vector of zeros has no direction
     ],
 )
-def test_the_x_vector_is_the_weighted_mean_of_unit_vectors(
-    parts: list[tuple[Prompt, float]], expected: tuple[float, ...]
-) -> None:
+def test_the_x_vector_is_the_weighted_mean_of_unit_vectors(parts, expected) -> None:
     np.testing.assert_allclose(
         asyncio.run(Mix(parts).embedding(no_encoder)), x_vector(*expected), atol=1e-12, rtol=1e-6
     )

@@ -56,9 +56,7 @@ def test_the_x_vector_is_in_half_precision(models: dict[str, Any], recording: np
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_each_recording_of_a_batch_has_its_own_answer_without_its_padding(
-    name: str, models: dict[str, Any], recording: np.ndarray
-) -> None:
+def test_each_recording_of_a_batch_has_its_own_answer_without_its_padding(name, models, recording) -> None:
     """test_encoders.py compares batches with their recordings alone. A bad recording fails alone."""
     size = recording.shape[1]
     padded = np.concatenate([recording, np.full((1, 50_000), np.nan, np.float32)], axis=1)

@@ -5,7 +5,7 @@ What is compared is the mel of a tone of 10 kHz: a door that makes 16 kHz of it 
 
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from cosyvoice_triton.voice.prompt import Recording
 from cosyvoice_triton.voice.recordings import parse_recording
 
 from tests.support import fake_triton
-from tests.support.speech_fixtures import StubbedService, service_with_stub
+from tests.support.speech_fixtures import StubbedService
 
 MIB = 1 << 20
 TONE_HZ = 10_000
@@ -109,12 +109,6 @@ def test_a_recording_of_a_browser_or_phone_keeps_its_upper_bands() -> None:
     assert has_the_tone(decode(sink.getvalue(), MIB))
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubbedService]:
-    with service_with_stub(tmp_path_factory.mktemp("voices")) as service:
-        yield service
-
-
 def sent_to_triton(served: StubbedService) -> dict[str, np.ndarray]:
     kinds = {"FP32": np.float32, "INT32": np.int32}
     request = served.stub.requests[-1]
@@ -174,9 +168,7 @@ def test_equal_samples_of_different_rates_are_different_recordings() -> None:
     assert Recording(wav, rate=24_000).digest != Recording(wav).digest
 
 
-def test_a_voice_registered_at_16_khz_works_and_says_how_to_get_its_upper_bands(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_voice_registered_at_16_khz_works_and_says_how_to_get_its_upper_bands(tmp_path, caplog) -> None:
     from safetensors.numpy import load_file, save_file
 
     save_recording(tmp_path / "new.safetensors", Recording(tone(24_000, 440), "Hi.", 24_000))

@@ -25,9 +25,7 @@ def arguments(models: Path, name: str = "anna", audio: Path = VOICE, *more: str)
 
 
 @pytest.mark.parametrize("stack", ["dit", "unet"])
-def test_a_voice_is_encoded_with_its_text_and_found_by_its_name(
-    stack: str, demo_models: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_voice_is_encoded_with_its_text_and_found_by_its_name(stack, demo_models, capsys) -> None:
     text = ["--reference-text", " What she<|s_1|>\n says. ", "--stack", stack]
     assert command.main(arguments(demo_models, f"saved {stack}", VOICE, *text)) == 0
     voice = VoiceBook(demo_models / "voices", demo_models, str).get(f"saved {stack}")
@@ -39,9 +37,7 @@ def test_a_voice_is_encoded_with_its_text_and_found_by_its_name(
     assert "the recording speaks for 5.1 s, but its transcript takes about" in err
 
 
-def test_silence_is_cut_from_a_recording_only_if_that_is_asked_for(
-    demo_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_silence_is_cut_from_a_recording_only_if_that_is_asked_for(demo_models, tmp_path, capsys) -> None:
     wav = np.pad(load_audio(VOICE, PROMPT_SAMPLE_RATE), 2 * PROMPT_SAMPLE_RATE)
     for option, seconds in (["--trim"], 5.5), ([], 9.4):
         assert (
@@ -77,9 +73,7 @@ def test_voices_are_exported_as_upstream_saves_them(demo_models: Path, tmp_path:
     assert (again.instruction, again.text) == ("Softly.", "What she says.")
 
 
-def test_a_voice_is_added_with_its_dictionary_and_deleted_with_it(
-    demo_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_voice_is_added_with_its_dictionary_and_deleted_with_it(demo_models, tmp_path, capsys) -> None:
     words = tmp_path / "words.txt"
     words.write_text("nginx = engine x")
     options = ["--pronunciation", str(words), "--consent", "She agreed."]
@@ -128,14 +122,7 @@ def recorded(path: Path, wav: np.ndarray) -> Path:
         ("anna", PROMPT_SAMPLE_RATE, (), "the recording is silent"),
     ],
 )
-def test_every_error_is_reported_in_one_line(
-    name: str,
-    audio: Path | int,
-    more: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_error_is_reported_in_one_line(name, audio, more, message, tmp_path, capsys) -> None:
     if isinstance(audio, int):
         audio = recorded(tmp_path / "silence.wav", np.zeros(audio, np.float32))
     assert command.main(arguments(tmp_path, name, audio, *more)) == 1

@@ -74,9 +74,6 @@ def cosyvoice_speaker(value: int = 6) -> dict[str, object]:
     }
 
 
-# --- valid voices ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["anna", "中文女", "Anna B. 2_x-y"])
 def test_a_saved_voice_is_read_back_unchanged(name: str, folder: Path, book: VoiceBook) -> None:
     prompt = fake_prompt(3, "What she says: 什么。")
@@ -88,9 +85,7 @@ def test_a_saved_voice_is_read_back_unchanged(name: str, folder: Path, book: Voi
 @pytest.mark.parametrize(
     ("transcript", "text"), [("\ufeffWhat she\nsays<|s_1|>.\n", "What she says ."), ("", ""), (None, "")]
 )
-def test_a_recording_of_any_rate_is_a_voice_with_or_without_its_text(
-    transcript: str | None, text: str, folder: Path, book: VoiceBook
-) -> None:
+def test_a_recording_of_any_rate_is_a_voice_with_or_without_its_text(transcript, text, folder, book) -> None:
     folder.mkdir()
     save_audio(folder / "anna.wav", TONE, SAMPLE_RATE)
     if transcript is not None:
@@ -140,9 +135,7 @@ def test_every_form_of_a_speaker_in_spk2info_is_read_and_can_be_saved(
         ("Softly.<|endofprompt|>它说什么", "Softly.", "它说什么"),
     ],
 )
-def test_a_voice_keeps_its_instruction_in_every_file(
-    saved: str, instruction: str, text: str, folder: Path, tmp_path: Path
-) -> None:
+def test_a_voice_keeps_its_instruction_in_every_file(saved, instruction, text, folder, tmp_path) -> None:
     """Upstream instructs a saved speaker only by what was saved with it; CosyVoice3's system words are none."""
     torch.save(
         {"001": triton_speaker() | {"prompt_text": saved}, "002": cosyvoice_speaker(5)}, tmp_path / "spk2info.pt"
@@ -160,9 +153,7 @@ def test_a_voice_keeps_its_instruction_in_every_file(
     assert (bundle.voice.instruction, bundle.voice.text) == (instruction, text)
 
 
-def test_the_default_voice_is_the_named_one_or_the_speaker_001_of_spk2info_or_the_only_one(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_the_default_voice_is_the_named_one_or_the_speaker_001_of_spk2info_or_the_only_one(folder, tmp_path) -> None:
     book = VoiceBook(folder, tmp_path, decode)
     with pytest.raises(ValueError, match="there is no default voice .*; known speakers: none"):
         book.get()
@@ -182,9 +173,7 @@ def test_the_default_voice_is_the_named_one_or_the_speaker_001_of_spk2info_or_th
         book.get()
 
 
-def test_an_encoded_voice_takes_precedence_over_a_recording_and_both_over_spk2info(
-    folder: Path, book: VoiceBook
-) -> None:
+def test_an_encoded_voice_takes_precedence_over_a_recording_and_both_over_spk2info(folder, book) -> None:
     save_voice(folder / "anna.safetensors", fake_prompt(1))
     save_audio(folder / "anna.wav", TONE, PROMPT_SAMPLE_RATE)
     torch.save({"anna": triton_speaker()}, folder / "spk2info.pt")
@@ -214,9 +203,7 @@ def test_voices_can_be_added_changed_and_removed_while_the_server_runs(folder: P
         book.get("anna")
 
 
-def test_who_asks_for_the_words_of_a_recording_does_not_wait_for_the_files_of_voices(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_who_asks_for_the_words_of_a_recording_does_not_wait_for_the_files_of_voices(folder, tmp_path) -> None:
     torch.save({"anna": cosyvoice_speaker()}, tmp_path / "spk2info.pt")
     reading, read = Event(), Event()
 
@@ -237,9 +224,7 @@ def test_who_asks_for_the_words_of_a_recording_does_not_wait_for_the_files_of_vo
     assert voice.result().text == ""
 
 
-def test_a_file_is_read_once_and_a_limited_number_is_cached(
-    folder: Path, book: VoiceBook, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_read_once_and_a_limited_number_is_cached(folder, book, monkeypatch) -> None:
     monkeypatch.setattr(voices, "CACHED_FILES", 3)
     for index in range(5):
         save_voice(folder / f"{index}.safetensors", fake_prompt(index))
@@ -279,9 +264,6 @@ def test_words_of_a_voice_come_before_those_of_all_voices(folder: Path, book: Vo
     (folder / "pronunciation.txt").write_text("nginx = of all\nb")
     with pytest.raises(UnavailableError, match=r"pronunciation\.txt, line 2: 'b' is not"):
         book.pronunciation("anna")
-
-
-# --- errors ---------------------------------------------------------------------------------------------
 
 
 def test_the_error_for_an_unknown_speaker_lists_the_known_ones(folder: Path, tmp_path: Path, book: VoiceBook) -> None:
@@ -347,9 +329,7 @@ def write_voice(folder: Path, **changes: torch.Tensor | None) -> None:
         ({"reference_text": as_bytes(b"<|s_1|>")}, "its transcript has nothing to speak"),
     ],
 )
-def test_a_damaged_voice_is_unavailable_with_the_reason(
-    changes: dict[str, torch.Tensor | None], message: str, folder: Path, book: VoiceBook
-) -> None:
+def test_a_damaged_voice_is_unavailable_with_the_reason(changes, message, folder, book) -> None:
     folder.mkdir()
     write_voice(folder, **changes)
     with pytest.raises(UnavailableError, match=f"speaker 'anna' cannot be used: .*{message}"):
@@ -373,9 +353,7 @@ def test_a_file_with_other_content_is_unavailable(file: str, folder: Path, book:
         book.get("anna")
 
 
-def test_recordings_are_validated_and_limited_like_those_of_requests(
-    folder: Path, book: VoiceBook, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recordings_are_validated_and_limited_like_those_of_requests(folder, book, monkeypatch) -> None:
     folder.mkdir()
     for wav, message in ((TONE[:100], "100 samples"), (0 * TONE, "silent"), (np.tile(TONE, 31), "longer than 30 s")):
         save_audio(folder / "anna.wav", wav, PROMPT_SAMPLE_RATE)
@@ -398,9 +376,7 @@ class Payload:
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive"])
-def test_a_damaged_spk2info_does_not_hide_the_other_voices(
-    content: bytes, folder: Path, tmp_path: Path, book: VoiceBook, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_spk2info_does_not_hide_the_other_voices(content, folder, tmp_path, book, caplog) -> None:
     (tmp_path / "spk2info.pt").write_bytes(content)
     save_voice(folder / "anna.safetensors", fake_prompt(1))
     assert book.names() == ["anna"]
@@ -429,9 +405,7 @@ def test_code_in_a_spk2info_is_not_run(tmp_path: Path, book: VoiceBook) -> None:
         (triton_speaker() | {"speech_token": torch.full((1, 30), -7)}, "spk2info.pt, 'anna'.* -7"),
     ],
 )
-def test_a_speaker_of_another_model_is_unavailable_and_the_others_are_not(
-    entry: object, message: str, tmp_path: Path, book: VoiceBook
-) -> None:
+def test_a_speaker_of_another_model_is_unavailable_and_the_others_are_not(entry, message, tmp_path, book) -> None:
     torch.save({"anna": entry, "bert": triton_speaker()}, tmp_path / "spk2info.pt")
     with pytest.raises(UnavailableError, match=message):
         book.get("anna")
