@@ -218,9 +218,8 @@ def test_offline_makes_one_waveform_in_one_call_at_any_speed(speed: float) -> No
     request = dataclasses.replace(speech_request(voice=2), speed=speed)
     np.testing.assert_array_equal(pipeline.run(pipeline.offline(request))[0], 20_000 + np.arange(40))
     assert pipeline.token2wav.offline_calls == [(list(range(40)), speed)] and pipeline.token2wav.streams == []
-    if speed != 1.0:
-        with pytest.raises(ValueError, match="speed 1.5 is for whole utterances"):
-            pipeline.run(pipeline.synthesize(request))
+    pipeline.run(pipeline.synthesize(request))
+    assert [stream.speed for stream in pipeline.token2wav.streams] == [speed]
 
 
 @pytest.mark.parametrize("tokens_before", [0, 18, 60])

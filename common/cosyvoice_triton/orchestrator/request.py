@@ -50,7 +50,7 @@ class SynthesisRequest:
     If the recording's transcript is known, the LLM continues the recording (zero-shot); in `cross_lingual` mode it does
     not, and only the flow reproduces the voice. `instruct_text` describes how to speak, in place of the voice's own
     instruction; a registered voice is then not continued either.
-    `normalize`, `as_is`, `language`, `pronunciation`: see `TextFrontend`. `speed` above 1: faster, whole texts only.
+    `normalize`, `as_is`, `language`, `pronunciation`: see `TextFrontend`. `speed` above 1: faster.
     `trim_reference`: see `Judgement.mended`. `trim_silence`: whether the silence that the LLM makes at the ends of
     segments is cut; false gives upstream's samples. `retry_bad_answers`: see `judges.Judge`; not of a request that is
     repeatable, unless it asks for it.

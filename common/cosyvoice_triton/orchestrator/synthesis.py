@@ -121,15 +121,13 @@ class Synthesizer:
         `on_warning` is called before the last one if speech was cut short, `on_stage` at each stage, `on_segment` for
         each segment and pause.
 
-        Raises what a port raises, as soon as it does, and ValueError if the LLM returns no speech tokens or
-        for a speed other than 1.
+        Raises what a port raises, as soon as it does, and ValueError if the LLM returns no speech tokens.
         """
-        if request.speed != 1.0:
-            raise ValueError(f"speed {request.speed} is for whole utterances; streaming supports speed 1 only")
-        first = self._token2wav.open()
+        first = self._token2wav.open(request.speed)
         renderer: SegmentRenderer | None = None
         opening = self._first_hops.open(
-            played=request.played and request.has_text, repeatable=request.sampling.repeatable
+            played=request.played and request.has_text,
+            repeatable=request.sampling.repeatable or request.speed > 1,  # then it has less audio than was measured
         )
         try:
             async with TaskScope() as scope:
@@ -141,7 +139,9 @@ class Synthesizer:
                 silent = self._onset_tokens(request)
                 live = request.source is not None and request.source.live
                 rules = replace(self._rules, strategy="equal") if live else self._rules  # longer ones come later
-                schedule = rules.schedule(len(prompt.tokens), self._clock, short=opening.short, silent=silent)
+                schedule = rules.schedule(
+                    len(prompt.tokens), self._clock, short=opening.short, silent=silent, speed=request.speed
+                )
                 playback, judge = Playback(), self._judge(request, on_warning)
                 while (segment := await scope.result(segments.get())) is not None:
                     if (silence := _silence(segment)).size:
@@ -179,7 +179,8 @@ class Synthesizer:
 
     def _judge(self, request: SynthesisRequest, on_warning: OnWarning) -> Judge:
         again = request.retry_bad_answers and request.pieces is None
-        return Judge(self._silent_tokens if self._judges else None, again, on_warning, self.judged)
+        silent = self._silent_tokens if self._judges else None
+        return Judge(silent, again, on_warning, self.judged, request.speed)
 
     async def _makes_again(
         self, judge: Judge, segment: TokenBuffer, waveform: np.ndarray, prompt: Prompt, request: SynthesisRequest
