@@ -167,6 +167,15 @@ def audio_data(answer: dict[str, str]) -> bytes:
     return base64.b64decode(answer["audio_data"])
 
 
+def test_a_duration_is_for_one_voice_and_sent_to_the_model(served: StubbedService) -> None:
+    assert served.post({**TEXT, "duration": 2.5}).status_code == 200
+    assert served.stub.requests[-1].parameters["duration"].string_param == "2.5"
+    served.post(TEXT)
+    assert "duration" not in served.stub.requests[-1].parameters
+    for other in ({"speed": 1.2}, {"input": "Hello. [voice:anna] Hello."}):
+        assert served.post({**TEXT, "duration": 2.5, **other}).json()["error"]["param"] in ("duration", "input")
+
+
 def test_fields_of_peers_have_their_meaning(served: StubbedService) -> None:
     options = {"normalize": True, "unit_normalization": False, "url_normalization": False, "phone_normalization": False}
     body = {**TEXT, "stream": False, "lang_code": "z", "volume_multiplier": 0.5, "normalization_options": options}

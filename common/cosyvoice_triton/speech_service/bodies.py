@@ -101,6 +101,7 @@ class SpeechRequest(BaseModel):
     )
     frame_ms: Int64 | None = Field(None, description="of pcm, mulaw, alaw: send pieces of exactly 10, 20, … ms")
     speed: Finite = Field(1.0, description="0.25 to 4; the pitch is kept")
+    duration: Finite | None = Field(None, description="seconds of the whole answer, by a speed of 0.7 to 1.4")
     instructions: Text = Field(
         "", description='how to speak, such as "Speak slowly."', json_schema_extra=by_setting("max_input_chars")
     )
@@ -156,6 +157,7 @@ class SpeechRequest(BaseModel):
         words = combined(self.pronunciation, words)
         wanted = {
             "language": self.named_language or None,
+            "duration": None if self.duration is None else str(self.duration),
             "pronunciation": json.dumps(words, ensure_ascii=False) if words else None,
             "trim_reference": self.trim_reference or None,
             "trim_silence": self.trim_silence,
@@ -307,6 +309,8 @@ def utterances(
         parts = by_voice(wanted.input)
     if not parts:  # the model says so
         return (replace(own, target_text=""),)
+    if wanted.duration is not None and (len(parts) > 1 or wanted.speed != 1.0):
+        raise invalid(f"duration {wanted.duration:g} is for a text in one voice, without a speed", "duration")
     known = {"": own}
     if len(parts) > 1 and own.reference is None and wanted.voice_name and any(not part.voice for part in parts):
         _require(wanted.voice_name, voices, "voice")

@@ -33,6 +33,7 @@ from cosyvoice_triton.text import TextFrontend, clean_text
 from cosyvoice_triton.text.frontend import SPELLING
 from cosyvoice_triton.text.preview import preview
 from cosyvoice_triton.text.pronunciation import MAX_WORDS, combined, pronunciations
+from cosyvoice_triton.text.prosody import without_duration
 from cosyvoice_triton.voice.judgement import judge
 from cosyvoice_triton.voice.prompt import Recording
 
@@ -144,7 +145,9 @@ class Service:
         asked, name = utterance.parameters, utterance.speaker or ""
         answer = preview(
             _frontend(stack),
-            clean_text(utterance.target_text, name="target_text", max_chars=self.settings.max_input_chars),
+            clean_text(
+                without_duration(utterance.target_text)[0], name="target_text", max_chars=self.settings.max_input_chars
+            ),
             str(asked.get("language", "")),
             normalize=bool(asked.get("text_frontend", True)),
             request_seconds=int(asked.get("max_tokens", OrchestratorConfig.max_tokens)) / TOKEN_RATE,
