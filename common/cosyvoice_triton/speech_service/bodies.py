@@ -116,6 +116,7 @@ class SpeechRequest(BaseModel):
     stream: bool = Field(True, description="false: the answer is sent when it is complete, with its length")
     return_download_link: Literal[False] = Field(False, description="Kokoro's; nothing is stored to be downloaded")
     volume_multiplier: Finite = Field(1.0, description="above 0, at most 10; what is then too loud is clipped")
+    loudness: Finite | None = Field(None, description="LUFS by EBU R128, -40 to -10, such as -16; below -1 dBFS")
     normalization_options: NormalizationOptions = Field(NormalizationOptions(), description="Kokoro's")
     ref_audio: str = Field(
         "",
@@ -147,6 +148,11 @@ class SpeechRequest(BaseModel):
     max_tokens: Int64 | None = Field(None, description="speech tokens per request to the LLM, 25 per second")
 
     @property
+    def complete(self) -> bool:
+        """Return whether the answer is sent when it is complete."""
+        return not self.stream or self.stream_format == "json"
+
+    @property
     def named_language(self) -> str:
         """Return the language that the request names; "" if it is to be guessed."""
         return self.language or self.lang_code
@@ -162,7 +168,7 @@ class SpeechRequest(BaseModel):
             "trim_reference": self.trim_reference or None,
             "trim_silence": self.trim_silence,
             "retry_bad_answers": self.retry_bad_answers,
-            "played": False if not self.stream or self.stream_format == "json" else None,
+            "played": False if self.complete else None,
         }
         given = {name: value for name, value in wanted.items() if value is not None}
         return given | self.normalization_options.parameters()
@@ -198,7 +204,8 @@ class SpeechRequest(BaseModel):
 
 
 _OF_CONVERSIONS = (
-    *("model", "voice", "response_format", "speed", "stream_format", "stream", "volume_multiplier", "ref_audio"),
+    *("model", "voice", "response_format", "speed", "stream_format", "stream", "volume_multiplier", "loudness"),
+    "ref_audio",
     *("trim_reference", "sample_rate", "frame_ms"),
 )
 _CONVERSION: dict[str, Any] = {

@@ -19,6 +19,7 @@ from cosyvoice_triton.constants import MAX_SOURCE_SECONDS, TOKEN_RATE
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.audio.encoding import FORMATS, MARK, AudioEncoder
+from cosyvoice_triton.speech_service.audio.loudness import Leveller
 from cosyvoice_triton.speech_service.audio.recordings import decode, decode_base64
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse, utterances
@@ -169,7 +170,8 @@ class Service:
         if rate is None and kind is not None and self.settings.sample_rate in kind.rates:
             rate = self.settings.sample_rate
         try:
+            leveller = None if wanted.loudness is None else Leveller(wanted.loudness, hold=wanted.complete)
             about = rate, wanted.speed, wanted.volume_multiplier, wanted.frame_ms
-            return AudioEncoder(wanted.response_format, *about, MARK if self.settings.mark == "on" else None)
+            return AudioEncoder(wanted.response_format, *about, MARK if self.settings.mark == "on" else None, leveller)
         except ValueError as error:
             raise invalid(error, str(error).split()[0]) from None

@@ -14,6 +14,7 @@ import numpy as np
 from av.filter import Graph
 
 from cosyvoice_triton.constants import MAX_SPEED, MIN_SPEED, PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.speech_service.audio.loudness import Leveller
 from cosyvoice_triton.speech_service.settings import RATES
 
 _INT16_PEAK = 32767
@@ -77,7 +78,7 @@ class AudioEncoder:
     """Float chunks at the models' rate -> bytes of the format `name`, at `rate` and `speed`, `volume` times as loud.
 
     rate: as far as the format has a choice. frame_ms: of the pieces that `framed` makes; None: they come as they are.
-    tags: of the container, if it has a place for them.
+    tags: of the container, if it has a place for them. leveller: sets the loudness.
     ValueError for an unsupported value. `direct`: the samples are hardly changed, so no thread is needed.
     """
 
@@ -89,6 +90,7 @@ class AudioEncoder:
         volume: float = 1.0,
         frame_ms: int | None = None,
         tags: Mapping[str, str] | None = None,
+        leveller: Leveller | None = None,
     ) -> None:
         if name not in FORMATS:
             raise ValueError(f"response_format {name!r} is not one of {', '.join(FORMATS)}")
@@ -114,18 +116,21 @@ class AudioEncoder:
         self._rest = b""  # of a frame that is not whole
         self.rate = rate
         self._volume = volume
+        self._leveller = leveller
         self._samples = 0  # encoded so far
         self._filter = _filter_of(rate, speed)
-        self.direct = self._filter is None and self.format.codec in ("", "pcm_s16le")
+        self.direct = self._filter is None and leveller is None and self.format.codec in ("", "pcm_s16le")
         self._writer = _ContainerWriter(self.format, rate, tags) if self.format.container else None
 
     def push(self, chunk: np.ndarray) -> bytes:
         """Encode float32 (N,) and return the bytes that are complete, possibly none."""
+        chunk = chunk if self._leveller is None else self._leveller.push(chunk)
         return b"".join(self._bytes(part) for part in self._filtered(chunk))
 
     def finish(self) -> bytes:
         """Return the remaining bytes, and the end of the container."""
-        rest = b"".join(self._bytes(part) for part in self._filtered(None))
+        held = [] if self._leveller is None else self._filtered(self._leveller.finish())
+        rest = b"".join(self._bytes(part) for part in (*held, *self._filtered(None)))
         return rest if self._writer is None else rest + self._writer.close()
 
     def framed(self, data: bytes, last: bool = False) -> Iterator[bytes]:
