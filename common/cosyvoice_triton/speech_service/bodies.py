@@ -100,6 +100,7 @@ class SpeechRequest(BaseModel):
         description="mp3, opus, aac, flac, wav, pcm (16-bit little-endian), at 8 kHz mulaw, alaw, mulaw_wav, alaw_wav",
     )
     frame_ms: Int64 | None = Field(None, description="of pcm, mulaw, alaw: send pieces of exactly 10, 20, … ms")
+    pace: Literal["realtime"] | None = Field(None, description="with frame_ms: send each piece when it is to be played")
     speed: Finite = Field(1.0, description="0.25 to 4; the pitch is kept")
     duration: Finite | None = Field(None, description="seconds of the whole answer, by a speed of 0.7 to 1.4")
     instructions: Text = Field(
@@ -206,7 +207,7 @@ class SpeechRequest(BaseModel):
 _OF_CONVERSIONS = (
     *("model", "voice", "response_format", "speed", "stream_format", "stream", "volume_multiplier", "loudness"),
     "ref_audio",
-    *("trim_reference", "sample_rate", "frame_ms"),
+    *("trim_reference", "sample_rate", "frame_ms", "pace"),
 )
 _CONVERSION: dict[str, Any] = {
     "audio": (

@@ -172,6 +172,7 @@ class Service:
         try:
             leveller = None if wanted.loudness is None else Leveller(wanted.loudness, hold=wanted.complete)
             about = rate, wanted.speed, wanted.volume_multiplier, wanted.frame_ms
-            return AudioEncoder(wanted.response_format, *about, MARK if self.settings.mark == "on" else None, leveller)
+            tags, paced = MARK if self.settings.mark == "on" else None, wanted.pace is not None and not wanted.complete
+            return AudioEncoder(wanted.response_format, *about, tags, leveller, paced)
         except ValueError as error:
             raise invalid(error, str(error).split()[0]) from None

@@ -79,6 +79,7 @@ class AudioEncoder:
 
     rate: as far as the format has a choice. frame_ms: of the pieces that `framed` makes; None: they come as they are.
     tags: of the container, if it has a place for them. leveller: sets the loudness.
+    paced: frames are to be sent when they are played, by `frame_seconds`.
     ValueError for an unsupported value. `direct`: the samples are hardly changed, so no thread is needed.
     """
 
@@ -91,6 +92,7 @@ class AudioEncoder:
         frame_ms: int | None = None,
         tags: Mapping[str, str] | None = None,
         leveller: Leveller | None = None,
+        paced: bool = False,
     ) -> None:
         if name not in FORMATS:
             raise ValueError(f"response_format {name!r} is not one of {', '.join(FORMATS)}")
@@ -112,6 +114,9 @@ class AudioEncoder:
             raise ValueError(
                 f"frame_ms {frame_ms}: frames have {lengths} ms and whole samples, in the formats {formats}"
             )
+        if paced and frame_ms is None:
+            raise ValueError("pace 'realtime' needs frame_ms")
+        self.frame_seconds = (frame_ms or 0) / 1000 if paced else 0.0
         self._frame_bytes = rate * (frame_ms or 0) // 1000 * len(self.format.silence)  # 0: no frames
         self._rest = b""  # of a frame that is not whole
         self.rate = rate
