@@ -11,10 +11,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.server.tritonserver import free_port
+from cosyvoice_triton.speech_service.bodies import SpeechRequest
+from cosyvoice_triton.speech_service.service import Service
+from cosyvoice_triton.speech_service.settings import Settings
 from websockets.sync.client import connect
 
 from tests.conftest import ROOT
@@ -22,7 +26,7 @@ from tests.support.speech_fixtures import StubbedService, send
 from tests.support.waiting import until
 
 PAGE = (ROOT / "docs" / "recipes" / "telephony.md").read_text(encoding="utf-8")
-TELEPHONE = {"response_format": "mulaw", "frame_ms": 20, "pace": "realtime"}
+TELEPHONE: dict[str, Any] = {"response_format": "mulaw", "frame_ms": 20, "pace": "realtime"}
 
 
 def frames(served: StubbedService) -> int:
@@ -41,6 +45,9 @@ def test_frames_are_sent_when_they_are_played_over_http_and_the_websocket(served
     assert times[-1] - times[0] >= least
     error = served.post({"input": "Hello.", "pace": "realtime"}).json()["error"]
     assert error["param"] == "pace" and "needs frame_ms" in error["message"]
+    service = Service(Settings(), cast(Any, None), cast(Any, None), cast(Any, None))
+    asked = [SpeechRequest(input="Hello.", **TELEPHONE, stream=stream) for stream in (True, False)]
+    assert [service.encoder(each).frame_seconds for each in asked] == [0.02, 0.0]
 
 
 @contextmanager
