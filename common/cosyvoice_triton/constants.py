@@ -41,7 +41,7 @@ CONTEXT_TOKENS = 375
 OVERLAP_FRAMES = 8  # mel frames that a chunk repeats from the previous one
 OVERLAP_SAMPLES = OVERLAP_FRAMES * HOP_SAMPLES  # 3840: withheld audio, cross-fade
 
-# --- speaking rate, whole utterances only ----------------------------------------------------------
+# --- speaking rate ---------------------------------------------------------------------------------
 MIN_SPEED = 0.25
 MAX_SPEED = 4.0
 

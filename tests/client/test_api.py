@@ -95,7 +95,12 @@ def test_a_local_server_has_the_demo_voice_and_stops_with_its_block(demo_voice, 
     monkeypatch.setattr(steps, "demo", lambda models, stack: shutil.copytree(demo_voice, models))
     settings = {"max_streams": "2", "flow_precision": "float32"}
     with Server(device="cpu", settings=settings) as server, Client(server.address) as client:
-        assert client.speak("Good morning.", seed=2).size > SAMPLE_RATE / 2
+        usual = client.speak("Good morning.", seed=2).size
+        assert usual > SAMPLE_RATE / 2
+        assert client.speak("Good morning.", seed=2, speed=1.5).size == pytest.approx(usual / 1.5, rel=0.15)
+        seconds = round(1.2 * usual / SAMPLE_RATE, 2)
+        slow = client.speak("Good morning.", seed=2, duration=seconds)
+        assert slow.size / SAMPLE_RATE == pytest.approx(seconds, rel=0.03)
         host, port = server.address.split(":")
     with pytest.raises(OSError):
         socket.create_connection((host, int(port)), 1.0)

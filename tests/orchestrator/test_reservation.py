@@ -21,7 +21,7 @@ def test_a_place_is_given_up_after_the_llms_request_has_ended() -> None:
     pipeline = Pipeline(FakeLM(*one_by_one(60), asyncio.Event()), token2wav=FakeToken2Wav(failures={0: RuntimeError()}))
     token2wav, live = pipeline.token2wav, []
 
-    def opened() -> FakeToken2WavStream:
+    def opened(speed: float) -> FakeToken2WavStream:
         stream = FakeToken2Wav.open(token2wav)
         abort = stream.abort
 

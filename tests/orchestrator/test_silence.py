@@ -97,8 +97,8 @@ class Quiet(FakeToken2Wav):
     async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
         return self.sound(tokens)
 
-    def open(self) -> FakeToken2WavStream:
-        stream = super().open()
+    def open(self, speed: float = 1.0) -> FakeToken2WavStream:
+        stream = super().open(speed)
         render = stream.render
 
         async def rendered(tokens: Sequence[int], hop: Hop, audio_left: float | None = None) -> np.ndarray:

@@ -161,7 +161,7 @@ def test_an_error_in_a_later_segment_ends_the_stream_with_that_error(failing: st
             return [[1], UnavailableError("llm")] if prompt.target_text == "40-60" else super().script(prompt)
 
     class FailingToken2Wav(FakeToken2Wav):
-        def open(self) -> Any:
+        def open(self, speed: float = 1.0) -> Any:
             self.failures = {0: RuntimeError("token2wav")} if len(self.streams) == 2 else {}
             return super().open()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cosyvoice_triton import Client, Speaker, samples
 from cosyvoice_triton.cli import say
-from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.constants import HOP_SAMPLES, SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.voice.audio import load_audio, save_audio
 
@@ -39,7 +39,9 @@ def test_a_text_is_streamed_in_chunks_of_the_length_of_the_whole(speaker: Speake
     assert len(chunks) > 1 and all(chunk.dtype == np.float32 and chunk.ndim == 1 for chunk in chunks)
     assert speaker.speak(TEXT, **VOICE).size == sum(chunk.size for chunk in chunks)
     assert speaker.sample_rate == SAMPLE_RATE
-    assert speaker.speak(TEXT, **VOICE, speed=2.0).size == pytest.approx(sum(map(len, chunks)) / 2, rel=0.05)
+    fast = speaker.speak(TEXT, **VOICE, speed=2.0).size
+    assert fast == pytest.approx(sum(map(len, chunks)) / 2, rel=0.05)
+    assert sum(map(len, speaker.stream(TEXT, **VOICE, speed=2.0))) == pytest.approx(fast, abs=2 * HOP_SAMPLES)
 
 
 def test_speech_is_converted_to_a_voice_whole_and_while_it_is_spoken(speaker: Speaker, tmp_path: Path) -> None:
@@ -147,4 +149,8 @@ def test_the_same_request_sounds_the_same_from_a_server_and_from_this_process(sp
 def test_say_speaks_without_a_server(demo_models: Path, tmp_path: Path) -> None:
     options = ["--local", str(demo_models), "--reference", str(VOICE["reference"])]
     assert say.main([TEXT, *options, "--output", str(tmp_path / "a.wav")]) == 0
+    (tmp_path / "a.srt").write_text("1\n00:00:00,500 --> 00:00:03,000\nThe train leaves at nine in the morning.\n")
+    assert say.main([*options, "--subtitles", str(tmp_path / "a.srt"), "--output", str(tmp_path / "b.wav")]) == 0
+    track = load_audio(tmp_path / "b.wav", SAMPLE_RATE)
+    assert not track[: SAMPLE_RATE // 2].any() and track[SAMPLE_RATE // 2 :].any()
     assert (tmp_path / "a.wav").stat().st_size > 10_000

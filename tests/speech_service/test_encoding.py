@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import soundfile as sf
 from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.speech_service.audio.encoding import FORMATS, AudioEncoder
+from cosyvoice_triton.speech_service.audio.encoding import FORMATS, MARK, AudioEncoder
 
 SECONDS = 2.0
 TONE_HZ = 440.0
@@ -112,3 +112,20 @@ def test_frames_are_of_equal_length_and_the_last_is_filled_with_silence(name: st
 def test_samples_beyond_full_scale_are_clipped() -> None:
     pcm = np.frombuffer(AudioEncoder("pcm").push(np.array([2.0, -2.0, 0.0], np.float32)), "<i2")
     assert pcm.tolist() == [32767, -32767, 0]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].container not in ("", "mulaw", "alaw")])
+def test_a_mark_is_in_every_container_and_changes_nothing_else(name: str) -> None:
+    marked, plain = (AudioEncoder(name, tags=tags) for tags in (MARK, None))
+    files = [each.complete(each.push(tone()) + each.finish()) for each in (marked, plain)]
+    for file, tags in zip(files, (MARK, {}), strict=True):
+        with av.open(io.BytesIO(file)) as container:
+            found = container.metadata or container.streams[0].metadata
+            assert found.get("comment") == tags.get("comment")
+    np.testing.assert_array_equal(*(decoded(name, file, 0)[0] for file in files))
+    assert b"Lavf" not in files[0] or name in ("flac", "opus")  # whose comments have always named their writer
+
+
+@pytest.mark.parametrize("name", ["pcm", "mulaw"])
+def test_samples_alone_have_no_place_for_a_mark(name: str) -> None:
+    assert AudioEncoder(name, tags=MARK).push(tone()) == AudioEncoder(name).push(tone())

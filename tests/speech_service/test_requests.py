@@ -165,6 +165,24 @@ def audio_data(answer: dict[str, str]) -> bytes:
     return base64.b64decode(answer["audio_data"])
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_has_the_loudness_that_is_asked_for(served: StubbedService, stream: bool) -> None:
+    plain, quiet = (
+        np.frombuffer(served.post({**TEXT, "stream": stream, **more}).content, "<i2").astype(float)
+        for more in ({}, {"loudness": -30})
+    )
+    assert plain.size == quiet.size and 0 < np.abs(quiet).max() < np.abs(plain).max()
+
+
+def test_a_duration_is_for_one_voice_and_sent_to_the_model(served: StubbedService) -> None:
+    assert served.post({**TEXT, "duration": 2.5}).status_code == 200
+    assert served.stub.requests[-1].parameters["duration"].string_param == "2.5"
+    served.post(TEXT)
+    assert "duration" not in served.stub.requests[-1].parameters
+    for other in ({"speed": 1.2}, {"input": "Hello. [voice:anna] Hello."}):
+        assert served.post({**TEXT, "duration": 2.5, **other}).json()["error"]["param"] in ("duration", "input")
+
+
 def test_fields_of_peers_have_their_meaning(served: StubbedService) -> None:
     options = {"normalize": True, "unit_normalization": False, "url_normalization": False, "phone_normalization": False}
     body = {**TEXT, "stream": False, "lang_code": "z", "volume_multiplier": 0.5, "normalization_options": options}
@@ -181,7 +199,12 @@ def test_fields_of_peers_have_their_meaning(served: StubbedService) -> None:
     assert "played" in parameters and not parameters["played"].bool_param  # the answer is sent when it is complete
     served.post({**TEXT, "normalization_options": {"normalize": False}})
     assert not served.stub.requests[-1].parameters["text_frontend"].bool_param
-    for broken in ({"normalization_options": {"urls": False}}, {"volume_multiplier": 0}, {"lang_code": "<"}):
+    for broken in (
+        {"normalization_options": {"urls": False}},
+        {"volume_multiplier": 0},
+        {"loudness": 0},
+        {"lang_code": "<"},
+    ):
         error = served.post({**TEXT, **broken})
         assert error.status_code == 400 and error.json()["error"]["param"] == next(iter(broken))
     error = served.post({**TEXT, "stream": False, "stream_format": "sse"})

@@ -127,6 +127,18 @@ def test_without_a_triton_the_service_is_unavailable_until_one_starts(tmp_path: 
             assert httpx.post(url + SPEECH, json=TEXT).status_code == 200
 
 
+def test_answers_are_marked_as_made_by_a_machine_unless_the_operator_says_otherwise(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="mark 'no' is not on or off"):
+        Settings(mark="no")
+    with stub_triton(TritonStub()) as triton:
+        for mark, marked in {"on": True, "off": False}.items():
+            with serving(Settings(urls=(triton,), voices_dir=tmp_path, mark=mark)) as url:
+                answer = httpx.post(url + SPEECH, json={**TEXT, "response_format": "wav"})
+                assert ("x-ai-generated" in answer.headers, b"trainedAlgorithmicMedia" in answer.content) == (
+                    marked,
+                ) * 2
+
+
 def test_streams_go_to_the_least_busy_triton_and_around_a_failing_one(tmp_path: Path) -> None:
     one, two = TritonStub(), TritonStub()
     with stub_triton(one) as first, stub_triton(two) as second:

@@ -102,6 +102,7 @@ def test_a_cancel_stops_the_current_sentence_and_discards_the_waiting_ones(serve
         ('{"type": "session.config", "mode": "words"}', "mode must be sentences or tokens, not 'words'"),
         ('{"type": "session.config", "input": "Hi."}', "input 'Hi.' of a WebSocket: send input.text"),
         ('{"type": "session.config", "stream_format": "sse"}', "stream_format 'sse' of a WebSocket"),
+        ('{"type": "session.config", "duration": 2.5}', "duration 2.5 of a WebSocket"),
         ('{"type": "session.config", "voise": "x"}', "voise"),
         (json.dumps({"type": "input.text", "text": "a" * 70_000}), "waiting to be spoken"),
         (json.dumps({"type": "input.text", "text": "a" * 5000}), "more than 4096 characters"),

@@ -24,6 +24,7 @@ NO_TOKENS = np.zeros(0, np.int64)
 @dataclass
 class FakeStream:
     rendered: int = 0
+    speed: float = 1.0
 
 
 @dataclass
@@ -73,10 +74,10 @@ class FakeEngine:
         self.prefills.append(len(prompts))
         self.known |= {prompt.digest for prompt in prompts}
 
-    def open(self, prompt):
+    def open(self, prompt, speed=1.0):
         self.known.add(prompt.digest)
         self.live += 1
-        return FakeStream()
+        return FakeStream(speed=speed)
 
     def close(self, stream):
         self.live -= 1
@@ -102,7 +103,8 @@ class FakeEngine:
             assert chunk.offset == chunk.stream.rendered
             chunk.stream.rendered += chunk.new
         batches.append([int(chunk.tokens[0]) for chunk in chunks])
-        audio = [np.full(len(chunk.tokens) * 2 * HOP_SAMPLES, chunk.tokens[0], np.float32) for chunk in chunks]
+        samples = [int(len(chunk.tokens) * 2 * HOP_SAMPLES / chunk.stream.speed) for chunk in chunks]
+        audio = [np.full(n, chunk.tokens[0], np.float32) for n, chunk in zip(samples, chunks, strict=True)]
         return [RuntimeError("bad chunk") if 12 in c.tokens else one for c, one in zip(chunks, audio, strict=True)]
 
     def whole(self, prompt, tokens, speed, before_step=lambda: None):
@@ -142,9 +144,9 @@ class FakeWorkers(FakeEngine):
             self._prefills(prompt)
         super().prefill(prompts)
 
-    def open(self, prompt):
+    def open(self, prompt, speed=1.0):
         self._prefills(prompt)
-        return super().open(prompt)
+        return super().open(prompt, speed)
 
     def close(self, stream):
         in_use = [chunk.stream for _, chunks in self.rendering for chunk in chunks]

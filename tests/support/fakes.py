@@ -133,8 +133,8 @@ class FakeToken2Wav:
     def live(self) -> int:
         return sum(stream.live for stream in self.streams)
 
-    def open(self) -> "FakeToken2WavStream":
-        self.streams.append(FakeToken2WavStream(self))
+    def open(self, speed: float = 1.0) -> "FakeToken2WavStream":
+        self.streams.append(FakeToken2WavStream(self, speed))
         return self.streams[-1]
 
     async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
@@ -150,7 +150,7 @@ def audio_of(prompt: Prompt, tokens: Sequence[int]) -> np.ndarray:
 
 
 class FakeToken2WavStream:
-    def __init__(self, token2wav: FakeToken2Wav):
+    def __init__(self, token2wav: FakeToken2Wav, speed: float):
         self.reserved = False
         self.restarts = 0
         self.hops: list[Hop] = []
@@ -159,10 +159,11 @@ class FakeToken2WavStream:
         self.live = False
         self.aborts = 0
         self.audio_left: float | None = None
+        self.speed = speed
         self._token2wav = token2wav
 
     def following(self) -> "FakeToken2WavStream":
-        return self._token2wav.open()
+        return self._token2wav.open(self.speed)
 
     async def reserve(self) -> None:
         assert not self.live

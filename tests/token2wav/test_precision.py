@@ -17,6 +17,7 @@ import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.config import Token2WavConfig
 from cosyvoice_triton.constants import MEL_BINS, TOKEN_RATE
+from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.monitoring.environment import TEST_FAULTS
 from cosyvoice_triton.monitoring.metrics import FALLBACKS
 from cosyvoice_triton.stacks import Stack

@@ -174,13 +174,14 @@ def test_a_whole_utterance_needs_no_stream(service, client):
     assert service.stats()[STREAMS] == 0
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [({"prompt": PROMPT, "speed": 2.0}, r"speed 2\.0 is for whole utterances"), ({}, "needs a voice")],
-)
-def test_a_stream_that_is_stretched_or_has_no_voice_is_refused(client, given, message):
-    with pytest.raises(ValueError, match=message):
-        client.send(1, [4], start=True, **given)
+def test_a_stream_has_the_speed_of_its_first_request(client):
+    audio = client.send(1, [4, 5], start=True, prompt=PROMPT, speed=2.0)
+    assert len(audio) == len(client.send(1, [6, 7])) == 2 * HOP_SAMPLES
+
+
+def test_a_stream_without_a_voice_is_refused(client):
+    with pytest.raises(ValueError, match="needs a voice"):
+        client.send(1, [4], start=True)
 
 
 def test_a_reply_that_raises_does_not_end_the_service(service, client):

@@ -128,15 +128,15 @@ def test_a_request_behind_a_start_that_fails_waits_for_nothing_else(client, engi
     monkeypatch.setattr(serving_service, "REAP_SECONDS", 1000.0)
     opening, go_on, opened = threading.Event(), threading.Event(), engine.open
 
-    def slow(prompt):
+    def slow(prompt, speed):
         opening.set()
         assert go_on.wait(60)
-        return opened(prompt)
+        return opened(prompt, speed)
 
     engine.open = slow
     other = client.post(1, start=True, prompt=PROMPT)
     assert opening.wait(60)
-    failing, behind = (client.post(2, start=True, prompt=PROMPT, speed=speed) for speed in (2.0, 1.0))
+    failing, behind = client.post(2, [1], start=True), client.post(2, start=True, prompt=PROMPT)
     go_on.set()
     assert isinstance(failing.get(timeout=60), ValueError) and answered([other, behind])
 

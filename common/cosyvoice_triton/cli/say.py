@@ -5,6 +5,7 @@
     cosyvoice-triton say "Good morning." --local                               without a server, with the demo voice
     cosyvoice-triton say "Good morning." --local models/official --stack unet
     cosyvoice-triton say --source me.wav --voice slt                           a recording in another voice
+    cosyvoice-triton say --subtitles film.srt --voice slt                      one track, each cue in its time
     cosyvoice-triton say "Good morning." --server gpu1:8001 --reference anna.wav --reference-text "What she says."
 
 `cosyvoice-triton serve` starts a server. With --local the checkpoints are loaded first, which takes seconds.
@@ -12,6 +13,7 @@
 
 import argparse
 import itertools
+import sys
 import wave
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from cosyvoice_triton.api import Client
 from cosyvoice_triton.arguments import command_parser, positive_number, reporting_errors
 from cosyvoice_triton.cli.pronunciation import words
 from cosyvoice_triton.client.arguments import parameter
+from cosyvoice_triton.client.subtitles import read_cues, track
 from cosyvoice_triton.constants import GRPC_PORT, SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint import DEMO
 from cosyvoice_triton.prepare import steps
@@ -37,6 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = command_parser(__doc__)
     parser.add_argument("text", nargs="?", default="", help="what to speak")
     parser.add_argument("--source", type=Path, help="instead of a text: a recording to convert, of up to two minutes")
+    parser.add_argument("--subtitles", type=Path, help="instead of a text: an SRT or WebVTT file")
+    parser.add_argument("--duration", type=positive_number, help="seconds of the speech, by a speed of 0.7 to 1.4")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--server", default=f"localhost:{GRPC_PORT}", help="gRPC address (default: %(default)s)")
     where.add_argument(
@@ -67,18 +72,23 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     with voice_of(args) as speaker:
-        chunks = speaker.stream(
-            args.text,
-            voice=args.voice,
-            reference=args.reference,
-            reference_text=args.reference_text,
-            instruct_text=args.instruct_text,
-            pronunciation=args.pronunciation,
+        options = {
+            "voice": args.voice,
+            "reference": args.reference,
+            "reference_text": args.reference_text,
+            "instruct_text": args.instruct_text,
+            "pronunciation": args.pronunciation,
             **({"timeout": args.timeout} if args.local is None else {}),
             **({"language": args.language} if args.language else {}),
             **({"source": args.source} if args.source else {}),
+            **({"duration": str(args.duration)} if args.duration else {}),
             **dict(args.parameter),
-        )
+        }
+        if args.subtitles is not None:
+            cues = read_cues(args.subtitles.read_text(encoding="utf-8-sig"))
+            chunks = track(cues, lambda text, seconds: speaker.speak(text, **options, duration=str(seconds)), _warn)
+        else:
+            chunks = speaker.stream(args.text, **options)
         print(f"{write(chunks, args.output):.2f} s written to {args.output}")
     return 0
 
@@ -111,6 +121,10 @@ def write(chunks: Iterator[np.ndarray], path: Path) -> float:
             return file.getnframes() / SAMPLE_RATE
     except OSError as error:
         raise OSError(f"cannot write to {path}: {error}; choose another with --output") from None
+
+
+def _warn(warning: str) -> None:
+    print(f"warning: {warning}", file=sys.stderr)
 
 
 def samples(chunk: np.ndarray) -> bytes:

@@ -106,7 +106,7 @@ class WholeToken2Wav:
         self._rendering: asyncio.Task[None] | None = None
         self.calls = 0
 
-    def open(self) -> NoReturn:
+    def open(self, speed: float = 1.0) -> NoReturn:
         """Raise ValueError: it has no streams."""
         raise ValueError("the offline tools' token2wav renders whole utterances only")
 

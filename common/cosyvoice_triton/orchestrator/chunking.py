@@ -107,13 +107,19 @@ class HopRules:
         return LOOKAHEAD_TOKENS + self.first_length(prompt_tokens, short=short, silent=silent)
 
     def schedule(
-        self, prompt_tokens: int, clock: Callable[[], float] = time.monotonic, *, short: bool = False, silent: int = 0
+        self,
+        prompt_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        short: bool = False,
+        silent: int = 0,
+        speed: float = 1.0,
     ) -> "HopSchedule":
         """Return the schedule of a text, spoken with a prompt of `prompt_tokens` tokens. short: its first hop is.
-        silent: see `first_length`."""
+        silent: see `first_length`. speed: of the speech, 2 if a token has half of its audio."""
         first = self.first_length(prompt_tokens, short=short, silent=silent)
         if self.strategy == "time_based":
-            return TimeBasedSchedule(self, prompt_tokens, short, first, clock)
+            return TimeBasedSchedule(self, prompt_tokens, short, first, clock, speed)
         return HopSchedule(self, prompt_tokens, short, first)
 
 
@@ -198,9 +204,12 @@ class TimeBasedSchedule(HopSchedule):
     The cost of a chunk hardly grows with its length, so the fewest chunks that keep the listener supplied cost least.
     """
 
-    def __init__(self, rules: HopRules, prompt_tokens: int, short: bool, first: int, clock: Callable[[], float]):
+    def __init__(
+        self, rules: HopRules, prompt_tokens: int, short: bool, first: int, clock: Callable[[], float], speed: float
+    ):
         super().__init__(rules, prompt_tokens, short, first)
         self._clock = clock
+        self._token_rate = TOKEN_RATE * speed
         self._hops = 0
         self._rendering_since: float | None = None
         self._rendering_seconds = 0.0
@@ -235,7 +244,7 @@ class TimeBasedSchedule(HopSchedule):
     def _spare_chunks(self) -> float:
         """Return how many chunks could be rendered before the listener has played all audio."""
         assert self._playing_since is not None
-        sent_seconds = (self._before + self._offset - WITHHELD_TOKENS) / TOKEN_RATE - self._cut
+        sent_seconds = (self._before + self._offset - WITHHELD_TOKENS) / self._token_rate - self._cut
         buffered_seconds = sent_seconds - (self._clock() - self._playing_since)
         chunk_seconds = self._rendering_seconds / self._hops
         return buffered_seconds / max(chunk_seconds, 1e-3)

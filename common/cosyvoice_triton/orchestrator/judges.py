@@ -80,10 +80,18 @@ class Judge:
     """Judges the segments of an answer, and says whether one is to be made again.
 
     silent: ids that are silence; None: nothing is judged. again: whether a segment of which nothing was sent may be
-    made again, once. counts: of what was found, by reason and by whether it was made again.
+    made again, once. counts: of what was found, by reason and by whether it was made again. speed: of the audio.
     """
 
-    def __init__(self, silent: Collection[int] | None, again: bool, on_warning: OnWarning, counts: Counts) -> None:
+    def __init__(
+        self,
+        silent: Collection[int] | None,
+        again: bool,
+        on_warning: OnWarning,
+        counts: Counts,
+        speed: float = 1.0,
+    ) -> None:
+        self._speed = speed
         self._silent = silent
         self._again = again and silent is not None
         self._on_warning = on_warning
@@ -92,7 +100,7 @@ class Judge:
 
     def begin(self) -> None:
         """Begin a segment."""
-        self._audio = AudioJudge()
+        self._audio = AudioJudge(self._speed)
         self._warned: set[Reason] = set()
 
     def is_hopeless(self, segment: TokenBuffer) -> bool:
@@ -127,9 +135,10 @@ class Judge:
 
 
 class AudioJudge:
-    """Judges the audio of a segment chunk by chunk, before its silence is cut."""
+    """Judges the audio of a segment chunk by chunk, before its silence is cut. Slow speech is not a hum."""
 
-    def __init__(self) -> None:
+    def __init__(self, speed: float = 1.0) -> None:
+        self._speed = speed
         self._loudest = 0.0
         self._silent = 0  # samples before the first audible one
         self._heard = False
@@ -145,12 +154,14 @@ class AudioJudge:
         self._loudest = max(self._loudest, float(levels.max()))
         if audible_part(levels, self._loudest) is None and not self._heard:
             self._silent += waveform.size
-            return "silence" if final or self._silent > LEADING_SILENCE / TOKEN_RATE * SAMPLE_RATE else None
+            return (
+                "silence" if final or self._silent * self._speed > LEADING_SILENCE / TOKEN_RATE * SAMPLE_RATE else None
+            )
         self._heard = True
         high = np.abs(waveform) >= FULL_SCALE
         if (high[2:] & high[1:-1] & high[:-2]).mean() > CLIPPED_SHARE:
             return "clipped"
-        if self._is_steady(waveform):
+        if self._speed >= 1 and self._is_steady(waveform):
             return "steady"
         end = levels[-round(ABRUPT_SECONDS * 100) :]
         if final and open_ended and end.min() > self._loudest * 10 ** (ABRUPT_DB / 10):

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 
 from cosyvoice_triton.config import BOOLEANS, OrchestratorConfig
-from cosyvoice_triton.constants import MAX_SPEED, MIN_SPEED, PROMPT_SAMPLE_RATE
+from cosyvoice_triton.constants import (
+    MAX_SOURCE_SECONDS,
+    MAX_SPEED,
+    MIN_REFERENCE_SECONDS,
+    MIN_SPEED,
+    PROMPT_SAMPLE_RATE,
+)
 from cosyvoice_triton.llm.interface import Sampling, preset_values
 from cosyvoice_triton.monitoring.tracing import TRACEPARENT
 from cosyvoice_triton.orchestrator.conversion import Source
@@ -20,6 +26,7 @@ from cosyvoice_triton.text.frontend import SPELLING, Spelled
 from cosyvoice_triton.text.language import EVERY, Language, named
 from cosyvoice_triton.text.markup import left_out
 from cosyvoice_triton.text.pronunciation import MAX_FILE_BYTES, MAX_WORDS, pronunciations
+from cosyvoice_triton.text.prosody import without_duration
 from cosyvoice_triton.voice.prompt import Recording, validate_reference
 
 logger = logging.getLogger(__name__)
@@ -38,7 +45,15 @@ _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
 
 # Flags of requests for speech and for a conversion, with their defaults; what else a request may have.
 _FLAGS = {"timeline": False, "segments": False, "played": True, "trim_reference": False}
-_OTHERS = ("cross_lingual", "text_frontend", "trim_silence", "retry_bad_answers", "language", "pronunciation")
+_OTHERS = (
+    "cross_lingual",
+    "text_frontend",
+    "trim_silence",
+    "retry_bad_answers",
+    "language",
+    "pronunciation",
+    "duration",
+)
 _PARAMETERS = {*_SAMPLING_KINDS, *SPELLING, *_FLAGS, *_OTHERS, "sampling", "speed", TRACEPARENT}
 _TRITONS_OWN = "triton_"  # start of parameters that Triton and its clients add
 
@@ -50,7 +65,8 @@ class SynthesisRequest:
     If the recording's transcript is known, the LLM continues the recording (zero-shot); in `cross_lingual` mode it does
     not, and only the flow reproduces the voice. `instruct_text` describes how to speak, in place of the voice's own
     instruction; a registered voice is then not continued either.
-    `normalize`, `as_is`, `language`, `pronunciation`: see `TextFrontend`. `speed` above 1: faster, whole texts only.
+    `normalize`, `as_is`, `language`, `pronunciation`: see `TextFrontend`. `speed` above 1: faster.
+    `duration`: seconds of the whole answer, which is then sent at once, see `length`.
     `trim_reference`: see `Judgement.mended`. `trim_silence`: whether the silence that the LLM makes at the ends of
     segments is cut; false gives upstream's samples. `retry_bad_answers`: see `judges.Judge`; not of a request that is
     repeatable, unless it asks for it.
@@ -71,6 +87,7 @@ class SynthesisRequest:
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     max_tokens: int | None = None
     speed: float = 1.0
+    duration: float | None = None
     timeline: bool = False
     segments: bool = False
     played: bool = True
@@ -138,6 +155,7 @@ class RequestRules:
         cross_lingual = _flag(given, "cross_lingual", False)
         if instruct_text and cross_lingual:
             raise ValueError(f"cross_lingual with the instruct_text {instruct_text!r}: use one of the two")
+        target_text, marked = without_duration(target_text)
         if pieces is None:
             target_text = clean_text(target_text, name="target_text", max_chars=self.max_text_chars)
         if reference_text and cross_lingual:
@@ -162,6 +180,7 @@ class RequestRules:
             trim_silence=_flag(given, "trim_silence", self.trim_silence),
             retry_bad_answers=_flag(given, "retry_bad_answers", self.retry_bad_answers and not sampling.repeatable),
             pieces=pieces,
+            duration=_duration(given, marked, live=pieces is not None),
             **_of_every_request(given),
         )
 
@@ -220,6 +239,16 @@ def _of_every_request(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a request for speech and one for a conversion have in common."""
     speed = _number("speed", parameters.get("speed", 1.0), float, MIN_SPEED, MAX_SPEED)
     return {"speed": speed, **{name: _flag(parameters, name, default) for name, default in _FLAGS.items()}}
+
+
+def _duration(parameters: Mapping[str, Any], marked: float | None, *, live: bool) -> float | None:
+    """Return the seconds that an answer is to have, by its parameter or its markup."""
+    if (given := parameters.get("duration", marked)) is None:
+        return None
+    if live or "speed" in parameters:
+        raise ValueError(f"duration {given} is for a whole text without a speed")
+    seconds: float = _number("duration", given, float, MIN_REFERENCE_SECONDS, MAX_SOURCE_SECONDS)
+    return seconds
 
 
 def default_sampling(config: OrchestratorConfig) -> Sampling:

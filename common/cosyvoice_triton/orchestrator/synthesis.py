@@ -27,6 +27,7 @@ from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.llm.interface import LLMPrompt, SpeechLM
 from cosyvoice_triton.llm.interleaving import InterleavedSpeech
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.orchestrator import length
 from cosyvoice_triton.orchestrator.chunking import FirstHops, HopRules
 from cosyvoice_triton.orchestrator.judges import REASONS, VOICE_SECONDS, Counts, Judge, is_other_voice
 from cosyvoice_triton.orchestrator.rendering import SegmentRenderer
@@ -121,15 +122,16 @@ class Synthesizer:
         `on_warning` is called before the last one if speech was cut short, `on_stage` at each stage, `on_segment` for
         each segment and pause.
 
-        Raises what a port raises, as soon as it does, and ValueError if the LLM returns no speech tokens or
-        for a speed other than 1.
+        Raises what a port raises, as soon as it does, and ValueError if the LLM returns no speech tokens.
         """
-        if request.speed != 1.0:
-            raise ValueError(f"speed {request.speed} is for whole utterances; streaming supports speed 1 only")
-        first = self._token2wav.open()
+        if request.duration is not None:
+            yield await self.offline(request, on_warning, on_stage, on_segment)
+            return
+        first = self._token2wav.open(request.speed)
         renderer: SegmentRenderer | None = None
         opening = self._first_hops.open(
-            played=request.played and request.has_text, repeatable=request.sampling.repeatable
+            played=request.played and request.has_text,
+            repeatable=request.sampling.repeatable or request.speed > 1,  # then it has less audio than was measured
         )
         try:
             async with TaskScope() as scope:
@@ -141,7 +143,9 @@ class Synthesizer:
                 silent = self._onset_tokens(request)
                 live = request.source is not None and request.source.live
                 rules = replace(self._rules, strategy="equal") if live else self._rules  # longer ones come later
-                schedule = rules.schedule(len(prompt.tokens), self._clock, short=opening.short, silent=silent)
+                schedule = rules.schedule(
+                    len(prompt.tokens), self._clock, short=opening.short, silent=silent, speed=request.speed
+                )
                 playback, judge = Playback(), self._judge(request, on_warning)
                 while (segment := await scope.result(segments.get())) is not None:
                     if (silence := _silence(segment)).size:
@@ -179,7 +183,8 @@ class Synthesizer:
 
     def _judge(self, request: SynthesisRequest, on_warning: OnWarning) -> Judge:
         again = request.retry_bad_answers and request.pieces is None
-        return Judge(self._silent_tokens if self._judges else None, again, on_warning, self.judged)
+        silent = self._silent_tokens if self._judges else None
+        return Judge(silent, again, on_warning, self.judged, request.speed)
 
     async def _makes_again(
         self, judge: Judge, segment: TokenBuffer, waveform: np.ndarray, prompt: Prompt, request: SynthesisRequest
@@ -229,11 +234,10 @@ class Synthesizer:
         """Return the whole utterance, (N,) float32. Warns and raises like `stream`."""
         async with TaskScope() as scope:
             prompt, segments = await self._begin(request, scope, on_warning, on_stage, first=None, short=False)
-            waveforms, judge = [], self._judge(request, on_warning)
+            parts, judge = list[tuple[TokenBuffer | None, np.ndarray]](), self._judge(request, on_warning)
             while (segment := await scope.result(segments.get())) is not None:
                 if (silence := _silence(segment)).size:
-                    waveforms.append(silence)
-                    on_segment("", silence.size, ())
+                    parts.append((None, silence))
                 if isinstance(segment, Pause):
                     continue
                 judge.begin()
@@ -242,9 +246,38 @@ class Synthesizer:
                     scope.spawn(segment.again())
                     waveform = await self._whole(segment, prompt, request, scope, on_stage)
                     await scope.result(self._makes_again(judge, segment, waveform, prompt, request))
-                waveforms.append(SilenceTrimmer().trimmed(waveform, final=True) if request.trim_silence else waveform)
-                on_segment(segment.text, waveforms[-1].size, segment.tokens)
-            return np.concatenate(waveforms)
+                parts.append((segment, waveform))
+            if request.duration is not None:
+                parts = await self._fitted(request.duration, parts, prompt, request, scope)
+            waveforms = []
+            for part, waveform in parts:
+                if part is not None and request.trim_silence:
+                    waveform = SilenceTrimmer().trimmed(waveform, final=True)
+                waveforms.append(waveform)
+                on_segment(part.text if part else "", waveform.size, part.tokens if part else ())
+            answer = np.concatenate(waveforms)
+            if request.duration is not None and (misfit := length.misfit(answer.size / SAMPLE_RATE, request.duration)):
+                on_warning(misfit)
+            return answer
+
+    async def _fitted(
+        self,
+        seconds: float,
+        parts: list[tuple[TokenBuffer | None, np.ndarray]],
+        prompt: Prompt,
+        request: SynthesisRequest,
+        scope: TaskScope,
+    ) -> list[tuple[TokenBuffer | None, np.ndarray]]:
+        """Return the segments and pauses with the segments rendered again, at the speed that fits."""
+        spoken = [waveform for segment, waveform in parts if segment is not None]
+        silence = sum(waveform.size for segment, waveform in parts if segment is None)
+        speed = length.fitting_speed(spoken, silence, seconds, trims=request.trim_silence)
+        fitted = []
+        for segment, waveform in parts:
+            if segment is not None:
+                waveform = await scope.result(self._token2wav.offline(prompt, segment.tokens, speed))
+            fitted.append((segment, waveform))
+        return fitted
 
     async def _begin(
         self,

@@ -44,8 +44,8 @@ FAILED_POLL_SECONDS = 0.25
 class Token2WavPort(Protocol):
     """Speech tokens to audio, by flow and vocoder."""
 
-    def open(self) -> "Token2WavSequence":
-        """Return a stream for a new listener."""
+    def open(self, speed: float = 1.0) -> "Token2WavSequence":
+        """Return a stream for a new listener, at `speed` times the usual rate."""
         ...
 
     async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
@@ -70,8 +70,8 @@ class Token2WavReplicas:
         self.failed = failed
         self.cumulative = cumulative
 
-    def open(self) -> "Token2WavSequence":
-        return Token2WavSequence(self, self.by_load()[0])
+    def open(self, speed: float = 1.0) -> "Token2WavSequence":
+        return Token2WavSequence(self, self.by_load()[0], speed)
 
     def by_load(self) -> list[str]:
         """Return the models that have not failed, those with the fewest streams first; all if all have failed."""
@@ -144,8 +144,9 @@ class Token2WavSequence:
     next listener before the chunk is done that was being rendered.
     """
 
-    def __init__(self, replicas: Token2WavReplicas, model: str, sequence: int | None = None):
+    def __init__(self, replicas: Token2WavReplicas, model: str, speed: float = 1.0, sequence: int | None = None):
         self._replicas = replicas
+        self._speed = speed
         self.model = model
         self._sequence = sequence or new_sequence_id()
         self._open = False
@@ -169,11 +170,11 @@ class Token2WavSequence:
     async def start(self, prompt: Prompt, audio_left: float | None) -> None:
         """Prefill the prompt. audio_left: seconds that the listener still has of earlier segments; None: none yet."""
         left = None if audio_left is None else max(0.0, audio_left)
-        await self._send(start=not self._open, prompt=prompt, audio_left=left)
+        await self._send(start=not self._open, prompt=prompt, speed=self._speed, audio_left=left)
 
     async def restart(self, prompt: Prompt, audio_left: float | None) -> None:
         """Begin anew, with the place that the listener has. audio_left: as of `start`."""
-        await self._send(start=True, prompt=prompt, audio_left=max(0.0, audio_left or 0.0))
+        await self._send(start=True, prompt=prompt, speed=self._speed, audio_left=max(0.0, audio_left or 0.0))
 
     async def render(self, tokens: Sequence[int], hop: Hop, audio_left: float | None = None) -> np.ndarray:
         """Return audio (N,) float32 of `hop`; `tokens` are all so far, at least `hop.end_of_context`. audio_left:
@@ -187,8 +188,8 @@ class Token2WavSequence:
         """Return a stream for the listener's next segment: on the same model, which has the voice's prompt cache,
         unless it has failed. The id is the same, by which the model knows a listener whom it has admitted."""
         if self._replicas.failed(self.model):
-            return self._replicas.open()
-        return Token2WavSequence(self._replicas, self.model, self._sequence)
+            return self._replicas.open(self._speed)
+        return Token2WavSequence(self._replicas, self.model, self._speed, self._sequence)
 
     async def abort(self) -> None:
         """Free what is still held; a no-op before the first call and after the final hop is answered. Never raises."""

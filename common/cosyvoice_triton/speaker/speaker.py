@@ -93,7 +93,7 @@ class Speaker:
         or float32 (T,) at reference_sample_rate (16 kHz); reference_text: what it says, word for word. instruct_text:
         how to speak. pronunciation: words of the text and what is spoken for each. on_warning: called with what the
         caller should know although there is audio; without it, that is logged. All others are request parameters, such
-        as seed=2 or language="de", see docs/clients.md. Closing the iterator cancels the request.
+        as seed=2, language="de" or speed=1.2, see docs/clients.md. Closing the iterator cancels the request.
 
         ValueError naming a value that cannot be used, OverloadedError without a place for a listener.
         """
@@ -105,7 +105,7 @@ class Speaker:
 
     def speak(self, text: str, **options: Any) -> np.ndarray:
         """Return the whole audio of `text`, float32 (N,) in -1..1, rendered at once; options and errors are those of
-        `stream`, and speed=1.2 is spoken faster. It waits while listeners are in a hurry."""
+        `stream`. It waits while listeners are in a hurry."""
         return self._loop.run(self._speak(text, **options))
 
     def aspeak(self, text: str, **options: Any) -> Coroutine[Any, Any, np.ndarray]:

@@ -100,7 +100,9 @@ class SpeechRequest(BaseModel):
         description="mp3, opus, aac, flac, wav, pcm (16-bit little-endian), at 8 kHz mulaw, alaw, mulaw_wav, alaw_wav",
     )
     frame_ms: Int64 | None = Field(None, description="of pcm, mulaw, alaw: send pieces of exactly 10, 20, … ms")
+    pace: Literal["realtime"] | None = Field(None, description="with frame_ms: send each piece when it is to be played")
     speed: Finite = Field(1.0, description="0.25 to 4; the pitch is kept")
+    duration: Finite | None = Field(None, description="seconds of the whole answer, by a speed of 0.7 to 1.4")
     instructions: Text = Field(
         "", description='how to speak, such as "Speak slowly."', json_schema_extra=by_setting("max_input_chars")
     )
@@ -115,6 +117,7 @@ class SpeechRequest(BaseModel):
     stream: bool = Field(True, description="false: the answer is sent when it is complete, with its length")
     return_download_link: Literal[False] = Field(False, description="Kokoro's; nothing is stored to be downloaded")
     volume_multiplier: Finite = Field(1.0, description="above 0, at most 10; what is then too loud is clipped")
+    loudness: Finite | None = Field(None, description="LUFS by EBU R128, -40 to -10, such as -16; below -1 dBFS")
     normalization_options: NormalizationOptions = Field(NormalizationOptions(), description="Kokoro's")
     ref_audio: str = Field(
         "",
@@ -146,6 +149,11 @@ class SpeechRequest(BaseModel):
     max_tokens: Int64 | None = Field(None, description="speech tokens per request to the LLM, 25 per second")
 
     @property
+    def complete(self) -> bool:
+        """Return whether the answer is sent when it is complete."""
+        return not self.stream or self.stream_format == "json"
+
+    @property
     def named_language(self) -> str:
         """Return the language that the request names; "" if it is to be guessed."""
         return self.language or self.lang_code
@@ -156,11 +164,12 @@ class SpeechRequest(BaseModel):
         words = combined(self.pronunciation, words)
         wanted = {
             "language": self.named_language or None,
+            "duration": None if self.duration is None else str(self.duration),
             "pronunciation": json.dumps(words, ensure_ascii=False) if words else None,
             "trim_reference": self.trim_reference or None,
             "trim_silence": self.trim_silence,
             "retry_bad_answers": self.retry_bad_answers,
-            "played": False if not self.stream or self.stream_format == "json" else None,
+            "played": False if self.complete else None,
         }
         given = {name: value for name, value in wanted.items() if value is not None}
         return given | self.normalization_options.parameters()
@@ -196,8 +205,9 @@ class SpeechRequest(BaseModel):
 
 
 _OF_CONVERSIONS = (
-    *("model", "voice", "response_format", "speed", "stream_format", "stream", "volume_multiplier", "ref_audio"),
-    *("trim_reference", "sample_rate", "frame_ms"),
+    *("model", "voice", "response_format", "speed", "stream_format", "stream", "volume_multiplier", "loudness"),
+    "ref_audio",
+    *("trim_reference", "sample_rate", "frame_ms", "pace"),
 )
 _CONVERSION: dict[str, Any] = {
     "audio": (
@@ -307,6 +317,8 @@ def utterances(
         parts = by_voice(wanted.input)
     if not parts:  # the model says so
         return (replace(own, target_text=""),)
+    if wanted.duration is not None and (len(parts) > 1 or wanted.speed != 1.0):
+        raise invalid(f"duration {wanted.duration:g} is for a text in one voice, without a speed", "duration")
     known = {"": own}
     if len(parts) > 1 and own.reference is None and wanted.voice_name and any(not part.voice for part in parts):
         _require(wanted.voice_name, voices, "voice")

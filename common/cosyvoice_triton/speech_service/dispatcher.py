@@ -210,6 +210,15 @@ class Dispatcher:
 
     async def encoded(self, answer: SpeechAnswer) -> AsyncGenerator[bytes, None]:
         """Yield `waveforms` as bytes of the answer's format, in frames if its encoder has them; no item is empty."""
+        encoder, due = answer.encoder, 0.0
+        async with contextlib.aclosing(self._encoded(answer)) as parts:
+            async for part in parts:
+                if encoder.frame_seconds:
+                    await asyncio.sleep(due - (now := time.monotonic()))
+                    due = max(due, now) + encoder.frame_seconds  # after a gap not faster, as a telephone has no buffer
+                yield part
+
+    async def _encoded(self, answer: SpeechAnswer) -> AsyncGenerator[bytes, None]:
         encoder = answer.encoder
         async with contextlib.aclosing(self.waveforms(answer)) as chunks:
             async for chunk in chunks:

@@ -34,6 +34,7 @@ _FIELDS = (
     *SAMPLING,
     "voice",
     "speed",
+    "duration",
     "language",
     "pronunciation",
     "trim_reference",

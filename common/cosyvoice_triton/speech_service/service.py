@@ -18,7 +18,8 @@ from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import MAX_SOURCE_SECONDS, TOKEN_RATE
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
-from cosyvoice_triton.speech_service.audio.encoding import FORMATS, AudioEncoder
+from cosyvoice_triton.speech_service.audio.encoding import FORMATS, MARK, AudioEncoder
+from cosyvoice_triton.speech_service.audio.loudness import Leveller
 from cosyvoice_triton.speech_service.audio.recordings import decode, decode_base64
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse, utterances
@@ -33,6 +34,7 @@ from cosyvoice_triton.text import TextFrontend, clean_text
 from cosyvoice_triton.text.frontend import SPELLING
 from cosyvoice_triton.text.preview import preview
 from cosyvoice_triton.text.pronunciation import MAX_WORDS, combined, pronunciations
+from cosyvoice_triton.text.prosody import without_duration
 from cosyvoice_triton.voice.judgement import judge
 from cosyvoice_triton.voice.prompt import Recording
 
@@ -144,7 +146,9 @@ class Service:
         asked, name = utterance.parameters, utterance.speaker or ""
         answer = preview(
             _frontend(stack),
-            clean_text(utterance.target_text, name="target_text", max_chars=self.settings.max_input_chars),
+            clean_text(
+                without_duration(utterance.target_text)[0], name="target_text", max_chars=self.settings.max_input_chars
+            ),
             str(asked.get("language", "")),
             normalize=bool(asked.get("text_frontend", True)),
             request_seconds=int(asked.get("max_tokens", OrchestratorConfig.max_tokens)) / TOKEN_RATE,
@@ -166,6 +170,9 @@ class Service:
         if rate is None and kind is not None and self.settings.sample_rate in kind.rates:
             rate = self.settings.sample_rate
         try:
-            return AudioEncoder(wanted.response_format, rate, wanted.speed, wanted.volume_multiplier, wanted.frame_ms)
+            leveller = None if wanted.loudness is None else Leveller(wanted.loudness, hold=wanted.complete)
+            about = rate, wanted.speed, wanted.volume_multiplier, wanted.frame_ms
+            tags, paced = MARK if self.settings.mark == "on" else None, wanted.pace is not None and not wanted.complete
+            return AudioEncoder(wanted.response_format, *about, tags, leveller, paced)
         except ValueError as error:
             raise invalid(error, str(error).split()[0]) from None

@@ -33,8 +33,9 @@ from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.memory import UNPLANNED_VOICES, MemoryPlan, Reading, planned
 from cosyvoice_triton.token2wav.gpu.precision import Precision, kept_notes
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
-from cosyvoice_triton.token2wav.stream import Chunk, NotFiniteError, Stream, without_click
+from cosyvoice_triton.token2wav.stream import Chunk, MelStretch, NotFiniteError, Stream, without_click
 from cosyvoice_triton.token2wav.vocoder.base import BatchVocoder, VocoderOptions
+from cosyvoice_triton.token2wav.vocoder.speed import begin_vocoding
 from cosyvoice_triton.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
@@ -238,8 +239,8 @@ class Token2Wav:
         with self._lock, self._opening.used():
             self._opening.flow.prefill(prompts)
 
-    def open(self, prompt: Prompt) -> Stream:
-        """Start a stream in a voice; builds the voice's prompt cache if it is not there yet."""
+    def open(self, prompt: Prompt, speed: float = 1.0) -> Stream:
+        """Start a stream in a voice, at a speed as of `whole`; builds the voice's prompt cache if it is not there."""
         self._check(prompt)
         with self._lock, self._opening.used():
             vocoder = self._vocoder.open()
@@ -249,6 +250,7 @@ class Token2Wav:
                 self._vocoder.close(vocoder)
                 self._retried += isinstance(error, NotFiniteError)  # a voice that leaves the range of its format
                 raise
+            stream.stretch = MelStretch(speed) if speed != 1.0 else None
             return stream
 
     def chunk(self, stream: Stream, tokens: np.ndarray, *, final: bool, offset: int | None = None) -> Chunk:
@@ -256,8 +258,10 @@ class Token2Wav:
         return self._flow.chunk(stream, tokens, final=final, offset=offset)
 
     def is_first_chunk(self, chunk: Chunk) -> bool:
-        """Return whether FIRST_CHUNK_WORKER renders it: a first chunk, unless longer than those of the first hop."""
-        return chunk.offset == 0 and chunk.new <= self.limits.first_chunk_tokens
+        """Return whether FIRST_CHUNK_WORKER renders it: a first chunk, unless its audio is longer than those of the
+        first hop."""
+        slow = chunk.stream.stretch is not None and chunk.stream.stretch.speed < 1
+        return chunk.offset == 0 and chunk.new <= self.limits.first_chunk_tokens and not slow
 
     @property
     def limits(self) -> BatchLimits:
@@ -354,7 +358,7 @@ class Token2Wav:
         if mels and faults.take("nan_mel"):
             next(iter(mels.values())).fill_(torch.nan)
         solved = launched(renderer.stream)
-        vocoded = renderer.vocoder.begin(list(map(chunks.__getitem__, mels)), list(mels.values()))
+        vocoded = begin_vocoding(renderer.vocoder, [chunks[index] for index in mels], list(mels.values()))
 
         def finish() -> list[Tensor | Exception]:
             for index, speech in zip(mels, vocoded(), strict=True):
@@ -368,7 +372,7 @@ class Token2Wav:
         logger.warning("%s: a chunk is rendered again in float32", reason)
         self._retried += 1
         try:
-            (audio,) = self._vocoder.exact().begin([chunk], [self._flow.again(chunk)])()
+            (audio,) = begin_vocoding(self._vocoder.exact(), [chunk], [self._flow.again(chunk)])()
         except Exception as error:
             if is_fatal(error):
                 raise

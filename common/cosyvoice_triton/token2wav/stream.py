@@ -4,13 +4,16 @@ A chunk is checked once, when it is made (`StreamingFlow.chunk`); the same objec
 flow's solver and the vocoder.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_MEL_RATIO
+from cosyvoice_triton.device import on_device
 
 # CosyVoice3's utterances sometimes begin in the middle of a wave, which is heard as a click.
 FADE_SAMPLES = SAMPLE_RATE // 50  # 20 ms, as cosyvoice.cpp
@@ -32,6 +35,42 @@ class VocoderState:
     pending: Tensor | None = None  # (80, T): frames too few for a chunk of their own
 
 
+class MelStretch:
+    """Stretches the mel of one stream to 1 / speed of its length, by linear interpolation between its frames.
+
+    A frame of the result comes with the chunk that has both of its neighbours, so that chunks make what the whole does.
+    A chunk can be stretched again until `keep` is called.
+    """
+
+    def __init__(self, speed: float) -> None:
+        self.speed = speed
+        self._before: Tensor | None = None  # (80, 1): the last frame of the chunk before
+        self._last: Tensor | None = None  # of this one
+
+    def stretched(self, mel: Tensor, begin: int, final: bool) -> Tensor:
+        """Return the frames (80, M) that a chunk completes, given its mel (80, T) and how many frames came before."""
+        end = begin + mel.shape[1]
+        first, stop = self._made(begin), self._made(end)
+        if final:  # as many as of a whole utterance
+            stop = max(1, int(end / self.speed))
+        if self._before is not None:
+            mel, begin = torch.cat([self._before, mel], dim=1), begin - 1
+        self._last = mel[:, -1:].clone()  # the next mel may be at the same place
+        at = ((np.arange(first, stop) + 0.5) * self.speed - 0.5).clip(begin, end - 1) - begin
+        low = at.astype(np.int64)
+        high = np.minimum(low + 1, mel.shape[1] - 1)
+        left, right = on_device(np.stack([low, high]), mel.device)
+        return mel[:, left].lerp(mel[:, right], on_device((at - low).astype(np.float32), mel.device).to(mel.dtype))
+
+    def keep(self) -> None:
+        """Go on after the chunk that was stretched last."""
+        self._before = self._last
+
+    def _made(self, frames: int) -> int:
+        """Return how many frames have both neighbours among the first `frames`."""
+        return math.floor((frames - 0.5) / self.speed + 0.5) if frames else 0
+
+
 @dataclass(kw_only=True)
 class Stream:
     """All that one live stream owns; each flow adds its own part. Dropping it frees it."""
@@ -39,6 +78,7 @@ class Stream:
     vocoder: VocoderState
     rendered: int = 0  # tokens that have become mel
     begun: bool = False  # audio of it has been returned
+    stretch: MelStretch | None = None  # if it has another speed than 1
 
 
 StreamT = TypeVar("StreamT", bound=Stream)

@@ -36,6 +36,7 @@ _STREAMING_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  #
 
 HEADERS = {
     "X-Sample-Rate": doc.described(doc.INTEGER, "of the audio, in Hz"),
+    "X-AI-Generated": doc.described(doc.BOOLEAN, "always true; not with `--mark off`"),
     "X-Speech-Warning": doc.described(doc.TEXT, "percent-encoded; warnings that are known before the first byte"),
     **{
         name.title(): doc.described(doc.NUMBER, f"`{of}` of the usage, of whole answers")
@@ -81,6 +82,8 @@ class AudioResponse(Response):
         whole: Callable[[bytes], bytes | dict[str, Any]] | None = None,
     ) -> None:
         headers = {"X-Sample-Rate": str(answer.encoder.rate), **_STREAMING_HEADERS}
+        if service.settings.mark == "on":
+            headers["X-AI-Generated"] = "true"
         super().__init__(media_type=media_type or answer.encoder.format.media_type, headers=headers)
         del self.headers["content-length"]  # unknown, so the body is chunked
         self._service = service

@@ -45,6 +45,7 @@ _NOT_OF_A_SESSION = {
     "input": "send input.text",
     "stream_format": "audio is sent in binary messages",
     "subtitles": "use timestamps",
+    "duration": "its sentences have their own",
 }
 _SSML_BEGINS, _SSML_ENDS = re.compile(r"\s*(?:<speak|<\?xml)\b"), "</speak>"
 _LONE_SURROGATE = "text has half of a surrogate pair, whose other half did not follow"

@@ -56,7 +56,7 @@ class Token2WavRequest:
     end: closes the stream. Unless `final`, the stream is dropped and no audio is made (an abort).
     final: the tokens are the stream's last (tensor `finalize`). None on a request that both starts and ends a stream
         and has no offset: a whole utterance, rendered at once.
-    speed: speaking rate of a whole utterance; a stream is rendered at 1.
+    speed: speaking rate of a whole utterance, or with `start` of the stream.
     audio_left: seconds of audio that the listener still has when the stream starts, if it continues what they are
         listening to; None if they have heard nothing yet. It counts only if a stream of the same id has just ended.
         With a later chunk: what they have of the stream so far, if its sender has cut something.
@@ -105,10 +105,7 @@ class Token2WavRequest:
         return self.prompt
 
     def check(self, voice: Prompt | None) -> None:
-        """Raise ValueError for what a stream's request cannot have: another speed than 1, or another voice than
-        `voice`, with which the stream began; None: it has not begun."""
-        if self.speed != 1.0:
-            raise ValueError(f"speed {self.speed} is for whole utterances; a stream is rendered at speed 1")
+        """Raise ValueError for another voice than `voice`, with which the stream began; None: it has not begun."""
         own = self.prompt
         if own is None or voice is None:
             return

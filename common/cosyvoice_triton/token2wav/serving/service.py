@@ -310,7 +310,7 @@ class Token2WavService:
     def _open(self, session: Session) -> None:
         voice = session.first.voice
         try:
-            stream, now = self._engine.open(voice), self._clock()
+            stream, now = self._engine.open(voice, session.first.speed), self._clock()
         except Exception as error:
             self._fail(session, error)
             return

@@ -95,6 +95,11 @@ class BatchVocoder(ABC):
         """Return the memory in bytes that is reserved for streams."""
         return self.pool.nbytes
 
+    @property
+    def longest(self) -> int:
+        """Return the mel frames of the longest chunk that CUDA graphs hold."""
+        return self._limits.chunk_frames[-1]
+
     def for_worker(self, worker: int) -> Self | None:
         """See `StreamingFlow.for_worker`."""
         if self._graphed is None:
