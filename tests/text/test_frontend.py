@@ -219,6 +219,10 @@ def test_emoji_and_blanks_take_linear_time(pattern: str) -> None:
     assert time.process_time() - started < 3.0
 
 
+def test_the_bullet_of_a_line_leaves_no_blank(frontend: TextFrontend) -> None:
+    assert list(frontend.segments("Shopping:\n▪ Milk\n▪\ufe0f Eggs\n• Tea")) == ["Shopping: Milk. Eggs. Tea."]
+
+
 # --- Chinese -----------------------------------------------------------------------------------------------------
 
 

@@ -89,7 +89,7 @@ _LEFT = re.compile(
 _STAR_KEY = re.compile(r"\b([Pp]ress|[Dd]ial) \*(?=[\s\d.,]|$)")
 _FOOTNOTE = re.compile(r"\[\^[\w-]{1,32}\]|(?<=[^\s\[\]])(?:\[\d{1,3}\])+")
 _TASK = re.compile(r"^(\s*[-*+] )(\[[ xX]\]) ", re.MULTILINE)
-_BULLET = re.compile(r"^\s*(?:[•◦‣▪▫●○■□◆◇▶►➤➢✓✔✗✘→⇒]\s*|~{3,})", re.MULTILINE)
+_BULLET = re.compile(r"^\s*(?:[•◦‣▪▫●○■□◆◇▶►➤➢✓✔✗✘→⇒]\ufe0f?\s*|~{3,})", re.MULTILINE)
 _TIMES = re.compile(r"\*(?=\d)(?:(?<=\d\*)|(?<=\d[a-z]\*)|(?<=\d[a-z]{2}\*))")
 _LINK = re.compile(r"\[([^\[\]\n]+)\](\((?:[a-z]+:|/|\.|#|www)[^()\n]*\))")  # with a blank, which is no Markdown
 _BLANKS = re.compile(r"[^\S\n]{2,}")
@@ -122,8 +122,8 @@ def without_emoji(text: str) -> str:
 def without_markup(text: str, on_left_out: OnLeftOut = lambda written, reason: None) -> str:
     """Return `text` without Markdown, emoji and rows of signs: the words of links, code and tables stay, and the numbers
     of lists."""
-    text = _FOOTNOTE.sub(lambda mark: gone(mark[0], "footnote mark", on_left_out), without_emoji(text))
-    text = _TIMES.sub("×", _BULLET.sub("", _STAR_KEY.sub(r"\1 star ", text)))
+    text = _FOOTNOTE.sub(lambda mark: gone(mark[0], "footnote mark", on_left_out), without_emoji(_BULLET.sub("", text)))
+    text = _TIMES.sub("×", _STAR_KEY.sub(r"\1 star ", text))
     if _MARKUP.search(text):
         text = _TASK.sub(lambda box: gone(box[2], "box of a task", on_left_out, box[1]), text)
         text = "".join(_rendered(text, on_left_out)).replace(", \n", "\n")

@@ -67,9 +67,11 @@ class English(Reader):
         if self.is_code(digits, at):
             return english_digits(digits)
         coded, counted = _CODED.search(at.before) if len(digits) > 2 else None, at("counted")
-        if (coded and len(digits) < 6) or (2 < len(digits) < 5 and not counted and at("place")):
+        if (coded and len(digits) < 6) or (len(digits) == 3 and at("place")):
             return english_digits(digits, "zero" if coded and len(coded[1]) > 1 else "oh")
-        if _is_year(digits) and not (counted and int(digits) % 100):
+        if (_is_year(digits) and not (counted and int(digits) % 100)) or (
+            len(digits) == 4 and digits[0] != "0" and at("place")
+        ):
             return english_year(int(digits))
         return self.number(digits)
 

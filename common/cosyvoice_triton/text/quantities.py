@@ -98,6 +98,7 @@ class Reader:
         self._needed, self._addresses = pattern("«needed»"), re.compile(self.words.patterns["addresses"], re.ASCII)
         self._unit, self._money_end, self._start = pattern("«unit»"), pattern("«money_end»"), pattern("«start»")
         self._of_amount, self._of_money = pattern("«amount»"), pattern("«money»")
+        self._said_day = pattern("«said_day»")
         self._month_first, self._day_first = pattern("«month_first»"), pattern("«day_first»")
 
     def read(self, text: str) -> str:
@@ -193,7 +194,7 @@ class Reader:
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
         if first.is_plain and last.is_plain and not at("counted"):
-            descends = first.is_below(1000) and not last.is_below(10) and last.is_below(int(first.digits))
+            descends = first.is_below(1000) and last.is_below(int(first.digits))
             if descends or at("score") or (dash in "-–" and at("won")):
                 return self.ratio(numbers("ratio", first.digits, last.digits), at)
         if first.unit == last.unit and not first.sign and not self.unit_of(last).endswith("之"):
@@ -228,8 +229,10 @@ class Reader:
 
     def slash(self, it: Quantity, at: Around) -> str:
         whole, over, under = it.parts
-        if is_day(it) and not it.unit and (at("date") or at("dated") or under in self.words.tables["days"]):
-            return self.date(numbers("date", "", over, under), at)
+        if is_day(it) and not it.unit:
+            named = at("date") or at("dated") or under in self.words.tables["days"]
+            if named or self._said_day.search(at.before):  # slashes of a text are of one kind
+                return self.date(numbers("date", "", over, under), at)
         return self.fraction(it)
 
     def fraction(self, it: Quantity) -> str:
