@@ -4,7 +4,7 @@ import re
 from decimal import Decimal
 
 from cosyvoice_triton.text.numbers import chinese, chinese_digits, japanese, korean, korean_count, korean_digits
-from cosyvoice_triton.text.quantities import Around, Quantity, Reader, numbers
+from cosyvoice_triton.text.quantities import Around, Quantity, Reader
 
 _DOTTED = re.compile(r"(?:1[0-2]|[1-9])\.(?:[12]\d|3[01]|[1-9])")  # a day after its month
 
@@ -27,9 +27,9 @@ class Chinese(Reader):
         if unit[-1:] in ("F", "℉"):
             sign += "华氏"
         if power := {"k": 3, "m": 6, "b": 9, "w": 4}.get(scale[:1].lower(), 0):
-            it, scale = it._replace(parts=(f"{(Decimal(it.digits) * 10**power).normalize():f}",)), ""
+            it, scale = it._replace(number=f"{(Decimal(it.digits) * 10**power).normalize():f}"), ""
         elif it.currency:
-            it = it._replace(parts=(it.digits.removesuffix(".00"),))
+            it = it._replace(number=it.digits.removesuffix(".00"))
         two = it.digits == "2" and (it.unit or scale or (not it.sign and at("counted")))
         return sign + ("两" if two else self.powered(it)) + scale + self.unit_of(it)
 
@@ -52,8 +52,8 @@ class Chinese(Reader):
         return super().is_code(digits, at)
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
-        if at("dated") and all(map(_DOTTED.fullmatch, first.parts + last.parts)):
-            first, last = (numbers("date", "", *each.digits.split(".")) for each in (first, last))
+        if at("dated") and all(_DOTTED.fullmatch(each.number) for each in (first, last)):
+            first, last = (Quantity("date", month=each.groups[0], day=each.groups[1]) for each in (first, last))
         if first.is_plain and last.scale.isascii():
             first = first._replace(scale=last.scale)
         return super().range(first, last, at, dash)
@@ -62,7 +62,7 @@ class Chinese(Reader):
         return chinese_digits("20" * (len(year) == 2) + year)
 
     def clock(self, it: Quantity, at: Around) -> str:
-        hour, minute, second, half = it.parts
+        hour, minute, second, half = it.hour, it.minute, it.second, it.half
         part = ""
         if half and not at("half"):
             part = "上午" if half[0] in "aA" else "晚上" if 5 < int(hour) < 12 else "下午"
@@ -76,12 +76,15 @@ class Chinese(Reader):
         return said + ("零" if second[:1] == "0" and seconds else "") + seconds
 
     def slash(self, it: Quantity, at: Around) -> str:
-        _, over, under = it.parts
-        return f"{self.number(over)}、{self.number(under)}{self.unit_of(it)}" if at("list") else super().slash(it, at)
+        return (
+            f"{self.number(it.over)}、{self.number(it.under)}{self.unit_of(it)}"
+            if at("list")
+            else super().slash(it, at)
+        )
 
     def name(self, it: Quantity, at: Around) -> str:
         """Read digits that touch Latin letters: a model or a train by its digits, a short one as a number."""
-        whole, *parts = it.digits.split(".")
+        whole, *parts = it.groups
         number = len(whole) < 3 or (
             not parts
             and re.match("[A-Za-z]{2}|[GMT](?![A-Za-z0-9])", at.after)
@@ -98,8 +101,8 @@ class Japanese(Reader):
     whole, spelled = staticmethod(japanese), staticmethod(chinese_digits)
 
     def code(self, it: Quantity, at: Around) -> str:
-        is_address = max(map(len, it.parts)) < 3 and it.parts[0][0] != "0" and not it.sign
-        return "の".join(map(self.number, it.parts)) if is_address else super().code(it, at)
+        is_address = max(map(len, it.groups)) < 3 and it.text[0] not in "0+"
+        return "の".join(map(self.number, it.groups)) if is_address else super().code(it, at)
 
 
 class Korean(Reader):

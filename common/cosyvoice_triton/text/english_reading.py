@@ -45,12 +45,12 @@ class English(Reader):
         if it.currency and not scale:
             return self.sign(it, at) + self._paid(it)
         if "." in digits and at("version"):
-            return self.version(it._replace(parts=tuple(digits.split("."))), at)
+            return self.version(it, at)
         if it._replace(per="").is_plain:
             return self.plain(digits, at) + self.unit_of(it)
         digits = digits.rstrip("0").rstrip(".") if it.currency and "." in digits else digits
         scale = f" {self.words.tables['scale'].get(scale.lower(), scale)}" if scale else ""
-        return self.sign(it, at) + self.powered(it._replace(parts=(digits,))) + scale + self.unit_of(it)
+        return self.sign(it, at) + self.powered(it._replace(number=digits)) + scale + self.unit_of(it)
 
     def _paid(self, it: Quantity) -> str:
         one, many, *_, cent = CURRENCIES[it.currency]
@@ -76,23 +76,23 @@ class English(Reader):
         return self.number(digits)
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
-        if last.unit == "of" and not first.parts[1]:
+        if last.of and not first.month:
             the = "" if at.before.endswith("the ") else "the "
-            return f"{the}{english_ordinal(int(first.parts[2]))} to {self.said(last, '', at.after)}"
+            return f"{the}{english_ordinal(int(first.day))} to {self.said(last, '', at.after)}"
         return super().range(first, last, at, dash)
 
     def date(self, it: Quantity, at: Around) -> str:
-        year, month, day = it.parts
+        year, month, day = it.year, it.month, it.day
         year = ("20" if year < "50" else "19") * (len(year) == 2) + year
         ended, said = f", {_year(year)}" if year else "", english_ordinal(int(day))
         months = self.words.patterns["month"].split("|")
         name = months[int(month) - 1] if month.isdigit() else self.words.tables["short"].get(month, month)
-        if it.unit == "of":
+        if it.of:
             return f"{'' if at.before.lower().endswith('the ') else 'the '}{said} of {name}{ended}"
         return f"{name} {said}{ended}".lstrip()
 
     def clock(self, it: Quantity, at: Around) -> str:
-        hour, minute, second, half = it.parts
+        hour, minute, second, half = it.hour, it.minute, it.second, it.half
         half = f" {half}" if half else ""
         if second[:1] == ".":
             return f"{_clock(hour, minute, False)} point {english_digits(second)}{half}"
@@ -107,7 +107,7 @@ class English(Reader):
         return " ".join(spent) or "zero"
 
     def slash(self, it: Quantity, at: Around) -> str:
-        whole, over, under = it.parts
+        whole, over, under = it.whole, it.over, it.under
         numbers, unit = (self.number(over), self.number(under)), UNITS.get(it.unit)
         if not over.isdigit():
             return " out of ".join(numbers)
@@ -121,7 +121,7 @@ class English(Reader):
         return super().slash(it, at)
 
     def fraction(self, it: Quantity) -> str:
-        whole, over, under = it.parts[0], *map(int, it.parts[1:])
+        whole, over, under = it.whole, int(it.over), int(it.under)
         unit, one = UNITS.get(it.unit), {2: "half", 4: "quarter"}.get(under) or english_ordinal(under)
         if under in (10, 100) and over > 1 and not whole:
             said = f"{english(over)} out of {english(under)}"
@@ -133,12 +133,8 @@ class English(Reader):
         return f"{said} {unit.many if whole else unit.en}" if unit else said + it.unit
 
     def name(self, it: Quantity, at: Around) -> str:
-        digits = it.digits
-        said = (
-            english_year(int(digits))
-            if _is_year(digits) and at.after[:1] in "xp"
-            else self.version(it._replace(parts=tuple(digits.split("."))), at)
-        )
+        is_size = _is_year(it.text) and at.after[:1] in "xp"
+        said = english_year(int(it.text)) if is_size else self.version(it, at)
         return f"{' ' if at.before[-1:].isalpha() else ''}{said}{' ' if at.after[:1].isalpha() else ''}"
 
 

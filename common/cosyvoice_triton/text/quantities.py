@@ -12,7 +12,7 @@ from typing import NamedTuple
 from unicodedata import normalize
 
 from cosyvoice_triton.text.numbers import is_spelled, roman
-from cosyvoice_triton.text.tables import CURRENCIES, CURRENCY, UNITS, Words, one_of, shapes
+from cosyvoice_triton.text.tables import CURRENCIES, CURRENCY, UNITS, Words, one_of
 
 
 class Around:
@@ -31,47 +31,61 @@ class Around:
 
 
 class Quantity(NamedTuple):
-    """A quantity as it is written. `parts`: of an amount its number; of a date year, month and day; of a clock time
-    hour, minute, second and half of the day; of a slash the whole number, over and under; else the numbers. What is
-    missing is ""."""
+    """A quantity as it is written: its kind, its text, and the parts that its pattern names; "" for what is missing."""
 
     kind: str
-    parts: tuple[str, ...]
+    text: str = ""
+    number: str = ""
     sign: str = ""
     currency: str = ""
+    minus: str = ""  # after a currency
     scale: str = ""
     unit: str = ""
     per: str = ""
     power: str = ""
+    year: str = ""
+    month: str = ""
+    day: str = ""
+    of: str = ""  # between a day and its month
+    hour: str = ""
+    minute: str = ""
+    second: str = ""
+    half: str = ""  # of the day
+    whole: str = ""
+    over: str = ""
+    under: str = ""
 
     @property
     def digits(self) -> str:
         """Return the number of an amount without marks of thousands."""
-        return re.sub("[,'’ ]", "", self.parts[0])
+        return re.sub("[,'’ ]", "", self.number)
+
+    @property
+    def groups(self) -> list[str]:
+        """Return all numbers that are written."""
+        return _DIGITS.findall(self.text)
 
     @property
     def is_plain(self) -> bool:
         """Return whether it is a whole number and nothing else."""
-        return self == Quantity("amount", self.parts) and self.parts[0].isdigit()
+        return self.kind == "amount" and self.number.isdigit() and not any(self[3:])
+
+    @property
+    def is_day(self) -> bool:
+        """Return whether two numbers with a slash can be a month and a day."""
+        is_short = self.over.isdigit() and not self.whole + self.unit
+        return is_short and 0 < int(self.over) < 13 and 0 < int(self.under) < 32
 
     def is_below(self, limit: int) -> bool:
         """Return whether it is a whole number below `limit`, of three digits at most."""
-        return self.is_plain and len(self.digits) < 4 and int(self.digits) < limit
+        return self.is_plain and len(self.number) < 4 and int(self.number) < limit
 
 
-def numbers(kind: str, *parts: str) -> Quantity:
-    """Return a quantity of nothing but numbers."""
-    return Quantity(kind, parts)
-
-
-_FIELDS = {"date": ("year", "month", "day"), "clock": ("hour", "minute", "second", "half")}
-_SLASH = re.compile(r"(?:(\d+)[ -])?(\d+(?:\.\d+)?)/(\d+)(?:ths|rds|nds)?(?![0-9_/]|\.\d)")
-_NAME = re.compile(r"\d+(?:\.\d+)*")
-_DIGITS = re.compile(r"\d+(?:\.\d+)?")
-_SPLIT = re.compile(r"\d+"), _DIGITS
+_DIGITS = re.compile(r"\d+")
 _DASH = re.compile(r"\s?(?:[~～〜]|[-–—]+)\s?")
 _PAIRS = re.compile(r"(?:[,、，;]\s?\d+[-–:]\d+)+")
-_PER = re.compile(r"(\d*)\s?/?(.*)")
+_PER = re.compile(r"/(\d*)\s?(.*)")
+_LETTER = re.compile("[A-Za-z]")
 
 
 class Reader:
@@ -94,12 +108,10 @@ class Reader:
         self.words = Words(self.language, functions, shared="quantities")
         self.say = defaultdict(str, self.words.tables["say"])
         self.words.patterns |= {"units": one_of(names), "currency": CURRENCY}
-        pattern = self.words.pattern
-        self._needed, self._addresses = pattern("«needed»"), re.compile(self.words.patterns["addresses"], re.ASCII)
-        self._unit, self._money_end, self._start = pattern("«unit»"), pattern("«money_end»"), pattern("«start»")
-        self._of_amount, self._of_money = pattern("«amount»"), pattern("«money»")
-        self._said_day = pattern("«said_day»")
-        self._month_first, self._day_first = pattern("«month_first»"), pattern("«day_first»")
+        self._needed, self._addresses, self._start, self._money_end, self._said_day = (
+            self.words.pattern(f"«{name}»") for name in ("needed", "addresses", "start", "money_end", "said_day")
+        )
+        self._kinds = self.words.kinds()
 
     def read(self, text: str) -> str:
         """Return `text` with its quantities, signs and addresses in words."""
@@ -116,11 +128,10 @@ class Reader:
         text = self.words.first(text)
         parts, end, at = [""], 0, 0
         while found := self._start.search(text, at):
-            begin = found.start()
-            quantity, stop = self._quantity(text, found)
-            if quantity.kind == "code" and text[begin - 1 : begin] == "(" and "(" not in text[begin:stop]:
-                begin -= 1
-            before = "".join(parts[-2:])[-40:] + text[end:begin]
+            begin, before = found.start(), "".join(parts[-2:])[-40:] + text[end : found.start()]
+            quantity, stop = self._quantity(text, begin)
+            if quantity.kind == "code" and text[begin - 1 : begin] == "(" and "(" not in quantity.text:
+                begin, before = begin - 1, before[:-1]
             words, stop = self._range(text, quantity, stop, before) or (
                 self.said(quantity, before, text[stop : stop + 40]),
                 stop,
@@ -148,13 +159,13 @@ class Reader:
     def said(self, it: Quantity, before: str, after: str) -> str:
         """Return the words of a quantity."""
         at = Around(self.words, before, after)
-        if it.kind == "clock" and not any(it.parts[2:]) and at("score"):
-            it = numbers("ratio", it.parts[0], it.parts[1].lstrip("0") or "0")
+        if it.kind == "clock" and it.minute and not it.second + it.half and at("score"):
+            it = Quantity("ratio", it.text.replace(":0", ":"))
         return str(getattr(self, it.kind)(it, at))
 
     def sign(self, it: Quantity, at: Around) -> str:
         below_zero = it.sign == "-" and (it.unit[:1] in tuple("°℃℉") or at("degrees"))
-        return (below_zero and self.say["cold"]) or "".join(self.say[mark] for mark in it.sign)
+        return (below_zero and self.say["cold"]) or "".join(self.say[mark] for mark in it.sign + it.minus)
 
     def powered(self, it: Quantity) -> str:
         """Return a number and its exponent."""
@@ -196,7 +207,7 @@ class Reader:
         if first.is_plain and last.is_plain and not at("counted"):
             descends = first.is_below(1000) and last.is_below(int(first.digits))
             if descends or at("score") or (dash in "-–" and at("won")):
-                return self.ratio(numbers("ratio", first.digits, last.digits), at)
+                return self.ratio(Quantity("ratio", f"{first.number}:{last.number}"), at)
         if first.unit == last.unit and not first.sign and not self.unit_of(last).endswith("之"):
             first = first._replace(unit="")
         if first.currency == last.currency:
@@ -205,9 +216,9 @@ class Reader:
         return f"{self.said(first, at.before, after).strip()}{self.say['to']}{self.said(last, '', at.after)}"
 
     def date(self, it: Quantity, at: Around) -> str:
-        year, month, day = it.parts
-        said = (self.year(year) + self.say["year"] if year else "") + (self.month(int(month)) if month else "")
-        return said + self.whole(int(day)) + self.say["day"] * (not at("day"))
+        said = self.year(it.year) + self.say["year"] if it.year else ""
+        said += self.month(int(it.month)) if it.month else ""
+        return said + self.whole(int(it.day)) + self.say["day"] * (not at("day"))
 
     def year(self, year: str) -> str:
         return self.number(year)
@@ -216,52 +227,62 @@ class Reader:
         return self.whole(month) + self.say["month"]
 
     def clock(self, it: Quantity, at: Around) -> str:
-        hour, minute, second, half = it.parts
-        said = self.say[half[:1].lower()] + self.hour(int(hour))
-        said += self.whole(int(minute)) + self.say["minute"] if minute.strip("0") else ""
-        return said + (self.number(second.lstrip("0")) + self.say["second"] if second.strip("0.") else "")
+        said = self.say[it.half[:1].lower()] + self.hour(int(it.hour))
+        said += self.whole(int(it.minute)) + self.say["minute"] if it.minute.strip("0") else ""
+        return said + (self.number(it.second.lstrip("0")) + self.say["second"] if it.second.strip("0.") else "")
 
     def hour(self, hour: int) -> str:
         return self.whole(hour) + self.say["hour"]
 
     def ratio(self, it: Quantity, at: Around) -> str:
-        return self.say["ratio"].join(map(self.number, it.parts))
+        return self.say["ratio"].join(map(self.number, re.findall(r"\d+(?:\.\d+)?", it.text)))
 
     def slash(self, it: Quantity, at: Around) -> str:
-        whole, over, under = it.parts
-        if is_day(it) and not it.unit:
-            named = at("date") or at("dated") or under in self.words.tables["days"]
+        if it.is_day:
+            named = at("date") or at("dated") or it.under in self.words.tables["days"]
             if named or self._said_day.search(at.before):  # slashes of a text are of one kind
-                return self.date(numbers("date", "", over, under), at)
+                return self.date(Quantity("date", month=it.over, day=it.under), at)
         return self.fraction(it)
 
     def fraction(self, it: Quantity) -> str:
-        whole, over, under = it.parts
-        said = self.number(whole) + self.say["and"] if whole else ""
-        return said + self.number(under) + self.say["over"] + self.number(over) + self.unit_of(it)
+        said = self.number(it.whole) + self.say["and"] if it.whole else ""
+        return said + self.number(it.under) + self.say["over"] + self.number(it.over) + self.unit_of(it)
 
     def code(self, it: Quantity, at: Around) -> str:
-        return self.say["plus"] * (it.sign == "+") + self.say["group"].join(map(self.spelled, it.parts))
+        return self.say["plus"] * (it.text[0] == "+") + self.say["group"].join(map(self.spelled, it.groups))
 
     def series(self, it: Quantity, at: Around) -> str:
-        return self.say["group"].join(map(self.number, it.parts))
+        return self.say["group"].join(map(self.number, it.groups))
 
     def version(self, it: Quantity, at: Around) -> str:
         """Return the parts of a version or of an address of a network, whose long parts are said by their digits."""
-        return self.say["point"].join(self.spelled(part) if len(part) > 2 else self.number(part) for part in it.parts)
+        return self.say["point"].join(self.spelled(part) if len(part) > 2 else self.number(part) for part in it.groups)
 
     def name(self, it: Quantity, at: Around) -> str:
-        return self.say["point"].join(map(self.number, it.digits.split(".")))
+        return self.say["point"].join(map(self.number, it.groups))
 
     # --- what is written ----------------------------------------------------------------------------------------------
+
+    def _quantity(self, text: str, begin: int, after_dash: bool = False) -> tuple[Quantity, int]:
+        """Return the quantity that begins at `begin`, and where it ends."""
+        found, kind = next(
+            (found, kind) for kind, pattern in self._kinds[after_dash:] if (found := pattern.match(text, begin))
+        )
+        it, stop = Quantity(kind, found[0], **found.groupdict("")), found.end()
+        if it.is_plain and _LETTER.match(text, stop):
+            return Quantity("name", found[0]), stop
+        return it._replace(currency=it.unit, unit="") if it.unit in CURRENCIES and not it.currency else it, stop
 
     def _range(self, text: str, first: Quantity, stop: int, before: str) -> tuple[str, int] | None:
         """Return two quantities of a kind with a dash between them, said, and where they end; None if it is none."""
         dash = _DASH.match(text, stop)
-        found = dash and self._start.match(text, dash.end())
-        if not dash or not found or first.kind not in ("amount", "date", "clock", "slash"):
+        if (
+            not dash
+            or not self._start.match(text, dash.end())
+            or first.kind not in ("amount", "date", "clock", "slash")
+        ):
             return None
-        last, end = self._quantity(text, found, after_dash=True)
+        last, end = self._quantity(text, dash.end(), after_dash=True)
         after = text[end : end + 40]
         pair = _paired(first, last)
         if pair is None or re.match(r"\s?=", after) or (_DASH.match(text, end) and after[1:2].isdigit()):
@@ -270,90 +291,29 @@ class Reader:
             end = written.end()
         at = Around(self.words, before, text[end : end + 40])
         if self._is_groups(*pair, at):
-            return self.code(numbers("code", pair[0].digits, pair[1].digits), at), end
+            return self.code(Quantity("code", f"{first.number}-{last.number}"), at), end
         return self.range(*pair, at, dash[0].strip()), end
 
     def _is_groups(self, first: Quantity, last: Quantity, at: Around) -> bool:
         """Return whether two numbers are groups of a code: not a range if the last one is smaller or begins with 0."""
-        if not (first.is_plain and last.is_plain) or len(first.digits) < 2:
+        if not (first.is_plain and last.is_plain) or len(first.number) < 2:
             return False
-        descending = len(first.digits) == len(last.digits) > 3 and last.digits < first.digits
-        return last.digits[0] == "0" != last.digits or descending or at("code")
-
-    def _quantity(self, text: str, found: re.Match[str], after_dash: bool = False) -> tuple[Quantity, int]:
-        """Return the quantity that begins at `found`, and where it ends."""
-        at = found.end()
-        if text[at : at + 1] == " " and (named := self._month_first.match(text, found.start())):
-            return numbers("date", named[3] or "", named[1], named[2]), named.end()
-        sign = (found["sign"] or "") + (found["minus"] or "")
-        currency = found["currency"] or ""
-        if not sign and not currency and at and text[at] != ".":
-            joined = at > 1 and text[at - 1] in "-_" and text[at - 2].isascii() and text[at - 2].isalnum()
-            if _is_letter(text[at - 1]) or (joined and not after_dash):
-                name = _NAME.findall(text, at)[0]
-                return numbers("name", name), at + len(name)
-        if not currency and (shaped := self._shaped(text, at, sign)):
-            return shaped
-        amount = (self._of_money if currency else self._of_amount).match(text, at)
-        assert amount
-        unit, stop = (amount["unit"] or "").replace("° ", "°"), amount.end()
-        per = "" if amount["per"] is amount["each"] else amount["per"] or amount["each"] or "/"
-        if unit in CURRENCIES and not currency:
-            unit, currency = "", unit
-        scale, power = amount["scale"] or "", amount["power"] or ""
-        if amount["number"].isdigit() and not unit + currency + sign + scale and _is_letter(text[stop : stop + 1]):
-            return numbers("name", amount["number"]), stop
-        return Quantity("amount", (amount["number"],), sign, currency, scale, unit, per, power), stop
-
-    def _shaped(self, text: str, at: int, sign: str) -> tuple[Quantity, int] | None:
-        """Return what is known by its shape, whatever is around it."""
-        begin = _DIGITS.match(text, at)
-        if begin is None:
-            return None
-        after = text[begin.end() : begin.end() + 1]
-        for follows, signs, kind, shape in shapes():
-            if after in follows and signs in ("*", sign or "0") and (found := shape.match(text, at)):
-                parts = _SPLIT[kind == "ratio"].findall(found[0])
-                if kind in _FIELDS:
-                    parts = [(found[name] or "").lstrip(":") for name in _FIELDS[kind]]
-                return Quantity(kind, tuple(parts), sign if kind == "code" else ""), found.end()
-        if after == "/" or text[begin.end() + 1 : begin.end() + 2].isdigit():
-            return self._slash(text, at, sign)
-        if day := self._day_first.match(text, at):
-            return Quantity("date", (day[3] or "", day[2], day[1]), unit="of"), day.end()
-        return None
-
-    def _slash(self, text: str, at: int, sign: str) -> tuple[Quantity, int] | None:
-        slash = _SLASH.match(text, at)
-        unit = slash and self._unit.match(text, slash.end())
-        if slash is None or (unit is None and _is_letter(text[slash.end() : slash.end() + 1])):
-            return None
-        parts = (slash[1] or "", slash[2], slash[3])
-        return Quantity("slash", parts, sign, unit=unit["unit"] if unit else ""), (unit or slash).end()
+        descending = len(first.number) == len(last.number) > 3 and last.number < first.number
+        return last.number[0] == "0" != last.number or descending or at("code")
 
 
 def _paired(first: Quantity, last: Quantity) -> tuple[Quantity, Quantity] | None:
     """Return two quantities of a range, each with what is written at the other one only; None if they are no pair."""
-    if first.kind == last.kind == "slash" and is_day(first) and is_day(last):
-        return numbers("date", "", *first.parts[1:]), numbers("date", "", *last.parts[1:])
-    if first.kind == "date" and last.is_below(32):
-        return first, numbers("date", "", "", last.digits)
-    if last.kind == "date" and first.is_below(32):
-        return numbers("date", "", "", first.digits), last
-    if first.kind == "clock" and last.is_below(25):
-        return first, numbers("clock", last.digits, "", "", "")
-    if last.kind == "clock" and first.is_below(25):
-        return numbers("clock", first.digits, "", "", ""), last
+    if first.is_day and last.is_day:
+        first, last = (Quantity("date", month=each.over, day=each.under) for each in (first, last))
+    elif first.kind == "date" and last.is_below(32):
+        last = Quantity("date", day=last.number)
+    elif last.kind == "date" and first.is_below(32):
+        first = Quantity("date", day=first.number)
+    elif first.kind == "clock" and last.is_below(25):
+        last = Quantity("clock", hour=last.number)
+    elif last.kind == "clock" and first.is_below(25):
+        first = Quantity("clock", hour=first.number)
     if first.kind != last.kind or first.kind == "slash" or (first.unit and last.unit and first.unit != last.unit):
         return None
     return first._replace(unit=first.unit or last.unit), last._replace(currency=last.currency or first.currency)
-
-
-def is_day(slash: Quantity) -> bool:
-    """Return whether two numbers with a slash can be a month and a day."""
-    whole, month, day = slash.parts
-    return not whole and month.isdigit() and 0 < int(month) < 13 and 0 < int(day) < 32
-
-
-def _is_letter(char: str) -> bool:
-    return char.isascii() and char.isalpha()

@@ -3,7 +3,6 @@
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,11 +116,16 @@ class Words:
         def named(found: re.Match[str]) -> str:
             if found[1] in self.patterns:
                 return self.pattern(self.patterns[found[1]]).pattern
-            words = sorted(self.tables[found[1]], key=len, reverse=True)
+            words = sorted(self.tables.get(found[1], ()), key=len, reverse=True)
             either = (rf"[{word[0].upper()}{word[0]}]{word[1:]}" if word[0].islower() else word for word in words)
-            return "|".join(either)
+            return "|".join(either) or "(?!)"
 
         return re.compile(re.sub("«(.*?)»", named, written.replace("␣", " ")))
+
+    def kinds(self) -> list[tuple[str, re.Pattern[str]]]:
+        """Return the kinds of quantities and their patterns in this language."""
+        rows = (row.partition(" ") for row in _SECTIONS["kinds"])
+        return [(kind, self.pattern(shape)) for kind, _, shape in rows]
 
     def _word(self, name: str) -> Callable[[str], str]:
         """Return what looks up a word of a table, which may have a capital that the table has not."""
@@ -158,11 +162,3 @@ class Words:
             return value
 
         return lambda found: _SPOKEN.sub(lambda part: word(part, found), said)
-
-
-@cache
-def shapes() -> list[tuple[str, str, str, re.Pattern[str]]]:
-    """Return what a quantity is by its shape: what may follow its first number, its sign, its kind and a pattern."""
-    of_dates = Words("shapes", {})
-    rows = (row.split(" ", 3) for row in _SECTIONS["shapes of quantities"])
-    return [(after.replace("_", " "), sign, kind, of_dates.pattern(shape)) for after, sign, kind, shape in rows]
