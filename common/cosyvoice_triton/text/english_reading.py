@@ -28,7 +28,7 @@ class English(Reader):
         if not (ending and re.fullmatch(self.words.patterns["hosts"], ending[1])):
             return ""
         names, parts = self.words.tables["sign"], re.findall(r"\d+|[^\W\d_]+|.", host, re.ASCII)
-        return " ".join(english_digits(part) if part.isdigit() else names.get(part, part) for part in parts)
+        return " ".join(english_digits(part) if part.isdigit() else names.get(part, part).strip() for part in parts)
 
     def unit_of(self, it: Quantity) -> str:
         one = it.digits == "1" and not it.scale

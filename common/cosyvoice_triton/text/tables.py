@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,7 +109,9 @@ class Words:
         self.patterns = after | self.patterns
         self.fillers = re.compile(self.patterns.get("fillers", r"\s+\Z"))
         self._functions = {**{name: self._word(name) for name in self.tables}, **functions}
-        self.first, self.last, self.clean = (self._rules(f"{language} {name}") for name in ("first", "last", "clean"))
+        self.first = self._rules(f"{language} first", "every first")
+        self.last = self._rules("every last", f"{language} last")
+        self.clean = self._rules(f"{language} clean")
 
     def pattern(self, written: str) -> re.Pattern[str]:
         """Return a pattern, in which «name» is any word of a table, or another pattern."""
@@ -130,12 +133,12 @@ class Words:
     def _word(self, name: str) -> Callable[[str], str]:
         """Return what looks up a word of a table, which may have a capital that the table has not."""
         table = self.tables[name]
-        return lambda word: table.get(word) or (table[word[:1].lower() + word[1:]].capitalize() if word else "")
+        return lambda word: table.get(word, table.get(word[:1].lower() + word[1:], "").capitalize() or word)
 
-    def _rules(self, section: str) -> Callable[[str], str]:
-        """Return what applies the rules of a section in their order; of a group only to a text that has its "?"."""
+    def _rules(self, *sections: str) -> Callable[[str], str]:
+        """Return what applies the rules of sections in their order; of a group only to a text that has its "?"."""
         groups: list[tuple[re.Pattern[str], list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]]] = []
-        for row in _SECTIONS.get(section, ()):
+        for row in chain(*(_SECTIONS.get(section, ()) for section in sections)):
             pattern, mark, said = row.partition(" ⇒ ")
             if mark:
                 groups[-1][1].append((self.pattern(pattern), self._said(said.replace("␣", " "))))
