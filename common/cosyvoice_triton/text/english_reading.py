@@ -4,7 +4,7 @@ import re
 
 from cosyvoice_triton.text.numbers import english, english_digits, english_ordinal, english_year
 from cosyvoice_triton.text.quantities import Around, Quantity, Reader
-from cosyvoice_triton.text.tables import CURRENCIES, UNITS
+from cosyvoice_triton.text.tables import CURRENCIES, counted
 
 _CODED = re.compile(r"\b(?!(?:AD|BC|CE|AM|PM|TV|UP) )([A-Z]{2}|I) \Z")  # two capitals before a number
 
@@ -30,12 +30,6 @@ class English(Reader):
         names, parts = self.words.tables["sign"], re.findall(r"\d+|[^\W\d_]+|.", host, re.ASCII)
         return " ".join(english_digits(part) if part.isdigit() else names.get(part, part).strip() for part in parts)
 
-    def unit_of(self, it: Quantity) -> str:
-        one = it.digits == "1" and not it.scale
-        unit = UNITS.get(it.unit) or CURRENCIES.get(it.currency)
-        name = f" {unit.en if one else unit.many}" if unit else ""
-        return name + super().unit_of(it._replace(unit="", currency=""))
-
     def amount(self, it: Quantity, at: Around) -> str:
         scale, digits = it.scale, it.digits
         if len(it.unit) == 1 and it.unit.isupper() and (at("seat") or at("place") or re.match(r"\. [A-Z\d]", at.after)):
@@ -53,14 +47,13 @@ class English(Reader):
         return self.sign(it, at) + self.powered(it._replace(number=digits)) + scale + self.unit_of(it)
 
     def _paid(self, it: Quantity) -> str:
-        one, many, *_, cent = CURRENCIES[it.currency]
+        names, cent = self.words.money[it.currency], CURRENCIES[it.currency].get("cent")
         whole, _, decimals = it.digits.partition(".")
-        per = super().unit_of(it._replace(currency=""))
+        per = self.unit_of(it._replace(currency=""))
         if not cent or len(decimals) != 2:
-            return f"{self.number(it.digits)} {one if it.digits == '1' else many}{per}"
-        small, _, pence = cent.partition("/")
-        cents = f"{english(int(decimals))} {small if int(decimals) == 1 else pence or small + 's'}"
-        paid = f"{self.number(whole)} {one if whole == '1' else many}"
+            return f"{self.number(it.digits)} {counted(names, it.digits == '1')}{per}"
+        cents = f"{english(int(decimals))} {counted(cent, int(decimals) == 1)}"
+        paid = f"{self.number(whole)} {counted(names, whole == '1')}"
         return (paid if not int(decimals) else f"{paid} and {cents}" if int(whole or 0) else cents) + per
 
     def plain(self, digits: str, at: Around) -> str:
@@ -108,7 +101,7 @@ class English(Reader):
 
     def slash(self, it: Quantity, at: Around) -> str:
         whole, over, under = it.whole, it.over, it.under
-        numbers, unit = (self.number(over), self.number(under)), UNITS.get(it.unit)
+        numbers, unit = (self.number(over), self.number(under)), self.words.units.get(it.unit)
         if not over.isdigit():
             return " out of ".join(numbers)
         if not whole:
@@ -117,12 +110,12 @@ class English(Reader):
             if "0" in (over[0], under[0]) and not at("date"):
                 return " ".join(numbers)
             if 30 < int(under) < int(over) < 300:
-                return " over ".join(numbers) + (f" {unit.many}" if unit else "")
+                return " over ".join(numbers) + (f" {counted(unit)}" if unit else "")
         return super().slash(it, at)
 
     def fraction(self, it: Quantity) -> str:
         whole, over, under = it.whole, int(it.over), int(it.under)
-        unit, one = UNITS.get(it.unit), {2: "half", 4: "quarter"}.get(under) or english_ordinal(under)
+        unit, one = self.words.units.get(it.unit), {2: "half", 4: "quarter"}.get(under) or english_ordinal(under)
         if under in (10, 100) and over > 1 and not whole:
             said = f"{english(over)} out of {english(under)}"
         elif under < 2 or over >= under:
@@ -130,7 +123,7 @@ class English(Reader):
         else:
             said = f"{english(over)} {one if over == 1 else 'halves' if under == 2 else one + 's'}"
             said = f"{self.number(whole)} and {'a' + said[3:] if over == 1 else said}" if whole else said
-        return f"{said} {unit.many if whole else unit.en}" if unit else said + it.unit
+        return f"{said} {counted(unit, not whole)}" if unit else said + it.unit
 
     def name(self, it: Quantity, at: Around) -> str:
         is_size = _is_year(it.text) and at.after[:1] in "xp"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from unicodedata import normalize
 
 from cosyvoice_triton.text.numbers import is_spelled, roman
-from cosyvoice_triton.text.tables import CURRENCIES, CURRENCY, UNITS, Words, one_of
+from cosyvoice_triton.text.tables import CURRENCIES, Words, counted
 
 
 class Around:
@@ -101,13 +101,17 @@ class Reader:
     functions: Mapping[str, Callable[[str], object]] = {}  # by name, what else rules may say of what they found
 
     def __init__(self) -> None:
-        names = {sign: str(name) for sign, unit in UNITS.items() if (name := getattr(unit, self.language))}
-        self._names, self._money = names, {sign: str(getattr(unit, self.language)) for sign, unit in CURRENCIES.items()}
-        functions = {"digits": self.spelled, "number": self.number, "unit": names.__getitem__, **self.functions}
-        functions["roman"] = lambda letters: roman(normalize("NFKC", letters))
-        self.words = Words(self.language, functions, shared="quantities")
+        functions = {
+            "digits": self.spelled,
+            "number": self.number,
+            "unit": lambda sign: units[sign],
+            "power": lambda power: self._exponent(power) if power else "",
+            "roman": lambda letters: roman(normalize("NFKC", letters)),
+            **self.functions,
+        }
+        self.words = Words(self.language, functions)
+        units = self.words.units
         self.say = defaultdict(str, self.words.tables["say"])
-        self.words.patterns |= {"units": one_of(names), "currency": CURRENCY}
         self._needed, self._addresses, self._start, self._money_end, self._said_day = (
             self.words.pattern(f"«{name}»") for name in ("needed", "addresses", "start", "money_end", "said_day")
         )
@@ -169,28 +173,31 @@ class Reader:
 
     def powered(self, it: Quantity) -> str:
         """Return a number and its exponent."""
-        power = self.words.tables["power"].get(it.power)
-        if it.power and not power:
-            minus = self.say["-"] if it.power[0] == "-" else ""
-            power = self.say["power"].format(minus + self.number(it.power.lstrip("-")))
-        return self.number(it.digits) + (self.say["raised"] + power if power else "")
+        if not it.power:
+            return self.number(it.digits)
+        raised = self.say["raised"]
+        return self.number(it.digits) + raised + self._exponent(it.power).removeprefix(raised)
+
+    def _exponent(self, power: str) -> str:
+        minus = self.say["-"] if power.startswith("-") else ""
+        named = self.words.tables["power"].get(power)
+        return named or self.say["power"].format(minus + self.number(normalize("NFKC", power).lstrip("-")))
 
     def unit_of(self, it: Quantity) -> str:
         """Return the name of a unit or currency, and what it is per."""
-        name = self._money[it.currency] if it.currency else self._names.get(it.unit, "")
-        if not it.per:
-            return name
-        count, unit = _PER.findall(it.per)[0]
-        said = self.words.tables["per"].get(unit) or self._names.get(unit, unit)
-        if count:
-            said = self.number(count) + self.say["blank"] + said + self.say["many"]
-        return name + self.say["per"] + said
+        names = self.words.money.get(it.currency) or self.words.units.get(it.unit, "")
+        said = self.say["blank"] * bool(names) + counted(names, it.digits == "1" and not it.scale)
+        if it.per:
+            count, unit = _PER.findall(it.per)[0]
+            said += self.say["per"] + (self.number(count) + self.say["blank"] if count else "")
+            said += self.words.tables["per"].get(unit) or counted(self.words.units.get(unit, unit), not count)
+        return said
 
     def amount(self, it: Quantity, at: Around) -> str:
         if it.is_plain:
             return self.plain(it.digits, at)
-        words = self.sign(it, at) + self.powered(it), it.scale, self.unit_of(it)
-        return self.say["blank"].join(filter(None, words))
+        scale = self.say["blank"] * bool(it.scale) + it.scale
+        return self.sign(it, at) + self.powered(it) + scale + self.unit_of(it)
 
     def plain(self, digits: str, at: Around) -> str:
         """Return a number that has nothing but its digits and the words around it."""
@@ -205,8 +212,8 @@ class Reader:
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
         if first.is_plain and last.is_plain and not at("counted"):
-            descends = first.is_below(1000) and last.is_below(int(first.digits))
-            if descends or at("score") or (dash in "-–" and at("won")):
+            falls = first.is_below(1000) and last.is_below(int(first.digits) + 1)
+            if falls or at("score") or (dash in "-–" and at("won")):
                 return self.ratio(Quantity("ratio", f"{first.number}:{last.number}"), at)
         if first.unit == last.unit and not first.sign and not self.unit_of(last).endswith("之"):
             first = first._replace(unit="")
