@@ -104,13 +104,11 @@ class Reader:
         functions = {
             "digits": self.spelled,
             "number": self.number,
-            "unit": lambda sign: units[sign],
             "power": lambda power: self._exponent(power) if power else "",
             "roman": lambda letters: roman(normalize("NFKC", letters)),
             **self.functions,
         }
         self.words = Words(self.language, functions)
-        units = self.words.units
         self.say = defaultdict(str, self.words.tables["say"])
         self._needed, self._addresses, self._start, self._money_end, self._said_day = (
             self.words.pattern(f"«{name}»") for name in ("needed", "addresses", "start", "money_end", "said_day")

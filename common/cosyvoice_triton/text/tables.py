@@ -79,7 +79,10 @@ class Words:
         for name in {*before, *after}:
             self.contexts[name] = tuple(before[name]), self.pattern(rf"\s?(?:«{name}»)")
         self.fillers = self.pattern("«fillers»")
-        self._functions = {**{name: self._word(name) for name in self.tables}, **functions}
+        self._functions = {name: self._word(name) for name in self.tables} | {
+            "unit": self.units.__getitem__,
+            **functions,
+        }
         self.first = self._rules(f"{language} first", "every first")
         self.last = self._rules("every last", f"{language} last")
         self.clean = self._rules(f"{language} clean")
