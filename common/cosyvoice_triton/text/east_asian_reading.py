@@ -73,7 +73,7 @@ class Chinese(Reader):
         if not int(minute or 0) and not seconds:
             return f"{said}点"
         said += f"点{'零' if minute[0] == '0' else ''}{chinese(int(minute))}分"
-        return said + ("零" if second[:1] == "0" and seconds else "") + seconds
+        return said + seconds
 
     def slash(self, it: Quantity, at: Around) -> str:
         return (
@@ -116,13 +116,11 @@ class Korean(Reader):
 
     def said(self, it: Quantity, before: str, after: str) -> str:
         particle = Around(self.words, before, after)("particle")
-        blank = re.match("[가-힣]", after) and not particle and not it.currency + it.unit and it.kind != "code"
+        blank = re.match("[가-힣]", after) and not particle
         return super().said(it, before, after).strip() + (" " if blank else "")
 
     def plain(self, digits: str, at: Around) -> str:
-        if len(digits) < 3 and at("counted"):
-            return _counted(int(digits), at("hour"))
-        return self.number(digits)
+        return _counted(int(digits), at("hour")) if at("counted") else self.number(digits)
 
     def hour(self, hour: int) -> str:
         return _counted(hour, True) + self.say["hour"]

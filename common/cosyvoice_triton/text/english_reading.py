@@ -32,13 +32,13 @@ class English(Reader):
 
     def amount(self, it: Quantity, at: Around) -> str:
         scale, digits = it.scale, it.digits
-        if len(it.unit) == 1 and it.unit.isupper() and (at("seat") or at("place") or re.match(r"\. [A-Z\d]", at.after)):
+        if len(it.unit) == 1 and it.unit.isupper() and (at("seat") or re.match(r"\. [A-Z\d]", at.after)):
             return f"{self.number(digits)} {it.unit}"
         if scale in ("st", "nd", "rd", "th"):
             return english_ordinal(int(digits)) if digits.isdigit() else self.number(digits) + scale
         if it.currency and not scale:
             return self.sign(it, at) + self._paid(it)
-        if "." in digits and at("version"):
+        if at("version"):
             return self.version(it, at)
         if it._replace(per="").is_plain:
             return self.plain(digits, at) + self.unit_of(it)
@@ -57,22 +57,12 @@ class English(Reader):
         return (paid if not int(decimals) else f"{paid} and {cents}" if int(whole or 0) else cents) + per
 
     def plain(self, digits: str, at: Around) -> str:
-        if self.is_code(digits, at):
-            return english_digits(digits)
-        coded, counted = _CODED.search(at.before) if len(digits) > 2 else None, at("counted")
-        if (coded and len(digits) < 6) or (len(digits) == 3 and at("place")):
-            return english_digits(digits, "zero" if coded and len(coded[1]) > 1 else "oh")
-        if (_is_year(digits) and not (counted and int(digits) % 100)) or (
-            len(digits) == 4 and digits[0] != "0" and at("place")
-        ):
+        coded = _CODED.search(at.before) if len(digits) > 2 else None
+        if coded or self.is_code(digits, at):
+            return english_digits(digits, "oh" if coded and coded[1] == "I" else "zero")
+        if _is_year(digits) and not (int(digits) % 100 and at("counted")):
             return english_year(int(digits))
-        return self.number(digits)
-
-    def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
-        if last.of and not first.month:
-            the = "" if at.before.endswith("the ") else "the "
-            return f"{the}{english_ordinal(int(first.day))} to {self.said(last, '', at.after)}"
-        return super().range(first, last, at, dash)
+        return english_digits(digits, "oh") if 2 < len(digits) < 5 and at("place") else self.number(digits)
 
     def date(self, it: Quantity, at: Around) -> str:
         year, month, day = it.year, it.month, it.day
@@ -81,7 +71,8 @@ class English(Reader):
         months = self.words.patterns["month"].split("|")
         name = months[int(month) - 1] if month.isdigit() else self.words.tables["short"].get(month, month)
         if it.of:
-            return f"{'' if at.before.lower().endswith('the ') else 'the '}{said} of {name}{ended}"
+            said = f"{'' if at.before.lower().endswith('the ') else 'the '}{said}"
+            return f"{said} of {name}{ended}" if name else said
         return f"{name} {said}{ended}".lstrip()
 
     def clock(self, it: Quantity, at: Around) -> str:
@@ -95,22 +86,21 @@ class English(Reader):
             return f"{_clock(hour, minute, False)} and {self.number(str(int(second)))} seconds"
         if not second:
             return _clock(hour, minute or "00", bool(minute) and not half) + half
-        counts = zip((hour, minute, second), ("hour", "minute", "second"), strict=True)
-        spent = [f"{self.number(n.lstrip('0'))} {unit}{'' if float(n) == 1 else 's'}" for n, unit in counts if float(n)]
+        counts = zip((hour, minute, second), ("hour*", "minute*", "second*"), strict=True)
+        spent = [f"{self.number(n.lstrip('0'))} {counted(unit, float(n) == 1)}" for n, unit in counts if float(n)]
         return " ".join(spent) or "zero"
 
     def slash(self, it: Quantity, at: Around) -> str:
-        whole, over, under = it.whole, it.over, it.under
+        over, under = it.over, it.under
         numbers, unit = (self.number(over), self.number(under)), self.words.units.get(it.unit)
         if not over.isdigit():
             return " out of ".join(numbers)
-        if not whole:
-            if "odds" in at.before.lower():
-                return " to ".join(numbers)
-            if "0" in (over[0], under[0]) and not at("date"):
-                return " ".join(numbers)
-            if 30 < int(under) < int(over) < 300:
-                return " over ".join(numbers) + (f" {counted(unit)}" if unit else "")
+        if "odds" in at.before.lower():
+            return " to ".join(numbers)
+        if "0" in (over[0], under[0]) and not at("date"):
+            return " ".join(numbers)
+        if 30 < int(under) < int(over) < 300:
+            return " over ".join(numbers) + (f" {counted(unit)}" if unit else "")
         return super().slash(it, at)
 
     def fraction(self, it: Quantity) -> str:
@@ -118,10 +108,10 @@ class English(Reader):
         unit, one = self.words.units.get(it.unit), {2: "half", 4: "quarter"}.get(under) or english_ordinal(under)
         if under in (10, 100) and over > 1 and not whole:
             said = f"{english(over)} out of {english(under)}"
-        elif under < 2 or over >= under:
+        elif over >= under:
             said = (f"{self.number(whole)} " if whole else "") + f"{english(over)} over {english(under)}"
         else:
-            said = f"{english(over)} {one if over == 1 else 'halves' if under == 2 else one + 's'}"
+            said = f"{english(over)} {one if over == 1 else one + 's'}"
             said = f"{self.number(whole)} and {'a' + said[3:] if over == 1 else said}" if whole else said
         return f"{said} {counted(unit, not whole)}" if unit else said + it.unit
 

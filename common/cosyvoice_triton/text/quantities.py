@@ -25,9 +25,8 @@ class Around:
 
     def __call__(self, name: str) -> bool:
         words, after = self._words.contexts[name]
-        if words:
-            self._head = self._head or self._words.fillers.sub("", f" {self.before.lower()}".replace("(", " "))
-        return (bool(words) and self._head.endswith(words)) or bool(after.match(self.after))
+        self._head = self._head or self._words.fillers.sub("", f" {self.before.lower()}".replace("(", " "))
+        return self._head.endswith(words) or bool(after.match(self.after))
 
 
 class Quantity(NamedTuple):
@@ -209,27 +208,21 @@ class Reader:
         return len(digits) > 2 and known and not at("counted")
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
-        if first.is_plain and last.is_plain and not at("counted"):
-            falls = first.is_below(1000) and last.is_below(int(first.digits) + 1)
-            if falls or at("score") or (dash in "-–" and at("won")):
-                return self.ratio(Quantity("ratio", f"{first.number}:{last.number}"), at)
+        falls = first.is_below(1000) and last.is_below(int(first.digits) + 1)
+        if falls or (first.is_plain and last.is_plain and (at("score") or (dash in "-–" and at("won")))):
+            return self.ratio(Quantity("ratio", f"{first.number}:{last.number}"), at)
         if first.unit == last.unit and not first.sign and not self.unit_of(last).endswith("之"):
             first = first._replace(unit="")
-        if first.currency == last.currency:
-            first = first._replace(currency="")
-        after = at.after if first.is_plain and last.is_plain else ""
-        return f"{self.said(first, at.before, after).strip()}{self.say['to']}{self.said(last, '', at.after)}"
+        said = self.said(first._replace(currency=""), at.before, at.after).strip()
+        return f"{said}{self.say['to']}{self.said(last, '', at.after)}"
 
     def date(self, it: Quantity, at: Around) -> str:
         said = self.year(it.year) + self.say["year"] if it.year else ""
-        said += self.month(int(it.month)) if it.month else ""
+        said += self.whole(int(it.month)) + self.say["month"] if it.month else ""
         return said + self.whole(int(it.day)) + self.say["day"] * (not at("day"))
 
     def year(self, year: str) -> str:
         return self.number(year)
-
-    def month(self, month: int) -> str:
-        return self.whole(month) + self.say["month"]
 
     def clock(self, it: Quantity, at: Around) -> str:
         said = self.say[it.half[:1].lower()] + self.hour(int(it.hour))
@@ -281,16 +274,11 @@ class Reader:
     def _range(self, text: str, first: Quantity, stop: int, before: str) -> tuple[str, int] | None:
         """Return two quantities of a kind with a dash between them, said, and where they end; None if it is none."""
         dash = _DASH.match(text, stop)
-        if (
-            not dash
-            or not self._start.match(text, dash.end())
-            or first.kind not in ("amount", "date", "clock", "slash")
-        ):
+        if not dash or not self._start.match(text, dash.end()):
             return None
         last, end = self._quantity(text, dash.end(), after_dash=True)
-        after = text[end : end + 40]
         pair = _paired(first, last)
-        if pair is None or re.match(r"\s?=", after) or (_DASH.match(text, end) and after[1:2].isdigit()):
+        if pair is None:
             return None
         if pair[1].currency and not last.currency and (written := self._money_end.match(text, end)):
             end = written.end()
@@ -314,11 +302,12 @@ def _paired(first: Quantity, last: Quantity) -> tuple[Quantity, Quantity] | None
     elif first.kind == "date" and last.is_below(32):
         last = Quantity("date", day=last.number)
     elif last.kind == "date" and first.is_below(32):
-        first = Quantity("date", day=first.number)
+        first = Quantity("date", day=first.number, of=last.of)
     elif first.kind == "clock" and last.is_below(25):
         last = Quantity("clock", hour=last.number)
     elif last.kind == "clock" and first.is_below(25):
         first = Quantity("clock", hour=first.number)
-    if first.kind != last.kind or first.kind == "slash" or (first.unit and last.unit and first.unit != last.unit):
+    of_two_units = first.unit and last.unit and first.unit != last.unit
+    if of_two_units or first.kind != last.kind or first.kind not in ("amount", "date", "clock"):
         return None
     return first._replace(unit=first.unit or last.unit), last._replace(currency=last.currency or first.currency)
