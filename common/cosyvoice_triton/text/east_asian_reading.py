@@ -3,7 +3,7 @@
 import re
 from decimal import Decimal
 
-from cosyvoice_triton.text.numbers import chinese, chinese_digits, japanese, korean, korean_count, korean_digits
+from cosyvoice_triton.text.numbers import HAN, chinese, japanese, korean, korean_count
 from cosyvoice_triton.text.quantities import Around, Quantity, Reader
 
 _DOTTED = re.compile(r"(?:1[0-2]|[1-9])\.(?:[12]\d|3[01]|[1-9])")  # a day after its month
@@ -13,7 +13,7 @@ class Chinese(Reader):
     """Reads Chinese."""
 
     language = "zh"
-    whole, spelled = staticmethod(chinese), staticmethod(chinese_digits)
+    whole, digits = staticmethod(chinese), HAN
 
     def amount(self, it: Quantity, at: Around) -> str:
         if it.is_plain:
@@ -35,7 +35,7 @@ class Chinese(Reader):
 
     def plain(self, digits: str, at: Around) -> str:
         if self.is_code(digits, at):
-            return chinese_digits(digits)
+            return self.spelled(digits)
         if at.before.endswith("第"):
             return chinese(int(digits), "二")
         return "两" if digits == "2" and at("counted") else self.number(digits)
@@ -59,7 +59,7 @@ class Chinese(Reader):
         return super().range(first, last, at, dash)
 
     def year(self, year: str) -> str:
-        return chinese_digits("20" * (len(year) == 2) + year)
+        return self.spelled("20" * (len(year) == 2) + year)
 
     def clock(self, it: Quantity, at: Around) -> str:
         hour, minute, second, half = it.hour, it.minute, it.second, it.half
@@ -90,15 +90,15 @@ class Chinese(Reader):
             and re.match("[A-Za-z]{2}|[GMT](?![A-Za-z0-9])", at.after)
             and not re.search(r"[A-Za-z]\Z", at.before)
         )
-        said = self.number(whole) if number else chinese_digits(whole)
-        return "点".join([said, *map(chinese_digits, parts)])
+        said = self.number(whole) if number else self.spelled(whole)
+        return "点".join([said, *map(self.spelled, parts)])
 
 
 class Japanese(Reader):
     """Reads Japanese."""
 
     language = "ja"
-    whole, spelled = staticmethod(japanese), staticmethod(chinese_digits)
+    whole, digits = staticmethod(japanese), HAN
 
     def code(self, it: Quantity, at: Around) -> str:
         is_address = max(map(len, it.groups)) < 3 and it.text[0] not in "0+"
@@ -109,10 +109,10 @@ class Korean(Reader):
     """Reads Korean."""
 
     language = "ko"
-    whole, spelled = staticmethod(korean), staticmethod(korean_digits)
+    whole, digits = staticmethod(korean), "공일이삼사오육칠팔구"
 
     def decimals(self, digits: str) -> str:
-        return korean_digits(digits, "영")
+        return self.spelled(digits).replace("공", "영")
 
     def said(self, it: Quantity, before: str, after: str) -> str:
         particle = Around(self.words, before, after)("particle")
@@ -120,15 +120,10 @@ class Korean(Reader):
         return super().said(it, before, after).strip() + (" " if blank else "")
 
     def plain(self, digits: str, at: Around) -> str:
-        return _counted(int(digits), at("hour")) if at("counted") else self.number(digits)
+        return korean_count(int(digits), 13 if at("hour") else 100) if at("counted") else self.number(digits)
 
     def hour(self, hour: int) -> str:
-        return _counted(hour, True) + self.say["hour"]
-
-
-def _counted(number: int, hour: bool) -> str:
-    """Return a number of things, or an hour."""
-    return korean_count(number) if 0 < number < (13 if hour else 100) else korean(number)
+        return korean_count(hour, 13) + self.say["hour"]
 
 
 CHINESE, JAPANESE, KOREAN = Chinese(), Japanese(), Korean()

@@ -2,18 +2,18 @@
 
 import re
 
-from cosyvoice_triton.text.numbers import english, english_digits, english_ordinal, english_year
+from cosyvoice_triton.text.numbers import ONES, english, english_ordinal, english_year
 from cosyvoice_triton.text.quantities import Around, Quantity, Reader
 from cosyvoice_triton.text.tables import CURRENCIES, counted
 
-_CODED = re.compile(r"\b(?!(?:AD|BC|CE|AM|PM|TV|UP) )([A-Z]{2}|I) \Z")  # two capitals before a number
+_CODED = re.compile(r"\b(?!(?:AD|BC|CE|AM|PM|TV|UP) )[A-Z]{2} \Z")  # two capitals before a number
 
 
 class English(Reader):
     """Reads English."""
 
     language = "en"
-    whole, spelled = staticmethod(english), staticmethod(english_digits)
+    whole, digits = staticmethod(english), ONES
 
     functions = {
         "ordinal": lambda number: english_ordinal(int(number)),
@@ -28,7 +28,7 @@ class English(Reader):
         if not (ending and re.fullmatch(self.words.patterns["hosts"], ending[1])):
             return ""
         names, parts = self.words.tables["sign"], re.findall(r"\d+|[^\W\d_]+|.", host, re.ASCII)
-        return " ".join(english_digits(part) if part.isdigit() else names.get(part, part).strip() for part in parts)
+        return " ".join(self.spelled(part) if part.isdigit() else names.get(part, part).strip() for part in parts)
 
     def amount(self, it: Quantity, at: Around) -> str:
         scale, digits = it.scale, it.digits
@@ -59,10 +59,12 @@ class English(Reader):
     def plain(self, digits: str, at: Around) -> str:
         coded = _CODED.search(at.before) if len(digits) > 2 else None
         if coded or self.is_code(digits, at):
-            return english_digits(digits, "oh" if coded and coded[1] == "I" else "zero")
+            return self.spelled(digits)
         if _is_year(digits) and not (int(digits) % 100 and at("counted")):
             return english_year(int(digits))
-        return english_digits(digits, "oh") if 2 < len(digits) < 5 and at("place") else self.number(digits)
+        return (
+            self.spelled(digits).replace("zero", "oh") if 2 < len(digits) < 5 and at("place") else self.number(digits)
+        )
 
     def date(self, it: Quantity, at: Around) -> str:
         year, month, day = it.year, it.month, it.day
@@ -79,7 +81,7 @@ class English(Reader):
         hour, minute, second, half = it.hour, it.minute, it.second, it.half
         half = f" {half}" if half else ""
         if second[:1] == ".":
-            return f"{_clock(hour, minute, False)} point {english_digits(second)}{half}"
+            return f"{_clock(hour, minute, False)} point {self.spelled(second)}{half}"
         if second and re.search(
             r"(?:teen|ty|ten|one|two|three|four|five|six|seven|eight|nine) \Z", at.before
         ):  # a date

@@ -7,11 +7,11 @@ them are a range.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from unicodedata import normalize
 
-from cosyvoice_triton.text.numbers import is_spelled, roman
+from cosyvoice_triton.text.numbers import is_spelled, one_by_one, roman
 from cosyvoice_triton.text.tables import CURRENCIES, Words, counted
 
 
@@ -96,7 +96,7 @@ class Reader:
 
     language = ""  # the name of its column in the table of units, and of its words
     whole: Callable[[int], str]  # says a number of at least 0
-    spelled: Callable[[str], str]  # says digits one by one
+    digits: Sequence[str]  # the words of 0 to 9
     functions: Mapping[str, Callable[[str], object]] = {}  # by name, what else rules may say of what they found
 
     def __init__(self) -> None:
@@ -152,6 +152,10 @@ class Reader:
         whole, _, decimals = digits.partition(".")
         words = self.spelled(whole) if is_spelled(whole) else self.whole(int(whole or 0))
         return words + (self.say["point"] + self.decimals(decimals) if decimals else "")
+
+    def spelled(self, digits: str) -> str:
+        """Return digits one by one."""
+        return one_by_one(digits, self.digits, self.say["between"])
 
     def decimals(self, digits: str) -> str:
         """Return the digits after a point."""
