@@ -7,6 +7,7 @@ from cosyvoice_triton.text.quantities import Around, Quantity, Reader
 from cosyvoice_triton.text.tables import CURRENCIES, counted
 
 _CODED = re.compile(r"\b(?!(?:AD|BC|CE|AM|PM|TV|UP) )[A-Z]{2} \Z")  # two capitals before a number
+_DATED = re.compile(rf"(?:{'|'.join(ONES)}|ty) \Z")  # the year of a date before a clock time
 
 
 class English(Reader):
@@ -57,19 +58,17 @@ class English(Reader):
         return (paid if not int(decimals) else f"{paid} and {cents}" if int(whole or 0) else cents) + per
 
     def plain(self, digits: str, at: Around) -> str:
-        coded = _CODED.search(at.before) if len(digits) > 2 else None
-        if coded or self.is_code(digits, at):
+        if self.is_code(digits, at) or (len(digits) > 2 and _CODED.search(at.before)):
             return self.spelled(digits)
-        if _is_year(digits) and not (int(digits) % 100 and at("counted")):
+        if "1010" <= digits <= "2099" and len(digits) == 4 and not (int(digits) % 100 and at("counted")):
             return english_year(int(digits))
-        return (
-            self.spelled(digits).replace("zero", "oh") if 2 < len(digits) < 5 and at("place") else self.number(digits)
-        )
+        is_place = 2 < len(digits) < 5 and at("place")
+        return self.spelled(digits).replace("zero", "oh") if is_place else self.number(digits)
 
     def date(self, it: Quantity, at: Around) -> str:
         year, month, day = it.year, it.month, it.day
         year = ("20" if year < "50" else "19") * (len(year) == 2) + year
-        ended, said = f", {_year(year)}" if year else "", english_ordinal(int(day))
+        ended, said = f", {english_year(int(year))}" if year else "", english_ordinal(int(day))
         months = self.words.patterns["month"].split("|")
         name = months[int(month) - 1] if month.isdigit() else self.words.tables["short"].get(month, month)
         if it.of:
@@ -82,9 +81,7 @@ class English(Reader):
         half = f" {half}" if half else ""
         if second[:1] == ".":
             return f"{_clock(hour, minute, False)} point {self.spelled(second)}{half}"
-        if second and re.search(
-            r"(?:teen|ty|ten|one|two|three|four|five|six|seven|eight|nine) \Z", at.before
-        ):  # a date
+        if second and _DATED.search(at.before):
             return f"{_clock(hour, minute, False)} and {self.number(str(int(second)))} seconds"
         if not second:
             return _clock(hour, minute or "00", bool(minute) and not half) + half
@@ -111,28 +108,20 @@ class English(Reader):
         if under in (10, 100) and over > 1 and not whole:
             said = f"{english(over)} out of {english(under)}"
         elif over >= under:
-            said = (f"{self.number(whole)} " if whole else "") + f"{english(over)} over {english(under)}"
+            said = f"{english(over)} over {english(under)}"
         else:
-            said = f"{english(over)} {one if over == 1 else one + 's'}"
-            said = f"{self.number(whole)} and {'a' + said[3:] if over == 1 else said}" if whole else said
+            said = f"{'a' if over == 1 and whole else english(over)} {one if over == 1 else one + 's'}"
+        said = f"{self.number(whole)} and {said}" if whole else said
         return f"{said} {counted(unit, not whole)}" if unit else said + it.unit
 
     def name(self, it: Quantity, at: Around) -> str:
-        is_size = _is_year(it.text) and at.after[:1] in "xp"
+        is_size = len(it.text) == 4 and it.text.isdigit() and at.after[:1] in "xp"
         said = english_year(int(it.text)) if is_size else self.version(it, at)
         return f"{' ' if at.before[-1:].isalpha() else ''}{said}{' ' if at.after[:1].isalpha() else ''}"
 
 
-def _is_year(digits: str) -> bool:
-    return len(digits) == 4 and digits.isdigit() and 1010 <= int(digits) <= 2099
-
-
-def _year(digits: str) -> str:
-    return english_year(int(digits)) if _is_year(digits) else english(int(digits))
-
-
 def _decade(year: str) -> str:
-    said = _year(year)
+    said = english_year(int(year))
     return f"{said[:-1]}ies" if said.endswith("y") else f"{said}s"
 
 

@@ -48,9 +48,9 @@ def english_ordinal(number: int) -> str:
 
 
 def english_year(year: int) -> str:
-    """Return a year of four digits as it is said: "nineteen oh five", "two thousand eight", "twenty ten"."""
+    """Return a year as it is said: "nineteen oh five", "two thousand eight", "twenty ten"."""
     century, rest = divmod(year, 100)
-    if century % 10 == 0 and rest < 10:
+    if year < 1010 or (century % 10 == 0 and rest < 10):
         return english(year)
     return f"{english(century)} {'hundred' if not rest else 'oh ' * (rest < 10) + english(rest)}"
 
