@@ -3,9 +3,8 @@
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache, lru_cache, partial
 from typing import Literal
 
 from cosyvoice_triton.text.cleaning import plain_signs, without_markup
@@ -115,36 +114,34 @@ class TextFrontend:
         ValueError if the text has nothing of either, if its markup is not supported, and for an unknown language.
         """
         given = named(language, self.languages)
+        plain = text
+        if normalize:
+            for tag in left_out(text):
+                on_left_out(tag, "tag that means nothing here")
+            plain = without_thoughts(text, on_left_out) if self._skip_thoughts else text
+            plain = plain_signs(plain if is_document(plain) else plain_text(plain, on_left_out), on_left_out)
         try:
-            whole = list(parts(self._plain(text, on_left_out) if normalize else text))
+            whole = list(parts(plain))
         except ValueError as error:
             raise ValueError(f"target_text: {error}") from None
         words = "".join([part for part in whole if isinstance(part, str)])
         of_text = given or language_of(words, language_of(voice_text[:400]) if voice_text else None, self.languages)
-        asked = _Asked(of_text, given is not None, as_is, cache(on_warning))
+        read = partial(self._in_words, of_text, given is not None, as_is, cache(on_warning))
+        seconds = partial(expected_seconds, japanese=of_text == "ja")
         pronounce = Pronouncer(pronunciation) if pronunciation else str
         some, pauses = False, 0.0
         for part in whole:
             if isinstance(part, Pause):
                 pauses += part.seconds
-                found: Iterable[str | Pause] = (part,)
-            else:
-                part = pronounce(part)
-                read = self._read(without_markup(part, on_left_out), asked) if normalize else sentences(part)
-                found = segments(read, asked.seconds, segment_limit(request_seconds))
-            for each in found:
-                yield each
-                some = some or isinstance(each, str)
+                yield part
+                continue
+            part = pronounce(part)
+            said = sentences(without_markup(part, on_left_out), read) if normalize else sentences(part)
+            for segment in segments(said, seconds, segment_limit(request_seconds)):
+                yield segment
+                some = True
         if not (some or is_heard(pauses)):
             raise ValueError(f"target_text has nothing to speak: {text[:80]!r}")
-
-    def _plain(self, text: str, on_left_out: OnLeftOut) -> str:
-        """Return the words of `text`, in plain signs, with its Markdown, pauses and SSML."""
-        for tag in left_out(text):
-            on_left_out(tag, "tag that means nothing here")
-        if self._skip_thoughts:
-            text = without_thoughts(text, on_left_out)
-        return plain_signs(text if is_document(text) else plain_text(text, on_left_out), on_left_out)
 
     def transcript(self, text: str, normalize: bool = True) -> str:
         """Return a recording's transcript, spelled out as in the recording. Unlike a text it gets no full stop at its
@@ -152,37 +149,23 @@ class TextFrontend:
         return self._transcript(text) if normalize else text
 
     def _transcribed(self, text: str) -> str:
-        asked = _Asked(language_of(text, None, self.languages))
-        return "".join(self._read(without_markup(plain_signs(text)), asked, close=False)).strip()
+        read = partial(self._in_words, language_of(text, None, self.languages), False, (), _ignore)
+        return "".join(sentences(without_markup(plain_signs(text)), read, close=False)).strip()
 
-    def _read(self, text: str, asked: "_Asked", close: bool = True) -> Iterator[str]:
-        """Yield the sentences of `text` in words. `close`: end each line with a full stop if it has none."""
-        return sentences(text, lambda sentence: self._in_words(sentence, asked), close)
-
-    def _in_words(self, sentence: str, asked: "_Asked") -> tuple[str, Language | None]:
-        """Return a sentence in words, and its language."""
-        own = asked.language if asked.fixed else language_of_sentence(sentence, asked.language, self.languages)
+    def _in_words(
+        self, language: Language | None, fixed: bool, as_is: Collection[Spelled], warn: OnWarning, sentence: str
+    ) -> tuple[str, Language | None]:
+        """Return a sentence in words, and its language: that of the text if the request has `fixed` it."""
+        own = language if fixed else language_of_sentence(sentence, language, self.languages)
         if own is None:
             return sentence, own
         # In parts that fit a segment: reading a long sentence at once would block every stream of the process. No
         # character takes longer than half a second.
-        parts = [sentence] if len(sentence) < 2 * SEGMENT_SECONDS else fitting(sentence, asked.seconds)
-        words = "".join([normalized(part, own, asked.as_is, self._korean_words) for part in parts])
+        is_long = len(sentence) >= 2 * SEGMENT_SECONDS
+        fitted = fitting(sentence, partial(expected_seconds, japanese=own == "ja")) if is_long else [sentence]
+        words = "".join([normalized(part, own, as_is, self._korean_words) for part in fitted])
         if own == "ja" and self._kana:
             if self.warning and has_kanji(words):
-                asked.warn(self.warning)
+                warn(self.warning)
             words = in_kana(words)
         return ended_as(sentence, words if own != "zh" else CHINESE.words.clean(words), own), own
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """How a text is read: in which language, which the request may have `fixed` for all sentences."""
-
-    language: Language | None
-    fixed: bool = False
-    as_is: Collection[Spelled] = ()
-    warn: OnWarning = _ignore
-
-    def seconds(self, text: str) -> float:
-        return expected_seconds(text, self.language == "ja")

@@ -243,7 +243,8 @@ def segments(spoken: Iterable[str], seconds: Seconds, limit: float = SEGMENT_SEC
     """
     ready: list[_Piece] = []  # complete, unless the text ends shortly after it
     current: list[_Piece] = []
-    for piece in _spoken_pieces(spoken, seconds, limit):
+    fitted = (text for sentence in spoken for text in fitting(sentence, seconds, limit) if has_words(text))
+    for piece in (_Piece(text, seconds(text)) for text in fitted):
         if current and _length(current) + piece.seconds > limit:
             if ready:
                 yield _joined(ready)
@@ -265,14 +266,6 @@ def segments(spoken: Iterable[str], seconds: Seconds, limit: float = SEGMENT_SEC
 class _Piece(NamedTuple):
     text: str
     seconds: float
-
-
-def _spoken_pieces(sentences: Iterable[str], seconds: Seconds, limit: float) -> Iterator[_Piece]:
-    """Yield what is to be spoken of the sentences, in pieces that take at most `limit` seconds."""
-    for sentence in sentences:
-        for text in fitting(sentence, seconds, limit):
-            if has_words(text):
-                yield _Piece(text, seconds(text))
 
 
 def _length(pieces: list[_Piece]) -> float:
