@@ -31,7 +31,6 @@ from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.text import TextFrontend, clean_text
 from cosyvoice_triton.text.frontend import SPELLING
-from cosyvoice_triton.text.preview import preview
 from cosyvoice_triton.text.pronunciation import MAX_WORDS, combined, pronunciations
 from cosyvoice_triton.voice.judgement import judge
 from cosyvoice_triton.voice.prompt import Recording
@@ -123,8 +122,8 @@ class Service:
             return decode_base64(encoded, self.settings.max_reference_bytes, MAX_SOURCE_SECONDS)
 
     async def preview(self, wanted: SpeechRequest, upload: bytes | None = None) -> dict[str, Any]:
-        """Return what will be spoken, as `text.preview` does, of all parts of the text; the warnings include those
-        about a recording in the request. ApiError."""
+        """Return what will be spoken, as `TextFrontend.preview` does, of all parts of the text; the warnings include
+        those about a recording in the request. ApiError."""
         answer = await self.answer(wanted, upload, encoder=AudioEncoder("pcm"))  # nothing is encoded
         with self.dispatcher.pool.lease(answer.model) as (_, model):
             stack = stacks.of_model(model).name
@@ -142,8 +141,7 @@ class Service:
 
     def _preview(self, stack: str, utterance: Utterance, judged: bool) -> dict[str, Any]:
         asked, name = utterance.parameters, utterance.speaker or ""
-        answer = preview(
-            _frontend(stack),
+        answer = _frontend(stack).preview(
             clean_text(utterance.target_text, name="target_text", max_chars=self.settings.max_input_chars),
             str(asked.get("language", "")),
             normalize=bool(asked.get("text_frontend", True)),

@@ -1,13 +1,12 @@
 """A text of any length -> the segments that are synthesized one after another, their numbers and signs as words."""
 
-import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache, lru_cache, partial
-from typing import Literal
+from typing import Any, Literal
 
-from cosyvoice_triton.text.cleaning import plain_signs, without_markup
+from cosyvoice_triton.text.cleaning import OnLeftOut, plain_signs, plain_text, without_markup, without_thoughts
 from cosyvoice_triton.text.east_asian_reading import CHINESE, JAPANESE, KOREAN
 from cosyvoice_triton.text.english_reading import ENGLISH
 from cosyvoice_triton.text.kana import MISSING, has_kanji, in_kana, kana_available
@@ -24,9 +23,6 @@ from cosyvoice_triton.text.segments import (
     segments,
     sentences,
 )
-from cosyvoice_triton.text.sources import OnLeftOut, plain_text, without_thoughts
-
-logger = logging.getLogger(__name__)
 
 Spelled = Literal["urls", "emails", "phones"]  # what a request can have left as it is
 # Request parameters that are flags, and what each leaves as it is written if it is false.
@@ -40,9 +36,8 @@ SPELLING: dict[str, Spelled] = {
 _AS_IS = r"\[(?:[a-z_à-ǜ-]+|[A-Z]{1,2}[0-2]?)\]|</?(?:strong|laughter)>"
 
 # What requests can ask to have left unchanged, too.
-_PHONE = r"(?<![\w.,-])\+?\(?\d[\d ().-]{5,}\d(?![\w-])"
 _KINDS = {
-    "phones": _PHONE,
+    "phones": r"(?<![\w.,-])\+?\(?\d[\d ().-]{5,}\d(?![\w-])",
     "urls": r"(?:https?://|www\.)[^\s<>\"]*[^\s<>\".,;:!?)\]']",
     "emails": r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+",
 }
@@ -124,7 +119,7 @@ class TextFrontend:
             whole = list(parts(plain))
         except ValueError as error:
             raise ValueError(f"target_text: {error}") from None
-        words = "".join([part for part in whole if isinstance(part, str)])
+        words = "".join(part if isinstance(part, str) else "" for part in whole)
         of_text = given or language_of(words, language_of(voice_text[:400]) if voice_text else None, self.languages)
         read = partial(self._in_words, of_text, given is not None, as_is, cache(on_warning))
         seconds = partial(expected_seconds, japanese=of_text == "ja")
@@ -142,6 +137,24 @@ class TextFrontend:
                 some = True
         if not (some or is_heard(pauses)):
             raise ValueError(f"target_text has nothing to speak: {text[:80]!r}")
+
+    def preview(self, text: str, language: str = "", **options: Any) -> dict[str, Any]:
+        """Return what will be spoken, for people: `segments` ("" for a pause), the expected `seconds` of each and the
+        `language` of the text; and, if there are any, `warnings` and `left_out`, a `text` and its `reason` each.
+        `options` and errors are those of `segments`."""
+        warnings: list[str] = []
+        told: list[tuple[str, str]] = []
+        options |= {"on_warning": warnings.append, "on_left_out": lambda *each: told.append(each)}
+        spoken = list(self.segments(text, language=language, **options))
+        own = named(language) or language_of(text, None, self.languages)
+        seconds = [each.seconds if isinstance(each, Pause) else expected_seconds(each, own == "ja") for each in spoken]
+        answer = {
+            "segments": ["" if isinstance(each, Pause) else each for each in spoken],
+            "seconds": [round(each, 2) for each in seconds],
+            "language": own,
+        }
+        left = [{"text": written, "reason": reason} for written, reason in told]
+        return answer | ({"warnings": warnings} if warnings else {}) | ({"left_out": left} if left else {})
 
     def transcript(self, text: str, normalize: bool = True) -> str:
         """Return a recording's transcript, spelled out as in the recording. Unlike a text it gets no full stop at its

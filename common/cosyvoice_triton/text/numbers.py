@@ -25,11 +25,6 @@ def roman(letters: str) -> int:
     return sum(-value if value < max(values[index:]) else value for index, value in enumerate(values))
 
 
-def is_spelled(digits: str) -> bool:
-    """Return whether a whole number is said digit by digit: after a leading zero, or because it is very long."""
-    return len(digits) > LONGEST or (len(digits) > 1 and digits[0] == "0")
-
-
 def english(number: int) -> str:
     """Return a number of at least 0 in English words."""
     if number < 20:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from unicodedata import normalize
 
-from cosyvoice_triton.text.numbers import is_spelled, one_by_one, roman
+from cosyvoice_triton.text.numbers import LONGEST, one_by_one, roman
 from cosyvoice_triton.text.tables import CURRENCIES, Words, counted
 
 
@@ -119,7 +119,7 @@ class Reader:
         if not self._needed.search(text):
             return text
         parts, end = list[str](), 0
-        for found in self._addresses.finditer(text):
+        for found in self._addresses.finditer(text) if "." in text else ():
             if said := self.address(found[0]):
                 parts += [self._read(text[end : found.start()]), said]
                 end = found.end()
@@ -150,7 +150,8 @@ class Reader:
     def number(self, digits: str) -> str:
         """Return the words of a whole or decimal number; of a very long one, and after a leading zero, its digits."""
         whole, _, decimals = digits.partition(".")
-        words = self.spelled(whole) if is_spelled(whole) else self.whole(int(whole or 0))
+        is_spelled = len(whole) > LONGEST or (len(whole) > 1 and whole[0] == "0")
+        words = self.spelled(whole) if is_spelled else self.whole(int(whole or 0))
         return words + (self.say["point"] + self.decimals(decimals) if decimals else "")
 
     def spelled(self, digits: str) -> str:
@@ -258,7 +259,8 @@ class Reader:
 
     def version(self, it: Quantity, at: Around) -> str:
         """Return the parts of a version or of an address of a network, whose long parts are said by their digits."""
-        return self.say["point"].join(self.spelled(part) if len(part) > 2 else self.number(part) for part in it.groups)
+        parts = [self.spelled(part) if len(part) > 2 else self.number(part) for part in it.groups]
+        return self.say["point"].join(parts)
 
     def name(self, it: Quantity, at: Around) -> str:
         return self.say["point"].join(map(self.number, it.groups))
@@ -267,12 +269,12 @@ class Reader:
 
     def _quantity(self, text: str, begin: int, after_dash: bool = False) -> tuple[Quantity, int]:
         """Return the quantity that begins at `begin`, and where it ends."""
-        found, kind = next(
-            (found, kind) for kind, pattern in self._kinds[after_dash:] if (found := pattern.match(text, begin))
-        )
-        it, stop = Quantity(kind, found[0], **found.groupdict("")), found.end()
+        for kind, pattern in self._kinds[after_dash:]:
+            if found := pattern.match(text, begin):
+                it, stop = Quantity(kind, found[0], **found.groupdict("")), found.end()
+                break
         if it.is_plain and _LETTER.match(text, stop):
-            return Quantity("name", found[0]), stop
+            return Quantity("name", it.text), stop
         return it._replace(currency=it.unit, unit="") if it.unit in CURRENCIES and not it.currency else it, stop
 
     def _range(self, text: str, first: Quantity, stop: int, before: str) -> tuple[str, int] | None:
