@@ -62,25 +62,21 @@ class Chinese(Reader):
         return self.spelled("20" * (len(year) == 2) + year)
 
     def clock(self, it: Quantity, at: Around) -> str:
-        hour, minute, second, half = it.hour, it.minute, it.second, it.half
-        part = ""
-        if half and not at("half"):
-            part = "上午" if half[0] in "aA" else "晚上" if 5 < int(hour) < 12 else "下午"
-        seconds = f"{self.number(second.lstrip('0'))}秒" if second.strip("0") else ""
-        said = part + ("两" if int(hour) == 2 else chinese(int(hour)))
-        if seconds and at("lasted"):
-            return f"{f'{said}小时' if int(hour) else ''}{chinese(int(minute))}分{seconds}"
-        if not int(minute or 0) and not seconds:
-            return f"{said}点"
-        said += f"点{'零' if minute[0] == '0' else ''}{chinese(int(minute))}分"
-        return said + seconds
+        part, hour = "", int(it.hour)
+        if it.half and not at("half"):
+            part = "上午" if it.half[0] in "aA" else "晚上" if 5 < hour < 12 else "下午"
+        if it.second.strip("0") and at("lasted"):
+            hours = self.hour(hour).removesuffix("点") + "小时" if hour else ""
+            return f"{hours}{chinese(int(it.minute))}分{self.number(it.second.lstrip('0'))}秒"
+        return part + super().clock(it._replace(half=""), at)
+
+    def hour(self, hour: int) -> str:
+        return ("两" if hour == 2 else chinese(hour)) + "点"
 
     def slash(self, it: Quantity, at: Around) -> str:
-        return (
-            f"{self.number(it.over)}、{self.number(it.under)}{self.unit_of(it)}"
-            if at("list")
-            else super().slash(it, at)
-        )
+        if at("list"):
+            return f"{self.number(it.over)}、{self.number(it.under)}{self.unit_of(it)}"
+        return super().slash(it, at)
 
     def name(self, it: Quantity, at: Around) -> str:
         """Read digits that touch Latin letters: a model or a train by its digits, a short one as a number."""

@@ -74,7 +74,7 @@ def language_of(text: str, default: Language | None = None, known: tuple[Languag
     own = _by_letters(text)
     if own in (None, "latin") and _CHINESE_SIGN.search(text):
         own = own if any(len(word) > 3 and not word.isupper() for word in _WORD.findall(_TAG.sub(" ", text))) else "zh"
-    return _BY_SCRIPT.get(own) or _guessed(text, default, known)
+    return None if own == "other" else _BY_SCRIPT.get(own) or _guessed(text, default, known)
 
 
 def language_of_sentence(sentence: str, text: Language | None, known: tuple[Language, ...] = EVERY) -> Language | None:
@@ -108,8 +108,6 @@ def _by_letters(text: str) -> str | None:
 
 
 def _guessed(text: str, default: Language | None, known: tuple[Language, ...]) -> Language | None:
-    if _by_letters(text) == "other":
-        return None
     text = _TAG.sub(" ", text[:_LOOKED_AT])
     continental, text = bool(_CONTINENTAL.search(text)), _OWN["none"].sub(" ", _NUMBER.sub(" ", text))
     long_words = len(_LONG_WORD.findall(text))
@@ -131,11 +129,16 @@ def _latin(words: str, known: tuple[Language, ...], continental: bool) -> Langua
     is_own = len(own) == 1 and not english_words
     best = own[0] if is_own else max(_LATIN[1:], key=lambda language: shares[language])
     share = shares[best]
-    if best not in known or ((english_words or " " not in words) and not continental and not is_own):
-        return best if share > _SURE and (best in known or words.count(" ") >= FEW_WORDS - 1) else "en"
-    together = sum(shares[language] for language in _LATIN[1:])
-    certain = is_own or (continental and share)
-    return best if certain or together > _TIMES_ENGLISH * shares["en"] or share > max(shares["en"], _LIKELY) else "en"
+    if best not in known:
+        likely = share > _SURE and words.count(" ") >= FEW_WORDS - 1
+    elif is_own or (continental and share):
+        likely = True
+    elif english_words or " " not in words:
+        likely = share > _SURE
+    else:
+        together = sum(shares[language] for language in _LATIN[1:])
+        likely = together > _TIMES_ENGLISH * shares["en"] or share > max(shares["en"], _LIKELY)
+    return best if likely else "en"
 
 
 @cache

@@ -68,7 +68,11 @@ def parts(text: str) -> Iterator[str | Pause]:
     for mark in _PAUSE.finditer(text):
         if words := text[end : mark.start()].strip():
             yield words
-        pause = Pause(_seconds(mark[1] or "") if mark[2] is None else _break(_element(mark[2])))
+        pause = Pause(
+            _seconds(mark[1] or "")
+            if mark[2] is None
+            else _break(_document(mark[2] if mark[2].endswith("/>") else f"{mark[2][:-1]}/>"))
+        )
         pauses += pause.seconds
         _limit(pauses)
         yield pause
@@ -184,11 +188,6 @@ def _document(text: str) -> ET.Element:
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
     return root
-
-
-def _element(tag: str) -> ET.Element:
-    """Return a tag without content, closed or not."""
-    return _document(tag if tag.endswith("/>") else f"{tag[:-1]}/>")
 
 
 def _of_element(element: ET.Element, depth: int) -> Iterator[str]:

@@ -112,7 +112,6 @@ class Reader:
         self._needed, self._addresses, self._start, self._money_end, self._said_day = (
             self.words.pattern(f"«{name}»") for name in ("needed", "addresses", "start", "money_end", "said_day")
         )
-        self._kinds = self.words.kinds()
 
     def read(self, text: str) -> str:
         """Return `text` with its quantities, signs and addresses in words."""
@@ -231,7 +230,8 @@ class Reader:
 
     def clock(self, it: Quantity, at: Around) -> str:
         said = self.say[it.half[:1].lower()] + self.hour(int(it.hour))
-        said += self.whole(int(it.minute)) + self.say["minute"] if it.minute.strip("0") else ""
+        zero = self.say["zero"] if it.minute[:1] == "0" else ""
+        said += zero + self.whole(int(it.minute)) + self.say["minute"] if it.minute.strip("0") else ""
         return said + (self.number(it.second.lstrip("0")) + self.say["second"] if it.second.strip("0.") else "")
 
     def hour(self, hour: int) -> str:
@@ -269,7 +269,7 @@ class Reader:
 
     def _quantity(self, text: str, begin: int, after_dash: bool = False) -> tuple[Quantity, int]:
         """Return the quantity that begins at `begin`, and where it ends."""
-        for kind, pattern in self._kinds[after_dash:]:
+        for kind, pattern in self.words.kinds[after_dash:]:
             if found := pattern.match(text, begin):
                 it, stop = Quantity(kind, found[0], **found.groupdict("")), found.end()
                 break

@@ -83,6 +83,8 @@ class Words:
             "unit": self.units.__getitem__,
             **functions,
         }
+        kinds = (row.partition(" ") for row in _SECTIONS["kinds"])
+        self.kinds = [(kind, self.pattern(shape)) for kind, _, shape in kinds]  # of quantities
         self.first = self._rules(f"{language} first", "every first")
         self.last = self._rules("every last", f"{language} last")
         self.clean = self._rules(f"{language} clean")
@@ -98,11 +100,6 @@ class Words:
             return "|".join(either) or "(?!)"
 
         return re.compile(re.sub("«(.*?)»", named, written.replace("␣", " ")))
-
-    def kinds(self) -> list[tuple[str, re.Pattern[str]]]:
-        """Return the kinds of quantities and their patterns in this language."""
-        rows = (row.partition(" ") for row in _SECTIONS["kinds"])
-        return [(kind, self.pattern(shape)) for kind, _, shape in rows]
 
     def _word(self, name: str) -> Callable[[str], str]:
         """Return what looks up a word of a table, which may have a capital that the table has not."""
