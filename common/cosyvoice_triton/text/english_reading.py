@@ -28,7 +28,8 @@ class English(Reader):
         host, ending = written.partition("://")[2] or written, re.search(r"\.([A-Za-z]+)(?:[:/]|\Z)", written)
         if not (ending and re.fullmatch(self.words.patterns["hosts"], ending[1])):
             return ""
-        names, parts = self.words.tables["sign"], re.findall(r"\d+|[^\W\d_]+|.", host, re.ASCII)
+        names = self.words.tables["symbol"] | self.words.tables["address"]
+        parts = re.findall(r"\d+|[^\W\d_]+|.", host, re.ASCII)
         return " ".join(self.spelled(part) if part.isdigit() else names.get(part, part).strip() for part in parts)
 
     def amount(self, it: Quantity, at: Around) -> str:

@@ -230,9 +230,10 @@ class Reader:
 
     def clock(self, it: Quantity, at: Around) -> str:
         said = self.say[it.half[:1].lower()] + self.hour(int(it.hour))
+        seconds = self.number(it.second.lstrip("0")) + self.say["second"] if it.second.strip("0.") else ""
         zero = self.say["zero"] if it.minute[:1] == "0" else ""
-        said += zero + self.whole(int(it.minute)) + self.say["minute"] if it.minute.strip("0") else ""
-        return said + (self.number(it.second.lstrip("0")) + self.say["second"] if it.second.strip("0.") else "")
+        minutes = zero + self.whole(int(it.minute or 0)) + self.say["minute"]
+        return said + (minutes if it.minute.strip("0") or seconds else "") + seconds
 
     def hour(self, hour: int) -> str:
         return self.whole(hour) + self.say["hour"]

@@ -65,6 +65,7 @@ class Words:
             for table in (UNITS, CURRENCIES)
         )
         self.patterns = {"roman": ROMAN, "units": one_of(self.units), "currency": one_of(CURRENCIES)}
+        self.patterns["money"] = one_of({*self.money.values()})
         before, after = defaultdict[str, list[str]](list), set[str]()
         for name, kind, words in _NAMED.findall("\n".join(_SECTIONS["quantities"] + _SECTIONS[language])):
             if kind == ":":
@@ -96,7 +97,9 @@ class Words:
             if found[1] in self.patterns:
                 return self.pattern(self.patterns[found[1]]).pattern
             words = sorted(self.tables.get(found[1], ()), key=len, reverse=True)
-            either = (rf"[{word[0].upper()}{word[0]}]{word[1:]}" if word[0].islower() else word for word in words)
+            either = (
+                rf"[{word[0].upper()}{word[0]}]{word[1:]}" if word[0].islower() else re.escape(word) for word in words
+            )
             return "|".join(either) or "(?!)"
 
         return re.compile(re.sub("«(.*?)»", named, written.replace("␣", " ")))
