@@ -306,14 +306,11 @@ def _paired(first: Quantity, last: Quantity) -> tuple[Quantity, Quantity] | None
     """Return two quantities of a range, each with what is written at the other one only; None if they are no pair."""
     if first.is_day and last.is_day:
         first, last = (Quantity("date", month=each.over, day=each.under) for each in (first, last))
-    elif first.kind == "date" and last.is_below(32):
-        last = Quantity("date", day=last.number)
-    elif last.kind == "date" and first.is_below(32):
-        first = Quantity("date", day=first.number, of=last.of)
-    elif first.kind == "clock" and last.is_below(25):
-        last = Quantity("clock", hour=last.number)
-    elif last.kind == "clock" and first.is_below(25):
-        first = Quantity("clock", hour=first.number)
+    for kind, part, limit in (("date", "day", 32), ("clock", "hour", 25)):
+        if first.kind == kind and last.is_below(limit):
+            last = Quantity(kind, **{part: last.number})
+        elif last.kind == kind and first.is_below(limit):
+            first = Quantity(kind, of=last.of, **{part: first.number})
     of_two_units = first.unit and last.unit and first.unit != last.unit
     if of_two_units or first.kind != last.kind or first.kind not in ("amount", "date", "clock"):
         return None
