@@ -61,7 +61,7 @@ def parts(text: str) -> Iterator[str | Pause]:
     if _VOICE.search(text):
         raise ValueError("[voice:...] is for texts of the speech service that are not SSML, which has <voice> instead")
     if is_document(text):
-        text = "".join(_of_element(_document(text.strip()), 0))
+        text = "".join(_of_element(_document(text.strip())))
     elif foreign := _SSML_ONLY.search(text):
         raise _not_supported(foreign[1])
     text, end, pauses = _TAG.sub("", text), 0, 0.0
@@ -150,19 +150,14 @@ def _voice_name(name: str) -> str:
 
 def _by_element(document: ET.Element) -> list[VoicePart]:
     """Return a document's parts, each a document."""
-    try:
-        grouped = groupby(_voiced(document, "", 0), key=lambda found: found[0])
-        return [VoicePart(voice, f"<speak>{''.join(xml for _, xml in group)}</speak>") for voice, group in grouped]
-    except RecursionError:
-        raise _too_deep() from None
+    grouped = groupby(_voiced(document, ""), key=lambda found: found[0])
+    return [VoicePart(voice, f"<speak>{''.join(xml for _, xml in group)}</speak>") for voice, group in grouped]
 
 
-def _voiced(element: ET.Element, voice: str, depth: int) -> Iterator[tuple[str, str]]:
+def _voiced(element: ET.Element, voice: str) -> Iterator[tuple[str, str]]:
     """Yield voice and XML of the pieces of an element without its tail."""
     name = element.tag
-    if depth > _MAX_DEPTH:
-        raise _too_deep()
-    if name not in ("p", "s", "voice") and depth:
+    if name not in ("p", "s", "speak", "voice"):
         if any(inner.tag == "voice" for inner in element.iter()):
             raise _not_supported("voice")
         yield voice, ET.tostring(element, "unicode").replace(" />", "/>")  # not longer than it was: there is a limit
@@ -172,7 +167,7 @@ def _voiced(element: ET.Element, voice: str, depth: int) -> Iterator[tuple[str, 
     yield inside, around + escape(element.text or "")
     for child in element:
         tail, child.tail = child.tail or "", None
-        yield from _voiced(child, inside, depth + 1)
+        yield from _voiced(child, inside)
         yield inside, escape(tail)
     yield inside, around
 
@@ -187,16 +182,21 @@ def _document(text: str) -> ET.Element:
         raise ValueError(f"the SSML is not well-formed: {error}") from None
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
+    level, depth = [root], 0
+    while level := [child for element in level for child in element]:
+        depth += 1
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"SSML of more than {_MAX_DEPTH} levels")
+        if any(element.tag == "speak" for element in level):
+            raise _not_supported("speak")
     return root
 
 
-def _of_element(element: ET.Element, depth: int) -> Iterator[str]:
+def _of_element(element: ET.Element) -> Iterator[str]:
     """Yield the text of an element, with its pauses as they are written in any text."""
     name = element.tag
-    if name not in _SUPPORTED or (name == "speak") != (depth == 0):
+    if name not in _SUPPORTED:
         raise _not_supported(name)
-    if depth > _MAX_DEPTH:
-        raise _too_deep()
     if name == "break":
         yield ET.tostring(ET.Element("break", element.attrib), "unicode")
     elif name == "sub":
@@ -207,13 +207,9 @@ def _of_element(element: ET.Element, depth: int) -> Iterator[str]:
         around = "\n" if name in ("p", "s") else ""  # the end of a line ends a sentence
         yield around + (element.text or "")
         for child in element:
-            yield from _of_element(child, depth + 1)
+            yield from _of_element(child)
             yield child.tail or ""
         yield around
-
-
-def _too_deep() -> ValueError:
-    return ValueError(f"SSML of more than {_MAX_DEPTH} levels")
 
 
 def _not_supported(tag: str) -> ValueError:

@@ -29,7 +29,10 @@ def pronunciations(given: Any, name: str = "pronunciation", max_words: int = MAX
     if isinstance(given, str):
         if not given.strip():
             return {}
-        given = _json(given, name) if given.lstrip().startswith(("{", "[")) else _lines(given, name)
+        try:
+            given = json.loads(given) if given.lstrip().startswith(("{", "[")) else _lines(given, name)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{name} is not JSON: {error}") from None
     if not isinstance(given, Mapping):
         raise ValueError(f'{name} must be an object of words and readings such as {{"nginx": "engine x"}}')
     if len(given) > max_words:
@@ -81,13 +84,6 @@ class Pronouncer:
     def __call__(self, text: str) -> str:
         """Return `text` with the readings. The time is linear in the text for any dictionary."""
         return self._pattern.sub(lambda word: self._words.get(word[0]) or self._words[word[0].casefold()], text)
-
-
-def _json(text: str, name: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not JSON: {error}") from None
 
 
 def _lines(text: str, name: str) -> dict[str, str]:
