@@ -146,7 +146,7 @@ class Service:
             str(asked.get("language", "")),
             normalize=bool(asked.get("text_frontend", True)),
             request_seconds=int(asked.get("max_tokens", OrchestratorConfig.max_tokens)) / TOKEN_RATE,
-            as_is=[kind for flag, kind in SPELLING.items() if not asked.get(flag, True)],
+            as_is=[name for name in SPELLING if not asked.get(name, True)],
             voice_text=utterance.reference_text or self.voices.transcript(name),
             pronunciation=combined(
                 pronunciations(asked.get("pronunciation", ""), max_words=3 * MAX_WORDS), self.voices.pronunciation(name)

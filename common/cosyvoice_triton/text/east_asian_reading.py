@@ -8,6 +8,10 @@ from cosyvoice_triton.text.quantities import Around, Quantity, Reader
 
 _DOTTED = re.compile(r"(?:1[0-2]|[1-9])\.(?:[12]\d|3[01]|[1-9])")  # a day after its month
 
+_NUMBERED = re.compile(
+    r"(?:[^零一二三四五六七八九十百]号[\s是为:：=]*|[A-Za-z] |[A-Z]·)\Z"
+)  # before a number that is one
+
 
 class Chinese(Reader):
     """Reads Chinese."""
@@ -41,15 +45,8 @@ class Chinese(Reader):
         return "两" if digits == "2" and at("counted") else self.number(digits)
 
     def is_code(self, digits: str, at: Around) -> bool:
-        if len(digits) < 3 or at("named"):
-            return len(digits) > 2
-        if (
-            not at("counted")
-            and not digits.endswith("00")
-            and re.search(r"(?:[^零一二三四五六七八九十百]号[\s是为:：=]*|[A-Za-z] |[A-Z]·)\Z", at.before)
-        ):
-            return True
-        return super().is_code(digits, at)
+        numbered = not digits.endswith("00") and _NUMBERED.search(at.before) and not at("counted")
+        return len(digits) > 2 and (at("named") or bool(numbered) or super().is_code(digits, at))
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
         if at("dated") and all(_DOTTED.fullmatch(each.number) for each in (first, last)):

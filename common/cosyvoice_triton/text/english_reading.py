@@ -67,11 +67,10 @@ class English(Reader):
         return self.spelled(digits).replace("zero", "oh") if is_place else self.number(digits)
 
     def date(self, it: Quantity, at: Around) -> str:
-        year, month, day = it.year, it.month, it.day
-        year = ("20" if year < "50" else "19") * (len(year) == 2) + year
-        ended, said = f", {english_year(int(year))}" if year else "", english_ordinal(int(day))
+        year = ("20" if it.year < "50" else "19") * (len(it.year) == 2) + it.year
+        ended, said = f", {english_year(int(year))}" if year else "", english_ordinal(int(it.day))
         months = self.words.patterns["month"].split("|")
-        name = months[int(month) - 1] if month.isdigit() else self.words.tables["short"].get(month, month)
+        name = months[int(it.month) - 1] if it.month.isdigit() else self.words.tables["short"].get(it.month, it.month)
         if it.of:
             said = f"{'' if at.before.lower().endswith('the ') else 'the '}{said}"
             return f"{said} of {name}{ended}" if name else said

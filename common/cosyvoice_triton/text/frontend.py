@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache, lru_cache, partial
-from typing import Any, Literal
+from typing import Any
 
 from cosyvoice_triton.text.cleaning import OnLeftOut, plain_signs, plain_text, without_markup, without_thoughts
 from cosyvoice_triton.text.east_asian_reading import CHINESE, JAPANESE, KOREAN
@@ -24,27 +24,19 @@ from cosyvoice_triton.text.segments import (
     sentences,
 )
 
-Spelled = Literal["urls", "emails", "phones"]  # what a request can have left as it is
-# Request parameters that are flags, and what each leaves as it is written if it is false.
-SPELLING: dict[str, Spelled] = {
-    "url_normalization": "urls",
-    "email_normalization": "emails",
-    "phone_normalization": "phones",
-}
-
 # Left unchanged: the LLM's tags of sounds ("[laughter]", "<strong>") and phonemes ("[AH0]", "[ǐ]").
 _AS_IS = r"\[(?:[a-z_à-ǜ-]+|[A-Z]{1,2}[0-2]?)\]|</?(?:strong|laughter)>"
 
-# What requests can ask to have left unchanged, too.
-_KINDS = {
-    "phones": r"(?<![\w.,-])\+?\(?\d[\d ().-]{5,}\d(?![\w-])",
-    "urls": r"(?:https?://|www\.)[^\s<>\"]*[^\s<>\".,;:!?)\]']",
-    "emails": r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+",
+# What requests can have left unchanged, too: by the parameter, a flag, that is false then.
+SPELLING = {
+    "phone_normalization": r"(?<![\w.,-])\+?\(?\d[\d ().-]{5,}\d(?![\w-])",
+    "url_normalization": r"(?:https?://|www\.)[^\s<>\"]*[^\s<>\".,;:!?)\]']",
+    "email_normalization": r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+",
 }
 _READERS: dict[str | None, Reader] = {"en": ENGLISH, "zh": CHINESE, "ja": JAPANESE, "ko": KOREAN}
 
 
-def normalized(sentence: str, language: Language, as_is: Collection[Spelled] = (), korean_words: bool = True) -> str:
+def normalized(sentence: str, language: Language, as_is: Collection[str] = (), korean_words: bool = True) -> str:
     """Return `sentence` with its numbers and symbols as words, surrounding whitespace kept. Tags of sounds and what
     is in `as_is` stay unchanged, and so do digits in languages in which the LLM reads them."""
     reader = _READERS.get(language)
@@ -57,8 +49,8 @@ def normalized(sentence: str, language: Language, as_is: Collection[Spelled] = (
 
 
 @cache
-def _unchanged(as_is: frozenset[Spelled]) -> re.Pattern[str]:
-    return re.compile("|".join([f"({_AS_IS}", *(_KINDS[kind] for kind in sorted(as_is & _KINDS.keys()))]) + ")")
+def _unchanged(as_is: frozenset[str]) -> re.Pattern[str]:
+    return re.compile("|".join([f"({_AS_IS}", *(SPELLING[name] for name in sorted(as_is))]) + ")")
 
 
 CACHED_TRANSCRIPTS = 256  # voices are used repeatedly, and normalizing a transcript takes about 10 ms
@@ -75,7 +67,7 @@ class TextFrontend:
 
     `stack`: the stack that speaks them; CosyVoice3 speaks nine languages and reads digits in most of them, the others
     four. `normalize`: leave out Markdown, HTML and emoji, spell out numbers and symbols, clean Chinese as CosyVoice2
-    does. `as_is`: what stays as it is written. Safe to use from several threads.
+    does. `as_is`: names of SPELLING, for what stays as it is written. Safe to use from several threads.
 
     `warning`: what is wrong with every text in one of the languages; "" if nothing is.
     """
@@ -93,7 +85,7 @@ class TextFrontend:
         text: str,
         normalize: bool = True,
         request_seconds: float = math.inf,
-        as_is: Collection[Spelled] = (),
+        as_is: Collection[str] = (),
         language: str = "",
         voice_text: str = "",
         pronunciation: Mapping[str, str] | None = None,
@@ -166,7 +158,7 @@ class TextFrontend:
         return "".join(sentences(without_markup(plain_signs(text)), read, close=False)).strip()
 
     def _in_words(
-        self, language: Language | None, fixed: bool, as_is: Collection[Spelled], warn: OnWarning, sentence: str
+        self, language: Language | None, fixed: bool, as_is: Collection[str], warn: OnWarning, sentence: str
     ) -> tuple[str, Language | None]:
         """Return a sentence in words, and its language: that of the text if the request has `fixed` it."""
         own = language if fixed else language_of_sentence(sentence, language, self.languages)

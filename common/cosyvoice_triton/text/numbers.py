@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-LONGEST = 15  # digits of what is read as a number; a longer one is read digit by digit
-
 ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen"

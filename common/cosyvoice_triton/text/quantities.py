@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from unicodedata import normalize
 
-from cosyvoice_triton.text.numbers import LONGEST, one_by_one, roman
+from cosyvoice_triton.text.numbers import one_by_one, roman
 from cosyvoice_triton.text.tables import CURRENCIES, Words, counted
 
 
@@ -80,6 +80,7 @@ class Quantity(NamedTuple):
         return self.is_plain and len(self.number) < 4 and int(self.number) < limit
 
 
+LONGEST = 15  # digits of what is read as a number; a longer one is read digit by digit
 _DIGITS = re.compile(r"\d+")
 _DASH = re.compile(r"\s?(?:[~～〜]|[-–—]+)\s?")
 _PAIRS = re.compile(r"(?:[,、，;]\s?\d+[-–:]\d+)+")
