@@ -146,7 +146,7 @@ class RequestRules:
             )
         if pieces is None and (tags := left_out(target_text)):
             on_warning(f"tags were left out, as they mean nothing here: {', '.join(tags[:8])}")
-        sampling = sampling_of(given, self.sampling)
+        sampling, words = sampling_of(given, self.sampling), given.get("pronunciation")
         return SynthesisRequest(
             target_text=target_text if pieces is None else "",
             voice=voice,
@@ -156,7 +156,7 @@ class RequestRules:
             as_is=frozenset(name for name in SPELLING if not _flag(given, name, True)),
             language=named(str(given.get("language", "")), self.languages) or "",
             # The speech service sends those of a voice and of its folder with the request's own.
-            pronunciation=pronunciations(given.get("pronunciation", ""), max_words=3 * MAX_WORDS),
+            pronunciation=pronunciations(words, max_words=3 * MAX_WORDS) if words is not None else {},
             sampling=sampling,
             max_tokens=sampling.max_tokens if "max_tokens" in given else None,
             trim_silence=_flag(given, "trim_silence", self.trim_silence),

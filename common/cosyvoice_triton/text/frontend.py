@@ -168,7 +168,7 @@ class TextFrontend:
         # character takes longer than half a second.
         is_long = len(sentence) >= 2 * SEGMENT_SECONDS
         fitted = fitting(sentence, partial(expected_seconds, japanese=own == "ja")) if is_long else [sentence]
-        words = "".join([normalized(part, own, as_is, self._korean_words) for part in fitted])
+        words = "".join(map(partial(normalized, language=own, as_is=as_is, korean_words=self._korean_words), fitted))
         if own == "ja" and self._kana:
             if self.warning and has_kanji(words):
                 warn(self.warning)
