@@ -1,7 +1,5 @@
 """Numbers in the words of four languages."""
 
-from collections.abc import Sequence
-
 ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen"
@@ -88,8 +86,3 @@ def korean_count(number: int, limit: int) -> str:
     if not 0 < number < limit:
         return korean(number)
     return "스무" if number == 20 else _NATIVE_TENS[number // 10] + _NATIVE[number % 10]
-
-
-def one_by_one(digits: str, words: Sequence[str], joint: str = "") -> str:
-    """Return the digits of `digits` one by one, in the words of 0 to 9."""
-    return joint.join(words[int(char)] for char in digits if char in "0123456789")

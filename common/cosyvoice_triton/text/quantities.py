@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from unicodedata import normalize
 
-from cosyvoice_triton.text.numbers import one_by_one, roman
+from cosyvoice_triton.text.numbers import roman
 from cosyvoice_triton.text.tables import CURRENCIES, Words, counted
 
 
@@ -57,7 +57,7 @@ class Quantity(NamedTuple):
     @property
     def digits(self) -> str:
         """Return the number of an amount without marks of thousands."""
-        return re.sub("[,'’ ]", "", self.number)
+        return self.number.translate(_MARKS)
 
     @property
     def groups(self) -> list[str]:
@@ -81,6 +81,7 @@ class Quantity(NamedTuple):
 
 
 LONGEST = 15  # digits of what is read as a number; a longer one is read digit by digit
+_MARKS = dict.fromkeys(map(ord, ",'’ "))  # of thousands
 _DIGITS = re.compile(r"\d+")
 _DASH = re.compile(r"\s?(?:[~～〜]|[-–—]+)\s?")
 _PAIRS = re.compile(r"(?:[,、，;]\s?\d+[-–:]\d+)+")
@@ -156,7 +157,7 @@ class Reader:
 
     def spelled(self, digits: str) -> str:
         """Return digits one by one."""
-        return one_by_one(digits, self.digits, self.say["between"])
+        return self.say["between"].join([self.digits[int(char)] for char in digits if char in "0123456789"])
 
     def decimals(self, digits: str) -> str:
         """Return the digits after a point."""
@@ -275,7 +276,7 @@ class Reader:
             if found := pattern.match(text, begin):
                 it, stop = Quantity(kind, found[0], **found.groupdict("")), found.end()
                 break
-        if it.is_plain and _LETTER.match(text, stop):
+        if _LETTER.match(text, stop) and it.is_plain:
             return Quantity("name", it.text), stop
         return it._replace(currency=it.unit, unit="") if it.unit in CURRENCIES and not it.currency else it, stop
 

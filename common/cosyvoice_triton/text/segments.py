@@ -18,8 +18,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
-from itertools import repeat
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -57,15 +56,17 @@ def expected_seconds(text: str, japanese: bool | None = None) -> float:
 @lru_cache(maxsize=64)  # of one text it is asked when that is divided, and again to bound the LLM's answer
 def _expected(text: str, japanese: bool) -> float:
     text, phonemes = _PHONEME.subn("", text) if "[" in text else (text, 0)
-    characters = sum(map(_of_character, text, repeat(_HAN_JAPANESE if japanese else _HAN_CHINESE)))
+    characters = sum(map(_SECONDS[japanese], text))
     pauses = sum(seconds * len(mark.findall(text)) for mark, seconds in _PAUSES)
     return _PHONEME_SECONDS * phonemes + characters + pauses + _SPELLED_LETTER * sum(map(len, _SPELLED.findall(text)))
 
 
-@lru_cache(1 << 14)
-def _of_character(char: str, han: float) -> float:
+def _of_character(han: float, char: str) -> float:
     of_script = (seconds for script, seconds in ((_HAN, han), *_BY_SCRIPT) if script.match(char))
     return next(of_script, _BY_CATEGORY.get(unicodedata.category(char)[0], _SILENT))
+
+
+_SECONDS = [lru_cache(1 << 14)(partial(_of_character, han)) for han in (_HAN_CHINESE, _HAN_JAPANESE)]
 
 
 _TAG_AT_END = re.compile(r"(?:\[[A-Za-zà-ǜ0-9_-]+\]|<[^<>]*>)\Z")

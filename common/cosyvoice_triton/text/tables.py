@@ -96,11 +96,8 @@ class Words:
         def named(found: re.Match[str]) -> str:
             if found[1] in self.patterns:
                 return self.pattern(self.patterns[found[1]]).pattern
-            words = sorted(self.tables.get(found[1], ()), key=len, reverse=True)
-            either = (
-                rf"[{word[0].upper()}{word[0]}]{word[1:]}" if word[0].islower() else re.escape(word) for word in words
-            )
-            return "|".join(either) or "(?!)"
+            words = self.tables.get(found[1], ())
+            return one_of({form for word in words for form in (word, word[:1].upper() + word[1:])}) or "(?!)"
 
         return re.compile(re.sub("«(.*?)»", named, written.replace("␣", " ")))
 
@@ -110,9 +107,10 @@ class Words:
         return lambda word: table.get(word, table.get(word[:1].lower() + word[1:], "").capitalize() or word)
 
     def _rules(self, *sections: str) -> Callable[[str], str]:
-        """Return what applies the rules of sections in their order; of a group only to a text that has its "?"."""
-        groups: list[tuple[re.Pattern[str], list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]]] = []
-        for row in chain(*(_SECTIONS[section] for section in sections)):
+        """Return what applies the rules of sections in their order; those after a "?" only to a text that has it."""
+        groups: list[tuple[re.Pattern[str], list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]]]
+        groups = []
+        for row in chain(*(["? ", *_SECTIONS[section]] for section in sections)):
             pattern, mark, said = row.partition(" ⇒ ")
             if mark:
                 groups[-1][1].append((self.pattern(pattern), self._said(said.replace("␣", " "))))
