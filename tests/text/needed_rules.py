@@ -25,7 +25,7 @@ def sentences() -> dict[str, dict[str, str]]:
     given: dict[str, dict[str, str]] = {language: {} for language in LANGUAGES}
     for case in cases():
 
-        def seen(sentence: str, language: str, *rest: Any, name: str = case["id"]) -> str:
+        def seen(sentence: str, language: str, name: str = case["id"], **rest: Any) -> str:
             if language in given:
                 given[language].setdefault(sentence, name)
             return sentence
