@@ -3,7 +3,7 @@
 import re
 
 from cosyvoice_triton.text.numbers import ONES, english, english_ordinal, english_year
-from cosyvoice_triton.text.quantities import Around, Quantity, Reader
+from cosyvoice_triton.text.quantities import ORDINALS, Around, Quantity, Reader
 from cosyvoice_triton.text.tables import CURRENCIES, counted
 
 _CODED = re.compile(r"\b(?!(?:AD|BC|CE|AM|PM|TV|UP) )[A-Z]{2} \Z")  # two capitals before a number
@@ -36,7 +36,7 @@ class English(Reader):
         scale, digits = it.scale, it.digits
         if len(it.unit) == 1 and it.unit.isupper() and (at("seat") or re.match(r"\. [A-Z\d]", at.after)):
             return f"{self.number(digits)} {it.unit}"
-        if scale in ("st", "nd", "rd", "th"):
+        if scale in ORDINALS:
             return english_ordinal(int(digits)) if digits.isdigit() else self.number(digits) + scale
         if it.currency and not scale:
             return self.sign(it, at) + self._paid(it)

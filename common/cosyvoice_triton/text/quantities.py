@@ -82,6 +82,7 @@ class Quantity(NamedTuple):
 
 LONGEST = 15  # digits of what is read as a number; a longer one is read digit by digit
 _MARKS = dict.fromkeys(map(ord, ",'’ "))  # of thousands
+ORDINALS = ("st", "nd", "rd", "th")
 _DIGITS = re.compile(r"\d+")
 _DASH = re.compile(r"\s?(?:[~～〜]|[-–—]+)\s?")
 _PAIRS = re.compile(r"(?:[,、，;]\s?\d+[-–:]\d+)+")
@@ -220,7 +221,8 @@ class Reader:
         if first.unit == last.unit and not first.sign and not self.unit_of(last).endswith("之"):
             first = first._replace(unit="")
         said = self.said(first._replace(currency=""), at.before, at.after).strip()
-        return f"{said}{self.say['to']}{self.said(last, '', at.after)}"
+        before = at.before if last.is_plain else ""
+        return f"{said}{self.say['to']}{self.said(last, before, at.after)}"
 
     def date(self, it: Quantity, at: Around) -> str:
         said = self.year(it.year) + self.say["year"] if it.year else ""
@@ -301,7 +303,7 @@ class Reader:
         if not (first.is_plain and last.is_plain) or len(first.number) < 2:
             return False
         descending = len(first.number) == len(last.number) > 3 and last.number < first.number
-        return last.number[0] == "0" != last.number or descending or at("code")
+        return last.number[0] == "0" != last.number or descending or at("code") or self.is_code(first.number, at)
 
 
 def _paired(first: Quantity, last: Quantity) -> tuple[Quantity, Quantity] | None:
@@ -314,6 +316,7 @@ def _paired(first: Quantity, last: Quantity) -> tuple[Quantity, Quantity] | None
         elif last.kind == kind and first.is_below(limit):
             first = Quantity(kind, of=last.of, **{part: first.number})
     of_two_units = first.unit and last.unit and first.unit != last.unit
+    of_two_units = of_two_units or (last.scale in ORDINALS) > (first.scale in ORDINALS)
     if of_two_units or first.kind != last.kind or first.kind not in ("amount", "date", "clock"):
         return None
     return first._replace(unit=first.unit or last.unit), last._replace(currency=last.currency or first.currency)
