@@ -315,8 +315,8 @@ def _paired(first: Quantity, last: Quantity) -> tuple[Quantity, Quantity] | None
             last = Quantity(kind, **{part: last.number})
         elif last.kind == kind and first.is_below(limit):
             first = Quantity(kind, of=last.of, **{part: first.number})
-    of_two_units = first.unit and last.unit and first.unit != last.unit
-    of_two_units = of_two_units or (last.scale in ORDINALS) > (first.scale in ORDINALS)
-    if of_two_units or first.kind != last.kind or first.kind not in ("amount", "date", "clock"):
+    units_differ = first.unit and last.unit and first.unit != last.unit
+    only_last_ordinal = last.scale in ORDINALS and first.scale not in ORDINALS
+    if units_differ or only_last_ordinal or first.kind != last.kind or first.kind not in ("amount", "date", "clock"):
         return None
     return first._replace(unit=first.unit or last.unit), last._replace(currency=last.currency or first.currency)
