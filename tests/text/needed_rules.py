@@ -25,7 +25,7 @@ def sentences() -> dict[str, dict[str, str]]:
     given: dict[str, dict[str, str]] = {language: {} for language in LANGUAGES}
     for case in cases():
 
-        def seen(sentence: str, language: str, *rest: Any, name: str = case["id"]) -> str:
+        def seen(sentence: str, language: str, name: str = case["id"], **rest: Any) -> str:
             if language in given:
                 given[language].setdefault(sentence, name)
             return sentence
@@ -55,8 +55,8 @@ def without() -> Iterator[tuple[str, list[Reader]]]:
                 except (KeyError, re.error):  # other rows use its name, or are its pattern's other half
                     yield f"{section}: {row}", []
     for table in (tables.UNITS, tables.CURRENCIES):
-        for one in dict.fromkeys(unit.en for unit in table.values()):
-            taken = {sign: table.pop(sign) for sign in [*table] if table[sign].en == one}
+        for one in dict.fromkeys(unit["en"] for unit in table.values()):
+            taken = {sign: table.pop(sign) for sign in [*table] if table[sign]["en"] == one}
             yield f"unit {one}", [type(frontend._READERS[language])() for language in LANGUAGES]
             table.update(taken)
 

@@ -27,9 +27,13 @@ def test_text_that_needs_no_words_or_would_be_misread_is_unchanged(text: str) ->
 
 def test_what_a_request_wants_unchanged_is_not_spelled_out() -> None:
     text = "See https://a.org/b or bob@a.org, 555-1234."
-    assert normalized(text, "en", ("urls",)).startswith("See https://a.org/b or bob at a dot org, five five five")
-    assert normalized(text, "en", ("emails",)).startswith("See a dot org slash b or bob@a.org, five five five")
-    assert normalized(text, "en", ("phones",)).endswith(", 555-1234.")
+    assert normalized(text, "en", ("url_normalization",)).startswith(
+        "See https://a.org/b or bob at a dot org, five five five"
+    )
+    assert normalized(text, "en", ("email_normalization",)).startswith(
+        "See a dot org slash b or bob@a.org, five five five"
+    )
+    assert normalized(text, "en", ("phone_normalization",)).endswith(", 555-1234.")
 
 
 @pytest.mark.slow
@@ -217,6 +221,10 @@ def test_emoji_and_blanks_take_linear_time(pattern: str) -> None:
     started = time.process_time()
     assert is_speakable((pattern * 60_000)[:60_000] + "a")
     assert time.process_time() - started < 3.0
+
+
+def test_the_bullet_of_a_line_leaves_no_blank(frontend: TextFrontend) -> None:
+    assert list(frontend.segments("Shopping:\n▪ Milk\n▪\ufe0f Eggs\n• Tea")) == ["Shopping: Milk. Eggs. Tea."]
 
 
 # --- Chinese -----------------------------------------------------------------------------------------------------

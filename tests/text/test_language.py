@@ -31,6 +31,12 @@ def test_the_words_of_a_text_show_its_language(text: str, language: str | None) 
     assert language_of(text) == language
 
 
+def test_a_language_that_the_stack_does_not_speak_must_be_certain() -> None:
+    assert language_of("Der Zug nach Berlin kommt um 15 Uhr.", None, OF_COSYVOICE2) == "de"
+    for text in ("Los Angeles, 72°F", "Die hard 2 tonight"):
+        assert language_of(text) != "en" and language_of(text, None, OF_COSYVOICE2) == "en"
+
+
 def test_a_text_of_few_words_has_the_language_of_the_voice() -> None:
     assert language_of("OK 3", "de") == "de"
     assert language_of("This is a whole sentence.", "de") == "en"

@@ -5,9 +5,8 @@ from collections import Counter
 
 import pytest
 from cosyvoice_triton.text import TextFrontend, clean_text
-from cosyvoice_triton.text.cleaning import plain_signs, without_markup
+from cosyvoice_triton.text.cleaning import _ENTITY, _FORMULA, plain_signs, plain_text, without_markup
 from cosyvoice_triton.text.frontend import normalized
-from cosyvoice_triton.text.sources import _ENTITY, _FORMULA, plain_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

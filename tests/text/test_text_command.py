@@ -103,8 +103,8 @@ def test_what_is_not_spoken_is_named_with_its_reason(
 
 def test_json_lines_are_all_that_is_on_standard_output(tmp_path: Path) -> None:
     """Also if a library prints, in Python or below it."""
-    noisy = "import os; from cosyvoice_triton.cli import text; own = text.preview\n"
-    noisy += "text.preview = lambda *a, **b: (print('noise'), os.write(1, b'more'), own(*a, **b))[2]\n"
+    noisy = "import os; from cosyvoice_triton.cli import text; own = text.TextFrontend.preview\n"
+    noisy += "text.TextFrontend.preview = lambda *a, **b: (print('noise'), os.write(1, b'more'), own(*a, **b))[2]\n"
     run = subprocess.run(
         [sys.executable, "-c", noisy + "text.main(['--jsonl'])"],
         input='{"text": "Hi."}\n',

@@ -25,7 +25,6 @@ from cosyvoice_triton.cli.pronunciation import words
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.text import TextFrontend, clean_text
 from cosyvoice_triton.text.cleaning import control_tokens
-from cosyvoice_triton.text.preview import preview
 
 _frontend = cache(TextFrontend)
 
@@ -95,6 +94,6 @@ def _answer(line: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def _preview(text: str, language: str, stack: str, args: argparse.Namespace) -> dict[str, Any]:
     whole = clean_text(text, name="target_text", max_chars=OrchestratorConfig.max_text_chars)
-    found = preview(_frontend(stack, args.skip_thoughts), whole, language, pronunciation=args.pronunciation)
+    found = _frontend(stack, args.skip_thoughts).preview(whole, language, pronunciation=args.pronunciation)
     tokens = [{"text": each, "reason": "control token"} for each in control_tokens(text)]
     return found | ({"left_out": tokens + found.get("left_out", [])} if tokens else {})

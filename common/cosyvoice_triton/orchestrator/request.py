@@ -22,7 +22,7 @@ from cosyvoice_triton.monitoring.tracing import TRACEPARENT
 from cosyvoice_triton.orchestrator.conversion import Source
 from cosyvoice_triton.orchestrator.report import OnWarning, ignore
 from cosyvoice_triton.text import clean_line, clean_text, clean_transcript, split_instruction, strip_control_tokens
-from cosyvoice_triton.text.frontend import SPELLING, Spelled
+from cosyvoice_triton.text.frontend import SPELLING
 from cosyvoice_triton.text.language import EVERY, Language, named
 from cosyvoice_triton.text.markup import left_out
 from cosyvoice_triton.text.pronunciation import MAX_FILE_BYTES, MAX_WORDS, pronunciations
@@ -81,7 +81,7 @@ class SynthesisRequest:
     instruct_text: str = ""
     cross_lingual: bool = False
     normalize: bool = True
-    as_is: frozenset[Spelled] = frozenset()
+    as_is: frozenset[str] = frozenset()
     language: str = ""
     pronunciation: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
@@ -164,17 +164,17 @@ class RequestRules:
             )
         if pieces is None and (tags := left_out(target_text)):
             on_warning(f"tags were left out, as they mean nothing here: {', '.join(tags[:8])}")
-        sampling = sampling_of(given, self.sampling)
+        sampling, words = sampling_of(given, self.sampling), given.get("pronunciation")
         return SynthesisRequest(
             target_text=target_text if pieces is None else "",
             voice=voice,
             instruct_text=instruct_text,
             cross_lingual=cross_lingual,
             normalize=_flag(given, "text_frontend", True),
-            as_is=frozenset(kind for name, kind in SPELLING.items() if not _flag(given, name, True)),
+            as_is=frozenset(name for name in SPELLING if not _flag(given, name, True)),
             language=named(str(given.get("language", "")), self.languages) or "",
             # The speech service sends those of a voice and of its folder with the request's own.
-            pronunciation=pronunciations(given.get("pronunciation", ""), max_words=3 * MAX_WORDS),
+            pronunciation=pronunciations(words, max_words=3 * MAX_WORDS) if words is not None else {},
             sampling=sampling,
             max_tokens=sampling.max_tokens if "max_tokens" in given else None,
             trim_silence=_flag(given, "trim_silence", self.trim_silence),

@@ -371,7 +371,8 @@ class Synthesizer:
         voice = request.voice if isinstance(request.voice, Recording) else self._voices.get(request.voice)
         if not request.has_text:
             return voice, {}
-        return voice, combined(request.pronunciation, self._voices.pronunciation(request.voice))
+        words = self._voices.pronunciation(request.voice)
+        return voice, combined(request.pronunciation, words) if request.pronunciation else words
 
     def _prepared(
         self, request: SynthesisRequest, transcript: str, pronunciation: Mapping[str, str], on_warning: OnWarning

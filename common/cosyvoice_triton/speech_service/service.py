@@ -32,7 +32,6 @@ from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.text import TextFrontend, clean_text
 from cosyvoice_triton.text.frontend import SPELLING
-from cosyvoice_triton.text.preview import preview
 from cosyvoice_triton.text.pronunciation import MAX_WORDS, combined, pronunciations
 from cosyvoice_triton.text.prosody import without_duration
 from cosyvoice_triton.voice.judgement import judge
@@ -125,8 +124,8 @@ class Service:
             return decode_base64(encoded, self.settings.max_reference_bytes, MAX_SOURCE_SECONDS)
 
     async def preview(self, wanted: SpeechRequest, upload: bytes | None = None) -> dict[str, Any]:
-        """Return what will be spoken, as `text.preview` does, of all parts of the text; the warnings include those
-        about a recording in the request. ApiError."""
+        """Return what will be spoken, as `TextFrontend.preview` does, of all parts of the text; the warnings include
+        those about a recording in the request. ApiError."""
         answer = await self.answer(wanted, upload, encoder=AudioEncoder("pcm"))  # nothing is encoded
         with self.dispatcher.pool.lease(answer.model) as (_, model):
             stack = stacks.of_model(model).name
@@ -144,15 +143,13 @@ class Service:
 
     def _preview(self, stack: str, utterance: Utterance, judged: bool) -> dict[str, Any]:
         asked, name = utterance.parameters, utterance.speaker or ""
-        answer = preview(
-            _frontend(stack),
-            clean_text(
-                without_duration(utterance.target_text)[0], name="target_text", max_chars=self.settings.max_input_chars
-            ),
+        text = without_duration(utterance.target_text)[0]
+        answer = _frontend(stack).preview(
+            clean_text(text, name="target_text", max_chars=self.settings.max_input_chars),
             str(asked.get("language", "")),
             normalize=bool(asked.get("text_frontend", True)),
             request_seconds=int(asked.get("max_tokens", OrchestratorConfig.max_tokens)) / TOKEN_RATE,
-            as_is=[kind for flag, kind in SPELLING.items() if not asked.get(flag, True)],
+            as_is=[name for name in SPELLING if not asked.get(name, True)],
             voice_text=utterance.reference_text or self.voices.transcript(name),
             pronunciation=combined(
                 pronunciations(asked.get("pronunciation", ""), max_words=3 * MAX_WORDS), self.voices.pronunciation(name)

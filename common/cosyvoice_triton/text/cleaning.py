@@ -1,11 +1,11 @@
-"""What nobody speaks is removed from a client's text: control tokens, Markdown, HTML, emoji, and invisible signs.
-
-Text with nothing to speak is an error.
+"""What nobody speaks is removed from a client's text: what it was written as, such as HTML, LaTeX, subtitles or the
+thoughts of an LLM; control tokens, Markdown, emoji, and invisible signs. Text with nothing to speak is an error.
 """
 
+import html
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 from urllib.parse import unquote
@@ -13,7 +13,87 @@ from urllib.parse import unquote
 import regex
 
 from cosyvoice_triton.constants import SYSTEM_WORDS
-from cosyvoice_triton.text.sources import OnLeftOut, gone
+from cosyvoice_triton.text.tables import Words
+
+OnLeftOut = Callable[[str, str], object]  # is told what is left out, and the reason
+
+_WORDS = Words("markup", {})
+_BLOCK, _INLINE, _SILENT = (_WORDS.pattern(f"«{name}»") for name in ("block", "inline", "silent"))  # names of elements
+_TAG = re.compile(_WORDS.pattern("«tag»").pattern, re.DOTALL | re.IGNORECASE)
+_ROW_END = re.compile(r", *\n\s*")
+_SPOKEN_TAG = re.compile(r"</?(?:strong|laughter)>")  # of the LLM's vocabulary
+_ENTITY = re.compile(r"&(?:[A-Za-z][A-Za-z0-9]{1,30}|#\d{1,7}|#[xX][0-9A-Fa-f]{1,6});")
+_RAISED, _LOWERED = (str.maketrans("0123456789-+", signs) for signs in ("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "₀₁₂₃₄₅₆₇₈₉₋₊"))
+_CUE = _WORDS.pattern("«cue»")
+_THOUGHT = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL | re.IGNORECASE)
+_FORMULA = re.compile(_WORDS.pattern("«formula»").pattern, re.DOTALL)
+_MATHEMATICAL = re.compile(r"\\[A-Za-z]|[\^_=]|\A[A-Za-z]\Z")
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_COMMAND = re.compile(r"\\([A-Za-z]+|.)")
+
+
+def plain_text(text: str, on_left_out: OnLeftOut) -> str:
+    """Return the words of `text` without HTML, with the signs that entities and LaTeX stand for, and without the
+    numbers and times of subtitles."""
+    if "-->" in text:
+        text = _CUE.sub(lambda found: gone(found[0], "marks of a subtitle", on_left_out), text)
+    if "<" in text:
+        text = _ROW_END.sub("\n", _TAG.sub(lambda found: _of_tag(found, on_left_out), text))
+    if "&" in text:
+        text = _ENTITY.sub(lambda found: html.unescape(found[0]), text)
+    if "$" in text or "\\" in text:
+        text = _FORMULA.sub(lambda found: _of_formula(found, on_left_out), text)
+    return text
+
+
+def without_thoughts(text: str, on_left_out: OnLeftOut) -> str:
+    """Return `text` without what an LLM wrote between `<think>` and `</think>`."""
+    return _THOUGHT.sub(lambda found: gone(found[0], "thoughts", on_left_out), text)
+
+
+def gone(written: str, reason: str, on_left_out: OnLeftOut, instead: str = "") -> str:
+    """Tell `on_left_out` of what is not spoken, and return what is spoken instead."""
+    on_left_out(written.strip(), reason)
+    return instead
+
+
+def _of_tag(found: re.Match[str], on_left_out: OnLeftOut) -> str:
+    """Return what is spoken of a tag: a line's end after a block, a comma after a cell; all of what is none."""
+    written, name = found[0], (found["name"] or "").lower()
+    if found["silent"]:
+        return gone(written, f"contents of <{found['silent'].lower()}>", on_left_out, " ")
+    if found["raised"]:
+        on_left_out(written.replace(found["digits"], " "), "HTML tag")
+        return found["digits"].translate(_RAISED if found["raised"].lower() == "sup" else _LOWERED)
+    if written.startswith("<!"):
+        return gone(written, "HTML comment", on_left_out)
+    if name and not _SPOKEN_TAG.fullmatch(written):
+        if _BLOCK.fullmatch(name):
+            return gone(written, "HTML tag", on_left_out, "\n")
+        if found["prefix"] or _INLINE.fullmatch(name) or _SILENT.fullmatch(name):
+            return gone(written, "HTML tag", on_left_out, ", " if name in ("td", "th") and found["end"] else "")
+    return written
+
+
+def _of_formula(found: re.Match[str], on_left_out: OnLeftOut) -> str:
+    """Return a formula with signs for its commands, of which an unknown one is said by its name."""
+
+    def sign(command: re.Match[str]) -> str:
+        name, signs = command[1], _WORDS.tables["command"]
+        if name in signs:
+            return gone(command[0], "LaTeX command", on_left_out, signs[name])
+        return name if name in "%&#$" else f" {name} " if name.isalpha() else " "
+
+    body = next(filter(None, found.groups()))
+    if found["inline"] and not _MATHEMATICAL.search(body):
+        return found[0]
+    body = _FRACTION.sub(lambda each: f"{each[1]}/{each[2]}" if each[1].isdigit() else f"{each[1]} / {each[2]}", body)
+    return (
+        re.sub(r"\^\{([^{}]*)\}", r"^\1", _COMMAND.sub(sign, body))
+        .translate(dict.fromkeys(map(ord, "{}_"), " "))
+        .strip()
+    )
+
 
 # Format characters, but the joiner and the tags of emoji, which `without_emoji` removes with them.
 _INVISIBLE = re.compile(
@@ -23,10 +103,10 @@ _JOINER = re.compile("(?<![\u200d\ufe0f\u2600-\u27bf\U0001f000-\U0001ffff])\u200
 _ODD_BLANK = re.compile("[\u00a0\u2000-\u200a\u202f\u205f]")
 _SAME = str.maketrans({"\u2010": "-", "\u2011": "-", "\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2044": "/"})
 _VULGAR = re.compile("(?<=\\d)(?=[\u00bc-\u00be\u2150-\u215e])")
-_RAISED = "[\u207b\u00b9\u00b2\u00b3\u2070\u2074-\u2079]+"
-_POWER = re.compile(f"(?<=\\d){_RAISED}")
-_FOOTNOTE_MARK = re.compile(f"(?:(?<=[a-z]{{4}})|(?<=[.,;:!?。，、\u4e00-\u9fff])(?<!米)){_RAISED}")
-_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e\u2189]")
+_SUPERSCRIPTS = "[\u207b\u00b9\u00b2\u00b3\u2070\u2074-\u2079]+"
+_POWER = re.compile(f"(?<=\\d){_SUPERSCRIPTS}")
+_FOOTNOTE_MARK = re.compile(f"(?:(?<=[a-z]{{4}})|(?<=[.,;:!?。，、\u4e00-\u9fff])(?<!米)){_SUPERSCRIPTS}")
+_VULGAR_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e\u2189]")
 # Letters and digits that are others in another dress: full width, mathematical, ligatures, super- and subscripts, but
 # those of m² and x²: the languages read them.
 _DRESSED = re.compile(
@@ -59,7 +139,7 @@ def plain_signs(text: str, on_left_out: OnLeftOut = lambda written, reason: None
         text = _CIRCLED.sub(lambda found: _item(found, on_left_out), text)
     text = _ODD_BLANK.sub(" ", _JOINER.sub("", _INVISIBLE.sub("", text))).translate(_SAME)
     text = _LOVE[1].sub("爱", _LOVE[0].sub(r"\1 love ", text))
-    text = _FRACTION.sub(lambda match: _plain(match[0]), _VULGAR.sub(" ", text))
+    text = _VULGAR_FRACTION.sub(lambda match: _plain(match[0]), _VULGAR.sub(" ", text))
     text = _FOOTNOTE_MARK.sub(
         lambda mark: gone(mark[0], "footnote mark", on_left_out), _POWER.sub(lambda match: "^" + _plain(match[0]), text)
     )
@@ -89,7 +169,7 @@ _LEFT = re.compile(
 _STAR_KEY = re.compile(r"\b([Pp]ress|[Dd]ial) \*(?=[\s\d.,]|$)")
 _FOOTNOTE = re.compile(r"\[\^[\w-]{1,32}\]|(?<=[^\s\[\]])(?:\[\d{1,3}\])+")
 _TASK = re.compile(r"^(\s*[-*+] )(\[[ xX]\]) ", re.MULTILINE)
-_BULLET = re.compile(r"^\s*(?:[•◦‣▪▫●○■□◆◇▶►➤➢✓✔✗✘→⇒]\s*|~{3,})", re.MULTILINE)
+_BULLET = re.compile(r"^\s*(?:[•◦‣▪▫●○■□◆◇▶►➤➢✓✔✗✘→⇒]\ufe0f?\s*|~{3,})", re.MULTILINE)
 _TIMES = re.compile(r"\*(?=\d)(?:(?<=\d\*)|(?<=\d[a-z]\*)|(?<=\d[a-z]{2}\*))")
 _LINK = re.compile(r"\[([^\[\]\n]+)\](\((?:[a-z]+:|/|\.|#|www)[^()\n]*\))")  # with a blank, which is no Markdown
 _BLANKS = re.compile(r"[^\S\n]{2,}")
@@ -122,8 +202,8 @@ def without_emoji(text: str) -> str:
 def without_markup(text: str, on_left_out: OnLeftOut = lambda written, reason: None) -> str:
     """Return `text` without Markdown, emoji and rows of signs: the words of links, code and tables stay, and the numbers
     of lists."""
-    text = _FOOTNOTE.sub(lambda mark: gone(mark[0], "footnote mark", on_left_out), without_emoji(text))
-    text = _TIMES.sub("×", _BULLET.sub("", _STAR_KEY.sub(r"\1 star ", text)))
+    text = _FOOTNOTE.sub(lambda mark: gone(mark[0], "footnote mark", on_left_out), without_emoji(_BULLET.sub("", text)))
+    text = _TIMES.sub("×", _STAR_KEY.sub(r"\1 star ", text))
     if _MARKUP.search(text):
         text = _TASK.sub(lambda box: gone(box[2], "box of a task", on_left_out, box[1]), text)
         text = "".join(_rendered(text, on_left_out)).replace(", \n", "\n")
@@ -181,7 +261,7 @@ _SPEAKABLE = ("L", "N", "S")
 # Tags and selectors, which hide a text in another one, and accents in heaps.
 _HIDDEN = regex.compile(r"[\U000e0000-\U000e01ef]+|\p{M}{9,}")
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # Unicode's category Cc without line feeds
-_FILLERS = "\u115f\u1160\u3164\uffa0"  # invisible letters
+_FILLERS = dict.fromkeys(map(ord, "\u115f\u1160\u3164\uffa0"))  # invisible letters
 
 
 def strip_control_tokens(text: str) -> str:
@@ -219,7 +299,7 @@ def is_speakable(text: str) -> bool:
 def has_words(text: str) -> bool:
     """Return whether `text` has a letter or a digit. Symbols with names are words by now, and for others alone, such as
     an arrow, the LLM invents speech."""
-    return any(char.isalnum() and char not in _FILLERS for char in text)
+    return any(map(str.isalnum, text.translate(_FILLERS)))
 
 
 def clean_text(text: str, *, name: str, max_chars: int) -> str:
@@ -231,7 +311,7 @@ def clean_text(text: str, *, name: str, max_chars: int) -> str:
     if len(text) > max_chars:
         raise ValueError(f"{name} has {len(text)} characters, more than the limit of {max_chars}")
     words = strip_control_tokens(_printable(text.rpartition(END_OF_PROMPT)[2]))
-    spoken = "\n".join(said for line in words.split("\n") if (said := " ".join(line.split())))
+    spoken = "\n".join(filter(None, map(" ".join, map(str.split, words.split("\n")))))
     if not is_speakable(spoken):
         shown = text if len(text) <= 80 else text[:80] + "..."
         raise ValueError(f"{name} has nothing to speak: {shown!r}")

@@ -3,17 +3,21 @@
 import re
 from decimal import Decimal
 
-from cosyvoice_triton.text.numbers import chinese, chinese_digits, japanese, korean, korean_count, korean_digits
-from cosyvoice_triton.text.quantities import Around, Quantity, Reader, numbers
+from cosyvoice_triton.text.numbers import HAN, chinese, japanese, korean, korean_count
+from cosyvoice_triton.text.quantities import Around, Quantity, Reader
 
 _DOTTED = re.compile(r"(?:1[0-2]|[1-9])\.(?:[12]\d|3[01]|[1-9])")  # a day after its month
+
+_NUMBERED = re.compile(
+    r"(?:[^零一二三四五六七八九十百]号[\s是为:：=]*|[A-Za-z] |[A-Z]·)\Z"
+)  # before a number that is one
 
 
 class Chinese(Reader):
     """Reads Chinese."""
 
     language = "zh"
-    whole, spelled = staticmethod(chinese), staticmethod(chinese_digits)
+    whole, digits = staticmethod(chinese), HAN
 
     def amount(self, it: Quantity, at: Around) -> str:
         if it.is_plain:
@@ -27,107 +31,92 @@ class Chinese(Reader):
         if unit[-1:] in ("F", "℉"):
             sign += "华氏"
         if power := {"k": 3, "m": 6, "b": 9, "w": 4}.get(scale[:1].lower(), 0):
-            it, scale = it._replace(parts=(f"{(Decimal(it.digits) * 10**power).normalize():f}",)), ""
+            it, scale = it._replace(number=f"{(Decimal(it.digits) * 10**power).normalize():f}"), ""
         elif it.currency:
-            it = it._replace(parts=(it.digits.removesuffix(".00"),))
+            it = it._replace(number=it.digits.removesuffix(".00"))
         two = it.digits == "2" and (it.unit or scale or (not it.sign and at("counted")))
         return sign + ("两" if two else self.powered(it)) + scale + self.unit_of(it)
 
     def plain(self, digits: str, at: Around) -> str:
         if self.is_code(digits, at):
-            return chinese_digits(digits)
+            return self.spelled(digits)
         if at.before.endswith("第"):
             return chinese(int(digits), "二")
         return "两" if digits == "2" and at("counted") else self.number(digits)
 
     def is_code(self, digits: str, at: Around) -> bool:
-        if len(digits) < 3 or at("named"):
-            return len(digits) > 2
-        if (
-            not at("counted")
-            and not digits.endswith("00")
-            and re.search(r"(?:[^零一二三四五六七八九十百]号[\s是为:：=]*|[A-Za-z] |[A-Z]·)\Z", at.before)
-        ):
-            return True
-        return super().is_code(digits, at)
+        numbered = not digits.endswith("00") and _NUMBERED.search(at.before) and not at("counted")
+        return len(digits) > 2 and (at("named") or bool(numbered) or super().is_code(digits, at))
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
-        if at("dated") and all(map(_DOTTED.fullmatch, first.parts + last.parts)):
-            first, last = (numbers("date", "", *each.digits.split(".")) for each in (first, last))
+        if at("dated") and all(_DOTTED.fullmatch(each.number) for each in (first, last)):
+            first, last = (Quantity("date", month=each.groups[0], day=each.groups[1]) for each in (first, last))
         if first.is_plain and last.scale.isascii():
             first = first._replace(scale=last.scale)
         return super().range(first, last, at, dash)
 
     def year(self, year: str) -> str:
-        return chinese_digits("20" * (len(year) == 2) + year)
+        return self.spelled("20" * (len(year) == 2) + year)
 
     def clock(self, it: Quantity, at: Around) -> str:
-        hour, minute, second, half = it.parts
-        part = ""
-        if half and not at("half"):
-            part = "上午" if half[0] in "aA" else "晚上" if 5 < int(hour) < 12 else "下午"
-        seconds = f"{self.number(second.lstrip('0'))}秒" if second.strip("0") else ""
-        said = part + ("两" if int(hour) == 2 else chinese(int(hour)))
-        if seconds and at("lasted"):
-            return f"{f'{said}小时' if int(hour) else ''}{chinese(int(minute))}分{seconds}"
-        if not int(minute or 0) and not seconds:
-            return f"{said}点"
-        said += f"点{'零' if minute[0] == '0' else ''}{chinese(int(minute))}分"
-        return said + ("零" if second[:1] == "0" and seconds else "") + seconds
+        part, hour = "", int(it.hour)
+        if it.half and not at("half"):
+            part = "上午" if it.half[0] in "aA" else "晚上" if 5 < hour < 12 else "下午"
+        if it.second.strip("0") and at("lasted"):
+            hours = self.hour(hour).removesuffix("点") + "小时" if hour else ""
+            return f"{hours}{chinese(int(it.minute))}分{self.number(it.second.lstrip('0'))}秒"
+        return part + super().clock(it._replace(half=""), at)
+
+    def hour(self, hour: int) -> str:
+        return ("两" if hour == 2 else chinese(hour)) + "点"
 
     def slash(self, it: Quantity, at: Around) -> str:
-        _, over, under = it.parts
-        return f"{self.number(over)}、{self.number(under)}{self.unit_of(it)}" if at("list") else super().slash(it, at)
+        if at("list"):
+            return f"{self.number(it.over)}、{self.number(it.under)}{self.unit_of(it)}"
+        return super().slash(it, at)
 
     def name(self, it: Quantity, at: Around) -> str:
         """Read digits that touch Latin letters: a model or a train by its digits, a short one as a number."""
-        whole, *parts = it.digits.split(".")
+        whole, *parts = it.groups
         number = len(whole) < 3 or (
             not parts
             and re.match("[A-Za-z]{2}|[GMT](?![A-Za-z0-9])", at.after)
             and not re.search(r"[A-Za-z]\Z", at.before)
         )
-        said = self.number(whole) if number else chinese_digits(whole)
-        return "点".join([said, *map(chinese_digits, parts)])
+        said = self.number(whole) if number else self.spelled(whole)
+        return "点".join([said, *map(self.spelled, parts)])
 
 
 class Japanese(Reader):
     """Reads Japanese."""
 
     language = "ja"
-    whole, spelled = staticmethod(japanese), staticmethod(chinese_digits)
+    whole, digits = staticmethod(japanese), HAN
 
     def code(self, it: Quantity, at: Around) -> str:
-        is_address = max(map(len, it.parts)) < 3 and it.parts[0][0] != "0" and not it.sign
-        return "の".join(map(self.number, it.parts)) if is_address else super().code(it, at)
+        is_address = max(map(len, it.groups)) < 3 and it.text[0] not in "0+"
+        return "の".join(map(self.number, it.groups)) if is_address else super().code(it, at)
 
 
 class Korean(Reader):
     """Reads Korean."""
 
     language = "ko"
-    whole, spelled = staticmethod(korean), staticmethod(korean_digits)
+    whole, digits = staticmethod(korean), "공일이삼사오육칠팔구"
 
     def decimals(self, digits: str) -> str:
-        return korean_digits(digits, "영")
+        return self.spelled(digits).replace("공", "영")
 
     def said(self, it: Quantity, before: str, after: str) -> str:
         particle = Around(self.words, before, after)("particle")
-        blank = re.match("[가-힣]", after) and not particle and not it.currency + it.unit and it.kind != "code"
+        blank = re.match("[가-힣]", after) and not particle
         return super().said(it, before, after).strip() + (" " if blank else "")
 
     def plain(self, digits: str, at: Around) -> str:
-        if len(digits) < 3 and at("counted"):
-            return _counted(int(digits), at("hour"))
-        return self.number(digits)
+        return korean_count(int(digits), 13 if at("hour") else 100) if at("counted") else self.number(digits)
 
     def hour(self, hour: int) -> str:
-        return _counted(hour, True) + self.say["hour"]
-
-
-def _counted(number: int, hour: bool) -> str:
-    """Return a number of things, or an hour."""
-    return korean_count(number) if 0 < number < (13 if hour else 100) else korean(number)
+        return korean_count(hour, 13) + self.say["hour"]
 
 
 CHINESE, JAPANESE, KOREAN = Chinese(), Japanese(), Korean()

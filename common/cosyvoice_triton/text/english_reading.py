@@ -2,18 +2,19 @@
 
 import re
 
-from cosyvoice_triton.text.numbers import english, english_digits, english_ordinal, english_year
-from cosyvoice_triton.text.quantities import Around, Quantity, Reader
-from cosyvoice_triton.text.tables import CURRENCIES, UNITS
+from cosyvoice_triton.text.numbers import ONES, english, english_ordinal, english_year
+from cosyvoice_triton.text.quantities import ORDINALS, Around, Quantity, Reader
+from cosyvoice_triton.text.tables import CURRENCIES, counted
 
-_CODED = re.compile(r"\b(?!(?:AD|BC|CE|AM|PM|TV|UP) )([A-Z]{2}|I) \Z")  # two capitals before a number
+_CODED = re.compile(r"\b(?!(?:AD|BC|CE|AM|PM|TV|UP) )[A-Z]{2} \Z")  # two capitals before a number
+_DATED = re.compile(rf"(?:{'|'.join(ONES)}|ty) \Z")  # the year of a date before a clock time
 
 
 class English(Reader):
     """Reads English."""
 
     language = "en"
-    whole, spelled = staticmethod(english), staticmethod(english_digits)
+    whole, digits = staticmethod(english), ONES
 
     functions = {
         "ordinal": lambda number: english_ordinal(int(number)),
@@ -27,129 +28,100 @@ class English(Reader):
         host, ending = written.partition("://")[2] or written, re.search(r"\.([A-Za-z]+)(?:[:/]|\Z)", written)
         if not (ending and re.fullmatch(self.words.patterns["hosts"], ending[1])):
             return ""
-        names, parts = self.words.tables["sign"], re.findall(r"\d+|[^\W\d_]+|.", host, re.ASCII)
-        return " ".join(english_digits(part) if part.isdigit() else names.get(part, part) for part in parts)
-
-    def unit_of(self, it: Quantity) -> str:
-        one = it.digits == "1" and not it.scale
-        unit = UNITS.get(it.unit) or CURRENCIES.get(it.currency)
-        name = f" {unit.en if one else unit.many}" if unit else ""
-        return name + super().unit_of(it._replace(unit="", currency=""))
+        names = self.words.tables["symbol"] | self.words.tables["address"]
+        parts = re.findall(r"\d+|[^\W\d_]+|.", host, re.ASCII)
+        return " ".join(self.spelled(part) if part.isdigit() else names.get(part, part).strip() for part in parts)
 
     def amount(self, it: Quantity, at: Around) -> str:
         scale, digits = it.scale, it.digits
-        if len(it.unit) == 1 and it.unit.isupper() and (at("seat") or at("place") or re.match(r"\. [A-Z\d]", at.after)):
+        if len(it.unit) == 1 and it.unit.isupper() and (at("seat") or re.match(r"\. [A-Z\d]", at.after)):
             return f"{self.number(digits)} {it.unit}"
-        if scale in ("st", "nd", "rd", "th"):
+        if scale in ORDINALS:
             return english_ordinal(int(digits)) if digits.isdigit() else self.number(digits) + scale
         if it.currency and not scale:
             return self.sign(it, at) + self._paid(it)
-        if "." in digits and at("version"):
-            return self.version(it._replace(parts=tuple(digits.split("."))), at)
+        if at("version"):
+            return self.version(it, at)
         if it._replace(per="").is_plain:
             return self.plain(digits, at) + self.unit_of(it)
         digits = digits.rstrip("0").rstrip(".") if it.currency and "." in digits else digits
         scale = f" {self.words.tables['scale'].get(scale.lower(), scale)}" if scale else ""
-        return self.sign(it, at) + self.powered(it._replace(parts=(digits,))) + scale + self.unit_of(it)
+        return self.sign(it, at) + self.powered(it._replace(number=digits)) + scale + self.unit_of(it)
 
     def _paid(self, it: Quantity) -> str:
-        one, many, *_, cent = CURRENCIES[it.currency]
+        names, cent = self.words.money[it.currency], CURRENCIES[it.currency].get("cent")
         whole, _, decimals = it.digits.partition(".")
-        per = super().unit_of(it._replace(currency=""))
+        per = self.unit_of(it._replace(currency=""))
         if not cent or len(decimals) != 2:
-            return f"{self.number(it.digits)} {one if it.digits == '1' else many}{per}"
-        small, _, pence = cent.partition("/")
-        cents = f"{english(int(decimals))} {small if int(decimals) == 1 else pence or small + 's'}"
-        paid = f"{self.number(whole)} {one if whole == '1' else many}"
+            return f"{self.number(it.digits)} {counted(names, it.digits == '1')}{per}"
+        cents = f"{english(int(decimals))} {counted(cent, int(decimals) == 1)}"
+        paid = f"{self.number(whole)} {counted(names, whole == '1')}"
         return (paid if not int(decimals) else f"{paid} and {cents}" if int(whole or 0) else cents) + per
 
     def plain(self, digits: str, at: Around) -> str:
-        if self.is_code(digits, at):
-            return english_digits(digits)
-        coded, counted = _CODED.search(at.before) if len(digits) > 2 else None, at("counted")
-        if (coded and len(digits) < 6) or (2 < len(digits) < 5 and not counted and at("place")):
-            return english_digits(digits, "zero" if coded and len(coded[1]) > 1 else "oh")
-        if _is_year(digits) and not (counted and int(digits) % 100):
+        if self.is_code(digits, at) or (len(digits) > 2 and _CODED.search(at.before)):
+            return self.spelled(digits)
+        if "1010" <= digits <= "2099" and len(digits) == 4 and not (int(digits) % 100 and at("counted")):
             return english_year(int(digits))
-        return self.number(digits)
-
-    def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
-        if last.unit == "of" and not first.parts[1]:
-            the = "" if at.before.endswith("the ") else "the "
-            return f"{the}{english_ordinal(int(first.parts[2]))} to {self.said(last, '', at.after)}"
-        return super().range(first, last, at, dash)
+        is_place = 2 < len(digits) < 5 and at("place")
+        return self.spelled(digits).replace("zero", "oh") if is_place else self.number(digits)
 
     def date(self, it: Quantity, at: Around) -> str:
-        year, month, day = it.parts
-        year = ("20" if year < "50" else "19") * (len(year) == 2) + year
-        ended, said = f", {_year(year)}" if year else "", english_ordinal(int(day))
+        year = ("20" if it.year < "50" else "19") * (len(it.year) == 2) + it.year
+        ended, said = f", {english_year(int(year))}" if year else "", english_ordinal(int(it.day))
         months = self.words.patterns["month"].split("|")
-        name = months[int(month) - 1] if month.isdigit() else self.words.tables["short"].get(month, month)
-        if it.unit == "of":
-            return f"{'' if at.before.lower().endswith('the ') else 'the '}{said} of {name}{ended}"
+        name = months[int(it.month) - 1] if it.month.isdigit() else self.words.tables["short"].get(it.month, it.month)
+        if it.of:
+            said = f"{'' if at.before.lower().endswith('the ') else 'the '}{said}"
+            return f"{said} of {name}{ended}" if name else said
         return f"{name} {said}{ended}".lstrip()
 
     def clock(self, it: Quantity, at: Around) -> str:
-        hour, minute, second, half = it.parts
+        hour, minute, second, half = it.hour, it.minute, it.second, it.half
         half = f" {half}" if half else ""
         if second[:1] == ".":
-            return f"{_clock(hour, minute, False)} point {english_digits(second)}{half}"
-        if second and re.search(
-            r"(?:teen|ty|ten|one|two|three|four|five|six|seven|eight|nine) \Z", at.before
-        ):  # a date
+            return f"{_clock(hour, minute, False)} point {self.spelled(second)}{half}"
+        if second and _DATED.search(at.before):
             return f"{_clock(hour, minute, False)} and {self.number(str(int(second)))} seconds"
         if not second:
             return _clock(hour, minute or "00", bool(minute) and not half) + half
-        counts = zip((hour, minute, second), ("hour", "minute", "second"), strict=True)
-        spent = [f"{self.number(n.lstrip('0'))} {unit}{'' if float(n) == 1 else 's'}" for n, unit in counts if float(n)]
+        counts = zip((hour, minute, second), ("hour*", "minute*", "second*"), strict=True)
+        spent = [f"{self.number(n.lstrip('0'))} {counted(unit, float(n) == 1)}" for n, unit in counts if float(n)]
         return " ".join(spent) or "zero"
 
     def slash(self, it: Quantity, at: Around) -> str:
-        whole, over, under = it.parts
-        numbers, unit = (self.number(over), self.number(under)), UNITS.get(it.unit)
+        over, under = it.over, it.under
+        numbers, unit = (self.number(over), self.number(under)), self.words.units.get(it.unit)
         if not over.isdigit():
             return " out of ".join(numbers)
-        if not whole:
-            if "odds" in at.before.lower():
-                return " to ".join(numbers)
-            if "0" in (over[0], under[0]) and not at("date"):
-                return " ".join(numbers)
-            if 30 < int(under) < int(over) < 300:
-                return " over ".join(numbers) + (f" {unit.many}" if unit else "")
+        if "odds" in at.before.lower():
+            return " to ".join(numbers)
+        if "0" in (over[0], under[0]) and not at("date"):
+            return " ".join(numbers)
+        if 30 < int(under) < int(over) < 300:
+            return " over ".join(numbers) + (f" {counted(unit)}" if unit else "")
         return super().slash(it, at)
 
     def fraction(self, it: Quantity) -> str:
-        whole, over, under = it.parts[0], *map(int, it.parts[1:])
-        unit, one = UNITS.get(it.unit), {2: "half", 4: "quarter"}.get(under) or english_ordinal(under)
+        whole, over, under = it.whole, int(it.over), int(it.under)
+        unit, one = self.words.units.get(it.unit), {2: "half", 4: "quarter"}.get(under) or english_ordinal(under)
         if under in (10, 100) and over > 1 and not whole:
             said = f"{english(over)} out of {english(under)}"
-        elif under < 2 or over >= under:
-            said = (f"{self.number(whole)} " if whole else "") + f"{english(over)} over {english(under)}"
+        elif over >= under:
+            said = f"{english(over)} over {english(under)}"
         else:
-            said = f"{english(over)} {one if over == 1 else 'halves' if under == 2 else one + 's'}"
-            said = f"{self.number(whole)} and {'a' + said[3:] if over == 1 else said}" if whole else said
-        return f"{said} {unit.many if whole else unit.en}" if unit else said + it.unit
+            said = f"{'a' if over == 1 and whole else english(over)} {one if over == 1 else one + 's'}"
+        said = f"{self.number(whole)} and {said}" if whole else said
+        return f"{said} {counted(unit, not whole)}" if unit else said + it.unit
 
     def name(self, it: Quantity, at: Around) -> str:
-        digits = it.digits
-        said = (
-            english_year(int(digits))
-            if _is_year(digits) and at.after[:1] in "xp"
-            else self.version(it._replace(parts=tuple(digits.split("."))), at)
-        )
+        is_size = len(it.text) == 4 and it.text.isdigit() and at.after[:1] in "xp"
+        said = english_year(int(it.text)) if is_size else self.version(it, at)
         return f"{' ' if at.before[-1:].isalpha() else ''}{said}{' ' if at.after[:1].isalpha() else ''}"
 
 
-def _is_year(digits: str) -> bool:
-    return len(digits) == 4 and digits.isdigit() and 1010 <= int(digits) <= 2099
-
-
-def _year(digits: str) -> str:
-    return english_year(int(digits)) if _is_year(digits) else english(int(digits))
-
-
 def _decade(year: str) -> str:
-    said = _year(year)
+    said = english_year(int(year))
     return f"{said[:-1]}ies" if said.endswith("y") else f"{said}s"
 
 

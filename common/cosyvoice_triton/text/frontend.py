@@ -1,14 +1,12 @@
 """A text of any length -> the segments that are synthesized one after another, their numbers and signs as words."""
 
-import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Literal
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache, lru_cache, partial
+from typing import Any
 
-from cosyvoice_triton.text.cleaning import plain_signs, without_markup
+from cosyvoice_triton.text.cleaning import OnLeftOut, plain_signs, plain_text, without_markup, without_thoughts
 from cosyvoice_triton.text.east_asian_reading import CHINESE, JAPANESE, KOREAN
 from cosyvoice_triton.text.english_reading import ENGLISH
 from cosyvoice_triton.text.kana import MISSING, has_kanji, in_kana, kana_available
@@ -25,32 +23,20 @@ from cosyvoice_triton.text.segments import (
     segments,
     sentences,
 )
-from cosyvoice_triton.text.sources import OnLeftOut, plain_text, without_thoughts
-
-logger = logging.getLogger(__name__)
-
-Spelled = Literal["urls", "emails", "phones"]  # what a request can have left as it is
-# Request parameters that are flags, and what each leaves as it is written if it is false.
-SPELLING: dict[str, Spelled] = {
-    "url_normalization": "urls",
-    "email_normalization": "emails",
-    "phone_normalization": "phones",
-}
 
 # Left unchanged: the LLM's tags of sounds ("[laughter]", "<strong>") and phonemes ("[AH0]", "[ǐ]").
 _AS_IS = r"\[(?:[a-z_à-ǜ-]+|[A-Z]{1,2}[0-2]?)\]|</?(?:strong|laughter)>"
 
-# What requests can ask to have left unchanged, too.
-_PHONE = r"(?<![\w.,-])\+?\(?\d[\d ().-]{5,}\d(?![\w-])"
-_KINDS = {
-    "phones": _PHONE,
-    "urls": r"(?:https?://|www\.)[^\s<>\"]*[^\s<>\".,;:!?)\]']",
-    "emails": r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+",
+# What requests can have left unchanged, too: by the parameter, a flag, that is false then.
+SPELLING = {
+    "phone_normalization": r"(?<![\w.,-])\+?\(?\d[\d ().-]{5,}\d(?![\w-])",
+    "url_normalization": r"(?:https?://|www\.)[^\s<>\"]*[^\s<>\".,;:!?)\]']",
+    "email_normalization": r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+",
 }
 _READERS: dict[str | None, Reader] = {"en": ENGLISH, "zh": CHINESE, "ja": JAPANESE, "ko": KOREAN}
 
 
-def normalized(sentence: str, language: Language, as_is: Collection[Spelled] = (), korean_words: bool = True) -> str:
+def normalized(sentence: str, language: Language, as_is: Collection[str] = (), korean_words: bool = True) -> str:
     """Return `sentence` with its numbers and symbols as words, surrounding whitespace kept. Tags of sounds and what
     is in `as_is` stay unchanged, and so do digits in languages in which the LLM reads them."""
     reader = _READERS.get(language)
@@ -63,8 +49,8 @@ def normalized(sentence: str, language: Language, as_is: Collection[Spelled] = (
 
 
 @cache
-def _unchanged(as_is: frozenset[Spelled]) -> re.Pattern[str]:
-    return re.compile("|".join([f"({_AS_IS}", *(_KINDS[kind] for kind in sorted(as_is & _KINDS.keys()))]) + ")")
+def _unchanged(as_is: frozenset[str]) -> re.Pattern[str]:
+    return re.compile("|".join([f"({_AS_IS}", *(SPELLING[name] for name in sorted(as_is))]) + ")")
 
 
 CACHED_TRANSCRIPTS = 256  # voices are used repeatedly, and normalizing a transcript takes about 10 ms
@@ -81,7 +67,7 @@ class TextFrontend:
 
     `stack`: the stack that speaks them; CosyVoice3 speaks nine languages and reads digits in most of them, the others
     four. `normalize`: leave out Markdown, HTML and emoji, spell out numbers and symbols, clean Chinese as CosyVoice2
-    does. `as_is`: what stays as it is written. Safe to use from several threads.
+    does. `as_is`: names of SPELLING, for what stays as it is written. Safe to use from several threads.
 
     `warning`: what is wrong with every text in one of the languages; "" if nothing is.
     """
@@ -99,7 +85,7 @@ class TextFrontend:
         text: str,
         normalize: bool = True,
         request_seconds: float = math.inf,
-        as_is: Collection[Spelled] = (),
+        as_is: Collection[str] = (),
         language: str = "",
         voice_text: str = "",
         pronunciation: Mapping[str, str] | None = None,
@@ -115,36 +101,52 @@ class TextFrontend:
         ValueError if the text has nothing of either, if its markup is not supported, and for an unknown language.
         """
         given = named(language, self.languages)
+        plain = text
+        if normalize:
+            for tag in left_out(text):
+                on_left_out(tag, "tag that means nothing here")
+            plain = without_thoughts(text, on_left_out) if self._skip_thoughts else text
+            plain = plain_signs(plain if is_document(plain) else plain_text(plain, on_left_out), on_left_out)
         try:
-            whole = list(parts(self._plain(text, on_left_out) if normalize else text))
+            whole = list(parts(plain))
         except ValueError as error:
             raise ValueError(f"target_text: {error}") from None
-        words = "".join([part for part in whole if isinstance(part, str)])
+        words = "".join(part if isinstance(part, str) else "" for part in whole)
         of_text = given or language_of(words, language_of(voice_text[:400]) if voice_text else None, self.languages)
-        asked = _Asked(of_text, given is not None, as_is, cache(on_warning))
+        read = partial(self._in_words, of_text, given is not None, as_is, cache(on_warning))
+        seconds = partial(expected_seconds, japanese=of_text == "ja")
         pronounce = Pronouncer(pronunciation) if pronunciation else str
         some, pauses = False, 0.0
         for part in whole:
             if isinstance(part, Pause):
                 pauses += part.seconds
-                found: Iterable[str | Pause] = (part,)
-            else:
-                part = pronounce(part)
-                read = self._read(without_markup(part, on_left_out), asked) if normalize else sentences(part)
-                found = segments(read, asked.seconds, segment_limit(request_seconds))
-            for each in found:
-                yield each
-                some = some or isinstance(each, str)
+                yield part
+                continue
+            part = pronounce(part)
+            said = sentences(without_markup(part, on_left_out), read) if normalize else sentences(part)
+            for segment in segments(said, seconds, segment_limit(request_seconds)):
+                yield segment
+                some = True
         if not (some or is_heard(pauses)):
             raise ValueError(f"target_text has nothing to speak: {text[:80]!r}")
 
-    def _plain(self, text: str, on_left_out: OnLeftOut) -> str:
-        """Return the words of `text`, in plain signs, with its Markdown, pauses and SSML."""
-        for tag in left_out(text):
-            on_left_out(tag, "tag that means nothing here")
-        if self._skip_thoughts:
-            text = without_thoughts(text, on_left_out)
-        return plain_signs(text if is_document(text) else plain_text(text, on_left_out), on_left_out)
+    def preview(self, text: str, language: str = "", **options: Any) -> dict[str, Any]:
+        """Return what will be spoken, for people: `segments` ("" for a pause), the expected `seconds` of each and the
+        `language` of the text; and, if there are any, `warnings` and `left_out`, a `text` and its `reason` each.
+        `options` and errors are those of `segments`."""
+        warnings: list[str] = []
+        told: list[tuple[str, str]] = []
+        options |= {"on_warning": warnings.append, "on_left_out": lambda *each: told.append(each)}
+        spoken = list(self.segments(text, language=language, **options))
+        own = named(language) or language_of(text, None, self.languages)
+        seconds = [each.seconds if isinstance(each, Pause) else expected_seconds(each, own == "ja") for each in spoken]
+        answer = {
+            "segments": ["" if isinstance(each, Pause) else each for each in spoken],
+            "seconds": [round(each, 2) for each in seconds],
+            "language": own,
+        }
+        left = [{"text": written, "reason": reason} for written, reason in told]
+        return answer | ({"warnings": warnings} if warnings else {}) | ({"left_out": left} if left else {})
 
     def transcript(self, text: str, normalize: bool = True) -> str:
         """Return a recording's transcript, spelled out as in the recording. Unlike a text it gets no full stop at its
@@ -152,37 +154,23 @@ class TextFrontend:
         return self._transcript(text) if normalize else text
 
     def _transcribed(self, text: str) -> str:
-        asked = _Asked(language_of(text, None, self.languages))
-        return "".join(self._read(without_markup(plain_signs(text)), asked, close=False)).strip()
+        read = partial(self._in_words, language_of(text, None, self.languages), False, (), _ignore)
+        return "".join(sentences(without_markup(plain_signs(text)), read, close=False)).strip()
 
-    def _read(self, text: str, asked: "_Asked", close: bool = True) -> Iterator[str]:
-        """Yield the sentences of `text` in words. `close`: end each line with a full stop if it has none."""
-        return sentences(text, lambda sentence: self._in_words(sentence, asked), close)
-
-    def _in_words(self, sentence: str, asked: "_Asked") -> tuple[str, Language | None]:
-        """Return a sentence in words, and its language."""
-        own = asked.language if asked.fixed else language_of_sentence(sentence, asked.language, self.languages)
+    def _in_words(
+        self, language: Language | None, fixed: bool, as_is: Collection[str], warn: OnWarning, sentence: str
+    ) -> tuple[str, Language | None]:
+        """Return a sentence in words, and its language: that of the text if the request has `fixed` it."""
+        own = language if fixed else language_of_sentence(sentence, language, self.languages)
         if own is None:
             return sentence, own
         # In parts that fit a segment: reading a long sentence at once would block every stream of the process. No
         # character takes longer than half a second.
-        parts = [sentence] if len(sentence) < 2 * SEGMENT_SECONDS else fitting(sentence, asked.seconds)
-        words = "".join([normalized(part, own, asked.as_is, self._korean_words) for part in parts])
+        is_long = len(sentence) >= 2 * SEGMENT_SECONDS
+        fitted = fitting(sentence, partial(expected_seconds, japanese=own == "ja")) if is_long else [sentence]
+        words = "".join(map(partial(normalized, language=own, as_is=as_is, korean_words=self._korean_words), fitted))
         if own == "ja" and self._kana:
             if self.warning and has_kanji(words):
-                asked.warn(self.warning)
+                warn(self.warning)
             words = in_kana(words)
         return ended_as(sentence, words if own != "zh" else CHINESE.words.clean(words), own), own
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """How a text is read: in which language, which the request may have `fixed` for all sentences."""
-
-    language: Language | None
-    fixed: bool = False
-    as_is: Collection[Spelled] = ()
-    warn: OnWarning = _ignore
-
-    def seconds(self, text: str) -> float:
-        return expected_seconds(text, self.language == "ja")

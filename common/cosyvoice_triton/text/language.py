@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections import defaultdict
 from functools import cache, lru_cache
 from typing import Any, Literal
 
@@ -38,7 +39,7 @@ _WORD = re.compile(rf"{_LETTER}+(?:['’-]{_LETTER}+)*")
 _LONG_WORD = re.compile(rf"{_LETTER}['’]?{_LETTER}[\w'’-]*")
 _GLUED = re.compile(r"[A-Za-z][\u3040-\u9fff]|[\u3040-\u9fff][A-Za-z]|[，。！？；：、￥【】《》]")  # as in Chinese
 _CHINESE_SIGN = re.compile(r"[，。！？；：、￥【】《》]")
-_OWN = {name: re.compile(rf"(?i)\b(?:{words})\b") for name, words in Words("language", {}).patterns.items()}
+_OWN = {name: re.compile(rf"(?i)\b(?:{words})(?!\w)") for name, words in Words("language", {}).patterns.items()}
 _TAG = re.compile(r"\[[A-Za-zà-ǜ0-9_-]+\]|<[^<>]*>|(?:https?://|www\.)\S+|[A-Za-z0-9_.+-]+@[A-Za-z0-9_.-]+")
 _NUMBER = re.compile(rf"\d[\d.,:/-]*\s?(?:(?:{one_of([*UNITS])})(?:/[a-z]+)?(?!\w))?", re.IGNORECASE)
 _CONTINENTAL = re.compile(r"\d\.\d{3},\d|\d,\d\d?\s?€")  # numbers that no English text has
@@ -64,15 +65,16 @@ def named(name: str, known: tuple[Language, ...] = EVERY) -> Language | None:
 
 
 def language_of(text: str, default: Language | None = None, known: tuple[Language, ...] = EVERY) -> Language | None:
-    """Return the language of `text`, one of those `known`. `default`: of a text that does not show its own, for which
-    None is English.
+    """Return the language of `text`. `default`: of a text that does not show its own, for which None is English.
+    `known`: what the stack speaks; another language must be certain, because then digits stay digits, which sound less
+    wrong than English words in it.
 
     None if the text is in a script of none of the languages.
     """
     own = _by_letters(text)
     if own in (None, "latin") and _CHINESE_SIGN.search(text):
         own = own if any(len(word) > 3 and not word.isupper() for word in _WORD.findall(_TAG.sub(" ", text))) else "zh"
-    return _BY_SCRIPT.get(own) or _guessed(text, default, known)
+    return None if own == "other" else _BY_SCRIPT.get(own) or _guessed(text, default, known)
 
 
 def language_of_sentence(sentence: str, text: Language | None, known: tuple[Language, ...] = EVERY) -> Language | None:
@@ -106,38 +108,37 @@ def _by_letters(text: str) -> str | None:
 
 
 def _guessed(text: str, default: Language | None, known: tuple[Language, ...]) -> Language | None:
-    if _by_letters(text) == "other":
-        return None
-    others = tuple(language for language in _LATIN[1:] if language in known)
     text = _TAG.sub(" ", text[:_LOOKED_AT])
     continental, text = bool(_CONTINENTAL.search(text)), _OWN["none"].sub(" ", _NUMBER.sub(" ", text))
     long_words = len(_LONG_WORD.findall(text))
     if not long_words or (long_words < FEW_WORDS and default):
         return default or "en"
-    return _latin(" ".join(_WORD.findall(text))[:_DETECTED], others, continental) if others else "en"
+    return _latin(" ".join(_WORD.findall(text))[:_DETECTED], known, continental)
 
 
 @lru_cache(maxsize=256)
-def _latin(words: str, others: tuple[Language, ...], continental: bool) -> Language:
-    """Return English unless one of `others` is clearly more likely, or it cannot be."""
+def _latin(words: str, known: tuple[Language, ...], continental: bool) -> Language:
+    """Return English unless another language is clearly more likely, or it cannot be."""
     english_words = bool(_OWN["en"].search(words))
-    own = [language for language in others if _OWN[language].search(words)]
-    if len(own) == 1 and not english_words:
-        return own[0]
     try:
         found = _detector()(words, model="lite", k=10)
     except Exception:  # a guess never fails a request
         return "en"
-    shares = {each["lang"]: float(each["score"]) for each in found}
-    english = shares.get("en", 0.0)
-    best = max(others, key=lambda language: shares.get(language, 0.0))
-    share = shares.get(best, 0.0)
-    if continental and share:
-        return best
-    if (english_words or " " not in words) and share < _SURE:
-        return "en"
-    together = sum(shares.get(language, 0.0) for language in others)
-    return best if together > _TIMES_ENGLISH * english or share > max(english, _LIKELY) else "en"
+    shares = defaultdict(float, {each["lang"]: float(each["score"]) for each in found})
+    own = [language for language in _LATIN[1:] if _OWN[language].search(words)]
+    is_own = len(own) == 1 and not english_words
+    best = own[0] if is_own else max(_LATIN[1:], key=lambda language: shares[language])
+    share = shares[best]
+    if best not in known:
+        likely = share > _SURE and words.count(" ") >= FEW_WORDS - 1
+    elif is_own or (continental and share):
+        likely = True
+    elif english_words or " " not in words:
+        likely = share > _SURE
+    else:
+        together = sum(shares[language] for language in _LATIN[1:])
+        likely = together > _TIMES_ENGLISH * shares["en"] or share > max(shares["en"], _LIKELY)
+    return best if likely else "en"
 
 
 @cache

@@ -11,7 +11,7 @@ A request to a model has one voice, so `parts` rejects voices. The speech servic
 
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from xml.sax.saxutils import escape
@@ -58,7 +58,27 @@ class VoicePart:
 def parts(text: str) -> Iterator[str | Pause]:
     """Yield the parts of `text` in order, without this markup. ValueError naming a tag or value that is not
     supported."""
-    yield from _limited(_parts(text))
+    if _VOICE.search(text):
+        raise ValueError("[voice:...] is for texts of the speech service that are not SSML, which has <voice> instead")
+    if is_document(text):
+        text = "".join(_of_element(_document(text.strip())))
+    elif foreign := _SSML_ONLY.search(text):
+        raise _not_supported(foreign[1])
+    text, end, pauses = _TAG.sub("", text), 0, 0.0
+    for mark in _PAUSE.finditer(text):
+        if words := text[end : mark.start()].strip():
+            yield words
+        pause = Pause(
+            _seconds(mark[1] or "")
+            if mark[2] is None
+            else _break(_document(mark[2] if mark[2].endswith("/>") else f"{mark[2][:-1]}/>"))
+        )
+        pauses += pause.seconds
+        _limit(pauses)
+        yield pause
+        end = mark.end()
+    if words := text[end:].strip():
+        yield words
 
 
 def is_document(text: str) -> bool:
@@ -88,8 +108,7 @@ def by_voice(text: str) -> list[VoicePart]:
     else:
         return [VoicePart("", text)]
     contents = [list(parts(part.text)) for part in cut]
-    for _ in _limited(each for content in contents for each in content):
-        pass
+    _limit(sum(map(_pauses, contents)))
     found = [part for part, content in zip(cut, contents, strict=True) if _is_heard(content)]
     if len(found) > MAX_VOICE_PARTS:
         raise ValueError(
@@ -104,18 +123,18 @@ def without_voices(text: str) -> tuple[str, str]:
     return _VOICE.sub("", text), names[-1].strip() if names else ""
 
 
-def _limited(found: Iterable[str | Pause]) -> Iterator[str | Pause]:
-    left = MAX_PAUSES_SECONDS
-    for part in found:
-        left -= part.seconds if isinstance(part, Pause) else 0.0
-        if left < 0:
-            raise ValueError(f"the pauses of the text are longer than {MAX_PAUSES_SECONDS:g} s together")
-        yield part
+def _limit(pauses: float) -> None:
+    if pauses > MAX_PAUSES_SECONDS:
+        raise ValueError(f"the pauses of the text are longer than {MAX_PAUSES_SECONDS:g} s together")
+
+
+def _pauses(content: list[str | Pause]) -> float:
+    return sum(part.seconds for part in content if isinstance(part, Pause))
 
 
 def _is_heard(content: list[str | Pause]) -> bool:
-    pauses = sum(part.seconds for part in content if isinstance(part, Pause))
-    return is_heard(pauses) or any(isinstance(part, str) and is_speakable(without_markup(part)) for part in content)
+    words = (part for part in content if isinstance(part, str))
+    return is_heard(_pauses(content)) or any(is_speakable(without_markup(part)) for part in words)
 
 
 def is_heard(pauses: float) -> bool:
@@ -131,19 +150,14 @@ def _voice_name(name: str) -> str:
 
 def _by_element(document: ET.Element) -> list[VoicePart]:
     """Return a document's parts, each a document."""
-    try:
-        grouped = groupby(_voiced(document, "", 0), key=lambda found: found[0])
-        return [VoicePart(voice, f"<speak>{''.join(xml for _, xml in group)}</speak>") for voice, group in grouped]
-    except RecursionError:
-        raise _too_deep() from None
+    grouped = groupby(_voiced(document, ""), key=lambda found: found[0])
+    return [VoicePart(voice, f"<speak>{''.join(xml for _, xml in group)}</speak>") for voice, group in grouped]
 
 
-def _voiced(element: ET.Element, voice: str, depth: int) -> Iterator[tuple[str, str]]:
+def _voiced(element: ET.Element, voice: str) -> Iterator[tuple[str, str]]:
     """Yield voice and XML of the pieces of an element without its tail."""
     name = element.tag
-    if depth > _MAX_DEPTH:
-        raise _too_deep()
-    if name not in ("p", "s", "voice") and depth:
+    if name not in ("p", "s", "speak", "voice"):
         if any(inner.tag == "voice" for inner in element.iter()):
             raise _not_supported("voice")
         yield voice, ET.tostring(element, "unicode").replace(" />", "/>")  # not longer than it was: there is a limit
@@ -153,48 +167,9 @@ def _voiced(element: ET.Element, voice: str, depth: int) -> Iterator[tuple[str, 
     yield inside, around + escape(element.text or "")
     for child in element:
         tail, child.tail = child.tail or "", None
-        yield from _voiced(child, inside, depth + 1)
+        yield from _voiced(child, inside)
         yield inside, escape(tail)
     yield inside, around
-
-
-def _parts(text: str) -> Iterator[str | Pause]:
-    if _VOICE.search(text):
-        raise ValueError("[voice:...] is for texts of the speech service that are not SSML, which has <voice> instead")
-    if is_document(text):
-        for part in _merged(_of_element(_document(text.strip()), 0)):
-            yield from _marked(part) if isinstance(part, str) else (part,)
-        return
-    if foreign := _SSML_ONLY.search(text):
-        raise _not_supported(foreign[1])
-    yield from _marked(text)
-
-
-def _marked(text: str) -> Iterator[str | Pause]:
-    text, end = _TAG.sub("", text), 0
-    for mark in _PAUSE.finditer(text):
-        yield from _spoken(text[end : mark.start()])
-        yield Pause(_seconds(mark[1] or "") if mark[2] is None else _break(_element(mark[2])))
-        end = mark.end()
-    yield from _spoken(text[end:])
-
-
-def _spoken(text: str) -> Iterator[str]:
-    if text.strip():
-        yield text
-
-
-def _merged(found: Iterator[str | Pause]) -> Iterator[str | Pause]:
-    """Yield the parts with neighbouring texts joined."""
-    text = ""
-    for part in found:
-        if isinstance(part, str):
-            text += part
-            continue
-        yield from _spoken(text)
-        yield part
-        text = ""
-    yield from _spoken(text)
 
 
 def _document(text: str) -> ET.Element:
@@ -207,22 +182,23 @@ def _document(text: str) -> ET.Element:
         raise ValueError(f"the SSML is not well-formed: {error}") from None
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
+    level, depth = [root], 0
+    while level := [child for element in level for child in element]:
+        depth += 1
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"SSML of more than {_MAX_DEPTH} levels")
+        if any(element.tag == "speak" for element in level):
+            raise _not_supported("speak")
     return root
 
 
-def _element(tag: str) -> ET.Element:
-    """Return a tag without content, closed or not."""
-    return _document(tag if tag.endswith("/>") else f"{tag[:-1]}/>")
-
-
-def _of_element(element: ET.Element, depth: int) -> Iterator[str | Pause]:
+def _of_element(element: ET.Element) -> Iterator[str]:
+    """Yield the text of an element, with its pauses as they are written in any text."""
     name = element.tag
-    if name not in _SUPPORTED or (name == "speak") != (depth == 0):
+    if name not in _SUPPORTED:
         raise _not_supported(name)
-    if depth > _MAX_DEPTH:
-        raise _too_deep()
     if name == "break":
-        yield Pause(_break(element))
+        yield ET.tostring(ET.Element("break", element.attrib), "unicode")
     elif name == "sub":
         yield _attribute(element, "alias")
     elif name == "say-as":
@@ -231,13 +207,9 @@ def _of_element(element: ET.Element, depth: int) -> Iterator[str | Pause]:
         around = "\n" if name in ("p", "s") else ""  # the end of a line ends a sentence
         yield around + (element.text or "")
         for child in element:
-            yield from _of_element(child, depth + 1)
+            yield from _of_element(child)
             yield child.tail or ""
         yield around
-
-
-def _too_deep() -> ValueError:
-    return ValueError(f"SSML of more than {_MAX_DEPTH} levels")
 
 
 def _not_supported(tag: str) -> ValueError:

@@ -1,8 +1,6 @@
 """Numbers in the words of four languages."""
 
-LONGEST = 15  # digits of what is read as a number; a longer one is read digit by digit
-
-_ONES = (
+ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen"
 ).split()
@@ -10,7 +8,7 @@ _TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
 _SCALES = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hundred"))
 _ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth"}
 _ORDINALS |= {"twelve": "twelfth"}
-_HAN, _SINO = "零一二三四五六七八九", "영일이삼사오육칠팔구"
+HAN, SINO = "零一二三四五六七八九", "영일이삼사오육칠팔구"
 _NATIVE = ("", "한", "두", "세", "네", "다섯", "여섯", "일곱", "여덟", "아홉")
 _NATIVE_TENS = ("", "열", "스물", "서른", "마흔", "쉰", "예순", "일흔", "여든", "아흔")
 
@@ -23,17 +21,12 @@ def roman(letters: str) -> int:
     return sum(-value if value < max(values[index:]) else value for index, value in enumerate(values))
 
 
-def is_spelled(digits: str) -> bool:
-    """Return whether a whole number is said digit by digit: after a leading zero, or because it is very long."""
-    return len(digits) > LONGEST or (len(digits) > 1 and digits[0] == "0")
-
-
 def english(number: int) -> str:
     """Return a number of at least 0 in English words."""
     if number < 20:
-        return _ONES[number]
+        return ONES[number]
     if number < 100:
-        return _TENS[number // 10] + (f" {_ONES[number % 10]}" if number % 10 else "")
+        return _TENS[number // 10] + (f" {ONES[number % 10]}" if number % 10 else "")
     scale, name = next(each for each in _SCALES if number >= each[0])
     return f"{english(number // scale)} {name}" + (f" {english(number % scale)}" if number % scale else "")
 
@@ -46,31 +39,26 @@ def english_ordinal(number: int) -> str:
 
 
 def english_year(year: int) -> str:
-    """Return a year of four digits as it is said: "nineteen oh five", "two thousand eight", "twenty ten"."""
+    """Return a year as it is said: "nineteen oh five", "two thousand eight", "twenty ten"."""
     century, rest = divmod(year, 100)
-    if century % 10 == 0 and rest < 10:
+    if year < 1010 or (century % 10 == 0 and rest < 10):
         return english(year)
     return f"{english(century)} {'hundred' if not rest else 'oh ' * (rest < 10) + english(rest)}"
 
 
-def english_digits(digits: str, zero: str = "zero") -> str:
-    """Return the digits of `digits` one by one."""
-    return " ".join(zero if char == "0" else _ONES[int(char)] for char in digits if char in "0123456789")
-
-
 def chinese(number: int, two: str = "两") -> str:
     """Return a number of at least 0 in Chinese characters; `two`: before hundreds and above."""
-    return _by_places(number, _HAN, "十百千", ("", "万", "亿", "万"), two) or "零"
+    return _by_places(number, HAN, "十百千", ("", "万", "亿", "万"), two) or "零"
 
 
 def japanese(number: int) -> str:
     """Return a number of at least 0 in kanji, as it is said in Japanese: 千 and 百 without 一."""
-    return _by_places(number, _HAN, "十百千", ("", "万", "億", "兆")) or "零"
+    return _by_places(number, HAN, "十百千", ("", "万", "億", "兆")) or "零"
 
 
 def korean(number: int) -> str:
     """Return a number of at least 0 in Sino-Korean words."""
-    words = _by_places(number, _SINO, "십백천", ("", "만", "억", "조")) or "영"
+    words = _by_places(number, SINO, "십백천", ("", "만", "억", "조")) or "영"
     return words.removeprefix("일") if words.startswith("일만") else words
 
 
@@ -93,16 +81,8 @@ def _by_places(number: int, digits: str, units: str, myriads: tuple[str, ...], t
     return words
 
 
-def chinese_digits(digits: str) -> str:
-    """Return the digits one by one."""
-    return "".join(_HAN[int(char)] for char in digits if char in "0123456789")
-
-
-def korean_count(number: int) -> str:
-    """Return a number below 100 as it counts things: 세 for 3."""
+def korean_count(number: int, limit: int) -> str:
+    """Return a number as it counts things, 세 for 3, below `limit`, which is at most 100."""
+    if not 0 < number < limit:
+        return korean(number)
     return "스무" if number == 20 else _NATIVE_TENS[number // 10] + _NATIVE[number % 10]
-
-
-def korean_digits(digits: str, zero: str = "공") -> str:
-    """Return the digits one by one, as in a telephone number."""
-    return "".join(zero if char == "0" else _SINO[int(char)] for char in digits if char in "0123456789")

@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import regex
+
 MAX_WORDS = 1000
 MAX_WORD_CHARS, MAX_READING_CHARS = 64, 200
 MAX_FILE_BYTES = 2 << 20
-_LETTER = re.compile(r"[A-Za-z0-9\u00c0-\u024f\u0370-\u052f]")  # of scripts that have blanks between words
+_LETTER = r"[A-Za-z0-9\u00c0-\u024f\u0370-\u052f]"  # of scripts that have blanks between words
+_EDGE = rf"(?:(?<!{_LETTER})|(?!{_LETTER}))"
 _SEPARATOR = re.compile(r"\t|=>?")
 
 
@@ -26,7 +29,10 @@ def pronunciations(given: Any, name: str = "pronunciation", max_words: int = MAX
     if isinstance(given, str):
         if not given.strip():
             return {}
-        given = _json(given, name) if given.lstrip().startswith(("{", "[")) else _lines(given, name)
+        try:
+            given = json.loads(given) if given.lstrip().startswith(("{", "[")) else _lines(given, name)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{name} is not JSON: {error}") from None
     if not isinstance(given, Mapping):
         raise ValueError(f'{name} must be an object of words and readings such as {{"nginx": "engine x"}}')
     if len(given) > max_words:
@@ -70,46 +76,14 @@ class Pronouncer:
     """
 
     def __init__(self, words: Mapping[str, str]) -> None:
-        self._words = words
-        self._small = set(map(_small, words))
-        lengths: dict[str, set[int]] = {}
-        for word in self._small:
-            lengths.setdefault(word[0], set()).add(len(word))
-        self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}  # of words so begun
+        small = {word: reading for word, reading in words.items() if word == word.lower()}
+        self._words = {word.casefold(): reading for word, reading in small.items()} | dict(words)
+        listed = rf"{_EDGE}(?:\L<words>|(?i:\L<small>)){_EDGE}"
+        self._pattern = regex.compile(listed, words=list(words), small=list(small))
 
     def __call__(self, text: str) -> str:
         """Return `text` with the readings. The time is linear in the text for any dictionary."""
-        small, read, end = _small(text), [], 0
-        for start, first in enumerate(small):
-            if start < end or first not in self._lengths or _joined(text, start):
-                continue
-            for length in self._lengths[first]:
-                if small[start : start + length] in self._small and not _joined(text, start + length):
-                    word = text[start : start + length]
-                    if reading := self._words.get(word) or self._words.get(_small(word)):
-                        read += [text[end:start], reading]
-                        end = start + length
-                        break
-        return "".join([*read, text[end:]])
-
-
-def _small(text: str) -> str:
-    """Return `text` in small letters, as long as it is: "İ" would be two characters."""
-    small = text.lower()
-    return small if len(small) == len(text) else "".join(char.lower()[0] for char in text)
-
-
-def _joined(text: str, place: int) -> bool:
-    """Return whether the characters before and at `place` are letters of one word."""
-    pair = text[max(place - 1, 0) : place + 1]
-    return place > 0 and len(pair) == 2 and all(map(_LETTER.match, pair))
-
-
-def _json(text: str, name: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not JSON: {error}") from None
+        return self._pattern.sub(lambda word: self._words.get(word[0]) or self._words[word[0].casefold()], text)
 
 
 def _lines(text: str, name: str) -> dict[str, str]:

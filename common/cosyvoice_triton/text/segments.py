@@ -18,7 +18,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -56,24 +56,17 @@ def expected_seconds(text: str, japanese: bool | None = None) -> float:
 @lru_cache(maxsize=64)  # of one text it is asked when that is divided, and again to bound the LLM's answer
 def _expected(text: str, japanese: bool) -> float:
     text, phonemes = _PHONEME.subn("", text) if "[" in text else (text, 0)
-    characters = sum(map(_SECONDS[japanese].__getitem__, text))
+    characters = sum(map(_SECONDS[japanese], text))
     pauses = sum(seconds * len(mark.findall(text)) for mark, seconds in _PAUSES)
     return _PHONEME_SECONDS * phonemes + characters + pauses + _SPELLED_LETTER * sum(map(len, _SPELLED.findall(text)))
 
 
-class _Seconds(dict[str, float]):
-    """Seconds of characters, found once for each."""
-
-    def __init__(self, han: float) -> None:
-        self._by_script = ((_HAN, han), *_BY_SCRIPT)
-
-    def __missing__(self, char: str) -> float:
-        of_script = (seconds for script, seconds in self._by_script if script.match(char))
-        seconds = next(of_script, _BY_CATEGORY.get(unicodedata.category(char)[0], _SILENT))
-        return self.setdefault(char, seconds) if len(self) < 1 << 14 else seconds
+def _of_character(han: float, char: str) -> float:
+    of_script = (seconds for script, seconds in ((_HAN, han), *_BY_SCRIPT) if script.match(char))
+    return next(of_script, _BY_CATEGORY.get(unicodedata.category(char)[0], _SILENT))
 
 
-_SECONDS = (_Seconds(_HAN_CHINESE), _Seconds(_HAN_JAPANESE))
+_SECONDS = [lru_cache(1 << 14)(partial(_of_character, han)) for han in (_HAN_CHINESE, _HAN_JAPANESE)]
 
 
 _TAG_AT_END = re.compile(r"(?:\[[A-Za-zà-ǜ0-9_-]+\]|<[^<>]*>)\Z")
@@ -223,7 +216,7 @@ def sentences(text: str, read: Read | None = None, close: bool = True) -> Iterat
 
     Abbreviations and decimals do not, in any language. `close`: end each line with a full stop if it has none.
     """
-    lines = [line for line in text.split("\n") if is_speakable(line)]
+    lines = list(filter(is_speakable, text.split("\n")))
     for line in lines:
         splitter = SentenceSplitter()
         last = ""  # read one sentence late: only the last of a line is closed
@@ -243,15 +236,17 @@ def segments(spoken: Iterable[str], seconds: Seconds, limit: float = SEGMENT_SEC
     """
     ready: list[_Piece] = []  # complete, unless the text ends shortly after it
     current: list[_Piece] = []
-    for piece in _spoken_pieces(spoken, seconds, limit):
-        if current and _length(current) + piece.seconds > limit:
-            if ready:
+    for sentence in spoken:
+        for text in filter(has_words, fitting(sentence, seconds, limit)):
+            piece = _Piece(text, seconds(text))
+            if current and _length(current) + piece.seconds > limit:
+                if ready:
+                    yield _joined(ready)
+                ready, current = current, []
+            current.append(piece)
+            if ready and _length(current) >= SHORT_SHARE * limit:
                 yield _joined(ready)
-            ready, current = current, []
-        current.append(piece)
-        if ready and _length(current) >= SHORT_SHARE * limit:
-            yield _joined(ready)
-            ready = []
+                ready = []
     if ready and _length(ready) + _length(current) <= limit:
         ready, current = [], ready + current
     elif len(ready) > 1 and ready[-1].seconds + _length(current) <= limit:
@@ -265,14 +260,6 @@ def segments(spoken: Iterable[str], seconds: Seconds, limit: float = SEGMENT_SEC
 class _Piece(NamedTuple):
     text: str
     seconds: float
-
-
-def _spoken_pieces(sentences: Iterable[str], seconds: Seconds, limit: float) -> Iterator[_Piece]:
-    """Yield what is to be spoken of the sentences, in pieces that take at most `limit` seconds."""
-    for sentence in sentences:
-        for text in fitting(sentence, seconds, limit):
-            if has_words(text):
-                yield _Piece(text, seconds(text))
 
 
 def _length(pieces: list[_Piece]) -> float:

@@ -2,75 +2,47 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 from cosyvoice_triton.text.numbers import ROMAN
 
+_SECTIONS = defaultdict[str, list[str]](list)  # rows by section
+for _row in Path(__file__).with_name("reading.txt").read_text("utf-8").splitlines():
+    if _row.startswith("[") and _row.endswith("]"):
+        _rows = _SECTIONS[_row[1:-1]]
+    elif _row and not _row.startswith("# "):
+        _rows.append(_row)
 
-def _sections() -> dict[str, list[str]]:
-    """Return the rows of the file by section."""
-    found: dict[str, list[str]] = {}
-    rows: list[str] = []
-    for row in Path(__file__).with_name("reading.txt").read_text("utf-8").splitlines():
-        if row.startswith("[") and row.endswith("]"):
-            rows = found.setdefault(row[1:-1], [])
-        elif row and not row.startswith("# "):
-            rows.append(row)
-    return found
+Names = dict[str, str]  # by language, and "cent": a hundredth of a currency in English; a language may have none
 
 
-_SECTIONS = _sections()
-
-
-class Unit(NamedTuple):
-    """The names of a unit; "" in a language that leaves its letters as they are."""
-
-    en: str
-    many: str
-    zh: str = ""
-    ja: str = ""
-    ko: str = ""
-    cent: str = ""  # a hundredth of a currency, in English
-
-    def named(self, *names: str) -> "Unit":
-        """Return the unit with names before its own, English first: "kilo" of "meter"."""
-        return Unit(*(own and more + own for more, own in zip((names[0], *names), self, strict=False)))
-
-
-def _rows(section: str) -> Iterable[tuple[list[str], str]]:
+def _table(section: str) -> Iterator[tuple[str, Names]]:
+    """Yield signs and their names, which may have others before their own: "kilo" of "meter"."""
     for row in re.split(" ; |\n", "\n".join(_SECTIONS[section])):
-        signs, _, names = row.partition("|")
-        yield signs.split(), names
-
-
-def _unit(names: str) -> Unit:
-    english, *others = names.split("|")
-    one, _, many = english.partition("/")
-    return Unit(one, many or f"{one}s", *others)
-
-
-def _units() -> dict[str, Unit]:
-    prefixes = {sign: names.split("|") for signs, names in _rows("prefixes") for sign in signs}
-    found = dict[str, Unit]()
-    for written, names in _rows("units"):
-        signs, _, before = " ".join(written).partition(":")
-        unit = _unit(names)
-        for sign in signs.replace("!", "").split():
+        written, *names = row.split("|")
+        signs, _, prefixes = written.partition(":")
+        own = dict(zip(("en", "zh", "ja", "ko", "cent"), names, strict=False))
+        for sign in signs.strip("!").split():
             if signs[0] != "!":
-                found[sign.replace("_", " ")] = unit
-            found |= {prefix + sign: unit.named(*prefixes[prefix]) for prefix in before.split()}
-    found |= {"km": found["km"]._replace(zh="公里"), "kg": found["kg"]._replace(zh="公斤")}
-    for sign in ("km", "cm", "mm", "m", "ft"):
-        found |= dict.fromkeys((sign + "2", sign + "²"), found[sign].named("square ", "平方", "平方", "제곱"))
-        found |= dict.fromkeys((sign + "3", sign + "³"), found[sign].named("cubic ", "立方", "立方", "세제곱"))
-    return found
+                yield sign.replace("_", " "), own
+            yield from ((prefix + sign, _joined(prefix, own)) for prefix in prefixes.split())
 
 
-UNITS = _units()
-CURRENCIES = {sign: _unit(names) for signs, names in _rows("currencies") for sign in signs}
+def _joined(prefix: str, names: Names) -> Names:
+    return {language: name and _PREFIXES[prefix][language] + name for language, name in names.items()}
+
+
+_PREFIXES = dict(_table("prefixes"))
+CURRENCIES, UNITS = dict(_table("currencies")), dict(_table("units"))
+UNITS |= {sign + raised: _joined(raised, UNITS[sign]) for sign in ("km", "cm", "mm", "m") for raised in "2²3³"}
+
+
+def counted(names: str, one: bool = False) -> str:
+    """Return the name of one or of many, of English names as `reading.txt` has them."""
+    single, _, many = names.partition("/")
+    return (single if one else many or single).replace("*", "" if one else "s")
 
 
 def one_of(signs: Iterable[str]) -> str:
@@ -79,59 +51,66 @@ def one_of(signs: Iterable[str]) -> str:
 
 
 _SPOKEN = re.compile(r"«([\w ]*)(\d)»|\\(\d)")  # what a rule says of a part that it found
-CURRENCY = one_of(CURRENCIES)
+_NAMED = re.compile(r"(?m)^(\w+)([=<>:]) (.*)")
 Context = tuple[tuple[str, ...], re.Pattern[str]]  # words that stand before it, and what comes after
 
 
 class Words:
-    """The words and rules of one language. `functions`: by name, what rules may say of what they found;
-    `shared`: a section whose words are theirs, too, unless they have their own."""
+    """The words and rules of one language. `functions`: by name, what rules may say of what they found."""
 
-    def __init__(self, language: str, functions: Mapping[str, Callable[[str], object]], shared: str = "") -> None:
+    def __init__(self, language: str, functions: Mapping[str, Callable[[str], object]]) -> None:
         self.tables = defaultdict[str, dict[str, str]](dict)
-        self.patterns = {"roman": ROMAN}
-        before, after = defaultdict[str, list[str]](list), dict[str, str]()
-        for name, kind, words in re.findall(
-            r"(?m)^(\w+)([=<>:]) (.*)", "\n".join([*_SECTIONS.get(shared, ()), *_SECTIONS.get(language, ())])
-        ):
-            if kind == "=":
-                self.patterns[name] = words
-            elif kind == ":":
+        self.units, self.money = (
+            {sign: names[language] for sign, names in table.items() if names.get(language)}
+            for table in (UNITS, CURRENCIES)
+        )
+        self.patterns = {"roman": ROMAN, "units": one_of(self.units), "currency": one_of(CURRENCIES)}
+        self.patterns["money"] = one_of({*self.money.values()})
+        before, after = defaultdict[str, list[str]](list), set[str]()
+        for name, kind, words in _NAMED.findall("\n".join(_SECTIONS["quantities"] + _SECTIONS[language])):
+            if kind == ":":
                 pairs = (pair.rpartition("=") for pair in words.split())
                 self.tables[name] |= {word or said: said.replace("_", " ") for word, _, said in pairs}
             elif kind == "<":  # words of letters are whole words
                 before[name] += [" " * (language == "en") + word.replace("_", " ") for word in words.split()]
             else:
-                after[name] = f"{after[name]}|{words}" if name in after else words
+                self.patterns[name] = f"{self.patterns[name]}|{words}" if name in after else words
+                after |= {name} if kind == ">" else set()
         self.contexts = defaultdict[str, Context](lambda: ((), re.compile("(?!)")))
-        for name in {**before, **after}:
-            self.contexts[name] = tuple(before[name]), re.compile(rf"\s?(?:{after.get(name, '(?!)')})")
-        self.patterns = after | self.patterns
-        self.fillers = re.compile(self.patterns.get("fillers", r"\s+\Z"))
-        self._functions = {**{name: self._word(name) for name in self.tables}, **functions}
-        self.first, self.last, self.clean = (self._rules(f"{language} {name}") for name in ("first", "last", "clean"))
+        for name in {*before, *after}:
+            self.contexts[name] = tuple(before[name]), self.pattern(rf"\s?(?:«{name}»)")
+        self.fillers = self.pattern("«fillers»")
+        self._functions = {name: self._word(name) for name in self.tables} | {
+            "unit": self.units.__getitem__,
+            **functions,
+        }
+        kinds = (row.partition(" ") for row in _SECTIONS["kinds"])
+        self.kinds = [(kind, self.pattern(shape)) for kind, _, shape in kinds]  # of quantities
+        self.first = self._rules(f"{language} first", "every first")
+        self.last = self._rules("every last", f"{language} last")
+        self.clean = self._rules(f"{language} clean")
 
     def pattern(self, written: str) -> re.Pattern[str]:
-        """Return a pattern, in which «name» is any word of a table, or another pattern."""
+        """Return a pattern, in which «name» is another pattern, or any word of a table; nothing if there is none."""
 
         def named(found: re.Match[str]) -> str:
             if found[1] in self.patterns:
                 return self.pattern(self.patterns[found[1]]).pattern
-            words = sorted(self.tables[found[1]], key=len, reverse=True)
-            either = (rf"[{word[0].upper()}{word[0]}]{word[1:]}" if word[0].islower() else word for word in words)
-            return "|".join(either)
+            words = self.tables.get(found[1], ())
+            return one_of({form for word in words for form in (word, word[:1].upper() + word[1:])}) or "(?!)"
 
         return re.compile(re.sub("«(.*?)»", named, written.replace("␣", " ")))
 
     def _word(self, name: str) -> Callable[[str], str]:
         """Return what looks up a word of a table, which may have a capital that the table has not."""
         table = self.tables[name]
-        return lambda word: table.get(word) or (table[word[:1].lower() + word[1:]].capitalize() if word else "")
+        return lambda word: table.get(word, table.get(word[:1].lower() + word[1:], "").capitalize() or word)
 
-    def _rules(self, section: str) -> Callable[[str], str]:
-        """Return what applies the rules of a section in their order; of a group only to a text that has its "?"."""
-        groups: list[tuple[re.Pattern[str], list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]]] = []
-        for row in _SECTIONS.get(section, ()):
+    def _rules(self, *sections: str) -> Callable[[str], str]:
+        """Return what applies the rules of sections in their order; those after a "?" only to a text that has it."""
+        groups: list[tuple[re.Pattern[str], list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]]]
+        groups = []
+        for row in chain(*(["? ", *_SECTIONS[section]] for section in sections)):
             pattern, mark, said = row.partition(" ⇒ ")
             if mark:
                 groups[-1][1].append((self.pattern(pattern), self._said(said.replace("␣", " "))))
@@ -158,11 +137,3 @@ class Words:
             return value
 
         return lambda found: _SPOKEN.sub(lambda part: word(part, found), said)
-
-
-@cache
-def shapes() -> list[tuple[str, str, str, re.Pattern[str]]]:
-    """Return what a quantity is by its shape: what may follow its first number, its sign, its kind and a pattern."""
-    of_dates = Words("shapes", {})
-    rows = (row.split(" ", 3) for row in _SECTIONS["shapes of quantities"])
-    return [(after.replace("_", " "), sign, kind, of_dates.pattern(shape)) for after, sign, kind, shape in rows]
