@@ -20,7 +20,7 @@ WORDS |= {"New": "Novel", "New York": "Nu York"}
         ("nginxes", "nginxes"),
         ("New Yorkers in New York New York", "Novel Yorkers in Nu York Nu York"),
         ("ßa NGINX", "ßa engine x"),
-        ("İ NGINX İ", "İ engine x İ"),
+        ("İ NGINX İ, NGİNX", "İ engine x İ, NGİNX"),
     ],
 )
 def test_whole_words_are_replaced_and_capitals_of_the_dictionary_are_kept(text: str, spoken: str) -> None:

@@ -83,7 +83,11 @@ class Pronouncer:
 
     def __call__(self, text: str) -> str:
         """Return `text` with the readings. The time is linear in the text for any dictionary."""
-        return self._pattern.sub(lambda word: self._words.get(word[0]) or self._words[word[0].casefold()], text)
+        return self._pattern.sub(self._reading, text)
+
+    def _reading(self, found: regex.Match[str]) -> str:
+        # The pattern takes a dotted capital I for an i, and is wrong: such a word stays.
+        return self._words.get(found[0]) or self._words.get(found[0].casefold(), found[0])
 
 
 def _lines(text: str, name: str) -> dict[str, str]:

@@ -258,8 +258,7 @@ class Token2Wav:
         return self._flow.chunk(stream, tokens, final=final, offset=offset)
 
     def is_first_chunk(self, chunk: Chunk) -> bool:
-        """Return whether FIRST_CHUNK_WORKER renders it: a first chunk, unless its audio is longer than those of the
-        first hop."""
+        """Return whether FIRST_CHUNK_WORKER renders it: a first chunk, of no more audio than those of the first hop."""
         slow = chunk.stream.stretch is not None and chunk.stream.stretch.speed < 1
         return chunk.offset == 0 and chunk.new <= self.limits.first_chunk_tokens and not slow
 
@@ -284,12 +283,8 @@ class Token2Wav:
     @property
     def counts(self) -> Values:
         """Return what went wrong since the start, as metrics."""
-        return {
-            RETRIED: self._retried,
-            FAILED: self._failed,
-            FALLBACKS: self._fallbacks,
-            EVICTED: self._flow.evicted,
-        }
+        counted = {RETRIED: self._retried, FAILED: self._failed, FALLBACKS: self._fallbacks}
+        return {**counted, EVICTED: self._flow.evicted}
 
     def close(self, stream: Stream) -> None:
         """Free what the stream holds. To be called once, and not while a chunk of it is rendered."""
