@@ -121,7 +121,7 @@ class Project:
         key = key or self._environment.get("SPEECH_API_KEYS", "").rpartition(",")[2]
         body = {"input": "Hello there.", "voice": VOICE, "response_format": "wav"} | fields
         url = f"http://127.0.0.1:{self.ports['SPEECH_PORT']}/v1/audio/speech"
-        return http("POST", url, json=body, headers={"Authorization": f"Bearer {key}"})
+        return http("POST", url, json=body, headers={"Authorization": f"Bearer {key}"} if key else {})
 
 
 def http(method: str, url: str, **sent: Any) -> tuple[int, bytes]:
