@@ -52,6 +52,9 @@ def test_peaks_stay_below_full_scale_and_silence_is_not_raised() -> None:
     click = sine(997, 0.01)
     click[SAMPLE_RATE] = 0.5
     assert np.abs(Leveller(-10, hold=False).push(click)).max() == pytest.approx(PEAK, abs=0.01)
+    quiet = Leveller(-10, hold=False)
+    quiet.push(sine(997, 0.01))
+    assert np.abs(quiet.push(click[SAMPLE_RATE - 200 :])).max() <= PEAK + 0.01, "soon after a chunk's beginning"
     np.testing.assert_array_equal(Leveller(-10, hold=False).push(np.zeros(100, np.float32)), np.zeros(100))
     with pytest.raises(ValueError, match="loudness -5 is not in"):
         Leveller(-5, hold=False)

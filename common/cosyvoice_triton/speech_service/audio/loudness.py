@@ -11,7 +11,8 @@ BLOCK, STEP = SAMPLE_RATE * 2 // 5, SAMPLE_RATE // 10  # 400 ms, every 100 ms
 ABSOLUTE_GATE, RELATIVE_GATE = -70.0, -10.0  # LUFS; below the mean of what passes the first
 PEAK = 10 ** (-1 / 20)  # -1 dBFS
 MAX_GAIN = 10.0  # of silence and noise it would make a roar
-RAMP = SAMPLE_RATE // 20  # samples from one gain to the next
+# Samples from one gain to a higher one, and to a lower one: a peak may follow at once, and a step would be a click.
+RAMP, FALL = SAMPLE_RATE // 20, SAMPLE_RATE // 160
 
 
 class Loudness:
@@ -45,7 +46,8 @@ class Leveller:
     """Brings an answer to a loudness.
 
     A chunk counts before it is scaled, so that nothing is held back for it; the gain then moves with what is known of
-    the answer. hold: nothing is returned before the end, and all of it has one gain. Peaks stay below -1 dBFS.
+    the answer. hold: nothing is returned before the end, and all of it has one gain. Peaks stay below -1 dBFS,
+    but for the first 6 ms of a chunk that is louder than those before.
     ValueError for a loudness out of range.
     """
 
@@ -78,7 +80,8 @@ class Leveller:
         gain = min(10 ** ((self._target - lufs) / 20), MAX_GAIN, PEAK / max(self._peak, 1e-9))
         gains = np.full(chunk.size, gain, np.float32)
         if self._gain is not None:
-            ramp = np.linspace(self._gain, gain, RAMP, dtype=np.float32)[: chunk.size]
+            size = RAMP if gain > self._gain else FALL
+            ramp = np.linspace(self._gain, gain, size, dtype=np.float32)[: chunk.size]
             gains[: ramp.size] = ramp
             gain = float(gains[-1]) if chunk.size else self._gain
         self._gain = gain
