@@ -146,7 +146,7 @@ def test_the_same_request_sounds_the_same_from_a_server_and_from_this_process(sp
     assert np.corrcoef(*spectra)[0, 1] > 0.99
 
 
-def test_say_speaks_without_a_server(demo_models: Path, tmp_path: Path) -> None:
+def test_say_speaks_without_a_server(demo_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--local", str(demo_models), "--reference", str(VOICE["reference"])]
     assert say.main([TEXT, *options, "--output", str(tmp_path / "a.wav")]) == 0
     (tmp_path / "a.srt").write_text("1\n00:00:00,500 --> 00:00:03,000\nThe train leaves at nine in the morning.\n")
@@ -154,3 +154,5 @@ def test_say_speaks_without_a_server(demo_models: Path, tmp_path: Path) -> None:
     track = load_audio(tmp_path / "b.wav", SAMPLE_RATE)
     assert not track[: SAMPLE_RATE // 2].any() and track[SAMPLE_RATE // 2 :].any()
     assert (tmp_path / "a.wav").stat().st_size > 10_000
+    assert say.main([*options, "--subtitles", str(tmp_path / "a.srt"), "--duration", "2"]) == 1
+    assert "--subtitles comes instead of a text, --source and --duration" in capsys.readouterr().err

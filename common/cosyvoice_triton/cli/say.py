@@ -71,6 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
 @reporting_errors("interrupted; the request was cancelled")
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    if args.subtitles and (args.text or args.source or args.duration or "duration" in dict(args.parameter)):
+        raise ValueError("--subtitles comes instead of a text, --source and --duration")
     with voice_of(args) as speaker:
         options = {
             "voice": args.voice,
