@@ -96,7 +96,7 @@ def test_fewer_steps_have_rows_with_the_error_of_their_mel(
 ) -> None:
     steps.demo(models)
     given = [str(models), "--data", str(SENTENCES), "--limit", "1", "--device", "cpu", "--output", str(tmp_path)]
-    main([*given, "--steps", "4", "2"])
+    main([*given, "--steps", "4", "2", "4"])
     four, two = json.loads((tmp_path / "report.json").read_text())["rows"]
     assert (four["name"], two["name"]) == ("dit-4-steps", "dit-2-steps")
     assert 0.01 < four["mel_error"] < two["mel_error"] < 0.5

@@ -15,8 +15,9 @@ without a checkpoint only these are judged.
 
 Judges are optional: pip install 'cosyvoice-triton[evaluate]' for Moonshine (words, English only) and DNSMOS, and pip
 install --no-deps Resemblyzer for speaker similarity. One that is not installed is named and its column left out.
+
 --steps adds a row for each number of Euler steps, with the error of the mel against 100 steps in standard deviations,
-and names the fewest whose speech is as good as that of the most; set them with --set n_timesteps=N.
+and names the fewest whose speech is as good as that of the most; serve it with --set n_timesteps=N.
 
 --recogniser is a program that prints a line for each of the files that {wav} becomes.
 
@@ -136,7 +137,7 @@ def run(args: argparse.Namespace, command: str) -> int:
         spoken = [*itertools.chain(*of_counts), *spoken]
     found = {name: panel.judge(name, answers) for name, answers in spoken}
     rows = [report.summary(name, answers) for name, answers in found.items()]
-    if args.models is not None and args.steps:
+    if args.steps:
         compare_steps(stack_options(args), args.steps, rows[: sum(map(len, of_counts))])
     about = f"{args.set}, {len(sentences)} sentences; {platform.platform()}, host {host_ms():.1f} ms"
     pictures = report.plot_onsets(spoken, args.output)
@@ -242,4 +243,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.models is None and (args.against or not args.audio):
         parser.error("nothing to judge: name a folder of checkpoints, or --audio")
+    if args.models is None and args.steps:
+        parser.error("--steps needs a folder of checkpoints")
+    args.steps = list(dict.fromkeys(args.steps or ()))
     return args
