@@ -4,6 +4,8 @@ It has no encoder with attention: the estimator gets the embedded tokens, each w
 rate. The estimator is causal in chunks, as CosyVoice2's UNet is.
 """
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,9 +19,15 @@ NORM_EPS = 1e-6
 ROTARY_BASE = 10_000
 
 
-def rotary_frequencies(head_dim: int, device: torch.device | str = "cpu") -> Tensor:
+def rotary_frequencies(head_dim: int, device: str | None = None) -> Tensor:
     """Return the angle per frame of each pair of channels, (head_dim / 2,) float32."""
     return ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+
+
+@lru_cache(maxsize=8)  # computed on the CPU for equal values, and kept, because a CUDA graph cannot copy from there
+@torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
+def _frequencies_on(device: torch.device, head_dim: int) -> Tensor:
+    return rotary_frequencies(head_dim, "cpu").to(device)
 
 
 def rotary(positions: Tensor, frequencies: Tensor) -> Tensor:
@@ -111,7 +119,7 @@ class RotaryAttention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """Attend: x (B, T, C), mask (B, 1, 1 or T, T) bool -> (B, T, C)."""
         positions = torch.arange(x.shape[1], device=x.device)[None]
-        turns = rotary(positions, rotary_frequencies(self.head_dim, x.device))
+        turns = rotary(positions, _frequencies_on(x.device, self.head_dim))
         q, k = (rotate(project(x), turns) for project in (self.to_q, self.to_k))
         q, k, v = (split_heads(part, self.heads) for part in (q, k, self.to_v(x)))  # (B, T, C) -> (B, H, T, D)
         return self.to_out(merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
