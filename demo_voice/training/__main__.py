@@ -1,7 +1,7 @@
 """Train the demo voice from scratch: text, speech by Kokoro, every network of the stacks, and its checkpoint.
 
     python -m demo_voice.training --stages corpus phonemes teacher --packages DIR    needs a network
-    python -m demo_voice.training [--work out/voice] [--minutes 23.5]                 all other stages
+    python -m demo_voice.training [--work out/voice] [--minutes 21]                 all other stages
     python -m demo_voice.training --stages vocoder --seconds 600                     one
 
 The result, `checkpoint/` in the working folder, has the official layout: a small synthetic voice for demos and tests,
@@ -54,11 +54,11 @@ from cosyvoice_triton.load.samples import read_manifest
 _ASSETS = Path(__file__).resolve().parents[2] / "tests" / "assets"
 HELD_OUT = (_ASSETS / "everyday_sentences.jsonl", _ASSETS / "held_sentences.jsonl")
 
-MINUTES = 23.5  # that the seconds below are for
+MINUTES = 21.0  # that the seconds below are for
 # The vocoders get all the remaining time, and at the end the GPU to themselves: they affect intelligibility most.
 SECONDS = {
-    "speech": 170.0, "tokenizer": 100.0, "speaker": 25.0, "more_speech": 220.0,
-    "flow_dit": 690.0, "flow_unet": 690.0, "flow_cosyvoice3": 690.0, "llm": 700.0,
+    "speech": 75.0, "tokenizer": 90.0, "speaker": 25.0, "more_speech": 150.0,
+    "flow_dit": 630.0, "flow_unet": 600.0, "flow_cosyvoice3": 600.0, "llm": 640.0,
 }  # fmt: skip
 EXPORT_SECONDS = 30.0  # including process start
 VOCODERS, FLOWS = ("vocoder", "vocoder_causal"), ("flow_dit", "flow_unet", "flow_cosyvoice3")

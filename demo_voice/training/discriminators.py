@@ -70,18 +70,19 @@ class Discriminators(nn.ModuleList):
     def __init__(self) -> None:
         super().__init__([*map(SpectrogramDiscriminator, RESOLUTIONS), *map(PeriodDiscriminator, PERIODS)])
 
-    def loss(self, real: Tensor, made: Tensor) -> Tensor:
-        """Least-squares loss of the discriminators: waves (B, N), `made` detached from the generator."""
-        errors = [(1 - each(real)[0]).square().mean() + each(made)[0].square().mean() for each in self]
-        return torch.stack(errors).sum()
+    def losses(self, real: Tensor, made: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Least-squares loss of the discriminators; adversarial loss and feature matching loss of the generator.
 
-    def generator_loss(self, real: Tensor, made: Tensor) -> tuple[Tensor, Tensor]:
-        """Adversarial loss and feature matching loss of the generator."""
-        adversarial, matching = made.new_zeros(()), made.new_zeros(())
+        Waves (B, N). All are of the same scores, for which the networks run once: the first loss is for the gradients
+        of the discriminators' weights, the others for those of `made`.
+        """
+        loss, adversarial, matching = (made.new_zeros(()) for _ in range(3))
         for discriminator in self:
-            with torch.no_grad():
-                _, wanted = discriminator(real)
-            scores, found = discriminator(made)
-            adversarial = adversarial + (1 - scores).square().mean()
-            matching = matching + torch.stack([(a - b).abs().mean() for a, b in zip(wanted, found, strict=True)]).sum()
-        return adversarial, matching
+            scores, features = discriminator(torch.cat([real, made]))
+            of_real, of_made = scores.chunk(2)
+            loss = loss + (1 - of_real).square().mean() + of_made.square().mean()
+            adversarial = adversarial + (1 - of_made).square().mean()
+            for layer in features:
+                wanted, found = layer.chunk(2)
+                matching = matching + (wanted.detach() - found).abs().mean()
+        return loss, adversarial, matching

@@ -16,7 +16,7 @@ from demo_voice.training.training import prepare
 
 CONFIG = DiTFlowConfig(
     encoder=EncoderConfig(width=96, heads=2, feed_forward=192, blocks=3, up_blocks=2),
-    estimator=DiTConfig(width=160, depth=5, heads=5, head_dim=32, feed_forward=384, time_frequencies=64),
+    estimator=DiTConfig(width=192, depth=6, heads=6, head_dim=32, feed_forward=448, time_frequencies=64),
 )
 FILE = "flow_dit.pt"
 FIRST_HOPS = (15, 20, 25, 50, 100)  # tokens; later hops double

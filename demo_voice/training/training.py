@@ -75,8 +75,8 @@ def adamw(
 def descend(loss: Tensor, optimizer: torch.optim.Optimizer, clip: float) -> None:
     """One optimizer step, with the gradient's norm clipped at `clip`; no step if the gradient is not finite."""
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    loss.backward(inputs=parameters)
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip)
     optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]  # read by the fused kernel
     optimizer.step()
