@@ -27,9 +27,10 @@ The stages; each uses what earlier stages left in the working folder:
     llm           Qwen2: text, alone or with a prompt, to speech tokens
     export        the checkpoint
 
-Each stage is a process with a log in the working folder, started as soon as its inputs exist; the last six networks
-are trained at the same time on one GPU. Training stops after --minutes in all. When the command is run again, finished
-stages are skipped; --stages runs the named stages in any case.
+Each stage is a process with a log in the working folder, started as soon as its inputs exist; flows and LLM are trained
+at the same time on one GPU, then the vocoders. Training stops after --minutes in all. When the command is run again,
+finished stages are skipped; --stages runs the named stages in any case. A stage that is run again goes on with the
+weights of its file, which is written every minute.
 
 Text comes from Debian packages (see corpus.py) under /, or under --texts; phonemes.py and kokoro_weights.py name the
 packages for the next two stages. For a machine without a network, copy there `sentences.txt` and `phonemes.txt` of the
@@ -55,17 +56,16 @@ _ASSETS = Path(__file__).resolve().parents[2] / "tests" / "assets"
 HELD_OUT = (_ASSETS / "everyday_sentences.jsonl", _ASSETS / "held_sentences.jsonl")
 
 MINUTES = 21.0  # that the seconds below are for
-# The vocoders get all the remaining time, and at the end the GPU to themselves: they affect intelligibility most.
+# The vocoders get all the remaining time: they affect the sound most.
 SECONDS = {
     "speech": 75.0, "tokenizer": 90.0, "speaker": 25.0, "more_speech": 150.0,
-    "flow_dit": 630.0, "flow_unet": 600.0, "flow_cosyvoice3": 600.0, "llm": 640.0,
+    "flow_dit": 450.0, "flow_unet": 450.0, "flow_cosyvoice3": 450.0, "llm": 450.0,
 }  # fmt: skip
 EXPORT_SECONDS = 30.0  # including process start
 VOCODERS, FLOWS = ("vocoder", "vocoder_causal"), ("flow_dit", "flow_unet", "flow_cosyvoice3")
-NETWORKS = (*VOCODERS, *FLOWS, "llm")  # trained at the same time, on one GPU
 # What a machine without a network needs as files: each stage with what it writes.
 PREPARATION = {"corpus": "sentences.txt", "phonemes": "phonemes.txt", "teacher": "voices.npz"}
-STAGES = (*PREPARATION, "check", "speech", "tokenizer", "speaker", "more_speech", *NETWORKS, "export")
+STAGES = (*PREPARATION, "check", "speech", "tokenizer", "speaker", "more_speech", *VOCODERS, *FLOWS, "llm", "export")
 
 log = logging.getLogger("demo_voice.training")
 
@@ -145,13 +145,16 @@ def train_all(args: argparse.Namespace) -> None:
         prepare(args)
         start("speech")
         wait("speech")
-        start(*VOCODERS, "more_speech", "tokenizer", "speaker")  # the vocoders need `speech` only
+        start("more_speech", "tokenizer", "speaker")
         wait("tokenizer", "speaker")
         start(*FLOWS)
         wait("more_speech")
         start("llm")
         try:
-            wait(*NETWORKS)
+            wait(*FLOWS, "llm")
+            # Last: beside other networks, the many small kernels of a vocoder's step take several times as long.
+            start(*VOCODERS)
+            wait(*VOCODERS)
         finally:  # export what was trained, also after a failure
             run("export", args, 0)
     finally:

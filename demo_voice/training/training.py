@@ -19,6 +19,7 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 REPORT_STEPS = 50  # reading a loss synchronises with the device
+SAVE_SECONDS = 60.0
 EMA_DECAY = 0.999
 WARM_UP = 0.03  # share of the time
 LAST_RATE = 0.03  # of the peak learning rate
@@ -125,7 +126,8 @@ class CapturedStep:
 class TrainingRun:
     """Iterates over steps until `seconds` have passed, and yields the share of them, 0..1.
 
-    The running average of the weights of `network` is the result, written to `path` at the end.
+    The running average of the weights of `network` is the result, written to `path` every minute and at the end. If
+    there is a file already, `network` begins with its weights.
     """
 
     def __init__(
@@ -135,13 +137,16 @@ class TrainingRun:
         self._seconds = seconds
         self._optimizers = optimizers
         self._peaks = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in optimizers]
+        if path.is_file():
+            network.load_state_dict(trained(path), strict=False)  # it has no buffers
         self._source = {name: parameter.detach() for name, parameter in network.named_parameters()}
         self._average = {name: parameter.clone() for name, parameter in self._source.items()}
         self._steps = 0
         self._losses: dict[str, Tensor] = {}
 
     def __iter__(self) -> Iterator[float]:
-        begun, spent = time.monotonic(), 0.0
+        begun = saved = time.monotonic()
+        spent = 0.0
         with tqdm(total=round(self._seconds), desc=self._path.stem, unit="s", mininterval=5) as bar:
             while spent < self._seconds:
                 share = spent / self._seconds
@@ -152,8 +157,16 @@ class TrainingRun:
                 bar.update(min(int(spent), bar.total) - bar.n)
                 if self._steps % REPORT_STEPS == 0:
                     bar.set_postfix_str(self._report())
-        torch.save(self._average, self._path)
+                    if time.monotonic() > saved + SAVE_SECONDS:
+                        saved = time.monotonic()
+                        self._save()
+        self._save()
         tqdm.write(f"{self._path.stem}: {self._report()}")
+
+    def _save(self) -> None:
+        work = self._path.with_suffix(".part")  # a call that ends meanwhile leaves the file before
+        torch.save(self._average, work)
+        work.replace(self._path)
 
     def losses(self, **losses: Tensor) -> None:
         """Set this step's losses, for the progress bar."""

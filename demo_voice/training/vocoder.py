@@ -112,7 +112,7 @@ def fit(vocoder: Vocoder, work: Path, speech: SpeechDataset, seconds: float) -> 
     """Train for `seconds`; see `TrainingRun` for the file in `work`."""
     training = VocoderTraining(vocoder, speech)
     optimizers = [training.of_body, training.of_discriminators, training.of_pitch]
-    run = TrainingRun(work / vocoder.file, seconds, training.hift, optimizers)
+    run = TrainingRun(work / vocoder.file, seconds, training.networks, optimizers)
     step = CapturedStep(training.step, speech.device)
     for share in run:
         run.losses(**step(share > PREDICTED_PITCH_FROM, share > ADVERSARIAL_FROM))
@@ -124,6 +124,7 @@ class VocoderTraining:
     def __init__(self, vocoder: Vocoder, speech: SpeechDataset) -> None:
         self.vocoder, self.speech = vocoder, speech
         self.hift, self.discriminators = build(vocoder).to(speech.device), Discriminators().to(speech.device)
+        self.networks = nn.ModuleDict({"hift": self.hift, "discriminators": self.discriminators})
         nn.init.constant_(self.hift.f0_predictor.classifier.bias, 180.0)  # Hz, between the voices
         pitch = dict(self.hift.f0_predictor.named_parameters())
         last = [pitch.pop("classifier.weight"), pitch.pop("classifier.bias")]
@@ -165,8 +166,14 @@ class VocoderTraining:
 
 def export(vocoder: Vocoder, work: Path, path: Path) -> None:
     """The trained network as an official `hift.pt`, float16."""
-    state = split_weight_norm(trained(work / vocoder.file))
+    state = split_weight_norm(generator(work / vocoder.file))
     torch.save({name: tensor.half() for name, tensor in state.items()}, path)
+
+
+def generator(path: Path) -> dict[str, Tensor]:
+    """The trained generator's weights, without the discriminators'."""
+    weights = trained(path).items()
+    return {name.removeprefix("hift."): tensor for name, tensor in weights if name.startswith("hift.")}
 
 
 def random_crops(speech: SpeechDataset, max_hz: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from cosyvoice_triton.networks.hift import HiFTGenerator, fuse_weight_norm, load
 from cosyvoice_triton.networks.hift.causal import WITHHELD_FRAMES
 from cosyvoice_triton.voice import features
 
-from demo_voice.training import flow, flow_cosyvoice3, flow_dit, flow_unet, vocoder, vocoder_causal
+from demo_voice.training import flow, flow_cosyvoice3, flow_dit, flow_unet, training, vocoder, vocoder_causal
 from demo_voice.training.training import trained
 from demo_voice.training.vocoder_causal import CAUSAL
 
@@ -57,7 +57,7 @@ def test_the_vocoder_is_trained_and_can_be_served(work: Path, limits, monkeypatc
     vocoder.export(vocoder.HIFT, work, work / "out.pt")
     served = load_hift(work / "out.pt")
     network = vocoder.build(vocoder.HIFT)
-    network.load_state_dict(trained(work / vocoder.FILE))
+    network.load_state_dict(vocoder.generator(work / vocoder.FILE))
     assert network.state_dict().keys() == HiFTGenerator(vocoder.CONFIG).state_dict().keys()
     mel = torch.randn(1, MEL_BINS, 20, generator=torch.Generator().manual_seed(0)) - 5
     f0 = torch.full((1, 20), 150.0)
@@ -95,3 +95,16 @@ def test_the_causal_vocoder_is_trained_and_its_streams_are_what_was_trained(work
             )
             heard.append(speech[:, : served.samples(end - begin, begins=begin == 0, ends=end == 60)])
     torch.testing.assert_close(torch.cat(heard, dim=1), trained_on, atol=2e-4, rtol=0)
+
+
+def test_weights_are_kept_while_a_stage_runs_and_it_goes_on_with_them(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(training, "REPORT_STEPS", 1)
+    file, first, second = tmp_path / "x.pt", torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    steps = iter(training.TrainingRun(file, 600.0, first, []))
+    next(steps)
+    assert not file.exists()
+    next(steps)
+    torch.testing.assert_close(trained(file)["weight"], first.weight.detach())
+    training.TrainingRun(file, 600.0, second, [])
+    torch.testing.assert_close(second.weight, first.weight)
