@@ -13,7 +13,6 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 import soundfile as sf
-from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.speech_service.audio.recordings import decode, decode_base64
 from cosyvoice_triton.speech_service.errors import ApiError
@@ -76,7 +75,7 @@ def test_xiaozhis_server_reads_a_whole_wav_file(url: str) -> None:
     """What its provider `openai` sends for each sentence, and reads at once."""
     body = {"model": "tts-1", "input": "你好。", "voice": "a", "response_format": "wav", "speed": 1.0}
     answer = httpx.post(url + SPEECH, json=body, headers=BEARER)
-    assert answer.status_code == 200 and sf.info(io.BytesIO(answer.content)).samplerate == SAMPLE_RATE
+    assert answer.status_code == 200 and sf.info(io.BytesIO(answer.content)).samplerate == 24_000
 
 
 def test_a_client_that_waits_before_it_sends_a_body_in_chunks_is_told_to_go_on(url: str) -> None:
