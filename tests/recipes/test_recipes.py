@@ -3,6 +3,7 @@
 Only the addresses are changed. They speak against the real servers with the trained demo voice.
 """
 
+import json
 import logging
 import os
 import re
@@ -51,11 +52,11 @@ def block(page: str, language: str, *addresses: tuple[str, str], number: int = -
     return text
 
 
-def run(command: Sequence[str | Path], program: Path, text: str) -> str:
+def run(command: Sequence[str | Path], program: Path, text: str, seconds: float = SECONDS) -> str:
     """What the program printed."""
     program.write_text(text)
     done = subprocess.run(
-        [*command, program], cwd=program.parent, capture_output=True, text=True, timeout=SECONDS, check=False
+        [*command, program], cwd=program.parent, capture_output=True, text=True, timeout=seconds, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -80,6 +81,17 @@ def test_a_voice_agents_plugin_speaks(page: str, number: int, url: str, tmp_path
         program = block(page, "python", ("localhost:10086", url), number=number)
     run([AGENTS], tmp_path / "hello.py", program)
     assert_spoken(tmp_path / "hello.wav")
+
+
+def test_aiperf_measures_the_first_audio(url: str, tmp_path: Path) -> None:
+    used = (("127.0.0.1:10086", url.replace("localhost", "127.0.0.1")), ("models/demo", f"{ROOT}/models/demo"))
+    commands = block("load.md", "", *used, ("load/bin/aiperf", f"{CLIENTS}/load/bin/aiperf")).split("\n", 2)[2]
+    run(["bash", "-e"], tmp_path / "load.sh", commands, 5 * SECONDS)  # it starts ten processes
+    (exported,) = tmp_path.glob("artifacts/*/profile_export_aiperf.json")
+    figures = json.loads(exported.read_text())
+    first, whole = (figures[name]["avg"] for name in ("time_to_first_token", "request_latency"))
+    logger.info("first audio %.0f ms, whole answer %.0f ms", first, whole)
+    assert figures["request_count"]["avg"] == 6 and not figures["error_summary"] and 0 < first < whole
 
 
 def test_vercels_sdk_speaks(url: str, tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ def naming(field: str | None) -> Iterator[None]:
         raise invalid(error, field) from None
 
 
-def from_triton(status: str | None, message: str | None) -> ApiError:
-    """Return the error for a failed call to a model; `status` and `message` are those of gRPC.
+def from_triton(status: str | None, message: str | None, timeout: float = 0.0) -> ApiError:
+    """Return the error for a failed call to a model; `status` and `message` are those of gRPC. timeout: in seconds.
 
     Errors of a stream have no status. (Triton 2.51 can send one if a header asks for it, but then sometimes crashes.)
     """
@@ -134,6 +134,8 @@ def from_triton(status: str | None, message: str | None) -> ApiError:
     if _LOST.search(text):
         status, text = str(grpc.StatusCode.UNAVAILABLE), "the connection to Triton was lost"
     http, code = _ERRORS.get(status or "", (502, "upstream_error"))
+    if http == 504:
+        text = f"not complete within --timeout of this service, {timeout:g} s; a paced answer takes as long as it plays"
     return ApiError(http, text, code=code, retry_after=1 if http == 503 else 0)
 
 

@@ -98,9 +98,9 @@ class Backend:
                 raise invalid(f"mode tokens, or live audio: the model {model!r} is served for offline requests", "mode")
             yield await complete(self.connection, model, request, timeout)
         except grpc.aio.AioRpcError as error:
-            raise from_triton(str(error.code()), error.details()) from None
+            raise from_triton(str(error.code()), error.details(), timeout) from None
         except InferenceServerException as error:
-            raise from_triton(error.status(), error.message()) from None
+            raise from_triton(error.status(), error.message(), timeout) from None
 
 
 def _connect(url: str) -> triton.InferenceServerClient:
