@@ -44,6 +44,7 @@ OVERLAP_SAMPLES = OVERLAP_FRAMES * HOP_SAMPLES  # 3840: withheld audio, cross-fa
 # --- speaking rate ---------------------------------------------------------------------------------
 MIN_SPEED = 0.25
 MAX_SPEED = 4.0
+QUIETEST, LOUDEST = -40.0, -10.0  # LUFS that may be asked for
 
 # --- limits of a reference recording -----------------------------------------------------------------------------
 MIN_REFERENCE_SECONDS = 0.5

@@ -180,7 +180,7 @@ def test_a_duration_is_for_one_voice_and_sent_to_the_model(served: StubbedServic
     served.post(TEXT)
     assert "duration" not in served.stub.requests[-1].parameters
     for other in ({"speed": 1.2}, {"input": "Hello. [voice:anna] Hello."}):
-        assert served.post({**TEXT, "duration": 2.5, **other}).json()["error"]["param"] in ("duration", "input")
+        assert served.post({**TEXT, "duration": 2.5, **other}).json()["error"]["param"] in ("duration", "speed")
 
 
 def test_fields_of_peers_have_their_meaning(served: StubbedService) -> None:

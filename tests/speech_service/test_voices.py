@@ -112,6 +112,24 @@ def test_a_voice_speaks_as_it_was_registered_unless_a_request_says_how(served: S
     assert [served.remove(name).status_code for name in ("plain", "soft")] == [200, 200]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_voice_has_its_own_loudness_unless_a_request_says_another(served: StubbedService, stream: bool) -> None:
+    for name, own in ("plain", {}), ("quiet", {"loudness": "-40"}):
+        assert served.add(name, **own).status_code == 201
+
+    def spoken(text: str, **fields: object) -> np.ndarray:
+        return np.frombuffer(served.post({**TEXT, "stream": stream, "input": text, **fields}).content, "<i2")
+
+    plain, quiet, louder = spoken("A.", voice="plain"), spoken("A.", voice="quiet"), spoken("A.", loudness=-30)
+    assert 0 < np.abs(quiet).max() < np.abs(louder).max() < np.abs(plain).max()
+    np.testing.assert_array_equal(spoken("A.", voice="quiet", loudness=-30), louder)
+    both = spoken("[voice:quiet]A.[voice:plain]A.[voice:quiet]A.")
+    np.testing.assert_array_equal(both, np.concatenate([quiet, plain, quiet]))
+    for name in ("plain", "quiet"):
+        served.remove(name)
+    assert served.add("loud", loudness="-5").json()["error"]["param"] == "loudness"
+
+
 def test_words_of_the_request_then_of_the_voice_then_of_all_are_sent_with_a_recording(served: StubbedService) -> None:
     words = "nginx = of the voice\nb = of the voice"
     assert served.add("speller", pronunciation=words).status_code == 201

@@ -84,6 +84,20 @@ def test_a_part_with_a_pause_shorter_than_a_frame_does_not_count() -> None:
     assert by_voice(f"[voice:anna]{pauses}[voice:bert] Hi.")[0] == VoicePart("anna", pauses)
 
 
+def test_a_segment_has_a_length_up_to_the_next_mark(served: StubbedService) -> None:
+    text = "One. [segment 2.5s][voice:bert] Two. [segment 800ms] 3. [segment] Four. [segment 2s] Five. [voice:anna]6"
+    parts = [("", None), ("bert", 2.5), ("bert", 0.8), ("bert", None), ("bert", 2.0), ("anna", None)]
+    assert [(part.voice, part.seconds) for part in by_voice(text)] == parts
+    since = len(served.stub.requests)
+    assert served.post({**TEXT, "input": "One. [segment 2.5s] Two."}).status_code == 200
+    asked = list(served.stub.requests)[since:]
+    assert ["duration" in request.parameters for request in asked] == [False, True]
+    assert asked[1].parameters["duration"].string_param == "2.5"
+    for other in ({"speed": 1.2}, {"duration": 2.5}):
+        error = served.post({**TEXT, **other, "input": "[segment 2.5s] Two."}).json()["error"]
+        assert error["param"] == next(iter(other))
+
+
 def test_the_default_voice_is_asked_for_only_if_a_later_part_needs_it(served: StubbedService) -> None:
     since = len(served.stub.requests)
     text = "<speak><voice name='bert'>One.</voice> Two.</speak>"
@@ -117,6 +131,7 @@ def test_a_recording_in_the_request_is_the_voice_of_the_parts_without_a_name(ser
         ("One. [voice:] Two.", "anna", "without a name"),
         ("<speak><voice>One.</voice></speak>", "anna", "<voice> has no name"),
         ("<speak><sub alias='x'><voice name='bert'>y</voice></sub></speak>", "anna", "the tag <voice>"),
+        ("[segment 2] One.", "anna", "a segment of '2'"),
         ("[voice:bert] [pause 9s] a" * 7, "anna", "longer than 60 s"),
         ("[voice:bert] a" * (MAX_VOICE_PARTS + 1), "anna", f"{MAX_VOICE_PARTS + 1} parts, more than {MAX_VOICE_PARTS}"),
     ],

@@ -56,7 +56,7 @@ def test_pauses_are_kept_without_normalization(frontend: TextFrontend) -> None:
         ("<speak><prosody rate='slow'>x</prosody></speak>", "the tag <prosody> is not supported"),
         ("<speak><voice name='anna'>x</voice></speak>", "the tag <voice>"),
         ("[voice:anna] x", "is for texts of the speech service"),
-        ("<speak>[voice:anna] x</speak>", "which has <voice> instead"),
+        ("<speak>[voice:anna] x</speak>", "which has <voice>"),
         ("<speak>a<speak>b</speak></speak>", "the tag <speak>"),
         ("A <prosody rate='slow'>b</prosody>", "the tag <prosody>"),
         ("Hi. <speak>a</speak>", "the tag <speak>"),

@@ -76,7 +76,7 @@ def test_voices_are_exported_as_upstream_saves_them(demo_models: Path, tmp_path:
 def test_a_voice_is_added_with_its_dictionary_and_deleted_with_it(demo_models, tmp_path, capsys) -> None:
     words = tmp_path / "words.txt"
     words.write_text("nginx = engine x")
-    options = ["--pronunciation", str(words), "--consent", "She agreed."]
+    options = ["--pronunciation", str(words), "--consent", "She agreed.", "--loudness", "-20.5"]
     assert command.main(arguments(demo_models, "speller", VOICE, *options)) == 0
     capsys.readouterr()
     assert command.main(["list", str(demo_models), "--jsonl"]) == 0
@@ -90,7 +90,7 @@ def test_a_voice_is_added_with_its_dictionary_and_deleted_with_it(demo_models, t
     assert command.main(["import", str(tmp_path), str(exported), "--name", "copy"]) == 0
     copy = VoiceBook(tmp_path / "voices", tmp_path, str)
     assert isinstance(copy.get("copy"), Prompt) and copy.pronunciation("copy") == {"nginx": "engine x"}
-    assert copy.rights("copy").consent == "She agreed."
+    assert copy.rights("copy").consent == "She agreed." and copy.get("copy").loudness == -20.5
     assert not list((demo_models / "voices").glob("speller*"))
     words.write_text("nginx")
     with pytest.raises(SystemExit):

@@ -144,13 +144,15 @@ def test_a_voice_keeps_its_instruction_in_every_file(saved, instruction, text, f
     folder.mkdir()
     save_audio(folder / "recorded.wav", TONE, SAMPLE_RATE)
     (folder / "recorded.txt").write_text(saved)
-    save_voice(folder / "encoded.safetensors", book.get("001"))
-    save_recording(folder / "uploaded.safetensors", book.get("recorded"))
+    save_voice(folder / "encoded.safetensors", dataclasses.replace(book.get("001"), loudness=-20.5))
+    save_recording(folder / "uploaded.safetensors", dataclasses.replace(book.get("recorded"), loudness=-20.5))
     for name in ("001", "002", "encoded", "recorded", "uploaded"):
         voice = book.get(name)
         assert (voice.instruction, voice.text) == (instruction, text), name
-    bundle = read_bundle(export_voice(folder, book, "uploaded"))
-    assert (bundle.voice.instruction, bundle.voice.text) == (instruction, text)
+        assert voice.loudness == (-20.5 if name in ("encoded", "uploaded") else None)
+    for name in ("encoded", "uploaded"):
+        voice = read_bundle(export_voice(folder, book, name)).voice
+        assert (voice.instruction, voice.text, voice.loudness) == (instruction, text, -20.5)
 
 
 def test_the_default_voice_is_the_named_one_or_the_speaker_001_of_spk2info_or_the_only_one(folder, tmp_path) -> None:
@@ -325,6 +327,7 @@ def write_voice(folder: Path, **changes: torch.Tensor | None) -> None:
         ({"prompt_speech_feat": torch.full((60, 80), torch.nan)}, "not finite"),
         ({"prompt_spk_embedding": torch.zeros(8)}, r"\(8,\)"),
         ({"prompt_spk_embedding": torch.tensor(1.0)}, r"anna.safetensors: .*\(1,\)"),
+        ({"loudness": torch.tensor([-5.0])}, "loudness -5.0 is not in -40..-10 LUFS"),
         ({"reference_text": as_bytes(b"\xff\xfe")}, "utf-8"),
         ({"reference_text": as_bytes(b"<|s_1|>")}, "its transcript has nothing to speak"),
     ],

@@ -28,6 +28,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "demo": Command("serve the demo voice, speak one text, write a wav file, stop"),
         "text": Command("print what will be spoken of a text, segment by segment"),
         "say": Command("speak a text at a running server, or in this process, to a file"),
+        "book": Command("speak an EPUB at a running server, to an audiobook with chapters"),
     },
     "serve": {
         "serve": Command("serve a stack until Ctrl-C"),

@@ -63,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add.add_argument("--reference-text", default="", help="transcript of the recording, word for word")
     add.add_argument("--instruct-text", default="", help="how the voice speaks, unless a request says how")
+    add.add_argument("--loudness", type=float, metavar="LUFS", help="of its answers over HTTP, unless a request says")
     add.add_argument("--pronunciation", type=words, metavar="FILE", help="words that the voice pronounces differently")
     add.add_argument("--consent", default="", help="the speaker's consent, or where it is kept; stored with the voice")
     add.add_argument("--trim", action="store_true", help="cut the silence at its ends to 0.2 s, mend an abrupt end")
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from cosyvoice_triton.prepare.voice import add_voice  # imports torch, which takes a second
 
         source = args.reference_audio, args.reference_text
-        kept = args.replace, args.pronunciation, args.trim, args.consent, args.instruct_text
+        kept = args.replace, args.pronunciation, args.trim, args.consent, args.instruct_text, args.loudness
         add_voice(options, args.name, *source, *kept)
         return 0
     book = VoiceBook(options.voices_dir, options.checkpoint_dir, str)

@@ -83,7 +83,7 @@ class Utterance:
     cross-lingually. speaker: a registered voice, instead of a recording. instruct_text: how to speak. parameters:
     request parameters such as `seed`. pieces: the text while it is being written, after `target_text`; for streamed
     requests. source: speech to convert to the voice instead of a text, float32 (T,) at `source_sample_rate` Hz, or
-    `source_pieces` of it while it is spoken.
+    `source_pieces` of it while it is spoken. loudness: LUFS that whoever encodes the answer brings it to.
     """
 
     target_text: str
@@ -97,6 +97,7 @@ class Utterance:
     source: np.ndarray | None = field(default=None, repr=False)
     source_sample_rate: int = PROMPT_SAMPLE_RATE
     source_pieces: Pieces[np.ndarray] | None = field(default=None, repr=False)
+    loudness: float | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError naming a value that cannot be encoded: grpc.aio would end such a request as if it were

@@ -17,7 +17,7 @@ from cosyvoice_triton.voice.encoders import ReferenceEncoder
 from cosyvoice_triton.voice.files import is_voice_name, save_pronunciation, save_voice, write_spk2info
 from cosyvoice_triton.voice.judgement import judge
 from cosyvoice_triton.voice.mix import Mix
-from cosyvoice_triton.voice.prompt import Recording
+from cosyvoice_triton.voice.prompt import Recording, validate_loudness
 from cosyvoice_triton.voice.recordings import parse_recording
 from cosyvoice_triton.voice.rights import Rights
 
@@ -32,10 +32,11 @@ def add_voice(
     trim: bool = False,
     consent: str = "",
     instruct_text: str = "",
+    loudness: float | None = None,
 ) -> Path:
     """Encode the recording `audio` with the transcript `text` and write the voice and its dictionary; return its file.
 
-    consent: as in `Rights`. instruct_text: how the voice speaks, unless a request says how. trim: see
+    consent: as in `Rights`. instruct_text, loudness: how the voice speaks, unless a request says how. trim: see
     `Judgement.mended`.
 
     ValueError if the name, the recording or the text is invalid, with the server's messages.
@@ -45,7 +46,7 @@ def add_voice(
     destination = options.voices_dir / f"{name}.safetensors"
     if destination.exists() and not replace:
         raise ValueError(f"{destination} exists; choose another name, or give --replace")
-    rights = Rights.now(consent)
+    rights, loudness = Rights.now(consent), validate_loudness(loudness)
     text = stored_transcript(instruct_text, text) if instruct_text.strip() else text
     instruction, text = clean_transcript(text, name="reference_text", max_chars=MAX_TRANSCRIPT_CHARS)
     try:
@@ -62,7 +63,7 @@ def add_voice(
     begun = time.monotonic()
     prompt = ReferenceEncoder(stacks.named(options.stack), options.checkpoint_dir)(recording)
     print(f"      {len(prompt.tokens)} speech tokens after {time.monotonic() - begun:.1f} s", flush=True)
-    save_voice(destination, dataclasses.replace(prompt, rate=recording.rate), rights)
+    save_voice(destination, dataclasses.replace(prompt, rate=recording.rate, loudness=loudness), rights)
     save_pronunciation(options.voices_dir, name, pronunciation or {})
     print(f"[2/2] written to {destination}; use it as speaker '{name}'")
     return destination

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 
 from cosyvoice_triton.client.utterance import Utterance, of_recording
+from cosyvoice_triton.constants import LOUDEST, QUIETEST
 from cosyvoice_triton.errors import json_kind
 from cosyvoice_triton.llm.interface import preset_values
 from cosyvoice_triton.speech_service.audio.recordings import decode_base64
@@ -28,7 +29,7 @@ from cosyvoice_triton.speech_service.limits import (
 from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.text.language import language_of, named
-from cosyvoice_triton.text.markup import by_voice
+from cosyvoice_triton.text.markup import VoicePart, by_voice
 from cosyvoice_triton.text.pronunciation import combined
 from cosyvoice_triton.voice.mix import mixed_voices
 from cosyvoice_triton.voice.prompt import Recording
@@ -117,7 +118,9 @@ class SpeechRequest(BaseModel):
     stream: bool = Field(True, description="false: the answer is sent when it is complete, with its length")
     return_download_link: Literal[False] = Field(False, description="Kokoro's; nothing is stored to be downloaded")
     volume_multiplier: Finite = Field(1.0, description="above 0, at most 10; what is then too loud is clipped")
-    loudness: Finite | None = Field(None, description="LUFS by EBU R128, -40 to -10, such as -16; below -1 dBFS")
+    loudness: Finite | None = Field(
+        None, ge=QUIETEST, le=LOUDEST, description="LUFS by EBU R128, such as -16, below -1 dBFS; else the voice's own"
+    )
     normalization_options: NormalizationOptions = Field(NormalizationOptions(), description="Kokoro's")
     ref_audio: str = Field(
         "",
@@ -307,8 +310,8 @@ def _naming_fields() -> Iterator[None]:
 def utterances(
     wanted: SpeechRequest, decode_upload: Callable[[], Recording] | None, voices: VoiceFolder, settings: Settings
 ) -> tuple[Utterance, ...]:
-    """Return the requests to a model, one for each part of the text between changes of the voice; otherwise as
-    `utterance`.
+    """Return the requests to a model, one for each part of the text between changes of the voice or the length;
+    otherwise as `utterance`.
 
     A voice that the text names must be registered here, so that an unknown one is an error before any audio.
     """
@@ -317,8 +320,11 @@ def utterances(
         parts = by_voice(wanted.input)
     if not parts:  # the model says so
         return (replace(own, target_text=""),)
-    if wanted.duration is not None and (len(parts) > 1 or wanted.speed != 1.0):
-        raise invalid(f"duration {wanted.duration:g} is for a text in one voice, without a speed", "duration")
+    lengths = [part.seconds for part in parts if part.seconds is not None]
+    if wanted.duration is not None and (lengths or len(parts) > 1):
+        raise invalid(f"duration {wanted.duration:g} is for a text in one voice, without segments", "duration")
+    if wanted.speed != 1.0 and (wanted.duration is not None or lengths):
+        raise invalid(f"speed {wanted.speed:g} is for a text without a duration", "speed")
     known = {"": own}
     if len(parts) > 1 and own.reference is None and wanted.voice_name and any(not part.voice for part in parts):
         _require(wanted.voice_name, voices, "voice")
@@ -327,7 +333,12 @@ def utterances(
             _require(name, voices, "input")
             named = wanted.model_copy(update={"voice": name, "ref_audio": "", "ref_text": ""})
             known[name] = utterance(named, None, voices, settings)
-    return tuple(replace(known[part.voice], target_text=part.text) for part in parts)
+    return tuple(_part(known[part.voice], part) for part in parts)
+
+
+def _part(whole: Utterance, part: VoicePart) -> Utterance:
+    of_length = {} if part.seconds is None else {"duration": str(part.seconds)}
+    return replace(whole, target_text=part.text, parameters={**whole.parameters, **of_length})
 
 
 def _require(name: str, voices: VoiceFolder, field: str) -> None:
@@ -365,6 +376,8 @@ def utterance(
     if wanted.named_language and transcript and language_of(transcript) not in (None, wanted.named_language):
         if voice.pop("reference_text", None) is None:
             parameters["cross_lingual"] = True
+    if wanted.loudness is not None:
+        voice["loudness"] = wanted.loudness
     instructions = wanted.instructions.strip() or None
     if instructions and recording is None:
         voice.pop("reference_text", None)  # the instruction replaces it
@@ -394,9 +407,9 @@ def _registered(name: str, voices: VoiceFolder) -> dict[str, Any]:
         return {"speaker": name}
     if isinstance(voice, Recording):
         words = voices.pronunciation(name)
-        style = {"instruct_text": voice.instruction or None}
+        style = {"instruct_text": voice.instruction or None, "loudness": voice.loudness}
         return {**of_recording(voice), "reference_text": voice.text or None, "pronunciation": words, **style}
-    return {"speaker": name, "transcript": voice.text}
+    return {"speaker": name, "transcript": voice.text, "loudness": voice.loudness}
 
 
 def _refuse_mix(name: str, voices: VoiceFolder) -> None:

@@ -121,6 +121,7 @@ class Dispatcher:
             while waiting:
                 if (utterance := _within_limit(answer, waiting.popleft())) is None:
                     break
+                answer.encoder.begin(utterance.loudness)
                 async with contextlib.aclosing(self._spoken(answer, utterance)) as parts:
                     async for part in parts:
                         if part.warning and part.warning not in answer.warnings:

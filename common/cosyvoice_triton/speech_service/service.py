@@ -19,7 +19,6 @@ from cosyvoice_triton.constants import MAX_SOURCE_SECONDS, TOKEN_RATE
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.audio.encoding import FORMATS, MARK, AudioEncoder
-from cosyvoice_triton.speech_service.audio.loudness import Leveller
 from cosyvoice_triton.speech_service.audio.recordings import decode, decode_base64
 from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
 from cosyvoice_triton.speech_service.bodies import SpeechRequest, parse, utterances
@@ -167,9 +166,8 @@ class Service:
         if rate is None and kind is not None and self.settings.sample_rate in kind.rates:
             rate = self.settings.sample_rate
         try:
-            leveller = None if wanted.loudness is None else Leveller(wanted.loudness, hold=wanted.complete)
             about = rate, wanted.speed, wanted.volume_multiplier, wanted.frame_ms
             tags, paced = MARK if self.settings.mark == "on" else None, wanted.pace is not None and not wanted.complete
-            return AudioEncoder(wanted.response_format, *about, tags, leveller, paced)
+            return AudioEncoder(wanted.response_format, *about, tags, wanted.complete, paced)
         except ValueError as error:
             raise invalid(error, str(error).split()[0]) from None

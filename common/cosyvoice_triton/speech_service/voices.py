@@ -83,10 +83,11 @@ class VoiceFolder(VoiceBook):
         key: str = "",
         instructions: str = "",
         trim: bool = False,
+        loudness: float | None = None,
     ) -> Judgement:
         """Register a recording with its transcript (empty: unknown) and its dictionary.
 
-        consent, key: as in `Rights`. instructions: how the voice speaks, unless a request says how. trim: see
+        consent, key: as in `Rights`. instructions, loudness: how the voice speaks, unless a request says how. trim: see
         `Judgement.mended`. Returns what is to be said of the recording. ApiError.
         """
         name = self._new(name)
@@ -96,7 +97,7 @@ class VoiceFolder(VoiceBook):
         with naming("pronunciation"):
             words = pronunciations(words)
         with naming("audio_sample"):
-            recording = replace(decode(data, self._max_bytes), text=text, instruction=instruction)
+            recording = replace(decode(data, self._max_bytes), text=text, instruction=instruction, loudness=loudness)
         with naming("consent"):
             rights = Rights.now(consent, key or ANYONE)
         judged = judge(recording)

@@ -1,12 +1,13 @@
-"""Pauses and voices in a text, and the part of SSML that is supported.
+"""Pauses, voices and lengths in a text, and the part of SSML that is supported.
 
 Anywhere: `[pause 1.2s]`, `[pause 300ms]`, `[pause]`, `<break time="500ms"/>`, `<break strength="strong"/>`, `<break/>`,
 and as other servers write it `[pause:1.2s]`, `[silent 1s]`. Their tags `[name:value]` are left out, see `left_out`. A
 text that is a document `<speak>...</speak>` may also have p, s, sub and say-as; any other tag in it is an error, and so
 are tags that only SSML has outside of one. Other tags are HTML, see `cleaning`.
 
-A request to a model has one voice, so `parts` rejects voices. The speech service cuts its texts with `by_voice` before:
-`[voice:NAME]` is for what follows, and in a document `<voice name="NAME">...</voice>` for its content.
+A request to a model has one voice and one length, so `parts` rejects voices and segments. The speech service cuts its
+texts with `by_voice` before: `[voice:NAME]` is for what follows, and in a document `<voice name="NAME">...</voice>` for
+its content; `[segment 2.5s]` is the length of what follows, up to the next such mark or the next change of the voice.
 """
 
 import re
@@ -30,6 +31,7 @@ _DOCUMENT = re.compile(r"(?:<\?xml\b[^<>]*>\s*)?<speak\b.*</speak\s*>", re.DOTAL
 _PAUSE = re.compile(r"\[(?:pause|silent)(?:[\s:]([^\[\]]*))?\]|(<break\b[^<>]*>)(?:\s*</break\s*>)?", re.IGNORECASE)
 _TAG = re.compile(r"\[(?!voice:|pause:|silent:)[A-Za-z][\w-]{0,31}:(?!//)[^\[\]\s]{0,64}\](?!\()", re.IGNORECASE)
 _VOICE = re.compile(r"\[voice:([^\[\]]*)\]", re.IGNORECASE)
+_MARK = re.compile(rf"{_VOICE.pattern}|\[segment(?:\s([^\[\]]*))?\]", re.IGNORECASE)
 _VOICE_TAG = re.compile(r"<(?:[\w.-]+:)?voice\b")
 _TIME = re.compile(r"\+?(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)")
 # HTML has no such tags. p, s and sub are HTML's as well, and left to it outside of a document.
@@ -49,17 +51,18 @@ class Pause:
 
 @dataclass(frozen=True)
 class VoicePart:
-    """A part of a text and the name of its voice; empty: the one that the request has."""
+    """A part of a text and the name of its voice; empty: the one that the request has. seconds: that it is to last."""
 
     voice: str
     text: str
+    seconds: float | None = None
 
 
 def parts(text: str) -> Iterator[str | Pause]:
     """Yield the parts of `text` in order, without this markup. ValueError naming a tag or value that is not
     supported."""
-    if _VOICE.search(text):
-        raise ValueError("[voice:...] is for texts of the speech service that are not SSML, which has <voice> instead")
+    if mark := _MARK.search(text):
+        raise ValueError(f"{mark[0][:80]} is for texts of the speech service that are not SSML, which has <voice>")
     if is_document(text):
         text = "".join(_of_element(_document(text.strip())))
     elif foreign := _SSML_ONLY.search(text):
@@ -92,19 +95,17 @@ def left_out(text: str) -> list[str]:
 
 
 def by_voice(text: str) -> list[VoicePart]:
-    """Return the parts of `text` in order, each in one voice, with their pauses and SSML; none if nothing is to be
-    spoken.
+    """Return the parts of `text` in order, each in one voice and of one length, with their pauses and SSML; none if
+    nothing is to be spoken.
 
-    A text without markup for voices is one part. ValueError naming markup that is not supported or a limit.
+    A text without markup for either is one part. ValueError naming markup that is not supported or a limit.
     """
     if is_document(text):
         if not _VOICE_TAG.search(text):
             return [VoicePart("", text)]
         cut = _by_element(_document(text.strip()))
-    elif _VOICE.search(text):
-        first, *rest = _VOICE.split(text)  # rest: name, text, name, text, ...
-        names = map(_voice_name, rest[::2])
-        cut = [VoicePart("", first), *map(VoicePart, names, rest[1::2])]
+    elif _MARK.search(text):
+        cut = list(_by_mark(text))
     else:
         return [VoicePart("", text)]
     contents = [list(parts(part.text)) for part in cut]
@@ -112,7 +113,7 @@ def by_voice(text: str) -> list[VoicePart]:
     found = [part for part, content in zip(cut, contents, strict=True) if _is_heard(content)]
     if len(found) > MAX_VOICE_PARTS:
         raise ValueError(
-            f"the voice changes so often that the text has {len(found)} parts, more than {MAX_VOICE_PARTS}"
+            f"voice or length change so often that the text has {len(found)} parts, more than {MAX_VOICE_PARTS}"
         )
     return found
 
@@ -146,6 +147,17 @@ def _voice_name(name: str) -> str:
     if not name.strip():
         raise ValueError('a change of the voice without a name: write [voice:NAME], in SSML <voice name="NAME">')
     return name.strip()
+
+
+def _by_mark(text: str) -> Iterator[VoicePart]:
+    part = VoicePart("", "")
+    first, *rest = _MARK.split(text)  # rest: name or None, time or None, text, ...
+    for name, time, words in zip([None, *rest[::3]], [None, *rest[1::3]], [first, *rest[2::3]], strict=True):
+        if name is not None:  # a length before it is that of this voice's words
+            part = VoicePart(_voice_name(name), words, None if part.text.strip() else part.seconds)
+        else:
+            part = VoicePart(part.voice, words, _time(time, "a segment") if time and time.strip() else None)
+        yield part
 
 
 def _by_element(document: ET.Element) -> list[VoicePart]:
@@ -249,9 +261,12 @@ def _seconds(time: str) -> float:
     """Return the length of a pause; an empty text is that of `<break/>`."""
     if not time.strip():
         return STRENGTHS["medium"]
-    if (match := _TIME.fullmatch(time.strip())) is None:
-        raise ValueError(f"a pause of {time[:80]!r}: write its time like 1.2s or 500ms")
-    seconds = float(match[1]) / (1000 if match[2] == "ms" else 1)
-    if seconds > MAX_PAUSE_SECONDS:
+    if (seconds := _time(time, "a pause")) > MAX_PAUSE_SECONDS:
         raise ValueError(f"a pause of {time[:80]!r} is longer than {MAX_PAUSE_SECONDS:g} s")
     return seconds
+
+
+def _time(time: str, of: str) -> float:
+    if (match := _TIME.fullmatch(time.strip())) is None:
+        raise ValueError(f"{of} of {time[:80]!r}: write its time like 1.2s or 500ms")
+    return float(match[1]) / (1000 if match[2] == "ms" else 1)

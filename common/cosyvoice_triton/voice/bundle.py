@@ -18,7 +18,7 @@ from cosyvoice_triton.text import clean_transcript, stored_transcript
 from cosyvoice_triton.text.pronunciation import pronunciations, read_pronunciations
 from cosyvoice_triton.voice.book import VoiceBook
 from cosyvoice_triton.voice.files import PRONUNCIATION, is_voice_name, parse_voice
-from cosyvoice_triton.voice.prompt import Prompt, Recording
+from cosyvoice_triton.voice.prompt import Prompt, Recording, validate_loudness
 from cosyvoice_triton.voice.recordings import parse_recording
 from cosyvoice_triton.voice.rights import MAX_CONSENT_CHARS, UNKNOWN
 
@@ -54,6 +54,8 @@ def export_voice(folder: Path, book: VoiceBook, name: str, consent: bool = True)
         sound = io.BytesIO()
         sf.write(sound, voice.wav, voice.rate, format="WAV", subtype="FLOAT")
         about["text"], content = stored_transcript(voice.instruction, voice.text), {_WAV: sound.getvalue()}
+        if voice.loudness is not None:
+            about["loudness"] = voice.loudness
     elif is_voice_name(name) and encoded.exists():
         content = {_ENCODED: encoded.read_bytes()}
     else:
@@ -87,8 +89,11 @@ def read_bundle(data: bytes, parse: Callable[[bytes], Recording] = parse_recordi
         recording = parse(members[_WAV])
     except ValueError as error:
         raise ValueError(f"{_WAV}: {error}") from None
+    if not isinstance(loudness := about.get("loudness"), (int, float, type(None))):
+        raise ValueError(f"loudness in {_ABOUT} is not a number")
     instruction, text = clean_transcript(texts["text"], name="text", max_chars=MAX_TRANSCRIPT_CHARS)
-    return Bundle(texts["name"], replace(recording, text=text, instruction=instruction), words, texts["consent"])
+    recording = replace(recording, text=text, instruction=instruction, loudness=validate_loudness(loudness))
+    return Bundle(texts["name"], recording, words, texts["consent"])
 
 
 def _members(data: bytes) -> dict[str, bytes]:

@@ -31,7 +31,7 @@ from cosyvoice_triton.constants import (
     TOKEN_RATE,
 )
 from cosyvoice_triton.text import clean_transcript, stored_transcript
-from cosyvoice_triton.voice.prompt import Prompt, Recording, validate_reference
+from cosyvoice_triton.voice.prompt import Prompt, Recording, validate_loudness, validate_reference
 from cosyvoice_triton.voice.recordings import ENDINGS, parse_recording
 from cosyvoice_triton.voice.rights import MAX_HEADER_BYTES, UNKNOWN, Rights, header_bytes
 
@@ -52,6 +52,7 @@ TOKENS, MEL, EMBEDDING, TRANSCRIPT = (
 )
 WAV = "reference_wav"  # of an uploaded recording, in place of the first three
 RATE = "reference_sample_rate"  # of the recording, or of that from which the prompt was made; files before 0.2 lack it
+LOUDNESS = "loudness"  # LUFS of its answers, if the voice has any
 # Their keys in a speaker of spk2info.pt: first those of upstream's Triton runtime, then those that CosyVoice2 saves.
 _SPK2INFO_KEYS = {
     TOKENS: ("speech_token", "flow_prompt_speech_token"),
@@ -112,7 +113,7 @@ def parse_voice(data: bytes, where: str, full_band: bool = False) -> Prompt | Re
         rate = _rate(tensors) or PROMPT_SAMPLE_RATE
         wav = validate_reference(tensors[WAV], rate=rate)
         instruction, text = clean_transcript(transcript(), name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS)
-        return Recording(wav, text, rate, instruction)
+        return Recording(wav, text, rate, instruction, _loudness(tensors))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
@@ -181,6 +182,8 @@ def _content(voice: Recording | Prompt, rights: Rights) -> bytes:
     tensors = {TRANSCRIPT: np.frombuffer(stored_transcript(voice.instruction, voice.text).encode(), np.uint8)}
     if voice.rate:
         tensors[RATE] = np.array([voice.rate], np.int32)
+    if voice.loudness is not None:
+        tensors[LOUDNESS] = np.array([voice.loudness], np.float32)
     if isinstance(voice, Recording):
         tensors[WAV] = voice.wav
     else:
@@ -288,7 +291,8 @@ def _prompt(tensors: Mapping[str, np.ndarray], transcript: Callable[[], str], wh
         if tokens.size and tokens.min() < 0:
             raise ValueError(f"it has the speech token {tokens.min()}")
         _check_lengths(len(tokens), len(mel), text)
-        prompt = replace(Prompt.aligned(tokens, mel, embedding, text, instruction), rate=_rate(tensors))
+        prompt = Prompt.aligned(tokens, mel, embedding, text, instruction)
+        prompt = replace(prompt, rate=_rate(tensors), loudness=_loudness(tensors))
     except (IndexError, RuntimeError, TypeError, ValueError) as error:  # of numpy, for unusable shapes
         raise ValueError(f"{where}: {error}") from error
     return prompt
@@ -296,6 +300,10 @@ def _prompt(tensors: Mapping[str, np.ndarray], transcript: Callable[[], str], wh
 
 def _rate(tensors: Mapping[str, np.ndarray]) -> int | None:
     return int(tensors[RATE].item()) if RATE in tensors else None
+
+
+def _loudness(tensors: Mapping[str, np.ndarray]) -> float | None:
+    return validate_loudness(round(float(tensors[LOUDNESS].item()), 3)) if LOUDNESS in tensors else None
 
 
 def _check_lengths(tokens: int, frames: int, text: str) -> None:

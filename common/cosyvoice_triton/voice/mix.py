@@ -32,6 +32,7 @@ class Mix:
     # As of a `Prompt` of an x-vector alone.
     text: ClassVar[str] = ""
     instruction: ClassVar[str] = ""
+    loudness: ClassVar[None] = None
     tokens: ClassVar[np.ndarray] = np.zeros(0, np.int64)
     mel: ClassVar[np.ndarray] = np.zeros((0, MEL_BINS), np.float32)
 

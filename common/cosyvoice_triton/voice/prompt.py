@@ -13,12 +13,14 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from cosyvoice_triton.constants import (
+    LOUDEST,
     MAX_REFERENCE_RATE,
     MAX_REFERENCE_SECONDS,
     MEL_BINS,
     MIN_REFERENCE_RATE,
     MIN_REFERENCE_SECONDS,
     PROMPT_SAMPLE_RATE,
+    QUIETEST,
     REFERENCE_RATE_STEP,
     SAMPLE_RATE,
     SPEAKER_DIM,
@@ -36,7 +38,7 @@ ValueT = TypeVar("ValueT")
 @dataclass(frozen=True)
 class Recording:
     """A recording of a voice: `wav` (T,) float32 at `rate` Hz, its transcript `text` (empty: unknown), and the
-    `instruction` that the voice is spoken with (empty: none).
+    `instruction` that the voice is spoken with (empty: none), and the `loudness` of its answers in LUFS (None: any).
 
     It keeps the rate at which it came in, because CosyVoice3's mel has bands up to 12 kHz. Each network that reads it
     resamples it for itself.
@@ -46,6 +48,7 @@ class Recording:
     text: str = ""
     rate: int = PROMPT_SAMPLE_RATE
     instruction: str = ""
+    loudness: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -119,10 +122,17 @@ def validate_samples(wav: np.ndarray, rate: int, of: str, name: str = "") -> np.
     return wav
 
 
+def validate_loudness(lufs: float | None) -> float | None:
+    """Return the loudness of a voice. ValueError for one out of range."""
+    if lufs is not None and not QUIETEST <= lufs <= LOUDEST:
+        raise ValueError(f"loudness {lufs!r} is not in {QUIETEST:g}..{LOUDEST:g} LUFS")
+    return lufs
+
+
 @dataclass(frozen=True)
 class Prompt:
     """An encoded recording. `tokens` (P,) int64 in 0..6560, `mel` (2P, 80), `embedding` (192,), transcript `text`, the
-    recording's `rate` if it is known, and `instruction` as of a `Recording`.
+    recording's `rate` if it is known, `instruction` and `loudness` as of a `Recording`.
 
     P = 0: a voice of which only the x-vector is known; it has no transcript.
     """
@@ -133,6 +143,7 @@ class Prompt:
     text: str
     instruction: str = ""
     rate: int | None = None
+    loudness: float | None = None
 
     @classmethod
     def aligned(

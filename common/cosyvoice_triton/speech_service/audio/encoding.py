@@ -78,9 +78,9 @@ class AudioEncoder:
     """Float chunks at the models' rate -> bytes of the format `name`, at `rate` and `speed`, `volume` times as loud.
 
     rate: as far as the format has a choice. frame_ms: of the pieces that `framed` makes; None: they come as they are.
-    tags: of the container, if it has a place for them. leveller: sets the loudness.
+    tags: of the container, if it has a place for them. hold: a part with a loudness (`begin`) is encoded at its end.
     paced: frames are to be sent when they are played, by `frame_seconds`.
-    ValueError for an unsupported value. `direct`: the samples are hardly changed, so no thread is needed.
+    ValueError for an unsupported value.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AudioEncoder:
         volume: float = 1.0,
         frame_ms: int | None = None,
         tags: Mapping[str, str] | None = None,
-        leveller: Leveller | None = None,
+        hold: bool = False,
         paced: bool = False,
     ) -> None:
         if name not in FORMATS:
@@ -121,22 +121,39 @@ class AudioEncoder:
         self._rest = b""  # of a frame that is not whole
         self.rate = rate
         self._volume = volume
-        self._leveller = leveller
+        self._hold = hold
+        self._levellers: list[Leveller | None] = [None]  # of the part that comes, and of those before with held audio
         self._samples = 0  # encoded so far
         self._filter = _filter_of(rate, speed)
-        self.direct = self._filter is None and leveller is None and self.format.codec in ("", "pcm_s16le")
         self._writer = _ContainerWriter(self.format, rate, tags) if self.format.container else None
+
+    @property
+    def direct(self) -> bool:
+        """Return whether the samples are hardly changed, so that no thread is needed."""
+        return self._filter is None and not any(self._levellers) and self.format.codec in ("", "pcm_s16le")
+
+    def begin(self, lufs: float | None) -> None:
+        """Bring what follows, the part of a voice, to a loudness; None: leave it as it is."""
+        self._levellers.append(None if lufs is None else Leveller(lufs, hold=self._hold))
 
     def push(self, chunk: np.ndarray) -> bytes:
         """Encode float32 (N,) and return the bytes that are complete, possibly none."""
-        chunk = chunk if self._leveller is None else self._leveller.push(chunk)
-        return b"".join(self._bytes(part) for part in self._filtered(chunk))
+        held, leveller = self._held(1), self._levellers[0]
+        chunk = chunk if leveller is None else leveller.push(chunk)
+        return held + b"".join(self._bytes(part) for part in self._filtered(chunk))
 
     def finish(self) -> bytes:
         """Return the remaining bytes, and the end of the container."""
-        held = [] if self._leveller is None else self._filtered(self._leveller.finish())
-        rest = b"".join(self._bytes(part) for part in (*held, *self._filtered(None)))
+        rest = self._held(0) + b"".join(self._bytes(part) for part in self._filtered(None))
         return rest if self._writer is None else rest + self._writer.close()
+
+    def _held(self, left: int) -> bytes:
+        """Encode what was held back of all parts but the last `left` ones, which are done."""
+        done = len(self._levellers) - left
+        held = (self._filtered(each.finish()) for each in self._levellers[:done] if each is not None)
+        data = b"".join(self._bytes(part) for parts in held for part in parts)
+        del self._levellers[:done]
+        return data
 
     def framed(self, data: bytes, last: bool = False) -> Iterator[bytes]:
         """Yield encoded bytes in frames of equal length, the last one filled with silence; unchanged without frames."""

@@ -6,7 +6,6 @@ import numpy as np
 
 from cosyvoice_triton.constants import SAMPLE_RATE
 
-QUIETEST, LOUDEST = -40.0, -10.0  # LUFS that may be asked for
 BLOCK, STEP = SAMPLE_RATE * 2 // 5, SAMPLE_RATE // 10  # 400 ms, every 100 ms
 ABSOLUTE_GATE, RELATIVE_GATE = -70.0, -10.0  # LUFS; below the mean of what passes the first
 PEAK = 10 ** (-1 / 20)  # -1 dBFS
@@ -48,12 +47,9 @@ class Leveller:
     A chunk counts before it is scaled, so that nothing is held back for it; the gain then moves with what is known of
     the answer. hold: nothing is returned before the end, and all of it has one gain. Peaks stay below -1 dBFS,
     but for the first 6 ms of a chunk that is louder than those before.
-    ValueError for a loudness out of range.
     """
 
     def __init__(self, lufs: float, *, hold: bool) -> None:
-        if not QUIETEST <= lufs <= LOUDEST:
-            raise ValueError(f"loudness {lufs:g} is not in {QUIETEST:g}..{LOUDEST:g} LUFS")
         self._target, self._hold = lufs, hold
         self._loudness = Loudness()
         self._held: list[np.ndarray] = []

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
-from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS
+from cosyvoice_triton.constants import LOUDEST, MAX_TRANSCRIPT_CHARS, QUIETEST
 from cosyvoice_triton.speech_service import openapi as doc
-from cosyvoice_triton.speech_service.limits import MAX_FIELDS, NAME_CHARS, PathName, Text, Words
+from cosyvoice_triton.speech_service.limits import MAX_FIELDS, NAME_CHARS, Finite, PathName, Text, Words
 from cosyvoice_triton.speech_service.routes.reading import Body
 from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.service import Service
@@ -46,6 +46,9 @@ class NewVoice(BaseModel):
     ref_text: Annotated[Text, Field(max_length=MAX_TRANSCRIPT_CHARS)] = Field("", description="of the recording")
     instructions: Annotated[Text, Field(max_length=MAX_TRANSCRIPT_CHARS)] = Field(
         "", description="how the voice speaks, unless a request says how"
+    )
+    loudness: Finite | None = Field(
+        None, ge=QUIETEST, le=LOUDEST, description="LUFS of its answers, unless a request says another"
     )
     trim_reference: bool = Field(False, description="cut the silence at its ends to 0.2 s, and mend its end")
     pronunciation: Words = Field({}, description="words, and what is spoken for each, one a line")
@@ -88,11 +91,11 @@ def _voice(name: str) -> dict[str, Any]:
 @router.post("/v1/audio/voices", **doc.describe("Voices", body=_NEW.content, answer=_ADDED, **_ADDING))
 async def add(request: Request) -> Response:
     """Register a voice: a form with `name`, `audio_sample` (an audio file), `ref_text` (its transcript),
-    `instructions` (how it speaks), `pronunciation` (its dictionary) and `consent` (the speaker's, or where it is
-    kept)."""
+    `instructions` and `loudness` (how it speaks), `pronunciation` (its dictionary) and `consent` (the speaker's, or
+    where it is kept)."""
     new, data = await _NEW.read(request)
     service = Service.of(request)
-    name, style = normalized(new.name), (new.instructions, new.trim_reference)
+    name, style = normalized(new.name), (new.instructions, new.trim_reference, new.loudness)
     given = (data, new.ref_text, new.pronunciation, new.consent, API_KEY.get())
     judged = await asyncio.to_thread(service.voices.add, name, *given, *style)
     rights = service.voices.rights(name).shown_to(API_KEY.get())
