@@ -1,5 +1,7 @@
 """Numbers in the words of four languages."""
 
+from unicodedata import normalize
+
 ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen"
@@ -16,8 +18,8 @@ ROMAN = r"(?=[IVXL])(?:XL|L?X{0,3})(?:IX|IV|V?I{0,3})"  # a pattern
 
 
 def roman(letters: str) -> int:
-    """Return the value of a Roman numeral."""
-    values = [{"I": 1, "V": 5, "X": 10, "L": 50}[letter] for letter in letters]
+    """Return the value of a Roman numeral, which may be one character."""
+    values = [{"I": 1, "V": 5, "X": 10, "L": 50}[letter] for letter in normalize("NFKC", letters)]
     return sum(-value if value < max(values[index:]) else value for index, value in enumerate(values))
 
 
