@@ -3,8 +3,11 @@
 import re
 from decimal import Decimal
 
-from cosyvoice_triton.text.numbers import HAN, chinese, japanese, korean, korean_count
 from cosyvoice_triton.text.quantities import Around, Quantity, Reader
+
+HAN, SINO = "零一二三四五六七八九", "영일이삼사오육칠팔구"
+_NATIVE = ("", "한", "두", "세", "네", "다섯", "여섯", "일곱", "여덟", "아홉")
+_NATIVE_TENS = ("", "열", "스물", "서른", "마흔", "쉰", "예순", "일흔", "여든", "아흔")
 
 _DOTTED = re.compile(r"(?:1[0-2]|[1-9])\.(?:[12]\d|3[01]|[1-9])")  # a day after its month
 
@@ -80,6 +83,48 @@ class Korean(Reader):
 
     def hour(self, hour: int) -> str:
         return korean_count(hour, 13) + self.say["hour"]
+
+
+def chinese(number: int, two: str = "两") -> str:
+    """Return a number of at least 0 in Chinese characters; `two`: before hundreds and above."""
+    return _by_places(number, HAN, "十百千", ("", "万", "亿", "万"), two) or "零"
+
+
+def japanese(number: int) -> str:
+    """Return a number of at least 0 in kanji, as it is said in Japanese: 千 and 百 without 一."""
+    return _by_places(number, HAN, "十百千", ("", "万", "億", "兆")) or "零"
+
+
+def korean(number: int) -> str:
+    """Return a number of at least 0 in Sino-Korean words."""
+    words = _by_places(number, SINO, "십백천", ("", "만", "억", "조")) or "영"
+    return words.removeprefix("일") if words.startswith("일만") else words
+
+
+def _by_places(number: int, digits: str, units: str, myriads: tuple[str, ...], two: str = "") -> str:
+    """Return a number by groups of four digits; "" for 0. With `two` as in Chinese: a one and a gap are said."""
+    words, gap, written = "", False, str(number)
+    for place, char in zip(range(len(written))[::-1], written, strict=True):
+        unit, group = place % 4, number // 10 ** (place - place % 4) % 10**4
+        if char == "0":
+            gap = gap or bool(words)
+        else:
+            words += digits[0] * (gap and bool(two))
+            if char == "2" and (unit > 1 or (group == 2 and place)):
+                words += two or digits[2]
+            elif char != "1" or not unit or (two and (unit > 1 or words)):
+                words += digits[int(char)]
+            words, gap = words + ("", *units)[unit], False
+        if not unit and (group or (place == 8 and two and number >= 10**12)):
+            words, gap = words + myriads[place // 4], False
+    return words
+
+
+def korean_count(number: int, limit: int) -> str:
+    """Return a number as it counts things, 세 for 3, below `limit`, which is at most 100."""
+    if not 0 < number < limit:
+        return korean(number)
+    return "스무" if number == 20 else _NATIVE_TENS[number // 10] + _NATIVE[number % 10]
 
 
 CHINESE, JAPANESE = Chinese("zh", chinese, HAN), Reader("ja", japanese, HAN)

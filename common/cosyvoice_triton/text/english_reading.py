@@ -2,9 +2,17 @@
 
 import re
 
-from cosyvoice_triton.text.numbers import ONES, english, english_ordinal, english_year
 from cosyvoice_triton.text.quantities import ORDINALS, Around, Quantity, Reader
 from cosyvoice_triton.text.tables import CURRENCIES, counted
+
+ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+).split()
+_TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
+_SCALES = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hundred"))
+_ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth"}
+_ORDINALS |= {"twelve": "twelfth"}
 
 _DATED = re.compile(rf"(?:{'|'.join(ONES)}|ty) \Z")  # the year of a date before a clock time
 
@@ -81,7 +89,7 @@ class English(Reader):
             return " out of ".join(numbers)
         if "odds" in at.before.lower():
             return " to ".join(numbers)
-        if "0" in (it.over[0], it.under[0]) and not at("date"):
+        if ("0" in (it.over[0], it.under[0]) or 12 < int(it.over) == int(it.under) - 1) and not at("date"):
             return " ".join(numbers)
         if 30 < int(it.under) < int(it.over) < 300:
             return " over ".join(numbers) + self.unit_of(it)
@@ -117,6 +125,31 @@ def _clock(hour: str, minute: str, alone: bool) -> str:
     if not int(hour):
         return "midnight"
     return english(int(hour)) + ("" if not alone else " o'clock" if int(hour) <= 12 else " hundred")
+
+
+def english(number: int) -> str:
+    """Return a number of at least 0 in English words."""
+    if number < 20:
+        return ONES[number]
+    if number < 100:
+        return _TENS[number // 10] + (f" {ONES[number % 10]}" if number % 10 else "")
+    scale, name = next(each for each in _SCALES if number >= each[0])
+    return f"{english(number // scale)} {name}" + (f" {english(number % scale)}" if number % scale else "")
+
+
+def english_ordinal(number: int) -> str:
+    """Return "first" for 1."""
+    before, _, last = english(number).rpartition(" ")
+    last = _ORDINALS.get(last) or (last[:-1] + "ieth" if last.endswith("y") else last + "th")
+    return f"{before} {last}".strip()
+
+
+def english_year(year: int) -> str:
+    """Return a year as it is said: "nineteen oh five", "two thousand eight", "twenty ten"."""
+    century, rest = divmod(year, 100)
+    if year < 1010 or (century % 10 == 0 and rest < 10):
+        return english(year)
+    return f"{english(century)} {'hundred' if not rest else 'oh ' * (rest < 10) + english(rest)}"
 
 
 ENGLISH = English("en", english, ONES)

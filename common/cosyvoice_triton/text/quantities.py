@@ -8,10 +8,10 @@ them are a range.
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from unicodedata import normalize
 
-from cosyvoice_triton.text.numbers import roman
-from cosyvoice_triton.text.tables import CURRENCIES, Words, counted
+from cosyvoice_triton.text.tables import CURRENCIES, Words, counted, roman
 
 
 class Around:
@@ -88,7 +88,7 @@ class Reader:
     def __init__(self, language: str, whole: Callable[[int], str], digits: Sequence[str]) -> None:
         """`language`: the name of its column in the table of units, and of its words; `whole` says a number of at least
         0; `digits`: the words of 0 to 9."""
-        self.language, self.whole, self.digits = language, whole, digits
+        self.language, self.whole, self.digits = language, lru_cache(maxsize=1024)(whole), digits
         said = {"digits": self.spelled, "number": self.number, "power": self.power, "to": lambda dash: self.say["to"]}
         self.words = Words(language, {**said, "roman": roman, **self.functions})
         self.say: dict[str, str] = defaultdict(str, self.words.tables["say"])
@@ -112,7 +112,9 @@ class Reader:
         while found := self._patterns["start"].search(text, at):
             begin, before = found.start(), "".join(parts[-2:])[-40:] + text[end : found.start()]
             quantity, stop = self._quantity(text, begin)
-            ranged = self._range(text, quantity, stop, before)
+            dash = self._patterns["dash"].match(text, stop)
+            is_pair = dash and self._patterns["start"].match(text, dash.end())
+            ranged = self._range(text, quantity, dash, before) if dash and is_pair else None
             words, stop = ranged or (self.said(quantity, before, text[stop : stop + 40]), stop)
             parts += [text[end:begin], words if any(map(str.isalnum, words)) else text[begin:stop]]
             end = at = stop
@@ -127,8 +129,8 @@ class Reader:
         whole, _, decimals = digits.partition(".")
         is_spelled = len(whole) > LONGEST or (len(whole) > 1 and whole[0] == "0")
         words = self.spelled(whole) if is_spelled else self.whole(int(whole or 0))
-        said = [self.whole(int(char)) for char in decimals]
-        return words + self.say["point"] * bool(said) + self.say["between"].join(said)
+        said = self.say["between"].join(map(self.whole, map(int, decimals)))
+        return words + self.say["point"] * bool(said) + said
 
     def spelled(self, digits: str) -> str:
         """Return digits one by one."""
@@ -159,7 +161,8 @@ class Reader:
     def unit_of(self, it: Quantity) -> str:
         """Return the name of a unit or currency, and what it is per."""
         names = self.words.money.get(it.currency) or self.words.units.get(it.unit, "")
-        said = self.say["blank"] * bool(names) + counted(names, it.digits == "1" and not it.scale)
+        is_one = (it.digits == "1" and not it.scale) or (it.unit and f"-{it.unit}" in it.text)  # as in "a 5-km run"
+        said = self.say["blank"] * bool(names) + counted(names, bool(is_one))
         if it.per:
             count, unit = _PER.findall(it.per)[0]
             said += self.say["per"] + (self.number(count) + self.say["blank"] if count else "")
@@ -240,15 +243,12 @@ class Reader:
             if found := pattern.match(text, begin):
                 it, stop = Quantity(kind, found[0], **found.groupdict("")), found.end()
                 break
-        if _LETTER.match(text, stop) and it.is_plain:
+        if _LETTER.match(text, stop) and (it.is_plain or it.kind == "version"):
             return Quantity("name", it.text), stop
         return it.but(currency=it.unit, unit="") if it.unit in CURRENCIES and not it.currency else it, stop
 
-    def _range(self, text: str, first: Quantity, stop: int, before: str) -> tuple[str, int] | None:
+    def _range(self, text: str, first: Quantity, dash: re.Match[str], before: str) -> tuple[str, int] | None:
         """Return two quantities of a kind with a dash between them, said, and where they end; None if it is none."""
-        dash = self._patterns["dash"].match(text, stop)
-        if not dash or not self._patterns["start"].match(text, dash.end()):
-            return None
         last, end = self._quantity(text, dash.end(), after_dash=True)
         if (pair := _paired(first, last)) is None:
             return None

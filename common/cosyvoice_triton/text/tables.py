@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
-
-from cosyvoice_triton.text.numbers import ROMAN
+from unicodedata import normalize
 
 _SECTIONS = defaultdict[str, list[str]](list)  # rows by section
 for _row in Path(__file__).with_name("reading.txt").read_text("utf-8").splitlines():
@@ -40,6 +39,12 @@ CURRENCIES, UNITS = dict(_table("currencies")), dict(_table("units"))
 UNITS |= {sign + raised: _joined(raised, UNITS[sign]) for sign in ("km", "cm", "mm", "m") for raised in "2²3³"}
 
 
+def roman(letters: str) -> int:
+    """Return the value of a Roman numeral, which may be one character."""
+    values = [{"I": 1, "V": 5, "X": 10, "L": 50}[letter] for letter in normalize("NFKC", letters)]
+    return sum(-value if value < max(values[index:]) else value for index, value in enumerate(values))
+
+
 def counted(names: str, one: bool = False) -> str:
     """Return the name of one or of many, of English names as `reading.txt` has them."""
     single, _, many = names.partition("/")
@@ -51,6 +56,7 @@ def one_of(signs: Iterable[str]) -> str:
     return "|".join(re.escape(sign) for sign in sorted(signs, key=len, reverse=True))
 
 
+ROMAN = r"(?=[IVXL])(?:XL|L?X{0,3})(?:IX|IV|V?I{0,3})"  # a pattern
 _SPOKEN = re.compile(r"«([\w ]*)(\d)»|\\(\d)")  # what a rule says of a part that it found
 _NAMED = re.compile(r"(?m)^(\w+)([=<>:]) (.*)")
 
