@@ -293,13 +293,13 @@ def _cut(piece: _Piece, kind: re.Pattern[str], seconds: Seconds, limit: float) -
         return
     units = [(unit, seconds(unit)) for unit in kind.findall(piece.text)]
     rest = sum(taken for _, taken in units)
-    part, size = "", 0.0
+    part, size, share = "", 0.0, rest / max(1, math.ceil(rest / limit))
     for unit, taken in units:
-        share = rest / max(1, math.ceil(rest / limit))
         # A part of a space alone would be dropped, and two words be one.
         if part and not unit.isspace() and (size + taken > limit or size + taken / 2 > share):
             yield _Piece(part, size)
             part, size, rest = "", 0.0, rest - size
+            share = rest / max(1, math.ceil(rest / limit))
         part, size = part + unit, size + taken
     if part:
         yield _Piece(part, size)
