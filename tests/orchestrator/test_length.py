@@ -7,7 +7,7 @@ import pytest
 from cosyvoice_triton.audible import SilenceTrimmer
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.orchestrator.length import FASTEST, SLOWEST, fitting_speed, misfit
-from cosyvoice_triton.text.prosody import without_duration
+from cosyvoice_triton.text.markup import without_duration
 
 from tests.orchestrator.test_request import check
 from tests.support.fakes import FakeLM, FakeToken2Wav

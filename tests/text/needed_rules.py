@@ -42,6 +42,11 @@ def said(reader: Reader, text: str) -> str:
         return ""
 
 
+def again(language: str) -> Reader:
+    reader = frontend._READERS[language]
+    return type(reader)(language, reader.whole, reader.digits)
+
+
 def without() -> Iterator[tuple[str, list[Reader]]]:
     """Yield the name of each row, and readers that have all but it."""
     for section, rows in [*tables._SECTIONS.items()]:
@@ -51,13 +56,13 @@ def without() -> Iterator[tuple[str, list[Reader]]]:
             kept = [each for each in rows if each is not row]
             with patch.dict(tables._SECTIONS, {section: kept}):
                 try:
-                    yield f"{section}: {row}", [type(frontend._READERS[section[:2]])()]
+                    yield f"{section}: {row}", [again(section[:2])]
                 except (KeyError, re.error):  # other rows use its name, or are its pattern's other half
                     yield f"{section}: {row}", []
     for table in (tables.UNITS, tables.CURRENCIES):
         for one in dict.fromkeys(unit["en"] for unit in table.values()):
             taken = {sign: table.pop(sign) for sign in [*table] if table[sign]["en"] == one}
-            yield f"unit {one}", [type(frontend._READERS[language])() for language in LANGUAGES]
+            yield f"unit {one}", [*map(again, LANGUAGES)]
             table.update(taken)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import sentencex
-from cosyvoice_triton.text.segments import SentenceSplitter
+from cosyvoice_triton.text.segments import ONE_SENTENCE, SentenceSplitter
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +50,11 @@ def test_prose_is_split_where_sentencex_splits_it() -> None:
 )
 def test_nothing_is_lost(pieces: list[str]) -> None:
     assert "".join(split(*pieces)) == "".join(pieces)
+
+
+@given(st.text(st.sampled_from("aB1一가ア ,，、;；'’“”()（）%$-."), max_size=WINDOW))
+def test_what_is_taken_for_one_sentence_is_one(text: str) -> None:
+    assert not ONE_SENTENCE.match(text) or split(text) == [text]
 
 
 @pytest.mark.parametrize("pattern", HOSTILE)

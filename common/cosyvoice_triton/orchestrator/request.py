@@ -24,9 +24,8 @@ from cosyvoice_triton.orchestrator.report import OnWarning, ignore
 from cosyvoice_triton.text import clean_line, clean_text, clean_transcript, split_instruction, strip_control_tokens
 from cosyvoice_triton.text.frontend import SPELLING
 from cosyvoice_triton.text.language import EVERY, Language, named
-from cosyvoice_triton.text.markup import left_out
+from cosyvoice_triton.text.markup import left_out, without_duration
 from cosyvoice_triton.text.pronunciation import MAX_FILE_BYTES, MAX_WORDS, pronunciations
-from cosyvoice_triton.text.prosody import without_duration
 from cosyvoice_triton.voice.prompt import Recording, validate_reference
 
 logger = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from cosyvoice_triton.speech_service.settings import Settings
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.text import TextFrontend, clean_text
 from cosyvoice_triton.text.frontend import SPELLING
+from cosyvoice_triton.text.markup import without_duration
 from cosyvoice_triton.text.pronunciation import MAX_WORDS, combined, pronunciations
-from cosyvoice_triton.text.prosody import without_duration
 from cosyvoice_triton.voice.judgement import judge
 from cosyvoice_triton.voice.prompt import Recording
 

@@ -166,7 +166,7 @@ _LEFT = re.compile(
     r"(?=[*_~`#])(?:(?<![\d*])\*{2,}(?!\*)|(?<!\*)\*{2,}(?![\d*])|_{2,}|~{2,}|`+|(?<!\S)[*_](?=[^\s*_])|(?<=[^\s*_])[*_](?!\S)|(?<!\d )(?<!\S)\*(?!\S)|(?<!\w)#+(?=[^\W\d])"
     r"|(?<=[\u4e00-\u9fff])#(?!\d))"
 )
-_STAR_KEY = re.compile(r"\b([Pp]ress|[Dd]ial) \*(?=[\s\d.,]|$)")
+_KEY = re.compile(r"(\b(?:[Pp]ress|[Dd]ial)) \*(?=[\s\d.,]|$)|(?:(?<=[按拨])|(?<=[按拨]\d))([*#])(?=[\d键号，。；]|$)")
 _FOOTNOTE = re.compile(r"\[\^[\w-]{1,32}\]|(?<=[^\s\[\]])(?:\[\d{1,3}\])+")
 _TASK = re.compile(r"^(\s*[-*+] )(\[[ xX]\]) ", re.MULTILINE)
 _BULLET = re.compile(r"^\s*(?:[•◦‣▪▫●○■□◆◇▶►➤➢✓✔✗✘→⇒]\ufe0f?\s*|~{3,})", re.MULTILINE)
@@ -203,7 +203,7 @@ def without_markup(text: str, on_left_out: OnLeftOut = lambda written, reason: N
     """Return `text` without Markdown, emoji and rows of signs: the words of links, code and tables stay, and the numbers
     of lists."""
     text = _FOOTNOTE.sub(lambda mark: gone(mark[0], "footnote mark", on_left_out), without_emoji(_BULLET.sub("", text)))
-    text = _TIMES.sub("×", _STAR_KEY.sub(r"\1 star ", text))
+    text = _TIMES.sub("×", _KEY.sub(lambda key: f"{key[1]} star" if key[1] else "井" if key[2] == "#" else "星", text))
     if _MARKUP.search(text):
         text = _TASK.sub(lambda box: gone(box[2], "box of a task", on_left_out, box[1]), text)
         text = "".join(_rendered(text, on_left_out)).replace(", \n", "\n")

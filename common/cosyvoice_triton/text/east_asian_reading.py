@@ -3,21 +3,17 @@
 import re
 from decimal import Decimal
 
-from cosyvoice_triton.text.numbers import HAN, chinese, japanese, korean, korean_count
 from cosyvoice_triton.text.quantities import Around, Quantity, Reader
 
-_DOTTED = re.compile(r"(?:1[0-2]|[1-9])\.(?:[12]\d|3[01]|[1-9])")  # a day after its month
+HAN, SINO = "零一二三四五六七八九", "영일이삼사오육칠팔구"
+_NATIVE = ("", "한", "두", "세", "네", "다섯", "여섯", "일곱", "여덟", "아홉")
+_NATIVE_TENS = ("", "열", "스물", "서른", "마흔", "쉰", "예순", "일흔", "여든", "아흔")
 
-_NUMBERED = re.compile(
-    r"(?:[^零一二三四五六七八九十百]号[\s是为:：=]*|[A-Za-z] |[A-Z]·)\Z"
-)  # before a number that is one
+_DOTTED = re.compile(r"(?:1[0-2]|[1-9])\.(?:[12]\d|3[01]|[1-9])")  # a day after its month
 
 
 class Chinese(Reader):
     """Reads Chinese."""
-
-    language = "zh"
-    whole, digits = staticmethod(chinese), HAN
 
     def amount(self, it: Quantity, at: Around) -> str:
         if it.is_plain:
@@ -26,14 +22,10 @@ class Chinese(Reader):
         if unit in ("%", "％", "‰"):
             share = self.unit_of(it)
             return f"{sign}{share[:3]}{'百' if it.digits == '100' else self.number(it.digits)}{scale}{share[3:]}"
-        if sign == self.say["+"] and not unit:
-            sign = self.say["plus"]
-        if unit[-1:] in ("F", "℉"):
-            sign += "华氏"
         if power := {"k": 3, "m": 6, "b": 9, "w": 4}.get(scale[:1].lower(), 0):
-            it, scale = it._replace(number=f"{(Decimal(it.digits) * 10**power).normalize():f}"), ""
+            it, scale = it.but(number=f"{(Decimal(it.digits) * 10**power).normalize():f}"), ""
         elif it.currency:
-            it = it._replace(number=it.digits.removesuffix(".00"))
+            it = it.but(number=it.digits.removesuffix(".00"))
         two = it.digits == "2" and (it.unit or scale or (not it.sign and at("counted")))
         return sign + ("两" if two else self.powered(it)) + scale + self.unit_of(it)
 
@@ -44,15 +36,11 @@ class Chinese(Reader):
             return chinese(int(digits), "二")
         return "两" if digits == "2" and at("counted") else self.number(digits)
 
-    def is_code(self, digits: str, at: Around) -> bool:
-        numbered = not digits.endswith("00") and _NUMBERED.search(at.before) and not at("counted")
-        return len(digits) > 2 and (at("named") or bool(numbered) or super().is_code(digits, at))
-
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
-        if at("dated") and all(_DOTTED.fullmatch(each.number) for each in (first, last)):
+        if at("date") and all(_DOTTED.fullmatch(each.number) for each in (first, last)):
             first, last = (Quantity("date", month=each.groups[0], day=each.groups[1]) for each in (first, last))
         if first.is_plain and last.scale.isascii():
-            first = first._replace(scale=last.scale)
+            first = first.but(scale=last.scale)
         return super().range(first, last, at, dash)
 
     def year(self, year: str) -> str:
@@ -65,7 +53,7 @@ class Chinese(Reader):
         if it.second.strip("0") and at("lasted"):
             hours = self.hour(hour).removesuffix("点") + "小时" if hour else ""
             return f"{hours}{chinese(int(it.minute))}分{self.number(it.second.lstrip('0'))}秒"
-        return part + super().clock(it._replace(half=""), at)
+        return part + super().clock(it.but(half=""), at)
 
     def hour(self, hour: int) -> str:
         return ("两" if hour == 2 else chinese(hour)) + "点"
@@ -78,39 +66,17 @@ class Chinese(Reader):
     def name(self, it: Quantity, at: Around) -> str:
         """Read digits that touch Latin letters: a model or a train by its digits, a short one as a number."""
         whole, *parts = it.groups
-        number = len(whole) < 3 or (
-            not parts
-            and re.match("[A-Za-z]{2}|[GMT](?![A-Za-z0-9])", at.after)
-            and not re.search(r"[A-Za-z]\Z", at.before)
-        )
-        said = self.number(whole) if number else self.spelled(whole)
+        of_unit = re.match("[A-Za-z]{2}|[GMT](?![A-Za-z0-9])", at.after) and not re.search(r"[A-Za-z]\Z", at.before)
+        said = self.number(whole) if len(whole) < 3 or (of_unit and not parts) else self.spelled(whole)
         return "点".join([said, *map(self.spelled, parts)])
-
-
-class Japanese(Reader):
-    """Reads Japanese."""
-
-    language = "ja"
-    whole, digits = staticmethod(japanese), HAN
-
-    def code(self, it: Quantity, at: Around) -> str:
-        is_address = max(map(len, it.groups)) < 3 and it.text[0] not in "0+"
-        return "の".join(map(self.number, it.groups)) if is_address else super().code(it, at)
 
 
 class Korean(Reader):
     """Reads Korean."""
 
-    language = "ko"
-    whole, digits = staticmethod(korean), "공일이삼사오육칠팔구"
-
-    def decimals(self, digits: str) -> str:
-        return self.spelled(digits).replace("공", "영")
-
     def said(self, it: Quantity, before: str, after: str) -> str:
-        particle = Around(self.words, before, after)("particle")
-        blank = re.match("[가-힣]", after) and not particle
-        return super().said(it, before, after).strip() + (" " if blank else "")
+        blank = re.match("[가-힣]", after) and not Around(self.words, before, after)("particle")
+        return super().said(it, before, after).strip() + " " * bool(blank)
 
     def plain(self, digits: str, at: Around) -> str:
         return korean_count(int(digits), 13 if at("hour") else 100) if at("counted") else self.number(digits)
@@ -119,4 +85,47 @@ class Korean(Reader):
         return korean_count(hour, 13) + self.say["hour"]
 
 
-CHINESE, JAPANESE, KOREAN = Chinese(), Japanese(), Korean()
+def chinese(number: int, two: str = "两") -> str:
+    """Return a number of at least 0 in Chinese characters; `two`: before hundreds and above."""
+    return _by_places(number, HAN, "十百千", ("", "万", "亿", "万"), two) or "零"
+
+
+def japanese(number: int) -> str:
+    """Return a number of at least 0 in kanji, as it is said in Japanese: 千 and 百 without 一."""
+    return _by_places(number, HAN, "十百千", ("", "万", "億", "兆")) or "零"
+
+
+def korean(number: int) -> str:
+    """Return a number of at least 0 in Sino-Korean words."""
+    words = _by_places(number, SINO, "십백천", ("", "만", "억", "조")) or "영"
+    return words.removeprefix("일") if words.startswith("일만") else words
+
+
+def _by_places(number: int, digits: str, units: str, myriads: tuple[str, ...], two: str = "") -> str:
+    """Return a number by groups of four digits; "" for 0. With `two` as in Chinese: a one and a gap are said."""
+    words, gap, written = "", False, str(number)
+    for place, char in zip(range(len(written))[::-1], written, strict=True):
+        unit, group = place % 4, number // 10 ** (place - place % 4) % 10**4
+        if char == "0":
+            gap = gap or bool(words)
+        else:
+            words += digits[0] * (gap and bool(two))
+            if char == "2" and (unit > 1 or (group == 2 and place)):
+                words += two or digits[2]
+            elif char != "1" or not unit or (two and (unit > 1 or words)):
+                words += digits[int(char)]
+            words, gap = words + ("", *units)[unit], False
+        if not unit and (group or (place == 8 and two and number >= 10**12)):
+            words, gap = words + myriads[place // 4], False
+    return words
+
+
+def korean_count(number: int, limit: int) -> str:
+    """Return a number as it counts things, 세 for 3, below `limit`, which is at most 100."""
+    if not 0 < number < limit:
+        return korean(number)
+    return "스무" if number == 20 else _NATIVE_TENS[number // 10] + _NATIVE[number % 10]
+
+
+CHINESE, JAPANESE = Chinese("zh", chinese, HAN), Reader("ja", japanese, HAN)
+KOREAN = Korean("ko", korean, "공일이삼사오육칠팔구")

@@ -2,23 +2,27 @@
 
 import re
 
-from cosyvoice_triton.text.numbers import ONES, english, english_ordinal, english_year
 from cosyvoice_triton.text.quantities import ORDINALS, Around, Quantity, Reader
 from cosyvoice_triton.text.tables import CURRENCIES, counted
 
-_CODED = re.compile(r"\b(?!(?:AD|BC|CE|AM|PM|TV|UP) )[A-Z]{2} \Z")  # two capitals before a number
+ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+).split()
+_TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
+_SCALES = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hundred"))
+_ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth"}
+_ORDINALS |= {"twelve": "twelfth"}
+
 _DATED = re.compile(rf"(?:{'|'.join(ONES)}|ty) \Z")  # the year of a date before a clock time
 
 
 class English(Reader):
     """Reads English."""
 
-    language = "en"
-    whole, digits = staticmethod(english), ONES
-
     functions = {
         "ordinal": lambda number: english_ordinal(int(number)),
-        "decade": lambda written: _decade(written.strip("s'’")),
+        "decade": lambda written: re.sub("ys$", "ies", english_year(int(written.strip("s'’"))) + "s"),
         "pair": lambda written: " ".join(english(int(number)) for number in re.findall(r"\d+", written)),
         "letters": lambda word: word.replace(".", ""),
     }
@@ -38,28 +42,21 @@ class English(Reader):
             return f"{self.number(digits)} {it.unit}"
         if scale in ORDINALS:
             return english_ordinal(int(digits)) if digits.isdigit() else self.number(digits) + scale
-        if it.currency and not scale:
-            return self.sign(it, at) + self._paid(it)
+        whole, _, cents = digits.partition(".")
+        cent = CURRENCIES.get(it.currency, {}).get("cent")
+        if cent and len(cents) == 2 and not scale and float(digits):
+            paid = _spent((whole, self.words.money[it.currency]), (cents, cent))
+            return self.sign(it, at) + " and ".join(paid) + self.unit_of(it.but(currency=""))
         if at("version"):
             return self.version(it, at)
-        if it._replace(per="").is_plain:
+        if it.but(per="").is_plain:
             return self.plain(digits, at) + self.unit_of(it)
         digits = digits.rstrip("0").rstrip(".") if it.currency and "." in digits else digits
         scale = f" {self.words.tables['scale'].get(scale.lower(), scale)}" if scale else ""
-        return self.sign(it, at) + self.powered(it._replace(number=digits)) + scale + self.unit_of(it)
-
-    def _paid(self, it: Quantity) -> str:
-        names, cent = self.words.money[it.currency], CURRENCIES[it.currency].get("cent")
-        whole, _, decimals = it.digits.partition(".")
-        per = self.unit_of(it._replace(currency=""))
-        if not cent or len(decimals) != 2:
-            return f"{self.number(it.digits)} {counted(names, it.digits == '1')}{per}"
-        cents = f"{english(int(decimals))} {counted(cent, int(decimals) == 1)}"
-        paid = f"{self.number(whole)} {counted(names, whole == '1')}"
-        return (paid if not int(decimals) else f"{paid} and {cents}" if int(whole or 0) else cents) + per
+        return self.sign(it, at) + self.powered(it.but(number=digits)) + scale + self.unit_of(it)
 
     def plain(self, digits: str, at: Around) -> str:
-        if self.is_code(digits, at) or (len(digits) > 2 and _CODED.search(at.before)):
+        if self.is_code(digits, at):
             return self.spelled(digits)
         if "1010" <= digits <= "2099" and len(digits) == 4 and not (int(digits) % 100 and at("counted")):
             return english_year(int(digits))
@@ -77,29 +74,25 @@ class English(Reader):
         return f"{name} {said}{ended}".lstrip()
 
     def clock(self, it: Quantity, at: Around) -> str:
-        hour, minute, second, half = it.hour, it.minute, it.second, it.half
-        half = f" {half}" if half else ""
-        if second[:1] == ".":
-            return f"{_clock(hour, minute, False)} point {self.spelled(second)}{half}"
-        if second and _DATED.search(at.before):
-            return f"{_clock(hour, minute, False)} and {self.number(str(int(second)))} seconds"
-        if not second:
-            return _clock(hour, minute or "00", bool(minute) and not half) + half
-        counts = zip((hour, minute, second), ("hour*", "minute*", "second*"), strict=True)
-        spent = [f"{self.number(n.lstrip('0'))} {counted(unit, float(n) == 1)}" for n, unit in counts if float(n)]
-        return " ".join(spent) or "zero"
+        said = _clock(it.hour, it.minute or "00", bool(it.minute) and not it.half + it.second)
+        if it.second[:1] == ".":
+            said += f" point {self.spelled(it.second)}"
+        elif it.second and not _DATED.search(at.before):
+            return " ".join(_spent((it.hour, "hour*"), (it.minute, "minute*"), (it.second, "second*"))) or "zero"
+        elif it.second:
+            said += f" and {self.number(str(int(it.second)))} seconds"
+        return said + f" {it.half}".rstrip()
 
     def slash(self, it: Quantity, at: Around) -> str:
-        over, under = it.over, it.under
-        numbers, unit = (self.number(over), self.number(under)), self.words.units.get(it.unit)
-        if not over.isdigit():
+        numbers = self.number(it.over), self.number(it.under)
+        if not it.over.isdigit():
             return " out of ".join(numbers)
         if "odds" in at.before.lower():
             return " to ".join(numbers)
-        if "0" in (over[0], under[0]) and not at("date"):
+        if ("0" in (it.over[0], it.under[0]) or 12 < int(it.over) == int(it.under) - 1) and not at("date"):
             return " ".join(numbers)
-        if 30 < int(under) < int(over) < 300:
-            return " over ".join(numbers) + (f" {counted(unit)}" if unit else "")
+        if 30 < int(it.under) < int(it.over) < 300:
+            return " over ".join(numbers) + self.unit_of(it)
         return super().slash(it, at)
 
     def fraction(self, it: Quantity) -> str:
@@ -120,9 +113,10 @@ class English(Reader):
         return f"{' ' if at.before[-1:].isalpha() else ''}{said}{' ' if at.after[:1].isalpha() else ''}"
 
 
-def _decade(year: str) -> str:
-    said = english_year(int(year))
-    return f"{said[:-1]}ies" if said.endswith("y") else f"{said}s"
+def _spent(*counts: tuple[str, str]) -> list[str]:
+    """Return numbers that are not 0, each with the name of its unit."""
+    some = ((ENGLISH.number(number.lstrip("0")), unit, float(number)) for number, unit in counts if float(number or 0))
+    return [f"{words} {counted(unit, number == 1)}" for words, unit, number in some]
 
 
 def _clock(hour: str, minute: str, alone: bool) -> str:
@@ -133,4 +127,29 @@ def _clock(hour: str, minute: str, alone: bool) -> str:
     return english(int(hour)) + ("" if not alone else " o'clock" if int(hour) <= 12 else " hundred")
 
 
-ENGLISH = English()
+def english(number: int) -> str:
+    """Return a number of at least 0 in English words."""
+    if number < 20:
+        return ONES[number]
+    if number < 100:
+        return _TENS[number // 10] + (f" {ONES[number % 10]}" if number % 10 else "")
+    scale, name = next(each for each in _SCALES if number >= each[0])
+    return f"{english(number // scale)} {name}" + (f" {english(number % scale)}" if number % scale else "")
+
+
+def english_ordinal(number: int) -> str:
+    """Return "first" for 1."""
+    before, _, last = english(number).rpartition(" ")
+    last = _ORDINALS.get(last) or (last[:-1] + "ieth" if last.endswith("y") else last + "th")
+    return f"{before} {last}".strip()
+
+
+def english_year(year: int) -> str:
+    """Return a year as it is said: "nineteen oh five", "two thousand eight", "twenty ten"."""
+    century, rest = divmod(year, 100)
+    if year < 1010 or (century % 10 == 0 and rest < 10):
+        return english(year)
+    return f"{english(century)} {'hundred' if not rest else 'oh ' * (rest < 10) + english(rest)}"
+
+
+ENGLISH = English("en", english, ONES)

@@ -15,11 +15,12 @@ from cosyvoice_triton.text.markup import Pause, is_document, is_heard, left_out,
 from cosyvoice_triton.text.pronunciation import Pronouncer
 from cosyvoice_triton.text.quantities import Reader
 from cosyvoice_triton.text.segments import (
+    REQUEST_SHARE,
     SEGMENT_SECONDS,
+    SHORTEST_LIMIT,
     ended_as,
     expected_seconds,
     fitting,
-    segment_limit,
     segments,
     sentences,
 )
@@ -111,10 +112,13 @@ class TextFrontend:
             whole = list(parts(plain))
         except ValueError as error:
             raise ValueError(f"target_text: {error}") from None
-        words = "".join(part if isinstance(part, str) else "" for part in whole)
+        words = ""
+        for part in whole:
+            words += part if isinstance(part, str) else ""
         of_text = given or language_of(words, language_of(voice_text[:400]) if voice_text else None, self.languages)
         read = partial(self._in_words, of_text, given is not None, as_is, cache(on_warning))
         seconds = partial(expected_seconds, japanese=of_text == "ja")
+        limit = max(SHORTEST_LIMIT, min(SEGMENT_SECONDS, REQUEST_SHARE * request_seconds))
         pronounce = Pronouncer(pronunciation) if pronunciation else str
         some, pauses = False, 0.0
         for part in whole:
@@ -124,7 +128,7 @@ class TextFrontend:
                 continue
             part = pronounce(part)
             said = sentences(without_markup(part, on_left_out), read) if normalize else sentences(part)
-            for segment in segments(said, seconds, segment_limit(request_seconds)):
+            for segment in segments(said, seconds, limit):
                 yield segment
                 some = True
         if not (some or is_heard(pauses)):

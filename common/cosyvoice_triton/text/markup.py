@@ -36,6 +36,10 @@ _VOICE_TAG = re.compile(r"<(?:[\w.-]+:)?voice\b")
 _TIME = re.compile(r"\+?(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)")
 # HTML has no such tags. p, s and sub are HTML's as well, and left to it outside of a document.
 _SSML_ONLY = re.compile(r"</?(speak|say-as|voice|prosody|emphasis|phoneme|lexicon)\b[^<>]*>", re.IGNORECASE)
+_PROSODY = re.compile(
+    r"""\s*(<speak\b[^>]*>)\s*<prosody\s+duration\s*=\s*(["'])([^"']*)\2\s*>(.*)</prosody>\s*</speak>\s*""", re.DOTALL
+)
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")
 
 # What `say-as` reads one by one, and what the grammars for numbers read anyway.
 _SPELLED = ("characters", "spell-out", "verbatim", "digits", "telephone")
@@ -122,6 +126,16 @@ def without_voices(text: str) -> tuple[str, str]:
     """Return `text` without `[voice:NAME]`, and the name in the last one; empty if there is none."""
     names = _VOICE.findall(text)
     return _VOICE.sub("", text), names[-1].strip() if names else ""
+
+
+def without_duration(text: str) -> tuple[str, float | None]:
+    """Return a document without the `<prosody duration="2.5s">` around all of its content, and the seconds; any other
+    text as it is. ValueError for another form of the seconds."""
+    if (found := _PROSODY.fullmatch(text)) is None:
+        return text, None
+    if (seconds := _DURATION.fullmatch(found[3].strip())) is None:
+        raise ValueError(f"the duration {found[3][:80]!r} of <prosody>: write it like 2.5s or 500ms")
+    return f"{found[1]}{found[4]}</speak>", float(seconds[1]) / (1000 if seconds[2] == "ms" else 1)
 
 
 def _limit(pauses: float) -> None:

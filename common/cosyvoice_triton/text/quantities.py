@@ -8,11 +8,10 @@ them are a range.
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from functools import lru_cache
 from unicodedata import normalize
 
-from cosyvoice_triton.text.numbers import roman
-from cosyvoice_triton.text.tables import CURRENCIES, Words, counted
+from cosyvoice_triton.text.tables import CURRENCIES, Words, counted, roman
 
 
 class Around:
@@ -29,30 +28,18 @@ class Around:
         return self._head.endswith(words) or bool(after.match(self.after))
 
 
-class Quantity(NamedTuple):
+class Quantity:
     """A quantity as it is written: its kind, its text, and the parts that its pattern names; "" for what is missing."""
 
-    kind: str
-    text: str = ""
-    number: str = ""
-    sign: str = ""
-    currency: str = ""
-    minus: str = ""  # after a currency
-    scale: str = ""
-    unit: str = ""
-    per: str = ""
-    power: str = ""
-    year: str = ""
-    month: str = ""
-    day: str = ""
-    of: str = ""  # between a day and its month
-    hour: str = ""
-    minute: str = ""
-    second: str = ""
-    half: str = ""  # of the day
-    whole: str = ""
-    over: str = ""
-    under: str = ""
+    kind = text = number = sign = currency = minus = scale = unit = per = power = ""  # `minus`: after a currency
+    year = month = day = of = hour = minute = second = half = whole = over = under = ""  # `of`: between day and month
+
+    def __init__(self, kind: str, text: str = "", **parts: str) -> None:
+        self.__dict__.update(parts, kind=kind, text=text)
+
+    def but(self, **parts: str) -> "Quantity":
+        """Return the quantity with other parts."""
+        return Quantity(**{**self.__dict__, **parts})
 
     @property
     def digits(self) -> str:
@@ -62,12 +49,13 @@ class Quantity(NamedTuple):
     @property
     def groups(self) -> list[str]:
         """Return all numbers that are written."""
-        return _DIGITS.findall(self.text)
+        return re.findall(r"\d+(?:\.\d+)?" if self.kind == "ratio" else r"\d+", self.text)
 
     @property
     def is_plain(self) -> bool:
         """Return whether it is a whole number and nothing else."""
-        return self.kind == "amount" and self.number.isdigit() and not any(self[3:])
+        others = self.sign + self.currency + self.minus + self.scale + self.unit + self.per + self.power
+        return self.kind == "amount" and self.number.isdigit() and not others
 
     @property
     def is_day(self) -> bool:
@@ -83,8 +71,6 @@ class Quantity(NamedTuple):
 LONGEST = 15  # digits of what is read as a number; a longer one is read digit by digit
 _MARKS = dict.fromkeys(map(ord, ",'’ "))  # of thousands
 ORDINALS = ("st", "nd", "rd", "th")
-_DIGITS = re.compile(r"\d+")
-_DASH = re.compile(r"\s?(?:[~～〜]|[-–—]+)\s?")
 _PAIRS = re.compile(r"(?:[,、，;]\s?\d+[-–:]\d+)+")
 _PER = re.compile(r"/(\d*)\s?(.*)")
 _LETTER = re.compile("[A-Za-z]")
@@ -97,31 +83,24 @@ class Reader:
     words of `reading.txt`; a subclass has methods of its own where a language says more.
     """
 
-    language = ""  # the name of its column in the table of units, and of its words
-    whole: Callable[[int], str]  # says a number of at least 0
-    digits: Sequence[str]  # the words of 0 to 9
     functions: Mapping[str, Callable[[str], object]] = {}  # by name, what else rules may say of what they found
 
-    def __init__(self) -> None:
-        functions = {
-            "digits": self.spelled,
-            "number": self.number,
-            "power": lambda power: self._exponent(power) if power else "",
-            "roman": lambda letters: roman(normalize("NFKC", letters)),
-            **self.functions,
-        }
-        self.words = Words(self.language, functions)
-        self.say = defaultdict(str, self.words.tables["say"])
-        self._needed, self._addresses, self._start, self._money_end, self._said_day = (
-            self.words.pattern(f"«{name}»") for name in ("needed", "addresses", "start", "money_end", "said_day")
-        )
+    def __init__(self, language: str, whole: Callable[[int], str], digits: Sequence[str]) -> None:
+        """`language`: the name of its column in the table of units, and of its words; `whole` says a number of at least
+        0; `digits`: the words of 0 to 9."""
+        self.language, self.whole, self.digits = language, lru_cache(maxsize=1024)(whole), digits
+        said = {"digits": self.spelled, "number": self.number, "power": self.power, "to": lambda dash: self.say["to"]}
+        self.words = Words(language, {**said, "roman": roman, **self.functions})
+        self.say: dict[str, str] = defaultdict(str, self.words.tables["say"])
+        named = ("needed", "dash", "addresses", "start", "money_end", "said_day", "coded")
+        self._patterns = {name: self.words.pattern(f"«{name}»") for name in named}
 
     def read(self, text: str) -> str:
         """Return `text` with its quantities, signs and addresses in words."""
-        if not self._needed.search(text):
+        if not self._patterns["needed"].search(text):
             return text
         parts, end = list[str](), 0
-        for found in self._addresses.finditer(text) if "." in text else ():
+        for found in self._patterns["addresses"].finditer(text) if "." in text else ():
             if said := self.address(found[0]):
                 parts += [self._read(text[end : found.start()]), said]
                 end = found.end()
@@ -130,20 +109,16 @@ class Reader:
     def _read(self, text: str) -> str:
         text = self.words.first(text)
         parts, end, at = [""], 0, 0
-        while found := self._start.search(text, at):
+        while found := self._patterns["start"].search(text, at):
             begin, before = found.start(), "".join(parts[-2:])[-40:] + text[end : found.start()]
             quantity, stop = self._quantity(text, begin)
-            if quantity.kind == "code" and text[begin - 1 : begin] == "(" and "(" not in quantity.text:
-                begin, before = begin - 1, before[:-1]
-            words, stop = self._range(text, quantity, stop, before) or (
-                self.said(quantity, before, text[stop : stop + 40]),
-                stop,
-            )
+            dash = self._patterns["dash"].match(text, stop)
+            is_pair = dash and self._patterns["start"].match(text, dash.end())
+            ranged = self._range(text, quantity, dash, before) if dash and is_pair else None
+            words, stop = ranged or (self.said(quantity, before, text[stop : stop + 40]), stop)
             parts += [text[end:begin], words if any(map(str.isalnum, words)) else text[begin:stop]]
             end = at = stop
         return self.words.last("".join([*parts, text[end:]]))
-
-    # --- what is said -------------------------------------------------------------------------------------------------
 
     def address(self, written: str) -> str:
         """Return an address of the web or of mail as it is said; "" if it is none."""
@@ -154,43 +129,40 @@ class Reader:
         whole, _, decimals = digits.partition(".")
         is_spelled = len(whole) > LONGEST or (len(whole) > 1 and whole[0] == "0")
         words = self.spelled(whole) if is_spelled else self.whole(int(whole or 0))
-        return words + (self.say["point"] + self.decimals(decimals) if decimals else "")
+        said = self.say["between"].join(map(self.whole, map(int, decimals)))
+        return words + self.say["point"] * bool(said) + said
 
     def spelled(self, digits: str) -> str:
         """Return digits one by one."""
         return self.say["between"].join([self.digits[int(char)] for char in digits if char in "0123456789"])
-
-    def decimals(self, digits: str) -> str:
-        """Return the digits after a point."""
-        return self.spelled(digits)
 
     def said(self, it: Quantity, before: str, after: str) -> str:
         """Return the words of a quantity."""
         at = Around(self.words, before, after)
         if it.kind == "clock" and it.minute and not it.second + it.half and at("score"):
             it = Quantity("ratio", it.text.replace(":0", ":"))
-        return str(getattr(self, it.kind)(it, at))
+        return str(getattr(self, it.kind, self.listed)(it, at))
 
     def sign(self, it: Quantity, at: Around) -> str:
-        below_zero = it.sign == "-" and (it.unit[:1] in tuple("°℃℉") or at("degrees"))
-        return (below_zero and self.say["cold"]) or "".join(self.say[mark] for mark in it.sign + it.minus)
+        of_unit = it.sign and self.say[it.sign + ("°" if at("degrees") else it.unit[:1])]
+        return of_unit or "".join(self.say[mark] for mark in it.sign + it.minus)
 
     def powered(self, it: Quantity) -> str:
         """Return a number and its exponent."""
-        if not it.power:
-            return self.number(it.digits)
         raised = self.say["raised"]
-        return self.number(it.digits) + raised + self._exponent(it.power).removeprefix(raised)
+        return self.number(it.digits) + (raised + self.power(it.power).removeprefix(raised) if it.power else "")
 
-    def _exponent(self, power: str) -> str:
-        minus = self.say["-"] if power.startswith("-") else ""
-        named = self.words.tables["power"].get(power)
-        return named or self.say["power"].format(minus + self.number(normalize("NFKC", power).lstrip("-")))
+    def power(self, power: str) -> str:
+        """Return what is said of an exponent; "" if there is none."""
+        said = self.number(normalize("NFKC", power).lstrip("-")) if power else ""
+        named = self.words.tables["power"].get(power) or self.say["power"].format(self.say[power[:1]] + said)
+        return named if said else ""
 
     def unit_of(self, it: Quantity) -> str:
         """Return the name of a unit or currency, and what it is per."""
         names = self.words.money.get(it.currency) or self.words.units.get(it.unit, "")
-        said = self.say["blank"] * bool(names) + counted(names, it.digits == "1" and not it.scale)
+        is_one = (it.digits == "1" and not it.scale) or (it.unit and f"-{it.unit}" in it.text)  # as in "a 5-km run"
+        said = self.say["blank"] * bool(names) + counted(names, bool(is_one))
         if it.per:
             count, unit = _PER.findall(it.per)[0]
             said += self.say["per"] + (self.number(count) + self.say["blank"] if count else "")
@@ -212,17 +184,17 @@ class Reader:
         if len(digits) > 6:
             return not at("counted")
         known = digits in self.words.tables["known"] or at("code") or (at("call") and len(digits) < 6)
-        return len(digits) > 2 and known and not at("counted")
+        coded = known or (digits[1:] != "00" and self._patterns["coded"].search(at.before))
+        return len(digits) > 2 and bool(coded) and not at("counted")
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
         falls = first.is_below(1000) and last.is_below(int(first.digits) + 1)
         if falls or (first.is_plain and last.is_plain and (at("score") or (dash in "-–" and at("won")))):
-            return self.ratio(Quantity("ratio", f"{first.number}:{last.number}"), at)
+            return self.listed(Quantity("ratio", f"{first.number}:{last.number}"), at)
         if first.unit == last.unit and not first.sign and not self.unit_of(last).endswith("之"):
-            first = first._replace(unit="")
-        said = self.said(first._replace(currency=""), at.before, at.after).strip()
-        before = at.before if last.is_plain else ""
-        return f"{said}{self.say['to']}{self.said(last, before, at.after)}"
+            first = first.but(unit="")
+        said = self.said(first.but(currency=""), at.before, at.after).strip()
+        return f"{said}{self.say['to']}{self.said(last, at.before * last.is_plain, at.after)}"
 
     def date(self, it: Quantity, at: Around) -> str:
         said = self.year(it.year) + self.say["year"] if it.year else ""
@@ -242,13 +214,10 @@ class Reader:
     def hour(self, hour: int) -> str:
         return self.whole(hour) + self.say["hour"]
 
-    def ratio(self, it: Quantity, at: Around) -> str:
-        return self.say["ratio"].join(map(self.number, re.findall(r"\d+(?:\.\d+)?", it.text)))
-
     def slash(self, it: Quantity, at: Around) -> str:
         if it.is_day:
-            named = at("date") or at("dated") or it.under in self.words.tables["days"]
-            if named or self._said_day.search(at.before):  # slashes of a text are of one kind
+            named = at("date") or it.under in self.words.tables["days"]
+            if named or self._patterns["said_day"].search(at.before):  # slashes of a text are of one kind
                 return self.date(Quantity("date", month=it.over, day=it.under), at)
         return self.fraction(it)
 
@@ -259,18 +228,14 @@ class Reader:
     def code(self, it: Quantity, at: Around) -> str:
         return self.say["plus"] * (it.text[0] == "+") + self.say["group"].join(map(self.spelled, it.groups))
 
-    def series(self, it: Quantity, at: Around) -> str:
-        return self.say["group"].join(map(self.number, it.groups))
-
     def version(self, it: Quantity, at: Around) -> str:
         """Return the parts of a version or of an address of a network, whose long parts are said by their digits."""
         parts = [self.spelled(part) if len(part) > 2 else self.number(part) for part in it.groups]
         return self.say["point"].join(parts)
 
-    def name(self, it: Quantity, at: Around) -> str:
-        return self.say["point"].join(map(self.number, it.groups))
-
-    # --- what is written ----------------------------------------------------------------------------------------------
+    def listed(self, it: Quantity, at: Around) -> str:
+        """Return numbers with what is said between those of their kind: a ratio, a series or a name."""
+        return self.say[it.kind].join(map(self.number, it.groups))
 
     def _quantity(self, text: str, begin: int, after_dash: bool = False) -> tuple[Quantity, int]:
         """Return the quantity that begins at `begin`, and where it ends."""
@@ -278,32 +243,25 @@ class Reader:
             if found := pattern.match(text, begin):
                 it, stop = Quantity(kind, found[0], **found.groupdict("")), found.end()
                 break
-        if _LETTER.match(text, stop) and it.is_plain:
+        if _LETTER.match(text, stop) and (it.is_plain or it.kind == "version"):
             return Quantity("name", it.text), stop
-        return it._replace(currency=it.unit, unit="") if it.unit in CURRENCIES and not it.currency else it, stop
+        return it.but(currency=it.unit, unit="") if it.unit in CURRENCIES and not it.currency else it, stop
 
-    def _range(self, text: str, first: Quantity, stop: int, before: str) -> tuple[str, int] | None:
+    def _range(self, text: str, first: Quantity, dash: re.Match[str], before: str) -> tuple[str, int] | None:
         """Return two quantities of a kind with a dash between them, said, and where they end; None if it is none."""
-        dash = _DASH.match(text, stop)
-        if not dash or not self._start.match(text, dash.end()):
-            return None
         last, end = self._quantity(text, dash.end(), after_dash=True)
-        pair = _paired(first, last)
-        if pair is None:
+        if (pair := _paired(first, last)) is None:
             return None
-        if pair[1].currency and not last.currency and (written := self._money_end.match(text, end)):
+        if pair[1].currency and not last.currency and (written := self._patterns["money_end"].match(text, end)):
             end = written.end()
         at = Around(self.words, before, text[end : end + 40])
-        if self._is_groups(*pair, at):
-            return self.code(Quantity("code", f"{first.number}-{last.number}"), at), end
-        return self.range(*pair, at, dash[0].strip()), end
-
-    def _is_groups(self, first: Quantity, last: Quantity, at: Around) -> bool:
-        """Return whether two numbers are groups of a code: not a range if the last one is smaller or begins with 0."""
-        if not (first.is_plain and last.is_plain) or len(first.number) < 2:
-            return False
-        descending = len(first.number) == len(last.number) > 3 and last.number < first.number
-        return last.number[0] == "0" != last.number or descending or at("code") or self.is_code(first.number, at)
+        first, last = pair
+        if first.is_plain and last.is_plain and len(first.number) > 1:
+            falls = len(first.number) == len(last.number) > 3 and last.number < first.number
+            # Groups of a code.
+            if last.number[0] == "0" != last.number or falls or at("code") or self.is_code(first.number, at):
+                return self.code(Quantity("code", f"{first.number}-{last.number}"), at), end
+        return self.range(first, last, at, dash[0].strip()), end
 
 
 def _paired(first: Quantity, last: Quantity) -> tuple[Quantity, Quantity] | None:
@@ -319,4 +277,4 @@ def _paired(first: Quantity, last: Quantity) -> tuple[Quantity, Quantity] | None
     only_last_ordinal = last.scale in ORDINALS and first.scale not in ORDINALS
     if units_differ or only_last_ordinal or first.kind != last.kind or first.kind not in ("amount", "date", "clock"):
         return None
-    return first._replace(unit=first.unit or last.unit), last._replace(currency=last.currency or first.currency)
+    return first.but(unit=first.unit or last.unit), last.but(currency=last.currency or first.currency)

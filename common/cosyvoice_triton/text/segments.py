@@ -19,6 +19,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
+from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -141,6 +142,10 @@ def _with_numbers(complete: list[str], last: str) -> tuple[list[str], str]:
     return joined[:-1], joined[-1]
 
 
+# What has no end of a sentence but at its own end: it needs no look for others.
+ONE_SENTENCE = re.compile(r"[\w\s,，、;；'’“”()（）%$-]*[.!?。！？…]?\s*\Z")
+
+
 class SentenceSplitter:
     """Splits where sentencex does, in linear time.
 
@@ -202,11 +207,6 @@ _UNITS = tuple(
 )
 
 
-def segment_limit(request_seconds: float) -> float:
-    """Return the seconds of a segment, given those that one LLM request can speak."""
-    return max(SHORTEST_LIMIT, min(SEGMENT_SECONDS, REQUEST_SHARE * request_seconds))
-
-
 Read = Callable[[str], tuple[str, Language | None]]  # a sentence -> how it is said, and its language
 
 
@@ -218,9 +218,12 @@ def sentences(text: str, read: Read | None = None, close: bool = True) -> Iterat
     """
     lines = list(filter(is_speakable, text.split("\n")))
     for line in lines:
-        splitter = SentenceSplitter()
+        found: Iterable[str] = [line]
+        if not ONE_SENTENCE.match(line):
+            splitter = SentenceSplitter()
+            found = chain(splitter.push(line), iter(splitter.finish, ""))
         last = ""  # read one sentence late: only the last of a line is closed
-        for sentence in (*splitter.push(line), splitter.finish()):
+        for sentence in found:
             if is_speakable(sentence):
                 if last:
                     yield read(last)[0] if read else last
@@ -290,13 +293,13 @@ def _cut(piece: _Piece, kind: re.Pattern[str], seconds: Seconds, limit: float) -
         return
     units = [(unit, seconds(unit)) for unit in kind.findall(piece.text)]
     rest = sum(taken for _, taken in units)
-    part, size = "", 0.0
+    part, size, share = "", 0.0, rest / max(1, math.ceil(rest / limit))
     for unit, taken in units:
-        share = rest / max(1, math.ceil(rest / limit))
         # A part of a space alone would be dropped, and two words be one.
         if part and not unit.isspace() and (size + taken > limit or size + taken / 2 > share):
             yield _Piece(part, size)
             part, size, rest = "", 0.0, rest - size
+            share = rest / max(1, math.ceil(rest / limit))
         part, size = part + unit, size + taken
     if part:
         yield _Piece(part, size)

@@ -3,10 +3,10 @@
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
-
-from cosyvoice_triton.text.numbers import ROMAN
+from unicodedata import normalize
 
 _SECTIONS = defaultdict[str, list[str]](list)  # rows by section
 for _row in Path(__file__).with_name("reading.txt").read_text("utf-8").splitlines():
@@ -39,6 +39,12 @@ CURRENCIES, UNITS = dict(_table("currencies")), dict(_table("units"))
 UNITS |= {sign + raised: _joined(raised, UNITS[sign]) for sign in ("km", "cm", "mm", "m") for raised in "2²3³"}
 
 
+def roman(letters: str) -> int:
+    """Return the value of a Roman numeral, which may be one character."""
+    values = [{"I": 1, "V": 5, "X": 10, "L": 50}[letter] for letter in normalize("NFKC", letters)]
+    return sum(-value if value < max(values[index:]) else value for index, value in enumerate(values))
+
+
 def counted(names: str, one: bool = False) -> str:
     """Return the name of one or of many, of English names as `reading.txt` has them."""
     single, _, many = names.partition("/")
@@ -50,9 +56,9 @@ def one_of(signs: Iterable[str]) -> str:
     return "|".join(re.escape(sign) for sign in sorted(signs, key=len, reverse=True))
 
 
+ROMAN = r"(?=[IVXL])(?:XL|L?X{0,3})(?:IX|IV|V?I{0,3})"  # a pattern
 _SPOKEN = re.compile(r"«([\w ]*)(\d)»|\\(\d)")  # what a rule says of a part that it found
 _NAMED = re.compile(r"(?m)^(\w+)([=<>:]) (.*)")
-Context = tuple[tuple[str, ...], re.Pattern[str]]  # words that stand before it, and what comes after
 
 
 class Words:
@@ -66,27 +72,27 @@ class Words:
         )
         self.patterns = {"roman": ROMAN, "units": one_of(self.units), "currency": one_of(CURRENCIES)}
         self.patterns["money"] = one_of({*self.money.values()})
-        before, after = defaultdict[str, list[str]](list), set[str]()
-        for name, kind, words in _NAMED.findall("\n".join(_SECTIONS["quantities"] + _SECTIONS[language])):
+        before = defaultdict[str, list[str]](list)
+        rows = _NAMED.findall("\n".join(_SECTIONS["quantities"] + _SECTIONS[language]))
+        for name, kind, words in rows:
             if kind == ":":
                 pairs = (pair.rpartition("=") for pair in words.split())
                 self.tables[name] |= {word or said: said.replace("_", " ") for word, _, said in pairs}
             elif kind == "<":  # words of letters are whole words
                 before[name] += [" " * (language == "en") + word.replace("_", " ") for word in words.split()]
             else:
-                self.patterns[name] = f"{self.patterns[name]}|{words}" if name in after else words
-                after |= {name} if kind == ">" else set()
-        self.contexts = defaultdict[str, Context](lambda: ((), re.compile("(?!)")))
-        for name in {*before, *after}:
+                more = kind == ">" and name in self.patterns
+                self.patterns[name] = f"{self.patterns[name]}|{words}" if more else words
+        # What stands before a quantity and what comes after it.
+        self.contexts = defaultdict[str, tuple[tuple[str, ...], re.Pattern[str]]](lambda: ((), re.compile("(?!)")))
+        for name in (name for name, kind, _ in rows if kind in "<>"):
             self.contexts[name] = tuple(before[name]), self.pattern(rf"\s?(?:«{name}»)")
         self.fillers = self.pattern("«fillers»")
-        self._functions = {name: self._word(name) for name in self.tables} | {
-            "unit": self.units.__getitem__,
-            **functions,
-        }
+        self.tables["unit"] = self.units
+        self._functions = {name: partial(self._word, name) for name in self.tables} | dict(functions)
         kinds = (row.partition(" ") for row in _SECTIONS["kinds"])
         self.kinds = [(kind, self.pattern(shape)) for kind, _, shape in kinds]  # of quantities
-        self.first = self._rules(f"{language} first", "every first")
+        self.first = self._rules("every first", f"{language} first")
         self.last = self._rules("every last", f"{language} last")
         self.clean = self._rules(f"{language} clean")
 
@@ -101,19 +107,19 @@ class Words:
 
         return re.compile(re.sub("«(.*?)»", named, written.replace("␣", " ")))
 
-    def _word(self, name: str) -> Callable[[str], str]:
-        """Return what looks up a word of a table, which may have a capital that the table has not."""
-        table = self.tables[name]
-        return lambda word: table.get(word, table.get(word[:1].lower() + word[1:], "").capitalize() or word)
+    def _word(self, table: str, word: str) -> str:
+        """Return what a table says of a word, which may have a capital that the table has not."""
+        words = self.tables[table]
+        return words.get(word, words.get(word[:1].lower() + word[1:], "").capitalize() or word)
 
     def _rules(self, *sections: str) -> Callable[[str], str]:
         """Return what applies the rules of sections in their order; those after a "?" only to a text that has it."""
-        groups: list[tuple[re.Pattern[str], list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]]]
-        groups = []
+        groups = list[tuple[re.Pattern[str], list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]]]()
         for row in chain(*(["? ", *_SECTIONS[section]] for section in sections)):
             pattern, mark, said = row.partition(" ⇒ ")
             if mark:
-                groups[-1][1].append((self.pattern(pattern), self._said(said.replace("␣", " "))))
+                said = said.replace("␣", " ")
+                groups[-1][1].append((self.pattern(pattern), partial(self._said, said) if "«" in said else said))
             else:
                 groups.append((self.pattern(row[2:]), []))
 
@@ -126,14 +132,11 @@ class Words:
 
         return apply
 
-    def _said(self, said: str) -> str | Callable[[re.Match[str]], str]:
-        if "«" not in said:
-            return said
-
-        def word(part: re.Match[str], found: re.Match[str]) -> str:
+    def _said(self, said: str, found: re.Match[str]) -> str:
+        def word(part: re.Match[str]) -> str:
             value = found[int(part[2] or part[3])] or ""
             for name in reversed((part[1] or "").split()):
                 value = str(self._functions[name](value))
             return value
 
-        return lambda found: _SPOKEN.sub(lambda part: word(part, found), said)
+        return _SPOKEN.sub(word, said)

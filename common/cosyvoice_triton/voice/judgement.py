@@ -57,7 +57,7 @@ class Judgement:
                 f"speaks for {spoken:.1f} s, but its transcript takes about {self.expected:.1f} s: give the words that "
                 "are spoken, all of them and no others"
             )
-        return [f"the recording {each}" for each in found]
+        return list(map("the recording {}".format, found))
 
     def of(self, text: str) -> "Judgement":
         """Return the same measures for another transcript."""
