@@ -409,12 +409,7 @@ class OrchestratorConfig(HopConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive(
-            "short_first_hop_tokens",
-            "max_tokens",
-            "token_timeout",
-            "model_timeout",
-            "text_timeout",
-            "max_text_chars",
+            "short_first_hop_tokens", "max_tokens", "token_timeout", "model_timeout", "text_timeout", "max_text_chars"
         )
         check_gpus(self.token2wav_gpus)
         if self.llm_transport == "openai" and not self.llm_urls:

@@ -26,14 +26,7 @@ from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from triton.compiler import CompilationError, CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from tests.support.kernel_launches import (
-    SHARED_KIB,
-    Launch,
-    launches,
-    pretended,
-    shared_memory,
-    trials_and_solves,
-)
+from tests.support.kernel_launches import SHARED_KIB, Launch, launches, pretended, shared_memory, trials_and_solves
 
 FLOW = {
     "add_norm_mish", "append", "attend_blocks", "attend_paged", "attend_relative", "convolve", "convolve_frames",

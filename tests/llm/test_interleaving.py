@@ -12,13 +12,7 @@ from cosyvoice_triton.constants import SPEECH_VOCAB
 from cosyvoice_triton.llm.engines.interface import EngineLM
 from cosyvoice_triton.llm.engines.loading import load_engine
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
-from cosyvoice_triton.llm.interleaving import (
-    LONGEST_WORD,
-    SPEECH_BLOCK,
-    TEXT_BLOCK,
-    InterleavedSpeech,
-    WordSplitter,
-)
+from cosyvoice_triton.llm.interleaving import LONGEST_WORD, SPEECH_BLOCK, TEXT_BLOCK, InterleavedSpeech, WordSplitter
 from cosyvoice_triton.llm.speech_tokens import COSYVOICE3
 from transformers import Qwen2ForCausalLM
 

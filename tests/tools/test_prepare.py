@@ -133,11 +133,7 @@ def test_the_silent_tokens_of_a_checkpoint_are_found_once_and_kept(remote, tmp_p
     assert prepare.main(command) == 0 and f"{kept}: exists already, " in capsys.readouterr().out
     assert silent_tokens.silent_tokens(folder, stack) and {
         path.name for path in folder.iterdir() if path.is_file()
-    } == {
-        *stack.files,
-        stack.llm.weights,
-        silent_tokens.FILE,
-    }
+    } == {*stack.files, stack.llm.weights, silent_tokens.FILE}
 
 
 def test_a_server_that_ignores_where_to_go_on_sends_the_whole_file(remote: FakeHub, tmp_path: Path) -> None:

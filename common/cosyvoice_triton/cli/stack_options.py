@@ -16,10 +16,7 @@ def add_stack_options(parser: Any) -> None:
     """Add them to a parser or a group of one."""
     parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     parser.add_argument(
-        "--offline",
-        dest="decoupled",
-        action="store_false",
-        help="one response per request, not a stream",
+        "--offline", dest="decoupled", action="store_false", help="one response per request, not a stream"
     )
     parser.add_argument(
         "--device",

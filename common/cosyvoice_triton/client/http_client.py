@@ -20,10 +20,7 @@ def synthesize(server_url: str, model: str, request: Utterance, timeout: float) 
     location = address.netloc + address.path.rstrip("/")
     try:
         with triton.InferenceServerClient(
-            location,
-            ssl=address.scheme == "https",
-            connection_timeout=min(timeout, 10.0),
-            network_timeout=timeout,
+            location, ssl=address.scheme == "https", connection_timeout=min(timeout, 10.0), network_timeout=timeout
         ) as connection:
             require_offline_model(connection, server_url, model)
             inputs = request.tensors(triton.InferInput)

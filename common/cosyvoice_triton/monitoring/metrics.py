@@ -62,9 +62,7 @@ BAD_ANSWERS = Metric(
     "Segments that were found to be no speech of their text, by reason, and whether they were made again or sent",
 )
 FIRST_CHUNK = Metric(
-    "tts_first_chunk_seconds",
-    "histogram",
-    "Seconds from a request's arrival at the orchestrator to its first audio",
+    "tts_first_chunk_seconds", "histogram", "Seconds from a request's arrival at the orchestrator to its first audio"
 )
 FIRST_AUDIBLE = Metric(
     "tts_first_audible_seconds",

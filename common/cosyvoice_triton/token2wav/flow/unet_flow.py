@@ -49,14 +49,7 @@ class UNetStreaming(StreamingFlow[WindowStream]):
     cumulative = True
     _network: UNetFlow
 
-    def __init__(
-        self,
-        network: UNetFlow,
-        noise: NoiseTape,
-        *,
-        context_tokens: int = CONTEXT_TOKENS,
-        **options: Any,
-    ):
+    def __init__(self, network: UNetFlow, noise: NoiseTape, *, context_tokens: int = CONTEXT_TOKENS, **options: Any):
         super().__init__(network, noise, **options)
         self._chunk_tokens = network.config.encoder.chunk_tokens
         self._context = context_tokens
