@@ -9,8 +9,8 @@ from cosyvoice_triton.export import engines
 from cosyvoice_triton.export.engines import BuildError
 from cosyvoice_triton.runtimes import plans
 from cosyvoice_triton.runtimes.plans import Plan, PlanError
+from cosyvoice_triton.runtimes.signatures import Workload, workloads
 from cosyvoice_triton.runtimes.tensorrt import TensorRTNetwork, log_of
-from cosyvoice_triton.runtimes.workloads import Workload, workloads
 from torch import Tensor
 
 from tests.support import fake_tensorrt, tiny_onnx

@@ -27,7 +27,7 @@ from cosyvoice_triton.token2wav.gpu.limits import (
     padding,
 )
 from cosyvoice_triton.token2wav.policy.scheduler import CHUNK_WORKER, FIRST_CHUNK_WORKER
-from cosyvoice_triton.token2wav.vocoder.vocoder_graphs import GraphedRenderer
+from cosyvoice_triton.token2wav.vocoder.base import GraphedRenderer
 
 
 def limits_of(stack: str, **values: int) -> BatchLimits:

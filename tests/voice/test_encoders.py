@@ -14,7 +14,7 @@ import torch
 from cosyvoice_triton import samples
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM
 from cosyvoice_triton.runtimes import plans
-from cosyvoice_triton.runtimes.workloads import speaker
+from cosyvoice_triton.runtimes.signatures import speaker
 from cosyvoice_triton.voice import audio, features
 from cosyvoice_triton.voice.encoders import AudioTokenizer, SpeakerEncoder
 

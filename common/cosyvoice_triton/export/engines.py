@@ -20,8 +20,8 @@ from cosyvoice_triton.runtimes import plans
 from cosyvoice_triton.runtimes.network import ShapeLimits
 from cosyvoice_triton.runtimes.onnx import OnnxNetwork
 from cosyvoice_triton.runtimes.plans import Plan
+from cosyvoice_triton.runtimes.signatures import Workload, workloads
 from cosyvoice_triton.runtimes.tensorrt import TensorRTNetwork, log_of
-from cosyvoice_triton.runtimes.workloads import Workload, workloads
 from cosyvoice_triton.stacks import Stack
 
 CHECKED_SIZE = 64  # maximum of each dimension that varies, because onnxruntime computes on the CPU

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cosyvoice_triton.runtimes.workloads import Workload
+from cosyvoice_triton.runtimes.signatures import Workload
 
 FOLDER = "tensorrt"
 # The editions of TensorRT have one Python interface. NVIDIA's images have the first, whose plans work on the model of

@@ -14,7 +14,7 @@ from torch import Tensor
 from cosyvoice_triton.runtimes import plans
 from cosyvoice_triton.runtimes.network import Network, ShapeLimits
 from cosyvoice_triton.runtimes.plans import Plan, PlanError
-from cosyvoice_triton.runtimes.workloads import Workload
+from cosyvoice_triton.runtimes.signatures import Workload
 
 PROFILE = 0  # a plan has one
 _TYPES = {"FLOAT": torch.float32, "HALF": torch.float16}

@@ -75,8 +75,8 @@ class SpeakerEncoder:
         self._device = torch.device(device if runtime == "tensorrt" else "cpu")
         # Imported here: each needs a package that the other does without.
         if runtime == "tensorrt":
+            from cosyvoice_triton.runtimes.signatures import speaker
             from cosyvoice_triton.runtimes.tensorrt import TensorRTNetwork
-            from cosyvoice_triton.runtimes.workloads import speaker
 
             self._network: Network = TensorRTNetwork.load(speaker(), model_dir, device)
         else:
