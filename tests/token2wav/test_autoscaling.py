@@ -11,7 +11,7 @@ from cosyvoice_triton.monitoring.metrics import LOAD
 
 from tests.support.autoscaler import PERIOD_SECONDS, SPEC, Autoscaler
 from tests.support.listeners import Listeners, arrivals, batch_seconds
-from tests.token2wav.test_admission import admission
+from tests.token2wav.test_scheduler import admission
 
 TRIES = 2  # the balancer sends to another server whom one refuses
 LOAD_SECONDS = 60.0  # until a new pod is ready, its image being there
