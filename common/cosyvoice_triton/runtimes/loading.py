@@ -12,17 +12,8 @@ from cosyvoice_triton.networks.flow.config import DiTConfig, UNetConfig
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.networks.flow.unet import UNetFlow
+from cosyvoice_triton.runtimes import signatures
 from cosyvoice_triton.runtimes.network import Network
-from cosyvoice_triton.runtimes.signatures import (
-    CHUNK,
-    MAX_HOP_TOKENS,
-    WHOLE,
-    Axes,
-    Workload,
-    join_convolutions,
-    split_convolutions,
-    workloads,
-)
 from cosyvoice_triton.stacks import Stack
 
 PROBE_FRAMES = 4  # the fewest that upstream's TensorRT profiles accept
@@ -96,12 +87,12 @@ class DiTOnRuntime(OnRuntime):
         T, attention = x.shape[2], cache.attention
         known = attention.frames - T
         network = self._chunk if known else self._prompt
-        outputs = _run(network, CHUNK, self._inputs(x, t, mu, speaker, condition, cache))
+        outputs = _run(network, signatures.CHUNK, self._inputs(x, t, mu, speaker, condition, cache))
         after = outputs["new_att_cache"]
         keys, values = (after[..., :T, :] if self._newest_first else after[..., known:, :]).chunk(2, dim=-1)
         attention.keys[..., known:, :] = keys
         attention.values[..., known:, :] = values
-        cache.conv.copy_(split_convolutions(outputs["new_cnn_cache"]))
+        cache.conv.copy_(signatures.split_convolutions(outputs["new_cnn_cache"]))
         return outputs["output"].to(x.dtype)
 
     def _puts_newest_first(self) -> bool:
@@ -131,7 +122,7 @@ class DiTOnRuntime(OnRuntime):
             "t": t,
             "spks": speaker,
             "cond": condition,
-            "cnn_cache": join_convolutions(cache.conv),
+            "cnn_cache": signatures.join_convolutions(cache.conv),
             "att_cache": torch.cat([keys, values], dim=-1),
         }
 
@@ -140,10 +131,10 @@ def _velocity(
     network: Network, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, valid: Tensor
 ) -> Tensor:
     inputs = {"x": x, "mask": valid.to(x.dtype), "mu": mu, "t": t, "spks": speaker, "cond": condition}
-    return _run(network, WHOLE, inputs)["estimator_out"].to(x.dtype)
+    return _run(network, signatures.WHOLE, inputs)["estimator_out"].to(x.dtype)
 
 
-def _run(network: Network, axes: Axes, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def _run(network: Network, axes: signatures.Axes, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Run a batch, in pieces if it has more rows than the network accepts: rows are independent."""
     most = network.limits.most["x"][0]
     if len(inputs["x"]) <= most:
@@ -197,10 +188,12 @@ def use_runtime(
     if runtime == "tensorrt":
         if weight.dtype not in PRECISIONS:
             raise ValueError(f"there are no TensorRT plans in {weight.dtype}: set flow_precision=float16")
-        if max_hop_tokens > MAX_HOP_TOKENS:
-            raise ValueError(f"TensorRT plans are for max_hop_tokens up to {MAX_HOP_TOKENS}, not {max_hop_tokens}")
+        if max_hop_tokens > signatures.MAX_HOP_TOKENS:
+            raise ValueError(
+                f"TensorRT plans are for max_hop_tokens up to {signatures.MAX_HOP_TOKENS}, not {max_hop_tokens}"
+            )
     precision = PRECISIONS.get(weight.dtype, "float32")
-    uses = {workload.use: workload for workload in workloads(stack, precision, flow.decoder.rows)}
+    uses = {workload.use: workload for workload in signatures.workloads(stack, precision, flow.decoder.rows)}
     loaded: dict[str, Network] = {}  # ONNX networks by file; each use has its own plan
 
     def load(use: str) -> Network:
@@ -234,7 +227,7 @@ def check_heads(flow: CosyVoice3Flow | DiTFlow | UNetFlow) -> None:
         )
 
 
-def _onnx(model_dir: Path, workload: Workload) -> Network:
+def _onnx(model_dir: Path, workload: signatures.Workload) -> Network:
     from cosyvoice_triton.runtimes.onnx import OnnxNetwork
 
     path = model_dir / workload.onnx

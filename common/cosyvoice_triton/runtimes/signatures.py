@@ -14,18 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cosyvoice_triton import constants
 from cosyvoice_triton.config import OrchestratorConfig, PlanPrecision
-from cosyvoice_triton.constants import (
-    CONTEXT_TOKENS,
-    LOOKAHEAD_TOKENS,
-    MAX_REFERENCE_SECONDS,
-    MAX_STREAM_TOKENS,
-    MEL_RATE,
-    MIN_REFERENCE_SECONDS,
-    STREAM_CACHE_FRAMES,
-    TOKEN_MEL_RATIO,
-    TOKEN_RATE,
-)
 from cosyvoice_triton.networks.flow.dit import DiTEstimator
 from cosyvoice_triton.networks.flow.unet import UNetEstimator
 from cosyvoice_triton.runtimes.network import ShapeLimits
@@ -175,20 +165,23 @@ def workloads(stack: Stack, precision: PlanPrecision, of_stream: int = 2) -> tup
     each stream, see `FlowConfig.rows`."""
     one = (of_stream,) * 3
     rows = (of_stream, of_stream * USUAL_BATCH, of_stream * MAX_BATCH)
-    prompt = int(MAX_REFERENCE_SECONDS * MEL_RATE)
-    usual_prompt = USUAL_PROMPT_SECONDS * MEL_RATE
-    usual_whole = usual_prompt + USUAL_SECONDS * MEL_RATE
-    hop = TOKEN_MEL_RATIO * (MAX_HOP_TOKENS + LOOKAHEAD_TOKENS)
-    window = prompt + TOKEN_MEL_RATIO * CONTEXT_TOKENS + hop
-    least = TOKEN_MEL_RATIO  # mel frames, of one token
+    prompt = int(constants.MAX_REFERENCE_SECONDS * constants.MEL_RATE)
+    usual_prompt = USUAL_PROMPT_SECONDS * constants.MEL_RATE
+    usual_whole = usual_prompt + USUAL_SECONDS * constants.MEL_RATE
+    hop = constants.TOKEN_MEL_RATIO * (MAX_HOP_TOKENS + constants.LOOKAHEAD_TOKENS)
+    window = prompt + constants.TOKEN_MEL_RATIO * constants.CONTEXT_TOKENS + hop
+    least = constants.TOKEN_MEL_RATIO  # mel frames, of one token
     profiles: dict[str, Mapping[str, Span]] = {
-        "whole": {"rows": one, "frames": (least, usual_whole, prompt + TOKEN_MEL_RATIO * MAX_STREAM_TOKENS)},
+        "whole": {
+            "rows": one,
+            "frames": (least, usual_whole, prompt + constants.TOKEN_MEL_RATIO * constants.MAX_STREAM_TOKENS),
+        },
         "streaming": {"rows": rows, "frames": (least, usual_whole, window)},
         "prompt": {"rows": one, "frames": (least, usual_prompt, prompt), "cached": (0, 0, 0)},
         "chunk": {
             "rows": rows,
-            "frames": (least, TOKEN_MEL_RATIO * TOKEN_RATE, hop),
-            "cached": (0, usual_prompt + STREAM_CACHE_FRAMES, prompt + STREAM_CACHE_FRAMES),
+            "frames": (least, constants.TOKEN_MEL_RATIO * constants.TOKEN_RATE, hop),
+            "cached": (0, usual_prompt + constants.STREAM_CACHE_FRAMES, prompt + constants.STREAM_CACHE_FRAMES),
         },
     }
     flows = [Workload(use, signature_of(stack, use), profiles[use], precision) for use in stack.networks]
@@ -198,9 +191,9 @@ def workloads(stack: Stack, precision: PlanPrecision, of_stream: int = 2) -> tup
 def speaker() -> Workload:
     """Return CAM++ over the features of one recording. Always float32: it runs once per voice."""
     frames = (
-        int(MIN_REFERENCE_SECONDS * FBANK_RATE)
+        int(constants.MIN_REFERENCE_SECONDS * FBANK_RATE)
         - 2,  # windows are longer than their hop, so the last two are not complete
         USUAL_PROMPT_SECONDS * FBANK_RATE,
-        int(MAX_REFERENCE_SECONDS * FBANK_RATE),
+        int(constants.MAX_REFERENCE_SECONDS * FBANK_RATE),
     )
     return Workload("speaker", SPEAKER, {"batch": (1, 1, 1), "frames": frames}, "float32")

@@ -16,16 +16,9 @@ from cosyvoice_triton.networks.flow.cache import EstimatorCache, KeyValues
 from cosyvoice_triton.networks.flow.checkpoint import load_dit_flow
 from cosyvoice_triton.networks.flow.dit import DiTEstimator, DiTFlow
 from cosyvoice_triton.networks.flow.layers import by_taps, weights
+from cosyvoice_triton.token2wav.flow import cached_solver
 from cosyvoice_triton.token2wav.flow.base import FlowOptions
 from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
-from cosyvoice_triton.token2wav.flow.cached_solver import (
-    NORM_EPS,
-    CachedSolver,
-    InputOutputProjections,
-    Modulation,
-    Operations,
-    Rows,
-)
 from cosyvoice_triton.token2wav.flow.encoder_window import Window, with_ahead
 from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Prefilled, PromptCaches, Row, StreamCachePool
 from cosyvoice_triton.token2wav.flow.solve import GatheredContext, Solve
@@ -99,10 +92,10 @@ class ChunkwiseSolve:
         return mel.transpose(1, 2)  # (B, mel, T) -> (B, T, mel)
 
 
-class DiTSolver(CachedSolver):
+class DiTSolver(cached_solver.CachedSolver):
     """Solves by Step-Audio2's DiT."""
 
-    def __init__(self, network: DiTFlow, operations: Operations, steps: int = EULER_STEPS):
+    def __init__(self, network: DiTFlow, operations: cached_solver.Operations, steps: int = EULER_STEPS):
         estimator = network.decoder.estimator
         assert isinstance(estimator, DiTEstimator)
         blocks: list[Any] = list(estimator.blocks)
@@ -113,28 +106,28 @@ class DiTSolver(CachedSolver):
         modulation = [block.adaLN_modulation(embedded).unflatten(-1, (3, 3, -1)) for block in blocks]
         parts = torch.stack(modulation, dim=1)  # (steps, depth, 3, 3, C): shift, scale, gate of each part
         parts[:, :, :, 1] += 1
-        self._modulation = [[[Modulation(*part) for part in block] for block in step] for step in parts]
+        self._modulation = [[[cached_solver.Modulation(*part) for part in block] for block in step] for step in parts]
         shift, scale = last.adaLN_modulation(embedded).chunk(2, dim=-1)
-        ends = InputOutputProjections(
+        ends = cached_solver.InputOutputProjections(
             projection.weight, projection.bias, last.linear.weight, last.linear.bias, 1 + scale, shift
         )
         super().__init__(estimator.config, ends, operations, network.decoder, steps)
 
-    def _block(self, h: Tensor, step: int, layer: int, rows: Rows) -> Tensor:
+    def _block(self, h: Tensor, step: int, layer: int, rows: cached_solver.Rows) -> Tensor:
         w, (attn, mlp, conv), scratch = self._blocks[layer], self._modulation[step][layer], rows.scratch
         linear = partial(self._operations.linear, frames=rows.frames)
         keys, values = scratch.keys[layer], scratch.values[layer]
         q = torch.empty_like(keys)
-        linear(h, *w.qkv, norm=attn.norm, eps=NORM_EPS, heads=(q, keys, values), qk_norm=w.qk_norm)
+        linear(h, *w.qkv, norm=attn.norm, eps=cached_solver.NORM_EPS, heads=(q, keys, values), qk_norm=w.qk_norm)
         attended = rows.context.attend(step, layer, q, keys, values)
         linear(attended, *w.proj, gate=attn.gate, add_to=h)
 
         history, following = scratch.history[step, layer], scratch.next_history[step, layer]
         first, second = (history[0], following[0], rows.kept), (history[1], following[1], rows.kept)
-        y = linear(h, *w.conv1, norm=conv.norm, eps=NORM_EPS, history=first)
+        y = linear(h, *w.conv1, norm=conv.norm, eps=cached_solver.NORM_EPS, history=first)
         linear(y, *w.conv2, norm=w.norm, mish=True, history=second, gate=conv.gate, add_to=h)
 
-        y = linear(h, *w.fc1, norm=mlp.norm, eps=NORM_EPS, activation="gelu_tanh")
+        y = linear(h, *w.fc1, norm=mlp.norm, eps=cached_solver.NORM_EPS, activation="gelu_tanh")
         return linear(y, *w.fc2, gate=mlp.gate, add_to=h)
 
 
@@ -190,7 +183,7 @@ class DiTStreaming(CachedStreaming[DiTStream]):
     def batch_tokens(self) -> int:
         return self.limits.profile.limits.dit_batch_tokens
 
-    def _solver(self, operations: Operations) -> CachedSolver:
+    def _solver(self, operations: cached_solver.Operations) -> cached_solver.CachedSolver:
         return DiTSolver(self._network, operations, self._steps)
 
     def _plain_solve(self) -> Solve:
