@@ -18,9 +18,8 @@ from cosyvoice_triton.cli.evaluate import main
 from cosyvoice_triton.constants import HOP_SAMPLES, PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint import TRAINED, VOICES_DIR
 from cosyvoice_triton.evaluate import judges, report, speech, upstream
-from cosyvoice_triton.evaluate.report import Requirement, measures, summary
+from cosyvoice_triton.evaluate.report import Requirement, measures, recommended, summary
 from cosyvoice_triton.evaluate.speech import SpokenSentence
-from cosyvoice_triton.evaluate.steps import recommended
 from cosyvoice_triton.load.measure import RequestOutcome
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.networks.flow import CosyVoice3FlowConfig, DiTFlowConfig, UNetFlowConfig

@@ -18,7 +18,7 @@ import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import prepare, render, wait_ready
 from cosyvoice_triton.demo_checkpoint import TRAINED
-from cosyvoice_triton.prepare import hub, steps, transfer
+from cosyvoice_triton.prepare import hub, steps
 from cosyvoice_triton.runtimes import plans
 from cosyvoice_triton.voice import silent_tokens
 from cosyvoice_triton.voice.files import read_spk2info
@@ -75,7 +75,7 @@ def test_a_file_that_another_stack_has_is_not_downloaded_again(remote: FakeHub, 
 
 @pytest.mark.parametrize("source", [SOURCE, MODELSCOPE], ids=lambda source: source.hub)
 def test_a_download_speaks_in_a_log_that_is_no_terminal(source, remote, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(transfer, "LINE_SECONDS", 0)
+    monkeypatch.setattr(hub, "LINE_SECONDS", 0)
     fetch(source, tmp_path)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flow.pt: ")]
     assert lines[0].startswith("flow.pt: 0.00 of 25.2MB") and lines[-1].startswith("flow.pt: 25.2M of 25.2MB, ")
@@ -140,7 +140,7 @@ def test_a_server_that_ignores_where_to_go_on_sends_the_whole_file(remote: FakeH
     path = tmp_path / "flow.pt"
     path.with_name("flow.pt.part").write_bytes(b"begun")
     remote.continues = False
-    transfer.download(f"{remote.url}/any/resolve/{COMMIT}/flow.pt", path)
+    hub.download(f"{remote.url}/any/resolve/{COMMIT}/flow.pt", path)
     assert path.read_bytes() == BIG
 
 

@@ -26,10 +26,17 @@ from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.client.answer import Recorder, SpeechResult
 from cosyvoice_triton.client.failures import ClientError, one_line
 from cosyvoice_triton.load.doors import Door, opened
-from cosyvoice_triton.load.jobs import LoadJob
-from cosyvoice_triton.load.measure import CANCELLED, HUNG, RequestOutcome, Run
-from cosyvoice_triton.load.plan import Load
-from cosyvoice_triton.load.statistics import ModelTimes, between, token2wav_counters, token2wav_figures
+from cosyvoice_triton.load.measure import (
+    CANCELLED,
+    HUNG,
+    ModelTimes,
+    RequestOutcome,
+    Run,
+    between,
+    token2wav_counters,
+    token2wav_figures,
+)
+from cosyvoice_triton.load.plan import Load, LoadJob
 from cosyvoice_triton.tasks import TaskScope
 
 RECENT = 1000  # latest requests, over which the shown percentiles are computed

@@ -12,7 +12,7 @@ from pathlib import Path
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.demo_checkpoint import STACKS
 from cosyvoice_triton.llm.checkpoint import made_from
-from cosyvoice_triton.prepare import engine, hub, transfer
+from cosyvoice_triton.prepare import engine, hub
 from cosyvoice_triton.prepare.demo import copy_demo
 from cosyvoice_triton.voice.book import SPK2INFO
 from cosyvoice_triton.voice.files import read_spk2info
@@ -130,7 +130,7 @@ def speakers(url: str, path: Path) -> None:
     if missing := not path.exists():
         fresh = path.with_name(f"{path.name}.new")
         try:
-            transfer.download(url, fresh)
+            hub.download(url, fresh)
             read_spk2info(fresh)
             fresh.rename(path)
         finally:
