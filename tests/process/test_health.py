@@ -32,8 +32,7 @@ from cosyvoice_triton.monitoring.health import (
     report_failure,
     reported_failures,
 )
-from cosyvoice_triton.monitoring.metrics import MetricsPublisher, RequestStats
-from cosyvoice_triton.monitoring.metrics_file import MetricsFile, read
+from cosyvoice_triton.monitoring.metrics import MetricsFile, MetricsPublisher, RequestStats, read
 
 from tests.support.waiting import Clock, until
 

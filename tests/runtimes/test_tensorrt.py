@@ -11,10 +11,9 @@ import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.export import engines, precision
 from cosyvoice_triton.export.engines import BuildError
-from cosyvoice_triton.runtimes import plans
-from cosyvoice_triton.runtimes.plans import Plan, PlanError
+from cosyvoice_triton.runtimes import tensorrt
 from cosyvoice_triton.runtimes.signatures import Workload, workloads
-from cosyvoice_triton.runtimes.tensorrt import TensorRTNetwork, log_of
+from cosyvoice_triton.runtimes.tensorrt import Plan, PlanError, TensorRTNetwork, log_of
 from torch import Tensor
 
 from tests.support import fake_tensorrt, tiny_onnx
@@ -39,9 +38,9 @@ def test_every_plan_of_a_stack_is_built_once_for_each_capability(capsys, tmp_pat
         out, err = capsys.readouterr()
         assert err == "" and out.count(printed) == 2 * count
     for workload in workloads(stacks.named(stack), precision):
-        assert len(Plan.of(workload, model_dir, plans.target("8.6")).read()) > 1000
+        assert len(Plan.of(workload, model_dir, tensorrt.target("8.6")).read()) > 1000
         with pytest.raises(PlanError, match="does not exist, or .*; build it as docs/gpu.md describes"):
-            Plan.of(workload, model_dir, plans.target("8.9")).read()
+            Plan.of(workload, model_dir, tensorrt.target("8.9")).read()
 
 
 def test_a_plan_is_built_again_for_another_onnx_file_and_after_an_interruption(dit: Path) -> None:
@@ -56,7 +55,7 @@ def test_a_plan_is_built_again_for_another_onnx_file_and_after_an_interruption(d
 
 
 def test_the_real_library_refuses_damaged_plans_and_cannot_load_good_ones_without_a_driver(dit: Path) -> None:
-    trt = plans.tensorrt()
+    trt = tensorrt.tensorrt()
     plan = engines.build(dit / of(SPEAKER).onnx, of(SPEAKER), "8.9")
     malformed = int(trt.EngineInvalidityDiagnostics.MALFORMED_ENGINE)
     runtime = trt.Runtime(log_of(trt))
@@ -78,7 +77,7 @@ def chunk_inputs(rows: int, frames: int, cached: int) -> dict[str, Tensor]:
 
 
 def test_the_fake_has_no_name_that_the_real_bindings_lack() -> None:
-    bindings = plans.tensorrt()
+    bindings = tensorrt.tensorrt()
     for kind in fake_tensorrt.CLASSES:
         ours = {name for name in vars(kind) if not name.startswith("_")}
         if kind is fake_tensorrt.IExecutionContext or kind is fake_tensorrt.ICudaEngine:
@@ -89,7 +88,7 @@ def test_the_fake_has_no_name_that_the_real_bindings_lack() -> None:
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("wrong_by", [0.0, float("nan")])
 def test_a_plan_for_this_gpu_is_kept_only_if_it_computes_what_its_onnx_file_does(dit, monkeypatch, wrong_by) -> None:
-    monkeypatch.setattr(plans, "machine", lambda device: "here")
+    monkeypatch.setattr(tensorrt, "machine", lambda device: "here")
     monkeypatch.setattr(engines, "build", lambda onnx, workload, capability: fake_tensorrt.plan(onnx, workload))
     monkeypatch.setattr(fake_tensorrt.IExecutionContext, "wrong_by", wrong_by)
     if wrong_by == 0:
@@ -98,7 +97,7 @@ def test_a_plan_for_this_gpu_is_kept_only_if_it_computes_what_its_onnx_file_does
     else:
         with pytest.raises(BuildError, match="is wrong: output is .* away from the ONNX file, 5 % is the limit; try"):
             engines.build_missing(dit, of(CHUNK), "cpu", "")
-        assert not (dit / plans.FOLDER).exists()
+        assert not (dit / tensorrt.FOLDER).exists()
 
 
 def feeds(frames: int) -> dict[str, np.ndarray]:

@@ -19,7 +19,7 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import prepare, render, wait_ready
 from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.prepare import hub, steps
-from cosyvoice_triton.runtimes import plans
+from cosyvoice_triton.runtimes import tensorrt
 from cosyvoice_triton.voice import silent_tokens
 from cosyvoice_triton.voice.files import read_spk2info
 
@@ -336,7 +336,7 @@ def test_plans_are_built_from_existing_onnx_files_and_kept(tmp_path, capsys, mon
     said = capsys.readouterr()
     assert "builds no plans for compute capability 9.0" in said.err and "float16" not in said.out
     with monkeypatch.context() as patched:
-        patched.setattr(plans, "installed", lambda: None)
+        patched.setattr(tensorrt, "installed", lambda: None)
         assert prepare.main(["plans", str(tmp_path), "--stack", "unet"]) == 1
     assert "TensorRT is not installed; run" in capsys.readouterr().err
     damaged = tmp_path / stacks.DIT.checkpoint / stacks.DIT.flow
