@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from cosyvoice_triton import cli
 from cosyvoice_triton.cli.upstream import WITHOUT_MEANING
-from cosyvoice_triton.offline.engines import llm_configs
+from cosyvoice_triton.offline.shared import llm_configs
 
 from tests.conftest import ROOT
 
