@@ -10,8 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cosyvoice_triton import cli, samples
+from cosyvoice_triton import samples
 from cosyvoice_triton.bench import load as bench_load
+from cosyvoice_triton.cli import (
+    client_grpc,
+    client_http,
+    offline_inference,
+    prepare,
+    render,
+    serve,
+    streaming_inference,
+    test_llm,
+    token2wav,
+)
 from cosyvoice_triton.server.tritonserver import free_port
 
 from tests.conftest import ROOT
@@ -104,15 +115,15 @@ def test_where_nothing_can_be_written_the_setting_is_named(manifest: Path, tmp_p
 
 
 PARSERS: dict[str, Callable[[list[str]], Namespace]] = {
-    "prepare": lambda arguments: cli.prepare.build_parser().parse_args(arguments),
-    "test-llm": lambda arguments: cli.test_llm.build_parser().parse_args(arguments),
-    "render": lambda arguments: cli.render.build_parser().parse_args(arguments),
-    "serve": lambda arguments: cli.serve.build_parser().parse_args(arguments),
-    "client-grpc": cli.client_grpc.parse_args,
-    "client-http": cli.client_http.parse_args,
-    "offline": cli.offline_inference.parse_args,
-    "token2wav": cli.token2wav.parse_args,
-    "streaming": cli.streaming_inference.parse_args,
+    "prepare": lambda arguments: prepare.build_parser().parse_args(arguments),
+    "test-llm": lambda arguments: test_llm.build_parser().parse_args(arguments),
+    "render": lambda arguments: render.build_parser().parse_args(arguments),
+    "serve": lambda arguments: serve.build_parser().parse_args(arguments),
+    "client-grpc": client_grpc.parse_args,
+    "client-http": client_http.parse_args,
+    "offline": offline_inference.parse_args,
+    "token2wav": token2wav.parse_args,
+    "streaming": streaming_inference.parse_args,
     "bench": lambda arguments: bench_load.parse_args(arguments[1:]),
 }
 Called = dict[str, list[Namespace]]

@@ -3,19 +3,26 @@
 import asyncio
 
 import pytest
-from cosyvoice_triton import cli
+from cosyvoice_triton.cli import (
+    client_grpc,
+    convert_checkpoint,
+    offline_inference,
+    streaming_inference,
+    test_llm,
+    token2wav,
+)
 from cosyvoice_triton.cli.upstream import WITHOUT_MEANING
 from cosyvoice_triton.offline.shared import llm_configs
 
 from tests.conftest import ROOT
 
 PARSERS = {
-    "convert_checkpoint": lambda arguments: cli.convert_checkpoint.build_parser().parse_args(arguments),
-    "client_grpc": cli.client_grpc.parse_args,
-    "offline_inference": cli.offline_inference.parse_args,
-    "test_llm": lambda arguments: cli.test_llm.build_parser().parse_args(arguments),
-    "token2wav": cli.token2wav.parse_args,
-    "streaming_inference": cli.streaming_inference.parse_args,
+    "convert_checkpoint": lambda arguments: convert_checkpoint.build_parser().parse_args(arguments),
+    "client_grpc": client_grpc.parse_args,
+    "offline_inference": offline_inference.parse_args,
+    "test_llm": lambda arguments: test_llm.build_parser().parse_args(arguments),
+    "token2wav": token2wav.parse_args,
+    "streaming_inference": streaming_inference.parse_args,
 }
 NEEDED = {"convert_checkpoint": ["--model_dir", "m"], "client_grpc": [], "offline_inference": ["--output-dir", "o"]}
 
@@ -39,18 +46,18 @@ def test_an_option_without_a_meaning_is_explained_in_one_line(program: str, caps
 
 def test_a_bare_precision_is_int8_as_in_upstreams_program() -> None:
     arguments = ["--model_dir", "m", "--use_weight_only", "--weight_only_precision"]
-    assert cli.convert_checkpoint.build_parser().parse_args(arguments).weight_only_precision == "int8"
+    assert convert_checkpoint.build_parser().parse_args(arguments).weight_only_precision == "int8"
 
 
 def test_shares_of_memory_outside_of_0_to_1_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.offline_inference.parse_args(["--output-dir", "o", "--kv-cache-free-gpu-memory-fraction", "60"])
+        offline_inference.parse_args(["--output-dir", "o", "--kv-cache-free-gpu-memory-fraction", "60"])
     assert "60 is not in 0..1" in capsys.readouterr().err
 
 
 def test_the_share_of_memory_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--output-dir", "o", "--backend", "trtllm", "--kv-cache-free-gpu-memory-fraction", "0.3"]
-    _, llm = llm_configs(cli.offline_inference.parse_args(arguments))
+    _, llm = llm_configs(offline_inference.parse_args(arguments))
     assert llm is not None and (llm.engine, llm.gpu_share) == ("tensorrt_llm", 0.3)
     shares: list[float] = []
 
@@ -60,6 +67,6 @@ def test_the_share_of_memory_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("cosyvoice_triton.cli.test_llm.load_engine", load_engine)
     arguments = ["--tokenizer_dir", "t", "--engine_dir", "e", "--kv_cache_free_gpu_memory_fraction", "0.2"]
-    args = cli.test_llm.build_parser().parse_args(arguments)
-    asyncio.run(cli.test_llm.speech_lm(args, tokenizer=None))  # type: ignore[arg-type]
+    args = test_llm.build_parser().parse_args(arguments)
+    asyncio.run(test_llm.speech_lm(args, tokenizer=None))  # type: ignore[arg-type]
     assert shares == [0.2]
