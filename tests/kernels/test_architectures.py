@@ -130,7 +130,7 @@ def test_two_blocks_of_a_network_are_tried_and_launch_every_kernel_of_it() -> No
 
 def test_kernels_in_the_block_are_compiled_and_do_not_run() -> None:
     """To run one would fail here."""
-    snake, run = import_module("cosyvoice_triton.kernels.snake"), JITFunction.run
+    snake, run = import_module("cosyvoice_triton.kernels.vocoder"), JITFunction.run
     with pretended(86), compiled_ahead("snake"):
         compiled = snake._snake.device_caches[86][0]
         before = len(compiled)
