@@ -368,7 +368,7 @@ class OrchestratorConfig(HopConfig):
 
     token2wav_gpus: as in `Token2WavConfig`; there are as many token2wav models, and a listener is served by one.
     llm_transport: "triton" calls the model `llm_model` of the same server, which `llm_backend` runs; "openai" calls the
-        servers at `llm_urls` (base URLs) in their `llm_dialect`, see llm/openai_dialects.py.
+        servers at `llm_urls` (base URLs) in their `llm_dialect`, see llm/openai_client.py.
     dynamic_chunk_strategy, first_hop_tokens, max_hop_tokens: see orchestrator/chunking.py.
     short_first_hop_tokens: of first hops where the server has slack, see orchestrator/chunking.py.
     sampling, max_tokens, trim_silence, retry_bad_answers: defaults of the request parameters of the same names.
@@ -409,12 +409,7 @@ class OrchestratorConfig(HopConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive(
-            "short_first_hop_tokens",
-            "max_tokens",
-            "token_timeout",
-            "model_timeout",
-            "text_timeout",
-            "max_text_chars",
+            "short_first_hop_tokens", "max_tokens", "token_timeout", "model_timeout", "text_timeout", "max_text_chars"
         )
         check_gpus(self.token2wav_gpus)
         if self.llm_transport == "openai" and not self.llm_urls:

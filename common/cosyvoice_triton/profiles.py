@@ -48,7 +48,7 @@ class SchedulerNumbers:
 class AdmissionNumbers:
     """Which new listeners token2wav admits, see token2wav/policy/admission.py.
 
-    Chosen by simulation with the batch costs of an H200 (tests/token2wav/test_admission.py). Each is a share, or a time
+    Chosen by simulation with the batch costs of an H200 (tests/token2wav/test_scheduler.py). Each is a share, or a time
     that listeners notice, and so holds on slower machines, too.
     """
 

@@ -83,7 +83,7 @@ class Stack:
     flow_tensors: prefix of tensor names that distinguish its `flow` from other stacks' files.
     flow_config: "module:class" of the flow's sizes, whose `from_shapes` reads them from those tensors.
     mel_max_hz: upper limit of the filters of the flow's mel, Hz.
-    networks: what of the flow can run outside torch: the use in serving (see cosyvoice_triton.runtimes.workloads)
+    networks: what of the flow can run outside torch: the use in serving (see cosyvoice_triton.runtimes.signatures)
     -> ONNX file.
     cumulative: a chunk is sent with all tokens of its stream so far and its `token_offset`, because the flow computes
         some of them again; otherwise with its new tokens only.

@@ -68,12 +68,7 @@ Flow = DiTFlow | UNetFlow | CosyVoice3Flow
 
 
 def fit(
-    flow: Flow,
-    view: View,
-    path: Path,
-    speech: SpeechDataset,
-    seconds: float,
-    max_hz: float = features.MelConfig.max_hz,
+    flow: Flow, view: View, path: Path, speech: SpeechDataset, seconds: float, max_hz: float = features.MelConfig.max_hz
 ) -> None:
     """Train for `seconds`; see `TrainingRun` for the file at `path`. max_hz: upper limit of the mel."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a new plan for every shape

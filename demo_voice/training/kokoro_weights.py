@@ -138,11 +138,7 @@ def _quantised(name: str, array: np.ndarray, scale: np.ndarray, zero: np.ndarray
 
 
 def _lstm(
-    path: str,
-    inputs: np.ndarray,
-    recurrent: np.ndarray,
-    biases: np.ndarray,
-    *quantisation: np.ndarray,
+    path: str, inputs: np.ndarray, recurrent: np.ndarray, biases: np.ndarray, *quantisation: np.ndarray
 ) -> Weights:
     """The parameters of a bidirectional LSTM from those of ONNX: (2, n, 4 h), and biases (2, 8 h)."""
     input_scale, input_zero, recurrent_scale, recurrent_zero = quantisation

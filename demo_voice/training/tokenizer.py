@@ -31,11 +31,7 @@ from demo_voice.training.training import (
     prepare,
     rounded,
 )
-from tests.random_weights.speech_tokenizer import (
-    N_MELS,
-    TRITS,
-    write_speech_tokenizer,
-)
+from tests.random_weights.speech_tokenizer import N_MELS, TRITS, write_speech_tokenizer
 
 logger = logging.getLogger(__name__)
 

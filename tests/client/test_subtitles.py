@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cosyvoice_triton.client.subtitles import Cue, read_cues, track
+from cosyvoice_triton.cli.say import Cue, read_cues, track
 from cosyvoice_triton.constants import SAMPLE_RATE
 
 SRT = "\ufeff1\r\n00:00:01,000 --> 00:00:02,500\r\n<i>Hello</i>\r\nyou.\r\n\r\n2\r\n00:01:03,000 --> 00:01:04,000\r\n"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cosyvoice_triton.cli.client_http import synthesize
 from cosyvoice_triton.client.failures import ClientError
-from cosyvoice_triton.client.http_client import synthesize
 from cosyvoice_triton.client.utterance import Utterance, of_recording, read_reference
 
 from tests.containers.engine import Engine

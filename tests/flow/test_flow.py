@@ -11,17 +11,7 @@ import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.checkpoint import read_state
 from cosyvoice_triton.constants import EULER_STEPS, GUIDANCE
-from cosyvoice_triton.networks.flow import (
-    DiTConfig,
-    DiTFlow,
-    DiTFlowConfig,
-    EncoderConfig,
-    UNetConfig,
-    UNetFlow,
-    UNetFlowConfig,
-    load_dit_flow,
-    load_unet_flow,
-)
+from cosyvoice_triton.networks import flow as networks
 from cosyvoice_triton.networks.flow import encoder as encoder_module
 from cosyvoice_triton.networks.flow.base import FlowMatching, time_schedule
 from cosyvoice_triton.networks.flow.config import FlowConfig, euler_steps, stated_solve
@@ -30,18 +20,22 @@ from torch import Tensor, nn
 from tests.parity import flow_unet
 from tests.parity.fixture import Fixture
 
-ENCODER = EncoderConfig(width=32, heads=2, feed_forward=48, blocks=2, up_blocks=1)
-UNET = UNetFlowConfig(
-    vocab=50, speaker_dim=24, encoder=ENCODER, estimator=UNetConfig(channels=16, heads=2, blocks=1, mid_stages=2)
-)
-DIT = DiTFlowConfig(
+ENCODER = networks.EncoderConfig(width=32, heads=2, feed_forward=48, blocks=2, up_blocks=1)
+UNET = networks.UNetFlowConfig(
     vocab=50,
     speaker_dim=24,
     encoder=ENCODER,
-    estimator=DiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=64),
+    estimator=networks.UNetConfig(channels=16, heads=2, blocks=1, mid_stages=2),
+)
+DIT = networks.DiTFlowConfig(
+    vocab=50,
+    speaker_dim=24,
+    encoder=ENCODER,
+    estimator=networks.DiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=64),
 )
 FLOWS = pytest.mark.parametrize(
-    ("network", "config", "load"), [(UNetFlow, UNET, load_unet_flow), (DiTFlow, DIT, load_dit_flow)]
+    ("network", "config", "load"),
+    [(networks.UNetFlow, UNET, networks.load_unet_flow), (networks.DiTFlow, DIT, networks.load_dit_flow)],
 )
 
 
@@ -89,14 +83,14 @@ def test_a_missing_tensor_that_gives_a_size_is_named(network, config, load, tmp_
 
 def test_the_checkpoint_of_the_other_flow_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"decoder\.estimator\.blocks"):
-        load_dit_flow(saved(UNetFlow(UNET), tmp_path))
+        networks.load_dit_flow(saved(networks.UNetFlow(UNET), tmp_path))
     with pytest.raises(ValueError, match=r"decoder\.estimator\.down_blocks"):
-        load_unet_flow(saved(DiTFlow(DIT), tmp_path))
+        networks.load_unet_flow(saved(networks.DiTFlow(DIT), tmp_path))
 
 
 def test_the_stack_of_a_flow_is_read_from_its_tensor_names(tmp_path):
-    assert stacks.of_flow(read_state(saved(UNetFlow(UNET), tmp_path)), "flow.pt") is stacks.UNET
-    assert stacks.of_flow(read_state(saved(DiTFlow(DIT), tmp_path)), "flow.pt") is stacks.DIT
+    assert stacks.of_flow(read_state(saved(networks.UNetFlow(UNET), tmp_path)), "flow.pt") is stacks.UNET
+    assert stacks.of_flow(read_state(saved(networks.DiTFlow(DIT), tmp_path)), "flow.pt") is stacks.DIT
     torch.save({"spk_embed_affine_layer.weight": torch.zeros(1)}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="other.pt is the flow of no stack .dit: Step-Audio2's DiT flow; unet: Cosy"):
         stacks.of_flow(read_state(tmp_path / "other.pt"), tmp_path / "other.pt")

@@ -11,14 +11,7 @@ import torch
 from cosyvoice_triton import kernels, stacks
 from cosyvoice_triton.kernels.launch import compiled_ahead
 from cosyvoice_triton.kernels.tiles import ProductTile, Tiles
-from cosyvoice_triton.networks.flow import (
-    CosyVoice3Flow,
-    CosyVoice3FlowConfig,
-    DiTConfig,
-    DiTFlow,
-    DiTFlowConfig,
-    EncoderConfig,
-)
+from cosyvoice_triton.networks import flow as networks
 from cosyvoice_triton.networks.flow.config import RotaryDiTConfig
 from cosyvoice_triton.runtimes.loading import HEAD_CHANNELS
 from cosyvoice_triton.token2wav.flow.base import FlowOptions
@@ -26,14 +19,7 @@ from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from triton.compiler import CompilationError, CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from tests.support.kernel_launches import (
-    SHARED_KIB,
-    Launch,
-    launches,
-    pretended,
-    shared_memory,
-    trials_and_solves,
-)
+from tests.support.kernel_launches import SHARED_KIB, Launch, launches, pretended, shared_memory, trials_and_solves
 
 FLOW = {
     "add_norm_mish", "append", "attend_blocks", "attend_paged", "attend_relative", "convolve", "convolve_frames",
@@ -108,9 +94,9 @@ def test_heads_that_attention_does_not_compile_for_are_refused(D: int) -> None:
         with nullcontext() if fits else pytest.raises(CompilationError), pretended(90), compiled_ahead("attention"):
             attend(q, q, q, *others)
     with torch.device("meta"):
-        encoder = EncoderConfig(width=2 * D, heads=2, blocks=1, up_blocks=1)
-        dit = DiTFlow(DiTFlowConfig(encoder=encoder, estimator=DiTConfig(depth=1)))
-        rotary = CosyVoice3Flow(CosyVoice3FlowConfig(estimator=RotaryDiTConfig(depth=1, head_dim=D)))
+        encoder = networks.EncoderConfig(width=2 * D, heads=2, blocks=1, up_blocks=1)
+        dit = networks.DiTFlow(networks.DiTFlowConfig(encoder=encoder, estimator=networks.DiTConfig(depth=1)))
+        rotary = networks.CosyVoice3Flow(networks.CosyVoice3FlowConfig(estimator=RotaryDiTConfig(depth=1, head_dim=D)))
     options = FlowOptions(
         stack=stacks.DIT,
         device="meta",
@@ -144,7 +130,7 @@ def test_two_blocks_of_a_network_are_tried_and_launch_every_kernel_of_it() -> No
 
 def test_kernels_in_the_block_are_compiled_and_do_not_run() -> None:
     """To run one would fail here."""
-    snake, run = import_module("cosyvoice_triton.kernels.snake"), JITFunction.run
+    snake, run = import_module("cosyvoice_triton.kernels.vocoder"), JITFunction.run
     with pretended(86), compiled_ahead("snake"):
         compiled = snake._snake.device_caches[86][0]
         before = len(compiled)

@@ -11,7 +11,7 @@ import torch
 from cosyvoice_triton.config import planned_llm_gib
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.engines import loading
-from cosyvoice_triton.llm.engines.batching_engine import BatchingEngine
+from cosyvoice_triton.llm.engines.genai import BatchingEngine
 from cosyvoice_triton.llm.engines.interface import candidate_ids
 from cosyvoice_triton.llm.engines.loading import load_engine
 from cosyvoice_triton.server import options

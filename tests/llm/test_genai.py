@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cosyvoice_triton.errors import UnavailableError
-from cosyvoice_triton.llm.engines.batching_engine import BatchingEngine
-from cosyvoice_triton.llm.engines.genai import GenAIModel
+from cosyvoice_triton.llm.engines.genai import BatchingEngine, GenAIModel
 from cosyvoice_triton.llm.engines.interface import GenerationRequest, candidate_ids
 from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer

@@ -18,8 +18,7 @@ from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.load.doors import SpeakerDoor
-from cosyvoice_triton.load.jobs import LoadJob
-from cosyvoice_triton.load.plan import Load
+from cosyvoice_triton.load.plan import Load, LoadJob
 from cosyvoice_triton.load.runner import measured
 from cosyvoice_triton.speech_service.settings import Settings
 

@@ -7,9 +7,16 @@ import numpy as np
 import pytest
 from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.load.measure import RequestOutcome, Run, distribution
+from cosyvoice_triton.load.measure import (
+    ModelTimes,
+    RequestOutcome,
+    Run,
+    between,
+    distribution,
+    token2wav_counters,
+    token2wav_figures,
+)
 from cosyvoice_triton.load.report import closing_lines, disaggregated_table, markdown_tables, rtf_text, statistics_text
-from cosyvoice_triton.load.statistics import ModelTimes, between, token2wav_counters, token2wav_figures
 from cosyvoice_triton.playback import PLAYER_SECONDS
 from cosyvoice_triton.server.tritonserver import free_port
 

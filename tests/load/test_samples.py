@@ -11,7 +11,7 @@ import pytest
 from cosyvoice_triton import samples
 from cosyvoice_triton.client.arguments import add_voice_arguments
 from cosyvoice_triton.constants import MAX_REFERENCE_SECONDS, MIN_REFERENCE_SECONDS, TOKEN_RATE
-from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
+from cosyvoice_triton.load.plan import Jobs, add_job_arguments
 from cosyvoice_triton.load.samples import SampleError, read_dataset, read_manifest
 from cosyvoice_triton.text.segments import expected_seconds
 

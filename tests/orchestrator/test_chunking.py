@@ -86,11 +86,7 @@ def test_the_final_hop_takes_the_tokens_that_have_no_look_ahead_after_them() -> 
 @pytest.mark.parametrize(
     ("cut", "speed", "asked"),  # (time, tokens ready after those of the hops before, length of the next hop or None)
     [
-        (
-            0.0,
-            1.0,
-            [(0.05, 30, None), (0.05, 45, 45)],
-        ),  # 11 tokens are 0.44 s, nearly nine hops: one unit more
+        (0.0, 1.0, [(0.05, 30, None), (0.05, 45, 45)]),  # 11 tokens are 0.44 s, nearly nine hops: one unit more
         (0.0, 1.0, [(0.05, 30, None), (0.45, 30, 30)]),  # the listener has little left
         (0.0, 1.0, [(0.4, 40, 30), (1.6, 77, 75)]),  # rendering is slow: all that is ready
         (0.3, 1.0, [(0.05, 30, 30)]),  # of the 0.44 s few are heard

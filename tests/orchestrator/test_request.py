@@ -1,15 +1,27 @@
+"""What a request to the orchestrator may have: its values, a text in pieces, and speech that is converted."""
+
+import asyncio
 import dataclasses
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import numpy as np
 import pytest
 from cosyvoice_triton.config import OrchestratorConfig
-from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.llm.interface import Sampling, preset_values
+from cosyvoice_triton.orchestrator.conversion import LIVE, LIVE_STEP, WINDOW_TOKENS, Source
 from cosyvoice_triton.orchestrator.request import RequestRules, SynthesisRequest, default_sampling
+from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream, PieceStreams
+from cosyvoice_triton.voice.prompt import Recording
+
+from tests.support.fakes import FakeLM, FakePromptEncoder, fake_prompt, speech_request
+from tests.support.pipeline import Pipeline, run_until
 
 WAV = np.sin(np.arange(PROMPT_SAMPLE_RATE, dtype=np.float32))
+LIMIT = Limit("target_text", 10, "characters")
+SIZE = PROMPT_SAMPLE_RATE // TOKEN_RATE  # samples of a token
 
 
 def check(defaults: Sampling | None = None, **inputs: Any) -> SynthesisRequest:
@@ -172,3 +184,196 @@ def test_a_parameter_that_is_too_long_is_refused_at_once_whatever_it_is(char: st
         with pytest.raises(ValueError, match=r"has \d+ characters, more than the limit of 2097152$"):
             check(parameters={"language": text})
     assert time.process_time() - begun < 4.0  # a second of CPU for all 4 GB of them, here
+
+
+def text(idle_seconds: float = 60, pieces: str = "", end: bool = False) -> PieceStream:
+    """A text of up to 100 characters, of which these have come."""
+    stream = PieceStream(Limit("target_text", 100, "characters"), idle_seconds)
+    if pieces:
+        stream.add(pieces, end=end)
+    return stream
+
+
+def request_of(pieces: PieceStream, **fields: Any) -> SynthesisRequest:
+    return dataclasses.replace(speech_request(reference_text="ten, chars"), pieces=pieces, **fields)
+
+
+async def read(stream: PieceStream) -> list[Any]:
+    return [piece async for piece in stream]
+
+
+async def test_pieces_arrive_in_their_order_up_to_the_end() -> None:
+    streams = PieceStreams(idle_seconds=60)
+    with streams.open(7, LIMIT) as stream, streams.open("other", LIMIT) as other:
+        reader = asyncio.create_task(read(stream))
+        for piece, end in (("a", False), ("", False), ("bc", True)):
+            streams.add(7, piece, end)
+        other.add("x", end=True)
+        assert await read(other) == ["x"]
+        assert await reader == ["a", "bc"]
+
+
+async def test_misuse_is_an_error_with_its_value_and_ends_with_the_request() -> None:
+    streams = PieceStreams(idle_seconds=0.05)
+    with pytest.raises(ValueError, match="no request in pieces has the sequence id 7"):
+        streams.add(7, "a", False)
+    with streams.open(7, LIMIT) as stream:
+        with pytest.raises(ValueError, match="sequence id 7 is in use"), streams.open(7, LIMIT):
+            pass
+        streams.add(7, "a" * 9, False)
+        with pytest.raises(ValueError, match="11 characters in its pieces so far, more than the limit of 10"):
+            streams.add(7, "bc", False)
+        with pytest.raises(ValueError, match="began with target_text, and this piece of it has another input"):
+            streams.add(7, np.zeros(5, np.float32), False)
+        with pytest.raises(ValueError, match=r"no further piece of it for 0\.05 s"):
+            await read(stream)
+        streams.add(7, "", True)
+        with pytest.raises(ValueError, match="has ended already"):
+            streams.add(7, "b", False)
+    with pytest.raises(ValueError, match="no request in pieces"):
+        streams.add(7, "a", False)
+
+
+async def test_the_first_audio_comes_before_the_text_has_ended() -> None:
+    """The fake's voice has 30 tokens, which are two blocks with the transcript's first ten letters."""
+    llm = FakeLM(list(range(15)))
+    pipeline = Pipeline(llm)
+    async with pipeline:
+        speech = text()
+        listener = asyncio.create_task(pipeline.synthesize(request_of(speech, target_text="")))
+        speech.add("abcd ", end=False)  # after the voice, the first block needs no text
+        await run_until(lambda: len(llm.prompts) == 1)
+        speech.add("efgh ", end=False)
+        await run_until(lambda: len(pipeline.token2wav.streams) == 1 and len(pipeline.hops) == 1)
+        assert len(llm.prompts) == 2 and not listener.done()
+        speech.add("i", end=True)
+        audio = np.concatenate(await listener)
+    assert [sampling.max_tokens for sampling in llm.samplings] == [15, 15, 15, 750]
+    assert [sampling.min_tokens for sampling in llm.samplings] == [15, 15, 15, 0]  # a block has no end
+    assert [sampling.seed for sampling in llm.samplings] == [1, 16, 31, 46]
+    assert audio.tolist() == list(range(15)) * 4
+
+
+@pytest.mark.parametrize("limit", [7, 20, 50])
+def test_max_tokens_limits_the_speech_of_a_text_in_pieces(limit: int) -> None:
+    llm = FakeLM(finish_reason="length")
+    llm.script = lambda prompt: [list(range(llm.samplings[-1].max_tokens))]  # type: ignore[method-assign]
+    pipeline, warnings = Pipeline(llm), list[str]()
+    request = request_of(text(pieces="abcd efgh i", end=True), max_tokens=limit)
+    assert np.concatenate(pipeline.run(pipeline.synthesize(request, warnings.append))).size == limit
+    assert [f"after {limit} tokens" in warning for warning in warnings] == [True]
+
+
+def test_a_text_that_stops_ends_everything_with_an_error() -> None:
+    pipeline = Pipeline(FakeLM(list(range(15))))
+    request = request_of(text(idle_seconds=0.05, pieces="A beginning, then nothing."))
+    with pytest.raises(ValueError, match="has not ended"):
+        pipeline.run(pipeline.synthesize(request))
+
+
+def speech(tokens: int) -> np.ndarray:
+    """Samples of which each token's first one has its number, in thousandths."""
+    wav = np.zeros(tokens * SIZE, np.float32)
+    wav[::SIZE] = np.arange(tokens) / 1000
+    return wav
+
+
+class Tokenizer:
+    """Reads the numbers of `speech`; those near an end that is not the speech's own are wrong."""
+
+    def __init__(self, tokens: int, unsure: int = 0) -> None:
+        self.windows: list[tuple[int, int]] = []  # first token, number of tokens
+        self.tokens, self.unsure = tokens, unsure
+
+    async def __call__(self, recording: Recording) -> np.ndarray:
+        assert recording.rate == PROMPT_SAMPLE_RATE and len(recording.wav) <= WINDOW_TOKENS * SIZE
+        numbers = np.round(recording.wav[::SIZE] * 1000).astype(np.int64)
+        self.windows.append((int(numbers[0]), len(numbers)))
+        if self.unsure and numbers[-1] < self.tokens - 1:
+            numbers[-self.unsure :] = 9999
+        return numbers
+
+
+async def converted(source: Source, tokenizer: Tokenizer) -> list[int]:
+    return [token async for chunk in source.tokens(tokenizer) for token in chunk.tokens]
+
+
+async def pieces(wav: np.ndarray, size: int) -> AsyncGenerator[np.ndarray, None]:
+    for begin in range(0, len(wav), size):
+        yield wav[begin : begin + size]
+
+
+@pytest.mark.parametrize("tokens", [13, 749, WINDOW_TOKENS])
+def test_a_recording_that_the_tokenizer_reads_at_once_is_encoded_as_a_whole(tokens: int) -> None:
+    """As by upstream's `inference_vc`."""
+    tokenizer = Tokenizer(tokens)
+    assert asyncio.run(converted(Source.of(speech(tokens), PROMPT_SAMPLE_RATE), tokenizer)) == list(range(tokens))
+    assert tokenizer.windows == [(0, tokens)]
+
+
+@pytest.mark.parametrize("tokens", [WINDOW_TOKENS + 1, 1500, 3000])
+def test_a_longer_one_is_encoded_in_windows_that_overlap(tokens: int) -> None:
+    tokenizer = Tokenizer(tokens, unsure=40)
+    assert asyncio.run(converted(Source.of(speech(tokens), PROMPT_SAMPLE_RATE), tokenizer)) == list(range(tokens))
+    assert len(tokenizer.windows) == -(-tokens // 700)
+
+
+@pytest.mark.parametrize("size", [160, 4_000, 40_000])
+async def test_what_somebody_speaks_is_encoded_as_it_comes(size: int) -> None:
+    tokens, most = 400, LIVE_STEP + LIVE.ahead + -(-size // SIZE)
+    tokenizer = Tokenizer(tokens, unsure=LIVE.ahead)
+    source = Source(pieces(speech(tokens), size), PROMPT_SAMPLE_RATE, live=True)
+    found, first = list[int](), 0
+    async for chunk in source.tokens(tokenizer):
+        found += chunk.tokens
+        first = first or sum(window[1] for window in tokenizer.windows)
+    assert first <= most  # tokens that were known by then
+    assert (found) == list(range(tokens))
+    assert max(length for _, length in tokenizer.windows) <= LIVE.context + most
+
+
+def test_what_cannot_be_converted_is_named() -> None:
+    def ask(**inputs: Any) -> Any:
+        return RequestRules().request(**{"target_text": "", "source_wav": speech(50), "speaker": "anna", **inputs})
+
+    request = ask(source_sample_rate=24_000, parameters={"speed": "1.5", "played": False})
+    assert (request.voice, request.speed, request.played, request.source.rate) == ("anna", 1.5, False, 24_000)
+    for inputs, message in (
+        ({"source_wav": speech(10)}, "source_wav of 6400 samples lasts 0.4 s at 16000 Hz: expected 0.5 to 120.0 s"),
+        ({"source_wav": 0 * speech(50)}, "source_wav is silent"),
+        ({"source_wav": speech(50) * np.nan}, "source_wav is nan at sample 0"),
+        ({"source_sample_rate": 44_101}, "source_sample_rate 44101 is not a multiple of 25"),
+        ({"target_text": "Hello."}, "target_text 'Hello.' with a source_wav, whose own words are spoken"),
+        ({"instruct_text": "Softly."}, "instruct_text 'Softly.' with a source_wav"),
+        ({"parameters": {"speed": 9}}, "speed 9"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ask(**inputs)
+    for seconds, message in ((0.2, "source_wav lasts 0.2 s: expected 0.5 s or more"), (121, "longer than 120 s")):
+        wav = np.zeros(round(seconds * PROMPT_SAMPLE_RATE), np.float32)
+        source = Source(pieces(wav, 8_000), PROMPT_SAMPLE_RATE, live=True)
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(converted(source, Tokenizer(0)))
+
+
+class SourceEncoder(FakePromptEncoder):
+    async def tokens(self, recording: Recording) -> np.ndarray:
+        return await Tokenizer(0)(recording)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_the_source_s_tokens_are_spoken_in_the_voice_and_no_llm_is_asked(live: bool) -> None:
+    pipeline = Pipeline(FakeLM([1]), SourceEncoder(), long_silence=range(100), silent_tokens=range(100))
+    pipeline.voices["anna"] = fake_prompt(7, "Her words.")
+    wav = speech(90)
+
+    def request() -> Any:
+        made = RequestRules().request("", source_wav=wav, speaker="anna", pieces=pieces(wav, 4_000) if live else None)
+        return dataclasses.replace(made, timeline=True)
+
+    chunks = pipeline.run(pipeline.synthesize(request()))
+    np.testing.assert_array_equal(np.concatenate(chunks), 70_000 + np.arange(90))
+    assert [hop.length for hop in pipeline.hops] == ([15] * 6 if live else [15, 30, 45])
+    (whole,) = pipeline.run(pipeline.offline(request()))
+    np.testing.assert_array_equal(whole, np.concatenate(chunks))
+    assert not pipeline.llm.prompts

@@ -18,26 +18,18 @@ from cosyvoice_triton.llm.interface import MAX_SEED, URGENT_TOKENS, LLMPrompt, S
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.text.markup import Pause
 
-from tests.support.fakes import (
-    PROMPT_TOKENS,
-    FakeLM,
-    FakeTextPreparer,
-    FakeToken2Wav,
-    Step,
-    fake_prompt,
-    speech_request,
-)
+from tests.support import fakes
 from tests.support.pipeline import Pipeline, Speak, one_by_one, run_until, settle
 
 
-class CountingLM(FakeLM):
+class CountingLM(fakes.FakeLM):
     """Generates the range that the text names, such as "100-130". `events`: text -> event to wait for midway."""
 
     def __init__(self, **events: asyncio.Event):
         super().__init__()
         self.events = events
 
-    def script(self, prompt: LLMPrompt) -> Sequence[Step]:
+    def script(self, prompt: LLMPrompt) -> Sequence[fakes.Step]:
         if prompt.target_text not in self.events:
             return [[token] for token in range(*map(int, prompt.target_text.split("-")))]
         return [[1], self.events[prompt.target_text], [2]]
@@ -48,10 +40,10 @@ class CountingLM(FakeLM):
 )
 def test_segments_are_rendered_in_order_in_one_voice_with_the_same_sampling(speak: Speak, played: bool) -> None:
     pipeline = Pipeline(CountingLM())
-    request = replace(speech_request(voice=3, text="0-40|100-101|200-260"), played=played)
+    request = replace(fakes.speech_request(voice=3, text="0-40|100-101|200-260"), played=played)
     audio = np.concatenate(pipeline.run(speak(pipeline, request)))
     np.testing.assert_array_equal(audio, 30_000 + np.concatenate([np.arange(40), [100], np.arange(200, 260)]))
-    voice = ("reference", [3] * PROMPT_TOKENS)
+    voice = ("reference", [3] * fakes.PROMPT_TOKENS)
     assert pipeline.llm.prompts == [LLMPrompt(text, *voice) for text in ("0-40", "100-101", "200-260")]
     hints = [(prompt.urgent_tokens, prompt.played) for prompt in pipeline.llm.prompts]
     heard = played and speak is Pipeline.synthesize
@@ -64,16 +56,16 @@ def test_segments_are_rendered_in_order_in_one_voice_with_the_same_sampling(spea
 def test_a_voice_with_a_transcript_and_no_speech_tokens_speaks() -> None:
     """The tokens that the first chunk needs are counted from its prompt's, of which there are none."""
     pipeline = Pipeline(CountingLM())
-    voice = fake_prompt(7, "its text")
+    voice = fakes.fake_prompt(7, "its text")
     pipeline.voices["anna"] = replace(voice, tokens=voice.tokens[:0], mel=voice.mel[:0])
-    (audio,) = pipeline.run(pipeline.synthesize(replace(speech_request(text="0-10"), voice="anna")))
+    (audio,) = pipeline.run(pipeline.synthesize(replace(fakes.speech_request(text="0-10"), voice="anna")))
     assert len(audio) == 10 and pipeline.llm.prompts == [LLMPrompt("0-10", "its text", [])]
 
 
 def test_a_later_segment_starts_with_the_audio_that_its_listener_has_left_and_with_a_longer_hop() -> None:
     """The fake makes one sample per token, and its clock stands still: nothing has been played."""
     pipeline = Pipeline(CountingLM(), clock=lambda: 7.0)
-    pipeline.run(pipeline.synthesize(speech_request(text="0-70|100-180|200-300")))
+    pipeline.run(pipeline.synthesize(fakes.speech_request(text="0-70|100-180|200-300")))
     first, second, third = pipeline.token2wav.streams
     assert first.audio_left is None
     assert second.audio_left == pytest.approx(70 / SAMPLE_RATE)
@@ -83,9 +75,9 @@ def test_a_later_segment_starts_with_the_audio_that_its_listener_has_left_and_wi
 
 async def test_the_llm_is_one_segment_ahead_of_token2wav_and_no_further() -> None:
     gate = asyncio.Event()
-    pipeline = Pipeline(CountingLM(), token2wav=FakeToken2Wav(gate=gate))
+    pipeline = Pipeline(CountingLM(), token2wav=fakes.FakeToken2Wav(gate=gate))
     async with pipeline:
-        synthesis = asyncio.create_task(pipeline.synthesize(speech_request(text="0-20|20-40|40-60|60-80")))
+        synthesis = asyncio.create_task(pipeline.synthesize(fakes.speech_request(text="0-20|20-40|40-60|60-80")))
         await run_until(lambda: len(pipeline.llm.prompts) == 2 and pipeline.llm.open == 0)
         await settle()
         assert [prompt.target_text for prompt in pipeline.llm.prompts] == ["0-20", "20-40"]
@@ -102,9 +94,9 @@ async def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented(
         yield "40-60"
 
     pipeline = Pipeline(CountingLM())
-    pipeline.texts = FakeTextPreparer(parts())
+    pipeline.texts = fakes.FakeTextPreparer(parts())
     async with pipeline:
-        async with aclosing(pipeline.synthesizer.stream(speech_request())) as waveforms:
+        async with aclosing(pipeline.synthesizer.stream(fakes.speech_request())) as waveforms:
             first = [await anext(waveforms), await anext(waveforms)]
             released.set()
             np.testing.assert_array_equal(
@@ -119,7 +111,7 @@ PAUSES = (Pause(0.1), "0-20", Pause(0.5), Pause(0.5), "20-40", Pause(0.02))
 async def test_segments_and_pauses_are_reported_with_their_samples_before_their_last_waveform(offline: bool) -> None:
     """Pauses are silence between segments and hold up no work."""
     pipeline = Pipeline(CountingLM())
-    pipeline.texts = FakeTextPreparer(PAUSES)
+    pipeline.texts = fakes.FakeTextPreparer(PAUSES)
     reported: list[tuple[str, int]] = []
     waveforms, received = list[np.ndarray](), 0
 
@@ -129,9 +121,9 @@ async def test_segments_and_pauses_are_reported_with_their_samples_before_their_
 
     async with pipeline:
         if offline:
-            waveforms.append(await pipeline.synthesizer.offline(speech_request(), on_segment=ended))
+            waveforms.append(await pipeline.synthesizer.offline(fakes.speech_request(), on_segment=ended))
         else:
-            async for waveform in pipeline.synthesizer.stream(speech_request(), on_segment=ended):
+            async for waveform in pipeline.synthesizer.stream(fakes.speech_request(), on_segment=ended):
                 received += waveform.size
                 waveforms.append(waveform)
     audio = np.concatenate(waveforms)
@@ -145,7 +137,7 @@ async def test_segments_and_pauses_are_reported_with_their_samples_before_their_
 
 def test_a_text_of_pauses_alone_is_silence_and_frees_its_place() -> None:
     pipeline = Pipeline(CountingLM())
-    pipeline.texts = FakeTextPreparer([Pause(1.0)])
+    pipeline.texts = fakes.FakeTextPreparer([Pause(1.0)])
     np.testing.assert_array_equal(np.concatenate(pipeline.run()), np.zeros(SAMPLE_RATE))
     assert pipeline.llm.prompts == []
 
@@ -157,21 +149,21 @@ def test_an_error_in_a_later_segment_ends_the_stream_with_that_error(failing: st
         raise ValueError("segments")
 
     class Failing(CountingLM):
-        def script(self, prompt: LLMPrompt) -> Sequence[Step]:
+        def script(self, prompt: LLMPrompt) -> Sequence[fakes.Step]:
             return [[1], UnavailableError("llm")] if prompt.target_text == "40-60" else super().script(prompt)
 
-    class FailingToken2Wav(FakeToken2Wav):
+    class FailingToken2Wav(fakes.FakeToken2Wav):
         def open(self, speed: float = 1.0) -> Any:
             self.failures = {0: RuntimeError("token2wav")} if len(self.streams) == 2 else {}
             return super().open()
 
     pipeline = Pipeline(
         Failing() if failing == "llm" else CountingLM(),
-        token2wav=FailingToken2Wav() if failing == "token2wav" else FakeToken2Wav(),
+        token2wav=FailingToken2Wav() if failing == "token2wav" else fakes.FakeToken2Wav(),
     )
-    pipeline.texts = FakeTextPreparer(failing_parts() if failing == "segments" else None)
+    pipeline.texts = fakes.FakeTextPreparer(failing_parts() if failing == "segments" else None)
     with pytest.raises((ValueError, UnavailableError, RuntimeError), match=failing):
-        pipeline.run(pipeline.synthesize(speech_request(text="0-20|20-40|40-60")))
+        pipeline.run(pipeline.synthesize(fakes.speech_request(text="0-20|20-40|40-60")))
 
 
 @pytest.mark.parametrize("stage", ["the segment being rendered", "the segment ahead"])
@@ -179,23 +171,25 @@ async def test_cancelling_frees_every_segment(stage: str) -> None:
     never = asyncio.Event()
     ahead = stage == "the segment ahead"
     pipeline = Pipeline(
-        CountingLM(slow=never) if ahead else CountingLM(), token2wav=FakeToken2Wav(gate=never if ahead else None)
+        CountingLM(slow=never) if ahead else CountingLM(), token2wav=fakes.FakeToken2Wav(gate=never if ahead else None)
     )
     async with pipeline:
         if ahead:
-            synthesis = asyncio.create_task(pipeline.synthesize(speech_request(text="0-20|slow|60-80")))
+            synthesis = asyncio.create_task(pipeline.synthesize(fakes.speech_request(text="0-20|slow|60-80")))
             await run_until(lambda: len(pipeline.llm.prompts) == 2 and pipeline.token2wav.live == 1)
             synthesis.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await synthesis
         else:  # the consumer holds a waveform of the second segment, the third one waits
-            async with aclosing(pipeline.synthesizer.stream(speech_request(text="0-20|20-60|60-80|80-99"))) as audio:
+            async with aclosing(
+                pipeline.synthesizer.stream(fakes.speech_request(text="0-20|20-60|60-80|80-99"))
+            ) as audio:
                 for _ in range(3):
                     await anext(audio)
     assert [stream.aborts for stream in pipeline.token2wav.streams] == ([1] if ahead else [0, 1])
 
 
-class ContinuedLM(FakeLM):
+class ContinuedLM(fakes.FakeLM):
     """Continues 0, 1, 2, ... up to `total`. Requests that would need more than `context` tokens are rejected."""
 
     def __init__(self, total: int, context: int = 10_000):
@@ -203,7 +197,7 @@ class ContinuedLM(FakeLM):
         self.total = total
         self.context = context
 
-    def script(self, prompt: LLMPrompt) -> Sequence[Step]:
+    def script(self, prompt: LLMPrompt) -> Sequence[fakes.Step]:
         done, most = len(prompt.generated), self.samplings[-1].max_tokens
         assert list(prompt.generated) == list(range(done))
         if done + most > self.context:
@@ -221,7 +215,7 @@ def speak(pipeline: Pipeline, request: SynthesisRequest) -> tuple[list[int], lis
 
 
 def with_sampling(text: str = "hello", reference_text: str = "reference", **sampling: int) -> SynthesisRequest:
-    return dataclasses.replace(speech_request(0, text, reference_text), sampling=Sampling(**sampling))
+    return dataclasses.replace(fakes.speech_request(0, text, reference_text), sampling=Sampling(**sampling))
 
 
 @pytest.mark.parametrize("reference_text", ["reference", ""])  # "": cross-lingual, the LLM gets no prompt tokens
@@ -246,8 +240,8 @@ def test_a_loop_ends_at_twice_the_expected_duration_and_two_seconds(caplog: pyte
 
 
 def test_an_answer_that_the_ratio_of_lengths_ends_is_not_continued() -> None:
-    pipeline = Pipeline(FakeLM(*one_by_one(20), finish_reason="length"))  # fewer tokens than asked for
-    tokens, (warning,) = speak(pipeline, speech_request())
+    pipeline = Pipeline(fakes.FakeLM(*one_by_one(20), finish_reason="length"))  # fewer tokens than asked for
+    tokens, (warning,) = speak(pipeline, fakes.speech_request())
     assert len(tokens) == 20 and len(pipeline.llm.prompts) == 1
     assert warning.startswith("speech was cut short after 20 tokens") and warning.endswith("'hello'")
 
@@ -260,7 +254,7 @@ def test_an_answer_that_the_llm_cannot_continue_is_spoken_with_a_warning() -> No
 
 def test_a_rejected_first_request_and_an_llm_that_fails_while_it_continues_are_errors() -> None:
     class Failing(ContinuedLM):
-        def script(self, prompt: LLMPrompt) -> Sequence[Step]:
+        def script(self, prompt: LLMPrompt) -> Sequence[fakes.Step]:
             return [UnavailableError("the LLM is down")] if prompt.generated else super().script(prompt)
 
     with pytest.raises(ValueError, match="too long"):

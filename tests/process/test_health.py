@@ -1,27 +1,44 @@
-"""Whether a model does its work: its own test, what it publishes, and the failure that it reports."""
+"""Whether a model does its work: its own test, what it publishes, and the failure that it reports;
+the numbers that it counts, the page over all models, and the variables of its process."""
 
+import asyncio
 import ctypes
 import gc
 import logging
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from cosyvoice_triton.errors import FatalError, ModelCallError, UnavailableError, is_fatal
+from cosyvoice_triton.errors import FatalError, ModelCallError, OverloadedError, UnavailableError, is_fatal
+from cosyvoice_triton.monitoring import faults, metrics
 from cosyvoice_triton.monitoring import health as health_module
-from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
+from cosyvoice_triton.monitoring.environment import (
+    METRICS_DIRECTORY,
+    TEST_FAULTS,
+    ModelEnvironment,
+    tritonserver_environment,
+)
 from cosyvoice_triton.monitoring.health import (
     FAILING,
     SUCCESS_AGE,
     TEST_SECONDS,
+    DrainFile,
     Health,
     ModelMonitor,
     report_failure,
     reported_failures,
 )
+from cosyvoice_triton.monitoring.metrics import MetricsFile, MetricsPublisher, RequestStats, read
 
 from tests.support.waiting import Clock, until
+
+FULL = ModelEnvironment(
+    metrics_directory=Path("/m"), drain_file=Path("/d"), grpc_address="10.0.0.1:9001", faults=Path("/")
+)
 
 
 @pytest.fixture
@@ -140,3 +157,153 @@ def test_what_was_loaded_is_not_scanned_for_garbage_again(published: Path) -> No
         assert all(each is not loaded for each in gc.get_objects())
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (None, "ok"),
+        (ValueError("a bad value"), "invalid"),
+        (UnavailableError("full"), "unavailable"),
+        (OverloadedError("9 listeners", 1.0), "refused"),
+        (asyncio.CancelledError(), "cancelled"),
+        (RuntimeError("a bug"), "error"),
+    ],
+)
+def test_a_request_is_counted_by_its_outcome(error: BaseException | None, outcome: str) -> None:
+    stats = RequestStats()
+    try:
+        with stats.request() as live:
+            assert stats.values()[metrics.LIVE] == 1
+            live.sent(1.0, 0.0)
+            if error:
+                raise error
+    except BaseException as raised:
+        assert raised is error
+    values = stats.values()
+    assert values[metrics.LIVE] == 0 and values[metrics.AUDIO] == 1
+    assert {line.labels[0][1]: value for line, value in values.items() if line.name == metrics.ENDED.name} == {
+        name: int(name == outcome) for name in metrics.OUTCOMES
+    }
+
+
+def test_histogram_buckets_are_cumulative() -> None:
+    stats = RequestStats()
+    for seconds in (0.01, 0.2, 99.0):
+        with stats.request() as live:
+            live.first_chunk = seconds
+    values = stats.values()
+    of_chunks = (line for line in values if line.name == metrics.FIRST_CHUNK.name and line.suffix == "_bucket")
+    buckets = {line.labels[0][1]: values[line] for line in of_chunks}
+    assert (buckets["0.05"], buckets["0.15"], buckets["0.2"], buckets["10.0"], buckets["+Inf"]) == (1, 1, 2, 2, 3)
+    assert values[metrics.FIRST_CHUNK.sample("_count")] == 3
+    assert values[metrics.FIRST_CHUNK.sample("_sum")] == pytest.approx(99.21)
+
+
+def test_leading_silence_counts_until_the_first_audible_sample() -> None:
+    stats = RequestStats()
+    with stats.request() as live:
+        live.sent(1.0, None)
+        live.sent(2.0, 1.0)
+        assert live.first_chunk is not None and live.first_audible == pytest.approx(live.first_chunk + 2, abs=0.02)
+        live.sent(1.0, 0.0)
+    values = stats.values()
+    assert values[metrics.FIRST_AUDIBLE.sample("_count")] == 1
+    assert values[metrics.FIRST_AUDIBLE.sample("_bucket", le="1.5")] == 0
+
+
+def test_the_page_has_each_family_once_with_a_sample_per_instance(published) -> None:
+    for name in ("m_0", "m_1"):
+        instance = {"model_name": "m", "model_instance_name": name}
+        MetricsPublisher(lambda: {metrics.QUEUED: 3, metrics.CHUNKS: 7}, instance).close()
+    page = metrics.page(published)
+    assert page.count("# TYPE tts_token2wav_chunks_queued gauge\n") == 1
+    assert 'tts_token2wav_chunks_total{model="m",model_instance="m_1"} 7\n' in page
+    assert metrics.sum_of(page, metrics.QUEUED.name) == 6 and metrics.sum_of(page, "tts_other") == 0
+
+
+def test_a_writer_that_ends_in_the_middle_leaves_what_it_wrote_before(tmp_path, monkeypatch) -> None:
+    path, write = tmp_path / "m", os.pwrite
+    file = MetricsFile(path, b"first")
+    file.write(b"second")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", lambda descriptor, data, at: write(descriptor, data[:-1], at))
+        file.write(b"third!")
+    file.close()
+    assert read(path) == (2, b"second")
+    MetricsFile(path, b"of the next process").close()
+    assert read(path) == (3, b"of the next process")
+
+
+def test_models_read_what_the_server_wrote_in_variables_whose_names_are_a_contract() -> None:
+    for environment in (FULL, ModelEnvironment()):
+        assert ModelEnvironment.read(environment.variables()) == environment
+    assert FULL.variables() == {
+        "TTS_METRICS_DIR": "/m",
+        "TTS_DRAIN_FILE": "/d",
+        "TTS_GRPC_ADDRESS": "10.0.0.1:9001",
+        "TTS_TEST_FAULTS": "/",
+    }
+
+
+@pytest.mark.parametrize("variables", [{}, {"TTS_METRICS_DIR": "", "TTS_DRAIN_FILE": "", "TTS_GRPC_ADDRESS": ""}])
+def test_without_variables_models_publish_nothing_and_call_tritons_default_port(variables: dict[str, str]) -> None:
+    environment = ModelEnvironment.read(variables)
+    assert (environment.metrics_directory, environment.drain_file, environment.faults) == (None, None, None)
+    assert environment.grpc_address == "127.0.0.1:8001"
+
+
+def test_tritonserver_gets_this_interpreter_the_libraries_and_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setenv("LD_PRELOAD", "/my/malloc.so")
+    environment = tritonserver_environment(FULL, [Path("/lib/a"), Path("/lib/b")], Path("/tmp/ours.so"))
+    assert environment["LD_PRELOAD"] == "/my/malloc.so /tmp/ours.so"
+    assert environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == environment["LRU_CACHE_CAPACITY"] == "256"
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert environment["LD_LIBRARY_PATH"] == "/lib/a:/lib/b:/mine"
+    assert environment["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    assert environment["OMP_WAIT_POLICY"] == "ACTIVE"  # the caller's choice wins
+    assert environment.items() >= FULL.variables().items()
+
+
+def test_requests_are_refused_once_the_drain_file_exists(tmp_path: Path) -> None:
+    drain = DrainFile(tmp_path / "draining")
+    drain.reserve()
+    drain.check()
+    drain.create()
+    with pytest.raises(UnavailableError, match="shutting down"):
+        DrainFile(tmp_path / "draining").check()
+    DrainFile(None).check()  # of a server that is never drained
+
+
+def test_a_fault_happens_once_for_each_file_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TEST_FAULTS, str(tmp_path))
+    assert not faults.take("nan_mel")
+    (tmp_path / "nan_mel").touch()
+    assert not faults.take("nan_logits")
+    assert faults.take("nan_mel") and not faults.take("nan_mel")
+    monkeypatch.setattr(Path, "iterdir", lambda directory: iter([directory / "nan_mel"]))
+    assert not faults.take("nan_mel"), "another process that has seen the file was faster"
+
+
+def test_unknown_faults_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TEST_FAULTS, str(tmp_path))
+    (tmp_path / "earthquake").touch()
+    with pytest.raises(ValueError, match="no fault 'earthquake'; there are gpu_error, "):
+        faults.take("nan_mel")
+    with pytest.raises(ValueError, match="TTS_TEST_FAULTS=/nowhere is not a directory"):
+        ModelEnvironment.read({"TTS_TEST_FAULTS": "/nowhere"})
+
+
+def test_without_a_collector_nothing_is_imported() -> None:
+    code = """
+import sys
+from cosyvoice_triton.monitoring import tracing
+with tracing.span("a"), tracing.child("b", {"traceparent": "00"}) as b:
+    b.event("c")
+    assert tracing.carried() == {} and not tracing.is_on()
+tracing.flush()
+assert not any(name.startswith("opentelemetry") for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={"OTEL_SDK_DISABLED": "true", "PATH": ""})

@@ -11,19 +11,7 @@ from typing import Any
 
 import torch
 from cosyvoice_triton import stacks
-from cosyvoice_triton.networks.flow import (
-    CosyVoice3Flow,
-    CosyVoice3FlowConfig,
-    DiTConfig,
-    DiTFlow,
-    DiTFlowConfig,
-    EncoderConfig,
-    LookaheadConfig,
-    RotaryDiTConfig,
-    UNetConfig,
-    UNetFlow,
-    UNetFlowConfig,
-)
+from cosyvoice_triton.networks import flow
 from cosyvoice_triton.networks.flow.checkpoint import with_rotary
 from cosyvoice_triton.networks.hift import CausalHiFTGenerator, HiFTConfig, HiFTGenerator, split_weight_norm
 from cosyvoice_triton.stacks import Stack
@@ -32,20 +20,23 @@ from torch import Tensor, nn
 Draw = Callable[[Tensor], Tensor]  # from standard normal noise in the shape of a weight to that weight
 
 # Small sizes; the defaults of the configurations are the official sizes.
-ENCODER = EncoderConfig(width=64, heads=2, feed_forward=128, blocks=1, up_blocks=1)
-UNET_FLOW = UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(channels=64, heads=1, blocks=1, mid_stages=1))
-DIT_FLOW = DiTFlowConfig(
-    encoder=ENCODER, estimator=DiTConfig(width=64, depth=2, heads=2, head_dim=32, feed_forward=128, time_frequencies=64)
+ENCODER = flow.EncoderConfig(width=64, heads=2, feed_forward=128, blocks=1, up_blocks=1)
+UNET_FLOW = flow.UNetFlowConfig(
+    encoder=ENCODER, estimator=flow.UNetConfig(channels=64, heads=1, blocks=1, mid_stages=1)
 )
-COSYVOICE3_FLOW = CosyVoice3FlowConfig(
-    encoder=LookaheadConfig(hidden=64),
-    estimator=RotaryDiTConfig(width=64, depth=2, heads=2, head_dim=32, feed_forward=128, time_frequencies=64),
+DIT_FLOW = flow.DiTFlowConfig(
+    encoder=ENCODER,
+    estimator=flow.DiTConfig(width=64, depth=2, heads=2, head_dim=32, feed_forward=128, time_frequencies=64),
+)
+COSYVOICE3_FLOW = flow.CosyVoice3FlowConfig(
+    encoder=flow.LookaheadConfig(hidden=64),
+    estimator=flow.RotaryDiTConfig(width=64, depth=2, heads=2, head_dim=32, feed_forward=128, time_frequencies=64),
 )
 HIFT = HiFTConfig(channels=64, f0_channels=32)
 FLOWS: dict[Stack, Callable[[Any], nn.Module]] = {
-    stacks.UNET: UNetFlow,
-    stacks.DIT: DiTFlow,
-    stacks.COSYVOICE3: CosyVoice3Flow,
+    stacks.UNET: flow.UNetFlow,
+    stacks.DIT: flow.DiTFlow,
+    stacks.COSYVOICE3: flow.CosyVoice3Flow,
 }
 
 # Hz: bias of the f0 predictor, and standard deviation of its weights. Small, as a pitch error grows with time.

@@ -13,12 +13,10 @@ from cosyvoice_triton.export import engines as export_engines
 from cosyvoice_triton.export import onnx as export_onnx
 from cosyvoice_triton.networks.flow.checkpoint import load_dit_flow
 from cosyvoice_triton.runtimes import onnx
-from cosyvoice_triton.runtimes.estimators import DiTOnRuntime
-from cosyvoice_triton.runtimes.loading import flow_runtime
+from cosyvoice_triton.runtimes.loading import DiTOnRuntime, flow_runtime
 from cosyvoice_triton.runtimes.network import Network, ShapeLimits
 from cosyvoice_triton.runtimes.onnx import OnnxNetwork
-from cosyvoice_triton.runtimes.signatures import CHUNK, signature_of
-from cosyvoice_triton.runtimes.workloads import workloads
+from cosyvoice_triton.runtimes.signatures import CHUNK, signature_of, workloads
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.precision import Precision

@@ -11,9 +11,8 @@ from cosyvoice_triton.errors import FatalError
 from cosyvoice_triton.monitoring import health as process_health
 from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
 from cosyvoice_triton.monitoring.health import SUCCESS_AGE, Health, has_failed, report_failure
-from cosyvoice_triton.monitoring.metrics import ENDING, QUEUED, MetricsPublisher, page, sum_of, to_bytes
-from cosyvoice_triton.monitoring.metrics_file import MetricsFile
-from cosyvoice_triton.server.supervisor import drain
+from cosyvoice_triton.monitoring.metrics import ENDING, QUEUED, MetricsFile, MetricsPublisher, page, sum_of, to_bytes
+from cosyvoice_triton.server.serving import drain
 from cosyvoice_triton.server.watch import (
     HUNG_SECONDS,
     IDLE_SECONDS,

@@ -7,5 +7,5 @@ ledger.py   how each request ended, and which fault explains an error
 stack.py    the servers: started, restarted when they end, as a supervisor does
 faults.py   processes killed and stopped, faults inside the models
 sampling.py memory, threads, files and shared memory of every process, and whether they grow
-runner.py   one run of load/; report.py writes it down
+runner.py   one run of load/
 """

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from cosyvoice_triton.client.utterance import Parameters, Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
-from cosyvoice_triton.load.jobs import LoadJob
+from cosyvoice_triton.load.plan import LoadJob
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.voice.audio import at_rate
 

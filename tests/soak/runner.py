@@ -10,9 +10,8 @@ from pathlib import Path
 
 import aiohttp
 from cosyvoice_triton.load.plan import Load
-from cosyvoice_triton.load.runner import run
+from cosyvoice_triton.load.runner import interruptible, run
 from cosyvoice_triton.load.samples import Sample
-from cosyvoice_triton.load.watch import interruptible
 from cosyvoice_triton.monitoring.metrics import LIVE, STREAMS, sum_of
 from cosyvoice_triton.tasks import TaskScope
 

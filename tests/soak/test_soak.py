@@ -13,9 +13,8 @@ from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import OverloadedError, unavailable_message
 from cosyvoice_triton.load.doors import Door
-from cosyvoice_triton.load.jobs import LoadJob
 from cosyvoice_triton.load.measure import CANCELLED, RequestOutcome
-from cosyvoice_triton.load.plan import Load
+from cosyvoice_triton.load.plan import Load, LoadJob
 from cosyvoice_triton.load.runner import run
 
 from tests.soak.faults import KINDS, InjectedFault

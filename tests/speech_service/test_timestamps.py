@@ -151,11 +151,7 @@ def test_the_socket_sends_the_times_of_each_sentence(served: StubbedService) -> 
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"timestamps": "word"}, "timestamps"),
-        ({"subtitles": "srt"}, "subtitles"),
-    ],
+    ("fields", "param"), [({"timestamps": "word"}, "timestamps"), ({"subtitles": "srt"}, "subtitles")]
 )
 def test_what_cannot_have_timestamps_is_refused(served: StubbedService, fields: dict[str, str], param: str) -> None:
     answer = httpx.post(served.url + SPEECH, json={**TEXT, **fields}, timeout=20)

@@ -18,7 +18,7 @@ import onnx
 import onnxruntime
 import pytest
 from cosyvoice_triton.export import precision
-from cosyvoice_triton.runtimes.workloads import Workload
+from cosyvoice_triton.runtimes.signatures import Workload
 from onnx import TensorProto
 
 DataType = enum.Enum("DataType", {"FLOAT": TensorProto.FLOAT, "HALF": TensorProto.FLOAT16})

@@ -16,31 +16,11 @@ from cosyvoice_triton import kernels
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS
 from cosyvoice_triton.kernels import tiles
 from cosyvoice_triton.kernels.tiles import MULTIPLY_ADD, ProductTile, Tiles, TmaDecoderTiles
+from cosyvoice_triton.llm.engines.cuda import operations as ops
 from cosyvoice_triton.llm.engines.cuda.fused_operations import Fused
-from cosyvoice_triton.llm.engines.cuda.operations import (
-    CONSECUTIVE,
-    FAULT,
-    NOTHING,
-    PAGE,
-    RING_STEPS,
-    AttentionMetadata,
-    Plain,
-    Requests,
-    Residual,
-)
 from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.llm.sampler import SamplingRow
-from cosyvoice_triton.networks.flow import (
-    CosyVoice3Flow,
-    CosyVoice3FlowConfig,
-    DiTConfig,
-    DiTFlow,
-    DiTFlowConfig,
-    EncoderConfig,
-    LookaheadConfig,
-    RotaryDiTConfig,
-    UNetConfig,
-)
+from cosyvoice_triton.networks import flow as networks
 from cosyvoice_triton.networks.flow.cache import KeyValues
 from cosyvoice_triton.networks.flow.layers import valid_frames
 from cosyvoice_triton.networks.flow.unet import UNetEstimator
@@ -74,7 +54,7 @@ from tests.support.streams import DIT, GOLDEN
 
 linear_kernels: Any = import_module("cosyvoice_triton.kernels.linear")  # the package has a function of that name
 HEADS, KV_HEADS, D, HIDDEN, MLP, LAYER = 6, 2, 16, 24, 200, 1
-SLOTS, CONTEXT, TWO = 3, 3 * PAGE, BatchLimits(max_streams=2)
+SLOTS, CONTEXT, TWO = 3, 3 * ops.PAGE, BatchLimits(max_streams=2)
 SAMPLING = [
     {"temperature": 0, "repetition_penalty": 1.3, "min_tokens": 3},
     {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0},
@@ -88,7 +68,7 @@ def randomize(network: torch.nn.Module) -> None:
         parameter.copy_(torch.randn_like(parameter) * (parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3))
 
 
-def layer(operations: Plain, T: int, consecutive: int, cast: bool = False) -> list[torch.Tensor]:
+def layer(operations: ops.Plain, T: int, consecutive: int, cast: bool = False) -> list[torch.Tensor]:
     """What a layer and the head make of T tokens; their sequences begin with 0, 60 and 120 tokens.
 
     consecutive: so many tokens follow each other in one sequence; some of them cross the end of a page. cast: x comes
@@ -100,16 +80,16 @@ def layer(operations: Plain, T: int, consecutive: int, cast: bool = False) -> li
         return torch.randn(*shape, generator=random)
 
     tables = torch.randperm(SLOTS * 3, generator=random).view(SLOTS, 3) + 1
-    keys, values = (torch.full((2, SLOTS * 3 + 1, KV_HEADS, PAGE, D), torch.nan) for _ in range(2))
+    keys, values = (torch.full((2, SLOTS * 3 + 1, KV_HEADS, ops.PAGE, D), torch.nan) for _ in range(2))
     run, within = torch.arange(T) // consecutive, torch.arange(T) % consecutive
     slots = run % SLOTS
     positions = 60 * slots + run // SLOTS * consecutive + within
     for slot in range(SLOTS):
         for position in range(60 * slot):
             for pool in (keys, values):
-                pool[LAYER, tables[slot, position // PAGE], :, position % PAGE] = normal(KV_HEADS, D)
-    metadata = AttentionMetadata(slots, positions, keys, values, tables, normal(2, CONTEXT, D // 2), consecutive)
-    x = Residual(normal(T, HIDDEN))
+                pool[LAYER, tables[slot, position // ops.PAGE], :, position % ops.PAGE] = normal(KV_HEADS, D)
+    metadata = ops.AttentionMetadata(slots, positions, keys, values, tables, normal(2, CONTEXT, D // 2), consecutive)
+    x = ops.Residual(normal(T, HIDDEN))
     if cast:
         x.for_tma = x.x.clone(), x.x.square().view(T, 3, -1).sum(2)
     heads = (HEADS + 2 * KV_HEADS) * D
@@ -121,12 +101,14 @@ def layer(operations: Plain, T: int, consecutive: int, cast: bool = False) -> li
     return [q, keys, values, attended, *gated, x.x, operations.head(x, normal(70, HIDDEN), 1e-6)]
 
 
-def compare_layers(sizes: Sequence[Size] = ((1, 1), (31, 1), (37, 1), (48, CONSECUTIVE)), cast_up_to: int = 0) -> None:
+def compare_layers(
+    sizes: Sequence[Size] = ((1, 1), (31, 1), (37, 1), (48, ops.CONSECUTIVE)), cast_up_to: int = 0
+) -> None:
     """One token, whose sequence is split among programs; more than a tile; more than the fused kernels are for, and
     the same as pieces of prompts."""
     fused = Fused(torch.device("cpu"))
     for T, consecutive in sizes:
-        plain = layer(Plain(), T, consecutive)
+        plain = layer(ops.Plain(), T, consecutive)
         for found, expected in zip(layer(fused, T, consecutive, cast=T <= cast_up_to), plain, strict=True):
             assert_close(found, expected, atol=1e-4, rtol=1e-4, equal_nan=True)
 
@@ -137,7 +119,7 @@ def compare_outliers() -> None:
     torch.manual_seed(0)
     fused, down = Fused(torch.device("cpu")), torch.full((HIDDEN, MLP), 1.0, dtype=torch.float16)
     for T in (1, 48):
-        x = Residual(torch.randn(T, HIDDEN).sign())
+        x = ops.Residual(torch.randn(T, HIDDEN).sign())
         weight = (x.x[0] * 60).expand(2 * MLP, -1).half()  # gate times up is beyond the range
         gated = fused.gated(x, weight, 1e-6)
         assert gated[0].eq(torch.finfo(torch.float16).max).all() and gated.isfinite().all()
@@ -165,9 +147,9 @@ def compare_steps() -> None:
     C, slots = 90, len(SAMPLING)
     bias = torch.randn(C)
     bias[17] = -torch.inf
-    kinds: list[tuple[Plain, Requests]] = []
-    for operations in (Plain(), Fused(torch.device("cpu"))):
-        state = Requests(bias, 100, slots + 1)
+    kinds: list[tuple[ops.Plain, ops.Requests]] = []
+    for operations in (ops.Plain(), Fused(torch.device("cpu"))):
+        state = ops.Requests(bias, 100, slots + 1)
         for slot, of in enumerate(SAMPLING):
             state.sampler.start({slot: [1, 2, slot]})
             state.sampling[slot] = torch.tensor(SamplingRow.of(Sampling(**of), C))
@@ -180,7 +162,7 @@ def compare_steps() -> None:
     batch, embedding = torch.tensor([3, 0, slots, 2, 1]), torch.randn(100 + C, HIDDEN)
     fixed = torch.randn(len(batch), C) * 2
     fixed[1] -= 20  # negative ones, which a penalty lowers, too
-    for step in range(RING_STEPS + 2):
+    for step in range(ops.RING_STEPS + 2):
         logits = fixed + torch.randn(len(batch), C) / 4
         logits[:, 70:73] = -90  # no row ends by chance
         if step == 1:
@@ -202,16 +184,16 @@ def compare_steps() -> None:
     )
     assert all(map(torch.equal, plain, fused))
     nothing, faulty, infinite, other = (state.ring[:, row].tolist() for row in (2, 1, 4, 0))
-    assert set(nothing) == {NOTHING} and faulty[4:7] == [faulty[4], FAULT, NOTHING] and state.ended.all()
-    assert infinite[6:9] == [infinite[6], FAULT, NOTHING]
-    assert other[8] >= 0 and other[9] == NOTHING and len(set(state.ring[2:, 3].tolist())) > 2
+    assert set(nothing) == {ops.NOTHING} and faulty[4:7] == [faulty[4], ops.FAULT, ops.NOTHING] and state.ended.all()
+    assert infinite[6:9] == [infinite[6], ops.FAULT, ops.NOTHING]
+    assert other[8] >= 0 and other[9] == ops.NOTHING and len(set(state.ring[2:, 3].tolist())) > 2
 
 
 @torch.inference_mode()
 def compare_unet() -> None:
     """Two streams, the second one padded, in more than one chunk of attention."""
     torch.manual_seed(0)
-    config = UNetConfig(channels=32, heads=2, head_dim=16, blocks=1, mid_stages=1, chunk_frames=10)
+    config = networks.UNetConfig(channels=32, heads=2, head_dim=16, blocks=1, mid_stages=1, chunk_frames=10)
     network = UNetEstimator(config).eval()
     randomize(network)
     frames, T, times = torch.tensor([14, 11]), 14, [0.0, 0.4]
@@ -229,8 +211,10 @@ def compare_encoder() -> None:
     """Windows of several blocks of queries, of one, and of one token, in which tokens attend to the end of their chunk;
     the distances of a longer window are known."""
     torch.manual_seed(0)
-    sizes = EncoderConfig(width=32, heads=2, feed_forward=48, blocks=2, up_blocks=2)
-    network = DiTFlow(DiTFlowConfig(vocab=50, encoder=sizes, estimator=DiTConfig(depth=1))).eval()
+    sizes = networks.EncoderConfig(width=32, heads=2, feed_forward=48, blocks=2, up_blocks=2)
+    network = networks.DiTFlow(
+        networks.DiTFlowConfig(vocab=50, encoder=sizes, estimator=networks.DiTConfig(depth=1))
+    ).eval()
     randomize(network)
     lengths, T, chunk, at = torch.tensor([41, 20, 1])[:, None], 41, 7, torch.arange(41)
     visible = ((at // chunk + 1) * chunk).minimum(lengths).where(at < lengths, 1)
@@ -287,14 +271,15 @@ def compare_rotary() -> None:
     """Rows begin within a prompt, at a chunk of the mask and within the last one; they keep all, a part and nothing of
     what they compute. With guidance, and without; steps and layers are told apart in the latter."""
     torch.manual_seed(0)
-    encoder = LookaheadConfig(hidden=24, chunk_tokens=2)
+    encoder = networks.LookaheadConfig(hidden=24, chunk_tokens=2)
     for depth, guidance, grid, hops in ((1, 0.7, (0, 1), ((2, 3), (1, 4), (5, 1))), (2, 0.0, (0, 0.3, 1), ((2, 3),))):
         steps = len(grid) - 1
-        estimator = RotaryDiTConfig(width=32, depth=depth, heads=2, head_dim=16, feed_forward=40, time_frequencies=16,
-                                    conv_kernel=5, conv_groups=2, chunk_frames=4)  # fmt: skip
-        config = CosyVoice3FlowConfig(vocab=50, speaker_dim=8, encoder=encoder, estimator=estimator, steps=steps,
-                                      guidance=guidance, time_grid=grid)  # fmt: skip
-        network = CosyVoice3Flow(config).eval()
+        estimator = networks.RotaryDiTConfig(width=32, depth=depth, heads=2, head_dim=16, feed_forward=40,
+                                             time_frequencies=16, conv_kernel=5, conv_groups=2,
+                                             chunk_frames=4)  # fmt: skip
+        config = networks.CosyVoice3FlowConfig(vocab=50, speaker_dim=8, encoder=encoder, estimator=estimator,
+                                               steps=steps, guidance=guidance, time_grid=grid)  # fmt: skip
+        network = networks.CosyVoice3Flow(config).eval()
         randomize(network)
         made = partial(CosyVoice3Streaming, network, flow_noise(), limits=TWO, steps=steps, cache_frames=6)
         compare_streams(lambda made=made: made(prompts=PromptCaches(1 << 28)), voices=(8, 1), hops=hops)

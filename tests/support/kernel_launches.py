@@ -31,8 +31,8 @@ from cosyvoice_triton.token2wav.flow.dit_flow import DiTSolver
 from cosyvoice_triton.token2wav.flow.encoder_fused import FusedEncoder
 from cosyvoice_triton.token2wav.flow.encoder_window import WindowEncoder
 from cosyvoice_triton.token2wav.flow.kv_cache import StreamCachePool
+from cosyvoice_triton.token2wav.flow.unet_flow import GraphedWindowSolve
 from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet
-from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
 from cosyvoice_triton.token2wav.gpu.graphs import TRIED
 from cosyvoice_triton.token2wav.gpu.limits import (
     COSYVOICE3_FRAMES,

@@ -14,7 +14,8 @@ import pytest
 import torch
 import tritonclient.grpc as triton
 from cosyvoice_triton import samples, stacks
-from cosyvoice_triton.client import grpc_client, http_client
+from cosyvoice_triton.cli import client_http
+from cosyvoice_triton.client import grpc_client
 from cosyvoice_triton.client.answer import SpeechResult
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
@@ -243,7 +244,7 @@ def test_offline_requests_give_the_same_audio_over_http_and_grpc(serve: Serve, v
     """Of a stack that is rendered for one answer per request."""
     server, model = serve(stack=stacks.UNET.name, decoupled=False), stacks.UNET.orchestrator
     utterance = Utterance(TEXT, voice, VOICE_TEXT, {"seed": 5})
-    by_http = http_client.synthesize(f"http://{server.http_url}", model, utterance, 60.0)
+    by_http = client_http.synthesize(f"http://{server.http_url}", model, utterance, 60.0)
     by_grpc = asyncio.run(grpc_client.synthesize(server.grpc_url, model, utterance, "offline"))
     assert_speech(by_http)
     np.testing.assert_allclose(by_http.waveform, by_grpc.waveform, atol=1e-3)

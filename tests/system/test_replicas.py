@@ -11,7 +11,7 @@ import pytest
 from cosyvoice_triton import stacks
 from cosyvoice_triton.monitoring.health import FAILING
 from cosyvoice_triton.monitoring.metrics import STREAMS, page
-from cosyvoice_triton.server.supervisor import HealthPage
+from cosyvoice_triton.server.serving import HealthPage
 from cosyvoice_triton.server.tritonserver import ServerError
 
 from tests.support.serve_process import speak_at_once

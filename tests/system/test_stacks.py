@@ -19,7 +19,7 @@ from cosyvoice_triton.client.arguments import add_request_arguments
 from cosyvoice_triton.client.failures import not_served
 from cosyvoice_triton.demo_checkpoint import TRAINED
 from cosyvoice_triton.prepare import hub, steps
-from cosyvoice_triton.runtimes.workloads import workloads
+from cosyvoice_triton.runtimes.signatures import workloads
 from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.server.rendering import MARKER, TEMPLATES, parse, placeholders, templates_of
 from cosyvoice_triton.speech_service.triton import TritonPool

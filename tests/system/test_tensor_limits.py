@@ -10,16 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from cosyvoice_triton import constants
 from cosyvoice_triton.config import OrchestratorConfig
-from cosyvoice_triton.constants import (
-    MAX_PROMPT_TOKENS,
-    MAX_REFERENCE_RATE,
-    MAX_SPEED,
-    MAX_STREAM_TOKENS,
-    MEL_BINS,
-    REFERENCE_RATE_STEP,
-    SPEAKER_DIM,
-)
 from cosyvoice_triton.llm import triton_client as llm
 from cosyvoice_triton.llm.interface import MAX_SEED
 from cosyvoice_triton.orchestrator.model import _inputs
@@ -80,13 +72,15 @@ def ids(count: int, **beside: np.ndarray | None) -> Limit:
 
 
 def mel(tokens: int) -> np.ndarray:
-    return np.zeros((1, 2 * tokens, MEL_BINS), np.float16)
+    return np.zeros((1, 2 * tokens, constants.MEL_BINS), np.float16)
 
 
 RECORDING = {
     "reference_wav": waves(30),
     "reference_wav_len": up_to(32_000, 32_001),
-    "reference_sample_rate": up_to(MAX_REFERENCE_RATE, MAX_REFERENCE_RATE + REFERENCE_RATE_STEP),
+    "reference_sample_rate": up_to(
+        constants.MAX_REFERENCE_RATE, constants.MAX_REFERENCE_RATE + constants.REFERENCE_RATE_STEP
+    ),
 }
 WITHOUT = {"reference_wav": None}
 SOURCE = {**WITHOUT, "target_text": None}
@@ -97,33 +91,33 @@ SPEECH = {
     "source_wav": waves(120)._replace(beside=SOURCE),
     "source_sample_rate": RECORDING["reference_sample_rate"]._replace(beside={**SOURCE, "source_wav": wave(32_000)}),
 }
-LONGER = np.zeros((1, MAX_PROMPT_TOKENS + 1), np.int32)
+LONGER = np.zeros((1, constants.MAX_PROMPT_TOKENS + 1), np.int32)
 RENDERING = {
     **{
         name: limit._replace(beside={"reference_wav": wave(32_000)} | dict(limit.beside))
         for name, limit in RECORDING.items()
     },
-    "target_speech_tokens": ids(MAX_STREAM_TOKENS),
-    "prompt_speech_tokens": ids(MAX_PROMPT_TOKENS, prompt_speech_feat=mel(MAX_PROMPT_TOKENS + 1)),
+    "target_speech_tokens": ids(constants.MAX_STREAM_TOKENS),
+    "prompt_speech_tokens": ids(constants.MAX_PROMPT_TOKENS, prompt_speech_feat=mel(constants.MAX_PROMPT_TOKENS + 1)),
     "prompt_speech_feat": Limit(
-        mel(MAX_PROMPT_TOKENS),
-        (mel(MAX_PROMPT_TOKENS + 1), mel(HUGE // 160), np.full_like(mel(4), np.inf)),
+        mel(constants.MAX_PROMPT_TOKENS),
+        (mel(constants.MAX_PROMPT_TOKENS + 1), mel(HUGE // 160), np.full_like(mel(4), np.inf)),
         {"prompt_speech_tokens": LONGER},
     ),
     "prompt_spk_embedding": Limit(
-        np.zeros((1, SPEAKER_DIM), np.float16),
-        (np.zeros((1, SPEAKER_DIM + 1), np.float16), np.full((1, SPEAKER_DIM), np.nan, np.float16)),
+        np.zeros((1, constants.SPEAKER_DIM), np.float16),
+        (np.zeros((1, constants.SPEAKER_DIM + 1), np.float16), np.full((1, constants.SPEAKER_DIM), np.nan, np.float16)),
     ),
     "token_offset": Limit(number(2**31 - 1), (np.zeros((1, HUGE), np.int32),)),  # the stream knows its own
     "finalize": Limit(number(True, bool), (np.ones((1, HUGE), bool),)),
-    "speed": up_to(MAX_SPEED, np.nextafter(np.float32(MAX_SPEED), np.float32(9)), np.float32),
+    "speed": up_to(constants.MAX_SPEED, np.nextafter(np.float32(constants.MAX_SPEED), np.float32(9)), np.float32),
     "audio_left": up_to(MAX_AUDIO_LEFT, np.nextafter(np.float32(MAX_AUDIO_LEFT), np.float32(9e9)), np.float32),
 }
 TOP = np.float32(10), np.nextafter(np.float32(10), np.float32(11)), np.float32
 GENERATION = {
     "input_ids": ids(CONTEXT - 200),
     "input_lengths": up_to(4, 5),
-    "request_output_len": up_to(MAX_STREAM_TOKENS, MAX_STREAM_TOKENS + 1),
+    "request_output_len": up_to(constants.MAX_STREAM_TOKENS, constants.MAX_STREAM_TOKENS + 1),
     "end_id": up_to(VOCAB - 1, VOCAB),
     "temperature": up_to(*TOP),
     "repetition_penalty": up_to(*TOP),
@@ -150,7 +144,7 @@ def rendering(sent: Tensors) -> object:
         return reference(request(sent))
     some = np.zeros((1, 4), np.int32)
     voice = {"prompt_speech_tokens": some, "prompt_speech_feat": mel(4)}
-    voice |= {"prompt_spk_embedding": np.zeros((1, SPEAKER_DIM), np.float16)}
+    voice |= {"prompt_spk_embedding": np.zeros((1, constants.SPEAKER_DIM), np.float16)}
     given = read_all(request(sent, target_speech_tokens=some, **voice))
     return read_request(given, 0, correlation_id=1, start=True, end=True, request_id="")
 

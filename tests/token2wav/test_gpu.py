@@ -32,8 +32,7 @@ from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
 from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches
 from cosyvoice_triton.token2wav.flow.solve import GatheredSolve
-from cosyvoice_triton.token2wav.flow.unet_flow import PlainWindowSolve, UNetStreaming
-from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
+from cosyvoice_triton.token2wav.flow.unet_flow import GraphedWindowSolve, PlainWindowSolve, UNetStreaming
 from cosyvoice_triton.token2wav.gpu.graphs import Graphs, _capture_stream
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise, source_noise

@@ -14,15 +14,14 @@ from cosyvoice_triton.constants import LOOKAHEAD_TOKENS
 from cosyvoice_triton.networks.flow import UNetFlow
 from cosyvoice_triton.networks.flow.base import FlowMatching, time_schedule
 from cosyvoice_triton.networks.flow.layers import valid_frames
-from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
-from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
+from cosyvoice_triton.token2wav.flow.unet_flow import GraphedWindowSolve, UNetStreaming
 from cosyvoice_triton.token2wav.gpu.graphs import Graphs
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.token2wav.stream import Chunk, Stream, VocoderState
+from cosyvoice_triton.token2wav.vocoder.base import GraphedRenderer
 from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
-from cosyvoice_triton.token2wav.vocoder.vocoder_graphs import GraphedRenderer
 from torch import Tensor
 
 from tests.support.streams import ids, prompt

@@ -5,17 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cosyvoice_triton import samples
-from cosyvoice_triton.constants import (
-    HOP_SAMPLES,
-    LOOKAHEAD_TOKENS,
-    MAX_PROMPT_TOKENS,
-    MAX_STREAM_TOKENS,
-    MEL_BINS,
-    PROMPT_SAMPLE_RATE,
-    SPEAKER_DIM,
-    TOKEN_MEL_RATIO,
-)
+from cosyvoice_triton import constants, samples
 from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
 from cosyvoice_triton.token2wav.serving.requests import MAX_AUDIO_LEFT, Token2WavRequest, read_request
 from cosyvoice_triton.voice.audio import load_audio
@@ -29,7 +19,7 @@ PATHS = {
     "token2wav": ("model_repo/token2wav/1/model.py", UNET_DIR),
     "token2wav_dit": ("model_repo_dit/token2wav_dit/1/model.py", DIT_DIR),
 }
-TOKENS_PER_SECOND_OF_AUDIO = TOKEN_MEL_RATIO * HOP_SAMPLES
+TOKENS_PER_SECOND_OF_AUDIO = constants.TOKEN_MEL_RATIO * constants.HOP_SAMPLES
 
 
 class Served:
@@ -69,8 +59,8 @@ class Served:
         rng = np.random.default_rng(seed)
         return {
             "prompt_speech_tokens": self.ids(*rng.integers(0, 6561, tokens)),
-            "prompt_speech_feat": (rng.standard_normal((1, 2 * tokens + 1, MEL_BINS)) - 6).astype(np.float16),
-            "prompt_spk_embedding": rng.standard_normal((1, SPEAKER_DIM)).astype(np.float16),
+            "prompt_speech_feat": (rng.standard_normal((1, 2 * tokens + 1, constants.MEL_BINS)) - 6).astype(np.float16),
+            "prompt_spk_embedding": rng.standard_normal((1, constants.SPEAKER_DIM)).astype(np.float16),
         }
 
 
@@ -90,7 +80,9 @@ def test_a_sequence_of_chunks_returns_all_of_its_audio(served: Served, prompt: i
     tokens = list(range(60))
     assert len(served.send(1, start=True, target_speech_tokens=served.ids(), **served.voice(1, prompt))) == 0
     begin = 0 if "token_offset" in served.inputs else 25
-    head = served.send(1, target_speech_tokens=served.ids(*tokens[: 25 + LOOKAHEAD_TOKENS]), **finalize(False))
+    head = served.send(
+        1, target_speech_tokens=served.ids(*tokens[: 25 + constants.LOOKAHEAD_TOKENS]), **finalize(False)
+    )
     tail = served.send(1, end=True, target_speech_tokens=served.ids(*tokens[begin:]), **finalize(True))
     assert 0 < len(head) < 25 * TOKENS_PER_SECOND_OF_AUDIO
     assert len(head) + len(tail) == 60 * TOKENS_PER_SECOND_OF_AUDIO
@@ -120,8 +112,8 @@ def test_an_error_names_its_value_and_the_next_request_is_served(served: Served)
 
 @pytest.mark.parametrize("served", ["token2wav_dit"], indirect=True)
 def test_the_dit_model_accepts_a_recording_as_the_voice(served: Served) -> None:
-    wav = load_audio(samples.FOLDER / "reference_en.wav", PROMPT_SAMPLE_RATE)
-    padded = np.pad(wav, (0, 3 * PROMPT_SAMPLE_RATE))[None]
+    wav = load_audio(samples.FOLDER / "reference_en.wav", constants.PROMPT_SAMPLE_RATE)
+    padded = np.pad(wav, (0, 3 * constants.PROMPT_SAMPLE_RATE))[None]
     tokens = served.ids(*range(20))
     length = np.array([[len(wav)]], np.int32)
     one = served.send(5, start=True, end=True, target_speech_tokens=tokens, reference_wav=wav[None])
@@ -183,25 +175,25 @@ def read(tokens: int = 10, prompt: int = 10, **more: np.ndarray) -> Token2WavReq
     tensors = {
         "target_speech_tokens": np.zeros((1, tokens), np.int32),
         "prompt_speech_tokens": np.zeros((1, prompt), np.int32),
-        "prompt_speech_feat": np.zeros((1, prompt * TOKEN_MEL_RATIO, MEL_BINS), np.float16),
-        "prompt_spk_embedding": np.zeros((1, SPEAKER_DIM), np.float16),
+        "prompt_speech_feat": np.zeros((1, prompt * constants.TOKEN_MEL_RATIO, constants.MEL_BINS), np.float16),
+        "prompt_spk_embedding": np.zeros((1, constants.SPEAKER_DIM), np.float16),
     }
     return read_request(tensors | more, 0, correlation_id=1, start=True, end=False, request_id="")
 
 
 def test_a_prompt_is_at_most_as_long_as_the_longest_recording() -> None:
-    voice = read(prompt=MAX_PROMPT_TOKENS).prompt
-    assert voice is not None and len(voice.tokens) == MAX_PROMPT_TOKENS
+    voice = read(prompt=constants.MAX_PROMPT_TOKENS).prompt
+    assert voice is not None and len(voice.tokens) == constants.MAX_PROMPT_TOKENS
     with pytest.raises(ValueError, match=r"753 prompt_speech_tokens .* at most 752 .*, 30 s: send a shorter recording"):
-        read(prompt=MAX_PROMPT_TOKENS + 1)
+        read(prompt=constants.MAX_PROMPT_TOKENS + 1)
     with pytest.raises(ValueError, match="40000 prompt_speech_tokens"):
         read(prompt=40_000)
 
 
 def test_an_utterance_is_at_most_as_long_as_the_longest_stream() -> None:
-    assert len(read(tokens=MAX_STREAM_TOKENS).tokens) == MAX_STREAM_TOKENS
+    assert len(read(tokens=constants.MAX_STREAM_TOKENS).tokens) == constants.MAX_STREAM_TOKENS
     with pytest.raises(ValueError, match="3001 tokens; at most 3000 are rendered, 120 s of speech: send a longer text"):
-        read(tokens=MAX_STREAM_TOKENS + 1)
+        read(tokens=constants.MAX_STREAM_TOKENS + 1)
 
 
 @pytest.mark.parametrize("seconds", [np.inf, -np.inf, np.nan, -0.5, MAX_AUDIO_LEFT + 1, 3e38])

@@ -1,4 +1,5 @@
-"""Joints: HiFT's audio in chunks equals that of the whole mel, for the trained voice and for both stacks' hops."""
+"""Joints: HiFT's audio in chunks equals that of the whole mel, for the trained voice and for both stacks' hops;
+at another speed they equal the interpolation of the whole mel."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -6,25 +7,29 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import HOP_SAMPLES, OVERLAP_FRAMES, OVERLAP_SAMPLES, TOKEN_MEL_RATIO
 from cosyvoice_triton.demo_checkpoint import TRAINED, VOICES_DIR
 from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator, load_hift
 from cosyvoice_triton.orchestrator.chunking import HopRules
+from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import source_noise
-from cosyvoice_triton.token2wav.stream import Chunk, Stream
+from cosyvoice_triton.token2wav.stream import Chunk, MelStretch, NotFiniteError, Stream
 from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder, falling_half
 from cosyvoice_triton.voice.encoders import reference_mel
 from cosyvoice_triton.voice.recordings import parse_recording
 from torch import Tensor
 
 from tests.support.checkpoints import UNET_DIR
-from tests.support.streams import vocoded
+from tests.support.streams import ids, mel, pieces, prompt, step, vocoded
 
 # Limits of the difference from the whole's audio, relative to its RMS. Outside of cross-fades only the ends of HiFT's
 # receptive field reach a chunk's edge. Within them the chunk that ends lacks the next frames: its pitch is inexact.
 OUTSIDE, FADING = 1e-3, 0.04
+SPEEDS = (0.25, 0.7, 1.3, 4.0)
+HOPS = [25, 25, 50]
 
 
 def hops_of(stack: stacks.Stack, tokens: int, prompt_tokens: int) -> Iterator[int]:
@@ -106,8 +111,8 @@ def test_all_passes_of_a_batch_are_launched_before_one_is_waited_for(vocoder, mo
 
 def test_a_stream_inherits_nothing_from_a_cancelled_one(vocoder, mels, batched) -> None:
     cancelled = Stream(vocoder=vocoder.open())
-    for mel in mels["unet"].split(SCHEDULES["unet"], dim=1)[:2]:
-        vocoder.begin([Chunk(cancelled, np.zeros(0, np.int64), False, 0, 0, 0)], [mel])()
+    for part in mels["unet"].split(SCHEDULES["unet"], dim=1)[:2]:
+        vocoder.begin([Chunk(cancelled, np.zeros(0, np.int64), False, 0, 0, 0)], [part])()
     vocoder.close(cancelled.vocoder)
     (alone,) = vocoded(vocoder, [mels["short"]], [SCHEDULES["short"]])
     torch.testing.assert_close(torch.cat(alone), torch.cat(batched["short"]), atol=1e-4, rtol=0)
@@ -149,3 +154,88 @@ def test_what_a_last_chunk_without_frames_releases_is_not_changed_by_the_next_st
     before = audio.clone()
     vocoded(vocoder, [-mel], [[20]])
     assert len(audio) == OVERLAP_SAMPLES and torch.equal(audio, before)
+
+
+def interpolated(whole: torch.Tensor, speed: float) -> torch.Tensor:
+    """As whole utterances are, but by exactly the speed: they are cut to whole frames before."""
+    return F.interpolate(whole[None], scale_factor=1 / speed, mode="linear")[0]
+
+
+def assert_equal(result: torch.Tensor, expected: torch.Tensor) -> None:
+    """But for a last frame that rounding of the length takes away."""
+    assert abs(result.shape[1] - expected.shape[1]) <= 1
+    torch.testing.assert_close(result[:, : expected.shape[1]], expected[:, : result.shape[1]], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("speed", SPEEDS)
+@pytest.mark.parametrize("hops", [[], [1, 2, 3, 50], [7] * 14])
+def test_chunks_are_interpolated_as_the_whole_mel_is(speed: float, hops: list[int]) -> None:
+    whole, stretch, begin, made = torch.randn(80, 117), MelStretch(speed), 0, []
+    for chunk in whole.split([*hops, 117 - sum(hops)], dim=1):
+        final = begin + chunk.shape[1] == 117
+        stretch.stretched(torch.full_like(chunk, torch.nan), begin, final)  # may be rendered again
+        made.append(stretch.stretched(chunk.clone(), begin, final))
+        stretch.keep()
+        begin += chunk.shape[1]
+    result = torch.cat(made, dim=1)
+    assert result.shape[1] == int(117 / speed)
+    assert_equal(result, interpolated(whole, speed))
+
+
+@pytest.fixture(params=["dit", "unet", "cosyvoice3"])
+def engine(request: pytest.FixtureRequest) -> Token2Wav:
+    return request.getfixturevalue(request.param)
+
+
+def at_speed(engine: Token2Wav, speed: float) -> np.ndarray:
+    stream = engine.open(prompt(4, 25), speed)
+    audio = np.concatenate([step(engine, stream, piece) for piece in pieces(engine, ids(4, 120), HOPS)])
+    engine.close(stream)
+    return audio
+
+
+@pytest.mark.parametrize("speed", SPEEDS)
+def test_a_stream_is_vocoded_from_the_stretched_mel(engine: Token2Wav, speed: float, monkeypatch) -> None:
+    """At 0.25 a chunk is longer than the vocoder's largest class, and is vocoded in parts."""
+    flow, vocoded = engine._flow, []
+    begin = engine._vocoder.begin
+
+    def noting(chunks: list[Chunk], mels: list[torch.Tensor]):
+        vocoded.extend(each.clone() for each in mels)
+        return begin(chunks, mels)
+
+    monkeypatch.setattr(engine._vocoder, "begin", noting)
+    audio = at_speed(engine, speed)
+    expected = interpolated(mel(flow, prompt(4, 25), ids(4, 120), HOPS), speed)
+    assert audio.size == int(240 / speed) * HOP_SAMPLES
+    assert max(each.shape[1] for each in vocoded) <= engine._vocoder.longest
+    assert_equal(torch.cat(vocoded, dim=1), expected)
+
+
+def test_speed_1_gives_the_same_samples_beside_stretched_streams(engine: Token2Wav) -> None:
+    alone = at_speed(engine, 1.0)
+    streams = [engine.open(prompt(4, 25), speed) for speed in (1.0, 0.25, 2.0)]
+    assert streams[0].stretch is None
+    beside: list[np.ndarray] = []
+    for piece in pieces(engine, ids(4, 120), HOPS):
+        beside.append(engine.step([piece.of(engine, stream) for stream in streams])[0])
+    for stream in streams:
+        engine.close(stream)
+    np.testing.assert_allclose(np.concatenate(beside), alone, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("call", [1, 4])
+def test_a_chunk_that_is_not_finite_is_rendered_again_unless_a_part_of_it_was_vocoded(dit, monkeypatch, call) -> None:
+    """At 0.25 the chunk of 50 tokens is the first one with several parts."""
+    expected, begin, calls = at_speed(dit, 0.25), dit._vocoder.begin, []
+
+    def spoiled(chunks: list[Chunk[Stream]], mels: list[torch.Tensor]):
+        calls.append(1)
+        return (lambda: [NotFiniteError("a test")]) if len(calls) == call else begin(chunks, mels)
+
+    monkeypatch.setattr(dit._vocoder, "begin", spoiled)
+    if call == 1:
+        np.testing.assert_array_equal(at_speed(dit, 0.25), expected)
+    else:
+        with pytest.raises(RuntimeError, match="a test"):
+            at_speed(dit, 0.25)

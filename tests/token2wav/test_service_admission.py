@@ -10,19 +10,7 @@ import pytest
 from cosyvoice_triton import refusals
 from cosyvoice_triton.constants import CALLS_AT_ONCE, HOP_SAMPLES, SPEAKER_DIM
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
-from cosyvoice_triton.monitoring.metrics import (
-    BATCHES,
-    CACHE,
-    CHUNKS,
-    GAP_SECONDS,
-    GAPS,
-    OPENED,
-    OPENED_WAITED,
-    QUEUED,
-    REFUSED,
-    STREAMS,
-    WAITED,
-)
+from cosyvoice_triton.monitoring import metrics
 from cosyvoice_triton.token2wav.serving import service as serving_service
 
 from tests.support.fake_engine import NEW, PROMPT, answered, queue_behind_a_running_chunk, running_chunk
@@ -46,7 +34,12 @@ def test_chunks_that_wait_together_are_rendered_together(service, client, engine
     assert [float(a[0]) for a in audio] == [40, 1, 2, 3]
     assert engine.batches == [[40], [1, 2, 3]]
     stats = service.stats()
-    assert (stats[BATCHES], stats[CHUNKS], stats[QUEUED], stats[CACHE]) == (2, 4, 0, 4096)
+    assert (stats[metrics.BATCHES], stats[metrics.CHUNKS], stats[metrics.QUEUED], stats[metrics.CACHE]) == (
+        2,
+        4,
+        0,
+        4096,
+    )
 
 
 def test_a_chunk_is_made_when_those_before_it_in_its_stream_have_been_rendered(client, engine):
@@ -63,7 +56,7 @@ def test_the_wait_of_chunks_is_counted_by_the_services_clock(service, client, en
     engine.gate.set()
     for replies in waiting:
         replies.get(timeout=10)
-    assert service.stats()[WAITED] == pytest.approx(0.5)
+    assert service.stats()[metrics.WAITED] == pytest.approx(0.5)
 
 
 def test_first_chunks_are_rendered_first_then_those_of_listeners_who_run_out_of_audio_first(
@@ -152,13 +145,13 @@ def test_a_later_segment_waits_for_a_slot_and_its_requests_keep_their_order(serv
     engine.gate.set()
     assert answered(replies)
     assert len(client.send(1, [1], final=False)) and len(client.send(9, [9], start=True, end=True, prompt=PROMPT))
-    assert starts.empty() and waits.empty() and service.stats()[QUEUED] == 3
+    assert starts.empty() and waits.empty() and service.stats()[metrics.QUEUED] == 3
     ends = client.post(0, end=True, **last)
     assert answered([ends, starts, first_chunk])
-    assert service.stats()[STREAMS] == 4 and waits.empty()
+    assert service.stats()[metrics.STREAMS] == 4 and waits.empty()
     client.send(1, end=True)
     assert len(waits.get(timeout=10)) and len(client.send("request a", end=True)) == 0
-    assert service.stats()[STREAMS] == 3
+    assert service.stats()[metrics.STREAMS] == 3
 
 
 def test_a_new_stream_waits_for_room_for_its_voice_and_is_not_refused(service, client, engine):
@@ -184,7 +177,7 @@ def test_a_stream_that_is_aborted_while_it_waits_for_a_slot_ends_at_once(service
     waiting = [client.post(4, **NEW, audio_left=1.0), client.post(4, [4], final=False)]
     assert len(client.send(4, end=True)) == 0
     assert [type(replies.get(timeout=10)) for replies in waiting] == [UnavailableError] * 2
-    assert service.stats()[QUEUED] == 0
+    assert service.stats()[metrics.QUEUED] == 0
 
 
 @pytest.mark.parametrize("last", [{}, {"final": True, "end": True}])
@@ -205,7 +198,7 @@ def test_the_place_of_a_listener_who_leaves_is_free_before_their_chunk_is_render
     engine.gate.set()
     assert answered([*rendered, *left, opened]) and len(places) == 2
     assert isinstance(waiting.get(timeout=10), UnavailableError)
-    assert engine.batches == [[40]] and service.stats()[STREAMS] == 3
+    assert engine.batches == [[40]] and service.stats()[metrics.STREAMS] == 3
 
 
 def test_a_new_listener_who_would_be_too_many_is_refused_while_a_batch_is_rendered(full, engine, monkeypatch, caplog):
@@ -215,7 +208,7 @@ def test_a_new_listener_who_would_be_too_many_is_refused_while_a_batch_is_render
             full.post(5, **request)
     with pytest.raises(OverloadedError):
         full.post("request a", [6], start=None, prompt=PROMPT, final=False)
-    assert full.service.stats()[REFUSED.sample(reason="streams")] == 4
+    assert full.service.stats()[metrics.REFUSED.sample(reason="streams")] == 4
     until(lambda: re.search(r"refused in 0 s: \d streams", caplog.text))
     assert not engine.gate.is_set()
 
@@ -271,7 +264,7 @@ def test_a_place_is_reserved_at_once_and_the_voice_comes_later(service, client, 
     voice, chunk = client.post(2, prompt=PROMPT), client.post(2, [2], final=False)
     engine.gate.set()
     assert answered([*replies, voice, chunk])
-    assert service.stats()[STREAMS] == 3
+    assert service.stats()[metrics.STREAMS] == 3
 
 
 @pytest.mark.parametrize("end", ["the sender gives it up", "nothing comes"])
@@ -320,11 +313,11 @@ def test_gaps_of_the_listeners_and_the_wait_of_starts_are_counted(service, clien
     clock.now += 1.75
     client.send(1, [1], final=False)
     values = service.stats()
-    assert (values[GAPS], values[GAP_SECONDS]) == (1, pytest.approx(0.5))
+    assert (values[metrics.GAPS], values[metrics.GAP_SECONDS]) == (1, pytest.approx(0.5))
     running = running_chunk(client, engine, 1, [1])
     start = client.post(2, **NEW)
     clock.now += 0.3
     engine.gate.set()
     assert len(running.get(timeout=10)) and len(start.get(timeout=10)) == 0
     values = service.stats()
-    assert (values[OPENED], values[OPENED_WAITED]) == (2, pytest.approx(0.3))
+    assert (values[metrics.OPENED], values[metrics.OPENED_WAITED]) == (2, pytest.approx(0.3))

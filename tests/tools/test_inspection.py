@@ -20,12 +20,7 @@ def inspected(models: Path, stack: str) -> tuple[list[str], list[str]]:
 def test_a_good_checkpoint_speaks_and_its_tokens_are_onnxruntime_s(stack: str, demo_models: Path) -> None:
     good, bad = inspected(demo_models, stack)
     assert not bad
-    for part in (
-        "a second of speech at -",
-        "0.0% of them not as onnxruntime",
-        "greedy tokens: ",
-        " tensors, ",
-    ):
+    for part in ("a second of speech at -", "0.0% of them not as onnxruntime", "greedy tokens: ", " tensors, "):
         assert any(part in line for line in good), part
     assert any(line.startswith("risk: float16") for line in good) == (stack == "cosyvoice3")
 

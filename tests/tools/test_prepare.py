@@ -18,8 +18,8 @@ import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import prepare, render, wait_ready
 from cosyvoice_triton.demo_checkpoint import TRAINED
-from cosyvoice_triton.prepare import hub, steps, transfer
-from cosyvoice_triton.runtimes import plans
+from cosyvoice_triton.prepare import hub, steps
+from cosyvoice_triton.runtimes import tensorrt
 from cosyvoice_triton.voice import silent_tokens
 from cosyvoice_triton.voice.files import read_spk2info
 
@@ -75,7 +75,7 @@ def test_a_file_that_another_stack_has_is_not_downloaded_again(remote: FakeHub, 
 
 @pytest.mark.parametrize("source", [SOURCE, MODELSCOPE], ids=lambda source: source.hub)
 def test_a_download_speaks_in_a_log_that_is_no_terminal(source, remote, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(transfer, "LINE_SECONDS", 0)
+    monkeypatch.setattr(hub, "LINE_SECONDS", 0)
     fetch(source, tmp_path)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flow.pt: ")]
     assert lines[0].startswith("flow.pt: 0.00 of 25.2MB") and lines[-1].startswith("flow.pt: 25.2M of 25.2MB, ")
@@ -133,18 +133,14 @@ def test_the_silent_tokens_of_a_checkpoint_are_found_once_and_kept(remote, tmp_p
     assert prepare.main(command) == 0 and f"{kept}: exists already, " in capsys.readouterr().out
     assert silent_tokens.silent_tokens(folder, stack) and {
         path.name for path in folder.iterdir() if path.is_file()
-    } == {
-        *stack.files,
-        stack.llm.weights,
-        silent_tokens.FILE,
-    }
+    } == {*stack.files, stack.llm.weights, silent_tokens.FILE}
 
 
 def test_a_server_that_ignores_where_to_go_on_sends_the_whole_file(remote: FakeHub, tmp_path: Path) -> None:
     path = tmp_path / "flow.pt"
     path.with_name("flow.pt.part").write_bytes(b"begun")
     remote.continues = False
-    transfer.download(f"{remote.url}/any/resolve/{COMMIT}/flow.pt", path)
+    hub.download(f"{remote.url}/any/resolve/{COMMIT}/flow.pt", path)
     assert path.read_bytes() == BIG
 
 
@@ -340,7 +336,7 @@ def test_plans_are_built_from_existing_onnx_files_and_kept(tmp_path, capsys, mon
     said = capsys.readouterr()
     assert "builds no plans for compute capability 9.0" in said.err and "float16" not in said.out
     with monkeypatch.context() as patched:
-        patched.setattr(plans, "installed", lambda: None)
+        patched.setattr(tensorrt, "installed", lambda: None)
         assert prepare.main(["plans", str(tmp_path), "--stack", "unet"]) == 1
     assert "TensorRT is not installed; run" in capsys.readouterr().err
     damaged = tmp_path / stacks.DIT.checkpoint / stacks.DIT.flow

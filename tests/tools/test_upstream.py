@@ -12,7 +12,7 @@ from cosyvoice_triton.cli import (
     token2wav,
 )
 from cosyvoice_triton.cli.upstream import WITHOUT_MEANING
-from cosyvoice_triton.offline.engines import llm_configs
+from cosyvoice_triton.offline.shared import llm_configs
 
 from tests.conftest import ROOT
 

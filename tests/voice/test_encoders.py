@@ -13,8 +13,8 @@ import pytest
 import torch
 from cosyvoice_triton import samples
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM
-from cosyvoice_triton.runtimes import plans
-from cosyvoice_triton.runtimes.workloads import speaker
+from cosyvoice_triton.runtimes import tensorrt
+from cosyvoice_triton.runtimes.signatures import speaker
 from cosyvoice_triton.voice import audio, features
 from cosyvoice_triton.voice.encoders import AudioTokenizer, SpeakerEncoder
 
@@ -120,9 +120,9 @@ def test_a_file_with_values_that_are_no_numbers_is_named(network, file, model_di
 
 def test_a_plan_encodes_recordings_as_the_onnx_file_does(model_dir, encoder, tmp_path, monkeypatch) -> None:
     fake_tensorrt.install(monkeypatch)
-    monkeypatch.setattr(plans, "machine", lambda device: "here")
+    monkeypatch.setattr(tensorrt, "machine", lambda device: "here")
     (tmp_path / "campplus.onnx").write_bytes((model_dir / "campplus.onnx").read_bytes())
-    plans.Plan.of(speaker(), tmp_path, "here").write(fake_tensorrt.plan(tmp_path / "campplus.onnx", speaker()))
+    tensorrt.Plan.of(speaker(), tmp_path, "here").write(fake_tensorrt.plan(tmp_path / "campplus.onnx", speaker()))
     for found, wanted in zip(SpeakerEncoder(tmp_path, "tensorrt")(references()), encoder(references()), strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 

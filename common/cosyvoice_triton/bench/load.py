@@ -31,12 +31,9 @@ from cosyvoice_triton.arguments import command_parser, natural_int, positive_int
 from cosyvoice_triton.client.arguments import add_voice_arguments
 from cosyvoice_triton.constants import GRPC_PORT
 from cosyvoice_triton.load.doors import Door, SpeakerDoor
-from cosyvoice_triton.load.host import host_ms
-from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
-from cosyvoice_triton.load.measure import Run
-from cosyvoice_triton.load.plan import Load, add_load_arguments
-from cosyvoice_triton.load.plot import plot_sweep
-from cosyvoice_triton.load.report import disaggregated_table, markdown_tables
+from cosyvoice_triton.load.measure import Run, host_ms
+from cosyvoice_triton.load.plan import Jobs, Load, add_job_arguments, add_load_arguments
+from cosyvoice_triton.load.report import disaggregated_table, markdown_tables, plot_sweep
 from cosyvoice_triton.load.runner import measured
 
 REQUESTS_PER_TASK = 4  # with fewer, start-up and tail dominate the run

@@ -25,10 +25,8 @@ from cosyvoice_triton.cli.upstream import accept_upstream_options
 from cosyvoice_triton.client.arguments import add_request_arguments, utterance_of
 from cosyvoice_triton.client.grpc_client import synthesize
 from cosyvoice_triton.constants import GRPC_PORT
-from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
-from cosyvoice_triton.load.plan import Load, add_load_arguments
-from cosyvoice_triton.load.plot import plot_run
-from cosyvoice_triton.load.report import closing_lines, write_run
+from cosyvoice_triton.load.plan import Jobs, Load, add_job_arguments, add_load_arguments
+from cosyvoice_triton.load.report import closing_lines, plot_run, write_run
 from cosyvoice_triton.load.runner import measured
 
 LOG_DIR = Path("tmp")  # upstream's

@@ -7,11 +7,51 @@ request.
 """
 
 import argparse
+from http.client import HTTPException
+from urllib.parse import urlsplit
+
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
 
 from cosyvoice_triton.arguments import command_parser, reporting_errors
+from cosyvoice_triton.client import failures
+from cosyvoice_triton.client.answer import AudioPart, Recorder, SpeechResult
 from cosyvoice_triton.client.arguments import add_request_arguments, utterance_of
-from cosyvoice_triton.client.http_client import synthesize
+from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import HTTP_PORT
+
+
+def synthesize(server_url: str, model: str, request: Utterance, timeout: float) -> SpeechResult:
+    """Return one complete waveform. Raise ClientError for any failure."""
+    address = urlsplit(server_url if "://" in server_url else f"http://{server_url}")
+    if address.scheme not in ("http", "https") or not address.hostname:
+        raise failures.ClientError(f"--server-url is '{server_url}'; it must look like http://localhost:{HTTP_PORT}")
+    location = address.netloc + address.path.rstrip("/")
+    try:
+        with triton.InferenceServerClient(
+            location, ssl=address.scheme == "https", connection_timeout=min(timeout, 10.0), network_timeout=timeout
+        ) as connection:
+            require_offline_model(connection, server_url, model)
+            inputs = request.tensors(triton.InferInput)
+            recorder = Recorder()
+            result = connection.infer(model, inputs, parameters=request.parameters or None)
+            recorder.add(AudioPart.of(result))
+            return recorder.finish()
+    except InferenceServerException as error:
+        raise failures.refused(error.message()) from None
+    except TimeoutError:
+        raise failures.timed_out(server_url, timeout) from None
+    except (OSError, ValueError, HTTPException) as error:  # the two last: the response is not one of Triton's
+        raise failures.unreachable(server_url, error) from None
+
+
+def require_offline_model(connection: triton.InferenceServerClient, server_url: str, model: str) -> None:
+    """Raise ClientError unless `model` is ready and sends one response per request."""
+    if not connection.is_model_ready(model):
+        raise failures.not_served(server_url, model)
+    policy = connection.get_model_config(model).get("model_transaction_policy", {})
+    if policy.get("decoupled", False):
+        raise failures.streams_only(model)
 
 
 @reporting_errors("interrupted; the request was dropped")

@@ -43,9 +43,9 @@ from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.arguments import command_parser, positive_int, reporting_errors
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint import VOICES_DIR
-from cosyvoice_triton.evaluate import judges, report, speech, steps, upstream
+from cosyvoice_triton.evaluate import judges, report, speech, upstream
 from cosyvoice_triton.evaluate.report import Requirement
-from cosyvoice_triton.load.host import host_ms
+from cosyvoice_triton.load.measure import host_ms
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.server.options import Device, StackOptions, parse_settings
 from cosyvoice_triton.text.language import language_of
@@ -151,10 +151,10 @@ def run(args: argparse.Namespace, command: str) -> int:
 def compare_steps(options: StackOptions, counts: Sequence[int], rows: Sequence[report.Row]) -> None:
     """Add the error of the mel to the rows, as many of each number of steps, and print which number is recommended."""
     each = len(rows) // len(counts)
-    for index, error in enumerate(steps.mel_errors(options, counts)):
+    for index, error in enumerate(report.mel_errors(options, counts)):
         for row in rows[each * index : each * (index + 1)]:
             row["mel_error"] = error
-    fewest = steps.recommended(rows[::each], counts)
+    fewest = report.recommended(rows[::each], counts)
     print(f"n_timesteps={fewest} speaks as well as {max(counts)}" if fewest else "no judge compared the steps")
 
 

@@ -32,17 +32,13 @@ from cosyvoice_triton.arguments import command_parser, fraction, positive_int, r
 from cosyvoice_triton.cli.upstream import accept_upstream_options
 from cosyvoice_triton.config import TensorrtLLMConfig
 from cosyvoice_triton.llm.interface import Sampling
-from cosyvoice_triton.offline.engines import BACKENDS
 from cosyvoice_triton.offline.inference import run
-from cosyvoice_triton.offline.inputs import add_data_arguments, add_trt_argument
-from cosyvoice_triton.offline.tool import set_up
+from cosyvoice_triton.offline.shared import BACKENDS, add_data_arguments, add_trt_argument
 
 
 @reporting_errors("interrupted; finished samples are kept, the same command continues")
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    set_up()
-    return run(args)
+    return run(parse_args(argv))
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

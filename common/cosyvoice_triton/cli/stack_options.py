@@ -14,54 +14,27 @@ _FIELDS = {field.name: field for field in dataclasses.fields(StackOptions)}
 
 def add_stack_options(parser: Any) -> None:
     """Add them to a parser or a group of one."""
-    parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
+
+    def add(name: str, help: str, **how: Any) -> None:
+        """Add the option of a field, with the field's default."""
+        parser.add_argument(f"--{name.replace('_', '-')}", default=_FIELDS[name].default, help=help, **how)
+
+    add("stack", stacks.summaries(), choices=stacks.names())
     parser.add_argument(
-        "--offline",
-        dest="decoupled",
-        action="store_false",
-        help="one response per request, not a stream",
+        "--offline", dest="decoupled", action="store_false", help="one response per request, not a stream"
     )
-    parser.add_argument(
-        "--device",
-        choices=get_args(Device),
-        default=StackOptions.device,
-        help="of the models (default: auto, a GPU if there is one)",
-    )
-    parser.add_argument(
-        "--llm-transport",
-        choices=get_args(LLMTransport),
-        default=StackOptions.llm_transport,
-        help="triton (default): the model tensorrt_llm of the same server; openai: the servers of --llm-urls",
-    )
+    add("device", "of the models (default: auto, a GPU if there is one)", choices=get_args(Device))
+    transports = "triton (default): the model tensorrt_llm of the same server; openai: the servers of --llm-urls"
+    add("llm_transport", transports, choices=get_args(LLMTransport))
     parser.add_argument("--llm-urls", nargs="+", default=(), metavar="URL", help="OpenAI-compatible servers, http://…")
-    parser.add_argument("--llm-model", default=StackOptions.llm_model, help="name of the LLM at its server")
-    parser.add_argument(
-        "--llm-backend",
-        choices=get_args(LLMBackend),
-        default=StackOptions.llm_backend,
-        help="of the model tensorrt_llm (default: python)",
-    )
-    parser.add_argument(
-        "--llm-engine",
-        choices=get_args(LLMEngine),
-        default=StackOptions.llm_engine,
-        help="of the python backend; auto (default): the first that is installed and can load the LLM, see docs/llm.md",
-    )
-    parser.add_argument("--llm-engine-dir", type=Path, help="default: the directory for the engine in the checkpoints")
-    parser.add_argument(
-        "--max-batch-size",
-        type=int,
-        default=StackOptions.max_batch_size,
-        help="recordings per batch of the prompt models (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="another template key; may be repeated; an unknown one prints them all",
-    )
+    add("llm_model", "name of the LLM at its server")
+    add("llm_backend", "of the model tensorrt_llm (default: python)", choices=get_args(LLMBackend))
+    engines = "of the python backend; auto (default): the first that is installed and can load the LLM, see docs/llm.md"
+    add("llm_engine", engines, choices=get_args(LLMEngine))
+    add("llm_engine_dir", "default: the directory for the engine in the checkpoints", type=Path)
+    add("max_batch_size", "recordings per batch of the prompt models (default: %(default)s)", type=int)
+    more = "another template key; may be repeated; an unknown one prints them all"
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help=more)
 
 
 def given_options(args: argparse.Namespace) -> list[str]:

@@ -29,8 +29,7 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.engines.interface import EngineLM, warm_up
 from cosyvoice_triton.llm.engines.loading import load_engine
 from cosyvoice_triton.llm.interface import FinishReason, LengthRatios, LLMPrompt, Sampling, SpeechLM, Timeouts
-from cosyvoice_triton.llm.openai_client import OpenAILM
-from cosyvoice_triton.llm.openai_dialects import DIALECTS
+from cosyvoice_triton.llm.openai_client import DIALECTS, OpenAILM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer, speech_token_text
 
 # TensorRT-LLM's names of the levels of a log, as in upstream's commands.

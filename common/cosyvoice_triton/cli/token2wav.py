@@ -18,16 +18,13 @@ import argparse
 from collections.abc import Sequence
 
 from cosyvoice_triton.arguments import command_parser, positive_int, reporting_errors
-from cosyvoice_triton.offline.inputs import add_token2wav_arguments
+from cosyvoice_triton.offline.shared import add_token2wav_arguments
 from cosyvoice_triton.offline.token2wav import run
-from cosyvoice_triton.offline.tool import set_up
 
 
 @reporting_errors()
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    set_up()
-    return run(args)
+    return run(parse_args(argv))
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -11,9 +11,8 @@ import numpy as np
 from cosyvoice_triton.client.utterance import Utterance, of_recording
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.doors import SpeakerDoor
-from cosyvoice_triton.load.jobs import LoadJob
 from cosyvoice_triton.load.measure import RequestOutcome
-from cosyvoice_triton.load.plan import MIN_WARMUP, Load
+from cosyvoice_triton.load.plan import MIN_WARMUP, Load, LoadJob
 from cosyvoice_triton.load.runner import measured
 from cosyvoice_triton.load.samples import Sample, read_manifest
 from cosyvoice_triton.server.options import StackOptions

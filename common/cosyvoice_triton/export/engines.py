@@ -16,12 +16,11 @@ import torch
 from cosyvoice_triton.config import PlanPrecision
 from cosyvoice_triton.export import precision
 from cosyvoice_triton.networks.flow.config import FlowConfig, stated_solve
-from cosyvoice_triton.runtimes import plans
+from cosyvoice_triton.runtimes import tensorrt
 from cosyvoice_triton.runtimes.network import ShapeLimits
 from cosyvoice_triton.runtimes.onnx import OnnxNetwork
-from cosyvoice_triton.runtimes.plans import Plan
-from cosyvoice_triton.runtimes.tensorrt import TensorRTNetwork, log_of
-from cosyvoice_triton.runtimes.workloads import Workload, workloads
+from cosyvoice_triton.runtimes.signatures import Workload, workloads
+from cosyvoice_triton.runtimes.tensorrt import Plan, TensorRTNetwork, log_of
 from cosyvoice_triton.stacks import Stack
 
 CHECKED_SIZE = 64  # maximum of each dimension that varies, because onnxruntime computes on the CPU
@@ -35,7 +34,7 @@ class BuildError(RuntimeError):
 def build(onnx: Path, workload: Workload, capability: str = "") -> bytes:
     """Build a plan for this GPU, or for a compute capability. BuildError with TensorRT's reason, ValueError if the ONNX
     file does not fit serving."""
-    trt = plans.tensorrt()
+    trt = tensorrt.tensorrt()
     log = log_of(trt)
     builder = trt.Builder(log)
     # From version 11 on all networks are strongly typed, and the flag has no effect.
@@ -50,7 +49,7 @@ def build(onnx: Path, workload: Workload, capability: str = "") -> bytes:
     config = builder.create_builder_config()
     if capability:
         config.num_compute_capabilities = 1
-        config.set_compute_capability(plans.capabilities()[capability], 0)
+        config.set_compute_capability(tensorrt.capabilities()[capability], 0)
     profile = builder.create_optimization_profile()
     for name, least in limits.least.items():
         profile.set_shape(name, least, limits.usual[name], limits.most[name])
@@ -92,11 +91,11 @@ def _checked_shapes(limits: ShapeLimits) -> dict[str, tuple[int, ...]]:
 
 def build_missing(model_dir: Path, workload: Workload, device: str, capability: str) -> str:
     """Build a plan unless it exists, and compare it if the GPU is here; return what was done."""
-    machine = plans.target(capability) if capability else plans.machine(device)
+    machine = tensorrt.target(capability) if capability else tensorrt.machine(device)
     plan = Plan.of(workload, model_dir, machine)
     if not plan.problem():
         return f"exists already: {plan.path.name}"
-    ahead = capability or (machine.split()[-1] if plans.installed() == plans.RTX else "")
+    ahead = capability or (machine.split()[-1] if tensorrt.installed() == tensorrt.RTX else "")
     onnx = model_dir / workload.onnx
     engine = build(onnx, workload, ahead)
     if not capability:
@@ -109,7 +108,7 @@ def build_all(
     stack: Stack, model_dir: Path, flow_precision: PlanPrecision, capabilities: Sequence[str], device: str
 ) -> bool:
     """Build all plans of a stack, for the GPU or for compute capabilities, and print each; return whether all exist."""
-    plans.tensorrt()
+    tensorrt.tensorrt()
     rows = FlowConfig(**stated_solve(model_dir / stack.flow)).rows
     wanted = [(each, of) for of in capabilities or [""] for each in workloads(stack, flow_precision, rows)]
     failed = 0

@@ -18,14 +18,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from cosyvoice_triton.constants import MAX_STREAM_TOKENS
-from cosyvoice_triton.llm.interface import (
-    MAX_SEED,
-    FinishReason,
-    LLMPrompt,
-    Sampling,
-    SpeechLM,
-    TokenChunk,
-)
+from cosyvoice_triton.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenChunk
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.text import is_speakable, strip_control_tokens
 

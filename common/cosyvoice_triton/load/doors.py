@@ -27,7 +27,7 @@ from cosyvoice_triton.client.failures import ClientError, one_line
 from cosyvoice_triton.client.grpc_client import CONNECT_SECONDS, AsyncConnection, require_model
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.errors import OverloadedError, unavailable_message
-from cosyvoice_triton.load.statistics import ModelTimes, model_times
+from cosyvoice_triton.load.measure import ModelTimes, model_times
 from cosyvoice_triton.voice.audio import save_audio
 
 SPEECH = "/v1/audio/speech"

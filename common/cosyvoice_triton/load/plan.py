@@ -1,16 +1,158 @@
-"""The load of a run, and its options."""
+"""The load of a run and its requests, which are rows of a manifest or data set, or the command line's, repeated."""
 
 import argparse
+import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal
 
-from cosyvoice_triton.arguments import natural_int, positive_int
-from cosyvoice_triton.load.jobs import Jobs, LoadJob
+import numpy as np
 
+from cosyvoice_triton.arguments import boolean, natural_int, positive_int
+from cosyvoice_triton.client.answer import TIMELINE
+from cosyvoice_triton.client.arguments import request_parameters, utterance_of
+from cosyvoice_triton.client.failures import ClientError
+from cosyvoice_triton.client.utterance import Utterance, of_recording
+from cosyvoice_triton.constants import TOKEN_RATE
+from cosyvoice_triton.load.samples import Sample, read_dataset, read_manifest
+from cosyvoice_triton.text.segments import expected_seconds
+
+CUT = 10  # a new voice lacks up to a tenth of its recording
+REALISTIC_SECONDS, REALISTIC_NEW, REALISTIC_CANCELLED = (1, 30), 0.05, 0.1  # of audio; shares of the requests
+ONE_REQUEST = "test"  # its id and its split, as upstream names them
 REFUSED_PAUSE = 1.0  # seconds until a task whose request was refused sends its next one
 MIN_WARMUP = 8  # so that the server has cached the voices of a small manifest, unless --new-voices
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """One request; `id` names its audio file.
+
+    new_voice: cut its recording, so that no server has the voice cached. cancel_after, cancel_after_parts: seconds, or
+    parts of the answer, until the caller leaves. door: through which it goes, "" for any. expected: pattern of the
+    error that must be its answer, "" for none.
+    """
+
+    id: str
+    base: Utterance
+    new_voice: bool = False
+    cancel_after: float | None = None
+    cancel_after_parts: int | None = None
+    door: str = ""
+    expected: str = ""
+
+    def utterance(self) -> Utterance:
+        if not self.new_voice or self.base.reference is None:
+            return self.base
+        # Unseeded, because a server has earlier runs cached. Of its own length, because no two people's are equal.
+        random, most = np.random.default_rng(), len(self.base.reference)
+        reference = self.base.reference[: random.integers(most - most // CUT, most + 1)].copy()
+        reference[-8:] += random.uniform(-1e-3, 1e-3, 8).astype(np.float32)  # inaudible
+        return dataclasses.replace(self.base, reference=reference)
+
+    def realistic(self, random: np.random.Generator) -> "LoadJob":
+        """Return the job as a service with many callers gets it: an answer of 1 to 30 s, some in a new voice, some
+        cancelled while they are heard."""
+        seconds, text = random.uniform(*REALISTIC_SECONDS), self.base.target_text
+        base = dataclasses.replace(
+            self.base,
+            target_text=" ".join([text] * math.ceil(seconds / expected_seconds(text))),
+            # Ends speech of random weights, too, which the text does not.
+            parameters=self.base.parameters | {"max_tokens": round(seconds * TOKEN_RATE)},
+        )
+        new, cancelled = random.random(2) < (REALISTIC_NEW, REALISTIC_CANCELLED)
+        return LoadJob(self.id, base, self.new_voice or bool(new), random.uniform(0, seconds) if cancelled else None)
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    data = parser.add_argument_group("many requests", "instead of one --target-text; columns: see docs/clients.md")
+    data.add_argument(
+        "--manifest-path", type=Path, help="JSON lines as in cosyvoice_triton/samples/manifest.jsonl, or a .lst file"
+    )
+    data.add_argument("--huggingface-dataset", help="a data set by name, such as yuekai/seed_tts; needs a network")
+    data.add_argument("--split-name", default="wenetspeech4tts", help="of the data set (default: wenetspeech4tts)")
+    data.add_argument("--num-requests", type=positive_int, help="rows are repeated or dropped to make this many")
+    data.add_argument(
+        "--use-spk2info-cache",
+        type=boolean,
+        nargs="?",
+        const=True,
+        default=False,
+        help="send only the text: the server uses its default voice (default_speaker, or 001 of its spk2info.pt)",
+    )
+    data.add_argument(
+        "--new-voices",
+        action="store_true",
+        help="cut the end of each request's recording at random, so that the server has no voice cached",
+    )
+    data.add_argument(
+        "--realistic",
+        action="store_true",
+        help="answers of 1 to 30 s, 5 %% in new voices, 10 %% cancelled while they are heard",
+    )
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """All requests of a run. split: part of the names of the report's files."""
+
+    split: str
+    requests: Sequence[Utterance]
+    ids: Sequence[str]
+    new_voices: bool
+    realistic: bool = False
+
+    @classmethod
+    def from_arguments(cls, args: argparse.Namespace) -> "Jobs":
+        """Read the requests that the options select; SampleError or ClientError if they cannot be read."""
+        if args.manifest_path is not None:
+            split, samples = args.manifest_path.stem, read_manifest(args.manifest_path, limit=args.num_requests)
+        elif args.huggingface_dataset is not None:
+            split = args.split_name
+            samples = read_dataset(args.huggingface_dataset, split, limit=args.num_requests)
+        else:
+            base = utterance_of(args)
+            base = Utterance(base.target_text) if args.use_spk2info_cache else base
+            base = dataclasses.replace(base, parameters=request_parameters(args) | {TIMELINE: True})
+            return cls(ONE_REQUEST, [base], [ONE_REQUEST], args.new_voices, args.realistic)
+        for option in ("target_text", "reference_audio", "reference_text"):
+            if getattr(args, option) is not None:
+                raise ClientError(f"--{option.replace('_', '-')} with {split}: each row has its own")
+        requests = [_utterance(sample, args) for sample in samples]
+        return cls(split, requests, [sample.id for sample in samples], args.new_voices, args.realistic)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def take(self, count: int) -> list[LoadJob]:
+        """Return `count` jobs, cycling through the rows."""
+        jobs, random = [], np.random.default_rng(0)
+        for index, (base, name) in enumerate(islice(cycle(zip(self.requests, self.ids, strict=True)), count)):
+            turn = index // len(self) + 1
+            job = LoadJob(f"{name}@{turn}" if turn > 1 else name, base, self.new_voices)
+            jobs.append(job.realistic(random) if self.realistic else job)
+        return jobs
+
+
+def _utterance(sample: Sample, args: argparse.Namespace) -> Utterance:
+    """Return the request of a row, with its own voice, that of --speaker, or the server's default."""
+    text_only = Utterance(
+        sample.target_text,
+        parameters=request_parameters(args) | {TIMELINE: True},
+        speaker=args.speaker or None,
+        instruct_text=args.instruct_text or None,
+    )
+    if args.speaker or args.use_spk2info_cache:
+        return text_only
+    return dataclasses.replace(
+        text_only,
+        **of_recording(sample.prompt_audio),
+        reference_text=None if args.cross_lingual or args.instruct_text else sample.prompt_text or None,
+        speaker=sample.speaker or None,
+    )
 
 
 @dataclass(frozen=True)

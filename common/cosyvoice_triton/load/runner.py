@@ -9,26 +9,41 @@ server that stops answering is given up within seconds, unless it is expected to
 import asyncio
 import logging
 import re
+import signal
+import sys
+import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 from async_timeout import timeout
+from tqdm import tqdm
 
 from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.client.answer import Recorder, SpeechResult
 from cosyvoice_triton.client.failures import ClientError, one_line
 from cosyvoice_triton.load.doors import Door, opened
-from cosyvoice_triton.load.jobs import LoadJob
-from cosyvoice_triton.load.measure import CANCELLED, HUNG, RequestOutcome, Run
-from cosyvoice_triton.load.plan import Load
-from cosyvoice_triton.load.progress import Progress
-from cosyvoice_triton.load.statistics import ModelTimes, between, token2wav_counters, token2wav_figures
-from cosyvoice_triton.load.watch import ServerWatch, interruptible, measure_lags
+from cosyvoice_triton.load.measure import (
+    CANCELLED,
+    HUNG,
+    ModelTimes,
+    RequestOutcome,
+    Run,
+    between,
+    token2wav_counters,
+    token2wav_figures,
+)
+from cosyvoice_triton.load.plan import Load, LoadJob
 from cosyvoice_triton.tasks import TaskScope
 
+RECENT = 1000  # latest requests, over which the shown percentiles are computed
+SHOWN_ERRORS = 5  # the rest are in the report
+WATCH_SECONDS = 1.0  # between two probes of a server
+PROBE_SECONDS = 2.0  # for its answer; after two probes without one it is lost
+LAG_SECONDS = 0.02  # between two measurements of this process's own delay
 logger = logging.getLogger(__name__)
 
 LISTENERS_SPREAD = 8.0  # seconds within which listeners start: about the length of an utterance
@@ -36,6 +51,114 @@ START_SPACING = 0.004  # seconds between the tasks' first requests: real callers
 NO_DOORS: Mapping[str, Door] = {}
 MAX_SHARED_CONNECTIONS = 8  # asyncio connections to one server; each carries many requests
 MAX_IN_FLIGHT = 2048  # at a given rate: with more the server is overloaded, and memory is limited
+
+
+class Progress:
+    """Show how many requests have ended, and when the latest were heard. interval: see `runner.measured`."""
+
+    def __init__(self, total: int, title: str, interval: int) -> None:
+        self._total = total
+        self._title = title
+        self._interval = interval
+        self._bar: tqdm[None] | None = None
+        self._audible: deque[float] = deque(maxlen=RECENT)
+        self._answered = 0
+        self._errors = self._refused = 0
+        self._percentiles = ""
+
+    def begins(self, phase: str) -> None:
+        """Begins a new bar, because the warm-up or the measurement starts."""
+        self.close()
+        self._bar = tqdm(total=self._total, desc=f"{self._title}, {phase}", unit="request", leave=phase == "measuring")
+
+    def ended(self, outcome: RequestOutcome, live: int) -> None:
+        """Counts a request that has ended; `live` others are in flight."""
+        assert self._bar is not None, "call begins() first"
+        if outcome.refused:
+            self._refused += 1
+        elif outcome.failed:
+            self._errors += 1
+            if self._errors <= SHOWN_ERRORS:
+                more = "; further ones are in the report" if self._errors == SHOWN_ERRORS else ""
+                self._bar.write(f"failed: {outcome.id}: {outcome.error}{more}", file=sys.stderr)
+        elif not outcome.error:
+            self._answered += 1
+            if (audible := outcome.audible()) is not None:
+                self._audible.append(1000 * audible)
+            if self._audible and (self._answered == 1 or self._answered % self._interval == 0):
+                p50, p95 = np.percentile(self._audible, (50, 95))
+                self._percentiles = f"first audible p50 {p50:.0f} p95 {p95:.0f} ms, "
+        self._bar.set_postfix_str(
+            f"{self._percentiles}{live} in flight, {self._refused} refused, {self._errors} failed", refresh=False
+        )
+        self._bar.update()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class ServerWatch:
+    """Probe servers. lost: those that do not answer, and why; `on_loss` is called for each."""
+
+    def __init__(self, doors: Mapping[str, Door], on_loss: Callable[[str], None]) -> None:
+        self.lost: dict[str, str] = {}
+        self._doors = doors
+        self._on_loss = on_loss
+
+    async def run(self) -> None:
+        """Probe every server regularly, until all are lost."""
+        await asyncio.gather(*(self._watch(server) for server in self._doors))
+
+    async def check(self, server: str) -> None:
+        """Probe at once after a failure, so that a dead server does not fail all remaining requests one by one."""
+        if server not in self.lost and (reason := await self._doors[server].silence(PROBE_SECONDS)):
+            self._lose(server, reason)
+
+    async def _watch(self, server: str) -> None:
+        silent = 0
+        while server not in self.lost:
+            await asyncio.sleep(WATCH_SECONDS)
+            reason = await self._doors[server].silence(PROBE_SECONDS)
+            silent = silent + 1 if reason else 0
+            if silent == 2:
+                self._lose(server, reason)
+
+    def _lose(self, server: str, reason: str) -> None:
+        if server not in self.lost:
+            self.lost[server] = f"{server} stopped answering: {reason}"
+            self._on_loss(server)
+
+
+async def measure_lags(measured: list[float]) -> None:
+    """Add the delays of this process's timers, in seconds, until it is cancelled."""
+    while True:
+        due = time.perf_counter() + LAG_SECONDS
+        await asyncio.sleep(LAG_SECONDS)
+        measured.append(max(0.0, time.perf_counter() - due))
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM cancel the running task once; a second one ends the process as usual."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+
+    def cancel() -> None:
+        release()
+        task.cancel()
+
+    def release() -> None:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+    for number in signals:
+        loop.add_signal_handler(number, cancel)
+    try:
+        yield
+    finally:
+        release()
 
 
 class Observer(Protocol):

@@ -106,10 +106,7 @@ def read_dataset(name: str, split: str, *, limit: int | None = None) -> list[Sam
 
 
 def _samples(
-    rows: Iterable[tuple[str, Mapping[str, Any]]],
-    count: int,
-    recording: Callable[[str, Any], Recording],
-    source: str,
+    rows: Iterable[tuple[str, Mapping[str, Any]]], count: int, recording: Callable[[str, Any], Recording], source: str
 ) -> list[Sample]:
     samples: dict[str, Sample] = {}
     for where, row in tqdm(rows, total=count, desc="reading samples", unit="row", leave=False, delay=1.0):

@@ -1,6 +1,6 @@
 """Our models' metrics, in addition to Triton's own `nv_...`: counted in each model's process, shown on one page.
 
-Each process writes its numbers to a file (`metrics_file.py`), and `page` combines the files. Triton's custom metrics
+Each process writes its numbers to a file (`MetricsFile`), and `page` combines the files. Triton's custom metrics
 would work too, but each update is a blocking message to tritonserver over the shared memory that the streams use, and
 the number that decides whether a server may be stopped should not depend on that.
 """
@@ -9,9 +9,12 @@ import bisect
 import itertools
 import json
 import logging
+import os
 import re
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +22,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
-from cosyvoice_triton.monitoring import metrics_file
 from cosyvoice_triton.monitoring.environment import ModelEnvironment
-from cosyvoice_triton.monitoring.metrics_file import MetricsFile
 
+_HEADER = struct.Struct("<QII")  # number of the version, bytes of its content, their checksum
+ATTEMPTS = 3  # to read: a reader that is held up between the slots may find both changed
+_SPARE = 4096  # bytes that the content may grow by, beside twice its first size
 logger = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 0.25  # so at least once between two checks of the server or of a drain, which are 0.5 s apart
@@ -30,6 +34,66 @@ ENDING = ".metrics"  # of the file of each model instance
 
 RequestStatus = Literal["ok", "invalid", "refused", "unavailable", "cancelled", "error"]
 OUTCOMES: tuple[RequestStatus, ...] = get_args(RequestStatus)
+
+
+class MetricsFile:
+    """The writer of a small file that is replaced several times a second and read by another process, on a disk that
+    may be full. An existing one is continued: its process has ended.
+
+    Its bytes are reserved when it is made, and replaced in place from then on: that needs no free block, no inode and
+    no name in a directory, so that a full disk does not make a sound model look dead. Two slots are written in turn,
+    and a checksum tells the reader which of them is whole. Not prometheus_client's multi-process mode: it maps sparse
+    files into memory, and a write to a page for which the disk has no block ends the process with SIGBUS.
+    """
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        """Make the file with this content. OSError if the disk is full already."""
+        new = not path.exists()
+        source = path.with_suffix(".new") if new else path  # readers see the whole file or none
+        if new:
+            source.write_bytes(bytes(2 * (_HEADER.size + 2 * len(content) + _SPARE)))
+        self._version = 0 if new else read(path)[0]
+        self._file = os.open(source, os.O_RDWR)
+        self._slot = os.fstat(self._file).st_size // 2
+        self.write(content)
+        if new:
+            source.rename(path)
+
+    def write(self, content: bytes) -> None:
+        """Replace the content. ValueError if it has grown beyond what was reserved."""
+        if _HEADER.size + len(content) > self._slot:
+            raise ValueError(f"{len(content)} bytes of metrics; {self._slot - _HEADER.size} are reserved")
+        version = self._version + 1
+        header = _HEADER.pack(version, len(content), _checksum(version, content))
+        os.pwrite(self._file, header + content, version % 2 * self._slot)
+        self._version = version
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def read(path: Path) -> tuple[int, bytes]:
+    """Return the latest version's number, which increases with each write, and its content. OSError if there is no such
+    file, ValueError if it is none of these."""
+    for _ in range(ATTEMPTS):
+        stored = path.read_bytes()
+        slots = stored[: len(stored) // 2], stored[len(stored) // 2 :]
+        if versions := [version for slot in slots if (version := _version(slot)) is not None]:
+            return max(versions)
+    raise ValueError(f"{path} holds no metrics")
+
+
+def _version(slot: bytes) -> tuple[int, bytes] | None:
+    """Return what one slot holds, None while it is being replaced or was never written."""
+    if len(slot) < _HEADER.size:
+        return None
+    version, size, checksum = _HEADER.unpack_from(slot)
+    content = slot[_HEADER.size : _HEADER.size + size]
+    return (version, content) if version and checksum == _checksum(version, content) else None
+
+
+def _checksum(version: int, content: bytes) -> int:
+    return zlib.crc32(content, version & 0xFFFFFFFF)
 
 
 @dataclass(frozen=True)
@@ -62,9 +126,7 @@ BAD_ANSWERS = Metric(
     "Segments that were found to be no speech of their text, by reason, and whether they were made again or sent",
 )
 FIRST_CHUNK = Metric(
-    "tts_first_chunk_seconds",
-    "histogram",
-    "Seconds from a request's arrival at the orchestrator to its first audio",
+    "tts_first_chunk_seconds", "histogram", "Seconds from a request's arrival at the orchestrator to its first audio"
 )
 FIRST_AUDIBLE = Metric(
     "tts_first_audible_seconds",
@@ -253,7 +315,7 @@ def to_bytes(labels: Mapping[str, str], values: Values) -> bytes:
 def read_samples(path: Path) -> tuple[int, list[Any]]:
     """Return which version of a model instance's file it is, and its samples: name, kind, help, suffix, labels,
     value."""
-    version, content = metrics_file.read(path)
+    version, content = read(path)
     return version, json.loads(content)
 
 

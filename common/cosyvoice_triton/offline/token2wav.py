@@ -19,9 +19,20 @@ from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.load.report import table
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.monitoring.metrics import BATCHES
-from cosyvoice_triton.offline.engines import WholeToken2Wav, described, speaker_runtime, stack_of, token2wav_config
-from cosyvoice_triton.offline.inputs import read_samples, recording_of, with_tokens
-from cosyvoice_triton.offline.tool import Failure, Stages, show_failures
+from cosyvoice_triton.offline.shared import (
+    Failure,
+    Stages,
+    WholeToken2Wav,
+    described,
+    read_samples,
+    recording_of,
+    set_up,
+    show_failures,
+    speaker_runtime,
+    stack_of,
+    token2wav_config,
+    with_tokens,
+)
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavSequence
 from cosyvoice_triton.speaker.engines import load_token2wav, port_of
@@ -47,6 +58,7 @@ Render = Callable[[Prompt, np.ndarray], Awaitable[Rendered]]  # of speech tokens
 
 def run(args: argparse.Namespace) -> int:
     """Return the exit code. Raise ValueError, RuntimeError or OSError if it cannot start."""
+    set_up()
     samples = with_tokens(read_samples(args), args.tokens_path)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     stack = stack_of(args.model_dir)

@@ -84,12 +84,7 @@ class Judge:
     """
 
     def __init__(
-        self,
-        silent: Collection[int] | None,
-        again: bool,
-        on_warning: OnWarning,
-        counts: Counts,
-        speed: float = 1.0,
+        self, silent: Collection[int] | None, again: bool, on_warning: OnWarning, counts: Counts, speed: float = 1.0
     ) -> None:
         self._speed = speed
         self._silent = silent

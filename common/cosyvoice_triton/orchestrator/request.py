@@ -9,14 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from cosyvoice_triton import constants
 from cosyvoice_triton.config import BOOLEANS, OrchestratorConfig
-from cosyvoice_triton.constants import (
-    MAX_SOURCE_SECONDS,
-    MAX_SPEED,
-    MIN_REFERENCE_SECONDS,
-    MIN_SPEED,
-    PROMPT_SAMPLE_RATE,
-)
 from cosyvoice_triton.llm.interface import Sampling, preset_values
 from cosyvoice_triton.monitoring.tracing import TRACEPARENT
 from cosyvoice_triton.orchestrator.conversion import Source
@@ -215,7 +209,7 @@ class RequestRules:
         if wav is not None:
             if speaker:
                 raise ValueError(f"speaker {speaker!r} with a reference_wav: give only one voice")
-            rate = PROMPT_SAMPLE_RATE if rate is None else rate
+            rate = constants.PROMPT_SAMPLE_RATE if rate is None else rate
             wav = validate_reference(wav, length, rate)
             said = clean_transcript(text or "", name="reference_text", max_chars=self.max_text_chars)[1]
             return Recording(wav, said, rate)
@@ -230,13 +224,13 @@ def _source(wav: np.ndarray, rate: int | None, pieces: AsyncIterator[Any] | None
     for name, text in texts.items():
         if text:
             raise ValueError(f"{name} {text[:80]!r} with a source_wav, whose own words are spoken")
-    rate = PROMPT_SAMPLE_RATE if rate is None else rate
+    rate = constants.PROMPT_SAMPLE_RATE if rate is None else rate
     return Source.of(wav, rate) if pieces is None else Source(pieces, rate, live=True)
 
 
 def _of_every_request(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a request for speech and one for a conversion have in common."""
-    speed = _number("speed", parameters.get("speed", 1.0), float, MIN_SPEED, MAX_SPEED)
+    speed = _number("speed", parameters.get("speed", 1.0), float, constants.MIN_SPEED, constants.MAX_SPEED)
     return {"speed": speed, **{name: _flag(parameters, name, default) for name, default in _FLAGS.items()}}
 
 
@@ -246,7 +240,7 @@ def _duration(parameters: Mapping[str, Any], marked: float | None, *, live: bool
         return None
     if live or "speed" in parameters:
         raise ValueError(f"duration {given} is for a whole text without a speed")
-    seconds: float = _number("duration", given, float, MIN_REFERENCE_SECONDS, MAX_SOURCE_SECONDS)
+    seconds: float = _number("duration", given, float, constants.MIN_REFERENCE_SECONDS, constants.MAX_SOURCE_SECONDS)
     return seconds
 
 

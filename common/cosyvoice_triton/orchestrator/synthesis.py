@@ -30,10 +30,9 @@ from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.orchestrator import length
 from cosyvoice_triton.orchestrator.chunking import FirstHops, HopRules
 from cosyvoice_triton.orchestrator.judges import REASONS, VOICE_SECONDS, Counts, Judge, is_other_voice
-from cosyvoice_triton.orchestrator.rendering import SegmentRenderer
+from cosyvoice_triton.orchestrator.rendering import Place, SegmentRenderer, VoiceInUse
 from cosyvoice_triton.orchestrator.report import OnSegment, OnStage, OnWarning, ignore
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
-from cosyvoice_triton.orchestrator.resources import Place, VoiceInUse
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort, Token2WavSequence
 from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter, TokenBuffer
 from cosyvoice_triton.playback import Playback

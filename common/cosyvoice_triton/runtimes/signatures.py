@@ -1,4 +1,5 @@
-"""The networks that other runtimes compute, with upstream's names of files, inputs and outputs.
+"""The networks that other runtimes compute, with upstream's names of files, inputs and outputs, and the shapes and the
+precision in which serving uses each: those of its TensorRT plan.
 
 R = 2 B rows: the guidance batch. `t` is the flow time 0..1. Caches of the chunk-wise DiT are of one Euler step:
 `cnn_cache` (depth, R, 2 C, 2), the last inputs of both convolutions concatenated, and `att_cache`
@@ -6,18 +7,28 @@ R = 2 B rows: the guidance batch. `t` is the flow time 0..1. Caches of the chunk
 first, ours puts them last.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cosyvoice_triton import constants
+from cosyvoice_triton.config import OrchestratorConfig, PlanPrecision
 from cosyvoice_triton.networks.flow.dit import DiTEstimator
 from cosyvoice_triton.networks.flow.unet import UNetEstimator
+from cosyvoice_triton.runtimes.network import ShapeLimits
 from cosyvoice_triton.stacks import Stack
 
 Axes = Mapping[str, Mapping[int, str]]  # input name -> {axis that varies: name of its size}
+MAX_BATCH = 16  # streams per execution: more gain little (docs/results/speed.md) and take memory
+USUAL_BATCH = 4
+USUAL_PROMPT_SECONDS, USUAL_SECONDS = 5, 8
+FBANK_RATE = 100  # frames of CAM++'s features per second
+MAX_HOP_TOKENS = OrchestratorConfig.max_hop_tokens
+
+Span = tuple[int, int, int]  # the smallest, usual and largest size of a dimension
 
 
 @dataclass(frozen=True)
@@ -111,3 +122,78 @@ def split_convolutions(cache: Tensor) -> Tensor:
 def join_convolutions(cache: Tensor) -> Tensor:
     """Reverse `split_convolutions`: (depth, 2, R, C, 2) -> (depth, R, 2 C, 2)."""
     return cache.transpose(1, 2).flatten(2, 3)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One use of a network. profile: sizes of the axes that vary, by their name in the signature."""
+
+    use: str
+    signature: Signature
+    profile: Mapping[str, Span]
+    precision: PlanPrecision
+
+    @property
+    def onnx(self) -> str:
+        """Return the network's file in the model directory."""
+        return self.signature.file
+
+    def limits(self, shapes: Mapping[str, Sequence[int]]) -> ShapeLimits:
+        """Return the limits of all inputs, given their shapes in the ONNX file, where -1 is a size that varies.
+
+        ValueError if the file has other inputs, or if other axes than those of the signature vary.
+        """
+        if shapes.keys() != self.signature.axes.keys():
+            raise ValueError(f"{self.onnx} has the inputs {', '.join(shapes)}, not {', '.join(self.signature.axes)}")
+        for name, shape in shapes.items():
+            varying = {axis for axis, size in enumerate(shape) if size < 0}
+            if varying != self.signature.axes[name].keys():
+                raise ValueError(
+                    f"{self.onnx}: input {name!r} is {tuple(shape)}, where serving varies the axes "
+                    f"{sorted(self.signature.axes[name])}; remove it and export it as docs/gpu.md describes"
+                )
+        least, usual, most = ({name: self._shape(name, shape, of) for name, shape in shapes.items()} for of in range(3))
+        return ShapeLimits(least, usual, most)
+
+    def _shape(self, name: str, shape: Sequence[int], of: int) -> tuple[int, ...]:
+        axes = self.signature.axes[name]
+        return tuple(self.profile[axes[axis]][of] if axis in axes else size for axis, size in enumerate(shape))
+
+
+def workloads(stack: Stack, precision: PlanPrecision, of_stream: int = 2) -> tuple[Workload, ...]:
+    """Return every use of every network of a stack that TensorRT can run; `precision` is the flow's. of_stream: rows of
+    each stream, see `FlowConfig.rows`."""
+    one = (of_stream,) * 3
+    rows = (of_stream, of_stream * USUAL_BATCH, of_stream * MAX_BATCH)
+    prompt = int(constants.MAX_REFERENCE_SECONDS * constants.MEL_RATE)
+    usual_prompt = USUAL_PROMPT_SECONDS * constants.MEL_RATE
+    usual_whole = usual_prompt + USUAL_SECONDS * constants.MEL_RATE
+    hop = constants.TOKEN_MEL_RATIO * (MAX_HOP_TOKENS + constants.LOOKAHEAD_TOKENS)
+    window = prompt + constants.TOKEN_MEL_RATIO * constants.CONTEXT_TOKENS + hop
+    least = constants.TOKEN_MEL_RATIO  # mel frames, of one token
+    profiles: dict[str, Mapping[str, Span]] = {
+        "whole": {
+            "rows": one,
+            "frames": (least, usual_whole, prompt + constants.TOKEN_MEL_RATIO * constants.MAX_STREAM_TOKENS),
+        },
+        "streaming": {"rows": rows, "frames": (least, usual_whole, window)},
+        "prompt": {"rows": one, "frames": (least, usual_prompt, prompt), "cached": (0, 0, 0)},
+        "chunk": {
+            "rows": rows,
+            "frames": (least, constants.TOKEN_MEL_RATIO * constants.TOKEN_RATE, hop),
+            "cached": (0, usual_prompt + constants.STREAM_CACHE_FRAMES, prompt + constants.STREAM_CACHE_FRAMES),
+        },
+    }
+    flows = [Workload(use, signature_of(stack, use), profiles[use], precision) for use in stack.networks]
+    return (*flows, speaker())
+
+
+def speaker() -> Workload:
+    """Return CAM++ over the features of one recording. Always float32: it runs once per voice."""
+    frames = (
+        int(constants.MIN_REFERENCE_SECONDS * FBANK_RATE)
+        - 2,  # windows are longer than their hop, so the last two are not complete
+        USUAL_PROMPT_SECONDS * FBANK_RATE,
+        int(constants.MAX_REFERENCE_SECONDS * FBANK_RATE),
+    )
+    return Workload("speaker", SPEAKER, {"batch": (1, 1, 1), "frames": frames}, "float32")

@@ -7,7 +7,6 @@ mps.py            CUDA's MPS for the models of one server
 tritonserver.py   a tritonserver as a context manager
 logs.py           the server's log file, rotated
 watch.py          notices models that die, hang or fail
-supervisor.py     the health page, and draining before a stop
-serving.py        all of it as the main process of a container
+serving.py        all of it as the main process of a container: the health page, draining before a stop
 readiness.py      waits for pages to be ready, from outside
 """

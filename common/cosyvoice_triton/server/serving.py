@@ -1,19 +1,149 @@
-"""Run one tritonserver until it ends or SIGTERM or Ctrl-C arrives: the main process of a container."""
+"""Run one tritonserver until it ends or SIGTERM or Ctrl-C arrives: the main process of a container.
+
+Triton reports itself as ready even if a model has died, hangs or fails every request, and while it is stopping. The
+health page does not, and draining loses no stream:
+
+    GET /live     200 while this process runs
+    GET /ready    200 while new requests are accepted and every model does its work, or a replica in its place; the
+                  text names what does not work; otherwise 503 with the reason
+    GET /metrics  our models' metrics, see monitoring/metrics.py; Triton's own page has the `nv_...`
+"""
 
 import contextlib
+import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import FrameType
+from typing import Literal
 from urllib.parse import urlsplit
 
+from cosyvoice_triton.addresses import join
+from cosyvoice_triton.monitoring import metrics
 from cosyvoice_triton.server import mps
-from cosyvoice_triton.server.supervisor import HealthPage, drain
 from cosyvoice_triton.server.tritonserver import ServerError, TritonServer, require_free
 
+logger = logging.getLogger(__name__)
+
+State = Literal["loading", "ready", "stopping"]
+
+DRAIN_POLL_SECONDS = 0.5  # longer than a model takes to publish its numbers
+REPORT_SECONDS = 5.0
 LISTEN_POLL_SECONDS = 0.1
+
+
+class _Pages6(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
+
+
+class HealthPage:
+    """`with HealthPage(server, host, port) as health:`; it reports `health.state`. Port 0: any free one."""
+
+    def __init__(self, server: TritonServer, host: str, port: int) -> None:
+        self.state: State = "loading"
+        self._server = server
+        self.pages: dict[str, Callable[[], tuple[int, str]]] = {
+            "/live": lambda: (200, "live"),
+            "/ready": self.readiness,
+            "/metrics": lambda: (200, metrics.page(server.metrics_directory)),
+        }
+        self._pages = (_Pages6 if ":" in host else ThreadingHTTPServer)((host, port), self._handler())
+        self._pages.daemon_threads = True
+        self.url = join(host, self._pages.server_port)
+        self._thread = threading.Thread(target=self._pages.serve_forever, name="health", daemon=True)
+
+    def __enter__(self) -> "HealthPage":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pages.shutdown()
+        self._pages.server_close()
+        self._thread.join()
+
+    def readiness(self) -> tuple[int, str]:
+        """Return status and text of /ready."""
+        if self.state != "ready":
+            return 503, self.state
+        if reason := self._server.why_not_ready():
+            return 503, reason
+        if self._server.answers_ready():
+            return 200, "\n".join(["ready", *self._server.lost])
+        return 503, "unanswering" if self.state == "ready" else self.state  # it may have changed meanwhile
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        page = self
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 5  # seconds, for callers that send nothing
+
+            def do_HEAD(self) -> None:
+                self._answer(with_body=False)
+
+            def do_GET(self) -> None:
+                self._answer(with_body=True)
+
+            def do_OPTIONS(self) -> None:
+                self.send_response(204)
+                self.send_header("Allow", "GET, HEAD, OPTIONS")
+                self.end_headers()
+
+            def _answer(self, with_body: bool) -> None:
+                if self.path not in page.pages:
+                    status, text = 404, f"no page {self.path[:80]!r}; pages: {' '.join(page.pages)}"
+                else:
+                    status, text = page.pages[self.path]()
+                body = f"{text.rstrip()}\n".encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "text/plain; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if with_body:
+                    self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Log nothing: there is a probe every second."""
+
+        return Handler
+
+
+def drain(server: TritonServer, health: HealthPage, notice: float, limit: float) -> int:
+    """Wait for running requests to end, at most `limit` seconds; return how many did not.
+
+    notice: seconds in which new requests are still accepted although the page answers 503, so that load balancers stop
+    sending before any request is refused.
+    """
+    health.state = "stopping"
+    logger.warning("stopping: new requests are refused in %g s, running ones have %g s to end", notice, limit)
+    time.sleep(notice)
+    try:
+        server.refuse_new()
+    except OSError as error:
+        logger.warning("new requests cannot be refused: %s", error)
+    begun = reported = time.monotonic()
+    live = 0
+    while time.monotonic() - begun < limit:
+        time.sleep(DRAIN_POLL_SECONDS)  # first of all: the last accepted request may not be published yet
+        try:
+            server.check_models()
+            live = server.live_requests()
+        except ServerError as error:
+            logger.warning("tritonserver ended before its requests: %s", error)
+            return live
+        if live == 0:
+            logger.warning("all requests ended after %.1f s", time.monotonic() - begun)
+            return 0
+        if time.monotonic() - reported > REPORT_SECONDS:
+            reported = time.monotonic()
+            logger.warning("%d requests running, %.0f s left", live, limit - (reported - begun))
+    if live:
+        logger.warning("%d requests still running after %g s; they end with UNAVAILABLE", live, limit)
+        server.write_stacks()
+    return live
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cosyvoice_triton.monitoring import metrics
 from cosyvoice_triton.monitoring.health import FAILING, SUCCESS_AGE, reported_failures, write_failure
-from cosyvoice_triton.monitoring.metrics_file import MetricsFile
+from cosyvoice_triton.monitoring.metrics import MetricsFile
 
 logger = logging.getLogger(__name__)
 

@@ -8,15 +8,8 @@ from typing import Any
 import grpc
 from starlette.responses import JSONResponse
 
+from cosyvoice_triton import errors
 from cosyvoice_triton.config import SamplingPreset
-from cosyvoice_triton.errors import (
-    INVALID,
-    NO_SHARED_MEMORY,
-    SHARED_MEMORY,
-    UNAVAILABLE,
-    OverloadedError,
-    unavailable_error,
-)
 
 # A body's fields, and the models' names for them in their messages.
 SAMPLING = ("seed", "sampling", *SamplingPreset._fields, "max_tokens")  # request parameters of the same names
@@ -119,16 +112,16 @@ def from_triton(status: str | None, message: str | None, timeout: float = 0.0) -
     Errors of a stream have no status. (Triton 2.51 can send one if a header asks for it, but then sometimes crashes.)
     """
     text = " ".join((message or "the model gave no reason").split())
-    if text.startswith(INVALID):
-        message, field = named(text.removeprefix(INVALID))
+    if text.startswith(errors.INVALID):
+        message, field = named(text.removeprefix(errors.INVALID))
         return invalid(message, field, NOTHING if message.startswith("input has nothing to speak") else None)
-    if text.startswith(UNAVAILABLE):
-        error = unavailable_error(text)
-        if isinstance(error, OverloadedError):
+    if text.startswith(errors.UNAVAILABLE):
+        error = errors.unavailable_error(text)
+        if isinstance(error, errors.OverloadedError):
             return ApiError(429, str(error), code=OVERLOADED, retry_after=round(error.retry_after))
-        status, text = str(grpc.StatusCode.UNAVAILABLE), text.removeprefix(UNAVAILABLE)
-    if SHARED_MEMORY.search(text):
-        status, text = str(grpc.StatusCode.UNAVAILABLE), NO_SHARED_MEMORY
+        status, text = str(grpc.StatusCode.UNAVAILABLE), text.removeprefix(errors.UNAVAILABLE)
+    if errors.SHARED_MEMORY.search(text):
+        status, text = str(grpc.StatusCode.UNAVAILABLE), errors.NO_SHARED_MEMORY
     if text.startswith(_NOT_SERVED):
         status = str(grpc.StatusCode.UNAVAILABLE)
     if _LOST.search(text):

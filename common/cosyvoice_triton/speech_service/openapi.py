@@ -151,10 +151,7 @@ def document(routes: Iterable[BaseRoute], settings: Settings) -> dict[str, Any]:
     for path, methods in known["paths"].items():
         for method, operation in methods.items():
             operation |= _completed(operation, method, path)
-    known["components"] = {
-        "schemas": _components(),
-        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-    }
+    known["components"] = {"schemas": _components(), "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
     return dict(with_settings(known, settings))
 
 

@@ -386,11 +386,7 @@ class Token2Wav:
             raise RuntimeError("a bad chunk")
 
     def whole(
-        self,
-        prompt: Prompt,
-        tokens: np.ndarray,
-        speed: float = 1.0,
-        before_step: Callable[[], object] = lambda: None,
+        self, prompt: Prompt, tokens: np.ndarray, speed: float = 1.0, before_step: Callable[[], object] = lambda: None
     ) -> np.ndarray:
         """Render a whole utterance at once (full attention, no chunks) -> float32 (N,) at 24 kHz.
 

@@ -15,19 +15,7 @@ from typing import Any
 import torch
 import triton_python_backend_utils as pb_utils  # noqa: TID251
 
-from cosyvoice_triton.errors import (
-    INVALID,
-    NO_SHARED_MEMORY,
-    SHARED_MEMORY,
-    UNAVAILABLE,
-    ModelCallError,
-    ModelDownError,
-    OverloadedError,
-    UnavailableError,
-    is_fatal,
-    unavailable_error,
-    unavailable_message,
-)
+from cosyvoice_triton import errors
 from cosyvoice_triton.monitoring.health import health, report_failure
 
 logger = logging.getLogger(__name__)
@@ -41,18 +29,21 @@ MAX_MESSAGE_CHARS = 500  # gRPC carries errors in escaped headers, of which a cl
 
 def error_response(error: BaseException, model: str) -> Any:
     """Return the error response for `error`. Logs all but a caller's mistake, and has the model tested after a bug."""
-    if isinstance(error, (RuntimeError, pb_utils.TritonModelException)) and SHARED_MEMORY.search(str(error)):
+    if isinstance(error, (RuntimeError, pb_utils.TritonModelException)) and errors.SHARED_MEMORY.search(str(error)):
         logger.warning("%s: %s", model, error)
-        error = UnavailableError(NO_SHARED_MEMORY)
+        error = errors.UnavailableError(errors.NO_SHARED_MEMORY)
     code, message = pb_utils.TritonError.INTERNAL, f"{model}: {type(error).__name__}: {error}"
     if isinstance(error, ValueError):
-        code, message = pb_utils.TritonError.INVALID_ARG, f"{INVALID}{error}"
-    elif is_fatal(error):
-        code, message = pb_utils.TritonError.UNAVAILABLE, f"{UNAVAILABLE}{model} has failed and is restarted: {error}"
+        code, message = pb_utils.TritonError.INVALID_ARG, f"{errors.INVALID}{error}"
+    elif errors.is_fatal(error):
+        code, message = (
+            pb_utils.TritonError.UNAVAILABLE,
+            f"{errors.UNAVAILABLE}{model} has failed and is restarted: {error}",
+        )
         report_failure(model, error)
-    elif isinstance(error, (UnavailableError, MemoryError, torch.OutOfMemoryError)):
-        code, message = pb_utils.TritonError.UNAVAILABLE, unavailable_message(error)
-        level = logging.INFO if isinstance(error, OverloadedError) else logging.WARNING  # thousands under load
+    elif isinstance(error, (errors.UnavailableError, MemoryError, torch.OutOfMemoryError)):
+        code, message = pb_utils.TritonError.UNAVAILABLE, errors.unavailable_message(error)
+        level = logging.INFO if isinstance(error, errors.OverloadedError) else logging.WARNING  # thousands under load
         logger.log(level, "%s: %s", model, error)
     elif isinstance(error, asyncio.CancelledError):
         code, message = pb_utils.TritonError.CANCELLED, "the request was cancelled"
@@ -66,10 +57,10 @@ def error_response(error: BaseException, model: str) -> Any:
 
 def exception_of(model: str, message: str, code: Any = None) -> Exception:
     """Return the exception that an error of `model` stands for, from its message and, if Triton passes it, its code."""
-    if code == pb_utils.TritonError.INVALID_ARG or message.startswith(INVALID):
-        return ValueError(f"{model}: {message.removeprefix(INVALID)}")
+    if code == pb_utils.TritonError.INVALID_ARG or message.startswith(errors.INVALID):
+        return ValueError(f"{model}: {message.removeprefix(errors.INVALID)}")
     if MODEL_DOWN.match(message):
-        return ModelDownError(f"{model}: {message}")
-    if code == pb_utils.TritonError.UNAVAILABLE or message.startswith(UNAVAILABLE):
-        return unavailable_error(message, f"{model}: ")
-    return ModelCallError(f"{model}: {message}")
+        return errors.ModelDownError(f"{model}: {message}")
+    if code == pb_utils.TritonError.UNAVAILABLE or message.startswith(errors.UNAVAILABLE):
+        return errors.unavailable_error(message, f"{model}: ")
+    return errors.ModelCallError(f"{model}: {message}")

@@ -70,18 +70,13 @@ class AudioTokenizer:
 class SpeakerEncoder:
     """CAM++ x-vectors of 16 kHz recordings, computed by onnxruntime on the CPU or by a TensorRT plan on `device`."""
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        runtime: SpeakerRuntime = "onnxruntime",
-        device: str = "cpu",
-    ) -> None:
+    def __init__(self, model_dir: str | Path, runtime: SpeakerRuntime = "onnxruntime", device: str = "cpu") -> None:
         path = _only_file(model_dir, SPEAKER.file)
         self._device = torch.device(device if runtime == "tensorrt" else "cpu")
         # Imported here: each needs a package that the other does without.
         if runtime == "tensorrt":
+            from cosyvoice_triton.runtimes.signatures import speaker
             from cosyvoice_triton.runtimes.tensorrt import TensorRTNetwork
-            from cosyvoice_triton.runtimes.workloads import speaker
 
             self._network: Network = TensorRTNetwork.load(speaker(), model_dir, device)
         else:
@@ -132,11 +127,7 @@ class ReferenceEncoder:
     prompts."""
 
     def __init__(
-        self,
-        stack: Stack,
-        model_dir: str | Path,
-        device: str = "cpu",
-        speaker_runtime: SpeakerRuntime = "onnxruntime",
+        self, stack: Stack, model_dir: str | Path, device: str = "cpu", speaker_runtime: SpeakerRuntime = "onnxruntime"
     ) -> None:
         self._mel_max_hz = stack.mel_max_hz
         self._model_dir = model_dir

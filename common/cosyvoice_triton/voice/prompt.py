@@ -12,21 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from cosyvoice_triton.constants import (
-    LOUDEST,
-    MAX_REFERENCE_RATE,
-    MAX_REFERENCE_SECONDS,
-    MEL_BINS,
-    MIN_REFERENCE_RATE,
-    MIN_REFERENCE_SECONDS,
-    PROMPT_SAMPLE_RATE,
-    QUIETEST,
-    REFERENCE_RATE_STEP,
-    SAMPLE_RATE,
-    SPEAKER_DIM,
-    SPEECH_VOCAB,
-    TOKEN_MEL_RATIO,
-)
+from cosyvoice_triton import constants
 
 SILENCE_PEAK = 1e-4  # -80 dB of full scale: about three steps of 16-bit audio
 # Decoding and resampling exceed full scale by less than 6 dB. Beyond this, samples are integers or not audio.
@@ -46,7 +32,7 @@ class Recording:
 
     wav: np.ndarray = field(repr=False)
     text: str = ""
-    rate: int = PROMPT_SAMPLE_RATE
+    rate: int = constants.PROMPT_SAMPLE_RATE
     instruction: str = ""
     loudness: float | None = None
 
@@ -66,11 +52,11 @@ class Recording:
 def validate_reference(
     wav: np.ndarray,
     length: int | None = None,
-    rate: int = PROMPT_SAMPLE_RATE,
+    rate: int = constants.PROMPT_SAMPLE_RATE,
     *,
     of: str = "reference",
     name: str = "",
-    max_seconds: float = MAX_REFERENCE_SECONDS,
+    max_seconds: float = constants.MAX_REFERENCE_SECONDS,
     may_be_silent: bool = False,
 ) -> np.ndarray:
     """Return the recording in a request's `reference_wav`, without padding: float32 (N,).
@@ -88,10 +74,10 @@ def validate_reference(
         wav = wav[..., :length]
     wav = validate_samples(wav, rate, of, name)
     seconds = wav.size / rate
-    if not MIN_REFERENCE_SECONDS <= seconds <= max_seconds:
+    if not constants.MIN_REFERENCE_SECONDS <= seconds <= max_seconds:
         raise ValueError(
             f"{name} of {wav.size} samples lasts {seconds:.7g} s at {rate} Hz: "
-            f"expected {MIN_REFERENCE_SECONDS} to {max_seconds} s"
+            f"expected {constants.MIN_REFERENCE_SECONDS} to {max_seconds} s"
         )
     swing = (float(wav.max()) - float(wav.min())) / 2
     if swing < SILENCE_PEAK and not may_be_silent:  # also if all samples are the same
@@ -103,10 +89,11 @@ def validate_samples(wav: np.ndarray, rate: int, of: str, name: str = "") -> np.
     """Return samples (T,) or (1, T) of any duration as float32 (T,). Parameters and errors are those of
     `validate_reference`."""
     name = name or f"{of}_wav"
-    if rate % REFERENCE_RATE_STEP or not MIN_REFERENCE_RATE <= rate <= MAX_REFERENCE_RATE:
+    if rate % constants.REFERENCE_RATE_STEP or not constants.MIN_REFERENCE_RATE <= rate <= constants.MAX_REFERENCE_RATE:
         raise ValueError(
-            f"{of}_sample_rate {rate} is not a multiple of {REFERENCE_RATE_STEP} from {MIN_REFERENCE_RATE} to "
-            f"{MAX_REFERENCE_RATE}: resample the recording, for example to {SAMPLE_RATE}"
+            f"{of}_sample_rate {rate} is not a multiple of {constants.REFERENCE_RATE_STEP} from "
+            f"{constants.MIN_REFERENCE_RATE} to {constants.MAX_REFERENCE_RATE}: resample the recording, "
+            f"for example to {constants.SAMPLE_RATE}"
         )
     if not np.issubdtype(wav.dtype, np.floating) or wav.ndim == 0 or wav.size != wav.shape[-1]:
         raise ValueError(f"{name} is {wav.dtype} of shape {list(wav.shape)}: expected floats of shape [T]")
@@ -124,8 +111,8 @@ def validate_samples(wav: np.ndarray, rate: int, of: str, name: str = "") -> np.
 
 def validate_loudness(lufs: float | None) -> float | None:
     """Return the loudness of a voice. ValueError for one out of range."""
-    if lufs is not None and not QUIETEST <= lufs <= LOUDEST:
-        raise ValueError(f"loudness {lufs!r} is not in {QUIETEST:g}..{LOUDEST:g} LUFS")
+    if lufs is not None and not constants.QUIETEST <= lufs <= constants.LOUDEST:
+        raise ValueError(f"loudness {lufs!r} is not in {constants.QUIETEST:g}..{constants.LOUDEST:g} LUFS")
     return lufs
 
 
@@ -153,21 +140,26 @@ class Prompt:
 
         They come from different filters and roundings, so their lengths may differ by a frame or so.
         """
-        if tokens.ndim != 1 or mel.ndim != 2 or mel.shape[1] != MEL_BINS or embedding.shape != (SPEAKER_DIM,):
+        if (
+            tokens.ndim != 1
+            or mel.ndim != 2
+            or mel.shape[1] != constants.MEL_BINS
+            or embedding.shape != (constants.SPEAKER_DIM,)
+        ):
             raise ValueError(
                 f"prompt shapes {tokens.shape}, {mel.shape}, {embedding.shape}: "
-                f"expected (P,), (T, {MEL_BINS}), ({SPEAKER_DIM},)"
+                f"expected (P,), (T, {constants.MEL_BINS}), ({constants.SPEAKER_DIM},)"
             )
-        length = min(len(mel) // TOKEN_MEL_RATIO, len(tokens))
+        length = min(len(mel) // constants.TOKEN_MEL_RATIO, len(tokens))
         tokens = tokens[:length].astype(np.int64)
-        stray = tokens[(tokens < 0) | (tokens >= SPEECH_VOCAB)]
+        stray = tokens[(tokens < 0) | (tokens >= constants.SPEECH_VOCAB)]
         if len(stray):
-            raise ValueError(f"prompt speech token {stray[0]} is not in 0..{SPEECH_VOCAB - 1}")
+            raise ValueError(f"prompt speech token {stray[0]} is not in 0..{constants.SPEECH_VOCAB - 1}")
         if not (np.isfinite(mel).all() and np.isfinite(embedding).all()):
             raise ValueError("the prompt's mel or x-vector has values that are not finite")
         return cls(
             tokens=tokens,
-            mel=mel[: length * TOKEN_MEL_RATIO].astype(np.float32),
+            mel=mel[: length * constants.TOKEN_MEL_RATIO].astype(np.float32),
             embedding=embedding.astype(np.float32),
             text=text,
             instruction=instruction,

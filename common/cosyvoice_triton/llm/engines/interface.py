@@ -11,14 +11,7 @@ import numpy as np
 from cosyvoice_triton.config import InstanceKind
 from cosyvoice_triton.constants import SPEECH_VOCAB
 from cosyvoice_triton.errors import UnavailableError
-from cosyvoice_triton.llm.interface import (
-    URGENT_TOKENS,
-    FinishReason,
-    LengthRatios,
-    LLMPrompt,
-    Sampling,
-    TokenChunk,
-)
+from cosyvoice_triton.llm.interface import URGENT_TOKENS, FinishReason, LengthRatios, LLMPrompt, Sampling, TokenChunk
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.profiles import ProfileName
 

@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from cosyvoice_triton.checkpoint import load_strict, read_state, shapes_of
-from cosyvoice_triton.networks.flow.config import (
-    CosyVoice3FlowConfig,
-    DiTFlowConfig,
-    UNetFlowConfig,
-    stated_solve,
-)
+from cosyvoice_triton.networks.flow.config import CosyVoice3FlowConfig, DiTFlowConfig, UNetFlowConfig, stated_solve
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow, rotary_frequencies
 from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.networks.flow.unet import UNetFlow

@@ -8,17 +8,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from cosyvoice_triton import constants
 from cosyvoice_triton.checkpoint import Shapes, size_of
-from cosyvoice_triton.constants import (
-    EULER_STEPS,
-    FLOW_CHUNK_TOKENS,
-    GUIDANCE,
-    LOOKAHEAD_TOKENS,
-    MEL_BINS,
-    SPEAKER_DIM,
-    SPEECH_VOCAB,
-    TOKEN_MEL_RATIO,
-)
 
 FlowConfigT = TypeVar("FlowConfigT", bound="FlowConfig")
 PARTS = ("encoder", "estimator")  # of a flow, each with sizes of its own
@@ -43,9 +34,9 @@ class EncoderConfig:
     feed_forward: int = 2048
     blocks: int = 6
     up_blocks: int = 4
-    lookahead: int = LOOKAHEAD_TOKENS
-    ratio: int = TOKEN_MEL_RATIO
-    chunk_tokens: int = FLOW_CHUNK_TOKENS
+    lookahead: int = constants.LOOKAHEAD_TOKENS
+    ratio: int = constants.TOKEN_MEL_RATIO
+    chunk_tokens: int = constants.FLOW_CHUNK_TOKENS
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> "EncoderConfig":
@@ -68,14 +59,14 @@ class UNetConfig:
     head_dim, chunk_frames (upstream's `static_chunk_size`): no tensor shows them.
     """
 
-    in_channels: int = 4 * MEL_BINS  # noisy mel, encoder output, speaker, prompt mel
-    out_channels: int = MEL_BINS
+    in_channels: int = 4 * constants.MEL_BINS  # noisy mel, encoder output, speaker, prompt mel
+    out_channels: int = constants.MEL_BINS
     channels: int = 256
     heads: int = 8
     head_dim: int = UNET_HEAD_DIM
     blocks: int = 4  # transformer blocks per stage
     mid_stages: int = 12
-    chunk_frames: int = FLOW_CHUNK_TOKENS * TOKEN_MEL_RATIO
+    chunk_frames: int = constants.FLOW_CHUNK_TOKENS * constants.TOKEN_MEL_RATIO
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> "UNetConfig":
@@ -94,8 +85,8 @@ class UNetConfig:
 class DiTConfig:
     """Causal diffusion transformer estimator of Step-Audio2."""
 
-    in_channels: int = 4 * MEL_BINS  # noisy mel, encoder output, speaker, prompt mel
-    out_channels: int = MEL_BINS
+    in_channels: int = 4 * constants.MEL_BINS  # noisy mel, encoder output, speaker, prompt mel
+    out_channels: int = constants.MEL_BINS
     width: int = 512
     depth: int = 16
     heads: int = 8
@@ -135,12 +126,12 @@ class FlowConfig:
     none, so that a stream has no unconditional row. ValueError if they do not fit together.
     """
 
-    vocab: int = SPEECH_VOCAB
-    speaker_dim: int = SPEAKER_DIM
-    mel_bins: int = MEL_BINS
-    steps: int = EULER_STEPS
+    vocab: int = constants.SPEECH_VOCAB
+    speaker_dim: int = constants.SPEAKER_DIM
+    mel_bins: int = constants.MEL_BINS
+    steps: int = constants.EULER_STEPS
     time_grid: tuple[float, ...] = ()
-    guidance: float = GUIDANCE
+    guidance: float = constants.GUIDANCE
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or self.steps < 1 or not 0 <= self.guidance < math.inf:
@@ -229,11 +220,11 @@ class LookaheadConfig:
     ratio, chunk_tokens: as in `EncoderConfig`; no tensor shows them.
     """
 
-    width: int = MEL_BINS
+    width: int = constants.MEL_BINS
     hidden: int = 1024
-    lookahead: int = LOOKAHEAD_TOKENS
-    ratio: int = TOKEN_MEL_RATIO
-    chunk_tokens: int = FLOW_CHUNK_TOKENS
+    lookahead: int = constants.LOOKAHEAD_TOKENS
+    ratio: int = constants.TOKEN_MEL_RATIO
+    chunk_tokens: int = constants.FLOW_CHUNK_TOKENS
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> "LookaheadConfig":
@@ -249,8 +240,8 @@ class RotaryDiTConfig:
     convolutions, before the first block.
     """
 
-    in_channels: int = 4 * MEL_BINS  # noisy mel, prompt mel, encoder output, speaker
-    out_channels: int = MEL_BINS
+    in_channels: int = 4 * constants.MEL_BINS  # noisy mel, prompt mel, encoder output, speaker
+    out_channels: int = constants.MEL_BINS
     width: int = 1024
     depth: int = 22
     heads: int = 16
@@ -259,7 +250,7 @@ class RotaryDiTConfig:
     time_frequencies: int = 256
     conv_kernel: int = 31
     conv_groups: int = 16
-    chunk_frames: int = FLOW_CHUNK_TOKENS * TOKEN_MEL_RATIO
+    chunk_frames: int = constants.FLOW_CHUNK_TOKENS * constants.TOKEN_MEL_RATIO
     conv_pairs: ClassVar[int] = 1
 
     @classmethod

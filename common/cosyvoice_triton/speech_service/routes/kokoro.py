@@ -40,8 +40,7 @@ _CAPTIONED = doc.record(
 
 
 @router.post(
-    PATH,
-    **doc.describe("Kokoro-FastAPI", body=_BODY.content, answer=_CAPTIONED, errors=doc.SPEAKING, headers=HEADERS),
+    PATH, **doc.describe("Kokoro-FastAPI", body=_BODY.content, answer=_CAPTIONED, errors=doc.SPEAKING, headers=HEADERS)
 )
 async def captioned(request: Request) -> Response:
     """Speak a text; the answer is one JSON object with the audio and the times of its words, also if `stream` is

@@ -118,18 +118,14 @@ async def outcome(name: PathName, request: Request) -> dict[str, Any]:
 
 
 @router.post(
-    "/v1/audio/speech/text",
-    **doc.describe("Speech", body=_BODY.content, answer=_PREVIEW, errors=(404, 415, 429)),
+    "/v1/audio/speech/text", **doc.describe("Speech", body=_BODY.content, answer=_PREVIEW, errors=(404, 415, 429))
 )
 async def text(request: Request) -> dict[str, Any]:
     """Return what will be spoken of a text: its segments in words, with expected seconds."""
     return await Service.of(request).preview(*await _BODY.read(request))
 
 
-@router.post(
-    "/v1/audio/speech/batch",
-    **doc.describe("Speech", body=_BATCH_BODY.content, answer=_BATCH, errors=(415,)),
-)
+@router.post("/v1/audio/speech/batch", **doc.describe("Speech", body=_BATCH_BODY.content, answer=_BATCH, errors=(415,)))
 async def batch(request: Request) -> Response:
     """Speak several texts, answered together. Failed items do not affect the others; those for which there is no place
     wait for one."""

@@ -20,19 +20,11 @@ from starlette.responses import JSONResponse, Response
 from cosyvoice_triton.client.answer import WAVEFORM
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.speech_service import limits
 from cosyvoice_triton.speech_service import openapi as doc
 from cosyvoice_triton.speech_service.answer import SpeechAnswer
 from cosyvoice_triton.speech_service.bodies import parse_json
 from cosyvoice_triton.speech_service.errors import ApiError, invalid, naming
-from cosyvoice_triton.speech_service.limits import (
-    MAX_DICTIONARY_CHARS,
-    MAX_NUMBERS,
-    Int64,
-    Name,
-    PathName,
-    Text,
-    by_setting,
-)
 from cosyvoice_triton.speech_service.routes.reading import read_body
 from cosyvoice_triton.speech_service.security.guard import API_KEY
 from cosyvoice_triton.speech_service.service import Service
@@ -44,11 +36,11 @@ HEADER_LENGTH = "inference-header-content-length"  # bytes of JSON, which binary
 ValueT = TypeVar("ValueT")
 Few = Annotated[list[ValueT], Field(max_length=16, fail_fast=True)]
 Sample = Annotated[float, Field(strict=True)]
-Wave = Annotated[list[Sample], Field(max_length=MAX_NUMBERS, fail_fast=True)]
-Integer = Annotated[Int64, Field(strict=True)]
-Line = Annotated[Text, Field(json_schema_extra=by_setting("max_input_chars"))]  # `_utterance` checks it
-Value = bool | Int64 | float | Annotated[str, Field(max_length=MAX_DICTIONARY_CHARS)]
-Parameters = Annotated[dict[Name, Value], Field(max_length=64)]
+Wave = Annotated[list[Sample], Field(max_length=limits.MAX_NUMBERS, fail_fast=True)]
+Integer = Annotated[limits.Int64, Field(strict=True)]
+Line = Annotated[limits.Text, Field(json_schema_extra=limits.by_setting("max_input_chars"))]  # `_utterance` checks it
+Value = bool | limits.Int64 | float | Annotated[str, Field(max_length=limits.MAX_DICTIONARY_CHARS)]
+Parameters = Annotated[dict[limits.Name, Value], Field(max_length=64)]
 
 router = APIRouter()
 
@@ -114,7 +106,7 @@ class String(Tensor):
 class Output(BaseModel):
     """What is wanted of the answer."""
 
-    name: Name
+    name: limits.Name
     parameters: Parameters = {}
 
 
@@ -122,7 +114,7 @@ class InferRequest(BaseModel):
     """The body of POST /v2/models/MODEL/infer."""
 
     inputs: Few[Annotated[Samples | Number | String, Field(discriminator="name")]]
-    id: Name = ""
+    id: limits.Name = ""
     outputs: Few[Output] = []
     parameters: Parameters = {}
 
@@ -135,7 +127,7 @@ _BINARY = {"application/octet-stream": doc.FILE}
     "/v2/models/{name}/infer",
     **doc.describe("Triton", body={doc.JSON: _INFER}, answer={"type": "object"}, content=_BINARY, errors=doc.SPEAKING),
 )
-async def infer(name: PathName, request: Request) -> Response:
+async def infer(name: limits.PathName, request: Request) -> Response:
     """Return a model's whole answer to a request in Triton's protocol, and errors in Triton's form."""
     service = Service.of(request)
     try:
@@ -159,8 +151,8 @@ def _read(body: bytes, header_length: str | None, settings: Settings) -> tuple[I
             raise invalid(f"{HEADER_LENGTH} {header_length!r} of a body of {len(body)} bytes")
         length = int(header_length)
     head = body[:length]
-    if head.count(b",") > MAX_NUMBERS:
-        raise ApiError(413, f"the request has more than {MAX_NUMBERS} values")
+    if head.count(b",") > limits.MAX_NUMBERS:
+        raise ApiError(413, f"the request has more than {limits.MAX_NUMBERS} values")
     if head.count(b"[") + head.count(b"{") > settings.max_json_chars:  # an empty one takes half a kilobyte
         raise invalid(f"the request has more than {settings.max_json_chars} lists and objects")
     wanted: InferRequest = parse_json(InferRequest, head)

@@ -105,10 +105,7 @@ async def add(request: Request) -> Response:
     return JSONResponse({**about, **({"warnings": warnings} if warnings else {})}, 201)
 
 
-@router.post(
-    "/v1/audio/voices/import",
-    **doc.describe("Voices", body=_EXPORTED.content, answer=_VOICE, **_ADDING),
-)
+@router.post("/v1/audio/voices/import", **doc.describe("Voices", body=_EXPORTED.content, answer=_VOICE, **_ADDING))
 async def load(request: Request) -> Response:
     """Register a voice that was exported: a form with `file`, and `name` for another one than its own."""
     wanted, data = await _EXPORTED.read(request)

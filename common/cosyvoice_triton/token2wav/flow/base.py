@@ -21,8 +21,7 @@ from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.networks.flow.layers import valid_frames
 from cosyvoice_triton.networks.flow.unet import UNetFlow
-from cosyvoice_triton.runtimes.estimators import OnRuntime
-from cosyvoice_triton.runtimes.loading import check_heads, use_runtime
+from cosyvoice_triton.runtimes.loading import OnRuntime, check_heads, use_runtime
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.token2wav.flow.encoder_window import Window, WindowEncoder, with_ahead
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits, padding

@@ -18,12 +18,7 @@ from torch import Tensor
 
 from cosyvoice_triton.constants import EULER_STEPS, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.flow.checkpoint import load_cosyvoice3_flow
-from cosyvoice_triton.networks.flow.cosyvoice3 import (
-    CosyVoice3Flow,
-    RotaryDiTEstimator,
-    rotary,
-    rotary_frequencies,
-)
+from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow, RotaryDiTEstimator, rotary, rotary_frequencies
 from cosyvoice_triton.networks.flow.layers import weights
 from cosyvoice_triton.token2wav.flow.base import FlowOptions
 from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming

@@ -3,9 +3,11 @@ what is new. That bounds the cost of a chunk and needs no memory per stream. Key
 (56 transformer blocks, 10 Euler steps, guidance, float16), which would limit streams to a few seconds of context.
 """
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,17 +15,113 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cosyvoice_triton.constants import CONTEXT_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.device import pinned
 from cosyvoice_triton.networks.flow.checkpoint import load_unet_flow
 from cosyvoice_triton.networks.flow.layers import valid_frames
 from cosyvoice_triton.networks.flow.unet import UNetFlow
 from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow
 from cosyvoice_triton.token2wav.flow.encoder_window import Window, with_ahead
-from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
-from cosyvoice_triton.token2wav.flow.unet_window import WindowChunk, WindowStream, forgotten_tokens, noise_indices
-from cosyvoice_triton.token2wav.gpu.limits import UNET_FRAMES, padding
+from cosyvoice_triton.token2wav.gpu.graphs import TRIED, Graphs
+from cosyvoice_triton.token2wav.gpu.limits import UNET_FRAMES, Size, padding
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape, flow_noise
-from cosyvoice_triton.token2wav.stream import VocoderState
+from cosyvoice_triton.token2wav.stream import Chunk, Stream, VocoderState
 from cosyvoice_triton.voice.prompt import Prompt
+
+
+@dataclass(kw_only=True)
+class WindowStream(Stream):
+    prompt: Prompt
+    mel: Tensor  # (1, 2P, mel): the prompt's, on the device
+    speaker: Tensor  # (1, mel): projected x-vector
+
+
+WindowChunk = Chunk[WindowStream]
+
+
+def forgotten_tokens(chunk: WindowChunk) -> int:
+    """Return how many tokens of the stream are older than the chunk's window."""
+    return len(chunk.stream.prompt.tokens) + chunk.offset + chunk.new - chunk.computed
+
+
+def noise_indices(chunks: list[WindowChunk], frames: int) -> Tensor:
+    """Return the absolute index of each window's frames: (B, frames)."""
+    index = torch.arange(frames).repeat(len(chunks), 1)
+    for position, chunk in zip(index, chunks, strict=True):
+        position[chunk.stream.mel.shape[1] :] += TOKEN_MEL_RATIO * forgotten_tokens(chunk)
+    return index
+
+
+if TYPE_CHECKING:  # its kernels need Triton
+    from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet
+
+
+class GraphedWindowSolve:
+    """The solve on a GPU. One batch at a time: the graphs of all sizes share their memory."""
+
+    def __init__(
+        self,
+        network: UNetFlow,
+        estimator: "FusedUNet",
+        noise: NoiseTape,
+        sizes: Sequence[Size],
+        steps: int,
+        *,
+        worker: int,
+        make: Callable[..., Graphs] = Graphs,
+    ):
+        """Make the graphs. estimator: of the network, for the times of `steps` steps. sizes: batch and window length,
+        mel frames. worker: see `Graphs`. make: makes the graphs."""
+        _, self._widths = network.decoder.schedule(steps)
+        self._estimator = estimator
+        self._decoder = network.decoder
+        self._noise = noise
+        weight = network.spk_embed_affine_layer.weight
+        self._mel_bins, self._device, self._dtype = weight.shape[0], weight.device, weight.dtype
+        trial = partial(self._solve, steps=TRIED)
+        self._graphs = make(self._solve, self._inputs, sizes, "the flow", worker=worker, trial=trial)
+
+    def run(self, chunks: list[WindowChunk], mu: Tensor) -> Tensor:
+        frames = max(TOKEN_MEL_RATIO * chunk.computed for chunk in chunks)
+        return self._graphs.run_rows(
+            len(chunks), frames, lambda part, size: self._run(chunks[part], mu[part], frames, size)
+        )  # fmt: skip
+
+    def _run(self, chunks: list[WindowChunk], mu: Tensor, frames: int, size: Size | None) -> Tensor:
+        """Compute their mel (B, >= frames, mel)."""
+        B, T = size or (1, frames)
+        inputs = self._graphs.inputs(size) if size else self._inputs(B, T)
+        condition = inputs[2]
+        for index, chunk in enumerate(chunks):
+            prompt = chunk.stream.mel[0]
+            condition[index, : len(prompt)] = prompt
+            condition[index, len(prompt) :] = 0
+        inputs[1][: len(chunks)] = torch.cat([chunk.stream.speaker for chunk in chunks])
+        lengths = torch.tensor([TOKEN_MEL_RATIO * chunk.computed for chunk in chunks])
+        indices = noise_indices(chunks, T)
+        inputs[3][: len(chunks)].copy_(pinned(lengths, mu.device), non_blocking=True)
+        inputs[4][: len(chunks)].copy_(pinned(indices, mu.device), non_blocking=True)
+        inputs[0][: len(chunks), : mu.shape[1]] = mu[:, :T]
+        return (self._graphs.run(size) if size else self._solve(*inputs))[: len(chunks)]
+
+    def _solve(
+        self, mu: Tensor, speaker: Tensor, condition: Tensor, frames: Tensor, noise: Tensor, *, steps: int | None = None
+    ) -> Tensor:
+        """Solve, or do the first `steps` of it: mu, condition (B, T, mel), speaker (B, mel), frames (B,), noise (B, T)
+        indices -> mel (B, T, mel)."""
+        B, T, C = mu.shape
+        x = self._noise.at(noise)
+        rows = mu.new_zeros(self._decoder.rows, B, T, 4, C)
+        rows[0, :, :, 1], rows[0, :, :, 2], rows[0, :, :, 3] = mu, speaker[:, None], condition
+        for step, width in enumerate(self._widths[:steps]):
+            rows[:, :, :, 0] = x
+            velocity = self._estimator.velocity(step, rows.flatten(3).flatten(0, 1), frames)
+            x = x + width * self._decoder.guided(velocity.float())
+        return x
+
+    def _inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
+        mu = torch.zeros(B, T, self._mel_bins, device=self._device, dtype=self._dtype)
+        frames = torch.ones(B, dtype=torch.int64, device=self._device)
+        return mu, torch.zeros_like(mu[:, 0]), torch.zeros_like(mu), frames, torch.zeros_like(mu[..., 0]).long()
 
 
 def load(path: Path, options: FlowOptions) -> "UNetStreaming":
@@ -49,14 +147,7 @@ class UNetStreaming(StreamingFlow[WindowStream]):
     cumulative = True
     _network: UNetFlow
 
-    def __init__(
-        self,
-        network: UNetFlow,
-        noise: NoiseTape,
-        *,
-        context_tokens: int = CONTEXT_TOKENS,
-        **options: Any,
-    ):
+    def __init__(self, network: UNetFlow, noise: NoiseTape, *, context_tokens: int = CONTEXT_TOKENS, **options: Any):
         super().__init__(network, noise, **options)
         self._chunk_tokens = network.config.encoder.chunk_tokens
         self._context = context_tokens

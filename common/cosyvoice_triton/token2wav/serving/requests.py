@@ -12,15 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cosyvoice_triton.constants import (
-    MAX_PROMPT_TOKENS,
-    MAX_REFERENCE_SECONDS,
-    MAX_SPEED,
-    MAX_STREAM_TOKENS,
-    MIN_SPEED,
-    TOKEN_MEL_RATIO,
-    TOKEN_RATE,
-)
+from cosyvoice_triton import constants
 from cosyvoice_triton.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
@@ -152,8 +144,8 @@ def read_request(
     Raises ValueError naming what is missing or malformed.
     """
     speed = float(_one(tensors, "speed")) if "speed" in tensors else 1.0
-    if not MIN_SPEED <= speed <= MAX_SPEED:
-        raise ValueError(f"speed {speed} is not in {MIN_SPEED}..{MAX_SPEED}")
+    if not constants.MIN_SPEED <= speed <= constants.MAX_SPEED:
+        raise ValueError(f"speed {speed} is not in {constants.MIN_SPEED}..{constants.MAX_SPEED}")
     offset = int(_one(tensors, "token_offset")) if "token_offset" in tensors else None
     final = bool(_one(tensors, "finalize")) if "finalize" in tensors else None
     opens: bool | None = start
@@ -209,10 +201,11 @@ def _audio_left(tensors: Tensors) -> float:
 def _target(tensors: Tensors, first_speech_id: int) -> np.ndarray:
     """Return the tokens to render. Bounded, because one utterance of any length would hold up all others."""
     tokens = _ids(tensors, "target_speech_tokens", first_speech_id)
-    if len(tokens) > MAX_STREAM_TOKENS:
+    if len(tokens) > constants.MAX_STREAM_TOKENS:
         raise ValueError(
-            f"target_speech_tokens holds {len(tokens)} tokens; at most {MAX_STREAM_TOKENS} are rendered, "
-            f"{MAX_STREAM_TOKENS // TOKEN_RATE} s of speech: send a longer text as several utterances"
+            f"target_speech_tokens holds {len(tokens)} tokens; at most {constants.MAX_STREAM_TOKENS} are rendered, "
+            f"{constants.MAX_STREAM_TOKENS // constants.TOKEN_RATE} s of speech: "
+            "send a longer text as several utterances"
         )
     return tokens
 
@@ -239,10 +232,11 @@ def _prompt(tensors: Tensors, first_speech_id: int) -> Prompt | None:
         raise ValueError(f"a voice needs {', '.join(PROMPT_TENSORS)}; {', '.join(missing)} is missing")
     mel, embedding = tensors["prompt_speech_feat"], tensors["prompt_spk_embedding"]
     count, frames = tensors["prompt_speech_tokens"].size, mel.size // max(1, mel.shape[-1])
-    if min(count, frames // TOKEN_MEL_RATIO) > MAX_PROMPT_TOKENS:
+    if min(count, frames // constants.TOKEN_MEL_RATIO) > constants.MAX_PROMPT_TOKENS:
         raise ValueError(
             f"a voice of {count} prompt_speech_tokens and {frames} frames of prompt_speech_feat; at most "
-            f"{MAX_PROMPT_TOKENS} tokens are used, {MAX_REFERENCE_SECONDS:g} s: send a shorter recording"
+            f"{constants.MAX_PROMPT_TOKENS} tokens are used, {constants.MAX_REFERENCE_SECONDS:g} s: "
+            "send a shorter recording"
         )
     return Prompt.aligned(
         _ids(tensors, "prompt_speech_tokens", first_speech_id),

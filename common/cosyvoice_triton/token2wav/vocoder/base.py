@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,65 @@ from typing_extensions import Self
 from cosyvoice_triton.batches import isolated
 from cosyvoice_triton.device import copied, on_device, on_host
 from cosyvoice_triton.errors import UnavailableError
-from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.graphs import Graphs
+from cosyvoice_triton.token2wav.gpu.limits import HIFT_FRAMES, BatchLimits, Size
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 from cosyvoice_triton.token2wav.stream import Chunk, NotFiniteError, VocoderState
-from cosyvoice_triton.token2wav.vocoder.vocoder_graphs import GraphedRenderer, VocoderRenderer
+
+
+class VocoderRenderer(Protocol):
+    """One pass of a vocoder over a batch of chunks, which reads what is kept of their streams and replaces it."""
+
+    scratch: int  # the slot that padding rows write to
+
+    def render(self, begun: bool, mel: Tensor, slots: Tensor, *others: Tensor) -> Tensor:
+        """Render the speech (B, N) of chunks that all continue their streams (`begun`) or all begin them: mel (B, 80,
+        T), slots (B,), and what else the vocoder needs of each row."""
+        ...
+
+    def inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
+        """Make those tensors for a batch of that size, of padding rows."""
+        ...
+
+
+class GraphedRenderer:
+    """A renderer by CUDA graphs; batches that no graph holds are split."""
+
+    def __init__(
+        self,
+        plain: VocoderRenderer,
+        limits: BatchLimits,
+        *,
+        most: int = HIFT_FRAMES,
+        make: Callable[..., Graphs] = Graphs,
+    ):
+        """Make the graphs of a renderer. most: frames of a batch, padding included. make: makes the graphs."""
+        self._plain = plain
+        # A later segment of a text begins with a hop of any length.
+        names = {False: "the vocoder's first chunks", **({} if limits.starts else {True: "the vocoder"})}
+        self._graphs = {
+            begun: make(
+                partial(plain.render, begun),
+                plain.inputs,
+                limits.sizes(limits.chunk_frames, most),
+                name,
+                worker=limits.worker,
+            )
+            for begun, name in names.items()
+        }
+
+    def render(self, begun: bool, mel: Tensor, slots: Tensor, *others: Tensor) -> Tensor:
+        graphs = self._graphs[begun]
+
+        def compute(part: slice, size: Size | None) -> Tensor:
+            inputs = [x[part] for x in (mel, slots, *others)]
+            if size is None:
+                return self._plain.render(begun, *inputs)
+            B = len(inputs[0])
+            graphs.inputs(size)[1][B:] = self._plain.scratch
+            return graphs.run(size, *inputs)[:B]
+
+        return graphs.run_rows(len(mel), mel.shape[2], compute)
 
 
 @dataclass(frozen=True, kw_only=True)

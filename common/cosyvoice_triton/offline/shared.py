@@ -1,0 +1,312 @@
+"""What the offline tools share: options, samples and speech tokens that are there already, the engines that the options
+name, how their process is set up, the times of stages, and the samples that failed."""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+
+from cosyvoice_triton import samples, stacks
+from cosyvoice_triton.checkpoint import read_state
+from cosyvoice_triton.config import (
+    FlowRuntime,
+    LLMEngine,
+    OrchestratorConfig,
+    SpeakerRuntime,
+    TensorrtLLMConfig,
+    Token2WavConfig,
+)
+from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS
+from cosyvoice_triton.demo_checkpoint import has_random_weights
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.load.samples import Sample, SampleError, read_dataset, read_manifest
+from cosyvoice_triton.stacks import Stack
+from cosyvoice_triton.text import clean_line
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.voice.prompt import Prompt, Recording, validate_reference
+
+FAILURES_SHOWN = 20
+AFTER_STAGE = "_time_seconds"  # as in upstream's figures
+# By backend. hf is upstream's name for whatever reads the HuggingFace directory: see `llm_engine`.
+ENGINES: dict[str, LLMEngine] = {"trtllm": "tensorrt_llm", "vllm": "vllm", "onnxruntime_genai": "onnxruntime_genai"}
+BACKENDS = ("hf", *ENGINES, "trtllm-serve")
+# Timeout between tokens of a server. Longer than in serving, because no listener waits; an LLM that hangs must still be
+# an error.
+SILENT_SECONDS = 60.0
+
+
+def add_data_arguments(parser: argparse.ArgumentParser, split: str) -> None:
+    """Add options that select the samples. split: upstream's name for this tool's option of a data set's split."""
+    parser.add_argument("--manifest-path", type=Path, help="JSON lines or seed-tts .lst; default: ten sentences")
+    parser.add_argument(split, dest="split_name", help="split of a HuggingFace data set, such as wenetspeech4tts")
+    parser.add_argument(
+        "--dataset-name",
+        help="default: yuekai/CV3-Eval for splits with 'zero' in their name, else yuekai/seed_tts_cosy2",
+    )
+
+
+def add_trt_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--enable-trt",
+        action="store_true",
+        help="run the flow's estimator and the speaker encoder from their TensorRT plans (docs/gpu.md), on a GPU",
+    )
+
+
+def read_samples(args: argparse.Namespace) -> list[Sample]:
+    """Return the samples that the options select. Raise SampleError if they cannot be read."""
+    if args.manifest_path and (args.split_name or args.dataset_name):
+        raise SampleError("give a manifest or a data set, not both")
+    if args.dataset_name and not args.split_name:
+        raise SampleError(f"which split of {args.dataset_name}? name it")
+    if args.split_name:
+        name = args.dataset_name or ("yuekai/CV3-Eval" if "zero" in args.split_name else "yuekai/seed_tts_cosy2")
+        found = read_dataset(name, args.split_name)
+    else:
+        found = read_manifest(args.manifest_path or samples.MANIFEST)
+    if nameless := [sample.id for sample in found if sample.prompt_audio is None]:
+        raise SampleError(f"sample {nameless[0]!r} names a speaker; offline tools need prompt_audio")
+    return found
+
+
+def add_token2wav_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the tools that render existing speech tokens."""
+    parser.add_argument(
+        "--model-dir",
+        type=Path,
+        default=Path("models/demo", stacks.DEFAULT.checkpoint),
+        help="token2wav checkpoint of any stack (default: %(default)s)",
+    )
+    add_data_arguments(parser, "--huggingface-dataset-split")
+    parser.add_argument("--tokens-path", type=Path, help="JSON lines of id and target_audio_cosy2_tokens")
+    parser.add_argument("--output-dir", type=Path, default=Path("out/generated_wavs"), help="default: %(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_trt_argument(parser)
+
+
+def with_tokens(samples: Sequence[Sample], path: Path | None) -> list[Sample]:
+    """Return the samples with the tokens of `path`: JSON lines of `id` and `target_audio_cosy2_tokens`."""
+    if path is None:
+        return list(samples)
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        tokens = {str(row["id"]): np.asarray(row["target_audio_cosy2_tokens"], np.int64) for row in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SampleError(
+            f"cannot read the tokens in {path}: {type(error).__name__} {error}; "
+            "`cosyvoice-triton offline` writes such a file, samples.jsonl"
+        ) from None
+    if missing := [sample.id for sample in samples if sample.id not in tokens]:
+        raise SampleError(f"{path} has no tokens for {len(missing)} sample(s), the first is {missing[0]!r}")
+    return [replace(sample, target_audio_cosy2_tokens=tokens[sample.id]) for sample in samples]
+
+
+def recording_of(sample: Sample) -> Recording:
+    """Return the sample's recording and transcript. ValueError if one of them cannot be used."""
+    recording = sample.prompt_audio
+    assert recording is not None  # checked by `read_samples`
+    validate_reference(recording.wav, rate=recording.rate)
+    text = clean_line(sample.prompt_text, name="prompt_text", max_chars=OrchestratorConfig.max_text_chars)
+    return replace(recording, text=text)
+
+
+class Stages:
+    """The seconds of each stage: those in which at least one sample was in it. Stages of different samples overlap."""
+
+    def __init__(self, names: Sequence[str], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._begun = clock()
+        self._samples: Counter[str] = Counter()  # by the stage that they are in
+        self._since: dict[str, float] = {}
+        self.seconds = dict.fromkeys(names, 0.0)
+
+    def enter(self, stage: str) -> None:
+        """Note that a sample has entered a stage."""
+        if not self._samples[stage]:
+            self._since[stage] = self._clock()
+        self._samples[stage] += 1
+
+    def leave(self, stage: str) -> None:
+        """Note that a sample has left a stage."""
+        self._samples[stage] -= 1
+        if not self._samples[stage]:
+            self.seconds[stage] += self._clock() - self._since[stage]
+
+    @contextmanager
+    def time(self, stage: str) -> Iterator[None]:
+        """Let a sample be in a stage for the block."""
+        self.enter(stage)
+        try:
+            yield
+        finally:
+            self.leave(stage)
+
+    def figures(self, audio_seconds: float) -> dict[str, float | None]:
+        """Return `<stage>_time_seconds` and `<stage>_rtf` per stage and for the pipeline, since construction; the RTF
+        is None without audio."""
+        figures: dict[str, float | None] = {}
+        for stage, seconds in {**self.seconds, "pipeline": self._clock() - self._begun}.items():
+            figures[stage + AFTER_STAGE] = seconds
+            figures[stage + "_rtf"] = seconds / audio_seconds if audio_seconds else None
+        return figures
+
+
+class Failure(NamedTuple):
+    """Why a sample has no audio."""
+
+    id: str
+    stage: str
+    error: str
+
+    @classmethod
+    def of(cls, sample: Sample, stage: str, error: Exception) -> "Failure":
+        reason = " ".join(str(error).split())
+        if not isinstance(error, (ValueError, UnavailableError, OSError)):
+            reason = f"{type(error).__name__}: {reason}"  # out of memory, or a bug
+        return cls(sample.id, stage, reason)
+
+
+def set_up() -> None:
+    """Show warnings as plain lines; let torch use one thread, unless OMP_NUM_THREADS is set."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if "OMP_NUM_THREADS" not in os.environ:
+        # The LLM has threads of its own: torch's would wait for cores that those keep busy, ten times as long.
+        torch.set_num_threads(1)
+
+
+def show_failures(failures: Sequence[Failure], file: str) -> None:
+    """Print the first ones to standard error; all are in `file`."""
+    for failure in failures[:FAILURES_SHOWN]:
+        print(f"failed: {failure.id} ({failure.stage}): {failure.error}", file=sys.stderr)
+    if hidden := failures[FAILURES_SHOWN:]:
+        print(f"failed: {len(hidden)} more, all in {file}", file=sys.stderr)
+
+
+def stack_of(model_dir: Path) -> Stack:
+    """Return the stack whose token2wav checkpoint is there. ValueError if it is none's."""
+    path = model_dir / Stack.flow
+    return stacks.of_flow(read_state(path, "meta"), path)
+
+
+def described(stack: Stack, model_dir: Path) -> str:
+    """Return the vocoder's name in the figures, which says so if its weights are random."""
+    return f"{stack.name} token2wav{', RANDOM weights' if has_random_weights(model_dir) else ''}"
+
+
+def token2wav_config(args: argparse.Namespace, model_dir: Path, runtime: FlowRuntime, streams: int) -> Token2WavConfig:
+    """Return the settings of token2wav in this process. runtime: of its estimator, unless --enable-trt names plans."""
+    return Token2WavConfig(
+        model_dir=str(model_dir),
+        device=args.device,
+        flow_runtime="tensorrt" if args.enable_trt else runtime,
+        max_streams=streams,
+        first_hop_tokens=FLOW_CHUNK_TOKENS,
+    )
+
+
+def speaker_runtime(args: argparse.Namespace) -> SpeakerRuntime:
+    return "tensorrt" if args.enable_trt else "onnxruntime"
+
+
+def llm_engine(backend: str, model_dir: Path, given: Path | None, device: str) -> tuple[LLMEngine, Path]:
+    """Return the engine of a backend in this process, and the directory that it loads: the LLM's own, or for the CPU
+    engine the converted one next to it, or the one that is given."""
+    engine = ENGINES.get(backend) or ("onnxruntime_genai" if device == "cpu" else "cuda")
+    if engine == "onnxruntime_genai":
+        return engine, given or model_dir.with_name(model_dir.name + "_genai")
+    return engine, model_dir if engine == "cuda" else given or model_dir
+
+
+def llm_configs(args: argparse.Namespace) -> tuple[OrchestratorConfig, TensorrtLLMConfig | None]:
+    """Return the settings of the pipeline and of the LLM's engine, None for a server (trtllm-serve).
+
+    The address of a server may have the path of an API, as upstream's --openai-api-base.
+    """
+    directory = args.llm_model_name_or_path
+    speech: dict[str, Any] = {"model_dir": str(args.token2wav_path), "llm_tokenizer_dir": str(directory)}
+    if args.backend == "trtllm-serve":
+        base = args.openai_api_base.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
+        speech |= {"llm_transport": "openai", "llm_urls": (base,), "llm_model": args.openai_model_name}
+        return OrchestratorConfig(**speech, token_timeout=SILENT_SECONDS), None
+    engine, loaded = llm_engine(args.backend, directory, args.engine_dir, args.device)
+    llm = TensorrtLLMConfig(
+        engine_dir=str(loaded),
+        tokenizer_dir=str(directory),
+        engine=engine,
+        instance_kind="KIND_CPU" if args.device == "cpu" else "KIND_GPU",
+        max_requests=args.batch_size,
+        gpu_share=args.kv_cache_free_gpu_memory_fraction,
+    )
+    return OrchestratorConfig(**speech), llm
+
+
+class WholeToken2Wav:
+    """The pipeline's port to a token2wav that renders whole utterances only, in batches: without streams or admission.
+
+    calls: forward calls of the flow so far.
+    """
+
+    def __init__(self, stack: Stack, config: Token2WavConfig, batch_size: int) -> None:
+        self._engine = Token2Wav.from_config(stack, config)
+        self._engine.warm_up()
+        self._batch_size = batch_size
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="token2wav")
+        self._waiting: list[tuple[tuple[Prompt, np.ndarray], asyncio.Future[np.ndarray]]] = []
+        self._rendering: asyncio.Task[None] | None = None
+        self.calls = 0
+
+    def open(self, speed: float = 1.0) -> NoReturn:
+        """Raise ValueError: it has no streams."""
+        raise ValueError("the offline tools' token2wav renders whole utterances only")
+
+    async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float = 1.0) -> np.ndarray:
+        """Return audio (N,) float32 of a whole utterance, at the usual rate."""
+        answer: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
+        self._waiting.append(((prompt, np.asarray(tokens, np.int64)), answer))
+        if self._rendering is None:
+            self._rendering = asyncio.create_task(self._render())
+        return await answer
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    async def _render(self) -> None:
+        """Render what waits, the shortest first: every row of a batch costs as much as its longest one."""
+        try:
+            while self._waiting:
+                self._waiting.sort(key=lambda each: len(each[0][1]))
+                batch, self._waiting = self._waiting[: self._batch_size], self._waiting[self._batch_size :]
+                utterances = [utterance for utterance, _ in batch]
+                results = await asyncio.get_running_loop().run_in_executor(self._thread, self._whole, utterances)
+                for (_, answer), result in zip(batch, results, strict=True):
+                    if answer.cancelled():
+                        continue
+                    if isinstance(result, Exception):
+                        answer.set_exception(result)
+                    else:
+                        answer.set_result(result)
+        finally:
+            self._rendering = None
+
+    def _whole(self, batch: Sequence[tuple[Prompt, np.ndarray]]) -> list[np.ndarray | Exception]:
+        """Render a batch; one that fails is rendered one by one, so that only the utterance that causes it fails."""
+        self.calls += 1
+        try:
+            return list(self._engine.whole_batch(batch))
+        except Exception as error:
+            if len(batch) == 1:
+                return [error]
+        return [self._whole([utterance])[0] for utterance in batch]
