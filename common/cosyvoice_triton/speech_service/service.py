@@ -27,7 +27,7 @@ from cosyvoice_triton.speech_service.errors import ApiError, invalid, named, nam
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.outcomes import Outcomes
 from cosyvoice_triton.speech_service.security.guard import API_KEY
-from cosyvoice_triton.speech_service.settings import Settings
+from cosyvoice_triton.speech_service.settings import Settings, imported
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.text import TextFrontend, clean_text
 from cosyvoice_triton.text.frontend import SPELLING
@@ -74,6 +74,7 @@ class Service:
         """Return the answer to a validated request, not generated yet. `upload`: an uploaded recording of the voice.
         `encoder`: by default, what the request names. ApiError, before any other work if it would be refused."""
         encoder = encoder or self.encoder(wanted)
+        encoder.watermark = imported(self.settings.watermark)
         # Refusals count from here on: of what was full while a slow client sent its recording, places may be free now.
         model, since = wanted.served_model(self.settings.model), time.monotonic()
         self.dispatcher.check(model)
