@@ -98,9 +98,7 @@ class Service:
     ) -> tuple[SpeechRequest, SpeechAnswer]:
         """Return the answer to a validated conversion, not generated yet, and what of it a request for speech has.
         source: an uploaded recording, or pieces of speech and their rate. ApiError."""
-        fields = wanted.model_dump(exclude_unset=True)
-        encoded = fields.pop("audio", "")
-        asked: SpeechRequest = parse(SpeechRequest, {**fields, "input": "."}, self.settings)
+        encoded, asked = getattr(wanted, "audio", ""), self.asked(wanted)
         answer = await self.answer(asked)
         (utterance,) = answer.utterances
         parameters = {name: each for name, each in utterance.parameters.items() if name in ("played", "trim_reference")}
@@ -113,6 +111,12 @@ class Service:
             utterance = replace(utterance, source=heard.wav, source_sample_rate=heard.rate)
         answer.utterances, answer.chars = (utterance,), 0
         return asked, answer
+
+    def asked(self, wanted: BaseModel) -> SpeechRequest:
+        """Return what a validated conversion has of a request for speech. ApiError."""
+        fields = wanted.model_dump(exclude_unset=True, exclude={"audio"})
+        asked: SpeechRequest = parse(SpeechRequest, {**fields, "input": "."}, self.settings)
+        return asked
 
     def _decoded(self, upload: bytes | None, encoded: str) -> Recording:
         """Return speech to convert. ApiError."""
