@@ -16,10 +16,29 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import MAX_SEED, URGENT_TOKENS, LLMPrompt, Sampling
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
+from cosyvoice_triton.orchestrator.tone import last_sentence
 from cosyvoice_triton.text.markup import Pause
 
 from tests.support import fakes
 from tests.support.pipeline import Pipeline, Speak, one_by_one, run_until, settle
+
+
+def test_the_tone_of_a_segment_is_carried_to_the_next_if_the_request_asks_for_it() -> None:
+    pipeline = Pipeline(CountingLM())
+    request = replace(fakes.speech_request(voice=3, text="0-40|100-101|200-260"), carry_tone=True)
+    pipeline.run(pipeline.synthesize(request))
+    before = [(prompt.prompt_text, prompt.prompt_tokens) for prompt in pipeline.llm.prompts]
+    assert before == [("reference", [3] * fakes.PROMPT_TOKENS), ("0-40 ", list(range(40))), ("100-101 ", [100])]
+    pipeline.run(pipeline.synthesize(replace(request, voice=replace(request.voice, text=""))))
+    assert not any(prompt.prompt_tokens for prompt in pipeline.llm.prompts[3:]), "no voice is continued"
+
+
+def test_the_last_sentence_begins_at_the_pause_that_is_nearest_to_where_it_is_expected() -> None:
+    text, silent = "One two three four. Five six.", {0}
+    tokens = [0, 0, 0, *[7] * 20, 0, 0, 0, *[8] * 20, 0, 0, 0, 0, *[9] * 20, 0, 0, 0]
+    assert last_sentence(text, tokens, silent) == ("Five six.", [0, 0, 0, *[9] * 20, 0, 0, 0])
+    for words, ids in (("One two.", tokens), (text, [7] * 20)):
+        assert last_sentence(words, ids, silent) == (words, ids)
 
 
 class CountingLM(fakes.FakeLM):

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import numpy as np
 import pytest
+from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.server.tritonserver import ServerError, free_port
 from cosyvoice_triton.speech_service import command as speech_command
 from cosyvoice_triton.speech_service.settings import Settings
@@ -32,6 +34,21 @@ from tests.support.speech_fixtures import (
     until,
 )
 from tests.support.triton_stub import OVERLOADED, TritonStub
+
+
+def marked(samples: np.ndarray, rate: int) -> np.ndarray:
+    """Stand in for a watermark."""
+    return np.full(samples.size, rate / 2**16, np.float32)
+
+
+@pytest.mark.parametrize("path", [SPEECH, "/inference_sft"])
+def test_a_watermark_is_in_every_answer(path: str, tmp_path: Path) -> None:
+    with stubbed(voices_dir=tmp_path, watermark=f"{__name__}:marked") as url:
+        body = {"json": TEXT} if path == SPEECH else {"data": {"tts_text": "Hello.", "spk_id": "anna"}}
+        samples = np.frombuffer(httpx.post(url + path, **body).content, "<i2")
+        assert samples.size and set(samples) == {round(SAMPLE_RATE / 2**16 * 32767)}
+    with pytest.raises(ValueError, match="watermark 'nowhere:f' cannot be imported"):
+        Settings(watermark="nowhere:f")
 
 
 @pytest.mark.parametrize(("words", "status"), [("refuse", 400), ("lost", 503), ("silent", 502)])

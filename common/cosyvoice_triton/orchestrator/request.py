@@ -46,6 +46,7 @@ _OTHERS = (
     "language",
     "pronunciation",
     "duration",
+    "carry_tone",
 )
 _PARAMETERS = {*_SAMPLING_KINDS, *SPELLING, *_FLAGS, *_OTHERS, "sampling", "speed", TRACEPARENT}
 _TRITONS_OWN = "triton_"  # start of parameters that Triton and its clients add
@@ -59,7 +60,7 @@ class SynthesisRequest:
     not, and only the flow reproduces the voice. `instruct_text` describes how to speak, in place of the voice's own
     instruction; a registered voice is then not continued either.
     `normalize`, `as_is`, `language`, `pronunciation`: see `TextFrontend`. `speed` above 1: faster.
-    `duration`: seconds of the whole answer, which is then sent at once, see `length`.
+    `duration`: seconds of the whole answer, which is then sent at once, see `length`. `carry_tone`: see `tone`.
     `trim_reference`: see `Judgement.mended`. `trim_silence`: whether the silence that the LLM makes at the ends of
     segments is cut; false gives upstream's samples. `retry_bad_answers`: see `judges.Judge`; not of a request that is
     repeatable, unless it asks for it.
@@ -81,6 +82,7 @@ class SynthesisRequest:
     max_tokens: int | None = None
     speed: float = 1.0
     duration: float | None = None
+    carry_tone: bool = False
     timeline: bool = False
     segments: bool = False
     played: bool = True
@@ -173,6 +175,7 @@ class RequestRules:
             trim_silence=_flag(given, "trim_silence", self.trim_silence),
             retry_bad_answers=_flag(given, "retry_bad_answers", self.retry_bad_answers and not sampling.repeatable),
             pieces=pieces,
+            carry_tone=_flag(given, "carry_tone", False),
             duration=_duration(given, marked, live=pieces is not None),
             **_of_every_request(given),
         )

@@ -35,6 +35,7 @@ from cosyvoice_triton.orchestrator.report import OnSegment, OnStage, OnWarning, 
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort, Token2WavSequence
 from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter, TokenBuffer
+from cosyvoice_triton.orchestrator.tone import last_sentence
 from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.refusals import LastRefusal
 from cosyvoice_triton.tasks import TaskScope
@@ -418,6 +419,9 @@ class Synthesizer:
                 prompt = replace(llm_prompt, target_text=text)
                 used = await segment.fill(self._llm, prompt, request.sampling, left)
                 left = None if left is None else left - used
+                if request.carry_tone and llm_prompt.prompt_tokens:
+                    words, tokens = last_sentence(text, segment.generated, self._silent_tokens)
+                    llm_prompt = replace(llm_prompt, prompt_text=f"{words.strip()} ", prompt_tokens=tokens)
                 llm_prompt = replace(llm_prompt, urgent_tokens=0)  # later segments' listener has audio
             text = await asyncio.to_thread(next, rest, None)
         if pause:

@@ -104,6 +104,7 @@ class SpeechRequest(BaseModel):
     pace: Literal["realtime"] | None = Field(None, description="with frame_ms: send each piece when it is to be played")
     speed: Finite = Field(1.0, description="0.25 to 4; the pitch is kept")
     duration: Finite | None = Field(None, description="seconds of the whole answer, by a speed of 0.7 to 1.4")
+    carry_tone: bool = Field(False, description="speak each segment on in the tone of the one before")
     instructions: Text = Field(
         "", description='how to speak, such as "Speak slowly."', json_schema_extra=by_setting("max_input_chars")
     )
@@ -168,6 +169,7 @@ class SpeechRequest(BaseModel):
         wanted = {
             "language": self.named_language or None,
             "duration": None if self.duration is None else str(self.duration),
+            "carry_tone": self.carry_tone or None,
             "pronunciation": json.dumps(words, ensure_ascii=False) if words else None,
             "trim_reference": self.trim_reference or None,
             "trim_silence": self.trim_silence,

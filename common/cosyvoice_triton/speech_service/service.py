@@ -27,7 +27,7 @@ from cosyvoice_triton.speech_service.dispatcher import Dispatcher
 from cosyvoice_triton.speech_service.errors import ApiError, invalid, named, naming
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.security.guard import API_KEY
-from cosyvoice_triton.speech_service.settings import Settings
+from cosyvoice_triton.speech_service.settings import Settings, imported
 from cosyvoice_triton.speech_service.voices import VoiceFolder
 from cosyvoice_triton.text import TextFrontend, clean_text
 from cosyvoice_triton.text.frontend import SPELLING
@@ -117,6 +117,7 @@ class Service:
         """Return the answer to a validated request, not generated yet. `upload`: an uploaded recording of the voice.
         `encoder`: by default, what the request names. ApiError, before any other work if it would be refused."""
         encoder = encoder or self.encoder(wanted)
+        encoder.watermark = imported(self.settings.watermark)
         # Refusals count from here on: of what was full while a slow client sent its recording, places may be free now.
         model, since = wanted.served_model(self.settings.model), time.monotonic()
         self.dispatcher.check(model)
@@ -140,9 +141,7 @@ class Service:
     ) -> tuple[SpeechRequest, SpeechAnswer]:
         """Return the answer to a validated conversion, not generated yet, and what of it a request for speech has.
         source: an uploaded recording, or pieces of speech and their rate. ApiError."""
-        fields = wanted.model_dump(exclude_unset=True)
-        encoded = fields.pop("audio", "")
-        asked: SpeechRequest = parse(SpeechRequest, {**fields, "input": "."}, self.settings)
+        encoded, asked = getattr(wanted, "audio", ""), self.asked(wanted)
         answer = await self.answer(asked)
         (utterance,) = answer.utterances
         parameters = {name: each for name, each in utterance.parameters.items() if name in ("played", "trim_reference")}
@@ -155,6 +154,12 @@ class Service:
             utterance = replace(utterance, source=heard.wav, source_sample_rate=heard.rate)
         answer.utterances, answer.chars = (utterance,), 0
         return asked, answer
+
+    def asked(self, wanted: BaseModel) -> SpeechRequest:
+        """Return what a validated conversion has of a request for speech. ApiError."""
+        fields = wanted.model_dump(exclude_unset=True, exclude={"audio"})
+        asked: SpeechRequest = parse(SpeechRequest, {**fields, "input": "."}, self.settings)
+        return asked
 
     def _decoded(self, upload: bytes | None, encoded: str) -> Recording:
         """Return speech to convert. ApiError."""

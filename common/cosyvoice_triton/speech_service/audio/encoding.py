@@ -5,7 +5,7 @@ release the GIL, so those of compressed formats should run in a thread.
 """
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,8 +80,10 @@ class AudioEncoder:
     rate: as far as the format has a choice. frame_ms: of the pieces that `framed` makes; None: they come as they are.
     tags: of the container, if it has a place for them. hold: a part with a loudness (`begin`) is encoded at its end.
     paced: frames are to be sent when they are played, by `frame_seconds`.
-    ValueError for an unsupported value.
+    ValueError for an unsupported value. watermark: returns the samples of a chunk marked, float32 (N,) at SAMPLE_RATE.
     """
+
+    watermark: Callable[[np.ndarray, int], np.ndarray] | None = None
 
     def __init__(
         self,
@@ -130,7 +132,8 @@ class AudioEncoder:
     @property
     def direct(self) -> bool:
         """Return whether the samples are hardly changed, so that no thread is needed."""
-        return self._filter is None and not any(self._levellers) and self.format.codec in ("", "pcm_s16le")
+        changed = self._filter is not None or self.watermark is not None or any(self._levellers)
+        return not changed and self.format.codec in ("", "pcm_s16le")
 
     def begin(self, lufs: float | None) -> None:
         """Bring what follows, the part of a voice, to a loudness; None: leave it as it is."""
@@ -178,6 +181,8 @@ class AudioEncoder:
         return audio[:4] + lengths[0] + audio[8 : samples - 4] + lengths[1] + audio[samples:]
 
     def _filtered(self, chunk: np.ndarray | None) -> Iterator[np.ndarray]:
+        if self.watermark is not None and chunk is not None and chunk.size:
+            chunk = self.watermark(chunk, SAMPLE_RATE)
         if self._filter is None:
             yield from () if chunk is None else (chunk,)
             return

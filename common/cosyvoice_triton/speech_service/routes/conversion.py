@@ -92,7 +92,7 @@ class ConversionSession(SocketSessionBase):
             raise invalid(message, "input_sample_rate")
         config = {"response_format": "pcm", **fields}
         wanted = parse(ConversionRequest, config, self._service.settings)
-        self._service.encoder(wanted)
+        self._service.encoder(self._service.asked(wanted))
         self._keep(len(wanted.ref_audio))
         self._wanted, self._rate = wanted, rate
 
