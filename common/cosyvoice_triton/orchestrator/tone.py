@@ -12,8 +12,6 @@ def last_sentence(text: str, tokens: Sequence[int], silent: Collection[int]) -> 
     sentence is expected to begin; all of the segment without such a pause. silent: ids of silence."""
     splitter = SentenceSplitter()
     *before, last = filter(str.strip, (*splitter.push(text), splitter.finish()))
-    spoken = sum(map(expected_seconds, before))
-    begin = len(tokens) * spoken / (spoken + expected_seconds(last))
     pauses = [
         at + PAUSE_TOKENS // 2
         for at in range(1, len(tokens) - PAUSE_TOKENS)
@@ -21,4 +19,6 @@ def last_sentence(text: str, tokens: Sequence[int], silent: Collection[int]) -> 
     ]
     if not before or not pauses:
         return text, list(tokens)
+    spoken = sum(map(expected_seconds, before))
+    begin = len(tokens) * spoken / (spoken + expected_seconds(last))
     return last, list(tokens[min(pauses, key=lambda at: abs(at - begin)) :])
