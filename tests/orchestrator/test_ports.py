@@ -9,8 +9,8 @@ import pytest
 from cosyvoice_triton.constants import MEL_BINS, SPEAKER_DIM
 from cosyvoice_triton.errors import LostAnswerError, ModelDownError, OverloadedError, UnavailableError
 from cosyvoice_triton.orchestrator.chunking import Hop
-from cosyvoice_triton.orchestrator.model import TritonPromptEncoder
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavReplicas, Token2WavSequence, send_over_triton
+from cosyvoice_triton.orchestrator.triton_encoder import TritonPromptEncoder
 from cosyvoice_triton.voice.prompt import Prompt, Recording
 
 from tests.support.pipeline import settle

@@ -1,6 +1,5 @@
 """The orchestrator of every stack as the Triton model that clients call: it reads the tensors of requests for speech,
-speaks them by the pipeline over Triton, whose prompt encoders are other models of it, and writes the responses: audio,
-warnings, segments and stages.
+speaks them by the pipeline over Triton, and writes the responses: audio, warnings, segments and stages.
 """
 
 import asyncio
@@ -16,7 +15,6 @@ from cosyvoice_triton import triton_io
 from cosyvoice_triton.audible import leading_silence
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import MAX_SOURCE_SECONDS, PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from cosyvoice_triton.errors import LostAnswerError
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.environment import ModelEnvironment
@@ -25,12 +23,10 @@ from cosyvoice_triton.monitoring.metrics import BAD_ANSWERS, RequestStats, Value
 from cosyvoice_triton.orchestrator.assembly import Pipeline, remote_llm
 from cosyvoice_triton.orchestrator.report import Report
 from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream, PieceStreams
-from cosyvoice_triton.orchestrator.token2wav_port import Call, Token2WavReplicas, send_over_triton
+from cosyvoice_triton.orchestrator.token2wav_port import Token2WavReplicas, send_over_triton
+from cosyvoice_triton.orchestrator.triton_encoder import TritonPromptEncoder
 from cosyvoice_triton.replicas import replicas
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.voice.audio import at_rate
-from cosyvoice_triton.voice.encoders import reference_mel
-from cosyvoice_triton.voice.prompt import Recording
 
 logger = logging.getLogger(__name__)
 
@@ -39,43 +35,6 @@ TEST_SECONDS = 10.0  # a loop that takes longer for nothing is blocked
 NUMBERS = ("reference_wav_len", "reference_sample_rate", "source_sample_rate")
 WAVES = ("reference_wav", "source_wav")
 TEXTS = ("target_text", "reference_text", "speaker", "instruct_text")
-
-
-class TritonPromptEncoder:
-    """Calls `audio_tokenizer` and `speaker_embedding`, answered from the response cache for a known recording.
-
-    `first_speech_id`: id of <|s_0|> in the LLM's vocabulary; tokens travel between models as ids of the LLM.
-    `mel_max_hz`: see `Stack`.
-    """
-
-    def __init__(self, call: Call, first_speech_id: int, mel_max_hz: float):
-        self._call = call
-        self._first_speech_id = first_speech_id
-        self._mel_max_hz = mel_max_hz
-        # The first call loads the filters: not in a request.
-        reference_mel(Recording(np.zeros(PROMPT_SAMPLE_RATE, np.float32)), mel_max_hz)
-
-    async def tokens(self, recording: Recording) -> np.ndarray:
-        tokens = await self._ask("audio_tokenizer", recording, "prompt_speech_tokens")
-        return tokens.reshape(-1).astype(np.int64) - self._first_speech_id
-
-    async def mel(self, recording: Recording) -> np.ndarray:
-        return await asyncio.to_thread(reference_mel, recording, self._mel_max_hz)
-
-    async def embedding(self, recording: Recording) -> np.ndarray:
-        return (await self._ask("speaker_embedding", recording, "prompt_spk_embedding")).reshape(-1)
-
-    async def _ask(self, model: str, recording: Recording, output: str) -> np.ndarray:
-        """Return `model`'s `output` for a recording. Only the recording is sent, so that equal ones hit the cache."""
-        wav = recording.wav
-        if recording.rate != PROMPT_SAMPLE_RATE:  # else a thread would take longer than the work
-            wav = await asyncio.to_thread(at_rate, recording, PROMPT_SAMPLE_RATE)
-        inputs = {"reference_wav": wav[None], "reference_wav_len": np.array([[len(wav)]], np.int32)}
-        try:
-            return (await self._call(model, inputs, [output]))[output]
-        except LostAnswerError:  # the response cache keeps a failure: padding makes it a different request
-            padded = inputs | {"reference_wav": np.pad(wav, (0, 1))[None]}
-            return (await self._call(model, padded, [output]))[output]
 
 
 class OrchestratorModel:
