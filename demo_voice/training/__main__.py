@@ -34,7 +34,7 @@ weights of its file, which is written every minute.
 
 Text comes from Debian packages (see corpus.py) under /, or under --texts; phonemes.py and kokoro_weights.py name the
 packages for the next two stages. For a machine without a network, copy there `sentences.txt` and `phonemes.txt` of the
-working folder, and the folder --teacher. One H200 and 16 cores take 20 minutes in all.
+working folder, and the folder --teacher. The times are meant for one H200 and 16 cores.
 """
 
 import argparse

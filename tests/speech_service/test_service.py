@@ -41,12 +41,18 @@ def marked(samples: np.ndarray, rate: int) -> np.ndarray:
     return np.full(samples.size, rate / 2**16, np.float32)
 
 
+def shortened(samples: np.ndarray, rate: int) -> np.ndarray:
+    return samples[:-1]
+
+
 @pytest.mark.parametrize("path", [SPEECH, "/inference_sft"])
 def test_a_watermark_is_in_every_answer(path: str, tmp_path: Path) -> None:
     with stubbed(voices_dir=tmp_path, watermark=f"{__name__}:marked") as url:
         body = {"json": TEXT} if path == SPEECH else {"data": {"tts_text": "Hello.", "spk_id": "anna"}}
         samples = np.frombuffer(httpx.post(url + path, **body).content, "<i2")
         assert samples.size and set(samples) == {round(SAMPLE_RATE / 2**16 * 32767)}
+    with stubbed(voices_dir=tmp_path, watermark=f"{__name__}:shortened") as url:
+        assert httpx.post(url + path, **body).status_code == 500
     with pytest.raises(ValueError, match="watermark 'nowhere:f' cannot be imported"):
         Settings(watermark="nowhere:f")
 

@@ -182,7 +182,10 @@ class AudioEncoder:
 
     def _filtered(self, chunk: np.ndarray | None) -> Iterator[np.ndarray]:
         if self.watermark is not None and chunk is not None and chunk.size:
-            chunk = self.watermark(chunk, SAMPLE_RATE)
+            marked = self.watermark(chunk, SAMPLE_RATE)
+            if marked.shape != chunk.shape:  # times and lengths would be wrong in silence
+                raise TypeError(f"the watermark returned {marked.shape} for samples of {chunk.shape}")
+            chunk = marked
         if self._filter is None:
             yield from () if chunk is None else (chunk,)
             return
