@@ -1,7 +1,10 @@
 """Answers at a set loudness."""
 
+import io
+
 import numpy as np
 import pytest
+import soundfile as sf
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
 from cosyvoice_triton.speech_service.audio.loudness import PEAK, Leveller, Loudness
@@ -70,3 +73,16 @@ def test_an_encoder_levels_and_without_a_loudness_leaves_the_samples_as_they_are
     np.testing.assert_array_equal(np.rint(samples[0] * 32767), np.rint(np.concatenate(chunks) * 32767))
     for wave in samples[1:]:
         assert measured(wave.astype("f4")) == pytest.approx(-20, abs=0.1)
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize(("kind", "speed"), [("wav", 1.0), ("wav", 1.5), ("mp3", 1.0), ("opus", 1.0)])
+def test_parts_of_two_voices_with_a_loudness_are_one_file(kind: str, speed: float, hold: bool) -> None:
+    encoder, data = AudioEncoder(kind, None, speed, hold=hold), b""
+    for lufs in (-20, -30):
+        encoder.begin(lufs)
+        data += b"".join(map(encoder.push, np.array_split(sine(997, 0.3), 5)))
+    wave, rate = sf.read(io.BytesIO(data + encoder.finish()))
+    assert len(wave) / rate == pytest.approx(2 * sine(997, 0.3).size / SAMPLE_RATE / speed, abs=0.15)
+    first, second = (np.sqrt(np.square(part).mean()) for part in np.array_split(wave, 2))
+    assert 20 * np.log10(first / second) == pytest.approx(10, abs=1)

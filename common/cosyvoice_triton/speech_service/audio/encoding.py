@@ -181,7 +181,9 @@ class AudioEncoder:
         return audio[:4] + lengths[0] + audio[8 : samples - 4] + lengths[1] + audio[samples:]
 
     def _filtered(self, chunk: np.ndarray | None) -> Iterator[np.ndarray]:
-        if self.watermark is not None and chunk is not None and chunk.size:
+        if chunk is not None and not chunk.size:  # a level that holds everything; an encoder would take it for the end
+            return
+        if self.watermark is not None and chunk is not None:
             marked = self.watermark(chunk, SAMPLE_RATE)
             if marked.shape != chunk.shape:  # times and lengths would be wrong in silence
                 raise TypeError(f"the watermark returned {marked.shape} for samples of {chunk.shape}")
