@@ -8,6 +8,7 @@ streams is answered as a whole, too.
 import asyncio
 import json
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sized
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
@@ -51,9 +52,9 @@ class Tensor(BaseModel):
     shape: Few[Annotated[int, Field(gt=0, lt=1 << 31, strict=True)]]
     parameters: Parameters = {}
 
+    @abstractmethod
     def value(self, binary: bytes | None) -> Any:
         """Return the text, the number or the samples (N,); ValueError unless they are of the type and the shape."""
-        raise NotImplementedError
 
     def _sized(self, values: Sized) -> Any:
         if len(values) != math.prod(self.shape):
