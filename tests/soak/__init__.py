@@ -2,7 +2,6 @@
 
 cases.py    the requests, by seed: route, voice, text; some are cancelled, some are bad and have an expected answer
 routes.py   a door for every interface
-hostile.py  clients that flood, read nothing or send what costs much, directly and through Envoy
 ledger.py   how each request ended, and which fault explains an error
 stack.py    the servers: started, restarted when they end, as a supervisor does
 faults.py   processes killed and stopped, faults inside the models

@@ -6,8 +6,7 @@
 
 Load: gRPC streamed and offline, the OpenAI-style route in any format, the WebSocket with barge-in, the plain runtime's
 gRPC service, voices that are registered, used and deleted, and Envoy before them. 10 % of the requests are cancelled,
-5 % are bad in one of several ways, each of which has the error that must be the answer. Hostile clients come between:
-floods of frames, answers that nobody reads, requests whose few bytes would cost much.
+5 % are bad in one of several ways, each of which has the error that must be the answer.
 
 Faults: processes killed and stopped, and those of monitoring/faults.py inside the models; a service that ends is
 started again, as compose and Kubernetes do. In the last half of the time nothing is killed, so that growth can be

@@ -15,8 +15,6 @@ from cosyvoice_triton.load.plan import LoadJob
 from cosyvoice_triton.load.samples import Sample
 from cosyvoice_triton.voice.audio import at_rate
 
-from tests.soak.hostile import ATTACKS
-
 CANCELLED, BAD = 0.10, 0.05  # shares of all requests
 EARLY = 0.3  # share of the cancelled ones that are cancelled within a second, without waiting for audio
 VOICES = ("slt", "rms")  # registered
@@ -31,8 +29,6 @@ WEIGHTS: Mapping[str, int] = {
     "runtime-grpc": 3,
     "voices": 2,
     "gateway": 2,
-    "hostile": 1,
-    "hostile-gateway": 1,
 }
 
 
@@ -61,7 +57,6 @@ _TRITON_BAD = (
     BadInput("temperature is text", {"parameters": {"temperature": "hot"}}, "temperature must be a number"),
 )
 _SOCKET_BAD = (BadInput("unknown message", {"parameters": {"type": "hello"}}, "message type 'hello' is unknown"),)
-_HOSTILE = tuple(BadInput(name, {"parameters": {"attack": name}}, attack.answer) for name, attack in ATTACKS.items())
 BAD_INPUTS: Mapping[str, Sequence[BadInput]] = {
     "grpc": _TRITON_BAD,
     "grpc-offline": _TRITON_BAD,
@@ -79,8 +74,6 @@ BAD_INPUTS: Mapping[str, Sequence[BadInput]] = {
         BadInput("name is taken", {"speaker": "slt"}, "HTTP 409.*already exists"),
         BadInput("no recording", {"reference": _SECOND[:0]}, "HTTP 400.*the recording is empty"),
     ),
-    "hostile": _HOSTILE,
-    "hostile-gateway": _HOSTILE,
 }
 
 
@@ -101,7 +94,6 @@ class SoakPlan(Sequence[LoadJob]):
         route = str(random.choice(self.routes, p=weights / weights.sum()))
         cancelled, bad = np.cumsum([CANCELLED, BAD]) > random.random()
         said = self._utterance(random, route, f"soak-{number}")
-        bad, cancelled = (True, False) if route.startswith("hostile") else (bad, cancelled)
         if bad and not cancelled and (ways := BAD_INPUTS.get(route)):
             way = ways[int(random.integers(len(ways)))]
             said = Unchecked(**{**vars(said), **way.change})

@@ -23,8 +23,6 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.doors import SPEECH, Door, HttpDoor, WebSocketDoor, WebSocketSession, recording_of
 from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
 
-from tests.soak.hostile import HostileDoor
-
 VOICES = "/v1/audio/voices"
 UNKNOWN_VOICE = "HTTP 400.*unknown speaker"
 SHORT = "A short sentence."
@@ -54,8 +52,6 @@ class Addresses:
             "runtime-grpc": RuntimeGrpcDoor(self.runtime),
             "voices": VoicesDoor(self.speech, keep=False),
             "gateway": EncodedDoor(self.gateway, keep=False),
-            "hostile": HostileDoor(self.speech, keep=False),
-            "hostile-gateway": HostileDoor(self.gateway, keep=False),
         }
 
 
