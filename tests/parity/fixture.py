@@ -148,5 +148,6 @@ def outputs_of(call: Mapping[str, Any]) -> list[str]:
     return call["outputs"] if "outputs" in call else [call["output"]]
 
 
-# Computes a fixture's results: yields (key of the stored tensor, such as "out/full/xs", computed tensor).
-Check = Callable[[Fixture], Iterator[tuple[str, torch.Tensor]]]
+# Computes a fixture's results: yields (key of the stored tensor, such as "out/full/xs", computed tensor, or None where
+# serving differs on purpose).
+Check = Callable[[Fixture], Iterator[tuple[str, torch.Tensor | None]]]

@@ -1,4 +1,4 @@
-"""Shared by checks: intermediate results by module name, and parsing of the text of fixtures' calls."""
+"""Shared by checks: what methods return, and parsing of the text of fixtures' calls."""
 
 import re
 from collections.abc import Iterator
@@ -7,30 +7,9 @@ from typing import Any
 
 import torch
 from cosyvoice_triton.constants import EULER_STEPS
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.parity.fixture import Fixture
-
-
-@contextmanager
-def intermediates(module: nn.Module, fixture: Fixture, tag: str) -> Iterator[dict[str, Tensor]]:
-    """Collect the outputs of submodules for the fixture's `mid/<tag>/<submodule>` tensors, under those keys.
-
-    Of a submodule that runs more than once, the first output; of `<submodule>_first_N_frames`, the first N frames.
-    """
-    found: dict[str, Tensor] = {}
-    handles = []
-    prefix = f"mid/{tag}/"
-    modules = dict(module.named_modules())
-    for key in fixture.keys:
-        name, _, frames = key.removeprefix(prefix).removesuffix("_frames").partition("_first_")
-        if key.startswith(prefix) and name in modules:
-            handles.append(modules[name].register_forward_hook(_keep(found, key, int(frames) if frames else None)))
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -48,13 +27,6 @@ def recorded(owner: object, method: str) -> Iterator[list[Tensor]]:
         yield results
     finally:
         delattr(owner, method)
-
-
-def _keep(found: dict[str, Tensor], key: str, frames: int | None):
-    def hook(module: nn.Module, args: tuple, output: Tensor) -> None:
-        found.setdefault(key, output[..., :frames])
-
-    return hook
 
 
 def evaluate(fixture: Fixture, expression: str) -> Tensor:
