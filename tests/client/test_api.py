@@ -1,4 +1,4 @@
-"""The Python API and `say`, over the real server."""
+"""The Python API and `say`, with a stub Triton; a local server."""
 
 import json
 import shutil
@@ -15,26 +15,8 @@ from cosyvoice_triton.cli import say
 from cosyvoice_triton.constants import MIN_REFERENCE_SECONDS, SAMPLE_RATE
 from cosyvoice_triton.prepare import steps
 
-from tests.support.server_requests import VOICE as RECORDING
-from tests.support.server_requests import VOICE_TEXT, Serve
 from tests.support.speech_fixtures import stub_triton
 from tests.support.triton_stub import TritonStub
-
-VOICE = {"reference": RECORDING, "reference_text": VOICE_TEXT, "seed": 3}
-
-
-@pytest.mark.server
-def test_a_text_is_streamed_in_chunks_of_the_whole_also_after_a_refusal_and_a_closed_stream(serve: Serve) -> None:
-    with Client(serve().grpc_url) as client:
-        chunks = list(client.stream("Good morning.", **VOICE))
-        assert len(chunks) > 1 and all(chunk.dtype == np.float32 and chunk.ndim == 1 for chunk in chunks)
-        with pytest.raises(ClientError, match="unknown speaker 'nobody'"):
-            client.speak("Good morning.", voice="nobody")
-        stream = client.stream("Good morning. " * 5, **VOICE)
-        next(stream)
-        stream.close()
-        np.testing.assert_allclose(client.speak("Good morning.", **VOICE), np.concatenate(chunks), atol=1e-4)
-    assert client.sample_rate == SAMPLE_RATE
 
 
 def test_threads_that_are_more_than_the_places_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,19 +57,6 @@ def test_language_and_pronunciations_are_sent_by_the_client_and_by_say(tmp_path:
         with pytest.raises(ValueError, match="pronunciation of 'nginx' must be text, not 3"):
             client.speak("Hallo nginx.", pronunciation={"nginx": 3})
         assert stub.served == 2
-
-
-@pytest.mark.server
-def test_say_writes_a_file_and_reports_errors_in_one_line(serve, tmp_path, capsys) -> None:
-    output = tmp_path / "new" / "hello.wav"
-    where = ["--server", serve().grpc_url, "--output", str(output)]
-    assert say.main(["Good morning.", *where]) == 1
-    assert "no voice: " in capsys.readouterr().err and not output.exists()
-    voice = ["--reference", str(VOICE["reference"]), "--reference-text", str(VOICE["reference_text"])]
-    assert say.main(["Good morning.", *where, *voice, "--parameter", "seed=3"]) == 0
-    with wave.open(str(output)) as file:
-        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (SAMPLE_RATE, 1, 2)
-        assert f"{file.getnframes() / SAMPLE_RATE:.2f} s written to {output}" in capsys.readouterr().out
 
 
 @pytest.mark.server

@@ -1,81 +1,18 @@
-"""The soak's accounting, its clients and its judgement of growth, without a tritonserver."""
+"""The soak's accounting and its judgement of growth, without a tritonserver."""
 
-import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cosyvoice_triton.client.answer import AudioPart
-from cosyvoice_triton.client.failures import ClientError
-from cosyvoice_triton.client.utterance import Utterance
-from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.errors import OverloadedError, unavailable_message
-from cosyvoice_triton.load.doors import Door
-from cosyvoice_triton.load.measure import CANCELLED, RequestOutcome
-from cosyvoice_triton.load.plan import Load, LoadJob
-from cosyvoice_triton.load.runner import run
+from cosyvoice_triton.load.measure import RequestOutcome
 
 from tests.soak.faults import KINDS, InjectedFault
-from tests.soak.ledger import Ledger, Request
+from tests.soak.ledger import Ledger
 from tests.soak.runner import SoakResult, SoakSettings
 from tests.soak.sampling import JUDGED_SECONDS, LONG_SECONDS, WARM_UP_SECONDS, ProcessHistory
 from tests.soak.stack import Life
-
-PATIENCE, SHORT = 60.0, 0.1  # seconds; the short one only where a hang is what must be noticed
-OVERLOADED = unavailable_message(OverloadedError("listeners: 1, 0.2 end each second", 3.0))
-SECOND = np.full(SAMPLE_RATE, 0.1, np.float32)
-SAID = Utterance("quick words", speaker="slt", parameters={"seed": 1, "response_format": "pcm"})
-
-
-class Answers(Door):
-    """Answers of `count` parts, and then an error, or a silence of so many seconds."""
-
-    def __init__(self, count: int, then: Exception | float | None = None) -> None:
-        self._count, self._then = count, then
-
-    async def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
-        for _ in range(self._count):
-            yield AudioPart(SECOND)
-            await asyncio.sleep(0)
-        if isinstance(self._then, Exception):
-            raise self._then
-        await asyncio.sleep(self._then or 0)
-
-
-def ended(door: Door, patience: float = PATIENCE, **job: Any) -> Request:
-    """How a request with that answer is accounted for."""
-    load = Load(["door"], "", "streaming", [LoadJob("one", SAID, **job)], patience=patience, persistent=True, pause=0)
-    ledger = Ledger()
-    asyncio.run(run(load, ledger, {"door": door}))
-    (request,) = ledger.requests
-    return request
-
-
-@pytest.mark.parametrize(
-    ("answer", "job", "outcome", "reason"),
-    [
-        ((2,), {}, "done", ""),
-        ((2, ClientError("token2wav broke")), {}, None, "token2wav broke"),
-        ((0, RuntimeError("a bug")), {}, None, "RuntimeError: a bug"),
-        ((0, ClientError("HTTP 429 full")), {}, "refused", "HTTP 429 full"),
-        ((0, ClientError(OVERLOADED)), {}, "refused", OVERLOADED),
-        ((1, 600.0), {}, "hung", "nothing for 0.1 s, after 1 parts"),
-        ((0, 600.0), {}, "hung", "nothing for 0.1 s, after 0 parts"),
-        ((0, ClientError("it is too long")), {"expected": "too long"}, "rejected", "it is too long"),
-        ((0, ClientError("?")), {"expected": "too long"}, None, "? instead of the error /too long/"),
-        ((1,), {"expected": "too long"}, None, "an answer instead of the error /too long/"),
-        ((3, 600.0), {"cancel_after_parts": 2}, "cancelled", CANCELLED),
-        ((3, 600.0), {"cancel_after": 0.02}, "cancelled", CANCELLED),
-    ],
-)
-def test_a_request_is_accounted_for_by_how_it_ends(
-    answer: Any, job: dict[str, Any], outcome: str | None, reason: str
-) -> None:
-    request = ended(Answers(*answer), SHORT if outcome == "hung" else PATIENCE, **job)
-    assert (request.outcome, request.answer.error) == (outcome, reason)
-    assert bool(request.answer.arrivals) == bool(answer[0])
 
 
 def fault(name: str, begun: float, end: float) -> InjectedFault:

@@ -71,13 +71,6 @@ def test_a_dated_model_of_openai_is_the_default_one(url: str, model: str) -> Non
     assert httpx.get(f"{url}/v1/models/{model}", headers=BEARER).json()["id"] == model
 
 
-def test_xiaozhis_server_reads_a_whole_wav_file(url: str) -> None:
-    """What its provider `openai` sends for each sentence, and reads at once."""
-    body = {"model": "tts-1", "input": "你好。", "voice": "a", "response_format": "wav", "speed": 1.0}
-    answer = httpx.post(url + SPEECH, json=body, headers=BEARER)
-    assert answer.status_code == 200 and sf.info(io.BytesIO(answer.content)).samplerate == 24_000
-
-
 def test_a_client_that_waits_before_it_sends_a_body_in_chunks_is_told_to_go_on(url: str) -> None:
     """So do the clients of Java, Go and .NET with `Expect: 100-continue` and a body of unknown length."""
     headers = (

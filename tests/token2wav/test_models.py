@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cosyvoice_triton import constants, samples
 from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
-from cosyvoice_triton.token2wav.serving.requests import MAX_AUDIO_LEFT, Token2WavRequest, read_request
+from cosyvoice_triton.token2wav.serving.requests import read_request
 from cosyvoice_triton.voice.audio import load_audio
 
 from tests.conftest import ROOT, initialized_model
@@ -132,6 +132,8 @@ def test_the_dit_model_accepts_a_recording_as_the_voice(served: Served) -> None:
         ({"target_speech_tokens": np.zeros((2, 4), np.int32)}, r"target_speech_tokens must have the shape \[1, n\]"),
         ({"finalize": np.zeros((1, 2), bool)}, r"finalize must hold one value, not 2"),
         ({"speed": np.array([[9.0]], np.float32)}, r"speed 9.0 is not in"),
+        ({"audio_left": np.array([[-0.5]], np.float32)}, r"audio_left -0.5 is not in 0..3600, the seconds of audio"),
+        ({"audio_left": np.array([[np.nan]], np.float32)}, r"audio_left nan is not in"),
     ],
 )
 def test_a_malformed_tensor_is_named(change: dict[str, np.ndarray], message: str) -> None:
@@ -169,39 +171,3 @@ FIRST = {"token_offset": np.array([[0]], np.int32)}
 def test_the_ids_and_flags_of_a_request_name_its_stream(identity, tensors, stream_id, start, end) -> None:
     request = read_request(tensors | {"target_speech_tokens": np.zeros((1, 4), np.int32)}, 0, **identity)
     assert (request.stream_id, request.start, request.end) == (stream_id, start, end)
-
-
-def read(tokens: int = 10, prompt: int = 10, **more: np.ndarray) -> Token2WavRequest:
-    tensors = {
-        "target_speech_tokens": np.zeros((1, tokens), np.int32),
-        "prompt_speech_tokens": np.zeros((1, prompt), np.int32),
-        "prompt_speech_feat": np.zeros((1, prompt * constants.TOKEN_MEL_RATIO, constants.MEL_BINS), np.float16),
-        "prompt_spk_embedding": np.zeros((1, constants.SPEAKER_DIM), np.float16),
-    }
-    return read_request(tensors | more, 0, correlation_id=1, start=True, end=False, request_id="")
-
-
-def test_a_prompt_is_at_most_as_long_as_the_longest_recording() -> None:
-    voice = read(prompt=constants.MAX_PROMPT_TOKENS).prompt
-    assert voice is not None and len(voice.tokens) == constants.MAX_PROMPT_TOKENS
-    with pytest.raises(ValueError, match=r"753 prompt_speech_tokens .* at most 752 .*, 30 s: send a shorter recording"):
-        read(prompt=constants.MAX_PROMPT_TOKENS + 1)
-    with pytest.raises(ValueError, match="40000 prompt_speech_tokens"):
-        read(prompt=40_000)
-
-
-def test_an_utterance_is_at_most_as_long_as_the_longest_stream() -> None:
-    assert len(read(tokens=constants.MAX_STREAM_TOKENS).tokens) == constants.MAX_STREAM_TOKENS
-    with pytest.raises(ValueError, match="3001 tokens; at most 3000 are rendered, 120 s of speech: send a longer text"):
-        read(tokens=constants.MAX_STREAM_TOKENS + 1)
-
-
-@pytest.mark.parametrize("seconds", [np.inf, -np.inf, np.nan, -0.5, MAX_AUDIO_LEFT + 1, 3e38])
-def test_audio_left_that_no_listener_can_have_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match=r"audio_left \S+ is not in 0..3600, the seconds of audio"):
-        read(audio_left=np.array([[seconds]], np.float32))
-
-
-@pytest.mark.parametrize("seconds", [0.0, 0.25, MAX_AUDIO_LEFT])
-def test_audio_left_of_a_listener_is_read(seconds: float) -> None:
-    assert read(audio_left=np.array([[seconds]], np.float32)).audio_left == seconds
