@@ -22,7 +22,7 @@ from tests.support.shared import made_once
 ROOT = Path(__file__).resolve().parent.parent
 # They use one server, the default of `serve`: one worker runs these files, one after another, and starts it once.
 SAME_SERVER = (
-    "tests/client/test_api.py",
+    "tests/client/test_grpc.py",
     "tests/speaker/test_speaker.py",
     "tests/speech_service/test_end_to_end.py",
     "tests/speech_service/test_page.py",

@@ -1,20 +1,31 @@
-"""What is found to be no speech, and when an answer is made again. tests/demo_voice has the figures of real answers."""
+"""What is found to be no speech, and when an answer is made again; silence that is cut, kept and made.
+tests/demo_voice has the figures of real answers."""
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from cosyvoice_triton import samples
-from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton import samples, stacks
+from cosyvoice_triton.audible import LEAD_SECONDS, TAIL_SECONDS
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.demo_checkpoint import TRAINED, VOICES_DIR
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
+from cosyvoice_triton.orchestrator.chunking import WITHHELD_TOKENS, Hop, HopSchedule
 from cosyvoice_triton.orchestrator.judges import LEADING_SILENCE, AudioJudge, Reason, is_other_voice, judge_tokens
 from cosyvoice_triton.orchestrator.request import RequestRules
+from cosyvoice_triton.orchestrator.synthesis import SENTENCE_PAUSE
+from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter
 from cosyvoice_triton.voice.audio import at_rate, load_recording
+from cosyvoice_triton.voice.prompt import Prompt
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.support.fakes import FakeLM, Step, speech_request
+from tests.support.fakes import FakeLM, FakeToken2Wav, FakeToken2WavStream, Step, speech_request
 from tests.support.pipeline import Pipeline
+from tests.support.streams import GOLDEN3
+from tests.support.waiting import Clock
 
 SILENT = frozenset({1, 2})
 TEXT = "The weather is nice today and we are going to the park."  # 3.3 s
@@ -154,3 +165,139 @@ def test_leading_silence_of_official_answers_is_not_bad() -> None:
     assert LEADING_SILENCE == 2 * TOKEN_RATE
     _, audio, warnings = speak(FakeLM([1] * 30 + list(range(10, 30))))
     assert audio == [1, *range(10, 30)] and not warnings
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept"),
+    [
+        ([9, 1, 1, 1, 1, 1, 8], [9, 1, 1, 1, 1, 1, 8]),  # five are spoken
+        ([9, 1, 1, 1, 1, 1, 1, 8], [9, 1, 1, 1, 1, 1, 8]),
+        ([1, 2, 1, 2, 1, 2, 1, 8], [1, 2, 1, 2, 1, 8]),  # a run at the start, of several tokens
+        ([9, 2, 2, 2, 2, 2, 2, 2], [9, 2, 2, 2, 2, 2]),  # at the end
+        ([1] * 7 + [9] + [2] * 7, [1] * 5 + [9] + [2] * 5),  # any other token begins a new count
+        ([1] * 13, [1] * 5),  # nothing else
+    ],
+)
+def test_of_a_run_of_silent_tokens_the_first_five_are_kept(tokens: list[int], kept: list[int]) -> None:
+    assert SilenceFilter(SILENT).kept(tokens) == kept
+
+
+def test_cosyvoice3_has_upstreams_silent_tokens_and_only_it() -> None:
+    upstreams = json.loads((GOLDEN3 / "item5b_cosyvoice3_silent_tokens.json").read_text())
+    assert stacks.COSYVOICE3.silent_tokens == set(upstreams["silent_tokens"])
+    assert [stack.name for stack in stacks.BUILT_IN if stack.silent_tokens] == ["cosyvoice3"]
+
+
+@given(st.lists(st.sampled_from([1, 2, 3]), max_size=40), st.lists(st.integers(0, 40), max_size=6))
+def test_the_grouping_of_arrivals_changes_nothing(tokens: list[int], cuts: list[int]) -> None:
+    at, arriving = [0, *sorted(cuts), len(tokens)], SilenceFilter(SILENT)
+    parts = [tokens[begin:end] for begin, end in zip(at, at[1:], strict=False)]
+    assert [token for part in parts for token in arriving.kept(part)] == SilenceFilter(SILENT).kept(tokens)
+
+
+def test_dropped_tokens_reach_no_chunk_and_every_segment_counts_anew() -> None:
+    """A chunk is due after 18 tokens: the 18th that is spoken here, not the 18th that arrives."""
+    arrivals = [[1, 1, 1], [1, 1, 1, 1], *[[9]] * 12, [7] * 8, [1, 1]]
+    pipeline = Pipeline(FakeLM(*arrivals), long_silence=SILENT)
+    audio = pipeline.run(pipeline.synthesize(speech_request(text="one|two")))
+    spoken = [1] * 5 + [9] * 12 + [7] * 8 + [1] * 2
+    assert [len(waveform) for waveform in audio] == [15, 12] * 2
+    np.testing.assert_array_equal(np.concatenate(audio), spoken * 2)
+    pipeline.run(pipeline.offline(speech_request(text="one")))
+    assert pipeline.token2wav.offline_calls == [(spoken, 1.0)]
+
+
+SPEAKS = [[1, 2, 1, 2, 2, 1, 1], *[[9]] * 30, [1, 1]]
+
+
+@pytest.mark.parametrize(("trim", "first"), [(True, [1] + [9] * 15), (False, [1, 2, 1, 2, 2, 1, 1] + [9] * 8)])
+def test_leading_silence_is_dropped_before_the_first_hop_is_counted(trim: bool, first: list[int]) -> None:
+    """So the first chunk has as much sound as a hop has tokens, and its onset's context beside it."""
+    pipeline = Pipeline(FakeLM(*SPEAKS), silent_tokens=SILENT)
+    request = dataclasses.replace(speech_request(text="one|two"), trim_silence=trim)
+    audio = pipeline.run(pipeline.synthesize(request))
+    np.testing.assert_array_equal(audio[0], first)
+    spoken = [1] * trim + [1, 2, 1, 2, 2, 1, 1] * (not trim) + [9] * 30 + [1, 1]
+    assert np.concatenate(audio).tolist() == (spoken) * 2
+    prompt = pipeline.llm.prompts[0]
+    assert prompt.urgent_tokens == len(first) + LOOKAHEAD_TOKENS
+    assert set(prompt.silent_tokens) == (SILENT if trim else set())
+    pipeline.run(pipeline.offline(request))
+    assert pipeline.token2wav.offline_calls == [(spoken, 1.0)] * 2
+
+
+def test_an_answer_of_silent_tokens_alone_has_the_last_of_them() -> None:
+    pipeline = Pipeline(FakeLM([1] * 39, [2]), silent_tokens=SILENT)
+    assert [waveform.tolist() for waveform in pipeline.run()] == [[2]]
+
+
+class Quiet(FakeToken2Wav):
+    """Its audio is a token's 40 ms: silence for tokens up to 3, of which 3 is not known to be silent."""
+
+    @staticmethod
+    def sound(tokens: Sequence[int]) -> np.ndarray:
+        heard = np.repeat([token > 3 for token in tokens], SAMPLE_RATE // TOKEN_RATE)
+        return np.where(heard, 1 - np.arange(heard.size) % 2 * 2, 0).astype(np.float32)
+
+    async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
+        return self.sound(tokens)
+
+    def open(self, speed: float = 1.0) -> FakeToken2WavStream:
+        stream = super().open(speed)
+        render = stream.render
+
+        async def rendered(tokens: Sequence[int], hop: Hop, audio_left: float | None = None) -> np.ndarray:
+            await render(tokens, hop, audio_left)
+            withheld = 0 if hop.final else WITHHELD_TOKENS
+            return self.sound(tokens[max(0, hop.offset - WITHHELD_TOKENS) : hop.end - withheld])
+
+        stream.render = rendered  # type: ignore[method-assign]
+        return stream
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_without_trimming_an_answer_is_what_token2wav_renders_of_what_the_llm_says(whole: bool) -> None:
+    tokens = [1] * 9 + [3] * 8 + [9] * 60 + [3] * 20
+    pipeline = Pipeline(FakeLM(tokens), token2wav=Quiet(), silent_tokens=SILENT)
+    heard = {}
+    for trim in (False, True):
+        request = dataclasses.replace(speech_request(text="one"), trim_silence=trim)
+        heard[trim] = np.concatenate(pipeline.run((pipeline.offline if whole else pipeline.synthesize)(request)))
+    np.testing.assert_array_equal(heard[False], Quiet.sound(tokens))
+    seconds = LEAD_SECONDS + 60 / TOKEN_RATE + TAIL_SECONDS
+    assert heard[True].size / SAMPLE_RATE == pytest.approx(seconds, abs=0.03)
+
+
+def test_after_a_cut_token2wav_is_told_what_the_listener_has_and_the_second_chunk_counts_as_late(monkeypatch) -> None:
+    """Of 0.44 s of audio 0.15 are left, as the next chunk, the schedule and the choice of short first hops know."""
+    cuts: list[float] = []
+    monkeypatch.setattr(HopSchedule, "cut", lambda schedule, seconds: cuts.append(seconds))
+    clock = Clock()
+    pipeline = Pipeline(FakeLM([1] * 9 + [3] * 8 + [9] * 60), token2wav=Quiet(), clock=clock, silent_tokens=SILENT)
+    opened = pipeline.synthesizer._first_hops
+    audio = pipeline.run()
+    seconds = [len(waveform) / SAMPLE_RATE for waveform in audio]
+    assert seconds[0] == pytest.approx(0.12 + 0.03, abs=0.02)
+    assert cuts == [pytest.approx(12 / TOKEN_RATE - seconds[0])]
+    assert pipeline.token2wav.streams[0].lefts == [None, pytest.approx(seconds[0]), None]
+    (counted,) = opened._seconds
+    assert counted == pytest.approx(9 / TOKEN_RATE - seconds[0] + 2 / TOKEN_RATE, abs=0.001)
+
+
+def test_between_segments_there_is_a_pause_where_a_sentence_ends() -> None:
+    """What the LLM made there is cut. A pause of the text takes its place."""
+    pauses: list[int] = []
+    pipeline = Pipeline(FakeLM([9] * 3), silent_tokens=SILENT)
+
+    async def speak(trim: bool) -> list[np.ndarray]:
+        request = dataclasses.replace(speech_request(text="one.|two|three"), trim_silence=trim)
+        stream = pipeline.synthesizer.stream(
+            request, on_segment=lambda text, samples, tokens: pauses.append(0 if text else samples)
+        )
+        return [waveform async for waveform in stream]
+
+    pipeline.run(speak(True))
+    assert pauses == [0, round(SENTENCE_PAUSE * SAMPLE_RATE), 0, 0]
+    pauses.clear()
+    pipeline.run(speak(False))
+    assert pauses == [0, 0, 0]

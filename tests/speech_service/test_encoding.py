@@ -1,14 +1,38 @@
-"""Formats, rates and speeds: audio encoded chunk by chunk is decoded by a library and has the expected length."""
+"""Formats, rates and speeds: audio encoded chunk by chunk is decoded by a library and has the expected length. Answers
+at a set loudness. Speech for telephones: paced frames, and the programs of docs/recipes/telephony.md with stand-ins of
+the switches."""
 
+import base64
 import io
+import json
+import re
+import socket as sockets
+import struct
+import subprocess
+import sys
+import time
 import wave
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
 
 import av
 import numpy as np
 import pytest
 import soundfile as sf
 from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.server.tritonserver import free_port
 from cosyvoice_triton.speech_service.audio.encoding import FORMATS, MARK, AudioEncoder
+from cosyvoice_triton.speech_service.audio.loudness import PEAK, Leveller, Loudness
+from cosyvoice_triton.speech_service.bodies import SpeechRequest
+from cosyvoice_triton.speech_service.service import Service
+from cosyvoice_triton.speech_service.settings import Settings
+from websockets.sync.client import connect
+
+from tests.conftest import ROOT
+from tests.support.speech_fixtures import StubbedService, send
+from tests.support.waiting import until
 
 SECONDS = 2.0
 TONE_HZ = 440.0
@@ -129,3 +153,144 @@ def test_a_mark_is_in_every_container_and_changes_nothing_else(name: str) -> Non
 @pytest.mark.parametrize("name", ["pcm", "mulaw"])
 def test_samples_alone_have_no_place_for_a_mark(name: str) -> None:
     assert AudioEncoder(name, tags=MARK).push(tone()) == AudioEncoder(name).push(tone())
+
+
+def sine(hertz: float, amplitude: float, seconds: float = 3.0) -> np.ndarray:
+    return (amplitude * np.sin(2 * np.pi * hertz * np.arange(round(seconds * SAMPLE_RATE)) / SAMPLE_RATE)).astype("f4")
+
+
+def measured(*chunks: np.ndarray) -> float | None:
+    loudness = Loudness()
+    for chunk in chunks:
+        loudness.add(chunk)
+    return loudness.lufs
+
+
+# Of pyloudnorm 0.2.0, whose filters are BS.1770's at any rate.
+@pytest.mark.parametrize(("hertz", "amplitude", "lufs"), [(997, 1, -3.06), (100, 0.1, -24.87), (5000, 0.2, -13.70)])
+def test_tones_have_the_loudness_of_the_standard(hertz: float, amplitude: float, lufs: float) -> None:
+    tone = sine(hertz, amplitude)
+    assert measured(*np.array_split(tone, 7)) == pytest.approx(lufs, abs=0.02)
+    assert measured(tone[:4800]) == pytest.approx(lufs, abs=0.3)  # less than a block
+    assert measured(tone, sine(hertz, amplitude / 1000), np.zeros(SAMPLE_RATE, np.float32)) == pytest.approx(
+        lufs, abs=0.4
+    )
+    assert measured(np.zeros(SAMPLE_RATE, np.float32)) is None
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_chunks_come_to_the_loudness_without_steps_or_delay(hold: bool) -> None:
+    chunks = [sine(997, amplitude, 0.5) for amplitude in (0.05, 0.05, 0.4, 0.4)]
+    leveller = Leveller(-20, hold=hold)
+    levelled = [leveller.push(chunk) for chunk in chunks]
+    assert [part.size for part in levelled] == [0 if hold else chunk.size for chunk in chunks]
+    wave = np.concatenate([*levelled, leveller.finish()])
+    assert wave.size == sum(chunk.size for chunk in chunks)
+    if hold:
+        assert measured(wave) == pytest.approx(-20, abs=0.1)
+    else:
+        assert measured(wave[:SAMPLE_RATE]) == pytest.approx(-20, abs=0.1)
+        whole = np.concatenate(chunks)
+        gains = wave[whole != 0] / whole[whole != 0]
+        assert np.abs(np.diff(gains)).max() < 0.01 * gains.max()  # a ramp
+        assert gains[-1] < gains[0] / 2
+
+
+def test_peaks_stay_below_full_scale_and_silence_is_not_raised() -> None:
+    click = sine(997, 0.01)
+    click[SAMPLE_RATE] = 0.5
+    assert np.abs(Leveller(-10, hold=False).push(click)).max() == pytest.approx(PEAK, abs=0.01)
+    quiet = Leveller(-10, hold=False)
+    quiet.push(sine(997, 0.01))
+    assert np.abs(quiet.push(click[SAMPLE_RATE - 200 :])).max() <= PEAK + 0.01, "soon after a chunk's beginning"
+    np.testing.assert_array_equal(Leveller(-10, hold=False).push(np.zeros(100, np.float32)), np.zeros(100))
+
+
+def test_an_encoder_levels_and_without_a_loudness_leaves_the_samples_as_they_are() -> None:
+    chunks = np.array_split(sine(997, 0.3), 5)
+    plain, levelled, held = (AudioEncoder("pcm", hold=hold) for hold in (False, False, True))
+    for encoder in (levelled, held):
+        encoder.begin(-20)
+    samples = [
+        np.frombuffer(b"".join([*map(each.push, chunks), each.finish()]), "<i2") / 32767
+        for each in (plain, levelled, held)
+    ]
+    np.testing.assert_array_equal(np.rint(samples[0] * 32767), np.rint(np.concatenate(chunks) * 32767))
+    for changed in samples[1:]:
+        assert measured(changed.astype("f4")) == pytest.approx(-20, abs=0.1)
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize(("kind", "speed"), [("wav", 1.0), ("wav", 1.5), ("mp3", 1.0), ("opus", 1.0)])
+def test_parts_of_two_voices_with_a_loudness_are_one_file(kind: str, speed: float, hold: bool) -> None:
+    encoder, data = AudioEncoder(kind, None, speed, hold=hold), b""
+    for lufs in (-20, -30):
+        encoder.begin(lufs)
+        data += b"".join(map(encoder.push, np.array_split(sine(997, 0.3), 5)))
+    wave, rate = sf.read(io.BytesIO(data + encoder.finish()))
+    assert len(wave) / rate == pytest.approx(2 * sine(997, 0.3).size / SAMPLE_RATE / speed, abs=0.15)
+    first, second = (np.sqrt(np.square(part).mean()) for part in np.array_split(wave, 2))
+    assert 20 * np.log10(first / second) == pytest.approx(10, abs=1)
+
+
+PAGE = (ROOT / "docs" / "recipes" / "telephony.md").read_text(encoding="utf-8")
+TELEPHONE: dict[str, Any] = {"response_format": "mulaw", "frame_ms": 20, "pace": "realtime"}
+
+
+def frames(served: StubbedService) -> int:
+    return round(served.stub.chunks * served.stub.samples / SAMPLE_RATE / 0.02)
+
+
+def test_frames_are_sent_when_they_are_played_over_http_and_the_websocket(served: StubbedService) -> None:
+    least, begun = (frames(served) - 1) * 0.02, time.monotonic()
+    assert served.post({"input": "Hello.", **TELEPHONE}).status_code == 200
+    assert time.monotonic() - begun >= least
+    with served.connect() as socket:
+        send(socket, "session.config", **TELEPHONE)
+        send(socket, "input.text", text="Hello.")
+        send(socket, "input.done")
+        times = [time.monotonic() for _ in iter(lambda: "session.done" in str(socket.recv(10)), True)]
+    assert times[-1] - times[0] >= least
+    error = served.post({"input": "Hello.", "pace": "realtime"}).json()["error"]
+    assert error["param"] == "pace" and "needs frame_ms" in error["message"]
+    service = Service(Settings(), cast(Any, None), cast(Any, None), cast(Any, None))
+    asked = [SpeechRequest(input="Hello.", **TELEPHONE, stream=stream) for stream in (True, False)]
+    assert [service.encoder(each).frame_seconds for each in asked] == [0.02, 0.0]
+
+
+@contextmanager
+def program(number: int, written: str, served: StubbedService, folder: Path) -> Iterator[int]:
+    """The port at which a program of the page listens, with the addresses of the test."""
+    port = free_port()
+    code = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[number]
+    for old, new in (("http://localhost:10086", served.url), (written, str(port)), ('"slt"', '"zoe"')):
+        assert old in code
+        code = code.replace(old, new)
+    (folder / "telephone.py").write_text(code, encoding="utf-8")
+    with subprocess.Popen([sys.executable, folder / "telephone.py"]) as process, sockets.socket() as probe:
+        try:
+            until(lambda: probe.connect_ex(("127.0.0.1", port)) == 0, 30)
+            yield port
+        finally:
+            process.kill()
+
+
+def test_asterisk_gets_frames_and_a_hang_up(served: StubbedService, tmp_path: Path) -> None:
+    got: list[tuple[int, int]] = []
+    with program(0, "9092", served, tmp_path) as port:
+        with sockets.create_connection(("127.0.0.1", port), timeout=30) as call, call.makefile("rb") as heard:
+            call.sendall(b"\x01\x00\x10" + bytes(16))  # the call's UUID
+            while not got or got[-1][0]:
+                kind, size = struct.unpack(">BH", heard.read(3))
+                got.append((kind, len(heard.read(size))))
+    assert got[-1] == (0, 0) and set(got[:-1]) == {(0x10, 320)}
+    assert len(got) - 1 == pytest.approx(frames(served), abs=1)
+
+
+def test_freeswitch_gets_a_file_to_play(served: StubbedService, tmp_path: Path) -> None:
+    with program(1, "9093", served, tmp_path) as port, connect(f"ws://127.0.0.1:{port}/") as call:
+        call.send(bytes(320))
+        said = json.loads(call.recv(30))
+    assert said["type"] == "streamAudio" and said["data"]["audioDataType"] == "raw"
+    samples = len(base64.b64decode(said["data"]["audioData"])) // 2
+    assert said["data"]["sampleRate"] == 8000 and samples == pytest.approx(160 * frames(served), abs=160)

@@ -1,7 +1,11 @@
-"""Upstream's command lines, as its documents and programs have them, are accepted by ours."""
+"""Upstream's command lines, as its documents and programs have them, are accepted by ours. The offline tool: what its
+options say of the LLM, its output folder, and which samples a second run keeps."""
 
 import asyncio
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 from cosyvoice_triton.cli import (
     client_grpc,
@@ -12,7 +16,11 @@ from cosyvoice_triton.cli import (
     token2wav,
 )
 from cosyvoice_triton.cli.upstream import WITHOUT_MEANING
-from cosyvoice_triton.offline.shared import llm_configs
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.load.samples import Sample, SampleError
+from cosyvoice_triton.offline.inference import JOURNAL, OutputFolder, identity
+from cosyvoice_triton.offline.shared import SILENT_SECONDS, Stages, llm_configs, llm_engine
+from cosyvoice_triton.voice.prompt import Recording
 
 from tests.conftest import ROOT
 
@@ -70,3 +78,103 @@ def test_the_share_of_memory_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
     args = test_llm.build_parser().parse_args(arguments)
     asyncio.run(test_llm.speech_lm(args, tokenizer=None))  # type: ignore[arg-type]
     assert shares == [0.2]
+
+
+SETTINGS = {"backend": "hf", "seed": 0}
+SAMPLE = Sample("a", "Hello.", Recording(np.full(100, 0.5, np.float32)), "The transcript.")
+AUDIO = np.linspace(-0.5, 0.5, SAMPLE_RATE, dtype=np.float32)
+TOKENS = np.array([5, 6560])
+
+
+def save(path, *samples, settings=SETTINGS):
+    folder = OutputFolder(path, settings)
+    for sample in samples:
+        folder.save(sample, AUDIO, TOKENS, cut_short=False)
+
+
+def holds(path, sample, settings=SETTINGS):
+    return OutputFolder(path, settings).holds(sample)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"target_text": "Bye."},
+        {"prompt_text": "Another transcript."},
+        {"prompt_audio": Recording(np.full(100, 0.4, np.float32))},
+        {"id": "b"},
+    ],
+)
+def test_a_sample_with_another_text_or_voice_is_not_finished(tmp_path, changed):
+    save(tmp_path, SAMPLE)
+    assert not holds(tmp_path, replace(SAMPLE, **changed))
+
+
+def test_samples_with_other_settings_replace_the_earlier_ones(tmp_path):
+    save(tmp_path, SAMPLE)
+    other = SETTINGS | {"seed": 1}
+    assert not holds(tmp_path, SAMPLE, other)
+    save(tmp_path, SAMPLE, settings=other)
+    assert holds(tmp_path, SAMPLE, other) and not holds(tmp_path, SAMPLE)
+
+
+def test_a_sample_without_audio_or_with_an_incomplete_line_is_not_finished(tmp_path):
+    save(tmp_path, SAMPLE, replace(SAMPLE, id="b"))
+    journal = tmp_path / JOURNAL
+    journal.write_text(journal.read_text()[:-30])  # as if killed while writing the last line
+    assert holds(tmp_path, SAMPLE) and not holds(tmp_path, replace(SAMPLE, id="b"))
+    save(tmp_path, replace(SAMPLE, id="b"))
+    assert holds(tmp_path, SAMPLE) and holds(tmp_path, replace(SAMPLE, id="b"))
+    (tmp_path / "a.wav").unlink()
+    assert not holds(tmp_path, SAMPLE)
+
+
+def test_an_unwritable_folder_is_reported_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SampleError, match="cannot write to .*; choose another folder"):
+        OutputFolder(tmp_path / "file", SETTINGS)
+
+
+def test_a_replaced_checkpoint_has_another_identity(tmp_path):
+    (tmp_path / "flow.pt").write_bytes(b"1")
+    before = identity(tmp_path)
+    assert before == identity(tmp_path)
+    (tmp_path / "flow.pt").write_bytes(b"12")
+    assert before != identity(tmp_path)
+
+
+def test_the_time_of_each_stage_is_that_in_which_a_sample_is_in_it():
+    clock = iter([0.0, 1.0, 3.0, 4.0, 7.0, 10.0, 10.0])
+    stages = Stages(("llm", "token2wav", "idle"), lambda: next(clock))
+    with stages.time("llm"):  # 1 to 7
+        stages.enter("llm")  # of another sample
+        with pytest.raises(ValueError), stages.time("token2wav"):  # 3 to 4
+            stages.leave("llm")
+            raise ValueError("the time of a failed stage counts")
+    seconds = {"llm": 6.0, "token2wav": 1.0, "idle": 0.0, "pipeline": 10.0}
+    expected = {f"{stage}_time_seconds": of for stage, of in seconds.items()}
+    expected |= {f"{stage}_rtf": of / 20 for stage, of in seconds.items()}
+    assert stages.figures(audio_seconds=20.0) == expected
+    assert stages.figures(0.0)["llm_rtf"] is None
+
+
+@pytest.mark.parametrize(
+    "backend, device, engine, directory",
+    [
+        ("hf", "cpu", "onnxruntime_genai", "given"),
+        ("hf", "cuda", "cuda", "llm"),
+        ("vllm", "cuda", "vllm", "given"),
+        ("trtllm", "cuda", "tensorrt_llm", "given"),
+    ],
+)
+def test_each_backend_has_an_engine_and_its_directory(backend, device, engine, directory):
+    assert llm_engine(backend, Path("llm"), Path("given"), device) == (engine, Path(directory))
+    assert llm_engine("hf", Path("llm"), None, "cpu")[1] == Path("llm_genai")
+
+
+@pytest.mark.parametrize("path", ["", "/v1", "/v1/chat/completions"])
+def test_the_address_of_a_server_may_have_a_path(path):
+    arguments = ["--output-dir", "o", "--backend", "trtllm-serve", "--openai-api-base", f"http://localhost:8000{path}"]
+    speech, llm = llm_configs(offline_inference.parse_args(arguments))
+    assert llm is None and speech.llm_transport == "openai" and speech.token_timeout == SILENT_SECONDS
+    assert speech.llm_urls == ("http://localhost:8000/v1" if path.startswith("/v1") else "http://localhost:8000",)
