@@ -1,5 +1,9 @@
-"""Every kernel that serving launches is compiled for every generation of GPUs, by Triton's assembler, without a GPU."""
+"""Every kernel that serving launches is compiled for every generation of GPUs, by Triton's assembler, without a GPU;
+and interpreted, in a process of its own."""
 
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -149,3 +153,14 @@ def test_a_kernel_that_does_not_compile_is_an_error_after_the_block(monkeypatch:
     with compiled_ahead("nothing"):  # after the error another block can begin
         pass
     assert JITFunction.run is run
+
+
+# Of tests/support/interpreted_kernels.py, which Triton's interpreter runs on the CPU, each in a process of its own.
+COMPARISONS = "snake tma layers outliers tma_layers unet encoder hift rotary dit int8 steps".split()
+
+
+@pytest.mark.parametrize("comparison", COMPARISONS)
+def test_the_kernels_compute_what_plain_torch_does_and_stay_within_their_tensors(comparison: str) -> None:
+    command = [sys.executable, "-m", "tests.support.interpreted_kernels", comparison]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

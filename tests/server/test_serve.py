@@ -99,7 +99,7 @@ def test_the_metrics_page_counts_requests_and_audio(server: ServeProcess) -> Non
 
 
 def test_after_sigterm_requests_are_refused_and_running_ones_end(server) -> None:
-    """The health page reports the stop at once. How long new requests are accepted then is shown in test_watch.py."""
+    """The health page reports the stop at once. How long new ones are accepted then: tests/process/test_health.py."""
     late: list[StreamResult] = []
 
     def stop() -> None:
