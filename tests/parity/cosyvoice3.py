@@ -25,12 +25,11 @@ from cosyvoice_triton.token2wav.stream import Chunk, Stream
 from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from torch import Tensor
 
-from tests.parity.fixture import Check, Fixture
+from tests.parity.fixture import Check, Fixture, steps_of
 from tests.parity.flow_unet import estimator_calls, flow_calls, solve_calls
 from tests.parity.hift import config_of, official_state, vocoder_calls
 from tests.parity.reference import window_flow as reference
 from tests.parity.served import LIMITS, ServedFlow, prompt_of
-from tests.parity.tracing import steps_of
 
 Results = Iterator[tuple[str, Tensor]]
 TABLE_SECONDS = 300  # of upstream's noise tables

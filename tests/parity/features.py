@@ -8,8 +8,7 @@ from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.voice.features import MelConfig, fbank, log_mel, mel_spectrogram, resample
 from torch import Tensor
 
-from tests.parity.fixture import Check, Fixture, outputs_of
-from tests.parity.tracing import evaluate
+from tests.parity.fixture import Check, Fixture, evaluate, outputs_of
 
 MEL_NAMES = {"sampling_rate": "sample_rate", "n_fft": "n_fft", "win_size": "window", "hop_size": "hop"}
 MEL_NAMES |= {"num_mels": "bins", "fmin": "min_hz"}

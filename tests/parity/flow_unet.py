@@ -14,11 +14,10 @@ from cosyvoice_triton.networks.flow.encoder import UpsampleConformerEncoder
 from cosyvoice_triton.networks.flow.unet import UNetEstimator, UNetFlow
 from torch import Tensor, nn
 
-from tests.parity.fixture import Check, Fixture, outputs_of, prefixed
+from tests.parity.fixture import Check, Fixture, outputs_of, prefixed, steps_of
 from tests.parity.reference import window_flow as reference
 from tests.parity.reference.encoder import encode_whole
 from tests.parity.served import ServedFlow, prompt_of
-from tests.parity.tracing import steps_of
 
 Results = Iterator[tuple[str, Tensor]]
 

@@ -26,8 +26,7 @@ from cosyvoice_triton.token2wav.stream import Stream, VocoderState
 from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 
-from tests.parity.fixture import Fixture
-from tests.parity.tracing import recorded
+from tests.parity.fixture import Fixture, recorded
 
 LIMITS = BatchLimits(max_streams=1)  # the fewest CUDA graphs
 PROMPT_BYTES = 1 << 30

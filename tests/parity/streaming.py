@@ -21,9 +21,8 @@ from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
 from torch import Tensor
 
 from tests.parity import flow_dit, flow_unet, hift
-from tests.parity.fixture import Check, Fixture
+from tests.parity.fixture import Check, Fixture, steps_of
 from tests.parity.served import LIMITS, ServedFlow, prompt_of
-from tests.parity.tracing import steps_of
 
 Outputs = Iterator[tuple[str, Tensor | None]]
 

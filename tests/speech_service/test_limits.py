@@ -22,8 +22,7 @@ from cosyvoice_triton.speech_service.limits import require_bounded
 from cosyvoice_triton.speech_service.settings import Settings
 from fastapi import APIRouter, Request
 
-from tests.support.bombs import BOMBS, flac
-from tests.support.raw_connections import WEBSOCKET, frame, opened, read_all, request
+from tests.support.raw_connections import BOMBS, WEBSOCKET, flac, frame, opened, read_all, request
 from tests.support.speech_fixtures import SPEECH, TEXT, in_base64, recording, speech_process, stub_triton
 from tests.support.triton_stub import TritonStub
 

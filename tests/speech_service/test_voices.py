@@ -31,8 +31,8 @@ from cosyvoice_triton.voice.rights import Rights
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save
 
-from tests.support.bombs import flac
 from tests.support.fakes import fake_prompt
+from tests.support.raw_connections import flac
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, recording, serving
 from tests.support.triton_stub import texts_of
 

@@ -33,6 +33,7 @@ from tests.support.server_requests import (
     STACKS,
     STREAMS,
     TEXT,
+    VOICE,
     VOICE_TEXT,
     Serve,
     assert_speech,
@@ -248,3 +249,8 @@ def test_offline_requests_give_the_same_audio_over_http_and_grpc(serve: Serve, v
     by_grpc = asyncio.run(grpc_client.synthesize(server.grpc_url, model, utterance, "offline"))
     assert_speech(by_http)
     np.testing.assert_allclose(by_http.waveform, by_grpc.waveform, atol=1e-3)
+
+
+@pytest.fixture(scope="session")
+def voice() -> np.ndarray:
+    return load_audio(VOICE, PROMPT_SAMPLE_RATE)
