@@ -1,7 +1,7 @@
 """Small networks, prompts and divisions into chunks for the tests of token2wav."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,6 +86,38 @@ def spoken(engine: Token2Wav, voice: Prompt, pieces: Sequence[Piece]) -> np.ndar
     audio = np.concatenate([step(engine, stream, piece) for piece in pieces])
     engine.close(stream)
     return audio
+
+
+class Plan(NamedTuple):
+    """A stream that begins at a turn, and has a chunk in each turn from then on."""
+
+    voice: Prompt
+    pieces: Sequence[Piece]
+    begin: int = 0
+
+
+def together(
+    engine: Token2Wav,
+    plans: Sequence[Plan],
+    step: Callable[[list[Chunk]], list[Any]] | None = None,
+    before: Callable[[int, dict[int, Stream]], object] = lambda turn, streams: None,
+) -> list[np.ndarray]:
+    """The audio of streams whose chunks of a turn are one batch.
+
+    step: renders the batch; the engine's if there is none. before: called before each turn with the live streams.
+    """
+    streams: dict[int, Stream] = {}
+    audio: list[list[np.ndarray]] = [[] for _ in plans]
+    for turn in range(max(plan.begin + len(plan.pieces) for plan in plans)):
+        streams |= {row: engine.open(plan.voice) for row, plan in enumerate(plans) if plan.begin == turn}
+        before(turn, streams)
+        rows = list(streams)
+        chunks = [plans[row].pieces[turn - plans[row].begin].of(engine, streams[row]) for row in rows]
+        for row, result in zip(rows, (step or engine.step)(chunks), strict=True):
+            audio[row].append(result)
+            if turn + 1 == plans[row].begin + len(plans[row].pieces):
+                engine.close(streams.pop(row))
+    return [np.concatenate(parts) for parts in audio]
 
 
 def saved(directory: Path, flow: Any, hift: torch.nn.Module) -> Path:

@@ -30,13 +30,13 @@ from cosyvoice_triton.token2wav.flow.encoder_window import with_ahead
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 from cosyvoice_triton.token2wav.gpu.precision import Precision
-from cosyvoice_triton.token2wav.stream import Stream, VocoderState
+from cosyvoice_triton.token2wav.stream import VocoderState
 from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 
 from tests.parity.reference import dit_flow, window_flow
 from tests.parity.reference.encoder import encode_chunk
-from tests.support.streams import ids, mel, pieces, prompt, saved, spoken, tensors, vocoded
+from tests.support.streams import Plan, ids, mel, pieces, prompt, saved, spoken, tensors, together, vocoded
 
 NOISE = flow_noise()
 GRID = (0.0, 0.1, 0.3, 0.35, 0.8, 1.0)
@@ -182,23 +182,14 @@ def test_a_long_stream_attends_to_its_prompt_and_the_most_recent_frames_only(cos
 
 def test_a_batch_of_streams_equals_each_stream_alone(engine: Token2Wav) -> None:
     """Voices, histories and chunk sizes differ; streams begin and end in different batches. Two have no prompt."""
-    plans = {
-        seed: (prompt(seed, length), ids(seed, 70), [10 + seed, 30, 4 * seed + 1])
+    plans = [
+        Plan(prompt(seed, length), pieces(engine, ids(seed, 70), [10 + seed, 30, 4 * seed + 1]), begin=seed)
         for seed, length in enumerate((0, 10, 11, 0, 13))
-    }
-    left = {seed: pieces(engine, tokens, hops) for seed, (_, tokens, hops) in plans.items()}
-    alone = {seed: spoken(engine, voice, left[seed]) for seed, (voice, *_) in plans.items()}
+    ]
+    alone = [spoken(engine, plan.voice, plan.pieces) for plan in plans]
     assert np.abs(alone[0] - alone[1]).max() > 1e-3
-    streams: dict[int, Stream] = {}
-    parts: dict[int, list[np.ndarray]] = {seed: [] for seed in plans}
-    for turn in range(9):
-        if turn in plans:
-            streams[turn] = engine.open(plans[turn][0])
-        batch = {seed: left[seed].pop(0).of(engine, stream) for seed, stream in streams.items() if left[seed]}
-        for seed, audio in zip(batch, engine.step(list(batch.values())), strict=True):
-            parts[seed].append(audio)
-    for seed, whole in alone.items():
-        np.testing.assert_allclose(np.concatenate(parts[seed]), whole, atol=1e-3)
+    for audio, whole in zip(together(engine, plans), alone, strict=True):
+        np.testing.assert_allclose(audio, whole, atol=1e-3)
 
 
 @pytest.mark.slow

@@ -16,11 +16,10 @@ from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.flow.base import StreamingFlow
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
-from cosyvoice_triton.token2wav.stream import Stream
+from cosyvoice_triton.token2wav.stream import Chunk
 from cosyvoice_triton.token2wav.vocoder.base import BatchVocoder
-from cosyvoice_triton.voice.prompt import Prompt
 
-from tests.support.streams import Piece, ids, pieces, prompt
+from tests.support.streams import Plan, ids, pieces, prompt, together
 from tests.token2wav.conftest import FLOWS
 
 LIMITS = BatchLimits(max_streams=4, first_hop_tokens=10, max_hop_tokens=20)
@@ -56,12 +55,11 @@ def with_workers(kind: type[Any], used: Used) -> type[Any]:
 
 
 class Subject(NamedTuple):
-    """Two engines of the same networks, one with a worker for first chunks. expected: the audio of PLANS."""
+    """Two engines of the same networks, one with a worker for first chunks."""
 
     engine: Token2Wav
     plain: Token2Wav
     used: Used
-    expected: list[np.ndarray]
 
 
 OPTIONS = {
@@ -81,53 +79,39 @@ def subject(request: pytest.FixtureRequest, flow_of: Callable[..., StreamingFlow
         flow = flow_of(request.param, kind=kind, limits=LIMITS, steps=2, **OPTIONS[request.param])
         return Token2Wav(flow, make(type(vocoder))(vocoder._network, vocoder._noise, limits=LIMITS))
 
-    plain = engine(lambda kind: kind)
-    return Subject(engine(partial(with_workers, used=used)), plain, used, spoken(plain))
-
-
-class Plan(NamedTuple):
-    """A stream that begins at a turn, and has a chunk in each turn from then on."""
-
-    begin: int
-    voice: Prompt
-    tokens: int
-    hops: list[int]
+    return Subject(engine(partial(with_workers, used=used)), engine(lambda kind: kind), used)
 
 
 # Three first chunks in a batch; a whole stream of one chunk; two that begin beside later chunks, one in a voice of
 # another stream, one with too little for audio; the last one has a longer first chunk than the first hop makes.
 PLANS = [
-    Plan(0, prompt(0), 62, [10, 20, 14]),
-    Plan(0, prompt(1, tokens=0), 50, [8, 13, 20]),
-    Plan(0, prompt(2, tokens=28), 30, [10]),
-    Plan(1, prompt(3, tokens=7), LIMITS.first_chunk_tokens, []),
-    Plan(2, prompt(0), 44, [9, 20]),
-    Plan(2, prompt(1, tokens=0), 15, [2, 1, 9]),
-    Plan(4, prompt(4), 42, [20]),
+    (0, prompt(0), 62, [10, 20, 14]),
+    (0, prompt(1, tokens=0), 50, [8, 13, 20]),
+    (0, prompt(2, tokens=28), 30, [10]),
+    (1, prompt(3, tokens=7), LIMITS.first_chunk_tokens, []),
+    (2, prompt(0), 44, [9, 20]),
+    (2, prompt(1, tokens=0), 15, [2, 1, 9]),
+    (4, prompt(4), 42, [20]),
 ]
 
 
-def spoken(engine: Token2Wav, used: Used | None = None) -> list[np.ndarray]:
-    """The audio of the plans' streams as far as they come, first chunks by the worker for them."""
-    audio: list[list[np.ndarray]] = [[] for _ in PLANS]
-    live: dict[int, tuple[Stream, list[Piece]]] = {}
-    for turn in range(max(plan.begin + len(plan.hops) for plan in PLANS) + 1):
-        for row, plan in enumerate(PLANS):
-            if plan.begin == turn:
-                live[row] = engine.open(plan.voice), pieces(engine, ids(plan.tokens, plan.tokens), plan.hops)
-        chunks = {row: left.pop(0).of(engine, stream) for row, (stream, left) in live.items()}
-        for first in (True, False):
-            worker = min(FIRST_CHUNK_WORKER if first else 0, engine.workers - 1)
-            rows = [row for row, chunk in chunks.items() if engine.is_first_chunk(chunk) == first]
-            if used is not None:
-                used.clear()
-            for row, result in zip(rows, engine.step([chunks[row] for row in rows], worker), strict=True):
-                audio[row].append(result)
-            assert used is None or {of for _, of in used} <= {worker}
-        for row in [row for row, (_, left) in live.items() if not left]:
-            engine.close(live.pop(row)[0])
-    assert not live
-    return [np.concatenate([np.zeros(0, np.float32), *parts]) for parts in audio]
+def plans(engine: Token2Wav) -> list[Plan]:
+    return [Plan(voice, pieces(engine, ids(tokens, tokens), hops), begin) for begin, voice, tokens, hops in PLANS]
+
+
+def by_workers(engine: Token2Wav, used: Used) -> Callable[[list[Chunk]], list[Any]]:
+    """Renders the first chunks of a batch by the worker for them, and the others by the other one."""
+
+    def step(chunks: list[Chunk]) -> list[Any]:
+        results: dict[int, Any] = {}
+        for worker in (0, FIRST_CHUNK_WORKER):
+            used.clear()
+            mine = [row for row, chunk in enumerate(chunks) if engine.is_first_chunk(chunk) == (worker != 0)]
+            results |= zip(mine, engine.step([chunks[row] for row in mine], worker), strict=True)
+            assert {of for _, of in used} <= {worker}
+        return [results[row] for row in range(len(chunks))]
+
+    return step
 
 
 def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
@@ -137,11 +121,12 @@ def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
 
 def test_streams_that_change_between_workers_sound_as_those_of_a_plain_engine(subject: Subject) -> None:
     """Slots and voices serve again."""
-    engine, plain, used, expected = subject
+    engine, plain, used = subject
     assert (engine.workers, plain.workers) == (LIMITS.workers, 1)
-    assert [len(audio) for audio in expected] == [plan.tokens * TOKEN_MEL_RATIO * HOP_SAMPLES for plan in PLANS]
+    expected = together(plain, plans(plain))
+    assert [len(audio) for audio in expected] == [tokens * TOKEN_MEL_RATIO * HOP_SAMPLES for _, _, tokens, _ in PLANS]
     assert min(np.abs(audio).max() for audio in expected) > 0.01
-    assert_same(spoken(engine, used), expected)
+    assert_same(together(engine, plans(engine), by_workers(engine, used)), expected)
     assert engine.counts[RETRIED] == engine.counts[FAILED] == 0
 
 

@@ -2,7 +2,6 @@
 does not load."""
 
 import copy
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from cosyvoice_triton.token2wav.flow.kv_cache import PromptCaches
 from cosyvoice_triton.token2wav.stream import NotFiniteError, Stream
 from cosyvoice_triton.voice.prompt import Prompt
 
-from tests.support.streams import VOICES_BYTES, ids, overflowing, pieces, prompt, spoken, step
+from tests.support.streams import VOICES_BYTES, Plan, ids, overflowing, pieces, prompt, spoken, step, together
 
 TOLERANCE = 1e-3  # between batches, as in test_engine
 HOPS = [8, 12, 10]
@@ -27,23 +26,8 @@ def voice(engine: Token2Wav, seed: int) -> Prompt:
     return prompt(seed, tokens=40 if isinstance(engine._flow, CosyVoice3Streaming) else 12)
 
 
-def together(engine: Token2Wav, seeds: list[int], before: Callable[[int, list[Stream]], None]) -> list[np.ndarray]:
-    """The audio of streams that are rendered together. `before` is called before each of their chunks."""
-    plans = [pieces(engine, ids(seed, TOKENS), HOPS) for seed in seeds]
-    streams = [engine.open(voice(engine, seed)) for seed in seeds]
-    parts: list[list[np.ndarray]] = [[] for _ in seeds]
-    for turn in range(len(plans[0])):
-        before(turn, streams)
-        chunks = [plan[turn].of(engine, stream) for plan, stream in zip(plans, streams, strict=True)]
-        for part, audio in zip(parts, engine.step(chunks), strict=True):
-            part.append(audio)
-    for stream in streams:
-        engine.close(stream)
-    return [np.concatenate(part) for part in parts]
-
-
-def nothing(turn: int, streams: list[Stream]) -> None:
-    pass
+def plans(engine: Token2Wav, seeds: list[int]) -> list[Plan]:
+    return [Plan(voice(engine, seed), pieces(engine, ids(seed, TOKENS), HOPS)) for seed in seeds]
 
 
 def once(monkeypatch: pytest.MonkeyPatch, subject: object, name: str, row: int) -> None:
@@ -80,9 +64,9 @@ def once(monkeypatch: pytest.MonkeyPatch, subject: object, name: str, row: int) 
 def test_a_chunk_that_is_not_finite_is_rendered_again_and_no_listener_notices(kind, fault, turn, request, monkeypatch):
     engine = request.getfixturevalue(kind)
     flow = engine._flow
-    expected = together(engine, SEEDS, nothing)
+    expected = together(engine, plans(engine, SEEDS))
 
-    def spoil(now: int, streams: list[Stream]) -> None:
+    def spoil(now: int, streams: dict[int, Stream]) -> None:
         if now != turn:
             return
         if fault == "mel":
@@ -95,7 +79,7 @@ def test_a_chunk_that_is_not_finite_is_rendered_again_and_no_listener_notices(ki
         else:
             streams[1].prompt.attention.values[..., 5, :] = torch.nan
 
-    for actual, whole in zip(together(engine, SEEDS, spoil), expected, strict=True):
+    for actual, whole in zip(together(engine, plans(engine, SEEDS), before=spoil), expected, strict=True):
         np.testing.assert_allclose(actual, whole, atol=TOLERANCE)
     assert (engine.counts[RETRIED], engine.counts[FAILED]) == (1, 0)
     assert engine.counts[EVICTED] == (0 if kind == "unet" else 1)
@@ -122,7 +106,7 @@ def test_a_voice_that_is_not_finite_is_evicted_and_its_live_streams_go_on(dit):
 def test_a_prompt_cache_that_is_not_finite_is_made_again(kind, bad, request, monkeypatch, caplog):
     """Where the convolutions come before all blocks, the last step's values are in no history."""
     engine = request.getfixturevalue(kind)
-    expected = together(engine, SEEDS, nothing)
+    expected = together(engine, plans(engine, SEEDS))
     engine._flow._prompts = PromptCaches(VOICES_BYTES)
     prefill = engine._flow._solve.prefill
 
@@ -134,7 +118,7 @@ def test_a_prompt_cache_that_is_not_finite_is_made_again(kind, bad, request, mon
     monkeypatch.setattr(engine._flow._solve, "prefill", spoiled)
     engine.prefill([voice(engine, seed) for seed in SEEDS])
     assert "a prompt cache is not finite" in caplog.text
-    for actual, whole in zip(together(engine, SEEDS, nothing), expected, strict=True):
+    for actual, whole in zip(together(engine, plans(engine, SEEDS)), expected, strict=True):
         np.testing.assert_allclose(actual, whole, atol=TOLERANCE)
     assert engine.counts[RETRIED] == 0
 
@@ -144,7 +128,7 @@ def test_a_flow_that_overflows_in_float16_speaks_as_in_float32(dit, dit_network,
     flow = flow_of("dit", network=copy.deepcopy(network).half(), load_exact=lambda: network)
     half = Token2Wav(flow, vocoder)
     half.prefill([prompt(9)])
-    for actual, expected in zip(together(half, [1, 2], nothing), together(dit, [1, 2], nothing), strict=True):
+    for actual, expected in zip(*(together(each, plans(each, [1, 2])) for each in (half, dit)), strict=True):
         np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
     assert half.counts[RETRIED] == 2 * (len(HOPS) + 1)
     assert prompt(9).digest not in flow._prompts, "the float32 copy needs the memory of idle voices"
