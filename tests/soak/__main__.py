@@ -14,7 +14,7 @@ judged.
 
 Each request ends exactly once: done; cancelled; rejected (bad input, as expected); refused (the server is full and
 says so); failed (an error that one of the injected faults explains). Anything else is lost, and a request without any
-part of its answer for --patience seconds has hung. The requests are the same for the same --seed, though their times
+part of its answer for a minute has hung. The requests are the same for the same --seed, though their times
 are not.
 
 Writes OUTPUT.md, OUTPUT.json (every request and sample) and the servers' logs to OUTPUT.files/. It needs two CPU cores,
@@ -38,7 +38,7 @@ from pathlib import Path
 
 import numpy as np
 from cosyvoice_triton import samples
-from cosyvoice_triton.arguments import natural_int, positive_int, positive_number
+from cosyvoice_triton.arguments import natural_int, positive_number
 from cosyvoice_triton.client.failures import ClientError
 from cosyvoice_triton.demo_checkpoint import DEMO
 from cosyvoice_triton.load.report import table
@@ -47,7 +47,7 @@ from cosyvoice_triton.prepare import steps
 
 from tests.soak.faults import KINDS
 from tests.soak.ledger import OUTCOMES
-from tests.soak.runner import SoakResult, SoakSettings, soak
+from tests.soak.runner import TASKS, SoakResult, SoakSettings, soak
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -60,7 +60,7 @@ def markdown(result: SoakResult, conditions: Sequence[str]) -> str:
     settings = result.settings
     parts = [
         f"{verdict} {len(result.ledger.requests)} requests in {(result.seconds - result.loaded) / 60:.1f} minutes, "
-        f"{settings.tasks} at a time, seed {settings.seed}, {len(result.faults)} faults, "
+        f"{TASKS} at a time, seed {settings.seed}, {len(result.faults)} faults, "
         f"{judged} processes judged for growth" + (", interrupted.\n" if result.interrupted else ".\n"),
         *conditions,
         "\n## Problems\n" if problems else "",
@@ -124,13 +124,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--minutes", type=positive_number, default=10.0, help="of load (10)")
     parser.add_argument("--seed", type=natural_int, default=1, help="of the requests and the faults (1)")
-    parser.add_argument("--tasks", type=positive_int, default=6, help="requests at a time (6)")
-    parser.add_argument(
-        "--patience",
-        type=positive_number,
-        default=60.0,
-        help="seconds without any part of an answer that are a hang (60)",
-    )
     injected = parser.add_mutually_exclusive_group()
     injected.add_argument("--no-faults", action="store_true", help="load alone")
     injected.add_argument(
@@ -158,8 +151,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = SoakSettings(
             minutes=args.minutes,
             seed=args.seed,
-            tasks=args.tasks,
-            patience=args.patience,
             faults=not args.no_faults,
             chosen=[KINDS[name] for name in args.faults],
             models=args.models or DEMO,

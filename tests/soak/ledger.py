@@ -6,7 +6,7 @@ rejected    bad input, with the answer that it should get
 refused     the server is full and says so
 failed      an error that an injected fault explains
 lost        anything else: another error, another answer than expected, an answer without audio
-hung        nothing for `patience` seconds
+hung        nothing for a minute
 """
 
 import re

@@ -23,6 +23,8 @@ from tests.soak.sampling import Growth, ProcessHistory, Sampler, regions
 from tests.soak.stack import Life, LocalStack, local_stack
 
 PAUSE_SECONDS = 5.0  # after an error or a refusal, so that a server that is down or full does not get thousands
+TASKS = 6  # requests at a time
+PATIENCE_SECONDS = 60.0  # without any part of an answer, which are a hang
 QUIET_SECONDS = 30.0  # after the last request, for the servers to end all work
 LIMIT = 300.0  # seconds for a whole answer; a silent server is given up much earlier
 
@@ -35,8 +37,6 @@ class SoakSettings:
 
     minutes: float
     seed: int
-    tasks: int
-    patience: float
     faults: bool
     models: Path
     work: Path
@@ -117,10 +117,10 @@ async def _soak(
         model="",
         mode="streaming",
         jobs=SoakPlan(settings.seed, list(doors), samples),
-        tasks=settings.tasks,
+        tasks=TASKS,
         seconds=seconds,
         timeout=LIMIT,
-        patience=settings.patience,
+        patience=PATIENCE_SECONDS,
         persistent=True,
         pause=PAUSE_SECONDS,
     )

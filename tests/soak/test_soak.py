@@ -56,7 +56,7 @@ def test_a_fault_of_one_row_explains_one_error() -> None:
 
 
 def result(**found: Any) -> SoakResult:
-    settings = SoakSettings(1.0, 1, 1, 60.0, True, Path(), Path())
+    settings = SoakSettings(1.0, 1, True, Path(), Path())
     return SoakResult(settings, Ledger(), 0.0, 60.0, **found)
 
 
