@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run on a GPU machine"),
 ]
-REQUESTS, STEPS = 40, 30
+REQUESTS = 40
 SAMPLING = [
     {"temperature": 0.0, "repetition_penalty": 1.0},
     {"temperature": 1.0, "top_p": 0.8, "top_k": 25, "repetition_penalty": 1.0, "ras_window": 10},
