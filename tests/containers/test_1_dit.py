@@ -10,6 +10,10 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from cosyvoice_triton import samples
+from cosyvoice_triton.client.utterance import read_reference
+from cosyvoice_triton.monitoring.metrics import ENDED, LIVE, sum_of
+from cosyvoice_triton.voice.audio import Recording
 
 from tests.containers.engine import Engine
 from tests.containers.images import CPU
@@ -18,6 +22,14 @@ from tests.support.queries import OPERATE, SHOWN
 from tests.support.serve_process import StreamResult
 
 MODEL = "cosyvoice2_dit"
+# Python, because the image has no pkill.
+KILL_MODELS = """
+import os, pathlib, signal
+for name in pathlib.Path("/proc").glob("[0-9]*/comm"):
+    if name.read_text().startswith("triton_python_b"):
+        os.kill(int(name.parent.name), signal.SIGKILL)
+"""
+METRICS = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8003/metrics').read().decode())"
 PREVIOUS = "cosyvoice-triton:previous"
 
 
@@ -106,11 +118,22 @@ def test_an_upgrade_and_its_rollback_lose_no_stream(dit: Project) -> None:
 
 
 @pytest.mark.extended
-def test_servers_that_start_later_are_on_the_gateways_list(dit: Project) -> None:
+def test_three_servers_share_the_load(dit: Project) -> None:
     for number, server in enumerate(("tts-2", "tts-3"), start=2):  # not both at once: this machine may have two cores
         dit.up(server, "redis", "prometheus")
         wait_for(f"{number} servers in the gateway's list", lambda number=number: dit.servers() == number)
     assert dit.execute("redis", "redis-cli", "ping").strip() == "PONG"
+    recording = read_reference(samples.FOLDER / "reference_en.wav")
+
+    async def crowd(first: int) -> list[StreamResult]:
+        """Six voices: the gateway sends a voice to its server, and to others only if that has more than its share."""
+        voices = [Recording(recording.wav * (1 - number / 100), recording.rate) for number in range(first, first + 6)]
+        return await asyncio.gather(*(dit.speak(MODEL, "Hello.", StreamResult(), voice) for voice in voices))
+
+    for first in range(1, 31, 6):  # thirty voices, whose places are random
+        assert [answer.error for answer in asyncio.run(crowd(first))] == [None] * 6
+    for server in ("tts", "tts-2", "tts-3"):
+        assert sum_of(dit.execute(server, "python3", "-c", METRICS), ENDED.name) > 0, server
 
 
 @pytest.mark.extended
@@ -169,6 +192,30 @@ def test_an_upgrade_of_several_servers_refuses_nobody(dit: Project) -> None:
 
 
 @pytest.mark.extended
+def test_a_dead_model_ends_only_its_own_streams_and_its_container_starts_again(dit: Project) -> None:
+    def live(server: str) -> float:
+        return sum_of(dit.execute(server, "python3", "-c", METRICS), LIVE.name)
+
+    async def scene() -> tuple[list[StreamResult], str, float]:
+        answers, speaking = [StreamResult() for _ in range(4)], []
+        for answer in answers:  # not at once: the fourth of a voice gets another server once Envoy has counted three
+            speaking.append(asyncio.create_task(dit.speak(MODEL, 3 * LONG, answer)))
+            await answer.begun.wait()
+        server = await asyncio.to_thread(max, restarts, key=live)
+        await asyncio.to_thread(dit.execute, server, "python3", "-c", KILL_MODELS)
+        noticed = await asyncio.to_thread(wait_for, "the dead server is off the list", lambda: dit.servers() == 2, 60)
+        late = await dit.speak(MODEL, "Hello.", StreamResult())
+        assert not late.error
+        return await asyncio.gather(*speaking), server, noticed
+
+    restarts = {server: dit.container(server)["RestartCount"] for server in ("tts", "tts-2", "tts-3")}
+    answers, server, noticed = asyncio.run(scene())
+    assert 0 < sum(bool(answer.error) for answer in answers) < 4 and noticed < 20, answers
+    wait_for("it has started again", lambda: dit.servers() == 3)
+    assert dit.container(server)["RestartCount"] > restarts[server]
+
+
+@pytest.mark.extended
 def test_missing_names_do_not_delay_the_gateway(dit: Project) -> None:
     dit.compose("stop", "tts-3")
     dit.compose("rm", "--force", "tts-3")  # its name does not resolve anymore
@@ -184,6 +231,35 @@ def test_a_stopped_server_finishes_its_streams(dit: Project) -> None:
     refused = str(dit.spoken(MODEL).error)
     assert "no speech server is ready" in refused or "retry" in refused  # grpc.aio may lose the reason
     assert dit.get("/v2/health/ready")[0] == dit.say()[0] == 503
+
+
+@pytest.mark.extended
+def test_restarting_everything_ends_live_streams_and_refuses_new_ones_until_it_serves_again(dit: Project) -> None:
+    async def scene() -> tuple[StreamResult, list[str], list[int]]:
+        live = StreamResult()
+        speaking = asyncio.create_task(dit.speak(MODEL, LONG, live))
+        await live.begun.wait()
+        restart = asyncio.create_task(asyncio.to_thread(dit.compose, "restart"))
+        errors, statuses = [], []
+        while not restart.done():
+            answer, (status, _) = await asyncio.gather(
+                dit.speak(MODEL, "Hello.", StreamResult()), asyncio.to_thread(dit.say, input="Hello.")
+            )
+            errors.append(answer.error)
+            if not speaking.done():  # later the gateway itself is away, until its container runs again
+                statuses.append(status)
+            await asyncio.sleep(1)
+        await restart
+        return await speaking, errors, statuses
+
+    dit.up("tts", "gateway", "speech")
+    wait_for("the second start, until speech is ready", lambda: dit.get("/health", "SPEECH_PORT")[0] == 200)
+    assert "exists already" in dit.compose("logs", "download")
+    live, errors, statuses = asyncio.run(scene())
+    assert not live.error and live.samples > 200_000
+    assert [error for error in errors if error and "UNAVAILABLE" not in error] == []
+    assert {0, 503} & set(statuses) and set(statuses) <= {0, 200, 503}  # 0: the connection is refused
+    wait_for("it speaks again", lambda: dit.say()[0] == 200)
 
 
 def test_the_gateway_stops_at_once_and_with_code_0(dit: Project) -> None:
