@@ -13,6 +13,7 @@ from cosyvoice_triton.networks.flow.config import CosyVoice3FlowConfig
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.hift import CausalHiFTGenerator, HiFTConfig, build_causal_hift, fuse_weight_norm
 from cosyvoice_triton.networks.hift.causal import F0_LOOKAHEAD, PRE_LOOKAHEAD, Contexts
+from cosyvoice_triton.networks.hift.generator import stft
 from cosyvoice_triton.orchestrator.token_buffer import MAX_SILENT_TOKENS, SilenceFilter
 from cosyvoice_triton.token2wav.gpu.noise import (
     FLOW_NOISE_FRAMES,
@@ -25,11 +26,12 @@ from cosyvoice_triton.token2wav.stream import Chunk, Stream
 from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from torch import Tensor
 
-from tests.parity.fixture import Check, Fixture, steps_of
+from tests.parity.fixture import Check, Fixture
 from tests.parity.flow_unet import estimator_calls, flow_calls, solve_calls
 from tests.parity.hift import config_of, official_state, vocoder_calls
 from tests.parity.reference import window_flow as reference
 from tests.parity.served import LIMITS, ServedFlow, prompt_of
+from tests.parity.tracing import steps_of
 
 Results = Iterator[tuple[str, Tensor]]
 TABLE_SECONDS = 300  # of upstream's noise tables
@@ -94,7 +96,7 @@ class _WholeVocoder:
         return speech[:, : self.hift.config.hop * (frames if final else frames - 1)]
 
     def calls(self) -> Results:
-        return vocoder_calls(self._fixture, self._call)
+        return vocoder_calls(self._fixture, self.hift, self._call)
 
     def _call(self, text: str, inputs: list[Tensor]) -> dict[str, Tensor]:
         final, gain = "finalize=False" not in text, 0.0 if "noise table all zero" in text else 1.0
@@ -113,7 +115,15 @@ def tiny_vocoder(fixture: Fixture, file: str | None = None) -> CausalHiFTGenerat
 
 
 def check_vocoder(fixture: Fixture) -> Results:
-    yield from _WholeVocoder(fixture, tiny_vocoder(fixture)).calls()
+    vocoder = _WholeVocoder(fixture, tiny_vocoder(fixture))
+    yield from vocoder.calls()
+    hift, mel = vocoder.hift, fixture["in/mel"]
+    waves, _ = hift.m_source.sines(vocoder.f0(mel, True), vocoder.noise(mel.shape[2] * hift.config.hop))
+    yield from ((key, waves[:, : fixture[key].shape[1]]) for key in fixture.keys if key.startswith("mid/sine_waves_"))
+    for key in fixture.keys:
+        if key.startswith("mid/decode/s_stft"):
+            columns = stft(fixture["in/decode_source"][:, 0], hift.stft_window, hift.config.istft_hop)
+            yield key, columns[..., : fixture[key].shape[2]]
 
 
 def check_full_size_vocoder(fixture: Fixture) -> Results:

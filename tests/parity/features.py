@@ -8,7 +8,9 @@ from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE
 from cosyvoice_triton.voice.features import MelConfig, fbank, log_mel, mel_spectrogram, resample
 from torch import Tensor
 
-from tests.parity.fixture import Check, Fixture, evaluate, outputs_of
+from tests.parity.fixture import Check, Fixture, outputs_of
+from tests.parity.reference.vocoder import cross_fade
+from tests.parity.tracing import evaluate
 
 MEL_NAMES = {"sampling_rate": "sample_rate", "n_fft": "n_fft", "win_size": "window", "hop_size": "hop"}
 MEL_NAMES |= {"num_mels": "bins", "fmin": "min_hz"}
@@ -76,14 +78,9 @@ def check_features(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_fade(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
-    """Upstream's window of two halves, which serving has not: the fixture alone, in float64."""
     for call in fixture.meta["calls"]:
         fade_in, fade_out = (fixture[key] for key in re.findall(r"in/\w+", call["fn"]))
-        rising, falling = fixture["in/window_f64"].chunk(2)
-        samples = len(rising)
-        faded = fade_in.clone()
-        faded[:, :samples] = fade_in[:, :samples].double() * rising + fade_out[:, -samples:].double() * falling
-        yield call["output"], faded
+        yield call["output"], cross_fade(fade_out, fade_in, fixture["in/window_f64"])
 
 
 CHECKS: dict[str, Check] = {

@@ -1,25 +1,19 @@
-"""One golden fixture on disk: `<name>.json` describes it and `<name>.safetensors` holds its tensors; weights of the
-full-size ones are not stored, but generated from key names, as their JSON describes. Shared by checks: what methods
-return, and parsing of the text of fixtures' calls."""
+"""One golden fixture on disk: `<name>.json` describes it and `<name>.safetensors` holds its tensors."""
 
 import json
-import math
-import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from cosyvoice_triton.checkpoint import load_strict, shapes_of
-from cosyvoice_triton.constants import EULER_STEPS
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
+
+from tests.parity.weight_rule import generate_weights
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -154,105 +148,5 @@ def outputs_of(call: Mapping[str, Any]) -> list[str]:
     return call["outputs"] if "outputs" in call else [call["output"]]
 
 
-# Computes a fixture's results: yields (key of the stored tensor, such as "out/full/xs", computed tensor, or None where
-# serving differs on purpose).
-Check = Callable[[Fixture], Iterator[tuple[str, torch.Tensor | None]]]
-
-
-Array = np.ndarray
-
-
-def _hift_exception(key: str, n: Array) -> Array | None:
-    """Keys of HiFT with a scale of their own, so that f0 and audio are in their usual range."""
-    if key == "f0_predictor.classifier.weight":
-        return 10 * n
-    if key == "f0_predictor.classifier.bias":
-        return np.full_like(n, 60)
-    if key == "conv_post.parametrizations.weight.original0":
-        return 0.12 * (1 + 0.2 * n)
-    if ".convs2." in key and key.endswith("original0"):
-        return 0.3 * (1 + 0.2 * n)
-    if key == "conv_post.bias":
-        return 0.1 * n + np.where(np.arange(n.size) < n.size // 2, np.float32(0.8), np.float32(0))
-    if key == "m_source.l_linear.weight":
-        return 2 * n
-    return None
-
-
-def _named(key: str, n: Array) -> Array | None:
-    """Keys whose scale depends on the name and not on the rank."""
-    if key.endswith("original0"):
-        return 1 + 0.2 * n
-    if key.endswith("alpha"):
-        return np.abs(1 + 0.2 * n) + 0.1
-    if "pos_bias_" in key:
-        return 0.3 * n
-    if key == "input_embedding.weight":
-        return n
-    if key == "decoder.estimator.final_proj.weight":
-        return n * np.float32(0.6 / 16)
-    return None
-
-
-def _draw(key: str, shape: tuple[int, ...]) -> Array:
-    n = np.random.RandomState(zlib.crc32(key.encode()) & 0xFFFFFFFF).standard_normal(shape).astype(np.float32)
-    for special in (_hift_exception(key, n), _named(key, n)):
-        if special is not None:
-            return special
-    if n.ndim >= 2:
-        scaled = n * np.float32(1 / math.sqrt(math.prod(shape[1:])))
-        return scaled * 2 if "adaLN_modulation" in key else scaled
-    return 1 + 0.1 * n if key.endswith("weight") else 0.1 * n
-
-
-def generate_weights(shapes: Mapping[str, tuple[int, ...]], check: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """{key: shape} -> state_dict. ValueError if sums or samples differ from `check`, the JSON's "weight_check"."""
-    arrays = {key: _draw(key, tuple(shape)) for key, shape in shapes.items()}
-    total = sum(float(np.abs(array.astype(np.float64)).sum()) for array in arrays.values())
-    if not math.isclose(total, check["sum_abs_float64"], rel_tol=1e-9):
-        raise ValueError(f"generated weights sum to {total}, the fixture says {check['sum_abs_float64']}")
-    for key, values in check["first_two_values"].items():
-        if key not in arrays or not np.allclose(arrays[key].reshape(-1)[: len(values)], values, rtol=1e-6):
-            raise ValueError(f"generated weights of {key} differ from the fixture's {values}")
-    return {key: torch.from_numpy(array) for key, array in arrays.items()}
-
-
-@contextmanager
-def recorded(owner: object, method: str) -> Iterator[list[Tensor]]:
-    """Collect copies of what a method of `owner` returns. Unlike a hook, it also sees what a CUDA graph computes."""
-    original, results = getattr(owner, method), []
-
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        result = original(*args, **kwargs)
-        results.append(result.clone())
-        return result
-
-    setattr(owner, method, call)
-    try:
-        yield results
-    finally:
-        delattr(owner, method)
-
-
-def evaluate(fixture: Fixture, expression: str) -> Tensor:
-    """`in/token`, `in/token[:, 0:18]`, `in/token[:, :3]` or `cat(..., ...)` of such, joined over the second axis."""
-    if match := re.fullmatch(r"\s*cat\((.*)\)\s*", expression):
-        return torch.cat([evaluate(fixture, part) for part in re.split(r",(?![^\[]*\])", match[1])], dim=1)
-    match = re.fullmatch(r"\s*(in/\w+)(?:\[:,\s*(\d*):(\d*)\])?\s*", expression)
-    if match is None:
-        raise ValueError(f"{fixture.name}: cannot read the expression {expression!r}")
-    name, start, stop = match.groups()
-    return fixture[name][:, slice(int(start) if start else None, int(stop) if stop else None)]
-
-
-def steps_of(fixture: Fixture, call: dict[str, Any] | None = None) -> int:
-    """Number of Euler steps of a call.
-
-    Some fixtures give it per call, some in a note, and some only in the shape of a cache that has a row per step.
-    Without any of these it is upstream's default.
-    """
-    calls = [*([call] if call else []), *fixture.meta["calls"]]
-    given = [entry["n_timesteps"] for entry in calls if "n_timesteps" in entry]
-    noted = re.findall(r"n_timesteps = (\d+)", " ".join(fixture.meta.get("notes", [])))
-    cached = [shapes["estimator_att_cache"][0] for entry in calls if (shapes := entry.get("cache_shapes"))]
-    return int([*given, *noted, *cached, EULER_STEPS][0])
+# Computes a fixture's results: yields (key of the stored tensor, such as "out/full/xs", computed tensor).
+Check = Callable[[Fixture], Iterator[tuple[str, torch.Tensor]]]

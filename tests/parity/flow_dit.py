@@ -18,11 +18,12 @@ from cosyvoice_triton.networks.flow.encoder import UpsampleConformerEncoder
 from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 
-from tests.parity.fixture import Check, Fixture, evaluate, prefixed, recorded, steps_of
+from tests.parity.fixture import Check, Fixture, prefixed
 from tests.parity.flow_unet import estimator_calls
 from tests.parity.reference import dit_flow as reference
 from tests.parity.reference.encoder import EncoderCache, encode_chunk, encode_whole
 from tests.parity.served import ServedFlow, caches_of, prompt_of
+from tests.parity.tracing import evaluate, recorded, steps_of
 
 Results = Iterator[tuple[str, Tensor]]
 

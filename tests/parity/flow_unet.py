@@ -7,17 +7,18 @@ from typing import Any
 import torch
 from cosyvoice_triton.checkpoint import load_strict, shapes_of
 from cosyvoice_triton.constants import TOKEN_MEL_RATIO
-from cosyvoice_triton.networks.flow.base import FlowMatching
+from cosyvoice_triton.networks.flow.base import FlowMatching, time_schedule
 from cosyvoice_triton.networks.flow.config import EncoderConfig, UNetConfig, UNetFlowConfig
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.encoder import UpsampleConformerEncoder
 from cosyvoice_triton.networks.flow.unet import UNetEstimator, UNetFlow
 from torch import Tensor, nn
 
-from tests.parity.fixture import Check, Fixture, outputs_of, prefixed, steps_of
+from tests.parity.fixture import Check, Fixture, outputs_of, prefixed
 from tests.parity.reference import window_flow as reference
 from tests.parity.reference.encoder import encode_whole
 from tests.parity.served import ServedFlow, prompt_of
+from tests.parity.tracing import intermediates, steps_of
 
 Results = Iterator[tuple[str, Tensor]]
 
@@ -63,8 +64,10 @@ def check_encoder(fixture: Fixture) -> Results:
         if call["context"]:
             frames = encoder.config.lookahead
             xs, context = xs[:, :-frames], xs[:, -frames:]
-        ys, valid = encode_whole(encoder, xs, fixture[call["xs_lens"]], context, call["streaming"])
+        with intermediates(encoder, fixture, call["tag"]) as found:
+            ys, valid = encode_whole(encoder, xs, fixture[call["xs_lens"]], context, call["streaming"])
         yield from zip(call["outputs"], (ys, valid.to(torch.uint8)), strict=True)
+        yield from found.items()
 
 
 def check_estimator(fixture: Fixture) -> Results:
@@ -77,10 +80,12 @@ def estimator_calls(fixture: Fixture, estimator: nn.Module, calls: Iterable[dict
     for call in calls or fixture.meta["calls"]:
         x, mask, mu, t, speaker, condition = (fixture[key] for key in call["args"])
         streaming = [call["streaming"]] if "streaming" in call else []
-        y = estimator(x, t, mu, speaker, condition, mask.bool(), *streaming)
+        with intermediates(estimator, fixture, call["tag"]) as found:
+            y = estimator(x, t, mu, speaker, condition, mask.bool(), *streaming)
         lengths = call.get("lengths", [])
         rows = [row[:, :length] for row, length in zip(y, lengths, strict=True)] if lengths else [y]
         yield from zip(outputs_of(call), rows, strict=True)
+        yield from found.items()
 
 
 def check_solve(fixture: Fixture) -> Results:
@@ -92,12 +97,24 @@ def check_solve(fixture: Fixture) -> Results:
 def solve_calls(fixture: Fixture, decoder: FlowMatching) -> Results:
     for call in fixture.meta["calls"]:
         mu, mask, speaker, condition = (fixture[key] for key in call["inputs"])
+        states: list[Tensor] = []
+        velocities: list[Tensor] = []
 
-        def velocity(_: int, x: Tensor, *rows: Tensor, mask=mask, call=call) -> Tensor:
-            return decoder.estimator(x, *rows, mask.bool().repeat(2, 1, 1), call["streaming"])
+        def velocity(_: int, x: Tensor, *rows: Tensor, mask=mask, call=call, states=states, velocities=velocities):
+            states.append(x[0])
+            velocities.append(decoder.estimator(x, *rows, mask.bool().repeat(2, 1, 1), call["streaming"]))
+            return velocities[-1]
 
         steps, noise = call["n_timesteps"], fixture["in/rand_noise"][:, :, : mu.shape[2]] * call["temperature"]
         yield call["output"], decoder.solve(velocity, noise, mu, speaker, condition, steps)
+        computed = {
+            "t_per_step": torch.tensor(time_schedule(steps)[0]),
+            "x_per_step": torch.stack(states),
+            "dphi_per_step": torch.stack(velocities),
+        }
+        for name, tensor in computed.items():
+            if (key := f"mid/{call['tag']}/{name}") in fixture:
+                yield key, tensor
 
 
 def flow_calls(fixture: Fixture, network: UNetFlow | CosyVoice3Flow) -> Results:

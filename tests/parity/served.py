@@ -26,7 +26,8 @@ from cosyvoice_triton.token2wav.stream import Stream, VocoderState
 from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 
-from tests.parity.fixture import Fixture, recorded
+from tests.parity.fixture import Fixture
+from tests.parity.tracing import recorded
 
 LIMITS = BatchLimits(max_streams=1)  # the fewest CUDA graphs
 PROMPT_BYTES = 1 << 30

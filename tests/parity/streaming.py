@@ -3,28 +3,73 @@
 Upstream's loops have three errors that our engine does not: the DiT loop trims its cache as if the newest frames came
 last, and then reuses noise; the UNet loop renders its final chunk without the streaming mask; both begin the vocoder's
 source anew in every chunk. Our flows are compared up to the chunk where one of the first two (or a fixture's own
-trimming) takes effect, our vocoder in the first chunk; what comes later is skipped.
+trimming) takes effect, our vocoder in the first chunk; what comes later is computed by `reference` with upstream's
+rules.
 """
 
+import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from cosyvoice_triton.constants import OVERLAP_FRAMES
+from cosyvoice_triton.constants import OVERLAP_SAMPLES
+from cosyvoice_triton.networks.flow.cache import KeyValues
 from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.networks.flow.unet import UNetFlow
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStream
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 from cosyvoice_triton.token2wav.stream import Chunk, Stream
 from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
+from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 
 from tests.parity import flow_dit, flow_unet, hift
-from tests.parity.fixture import Check, Fixture, steps_of
+from tests.parity.fixture import Check, Fixture
+from tests.parity.reference import dit_flow, window_flow
+from tests.parity.reference.vocoder import ReferenceVocoder, hamming_window
 from tests.parity.served import LIMITS, ServedFlow, prompt_of
+from tests.parity.tracing import steps_of
 
-Outputs = Iterator[tuple[str, Tensor | None]]
+Outputs = Iterator[tuple[str, Tensor]]
+
+
+class _Vocoder:
+    """Our vocoder in the first chunk, upstream's after it, with the fixture's noise, which every chunk reads anew."""
+
+    def __init__(self, fixture: Fixture) -> None:
+        network = hift.build(fixture, _file(fixture, "hift"))
+        served = copy.deepcopy(network).to(fixture.device).body_to(fixture.dtype)
+        self._served = StreamingVocoder(served, NoiseTape(fixture["in/noise_table"].to(fixture.device)), limits=LIMITS)
+        self._stream = Stream(vocoder=self._served.open())
+        self._fixture = fixture
+        noise = NoiseTape(fixture["in/noise_table"])
+        self.reference = ReferenceVocoder(network, hamming_window(OVERLAP_SAMPLES), noise)
+
+    def speech(self, key: str, mel: Tensor, theirs: Tensor, final: bool) -> Outputs:
+        """The audio (1, N) of the next mel frames (80, T), under `key`.
+
+        In float16 of upstream's: a mel's error of 1e-3 moves f0, whose integral over the chunk is the phase.
+        """
+        before = of_mel = self._fixture.computed_by
+        if self._fixture.dtype != torch.float32:
+            mel, of_mel = theirs, "reference"
+        self._fixture.computed_by = f"mel: {of_mel}; vocoder: {'reference' if self._stream.vocoder.begun else 'engine'}"
+        yield key, self._step(mel, final)[None]
+        self._fixture.computed_by = before
+
+    def _step(self, mel: Tensor, final: bool) -> Tensor:
+        """The audio (N,) of the next mel frames (80, T)."""
+        speech = self.reference.step(mel.cpu().float(), final)
+        state = self._stream.vocoder
+        if not state.begun:
+            mel = mel.to(self._served.pool.mel.device)
+            (served,) = self._served.begin([Chunk(self._stream, np.zeros(0, np.int64), final, 0, 0, 0)], [mel])()
+            assert isinstance(served, Tensor), served
+            speech = served
+            self.reference.speech = self._served.pool.speech[state.slot].cpu()
+        return speech
 
 
 def _file(fixture: Fixture, part: str) -> str:
@@ -35,65 +80,115 @@ def _file(fixture: Fixture, part: str) -> str:
     raise ValueError(f"{fixture.name}: none of {fixture.meta['weights_files']} describes a {part!r}")
 
 
-def _open(fixture: Fixture, network: DiTFlow | UNetFlow, mel: str) -> tuple[ServedFlow, Stream]:
-    served = ServedFlow(fixture, network, fixture["in/rand_noise"], steps_of(fixture))
-    prompt = prompt_of(fixture["in/prompt_token"].reshape(-1), fixture[mel][0], fixture["in/embedding"][0])
-    return served, served.open(prompt)
+def _flow_noise(fixture: Fixture) -> NoiseTape:
+    return NoiseTape(fixture["in/rand_noise"][0].T)  # (1, C, T) -> (T, C)
 
 
-def _tokens(fixture: Fixture, call: dict[str, Any]) -> Tensor:
+def _prompt(fixture: Fixture, mel: str) -> Prompt:
+    return prompt_of(fixture["in/prompt_token"].reshape(-1), fixture[mel][0], fixture["in/embedding"][0])
+
+
+def _tokens(fixture: Fixture, call: dict[str, Any]) -> np.ndarray:
     first, end = call["token"]
-    return fixture["in/token"].reshape(-1)[first:end]
+    return fixture["in/token"].reshape(-1)[first:end].numpy()
 
 
-def _first_speech(fixture: Fixture, mel: Tensor) -> Tensor:
-    """The audio (1, N) of a stream's first mel frames (80, T), with the fixture's noise."""
-    network = hift.build(fixture, _file(fixture, "hift")).to(fixture.device).body_to(fixture.dtype)
-    vocoder = StreamingVocoder(network, NoiseTape(fixture["in/noise_table"].to(fixture.device)), limits=LIMITS)
-    chunk = Chunk(Stream(vocoder=vocoder.open()), np.zeros(0, np.int64), False, 0, 0, 0)
-    (speech,) = vocoder.begin([chunk], [mel.to(vocoder.pool.mel.device)])()
-    assert isinstance(speech, Tensor), speech
-    return speech[None]
-
-
-def _compared(fixture: Fixture, mels: dict[str, Tensor]) -> Outputs:
-    """mels: those of the chunks that both render by the same rules, by their keys; the rest is skipped."""
-    yield from ((key, mel[None]) for key, mel in mels.items())
-    key, mel = next(iter(mels.items()))
-    if fixture.dtype != torch.float32:  # a mel's error of 1e-3 moves f0, whose integral over the chunk is the phase
-        mel = fixture[key][0]
-        fixture.computed_by = "engine, of the stored mel"
-    compared = f"out/{key.split('/')[1]}/speech"
-    yield compared, _first_speech(fixture, mel)
-    yield from ((key, None) for key in sorted(fixture.outputs - {compared}))
+def _where_stored(fixture: Fixture, results: dict[str, Tensor]) -> Outputs:
+    yield from ((key, result) for key, result in results.items() if key in fixture)
 
 
 def check_dit(fixture: Fixture) -> Outputs:
-    """token2wav_dit: chunks until the engine or upstream starts from a trimmed cache."""
-    served, stream = _open(fixture, flow_dit.build(fixture, _file(fixture, "dit")), "in/prompt_mel")
-    assert isinstance(stream, DiTStream)
-    mels = {}
+    """token2wav_dit: chunks are the engine's until it or upstream starts from a trimmed cache."""
+    network: DiTFlow = flow_dit.build(fixture, _file(fixture, "dit"))
+    vocoder = _Vocoder(fixture)
+    noise = _flow_noise(fixture)
+    prompt = _prompt(fixture, "in/prompt_mel")
+    steps = steps_of(fixture)
+    served = ServedFlow(fixture, network, fixture["in/rand_noise"], steps)
+    ours, upstream = served.open(prompt), _UpstreamDiT(network, noise, prompt, steps)
+    same_rules, by_engine = True, fixture.computed_by
     for call in fixture.meta["calls"]:
-        mels[f"mid/{call['tag']}/mel"] = served.chunk(stream, _tokens(fixture, call), final=call["last_chunk"])
-        whole = call["flow_cache_frames_after_trim"] == call["flow_cache_frames_before_trim"]
-        if not (whole and stream.complete):
-            break
-    yield from _compared(fixture, mels)
+        tag, tokens, last = call["tag"], _tokens(fixture, call), call["last_chunk"]
+        mel = theirs = upstream.step(tokens, last, call.get("flow_cache_frames_after_trim"))
+        fixture.computed_by = by_engine if same_rules else "reference"
+        if same_rules:
+            mel = served.chunk(ours, torch.from_numpy(tokens), final=last)
+            assert isinstance(ours, DiTStream)
+            same_rules = upstream.cache.estimator.attention.frames == upstream.cache.frames and ours.complete
+        yield from vocoder.speech(f"out/{tag}/speech", mel, theirs, last)
+        yield from _where_stored(fixture, {f"mid/{tag}/mel": mel[None]})
+        fixture.computed_by = "vocoder: reference"
+        source, speech = vocoder.reference.source, vocoder.reference.speech
+        caches = {f"out/{tag}/cache_source": source[None, None], f"out/{tag}/cache_speech": speech[None]}
+        yield from _where_stored(fixture, caches)
+
+
+class _UpstreamDiT:
+    """The flow with upstream's caller: newest frames first, trimmed at both ends, noise from the cache's length on."""
+
+    def __init__(self, network: DiTFlow, noise: NoiseTape, prompt: Prompt, steps: int) -> None:
+        self._network = network
+        self._noise = noise
+        self.cache = dit_flow.prefill(
+            network,
+            torch.from_numpy(prompt.tokens)[None],
+            torch.from_numpy(prompt.mel)[None],
+            torch.from_numpy(prompt.embedding)[None],
+            noise=noise.read(0, len(prompt.mel)).T[None],  # (T, C) -> (1, C, T)
+            steps=steps,
+        )
+        self._prompt_frames = len(prompt.mel)
+
+    def step(self, tokens: np.ndarray, last: bool, keep: int | None) -> Tensor:
+        cached = self.cache.estimator.attention.frames
+        lookahead = 0 if last else self._network.config.encoder.lookahead
+        frames = (len(tokens) - lookahead) * self._network.config.encoder.ratio
+        noise = self._noise.read(cached, frames).T[None]  # (T, C) -> (1, C, T)
+        mel, cache = dit_flow.inference_chunk(
+            self._network, torch.from_numpy(tokens)[None], self.cache, final=last, noise=noise
+        )
+        attention = cache.estimator.attention
+        newest_first = KeyValues(*(_newest_first(x, cached) for x in (attention.keys, attention.values)))
+        if keep is not None:
+            newest_first = dit_flow.trimmed(newest_first, self._prompt_frames, keep - self._prompt_frames)
+        self.cache = replace(cache, estimator=replace(cache.estimator, attention=newest_first))
+        return mel[0]
+
+
+def _newest_first(x: Tensor, cached: int) -> Tensor:
+    """(..., T, D) with the new frames after the cached ones -> before them. Attention has no positions."""
+    return torch.cat([x[..., cached:, :], x[..., :cached, :]], dim=-2)
 
 
 def check_unet(fixture: Fixture) -> Outputs:
-    """token2wav: chunks until upstream renders one without the streaming mask. A chunk's stored mel begins with the
-    frames that the vocoder gets again."""
-    served, stream = _open(fixture, flow_unet.build(fixture, _file(fixture, "estimator")), "in/prompt_feat")
-    mels, mel = {}, torch.zeros(fixture["in/prompt_feat"].shape[2], 0)
+    """token2wav: chunks are the engine's until upstream renders one without the streaming mask."""
+    network: UNetFlow = flow_unet.build(fixture, _file(fixture, "estimator"))
+    vocoder = _Vocoder(fixture)
+    prompt = _prompt(fixture, "in/prompt_feat")
+    steps = steps_of(fixture)
+    served = ServedFlow(fixture, network, fixture["in/rand_noise"], steps)
+    ours = served.open(prompt)
+    same_rules, by_engine = True, fixture.computed_by
     for call in fixture.meta["calls"]:
-        if not call["stream"]:
-            break
-        tokens, offset = _tokens(fixture, call), call["token_offset"]
-        added = served.chunk(stream, tokens, final=call["finalize"], offset=offset).cpu().float()
-        mel = torch.cat([mel[:, -OVERLAP_FRAMES:], added], dim=1)
-        mels[f"mid/{call['tag']}/vocoder_mel"] = mel
-    yield from _compared(fixture, mels)
+        tag, tokens, offset, last = call["tag"], _tokens(fixture, call), call["token_offset"], call["finalize"]
+        mel = theirs = window_flow.inference(
+            network,
+            torch.from_numpy(tokens)[None],
+            torch.from_numpy(prompt.tokens)[None],
+            torch.from_numpy(prompt.mel)[None],
+            torch.from_numpy(prompt.embedding)[None],
+            noise=fixture["in/rand_noise"],
+            streaming=call["stream"],
+            final=last,
+            steps=steps,
+        )[0, :, offset * network.config.encoder.ratio :]
+        same_rules = same_rules and call["stream"]
+        fixture.computed_by = by_engine if same_rules else "reference"
+        if same_rules:
+            mel = served.chunk(ours, torch.from_numpy(tokens), final=last, offset=offset)
+        rendered = torch.cat([vocoder.reference.mel, mel.cpu().float()], dim=1)
+        yield from vocoder.speech(f"out/{tag}/speech", mel, theirs, last)
+        yield from _where_stored(fixture, {f"mid/{tag}/vocoder_mel": rendered[None]})
 
 
 CHECKS: dict[str, Check] = {

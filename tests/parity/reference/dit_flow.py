@@ -27,15 +27,20 @@ class DiTFlowCache:
 
         The encoder keeps everything: its relative positions count from the start of the stream.
         """
-        attention = self.estimator.attention
-        start = max(self.prompt_frames, attention.frames - tail_frames)
-        kept = KeyValues(
-            *(
-                torch.cat([x[..., : self.prompt_frames, :], x[..., start:, :]], dim=-2)  # (..., T, D) -> (..., T', D)
-                for x in (attention.keys, attention.values)
-            )
+        attention = trimmed(self.estimator.attention, self.prompt_frames, tail_frames)
+        return replace(self, estimator=replace(self.estimator, attention=attention))
+
+
+def trimmed(cache: KeyValues, head: int, tail: int) -> KeyValues:
+    """The first `head` and the last `tail` frames, in time order."""
+    if cache.frames <= head + tail:
+        return cache
+    return KeyValues(
+        *(
+            torch.cat([x[..., :head, :], x[..., cache.frames - tail :, :]], dim=-2)  # (..., T, D) -> (..., T', D)
+            for x in (cache.keys, cache.values)
         )
-        return replace(self, estimator=replace(self.estimator, attention=kept))
+    )
 
 
 @torch.no_grad()
