@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from cosyvoice_triton.errors import FatalError
 from cosyvoice_triton.llm.engines.interface import EngineLM, GenerationRequest
-from cosyvoice_triton.llm.engines.loading import load_engine
 from cosyvoice_triton.llm.engines.threaded_engine import Generation, OnTokens, ThreadedEngine
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.monitoring.health import Health, reported_failures
 from cosyvoice_triton.profiles import H200
 
-from tests.support.llm_fixtures import chunks_of, request_of, tokens_of
+from tests.support.llm_fixtures import chunks_of, load_engine, request_of, tokens_of
 from tests.support.waiting import until
 
 STREAMS = 8

@@ -4,32 +4,16 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from cosyvoice_triton.config import InstanceKind
 from cosyvoice_triton.constants import SPEECH_VOCAB
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import URGENT_TOKENS, FinishReason, LengthRatios, LLMPrompt, Sampling, TokenChunk
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from cosyvoice_triton.profiles import ProfileName
 
 WARM_UP_STREAMS, WARM_UP_TOKENS = 32, 4
-
-
-class Resources(NamedTuple):
-    """What an engine may use.
-
-    gib: GiB of a GPU for everything (vllm, cuda). free_share: the share of what is free for keys and values
-    (tensorrt_llm). instance_kind, gpu: the kind of device and which GPU (cuda). profile: of the numbers (cuda).
-    """
-
-    gib: float
-    free_share: float
-    instance_kind: InstanceKind
-    gpu: int = 0
-    profile: ProfileName = "auto"
 
 
 @dataclass(frozen=True)
