@@ -8,6 +8,7 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.audible import LEAD_SECONDS, TAIL_SECONDS
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.orchestrator.chunking import WITHHELD_TOKENS, Hop, HopSchedule
+from cosyvoice_triton.orchestrator.report import Events
 from cosyvoice_triton.orchestrator.synthesis import SENTENCE_PAUSE
 from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter
 from cosyvoice_triton.voice.prompt import Prompt
@@ -147,7 +148,7 @@ def test_between_segments_there_is_a_pause_where_a_sentence_ends() -> None:
     async def speak(trim: bool) -> list[np.ndarray]:
         request = dataclasses.replace(speech_request(text="one.|two|three"), trim_silence=trim)
         stream = pipeline.synthesizer.stream(
-            request, on_segment=lambda text, samples, tokens: pauses.append(0 if text else samples)
+            request, Events(segment=lambda text, samples, tokens: pauses.append(0 if text else samples))
         )
         return [waveform async for waveform in stream]
 

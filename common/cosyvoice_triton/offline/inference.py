@@ -38,6 +38,7 @@ from cosyvoice_triton.offline.shared import (
     token2wav_config,
 )
 from cosyvoice_triton.orchestrator.assembly import Pipeline
+from cosyvoice_triton.orchestrator.report import Events
 from cosyvoice_triton.orchestrator.token_buffer import CUT_SHORT
 from cosyvoice_triton.speaker.engines import LocalPromptEncoder, load_pipeline
 from cosyvoice_triton.voice.audio import load_recording, save_audio
@@ -261,7 +262,7 @@ class OfflineRun:
             if name in following:
                 stage.enter(following[name])
 
-        audio = await self.pipeline.synthesizer.offline(request, warnings.append, reached, segment_ended)
+        audio = await self.pipeline.synthesizer.offline(request, Events(warnings.append, reached, segment_ended))
         stage.enter("audio_save")
         cut_short = any(warning.startswith(CUT_SHORT) for warning in warnings)
         self.folder.save(sample, audio, np.asarray(tokens), cut_short)

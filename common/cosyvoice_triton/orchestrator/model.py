@@ -21,7 +21,7 @@ from cosyvoice_triton.monitoring.environment import ModelEnvironment
 from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, has_failed
 from cosyvoice_triton.monitoring.metrics import BAD_ANSWERS, RequestStats, Values
 from cosyvoice_triton.orchestrator.assembly import Pipeline, remote_llm
-from cosyvoice_triton.orchestrator.report import Report
+from cosyvoice_triton.orchestrator.report import Events, Report
 from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream, PieceStreams
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavReplicas, send_over_triton
 from cosyvoice_triton.orchestrator.triton_encoder import TritonPromptEncoder
@@ -152,9 +152,9 @@ class Orchestrator:
                 live.sent(waveform.size / SAMPLE_RATE, silence)
 
             if not self._decoupled:
-                send(await synthesizer.offline(speech, report.warnings.append, on_segment=report.segment))
+                send(await synthesizer.offline(speech, Events(report.warnings.append, segment=report.segment)))
                 return
-            stream = synthesizer.stream(speech, report.warnings.append, report.stage, report.segment)
+            stream = synthesizer.stream(speech, Events(report.warnings.append, report.stage, report.segment))
             async with aclosing(stream) as waveforms:
                 async for waveform in waveforms:
                     send(waveform)

@@ -13,7 +13,7 @@ from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_MEL_RATIO
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.orchestrator.chunking import Hop, HopSchedule
 from cosyvoice_triton.orchestrator.judges import Judge
-from cosyvoice_triton.orchestrator.report import OnSegment, OnStage
+from cosyvoice_triton.orchestrator.report import Events
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavSequence
 from cosyvoice_triton.orchestrator.token_buffer import TokenBuffer
 from cosyvoice_triton.playback import Playback
@@ -44,25 +44,19 @@ class SegmentRenderer:
         return self._trimmer.cut / SAMPLE_RATE
 
     async def chunks(
-        self,
-        prompt: Prompt,
-        schedule: HopSchedule,
-        playback: Playback,
-        scope: TaskScope,
-        on_stage: OnStage,
-        on_segment: OnSegment,
+        self, prompt: Prompt, schedule: HopSchedule, playback: Playback, scope: TaskScope, events: Events
     ) -> AsyncGenerator[tuple[Hop, np.ndarray], None]:
         """Yield the hops and what is to be sent of their audio, float32 (N,)."""
         segment, final, sent, left = self._segment, False, 0, None
         self._judge.begin()
         await scope.result(self.stream.start(prompt, playback.left(self._clock())))
-        on_stage("prompt_cache")
+        events.stage("prompt_cache")
         while not final:
             hop, waveform = await scope.result(self._next_hop(schedule)), None
             if hop is not None:
-                on_stage("tokens")
+                events.stage("tokens")
                 waveform = await scope.result(self.stream.render(segment.tokens, hop, left))
-                on_stage("audio")
+                events.stage("audio")
             if self._judge.makes_again(segment, waveform, final=hop is not None and hop.final, sent=sent):
                 schedule.restart_segment()
                 scope.spawn(segment.again())
@@ -76,7 +70,7 @@ class SegmentRenderer:
                 waveform = self._trimmer.trimmed(waveform, final)
             sent += waveform.size
             if final:
-                on_segment(segment.text, sent, segment.tokens)
+                events.segment(segment.text, sent, segment.tokens)
             if waveform.size:
                 yield hop, waveform
             if self.cut > cut:  # then token2wav does not know what the listener has
