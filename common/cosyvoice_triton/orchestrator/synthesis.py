@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -78,46 +78,36 @@ class Work(NamedTuple):
 Part = tuple[TokenBuffer | None, np.ndarray]  # a segment, or None for a pause, and its audio (N,)
 
 
+@dataclass(eq=False)
 class Synthesizer:
-    """Turns requests into audio. Requests share only the ports and the cache of prompts. Long texts are prepared, and
-    voices are read, in threads."""
+    """Turns requests into audio by its ports. Requests share only the ports and the cache of prompts. Long texts are
+    prepared, and voices are read, in threads.
 
-    def __init__(
-        self,
-        texts: TextFrontend,
-        voices: VoiceBook,
-        encoder: PromptEncoder,
-        llm: SpeechLM,
-        tokenizer: LLMTokenizer,
-        token2wav: Token2WavPort,
-        rules: HopRules,
-        clock: Callable[[], float] = time.monotonic,
-        long_silence: Collection[int] = (),
-        silent_tokens: Collection[int] = (),
-        judges: bool = False,
-        instructions: Instructions = "with transcript",
-    ):
-        """Make it of its ports. long_silence: speech tokens of which long runs are shortened. silent_tokens: those that
-        are dropped at the start of a segment, unless its request says otherwise. judges: whether answers are judged,
-        which those of random weights cannot be."""
-        self._texts = texts
-        self._voices = voices
-        self._encoder = encoder
-        self._llm = llm
-        self._tokenizer = tokenizer
-        self._token2wav = token2wav
-        self._rules = rules
-        self._first_hops = FirstHops(rules)
-        self._clock = clock
-        self._long_silence = long_silence
-        self._silent_tokens = silent_tokens
-        self._judges = judges
+    long_silence: speech tokens of which long runs are shortened. silent_tokens: those that are dropped at the start of
+    a segment, unless its request says otherwise. judges: whether answers are judged, which those of random weights
+    cannot be.
+    """
+
+    texts: TextFrontend
+    voices: VoiceBook
+    encoder: PromptEncoder
+    llm: SpeechLM
+    tokenizer: LLMTokenizer
+    token2wav: Token2WavPort
+    rules: HopRules
+    clock: Callable[[], float] = time.monotonic
+    long_silence: Collection[int] = ()
+    silent_tokens: Collection[int] = ()
+    judges: bool = False
+    instructions: Instructions = "with transcript"
+
+    def __post_init__(self) -> None:
+        self._first_hops = FirstHops(self.rules)
         self.judged: Counts = {(reason, again): 0 for reason in REASONS for again in (False, True)}
-        self._instructions = instructions
         self._prompts: dict[bool, RecordingCache[Prompt]] = {trimmed: RecordingCache() for trimmed in (True, False)}
         self._judgements: RecordingCache[Judgement] = RecordingCache()
         self._careful_until = -math.inf
-        self.refusal = LastRefusal(clock)  # of listeners
+        self.refusal = LastRefusal(self.clock)  # of listeners
         self._asking = asyncio.Semaphore(CROWD)
         self._beginning = 0  # listeners
 
@@ -131,7 +121,7 @@ class Synthesizer:
         if request.duration is not None:
             yield await self.offline(request, events)
             return
-        first = self._token2wav.open(request.speed)
+        first = self.token2wav.open(request.speed)
         renderer: SegmentRenderer | None = None
         opening = self._first_hops.open(
             played=request.played and request.has_text,
@@ -146,24 +136,24 @@ class Synthesizer:
                     self._beginning -= 1
                 silent = self._onset_tokens(request)
                 live = request.source is not None and request.source.live
-                rules = replace(self._rules, strategy="equal") if live else self._rules  # longer ones come later
+                rules = replace(self.rules, strategy="equal") if live else self.rules  # longer ones come later
                 schedule = rules.schedule(
-                    len(prompt.tokens), self._clock, short=opening.short, silent=silent, speed=request.speed
+                    len(prompt.tokens), self.clock, short=opening.short, silent=silent, speed=request.speed
                 )
                 playback, judge = Playback(), self._judge(request, events)
                 while (segment := await scope.result(segments.get())) is not None:
                     if (silence := _silence(segment)).size:
-                        playback.add(len(silence) / SAMPLE_RATE, self._clock())
+                        playback.add(len(silence) / SAMPLE_RATE, self.clock())
                         events.segment("", silence.size, ())
                         yield silence
                     if isinstance(segment, Pause):
                         continue
                     stream = first.following() if renderer else first
-                    renderer = SegmentRenderer(stream, segment, request.trim_silence, judge, self._clock)
+                    renderer = SegmentRenderer(stream, segment, request.trim_silence, judge, self.clock)
                     rendered = renderer.chunks(prompt, schedule, playback, scope, events)
                     async with aclosing(rendered) as chunks:
                         async for hop, waveform in chunks:
-                            now = self._clock()
+                            now = self.clock()
                             self._first_hops.sent(opening, hop, now, max(0.0, renderer.cut - silent / TOKEN_RATE))
                             playback.add(len(waveform) / SAMPLE_RATE, now)
                             yield waveform
@@ -179,13 +169,13 @@ class Synthesizer:
         """Return the audio (N,) of a segment, rendered at once."""
         await work.scope.result(segment.wait_for_end())
         work.events.stage("tokens")
-        waveform = await work.scope.result(self._token2wav.offline(prompt, segment.tokens, work.request.speed))
+        waveform = await work.scope.result(self.token2wav.offline(prompt, segment.tokens, work.request.speed))
         work.events.stage("audio")
         return waveform
 
     def _judge(self, request: SynthesisRequest, events: Events) -> Judge:
         again = request.retry_bad_answers and request.pieces is None
-        silent = self._silent_tokens if self._judges else None
+        silent = self.silent_tokens if self.judges else None
         return Judge(silent, again, events.warning, self.judged, request.speed)
 
     async def _makes_again(
@@ -194,16 +184,16 @@ class Synthesizer:
         """Return whether a whole segment is to be made again, also because it is not in its registered voice."""
         if judge.makes_again(segment, waveform, final=True, sent=0):
             return True
-        if not self._judges or waveform.size < VOICE_SECONDS * SAMPLE_RATE or isinstance(request.voice, Recording):
+        if not self.judges or waveform.size < VOICE_SECONDS * SAMPLE_RATE or isinstance(request.voice, Recording):
             return False
-        if isinstance(await asyncio.to_thread(self._voices.get, request.voice), Mix):
+        if isinstance(await asyncio.to_thread(self.voices.get, request.voice), Mix):
             return False
-        embedding = await self._encoder.embedding(Recording(waveform, rate=SAMPLE_RATE))
+        embedding = await self.encoder.embedding(Recording(waveform, rate=SAMPLE_RATE))
         return is_other_voice(embedding, prompt.embedding) and judge.reports("voice", segment.text, can_again=True)
 
     def _onset_tokens(self, request: SynthesisRequest) -> int:
         """Return how many silent tokens an answer may begin with: their audio is cut."""
-        return ONSET_TOKENS if request.trim_silence and self._silent_tokens else 0
+        return ONSET_TOKENS if request.trim_silence and self.silent_tokens else 0
 
     async def _judged(self, recording: Recording, work: Work) -> Judgement:
         """Return what is to be said of a recording, after warnings, the same for each request with it."""
@@ -216,13 +206,13 @@ class Synthesizer:
         return judgement
 
     async def _reserve(self, stream: Token2WavSequence) -> None:
-        since = self._clock()
+        since = self.clock()
         async with self._asking:
             self.refusal.check(since)
             try:
                 await stream.reserve()
             except OverloadedError as error:
-                self._careful_until = self._clock() + CAREFUL_SECONDS
+                self._careful_until = self.clock() + CAREFUL_SECONDS
                 self.refusal.note(error)
                 raise
 
@@ -265,7 +255,7 @@ class Synthesizer:
         fitted = list[Part]()
         for segment, waveform in parts:
             if segment is not None:
-                waveform = await work.scope.result(self._token2wav.offline(prompt, segment.tokens, speed))
+                waveform = await work.scope.result(self.token2wav.offline(prompt, segment.tokens, speed))
             fitted.append((segment, waveform))
         return fitted
 
@@ -274,7 +264,7 @@ class Synthesizer:
         for the `first` stream meanwhile, if somebody hears it."""
         request, events, scope = work
         place = Place(None if first is None else partial(self._reserve, first), scope)
-        if self._clock() < self._careful_until or self._beginning > CROWD:
+        if self.clock() < self._careful_until or self._beginning > CROWD:
             await place.held()
         voice, words = await scope.result(asyncio.to_thread(self._read, request))  # a network disk can hang
         used = await self._use(voice, work, place)
@@ -284,15 +274,15 @@ class Synthesizer:
         transcript, text, texts = prepare() if in_loop else await scope.result(asyncio.to_thread(prepare))
         continues = await used.llm_tokens() if continued else None
         played = request.played and first is not None
-        silent, leading = self._onset_tokens(request), self._silent_tokens if request.trim_silence else ()
+        silent, leading = self._onset_tokens(request), self.silent_tokens if request.trim_silence else ()
         context = None if continues is None else len(continues)
-        urgent = self._rules.first_context(context, short=short, silent=silent) if played else 0
+        urgent = self.rules.first_context(context, short=short, silent=silent) if played else 0
         llm_prompt = LLMPrompt("", instruction=instruction, urgent_tokens=urgent, silent_tokens=leading, played=played)
         if continues is not None:
             llm_prompt = replace(llm_prompt, prompt_text=transcript, prompt_tokens=continues)
         events.stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
-        long_silence = () if request.source is not None else self._long_silence  # a conversion keeps its pauses
+        long_silence = () if request.source is not None else self.long_silence  # a conversion keeps its pauses
         new_buffer = partial(TokenBuffer, events, partial(SilenceFilter, long_silence, leading))
         if request.has_text:
             generating = self._generate(text, texts, llm_prompt, segments, new_buffer, work)
@@ -321,7 +311,7 @@ class Synthesizer:
             if cached is not None:
                 return VoiceInUse(voice, scope, cached.of(voice))
         used = VoiceInUse(voice, scope)
-        used.encode(source, self._encoder)
+        used.encode(source, self.encoder)
         return used
 
     def _style(self, voice: Recording | Prompt | Mix, work: Work) -> tuple[str, bool]:
@@ -330,12 +320,12 @@ class Synthesizer:
         if request.source is not None:
             return "", False
         asked, own = request.instruct_text, voice.instruction
-        if (asked or own) and self._instructions == "none":
+        if (asked or own) and self.instructions == "none":
             events.warning("instruct_text was left out: this LLM does not follow instructions")
             asked = own = ""
         of_request = isinstance(request.voice, Recording)
         continued = bool(voice.text) and not request.cross_lingual and (of_request or not asked)
-        if continued and (asked or own) and self._instructions == "alone":
+        if continued and (asked or own) and self.instructions == "alone":
             continued = False
             events.warning(
                 f"the transcript {voice.text[:40]!r} was left out: this LLM follows instructions without one only"
@@ -344,20 +334,20 @@ class Synthesizer:
 
     def _read(self, request: SynthesisRequest) -> tuple[Recording | Prompt | Mix, Mapping[str, str]]:
         """Return the voice, and the words with another pronunciation; none without a whole text."""
-        voice = request.voice if isinstance(request.voice, Recording) else self._voices.get(request.voice)
+        voice = request.voice if isinstance(request.voice, Recording) else self.voices.get(request.voice)
         if not request.has_text:
             return voice, {}
-        words = self._voices.pronunciation(request.voice)
+        words = self.voices.pronunciation(request.voice)
         return voice, combined(request.pronunciation, words) if request.pronunciation else words
 
     def _prepared(
         self, request: SynthesisRequest, transcript: str, pronunciation: Mapping[str, str], events: Events
     ) -> tuple[str, str | Pause | None, Iterator[str | Pause]]:
         """Return the voice's transcript, the first of the texts and the others: none without a whole text."""
-        spelled = self._texts.transcript(transcript, request.normalize)
+        spelled = self.texts.transcript(transcript, request.normalize)
         if not request.has_text:
             return spelled, None, iter(())
-        texts = self._texts.segments(
+        texts = self.texts.segments(
             request.target_text,
             request.normalize,
             request.sampling.max_tokens / TOKEN_RATE,
@@ -393,10 +383,10 @@ class Synthesizer:
                 segment, pause, spoken = new_buffer(pause), 0.0, text
                 await segments.put(segment)
                 prompt = replace(llm_prompt, target_text=text)
-                used = await segment.fill(self._llm, prompt, request.sampling, left)
+                used = await segment.fill(self.llm, prompt, request.sampling, left)
                 left = None if left is None else left - used
                 if request.carry_tone and llm_prompt.prompt_tokens:
-                    words, tokens = last_sentence(text, segment.generated, self._silent_tokens)
+                    words, tokens = last_sentence(text, segment.generated, self.silent_tokens)
                     llm_prompt = replace(llm_prompt, prompt_text=f"{words.strip()} ", prompt_tokens=tokens)
                 llm_prompt = replace(llm_prompt, urgent_tokens=0)  # later segments' listener has audio
             text = await asyncio.to_thread(next, rest, None)
@@ -410,10 +400,10 @@ class Synthesizer:
         """Queue the only buffer of a text in pieces, or of a conversion, and fill it."""
         await segments.put(segment)
         if request.source is not None:
-            await segment.read(request.source.tokens(self._encoder.tokens), "source")
+            await segment.read(request.source.tokens(self.encoder.tokens), "source")
         elif request.pieces is not None:
             pieces = segment.noted(request.pieces)
-            speech = InterleavedSpeech(self._llm, self._tokenizer, llm_prompt, request.sampling, request.max_tokens)
+            speech = InterleavedSpeech(self.llm, self.tokenizer, llm_prompt, request.sampling, request.max_tokens)
             await segment.read(speech.generate(pieces), "llm")
         await segments.put(None)
 

@@ -66,24 +66,24 @@ class Engine(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class EngineLM:
     """Speech tokens from an engine of this process, which it owns."""
 
-    def __init__(self, engine: Engine, tokenizer: LLMTokenizer, ratios: LengthRatios | None = None) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._ratios = ratios or LengthRatios()
+    engine: Engine
+    tokenizer: LLMTokenizer
+    ratios: LengthRatios = LengthRatios()
 
     async def aclose(self) -> None:
-        self._engine.close()
+        self.engine.close()
 
     async def generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         ids = tokenizer.encode_prompt(prompt)
-        sampling = self._ratios.bound(sampling, prompt, tokenizer.text_length(prompt.target_text))
+        sampling = self.ratios.bound(sampling, prompt, tokenizer.text_length(prompt.target_text))
         silent = frozenset(tokenizer.first_speech_id + token for token in prompt.silent_tokens)
         request = GenerationRequest(ids, sampling, tokenizer.end_ids, prompt.urgent_tokens, prompt.played, silent)
-        async with aclosing(self._engine.generate(request)) as chunks:
+        async with aclosing(self.engine.generate(request)) as chunks:
             async for tokens, reason in chunks:
                 yield TokenChunk(tokenizer.to_speech_ids(tokens), reason)
 
