@@ -8,8 +8,8 @@ import pytest
 from cosyvoice_triton.cli import offline_inference
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.samples import Sample, SampleError
-from cosyvoice_triton.offline.inference import JOURNAL, OutputFolder, identity
-from cosyvoice_triton.offline.shared import SILENT_SECONDS, Stages, llm_configs, llm_engine
+from cosyvoice_triton.offline.inference import JOURNAL, SILENT_SECONDS, OutputFolder, identity, llm_configs, llm_engine
+from cosyvoice_triton.offline.shared import Stages
 from cosyvoice_triton.voice.prompt import Recording
 
 SETTINGS = {"backend": "hf", "seed": 0}

@@ -13,7 +13,7 @@ from cosyvoice_triton.cli import (
 )
 from cosyvoice_triton.cli.upstream import WITHOUT_MEANING
 from cosyvoice_triton.config import TensorrtLLMConfig
-from cosyvoice_triton.offline.shared import llm_configs
+from cosyvoice_triton.offline.inference import llm_configs
 
 from tests.conftest import ROOT
 
