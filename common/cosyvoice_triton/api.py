@@ -17,14 +17,12 @@ from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import numpy as np
-from tritonclient.utils import InferenceServerException
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.background import BackgroundLoop, in_thread
 from cosyvoice_triton.client.failures import ClientError
-from cosyvoice_triton.client.grpc_client import AsyncConnection, chunks, explained, served_model
+from cosyvoice_triton.client.grpc_client import AsyncConnection, served_model
 from cosyvoice_triton.client.utterance import Pieces, Utterance, read_reference, sound_pieces
 from cosyvoice_triton.constants import GRPC_PORT, PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.errors import is_overloaded
@@ -137,13 +135,12 @@ class Client:
     async def _answered(self, utterance: Utterance, timeout: float) -> AsyncGenerator[np.ndarray, None]:
         if self._connection is None:
             self._connection = AsyncConnection(self.address)  # here, because it belongs to this loop
-        triton = self._connection.client
         if self._model is None:
-            self._model = await served_model(triton, self.address)
-        last = time.monotonic() + timeout
+            self._model = await served_model(self._connection.client, self.address)
+        last, left = time.monotonic() + timeout, timeout
         while True:
             try:
-                async with aclosing(chunks(triton, self._model, utterance, last - time.monotonic())) as parts:
+                async with aclosing(self._connection.stream(self._model, utterance, "streaming", left)) as parts:
                     silent = True
                     async for part in parts:
                         if part.waveform.size:
@@ -152,14 +149,12 @@ class Client:
                 if silent:
                     raise ClientError("the server ended the request without audio; see its log for the reason")
                 return
-            except InferenceServerException as error:
-                failure = explained(error.status(), error.message(), self.address, timeout)
-            except grpc.aio.AioRpcError as error:
-                failure = explained(str(error.code()), error.details(), self.address, timeout)
-            # Only a whole request is refused as overloaded, before its first chunk.
-            if not is_overloaded(str(failure)) or time.monotonic() + RETRY_SECONDS > last:
-                raise failure
+            except ClientError as failure:
+                # Only a whole request is refused as overloaded, before its first chunk.
+                if not is_overloaded(str(failure)) or time.monotonic() + RETRY_SECONDS > last:
+                    raise
             await asyncio.sleep(RETRY_SECONDS)
+            left = last - time.monotonic()
 
     def close(self) -> None:
         """Cancel the requests under way and close the connection; the client cannot be used afterwards."""

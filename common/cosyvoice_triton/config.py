@@ -256,7 +256,7 @@ class TensorrtLLMConfig(ModelConfig):
         tokens so far: 24 kB per token for the official LLM (24 layers x 2 heads x 64 x key and value x 4 bytes), so 37
         MB for 30 s of recording and 30 s of speech, and 2.4 GB for 64 requests.
     instance_kind: where the engine cuda computes; KIND_AUTO: on a GPU if there is one. llm_gpu: on which.
-    llm_memory_gib: GiB of the GPU for vllm and cuda; None: `planned_llm_gib` of max_requests.
+    llm_memory_gib: GiB of the GPU for vllm and cuda; None: `planned_llm_gib` of max_requests, see `memory_gib`.
     gpu_share: fraction of the free GPU memory for keys and values (tensorrt_llm).
     profile: the numbers that the engine cuda schedules by, see profiles.py.
     """
@@ -283,6 +283,11 @@ class TensorrtLLMConfig(ModelConfig):
             raise ValueError(
                 f"parameter 'kv_cache_free_gpu_mem_fraction' must be between 0 and 1, not {self.gpu_share!r}"
             )
+
+    @property
+    def memory_gib(self) -> float:
+        """Return the GiB of the GPU for the LLM."""
+        return planned_llm_gib(self.max_requests) if self.llm_memory_gib is None else self.llm_memory_gib
 
 
 @dataclass(frozen=True, kw_only=True)

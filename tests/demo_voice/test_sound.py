@@ -50,7 +50,7 @@ def test_a_whole_answer_in_another_voice_is_noticed(speaker: Speaker, monkeypatc
     warnings: list[str] = []
     speaker.speak(SENTENCES[0], voice="rms", on_warning=warnings.append)
     assert not warnings
-    other, encoder = speaker._pipeline.voices.get("slt"), speaker._pipeline.synthesizer._encoder
+    other, encoder = speaker._pipeline.voices.get("slt"), speaker._pipeline.synthesizer.encoder
     embedding = encoder.embedding
 
     async def of_other(recording: object) -> np.ndarray:

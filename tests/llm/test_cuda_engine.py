@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from cosyvoice_triton.llm.engines.cuda.decoder import Decoder
-from cosyvoice_triton.llm.engines.cuda.engine import load_engine
 from cosyvoice_triton.llm.engines.cuda.operations import FAULT, NOTHING, Plain, PromptPiece
 from cosyvoice_triton.llm.engines.cuda.weights import Weights
-from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources, candidate_ids
+from cosyvoice_triton.llm.engines.interface import GenerationRequest, candidate_ids
 from cosyvoice_triton.llm.interface import Sampling
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
+
+from tests.support.llm_fixtures import load_engine
 
 GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0}
 RAS = {"temperature": 1.0, "top_p": 0.8, "top_k": 25, "repetition_penalty": 1.0}
@@ -200,7 +201,7 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(weights):
 
 
 def load(directory, tokenizer, gib, requests=2):
-    return load_engine(directory, tokenizer, requests, Resources(gib, 0.5, "KIND_CPU"))
+    return load_engine("cuda", directory, tokenizer, requests, llm_memory_gib=gib, instance_kind="KIND_CPU")
 
 
 def test_memory_for_less_than_one_context_is_an_error_with_what_is_needed(llm_dir, weights, tokenizer):

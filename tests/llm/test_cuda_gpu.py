@@ -11,11 +11,10 @@ from cosyvoice_triton.llm.engines.cuda.decoder import Decoder
 from cosyvoice_triton.llm.engines.cuda.operations import Plain, PromptPiece
 from cosyvoice_triton.llm.engines.cuda.weights import Weights
 from cosyvoice_triton.llm.engines.interface import GenerationRequest
-from cosyvoice_triton.llm.engines.loading import load_engine
 from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.profiles import H200
 
-from tests.support.llm_fixtures import request_of, tokens_of
+from tests.support.llm_fixtures import load_engine, request_of, tokens_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -107,7 +106,7 @@ def test_captured_steps_draw_the_tokens_of_eager_ones(weights):
 
 
 def test_an_engine_on_the_gpu_gives_each_request_the_tokens_that_it_gets_alone(llm_dir, tokenizer):
-    engine = load_engine("cuda", llm_dir, tokenizer, 8, memory_gib=4.0, instance_kind="KIND_GPU")
+    engine = load_engine("cuda", llm_dir, tokenizer, 8, llm_memory_gib=4.0, instance_kind="KIND_GPU")
 
     async def speak(seed):
         return await tokens_of(engine, request_of(tokenizer, "text " * (seed % 8 + 1), seed=seed))
@@ -134,7 +133,7 @@ def test_the_second_gpu_gives_the_tokens_of_the_first_and_takes_nothing_of_it(ll
     def spoken(gpu):
         # torch captures on one stream for the whole process, of the first GPU. A model's process has one GPU.
         torch.cuda.graph.default_capture_stream = None
-        engine = load_engine("cuda", llm_dir, tokenizer, 2, memory_gib=4.0, instance_kind="KIND_GPU", gpu=gpu)
+        engine = load_engine("cuda", llm_dir, tokenizer, 2, llm_memory_gib=4.0, instance_kind="KIND_GPU", llm_gpu=gpu)
         try:
             return asyncio.run(tokens_of(engine, request_of(tokenizer, "text", seed=1)))
         finally:

@@ -13,11 +13,10 @@ from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.engines import loading
 from cosyvoice_triton.llm.engines.genai import BatchingEngine
 from cosyvoice_triton.llm.engines.interface import candidate_ids
-from cosyvoice_triton.llm.engines.loading import load_engine
 from cosyvoice_triton.server import options
 
 from tests.support import fake_tensorrt_llm, fake_vllm
-from tests.support.llm_fixtures import FAKES, chunks_of, request_of
+from tests.support.llm_fixtures import FAKES, chunks_of, load_engine, request_of
 
 MAX_REQUESTS = 4
 
@@ -71,9 +70,9 @@ def test_a_dead_engine_is_unavailable(install, llm_dir, tokenizer, name, when, e
 def test_the_engines_on_a_gpu_use_their_share_of_its_memory(install, llm_dir, tokenizer):
     install("vllm")
     install("tensorrt_llm")
-    vllm = load_engine("vllm", llm_dir, tokenizer, MAX_REQUESTS, memory_gib=6.0)
+    vllm = load_engine("vllm", llm_dir, tokenizer, MAX_REQUESTS, llm_memory_gib=6.0)
     planned = load_engine("vllm", llm_dir, tokenizer, MAX_REQUESTS)
-    tensorrt_llm = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS, free_share=0.15)
+    tensorrt_llm = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS, gpu_share=0.15)
     assert vllm._llm.arguments.gpu_memory_utilization == 6 / 24
     assert planned._llm.arguments.gpu_memory_utilization == planned_llm_gib(MAX_REQUESTS) / 24
     assert tensorrt_llm._llm.kv_cache_config.free_gpu_memory_fraction == 0.15
@@ -160,7 +159,7 @@ def test_no_engine_is_an_error_with_the_reason_for_each(llm_dir, tokenizer):
     [
         ("vllm", "genai_dir", {}, "vllm reads a directory of HuggingFace"),
         ("auto", "tmp_path", {}, "no LLM: it has none of genai_config.json, rank0.engine, config.json"),
-        ("onnxruntime_genai", "genai_dir", {"gpu": 1}, "'llm_gpu' 1 is for the engine cuda; onnxruntime_genai"),
+        ("onnxruntime_genai", "genai_dir", {"llm_gpu": 1}, "'llm_gpu' 1 is for the engine cuda; onnxruntime_genai"),
     ],
 )
 def test_what_an_engine_cannot_read_or_do_is_an_error(request, tokenizer, engine, directory, options, message):

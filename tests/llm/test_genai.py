@@ -14,7 +14,6 @@ import torch
 from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.llm.engines.genai import BatchingEngine, GenAIModel
 from cosyvoice_triton.llm.engines.interface import EngineLM, GenerationRequest, candidate_ids
-from cosyvoice_triton.llm.engines.loading import load_engine
 from cosyvoice_triton.llm.engines.threaded_engine import Generation, OnTokens, ThreadedEngine
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
@@ -25,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import Qwen2ForCausalLM
 
-from tests.support.llm_fixtures import chunks_of, request_of, tokens_of
+from tests.support.llm_fixtures import chunks_of, load_engine, request_of, tokens_of
 from tests.support.waiting import until
 
 VOCAB = 100

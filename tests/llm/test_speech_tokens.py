@@ -16,7 +16,6 @@ import pytest
 import torch
 from cosyvoice_triton.constants import OFFICIAL_FIRST_SPEECH_ID, PROMPT_SAMPLE_RATE, SPEECH_VOCAB
 from cosyvoice_triton.llm.engines.interface import EngineLM
-from cosyvoice_triton.llm.engines.loading import load_engine
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.interleaving import LONGEST_WORD, SPEECH_BLOCK, TEXT_BLOCK, InterleavedSpeech, WordSplitter
 from cosyvoice_triton.llm.speech_tokens import (
@@ -38,6 +37,7 @@ from transformers import Qwen2ForCausalLM
 
 from tests.random_weights.llm import build_tokenizer
 from tests.support.fakes import PROMPT_TOKENS, FakeLM
+from tests.support.llm_fixtures import load_engine
 from tests.support.pipeline import Pipeline
 from tests.support.qwen_vocabulary import qwen2_tokenizer, write_blank_en
 

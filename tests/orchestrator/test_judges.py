@@ -14,6 +14,7 @@ from cosyvoice_triton.demo_checkpoint import TRAINED, VOICES_DIR
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.orchestrator.chunking import WITHHELD_TOKENS, Hop, HopSchedule
 from cosyvoice_triton.orchestrator.judges import LEADING_SILENCE, AudioJudge, Reason, is_other_voice, judge_tokens
+from cosyvoice_triton.orchestrator.report import Events
 from cosyvoice_triton.orchestrator.request import RequestRules
 from cosyvoice_triton.orchestrator.synthesis import SENTENCE_PAUSE
 from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter
@@ -292,7 +293,7 @@ def test_between_segments_there_is_a_pause_where_a_sentence_ends() -> None:
     async def speak(trim: bool) -> list[np.ndarray]:
         request = dataclasses.replace(speech_request(text="one.|two|three"), trim_silence=trim)
         stream = pipeline.synthesizer.stream(
-            request, on_segment=lambda text, samples, tokens: pauses.append(0 if text else samples)
+            request, Events(segment=lambda text, samples, tokens: pauses.append(0 if text else samples))
         )
         return [waveform async for waveform in stream]
 

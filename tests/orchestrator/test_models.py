@@ -20,7 +20,6 @@ from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_V
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.checkpoint import follows_instructions
 from cosyvoice_triton.llm.speech_tokens import COSYVOICE2, LLMTokenizer
-from cosyvoice_triton.orchestrator.model import Orchestrator
 from cosyvoice_triton.text import frontend
 from cosyvoice_triton.text.kana import MISSING
 from cosyvoice_triton.voice.files import save_pronunciation, save_voice
@@ -379,12 +378,12 @@ def test_finalize_ends_live_requests_before_their_connections_and_closes_the_loo
     models.pause = 0.02
     request, ended = client_request(), []
 
-    async def fail_to_close(orchestrator: Orchestrator) -> None:
+    async def fail_to_close() -> None:
         ended.append(request.sender.final)
         raise RuntimeError("cannot close")
 
-    monkeypatch.setattr(Orchestrator, "aclose", fail_to_close)
     with pytest.raises(RuntimeError, match="cannot close"), models.started() as model:
+        monkeypatch.setattr(model._pipeline.llm, "aclose", fail_to_close)
         model.execute([request])
         until(lambda: bool(models.sequences))
     assert ended == [True]

@@ -15,6 +15,7 @@ import pytest
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import MAX_SEED, URGENT_TOKENS, LLMPrompt, Sampling
+from cosyvoice_triton.orchestrator.report import Events
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.tone import last_sentence
 from cosyvoice_triton.text.markup import Pause
@@ -140,9 +141,9 @@ async def test_segments_and_pauses_are_reported_with_their_samples_before_their_
 
     async with pipeline:
         if offline:
-            waveforms.append(await pipeline.synthesizer.offline(fakes.speech_request(), on_segment=ended))
+            waveforms.append(await pipeline.synthesizer.offline(fakes.speech_request(), Events(segment=ended)))
         else:
-            async for waveform in pipeline.synthesizer.stream(fakes.speech_request(), on_segment=ended):
+            async for waveform in pipeline.synthesizer.stream(fakes.speech_request(), Events(segment=ended)):
                 received += waveform.size
                 waveforms.append(waveform)
     audio = np.concatenate(waveforms)

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from cosyvoice_triton import cli, stacks
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.server.rendering import TEMPLATES
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.token2wav.flow.base import loader
 from cosyvoice_triton.token2wav.stream import Chunk
 from cosyvoice_triton.token2wav.vocoder.base import BatchVocoder, VocoderOptions
 from torch import Tensor
@@ -57,11 +57,11 @@ def register(name: str, folder: Path) -> None:
 
 
 def load(path: Path, options: VocoderOptions) -> "QuietVocoder":
-    return QuietVocoder(loader(stacks.DIT.vocoder_loader)(path, options), {})
+    return QuietVocoder(resolve_name(stacks.DIT.vocoder_loader)(path, options), {})
 
 
 def load_causal(path: Path, options: VocoderOptions) -> "QuietVocoder":
-    return QuietVocoder(loader(stacks.COSYVOICE3.vocoder_loader)(path, options), {})
+    return QuietVocoder(resolve_name(stacks.COSYVOICE3.vocoder_loader)(path, options), {})
 
 
 class QuietVocoder:

@@ -31,7 +31,7 @@ def speaker(demo_models: Path) -> Iterator[Speaker]:
 
 
 def streams(speaker: Speaker) -> int:
-    return sum(speaker._pipeline.synthesizer._token2wav.live.values())  # type: ignore[attr-defined]
+    return sum(speaker._pipeline.synthesizer.token2wav.live.values())  # type: ignore[attr-defined]
 
 
 def test_a_text_is_streamed_in_chunks_of_the_length_of_the_whole(speaker: Speaker) -> None:

@@ -17,9 +17,9 @@ from cosyvoice_triton.speech_service.audio.timestamps import Timestamps, subtitl
 from cosyvoice_triton.speech_service.audio.word_times import word_times
 from cosyvoice_triton.speech_service.bodies import SpeechRequest
 from cosyvoice_triton.speech_service.errors import ApiError
+from cosyvoice_triton.speech_service.outcomes import MOST, Outcomes
 from cosyvoice_triton.speech_service.routes.realtime_response import Response
 from cosyvoice_triton.speech_service.security.guard import API_KEY
-from cosyvoice_triton.speech_service.service import MOST, Outcomes
 
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, ask, events_of, receive, say, send, until
 from tests.support.triton_stub import texts_of

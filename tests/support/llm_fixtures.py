@@ -9,7 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from cosyvoice_triton.config import LLMEngine, TensorrtLLMConfig
 from cosyvoice_triton.llm.engines.interface import Engine, GenerationRequest
+from cosyvoice_triton.llm.engines.loading import engine_of
 from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, TokenChunk
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.prepare.genai import convert
@@ -28,6 +30,11 @@ ENGINE_MODULES = (
 
 def request_of(tokenizer: LLMTokenizer, text: str = "Hello", **sampling: Any) -> GenerationRequest:
     return GenerationRequest(tokenizer.encode_prompt(LLMPrompt(text)), Sampling(**sampling), tokenizer.end_ids)
+
+
+def load_engine(name: LLMEngine, directory: Path, tokenizer: LLMTokenizer, max_requests: int, **settings: Any) -> Any:
+    config = TensorrtLLMConfig(engine_dir=str(directory), engine=name, max_requests=max_requests, **settings)
+    return engine_of(config, tokenizer)
 
 
 async def chunks_of(engine: Engine, request: GenerationRequest) -> list[TokenChunk]:

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 import numpy as np
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.orchestrator.chunking import Hop, HopRules
-from cosyvoice_triton.orchestrator.report import OnWarning, ignore
+from cosyvoice_triton.orchestrator.report import Events, OnWarning, ignore
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.synthesis import Instructions, Synthesizer
 from cosyvoice_triton.voice.mix import Mix
@@ -69,14 +69,14 @@ class Pipeline:
     async def synthesize(
         self, request: SynthesisRequest | None = None, on_warning: OnWarning = ignore
     ) -> list[np.ndarray]:
-        async with aclosing(self.synthesizer.stream(request or speech_request(), on_warning)) as waveforms:
+        async with aclosing(self.synthesizer.stream(request or speech_request(), Events(on_warning))) as waveforms:
             return [waveform async for waveform in waveforms]
 
     async def offline(
         self, request: SynthesisRequest | None = None, on_warning: OnWarning = ignore
     ) -> list[np.ndarray]:
         """The same as one waveform."""
-        return [await self.synthesizer.offline(request or speech_request(), on_warning)]
+        return [await self.synthesizer.offline(request or speech_request(), Events(on_warning))]
 
     async def __aenter__(self) -> "Pipeline":
         self._tasks = asyncio.all_tasks()

@@ -16,10 +16,11 @@ from cosyvoice_triton.cli import (
     token2wav,
 )
 from cosyvoice_triton.cli.upstream import WITHOUT_MEANING
+from cosyvoice_triton.config import TensorrtLLMConfig
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.samples import Sample, SampleError
-from cosyvoice_triton.offline.inference import JOURNAL, OutputFolder, identity
-from cosyvoice_triton.offline.shared import SILENT_SECONDS, Stages, llm_configs, llm_engine
+from cosyvoice_triton.offline.inference import JOURNAL, SILENT_SECONDS, OutputFolder, identity, llm_configs, llm_engine
+from cosyvoice_triton.offline.shared import Stages
 from cosyvoice_triton.voice.prompt import Recording
 
 from tests.conftest import ROOT
@@ -69,11 +70,11 @@ def test_the_share_of_memory_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
     assert llm is not None and (llm.engine, llm.gpu_share) == ("tensorrt_llm", 0.3)
     shares: list[float] = []
 
-    def load_engine(*arguments: object, free_share: float) -> object:
-        shares.append(free_share)
+    def engine_of(config: TensorrtLLMConfig, tokenizer: object) -> object:
+        shares.append(config.gpu_share)
         return object()
 
-    monkeypatch.setattr("cosyvoice_triton.cli.test_llm.load_engine", load_engine)
+    monkeypatch.setattr("cosyvoice_triton.cli.test_llm.engine_of", engine_of)
     arguments = ["--tokenizer_dir", "t", "--engine_dir", "e", "--kv_cache_free_gpu_memory_fraction", "0.2"]
     args = test_llm.build_parser().parse_args(arguments)
     asyncio.run(test_llm.speech_lm(args, tokenizer=None))  # type: ignore[arg-type]

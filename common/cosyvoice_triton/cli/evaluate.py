@@ -204,26 +204,23 @@ def write(
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_parser(__doc__)
-    parser.add_argument("models", type=Path, nargs="?", metavar="DIR", help="checkpoints, as `render` takes them")
-    parser.add_argument("--set", choices=speech.SETS, default=speech.OWN, help="sentences (default: %(default)s)")
-    parser.add_argument("--data", type=Path, default=samples.MANIFEST, help="of the set (default: %(default)s)")
-    parser.add_argument("--limit", type=positive_int, help="sentences, from the first")
-    parser.add_argument("--audio", type=Path, nargs="+", default=[], metavar="DIR", help="folders of ID.wav")
-    parser.add_argument(
-        "--against", type=Path, metavar="DIR", help="upstream's repository: compare its steps, only that"
-    )
-    parser.add_argument("--against-python", default=sys.executable, metavar="PATH", help="of upstream's installation")
-    parser.add_argument("--recogniser", metavar="'PROGRAM {wav}'", help="instead of Moonshine")
-    parser.add_argument(
+    add = parser.add_argument
+    add("models", type=Path, nargs="?", metavar="DIR", help="checkpoints, as `render` takes them")
+    add("--set", choices=speech.SETS, default=speech.OWN, help="sentences (default: %(default)s)")
+    add("--data", type=Path, default=samples.MANIFEST, help="of the set (default: %(default)s)")
+    add("--limit", type=positive_int, help="sentences, from the first")
+    add("--audio", type=Path, nargs="+", default=[], metavar="DIR", help="folders of ID.wav")
+    add("--against", type=Path, metavar="DIR", help="upstream's repository: compare its steps, only that")
+    add("--against-python", default=sys.executable, metavar="PATH", help="of upstream's installation")
+    add("--recogniser", metavar="'PROGRAM {wav}'", help="instead of Moonshine")
+    add(
         "--modes",
         choices=("offline", "streaming"),
         nargs="+",
         help="whole or streamed, a row each (default: both with seed-tts sets, otherwise streaming)",
     )
-    parser.add_argument(
-        "--prompt-rates", type=positive_int, nargs="+", metavar="HZ", help="recordings at these rates, a row each"
-    )
-    parser.add_argument(
+    add("--prompt-rates", type=positive_int, nargs="+", metavar="HZ", help="recordings at these rates, a row each")
+    add(
         "--require",
         type=Requirement.read,
         nargs="+",
@@ -231,15 +228,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME<=NUMBER",
         help=f"of every row (default: failed<=0 silent<=0); NAME is one of {', '.join(report.COLUMNS)}",
     )
-    parser.add_argument("--steps", type=positive_int, nargs="+", metavar="N", help="Euler steps, a row each")
-    parser.add_argument("--tasks", type=positive_int, default=1, help="requests at once (1)")
-    parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name)
-    parser.add_argument("--device", choices=get_args(Device), default=StackOptions.device)
-    parser.add_argument("--llm-engine", default=StackOptions.llm_engine, help="as of `cosyvoice-triton render`")
-    parser.add_argument(
-        "--setting", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="its --set"
-    )
-    parser.add_argument("--output", type=Path, default=Path("out/evaluate"), help="folder (default: %(default)s)")
+    add("--steps", type=positive_int, nargs="+", metavar="N", help="Euler steps, a row each")
+    add("--tasks", type=positive_int, default=1, help="requests at once (1)")
+    add("--stack", choices=stacks.names(), default=stacks.DEFAULT.name)
+    add("--device", choices=get_args(Device), default=StackOptions.device)
+    add("--llm-engine", default=StackOptions.llm_engine, help="as of `cosyvoice-triton render`")
+    add("--setting", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="its --set")
+    add("--output", type=Path, default=Path("out/evaluate"), help="folder (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.models is None and (args.against or not args.audio):
         parser.error("nothing to judge: name a folder of checkpoints, or --audio")

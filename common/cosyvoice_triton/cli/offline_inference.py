@@ -32,8 +32,8 @@ from cosyvoice_triton.arguments import command_parser, fraction, positive_int, r
 from cosyvoice_triton.cli.upstream import accept_upstream_options
 from cosyvoice_triton.config import TensorrtLLMConfig
 from cosyvoice_triton.llm.interface import Sampling
-from cosyvoice_triton.offline.inference import run
-from cosyvoice_triton.offline.shared import BACKENDS, add_data_arguments, add_trt_argument
+from cosyvoice_triton.offline.inference import BACKENDS, run
+from cosyvoice_triton.offline.shared import add_data_arguments, add_trt_argument
 
 
 @reporting_errors("interrupted; finished samples are kept, the same command continues")

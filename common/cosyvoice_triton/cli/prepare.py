@@ -29,9 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = command_parser(__doc__)
     subparsers = parser.add_subparsers(dest="step", required=True)
     demo = subparsers.add_parser("demo", help="the demo checkpoint, of all stacks, and the LLM of one for a CPU")
-    demo.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     download = subparsers.add_parser("download", help="the official checkpoints")
-    download.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     download.add_argument("--hub", choices=get_args(hub.HubName), default="huggingface", help="default: huggingface")
     download.add_argument("--spk2info", action="store_true", help="also upstream's spk2info.pt, speakers by name")
     download.add_argument("--rl", action="store_true", help="the LLM that was trained further: cosyvoice3's llm.rl.pt")
@@ -39,7 +37,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--python-path", action="store_true", help="also MODELS/python: PYTHONPATH of `vllm serve` in its own container"
     )
     built = subparsers.add_parser("engine", help="the files that the LLM's engine loads")
-    built.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     built.add_argument("--kind", choices=("tensorrt_llm", "onnxruntime_genai"), default="tensorrt_llm")
     built.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0], help="of onnxruntime_genai (int4)")
     built.add_argument("--max-batch-size", type=int, default=64, help="concurrent streams (64)")
@@ -48,13 +45,13 @@ def build_parser() -> argparse.ArgumentParser:
     plans = subparsers.add_parser(
         "plans", help="the stack's TensorRT plans, and the ONNX files that they are built from"
     )
-    plans.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     plans.add_argument("--precision", choices=get_args(PlanPrecision), default="float16", help="of the flow (float16)")
     target = plans.add_mutually_exclusive_group()
     target.add_argument("--device", default="cuda:0", help="the GPU (cuda:0)")
     target.add_argument("--capability", nargs="+", default=[], metavar="8.9", help="for all GPUs of these instead")
     for step in (demo, download, built, plans):
         step.add_argument("models", type=Path, help="the directory of the checkpoints")
+        step.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     return parser
 
 

@@ -27,8 +27,7 @@ import numpy as np
 from cosyvoice_triton import stacks
 from cosyvoice_triton.api import Client
 from cosyvoice_triton.arguments import command_parser, positive_number, reporting_errors
-from cosyvoice_triton.cli.pronunciation import words
-from cosyvoice_triton.client.arguments import parameter
+from cosyvoice_triton.client.arguments import parameter, words
 from cosyvoice_triton.constants import GRPC_PORT, MIN_REFERENCE_SECONDS, SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint import DEMO
 from cosyvoice_triton.prepare import steps

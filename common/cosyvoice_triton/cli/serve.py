@@ -31,44 +31,37 @@ from cosyvoice_triton.speech_service.sidecar import speech_sidecar
 
 def build_parser() -> argparse.ArgumentParser:
     parser = command_parser(__doc__)
-    parser.add_argument("repository", type=Path, nargs="?", help="a rendered repository; default: render one first")
-    parser.add_argument(
-        "--host", default=LOOPBACK, help="0.0.0.0 to accept connections to all but Triton's own endpoints"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("repository", type=Path, nargs="?", help="a rendered repository; default: render one first")
+    add("--host", default=LOOPBACK, help="0.0.0.0 to accept connections to all but Triton's own endpoints")
+    add(
         "--http-host",
         default=LOOPBACK,
         help="address of Triton's HTTP endpoint; another one only behind the gateway, see SECURITY.md",
     )
-    parser.add_argument(
-        "--grpc-host", default=LOOPBACK, help="address of Triton's gRPC endpoint; another one only behind the gateway"
-    )
-    parser.add_argument(
-        "--http-port", type=int, default=Ports.http, help="0: any free port, also for the others (%(default)s)"
-    )
-    parser.add_argument("--grpc-port", type=int, default=Ports.grpc, help="default: %(default)s")
-    parser.add_argument("--metrics-port", type=int, default=Ports.metrics, help="of Triton's own metrics (%(default)s)")
-    parser.add_argument(
-        "--health-port", type=int, default=HEALTH_PORT, help="/ready, /live and our metrics (%(default)s)"
-    )
-    parser.add_argument("--cache-mib", type=int, default=CACHE_MIB, help="memory of the prompt models' response cache")
-    parser.add_argument(
+    add("--grpc-host", default=LOOPBACK, help="address of Triton's gRPC endpoint; another one only behind the gateway")
+    add("--http-port", type=int, default=Ports.http, help="0: any free port, also for the others (%(default)s)")
+    add("--grpc-port", type=int, default=Ports.grpc, help="default: %(default)s")
+    add("--metrics-port", type=int, default=Ports.metrics, help="of Triton's own metrics (%(default)s)")
+    add("--health-port", type=int, default=HEALTH_PORT, help="/ready, /live and our metrics (%(default)s)")
+    add("--cache-mib", type=int, default=CACHE_MIB, help="memory of the prompt models' response cache")
+    add(
         "--redis",
         default="",
         metavar="HOST[:PORT]",
         help="response cache shared by several servers instead; password in TRITONCACHE_REDIS_PASSWORD",
     )
-    parser.add_argument("--speech-port", type=int, help="also serve speech over HTTP on this port, see docs/http.md")
-    parser.add_argument("--voices", type=Path, help="of the speech service; default: the folder voices of --models")
-    parser.add_argument("--drain-seconds", type=float, default=60, help="for live requests to end after SIGTERM (60)")
-    parser.add_argument(
+    add("--speech-port", type=int, help="also serve speech over HTTP on this port, see docs/http.md")
+    add("--voices", type=Path, help="of the speech service; default: the folder voices of --models")
+    add("--drain-seconds", type=float, default=60, help="for live requests to end after SIGTERM (60)")
+    add(
         "--notice-seconds",
         type=float,
         default=0,
         help="after SIGTERM keep accepting requests this long while the health page answers 503, so that load "
         "balancers stop sending (0)",
     )
-    parser.add_argument("--log-file", type=Path, default=Path("tritonserver.log"), help="-: this command's own output")
+    add("--log-file", type=Path, default=Path("tritonserver.log"), help="-: this command's own output")
     rendering = parser.add_argument_group("rendering", "without a repository: options of `cosyvoice-triton render`")
     rendering.add_argument(
         "--models",

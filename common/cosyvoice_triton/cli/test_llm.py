@@ -27,7 +27,7 @@ from cosyvoice_triton.config import LLMEngine, OrchestratorConfig, TensorrtLLMCo
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.engines.interface import EngineLM, warm_up
-from cosyvoice_triton.llm.engines.loading import load_engine
+from cosyvoice_triton.llm.engines.loading import engine_of
 from cosyvoice_triton.llm.interface import FinishReason, LengthRatios, LLMPrompt, Sampling, SpeechLM, Timeouts
 from cosyvoice_triton.llm.openai_client import DIALECTS, OpenAILM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer, speech_token_text
@@ -118,9 +118,10 @@ async def speech_lm(args: argparse.Namespace, tokenizer: LLMTokenizer) -> Speech
     ValueError."""
     if args.urls:
         return OpenAILM(args.urls, args.llm_model, tokenizer, Timeouts(first_token=60), NO_RATIOS, args.llm_dialect)
-    share = args.kv_cache_free_gpu_memory_fraction
+    share, directory = args.kv_cache_free_gpu_memory_fraction, str(args.engine_dir)
     streams = max(args.streams or [len(args.input_text)])
-    engine = load_engine(args.engine, args.engine_dir, tokenizer, streams, free_share=share)
+    config = TensorrtLLMConfig(engine_dir=directory, engine=args.engine, max_requests=streams, gpu_share=share)
+    engine = engine_of(config, tokenizer)
     if args.streams:
         await warm_up(engine, tokenizer, streams)
         gc.collect()

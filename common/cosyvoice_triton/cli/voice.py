@@ -23,7 +23,7 @@ from pathlib import Path
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.arguments import command_parser, reporting_errors
-from cosyvoice_triton.cli.pronunciation import words
+from cosyvoice_triton.client.arguments import words
 from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.server.response_cache import empty_redis
 from cosyvoice_triton.voice.book import SPK2INFO, VoiceBook

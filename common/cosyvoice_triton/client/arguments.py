@@ -7,6 +7,7 @@ from cosyvoice_triton import stacks
 from cosyvoice_triton.arguments import positive_number
 from cosyvoice_triton.client.failures import ClientError
 from cosyvoice_triton.client.utterance import Parameters, Utterance, of_recording, read_reference
+from cosyvoice_triton.text.pronunciation import read_pronunciations
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,19 +18,18 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options for the text, the voice, the model and request parameters."""
-    parser.add_argument("--target-text", help="the text to speak")
-    parser.add_argument("--reference-audio", type=Path, help="the voice: any rate and channel count, 0.5 to 30 s")
-    parser.add_argument("--reference-text", help="transcript of the reference audio; without it: cross-lingual cloning")
-    parser.add_argument("--speaker", help="a registered voice, instead of --reference-audio")
-    parser.add_argument(
-        "--instruct-text", help='how to speak, e.g. "Speak slowly."; beside --reference-text: CosyVoice3 only'
-    )
-    parser.add_argument("--cross-lingual", action="store_true", help="keep a --speaker's timbre but not their language")
-    parser.add_argument("--language", help="of the text: zh, en, ja, ko, de, fr, es, it, ru; without it: guessed")
+    add = parser.add_argument
+    add("--target-text", help="the text to speak")
+    add("--reference-audio", type=Path, help="the voice: any rate and channel count, 0.5 to 30 s")
+    add("--reference-text", help="transcript of the reference audio; without it: cross-lingual cloning")
+    add("--speaker", help="a registered voice, instead of --reference-audio")
+    add("--instruct-text", help='how to speak, e.g. "Speak slowly."; beside --reference-text: CosyVoice3 only')
+    add("--cross-lingual", action="store_true", help="keep a --speaker's timbre but not their language")
+    add("--language", help="of the text: zh, en, ja, ko, de, fr, es, it, ru; without it: guessed")
     default, others = stacks.DEFAULT.orchestrator, stacks.orchestrators()[1:]
-    parser.add_argument("--model-name", default=default, help=" or ".join([f"{default} (default)", *others]))
-    parser.add_argument("--seed", type=int, help="makes the speech tokens reproducible")
-    parser.add_argument(
+    add("--model-name", default=default, help=" or ".join([f"{default} (default)", *others]))
+    add("--seed", type=int, help="makes the speech tokens reproducible")
+    add(
         "--parameter",
         type=parameter,
         action="append",
@@ -37,9 +37,7 @@ def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="another request parameter, e.g. sampling=triton or max_tokens=250; may be repeated",
     )
-    parser.add_argument(
-        "--timeout", type=positive_number, default=120.0, help="seconds until the answer must be complete"
-    )
+    add("--timeout", type=positive_number, default=120.0, help="seconds until the answer must be complete")
 
 
 def request_parameters(args: argparse.Namespace) -> Parameters:
@@ -59,6 +57,14 @@ def parameter(text: str) -> tuple[str, int | str | bool]:
         return name, int(value)
     except ValueError:
         return name, value  # also fractions: Triton 2.51 has no float parameters, so the server parses text
+
+
+def words(path: str) -> dict[str, str]:
+    """Read a file with a dictionary of words and readings."""
+    try:
+        return read_pronunciations(Path(path))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def utterance_of(args: argparse.Namespace) -> Utterance:

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from cosyvoice_triton.networks.hift import HiFTConfig
 from cosyvoice_triton.prepare.missing import remedy
 from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, loader
+from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise, source_noise, uniform_noise
 from cosyvoice_triton.token2wav.vocoder.base import BatchVocoder, VocoderOptions
@@ -120,8 +121,8 @@ def _networks(stack: Stack, folder: Path, prompt: Prompt, tokens: np.ndarray) ->
     how: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "limits": limits}
     steps = euler_steps(folder / stack.flow)
     of_flow = FlowOptions(stack=stack, runtime="torch", steps=steps, prompt_cache_bytes=0, **how)
-    flow: StreamingFlow[Any] = loader(stack.loader)(folder / stack.flow, of_flow)
-    vocoder: BatchVocoder = loader(stack.vocoder_loader)(folder / stack.hift, VocoderOptions(graphs=False, **how))
+    flow: StreamingFlow[Any] = resolve_name(stack.loader)(folder / stack.flow, of_flow)
+    vocoder: BatchVocoder = resolve_name(stack.vocoder_loader)(folder / stack.hift, VocoderOptions(graphs=False, **how))
     with torch.inference_mode():
         (mel,) = flow.whole([(prompt, tokens)])
         (wave,) = vocoder.whole([mel])

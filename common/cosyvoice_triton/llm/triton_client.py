@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -167,6 +168,7 @@ CLOSE_SECONDS = 1.0  # from the end token to the end of the stream
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class TritonLM:
     """Speech tokens from the `tensorrt_llm` model.
 
@@ -174,41 +176,33 @@ class TritonLM:
     end tokens.
     """
 
-    def __init__(
-        self,
-        streams: "Streams",
-        tokenizer: LLMTokenizer,
-        timeouts: Timeouts | None = None,
-        ratios: LengthRatios | None = None,
-        bias: np.ndarray | None = None,
-    ) -> None:
-        self._streams = streams
-        self._tokenizer = tokenizer
-        self._timeouts = timeouts or Timeouts()
-        self._ratios = ratios or LengthRatios()
-        self._bias = bias
+    streams: "Streams"
+    tokenizer: LLMTokenizer
+    timeouts: Timeouts = Timeouts()
+    ratios: LengthRatios = LengthRatios()
+    bias: np.ndarray | None = None
 
     async def aclose(self) -> None:
         """Close the connection."""
-        await self._streams.aclose()
+        await self.streams.aclose()
 
     async def generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
         """Yield the speech tokens of `prompt`, see `SpeechLM`."""
-        sampling = self._ratios.bound(sampling, prompt, self._tokenizer.text_length(prompt.target_text))
-        if self._bias is not None:
+        sampling = self.ratios.bound(sampling, prompt, self.tokenizer.text_length(prompt.target_text))
+        if self.bias is not None:
             sampling = sampling.seeded()
-        input_ids = self._tokenizer.encode_prompt(prompt)
-        inputs = request_tensors(input_ids, sampling, self._tokenizer.end_ids[0])
-        parameters = request_parameters(prompt, sampling, self._tokenizer.first_speech_id) | tracing.carried()
-        if self._bias is not None:  # the C++ backend, which reads no parameters
-            inputs["embedding_bias"] = self._bias[None]
+        input_ids = self.tokenizer.encode_prompt(prompt)
+        inputs = request_tensors(input_ids, sampling, self.tokenizer.end_ids[0])
+        parameters = request_parameters(prompt, sampling, self.tokenizer.first_speech_id) | tracing.carried()
+        if self.bias is not None:  # the C++ backend, which reads no parameters
+            inputs["embedding_bias"] = self.bias[None]
             if sampling.ras_window:
                 raise ValueError(f"ras_window {sampling.ras_window}: TensorRT-LLM has no repetition-aware sampling")
             parameters = {}
-        wait, ends = self._timeouts.first_token, frozenset(self._tokenizer.end_ids)
+        wait, ends = self.timeouts.first_token, frozenset(self.tokenizer.end_ids)
         generated, ended = 0, False
         try:
-            async with aclosing(self._streams.ask(inputs, parameters)) as responses:
+            async with aclosing(self.streams.ask(inputs, parameters)) as responses:
                 while not ended:
                     async with timeout(wait):
                         outputs = await anext(responses, None)
@@ -218,8 +212,8 @@ class TritonLM:
                     llm_ids = outputs["output_ids"].reshape(-1)[:length].tolist()  # padded after it
                     generated += len(llm_ids)
                     ended = not ends.isdisjoint(llm_ids)
-                    wait = self._timeouts.token
-                    yield TokenChunk(self._tokenizer.to_speech_ids(llm_ids))
+                    wait = self.timeouts.token
+                    yield TokenChunk(self.tokenizer.to_speech_ids(llm_ids))
                 if ended:
                     await _read_end(responses)
             # TensorRT-LLM's tensors give no finish reason; the token count does.

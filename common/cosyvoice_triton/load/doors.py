@@ -10,6 +10,7 @@ import base64
 import io
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -34,17 +35,17 @@ SPEECH = "/v1/audio/speech"
 PIECE = 7  # characters of a message with text: about what an LLM writes at once
 
 
-class Door:
+class Door(ABC):
     """A way to a server. This one always answers its probes and has nothing to close."""
 
+    @abstractmethod
     def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
         """Yield the answer's parts as they come, some perhaps without audio; closing the iterator cancels the request.
 
         timeout: seconds until the answer must be complete. ClientError if it fails.
         """
-        raise NotImplementedError
 
-    async def require(self) -> None:
+    async def require(self) -> None:  # noqa: B027
         """Raise ClientError unless there is a server that can answer."""
 
     async def silence(self, seconds: float) -> str:
@@ -55,7 +56,7 @@ class Door:
         """Return the counters of the server's models, if this door shows them."""
         return []
 
-    async def aclose(self) -> None:
+    async def aclose(self) -> None:  # noqa: B027
         """Close the connections."""
 
 

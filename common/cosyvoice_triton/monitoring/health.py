@@ -35,12 +35,12 @@ REASON_BYTES = 1024  # of the reason, at most
 STACKS_SIGNAL = signal.SIGUSR1  # a model writes the Python stacks of all its threads to the log
 
 SUCCESS_AGE = Metric(
-    "tts_model_success_age_seconds", "gauge", "Seconds since the model last answered a request or passed its own test"
+    "tts_model_success_age_seconds", "Seconds since the model last answered a request or passed its own test", "gauge"
 )
 FAILING = Metric(
     "tts_model_failing",
-    "gauge",
     "1 if the model has failed its own test and has done nothing since, or if the server goes on without it",
+    "gauge",
 )
 
 

@@ -104,67 +104,60 @@ class Metric:
     """
 
     name: str
-    kind: Literal["gauge", "counter", "histogram"]
     help: str
+    kind: Literal["gauge", "counter", "histogram"] = "counter"
     suffix: str = ""
     labels: tuple[tuple[str, str], ...] = ()
 
     def sample(self, suffix: str = "", **labels: str) -> "Metric":
         """Return one sample of the family."""
-        return Metric(self.name, self.kind, self.help, suffix, tuple(sorted(labels.items())))
+        return Metric(self.name, self.help, self.kind, suffix, tuple(sorted(labels.items())))
 
 
 # A model's current numbers by sample: a gauge's value, a counter's sum since the start.
 Values = Mapping[Metric, float]
 
-LIVE = Metric("tts_requests_live", "gauge", "Speech requests in progress")
-ENDED = Metric("tts_requests_total", "counter", "Speech requests that have ended, by outcome")
-AUDIO = Metric("tts_audio_seconds_total", "counter", "Seconds of audio sent")
+LIVE = Metric("tts_requests_live", "Speech requests in progress", "gauge")
+ENDED = Metric("tts_requests_total", "Speech requests that have ended, by outcome")
+AUDIO = Metric("tts_audio_seconds_total", "Seconds of audio sent")
 BAD_ANSWERS = Metric(
     "tts_bad_answers_total",
-    "counter",
     "Segments that were found to be no speech of their text, by reason, and whether they were made again or sent",
 )
 FIRST_CHUNK = Metric(
-    "tts_first_chunk_seconds", "histogram", "Seconds from a request's arrival at the orchestrator to its first audio"
+    "tts_first_chunk_seconds", "Seconds from a request's arrival at the orchestrator to its first audio", "histogram"
 )
 FIRST_AUDIBLE = Metric(
     "tts_first_audible_seconds",
-    "histogram",
     "Seconds from a request's arrival at the orchestrator until its audio is heard: leading silence counts",
+    "histogram",
 )
 FIRST_BOUNDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0)
 
 # The metrics of token2wav.
-STREAMS = Metric("tts_token2wav_streams_live", "gauge", "token2wav streams that hold memory")
-QUEUED = Metric("tts_token2wav_chunks_queued", "gauge", "Chunks waiting to be rendered, and new streams for a slot")
-CACHE = Metric("tts_token2wav_cache_bytes", "gauge", "Bytes of memory held for streams and voices")
-BATCHES = Metric("tts_token2wav_batches_total", "counter", "Batches rendered")
-CHUNKS = Metric("tts_token2wav_chunks_total", "counter", "Chunks rendered; divided by the batches: the mean batch size")
+STREAMS = Metric("tts_token2wav_streams_live", "token2wav streams that hold memory", "gauge")
+QUEUED = Metric("tts_token2wav_chunks_queued", "Chunks waiting to be rendered, and new streams for a slot", "gauge")
+CACHE = Metric("tts_token2wav_cache_bytes", "Bytes of memory held for streams and voices", "gauge")
+BATCHES = Metric("tts_token2wav_batches_total", "Batches rendered")
+CHUNKS = Metric("tts_token2wav_chunks_total", "Chunks rendered; divided by the batches: the mean batch size")
 WAITED = Metric(
-    "tts_token2wav_waited_seconds_total",
-    "counter",
-    "Seconds that chunks waited from arrival to the start of their batch",
+    "tts_token2wav_waited_seconds_total", "Seconds that chunks waited from arrival to the start of their batch"
 )
-RETRIED = Metric("tts_token2wav_chunks_retried_total", "counter", "Chunks that were not finite and rendered in float32")
-FAILED = Metric(
-    "tts_token2wav_chunks_failed_total", "counter", "Chunks that could not be rendered and ended their stream"
-)
-EVICTED = Metric("tts_token2wav_voices_evicted_total", "counter", "Prompt caches of voices that were evicted")
+RETRIED = Metric("tts_token2wav_chunks_retried_total", "Chunks that were not finite and rendered in float32")
+FAILED = Metric("tts_token2wav_chunks_failed_total", "Chunks that could not be rendered and ended their stream")
+EVICTED = Metric("tts_token2wav_voices_evicted_total", "Prompt caches of voices that were evicted")
 FALLBACKS = Metric(
-    "tts_token2wav_precision_fallbacks", "gauge", "Networks in bfloat16 or float32, because they fail in less"
+    "tts_token2wav_precision_fallbacks", "Networks in bfloat16 or float32, because they fail in less", "gauge"
 )
-LIMIT = Metric("tts_token2wav_streams_limit", "gauge", "Live streams up to which new listeners are admitted now")
-LOAD = Metric("tts_token2wav_load", "gauge", "Listeners over those that admission would take now: 0 to 1")
-REFUSED = Metric("tts_token2wav_refused_total", "counter", "New listeners refused, by the limit that was reached")
-OPENED = Metric("tts_token2wav_streams_opened_total", "counter", "Streams opened")
+LIMIT = Metric("tts_token2wav_streams_limit", "Live streams up to which new listeners are admitted now", "gauge")
+LOAD = Metric("tts_token2wav_load", "Listeners over those that admission would take now: 0 to 1", "gauge")
+REFUSED = Metric("tts_token2wav_refused_total", "New listeners refused, by the limit that was reached")
+OPENED = Metric("tts_token2wav_streams_opened_total", "Streams opened")
 OPENED_WAITED = Metric(
-    "tts_token2wav_streams_opened_waited_seconds_total",
-    "counter",
-    "Seconds from the request of a stream until it was open",
+    "tts_token2wav_streams_opened_waited_seconds_total", "Seconds from the request of a stream until it was open"
 )
-GAPS = Metric("tts_token2wav_gaps_total", "counter", "Chunks that came after the audio before had been played")
-GAP_SECONDS = Metric("tts_token2wav_gap_seconds_total", "counter", "Seconds of silence before these chunks")
+GAPS = Metric("tts_token2wav_gaps_total", "Chunks that came after the audio before had been played")
+GAP_SECONDS = Metric("tts_token2wav_gap_seconds_total", "Seconds of silence before these chunks")
 
 
 @dataclass

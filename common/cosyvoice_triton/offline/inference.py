@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from cosyvoice_triton.config import LLMEngine, OrchestratorConfig, TensorrtLLMConfig
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import Sampling
@@ -27,8 +28,6 @@ from cosyvoice_triton.offline.shared import (
     Stages,
     WholeToken2Wav,
     described,
-    llm_configs,
-    llm_engine,
     read_samples,
     recording_of,
     set_up,
@@ -38,6 +37,7 @@ from cosyvoice_triton.offline.shared import (
     token2wav_config,
 )
 from cosyvoice_triton.orchestrator.assembly import Pipeline
+from cosyvoice_triton.orchestrator.report import Events
 from cosyvoice_triton.orchestrator.token_buffer import CUT_SHORT
 from cosyvoice_triton.speaker.engines import LocalPromptEncoder, load_pipeline
 from cosyvoice_triton.voice.audio import load_recording, save_audio
@@ -47,6 +47,12 @@ LOG = "log.txt"
 STAGES = ("voice", "text", "llm", "token2wav", "audio_save")
 GIVE_UP_BATCHES = 3  # consecutive batches for which the LLM was unavailable
 CUT_SHORT_SHOWN = 10
+# By backend. hf is upstream's name for whatever reads the HuggingFace directory: see `llm_engine`.
+ENGINES: dict[str, LLMEngine] = {"trtllm": "tensorrt_llm", "vllm": "vllm", "onnxruntime_genai": "onnxruntime_genai"}
+BACKENDS = ("hf", *ENGINES, "trtllm-serve")
+# Timeout between tokens of a server. Longer than in serving, because no listener waits; an LLM that hangs must still be
+# an error.
+SILENT_SECONDS = 60.0
 
 
 class OutputFolder:
@@ -194,6 +200,38 @@ def settings_of(args: argparse.Namespace, sampling: Sampling) -> dict[str, Any]:
     return settings | {"checkpoints": [[str(path.resolve()), identity(path)] for path in dict.fromkeys(directories)]}
 
 
+def llm_engine(backend: str, model_dir: Path, given: Path | None, device: str) -> tuple[LLMEngine, Path]:
+    """Return the engine of a backend in this process, and the directory that it loads: the LLM's own, or for the CPU
+    engine the converted one next to it, or the one that is given."""
+    engine = ENGINES.get(backend) or ("onnxruntime_genai" if device == "cpu" else "cuda")
+    if engine == "onnxruntime_genai":
+        return engine, given or model_dir.with_name(model_dir.name + "_genai")
+    return engine, model_dir if engine == "cuda" else given or model_dir
+
+
+def llm_configs(args: argparse.Namespace) -> tuple[OrchestratorConfig, TensorrtLLMConfig | None]:
+    """Return the settings of the pipeline and of the LLM's engine, None for a server (trtllm-serve).
+
+    The address of a server may have the path of an API, as upstream's --openai-api-base.
+    """
+    directory = args.llm_model_name_or_path
+    speech: dict[str, Any] = {"model_dir": str(args.token2wav_path), "llm_tokenizer_dir": str(directory)}
+    if args.backend == "trtllm-serve":
+        base = args.openai_api_base.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
+        speech |= {"llm_transport": "openai", "llm_urls": (base,), "llm_model": args.openai_model_name}
+        return OrchestratorConfig(**speech, token_timeout=SILENT_SECONDS), None
+    engine, loaded = llm_engine(args.backend, directory, args.engine_dir, args.device)
+    llm = TensorrtLLMConfig(
+        engine_dir=str(loaded),
+        tokenizer_dir=str(directory),
+        engine=engine,
+        instance_kind="KIND_CPU" if args.device == "cpu" else "KIND_GPU",
+        max_requests=args.batch_size,
+        gpu_share=args.kv_cache_free_gpu_memory_fraction,
+    )
+    return OrchestratorConfig(**speech), llm
+
+
 @dataclass
 class OfflineRun:
     """Samples on their way to their files, `concurrency` at a time. Valid after an interruption, too."""
@@ -261,7 +299,7 @@ class OfflineRun:
             if name in following:
                 stage.enter(following[name])
 
-        audio = await self.pipeline.synthesizer.offline(request, warnings.append, reached, segment_ended)
+        audio = await self.pipeline.synthesizer.offline(request, Events(warnings.append, reached, segment_ended))
         stage.enter("audio_save")
         cut_short = any(warning.startswith(CUT_SHORT) for warning in warnings)
         self.folder.save(sample, audio, np.asarray(tokens), cut_short)

@@ -1,9 +1,8 @@
-"""What the offline tools share: options, samples and speech tokens that are there already, the engines that the options
-name, how their process is set up, the times of stages, and the samples that failed."""
+"""What the offline tools share: options, samples, what the options load, how their process is set up, the times of
+stages, and the samples that failed."""
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import sys
@@ -14,21 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.checkpoint import read_state
-from cosyvoice_triton.config import (
-    FlowRuntime,
-    LLMEngine,
-    OrchestratorConfig,
-    SpeakerRuntime,
-    TensorrtLLMConfig,
-    Token2WavConfig,
-)
+from cosyvoice_triton.config import FlowRuntime, OrchestratorConfig, SpeakerRuntime, Token2WavConfig
 from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS
 from cosyvoice_triton.demo_checkpoint import has_random_weights
 from cosyvoice_triton.errors import UnavailableError
@@ -40,12 +32,6 @@ from cosyvoice_triton.voice.prompt import Prompt, Recording, validate_reference
 
 FAILURES_SHOWN = 20
 AFTER_STAGE = "_time_seconds"  # as in upstream's figures
-# By backend. hf is upstream's name for whatever reads the HuggingFace directory: see `llm_engine`.
-ENGINES: dict[str, LLMEngine] = {"trtllm": "tensorrt_llm", "vllm": "vllm", "onnxruntime_genai": "onnxruntime_genai"}
-BACKENDS = ("hf", *ENGINES, "trtllm-serve")
-# Timeout between tokens of a server. Longer than in serving, because no listener waits; an LLM that hangs must still be
-# an error.
-SILENT_SECONDS = 60.0
 
 
 def add_data_arguments(parser: argparse.ArgumentParser, split: str) -> None:
@@ -80,38 +66,6 @@ def read_samples(args: argparse.Namespace) -> list[Sample]:
     if nameless := [sample.id for sample in found if sample.prompt_audio is None]:
         raise SampleError(f"sample {nameless[0]!r} names a speaker; offline tools need prompt_audio")
     return found
-
-
-def add_token2wav_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the tools that render existing speech tokens."""
-    parser.add_argument(
-        "--model-dir",
-        type=Path,
-        default=Path("models/demo", stacks.DEFAULT.checkpoint),
-        help="token2wav checkpoint of any stack (default: %(default)s)",
-    )
-    add_data_arguments(parser, "--huggingface-dataset-split")
-    parser.add_argument("--tokens-path", type=Path, help="JSON lines of id and target_audio_cosy2_tokens")
-    parser.add_argument("--output-dir", type=Path, default=Path("out/generated_wavs"), help="default: %(default)s")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add_trt_argument(parser)
-
-
-def with_tokens(samples: Sequence[Sample], path: Path | None) -> list[Sample]:
-    """Return the samples with the tokens of `path`: JSON lines of `id` and `target_audio_cosy2_tokens`."""
-    if path is None:
-        return list(samples)
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        tokens = {str(row["id"]): np.asarray(row["target_audio_cosy2_tokens"], np.int64) for row in rows}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SampleError(
-            f"cannot read the tokens in {path}: {type(error).__name__} {error}; "
-            "`cosyvoice-triton offline` writes such a file, samples.jsonl"
-        ) from None
-    if missing := [sample.id for sample in samples if sample.id not in tokens]:
-        raise SampleError(f"{path} has no tokens for {len(missing)} sample(s), the first is {missing[0]!r}")
-    return [replace(sample, target_audio_cosy2_tokens=tokens[sample.id]) for sample in samples]
 
 
 def recording_of(sample: Sample) -> Recording:
@@ -219,38 +173,6 @@ def token2wav_config(args: argparse.Namespace, model_dir: Path, runtime: FlowRun
 
 def speaker_runtime(args: argparse.Namespace) -> SpeakerRuntime:
     return "tensorrt" if args.enable_trt else "onnxruntime"
-
-
-def llm_engine(backend: str, model_dir: Path, given: Path | None, device: str) -> tuple[LLMEngine, Path]:
-    """Return the engine of a backend in this process, and the directory that it loads: the LLM's own, or for the CPU
-    engine the converted one next to it, or the one that is given."""
-    engine = ENGINES.get(backend) or ("onnxruntime_genai" if device == "cpu" else "cuda")
-    if engine == "onnxruntime_genai":
-        return engine, given or model_dir.with_name(model_dir.name + "_genai")
-    return engine, model_dir if engine == "cuda" else given or model_dir
-
-
-def llm_configs(args: argparse.Namespace) -> tuple[OrchestratorConfig, TensorrtLLMConfig | None]:
-    """Return the settings of the pipeline and of the LLM's engine, None for a server (trtllm-serve).
-
-    The address of a server may have the path of an API, as upstream's --openai-api-base.
-    """
-    directory = args.llm_model_name_or_path
-    speech: dict[str, Any] = {"model_dir": str(args.token2wav_path), "llm_tokenizer_dir": str(directory)}
-    if args.backend == "trtllm-serve":
-        base = args.openai_api_base.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
-        speech |= {"llm_transport": "openai", "llm_urls": (base,), "llm_model": args.openai_model_name}
-        return OrchestratorConfig(**speech, token_timeout=SILENT_SECONDS), None
-    engine, loaded = llm_engine(args.backend, directory, args.engine_dir, args.device)
-    llm = TensorrtLLMConfig(
-        engine_dir=str(loaded),
-        tokenizer_dir=str(directory),
-        engine=engine,
-        instance_kind="KIND_CPU" if args.device == "cpu" else "KIND_GPU",
-        max_requests=args.batch_size,
-        gpu_share=args.kv_cache_free_gpu_memory_fraction,
-    )
-    return OrchestratorConfig(**speech), llm
 
 
 class WholeToken2Wav:

@@ -7,22 +7,27 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
+from cosyvoice_triton import stacks
 from cosyvoice_triton.config import OrchestratorConfig
 from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS, SAMPLE_RATE
 from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.load.report import table
-from cosyvoice_triton.load.samples import Sample
+from cosyvoice_triton.load.samples import Sample, SampleError
 from cosyvoice_triton.monitoring.metrics import BATCHES
 from cosyvoice_triton.offline.shared import (
     Failure,
     Stages,
     WholeToken2Wav,
+    add_data_arguments,
+    add_trt_argument,
     described,
     read_samples,
     recording_of,
@@ -31,7 +36,6 @@ from cosyvoice_triton.offline.shared import (
     speaker_runtime,
     stack_of,
     token2wav_config,
-    with_tokens,
 )
 from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavSequence
@@ -54,6 +58,38 @@ class Rendered:
 
 
 Render = Callable[[Prompt, np.ndarray], Awaitable[Rendered]]  # of speech tokens (n,)
+
+
+def add_token2wav_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the tools that render existing speech tokens."""
+    parser.add_argument(
+        "--model-dir",
+        type=Path,
+        default=Path("models/demo", stacks.DEFAULT.checkpoint),
+        help="token2wav checkpoint of any stack (default: %(default)s)",
+    )
+    add_data_arguments(parser, "--huggingface-dataset-split")
+    parser.add_argument("--tokens-path", type=Path, help="JSON lines of id and target_audio_cosy2_tokens")
+    parser.add_argument("--output-dir", type=Path, default=Path("out/generated_wavs"), help="default: %(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_trt_argument(parser)
+
+
+def with_tokens(samples: Sequence[Sample], path: Path | None) -> list[Sample]:
+    """Return the samples with the tokens of `path`: JSON lines of `id` and `target_audio_cosy2_tokens`."""
+    if path is None:
+        return list(samples)
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        tokens = {str(row["id"]): np.asarray(row["target_audio_cosy2_tokens"], np.int64) for row in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SampleError(
+            f"cannot read the tokens in {path}: {type(error).__name__} {error}; "
+            "`cosyvoice-triton offline` writes such a file, samples.jsonl"
+        ) from None
+    if missing := [sample.id for sample in samples if sample.id not in tokens]:
+        raise SampleError(f"{path} has no tokens for {len(missing)} sample(s), the first is {missing[0]!r}")
+    return [replace(sample, target_audio_cosy2_tokens=tokens[sample.id]) for sample in samples]
 
 
 def run(args: argparse.Namespace) -> int:

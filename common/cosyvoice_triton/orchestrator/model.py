@@ -21,7 +21,7 @@ from cosyvoice_triton.monitoring.environment import ModelEnvironment
 from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, has_failed
 from cosyvoice_triton.monitoring.metrics import BAD_ANSWERS, RequestStats, Values
 from cosyvoice_triton.orchestrator.assembly import Pipeline, remote_llm
-from cosyvoice_triton.orchestrator.report import Report
+from cosyvoice_triton.orchestrator.report import Events, Report
 from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream, PieceStreams
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavReplicas, send_over_triton
 from cosyvoice_triton.orchestrator.triton_encoder import TritonPromptEncoder
@@ -38,18 +38,33 @@ TEXTS = ("target_text", "reference_text", "speaker", "instruct_text")
 
 
 class OrchestratorModel:
-    """Base class of the orchestrators' `TritonPythonModel`: each request is a task of one asyncio loop."""
+    """Base class of the orchestrators' `TritonPythonModel`: each request is a task of one asyncio loop. It is answered
+    with a stream of waveforms if the model is decoupled, otherwise with one."""
 
     stack: Stack  # set by each model.py
 
     def initialize(self, args: dict[str, str]) -> None:
-        config = OrchestratorConfig.from_triton(args)
+        self._config = config = OrchestratorConfig.from_triton(args)
         torch.set_num_threads(1)  # it only computes mels of recordings
-        self._orchestrator = Orchestrator(config, self.stack)
-        self._loop = triton_io.RequestLoop(
-            self._orchestrator.answer, model=args["model_name"], decoupled=config.decoupled
+        tokenizer = LLMTokenizer.from_dir(config.llm_tokenizer_dir, self.stack.llm.tokenizer)
+        call, first_id = partial(triton_io.call, timeout=config.model_timeout), tokenizer.first_speech_id
+        models = replicas(self.stack.token2wav, len(config.token2wav_gpus))
+        environment = ModelEnvironment.read()
+        token2wav = Token2WavReplicas(
+            {model: send_over_triton(call, model, first_id) for model in models},
+            cumulative=self.stack.cumulative,
+            failed=partial(has_failed, environment.metrics_directory),
         )
-        self._monitor = ModelMonitor(args, test=self._test, read=self._orchestrator.values)
+        encoder = TritonPromptEncoder(call, first_id, self.stack.mel_max_hz)
+        llm = remote_llm(config, tokenizer)
+        self._pipeline = Pipeline(config, self.stack, tokenizer, encoder, llm, token2wav)
+        if warning := self._pipeline.texts.warning:
+            logger.warning("%s", warning)
+        self._pieces = PieceStreams(config.text_timeout)
+        self._drain = DrainFile(environment.drain_file)
+        self._stats = RequestStats()
+        self._loop = triton_io.RequestLoop(self.answer, model=args["model_name"], decoupled=config.decoupled)
+        self._monitor = ModelMonitor(args, test=self._test, read=self._values)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -61,50 +76,18 @@ class OrchestratorModel:
     def finalize(self) -> None:
         try:
             self._loop.end_requests()  # before the connections that they use are closed
-            self._loop.run(self._orchestrator.aclose(), CLOSE_SECONDS)
+            self._loop.run(self._pipeline.llm.aclose(), CLOSE_SECONDS)
         finally:
             self._loop.close()
             self._monitor.close()
 
-
-class Orchestrator:
-    """Answers speech requests: with a stream of waveforms if the model is decoupled, otherwise with one."""
-
-    def __init__(self, config: OrchestratorConfig, stack: Stack):
-        tokenizer = LLMTokenizer.from_dir(config.llm_tokenizer_dir, stack.llm.tokenizer)
-        call = partial(triton_io.call, timeout=config.model_timeout)
-        first_id = tokenizer.first_speech_id
-        models = replicas(stack.token2wav, len(config.token2wav_gpus))
-        environment = ModelEnvironment.read()
-        self._pipeline = Pipeline(
-            config,
-            stack,
-            tokenizer,
-            TritonPromptEncoder(call, first_id, stack.mel_max_hz),
-            remote_llm(config, tokenizer),
-            Token2WavReplicas(
-                {model: send_over_triton(call, model, first_id) for model in models},
-                cumulative=stack.cumulative,
-                failed=partial(has_failed, environment.metrics_directory),
-            ),
-        )
-        if warning := self._pipeline.texts.warning:
-            logger.warning("%s", warning)
-        self._decoupled = config.decoupled
-        self._instances = config.instances
-        self._pieces = PieceStreams(config.text_timeout)
-        self._text_limit = Limit("target_text", config.max_text_chars, "characters")
-        self._drain = DrainFile(environment.drain_file)
-        self.stats = RequestStats()
-
-    def values(self) -> Values:
+    def _values(self) -> Values:
         """Return the current numbers of its metrics."""
-        judged = self._pipeline.synthesizer.judged
         bad = {
             BAD_ANSWERS.sample(reason=reason, then="made again" if again else "sent"): float(count)
-            for (reason, again), count in judged.items()
+            for (reason, again), count in self._pipeline.synthesizer.judged.items()
         }
-        return {**self.stats.values(), **bad}
+        return {**self._stats.values(), **bad}
 
     async def answer(self, request: Any, responder: triton_io.Responder) -> None:
         """Send the audio of one Triton request, (1, N) per response. Cancelling it ends all work started for it.
@@ -121,10 +104,11 @@ class Orchestrator:
         if not origin["start"]:
             self._pieces.add(sequence, piece, end)
             return
-        if not self._decoupled or self._instances > 1:
-            wrong = f"{self._instances} orchestrator processes" if self._decoupled else "offline requests"
+        decoupled, instances = self._config.decoupled, self._config.instances
+        if not decoupled or instances > 1:
+            wrong = f"{instances} orchestrator processes" if decoupled else "offline requests"
             raise ValueError(f"sequence id {sequence}: a request in pieces is not served with {wrong}")
-        limit = self._text_limit
+        limit = Limit("target_text", self._config.max_text_chars, "characters")
         if samples is not None:
             rate = triton_io.scalar(sent, "source_sample_rate") or PROMPT_SAMPLE_RATE
             limit = Limit("source_wav", round(MAX_SOURCE_SECONDS * rate), "samples")
@@ -135,11 +119,11 @@ class Orchestrator:
     async def _speak(self, request: Any, responder: triton_io.Responder, pieces: PieceStream | None = None) -> None:
         parameters = triton_io.parameters(request)
         caller = str(parameters.get(tracing.TRACEPARENT, ""))
-        with self.stats.request() as live, tracing.span("orchestrator", caller) as span:
+        with self._stats.request() as live, tracing.span("orchestrator", caller) as span:
             report = Report(span)
             self._drain.check()
             synthesizer = self._pipeline.synthesizer
-            if self._decoupled:
+            if self._config.decoupled:
                 synthesizer.refusal.check()  # before the request is read
             speech = self._pipeline.rules.request(
                 **_inputs(request), parameters=parameters, pieces=pieces, on_warning=report.warnings.append
@@ -151,23 +135,16 @@ class Orchestrator:
                 silence = leading_silence(waveform) if live.first_audible is None else None
                 live.sent(waveform.size / SAMPLE_RATE, silence)
 
-            if not self._decoupled:
-                send(await synthesizer.offline(speech, report.warnings.append, on_segment=report.segment))
+            if not self._config.decoupled:
+                send(await synthesizer.offline(speech, Events(report.warnings.append, segment=report.segment)))
                 return
-            stream = synthesizer.stream(speech, report.warnings.append, report.stage, report.segment)
+            stream = synthesizer.stream(speech, Events(report.warnings.append, report.stage, report.segment))
             async with aclosing(stream) as waveforms:
                 async for waveform in waveforms:
                     send(waveform)
 
-    async def aclose(self) -> None:
-        """Release the LLM's connections."""
-        await self._pipeline.llm.aclose()
-
 
 def _inputs(request: Any) -> dict[str, Any]:
-    sent: dict[str, Any] = triton_io.read_all(request, [*TEXTS, *NUMBERS, *WAVES])
-    for name in TEXTS:
-        sent[name] = triton_io.text(sent, name)
-    for name in NUMBERS:
-        sent[name] = triton_io.scalar(sent, name)
-    return sent
+    sent = triton_io.read_all(request, [*TEXTS, *NUMBERS, *WAVES])
+    texts = {name: triton_io.text(sent, name) for name in TEXTS}
+    return {**sent, **texts, **{name: triton_io.scalar(sent, name) for name in NUMBERS}}

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,17 @@ OnSegment = Callable[[str, int, Sequence[int]], object]
 
 def ignore(*reported: object) -> None:
     """Do nothing. This is the default callback: warnings are logged anyway."""
+
+
+class Events(NamedTuple):
+    """What is called while a request is answered."""
+
+    warning: OnWarning = ignore
+    stage: OnStage = ignore
+    segment: OnSegment = ignore
+
+
+UNHEARD = Events()
 
 
 class Report:

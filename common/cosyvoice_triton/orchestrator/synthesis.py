@@ -15,9 +15,9 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from cosyvoice_triton.orchestrator import length
 from cosyvoice_triton.orchestrator.chunking import FirstHops, HopRules
 from cosyvoice_triton.orchestrator.judges import REASONS, VOICE_SECONDS, Counts, Judge, is_other_voice
 from cosyvoice_triton.orchestrator.rendering import Place, SegmentRenderer, VoiceInUse
-from cosyvoice_triton.orchestrator.report import OnSegment, OnStage, OnWarning, ignore
+from cosyvoice_triton.orchestrator.report import UNHEARD, Events
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort, Token2WavSequence
 from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter, TokenBuffer
@@ -67,67 +67,61 @@ SegmentQueue = asyncio.Queue[TokenBuffer | Pause | None]
 Instructions = Literal["none", "alone", "with transcript"]  # what an LLM follows: another one reads them aloud
 
 
-class Synthesizer:
-    """Turns requests into audio. Requests share only the ports and the cache of prompts. Long texts are prepared, and
-    voices are read, in threads."""
+class Work(NamedTuple):
+    """A request while it is answered. scope: of its tasks."""
 
-    def __init__(
-        self,
-        texts: TextFrontend,
-        voices: VoiceBook,
-        encoder: PromptEncoder,
-        llm: SpeechLM,
-        tokenizer: LLMTokenizer,
-        token2wav: Token2WavPort,
-        rules: HopRules,
-        clock: Callable[[], float] = time.monotonic,
-        long_silence: Collection[int] = (),
-        silent_tokens: Collection[int] = (),
-        judges: bool = False,
-        instructions: Instructions = "with transcript",
-    ):
-        """Make it of its ports. long_silence: speech tokens of which long runs are shortened. silent_tokens: those that
-        are dropped at the start of a segment, unless its request says otherwise. judges: whether answers are judged,
-        which those of random weights cannot be."""
-        self._texts = texts
-        self._voices = voices
-        self._encoder = encoder
-        self._llm = llm
-        self._tokenizer = tokenizer
-        self._token2wav = token2wav
-        self._rules = rules
-        self._first_hops = FirstHops(rules)
-        self._clock = clock
-        self._long_silence = long_silence
-        self._silent_tokens = silent_tokens
-        self._judges = judges
+    request: SynthesisRequest
+    events: Events
+    scope: TaskScope
+
+
+Part = tuple[TokenBuffer | None, np.ndarray]  # a segment, or None for a pause, and its audio (N,)
+
+
+@dataclass(eq=False)
+class Synthesizer:
+    """Turns requests into audio by its ports. Requests share only the ports and the cache of prompts. Long texts are
+    prepared, and voices are read, in threads.
+
+    long_silence: speech tokens of which long runs are shortened. silent_tokens: those that are dropped at the start of
+    a segment, unless its request says otherwise. judges: whether answers are judged, which those of random weights
+    cannot be.
+    """
+
+    texts: TextFrontend
+    voices: VoiceBook
+    encoder: PromptEncoder
+    llm: SpeechLM
+    tokenizer: LLMTokenizer
+    token2wav: Token2WavPort
+    rules: HopRules
+    clock: Callable[[], float] = time.monotonic
+    long_silence: Collection[int] = ()
+    silent_tokens: Collection[int] = ()
+    judges: bool = False
+    instructions: Instructions = "with transcript"
+
+    def __post_init__(self) -> None:
+        self._first_hops = FirstHops(self.rules)
         self.judged: Counts = {(reason, again): 0 for reason in REASONS for again in (False, True)}
-        self._instructions = instructions
         self._prompts: dict[bool, RecordingCache[Prompt]] = {trimmed: RecordingCache() for trimmed in (True, False)}
         self._judgements: RecordingCache[Judgement] = RecordingCache()
         self._careful_until = -math.inf
-        self.refusal = LastRefusal(clock)  # of listeners
+        self.refusal = LastRefusal(self.clock)  # of listeners
         self._asking = asyncio.Semaphore(CROWD)
         self._beginning = 0  # listeners
 
-    async def stream(
-        self,
-        request: SynthesisRequest,
-        on_warning: OnWarning = ignore,
-        on_stage: OnStage = ignore,
-        on_segment: OnSegment = ignore,
-    ) -> AsyncGenerator[np.ndarray, None]:
+    async def stream(self, request: SynthesisRequest, events: Events = UNHEARD) -> AsyncGenerator[np.ndarray, None]:
         """Yield waveforms (N,) float32 as they become ready. Closing the generator ends everything started for it.
 
-        `on_warning` is called before the last one if speech was cut short, `on_stage` at each stage, `on_segment` for
-        each segment and pause.
+        `events`: the warning comes before the last waveform if speech was cut short.
 
         Raises what a port raises, as soon as it does, and ValueError if the LLM returns no speech tokens.
         """
         if request.duration is not None:
-            yield await self.offline(request, on_warning, on_stage, on_segment)
+            yield await self.offline(request, events)
             return
-        first = self._token2wav.open(request.speed)
+        first = self.token2wav.open(request.speed)
         renderer: SegmentRenderer | None = None
         opening = self._first_hops.open(
             played=request.played and request.has_text,
@@ -137,29 +131,29 @@ class Synthesizer:
             async with TaskScope() as scope:
                 self._beginning += 1
                 try:
-                    prompt, segments = await self._begin(request, scope, on_warning, on_stage, first, opening.short)
+                    prompt, segments = await self._begin(Work(request, events, scope), first, opening.short)
                 finally:
                     self._beginning -= 1
                 silent = self._onset_tokens(request)
                 live = request.source is not None and request.source.live
-                rules = replace(self._rules, strategy="equal") if live else self._rules  # longer ones come later
+                rules = replace(self.rules, strategy="equal") if live else self.rules  # longer ones come later
                 schedule = rules.schedule(
-                    len(prompt.tokens), self._clock, short=opening.short, silent=silent, speed=request.speed
+                    len(prompt.tokens), self.clock, short=opening.short, silent=silent, speed=request.speed
                 )
-                playback, judge = Playback(), self._judge(request, on_warning)
+                playback, judge = Playback(), self._judge(request, events)
                 while (segment := await scope.result(segments.get())) is not None:
                     if (silence := _silence(segment)).size:
-                        playback.add(len(silence) / SAMPLE_RATE, self._clock())
-                        on_segment("", silence.size, ())
+                        playback.add(len(silence) / SAMPLE_RATE, self.clock())
+                        events.segment("", silence.size, ())
                         yield silence
                     if isinstance(segment, Pause):
                         continue
                     stream = first.following() if renderer else first
-                    renderer = SegmentRenderer(stream, segment, request.trim_silence, judge, self._clock)
-                    rendered = renderer.chunks(prompt, schedule, playback, scope, on_stage, on_segment)
+                    renderer = SegmentRenderer(stream, segment, request.trim_silence, judge, self.clock)
+                    rendered = renderer.chunks(prompt, schedule, playback, scope, events)
                     async with aclosing(rendered) as chunks:
                         async for hop, waveform in chunks:
-                            now = self._clock()
+                            now = self.clock()
                             self._first_hops.sent(opening, hop, now, max(0.0, renderer.cut - silent / TOKEN_RATE))
                             playback.add(len(waveform) / SAMPLE_RATE, now)
                             yield waveform
@@ -171,20 +165,18 @@ class Synthesizer:
             self._first_hops.end(opening)
             await (renderer.stream if renderer else first).abort()
 
-    async def _whole(
-        self, segment: TokenBuffer, prompt: Prompt, request: SynthesisRequest, scope: TaskScope, on_stage: OnStage
-    ) -> np.ndarray:
+    async def _whole(self, segment: TokenBuffer, prompt: Prompt, work: Work) -> np.ndarray:
         """Return the audio (N,) of a segment, rendered at once."""
-        await scope.result(segment.wait_for_end())
-        on_stage("tokens")
-        waveform = await scope.result(self._token2wav.offline(prompt, segment.tokens, request.speed))
-        on_stage("audio")
+        await work.scope.result(segment.wait_for_end())
+        work.events.stage("tokens")
+        waveform = await work.scope.result(self.token2wav.offline(prompt, segment.tokens, work.request.speed))
+        work.events.stage("audio")
         return waveform
 
-    def _judge(self, request: SynthesisRequest, on_warning: OnWarning) -> Judge:
+    def _judge(self, request: SynthesisRequest, events: Events) -> Judge:
         again = request.retry_bad_answers and request.pieces is None
-        silent = self._silent_tokens if self._judges else None
-        return Judge(silent, again, on_warning, self.judged, request.speed)
+        silent = self.silent_tokens if self.judges else None
+        return Judge(silent, again, events.warning, self.judged, request.speed)
 
     async def _makes_again(
         self, judge: Judge, segment: TokenBuffer, waveform: np.ndarray, prompt: Prompt, request: SynthesisRequest
@@ -192,130 +184,111 @@ class Synthesizer:
         """Return whether a whole segment is to be made again, also because it is not in its registered voice."""
         if judge.makes_again(segment, waveform, final=True, sent=0):
             return True
-        if not self._judges or waveform.size < VOICE_SECONDS * SAMPLE_RATE or isinstance(request.voice, Recording):
+        if not self.judges or waveform.size < VOICE_SECONDS * SAMPLE_RATE or isinstance(request.voice, Recording):
             return False
-        if isinstance(await asyncio.to_thread(self._voices.get, request.voice), Mix):
+        if isinstance(await asyncio.to_thread(self.voices.get, request.voice), Mix):
             return False
-        embedding = await self._encoder.embedding(Recording(waveform, rate=SAMPLE_RATE))
+        embedding = await self.encoder.embedding(Recording(waveform, rate=SAMPLE_RATE))
         return is_other_voice(embedding, prompt.embedding) and judge.reports("voice", segment.text, can_again=True)
 
     def _onset_tokens(self, request: SynthesisRequest) -> int:
         """Return how many silent tokens an answer may begin with: their audio is cut."""
-        return ONSET_TOKENS if request.trim_silence and self._silent_tokens else 0
+        return ONSET_TOKENS if request.trim_silence and self.silent_tokens else 0
 
-    async def _judged(self, recording: Recording, scope: TaskScope, on_warning: OnWarning) -> Judgement:
+    async def _judged(self, recording: Recording, work: Work) -> Judgement:
         """Return what is to be said of a recording, after warnings, the same for each request with it."""
         if (judgement := self._judgements.get(recording)) is None:
-            judgement = await scope.result(asyncio.to_thread(judge, recording))
+            judgement = await work.scope.result(asyncio.to_thread(judge, recording))
             self._judgements.put(recording, judgement)
         judgement = judgement.of(recording.text)
         for warning in judgement.warnings:
-            on_warning(warning)
+            work.events.warning(warning)
         return judgement
 
     async def _reserve(self, stream: Token2WavSequence) -> None:
-        since = self._clock()
+        since = self.clock()
         async with self._asking:
             self.refusal.check(since)
             try:
                 await stream.reserve()
             except OverloadedError as error:
-                self._careful_until = self._clock() + CAREFUL_SECONDS
+                self._careful_until = self.clock() + CAREFUL_SECONDS
                 self.refusal.note(error)
                 raise
 
-    async def offline(
-        self,
-        request: SynthesisRequest,
-        on_warning: OnWarning = ignore,
-        on_stage: OnStage = ignore,
-        on_segment: OnSegment = ignore,
-    ) -> np.ndarray:
+    async def offline(self, request: SynthesisRequest, events: Events = UNHEARD) -> np.ndarray:
         """Return the whole utterance, (N,) float32. Warns and raises like `stream`."""
         async with TaskScope() as scope:
-            prompt, segments = await self._begin(request, scope, on_warning, on_stage, first=None, short=False)
-            parts, judge = list[tuple[TokenBuffer | None, np.ndarray]](), self._judge(request, on_warning)
+            work = Work(request, events, scope)
+            prompt, segments = await self._begin(work, first=None, short=False)
+            parts, judge = list[Part](), self._judge(request, events)
             while (segment := await scope.result(segments.get())) is not None:
                 if (silence := _silence(segment)).size:
                     parts.append((None, silence))
                 if isinstance(segment, Pause):
                     continue
                 judge.begin()
-                waveform = await self._whole(segment, prompt, request, scope, on_stage)
+                waveform = await self._whole(segment, prompt, work)
                 if await scope.result(self._makes_again(judge, segment, waveform, prompt, request)):
                     scope.spawn(segment.again())
-                    waveform = await self._whole(segment, prompt, request, scope, on_stage)
+                    waveform = await self._whole(segment, prompt, work)
                     await scope.result(self._makes_again(judge, segment, waveform, prompt, request))
                 parts.append((segment, waveform))
             if request.duration is not None:
-                parts = await self._fitted(request.duration, parts, prompt, request, scope)
+                parts = await self._fitted(request.duration, parts, prompt, work)
             waveforms = []
             for part, waveform in parts:
                 if part is not None and request.trim_silence:
                     waveform = SilenceTrimmer().trimmed(waveform, final=True)
                 waveforms.append(waveform)
-                on_segment(part.text if part else "", waveform.size, part.tokens if part else ())
+                events.segment(part.text if part else "", waveform.size, part.tokens if part else ())
             answer = np.concatenate(waveforms)
             if request.duration is not None and (misfit := length.misfit(answer.size / SAMPLE_RATE, request.duration)):
-                on_warning(misfit)
+                events.warning(misfit)
             return answer
 
-    async def _fitted(
-        self,
-        seconds: float,
-        parts: list[tuple[TokenBuffer | None, np.ndarray]],
-        prompt: Prompt,
-        request: SynthesisRequest,
-        scope: TaskScope,
-    ) -> list[tuple[TokenBuffer | None, np.ndarray]]:
+    async def _fitted(self, seconds: float, parts: list[Part], prompt: Prompt, work: Work) -> list[Part]:
         """Return the segments and pauses with the segments rendered again, at the speed that fits."""
         spoken = [waveform for segment, waveform in parts if segment is not None]
         silence = sum(waveform.size for segment, waveform in parts if segment is None)
-        speed = length.fitting_speed(spoken, silence, seconds, trims=request.trim_silence)
-        fitted = []
+        speed = length.fitting_speed(spoken, silence, seconds, trims=work.request.trim_silence)
+        fitted = list[Part]()
         for segment, waveform in parts:
             if segment is not None:
-                waveform = await scope.result(self._token2wav.offline(prompt, segment.tokens, speed))
+                waveform = await work.scope.result(self.token2wav.offline(prompt, segment.tokens, speed))
             fitted.append((segment, waveform))
         return fitted
 
-    async def _begin(
-        self,
-        request: SynthesisRequest,
-        scope: TaskScope,
-        on_warning: OnWarning,
-        on_stage: OnStage,
-        first: Token2WavSequence | None,
-        short: bool,
-    ) -> tuple[Prompt, SegmentQueue]:
+    async def _begin(self, work: Work, first: Token2WavSequence | None, short: bool) -> tuple[Prompt, SegmentQueue]:
         """Look up or encode the voice, start the LLM as soon as its part of the prompt is ready, and reserve a place
         for the `first` stream meanwhile, if somebody hears it."""
+        request, events, scope = work
         place = Place(None if first is None else partial(self._reserve, first), scope)
-        if self._clock() < self._careful_until or self._beginning > CROWD:
+        if self.clock() < self._careful_until or self._beginning > CROWD:
             await place.held()
         voice, words = await scope.result(asyncio.to_thread(self._read, request))  # a network disk can hang
-        used = await self._use(voice, request, scope, place, on_warning)
-        instruction, continued = self._style(request, voice, on_warning)
-        prepare = partial(self._prepared, request, voice.text, words, on_warning)
+        used = await self._use(voice, work, place)
+        instruction, continued = self._style(voice, work)
+        prepare = partial(self._prepared, request, voice.text, words, events)
         in_loop = used.known is not None and len(request.target_text) + len(voice.text) <= SHORT_TEXT
         transcript, text, texts = prepare() if in_loop else await scope.result(asyncio.to_thread(prepare))
         continues = await used.llm_tokens() if continued else None
         played = request.played and first is not None
-        silent, leading = self._onset_tokens(request), self._silent_tokens if request.trim_silence else ()
+        silent, leading = self._onset_tokens(request), self.silent_tokens if request.trim_silence else ()
         context = None if continues is None else len(continues)
-        urgent = self._rules.first_context(context, short=short, silent=silent) if played else 0
+        urgent = self.rules.first_context(context, short=short, silent=silent) if played else 0
         llm_prompt = LLMPrompt("", instruction=instruction, urgent_tokens=urgent, silent_tokens=leading, played=played)
         if continues is not None:
             llm_prompt = replace(llm_prompt, prompt_text=transcript, prompt_tokens=continues)
-        on_stage("voice")
+        events.stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
-        long_silence = () if request.source is not None else self._long_silence  # a conversion keeps its pauses
-        new_buffer = partial(TokenBuffer, on_warning, on_stage, partial(SilenceFilter, long_silence, leading))
+        long_silence = () if request.source is not None else self.long_silence  # a conversion keeps its pauses
+        new_buffer = partial(TokenBuffer, events, partial(SilenceFilter, long_silence, leading))
         if request.has_text:
-            work = self._generate(text, texts, llm_prompt, request, segments, new_buffer, on_warning)
+            generating = self._generate(text, texts, llm_prompt, segments, new_buffer, work)
         else:
-            work = self._generate_whole(request, llm_prompt, segments, new_buffer(0.0))
-        scope.spawn(place.unless_refused(work))
+            generating = self._generate_whole(request, llm_prompt, segments, new_buffer(0.0))
+        scope.spawn(place.unless_refused(generating))
         place.ask()  # after the LLM was started
         prompt = await used.prompt()
         if used.parts and isinstance(voice, Recording):
@@ -323,15 +296,9 @@ class Synthesizer:
         await place.held()
         return prompt, segments
 
-    async def _use(
-        self,
-        voice: Recording | Prompt | Mix,
-        request: SynthesisRequest,
-        scope: TaskScope,
-        place: Place,
-        on_warning: OnWarning,
-    ) -> VoiceInUse:
+    async def _use(self, voice: Recording | Prompt | Mix, work: Work, place: Place) -> VoiceInUse:
         """Return the voice with its prompt, or with the tasks that compute it once there is a place."""
+        request, _, scope = work
         if isinstance(voice, Prompt):
             return VoiceInUse(voice, scope, voice)
         cached = self._prompts[request.trim_reference].get(voice) if isinstance(voice, Recording) else None
@@ -339,49 +306,48 @@ class Synthesizer:
             await place.held()
         source = voice
         if isinstance(voice, Recording):
-            judgement = await self._judged(voice, scope, on_warning)
+            judgement = await self._judged(voice, work)
             source = judgement.mended(voice) if request.trim_reference else voice
             if cached is not None:
                 return VoiceInUse(voice, scope, cached.of(voice))
         used = VoiceInUse(voice, scope)
-        used.encode(source, self._encoder)
+        used.encode(source, self.encoder)
         return used
 
-    def _style(
-        self, request: SynthesisRequest, voice: Recording | Prompt | Mix, on_warning: OnWarning
-    ) -> tuple[str, bool]:
+    def _style(self, voice: Recording | Prompt | Mix, work: Work) -> tuple[str, bool]:
         """Return the instruction that the LLM follows, and whether it continues the voice, after its transcript."""
+        request, events, _ = work
         if request.source is not None:
             return "", False
         asked, own = request.instruct_text, voice.instruction
-        if (asked or own) and self._instructions == "none":
-            on_warning("instruct_text was left out: this LLM does not follow instructions")
+        if (asked or own) and self.instructions == "none":
+            events.warning("instruct_text was left out: this LLM does not follow instructions")
             asked = own = ""
         of_request = isinstance(request.voice, Recording)
         continued = bool(voice.text) and not request.cross_lingual and (of_request or not asked)
-        if continued and (asked or own) and self._instructions == "alone":
+        if continued and (asked or own) and self.instructions == "alone":
             continued = False
-            on_warning(
+            events.warning(
                 f"the transcript {voice.text[:40]!r} was left out: this LLM follows instructions without one only"
             )
         return asked or own, continued
 
     def _read(self, request: SynthesisRequest) -> tuple[Recording | Prompt | Mix, Mapping[str, str]]:
         """Return the voice, and the words with another pronunciation; none without a whole text."""
-        voice = request.voice if isinstance(request.voice, Recording) else self._voices.get(request.voice)
+        voice = request.voice if isinstance(request.voice, Recording) else self.voices.get(request.voice)
         if not request.has_text:
             return voice, {}
-        words = self._voices.pronunciation(request.voice)
+        words = self.voices.pronunciation(request.voice)
         return voice, combined(request.pronunciation, words) if request.pronunciation else words
 
     def _prepared(
-        self, request: SynthesisRequest, transcript: str, pronunciation: Mapping[str, str], on_warning: OnWarning
+        self, request: SynthesisRequest, transcript: str, pronunciation: Mapping[str, str], events: Events
     ) -> tuple[str, str | Pause | None, Iterator[str | Pause]]:
         """Return the voice's transcript, the first of the texts and the others: none without a whole text."""
-        spelled = self._texts.transcript(transcript, request.normalize)
+        spelled = self.texts.transcript(transcript, request.normalize)
         if not request.has_text:
             return spelled, None, iter(())
-        texts = self._texts.segments(
+        texts = self.texts.segments(
             request.target_text,
             request.normalize,
             request.sampling.max_tokens / TOKEN_RATE,
@@ -389,7 +355,7 @@ class Synthesizer:
             request.language,
             transcript,
             pronunciation,
-            on_warning,
+            events.warning,
         )
         return spelled, next(texts, None), texts
 
@@ -398,18 +364,18 @@ class Synthesizer:
         text: str | Pause | None,
         rest: Iterator[str | Pause],
         llm_prompt: LLMPrompt,
-        request: SynthesisRequest,
         segments: SegmentQueue,
         new_buffer: Callable[[float], TokenBuffer],
-        on_warning: OnWarning,
+        work: Work,
     ) -> None:
         """Queue a buffer for each text, with the pauses before it, and fill it from the LLM, one after another."""
+        request = work.request
         pause, left, spoken = 0.0, request.max_tokens, ""
         while text is not None:
             if isinstance(text, Pause):
                 pause += text.seconds
             elif left == 0:
-                on_warning(f"max_tokens {request.max_tokens} was reached before {text[:80]!r}")
+                work.events.warning(f"max_tokens {request.max_tokens} was reached before {text[:80]!r}")
                 break
             else:
                 if spoken and not pause and request.trim_silence and not is_open(spoken):
@@ -417,10 +383,10 @@ class Synthesizer:
                 segment, pause, spoken = new_buffer(pause), 0.0, text
                 await segments.put(segment)
                 prompt = replace(llm_prompt, target_text=text)
-                used = await segment.fill(self._llm, prompt, request.sampling, left)
+                used = await segment.fill(self.llm, prompt, request.sampling, left)
                 left = None if left is None else left - used
                 if request.carry_tone and llm_prompt.prompt_tokens:
-                    words, tokens = last_sentence(text, segment.generated, self._silent_tokens)
+                    words, tokens = last_sentence(text, segment.generated, self.silent_tokens)
                     llm_prompt = replace(llm_prompt, prompt_text=f"{words.strip()} ", prompt_tokens=tokens)
                 llm_prompt = replace(llm_prompt, urgent_tokens=0)  # later segments' listener has audio
             text = await asyncio.to_thread(next, rest, None)
@@ -434,10 +400,10 @@ class Synthesizer:
         """Queue the only buffer of a text in pieces, or of a conversion, and fill it."""
         await segments.put(segment)
         if request.source is not None:
-            await segment.read(request.source.tokens(self._encoder.tokens), "source")
+            await segment.read(request.source.tokens(self.encoder.tokens), "source")
         elif request.pieces is not None:
             pieces = segment.noted(request.pieces)
-            speech = InterleavedSpeech(self._llm, self._tokenizer, llm_prompt, request.sampling, request.max_tokens)
+            speech = InterleavedSpeech(self.llm, self.tokenizer, llm_prompt, request.sampling, request.max_tokens)
             await segment.read(speech.generate(pieces), "llm")
         await segments.put(None)
 

@@ -11,7 +11,7 @@ from typing import Any
 from cosyvoice_triton.constants import MAX_STREAM_TOKENS, ONSET_TOKENS, TOKEN_RATE
 from cosyvoice_triton.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenChunk
 from cosyvoice_triton.monitoring import tracing
-from cosyvoice_triton.orchestrator.report import OnStage, OnWarning
+from cosyvoice_triton.orchestrator.report import Events
 from cosyvoice_triton.text.segments import expected_seconds
 
 logger = logging.getLogger(__name__)
@@ -63,9 +63,7 @@ class TokenBuffer:
     all that the LLM has made, of the current attempt.
     """
 
-    def __init__(
-        self, on_warning: OnWarning, on_stage: OnStage, new_filter: Callable[[], SilenceFilter], pause: float = 0.0
-    ) -> None:
+    def __init__(self, events: Events, new_filter: Callable[[], SilenceFilter], pause: float = 0.0) -> None:
         self.pause = pause
         self.text = ""
         self.tokens: list[int] = []
@@ -73,8 +71,7 @@ class TokenBuffer:
         self.ended = False
         self._new_filter = new_filter
         self._refill: Callable[[], Coroutine[Any, Any, int]] | None = None
-        self._on_warning = on_warning
-        self._on_stage = on_stage
+        self._events = events
         self._silence = new_filter()
         self._changed = asyncio.Event()
 
@@ -161,7 +158,7 @@ class TokenBuffer:
                     reason = chunk.finish_reason
                     if chunk.tokens:
                         if not generated:
-                            self._on_stage(stage)
+                            self._events.stage(stage)
                         generated += chunk.tokens
                         self.tokens.extend(self._silence.kept(chunk.tokens))
                         self._changed.set()
@@ -170,7 +167,7 @@ class TokenBuffer:
     def _warn(self, after: str) -> None:
         warning = f"{CUT_SHORT} after {after}"
         logger.warning(warning)
-        self._on_warning(warning)
+        self._events.warning(warning)
 
     async def wait_for_end(self) -> None:
         while not self.ended:

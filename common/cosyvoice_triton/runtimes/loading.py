@@ -37,17 +37,10 @@ class UNetOnRuntime(OnRuntime):
         self._whole, self._streaming = whole, streaming
 
     def forward(
-        self,
-        x: Tensor,
-        t: Tensor,
-        mu: Tensor,
-        speaker: Tensor,
-        condition: Tensor,
-        valid: Tensor,
-        streaming: bool = False,
+        self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, cond: Tensor, valid: Tensor, streaming: bool = False
     ) -> Tensor:
         """Compute the velocity as `UNetEstimator.forward` does."""
-        return _velocity(self._streaming if streaming else self._whole, x, t, mu, speaker, condition, valid)
+        return _velocity(self._streaming if streaming else self._whole, x, t, mu, speaker, cond, valid)
 
 
 class DiTOnRuntime(OnRuntime):

@@ -27,7 +27,7 @@ from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
 from cosyvoice_triton.token2wav.serving.service import Token2WavService
 from cosyvoice_triton.voice.audio import at_rate
 from cosyvoice_triton.voice.encoders import AudioTokenizer, SpeakerEncoder, reference_mel
-from cosyvoice_triton.voice.prompt import Prompt, Recording
+from cosyvoice_triton.voice.prompt import Recording
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +59,6 @@ class LocalPromptEncoder:
             return encode([at_rate(recording, PROMPT_SAMPLE_RATE)])[0]
 
         return await asyncio.get_running_loop().run_in_executor(thread, encoded)
-
-    async def prompt(self, recording: Recording) -> Prompt:
-        """Return the prompt of a checked recording, with its transcript."""
-        parts = await asyncio.gather(self.tokens(recording), self.mel(recording), self.embedding(recording))
-        return Prompt.aligned(*parts, recording.text, recording.instruction)
 
     def close(self) -> None:
         """Wait for the recordings that are being encoded."""

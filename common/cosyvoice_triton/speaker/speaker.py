@@ -17,6 +17,7 @@ from cosyvoice_triton.background import BackgroundLoop, in_thread
 from cosyvoice_triton.config import OrchestratorConfig, TensorrtLLMConfig, Token2WavConfig
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from cosyvoice_triton.monitoring.logs import timed
+from cosyvoice_triton.orchestrator.report import Events
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.prepare.missing import require_files
@@ -136,13 +137,13 @@ class Speaker:
     ) -> AsyncGenerator[np.ndarray, None]:
         warn, synthesizer = on_warning or _log_warning, self._pipeline.synthesizer
         synthesizer.refusal.check()
-        async with aclosing(synthesizer.stream(await self._request(text, warn, **options), warn)) as waveforms:
+        async with aclosing(synthesizer.stream(await self._request(text, warn, **options), Events(warn))) as waveforms:
             async for waveform in waveforms:
                 yield waveform
 
     async def _speak(self, text: str, on_warning: OnWarning | None = None, **options: Any) -> np.ndarray:
         warn = on_warning or _log_warning
-        return await self._pipeline.synthesizer.offline(await self._request(text, warn, **options), warn)
+        return await self._pipeline.synthesizer.offline(await self._request(text, warn, **options), Events(warn))
 
     async def _request(
         self,

@@ -8,6 +8,7 @@ security/       before every route: connection limits, API keys, origins, sizes;
 service.py      what the routes share
 dispatcher.py   an answer's audio as it is generated: admission, failover, cancellation, metrics
 answer.py       what one answer consists of, and what has been generated of it
+outcomes.py     what became of the answers, for a caller who asks later
 triton.py       the Tritons: one connection each, health probes, the least busy one for each request
 bodies.py       request bodies and their validation
 limits.py       the limits of every field and route, which the OpenAPI document shows

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 
@@ -45,6 +45,10 @@ _LANG_CODES = {"a": "en", "b": "en", "j": "ja", "z": "zh", "e": "es", "f": "fr",
 _BASE64 = bytes(range(ord("0"), ord("9") + 1)) + bytes(range(ord("A"), ord("Z") + 1)) + b"+/=-_\\"
 _CHEAP = _BASE64 + _BASE64.lower() + bytes(range(128, 256))
 _INT64_DIGITS = 20  # with the sign
+
+# Types of fields whose limits are settings.
+InputText = Annotated[Text, Field(json_schema_extra=by_setting("max_input_chars"))]
+EncodedAudio = Annotated[str, Field(json_schema_extra=by_setting("max_reference_chars"))]
 
 # Names of types that pydantic puts into an error's location for a field of several types, as if they were fields.
 _TYPES = ("str", "constrained-str", "VoiceId")
@@ -89,7 +93,7 @@ class SpeechRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    input: Text = Field(description="the text to speak", json_schema_extra=by_setting("max_input_chars"))
+    input: InputText = Field(description="the text to speak")
     model: Name = Field("", description="a served model, or one of OpenAI's names; empty: the default")
     voice: Name | VoiceId = Field(
         "",
@@ -105,9 +109,7 @@ class SpeechRequest(BaseModel):
     speed: Finite = Field(1.0, description="0.25 to 4; the pitch is kept")
     duration: Finite | None = Field(None, description="seconds of the whole answer, by a speed of 0.7 to 1.4")
     carry_tone: bool = Field(False, description="speak each segment on in the tone of the one before")
-    instructions: Text = Field(
-        "", description='how to speak, such as "Speak slowly."', json_schema_extra=by_setting("max_input_chars")
-    )
+    instructions: InputText = Field("", description='how to speak, such as "Speak slowly."')
     stream_format: Literal["audio", "sse", "json"] = Field(
         "audio", description="sse: events; json: the whole answer as one object, with the audio in base64"
     )
@@ -123,16 +125,10 @@ class SpeechRequest(BaseModel):
         None, ge=QUIETEST, le=LOUDEST, description="LUFS by EBU R128, such as -16, below -1 dBFS; else the voice's own"
     )
     normalization_options: NormalizationOptions = Field(NormalizationOptions(), description="Kokoro's")
-    ref_audio: str = Field(
-        "",
-        description="the voice: an audio file in base64, or an upload of a multipart request",
-        json_schema_extra=by_setting("max_reference_chars"),
+    ref_audio: EncodedAudio = Field(
+        "", description="the voice: an audio file in base64, or an upload of a multipart request"
     )
-    ref_text: Text = Field(
-        "",
-        description="transcript of ref_audio; without it, cross-lingual cloning is used",
-        json_schema_extra=by_setting("max_input_chars"),
-    )
+    ref_text: InputText = Field("", description="transcript of ref_audio; without it, cross-lingual cloning is used")
     trim_reference: bool = Field(False, description="cut a recording's silence at its ends to 0.2 s, mend its end")
     trim_silence: bool | None = Field(None, description="false: keep the silence that the model makes at both ends")
     retry_bad_answers: bool | None = Field(
@@ -214,15 +210,9 @@ _OF_CONVERSIONS = (
     "ref_audio",
     *("trim_reference", "sample_rate", "frame_ms", "pace"),
 )
+_SOURCE: Any = Field("", description="the speech: an audio file in base64, or an upload of a multipart request")
 _CONVERSION: dict[str, Any] = {
-    "audio": (
-        str,
-        Field(
-            "",
-            description="the speech: an audio file in base64, or an upload of a multipart request",
-            json_schema_extra=by_setting("max_reference_chars"),
-        ),
-    ),
+    "audio": (EncodedAudio, _SOURCE),
     **{name: (each.annotation, each) for name, each in SpeechRequest.model_fields.items() if name in _OF_CONVERSIONS},
 }
 # The body of POST /v1/audio/voice-conversion: the fields of SpeechRequest that are not about a text.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from cosyvoice_triton.networks.flow.config import euler_steps
 from cosyvoice_triton.profiles import choose
 from cosyvoice_triton.runtimes.loading import flow_runtime
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, loader
+from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.memory import UNPLANNED_VOICES, MemoryPlan, Reading, planned
 from cosyvoice_triton.token2wav.gpu.precision import Precision, kept_notes
@@ -150,12 +151,12 @@ class Token2Wav:
         )
         files = Path(model_dir) / stack.flow, Path(model_dir) / stack.hift
         with timed("flow"):
-            flow: StreamingFlow = loader(stack.loader)(files[0], options)
+            flow: StreamingFlow = resolve_name(stack.loader)(files[0], options)
         if flow.cumulative != stack.cumulative:
             raise ValueError(f"stack {stack.name!r} has cumulative {stack.cumulative}, its flow {flow.cumulative}")
         of_vocoder = VocoderOptions(device=device, dtype=precision.vocoder, limits=limits, graphs=options.graphs)
         with timed("vocoder"):
-            vocoder: BatchVocoder = loader(stack.vocoder_loader)(files[1], of_vocoder)
+            vocoder: BatchVocoder = resolve_name(stack.vocoder_loader)(files[1], of_vocoder)
         fallbacks = (asked.flow != precision.flow) + (asked.vocoder != precision.vocoder)
         with timed("other workers"):
             engine = cls(flow, vocoder, device, files=files, fallbacks=fallbacks)

@@ -16,9 +16,10 @@ import onnxruntime
 import torch
 
 from cosyvoice_triton import profiles
+from cosyvoice_triton.config import TensorrtLLMConfig
 from cosyvoice_triton.errors import is_fatal
 from cosyvoice_triton.llm.checkpoint import MAX_CONTEXT
-from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources, candidate_ids, require_speech_tokens
+from cosyvoice_triton.llm.engines.interface import GenerationRequest, candidate_ids, require_speech_tokens
 from cosyvoice_triton.llm.engines.threaded_engine import Generation, OnTokens, ThreadedEngine
 from cosyvoice_triton.llm.interface import FinishReason, TokenChunk
 from cosyvoice_triton.llm.sampler import RequestSampler
@@ -212,14 +213,13 @@ class GenAIModel:
         return logits[:, -1]
 
 
-def load_engine(
-    model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, resources: Resources | None = None
-) -> BatchingEngine:
-    """Serve `model_dir` on the CPU; `resources` are those of a GPU.
+def load_engine(config: TensorrtLLMConfig, tokenizer: LLMTokenizer) -> BatchingEngine:
+    """Serve `engine_dir` on the CPU.
 
     Raises ValueError if it was not converted, or lacks the speech tokens of `tokenizer`.
     """
-    model = GenAIModel(model_dir, rows=max_requests)
+    model_dir = config.engine_dir
+    model = GenAIModel(model_dir, rows=config.max_requests)
     require_speech_tokens(tokenizer, model.vocab_size, model_dir)
     if absent := set(candidate_ids(tokenizer).tolist()) - set(model.logit_ids.tolist()):
         raise ValueError(
@@ -227,7 +227,7 @@ def load_engine(
         )
     bias = np.full(model.vocab_size, -np.inf, np.float32)
     bias[candidate_ids(tokenizer)] = 0  # the conversion has added the head's own bias
-    engine = BatchingEngine(model, bias, max_requests, profiles.CPU.llm)
+    engine = BatchingEngine(model, bias, config.max_requests, profiles.CPU.llm)
     engine.start()
     return engine
 

@@ -4,32 +4,16 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from cosyvoice_triton.config import InstanceKind
 from cosyvoice_triton.constants import SPEECH_VOCAB
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.interface import URGENT_TOKENS, FinishReason, LengthRatios, LLMPrompt, Sampling, TokenChunk
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from cosyvoice_triton.profiles import ProfileName
 
 WARM_UP_STREAMS, WARM_UP_TOKENS = 32, 4
-
-
-class Resources(NamedTuple):
-    """What an engine may use.
-
-    gib: GiB of a GPU for everything (vllm, cuda). free_share: the share of what is free for keys and values
-    (tensorrt_llm). instance_kind, gpu: the kind of device and which GPU (cuda). profile: of the numbers (cuda).
-    """
-
-    gib: float
-    free_share: float
-    instance_kind: InstanceKind
-    gpu: int = 0
-    profile: ProfileName = "auto"
 
 
 @dataclass(frozen=True)
@@ -82,24 +66,24 @@ class Engine(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class EngineLM:
     """Speech tokens from an engine of this process, which it owns."""
 
-    def __init__(self, engine: Engine, tokenizer: LLMTokenizer, ratios: LengthRatios | None = None) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._ratios = ratios or LengthRatios()
+    engine: Engine
+    tokenizer: LLMTokenizer
+    ratios: LengthRatios = LengthRatios()
 
     async def aclose(self) -> None:
-        self._engine.close()
+        self.engine.close()
 
     async def generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         ids = tokenizer.encode_prompt(prompt)
-        sampling = self._ratios.bound(sampling, prompt, tokenizer.text_length(prompt.target_text))
+        sampling = self.ratios.bound(sampling, prompt, tokenizer.text_length(prompt.target_text))
         silent = frozenset(tokenizer.first_speech_id + token for token in prompt.silent_tokens)
         request = GenerationRequest(ids, sampling, tokenizer.end_ids, prompt.urgent_tokens, prompt.played, silent)
-        async with aclosing(self._engine.generate(request)) as chunks:
+        async with aclosing(self.engine.generate(request)) as chunks:
             async for tokens, reason in chunks:
                 yield TokenChunk(tokenizer.to_speech_ids(tokens), reason)
 

@@ -4,10 +4,9 @@ import importlib
 import logging
 from pathlib import Path
 
-from cosyvoice_triton.config import InstanceKind, TensorrtLLMConfig, device_of, planned_llm_gib
-from cosyvoice_triton.llm.engines.interface import Engine, Resources
+from cosyvoice_triton.config import TensorrtLLMConfig, device_of
+from cosyvoice_triton.llm.engines.interface import Engine
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
-from cosyvoice_triton.profiles import ProfileName
 
 logger = logging.getLogger(__name__)
 
@@ -21,24 +20,12 @@ _ENGINES = {
 _KINDS = {"onnxruntime-genai": "genai_config.json", "TensorRT engines": "rank0.engine", "HuggingFace": "config.json"}
 
 
-def load_engine(
-    name: str,
-    model_dir: str | Path,
-    tokenizer: LLMTokenizer,
-    max_requests: int,
-    memory_gib: float | None = None,
-    free_share: float = TensorrtLLMConfig.gpu_share,
-    instance_kind: InstanceKind = TensorrtLLMConfig.instance_kind,
-    gpu: int = TensorrtLLMConfig.llm_gpu,
-    profile: ProfileName = TensorrtLLMConfig.profile,
-) -> Engine:
-    """Serve `model_dir` with the engine `name` or, for "auto", the best one.
-
-    memory_gib, free_share, instance_kind, gpu, profile: see `Resources`; without memory_gib it is what is planned
-    beside token2wav.
+def engine_of(config: TensorrtLLMConfig, tokenizer: LLMTokenizer) -> Engine:
+    """Serve `engine_dir` with the named engine or, for "auto", the best one.
 
     Raises ValueError if no engine can, or if the model lacks the speech tokens of `tokenizer`.
     """
+    name, model_dir = config.engine, config.engine_dir
     kind = _kind_of(Path(model_dir))
     obstacles = []
     for engine, (module_name, kinds) in _ENGINES.items():
@@ -47,7 +34,7 @@ def load_engine(
         if kind not in kinds:
             obstacles.append(f"{engine} reads a directory of {' or '.join(kinds)}")
             continue
-        if engine == "cuda" and name == "auto" and device_of(instance_kind) == "cpu":
+        if engine == "cuda" and name == "auto" and device_of(config.instance_kind) == "cpu":
             obstacles.append("cuda is taken for a GPU only, unless it is named")
             continue
         try:
@@ -55,23 +42,16 @@ def load_engine(
         except ImportError as error:
             obstacles.append(f"{engine} cannot be imported ({error})")
             continue
-        if gpu and engine != "cuda":
-            raise ValueError(f"parameter 'llm_gpu' {gpu} is for the engine cuda; {engine} has the first GPU it sees")
+        if config.llm_gpu and engine != "cuda":
+            raise ValueError(
+                f"parameter 'llm_gpu' {config.llm_gpu} is for the engine cuda; {engine} has the first GPU it sees"
+            )
         logger.info("the LLM in %s is served by %s", model_dir, engine)
-        gib = planned_llm_gib(max_requests) if memory_gib is None else memory_gib
-        return module.load_engine(
-            model_dir, tokenizer, max_requests, Resources(gib, free_share, instance_kind, gpu, profile)
-        )
+        return module.load_engine(config, tokenizer)
     raise ValueError(
         f"no engine for {model_dir}, a directory of {kind}: {'; '.join(obstacles)}. "
         "docs/llm.md describes how to convert a HuggingFace directory for the CPU"
     )
-
-
-def engine_of(config: TensorrtLLMConfig, tokenizer: LLMTokenizer) -> Engine:
-    """Load what a model of these settings serves."""
-    resources = config.llm_memory_gib, config.gpu_share, config.instance_kind, config.llm_gpu, config.profile
-    return load_engine(config.engine, config.engine_dir, tokenizer, config.max_requests, *resources)
 
 
 def _kind_of(model_dir: Path) -> str:

@@ -14,9 +14,10 @@ import torch
 from tensorrt_llm import LLM, SamplingParams
 from tensorrt_llm.llmapi import KvCacheConfig
 
+from cosyvoice_triton.config import TensorrtLLMConfig
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.checkpoint import LLMLimits, read_limits, speech_bias
-from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources, finish_reason, require_speech_tokens
+from cosyvoice_triton.llm.engines.interface import GenerationRequest, finish_reason, require_speech_tokens
 from cosyvoice_triton.llm.interface import TokenChunk
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
@@ -58,30 +59,29 @@ class TensorRTLLMEngine:
         self._llm.shutdown()
 
 
-def load_engine(
-    model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, resources: Resources
-) -> TensorRTLLMEngine:
-    """Serve `model_dir`, with keys and values in `resources.free_share`.
+def load_engine(config: TensorrtLLMConfig, tokenizer: LLMTokenizer) -> TensorRTLLMEngine:
+    """Serve `engine_dir`, with keys and values in `gpu_share` of the free memory.
 
     Raises ValueError if it lacks the speech tokens of `tokenizer`, or if this TensorRT-LLM cannot serve it.
     """
+    model_dir = config.engine_dir
     built = (Path(model_dir) / "rank0.engine").is_file()
     limits = _built_limits(Path(model_dir)) if built else read_limits(model_dir)
     require_speech_tokens(tokenizer, limits.vocab_size, model_dir)
     options: dict[str, Any] = {
         "model": str(model_dir),
         "skip_tokenizer_init": True,  # ids in, ids out
-        "kv_cache_config": KvCacheConfig(free_gpu_memory_fraction=resources.free_share),
+        "kv_cache_config": KvCacheConfig(free_gpu_memory_fraction=config.gpu_share),
     }
     if built:
         # From 1.0 on the backend for engines has to be asked for; in mid-2026 it was removed.
         backend: Any = importlib.import_module("tensorrt_llm._tensorrt_engine")
         llm = backend.LLM(**options)
     else:
-        llm = LLM(max_batch_size=max_requests, max_seq_len=limits.context, **options)
+        llm = LLM(max_batch_size=config.max_requests, max_seq_len=limits.context, **options)
     # A directory of built engines has no learned bias: there it only excludes text.
     bias = torch.from_numpy(speech_bias(model_dir, tokenizer, limits.vocab_size))
-    return TensorRTLLMEngine(llm, limits, bias, max_requests)
+    return TensorRTLLMEngine(llm, limits, bias, config.max_requests)
 
 
 def sampling_params(request: GenerationRequest, bias: torch.Tensor) -> SamplingParams:

@@ -6,7 +6,6 @@ vLLM is not a dependency of this project.
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from pathlib import Path
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -16,9 +15,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from cosyvoice_triton.config import TensorrtLLMConfig
 from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.llm.checkpoint import LLMLimits, read_limits
-from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources, finish_reason, require_speech_tokens
+from cosyvoice_triton.llm.engines.interface import GenerationRequest, finish_reason, require_speech_tokens
 from cosyvoice_triton.llm.interface import TokenChunk
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
@@ -61,22 +61,22 @@ class VLLMEngine:
         self._llm.shutdown()
 
 
-def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, resources: Resources) -> VLLMEngine:
-    """Serve `model_dir` in `resources.gib`. Raises ValueError if it lacks the speech tokens of `tokenizer`."""
-    limits = read_limits(model_dir)
-    require_speech_tokens(tokenizer, limits.vocab_size, model_dir)
+def load_engine(config: TensorrtLLMConfig, tokenizer: LLMTokenizer) -> VLLMEngine:
+    """Serve `engine_dir` in `memory_gib`. Raises ValueError if it lacks the speech tokens of `tokenizer`."""
+    limits = read_limits(config.engine_dir)
+    require_speech_tokens(tokenizer, limits.vocab_size, config.engine_dir)
     arguments = AsyncEngineArgs(
-        model=str(model_dir),
+        model=config.engine_dir,
         skip_tokenizer_init=True,  # ids in, ids out
         generation_config="vllm",  # the directory's own config would change values that a request leaves unset
         max_model_len=limits.context,
-        max_num_seqs=max_requests,
-        gpu_memory_utilization=min(resources.gib * 2**30 / current_platform.get_device_total_memory(), 0.95),
+        max_num_seqs=config.max_requests,
+        gpu_memory_utilization=min(config.memory_gib * 2**30 / current_platform.get_device_total_memory(), 0.95),
         compilation_config=GRAPHS,
         logits_processors=[LOGITS_PROCESSOR],
         disable_log_stats=True,
     )
-    return VLLMEngine(AsyncLLM.from_engine_args(arguments), limits, max_requests)
+    return VLLMEngine(AsyncLLM.from_engine_args(arguments), limits, config.max_requests)
 
 
 def sampling_params(request: GenerationRequest) -> SamplingParams:

@@ -182,23 +182,16 @@ class RotaryDiTEstimator(nn.Module):
         self.proj_out = nn.Linear(config.width, config.out_channels)
 
     def forward(
-        self,
-        x: Tensor,
-        t: Tensor,
-        mu: Tensor,
-        speaker: Tensor,
-        condition: Tensor,
-        valid: Tensor,
-        streaming: bool = False,
+        self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, cond: Tensor, valid: Tensor, streaming: bool = False
     ) -> Tensor:
-        """Compute velocity (B, mel, T) of x, mu, condition (B, mel, T), t (B,), speaker (B, mel), valid (B, 1, T) bool.
+        """Compute velocity (B, mel, T) of x, mu, cond (B, mel, T), t (B,), speaker (B, mel), valid (B, 1, T) bool.
 
         valid: frames that are not padding. streaming: attention is limited to chunks of `config.chunk_frames` and what
         is before them, as in training for streams.
         """
         time = self.time_embed(t, x.dtype)
         mask = attention_mask(valid, self.config.chunk_frames if streaming else None)
-        x = torch.cat([x, condition, mu, speaker[:, :, None].expand(-1, -1, x.shape[2])], dim=1)
+        x = torch.cat([x, cond, mu, speaker[:, :, None].expand(-1, -1, x.shape[2])], dim=1)
         x = self.input_embed(x.transpose(1, 2))  # (B, 4 * mel, T) -> (B, T, C)
         for block in self.transformer_blocks:
             x = block(x, time, mask)

@@ -161,16 +161,9 @@ class UNetEstimator(nn.Module):
         self.final_proj = nn.Conv1d(channels, config.out_channels, 1)
 
     def forward(
-        self,
-        x: Tensor,
-        t: Tensor,
-        mu: Tensor,
-        speaker: Tensor,
-        condition: Tensor,
-        valid: Tensor,
-        streaming: bool = False,
+        self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, cond: Tensor, valid: Tensor, streaming: bool = False
     ) -> Tensor:
-        """Compute velocity (B, mel, T) of x, mu, condition (B, mel, T), t (B,), speaker (B, mel), valid (B, 1, T) bool.
+        """Compute velocity (B, mel, T) of x, mu, cond (B, mel, T), t (B,), speaker (B, mel), valid (B, 1, T) bool.
 
         valid: frames that are not padding. streaming: attention is limited to chunks of `config.chunk_frames` and what
         is before them, as in training for streams.
@@ -179,7 +172,7 @@ class UNetEstimator(nn.Module):
         time = self.time_mlp(t, x.dtype)
         mask = valid.to(x.dtype)
         attention = attention_mask(valid, self.config.chunk_frames if streaming else None)
-        x = torch.cat([x, mu, speaker[:, :, None].expand(-1, -1, T), condition], dim=1)
+        x = torch.cat([x, mu, speaker[:, :, None].expand(-1, -1, T), cond], dim=1)
 
         skip, x = self.down_blocks[0](x, time, mask, attention)
         for stage in self.mid_blocks:

@@ -10,6 +10,7 @@ import secrets
 import uuid
 from collections.abc import Awaitable, Callable, Collection
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -43,33 +44,25 @@ class RequestIdFilter(logging.Filter):
         return True
 
 
+@dataclass(eq=False)
 class Guard:
     """ASGI middleware around the application. `admit` raises ApiError for a request to one of the paths `spoken` that
     would be refused: before its route is looked up, and before its body."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        settings: Settings,
-        metrics: Metrics,
-        budget: ByteBudget,
-        spoken: Collection[str],
-        admit: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._app = app
-        self._budget = budget
-        self._settings = settings
-        self._metrics = metrics
-        self._spoken = spoken
-        self._admit = admit
+    app: ASGIApp
+    settings: Settings
+    metrics: Metrics
+    budget: ByteBudget
+    spoken: Collection[str]
+    admit: Callable[[], Awaitable[None]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
-        status, name, claim = "gone", uuid.uuid4().hex[:16], Claim(self._budget)
+        status, name, claim = "gone", uuid.uuid4().hex[:16], Claim(self.budget)
         REQUEST_ID.set(name)
-        limited = _LimitedReceive(receive, self._settings.max_body_bytes, claim)
+        limited = _LimitedReceive(receive, self.settings.max_body_bytes, claim)
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -86,15 +79,15 @@ class Guard:
         try:
             try:
                 self._check(scope)
-                if scope["path"] in self._spoken:
-                    await self._admit()
+                if scope["path"] in self.spoken:
+                    await self.admit()
             except ApiError as error:
                 await self._reject(error, scope, receive, watched)
                 return
             if scope.get("method") == "HEAD" and not scope["path"].startswith("/inference_"):  # which would speak
                 scope = {**scope, "method": "GET"}  # uvicorn drops the body
             with _span(scope):
-                await self._app(scope, limited, watched)
+                await self.app(scope, limited, watched)
         except ClientDisconnect:  # while its request was read
             status = "gone"
         except BaseException:  # also CancelledError, as at the end of the drain: the client is still there
@@ -102,8 +95,8 @@ class Guard:
             raise
         finally:
             claim.release()
-            route = scope["path"] if scope["path"] in self._spoken else getattr(scope.get("route"), "path", "other")
-            self._metrics.requests.labels(route, scope.get("speech.outcome", status)).inc()
+            route = scope["path"] if scope["path"] in self.spoken else getattr(scope.get("route"), "path", "other")
+            self.metrics.requests.labels(route, scope.get("speech.outcome", status)).inc()
 
     async def _reject(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -117,15 +110,15 @@ class Guard:
         self._check_host(headers.get("host", ""))
         self._check_origin(headers, scope.get("method", "websocket"))
         length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self._settings.max_body_bytes:
-            raise too_large(self._settings.max_body_bytes)
+        if length.isdigit() and int(length) > self.settings.max_body_bytes:
+            raise too_large(self.settings.max_body_bytes)
         if not is_open(scope["path"]):
-            API_KEY.set(check_key(headers.get("authorization") or _protocol_key(scope), self._settings.api_keys))
+            API_KEY.set(check_key(headers.get("authorization") or _protocol_key(scope), self.settings.api_keys))
 
     def _check_host(self, host: str) -> None:
         """Reject a name that is not ours: a page of that name, which its owner points at this machine (DNS rebinding),
         would be of the same origin. Nobody else decides to what an IP address or localhost leads."""
-        allowed = self._settings.allowed_hosts
+        allowed = self.settings.allowed_hosts
         if host and "*" not in allowed and not _is_allowed(host, allowed):
             raise ApiError(
                 403,
@@ -141,7 +134,7 @@ class Guard:
         origin = headers.get("origin")
         if origin is None or method in ("GET", "HEAD", "OPTIONS"):
             return
-        allowed = self._settings.cors_origins
+        allowed = self.settings.cors_origins
         own = origin.partition("://")[2] == headers.get("host")
         if not own and "*" not in allowed and origin not in allowed:
             raise ApiError(

@@ -1,6 +1,5 @@
 """The interface of a flow as the engine drives it: chunks of streams -> mels (80, T)."""
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -79,12 +78,6 @@ class FlowOptions:
         load_exact = partial(load_network, path, self.device) if self.retries and not self.exact else None
         options = {"limits": self.limits, "steps": self.steps, "graphs": self.graphs, "load_exact": load_exact}
         return network, options
-
-
-def loader(name: str) -> Callable[..., Any]:
-    """Import the function that `name`, "module:function", names."""
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
 
 
 class StreamingFlow(ABC, Generic[StreamT]):

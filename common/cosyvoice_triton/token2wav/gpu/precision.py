@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Literal
 
 import numpy as np
@@ -22,7 +23,7 @@ from cosyvoice_triton.config import FlowRuntime
 from cosyvoice_triton.constants import EULER_STEPS, MEL_BINS, TOKEN_MEL_RATIO, TOKEN_RATE
 from cosyvoice_triton.runtimes.loading import flow_runtime
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, loader
+from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.stream import NotFiniteError, VocoderState
 from cosyvoice_triton.token2wav.vocoder.base import BatchVocoder, VocoderOptions
@@ -106,13 +107,13 @@ class Precision:
                 retries=False,  # a voice that needs it does so for every new stream
             )
             try:
-                return _mel(loader(stack.loader)(flow_path, options), prompt, tokens)
+                return _mel(resolve_name(stack.loader)(flow_path, options), prompt, tokens)
             except NotFiniteError:  # the voice's prompt cache
                 return torch.full((MEL_BINS, 1), torch.nan, device=device)
 
         def audio(dtype: torch.dtype) -> Tensor:
             options = VocoderOptions(device=device, dtype=dtype, limits=one, graphs=False)
-            vocoder: BatchVocoder = loader(stack.vocoder_loader)(hift_path, options)
+            vocoder: BatchVocoder = resolve_name(stack.vocoder_loader)(hift_path, options)
             return vocoder.whole([exact_mel])[0]  # the same mel for both formats, and so the same source
 
         prompt, tokens = _utterance(stack, model_dir)

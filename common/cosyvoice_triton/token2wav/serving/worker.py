@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -28,32 +29,28 @@ class RenderedBatch(NamedTuple):
     seconds: float
 
 
+@dataclass(eq=False)
 class Worker:
     """Threads that render with one of the engine's workers.
 
     The service gives it a batch, and takes that back with its results when it is done. A worker of two threads is given
     the next batch when most of the one before is done, so that the GPU need not wait between them.
+
+    number: of the engine's worker. on_change: called from a thread after each batch, and when another one can be given.
+    max_chunks: of a batch.
     """
 
-    def __init__(
-        self,
-        number: int,
-        *,
-        max_chunks: int = 1,
-        threads: int = 1,
-        on_change: Callable[[], None],
-        clock: Callable[[], float],
-    ):
-        """Start a worker. number: of the engine's worker. max_chunks: of a batch. on_change: called from a thread after
-        each batch, and when another one can be given."""
-        self.number = number
-        self.max_chunks = max_chunks
-        self._on_change = on_change
-        self._clock = clock
+    number: int
+    on_change: Callable[[], None]
+    clock: Callable[[], float]
+    max_chunks: int = 1
+    threads: int = 1
+
+    def __post_init__(self) -> None:
         self._rendering: list[Future[RenderedBatch]] = []
         self._nearly_done = False  # the batch that was given last
         self._ended_at = -math.inf  # the batch before
-        self._threads = [ThreadPoolExecutor(1, f"token2wav-worker-{number}") for _ in range(threads)]
+        self._threads = [ThreadPoolExecutor(1, f"token2wav-worker-{self.number}") for _ in range(self.threads)]
 
     @property
     def idle(self) -> bool:
@@ -71,7 +68,7 @@ class Worker:
         thread = self._threads.pop(0)  # the other one may still render
         self._threads.append(thread)
         self._rendering.append(thread.submit(self._rendered, batch, work))
-        self._rendering[-1].add_done_callback(lambda _: self._on_change())
+        self._rendering[-1].add_done_callback(lambda _: self.on_change())
 
     def take(self) -> RenderedBatch | None:
         """Return a batch that is done; None if there is none."""
@@ -85,16 +82,16 @@ class Worker:
 
     def _go_on(self) -> None:
         self._nearly_done = True
-        self._on_change()
+        self.on_change()
 
     def _rendered(self, batch: Sequence[Session], work: Work) -> RenderedBatch:
-        begun = self._clock()
+        begun = self.clock()
         results: Sequence[np.ndarray | BaseException]
         try:
             results = work(self._go_on)
         except (Exception, asyncio.CancelledError) as error:  # one that no batch would survive
             results = [error] * len(batch)
-        begun, self._ended_at = max(begun, self._ended_at), self._clock()  # it may have waited for the one before
+        begun, self._ended_at = max(begun, self._ended_at), self.clock()  # it may have waited for the one before
         return RenderedBatch(batch, results, self._ended_at - begun)
 
 

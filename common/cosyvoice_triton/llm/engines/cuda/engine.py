@@ -6,19 +6,18 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from cosyvoice_triton import profiles
-from cosyvoice_triton.config import device_of
+from cosyvoice_triton.config import TensorrtLLMConfig, device_of
 from cosyvoice_triton.llm.checkpoint import LLMLimits
 from cosyvoice_triton.llm.engines.cuda.decoder import Decoder
 from cosyvoice_triton.llm.engines.cuda.operations import PAGE, Plain
 from cosyvoice_triton.llm.engines.cuda.page_pool import PagePool
 from cosyvoice_triton.llm.engines.cuda.scheduler import LaunchedBatch, Scheduler, TokenSequence
 from cosyvoice_triton.llm.engines.cuda.weights import Weights
-from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources
+from cosyvoice_triton.llm.engines.interface import GenerationRequest
 from cosyvoice_triton.llm.engines.threaded_engine import OnTokens, ThreadedEngine
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.monitoring import faults
@@ -132,25 +131,26 @@ class CudaEngine(ThreadedEngine[TokenSequence]):
         return True
 
 
-def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, resources: Resources) -> CudaEngine:
-    """Serve `model_dir` on that kind of device, in `resources.gib`.
+def load_engine(config: TensorrtLLMConfig, tokenizer: LLMTokenizer) -> CudaEngine:
+    """Serve `engine_dir` on that kind of device, in `memory_gib`.
 
     Raises ValueError if it lacks the speech tokens of `tokenizer`, or if the memory is too small for one request.
     """
-    device = torch.device(device_of(resources.instance_kind, resources.gpu))
+    device = torch.device(device_of(config.instance_kind, config.llm_gpu))
     _use(device)
+    max_requests, gib = config.max_requests, config.memory_gib
     on_gpu = device.type == "cuda"
-    numbers = profiles.choose(resources.profile, str(device)).llm
-    weights = Weights.read(model_dir, tokenizer, device, _dtype(device))
+    numbers = profiles.choose(config.profile, str(device)).llm
+    weights = Weights.read(config.engine_dir, tokenizer, device, _dtype(device))
     sizes = weights.sizes
     longest = -(-sizes.context // PAGE)
     page = 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * PAGE * weights.embedding.element_size()
-    rest = int(GIB * (resources.gib - PROCESS_GIB * on_gpu)) - weights.nbytes
+    rest = int(GIB * (gib - PROCESS_GIB * on_gpu)) - weights.nbytes
     count = min(rest // page, max_requests * longest + 1)
     if count <= longest:
         raise ValueError(
-            f"llm_memory_gib {resources.gib:g} is too small: the LLM needs "
-            f"{resources.gib + (page * (longest + 1) - rest) / GIB:.2f} for one request of {sizes.context} tokens"
+            f"llm_memory_gib {gib:g} is too small: the LLM needs "
+            f"{gib + (page * (longest + 1) - rest) / GIB:.2f} for one request of {sizes.context} tokens"
         )
     decoder = Decoder(weights, _operations(device), max_requests, count, numbers.max_prefill_tokens, graphs=on_gpu)
     if on_gpu:
