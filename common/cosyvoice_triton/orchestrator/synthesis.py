@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from cosyvoice_triton.audible import SilenceTrimmer
+from cosyvoice_triton.audible import Playback, SilenceTrimmer
 from cosyvoice_triton.constants import HOP_SAMPLES, MEL_RATE, ONSET_TOKENS, SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.llm.interface import LLMPrompt, SpeechLM
@@ -36,7 +36,6 @@ from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort, Token2WavSequence
 from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter, TokenBuffer
 from cosyvoice_triton.orchestrator.tone import last_sentence
-from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.refusals import LastRefusal
 from cosyvoice_triton.tasks import TaskScope
 from cosyvoice_triton.text import TextFrontend
@@ -203,16 +202,6 @@ class Synthesizer:
         """Return how many silent tokens an answer may begin with: their audio is cut."""
         return ONSET_TOKENS if request.trim_silence and self._silent_tokens else 0
 
-    async def _judged(self, recording: Recording, scope: TaskScope, on_warning: OnWarning) -> Judgement:
-        """Return what is to be said of a recording, after warnings, the same for each request with it."""
-        if (judgement := self._judgements.get(recording)) is None:
-            judgement = await scope.result(asyncio.to_thread(judge, recording))
-            self._judgements.put(recording, judgement)
-        judgement = judgement.of(recording.text)
-        for warning in judgement.warnings:
-            on_warning(warning)
-        return judgement
-
     async def _reserve(self, stream: Token2WavSequence) -> None:
         since = self._clock()
         async with self._asking:
@@ -339,7 +328,11 @@ class Synthesizer:
             await place.held()
         source = voice
         if isinstance(voice, Recording):
-            judgement = await self._judged(voice, scope, on_warning)
+            if (judgement := self._judgements.get(voice)) is None:  # the same for each request with the recording
+                judgement = await scope.result(asyncio.to_thread(judge, voice))
+                self._judgements.put(voice, judgement)
+            for warning in judgement.of(voice.text).warnings:
+                on_warning(warning)
             source = judgement.mended(voice) if request.trim_reference else voice
             if cached is not None:
                 return VoiceInUse(voice, scope, cached.of(voice))
