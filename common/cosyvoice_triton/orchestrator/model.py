@@ -3,7 +3,10 @@ speaks them by the pipeline over Triton, and writes the responses: audio, warnin
 """
 
 import asyncio
+import json
 import logging
+import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -21,7 +24,6 @@ from cosyvoice_triton.monitoring.environment import ModelEnvironment
 from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, has_failed
 from cosyvoice_triton.monitoring.metrics import BAD_ANSWERS, RequestStats, Values
 from cosyvoice_triton.orchestrator.assembly import Pipeline, remote_llm
-from cosyvoice_triton.orchestrator.report import Report
 from cosyvoice_triton.orchestrator.text_stream import Limit, PieceStream, PieceStreams
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavReplicas, send_over_triton
 from cosyvoice_triton.orchestrator.triton_encoder import TritonPromptEncoder
@@ -65,6 +67,46 @@ class OrchestratorModel:
         finally:
             self._loop.close()
             self._monitor.close()
+
+
+class Report:
+    """What the next response says beside its audio: each warning, segment and stage is sent once.
+
+    They are outputs because Triton 2.51's python backend cannot set parameters of a response.
+    """
+
+    def __init__(self, span: tracing.Span) -> None:
+        """Begin. Stages are in milliseconds from now; those up to the first response become events of `span`."""
+        self.warnings: list[str] = []
+        self._span = span
+        self._started = time.perf_counter()
+        self._stages: list[tuple[str, float]] = []
+        self._segments: list[tuple[str, int]] = []
+
+    def stage(self, name: str) -> None:
+        """Note that a stage has been reached, see `OnStage`."""
+        self._span.event(name)
+        self._stages.append((name, round(1e3 * (time.perf_counter() - self._started), 3)))
+
+    def segment(self, text: str, samples: int, tokens: Sequence[int]) -> None:
+        """Note that a segment's last waveform or a pause comes next, see `OnSegment`."""
+        self._segments.append((text, samples))
+
+    def outputs(self, waveform: np.ndarray, *, timeline: bool, segments: bool) -> dict[str, np.ndarray]:
+        """Return the outputs of one response: waveform (N,) as (1, N), and if there are any, warnings, and stages and
+        segments, both as JSON, if the request asks for them. A segment is the text and the samples of one that ends
+        here, "" for a pause."""
+        tensors = {"waveform": waveform[None]}
+        if self._stages and timeline:
+            tensors["timeline"] = np.array([[json.dumps(self._stages)]], np.object_)
+        if self._segments and segments:
+            tensors["segments"] = np.array([[json.dumps(self._segments)]], np.object_)
+        if self.warnings:
+            tensors["warning"] = np.array([["; ".join(self.warnings)]], np.object_)
+        for sent in (self._stages, self._segments, self.warnings):
+            sent.clear()
+        self._span = tracing.OFF
+        return tensors
 
 
 class Orchestrator:
@@ -117,7 +159,7 @@ class Orchestrator:
             return
         sent = triton_io.read_all(request, ["target_text", "source_wav", "source_sample_rate"])
         samples, end = sent.get("source_wav"), origin["end"]
-        piece = (triton_io.text(sent, "target_text") or "") if samples is None else samples.reshape(-1)
+        piece = (triton_io.scalar(sent, "target_text") or "") if samples is None else samples.reshape(-1)
         if not origin["start"]:
             self._pieces.add(sequence, piece, end)
             return
@@ -166,8 +208,6 @@ class Orchestrator:
 
 def _inputs(request: Any) -> dict[str, Any]:
     sent: dict[str, Any] = triton_io.read_all(request, [*TEXTS, *NUMBERS, *WAVES])
-    for name in TEXTS:
-        sent[name] = triton_io.text(sent, name)
-    for name in NUMBERS:
+    for name in (*TEXTS, *NUMBERS):
         sent[name] = triton_io.scalar(sent, name)
     return sent

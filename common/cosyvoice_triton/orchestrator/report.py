@@ -1,12 +1,6 @@
-"""What a pipeline reports while it makes the audio of a request, and the outputs that tell a client of Triton."""
+"""What a pipeline reports while it makes the audio of a request."""
 
-import json
-import time
 from collections.abc import Callable, Sequence
-
-import numpy as np
-
-from cosyvoice_triton.monitoring import tracing
 
 OnWarning = Callable[[str], object]  # called with what the caller should know although there is audio
 
@@ -23,43 +17,3 @@ OnSegment = Callable[[str, int, Sequence[int]], object]
 
 def ignore(*reported: object) -> None:
     """Do nothing. This is the default callback: warnings are logged anyway."""
-
-
-class Report:
-    """What the next response says beside its audio: each warning, segment and stage is sent once.
-
-    They are outputs because Triton 2.51's python backend cannot set parameters of a response.
-    """
-
-    def __init__(self, span: tracing.Span) -> None:
-        """Begin. Stages are in milliseconds from now; those up to the first response become events of `span`."""
-        self.warnings: list[str] = []
-        self._span = span
-        self._started = time.perf_counter()
-        self._stages: list[tuple[str, float]] = []
-        self._segments: list[tuple[str, int]] = []
-
-    def stage(self, name: str) -> None:
-        """Note that a stage has been reached, see `OnStage`."""
-        self._span.event(name)
-        self._stages.append((name, round(1e3 * (time.perf_counter() - self._started), 3)))
-
-    def segment(self, text: str, samples: int, tokens: Sequence[int]) -> None:
-        """Note that a segment's last waveform or a pause comes next, see `OnSegment`."""
-        self._segments.append((text, samples))
-
-    def outputs(self, waveform: np.ndarray, *, timeline: bool, segments: bool) -> dict[str, np.ndarray]:
-        """Return the outputs of one response: waveform (N,) as (1, N), and if there are any, warnings, and stages and
-        segments, both as JSON, if the request asks for them. A segment is the text and the samples of one that ends
-        here, "" for a pause."""
-        tensors = {"waveform": waveform[None]}
-        if self._stages and timeline:
-            tensors["timeline"] = np.array([[json.dumps(self._stages)]], np.object_)
-        if self._segments and segments:
-            tensors["segments"] = np.array([[json.dumps(self._segments)]], np.object_)
-        if self.warnings:
-            tensors["warning"] = np.array([["; ".join(self.warnings)]], np.object_)
-        for sent in (self._stages, self._segments, self.warnings):
-            sent.clear()
-        self._span = tracing.OFF
-        return tensors
