@@ -216,8 +216,10 @@ class Reader:
 
     def slash(self, it: Quantity, at: Around) -> str:
         if it.is_day:
-            named = at("date") or it.under in self.words.tables["days"]
-            if named or self._patterns["said_day"].search(at.before):  # slashes of a text are of one kind
+            named = at("date") or it.under in self.words.tables["days"] or "0" in (it.over[0], it.under[0])
+            if (named and not at("share")) or self._patterns["said_day"].search(
+                at.before
+            ):  # slashes of a text are of one kind
                 return self.date(Quantity("date", month=it.over, day=it.under), at)
         return self.fraction(it)
 
