@@ -37,7 +37,7 @@ class Chinese(Reader):
         return "两" if digits == "2" and at("counted") else self.number(digits)
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
-        if at("date") and all(_DOTTED.fullmatch(each.number) for each in (first, last)):
+        if at("date") and not at("counted") and all(_DOTTED.fullmatch(each.number) for each in (first, last)):
             first, last = (Quantity("date", month=each.groups[0], day=each.groups[1]) for each in (first, last))
         if first.is_plain and last.scale.isascii():
             first = first.but(scale=last.scale)
