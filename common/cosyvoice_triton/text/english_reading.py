@@ -90,7 +90,7 @@ class English(Reader):
             return " out of ".join(numbers) + self.unit_of(it)
         if "odds" in at.before.lower():
             return " to ".join(numbers)
-        if ("0" in (it.over[0], it.under[0]) or 12 < int(it.over) == int(it.under) - 1) and not at("date"):
+        if ("0" in (it.over[0], it.under[0]) or 12 < int(it.over) == int(it.under) - 1 < 99) and not at("date"):
             return " ".join(numbers)
         if 30 < int(it.under) < int(it.over) < 300:
             return " over ".join(numbers) + self.unit_of(it)
