@@ -67,7 +67,8 @@ class Chinese(Reader):
         """Read digits that touch Latin letters: a model or a train by its digits, a short one as a number."""
         whole, *parts = it.groups
         of_unit = re.match("[A-Za-z]{2}|[GMT](?![A-Za-z0-9])", at.after) and not re.search(r"[A-Za-z]\Z", at.before)
-        said = self.number(whole) if len(whole) < 3 or (of_unit and not parts) else self.spelled(whole)
+        is_spelled = len(whole) > 2 and (len(whole) > 5 or bool(parts) or not of_unit)
+        said = self.spelled(whole) if is_spelled else self.number(whole)
         return "点".join([said, *map(self.spelled, parts)])
 
 
