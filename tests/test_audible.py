@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from cosyvoice_triton.audible import SilenceTrimmer, leading_silence
+from cosyvoice_triton.audible import PLAYER_SECONDS, Playback, SilenceTrimmer, leading_silence
 from cosyvoice_triton.constants import SAMPLE_RATE
-from cosyvoice_triton.playback import PLAYER_SECONDS, Playback
 
 MS = SAMPLE_RATE // 1000
 

@@ -1,4 +1,7 @@
-"""Which part of an answer is heard: silence at its start is waiting, silence at its end is nothing.
+"""What the listener of an answer hears: which part of it, and how much is left to play.
+
+Silence at the start of an answer is waiting, silence at its end is nothing. How much audio a listener has left is what
+scheduling, chunk lengths and admission are decided by.
 
 Audible are three windows of 20 ms in a row, 10 ms apart, that are at most QUIET_DB below the loudest window. So the
 breath and the h, f or s before a vowel are heard, and a single click is not.
@@ -18,6 +21,7 @@ LEAD_SECONDS = 0.03  # left before the onset
 TAIL_SECONDS = 0.15  # the most that is left after the end
 FADE_SECONDS = 0.01  # where silence was cut
 _LEAD, _TAIL, _FADE = (round(seconds * SAMPLE_RATE) for seconds in (LEAD_SECONDS, TAIL_SECONDS, FADE_SECONDS))
+PLAYER_SECONDS = 0.25  # a player begins this long after the first audio: by how much a chunk may be late without a gap
 
 
 def window_levels(waveform: np.ndarray) -> np.ndarray:
@@ -72,7 +76,11 @@ class SilenceTrimmer:
         self._loudest = max(self._loudest, float(levels.max(initial=0.0)))
         part = audible_part(levels, self._loudest)
         if final:
-            return _ended(waveform, _TAIL - self._quiet if part is None else part[1] + _TAIL)
+            end = max(2 * STEP, _TAIL - self._quiet if part is None else part[1] + _TAIL)  # at least 20 ms
+            if waveform.size > end:
+                waveform = waveform[:end].copy()
+                waveform[-_FADE:] *= np.linspace(1, 0, _FADE, dtype=np.float32)
+            return waveform
         self._quiet = self._quiet + waveform.size if part is None else waveform.size - part[1]
         return waveform
 
@@ -88,11 +96,26 @@ class SilenceTrimmer:
         return waveform[begin:]
 
 
-def _ended(waveform: np.ndarray, end: int) -> np.ndarray:
-    """Return the waveform up to a sample, with a fade if that is before its end, and at least 20 ms of it."""
-    end = max(end, 2 * STEP)
-    if waveform.size <= end:
-        return waveform
-    waveform = waveform[:end].copy()
-    waveform[-_FADE:] *= np.linspace(1, 0, _FADE, dtype=np.float32)
-    return waveform
+class Playback:
+    """A listener who plays audio from its arrival on. A gap of theirs puts off all that is played after it.
+
+    left: seconds of audio that the listener already has when counting begins, `now` seconds on the caller's clock; None
+    if there is none yet. buffer: seconds that their player waits after the first audio.
+    """
+
+    def __init__(self, left: float | None = None, now: float = 0.0, buffer: float = PLAYER_SECONDS) -> None:
+        self._ends = None if left is None else now + left
+        self._buffer = buffer
+
+    def add(self, seconds: float, now: float) -> float:
+        """Count audio that was sent to the listener. Returns the seconds of silence in their player before it."""
+        if not seconds:
+            return 0.0
+        ends = now if self._ends is None else self._ends
+        gap = max(0.0, now - self._buffer - ends)
+        self._ends = ends + gap + seconds
+        return gap
+
+    def left(self, now: float) -> float | None:
+        """Return seconds of audio that are not played yet, negative since they ran out; None before the first audio."""
+        return None if self._ends is None else self._ends - now

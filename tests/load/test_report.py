@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cosyvoice_triton.audible import leading_silence
+from cosyvoice_triton.audible import PLAYER_SECONDS, leading_silence
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.measure import (
     ModelTimes,
@@ -17,7 +17,6 @@ from cosyvoice_triton.load.measure import (
     token2wav_figures,
 )
 from cosyvoice_triton.load.report import closing_lines, disaggregated_table, markdown_tables, rtf_text, statistics_text
-from cosyvoice_triton.playback import PLAYER_SECONDS
 from cosyvoice_triton.server.tritonserver import free_port
 
 from tests.support.http_servers import Page, echo_server, http_server

@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cosyvoice_triton.audible import Playback
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, TOKEN_RATE
-from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.profiles import H200
 from cosyvoice_triton.token2wav.gpu.limits import DIT_FRAMES, BatchLimits, padding
 from cosyvoice_triton.token2wav.policy.admission import Admission

@@ -25,9 +25,9 @@ def request(decoupled: bool = False, **inputs: np.ndarray) -> InferenceRequest:
 
 
 def test_text_must_be_utf8():
-    assert triton_io.text({"t": np.array([["你好".encode()]], object)}, "t") == "你好"
+    assert triton_io.scalar({"t": np.array([["你好".encode()]], object)}, "t") == "你好"
     with pytest.raises(ValueError, match="t is not UTF-8: byte 0xff at 1"):
-        triton_io.text({"t": np.array([[b"a\xff"]], object)}, "t")
+        triton_io.scalar({"t": np.array([[b"a\xff"]], object)}, "t")
 
 
 @pytest.mark.parametrize(

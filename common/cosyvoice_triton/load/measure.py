@@ -20,10 +20,10 @@ import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
 from cosyvoice_triton.addresses import open_page
+from cosyvoice_triton.audible import PLAYER_SECONDS, Playback
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import is_overloaded
 from cosyvoice_triton.monitoring.metrics import sum_of
-from cosyvoice_triton.playback import PLAYER_SECONDS, Playback
 
 STATISTICS_SECONDS = 10.0
 TOKEN2WAV_COUNTERS = ("chunks", "batches", "waited_seconds")  # tts_token2wav_..._total

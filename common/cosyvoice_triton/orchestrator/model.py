@@ -100,7 +100,7 @@ class OrchestratorModel:
             return
         sent = triton_io.read_all(request, ["target_text", "source_wav", "source_sample_rate"])
         samples, end = sent.get("source_wav"), origin["end"]
-        piece = (triton_io.text(sent, "target_text") or "") if samples is None else samples.reshape(-1)
+        piece = (triton_io.scalar(sent, "target_text") or "") if samples is None else samples.reshape(-1)
         if not origin["start"]:
             self._pieces.add(sequence, piece, end)
             return
@@ -145,6 +145,7 @@ class OrchestratorModel:
 
 
 def _inputs(request: Any) -> dict[str, Any]:
-    sent = triton_io.read_all(request, [*TEXTS, *NUMBERS, *WAVES])
-    texts = {name: triton_io.text(sent, name) for name in TEXTS}
-    return {**sent, **texts, **{name: triton_io.scalar(sent, name) for name in NUMBERS}}
+    sent: dict[str, Any] = triton_io.read_all(request, [*TEXTS, *NUMBERS, *WAVES])
+    for name in (*TEXTS, *NUMBERS):
+        sent[name] = triton_io.scalar(sent, name)
+    return sent

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cosyvoice_triton.audible import SilenceTrimmer
+from cosyvoice_triton.audible import Playback, SilenceTrimmer
 from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_MEL_RATIO
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.orchestrator.chunking import Hop, HopSchedule
@@ -16,7 +16,6 @@ from cosyvoice_triton.orchestrator.judges import Judge
 from cosyvoice_triton.orchestrator.report import Events
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavSequence
 from cosyvoice_triton.orchestrator.token_buffer import TokenBuffer
-from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.tasks import TaskScope
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, PromptEncoder, Recording

@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import Any
 
 import numpy as np
@@ -36,19 +37,12 @@ _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
     "ras_tau": float,
 }
 
-# Flags of requests for speech and for a conversion, with their defaults; what else a request may have.
+# Flags of requests for speech and for a conversion, and of those for speech alone, with their defaults; what else a
+# request may have.
 _FLAGS = {"timeline": False, "segments": False, "played": True, "trim_reference": False}
-_OTHERS = (
-    "cross_lingual",
-    "text_frontend",
-    "trim_silence",
-    "retry_bad_answers",
-    "language",
-    "pronunciation",
-    "duration",
-    "carry_tone",
-)
-_PARAMETERS = {*_SAMPLING_KINDS, *SPELLING, *_FLAGS, *_OTHERS, "sampling", "speed", TRACEPARENT}
+_FLAGS_OF_TEXTS = {"cross_lingual": False, "text_frontend": True, "carry_tone": False, **dict.fromkeys(SPELLING, True)}
+_OTHERS = ("trim_silence", "retry_bad_answers", "language", "pronunciation", "duration", "sampling", "speed")
+_PARAMETERS = {*_SAMPLING_KINDS, *_FLAGS, *_FLAGS_OF_TEXTS, *_OTHERS, TRACEPARENT}
 _TRITONS_OWN = "triton_"  # start of parameters that Triton and its clients add
 
 
@@ -135,49 +129,56 @@ class RequestRules:
         for name in given:
             if name not in _PARAMETERS and not name.startswith(_TRITONS_OWN):
                 raise ValueError(f"request parameter {name!r} is unknown; known: {', '.join(sorted(_PARAMETERS))}")
+        speed = _number("speed", given.get("speed", 1.0), float, constants.MIN_SPEED, constants.MAX_SPEED)
         voice = self._voice(reference_wav, reference_wav_len, reference_sample_rate, reference_text, speaker)
         if source_wav is not None:
             source = _source(
                 source_wav, source_sample_rate, pieces, target_text=target_text, instruct_text=instruct_text
             )
-            made = SynthesisRequest(target_text="", voice=voice, source=source, trim_silence=False)  # its own pauses
-            return dataclasses.replace(made, **_of_every_request(given))
+            made = SynthesisRequest("", voice, speed=speed, source=source, trim_silence=False)  # it has its own pauses
+            return dataclasses.replace(made, **_flags(given, _FLAGS))
         if target_text is None:
             raise ValueError("target_text is missing")
         instruct_text = self._instruction(
             instruct_text or "", target_text=target_text, reference_text=reference_text or ""
         )
-        cross_lingual = _flag(given, "cross_lingual", False)
-        if instruct_text and cross_lingual:
+        sampling, words = sampling_of(given, self.sampling), given.get("pronunciation")
+        retry = self.retry_bad_answers and not sampling.repeatable
+        own = {"trim_silence": self.trim_silence, "retry_bad_answers": retry}
+        flags = _flags(given, _FLAGS | _FLAGS_OF_TEXTS | own)
+        if instruct_text and flags["cross_lingual"]:
             raise ValueError(f"cross_lingual with the instruct_text {instruct_text!r}: use one of the two")
         target_text, marked = without_duration(target_text)
         if pieces is None:
             target_text = clean_text(target_text, name="target_text", max_chars=self.max_text_chars)
-        if reference_text and cross_lingual:
+        if reference_text and flags["cross_lingual"]:
             raise ValueError(
                 f"cross_lingual with the reference_text {reference_text!r}: the LLM would not use the text"
             )
         if pieces is None and (tags := left_out(target_text)):
             on_warning(f"tags were left out, as they mean nothing here: {', '.join(tags[:8])}")
-        sampling, words = sampling_of(given, self.sampling), given.get("pronunciation")
         return SynthesisRequest(
             target_text=target_text if pieces is None else "",
             voice=voice,
             instruct_text=instruct_text,
-            cross_lingual=cross_lingual,
-            normalize=_flag(given, "text_frontend", True),
-            as_is=frozenset(name for name in SPELLING if not _flag(given, name, True)),
+            cross_lingual=flags["cross_lingual"],
+            normalize=flags["text_frontend"],
+            as_is=frozenset(filterfalse(flags.__getitem__, SPELLING)),
             language=named(str(given.get("language", "")), self.languages) or "",
             # The speech service sends those of a voice and of its folder with the request's own.
             pronunciation=pronunciations(words, max_words=3 * MAX_WORDS) if words is not None else {},
             sampling=sampling,
             max_tokens=sampling.max_tokens if "max_tokens" in given else None,
-            trim_silence=_flag(given, "trim_silence", self.trim_silence),
-            retry_bad_answers=_flag(given, "retry_bad_answers", self.retry_bad_answers and not sampling.repeatable),
+            trim_silence=flags["trim_silence"],
+            retry_bad_answers=flags["retry_bad_answers"],
             pieces=pieces,
-            carry_tone=_flag(given, "carry_tone", False),
+            carry_tone=flags["carry_tone"],
+            speed=speed,
             duration=_duration(given, marked, live=pieces is not None),
-            **_of_every_request(given),
+            timeline=flags["timeline"],
+            segments=flags["segments"],
+            played=flags["played"],
+            trim_reference=flags["trim_reference"],
         )
 
     def _require_lengths(self, texts: Mapping[str, str | None], parameters: Mapping[str, Any]) -> None:
@@ -231,12 +232,6 @@ def _source(wav: np.ndarray, rate: int | None, pieces: AsyncIterator[Any] | None
     return Source.of(wav, rate) if pieces is None else Source(pieces, rate, live=True)
 
 
-def _of_every_request(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a request for speech and one for a conversion have in common."""
-    speed = _number("speed", parameters.get("speed", 1.0), float, constants.MIN_SPEED, constants.MAX_SPEED)
-    return {"speed": speed, **{name: _flag(parameters, name, default) for name, default in _FLAGS.items()}}
-
-
 def _duration(parameters: Mapping[str, Any], marked: float | None, *, live: bool) -> float | None:
     """Return the seconds that an answer is to have, by its parameter or its markup."""
     if (given := parameters.get("duration", marked)) is None:
@@ -275,12 +270,15 @@ def sampling_of(parameters: Mapping[str, Any], defaults: Sampling) -> Sampling:
     return dataclasses.replace(defaults, **given)
 
 
-def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Return a parameter as a boolean. Text is accepted because not every client can send a boolean parameter."""
-    value = parameters.get(name, default)
-    if (flag := BOOLEANS.get(str(value).lower())) is None:
-        raise ValueError(f"request parameter {name} must be true or false, not {value!r}")
-    return flag
+def _flags(parameters: Mapping[str, Any], defaults: Mapping[str, bool]) -> dict[str, Any]:
+    """Return parameters as booleans. Text is accepted because not every client can send a boolean parameter."""
+    flags = dict(defaults)
+    for name in defaults:
+        if name in parameters:
+            if (flag := BOOLEANS.get(str(value := parameters[name]).lower())) is None:
+                raise ValueError(f"request parameter {name} must be true or false, not {value!r}")
+            flags[name] = flag
+    return flags
 
 
 def _number(

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cosyvoice_triton.audible import SilenceTrimmer
+from cosyvoice_triton.audible import Playback, SilenceTrimmer
 from cosyvoice_triton.constants import HOP_SAMPLES, MEL_RATE, ONSET_TOKENS, SAMPLE_RATE, TOKEN_RATE
 from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.llm.interface import LLMPrompt, SpeechLM
@@ -36,7 +36,6 @@ from cosyvoice_triton.orchestrator.request import SynthesisRequest
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavPort, Token2WavSequence
 from cosyvoice_triton.orchestrator.token_buffer import SilenceFilter, TokenBuffer
 from cosyvoice_triton.orchestrator.tone import last_sentence
-from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.refusals import LastRefusal
 from cosyvoice_triton.tasks import TaskScope
 from cosyvoice_triton.text import TextFrontend

@@ -37,7 +37,7 @@ class Chinese(Reader):
         return "两" if digits == "2" and at("counted") else self.number(digits)
 
     def range(self, first: Quantity, last: Quantity, at: Around, dash: str) -> str:
-        if at("date") and all(_DOTTED.fullmatch(each.number) for each in (first, last)):
+        if at("date") and not at("counted") and all(_DOTTED.fullmatch(each.number) for each in (first, last)):
             first, last = (Quantity("date", month=each.groups[0], day=each.groups[1]) for each in (first, last))
         if first.is_plain and last.scale.isascii():
             first = first.but(scale=last.scale)
@@ -67,7 +67,8 @@ class Chinese(Reader):
         """Read digits that touch Latin letters: a model or a train by its digits, a short one as a number."""
         whole, *parts = it.groups
         of_unit = re.match("[A-Za-z]{2}|[GMT](?![A-Za-z0-9])", at.after) and not re.search(r"[A-Za-z]\Z", at.before)
-        said = self.number(whole) if len(whole) < 3 or (of_unit and not parts) else self.spelled(whole)
+        is_spelled = len(whole) > 2 and (len(whole) > 5 or bool(parts) or not of_unit)
+        said = self.spelled(whole) if is_spelled else self.number(whole)
         return "点".join([said, *map(self.spelled, parts)])
 
 

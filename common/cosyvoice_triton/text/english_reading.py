@@ -58,10 +58,11 @@ class English(Reader):
     def plain(self, digits: str, at: Around) -> str:
         if self.is_code(digits, at):
             return self.spelled(digits)
-        if "1010" <= digits <= "2099" and len(digits) == 4 and not (int(digits) % 100 and at("counted")):
+        is_year = "1010" <= digits <= "2099" and not (int(digits) % 100 and at("counted"))
+        if len(digits) == 4 and digits[0] != "0" and (is_year or at("house")):
             return english_year(int(digits))
-        is_place = 2 < len(digits) < 5 and at("place")
-        return self.spelled(digits).replace("zero", "oh") if is_place else self.number(digits)
+        is_oh = (2 < len(digits) < 5 and at("place")) or (digits[0] == "0" and at.before[-1:] in ("'", "’"))
+        return self.spelled(digits).replace("zero", "oh") if is_oh else self.number(digits)
 
     def date(self, it: Quantity, at: Around) -> str:
         year = ("20" if it.year < "50" else "19") * (len(it.year) == 2) + it.year
@@ -85,11 +86,11 @@ class English(Reader):
 
     def slash(self, it: Quantity, at: Around) -> str:
         numbers = self.number(it.over), self.number(it.under)
-        if not it.over.isdigit():
-            return " out of ".join(numbers)
+        if not it.over.isdigit() or at("graded"):
+            return " out of ".join(numbers) + self.unit_of(it)
         if "odds" in at.before.lower():
             return " to ".join(numbers)
-        if ("0" in (it.over[0], it.under[0]) or 12 < int(it.over) == int(it.under) - 1) and not at("date"):
+        if ("0" in (it.over[0], it.under[0]) or 12 < int(it.over) == int(it.under) - 1 < 99) and not at("date"):
             return " ".join(numbers)
         if 30 < int(it.under) < int(it.over) < 300:
             return " over ".join(numbers) + self.unit_of(it)

@@ -49,7 +49,7 @@ class Quantity:
     @property
     def groups(self) -> list[str]:
         """Return all numbers that are written."""
-        return re.findall(r"\d+(?:\.\d+)?" if self.kind == "ratio" else r"\d+", self.text)
+        return re.findall(r"\d+(?:\.\d+)?" if self.kind == "ratio" else r"\d+", self.text.replace(",", ""))
 
     @property
     def is_plain(self) -> bool:
@@ -215,8 +215,8 @@ class Reader:
         return self.whole(hour) + self.say["hour"]
 
     def slash(self, it: Quantity, at: Around) -> str:
-        if it.is_day:
-            named = at("date") or it.under in self.words.tables["days"]
+        if it.is_day and not at("share"):
+            named = at("date") or it.under in self.words.tables["days"] or "0" in (it.over[0], it.under[0])
             if named or self._patterns["said_day"].search(at.before):  # slashes of a text are of one kind
                 return self.date(Quantity("date", month=it.over, day=it.under), at)
         return self.fraction(it)

@@ -19,7 +19,7 @@ from cosyvoice_triton.errors import LostAnswerError, UnavailableError
 from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.logs import request_id
 from cosyvoice_triton.triton_io.errors import exception_of
-from cosyvoice_triton.triton_io.tensors import to_tensor
+from cosyvoice_triton.triton_io.requests import to_tensor
 
 # Calls whose caller no longer waits. Triton 2.51 cannot cancel a call, so it occupies its thread until the other model
 # has answered.

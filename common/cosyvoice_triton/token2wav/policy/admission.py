@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, get_args
 
+from cosyvoice_triton.audible import PLAYER_SECONDS
 from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.monitoring.metrics import GAP_SECONDS, GAPS, LIMIT, LOAD, OPENED, OPENED_WAITED, REFUSED, Values
-from cosyvoice_triton.playback import PLAYER_SECONDS
 from cosyvoice_triton.profiles import H200, Profile
 
 Reason = Literal["streams", "capacity", "rate", "gaps", "queue"]

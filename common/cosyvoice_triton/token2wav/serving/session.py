@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from cosyvoice_triton.audible import Playback
 from cosyvoice_triton.constants import CALLS_AT_ONCE
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
-from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.refusals import RefusalLog
 from cosyvoice_triton.token2wav.policy.admission import Admission
 from cosyvoice_triton.token2wav.serving.requests import Kind, Token2WavRequest
