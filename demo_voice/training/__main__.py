@@ -16,7 +16,8 @@ The stages; each uses what earlier stages left in the working folder:
     tokenizer     S3 tokenizer: phones and mel predicted from codes at 25 Hz, of perturbed recordings
     speaker       x-vectors: classification of voices at several speeds
     more_speech   more sentences for the LLM alone, as many as fit into the time
-    vocoder       HiFT, for the stacks dit and unet: spectral losses, then discriminators
+    vocoder       HiFT, for the stacks dit and unet: spectral losses, then discriminators; by default the trained
+                  generator of this folder is taken
     vocoder_causal
                   CosyVoice3's: the same, of causal convolutions
     flow_dit      Step-Audio2's flow: conditional flow matching, in the chunks of its streams
@@ -39,6 +40,7 @@ working folder, and the folder --teacher. The times are meant for one H200 and 1
 import argparse
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,6 +64,9 @@ SECONDS = {
 }  # fmt: skip
 EXPORT_SECONDS = 30.0  # including process start
 VOCODERS, FLOWS = ("vocoder", "vocoder_causal"), ("flow_dit", "flow_unet", "flow_cosyvoice3")
+# Result of the stage `vocoder`, of ten minutes alone on a GPU. It depends on neither tokens nor x-vectors, so it is not
+# trained anew with the other networks.
+TRAINED_VOCODER = Path(__file__).resolve().parents[1] / "hift.pt"
 # What a machine without a network needs as files: each stage with what it writes.
 PREPARATION = {"corpus": "sentences.txt", "phonemes": "phonemes.txt", "teacher": "voices.npz"}
 STAGES = (*PREPARATION, "speech", "tokenizer", "speaker", "more_speech", *VOCODERS, *FLOWS, "llm", "export")
@@ -103,10 +108,14 @@ def run(stage: str, args: argparse.Namespace, seconds: float) -> None:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Run the stages whose files are missing."""
+    """Run the stages whose files are missing, and take the trained vocoder."""
     for stage, name in PREPARATION.items():
         if not ((args.teacher if stage == "teacher" else args.work) / name).is_file():
             run(stage, args, 0)
+    if not (args.work / TRAINED_VOCODER.name).is_file():
+        shutil.copy(TRAINED_VOCODER, args.work)
+        (args.work / "done").mkdir(exist_ok=True)
+        (args.work / "done" / "vocoder").touch()
 
 
 def train_all(args: argparse.Namespace) -> None:

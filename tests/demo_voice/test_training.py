@@ -13,6 +13,7 @@ from cosyvoice_triton.networks.hift.causal import WITHHELD_FRAMES
 from cosyvoice_triton.voice import features
 
 from demo_voice.training import flow, flow_cosyvoice3, flow_dit, flow_unet, training, vocoder, vocoder_causal
+from demo_voice.training.__main__ import PREPARATION, parse_args, prepare
 from demo_voice.training.training import trained
 from demo_voice.training.vocoder_causal import CAUSAL
 
@@ -48,6 +49,15 @@ def test_a_flow_is_trained_and_can_be_served(work: Path, stage, write, load, sta
     served = load(work / "flow.pt").state_dict()
     for name, tensor in trained(work / stage.FILE).items():
         torch.testing.assert_close(served[name], tensor, atol=1e-6, rtol=1e-3)
+
+
+def test_the_given_vocoder_is_taken_and_can_be_served(tmp_path: Path) -> None:
+    for name in PREPARATION.values():
+        (tmp_path / name).touch()
+    prepare(parse_args(["--work", str(tmp_path), "--teacher", str(tmp_path)]))
+    vocoder.export(vocoder.HIFT, tmp_path, tmp_path / "out.pt")
+    assert load_hift(tmp_path / "out.pt").f0_predictor.classifier.bias.item() > 20  # Hz, with none of the mel
+    assert (tmp_path / "done" / "vocoder").exists()
 
 
 def test_the_vocoder_is_trained_and_can_be_served(work: Path, limits, monkeypatch) -> None:
