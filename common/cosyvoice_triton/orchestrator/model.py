@@ -145,7 +145,5 @@ class OrchestratorModel:
 
 
 def _inputs(request: Any) -> dict[str, Any]:
-    sent: dict[str, Any] = triton_io.read_all(request, [*TEXTS, *NUMBERS, *WAVES])
-    for name in (*TEXTS, *NUMBERS):
-        sent[name] = triton_io.scalar(sent, name)
-    return sent
+    sent = triton_io.read_all(request, [*TEXTS, *NUMBERS, *WAVES])
+    return {**sent, **{name: triton_io.scalar(sent, name) for name in (*TEXTS, *NUMBERS)}}
