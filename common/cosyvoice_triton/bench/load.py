@@ -164,7 +164,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_voice_arguments(parser)
     add_job_arguments(parser)
     load = add_load_arguments(parser)
-    add = load.add_argument
     sweep = load.add_mutually_exclusive_group()
     sweep.add_argument("--concurrency", type=positive_int, nargs="+", default=[1, 2, 4], help="tasks per server")
     sweep.add_argument(
@@ -180,9 +179,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         help="open loop: random requests per second (Poisson), over all servers, whether they are answered or not",
     )
-    add("--duration", type=positive_number, help="seconds at each rate of --request-rates, instead of --num-requests")
-    add("--token2wav-gpus", type=positive_int, default=1, help="GPUs used by the servers")
-    add("--llm-gpus", type=natural_int, default=0, help="GPUs used only by the LLM; 0: it shares the others")
+    load.add_argument(
+        "--duration", type=positive_number, help="seconds at each rate of --request-rates, instead of --num-requests"
+    )
+    load.add_argument("--token2wav-gpus", type=positive_int, default=1, help="GPUs used by the servers")
+    load.add_argument(
+        "--llm-gpus", type=natural_int, default=0, help="GPUs used only by the LLM; 0: it shares the others"
+    )
     report = parser.add_argument_group("report")
     report.add_argument("--title", default="", help="what was measured: machine, weights, server settings")
     report.add_argument("--output", type=Path, default=Path("out/benchmark"), help="path without suffix")
