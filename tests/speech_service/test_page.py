@@ -126,12 +126,7 @@ def test_a_typed_text_is_spoken_marked_word_by_word_and_kept(page: Any, tmp_path
     (ROOT / "out").mkdir(exist_ok=True)
     page.screenshot(path=ROOT / "out" / "speech_page.png", full_page=True)  # for `make pictures`
     replay = page.get_by_label("The last answer")
-    moved = replay.evaluate("""async (audio) => {
-      if (!audio.duration) await new Promise((loaded) => { audio.onloadedmetadata = loaded; });
-      audio.currentTime = audio.duration / 2;
-      await new Promise((sought) => { audio.addEventListener("seeked", sought); });
-      return [audio.duration, audio.currentTime / audio.duration];
-    }""")
+    moved = replay.evaluate((SCRIPTS / "sought_middle.js").read_text())
     assert moved == pytest.approx([seconds, 0.5], rel=0.01)
     page.locator(".now").wait_for()
 
@@ -263,14 +258,7 @@ def test_stop_ends_playback_and_the_work(page: Any, speech_stack: SpeechStack, b
 
 def test_stop_also_ends_the_playback_of_audio_that_has_arrived(page: Any) -> None:
     """Playback is paused, so that it cannot end before."""
-    page.evaluate("""() => {
-      const Context = window.AudioContext;
-      window.AudioContext = function () {
-        const context = new Context();
-        context.suspend();
-        return context;
-      };
-    }""")
+    page.evaluate((SCRIPTS / "suspend_playback.js").read_text())
     speak(page, LONG[:200])
     page.get_by_role("link", name="Download WAV").wait_for()
     page.get_by_role("button", name="Stop", exact=True).click()
