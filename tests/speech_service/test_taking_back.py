@@ -1,8 +1,11 @@
 """Text that is taken back, which words were spoken, and how answers ended. When words are spoken, in JSON, events, the
 WebSocket and subtitles."""
 
+import asyncio
 import base64
 import dataclasses
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -19,7 +22,8 @@ from cosyvoice_triton.speech_service.bodies import SpeechRequest
 from cosyvoice_triton.speech_service.errors import ApiError
 from cosyvoice_triton.speech_service.outcomes import MOST, Outcomes
 from cosyvoice_triton.speech_service.routes.realtime_response import Response
-from cosyvoice_triton.speech_service.security.guard import API_KEY
+from cosyvoice_triton.speech_service.routes.responses import AudioResponse
+from cosyvoice_triton.speech_service.security.guard import API_KEY, REQUEST_ID
 
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, ask, events_of, receive, say, send, until
 from tests.support.triton_stub import texts_of
@@ -157,6 +161,29 @@ def test_how_an_answer_ended_is_told_by_its_request_id(served: StubbedService) -
     until(lambda: ended(left)["status"] == "gone", 10)
     unknown = httpx.get(f"{served.url}/v1/audio/speech/nothing")
     assert unknown.status_code == 404 and "no answer 'nothing' in the last 10 minutes" in unknown.text
+
+
+@pytest.mark.parametrize(
+    ("whole", "fails", "told"), [(False, False, "completed"), (True, False, "completed"), (False, True, "failed")]
+)
+def test_who_has_the_last_bytes_of_an_answer_is_told_how_it_ended(whole: bool, fails: bool, told: str) -> None:
+    async def parts(made: SpeechAnswer) -> AsyncIterator[bytes]:
+        if fails:
+            raise ApiError(503, "is refused")
+        yield b"one"
+        yield b"two"
+
+    async def receive() -> dict[str, Any]:
+        return await asyncio.Event().wait() or {}
+
+    async def send(message: dict[str, Any]) -> None:
+        statuses.append(outcomes.of(REQUEST_ID.get())["status"])
+
+    outcomes, statuses, settings = Outcomes(), list[str](), SimpleNamespace(mark="off", stall=60.0)
+    service: Any = SimpleNamespace(outcomes=outcomes, settings=settings, dispatcher=SimpleNamespace(encoded=parts))
+    response = AudioResponse(service, answer(seconds=1.0), whole=bytes if whole else None)
+    asyncio.run(response({"type": "http", "method": "POST", "headers": []}, receive, send))
+    assert statuses[-1] == told and ("in_progress" in statuses) == (not whole and not fails)
 
 
 def test_outcomes_are_forgotten_after_ten_minutes_are_bounded_and_are_of_one_key() -> None:

@@ -93,15 +93,18 @@ class AudioResponse(Response):
         self._whole = whole
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outcomes = self._service.outcomes
-        outcomes.begin(REQUEST_ID.get(), self._answer)
+        self._service.outcomes.begin(REQUEST_ID.get(), self._answer)
         ended: _Ended = "aborted", None
         try:
             ended = await self._watched(scope, receive, send)
             if ended[0] in ("aborted", "gone"):
                 scope["speech.outcome"] = ended[0]
         finally:
-            outcomes.end(REQUEST_ID.get(), self._answer, *ended)
+            self._note(*ended)
+
+    def _note(self, status: str, error: ApiError | None = None) -> None:
+        """Take note of how the answer ended; also before its last bytes are sent, as a caller who has them may ask."""
+        self._service.outcomes.end(REQUEST_ID.get(), self._answer, status, error)
 
     async def _watched(self, scope: Scope, receive: Receive, send: Send) -> _Ended:
         async with TaskScope() as tasks:
@@ -121,7 +124,9 @@ class AudioResponse(Response):
                     self.headers["content-length"] = str(len(first))
                     for header, name in USAGE_HEADERS.items():
                         self.headers[header] = str(self._answer.usage[name])
+                    self._note("completed")
             except ApiError as error:
+                self._note("failed", error)
                 await error.response(scope, receive, send)
                 return "failed", error
             if self._answer.warnings:
@@ -137,6 +142,7 @@ class AudioResponse(Response):
                 # The final chunk of the body is missing, so the server closes the connection: see RFC 9112, 8.
                 logger.warning("an answer was aborted after its first byte: %s", error or "the client does not read it")
                 return "aborted", error if isinstance(error, ApiError) else None
+        self._note("completed")
         await send({"type": "http.response.body", "body": b""})
         return "completed", None
 
