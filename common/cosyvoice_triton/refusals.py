@@ -49,18 +49,23 @@ class RefusalLog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._timer: threading.Timer | None = None
 
     def note(self, reason: str) -> None:
         """Count one refusal; the line comes LOG_SECONDS after the first one."""
         with self._lock:
             if not self._counts:
-                timer = threading.Timer(LOG_SECONDS, self._write)
-                timer.daemon = True
-                timer.start()
+                self._timer = threading.Timer(LOG_SECONDS, self.write)
+                self._timer.daemon = True
+                self._timer.start()
             self._counts[reason] += 1
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Log the refusals that are not yet in the log now, if there are any, as whoever refuses no more does."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
-        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
-        logger.warning("refused in %.0f s: %s", LOG_SECONDS, reasons)
+            if self._timer is not None:
+                self._timer.cancel()
+        if counts:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+            logger.warning("refused within %.0f s: %s", LOG_SECONDS, reasons)

@@ -70,7 +70,7 @@ def test_after_a_refusal_nobody_elses_voice_is_decoded_nor_triton_asked(served, 
     assert [(each.status_code, each.headers["retry-after"]) for each in answers] == 4 * [(429, "3")]
     assert len(decoded) == served.stub.asked == 1
     assert 'speech_errors_total{status="429"} 4.0' in served.metrics()
-    lines = re.compile(r"refused in 1 s: (\d) overloaded$", re.MULTILINE)
+    lines = re.compile(r"refused within 1 s: (\d) overloaded$", re.MULTILINE)
     until(lambda: sum(map(int, lines.findall("\n".join(caplog.messages)))) == 4)
 
 

@@ -209,8 +209,17 @@ def test_a_new_listener_who_would_be_too_many_is_refused_while_a_batch_is_render
     with pytest.raises(OverloadedError):
         full.post("request a", [6], start=None, prompt=PROMPT, final=False)
     assert full.service.stats()[metrics.REFUSED.sample(reason="streams")] == 4
-    until(lambda: re.search(r"refused in 0 s: \d streams", caplog.text))
+    until(lambda: re.search(r"refused within 0 s: \d streams", caplog.text))
     assert not engine.gate.is_set()
+
+
+def test_refusals_that_are_not_yet_in_the_log_are_written_when_the_service_ends(full, engine, caplog):
+    with pytest.raises(OverloadedError):
+        full.post(5, **NEW)
+    assert "refused" not in caplog.text
+    engine.gate.set()
+    full.service.close()
+    assert "refused within 60 s: 1 streams" in caplog.text
 
 
 def test_the_more_streams_have_ended_the_sooner_a_refused_listener_may_try_again(client):

@@ -70,6 +70,7 @@ class Dispatcher:
 
     async def __aexit__(self, *error: object) -> None:
         self._encoders.shutdown(wait=False, cancel_futures=True)
+        self._refused.write()
 
     def check(self, model: str | None = None, since: float = math.inf) -> None:
         """Raise ApiError 429 for a request that would be refused now, or would have been at any time since it began to

@@ -246,6 +246,7 @@ class Sessions:
         with self._changed:
             self.refusal = self.refusal or refusal
             self.wake()
+        self._log.write()
 
     def wake(self) -> None:
         """End `wait_for_change`."""
