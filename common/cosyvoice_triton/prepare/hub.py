@@ -1,8 +1,7 @@
 """Checkpoints from the HuggingFace hub or ModelScope; every file is compared with the hub's checksum.
 
 The commit fetched first is kept: an interrupted download continues with it, and later starts need no network. Verified
-files are recorded in `.downloads.json` next to the checkpoints. Files of ModelScope, whose interface needs no
-library, and single files come by plain HTTP.
+files are recorded in `.downloads.json` next to the checkpoints.
 """
 
 import fnmatch
@@ -10,95 +9,27 @@ import hashlib
 import json
 import os
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
-from urllib.error import HTTPError
 from urllib.parse import urlencode
-from urllib.request import Request, urlopen
-
-from tqdm import tqdm
+from urllib.request import urlopen
 
 from cosyvoice_triton.stacks import Stack
 
 BRANCH = "master"  # ModelScope's default
-BLOCK = 1 << 20
 TIMEOUT_SECONDS = 60
-LINE_SECONDS = 10.0
 HubName = Literal["huggingface", "modelscope"]
+SETTINGS = {
+    "huggingface": "HF_ENDPOINT is a mirror, HF_TOKEN your access token, --hub modelscope the other hub",
+    "modelscope": "MODELSCOPE_ENDPOINT is a mirror",
+}
 
 RECORD = ".downloads.json"
 HASH_BYTES = 8 << 20
 SPARE_BYTES = 1 << 30  # for files that are made from the downloads
-
-
-class DownloadProgress(tqdm):
-    """The progress of a file: a bar on a terminal, in a log lines at its begin, every LINE_SECONDS and at its end."""
-
-    def __init__(self, **options: Any) -> None:
-        self._is_log = not sys.stderr.isatty()
-        if self._is_log:
-            options["desc"] = options["desc"].rpartition("/")[2]  # the hub's client may give the whole address
-            options |= {"mininterval": LINE_SECONDS, "bar_format": "{desc}: {n_fmt} of {total_fmt}B, {rate_fmt}"}
-        super().__init__(**options)
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
-        if not self._is_log:
-            return super().display(msg, pos)
-        print(self, file=sys.stderr, flush=True)
-        return True
-
-
-def modelscope_files(repository: str, revision: str | None) -> tuple[str, list[tuple[str, int, str]]]:
-    """Return the revision and its files' names, sizes and sha256. ModelScope does not name a branch's commit."""
-    revision = revision or BRANCH
-    url = _modelscope(repository, "repo/files", {"Revision": revision, "Recursive": "true"})
-    with urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
-        entries = json.load(answer)["Data"]["Files"]
-    files = [(entry["Path"], int(entry["Size"]), entry["Sha256"]) for entry in entries if entry["Type"] != "tree"]
-    if strange := [name for name, *_ in files if name.startswith("/") or ".." in PurePosixPath(name).parts]:
-        raise ValueError(f"{repository} has a file outside of itself: {strange[0]!r}")
-    return revision, files
-
-
-def modelscope_download(repository: str, name: str, revision: str, directory: Path) -> None:
-    """Download one file; an interrupted download is continued."""
-    download(_modelscope(repository, "repo", {"Revision": revision, "FilePath": name}), directory / name)
-
-
-def download(url: str, path: Path) -> None:
-    """Download a file to `path`, and show its progress. What has arrived is kept in PATH.part if the download is
-    interrupted, and the next one goes on from there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    begin = part.stat().st_size if part.exists() else 0
-    try:
-        answer = urlopen(Request(url, headers={"Range": f"bytes={begin}-"} if begin else {}), timeout=TIMEOUT_SECONDS)
-    except HTTPError as error:
-        part.unlink(missing_ok=True)  # 416: it is longer than the file, which has changed
-        raise OSError(f"{url}: HTTP {error.code}") from None
-    with answer:
-        continued = answer.status == 206
-        length = int(answer.headers.get("Content-Length") or 0)
-        with (
-            part.open("ab" if continued else "wb") as file,
-            DownloadProgress(desc=path.name, total=length or None, unit="B", unit_scale=True) as progress,
-        ):
-            received = 0
-            while block := answer.read(BLOCK):
-                progress.update(file.write(block))
-                received += len(block)
-    if received < length:
-        raise OSError(f"the connection of {url} ended after {received} of {length} bytes")
-    part.rename(path)
-
-
-def _modelscope(repository: str, call: str, query: Mapping[str, str]) -> str:
-    endpoint = os.environ.get("MODELSCOPE_ENDPOINT") or "https://modelscope.cn"
-    return f"{endpoint}/api/v1/models/{repository}/{call}?{urlencode(query)}"
 
 
 class DownloadError(RuntimeError):
@@ -180,7 +111,7 @@ def fetch(sources: Sequence[Download], models: Path, revisions: Mapping[str, str
         (file, commit, source)
         for source, (commit, files) in listings.items()
         for file in files
-        if not file.is_at(path := models / source.directory / file.name) and not _linked(file, path, models, record)
+        if not file.is_at(models / source.directory / file.name)
     ]
     require_space(models, sum(file.size for file, *_ in missing))
     # A hub may list what it does not send without a token: the smallest file of each source comes before any gigabytes.
@@ -188,8 +119,10 @@ def fetch(sources: Sequence[Download], models: Path, revisions: Mapping[str, str
     missing.sort(key=lambda each: each[0].size)
     smallest = {source: file for file, _, source in reversed(missing)}
     for file, commit, source in sorted(missing, key=lambda each: each[0] is not smallest[each[2]]):
+        # The bars of the libraries are for terminals: a log gets this line.
+        print(f"{source.directory}/{file.name}: downloading {file.size / 1e6:.1f} MB", flush=True)
         with _explaining(source):
-            _HUBS[source.hub].download(source.repository, file.name, commit, models / source.directory)
+            _download(source, file, commit, models / source.directory)
     for source, (commit, files) in listings.items():
         for file in files:
             if not file.is_whole_at(path := models / source.directory / file.name):
@@ -211,8 +144,8 @@ def _is_complete(source: Download, known: Mapping[str, Any], models: Path) -> bo
 def _listing(source: Download, revision: str | None) -> tuple[str, list[RemoteFile]]:
     """Return the commit of a revision, and its files that the source needs."""
     with _explaining(source):
-        commit, files = _HUBS[source.hub].files(source.repository, revision)
-    found = {pattern: _matching([RemoteFile(*file) for file in files], pattern) for pattern in source.patterns}
+        commit, listed = (_huggingface if source.hub == "huggingface" else _modelscope)(source.repository, revision)
+    found = {pattern: _matching(listed, pattern) for pattern in source.patterns}
     for pattern, matching in found.items():
         if not matching:
             raise DownloadError(f"{source.repository} at {commit} has no {pattern}; name another revision")
@@ -221,25 +154,6 @@ def _listing(source: Download, revision: str | None) -> tuple[str, list[RemoteFi
 
 def _matching(files: Sequence[RemoteFile], pattern: str) -> list[RemoteFile]:
     return [file for file in files if fnmatch.fnmatch(file.name, pattern)]
-
-
-def _linked(file: RemoteFile, path: Path, models: Path, record: Mapping[str, Any]) -> bool:
-    """Make `path` a link to an equal file of another repository, or a copy; False if there is none.
-
-    Stacks share files under different names: Step-Audio2's vocoder and prompt models are CosyVoice2's.
-    """
-    for entry in record.values():
-        for old in entry["files"]:
-            known = models / entry.get("directory", "") / old["name"]
-            if old["digest"] == file.digest and file.is_at(known) and file.is_whole_at(known):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.unlink(missing_ok=True)
-                try:
-                    path.hardlink_to(known)
-                except OSError:  # the file system has none
-                    shutil.copyfile(known, path)
-                return True
-    return False
 
 
 def require_space(models: Path, size: int) -> None:
@@ -266,33 +180,39 @@ def _write_record(models: Path, source: Download, commit: str, revision: str | N
     known = record.get(source.repository, {"commit": None})
     by_name = {old["name"]: old for old in known["files"]} if known["commit"] == commit else {}
     by_name |= {file.name: file._asdict() for file in files}
-    record[source.repository] = {
-        "commit": commit,
-        "revision": revision,
-        "directory": source.directory,
-        "files": [by_name[name] for name in sorted(by_name)],
-    }
+    listed = [by_name[name] for name in sorted(by_name)]
+    record[source.repository] = {"commit": commit, "revision": revision, "files": listed}
     fresh = models / f"{RECORD}.new"
     fresh.write_text(json.dumps(record, indent=1) + "\n")
     fresh.rename(models / RECORD)
 
 
-def _huggingface_files(repository: str, revision: str | None) -> tuple[str, list[tuple[str, int, str]]]:
+def _huggingface(repository: str, revision: str | None) -> tuple[str, list[RemoteFile]]:
+    """Return the commit of a revision and its files."""
     from huggingface_hub import HfApi
 
     info = HfApi(endpoint=_endpoint()).model_info(repository, revision=revision, files_metadata=True)
-    files = []
-    for one in info.siblings or []:
-        files.append((one.rfilename, int(one.size or 0), one.lfs.sha256 if one.lfs else f"git:{one.blob_id}"))
-    return str(info.sha), files
+    return str(info.sha), [
+        RemoteFile(one.rfilename, int(one.size or 0), one.lfs.sha256 if one.lfs else f"git:{one.blob_id}")
+        for one in info.siblings or []
+    ]
 
 
-def _huggingface_download(repository: str, name: str, commit: str, directory: Path) -> None:
-    from huggingface_hub import hf_hub_download
+def _modelscope(repository: str, revision: str | None) -> tuple[str, list[RemoteFile]]:
+    """Return the revision and its files. ModelScope does not name a branch's commit."""
+    revision = revision or BRANCH
+    url = _modelscope_url(repository, "repo/files", {"Revision": revision, "Recursive": "true"})
+    with urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
+        entries = json.load(answer)["Data"]["Files"]
+    files = [RemoteFile(each["Path"], int(each["Size"]), each["Sha256"]) for each in entries if each["Type"] != "tree"]
+    if strange := [file.name for file in files if file.name.startswith("/") or ".." in file.name.split("/")]:
+        raise ValueError(f"{repository} has a file outside of itself: {strange[0]!r}")
+    return revision, files
 
-    hf_hub_download(
-        repository, name, revision=commit, local_dir=directory, endpoint=_endpoint(), tqdm_class=DownloadProgress
-    )
+
+def _modelscope_url(repository: str, call: str, query: Mapping[str, str]) -> str:
+    endpoint = os.environ.get("MODELSCOPE_ENDPOINT") or "https://modelscope.cn"
+    return f"{endpoint}/api/v1/models/{repository}/{call}?{urlencode(query)}"
 
 
 def _endpoint() -> str | None:
@@ -300,22 +220,30 @@ def _endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT") or None
 
 
-class _Hub(NamedTuple):
-    """files: lists a repository. download: gets one file, and goes on where it was interrupted. settings: a hint."""
+def _download(source: Download, file: RemoteFile, commit: str, directory: Path) -> None:
+    if source.hub == "modelscope":
+        query = {"Revision": commit, "FilePath": file.name}
+        return download(_modelscope_url(source.repository, "repo", query), directory / file.name, file.size)
+    from huggingface_hub import hf_hub_download
 
-    files: Callable[[str, str | None], tuple[str, list[tuple[str, int, str]]]]
-    download: Callable[[str, str, str, Path], None]
-    settings: str
+    hf_hub_download(source.repository, file.name, revision=commit, local_dir=directory, endpoint=_endpoint())
 
 
-_HUBS = {
-    "huggingface": _Hub(
-        _huggingface_files,
-        _huggingface_download,
-        "HF_ENDPOINT is a mirror, HF_TOKEN your access token, --hub modelscope the other hub",
-    ),
-    "modelscope": _Hub(modelscope_files, modelscope_download, "MODELSCOPE_ENDPOINT is a mirror"),
-}
+def download(url: str, path: Path, size: int | None = None) -> None:
+    """Download a file of `size` bytes, where known. What has arrived is kept in PATH.part if the download is
+    interrupted, and the next one goes on from there. Raise OSError if the server refuses."""
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.file_download import http_get
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("ab") as file:
+            http_get(url, file, resume_size=file.tell(), expected_size=size, displayed_filename=path.name)
+    except HfHubHTTPError as error:
+        part.unlink()  # 416: it is longer than the file, which has changed
+        raise OSError(f"{url}: HTTP {error.response.status_code}") from error
+    part.rename(path)
 
 
 @contextmanager
@@ -336,5 +264,5 @@ def _explaining(source: Download) -> Iterator[None]:
         words = str(error).strip().splitlines() or [type(error).__name__]
         raise DownloadError(
             f"{source.repository} could not be downloaded: {words[0]}; complete parts are kept: run again "
-            f"({_HUBS[source.hub].settings})"
+            f"({SETTINGS[source.hub]})"
         ) from error
