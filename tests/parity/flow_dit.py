@@ -21,7 +21,7 @@ from torch import Tensor
 from tests.parity.fixture import Check, Fixture, prefixed
 from tests.parity.flow_unet import estimator_calls
 from tests.parity.reference import dit_flow as reference
-from tests.parity.reference.encoder import EncoderCache, encode_chunk, encode_whole
+from tests.parity.reference.encoder import EncoderStream, encode_whole
 from tests.parity.served import ServedFlow, caches_of, prompt_of
 from tests.parity.tracing import evaluate, recorded, steps_of
 
@@ -39,24 +39,17 @@ def check_encoder(fixture: Fixture) -> Results:
     state = fixture.weights()
     encoder = UpsampleConformerEncoder(EncoderConfig.from_shapes(prefixed("encoder.", state)))
     load_strict(encoder, state, "cpu", torch.float32)
-    caches: dict[str, EncoderCache] = {}
+    streams = {"none": EncoderStream(encoder)}  # after a call
     for call in fixture.meta["calls"]:
         if "last_chunk" not in call:
             xs, lengths = (fixture[key] for key in re.findall(r"in/\w+", call["fn"]))
             ys, valid = encode_whole(encoder, xs, lengths)
             yield from zip(call["outputs"], (ys, valid.to(torch.uint8)), strict=True)
             continue
-        xs = evaluate(fixture, call["xs"])
-        cache = (
-            EncoderCache.empty(encoder, xs.shape[0])
-            if call["caches"] == "none"
-            else caches[call["caches"].removeprefix("from ")]
-        )
-        ys, cache = encode_chunk(encoder, xs, cache, call["last_chunk"])
-        caches[call["tag"]] = cache
-        yield from _stored(
-            call["outputs"], {"xs": ys, "cnn_cache": encoder_conv(cache), "att_cache": encoder_attention(cache)}
-        )
+        before = streams[call["caches"].removeprefix("from ")]
+        streams[call["tag"]] = stream = before.then(evaluate(fixture, call["xs"]), call["last_chunk"])
+        new = encoder.config.ratio * (stream.tokens - before.tokens)
+        yield from _stored(call["outputs"], {"xs": stream.features()[:, -new:], **stream.caches()})
 
 
 def _stored(keys: Iterable[str], computed: dict[str, Tensor]) -> Results:
@@ -120,7 +113,7 @@ def _flow_calls(fixture: Fixture, network: DiTFlow) -> Results:
 
     The engine has no encoder cache: those that upstream's encoder leaves are computed by `reference`.
     """
-    encoder_cache = EncoderCache.empty(network.encoder, 1)
+    encoded = EncoderStream(network.encoder)
     served: ServedFlow | None = None
     blocks: list[int] = []
     for call in fixture.meta["calls"]:
@@ -135,8 +128,7 @@ def _flow_calls(fixture: Fixture, network: DiTFlow) -> Results:
         else:
             assert served is not None, "a stream has a prefill before its first chunk"
             computed["mel"] = served.chunk(stream, token[0], final=call["last_chunk"])[None]
-        embedded = network.input_embedding(token)
-        _, encoder_cache = encode_chunk(network.encoder, embedded, encoder_cache, call.get("last_chunk", False))
+        encoded = encoded.then(network.input_embedding(token), call.get("last_chunk", False))
         of_stream, history = caches_of(served, stream)
         blocks.append(served.mu.shape[1])
         computed |= {
@@ -147,8 +139,7 @@ def _flow_calls(fixture: Fixture, network: DiTFlow) -> Results:
         keys = [key for key in fixture.keys if key.split("/")[1] == call["tag"]]
         yield from _stored(keys, computed)
         by_engine, fixture.computed_by = fixture.computed_by, "network"
-        conv, attention = encoder_conv(encoder_cache), encoder_attention(encoder_cache)
-        yield from _stored(keys, {"conformer_cnn_cache": conv, "conformer_att_cache": attention})
+        yield from _stored(keys, {f"conformer_{name}": cache for name, cache in encoded.caches().items()})
         fixture.computed_by = by_engine
 
 
@@ -168,18 +159,6 @@ def _whole_utterance(fixture: Fixture, network: DiTFlow, call: dict[str, Any]) -
     served = ServedFlow(fixture, network, noise, steps)
     served.whole(prompt_of(prompt_token[0], feat[0], embedding[0]), token[0])
     return served.mel
-
-
-def encoder_conv(cache: EncoderCache) -> Tensor:
-    """(B, C, 2 + 2 * ratio): histories of both convolutions, concatenated."""
-    return torch.cat([cache.lookahead, cache.upsample], dim=2)
-
-
-def encoder_attention(cache: EncoderCache) -> Tensor:
-    """(layers, B, H, frames, 2 D): keys and values concatenated, the layers at token rate repeated to mel rate."""
-    tokens, frames = (torch.cat([kv.keys, kv.values], dim=-1) for kv in (cache.tokens, cache.frames))
-    ratio = frames.shape[3] // tokens.shape[3]
-    return torch.cat([tokens.repeat(1, 1, 1, ratio, 1), frames])
 
 
 def estimator_conv(history: Tensor) -> Tensor:

@@ -137,7 +137,6 @@ class _UpstreamDiT:
             noise=noise.read(0, len(prompt.mel)).T[None],  # (T, C) -> (1, C, T)
             steps=steps,
         )
-        self._prompt_frames = len(prompt.mel)
 
     def step(self, tokens: np.ndarray, last: bool, keep: int | None) -> Tensor:
         cached = self.cache.estimator.attention.frames
@@ -149,9 +148,9 @@ class _UpstreamDiT:
         )
         attention = cache.estimator.attention
         newest_first = KeyValues(*(_newest_first(x, cached) for x in (attention.keys, attention.values)))
-        if keep is not None:
-            newest_first = dit_flow.trimmed(newest_first, self._prompt_frames, keep - self._prompt_frames)
         self.cache = replace(cache, estimator=replace(cache.estimator, attention=newest_first))
+        if keep is not None:
+            self.cache = self.cache.trimmed(keep - self.cache.prompt_frames)
         return mel[0]
 
 

@@ -35,7 +35,6 @@ from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 
 from tests.parity.reference import dit_flow, window_flow
-from tests.parity.reference.encoder import encode_chunk
 from tests.support.streams import Plan, ids, mel, pieces, prompt, saved, spoken, tensors, together, vocoded
 
 NOISE = flow_noise()
@@ -54,7 +53,7 @@ def dit_reference(network: DiTFlow, voice: Prompt, tokens: np.ndarray, ends: lis
             encoder = begun.encoder
             for begin, until in pairwise([first, *(at for at in ends[:index] if at > first)]):
                 embedded = network.input_embedding(row[:, begin : until + LOOKAHEAD_TOKENS])
-                _, encoder = encode_chunk(network.encoder, embedded, encoder, final=False)
+                encoder = encoder.then(embedded, final=False)
             cache = replace(cache, encoder=encoder)
         final = end == len(tokens)
         chunk = row[:, offset : end + (0 if final else LOOKAHEAD_TOKENS)]

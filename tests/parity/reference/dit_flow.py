@@ -9,14 +9,14 @@ from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.networks.flow.layers import valid_frames
 from torch import Tensor
 
-from tests.parity.reference.encoder import EncoderCache, encode_chunk, encode_whole
+from tests.parity.reference.encoder import EncoderStream, encode_whole
 
 
 @dataclass(frozen=True)
 class DiTFlowCache:
     """Everything a stream carries from chunk to chunk. The functions below return a new one and change none."""
 
-    encoder: EncoderCache
+    encoder: EncoderStream
     estimator: EstimatorCache
     speaker: Tensor  # (B, mel): projected x-vector
     prompt_frames: int
@@ -27,20 +27,14 @@ class DiTFlowCache:
 
         The encoder keeps everything: its relative positions count from the start of the stream.
         """
-        attention = trimmed(self.estimator.attention, self.prompt_frames, tail_frames)
-        return replace(self, estimator=replace(self.estimator, attention=attention))
-
-
-def trimmed(cache: KeyValues, head: int, tail: int) -> KeyValues:
-    """The first `head` and the last `tail` frames, in time order."""
-    if cache.frames <= head + tail:
-        return cache
-    return KeyValues(
-        *(
-            torch.cat([x[..., :head, :], x[..., cache.frames - tail :, :]], dim=-2)  # (..., T, D) -> (..., T', D)
-            for x in (cache.keys, cache.values)
+        attention = self.estimator.attention
+        if attention.frames <= self.prompt_frames + tail_frames:
+            return self
+        kept = (
+            torch.cat([x[..., : self.prompt_frames, :], x[..., x.shape[-2] - tail_frames :, :]], dim=-2)
+            for x in (attention.keys, attention.values)
         )
-    )
+        return replace(self, estimator=replace(self.estimator, attention=KeyValues(*kept)))
 
 
 @torch.no_grad()
@@ -61,7 +55,7 @@ def prefill(
     """
     B, frames = prompt_token.shape[0], prompt_feat.shape[1]
     cache = DiTFlowCache(
-        encoder=EncoderCache.empty(flow.encoder, B),
+        encoder=EncoderStream(flow.encoder),
         estimator=flow.decoder.estimator.empty_cache(steps, rows=flow.decoder.rows * B),
         speaker=flow.project_speaker(embedding),
         prompt_frames=frames,
@@ -115,9 +109,8 @@ def inference(
 def _advance(
     flow: DiTFlow, token: Tensor, cache: DiTFlowCache, condition: Tensor, final: bool, noise: Tensor
 ) -> tuple[Tensor, DiTFlowCache]:
-    h, encoder = encode_chunk(flow.encoder, flow.input_embedding(token), cache.encoder, final)
-    mu = flow.encoder_proj(h).transpose(1, 2)  # (B, T, mel) -> (B, mel, T)
-    frames = mu.shape[2]
+    encoder, frames = cache.encoder.then(flow.input_embedding(token), final), noise.shape[2]
+    mu = flow.encoder_proj(encoder.features()[:, -frames:]).transpose(1, 2)  # (B, T, mel) -> (B, mel, T)
     step_caches = cache.estimator.with_room(frames)
 
     def velocity(step: int, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor) -> Tensor:

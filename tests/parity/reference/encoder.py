@@ -1,52 +1,17 @@
-"""The flows' encoder under upstream's two calls: a whole sequence under a mask, and a stream chunk by chunk."""
+"""The flows' encoder under upstream's two calls: a whole sequence under a mask, and a stream chunk by chunk.
 
-import math
+Both are computed by the encoder's own `forward`, which has no caches: a stream from its start for every chunk. What
+upstream's caches would hold passes inside it.
+"""
+
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cosyvoice_triton.networks.flow.cache import KeyValues
-from cosyvoice_triton.networks.flow.encoder import (
-    ConformerLayer,
-    LookaheadLayer,
-    RelativeAttention,
-    UpsampleConformerEncoder,
-    relative_positions,
-    relative_shift,
-    run_layers,
-)
-from cosyvoice_triton.networks.flow.layers import attention_mask, merge_heads, split_heads, valid_frames
+from cosyvoice_triton.networks.flow.encoder import UpsampleConformerEncoder
+from cosyvoice_triton.networks.flow.layers import split_heads, valid_frames
 from torch import Tensor, nn
-
-
-@dataclass(frozen=True)
-class EncoderCache:
-    """What a stream carries from chunk to chunk. `encode_chunk` returns a new one and leaves the old one as it was."""
-
-    lookahead: Tensor  # (B, C, 2): last inputs of the look-ahead layer's second convolution
-    upsample: Tensor  # (B, C, 2 * ratio): last inputs of the upsampling convolution, at mel rate
-    tokens: KeyValues  # (blocks, B, H, tokens, D)
-    frames: KeyValues  # (up_blocks, B, H, frames, D)
-
-    @classmethod
-    def empty(cls, encoder: UpsampleConformerEncoder, batch: int) -> "EncoderCache":
-        """The cache of streams that have no tokens yet."""
-        config, weight = encoder.config, encoder.after_norm.weight
-        heads, head_dim = config.heads, config.width // config.heads
-        tokens = weight.new_empty(config.blocks, batch, heads, 0, head_dim)
-        frames = weight.new_empty(config.up_blocks, batch, heads, 0, head_dim)
-        return cls(
-            lookahead=weight.new_zeros(batch, config.width, encoder.pre_lookahead_layer.conv2.reach),
-            upsample=weight.new_zeros(batch, config.width, encoder.up_layer.conv.reach),
-            tokens=KeyValues(tokens, tokens),
-            frames=KeyValues(frames, frames),
-        )
-
-    def with_room(self, tokens: int, frames: int) -> "EncoderCache":
-        """A copy whose keys and values are longer by so many tokens and frames."""
-        return EncoderCache(
-            self.lookahead.clone(), self.upsample.clone(), self.tokens.with_room(tokens), self.frames.with_room(frames)
-        )
 
 
 def encode_whole(
@@ -62,69 +27,68 @@ def encode_whole(
     utterance. streaming: attention is limited to chunks of `config.chunk_tokens`, as in training.
     """
     T, config = xs.shape[1], encoder.config
-    chunk = config.chunk_tokens if streaming else None
-    x = encoder.embed(xs)
-    if context is None:
-        x = F.pad(x, (0, 0, 0, config.lookahead))
-    else:
-        x = torch.cat([x, encoder.embed(context)], dim=1)
-    # (B, T + lookahead, C) -> (B, T, C, 1 + lookahead) -> (B, T, 1 + lookahead, C)
-    x = encoder.pre_lookahead_layer(x.unfold(1, 1 + config.lookahead, 1).transpose(2, 3))
-    x = run_layers(encoder.encoders, x, attention_mask(valid_frames(lengths, T), chunk))
-
-    x = encoder.up_layer(x.transpose(1, 2)).transpose(1, 2)  # (B, T, C) -> (B, C, T * ratio) -> (B, T * ratio, C)
-    valid = valid_frames(lengths * config.ratio, T * config.ratio)
-    mask = attention_mask(valid, chunk and chunk * config.ratio)
-    return encoder.after_norm(run_layers(encoder.up_encoders, encoder.up_embed(x), mask)), valid
+    windows = _with_ahead(encoder, xs if context is None else torch.cat([xs, context], dim=1), context is None)
+    visible = lengths[:, None].expand(-1, T)
+    if streaming:
+        visible = torch.minimum(visible, (torch.arange(T) // config.chunk_tokens + 1) * config.chunk_tokens)
+    return encoder(*windows, visible), valid_frames(lengths * config.ratio, T * config.ratio)
 
 
-def encode_chunk(
-    encoder: UpsampleConformerEncoder, xs: Tensor, cache: EncoderCache, final: bool
-) -> tuple[Tensor, EncoderCache]:
-    """The next chunk of a stream: xs (B, n + lookahead, C), or (B, n, C) if `final` -> (B, n * ratio, C), cache.
+def _with_ahead(encoder: UpsampleConformerEncoder, xs: Tensor, ends: bool) -> tuple[Tensor, Tensor]:
+    """Each token of xs (B, n, C) with those ahead of it, and which of them there are; see the encoder's `forward`.
 
-    Look-ahead tokens are passed again as the first tokens of the next chunk.
+    The last `lookahead` tokens are only ahead of others, unless the utterance `ends` with them.
     """
-    config = encoder.config
-    x = encoder.embed(xs)
-    if final:
-        x = F.pad(x, (0, 0, 0, config.lookahead))
-    tokens = x.shape[1] - config.lookahead
-    cache = cache.with_room(tokens, tokens * config.ratio)
-    x = _look_ahead(encoder.pre_lookahead_layer, x, cache.lookahead)
-    x = _run_cached(encoder.encoders, x, cache.tokens)
-
-    x = x.transpose(1, 2).repeat_interleave(config.ratio, dim=2)  # (B, n, C) -> (B, C, n * ratio)
-    x = encoder.up_layer.conv(x, cache.upsample).transpose(1, 2)  # (B, C, n * ratio) -> (B, n * ratio, C)
-    x = _run_cached(encoder.up_encoders, encoder.up_embed(x), cache.frames)
-    return encoder.after_norm(x), cache
+    size, absent = 1 + encoder.config.lookahead, encoder.config.lookahead if ends else 0
+    present = F.pad(xs.new_ones(xs.shape[:2], dtype=torch.bool), (0, absent))
+    return F.pad(xs, (0, 0, 0, absent)).unfold(1, size, 1).transpose(2, 3), present.unfold(1, size, 1)
 
 
-def _look_ahead(layer: LookaheadLayer, x: Tensor, history: Tensor) -> Tensor:
-    """(B, n + lookahead, C) -> (B, n, C); `history` is replaced in place."""
-    y = layer.conv1(x.transpose(1, 2))  # (B, n + lookahead, C) -> (B, C, n)
-    y = layer.conv2(F.leaky_relu(y), history)
-    return x[:, : y.shape[2]] + y.transpose(1, 2)  # (B, C, n) -> (B, n, C)
+@dataclass(frozen=True)
+class EncoderStream:
+    """A stream so far. inputs: of the encoder's `forward`; none before the first chunk."""
 
+    encoder: UpsampleConformerEncoder
+    inputs: tuple[Tensor, ...] = ()
 
-def _run_cached(layers: nn.ModuleList, x: Tensor, cache: KeyValues) -> Tensor:
-    """x (B, n, C) through conformer layers that attend to all of `cache`, whose last n frames they write."""
-    n, C = x.shape[1:]
-    positions = relative_positions(n, cache.frames, C, x)
-    for index, layer in enumerate(layers):
-        assert isinstance(layer, ConformerLayer)
-        x = x + _attend(layer.self_attn, layer.norm_mha(x), positions, cache[index])
-        x = x + layer.feed_forward(layer.norm_ff(x))
-    return x
+    @property
+    def tokens(self) -> int:
+        return self.inputs[0].shape[1] if self.inputs else 0
 
+    def then(self, xs: Tensor, final: bool) -> "EncoderStream":
+        """The stream with one more chunk, which attends to all up to its end: xs (B, n + lookahead, C), or (B, n, C) if
+        `final`. Look-ahead tokens are passed again as the first tokens of the next chunk."""
+        windows, present = _with_ahead(self.encoder, xs, final)
+        chunk = windows, present, torch.full(windows.shape[:2], self.tokens + windows.shape[1])
+        joined = (torch.cat(parts, dim=1) for parts in zip(self.inputs, chunk, strict=True)) if self.inputs else chunk
+        return EncoderStream(self.encoder, tuple(joined))
 
-def _attend(attention: RelativeAttention, x: Tensor, positions: Tensor, cache: KeyValues) -> Tensor:
-    """`RelativeAttention.forward` of the last n of K frames: positions (K + n - 1, C), no mask."""
-    q = split_heads(attention.linear_q(x), attention.heads)  # (B, n, C) -> (B, H, n, D)
-    k = split_heads(attention.linear_k(x), attention.heads)
-    v = split_heads(attention.linear_v(x), attention.heads)
-    k, v = cache.write(k, v)  # (B, H, n, D) -> (B, H, K, D)
-    p = split_heads(attention.linear_pos(positions), attention.heads)  # (K + n - 1, C) -> (H, K + n - 1, D)
-    bias = relative_shift((q + attention.pos_bias_v[:, None]) @ p.transpose(1, 2)) / math.sqrt(q.shape[-1])
-    y = F.scaled_dot_product_attention(q + attention.pos_bias_u[:, None], k, v, attn_mask=bias)
-    return attention.linear_out(merge_heads(y))
+    def features(self) -> Tensor:
+        """Features (B, T * ratio, C) of all tokens."""
+        return self.encoder(*self.inputs)
+
+    def caches(self) -> dict[str, Tensor]:
+        """What upstream's caches hold after the last chunk.
+
+        cnn_cache (B, C, 2 + 2 * ratio): the last inputs of both convolutions. att_cache (layers, B, H, frames, 2 D):
+        keys and values concatenated, the layers at token rate repeated to mel rate.
+        """
+        encoder, passed = self.encoder, dict[nn.Module, tuple[Tensor, Tensor]]()
+
+        def keep(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+            passed[module] = inputs[0], output
+
+        convolutions: list[Any] = [encoder.pre_lookahead_layer.conv2, encoder.up_layer.conv]
+        layers: list[Any] = [layer.self_attn for layer in (*encoder.encoders, *encoder.up_encoders)]
+        kept = [*convolutions, *(projection for layer in layers for projection in (layer.linear_k, layer.linear_v))]
+        handles = [module.register_forward_hook(keep) for module in kept]
+        frames = self.features().shape[1]
+        for handle in handles:
+            handle.remove()
+        attention = []
+        for layer in layers:
+            both = [split_heads(passed[each][1], layer.heads) for each in (layer.linear_k, layer.linear_v)]
+            joined = torch.cat(both, dim=-1)  # (B, H, T or T * ratio, 2 D)
+            attention.append(joined.repeat(1, 1, frames // joined.shape[2], 1))
+        ends = [passed[convolution][0][..., -convolution.reach :] for convolution in convolutions]
+        return {"cnn_cache": torch.cat(ends, dim=2), "att_cache": torch.stack(attention)}
