@@ -133,14 +133,14 @@ def test_an_llm_server_is_used_and_given_up_after_repeated_failures(synthesize, 
 
 
 def test_an_interrupted_run_keeps_the_finished_samples(synthesize, tmp_path, monkeypatch, capsys):
-    save = OutputFolder.save
+    record = OutputFolder.record
 
     def interrupted(folder, sample, *rest):
         if sample.id == "second":
             raise KeyboardInterrupt
-        save(folder, sample, *rest)
+        record(folder, sample, *rest)
 
-    monkeypatch.setattr(OutputFolder, "save", interrupted)
+    monkeypatch.setattr(OutputFolder, "record", interrupted)
     assert synthesize() == 130
     assert "finished samples are kept, the same command continues" in capsys.readouterr().err
     assert log_of(tmp_path / "out")["samples_finished"] == 1

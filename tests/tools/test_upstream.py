@@ -20,7 +20,8 @@ from cosyvoice_triton.config import TensorrtLLMConfig
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.load.samples import Sample, SampleError
 from cosyvoice_triton.offline.inference import JOURNAL, SILENT_SECONDS, OutputFolder, identity, llm_configs, llm_engine
-from cosyvoice_triton.offline.shared import Stages
+from cosyvoice_triton.offline.shared import SampleStage, Stages
+from cosyvoice_triton.voice.audio import save_audio
 from cosyvoice_triton.voice.prompt import Recording
 
 from tests.conftest import ROOT
@@ -84,13 +85,14 @@ def test_the_share_of_memory_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
 SETTINGS = {"backend": "hf", "seed": 0}
 SAMPLE = Sample("a", "Hello.", Recording(np.full(100, 0.5, np.float32)), "The transcript.")
 AUDIO = np.linspace(-0.5, 0.5, SAMPLE_RATE, dtype=np.float32)
-TOKENS = np.array([5, 6560])
+TOKENS = [5, 6560]
 
 
 def save(path, *samples, settings=SETTINGS):
     folder = OutputFolder(path, settings)
     for sample in samples:
-        folder.save(sample, AUDIO, TOKENS, cut_short=False)
+        save_audio(folder.audio(sample), AUDIO, SAMPLE_RATE)
+        folder.record(sample, 1.0, TOKENS, cut_short=False)
 
 
 def holds(path, sample, settings=SETTINGS):
@@ -147,11 +149,13 @@ def test_a_replaced_checkpoint_has_another_identity(tmp_path):
 def test_the_time_of_each_stage_is_that_in_which_a_sample_is_in_it():
     clock = iter([0.0, 1.0, 3.0, 4.0, 7.0, 10.0, 10.0])
     stages = Stages(("llm", "token2wav", "idle"), lambda: next(clock))
+    other = SampleStage(stages)
     with stages.time("llm"):  # 1 to 7
-        stages.enter("llm")  # of another sample
+        other.enter("llm")
         with pytest.raises(ValueError), stages.time("token2wav"):  # 3 to 4
-            stages.leave("llm")
+            other.close()
             raise ValueError("the time of a failed stage counts")
+    assert other.name == "llm"
     seconds = {"llm": 6.0, "token2wav": 1.0, "idle": 0.0, "pipeline": 10.0}
     expected = {f"{stage}_time_seconds": of for stage, of in seconds.items()}
     expected |= {f"{stage}_rtf": of / 20 for stage, of in seconds.items()}

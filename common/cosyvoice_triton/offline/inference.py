@@ -10,11 +10,10 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from cosyvoice_triton.config import LLMEngine, OrchestratorConfig, TensorrtLLMConfig
@@ -24,14 +23,15 @@ from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.load.report import table
 from cosyvoice_triton.load.samples import Sample, SampleError
 from cosyvoice_triton.offline.shared import (
-    Failure,
-    Stages,
+    Run,
+    SampleStage,
     WholeToken2Wav,
     described,
     read_samples,
     recording_of,
     set_up,
     show_failures,
+    show_stages,
     speaker_runtime,
     stack_of,
     token2wav_config,
@@ -40,7 +40,7 @@ from cosyvoice_triton.orchestrator.assembly import Pipeline
 from cosyvoice_triton.orchestrator.report import Events
 from cosyvoice_triton.orchestrator.token_buffer import CUT_SHORT
 from cosyvoice_triton.speaker.engines import LocalPromptEncoder, load_pipeline
-from cosyvoice_triton.voice.audio import load_recording, save_audio
+from cosyvoice_triton.voice.audio import load_recording
 
 JOURNAL = "samples.jsonl"
 LOG = "log.txt"
@@ -77,22 +77,24 @@ class OutputFolder:
 
     def holds(self, sample: Sample) -> bool:
         """Return whether the sample is finished, with the same inputs and settings."""
-        return self._finished.get(sample.id) == self._made_from(sample) and self._audio(sample).exists()
+        return self._finished.get(sample.id) == self._made_from(sample) and self.audio(sample).exists()
 
     def discard(self, sample: Sample) -> None:
         """Remove older audio of this id, so that a sample that fails now does not look finished."""
-        self._audio(sample).unlink(missing_ok=True)
+        self.audio(sample).unlink(missing_ok=True)
 
-    def save(self, sample: Sample, audio: np.ndarray, tokens: np.ndarray, cut_short: bool) -> None:
-        """Write (N,) float32 audio that was rendered from the speech tokens (n,)."""
-        save_audio(self._audio(sample), audio, SAMPLE_RATE)
+    def audio(self, sample: Sample) -> Path:
+        return self.path / f"{sample.id}.wav"
+
+    def record(self, sample: Sample, seconds: float, tokens: Sequence[int], cut_short: bool) -> None:
+        """Record a finished sample, whose audio was rendered from the speech tokens (n,)."""
         record = {
             "id": sample.id,
             "made_from": self._made_from(sample),
-            "seconds": len(audio) / SAMPLE_RATE,
+            "seconds": seconds,
             "cut_short": cut_short,
             "target_text": sample.target_text,
-            "target_audio_cosy2_tokens": tokens.tolist(),
+            "target_audio_cosy2_tokens": list(tokens),
         }
         with (self.path / JOURNAL).open("a", encoding="utf-8") as journal:
             # A run that was killed may have left a line without its end.
@@ -103,9 +105,6 @@ class OutputFolder:
         path = self.path / LOG
         path.write_text(json.dumps(figures, indent=4, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
         return path
-
-    def _audio(self, sample: Sample) -> Path:
-        return self.path / f"{sample.id}.wav"
 
     def _made_from(self, sample: Sample) -> str:
         digest = hashlib.sha256(self._settings.encode())
@@ -232,21 +231,15 @@ def llm_configs(args: argparse.Namespace) -> tuple[OrchestratorConfig, TensorrtL
     return OrchestratorConfig(**speech), llm
 
 
-@dataclass
-class OfflineRun:
-    """Samples on their way to their files, `concurrency` at a time. Valid after an interruption, too."""
+class OfflineRun(Run):
+    """Samples on their way to their files, `concurrency` at a time."""
 
-    pipeline: Pipeline
-    folder: OutputFolder
-    sampling: Sampling
-    concurrency: int
-    stages: Stages = field(default_factory=lambda: Stages(STAGES))
-    finished: int = 0
-    audio_seconds: float = 0.0
-    tokens: int = 0
-    cut_short: list[str] = field(default_factory=list)  # ids of samples that a limit of tokens cut short
-    failures: list[Failure] = field(default_factory=list)
-    unanswered: int = 0  # samples in a row for which the LLM was unavailable
+    def __init__(self, pipeline: Pipeline, folder: OutputFolder, sampling: Sampling, concurrency: int) -> None:
+        super().__init__(STAGES)
+        self.pipeline, self.folder, self.sampling, self.concurrency = pipeline, folder, sampling, concurrency
+        self.finished = self.tokens = 0
+        self.cut_short: list[str] = []  # ids of samples that a limit of tokens cut short
+        self.unanswered = 0  # samples in a row for which the LLM was unavailable
 
     async def speak_all(self, samples: Sequence[Sample]) -> None:
         places = asyncio.Semaphore(self.concurrency)
@@ -266,21 +259,18 @@ class OfflineRun:
     async def speak(self, sample: Sample) -> None:
         """Write the sample's file, or record why there is none."""
         self.folder.discard(sample)
-        stage = SampleStage(self.stages)
-        try:
-            if self.unanswered >= GIVE_UP_BATCHES * self.concurrency:
-                stage.enter("llm")
-                raise UnavailableError("not tried: the LLM was unavailable for the samples before")
-            await self._spoken(sample, stage)
-            self.unanswered = 0
-        except Exception as error:
-            if stage.name == "llm" and isinstance(error, UnavailableError):
-                self.unanswered += 1
-            self.failures.append(Failure.of(sample, stage.name, error))
-        finally:
-            stage.leave()
+        with self.sample(sample) as stage:
+            try:
+                if self.unanswered >= GIVE_UP_BATCHES * self.concurrency:
+                    stage.enter("llm")
+                    raise UnavailableError("not tried: the LLM was unavailable for the samples before")
+                await self._spoken(sample, stage)
+                self.unanswered = 0
+            except UnavailableError:
+                self.unanswered += stage.name == "llm"
+                raise
 
-    async def _spoken(self, sample: Sample, stage: "SampleStage") -> None:
+    async def _spoken(self, sample: Sample, stage: SampleStage) -> None:
         stage.enter("voice")
         recording = recording_of(sample)
         stage.enter("text")
@@ -302,9 +292,9 @@ class OfflineRun:
         audio = await self.pipeline.synthesizer.offline(request, Events(warnings.append, reached, segment_ended))
         stage.enter("audio_save")
         cut_short = any(warning.startswith(CUT_SHORT) for warning in warnings)
-        self.folder.save(sample, audio, np.asarray(tokens), cut_short)
+        self.save(self.folder.audio(sample), audio)
+        self.folder.record(sample, len(audio) / SAMPLE_RATE, tokens, cut_short)
         self.finished += 1
-        self.audio_seconds += len(audio) / SAMPLE_RATE
         self.tokens += len(tokens)
         self.cut_short += [sample.id] * cut_short
 
@@ -321,30 +311,10 @@ class OfflineRun:
         }
 
 
-class SampleStage:
-    """The stage that a sample is in; `name` is kept after it has left it."""
-
-    def __init__(self, stages: Stages) -> None:
-        self._stages = stages
-        self._entered = False
-        self.name = ""
-
-    def enter(self, name: str) -> None:
-        self.leave()
-        self._stages.enter(name)
-        self.name, self._entered = name, True
-
-    def leave(self) -> None:
-        if self._entered:
-            self._stages.leave(self.name)
-            self._entered = False
-
-
 def show(args: argparse.Namespace, made: OfflineRun, figures: dict[str, Any]) -> None:
     """Print the tables and the samples that were cut short."""
     print(f"{made.finished} samples, {made.audio_seconds:.1f} s of audio, {figures['vocoder']}")
-    stages = [*STAGES, "pipeline"]
-    print(table(("stage", "seconds", "RTF"), [(s, figures[f"{s}_time_seconds"], figures[f"{s}_rtf"]) for s in stages]))
+    show_stages(figures, STAGES)
     print()
     row = (args.backend, args.batch_size, *(figures[key] for key in ("llm_time_seconds", "pipeline_time_seconds")))
     header = ("Backend", "Batch Size", "llm_time_seconds", "total_time_seconds", "RTF")

@@ -3,8 +3,6 @@
 No LLM is asked for that: token2wav speaks the tokens of a sample recording, as in voice conversion.
 """
 
-import asyncio
-import hashlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,15 +13,11 @@ from safetensors import safe_open
 
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.checkpoint import read_state, require_finite
-from cosyvoice_triton.config import TensorrtLLMConfig, Token2WavConfig
+from cosyvoice_triton.config import Token2WavConfig
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
 from cosyvoice_triton.llm.checkpoint import HEAD_BIAS, made_from, read_limits
-from cosyvoice_triton.llm.engines.interface import EngineLM
-from cosyvoice_triton.llm.engines.loading import engine_of
-from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.networks.flow.config import stated_solve
-from cosyvoice_triton.prepare.hub import digest_of
 from cosyvoice_triton.prepare.missing import remedy
 from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.token2wav.engine import Token2Wav
@@ -36,9 +30,6 @@ SAMPLE = samples.FOLDER / "reference_en.wav"
 SAMPLE_SECONDS = 3.0  # of it are used
 # Of these, and of the solve's steps: a full-size flow takes minutes of one core for all.
 SPOKEN_SECONDS, SPOKEN_STEPS = 1.0, 3
-GREEDY_TOKENS = 25
-# Hash of the first greedy tokens, by the sha256 of the LLM's weights. No official file is known yet.
-KNOWN_GREEDY = {"a1f4c738154fb446": "4c72ea1bf9b3"}  # the demo's
 # An H100's bfloat16 or another CPU's float32 may turn a token of close logits; wrong weights turn nearly all.
 MOST_DIFFERENT = 0.05
 FLOAT16_RISK = (
@@ -71,7 +62,6 @@ class Inspection:
             self._stack.hift: lambda: self._tensors(self._stack.hift),
             "prompt and speech": self._spoken,
             self._stack.speech_tokenizer: self._tokenizer,
-            "greedy tokens": self._greedy,
         }
         for name, check in checks.items():
             begun = time.monotonic()
@@ -150,37 +140,3 @@ class Inspection:
         if abs(len(ours) - len(theirs)) > 1 or different > MOST_DIFFERENT:
             raise ValueError(f"{different:.0%} of {len(ours)} tokens differ from onnxruntime's {len(theirs)}")
         return f"{size} tokens, {different:.1%} of them not as onnxruntime computes them"
-
-    def _greedy(self) -> str:
-        """Return a hash of the LLM's first tokens for a sentence, which equal files share nearly everywhere."""
-        folder = self._options.models_dir.resolve() / self._stack.llm.genai
-        if not folder.is_dir():
-            return f"not computed: the CPU's engine needs {folder}; {remedy(self._options, folder)}"
-        tokenizer = LLMTokenizer.from_dir(self._options.tokenizer_dir, self._stack.llm.tokenizer)
-        config = TensorrtLLMConfig(
-            engine_dir=str(folder),
-            tokenizer_dir=str(self._options.tokenizer_dir),
-            engine="onnxruntime_genai",
-            instance_kind="KIND_CPU",
-            max_requests=1,
-        )
-        engine = engine_of(config, tokenizer)
-        sampling = Sampling(temperature=0, max_tokens=GREEDY_TOKENS)
-
-        async def generated() -> list[int]:
-            answer = EngineLM(engine, tokenizer).generate(LLMPrompt("The train leaves at nine."), sampling)
-            return [token async for chunk in answer for token in chunk.tokens]
-
-        try:
-            tokens = asyncio.run(generated())
-        finally:
-            engine.close()
-        found = hashlib.sha256(str(tokens).encode()).hexdigest()[:12]
-        weights = digest_of(self._options.tokenizer_dir / "model.safetensors", git=False)[:16]
-        known = KNOWN_GREEDY.get(weights)
-        if known is None:
-            return f"{len(tokens)}, hash {found}, not known of weights {weights}"
-        # Not certainly wrong: another processor may turn a token of close logits, and all after it.
-        if known != found:
-            return f"warning: hash {found}, elsewhere {known} of these weights; if words are wrong, make {folder} again"
-        return f"{len(tokens)}, hash {found}, as known"

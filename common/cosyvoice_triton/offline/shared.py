@@ -1,5 +1,5 @@
-"""What the offline tools share: options, samples, what the options load, how their process is set up, the times of
-stages, and the samples that failed."""
+"""What the offline tools share: options, samples, what the options load, how their process is set up, and a run over
+samples: the times of its stages and the samples that failed."""
 
 import argparse
 import asyncio
@@ -8,12 +8,12 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -21,17 +21,18 @@ import torch
 from cosyvoice_triton import samples, stacks
 from cosyvoice_triton.checkpoint import read_state
 from cosyvoice_triton.config import FlowRuntime, OrchestratorConfig, SpeakerRuntime, Token2WavConfig
-from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS
+from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS, SAMPLE_RATE
 from cosyvoice_triton.demo_checkpoint import has_random_weights
 from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.load.report import table
 from cosyvoice_triton.load.samples import Sample, SampleError, read_dataset, read_manifest
 from cosyvoice_triton.stacks import Stack
 from cosyvoice_triton.text import clean_line
 from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.voice.audio import save_audio
 from cosyvoice_triton.voice.prompt import Prompt, Recording, validate_reference
 
 FAILURES_SHOWN = 20
-AFTER_STAGE = "_time_seconds"  # as in upstream's figures
 
 
 def add_data_arguments(parser: argparse.ArgumentParser, split: str) -> None:
@@ -87,35 +88,42 @@ class Stages:
         self._since: dict[str, float] = {}
         self.seconds = dict.fromkeys(names, 0.0)
 
-    def enter(self, stage: str) -> None:
-        """Note that a sample has entered a stage."""
-        if not self._samples[stage]:
-            self._since[stage] = self._clock()
-        self._samples[stage] += 1
-
-    def leave(self, stage: str) -> None:
-        """Note that a sample has left a stage."""
-        self._samples[stage] -= 1
-        if not self._samples[stage]:
-            self.seconds[stage] += self._clock() - self._since[stage]
-
     @contextmanager
     def time(self, stage: str) -> Iterator[None]:
         """Let a sample be in a stage for the block."""
-        self.enter(stage)
+        if not self._samples[stage]:
+            self._since[stage] = self._clock()
+        self._samples[stage] += 1
         try:
             yield
         finally:
-            self.leave(stage)
+            self._samples[stage] -= 1
+            if not self._samples[stage]:
+                self.seconds[stage] += self._clock() - self._since[stage]
 
     def figures(self, audio_seconds: float) -> dict[str, float | None]:
         """Return `<stage>_time_seconds` and `<stage>_rtf` per stage and for the pipeline, since construction; the RTF
         is None without audio."""
         figures: dict[str, float | None] = {}
         for stage, seconds in {**self.seconds, "pipeline": self._clock() - self._begun}.items():
-            figures[stage + AFTER_STAGE] = seconds
-            figures[stage + "_rtf"] = seconds / audio_seconds if audio_seconds else None
+            figures[f"{stage}_time_seconds"] = seconds  # as in upstream's figures
+            figures[f"{stage}_rtf"] = seconds / audio_seconds if audio_seconds else None
         return figures
+
+
+class SampleStage(ExitStack):
+    """The stage that a sample is in; `name` is kept after it has left it."""
+
+    def __init__(self, stages: Stages) -> None:
+        super().__init__()
+        self._stages = stages
+        self.name = ""
+
+    def enter(self, name: str) -> None:
+        """Leave the stage before, if the sample was in one."""
+        self.close()
+        self.enter_context(self._stages.time(name))
+        self.name = name
 
 
 class Failure(NamedTuple):
@@ -125,12 +133,31 @@ class Failure(NamedTuple):
     stage: str
     error: str
 
-    @classmethod
-    def of(cls, sample: Sample, stage: str, error: Exception) -> "Failure":
-        reason = " ".join(str(error).split())
-        if not isinstance(error, (ValueError, UnavailableError, OSError)):
-            reason = f"{type(error).__name__}: {reason}"  # out of memory, or a bug
-        return cls(sample.id, stage, reason)
+
+class Run:
+    """Samples on their way to audio files. It is valid after an interruption, too."""
+
+    def __init__(self, stages: Sequence[str]) -> None:
+        self.stages = Stages(stages)
+        self.audio_seconds = 0.0
+        self.failures: list[Failure] = []
+
+    @contextmanager
+    def sample(self, sample: Sample) -> Iterator[SampleStage]:
+        """Let a sample go through stages in the block, whose error is recorded as why it has no audio."""
+        with SampleStage(self.stages) as stage:
+            try:
+                yield stage
+            except Exception as error:
+                reason = " ".join(str(error).split())
+                if not isinstance(error, (ValueError, UnavailableError, OSError)):
+                    reason = f"{type(error).__name__}: {reason}"  # out of memory, or a bug
+                self.failures.append(Failure(sample.id, stage.name, reason))
+
+    def save(self, path: Path, audio: np.ndarray) -> None:
+        """Write audio (N,) float32."""
+        save_audio(path, audio, SAMPLE_RATE)
+        self.audio_seconds += len(audio) / SAMPLE_RATE
 
 
 def set_up() -> None:
@@ -139,6 +166,12 @@ def set_up() -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         # The LLM has threads of its own: torch's would wait for cores that those keep busy, ten times as long.
         torch.set_num_threads(1)
+
+
+def show_stages(figures: Mapping[str, Any], stages: Sequence[str]) -> None:
+    """Print a table of the seconds of each stage and of the pipeline."""
+    rows = [(stage, figures[f"{stage}_time_seconds"], figures[f"{stage}_rtf"]) for stage in (*stages, "pipeline")]
+    print(table(("stage", "seconds", "RTF"), rows))
 
 
 def show_failures(failures: Sequence[Failure], file: str) -> None:

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,13 @@ from tqdm import tqdm
 
 from cosyvoice_triton import stacks
 from cosyvoice_triton.config import OrchestratorConfig
-from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS, SAMPLE_RATE
+from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS
 from cosyvoice_triton.errors import OverloadedError
 from cosyvoice_triton.load.report import table
 from cosyvoice_triton.load.samples import Sample, SampleError
 from cosyvoice_triton.monitoring.metrics import BATCHES
 from cosyvoice_triton.offline.shared import (
-    Failure,
-    Stages,
+    Run,
     WholeToken2Wav,
     add_data_arguments,
     add_trt_argument,
@@ -33,6 +32,7 @@ from cosyvoice_triton.offline.shared import (
     recording_of,
     set_up,
     show_failures,
+    show_stages,
     speaker_runtime,
     stack_of,
     token2wav_config,
@@ -41,7 +41,6 @@ from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.orchestrator.token2wav_port import Token2WavSequence
 from cosyvoice_triton.speaker.engines import load_token2wav, port_of
 from cosyvoice_triton.stacks import Stack
-from cosyvoice_triton.voice.audio import save_audio
 from cosyvoice_triton.voice.encoders import ReferenceEncoder
 from cosyvoice_triton.voice.prompt import Prompt
 
@@ -170,55 +169,50 @@ async def passes(
             called = calls()
             for begin in range(0, len(samples), args.batch_size):
                 batch = samples[begin : begin + args.batch_size]
-                prompts = [epoch.prompt(encoder, sample) for sample in batch]
+                voices = [(sample, epoch.prompt(encoder, sample)) for sample in batch]
+                spoken = [(sample, prompt) for sample, prompt in voices if prompt is not None]
                 with epoch.stages.time("token2wav"):
                     answers = await asyncio.gather(
-                        *(render(*each) for each in prompts if each is not None), return_exceptions=True
+                        *(render(prompt, tokens_of(sample, prompt)) for sample, prompt in spoken),
+                        return_exceptions=True,
                     )
-                spoken = [sample for sample, each in zip(batch, prompts, strict=True) if each is not None]
-                for sample, answer in zip(spoken, answers, strict=True):
-                    epoch.save(args, sample, answer)
+                for (sample, _), answer in zip(spoken, answers, strict=True):
+                    epoch.keep(args, sample, answer)
                 progress.update(len(batch))
             epoch.forward_calls = calls() - called
     return epochs
 
 
-@dataclass
-class Epoch:
+def tokens_of(sample: Sample, prompt: Prompt) -> np.ndarray:
+    """Return the sample's speech tokens (n,), those of the recording if it has none."""
+    tokens = sample.target_audio_cosy2_tokens
+    return prompt.tokens if tokens is None else tokens
+
+
+class Epoch(Run):
     """One pass over the samples, in which each voice is encoded once."""
 
-    stages: Stages = field(default_factory=lambda: Stages(STAGES))
-    audio_seconds: float = 0.0
-    failures: list[Failure] = field(default_factory=list)
-    forward_calls: int = 0
-    chunks: int = 0
-    first_chunks: list[float] = field(default_factory=list)  # seconds
+    def __init__(self) -> None:
+        super().__init__(STAGES)
+        self.forward_calls = self.chunks = 0
+        self.first_chunks: list[float] = []  # seconds
 
-    def prompt(self, encoder: ReferenceEncoder, sample: Sample) -> tuple[Prompt, np.ndarray] | None:
-        """Return the sample's voice and speech tokens, those of the recording if it has none; None if its recording
-        cannot be used."""
-        try:
-            with self.stages.time("voice"):
-                prompt = encoder(recording_of(sample))
-        except Exception as error:
-            self.failures.append(Failure.of(sample, "voice", error))
-            return None
-        tokens = sample.target_audio_cosy2_tokens
-        return prompt, prompt.tokens if tokens is None else tokens
+    def prompt(self, encoder: ReferenceEncoder, sample: Sample) -> Prompt | None:
+        """Return the sample's voice; None if its recording cannot be used."""
+        with self.sample(sample) as stage:
+            stage.enter("voice")
+            return encoder(recording_of(sample))
+        return None
 
-    def save(self, args: argparse.Namespace, sample: Sample, answer: Rendered | BaseException) -> None:
-        try:
+    def keep(self, args: argparse.Namespace, sample: Sample, answer: Rendered | BaseException) -> None:
+        with self.sample(sample) as stage:
+            stage.name = "token2wav"
             if isinstance(answer, BaseException):
                 raise answer
-            audio = np.concatenate(answer.chunks)
-            save_audio(args.output_dir / f"{sample.id}.wav", audio, SAMPLE_RATE)
-        except Exception as error:
-            self.failures.append(Failure.of(sample, "token2wav", error))
-            return
-        self.audio_seconds += len(audio) / SAMPLE_RATE
-        if args.streaming:
-            self.first_chunks.append(answer.first_chunk)
-            self.chunks += len(answer.chunks)
+            self.save(args.output_dir / f"{sample.id}.wav", np.concatenate(answer.chunks))
+            if args.streaming:
+                self.first_chunks.append(answer.first_chunk)
+                self.chunks += len(answer.chunks)
 
     @property
     def seconds(self) -> float:
@@ -257,8 +251,7 @@ def report(args: argparse.Namespace, samples: Sequence[Sample], vocoder: str, ep
     }
     path = args.output_dir / args.figures
     path.write_text(json.dumps(figures, indent=4, default=str) + "\n", encoding="utf-8")
-    rows = [(stage, figures[f"{stage}_time_seconds"], figures[f"{stage}_rtf"]) for stage in (*STAGES, "pipeline")]
-    print(table(("stage", "seconds", "RTF"), rows))
+    show_stages(figures, STAGES)
     if args.streaming:
         header = ("pass", "first chunk, median ms", "forward calls", "chunks")
         costs = [
