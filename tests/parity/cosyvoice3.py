@@ -1,7 +1,6 @@
 """Fixtures of CosyVoice3: flow, vocoder, noise tables, silent tokens, and the streaming loops of upstream's callers."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,26 +27,19 @@ from torch import Tensor
 
 from tests.parity.fixture import Check, Fixture
 from tests.parity.flow_unet import estimator_calls, flow_calls, solve_calls
-from tests.parity.hift import config_of, official_state, vocoder_calls
+from tests.parity.hift import official_state, vocoder_calls
 from tests.parity.reference import window_flow as reference
 from tests.parity.served import LIMITS, ServedFlow, prompt_of
-from tests.parity.tracing import steps_of
 
 Results = Iterator[tuple[str, Tensor]]
 TABLE_SECONDS = 300  # of upstream's noise tables
 
 
 def build(fixture: Fixture, file: str | None = None) -> CosyVoice3Flow:
-    """The flow in a weights file of the fixture; what no tensor shows is from the JSON next to it."""
-    file = file or fixture.meta["weights_file"]
-    state, config = fixture.weights(file), fixture.weights_meta(file)["config"]
-    sizes = CosyVoice3FlowConfig.from_shapes(shapes_of(state))
-    sizes = replace(
-        sizes,
-        guidance=config["cfm"]["cfm_params"]["inference_cfg_rate"],
-        estimator=replace(sizes.estimator, chunk_frames=config["estimator"]["static_chunk_size"]),
-    )
-    return load_strict(CosyVoice3Flow(sizes), without_rotary(state), "cpu", torch.float32)
+    """The flow in a weights file of the fixture."""
+    state = fixture.weights(file)
+    network = CosyVoice3Flow(CosyVoice3FlowConfig.from_shapes(shapes_of(state)))
+    return load_strict(network, without_rotary(state), "cpu", torch.float32)
 
 
 def check_lookahead(fixture: Fixture) -> Results:
@@ -110,8 +102,8 @@ class _WholeVocoder:
 
 
 def tiny_vocoder(fixture: Fixture, file: str | None = None) -> CausalHiFTGenerator:
-    file = file or fixture.meta["weights_file"]
-    return build_causal_hift(config_of(fixture.weights_meta(file)), fuse_weight_norm(fixture.weights(file)))
+    state = fuse_weight_norm(fixture.weights(file))
+    return build_causal_hift(HiFTConfig.from_shapes(shapes_of(state)), state)
 
 
 def check_vocoder(fixture: Fixture) -> Results:
@@ -167,7 +159,7 @@ def check_streaming(fixture: Fixture) -> Results:
     flow_file, hift_file = fixture.meta["weights_files"]
     network, hift = build(fixture, flow_file), tiny_vocoder(fixture, hift_file)
     prompt = prompt_of(fixture["in/prompt_token"][0], fixture["in/prompt_feat"][0], fixture["in/embedding"][0])
-    served = ServedFlow(fixture, network, fixture["in/rand_noise"], steps_of(fixture))
+    served = ServedFlow(fixture, network, fixture["in/rand_noise"])
     stream, by_engine = served.open(prompt), fixture.computed_by
     full_attention = fixture.name.endswith("full_attention")
     spoken = _Spoken(fixture, hift)

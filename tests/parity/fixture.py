@@ -79,14 +79,11 @@ class Fixture:
         return self._tensors[key]
 
     def weights(self, file: str | None = None) -> dict[str, torch.Tensor]:
-        """The state_dict that the fixture was made with.
+        """The state_dict that the fixture was made with, also if it is of a part of the network.
 
-        file: name of one of several weights files; default: the fixture's "weights_file", of which only the keys under
-        "weights_prefix" are returned, without the prefix.
+        file: name of one of several weights files; default: the fixture's "weights_file".
         """
-        prefix = "" if file else self.meta.get("weights_prefix", "")
-        state = load_file(self._beside(file or self.meta["weights_file"]))
-        return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        return load_file(self._beside(file or self.meta["weights_file"]))
 
     def weights_meta(self, file: str | None = None) -> dict[str, Any]:
         """The JSON next to the weights file: constructor arguments of every sub-module under "config"."""
@@ -136,11 +133,6 @@ class Fixture:
         if not isinstance(tolerance, dict):
             raise ValueError(f"no tolerance is given for {key}")
         return Tolerance(tolerance["atol"])
-
-
-def prefixed(prefix: str, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
-    """Shapes of a sub-module's state_dict under the keys that they have in the whole checkpoint."""
-    return {f"{prefix}{key}": tensor.shape for key, tensor in state.items()}
 
 
 def outputs_of(call: Mapping[str, Any]) -> list[str]:

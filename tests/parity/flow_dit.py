@@ -4,41 +4,36 @@ Stored caches have upstream's layouts; the functions at the end convert ours to 
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from cosyvoice_triton.checkpoint import load_strict, shapes_of
 from cosyvoice_triton.constants import TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.flow.cache import EstimatorCache, KeyValues
-from cosyvoice_triton.networks.flow.config import DiTConfig, DiTFlowConfig, EncoderConfig
-from cosyvoice_triton.networks.flow.dit import DiTEstimator, DiTFlow
-from cosyvoice_triton.networks.flow.encoder import UpsampleConformerEncoder
+from cosyvoice_triton.networks.flow.config import DiTFlowConfig
+from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 
-from tests.parity.fixture import Check, Fixture, prefixed
+from tests.parity.fixture import Check, Fixture
 from tests.parity.flow_unet import estimator_calls
 from tests.parity.reference import dit_flow as reference
 from tests.parity.reference.encoder import EncoderStream, encode_whole
 from tests.parity.served import ServedFlow, caches_of, prompt_of
-from tests.parity.tracing import evaluate, recorded, steps_of
+from tests.parity.tracing import evaluate, recorded
 
 Results = Iterator[tuple[str, Tensor]]
 
 
 def build(fixture: Fixture, file: str | None = None) -> DiTFlow:
-    """The flow in a weights file of the fixture; guidance is from the JSON next to it."""
-    state, config = fixture.weights(file), fixture.weights_meta(file)["config"]
-    sizes = replace(DiTFlowConfig.from_shapes(shapes_of(state)), guidance=config["cfm"]["inference_cfg_rate"])
-    return load_strict(DiTFlow(sizes), state, "cpu", torch.float32)
+    """The flow in a weights file of the fixture."""
+    state = fixture.weights(file)
+    return load_strict(DiTFlow(DiTFlowConfig.from_shapes(shapes_of(state))), state, "cpu", torch.float32)
 
 
 def check_encoder(fixture: Fixture) -> Results:
-    state = fixture.weights()
-    encoder = UpsampleConformerEncoder(EncoderConfig.from_shapes(prefixed("encoder.", state)))
-    load_strict(encoder, state, "cpu", torch.float32)
+    encoder = build(fixture).encoder
     streams = {"none": EncoderStream(encoder)}  # after a call
     for call in fixture.meta["calls"]:
         if "last_chunk" not in call:
@@ -52,30 +47,34 @@ def check_encoder(fixture: Fixture) -> Results:
         yield from _stored(call["outputs"], {"xs": stream.features()[:, -new:], **stream.caches()})
 
 
+# Of the large caches a part is stored, which the key names after a dot.
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda cache: cache,
+    "layers_first_last": lambda cache: cache[[0, -1]],
+    "steps_first_last": lambda cache: cache[[0, -1]],
+    "steps_first_last.t40": lambda cache: cache[[0, -1]][..., :40, :],
+    "step_last.layer_last": lambda cache: cache[-1, -1],
+}
+
+
 def _stored(keys: Iterable[str], computed: dict[str, Tensor]) -> Results:
-    """Results by the last part of their keys, such as `att_cache`, or `att_cache.step_last` for a part of it."""
+    """Results by the last part of their keys, such as `att_cache`, or `att_cache.step_last.layer_last` for a part."""
     for key in keys:
-        name, *parts = key.rpartition("/")[2].split(".")
+        name, _, part = key.rpartition("/")[2].partition(".")
         if name in computed:
-            yield key, _part(computed[name], parts)
+            yield key, PARTS[part](computed[name])
 
 
 def check_estimator(fixture: Fixture) -> Results:
-    state = fixture.weights()
-    estimator = DiTEstimator(DiTConfig.from_shapes(prefixed("decoder.estimator.", state)))
-    load_strict(estimator, state, "cpu", torch.float32)
+    estimator: Any = build(fixture).decoder.estimator
     x, mu, condition, speaker, t = (fixture[f"in/{name}"] for name in ("x", "mu", "cond", "spks", "t"))
     streams: dict[str, tuple[EstimatorCache, list[int]]] = {}  # cache after a call, lengths of the blocks in it
     for call in fixture.meta["calls"]:
         if "frames" not in call:
             yield from estimator_calls(fixture, estimator, [call])
             continue
-        fresh = not call["caches"].startswith("from ")
-        cache, blocks = (
-            (estimator.empty_cache(steps=1, rows=x.shape[0])[0], [])
-            if fresh
-            else streams[call["caches"].removeprefix("from ")]
-        )
+        fresh = estimator.empty_cache(steps=1, rows=x.shape[0])[0], list[int]()
+        cache, blocks = streams.get(call["caches"].removeprefix("from "), fresh)
         start, stop = call["frames"]
         cache, blocks = cache.with_room(stop - start), [*blocks, stop - start]
         streams[call["tag"]] = cache, blocks
@@ -92,14 +91,14 @@ def check_offline_flow(fixture: Fixture) -> Results:
     names = ("token", "token_len", "prompt_feat", "prompt_feat_len", "embedding")
     for call in fixture.meta["calls"]:
         inputs = [fixture[f"in/{name}"][: call["batch"]] for name in names]
-        noise, steps = fixture[call["noise"]], call["n_timesteps"]
+        noise = fixture[call["noise"]]
         fixture.computed_by = "reference"
         with recorded(network.encoder_proj, "forward") as projected:
-            mel = reference.inference(network, *inputs, noise=noise, steps=steps)
+            mel = reference.inference(network, *inputs, noise=noise)
         mu = projected[0]
         for row, (token, count, feat, frames, embedding) in enumerate(zip(*inputs, strict=True)):
             if count == len(token):
-                served = ServedFlow(fixture, network, noise[row : row + 1], steps)
+                served = ServedFlow(fixture, network, noise[row : row + 1])
                 prompt = prompt_of(token, feat[:frames], embedding)
                 served.whole(prompt, token[len(prompt.tokens) :])
                 mel[row], mu[row] = served.mel[0], served.mu[0]
@@ -123,7 +122,7 @@ def _flow_calls(fixture: Fixture, network: DiTFlow) -> Results:
         token, computed = evaluate(fixture, call["token"]), {}
         if "last_chunk" not in call:
             prompt = _prompt(fixture, network, call, token)
-            served, blocks = ServedFlow(fixture, network, fixture["in/rand_noise"], steps_of(fixture, call)), []
+            served, blocks = ServedFlow(fixture, network, fixture["in/rand_noise"]), []
             stream = served.open(prompt)
         else:
             assert served is not None, "a stream has a prefill before its first chunk"
@@ -155,9 +154,8 @@ def _prompt(fixture: Fixture, network: DiTFlow, call: dict[str, Any], token: Ten
 def _whole_utterance(fixture: Fixture, network: DiTFlow, call: dict[str, Any]) -> Tensor:
     """The mel of an utterance with its prompt."""
     prompt_token, token, feat = (fixture[f"in/{name}"] for name in ("prompt_token", "token", "prompt_feat"))
-    noise, steps, embedding = fixture[call["noise"]], steps_of(fixture, call), fixture["in/embedding"]
-    served = ServedFlow(fixture, network, noise, steps)
-    served.whole(prompt_of(prompt_token[0], feat[0], embedding[0]), token[0])
+    served = ServedFlow(fixture, network, fixture[call["noise"]])
+    served.whole(prompt_of(prompt_token[0], feat[0], fixture["in/embedding"][0]), token[0])
     return served.mel
 
 
@@ -170,26 +168,6 @@ def estimator_attention(cache: KeyValues, blocks: list[int]) -> Tensor:
     """(..., H, T, 2 D): keys and values concatenated, the newest of the blocks first, each in time order."""
     in_time = torch.cat([cache.keys, cache.values], dim=-1).split(blocks, dim=-2)
     return torch.cat(in_time[::-1], dim=-2)
-
-
-def _part(x: Tensor, names: list[str]) -> Tensor:
-    """The stored part of a large cache, such as `steps_first_last`, `step_last.layer_last`, `t40`.
-
-    Names of steps and layers select on the leading axes, one by one; "first" and "last" remove their axis.
-    """
-    axis = 0
-    for name in names:
-        if match := re.fullmatch(r"(?:step|layer)s?_(first_last|first|last)", name):
-            if match[1] == "first_last":
-                x = x.index_select(axis, torch.tensor([0, x.shape[axis] - 1], device=x.device))
-                axis += 1
-            else:
-                x = x.select(axis, 0 if match[1] == "first" else -1)
-        elif match := re.fullmatch(r"t(\d+)", name):
-            x = x[..., : int(match[1]), :]
-        else:
-            raise ValueError(f"unknown part of a cache: {name!r}")
-    return x
 
 
 CHECKS: dict[str, Check] = {

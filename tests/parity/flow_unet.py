@@ -8,57 +8,39 @@ import torch
 from cosyvoice_triton.checkpoint import load_strict, shapes_of
 from cosyvoice_triton.constants import TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.flow.base import FlowMatching, time_schedule
-from cosyvoice_triton.networks.flow.config import EncoderConfig, UNetConfig, UNetFlowConfig
+from cosyvoice_triton.networks.flow.config import UNetFlowConfig
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
-from cosyvoice_triton.networks.flow.encoder import UpsampleConformerEncoder
-from cosyvoice_triton.networks.flow.unet import UNetEstimator, UNetFlow
+from cosyvoice_triton.networks.flow.unet import UNetFlow
 from torch import Tensor, nn
 
-from tests.parity.fixture import Check, Fixture, outputs_of, prefixed
+from tests.parity.fixture import Check, Fixture, outputs_of
 from tests.parity.reference import window_flow as reference
 from tests.parity.reference.encoder import encode_whole
 from tests.parity.served import ServedFlow, prompt_of
-from tests.parity.tracing import intermediates, steps_of
+from tests.parity.tracing import intermediates
 
 Results = Iterator[tuple[str, Tensor]]
 
 
 def build(fixture: Fixture, file: str | None = None) -> UNetFlow:
-    """The flow in a weights file of the fixture; heads, chunks and guidance are from the JSON next to it."""
+    """The flow in a weights file of the fixture; what no tensor shows is from the JSON next to it."""
     state, config = fixture.weights(file), fixture.weights_meta(file)["config"]
-    sizes = UNetFlowConfig.from_shapes(shapes_of(state))
+    sizes, estimator = UNetFlowConfig.from_shapes(shapes_of(state)), config["estimator"]
     sizes = replace(
         sizes,
-        guidance=config["cfm"]["cfm_params"]["inference_cfg_rate"],
         encoder=replace(sizes.encoder, chunk_tokens=config["encoder"]["static_chunk_size"]),
-        estimator=_estimator_config(sizes.estimator, config["estimator"]),
+        estimator=replace(
+            sizes.estimator,
+            heads=estimator["num_heads"],
+            head_dim=estimator["attention_head_dim"],
+            chunk_frames=estimator["static_chunk_size"],
+        ),
     )
     return load_strict(UNetFlow(sizes), state, "cpu", torch.float32)
 
 
-def _estimator_config(sizes: UNetConfig, config: dict[str, Any]) -> UNetConfig:
-    """`sizes` with the values that no tensor shows, from a fixture's JSON."""
-    return replace(
-        sizes,
-        heads=config["num_heads"],
-        head_dim=config["attention_head_dim"],
-        chunk_frames=config["static_chunk_size"],
-    )
-
-
-def _estimator(fixture: Fixture, prefix: str) -> UNetEstimator:
-    """prefix: of the fixture's keys in the whole checkpoint."""
-    sizes = UNetConfig.from_shapes(prefixed(prefix, fixture.weights()))
-    return UNetEstimator(_estimator_config(sizes, fixture.weights_meta()["config"]["estimator"]))
-
-
 def check_encoder(fixture: Fixture) -> Results:
-    state = fixture.weights()
-    chunk_tokens = fixture.weights_meta()["config"]["encoder"]["static_chunk_size"]
-    encoder = UpsampleConformerEncoder(
-        replace(EncoderConfig.from_shapes(prefixed("encoder.", state)), chunk_tokens=chunk_tokens)
-    )
-    load_strict(encoder, state, "cpu", torch.float32)
+    encoder = build(fixture).encoder
     for call in fixture.meta["calls"]:
         xs, context = fixture[call["xs"]], None
         if call["context"]:
@@ -69,11 +51,6 @@ def check_encoder(fixture: Fixture) -> Results:
         yield from zip(call["outputs"], (ys, valid.to(torch.uint8)), strict=True)
         # The embedding of each token followed by those ahead of it: (B, T, 1 + lookahead, C) -> (B, T, C)
         yield from ((key, x[:, :, 0] if key.endswith("/embed") else x) for key, x in found.items())
-
-
-def check_estimator(fixture: Fixture) -> Results:
-    estimator = _estimator(fixture, "decoder.estimator.")
-    yield from estimator_calls(fixture, load_strict(estimator, fixture.weights(), "cpu", torch.float32))
 
 
 def estimator_calls(fixture: Fixture, estimator: nn.Module, calls: Iterable[dict[str, Any]] | None = None) -> Results:
@@ -87,12 +64,6 @@ def estimator_calls(fixture: Fixture, estimator: nn.Module, calls: Iterable[dict
         rows = [row[:, :length] for row, length in zip(y, lengths, strict=True)] if lengths else [y]
         yield from zip(outputs_of(call), rows, strict=True)
         yield from found.items()
-
-
-def check_solve(fixture: Fixture) -> Results:
-    guidance = fixture.weights_meta()["config"]["cfm"]["cfm_params"]["inference_cfg_rate"]
-    decoder = FlowMatching(_estimator(fixture, "decoder."), guidance)
-    yield from solve_calls(fixture, load_strict(decoder, fixture.weights(), "cpu", torch.float32))
 
 
 def solve_calls(fixture: Fixture, decoder: FlowMatching) -> Results:
@@ -122,23 +93,22 @@ def flow_calls(fixture: Fixture, network: UNetFlow | CosyVoice3Flow) -> Results:
     """A prefix of a stream as one chunk, or a whole utterance, by the engine; a prefix under full attention, or
     a prompt whose mel is not two frames per token, which serving never computes, by `reference`."""
     noise = fixture["in/rand_noise"]
-    flows: dict[int, ServedFlow] = {}  # by Euler steps: on a GPU each captures its graphs
+    served: ServedFlow | None = None
     if "mid/spk" in fixture:
         yield "mid/spk", network.project_speaker(fixture["in/embedding"])
     for call in fixture.meta["calls"]:
         token, prompt_token, prompt_feat = _tokens(fixture, call)
-        steps = steps_of(fixture, call)
         streaming, final = call["streaming"], call["finalize"]
         whole_tokens = prompt_feat.shape[1] == TOKEN_MEL_RATIO * prompt_token.shape[1]
         if not (streaming or final) or not whole_tokens:
             fixture.computed_by = "reference"
             inputs = network, token, prompt_token, prompt_feat, fixture["in/embedding"]
             flags = {"streaming": streaming, "final": final}
-            yield call["output"], reference.inference(*inputs, noise=noise, steps=steps, **flags)
+            yield call["output"], reference.inference(*inputs, noise=noise, **flags)
             mu = reference.encode(network, torch.cat([prompt_token, token], dim=1), **flags).transpose(1, 2)
         else:
-            served = flows.get(steps) or ServedFlow(fixture, network, noise, steps)
-            flows[steps], fixture.computed_by = served, served.computed_by
+            served = served or ServedFlow(fixture, network, noise)
+            fixture.computed_by = served.computed_by
             prompt = prompt_of(prompt_token[0], prompt_feat[0], fixture["in/embedding"][0])
             if streaming:
                 stream = served.open(prompt)
@@ -168,8 +138,8 @@ def _tokens(fixture: Fixture, call: dict[str, Any]) -> tuple[Tensor, Tensor, Ten
 
 CHECKS: dict[str, Check] = {
     "item1_cosyvoice2_encoder": check_encoder,
-    "item2_cosyvoice2_unet_estimator": check_estimator,
-    "item3_cosyvoice2_cfm_solve": check_solve,
+    "item2_cosyvoice2_unet_estimator": lambda fixture: estimator_calls(fixture, build(fixture).decoder.estimator),
+    "item3_cosyvoice2_cfm_solve": lambda fixture: solve_calls(fixture, build(fixture).decoder),
     "item4_cosyvoice2_flow_inference": lambda fixture: flow_calls(fixture, build(fixture)),
     "fullsize_cosyvoice2_flow": lambda fixture: flow_calls(
         fixture, fixture.full_size(lambda: UNetFlow(UNetFlowConfig()))

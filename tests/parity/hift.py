@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from cosyvoice_triton.checkpoint import load_strict
+from cosyvoice_triton.checkpoint import load_strict, shapes_of
 from cosyvoice_triton.networks.hift import (
     CausalHiFTGenerator,
     HiFTConfig,
@@ -21,35 +21,10 @@ from tests.parity.tracing import intermediates
 Results = dict[str, Tensor]  # of a call, by name
 
 
-def config_of(meta: dict) -> HiFTConfig:
-    """Sizes from a weights file's JSON."""
-    hift, f0 = meta["config"]["hift"], meta["config"]["f0_predictor"]
-    return HiFTConfig(
-        mel_bins=hift["in_channels"],
-        channels=hift["base_channels"],
-        f0_channels=f0["cond_channels"],
-        harmonics=hift["nb_harmonics"],
-        upsample_kernels=tuple(hift["upsample_kernel_sizes"]),
-        resblock_kernels=tuple(hift["resblock_kernel_sizes"]),
-        source_resblock_kernels=tuple(hift["source_resblock_kernel_sizes"]),
-        n_fft=hift["istft_params"]["n_fft"],
-        sample_rate=hift["sampling_rate"],
-        upsample_rates=tuple(hift["upsample_rates"]),
-        istft_hop=hift["istft_params"]["hop_len"],
-        resblock_dilations=tuple(map(tuple, hift["resblock_dilation_sizes"])),
-        source_resblock_dilations=tuple(map(tuple, hift["source_resblock_dilation_sizes"])),
-        sine_amplitude=hift["nsf_alpha"],
-        noise_deviation=hift["nsf_sigma"],
-        voiced_threshold=hift["nsf_voiced_threshold"],
-        leaky_slope=hift["lrelu_slope"],
-        audio_limit=hift["audio_limit"],
-    )
-
-
 def build(fixture: Fixture, weights_file: str | None = None) -> HiFTGenerator:
     """The network that a fixture's weights file describes."""
-    hift = HiFTGenerator(config_of(fixture.weights_meta(weights_file)))
-    return load_strict(hift, fuse_weight_norm(fixture.weights(weights_file)), "cpu", torch.float32)
+    state = fuse_weight_norm(fixture.weights(weights_file))
+    return load_strict(HiFTGenerator(HiFTConfig.from_shapes(shapes_of(state))), state, "cpu", torch.float32)
 
 
 def official_state(fixture: Fixture, hift: HiFTGenerator | CausalHiFTGenerator) -> dict[str, Tensor]:

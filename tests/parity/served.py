@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cosyvoice_triton.constants import TOKEN_MEL_RATIO
+from cosyvoice_triton.constants import EULER_STEPS, TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.flow.cache import KeyValues
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.dit import DiTFlow
@@ -43,9 +43,7 @@ class ServedFlow:
     mu: Tensor
     mel: Tensor
 
-    def __init__(
-        self, fixture: Fixture, network: CosyVoice3Flow | DiTFlow | UNetFlow, noise: Tensor, steps: int
-    ) -> None:
+    def __init__(self, fixture: Fixture, network: CosyVoice3Flow | DiTFlow | UNetFlow, noise: Tensor) -> None:
         """noise: (1, mel, T) from the prompt's first frame on."""
         if (fixture.device.type, fixture.dtype) != ("cpu", torch.float32):
             network = copy.deepcopy(network).to(fixture.device, fixture.dtype)
@@ -57,7 +55,7 @@ class ServedFlow:
             graphs = False  # heads of some fixtures are too small for the kernels, and are served by torch
         self.flow: StreamingFlow[Any]
         self.computed_by = "engine" if graphs or fixture.device.type == "cpu" else "engine, eager"
-        options: dict[str, Any] = {"limits": LIMITS, "steps": steps, "graphs": graphs}
+        options: dict[str, Any] = {"limits": LIMITS, "steps": EULER_STEPS, "graphs": graphs}
         if isinstance(network, UNetFlow):
             self.flow = UNetStreaming(network, tape, **options)
         else:

@@ -17,7 +17,6 @@ import torch
 from cosyvoice_triton.constants import OVERLAP_SAMPLES
 from cosyvoice_triton.networks.flow.cache import KeyValues
 from cosyvoice_triton.networks.flow.dit import DiTFlow
-from cosyvoice_triton.networks.flow.unet import UNetFlow
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStream
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
 from cosyvoice_triton.token2wav.stream import Chunk, Stream
@@ -30,7 +29,7 @@ from tests.parity.fixture import Check, Fixture
 from tests.parity.reference import dit_flow, window_flow
 from tests.parity.reference.vocoder import ReferenceVocoder, hamming_window
 from tests.parity.served import LIMITS, ServedFlow, prompt_of
-from tests.parity.tracing import steps_of
+from tests.support.streams import tensors
 
 Outputs = Iterator[tuple[str, Tensor]]
 
@@ -39,7 +38,7 @@ class _Vocoder:
     """Our vocoder in the first chunk, upstream's after it, with the fixture's noise, which every chunk reads anew."""
 
     def __init__(self, fixture: Fixture) -> None:
-        network = hift.build(fixture, _file(fixture, "hift"))
+        network = hift.build(fixture, fixture.meta["weights_files"][1])
         served = copy.deepcopy(network).to(fixture.device).body_to(fixture.dtype)
         self._served = StreamingVocoder(served, NoiseTape(fixture["in/noise_table"].to(fixture.device)), limits=LIMITS)
         self._stream = Stream(vocoder=self._served.open())
@@ -72,18 +71,6 @@ class _Vocoder:
         return speech
 
 
-def _file(fixture: Fixture, part: str) -> str:
-    """The weights file of the fixture whose network has this part."""
-    for name in fixture.meta["weights_files"]:
-        if part in fixture.weights_meta(name)["config"]:
-            return name
-    raise ValueError(f"{fixture.name}: none of {fixture.meta['weights_files']} describes a {part!r}")
-
-
-def _flow_noise(fixture: Fixture) -> NoiseTape:
-    return NoiseTape(fixture["in/rand_noise"][0].T)  # (1, C, T) -> (T, C)
-
-
 def _prompt(fixture: Fixture, mel: str) -> Prompt:
     return prompt_of(fixture["in/prompt_token"].reshape(-1), fixture[mel][0], fixture["in/embedding"][0])
 
@@ -99,13 +86,10 @@ def _where_stored(fixture: Fixture, results: dict[str, Tensor]) -> Outputs:
 
 def check_dit(fixture: Fixture) -> Outputs:
     """token2wav_dit: chunks are the engine's until it or upstream starts from a trimmed cache."""
-    network: DiTFlow = flow_dit.build(fixture, _file(fixture, "dit"))
-    vocoder = _Vocoder(fixture)
-    noise = _flow_noise(fixture)
+    network, vocoder = flow_dit.build(fixture, fixture.meta["weights_files"][0]), _Vocoder(fixture)
     prompt = _prompt(fixture, "in/prompt_mel")
-    steps = steps_of(fixture)
-    served = ServedFlow(fixture, network, fixture["in/rand_noise"], steps)
-    ours, upstream = served.open(prompt), _UpstreamDiT(network, noise, prompt, steps)
+    served = ServedFlow(fixture, network, fixture["in/rand_noise"])
+    ours, upstream = served.open(prompt), _UpstreamDiT(network, fixture["in/rand_noise"], prompt)
     same_rules, by_engine = True, fixture.computed_by
     for call in fixture.meta["calls"]:
         tag, tokens, last = call["tag"], _tokens(fixture, call), call["last_chunk"]
@@ -126,23 +110,15 @@ def check_dit(fixture: Fixture) -> Outputs:
 class _UpstreamDiT:
     """The flow with upstream's caller: newest frames first, trimmed at both ends, noise from the cache's length on."""
 
-    def __init__(self, network: DiTFlow, noise: NoiseTape, prompt: Prompt, steps: int) -> None:
-        self._network = network
-        self._noise = noise
-        self.cache = dit_flow.prefill(
-            network,
-            torch.from_numpy(prompt.tokens)[None],
-            torch.from_numpy(prompt.mel)[None],
-            torch.from_numpy(prompt.embedding)[None],
-            noise=noise.read(0, len(prompt.mel)).T[None],  # (T, C) -> (1, C, T)
-            steps=steps,
-        )
+    def __init__(self, network: DiTFlow, noise: Tensor, prompt: Prompt) -> None:
+        self._network, self._noise = network, noise
+        self.cache = dit_flow.prefill(network, *tensors(prompt), noise=noise)
 
     def step(self, tokens: np.ndarray, last: bool, keep: int | None) -> Tensor:
         cached = self.cache.estimator.attention.frames
         lookahead = 0 if last else self._network.config.encoder.lookahead
         frames = (len(tokens) - lookahead) * self._network.config.encoder.ratio
-        noise = self._noise.read(cached, frames).T[None]  # (T, C) -> (1, C, T)
+        noise = self._noise[:, :, cached : cached + frames]
         mel, cache = dit_flow.inference_chunk(
             self._network, torch.from_numpy(tokens)[None], self.cache, final=last, noise=noise
         )
@@ -161,11 +137,9 @@ def _newest_first(x: Tensor, cached: int) -> Tensor:
 
 def check_unet(fixture: Fixture) -> Outputs:
     """token2wav: chunks are the engine's until upstream renders one without the streaming mask."""
-    network: UNetFlow = flow_unet.build(fixture, _file(fixture, "estimator"))
-    vocoder = _Vocoder(fixture)
+    network, vocoder = flow_unet.build(fixture, fixture.meta["weights_files"][0]), _Vocoder(fixture)
     prompt = _prompt(fixture, "in/prompt_feat")
-    steps = steps_of(fixture)
-    served = ServedFlow(fixture, network, fixture["in/rand_noise"], steps)
+    served = ServedFlow(fixture, network, fixture["in/rand_noise"])
     ours = served.open(prompt)
     same_rules, by_engine = True, fixture.computed_by
     for call in fixture.meta["calls"]:
@@ -173,13 +147,10 @@ def check_unet(fixture: Fixture) -> Outputs:
         mel = theirs = window_flow.inference(
             network,
             torch.from_numpy(tokens)[None],
-            torch.from_numpy(prompt.tokens)[None],
-            torch.from_numpy(prompt.mel)[None],
-            torch.from_numpy(prompt.embedding)[None],
+            *tensors(prompt),
             noise=fixture["in/rand_noise"],
             streaming=call["stream"],
             final=last,
-            steps=steps,
         )[0, :, offset * network.config.encoder.ratio :]
         same_rules = same_rules and call["stream"]
         fixture.computed_by = by_engine if same_rules else "reference"

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from cosyvoice_triton.constants import EULER_STEPS
 from torch import Tensor, nn
 
 from tests.parity.fixture import Fixture
@@ -66,16 +65,3 @@ def evaluate(fixture: Fixture, expression: str) -> Tensor:
         raise ValueError(f"{fixture.name}: cannot read the expression {expression!r}")
     name, start, stop = match.groups()
     return fixture[name][:, slice(int(start) if start else None, int(stop) if stop else None)]
-
-
-def steps_of(fixture: Fixture, call: dict[str, Any] | None = None) -> int:
-    """Number of Euler steps of a call.
-
-    Some fixtures give it per call, some in a note, and some only in the shape of a cache that has a row per step.
-    Without any of these it is upstream's default.
-    """
-    calls = [*([call] if call else []), *fixture.meta["calls"]]
-    given = [entry["n_timesteps"] for entry in calls if "n_timesteps" in entry]
-    noted = re.findall(r"n_timesteps = (\d+)", " ".join(fixture.meta.get("notes", [])))
-    cached = [shapes["estimator_att_cache"][0] for entry in calls if (shapes := entry.get("cache_shapes"))]
-    return int([*given, *noted, *cached, EULER_STEPS][0])

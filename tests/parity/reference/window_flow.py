@@ -9,8 +9,6 @@ from cosyvoice_triton.networks.flow.unet import UNetFlow
 from cosyvoice_triton.token2wav.flow.encoder_window import with_ahead
 from torch import Tensor
 
-from tests.parity.reference.encoder import encode_whole
-
 
 @torch.no_grad()
 def inference(
@@ -49,15 +47,11 @@ def inference(
 
 def encode(flow: UNetFlow | CosyVoice3Flow, token: Tensor, *, streaming: bool, final: bool) -> Tensor:
     """Prompt and target tokens (B, T) -> encoder output (B, mel, 2T), or 6 frames less unless `final`."""
-    if isinstance(flow, CosyVoice3Flow):
-        length = token.shape[1] - (0 if final else flow.config.encoder.lookahead)
-        windows = torch.stack([torch.tensor(with_ahead(row.cpu().numpy(), length)) for row in token]).to(token.device)
-        return flow.encode_window(windows, windows[..., 0]).transpose(1, 2)  # (B, T, mel) -> (B, mel, T)
-    x = flow.input_embedding(token)
-    context = None
-    if not final:
-        lookahead = flow.config.encoder.lookahead
-        x, context = x[:, :-lookahead], x[:, -lookahead:]
-    lengths = torch.full((x.shape[0],), x.shape[1], device=x.device)
-    h, _ = encode_whole(flow.encoder, x, lengths, context, streaming)
-    return flow.encoder_proj(h).transpose(1, 2)  # (B, T, mel) -> (B, mel, T)
+    config = flow.config.encoder
+    length = token.shape[1] - (0 if final else config.lookahead)
+    windows = torch.stack([torch.tensor(with_ahead(row.cpu().numpy(), length)) for row in token]).to(token.device)
+    visible = torch.full((length,), length)
+    if streaming:
+        visible = ((torch.arange(length) // config.chunk_tokens + 1) * config.chunk_tokens).clamp(max=length)
+    visible = visible.to(token.device).expand(len(token), length)
+    return flow.encode_window(windows, visible).transpose(1, 2)  # (B, T, mel) -> (B, mel, T)
