@@ -12,10 +12,13 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlencode
 from urllib.request import urlopen
+
+from tqdm import tqdm
 
 from cosyvoice_triton.stacks import Stack
 
@@ -29,6 +32,8 @@ SETTINGS = {
 
 RECORD = ".downloads.json"
 HASH_BYTES = 8 << 20
+# The library's own bars are off in our commands, where transformers would show them too. None: only on a terminal.
+BAR: Any = partial(tqdm, disable=None)
 SPARE_BYTES = 1 << 30  # for files that are made from the downloads
 
 
@@ -119,7 +124,7 @@ def fetch(sources: Sequence[Download], models: Path, revisions: Mapping[str, str
     missing.sort(key=lambda each: each[0].size)
     smallest = {source: file for file, _, source in reversed(missing)}
     for file, commit, source in sorted(missing, key=lambda each: each[0] is not smallest[each[2]]):
-        # The bars of the libraries are for terminals: a log gets this line.
+        # A log, which gets no bar, gets this line.
         print(f"{source.directory}/{file.name}: downloading {file.size / 1e6:.1f} MB", flush=True)
         with _explaining(source):
             _download(source, file, commit, models / source.directory)
@@ -226,7 +231,9 @@ def _download(source: Download, file: RemoteFile, commit: str, directory: Path) 
         return download(_modelscope_url(source.repository, "repo", query), directory / file.name, file.size)
     from huggingface_hub import hf_hub_download
 
-    hf_hub_download(source.repository, file.name, revision=commit, local_dir=directory, endpoint=_endpoint())
+    hf_hub_download(
+        source.repository, file.name, revision=commit, local_dir=directory, endpoint=_endpoint(), tqdm_class=BAR
+    )
 
 
 def download(url: str, path: Path, size: int | None = None) -> None:
@@ -239,7 +246,9 @@ def download(url: str, path: Path, size: int | None = None) -> None:
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("ab") as file:
-            http_get(url, file, resume_size=file.tell(), expected_size=size, displayed_filename=path.name)
+            http_get(
+                url, file, resume_size=file.tell(), expected_size=size, displayed_filename=path.name, tqdm_class=BAR
+            )
     except HfHubHTTPError as error:
         part.unlink()  # 416: it is longer than the file, which has changed
         raise OSError(f"{url}: HTTP {error.response.status_code}") from error
