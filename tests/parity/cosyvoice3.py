@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from cosyvoice_triton.checkpoint import load_strict, shapes_of
@@ -21,7 +20,6 @@ from cosyvoice_triton.token2wav.gpu.noise import (
     table_generator,
     uniform_noise,
 )
-from cosyvoice_triton.token2wav.stream import Chunk, Stream
 from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from torch import Tensor
 
@@ -30,6 +28,7 @@ from tests.parity.flow_unet import estimator_calls, flow_calls, solve_calls
 from tests.parity.hift import official_state, vocoder_calls
 from tests.parity.reference import window_flow as reference
 from tests.parity.served import LIMITS, ServedFlow, prompt_of
+from tests.support.streams import vocoded
 
 Results = Iterator[tuple[str, Tensor]]
 TABLE_SECONDS = 300  # of upstream's noise tables
@@ -162,7 +161,7 @@ def check_streaming(fixture: Fixture) -> Results:
     served = ServedFlow(fixture, network, fixture["in/rand_noise"])
     stream, by_engine = served.open(prompt), fixture.computed_by
     full_attention = fixture.name.endswith("full_attention")
-    spoken = _Spoken(fixture, hift)
+    mels: list[Tensor] = []  # that are vocoded
     for call in fixture.meta["calls"]:
         tag, (first, end), offset, final = call["tag"], call["token"], call["token_offset"], call["finalize"]
         tokens = fixture["in/token"][0, first:end]
@@ -179,27 +178,16 @@ def check_streaming(fixture: Fixture) -> Results:
             mel = mel[0, :, TOKEN_MEL_RATIO * offset :]
         # The vocoder sums f0 over the whole stream: what float16 rounds of a mel shifts the phase of all later samples,
         # unheard, and no bound of the difference holds. In float16 it gets the stored mel; the flow's own is compared.
-        rendered = mel if fixture.dtype == torch.float32 else fixture[f"mid/{tag}/mel"][0].to(mel)
-        speech = spoken.after(rendered, final)[:, call["speech_offset"] :][:, : call["speech_samples"]]
-        results = {f"mid/{tag}/mel": mel[None], f"out/{tag}/mel": mel[None], f"out/{tag}/speech": speech}
-        yield from ((key, result) for key, result in results.items() if key in fixture)
-
-
-class _Spoken:
-    """The audio of a stream so far, (1, N)."""
-
-    def __init__(self, fixture: Fixture, hift: CausalHiFTGenerator) -> None:
-        noise = NoiseTape(fixture["in/noise_table"].to(fixture.device))
-        hift = hift.to(fixture.device).body_to(fixture.dtype)
-        self._vocoder = CausalVocoder(hift, noise, limits=LIMITS)
-        self._stream = Stream(vocoder=self._vocoder.open())
-        self._speech = torch.zeros(0)
-
-    def after(self, mel: Tensor, final: bool) -> Tensor:
-        (speech,) = self._vocoder.begin([Chunk(self._stream, np.zeros(0, np.int64), final, 0, 0, 0)], [mel])()
-        assert isinstance(speech, Tensor), speech
-        self._speech = torch.cat([self._speech, speech])
-        return self._speech[None]
+        vocoded_mel = mel if fixture.dtype == torch.float32 else fixture[f"mid/{tag}/mel"][0]
+        mels.append(vocoded_mel.to(fixture.device, mel.dtype))
+        yield from ((key, mel[None]) for key in (f"mid/{tag}/mel", f"out/{tag}/mel") if key in fixture)
+    noise = NoiseTape(fixture["in/noise_table"].to(fixture.device))
+    vocoder = CausalVocoder(hift.to(fixture.device).body_to(fixture.dtype), noise, limits=LIMITS)
+    (chunks,) = vocoded(vocoder, [torch.cat(mels, dim=1)], [[mel.shape[1] for mel in mels]])
+    speech, fixture.computed_by = torch.cat(chunks)[None], by_engine
+    for call in fixture.meta["calls"]:
+        if (key := f"out/{call['tag']}/speech") in fixture:
+            yield key, speech[:, call["speech_offset"] :][:, : call["speech_samples"]]
 
 
 CHECKS: dict[str, Check] = {

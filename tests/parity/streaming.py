@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cosyvoice_triton.constants import OVERLAP_SAMPLES
+from cosyvoice_triton.constants import OVERLAP_SAMPLES, TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.flow.cache import KeyValues
 from cosyvoice_triton.networks.flow.dit import DiTFlow
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStream
@@ -98,7 +98,8 @@ def check_dit(fixture: Fixture) -> Outputs:
         if same_rules:
             mel = served.chunk(ours, torch.from_numpy(tokens), final=last)
             assert isinstance(ours, DiTStream)
-            same_rules = upstream.cache.estimator.attention.frames == upstream.cache.frames and ours.complete
+            kept, frames = upstream.cache.estimator.attention.frames, TOKEN_MEL_RATIO * upstream.cache.encoder.tokens
+            same_rules = kept == frames and ours.complete
         yield from vocoder.speech(f"out/{tag}/speech", mel, theirs, last)
         yield from _where_stored(fixture, {f"mid/{tag}/mel": mel[None]})
         fixture.computed_by = "vocoder: reference"

@@ -14,7 +14,6 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,7 +142,9 @@ def write(export: Export, path: Path) -> None:
     shapes = {name: {axis: dims[dim] for axis, dim in varying.items()} for name, varying in axes.items()}
     # Sizes that occur in no other dimension, so that the exporter treats none of them as a constant.
     example = export.inputs(*(6, 37, 29)[: len(export.sizes[0])])
-    with _quiet():
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages and names that do not matter here
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         torch.onnx.export(
             export.module,
             (),
@@ -156,20 +157,6 @@ def write(export: Export, path: Path) -> None:
             external_data=False,
             verbose=False,
         )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the exporter's warnings about packages and names that do not matter here."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def check(export: Export, path: Path) -> bool:

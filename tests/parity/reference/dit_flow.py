@@ -20,7 +20,6 @@ class DiTFlowCache:
     estimator: EstimatorCache
     speaker: Tensor  # (B, mel): projected x-vector
     prompt_frames: int
-    frames: int  # mel frames so far, prompt included: where the next chunk's noise starts
 
     def trimmed(self, tail_frames: int) -> "DiTFlowCache":
         """The estimator's keys and values of the prompt and of the `tail_frames` most recent frames only.
@@ -59,7 +58,6 @@ def prefill(
         estimator=flow.decoder.estimator.empty_cache(steps, rows=flow.decoder.rows * B),
         speaker=flow.project_speaker(embedding),
         prompt_frames=frames,
-        frames=0,
     )
     if frames == 0:
         return cache
@@ -117,4 +115,4 @@ def _advance(
         return flow.decoder.estimator.forward_chunk(x, t, mu, speaker, condition, step_caches[step])
 
     mel = flow.decoder.solve(velocity, noise, mu, cache.speaker, condition, steps=step_caches.conv.shape[0])
-    return mel, DiTFlowCache(encoder, step_caches, cache.speaker, cache.prompt_frames, cache.frames + frames)
+    return mel, DiTFlowCache(encoder, step_caches, cache.speaker, cache.prompt_frames)
