@@ -5,7 +5,6 @@ The recorded text vocabulary is one of numbers: a tokenizer of that size takes i
 """
 
 import itertools
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from cosyvoice_triton.prepare.huggingface_llm import COSYVOICE3_LLM, convert
 from torch import Tensor
 
 from tests.parity.fixture import Check, Fixture
+from tests.support.official_llm import write_blank
 
 TEXT, SPEECH, SPECIAL = 0, 1, 2  # the tables of recorded rows
 ROWS = 10_000  # more than a table has: a row's id is that of its table and itself
@@ -58,19 +58,11 @@ def check_llm(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
 
 
 def _converted(fixture: Fixture, scratch: Path) -> Path:
-    from tokenizers import Tokenizer, models
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    sizes, blank = fixture.meta["config"]["qwen2"], scratch / "blank"
-    config = Qwen2Config(**sizes)
-    config.save_pretrained(blank)
-    known = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    count = fixture.meta["hf"]["metadata"]["original_vocab_size"]
-    tokenizer = Tokenizer(models.BPE(vocab={f"~{i}~": i for i in range(count - len(known))}, merges=[]))
-    tokenizer.add_special_tokens(known)
-    tokenizer.save(str(blank / "tokenizer.json"))
-    (blank / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer"}))
-
+    config = Qwen2Config(**fixture.meta["config"]["qwen2"])
+    count = fixture.meta["hf"]["metadata"]["original_vocab_size"] - 3  # without the special tokens
+    blank = write_blank(scratch / "blank", [f"~{i}~" for i in range(count)], config)
     with torch.device("meta"):
         qwen2 = shapes_of(Qwen2ForCausalLM(config).state_dict())
     shapes = {f"llm.model.{key}": tuple(shape) for key, shape in qwen2.items() if key != "lm_head.weight"}

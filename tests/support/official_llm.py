@@ -1,6 +1,7 @@
 """The LLMs of CosyVoice2 and CosyVoice3 in the official form, small and with random weights."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,27 +13,32 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 HIDDEN, TEXT_ROWS, SPEECH_LOGITS = 64, 640, SPEECH_VOCAB + 3
 
 
-def write_blank(directory: Path) -> Path:
-    """Like CosyVoice-BlankEN: a Qwen2 tokenizer without the tokens of CosyVoice, and a configuration."""
+CONFIG = Qwen2Config(
+    vocab_size=TEXT_ROWS,
+    hidden_size=HIDDEN,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=1024,
+    tie_word_embeddings=True,
+)
+
+
+def write_blank(directory: Path, vocabulary: Sequence[str] = (), network: Qwen2Config = CONFIG) -> Path:
+    """Like CosyVoice-BlankEN: a Qwen2 tokenizer without the tokens of CosyVoice, and a configuration.
+
+    vocabulary: by default the letters of bytes."""
     directory.mkdir()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    known = vocabulary or sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(known)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    Qwen2Config(
-        vocab_size=TEXT_ROWS,
-        hidden_size=HIDDEN,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    ).save_pretrained(directory)
+    network.save_pretrained(directory)
     return directory
 
 

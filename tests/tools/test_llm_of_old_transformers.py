@@ -16,10 +16,10 @@ from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.prepare.huggingface_llm import COSYVOICE2_LLM, COSYVOICE3_LLM, OfficialLLM
 
 from tests.support import qwen_vocabulary
+from tests.support.official_llm import official_llm
 
 CONFIG = json.loads(qwen_vocabulary.CONFIG.read_text())
-HIDDEN = 32
-SIZES = {"hidden_size": HIDDEN, "intermediate_size": 32, "num_hidden_layers": 1}
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 VERSION = "4.51.3"  # upstream's and TensorRT-LLM's
 OLD = (f"transformers=={VERSION}", "tokenizers==0.21.4", "huggingface_hub==0.36.2")
@@ -69,12 +69,7 @@ def probe(texts: dict[Path, str], path: Path | None = None) -> list[Any]:
 
 
 def converted(official: OfficialLLM, blank_en: Path, folder: Path) -> Path:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    qwen2 = Qwen2ForCausalLM(Qwen2Config(**CONFIG | SIZES | {"tie_word_embeddings": False}))
-    state = {f"llm.model.{name}": weight for name, weight in qwen2.state_dict().items()}
-    torch.save(state | {name: torch.randn(shape) for name, shape in official.shapes(HIDDEN).items()}, folder / "llm.pt")
+    torch.save(official_llm(blank_en, official), folder / "llm.pt")
     directory = folder / official.name
     arguments = ["--llm-pt", str(folder / "llm.pt"), "--blank-dir", str(blank_en), "--output-dir", str(directory)]
     assert main(arguments) == 0
