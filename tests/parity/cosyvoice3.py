@@ -181,8 +181,8 @@ def check_streaming(fixture: Fixture) -> Results:
         vocoded_mel = mel if fixture.dtype == torch.float32 else fixture[f"mid/{tag}/mel"][0]
         mels.append(vocoded_mel.to(fixture.device, mel.dtype))
         yield from ((key, mel[None]) for key in (f"mid/{tag}/mel", f"out/{tag}/mel") if key in fixture)
-    noise = NoiseTape(fixture["in/noise_table"].to(fixture.device))
-    vocoder = CausalVocoder(hift.to(fixture.device).body_to(fixture.dtype), noise, limits=LIMITS)
+    tape = NoiseTape(fixture["in/noise_table"].to(fixture.device))
+    vocoder = CausalVocoder(hift.to(fixture.device).body_to(fixture.dtype), tape, limits=LIMITS)
     (chunks,) = vocoded(vocoder, [torch.cat(mels, dim=1)], [[mel.shape[1] for mel in mels]])
     speech, fixture.computed_by = torch.cat(chunks)[None], by_engine
     for call in fixture.meta["calls"]:
