@@ -9,8 +9,11 @@ Mel is not normalised, as in the official flows: output biases, and CosyVoice3's
 
 import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,8 @@ PERTURBED_PROMPT = 0.3  # share of prompts that are perturbed, to resemble recor
 OTHER_UTTERANCE = 0.5  # share of rows whose x-vector is of another utterance, as in serving
 END_OF_UTTERANCE = 0.3  # share of rows without tokens ahead of their last one
 ABSENT = -1
+# adaLN-Zero, of the two DiTs: gates start at zero, so that every block starts as the identity.
+MODULATION = re.compile(r"adaLN_modulation|attn_norm\.|norm_out\.")
 DIGITS, LEVELS = 8, 3  # digits of a token in the tokenizer's quantiser, and values of each
 
 
@@ -89,6 +94,16 @@ def fit(
         run.losses(**captured(random.choice(lengths), step % 2 == 1))
 
 
+@lru_cache
+def hop_table(schedules: tuple[tuple[int, ...], ...], tokens: int, device: torch.device) -> Tensor:
+    """(schedules, 2, tokens): begin and end of the hop of every token, in streams with hops of these lengths."""
+    rows = []
+    for hops in schedules:
+        of_token = [(end - hop, end) for hop, end in zip(hops, accumulate(hops), strict=True) for _ in range(hop)]
+        rows.append([*zip(*of_token[:tokens], strict=True)])
+    return torch.tensor(rows, device=device)
+
+
 def export(file: str, work: Path, path: Path) -> None:
     """The trained network in `work` as an official `flow.pt`, float16."""
     torch.save({name: tensor.half() for name, tensor in trained(work / file).items()}, path)
@@ -113,6 +128,9 @@ def initialize(flow: Flow, speech: SpeechDataset, max_hz: float) -> None:
         output = estimator.final_proj if isinstance(flow, UNetFlow) else estimator.proj_out
     output.weight.zero_()
     output.bias = torch.nn.Parameter(mean.clone())
+    for name, parameter in estimator.named_parameters():
+        if MODULATION.search(name):
+            parameter.zero_()
 
 
 def losses(flow: Flow, view: View, batch: Batch, streaming: bool) -> tuple[Tensor, Tensor]:

@@ -4,18 +4,14 @@ Its chunks end at multiples of 25 tokens from the start of the prompt. A hop of 
 the prompt that are whole, and to 2 s before the hop.
 """
 
-from collections.abc import Iterable
-from functools import lru_cache
-from itertools import accumulate, repeat
+from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 import torch
 from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS, STREAM_CACHE_FRAMES, TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.flow import CosyVoice3Flow, CosyVoice3FlowConfig, LookaheadConfig, RotaryDiTConfig
 from cosyvoice_triton.networks.flow.checkpoint import with_rotary
-from cosyvoice_triton.networks.flow.cosyvoice3 import RotaryDiTEstimator
 from torch import Tensor
 
 from demo_voice.training import flow
@@ -33,17 +29,7 @@ LATER_HOPS = (1, 2, *repeat(4, 40))  # more than a crop has
 
 def train(work: Path, seconds: float, device: str | torch.device) -> None:
     speech = SpeechDataset.load(work, prepare(device, seed=6))
-    network = CosyVoice3Flow(CONFIG)
-    zero_modulation(network.decoder.estimator)
-    flow.fit(network, view, work / FILE, speech, seconds, stacks.COSYVOICE3.mel_max_hz)
-
-
-def zero_modulation(estimator: RotaryDiTEstimator) -> None:
-    """adaLN-Zero: gates start at zero, so that every block starts as the identity."""
-    blocks: Iterable[Any] = estimator.transformer_blocks
-    for modulation in (*(block.attn_norm for block in blocks), estimator.norm_out):
-        for parameter in modulation.parameters():
-            torch.nn.init.zeros_(parameter)
+    flow.fit(CosyVoice3Flow(CONFIG), view, work / FILE, speech, seconds, stacks.COSYVOICE3.mel_max_hz)
 
 
 def view(batch: flow.Batch, streaming: bool) -> tuple[Tensor, Tensor, dict]:
@@ -56,21 +42,12 @@ def view(batch: flow.Batch, streaming: bool) -> tuple[Tensor, Tensor, dict]:
         return ahead, everything, {"valid": torch.ones_like(key, dtype=torch.bool).expand(B, 1, -1)}
     whole = (batch.prompt - LOOKAHEAD_TOKENS).clamp(min=0) // FLOW_CHUNK_TOKENS * FLOW_CHUNK_TOKENS
     after = torch.arange(T, device=ahead.device) - whole[:, None]
-    table = _begins(FIRST_HOPS, T, ahead.device)[torch.randint(len(FIRST_HOPS), (B,), device=ahead.device)]
+    hops = tuple(tuple(FLOW_CHUNK_TOKENS * chunks for chunks in (first, *LATER_HOPS)) for first in FIRST_HOPS)
+    table = flow.hop_table(hops, T, ahead.device)[:, 0][torch.randint(len(FIRST_HOPS), (B,), device=ahead.device)]
     begin = torch.where(after < 0, 0, table.gather(1, after.clamp(min=0)) + whole[:, None])  # of each token's hop
     begin, whole = TOKEN_MEL_RATIO * begin.repeat_interleave(TOKEN_MEL_RATIO, 1), TOKEN_MEL_RATIO * whole
     recent = (key < whole[:, None, None]) | (key >= begin[:, :, None] - STREAM_CACHE_FRAMES)
     return ahead, everything, {"valid": recent, "streaming": True}
-
-
-@lru_cache
-def _begins(first_hops: tuple[int, ...], tokens: int, device: torch.device) -> Tensor:
-    """(first hops, tokens): where the hop of each token begins, counted from the first hop's begin."""
-    rows = []
-    for first in first_hops:
-        hops = [FLOW_CHUNK_TOKENS * chunks for chunks in (first, *LATER_HOPS)]
-        rows.append([end - hop for hop, end in zip(hops, accumulate(hops), strict=True) for _ in range(hop)][:tokens])
-    return torch.tensor(rows, device=device)
 
 
 def export(work: Path, path: Path) -> None:

@@ -1,13 +1,10 @@
 """Stage `flow_dit`: Step-Audio2's flow. Its streams may be divided anywhere and attend to the prompt and 2 s."""
 
-from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
 
 import torch
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, STREAM_CACHE_FRAMES, TOKEN_MEL_RATIO
 from cosyvoice_triton.networks.flow import DiTConfig, DiTFlow, DiTFlowConfig, EncoderConfig
-from cosyvoice_triton.networks.flow.dit import DiTEstimator
 from torch import Tensor
 
 from demo_voice.training import flow
@@ -25,16 +22,7 @@ LARGEST_HOP = 100
 
 def train(work: Path, seconds: float, device: str | torch.device) -> None:
     speech = SpeechDataset.load(work, prepare(device, seed=1))
-    network = DiTFlow(CONFIG)
-    zero_modulation(network.decoder.estimator)
-    flow.fit(network, view, work / FILE, speech, seconds)
-
-
-def zero_modulation(estimator: DiTEstimator) -> None:
-    """adaLN-Zero: gates start at zero, so that every block starts as the identity."""
-    for block in (*estimator.blocks, estimator.final_layer):
-        torch.nn.init.zeros_(block.adaLN_modulation[1].weight)
-        torch.nn.init.zeros_(block.adaLN_modulation[1].bias)
+    flow.fit(DiTFlow(CONFIG), view, work / FILE, speech, seconds)
 
 
 def view(batch: flow.Batch, streaming: bool) -> tuple[Tensor, Tensor, dict]:
@@ -65,23 +53,9 @@ def chunks(prompt: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     The prompt is one chunk; the first hop of each stream is random.
     """
     device = prompt.device
-    tables = _tables(FIRST_HOPS, tokens, device)
-    table = tables[torch.randint(len(FIRST_HOPS), (len(prompt),), device=device)]  # (B, 2, tokens)
+    hops = tuple(tuple(min(first << hop, LARGEST_HOP) for hop in range(tokens // first + 1)) for first in FIRST_HOPS)
+    table = flow.hop_table(hops, tokens, device)[torch.randint(len(FIRST_HOPS), (len(prompt),), device=device)]
     after = torch.arange(tokens, device=device) - prompt[:, None]
     index = after.clamp(min=0)[:, None].expand(-1, 2, -1)
     begins, ends = (table.gather(2, index) + prompt[:, None, None]).clamp(max=tokens).unbind(1)
     return torch.where(after < 0, 0, begins), torch.where(after < 0, prompt[:, None], ends)
-
-
-@lru_cache
-def _tables(first_hops: tuple[int, ...], tokens: int, device: torch.device) -> Tensor:
-    """(first hops, 2, tokens): begin and end of the chunk of every token of a stream."""
-    return torch.tensor([_boundaries(first, tokens) for first in first_hops], device=device)
-
-
-def _boundaries(first: int, tokens: int) -> tuple[list[int], list[int]]:
-    """Begin and end of the chunk of every token of a stream whose hops start at `first` and double."""
-    hops = [min(first << chunk, LARGEST_HOP) for chunk in range(tokens // first + 1)]
-    ends = list(accumulate(hops))
-    of_token = [chunk for chunk, hop in enumerate(hops) for _ in range(hop)][:tokens]
-    return [ends[chunk] - hops[chunk] for chunk in of_token], [ends[chunk] for chunk in of_token]
