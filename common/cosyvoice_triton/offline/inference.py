@@ -23,7 +23,7 @@ from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.load.report import table
 from cosyvoice_triton.load.samples import Sample, SampleError
 from cosyvoice_triton.offline.shared import (
-    Run,
+    SampleRun,
     SampleStage,
     WholeToken2Wav,
     described,
@@ -231,7 +231,7 @@ def llm_configs(args: argparse.Namespace) -> tuple[OrchestratorConfig, TensorrtL
     return OrchestratorConfig(**speech), llm
 
 
-class OfflineRun(Run):
+class OfflineRun(SampleRun):
     """Samples on their way to their files, `concurrency` at a time."""
 
     def __init__(self, pipeline: Pipeline, folder: OutputFolder, sampling: Sampling, concurrency: int) -> None:

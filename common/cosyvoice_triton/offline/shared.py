@@ -134,7 +134,7 @@ class Failure(NamedTuple):
     error: str
 
 
-class Run:
+class SampleRun:
     """Samples on their way to audio files. It is valid after an interruption, too."""
 
     def __init__(self, stages: Sequence[str]) -> None:

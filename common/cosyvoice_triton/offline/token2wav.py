@@ -23,7 +23,7 @@ from cosyvoice_triton.load.report import table
 from cosyvoice_triton.load.samples import Sample, SampleError
 from cosyvoice_triton.monitoring.metrics import BATCHES
 from cosyvoice_triton.offline.shared import (
-    Run,
+    SampleRun,
     WholeToken2Wav,
     add_data_arguments,
     add_trt_argument,
@@ -189,7 +189,7 @@ def tokens_of(sample: Sample, prompt: Prompt) -> np.ndarray:
     return prompt.tokens if tokens is None else tokens
 
 
-class Epoch(Run):
+class Epoch(SampleRun):
     """One pass over the samples, in which each voice is encoded once."""
 
     def __init__(self) -> None:
