@@ -125,13 +125,9 @@ def flow_calls(fixture: Fixture, network: UNetFlow | CosyVoice3Flow) -> Results:
 def _tokens(fixture: Fixture, call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Target tokens, prompt tokens and prompt mel of a call; some calls have no prompt."""
     prompt_token, prompt_feat = fixture["in/prompt_token"], fixture["in/prompt_feat"]
-    if "prompt" in call:
-        if "prompt_feat_frames" in call:
-            prompt_feat = prompt_feat[:, : call["prompt_feat_frames"]]
-        elif call["prompt"].startswith("empty"):
-            prompt_token, prompt_feat = prompt_token[:, :0], prompt_feat[:, :0]
-        else:
-            raise ValueError(f"{fixture.name}: cannot read the prompt {call['prompt']!r}")
+    if call["tag"] == "no_prompt":
+        prompt_token, prompt_feat = prompt_token[:, :0], prompt_feat[:, :0]
+    prompt_feat = prompt_feat[:, : call.get("prompt_feat_frames")]
     token = fixture[call.get("token", "in/token")].clamp(min=0)  # upstream takes ids below 0 as 0; serving refuses them
     return token[:, : call["n_token"]], prompt_token, prompt_feat
 
