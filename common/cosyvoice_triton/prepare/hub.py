@@ -9,10 +9,10 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlencode
@@ -32,9 +32,25 @@ SETTINGS = {
 
 RECORD = ".downloads.json"
 HASH_BYTES = 8 << 20
-# The library's own bars are off in our commands, where transformers would show them too. None: only on a terminal.
-BAR: Any = partial(tqdm, disable=None)
+LINE_SECONDS = 10.0
 SPARE_BYTES = 1 << 30  # for files that are made from the downloads
+
+
+class DownloadProgress(tqdm):
+    """The progress of a file: a bar on a terminal, in a log lines at its begin, every LINE_SECONDS and at its end."""
+
+    def __init__(self, **options: Any) -> None:
+        self._is_log = not sys.stderr.isatty()
+        if self._is_log:
+            options["desc"] = options["desc"].rpartition("/")[2]  # the hub's client may give the whole address
+            options |= {"mininterval": LINE_SECONDS, "bar_format": "{desc}: {n_fmt} of {total_fmt}B, {rate_fmt}"}
+        super().__init__(**options | {"disable": False})
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
+        if not self._is_log:
+            return super().display(msg, pos)
+        print(self, file=sys.stderr, flush=True)
+        return True
 
 
 class DownloadError(RuntimeError):
@@ -124,8 +140,6 @@ def fetch(sources: Sequence[Download], models: Path, revisions: Mapping[str, str
     missing.sort(key=lambda each: each[0].size)
     smallest = {source: file for file, _, source in reversed(missing)}
     for file, commit, source in sorted(missing, key=lambda each: each[0] is not smallest[each[2]]):
-        # A log, which gets no bar, gets this line.
-        print(f"{source.directory}/{file.name}: downloading {file.size / 1e6:.1f} MB", flush=True)
         with _explaining(source):
             _download(source, file, commit, models / source.directory)
     for source, (commit, files) in listings.items():
@@ -232,7 +246,12 @@ def _download(source: Download, file: RemoteFile, commit: str, directory: Path) 
     from huggingface_hub import hf_hub_download
 
     hf_hub_download(
-        source.repository, file.name, revision=commit, local_dir=directory, endpoint=_endpoint(), tqdm_class=BAR
+        source.repository,
+        file.name,
+        revision=commit,
+        local_dir=directory,
+        endpoint=_endpoint(),
+        tqdm_class=DownloadProgress,
     )
 
 
@@ -247,7 +266,12 @@ def download(url: str, path: Path, size: int | None = None) -> None:
     try:
         with part.open("ab") as file:
             http_get(
-                url, file, resume_size=file.tell(), expected_size=size, displayed_filename=path.name, tqdm_class=BAR
+                url,
+                file,
+                resume_size=file.tell(),
+                expected_size=size,
+                displayed_filename=path.name,
+                tqdm_class=DownloadProgress,
             )
     except HfHubHTTPError as error:
         part.unlink()  # 416: it is longer than the file, which has changed
