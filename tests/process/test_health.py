@@ -46,8 +46,8 @@ from cosyvoice_triton.monitoring.metrics import (
     RequestStats,
     page,
     read,
+    samples_of,
     sum_of,
-    to_bytes,
 )
 from cosyvoice_triton.server.serving import drain
 from cosyvoice_triton.server.watch import (
@@ -250,15 +250,15 @@ def test_the_page_has_each_family_once_with_a_sample_per_instance(published) -> 
 
 def test_a_writer_that_ends_in_the_middle_leaves_what_it_wrote_before(tmp_path, monkeypatch) -> None:
     path, write = tmp_path / "m", os.pwrite
-    file = MetricsFile(path, b"first")
-    file.write(b"second")
+    file = MetricsFile(path, [["first"]])
+    file.write([["second"]])
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", lambda descriptor, data, at: write(descriptor, data[:-1], at))
-        file.write(b"third!")
+        patched.setattr(os, "pwrite", lambda descriptor, data, at: write(descriptor, data[:12], at))
+        file.write([["third"]])
     file.close()
-    assert read(path) == (2, b"second")
-    MetricsFile(path, b"of the next process").close()
-    assert read(path) == (3, b"of the next process")
+    assert read(path) == (2, [["second"]])
+    MetricsFile(path, [["of the next process"]]).close()
+    assert read(path) == (3, [["of the next process"]])
 
 
 def test_models_read_what_the_server_wrote_in_variables_whose_names_are_a_contract() -> None:
@@ -343,11 +343,11 @@ class Model:
         self.health = Health(lambda: self.now)
         self._labels = {"model": name, "model_instance": f"{name}_0"}
         directory = Path(os.environ[METRICS_DIRECTORY])
-        self._file = MetricsFile(directory / f"{name}_0{ENDING}", to_bytes(self._labels, self.health.values()))
+        self._file = MetricsFile(directory / f"{name}_0{ENDING}", samples_of(self._labels, self.health.values()))
 
     def publish(self, success_age: float = 0.0) -> None:
         self.now = success_age
-        self._file.write(to_bytes(self._labels, self.health.values()))
+        self._file.write(samples_of(self._labels, self.health.values()))
 
 
 def test_a_process_that_stops_publishing_hangs(published: Path) -> None:

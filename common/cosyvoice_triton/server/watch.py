@@ -76,7 +76,7 @@ class ModelWatch:
             del self._instances[name]
             labels = {"model": model, "model_instance": Path(name).stem}
             # In place of its last numbers.
-            MetricsFile(self._directory / name, metrics.to_bytes(labels, {FAILING: 1})).close()
+            MetricsFile(self._directory / name, metrics.samples_of(labels, {FAILING: 1})).close()
 
     def why_not_ready(self) -> str:
         """Return why the server is not ready, in a few words for each model concerned; empty if it is."""
@@ -91,11 +91,11 @@ class ModelWatch:
         return ", ".join(found)
 
     def _read(self, path: Path) -> None:
-        known, (version, lines) = self._instances.get(path.name), metrics.read_samples(path)
+        known, (version, samples) = self._instances.get(path.name), metrics.read(path)
         if known is not None and known.version == version:
             known.silent += WATCH_SECONDS
             return
-        samples = {name: (value, labels["model"]) for name, *_, labels, value in lines}
-        if SUCCESS_AGE.name in samples:
-            success_age, model = samples[SUCCESS_AGE.name]
-            self._instances[path.name] = _Instance(model, version, success_age, bool(samples[FAILING.name][0]))
+        values = {name: (value, labels["model"]) for name, *_, labels, value in samples}
+        if SUCCESS_AGE.name in values:
+            success_age, model = values[SUCCESS_AGE.name]
+            self._instances[path.name] = _Instance(model, version, success_age, bool(values[FAILING.name][0]))
