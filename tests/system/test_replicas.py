@@ -2,73 +2,48 @@
 
 import asyncio
 import os
+import re
 import signal
-import threading
-from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
 from cosyvoice_triton import stacks
 from cosyvoice_triton.monitoring.health import FAILING
-from cosyvoice_triton.monitoring.metrics import STREAMS, page
-from cosyvoice_triton.server.serving import HealthPage
-from cosyvoice_triton.server.tritonserver import ServerError
+from cosyvoice_triton.monitoring.metrics import STREAMS
 
-from tests.support.serve_process import speak_at_once
-from tests.support.server_requests import Serve, process_of
+from tests.support.serve_process import rendered, serve_process, speak_at_once
 from tests.support.speech_fixtures import until
 
 pytestmark = pytest.mark.server
 
 TEXT, LONG = "word " * 20, "word " * 100  # the second cannot end before a fault
 FIRST, SECOND = stacks.DIT.token2wav, f"{stacks.DIT.token2wav}_1"
-WAIT_SECONDS = 60.0
 
 
-class Supervised:
-    """A server whose models are watched, as the first process of a container does it."""
+def test_a_replica_that_dies_takes_only_its_own_streams_and_the_last_one_the_server(demo_models, tmp_path: Path):
+    repository = rendered(demo_models, tmp_path / "repository", token2wav_gpus="0 1", max_streams="4")
+    with serve_process(repository, tmp_path / "log") as server:
+        address = f"127.0.0.1:{server.grpc}"
+        assert server.readiness() == (200, "ready")
 
-    def __init__(self, server: Any, health: HealthPage) -> None:
-        self.server, self.health = server, health
-        self.end: ServerError | None = None
-        self.thread = threading.Thread(target=self._wait, daemon=True)
-        self.thread.start()
+        def values(name: str) -> list[float]:
+            found = (
+                re.search(rf'^{name}{{model="{model}",.* (\S+)$', server.page(), re.M) for model in (FIRST, SECOND)
+            )
+            return [float(each[1]) for each in found if each]
 
-    def _wait(self) -> None:
-        try:
-            self.server.wait()
-        except ServerError as error:
-            self.end = error
+        def spread() -> None:
+            until(lambda: values(STREAMS.name) == [2, 2])
+            os.kill(server.process_of(SECOND), signal.SIGKILL)
 
-    def metric(self, name: str, model: str) -> float:
-        lines = page(self.server.metrics_directory).splitlines()
-        return next(float(x.split()[-1]) for x in lines if x.startswith(f"{name}{{") and f'model="{model}"' in x)
-
-
-@pytest.fixture
-def supervised(serve: Serve) -> Iterator[Supervised]:
-    server = serve(settings={"token2wav_gpus": "0 1", "max_streams": "4"})
-    with HealthPage(server, "127.0.0.1", 0) as health:
-        health.state = "ready"
-        yield Supervised(server, health)
-
-
-def test_a_replica_that_dies_takes_only_its_own_streams_and_the_last_one_the_server(supervised: Supervised) -> None:
-    server, health = supervised.server, supervised.health
-    assert health.readiness() == (200, "ready")
-
-    def spread() -> None:
-        until(lambda: all(supervised.metric(STREAMS.name, model) == 2 for model in (FIRST, SECOND)))
-        os.kill(process_of(server, SECOND), signal.SIGKILL)
-
-    results = asyncio.run(speak_at_once(server.grpc_url, 4, LONG, spread))
-    errors = [result.error for result in results if result.error]
-    assert len(errors) == 2 and all(SECOND in error for error in errors), errors
-    lost = f"the process of model {SECOND} has died"
-    until(lambda: health.readiness() == (200, f"ready\n{lost}"))
-    until(lambda: supervised.metric(FAILING.name, SECOND) == 1)
-    assert supervised.metric(FAILING.name, FIRST) == 0
-    assert [result.error for result in asyncio.run(speak_at_once(server.grpc_url, 3, TEXT))] == [None] * 3
-    os.kill(process_of(server, FIRST), signal.SIGKILL)
-    supervised.thread.join(WAIT_SECONDS)
-    assert f"the process of model {FIRST} has died; tritonserver has to be restarted" in str(supervised.end)
+        results = asyncio.run(speak_at_once(address, 4, LONG, spread))
+        errors = [result.error for result in results if result.error]
+        assert len(errors) == 2 and all(SECOND in error for error in errors), errors
+        lost = f"the process of model {SECOND} has died"
+        until(lambda: server.readiness() == (200, f"ready\n{lost}"))
+        until(lambda: values(FAILING.name) == [0, 1])
+        assert [result.error for result in asyncio.run(speak_at_once(address, 3, TEXT))] == [None] * 3
+        os.kill(server.process_of(FIRST), signal.SIGKILL)
+        assert server.process.wait(60) == 1 and server.process.stderr is not None
+        said = server.process.stderr.read()
+        assert f"the process of model {FIRST} has died; tritonserver has to be restarted" in said
