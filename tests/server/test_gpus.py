@@ -59,22 +59,24 @@ def settings(stack: str = "dit", device: str = "gpu", **given: str) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    ("name", "dit", "cosyvoice3", "prompts"),
+    ("name", "dit", "cosyvoice3", "unet", "prompts"),
     [
-        ("Tesla T4", 24, 8, "cpu"),
-        ("NVIDIA L4", 56, 16, "cpu"),
-        ("NVIDIA GeForce RTX 5090", 56, 16, "cpu"),
-        ("NVIDIA A100-SXM4-40GB", 120, 40, "auto"),
-        ("NVIDIA L40S", 144, 48, "auto"),
-        ("NVIDIA H100 80GB HBM3", 240, 96, "auto"),
-        ("NVIDIA H200", 240, 128, "auto"),
+        ("NVIDIA GeForce RTX 3080", 4, None, 32, "cpu"),
+        ("Tesla T4", 24, 8, 96, "cpu"),
+        ("NVIDIA L4", 56, 16, 96, "cpu"),  # the unet stack would fit into the plan of a larger card
+        ("NVIDIA GeForce RTX 5090", 56, 16, 96, "cpu"),
+        ("NVIDIA A100-SXM4-40GB", 120, 40, 96, "auto"),
+        ("NVIDIA L40S", 144, 48, 96, "auto"),
+        ("NVIDIA H100 80GB HBM3", 240, 96, 96, "auto"),
+        ("NVIDIA H200", 240, 128, 96, "auto"),
     ],
 )
-def test_without_settings_the_streams_follow_from_the_card(machine, name, dit, cosyvoice3, prompts) -> None:
+def test_without_settings_the_streams_follow_from_the_card(machine, name, dit, cosyvoice3, unet, prompts) -> None:
     machine(name)
-    for device in ("gpu", "auto"):
-        assert settings(device=device) == {"max_streams": str(dit), "prompt_device": prompts}
-        assert settings("cosyvoice3", device) == {"max_streams": str(cosyvoice3), "prompt_device": prompts}
+    for stack, streams in (("dit", dit), ("cosyvoice3", cosyvoice3), ("unet", unet)):
+        for device in ("gpu", "auto"):
+            if streams:
+                assert settings(stack, device) == {"max_streams": str(streams), "prompt_device": prompts}
     assert settings(device="cpu") == {}, "the CPU renders"
 
 
@@ -88,12 +90,8 @@ def test_what_is_set_is_kept_and_memory_that_others_take_makes_the_plan_smaller(
     machine("NVIDIA H100 80GB HBM3", "NVIDIA L4")
     assert settings()["max_streams"] == "240", "token2wav has the first GPU"
     assert settings(token2wav_gpus="0,1")["max_streams"] == "56", "the smaller one's on each"
-
-
-def test_a_card_gets_a_plan_of_its_size_where_that_of_a_larger_one_would_fit(machine: Machine) -> None:
-    for name, streams in (("NVIDIA GeForce RTX 3080", "32"), ("NVIDIA L4", "96")):
-        machine(name)
-        assert settings("unet") == {"max_streams": streams, "prompt_device": "cpu"}
+    machine("NVIDIA L4", driver="550.54.15", cuda="12.8")
+    assert settings()["max_streams"] == "56", "a driver for CUDA 12 serves a torch for CUDA 12"
 
 
 def test_cuda_visible_devices_chooses_the_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,11 +179,6 @@ def test_the_doctor_says_what_the_machine_would_serve(machine: Machine, capsys: 
     assert doctor.main(["--ports"]) == 0 and "no GPU is used" in capsys.readouterr().out, "auto: the CPU serves"
 
 
-def test_a_driver_for_cuda_12_serves_a_torch_for_cuda_12(machine: Machine) -> None:
-    machine("NVIDIA L4", driver="550.54.15", cuda="12.8")
-    assert settings()["max_streams"] == "56"
-
-
 def test_ports_in_use_a_folder_that_cannot_be_written_and_a_full_disk_are_problems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,19 +209,14 @@ fi
 
 
 @pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a machine with two GPUs and the daemon: the folder in which the daemon records its start and end."""
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    lines = "\\n".join(f"{n}, GPU-{n}f, NVIDIA L4, 23034, 22600, 580.95.05, 8.9" for n in range(2))
-    for name, content in (("nvidia-smi", f'#!/bin/sh\nprintf "{lines}\\n"\n'), (mps.PROGRAM, DAEMON)):
-        (programs / name).write_text(content)
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(programs), prepend=":")
+def record(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a machine with two GPUs and the daemon: the folder of its programs, in which the daemon records its start and
+    end."""
+    machine("NVIDIA L4", "NVIDIA L4")
+    (tmp_path / mps.PROGRAM).write_text(DAEMON)
+    (tmp_path / mps.PROGRAM).chmod(0o755)
     monkeypatch.setenv("MPS_RECORD", str(tmp_path))
-    for name in ("CUDA_VISIBLE_DEVICES", mps.PIPES):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(gpus, "cuda_of_torch", lambda: "13.0")
+    monkeypatch.delenv(mps.PIPES, raising=False)
     return tmp_path
 
 
@@ -263,7 +251,7 @@ def test_daemon_and_models_number_the_gpus_alike(record: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("state", ["runs", "has ended", "is the host's"])
 def test_a_daemon_of_the_machine_is_used_unless_only_its_pipe_is_left(record, state, monkeypatch, caplog) -> None:
-    program, pipes = record / "programs" / mps.PROGRAM, record / "pipes"
+    program, pipes = record / mps.PROGRAM, record / "pipes"
     pipes.mkdir()
     monkeypatch.setattr(mps, "DEFAULT_PIPES", pipes)
     variables = os.environ | {mps.PIPES: str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(pipes)}
@@ -285,7 +273,7 @@ def test_a_daemon_of_the_machine_is_used_unless_only_its_pipe_is_left(record, st
 
 @pytest.mark.parametrize("lacking", ["program", "support"])
 def test_where_it_cannot_be_had_one_warning_says_what_that_costs(record, lacking, monkeypatch, caplog) -> None:
-    program = record / "programs" / mps.PROGRAM
+    program = record / mps.PROGRAM
     if lacking == "program":
         program.unlink()
     else:
