@@ -1,7 +1,6 @@
 """Commands that run no network start without the libraries for networks."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,8 @@ import pytest
 from cosyvoice_triton import cli, samples
 from cosyvoice_triton.arguments import program
 from cosyvoice_triton.cli import demo
+
+from tests.support.programs import ran
 
 HEAVY = {"torch", "scipy", "transformers"}
 
@@ -47,9 +48,7 @@ def test_commands_without_networks_of_their_own_do_not_import_the_libraries_for_
     (tmp_path / "voices").mkdir()
     begin = f"import shutil, sys\nfrom pathlib import Path\nRECORDING = {str(samples.FOLDER / 'reference_en.wav')!r}\n"
     code = f"{begin}{LIGHT[command]}\nprint(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert not HEAVY & set(done.stdout.split())
+    assert not HEAVY & set(ran(sys.executable, "-c", code, cwd=tmp_path).stdout.split())
 
 
 def test_the_command_is_named_as_the_callers_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,10 +67,8 @@ def test_a_library_that_is_not_installed_is_named_with_the_command_that_installs
     code = (
         "import sys; sys.modules['tritonclient'] = None\nfrom cosyvoice_triton.cli import main; sys.exit(main(['say']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and re.fullmatch(
-        r"error: .*tritonclient.*; run: pip install '.*client.*'\n", done.stderr
-    )
+    told = ran(sys.executable, "-c", code, code=1).stderr
+    assert re.fullmatch(r"error: .*tritonclient.*; run: pip install '.*client.*'\n", told)
 
 
 def test_a_trial_of_other_checkpoints_says_what_is_missing_and_how_to_get_it(tmp_path, monkeypatch, capsys) -> None:

@@ -4,7 +4,6 @@ alerts and the configuration of Prometheus and Alertmanager, read by their own p
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from tests.conftest import ROOT
+from tests.support.programs import ran
 from tests.support.queries import BOARD, MONITORING, OPERATE, RULES, SHOWN, unknown
 
 TOOLS = Path(sys.executable).parent
@@ -31,9 +31,8 @@ Objects = dict[tuple[str, str], dict[str, Any]]
 
 
 def kustomized(folder: Path) -> Objects:
-    run = subprocess.run([TOOLS / "kubectl", "kustomize", folder], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(run.stdout)}
+    built = ran(TOOLS / "kubectl", "kustomize", folder).stdout
+    return {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(built)}
 
 
 def with_components(folder: Path, names: list[str], stack: Stack = stacks.DEFAULT) -> Objects:
@@ -207,12 +206,6 @@ CASES = ROOT / "tests/deployment/alerts.yml"
 needs_prometheus = pytest.mark.skipif(not shutil.which("promtool"), reason="apt-get install prometheus")
 
 
-def accepted(*command: object) -> str:
-    run = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
-
-
 def kept(ours: Any, theirs: Any) -> bool:
     """Whether all of a document is in another."""
     if isinstance(ours, dict):
@@ -246,15 +239,15 @@ def test_every_alert_fires_as_its_case_says(tmp_path: Path) -> None:
         case["alert_rule_test"] += others
     cases["rule_files"] = [str(MONITORING / "alerts.yml")]
     (tmp_path / "cases.yml").write_text(yaml.safe_dump(cases))
-    accepted("promtool", "test", "rules", tmp_path / "cases.yml")
+    ran("promtool", "test", "rules", tmp_path / "cases.yml")
 
 
 @needs_prometheus
 def test_prometheus_reads_its_configuration_and_every_query(tmp_path: Path) -> None:
-    accepted("promtool", "check", "config", "--syntax-only", MONITORING / "prometheus.yml")
+    ran("promtool", "check", "config", "--syntax-only", MONITORING / "prometheus.yml")
     shown = [{"record": f"shown:{number}", "expr": query} for number, query in enumerate(SHOWN)]
     (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "shown", "rules": shown}]}))
-    accepted("promtool", "check", "rules", tmp_path / "rules.yml")
+    ran("promtool", "check", "rules", tmp_path / "rules.yml")
     scraped = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"]
     jobs = {word for rule in RULES for word in re.findall(r'job!?="(\w+)"', rule["expr"])}
     assert jobs <= {job["job_name"] for job in scraped}
@@ -266,5 +259,5 @@ def test_alertmanager_sends_pages_and_tickets_to_their_receivers() -> None:
     severities = {rule["labels"]["severity"] for rule in RULES}
     for severity, receiver in (("page", "pager"), ("ticket", "tickets")):
         severities.remove(severity)
-        assert accepted("amtool", "config", "routes", "test", file, f"severity={severity}").strip() == receiver
+        assert ran("amtool", "config", "routes", "test", file, f"severity={severity}").stdout.strip() == receiver
     assert not severities

@@ -21,6 +21,7 @@ from cosyvoice_triton.constants import SAMPLE_RATE
 from packaging.requirements import Requirement
 
 from tests.conftest import ROOT
+from tests.support.programs import ran
 
 PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
 SOURCES = ("common", "model_repo", "model_repo_dit", "model_repo_cosyvoice3", "pyproject.toml", "README.md", "LICENSE")
@@ -70,21 +71,14 @@ def test_the_wheel_has_one_package_with_templates_voice_page_and_samples(wheel: 
     assert {f"cosyvoice_triton/{name}" for name in data.split()} <= set(names)
 
 
-def run(command: Path, *arguments: str, folder: Path) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([command, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.server
 def test_the_demo_runs_in_an_empty_folder(command: Path, tmp_path: Path) -> None:
     code = "import cosyvoice_triton as package; print(package.__file__)"
-    found = run(command.with_name("python"), "-c", code, folder=tmp_path)
+    found = ran(command.with_name("python"), "-c", code, cwd=tmp_path, PYTHONPATH="").stdout
     assert Path(found.strip()).is_relative_to(command.parents[1])
-    listed = run(command, "--help", folder=tmp_path)
+    listed = ran(command, "--help", cwd=tmp_path, PYTHONPATH="").stdout
     assert all(f"  {name} " in listed for name in ENTRIES)
-    printed = run(command, "demo", "--set", "max_streams=4", *PORTS, folder=tmp_path)
+    printed = ran(command, "demo", "--set", "max_streams=4", *PORTS, cwd=tmp_path, PYTHONPATH="").stdout
     promises = "first chunk", "total time", "audio length", TEXT, "serve --set max_streams=4 --speech-port"
     assert all(promised in printed for promised in promises)
     info = soundfile.info(tmp_path / "out" / "demo.wav")
@@ -103,7 +97,7 @@ WITHOUT = (
 
 def test_readmes_library_speaks_from_the_wheel_without_a_server(command: Path, tmp_path: Path) -> None:
     assert QUICK_START is not None
-    printed = run(command.with_name("python"), "-c", WITHOUT + QUICK_START[1], folder=tmp_path)
+    printed = ran(command.with_name("python"), "-c", WITHOUT + QUICK_START[1], cwd=tmp_path, PYTHONPATH="").stdout
     assert len(printed.split()) > 1 and all(int(samples) > 0 for samples in printed.split())
 
 
@@ -158,10 +152,8 @@ LAUNCHERS = sorted(path for path in (ROOT / "scripts").glob("*.py") if path.stem
 
 
 def test_a_launcher_runs_as_a_file_from_any_directory(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, str(ROOT / "scripts" / "client_grpc.py"), "--help"]
-    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    assert finished.returncode == 0 and "usage:" in finished.stdout, finished.stderr
+    shown = ran(sys.executable, ROOT / "scripts" / "client_grpc.py", "--help", cwd=tmp_path, PYTHONPATH="")
+    assert "usage:" in shown.stdout
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda path: path.stem)
@@ -182,20 +174,17 @@ def test_the_doctor_of_a_bare_clone_needs_no_packages_and_checks_settings_as_ren
         (("--set", "max_stream=4"), 1, "unknown setting 'max_stream'; the models of this stack have batching_strategy"),
     ):
         command = [sys.executable, "-S", ROOT / "scripts" / "doctor.py", "--device", "cpu", "--ports", *given]
-        finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        assert (finished.returncode, finished.stderr) == (code, "") and found in finished.stdout
+        finished = ran(*command, code=code, cwd=tmp_path)
+        assert finished.stderr == "" and found in finished.stdout
 
 
 def test_a_python_that_tritonserver_does_not_have_is_told_why_and_what_to_install(tmp_path: Path) -> None:
     script = (ROOT / "scripts" / "doctor.py").read_text()
     for version in ((3, 9, 18), (3, 13, 0)):
         told = f"import sys; sys.version_info = {version}; exec(compile({script!r}, 'doctor.py', 'exec'))"
-        finished = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=60)
-        assert finished.returncode == 1 and finished.stderr.startswith("error: Python 3.10, 3.11 or 3.12 is needed")
-        assert (
-            finished.stderr.count("\n") == 1
-            and "make demo PYTHON=$(build/uv/bin/uv python find 3.12)" in finished.stderr
-        )
+        said = ran(sys.executable, "-c", told, code=1).stderr
+        assert said.startswith("error: Python 3.10, 3.11 or 3.12 is needed") and said.count("\n") == 1
+        assert "make demo PYTHON=$(build/uv/bin/uv python find 3.12)" in said
 
 
 def test_make_serve_looks_at_its_ports_before_it_installs_or_renders() -> None:
@@ -206,30 +195,28 @@ def test_make_serve_looks_at_its_ports_before_it_installs_or_renders() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         given = [f"{name}={value}" for name, value in (ports | {"SPEECH_PORT": str(port)}).items()]
-        command = ["make", "serve", f"PYTHON={sys.executable} -S", "MODELS=nowhere", *given]
-        refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert refused.returncode == 2 and f"port {port} is in use" in refused.stderr
+        refused = ran("make", "serve", f"PYTHON={sys.executable} -S", "MODELS=nowhere", *given, code=2)
+    assert f"port {port} is in use" in refused.stderr
     assert "render" not in refused.stdout and "nowhere" not in refused.stderr
 
 
-def planned(*words: str) -> subprocess.CompletedProcess[str]:
+def planned(*words: str) -> str:
     """What make would run."""
-    return subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return ran("make", "-n", *words).stdout
 
 
 def test_make_passes_settings_and_paths_with_blanks_on_and_refuses_an_unknown_device() -> None:
-    shown = planned("render", "SET=max_streams=4 first_hop_tokens=10").stdout
+    shown = planned("render", "SET=max_streams=4 first_hop_tokens=10")
     assert "--set max_streams=4 --set first_hop_tokens=10" in shown
     for target in ("render", "serve", "demo", "bench", "parity"):
-        shown = planned(target, "MODELS=my models", "OUTPUT=out dir/a.wav", "FOLDER=a b").stdout
+        shown = planned(target, "MODELS=my models", "OUTPUT=out dir/a.wav", "FOLDER=a b")
         words = shlex.split([line for line in shown.replace("\\\n", " ").splitlines() if line.strip()][-1])
         assert {"my models", "out dir/a.wav", "a b"} & set(words), (target, words)
-    refused = planned("serve", "DEVICE=cuda")
-    assert refused.returncode == 2 and "DEVICE is cpu or gpu, not 'cuda'" in refused.stderr
+    assert "DEVICE is cpu or gpu, not 'cuda'" in ran("make", "-n", "serve", "DEVICE=cuda", code=2).stderr
 
 
 def test_make_serve_on_a_gpu_checks_the_machine_installs_its_extra_downloads_and_serves() -> None:
-    shown = planned("serve", "DEVICE=gpu", "STACK=unet", "SET=max_streams=8").stdout
+    shown = planned("serve", "DEVICE=gpu", "STACK=unet", "SET=max_streams=8")
     steps = ("doctor.py", "uninstall --quiet --yes torch", "[client,http,gpu]", "prepare download", "serve --models")
     assert sorted(map(shown.index, steps)) == [*map(shown.index, steps)]
     for step in (steps[0], *steps[3:]):
@@ -239,4 +226,4 @@ def test_make_serve_on_a_gpu_checks_the_machine_installs_its_extra_downloads_and
 
 
 def test_make_clean_keeps_the_models_and_the_voices_that_were_added() -> None:
-    assert "models" not in planned("clean").stdout
+    assert "models" not in planned("clean")
