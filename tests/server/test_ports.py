@@ -51,12 +51,6 @@ def test_a_port_that_answers_with_something_else_than_http_is_not_ready(tmp_path
             server.stop()
 
 
-def test_a_server_for_all_hosts_keeps_tritons_own_endpoints_on_this_machine(tmp_path: Path) -> None:
-    server = TritonServer(tmp_path, ports=Ports(0, 0, 0), host="0.0.0.0")
-    assert server.grpc_url.startswith("127.0.0.1:") and server.http_url.startswith("127.0.0.1:")
-    assert server.metrics_url.startswith("0.0.0.0:")
-
-
 @pytest.mark.parametrize(
     ("options", "warning"),
     [
@@ -81,14 +75,10 @@ def test_the_log_of_an_earlier_server_is_kept_and_the_oldest_one_goes(tmp_path: 
     kept = [log.with_name(f"log.{number}").read_text() for number in range(1, KEPT + 1)]
     assert kept == [f"crash {run}" for run in range(KEPT + 1, 1, -1)]
     assert len(list(tmp_path.iterdir())) == KEPT + 1
-
-
-def test_a_log_below_its_limit_is_left_alone(tmp_path: Path) -> None:
-    log = tmp_path / "log"
     log.write_text("abc")
-    LogRotation(log).rotate(above=3)
-    assert log.read_text() == "abc" and list(tmp_path.iterdir()) == [log]
-    LogRotation(log).rotate(above=2)
+    rotation.rotate(above=3)
+    assert log.read_text() == "abc"
+    rotation.rotate(above=2)
     assert log.read_text() == "" and log.with_name("log.1").read_text() == "abc"
 
 

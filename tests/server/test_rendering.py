@@ -12,7 +12,7 @@ import pytest
 import yaml
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import fill_template
-from cosyvoice_triton.cli.fill_template import main, parse_substitutions
+from cosyvoice_triton.cli.fill_template import main
 from cosyvoice_triton.config import SPARE_REQUESTS, Token2WavConfig
 from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.llm.triton_client import request_tensors
@@ -30,7 +30,6 @@ from cosyvoice_triton.server.rendering import (
 )
 
 from tests.conftest import ROOT
-from tests.support.server_requests import read_settings
 from tests.support.server_requests import read_settings as read
 
 CONFIGS = sorted(TEMPLATES.glob("model_repo*/*/config.pbtxt"))
@@ -193,19 +192,16 @@ def test_prompt_models_use_the_response_cache_and_the_llm_streams_also_where_a_s
     assert decoupled["tensorrt_llm"] and not decoupled["cosyvoice2"]
 
 
-def test_an_earlier_rendering_is_replaced(tmp_path):
+def test_an_earlier_rendering_is_replaced_and_no_other_content(tmp_path):
     render(options(tmp_path, stack="unet"), tmp_path / "out")
     render(options(tmp_path, stack="dit"), tmp_path / "out")
     assert not (tmp_path / "out" / "cosyvoice2").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_directory_with_other_content_is_not_replaced(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match="not empty and not an earlier rendering"):
-        render(options(tmp_path), tmp_path / "out")
-    assert (tmp_path / "out" / "thesis.txt").exists()
+        render(options(tmp_path), tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
 def test_a_failed_rendering_leaves_nothing(tmp_path):
@@ -216,12 +212,12 @@ def test_a_failed_rendering_leaves_nothing(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             render(options(tmp_path, settings=settings), tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_openai_transport_needs_urls(tmp_path):
+    for gpus in ("", "0 0", "-1", "0,1,0"):
+        with pytest.raises(ValueError, match="token2wav_gpus"):
+            options(tmp_path, settings={"token2wav_gpus": gpus})
     with pytest.raises(ValueError, match="needs llm_urls"):
         options(tmp_path, llm_transport="openai")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_missing_file_of_a_checkpoint_is_listed(tmp_path):
@@ -270,12 +266,6 @@ def test_prompt_models_can_be_on_the_cpu_beside_the_others_on_a_gpu(stack, tmp_p
     assert list(on_cpu["audio_tokenizer"].instance_group[0].gpus) == []
 
 
-@pytest.mark.parametrize("gpus", ["", "0 0", "-1", "0,1,0"])
-def test_gpus_that_token2wav_cannot_have_are_refused(gpus, tmp_path):
-    with pytest.raises(ValueError, match="token2wav_gpus"):
-        options(tmp_path, settings={"token2wav_gpus": gpus})
-
-
 ORCHESTRATOR = (
     "model_dir:/m,bls_instance_num:4,llm_tokenizer_dir:/t,triton_max_batch_size:16,decoupled_mode:False,"
     "max_queue_delay_microseconds:0"
@@ -294,17 +284,15 @@ def test_without_in_place_the_result_is_printed_and_the_file_kept(template, caps
     assert template.read_text() == before
 
 
-def test_a_value_may_contain_colons_and_escaped_commas():
-    assert parse_substitutions(r"llm_urls:http://a:8000/v1\,http://b:1,model_dir:C\:/m") == {
-        "llm_urls": "http://a:8000/v1,http://b:1",
-        "model_dir": "C:/m",
-    }
-
-
-def test_urls_reach_the_parameter(template):
-    assert main(["-i", str(template), ORCHESTRATOR + r",llm_transport:openai,llm_urls:http://a:8000/v1\,http://b"]) == 0
-    config = parse(template.read_text(), "cosyvoice2")
-    assert config.parameters["llm_urls"].string_value == "http://a:8000/v1,http://b"
+def test_a_value_may_contain_colons_and_escaped_commas_and_a_filled_file_is_not_filled_twice(template, capsys):
+    urls = r",llm_transport:openai,llm_urls:http://a:8000/v1\,http://b"
+    given = ORCHESTRATOR.replace("model_dir:/m", r"model_dir:C\:/m") + urls
+    assert main(["-i", str(template), given]) == 0
+    parameters = parse(template.read_text(), "cosyvoice2").parameters
+    assert parameters["llm_urls"].string_value == "http://a:8000/v1,http://b"
+    assert parameters["model_dir"].string_value == "C:/m"
+    assert main(["-i", str(template), given]) == 1
+    assert "it was filled before" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -332,12 +320,6 @@ def test_a_template_of_a_model_that_no_stack_has_can_be_filled(template):
     assert (config.max_batch_size, config.instance_group[0].kind) == (4, config.instance_group[0].KIND_AUTO)
 
 
-def test_a_filled_file_is_not_filled_twice(template, capsys):
-    assert main(["-i", str(template), ORCHESTRATOR]) == 0
-    assert main(["-i", str(template), ORCHESTRATOR]) == 1
-    assert "it was filled before" in capsys.readouterr().err
-
-
 UPSTREAM = yaml.safe_load((ROOT / "tests/assets/upstream_templates.yaml").read_text())
 # Stack -> template -> upstream's substitutions.
 COMMANDS = {stack: {name: ",".join(pairs) for name, pairs in of.items()} for stack, of in UPSTREAM.items()}
@@ -354,7 +336,7 @@ def fill_all(commands: dict[str, str], repository: Path) -> None:
 def parameters_of(repository: Path, model: str) -> dict[str, str]:
     """The parameters of a filled template, which its model reads without an error."""
     config = parse((repository / model / "config.pbtxt").read_text(), model)
-    read_settings(config)
+    read(config)
     return {key: value.string_value for key, value in config.parameters.items()}
 
 
