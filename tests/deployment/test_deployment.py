@@ -31,7 +31,8 @@ LLMS = ("cuda", "vllm", "trtllm-serve", "trtllm-backend", "elsewhere")
 SOURCES = [ROOT / file for file in (*FILES, CPU, RANDOM, "deploy/compose/services.yml", "deploy/compose/llm.yml")]
 PROFILES = ("", "disaggregated,runtime,monitoring,tensorrt")
 TOOLS = Path(sys.executable).parent
-SHELL = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("deploy/**/*.sh"), ROOT / ".ci/run"])
+SHELL = [ROOT / ".ci/run"]
+SHELL += sorted(path for of in ("scripts", "deploy", "common") for path in ROOT.glob(f"{of}/**/*.sh"))
 
 
 @cache

@@ -67,7 +67,8 @@ def test_the_wheel_has_one_package_with_templates_voice_page_and_samples(wheel: 
         tracked = {name for name in tracked if "__pycache__" not in name}
         assert {f"cosyvoice_triton/templates/{name}" for name in tracked} <= set(names)
     data = """demo_checkpoint/trained/voices/rms.wav samples/manifest.jsonl samples/reference_en.wav
-        speech_service/page/index.html server/input_shapes.c speech_service/routes/cosyvoice.proto"""
+        speech_service/page/index.html server/input_shapes.c server/sweep.sh
+        speech_service/routes/cosyvoice.proto"""
     assert {f"cosyvoice_triton/{name}" for name in data.split()} <= set(names)
 
 

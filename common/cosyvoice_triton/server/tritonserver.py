@@ -49,21 +49,7 @@ HUNG_SECONDS = 60.0  # after the last instance has been loaded; the server is re
 LOAD_SECONDS = 600  # for all models to load, and for each of them
 STACKS_SECONDS = 0.2  # for models to write their stacks
 STOP_SECONDS = 12  # to finish running requests and unload the models; then the process group is killed
-
-# Kills what is left of a server and removes its shared memory and files, even if the process that started both was
-# killed. Then no server keeps the ports and no hanging stub outlives its tritonserver. Arguments: process group, prefix
-# of the shared memory regions, seconds of grace, temporary directory. A line on stdin: the server was stopped; end of
-# file: the parent is dead. (Not PR_SET_PDEATHSIG: that needs a fork, and gRPC's fork handlers occasionally abort the
-# child.)
-_SWEEP = """
-if ! read -r _; then
-    kill -s TERM "$1"
-    while [ "$3" -gt 0 ] && kill -s 0 -- "-$1"; do sleep 1; set -- "$1" "$2" $(($3 - 1)) "$4"; done
-fi
-kill -s KILL -- "-$1"
-rm -f /dev/shm/"$2"*
-rm -rf "$4"
-"""
+SWEEP = Path(__file__).with_name("sweep.sh")  # ends what is left of a server
 
 
 @dataclass(frozen=True)
@@ -239,14 +225,9 @@ class TritonServer:
                 env=tritonserver_environment(self._environment, installation.libraries, compile_library(self._work)),
                 start_new_session=True,
             )
+        sweep = ("/bin/sh", SWEEP, self._process.pid, self._shm_prefix, STOP_SECONDS, self._work)
         self._sweeper = subprocess.Popen(
-            [
-                "/bin/sh",
-                "-c",
-                _SWEEP,
-                "sweep",
-                *map(str, (self._process.pid, self._shm_prefix, STOP_SECONDS, self._work)),
-            ],
+            [*map(str, sweep)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
