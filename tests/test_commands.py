@@ -71,8 +71,11 @@ def test_a_library_that_is_not_installed_is_named_with_the_command_that_installs
     assert re.fullmatch(r"error: .*tritonclient.*; run: pip install '.*client.*'\n", told)
 
 
-def test_a_trial_of_other_checkpoints_says_what_is_missing_and_how_to_get_it(tmp_path, monkeypatch, capsys) -> None:
+def test_a_trial_says_what_is_missing_or_cannot_be_written_before_it_loads_anything(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    assert demo.main(["--output", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert str(tmp_path) in told.err and told.out == "" and list(tmp_path.iterdir()) == []
     assert demo.main(["--models", "mine", "--stack", "cosyvoice3", "--set", "max_streams=2"]) == 1
     assert "prepare download mine --stack cosyvoice3" in capsys.readouterr().err
     assert not (tmp_path / "models").exists() and not (tmp_path / "build").exists()
@@ -87,10 +90,3 @@ def test_the_first_second_can_be_interrupted_and_the_version_is_printed(monkeypa
     monkeypatch.setattr(cli.importlib, "import_module", interrupted)
     assert cli.main(["say", "Hello."]) == 130
     assert capsys.readouterr().err == "interrupted\n"
-
-
-def test_a_trial_that_cannot_write_its_output_says_so_before_it_loads_anything(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert demo.main(["--output", str(tmp_path)]) == 1
-    told = capsys.readouterr()
-    assert str(tmp_path) in told.err and told.out == "" and list(tmp_path.iterdir()) == []

@@ -71,7 +71,7 @@ def test_manifests_match_the_schemas(version: str, everything: Objects) -> None:
             kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_references_resolve(everything: Objects) -> None:
+def test_references_resolve_and_process_1_of_every_pod_is_the_program_itself(everything: Objects) -> None:
     pods = pods_of(everything)
     for (kind, name), one in everything.items():
         if kind == "Service":
@@ -89,6 +89,7 @@ def test_references_resolve(everything: Objects) -> None:
         volumes = {volume["name"]: volume for volume in pod.get("volumes", [])}
         for container in containers_of(pod):
             assert {mount["name"] for mount in container.get("volumeMounts", [])} <= set(volumes), name
+            assert container["command"][0] not in ("bash", "sh"), "which ignore SIGTERM while they wait for a command"
         for volume in volumes.values():
             if "persistentVolumeClaim" in volume:
                 assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in everything
@@ -113,10 +114,8 @@ def test_the_overlay_sets_every_value() -> None:
     named = {one["secretRef"]["name"] for one in sources if "secretRef" in one}
     assert secrets == named, "the keys and the hub's token reach their pods"
     images = {container["image"] for pod in pods.values() for container in containers_of(pod)}
-    assert (
-        any(image.startswith("registry.example.com/cosyvoice-triton:") for image in images)
-        and "cosyvoice-triton:gpu" not in images
-    )
+    assert any(image.startswith("registry.example.com/cosyvoice-triton:") for image in images)
+    assert "cosyvoice-triton:gpu" not in images
     assert "nodeSelector" in pods["tts"]
     assert built["PersistentVolumeClaim", "models"]["spec"]["storageClassName"]
     assert built["Service", "gateway"]["spec"]["type"] == "ClusterIP", "the ingress is the only way in"
@@ -130,10 +129,8 @@ def test_an_older_revision_has_its_own_image_and_settings(tmp_path: Path) -> Non
     file.write_text(file.read_text().replace("0.2.0", "0.3.0").replace("STACK=dit", "STACK=unet"))
     new = kustomized(file.parent)
     before, after = (str(pods_of(each)["tts"]) for each in (old, new))
-    assert (
-        before.count(":0.2.0-gpu") == after.count(":0.3.0-gpu") == 2
-        and pods_of(old)["gateway"] == pods_of(new)["gateway"]
-    )
+    assert before.count(":0.2.0-gpu") == after.count(":0.3.0-gpu") == 2
+    assert pods_of(old)["gateway"] == pods_of(new)["gateway"]
     same = [key for key in old.keys() & new.keys() if key[0] in ("ConfigMap", "Secret")]
     assert [old[key] for key in same] == [new[key] for key in same]
 
@@ -184,13 +181,6 @@ def test_one_value_chooses_the_stack_of_the_pods(stack: Stack, components: list[
     (served,) = (one for one in commands if one[0] == "vllm")
     assert (rendered.llm_transport, rendered.llm_model) == ("openai", stack.llm.directory)
     assert served[2] == f"/models/{stack.llm.directory}" and f"--served-model-name={rendered.llm_model}" in served
-
-
-def test_process_1_of_every_pod_is_the_program_itself(everything: Objects) -> None:
-    """Not a shell, which ignores SIGTERM while it waits for a command."""
-    for pod in pods_of(everything).values():
-        for container in containers_of(pod):
-            assert container["command"][0] not in ("bash", "sh")
 
 
 def test_pods_live_longer_than_their_streams() -> None:

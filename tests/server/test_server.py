@@ -48,20 +48,17 @@ class TritonPythonModel:
                 sender.send(pb.InferenceResponse([output]), flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 CALLER = """
-import threading
+from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import triton_python_backend_utils as pb
 
 class TritonPythonModel:
     def execute(self, requests):
-        threads = [threading.Thread(target=self.call) for _ in range(200)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(200) as threads:
+            list(threads.map(self.call, range(200)))
         return [pb.InferenceResponse([pb.Tensor("y", np.ones((1, 1), np.float32))]) for _ in requests]
 
-    def call(self):
+    def call(self, number):
         x = pb.Tensor("x", np.ones((1, 1), np.float32))
         pb.InferenceRequest(model_name="slow", requested_output_names=["y"], inputs=[x]).exec()
 """
