@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from cosyvoice_triton.server.tritonserver import uninterrupted
+
 from tests.support.compose import MISSING, compose_command
 
 DOCKER = "/usr/bin/docker"  # Debian's, which can build with BuildKit without a plugin
@@ -98,7 +100,7 @@ def engine() -> Iterator[Engine]:
             finally:
                 started.clear()
     finally:
-        with uninterrupted():
+        with uninterrupted():  # also by the end of CI's time: gigabytes are removed
             for mount in reversed(mounts(directory)):
                 subprocess.run(["umount", "--lazy", mount], check=False)
             shutil.rmtree(directory)
@@ -121,17 +123,6 @@ def running(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
                 process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C, or the end of CI's time, does not end the removal of gigabytes in its middle."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def wait(started: Engine, process: subprocess.Popen[bytes]) -> None:

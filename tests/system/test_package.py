@@ -209,6 +209,7 @@ def planned(*words: str) -> str:
 def test_make_passes_settings_and_paths_with_blanks_on_and_refuses_an_unknown_device() -> None:
     shown = planned("render", "SET=max_streams=4 first_hop_tokens=10")
     assert "--set max_streams=4 --set first_hop_tokens=10" in shown
+    assert "models" not in planned("clean"), "which keeps them and the voices that were added"
     for target in ("render", "serve", "demo", "bench", "parity"):
         shown = planned(target, "MODELS=my models", "OUTPUT=out dir/a.wav", "FOLDER=a b")
         words = shlex.split([line for line in shown.replace("\\\n", " ").splitlines() if line.strip()][-1])
@@ -224,7 +225,3 @@ def test_make_serve_on_a_gpu_checks_the_machine_installs_its_extra_downloads_and
         (line,) = re.findall(rf".*{step}.*", shown)
         assert "models/official" in line and "--stack unet" in line, step
         assert ("--set max_streams=8" in line) == (step != "prepare download")
-
-
-def test_make_clean_keeps_the_models_and_the_voices_that_were_added() -> None:
-    assert "models" not in planned("clean")

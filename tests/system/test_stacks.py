@@ -7,14 +7,13 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from cosyvoice_triton import stacks
-from cosyvoice_triton.cli import demo, fill_template, prepare, render, serve
-from cosyvoice_triton.cli import voice as voice_command
+from cosyvoice_triton import cli, stacks
+from cosyvoice_triton.cli import fill_template, render
 from cosyvoice_triton.client.arguments import add_request_arguments
 from cosyvoice_triton.client.failures import not_served
 from cosyvoice_triton.demo_checkpoint import TRAINED
@@ -133,11 +132,10 @@ def test_a_stack_of_another_package_is_rendered_and_valid(third, models, tmp_pat
 
 
 def test_its_template_of_a_shared_model_replaces_the_default_one(third: Stack, models: Path) -> None:
-    own = Path(third.templates) / "audio_tokenizer"
-    shutil.copytree(TEMPLATES / stacks.SHARED_TEMPLATES / "audio_tokenizer", own)
+    own, shared = Path(third.templates), TEMPLATES / stacks.SHARED_TEMPLATES
+    shutil.copytree(shared / "audio_tokenizer", own / "audio_tokenizer")
     found = templates_of(StackOptions(models_dir=models, stack="third"))
-    assert found["audio_tokenizer"] == own
-    assert found["speaker_embedding"] == TEMPLATES / stacks.SHARED_TEMPLATES / "speaker_embedding"
+    assert (found["audio_tokenizer"].parent, found["speaker_embedding"].parent) == (own, shared)
 
 
 def test_fill_template_fills_its_templates(third: Stack, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,19 +154,10 @@ def test_its_networks_are_loaded_by_its_own_loader(third: Stack) -> None:
     assert model.stack is third
 
 
-COMMANDS: dict[str, Callable[[list[str]], object]] = {
-    "render": render.main,
-    "demo": demo.main,
-    "serve": serve.main,
-    "voice": lambda arguments: voice_command.main(["add", *arguments]),
-    "prepare": lambda arguments: prepare.main(["download", *arguments]),
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["render", "demo", "serve", "voice add", "prepare download"])
 def test_every_command_with_stacks_lists_it(command: str, third: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        COMMANDS[command](["--help"])
+        cli.main([*command.split(), "--help"])
     assert f"--stack {{{','.join(BUILT_IN)},third}}" in capsys.readouterr().out
 
 
