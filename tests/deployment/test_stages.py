@@ -26,6 +26,7 @@ from cosyvoice_triton.server.tritonserver import free_port
 
 from tests.conftest import ROOT
 from tests.support.programs import ran
+from tests.support.serve_process import with_model
 
 pytestmark = pytest.mark.server
 
@@ -80,9 +81,7 @@ def test_the_stages_give_a_server_and_ask_it(models: Path, manifest: Path, tmp_p
 
 
 def test_a_server_that_does_not_start_is_reported_with_its_log(models: Path, manifest: Path, tmp_path: Path) -> None:
-    (tmp_path / "build/unet/broken/1").mkdir(parents=True)
-    (tmp_path / "build/unet/broken/config.pbtxt").write_text('name: "broken" backend: "python"')
-    (tmp_path / "build/unet/broken/1/model.py").write_text("raise ValueError('flow.pt is missing')")
+    with_model(tmp_path / "build/unet", code="raise ValueError('flow.pt is missing')")
     done = run(UNET, "3", "5", models=models, manifest=manifest, work=tmp_path, code=1)
     assert f"triton did not become ready; its log: {tmp_path}/out/logs/triton.log" in done.stderr
     assert "flow.pt is missing" in done.stderr and "stage 3 failed with code 1" in done.stderr

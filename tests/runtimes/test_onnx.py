@@ -19,7 +19,7 @@ from cosyvoice_triton.networks.flow.checkpoint import load_dit_flow
 from cosyvoice_triton.runtimes import onnx as onnx_runtime
 from cosyvoice_triton.runtimes import tensorrt
 from cosyvoice_triton.runtimes.loading import DiTOnRuntime, flow_runtime
-from cosyvoice_triton.runtimes.network import Network, ShapeLimits
+from cosyvoice_triton.runtimes.network import Network, check_shapes
 from cosyvoice_triton.runtimes.onnx import OnnxNetwork
 from cosyvoice_triton.runtimes.signatures import CHUNK, Workload, signature_of, workloads
 from cosyvoice_triton.runtimes.tensorrt import Plan, PlanError, TensorRTNetwork, log_of
@@ -100,13 +100,13 @@ class Changed(Network):
 
     def __init__(self, network: Network, change=lambda outputs, known: outputs, rows: int | None = None) -> None:
         self._network, self._change = network, change
-        of = network.limits
-        axes = {name: 1 if "cache" in name else 0 for name in of.most}
-        most = {name: tuple(rows if i == axes[name] else n for i, n in enumerate(s)) for name, s in of.most.items()}
-        self.limits = ShapeLimits(of.least, of.usual, most if rows else of.most)
+        self.limits = dict(network.limits)
+        for name, (least, usual, most) in self.limits.items() if rows else ():
+            axis = 1 if "cache" in name else 0
+            self.limits[name] = least, usual, (*most[:axis], rows, *most[axis + 1 :])
 
     def run(self, inputs):
-        self.limits.check({name: tuple(x.shape) for name, x in inputs.items()})
+        check_shapes(self.limits, inputs)
         outputs = self._network.run(inputs)
         return outputs | self._change(outputs, inputs["att_cache"].shape[3] if "att_cache" in inputs else 0)
 
@@ -199,10 +199,10 @@ def test_runtimes_are_refused_on_another_kind_of_device(setting, device, message
     ],
 )
 def test_a_shape_outside_the_limits_names_input_shape_and_limits(shapes, message):
-    limits = ShapeLimits({"x": (2, 80, 4)}, {"x": (4, 80, 6)}, {"x": (8, 80, 9)})
+    limits = {"x": ((2, 80, 4), (4, 80, 6), (8, 80, 9))}
     with pytest.raises(ValueError, match=message):
-        limits.check(shapes)
-    limits.check({"x": (8, 80, 4)})
+        check_shapes(limits, {name: torch.zeros(shape) for name, shape in shapes.items()})
+    check_shapes(limits, {"x": torch.zeros(8, 80, 4)})
 
 
 def test_the_real_tensorrt_builds_the_plan_of_an_exported_estimator(exported):

@@ -29,7 +29,7 @@ from cosyvoice_triton.server.watch import HUNG_SECONDS, WATCH_SECONDS, ModelWatc
 from cosyvoice_triton.triton_io.streams import Streams
 
 from tests.support.http_servers import Page, http_server
-from tests.support.serve_process import children
+from tests.support.serve_process import children, serve_process, with_model
 from tests.support.waiting import until
 
 ARGS = {"model_name": "m", "model_instance_name": "m_0"}
@@ -203,20 +203,12 @@ def test_a_folder_for_the_log_is_one_line(tmp_path: Path, capsys: pytest.Capture
     assert error == f"the log file {tmp_path} is a folder; name a file: {tmp_path}/server.log\n"
 
 
-def serving_idle(repository: Path, code: str, *options: str) -> list[str]:
-    """The command that serves a model `idle` with this code, at free ports."""
-    (repository / "idle" / "1").mkdir(parents=True)
-    (repository / "idle" / "1" / "model.py").write_text(code)
-    (repository / "idle" / "config.pbtxt").write_text('name: "idle" backend: "python" max_batch_size: 1\n')
-    command = [sys.executable, "-m", "cosyvoice_triton", "serve", str(repository), *options, *FREE_PORTS]
-    return [*command, "--log-file", str(repository.parent / "log")]
-
-
 @pytest.mark.server
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_two_signals_a_second_apart_leave_nothing_behind(second: signal.Signals, tmp_path: Path) -> None:
     """The model is still loading then. What the server says goes to a full disk, which does not stop it."""
-    command = serving_idle(tmp_path / "repository", "import time\ntime.sleep(60)\n")
+    repository = with_model(tmp_path / "repository", code="import time\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "cosyvoice_triton", "serve", repository, f"--log-file={tmp_path}/log", *FREE_PORTS]
     with Path("/dev/full").open("wb") as full, subprocess.Popen(command, stdout=full, stderr=full) as process:
         until(lambda: len(descendants(process.pid)) >= 3, every=0.1)  # tritonserver, the sweeper, the stub
         children = descendants(process.pid)
@@ -229,25 +221,18 @@ def test_two_signals_a_second_apart_leave_nothing_behind(second: signal.Signals,
 
 @pytest.mark.server
 def test_a_server_on_an_ipv6_address_answers_at_the_urls_that_it_prints(tmp_path: Path) -> None:
-    code = "class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
-    command = serving_idle(tmp_path / "my repository", code, "--host=::1", "--http-host=::1", "--grpc-host=::1")
-    command += ["--speech-port", str(free_port()), "--voices", str(tmp_path / "voices")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        said = ""
-        while (line := process.stdout.readline()) and line != "Ctrl-C to stop\n":
-            said += line
-        try:
-            found = {name: url for name, url in re.findall(r"(http|grpc|metrics|health|page) (\S+)", said)}
-            assert len(found) == 5 and all("[::1]:" in url for url in found.values()), said
-            for name, page in (("http", "/v2/health/ready"), ("metrics", ""), ("health", "")):
-                assert readiness.fault(f"http://{found[name]}{page}") is None
-            assert "HTTP 503" in str(readiness.fault(f"{found['page']}health"))  # it serves; no speech model does
-            with grpc.insecure_channel(found["grpc"]) as channel:
-                grpc.channel_ready_future(channel).result(60)
-        finally:
-            process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+    options = ["--host=::1", "--http-host=::1", "--grpc-host=::1", "--speech-port", str(free_port())]
+    repository = with_model(tmp_path / "my repository")
+    with serve_process(repository, tmp_path / "log", *options, "--voices", str(tmp_path / "voices")) as server:
+        found = {name: url for name, url in re.findall(r"(http|grpc|metrics|health|page) (\S+)", server.printed)}
+        assert len(found) == 5 and all("[::1]:" in url for url in found.values()), server.printed
+        for name, page in (("http", "/v2/health/ready"), ("metrics", ""), ("health", "")):
+            assert readiness.fault(f"http://{found[name]}{page}") is None
+        assert "HTTP 503" in str(readiness.fault(f"{found['page']}health"))  # it serves; no speech model does
+        with grpc.insecure_channel(found["grpc"]) as channel:
+            grpc.channel_ready_future(channel).result(60)
+        server.terminate()
+        assert server.process.wait(60) == 0
 
 
 def test_a_second_signal_ends_the_speech_service_that_is_being_stopped() -> None:

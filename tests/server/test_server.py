@@ -20,17 +20,9 @@ from cosyvoice_triton.server import installation, tritonserver
 from cosyvoice_triton.server.tritonserver import STARTS, Ports, ServerError, TritonServer
 from tritonclient.utils import InferenceServerException
 
+from tests.support.serve_process import IDLE, with_model
 from tests.support.waiting import until
 
-MODEL = """
-class TritonPythonModel:
-    def execute(self, requests):
-        return []
-"""
-CONFIG = """
-name: "idle" backend: "python" max_batch_size: 1 instance_group [ { kind: KIND_CPU count: 1 } ]
-input [ { name: "x" data_type: TYPE_FP32 dims: [1] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [1] } ]
-"""
 # `caller` calls `slow` 200 times at once; `slow` answers when all have come.
 SLOW = """
 import numpy as np
@@ -65,17 +57,10 @@ class TritonPythonModel:
 FREE = Ports(0, 0, 0)
 
 
-def add_model(repository: Path, name: str, source: str) -> None:
-    (repository / name / "1").mkdir(parents=True)
-    (repository / name / "1" / "model.py").write_text(source)
-    (repository / name / "config.pbtxt").write_text(CONFIG.replace("idle", name))
-
-
 @pytest.fixture
 def repository(tmp_path) -> Path:
     """A repository with a model that loads and does nothing."""
-    add_model(tmp_path / "repository", "idle", MODEL)
-    return tmp_path / "repository"
+    return with_model(tmp_path / "repository")
 
 
 def replace_tritonserver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
@@ -129,10 +114,9 @@ def test_a_server_answers_while_it_runs_and_leaves_nothing_behind(repository, tm
 @pytest.mark.server
 def test_calls_between_models_do_not_wait_for_each_other(tmp_path):
     """Hundreds of streams wait for their chunks at once; Triton's default thread pool allows only a few calls."""
-    add_model(tmp_path / "repository", "slow", SLOW)
-    add_model(tmp_path / "repository", "caller", CALLER)
+    repository = with_model(with_model(tmp_path / "repository", "slow", SLOW), "caller", CALLER)
     body = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [0.0]}]}
-    with TritonServer(tmp_path / "repository", ports=FREE) as server:
+    with TritonServer(repository, ports=FREE) as server:
         answer = httpx.post(f"http://{server.http_url}/v2/models/caller/infer", json=body, timeout=60)
         assert answer.json()["outputs"][0]["data"] == [1.0]
 
@@ -159,8 +143,7 @@ def test_a_server_that_aborts_while_loading_is_started_again(aborts, repository,
     starts = tmp_path / "starts"
     abort = f"echo >> {starts}\n[ $(wc -l < {starts}) -le {aborts} ] && (sleep 0.5; kill -s ABRT $$) &\n"
     replace_tritonserver(tmp_path, monkeypatch, f'{abort}exec BINARY "$@"\n')
-    slow = MODEL.replace("class", "import time\ntime.sleep(2)\nclass")
-    (repository / "idle" / "1" / "model.py").write_text(slow)
+    (repository / "idle" / "1" / "model.py").write_text(f"import time\ntime.sleep(2)\n{IDLE}")
     server = TritonServer(repository, ports=FREE)
     try:
         with server:
