@@ -32,7 +32,7 @@ from cosyvoice_triton.monitoring.health import (
     TEST_SECONDS,
     Health,
     ModelMonitor,
-    has_failed,
+    failure_of,
     report_failure,
 )
 from cosyvoice_triton.monitoring.metrics import (
@@ -368,7 +368,8 @@ def test_a_lost_model_is_published_as_failing_and_no_longer_a_fault(published: P
     lost.publish(STUCK_SECONDS)
     (reason,) = watch.check().values()
     watch.lose("lost", reason)
-    assert watch.lost == {"lost": reason} and has_failed(published, "lost") and not has_failed(published, "sound")
+    assert watch.lost == {"lost": reason}
+    assert failure_of(published, "lost").given() and not failure_of(published, "sound").given()
     for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 2):
         sound.publish()
         assert watch.check() == {} and watch.why_not_ready() == ""

@@ -69,10 +69,10 @@ class HealthPage:
         """Return status and text of /ready."""
         if self.state != "ready":
             return 503, self.state
-        if reason := self._server.why_not_ready():
+        if reason := self._server.watch.why_not_ready():
             return 503, reason
         if self._server.answers_ready():
-            return 200, "\n".join(["ready", *self._server.lost])
+            return 200, "\n".join(["ready", *self._server.watch.lost.values()])
         return 503, "unanswering" if self.state == "ready" else self.state  # it may have changed meanwhile
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:

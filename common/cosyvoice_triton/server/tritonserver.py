@@ -161,6 +161,9 @@ class TritonServer:
         self.grpc_host = grpc_host
         chosen = [port or free_port() for port in (ports.http, ports.grpc, ports.metrics)]
         self.ports = Ports(*chosen)
+        self.http_url = join(http_host, self.ports.http)
+        self.grpc_url = join(grpc_host, self.ports.grpc)
+        self.metrics_url = join(host, self.ports.metrics)
         self._cache = cache
         self._work = work_directory()
         self.log_file = log_file or self._work / "server.log"
@@ -173,20 +176,8 @@ class TritonServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._sweeper: subprocess.Popen[bytes] | None = None
         self._models: dict[int, str] = {}  # those that were running when the server became ready
-        self._watch = ModelWatch(self.metrics_directory)
+        self.watch = ModelWatch(self.metrics_directory)  # as of the last `check_models`
         self._unloading = 0.0  # seconds for which models have been missing
-
-    @property
-    def http_url(self) -> str:
-        return join(self.http_host, self.ports.http)
-
-    @property
-    def grpc_url(self) -> str:
-        return join(self.grpc_host, self.ports.grpc)
-
-    @property
-    def metrics_url(self) -> str:
-        return join(self.host, self.ports.metrics)
 
     def __enter__(self) -> "TritonServer":
         try:
@@ -277,7 +268,7 @@ class TritonServer:
 
     def refuse_new(self) -> None:
         """Let the orchestrators answer new requests with UNAVAILABLE from now on; running ones continue."""
-        DrainFile(self._environment.drain_file).create()
+        DrainFile(self._environment.drain_file).give()
 
     def live_requests(self) -> int:
         """Count the requests in progress, as of half a second ago. Raise ServerError if the server has ended."""
@@ -298,14 +289,14 @@ class TritonServer:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(WATCH_SECONDS)
         if code := self._process.returncode:
-            cause = self._watch.why_not_ready() or f"see {self.log_file}"
+            cause = self.watch.why_not_ready() or f"see {self.log_file}"
             raise ServerError(f"tritonserver ended unexpectedly with code {code}: {cause}")
 
     def check_models(self) -> None:
         """Kill the server and raise ServerError if a model has died, hangs or has failed, unless a replica of it works.
         It must be called every WATCH_SECONDS."""
         self._rotation.rotate(above=MAX_BYTES)
-        faults = self._watch.check()
+        faults = self.watch.check()
         running = self.model_processes()
         if dead := self._models.keys() - running.keys():
             self._unloading += WATCH_SECONDS  # a server that is being stopped is not ready while it ends its models
@@ -324,7 +315,7 @@ class TritonServer:
     def write_stacks(self, models: Container[str] | None = None) -> None:
         """Have our models that still run, or some of them, write the Python stacks of their threads to the log."""
         for process, model in self.model_processes().items():
-            if model in (self._watch.models if models is None else models) and model in self._watch.models:
+            if model in (self.watch.models if models is None else models) and model in self.watch.models:
                 with suppress(ProcessLookupError):
                     os.kill(process, STACKS_SIGNAL)
         time.sleep(STACKS_SECONDS)
@@ -336,17 +327,8 @@ class TritonServer:
             del self._models[process]
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        self._watch.lose(model, reason)
+        self.watch.lose(model, reason)
         self._unloading = 0.0
-
-    @property
-    def lost(self) -> list[str]:
-        """Return why the server works without some of its models, one line for each."""
-        return list(self._watch.lost.values())
-
-    def why_not_ready(self) -> str:
-        """Return why the server is not ready although it says so, as of the last check; empty if it is."""
-        return self._watch.why_not_ready()
 
     def kill(self) -> None:
         """End the server and its models at once, so that no client waits for an answer that cannot come."""
