@@ -62,13 +62,10 @@ def test_a_silent_first_chunk_is_not_sent_and_an_onset_across_chunks_is_found() 
     np.testing.assert_array_equal(audio[-480 * MS :], whole[-480 * MS :])
 
 
-def test_silence_that_was_sent_counts_at_the_end() -> None:
+def test_silence_that_was_sent_counts_at_the_end_and_an_answer_that_is_never_heard_is_short_and_not_empty() -> None:
     parts = trimmed(np.concatenate([sound(300), silence(130)]), silence(200))
     assert [len(part) / MS for part in parts] == [430, pytest.approx(20, abs=30)]
     assert len(trimmed(sound(300), silence(400))[1]) == 150 * MS
-
-
-def test_an_answer_that_is_never_heard_is_short_and_not_empty() -> None:
     first, last = trimmed(silence(400), silence(400))
     assert not first.size and 0 < last.size <= 150 * MS
 

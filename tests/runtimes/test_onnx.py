@@ -136,7 +136,7 @@ def dit_on(directory: Path, *change) -> DiTOnRuntime:
     return DiTOnRuntime(config, whole, chunk, chunk, torch.device("cpu"), torch.float32)
 
 
-def test_a_file_that_puts_the_newest_frames_first_gives_the_same_cache(exported):
+def test_a_file_that_puts_the_newest_frames_first_gives_the_same_cache_and_one_that_drops_it_is_refused(exported):
     results = []
     for change in ((), (newest_first,)):
         estimator = dit_on(exported["dit"], *change)
@@ -149,9 +149,6 @@ def test_a_file_that_puts_the_newest_frames_first_gives_the_same_cache(exported)
         results.append((velocity, cache.attention.keys, cache.attention.values, cache.conv))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(theirs, ours)
-
-
-def test_a_network_that_drops_its_cache_is_refused(exported):
     with pytest.raises(ValueError, match="new_att_cache does not hold the frames of its att_cache"):
         dit_on(exported["dit"], without_cache)
 

@@ -225,13 +225,17 @@ def rendered(record: Path, device: str = "gpu", **options: object) -> Path:
     return record / "repository"
 
 
-def test_the_daemon_runs_while_the_models_do(record: Path) -> None:
+@pytest.mark.parametrize(("visible", "known"), [(None, ""), ("1", "GPU-1f")])
+def test_the_daemon_runs_while_the_models_do_and_numbers_the_gpus_alike(record, visible, known, monkeypatch) -> None:
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with mps.shared_gpu(rendered(record)):
         folder = Path(os.environ[mps.PIPES])
-        assert (folder / "control").exists() and (record / "started").read_text() == "\n"
-        assert "CUDA_VISIBLE_DEVICES" not in os.environ
+        assert (folder / "control").exists() and (record / "started").read_text() == f"{known}\n"
+        assert os.environ.get("CUDA_VISIBLE_DEVICES", "") == known
     assert (record / "ended").read_text() == "quit -t 5\n"
     assert mps.PIPES not in os.environ and not folder.exists()
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
 
 
 def test_the_daemon_ends_with_a_killed_server(record: Path) -> None:
@@ -240,13 +244,6 @@ def test_the_daemon_ends_with_a_killed_server(record: Path) -> None:
     code += f"with mps.shared_gpu(Path({str(rendered(record))!r})): os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -9
     until((record / "ended").exists)
-
-
-def test_daemon_and_models_number_the_gpus_alike(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    with mps.shared_gpu(rendered(record)):
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-1f" and (record / "started").read_text() == "GPU-1f\n"
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 @pytest.mark.parametrize("state", ["runs", "has ended", "is the host's"])

@@ -20,7 +20,7 @@ from cosyvoice_triton.client.grpc_client import AsyncConnection
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.monitoring.environment import GRPC_ADDRESS, METRICS_DIRECTORY
-from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, has_failed, report_failure
+from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, failure_of, report_failure
 from cosyvoice_triton.monitoring.metrics import LIVE, Metric, page, sum_of
 from cosyvoice_triton.server import readiness
 from cosyvoice_triton.server.input_shapes import compile_library
@@ -79,13 +79,13 @@ def test_a_full_disk_stops_no_sign_of_life_no_number_no_drain_and_no_report_of_a
             until(lambda read_before=read_before: reads > read_before)
             assert watch.check() == {} and watch.why_not_ready() == ""
         assert sum_of(page(disk), LIVE.name) == live
-        drain.create()
+        drain.give()
         with pytest.raises(UnavailableError, match="shutting down"):
             DrainFile(disk / "draining").check()
         assert not caplog.records
         report_failure("m", FatalError("the engine is dead"))
         assert watch.check() == {"m": "model m has failed and cannot recover: the engine is dead"}
-        assert has_failed(disk, "m")
+        assert failure_of(disk, "m").given()
     finally:
         monitor.close()
 
@@ -143,12 +143,9 @@ def dead_proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.1.2.3", "[::1]"])
-def test_pages_of_this_machine_are_read_without_a_proxy(host: str, dead_proxy: None) -> None:
+def test_pages_of_this_machine_are_read_without_a_proxy_and_others_through_it(host: str, dead_proxy: None) -> None:
     with http_server(Page, "127.0.0.1" if host == "localhost" else host.strip("[]")) as server:
         assert readiness.fault(f"http://{host}:{server.server_port}/") is None
-
-
-def test_pages_of_other_machines_are_read_through_the_proxy(dead_proxy: None) -> None:
     assert "refused" in str(readiness.fault("http://192.0.2.1/"))  # by the proxy; that address answers nobody
 
 

@@ -126,20 +126,17 @@ class Redis(socketserver.ThreadingTCPServer):
 
     def __init__(self) -> None:
         self.entries = {"hash of a recording": b"speech tokens"}
-        super().__init__(("127.0.0.1", 0), Connection)
+        super().__init__(("127.0.0.1", 0), socketserver.StreamRequestHandler)
 
-
-class Connection(socketserver.StreamRequestHandler):
-    server: Redis
-
-    def handle(self) -> None:
+    def finish_request(self, request, client_address) -> None:
         known = False
-        while count := self.rfile.readline().strip().removeprefix(b"*"):
-            words = [self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2] for _ in range(int(count))]
-            known = known or words == [b"AUTH", b"secret"]
-            if known and words == [b"FLUSHDB"]:
-                self.server.entries.clear()
-            self.wfile.write(b"+OK\r\n" if known else b"-NOAUTH Authentication required.\r\n")
+        with request.makefile("rwb", 0) as connection:
+            while count := connection.readline().strip().removeprefix(b"*"):
+                words = [connection.read(int(connection.readline()[1:]) + 2)[:-2] for _ in range(int(count))]
+                known = known or words == [b"AUTH", b"secret"]
+                if known and words == [b"FLUSHDB"]:
+                    self.entries.clear()
+                connection.write(b"+OK\r\n" if known else b"-NOAUTH Authentication required.\r\n")
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ EMPTY = {"guided_decoding_backend", "xgrammar_tokenizer_info_path"}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
-def test_a_template_takes_every_setting_of_its_model_and_declares_no_other(path):
+def test_a_template_takes_every_setting_of_its_model_with_its_default_and_declares_no_other(path):
     name = path.parent.name
     template = path.read_text()
     own = {"triton_backend": "python", "instance_kind": "KIND_CPU", "decoupled_mode": "true"}
@@ -100,6 +100,10 @@ def test_a_template_takes_every_setting_of_its_model_and_declares_no_other(path)
     config = parse(fill(template, values), name)
     assert set(config.parameters) == settings.parameters().keys() | settings.foreign_parameters
     assert all(parameter.string_value != "" or key in EMPTY for key, parameter in config.parameters.items())
+    of_stack = next(({**each.settings, **each.upstream} for each in stacks.BUILT_IN if name in each.models), {})
+    for key, field in settings.parameters().items():
+        if field.name in defaults(name):
+            assert of_stack.get(key, rendering.format_setting(field.default)) == defaults(name)[field.name], key
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
@@ -122,13 +126,19 @@ def strings_of(name: str, model: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
-def test_token2wav_is_one_process_wherever_it_computes(stack, tmp_path):
+def test_token2wav_is_one_process_wherever_it_computes_and_prompt_models_can_be_on_the_cpu(stack, tmp_path):
     """Its streams are in that process, so Triton must neither start a second one nor insist on correlation ids."""
-    config = configs_of(tmp_path, stack=stack.name, device="gpu")[stack.token2wav]
+    configs = configs_of(tmp_path, stack=stack.name, device="gpu", settings={"prompt_device": "cpu", "llm_gpu": "0"})
+    config = configs[stack.token2wav]
     (group,) = config.instance_group
     assert (group.kind, group.count) == (group.KIND_CPU, 1)
     assert config.WhichOneof("scheduling_choice") == "dynamic_batching"
-    assert read(config).device == "cuda:0"
+    assert (read(config).device, read(config).prompt_device) == ("cuda:0", "cpu")  # the latter to plan the memory
+    for name in PROMPT_MODELS:
+        (group,) = configs[name].instance_group
+        assert (group.kind, list(group.gpus)) == (group.KIND_CPU, [])  # with GPUs Triton would refuse it
+    on_cpu = configs_of(tmp_path, stack=stack.name, device="cpu", settings={"token2wav_gpus": "0 1"})
+    assert list(on_cpu["audio_tokenizer"].instance_group[0].gpus) == []
 
 
 def test_the_llm_accepts_a_few_requests_more_than_token2wav_has_streams_and_both_know_its_memory(tmp_path):
@@ -228,15 +238,6 @@ def test_every_missing_file_of_a_checkpoint_is_listed(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", [path.parent.name for path in CONFIGS])
-def test_template_defaults_are_those_of_the_models_settings(name):
-    config = settings_of(name)
-    for key, field in config.parameters().items():
-        if field.name in defaults(name):
-            own = next(({**stack.settings, **stack.upstream} for stack in stacks.BUILT_IN if name in stack.models), {})
-            assert own.get(key, rendering.format_setting(field.default)) == defaults(name)[field.name], key
-
-
 @pytest.mark.parametrize("stack", stacks.names())
 def test_each_gpu_of_token2wav_has_a_model_of_its_own(stack, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
@@ -252,18 +253,6 @@ def test_each_gpu_of_token2wav_has_a_model_of_its_own(stack, tmp_path, monkeypat
     assert (llm.llm_gpu, llm.max_requests) == (3, 2 * 5 + SPARE_REQUESTS)
     assert all(list(configs[name].instance_group[0].gpus) == [3] for name in PROMPT_MODELS)
     assert read(configs[wanted.orchestrator]).token2wav_gpus == (0, 3)
-
-
-@pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
-def test_prompt_models_can_be_on_the_cpu_beside_the_others_on_a_gpu(stack, tmp_path):
-    configs = configs_of(tmp_path, stack=stack.name, device="gpu", settings={"prompt_device": "cpu", "llm_gpu": "0"})
-    for name in PROMPT_MODELS:
-        (group,) = configs[name].instance_group
-        assert (group.kind, list(group.gpus)) == (group.KIND_CPU, [])  # with GPUs Triton would refuse it
-    assert configs[stack.token2wav].parameters["instance_kind"].string_value == "KIND_GPU"
-    assert configs[stack.token2wav].parameters["prompt_device"].string_value == "cpu"  # for the plan of the memory
-    on_cpu = configs_of(tmp_path, stack=stack.name, device="cpu", settings={"token2wav_gpus": "0 1"})
-    assert list(on_cpu["audio_tokenizer"].instance_group[0].gpus) == []
 
 
 ORCHESTRATOR = (
