@@ -4,7 +4,6 @@ python -m tests.containers.engine     prints why no engine can be started here, 
 """
 
 import contextlib
-import logging
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from pathlib import Path
 from cosyvoice_triton.server.tritonserver import uninterrupted
 
 from tests.support.compose import MISSING, compose_command
+from tests.support.programs import ran
 
 DOCKER = "/usr/bin/docker"  # Debian's, which can build with BuildKit without a plugin
 DAEMON = "/usr/sbin/dockerd"
@@ -31,8 +31,6 @@ OPTIONS = (
     "--userland-proxy=true --default-address-pool base=198.18.0.0/16,size=24 "
     "--exec-opt native.cgroupdriver=cgroupfs"
 ).split()
-
-log = logging.getLogger("containers")
 
 
 class ProvisionError(RuntimeError):
@@ -55,15 +53,9 @@ class Engine:
             "DOCKER_BUILDKIT": "1",
         }
 
-    def docker(self, *arguments: str, **options: object) -> str:
-        """The output of a docker command. CalledProcessError, with its output in the log."""
-        run = subprocess.run(
-            [DOCKER, *arguments], env=self.environment, capture_output=True, text=True, timeout=120, **options
-        )
-        if run.returncode:
-            log.error("docker %s: %s", " ".join(arguments), (run.stdout + run.stderr)[-4000:])
-            run.check_returncode()
-        return run.stdout.strip()
+    def docker(self, *arguments: str) -> str:
+        """The output of a docker command, which must succeed."""
+        return ran(DOCKER, *arguments, **self.environment).stdout.strip()
 
     def lines(self, *arguments: str) -> list[str]:
         return self.docker(*arguments).split()
