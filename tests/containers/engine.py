@@ -17,8 +17,7 @@ from pathlib import Path
 
 from cosyvoice_triton.server.tritonserver import uninterrupted
 
-from tests.support.compose import MISSING, compose_command
-from tests.support.programs import ran
+from tests.support.programs import MISSING, compose_command, ran
 
 DOCKER = "/usr/bin/docker"  # Debian's, which can build with BuildKit without a plugin
 DAEMON = "/usr/sbin/dockerd"

@@ -18,7 +18,7 @@ from cosyvoice_triton.server.tritonserver import free_port
 from tests.conftest import ROOT
 from tests.containers.engine import Engine
 from tests.containers.images import MADE, provide
-from tests.support.compose import compose_command
+from tests.support.programs import compose_command
 from tests.support.serve_process import StreamResult, synthesize
 
 NAME = "speech"

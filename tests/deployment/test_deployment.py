@@ -20,8 +20,7 @@ from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.server.tritonserver import LOAD_SECONDS
 
 from tests.conftest import ROOT
-from tests.support.compose import MISSING, compose_command
-from tests.support.programs import ran
+from tests.support.programs import MISSING, compose_command, ran
 
 COMPOSE = ("docker-compose.yml", "docker-compose.dit.yml")
 COSYVOICE3 = "docker-compose.cosyvoice3.yml"  # its LLM is always inside Triton

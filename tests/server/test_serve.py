@@ -1,9 +1,13 @@
-"""serve.py as the main process of a container: health page, metrics, traces, and a stop that loses no stream."""
+"""serve.py as the main process of a container: health page, metrics, traces, a stop that loses no stream, and a model
+that dies beside another one."""
 
 import asyncio
 import base64
 import gzip
+import os
+import re
 import secrets
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +15,10 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from cosyvoice_triton import stacks
 from cosyvoice_triton.monitoring import tracing
-from cosyvoice_triton.monitoring.metrics import ENDED, LIVE, sum_of
+from cosyvoice_triton.monitoring.health import FAILING
+from cosyvoice_triton.monitoring.metrics import ENDED, LIVE, STREAMS, sum_of
 from cosyvoice_triton.server.tritonserver import free_port
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -163,3 +169,34 @@ def test_streams_that_exceed_the_drain_limit_end_with_an_error(traced: ServeProc
     stacks = traced.log.read_text()  # of what keeps them
     assert "(most recent call first)" in stacks and "common/cosyvoice_triton/triton_io/requests.py" in stacks
     assert "common/cosyvoice_triton/token2wav/serving/service.py" in stacks
+
+
+FIRST, SECOND = stacks.DIT.token2wav, f"{stacks.DIT.token2wav}_1"
+
+
+def test_a_replica_that_dies_takes_only_its_own_streams_and_the_last_one_the_server(demo_models, tmp_path: Path):
+    """Streams are spread over two token2wav models."""
+    repository = rendered(demo_models, tmp_path / "repository", token2wav_gpus="0 1", max_streams="4")
+    with serve_process(repository, tmp_path / "log") as server:
+        address = f"127.0.0.1:{server.grpc}"
+        assert server.readiness() == (200, "ready")
+
+        def values(name: str) -> list[float]:
+            found = re.findall(rf'^{name}{{model="({FIRST}|{SECOND})",.* (\S+)$', server.page(), re.MULTILINE)
+            return [float(value) for _, value in sorted(found)]
+
+        def spread() -> None:
+            wait_for(lambda: values(STREAMS.name) == [2, 2])
+            os.kill(server.process_of(SECOND), signal.SIGKILL)
+
+        results = asyncio.run(speak_at_once(address, 4, LONG, spread))
+        errors = [result.error for result in results if result.error]
+        assert len(errors) == 2 and all(SECOND in error for error in errors), errors
+        lost = f"the process of model {SECOND} has died"
+        wait_for(lambda: server.readiness() == (200, f"ready\n{lost}"))
+        wait_for(lambda: values(FAILING.name) == [0, 1])
+        assert [result.error for result in asyncio.run(speak_at_once(address, 3, TEXT))] == [None] * 3
+        os.kill(server.process_of(FIRST), signal.SIGKILL)
+        assert server.process.wait(60) == 1 and server.process.stderr is not None
+        said = server.process.stderr.read()
+        assert f"the process of model {FIRST} has died; tritonserver has to be restarted" in said
