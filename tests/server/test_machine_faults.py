@@ -23,7 +23,7 @@ from cosyvoice_triton.monitoring.environment import GRPC_ADDRESS, METRICS_DIRECT
 from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, failure_of, report_failure
 from cosyvoice_triton.monitoring.metrics import LIVE, Metric, page, sum_of
 from cosyvoice_triton.server import readiness
-from cosyvoice_triton.server.input_shapes import compile_library
+from cosyvoice_triton.server.installation import compile_library
 from cosyvoice_triton.server.tritonserver import Ports, ServerError, TritonServer, free_port, require_free
 from cosyvoice_triton.server.watch import HUNG_SECONDS, WATCH_SECONDS, ModelWatch
 from cosyvoice_triton.triton_io.streams import Streams

@@ -28,8 +28,7 @@ from cosyvoice_triton.monitoring import metrics
 from cosyvoice_triton.monitoring.environment import ModelEnvironment, tritonserver_environment
 from cosyvoice_triton.monitoring.health import STACKS_SIGNAL, DrainFile
 from cosyvoice_triton.replicas import first_replica
-from cosyvoice_triton.server.input_shapes import compile_library
-from cosyvoice_triton.server.installation import Installation, ServerError, work_directory
+from cosyvoice_triton.server.installation import Installation, ServerError, compile_library, work_directory
 from cosyvoice_triton.server.logs import MAX_BYTES, LogRotation, failure
 from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.watch import WATCH_SECONDS, ModelWatch
