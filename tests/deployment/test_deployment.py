@@ -14,7 +14,7 @@ import pytest
 import yaml
 from cosyvoice_triton import cli
 from cosyvoice_triton.cli import doctor, prepare, render
-from cosyvoice_triton.cli.stack_options import stack_options
+from cosyvoice_triton.cli.render import stack_options
 from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.server.tritonserver import LOAD_SECONDS
