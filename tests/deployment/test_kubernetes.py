@@ -55,8 +55,8 @@ def pods_of(objects: Objects) -> dict[str, dict[str, Any]]:
     return {name: one["spec"]["template"]["spec"] for (kind, name), one in objects.items() if kind == "Deployment"}
 
 
-def containers_of(pod: dict[str, Any]) -> list[dict[str, Any]]:
-    return [*pod["containers"], *pod.get("initContainers", [])]
+def containers_of(*pods: dict[str, Any]) -> list[dict[str, Any]]:
+    return [each for pod in pods for each in (*pod["containers"], *pod.get("initContainers", []))]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_references_resolve_and_process_1_of_every_pod_is_the_program_itself(eve
 def test_the_stack_is_whole_without_a_component() -> None:
     built = kustomized(ROOT / "deploy/k8s")
     assert {one["metadata"].get("namespace") for (kind, _), one in built.items() if kind != "Namespace"} == {"speech"}
-    images = {container["image"] for pod in pods_of(built).values() for container in containers_of(pod)}
+    images = {container["image"] for container in containers_of(*pods_of(built).values())}
     assert images == {"cosyvoice-triton:gpu", "envoyproxy/envoy:v1.40.0"}
     (files,) = (one for (kind, _), one in built.items() if kind == "ConfigMap" and "envoy.yaml" in one["data"])
     assert files["data"]["run.sh"] == (ROOT / "deploy/envoy/run.sh").read_text()
@@ -110,10 +110,11 @@ def test_the_overlay_sets_every_value() -> None:
     built = kustomized(ROOT / "deploy/k8s-overlay")
     secrets = {name for kind, name in built if kind == "Secret"}
     pods = pods_of(built)
-    sources = [one for pod in pods.values() for each in containers_of(pod) for one in each.get("envFrom", [])]
+    containers = containers_of(*pods.values())
+    sources = [one for each in containers for one in each.get("envFrom", [])]
     named = {one["secretRef"]["name"] for one in sources if "secretRef" in one}
     assert secrets == named, "the keys and the hub's token reach their pods"
-    images = {container["image"] for pod in pods.values() for container in containers_of(pod)}
+    images = {container["image"] for container in containers}
     assert any(image.startswith("registry.example.com/cosyvoice-triton:") for image in images)
     assert "cosyvoice-triton:gpu" not in images
     assert "nodeSelector" in pods["tts"]
@@ -164,7 +165,7 @@ def test_a_second_apply_changes_nothing(everything: Objects) -> None:
 def test_one_value_chooses_the_stack_of_the_pods(stack: Stack, components: list[str], tmp_path: Path) -> None:
     built = with_components(tmp_path, components, stack)
     commands = []
-    for container in (each for pod in pods_of(built).values() for each in containers_of(pod)):
+    for container in containers_of(*pods_of(built).values()):
         names = [one["configMapRef"]["name"] for one in container.get("envFrom", []) if "configMapRef" in one]
         values = {key: value for name in names for key, value in built["ConfigMap", name]["data"].items()}
         commands.append([re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in container["command"]])  # noqa: B023

@@ -61,26 +61,21 @@ def written(repository: Path, name: str):
 
 
 @pytest.mark.parametrize(("stack", "transport"), STACKS)
-def test_a_rendered_stack_parses_and_leaves_no_placeholder(tmp_path, stack, transport):
+def test_a_rendered_stack_parses_leaves_no_placeholder_and_configures_as_in_this_process(tmp_path, stack, transport):
     urls = ("http://a:8000/v1",) if transport == "openai" else ()
-    wanted = options(tmp_path, stack=stack, llm_transport=transport, llm_urls=urls)
+    how = {"llm_transport": transport, "llm_urls": urls, "device": "cpu"}
+    wanted = options(tmp_path, stack=stack, settings={"max_streams": "3", "first_hop_tokens": "25"}, **how)
     render(wanted, tmp_path / "out")
     models = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
     assert models == set(templates_of(wanted))
     for name in models:
         assert "${" not in (tmp_path / "out" / name / "config.pbtxt").read_text()
-        assert written(tmp_path / "out", name).max_batch_size >= 1 and read(written(tmp_path / "out", name))
+        assert written(tmp_path / "out", name).max_batch_size >= 1
         assert (tmp_path / "out" / name / "1" / "model.py").exists()
-
-
-@pytest.mark.parametrize("stack", stacks.names())
-def test_a_model_of_this_process_is_configured_as_by_the_rendering(stack, tmp_path):
-    wanted = options(tmp_path, stack=stack, device="cpu", settings={"max_streams": "3", "first_hop_tokens": "25"})
-    render(wanted, tmp_path / "out")
-    for name in (wanted.orchestrator, stacks.named(stack).token2wav, "tensorrt_llm"):
         rendered = read(written(tmp_path / "out", name))
         own = {"decoupled": False} if hasattr(rendered, "decoupled") else {}  # follows from Triton's policy
-        assert dataclasses.replace(rendered, **own) == wanted.config(settings_of(name))
+        if name not in PROMPT_MODELS:
+            assert dataclasses.replace(rendered, **own) == wanted.config(settings_of(name))
     with pytest.raises(ValueError, match="unknown setting 'max_stream'"):
         options(tmp_path, settings={"max_stream": "3"}).config(Token2WavConfig)
 

@@ -131,17 +131,13 @@ def test_a_stack_of_another_package_is_rendered_and_valid(third, models, tmp_pat
     assert "stack = THIRD" in (tmp_path / "out" / "speech3" / "1" / "model.py").read_text()
 
 
-def test_its_template_of_a_shared_model_replaces_the_default_one(third: Stack, models: Path) -> None:
+def test_its_template_of_a_shared_model_replaces_the_default_one_and_fill_template_fills_it(third, models, capsys):
     own, shared = Path(third.templates), TEMPLATES / stacks.SHARED_TEMPLATES
     shutil.copytree(shared / "audio_tokenizer", own / "audio_tokenizer")
     found = templates_of(StackOptions(models_dir=models, stack="third"))
     assert (found["audio_tokenizer"].parent, found["speaker_embedding"].parent) == (own, shared)
-
-
-def test_fill_template_fills_its_templates(third: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    template = Path(third.templates) / "sound3" / "config.pbtxt"
     given = "model_dir:/m,triton_max_batch_size:16,max_queue_delay_microseconds:0"
-    assert fill_template.main([str(template), given]) == 0
+    assert fill_template.main([str(own / "sound3" / "config.pbtxt"), given]) == 0
     assert parse(capsys.readouterr().out, "sound3").parameters["max_streams"].string_value == "7"
 
 
@@ -178,17 +174,14 @@ def test_clients_and_the_speech_service_find_its_model(third: Stack) -> None:
         assert asyncio.run(served(address)) == ["speech3", "speech3"]
 
 
-def test_its_files_are_downloaded(third: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_files_are_downloaded_and_recognised(third: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     files = "llm.rl.pt Blank/*.json Blank/*.txt flow.pt hift.pt campplus.onnx speech_tokenizer_v3.onnx"
     assert hub.sources(third) == (hub.Download("them/Third", "Third", tuple(files.split())),)
     monkeypatch.setenv("CHECKPOINT_REVISIONS", "them/Third=abc")
     assert steps.revisions() == {"them/Third": "abc"}
-
-
-def test_its_flow_and_its_networks_are_recognised(third: Stack) -> None:
     assert stacks.of_flow(["x", "decoder.estimator.third_blocks.0.attn"], "flow.pt") is third
-    files = {workload.use: workload.onnx for workload in workloads(third, "float16")}
-    assert files == {"whole": "third.onnx", "streaming": "third.streaming.onnx", "speaker": "campplus.onnx"}
+    found = {workload.use: workload.onnx for workload in workloads(third, "float16")}
+    assert found == {"whole": "third.onnx", "streaming": "third.streaming.onnx", "speaker": "campplus.onnx"}
 
 
 def test_names_of_another_stack_cannot_be_registered(third: Stack) -> None:
