@@ -10,7 +10,9 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, repeat
 from pathlib import Path
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -21,7 +23,7 @@ from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.monitoring.environment import GRPC_ADDRESS, METRICS_DIRECTORY
 from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, failure_of, report_failure
-from cosyvoice_triton.monitoring.metrics import LIVE, Metric, page, sum_of
+from cosyvoice_triton.monitoring.metrics import LIVE, page, sum_of
 from cosyvoice_triton.server import readiness
 from cosyvoice_triton.server.installation import compile_library
 from cosyvoice_triton.server.tritonserver import Ports, ServerError, TritonServer, free_port, require_free
@@ -61,22 +63,17 @@ def fill(disk: Path) -> None:
 def test_a_full_disk_stops_no_sign_of_life_no_number_no_drain_and_no_report_of_a_failure(disk, monkeypatch, caplog):
     monkeypatch.setenv(METRICS_DIRECTORY, str(disk))
     monkeypatch.setattr("cosyvoice_triton.monitoring.metrics.PERIOD_SECONDS", 0.02)
-    drain, live, reads = DrainFile(disk / "draining"), 1, 0
+    drain, live = DrainFile(disk / "draining"), 1
     drain.reserve()
-
-    def read() -> dict[Metric, float]:
-        nonlocal reads
-        reads += 1
-        return {LIVE: live}
-
+    read = Mock(side_effect=lambda: {LIVE: live})
     monitor = ModelMonitor(ARGS, test=dict, read=read)
     try:
         watch = ModelWatch(disk)
         fill(disk)
         live = 10**6
         for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 1):
-            read_before = reads + 1  # of which all is written when it reads again
-            until(lambda read_before=read_before: reads > read_before)
+            before = read.call_count + 1  # of which all is written when it reads again
+            until(lambda before=before: read.call_count > before)
             assert watch.check() == {} and watch.why_not_ready() == ""
         assert sum_of(page(disk), LIVE.name) == live
         drain.give()
@@ -91,18 +88,9 @@ def test_a_full_disk_stops_no_sign_of_life_no_number_no_drain_and_no_report_of_a
 
 
 def test_numbers_that_cannot_be_written_are_logged_once(published, caplog) -> None:
-    broken, failures = False, 0
-
-    def read() -> dict[object, float]:
-        nonlocal failures
-        if broken:
-            failures += 1
-            raise OSError("the disk is gone")
-        return {}
-
-    monitor = ModelMonitor(ARGS, test=dict, read=read)  # type: ignore[arg-type]
-    broken = True
-    until(lambda: failures > 2)
+    read = Mock(side_effect=chain([{}], repeat(OSError("the disk is gone"))))
+    monitor = ModelMonitor(ARGS, test=dict, read=read)
+    until(lambda: read.call_count > 3)
     monitor.close()
     assert [record.message for record in caplog.records] == ["cannot write the metrics"]
 
