@@ -3,6 +3,7 @@
 import re
 import signal
 import socket
+import socketserver
 import textwrap
 import threading
 import time
@@ -20,6 +21,7 @@ from cosyvoice_triton.api import Client, ClientError
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.conftest import ROOT
+from tests.support import http_servers
 from tests.support.gateway import Gateway, Ports, gateway, wait_for
 from tests.support.http_servers import Page, PageServer, http_server
 from tests.support.queries import unknown
@@ -216,25 +218,18 @@ def test_the_speech_service_gets_the_callers_address_and_no_endless_header(open_
     assert ask(open_gateway.speech, "/", x_long="a" * 40_000)[0] == 431
 
 
+class Closing(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.recv(1 << 16)
+
+
 def test_a_request_that_was_not_answered_goes_to_two_other_servers(servers: Servers, tmp_path: Path) -> None:
     """Two of the three close every connection as soon as a request has come; they say that they are ready."""
-
-    def close_all(listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            with connection:
-                connection.recv(1 << 16)
-
     with ExitStack() as stack:
         broken = []
         for _ in range(2):
-            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            stack.callback(listener.shutdown, socket.SHUT_RDWR)
-            threading.Thread(target=close_all, args=[listener], daemon=True).start()
-            broken.append(servers.ports[0]._replace(grpc=listener.getsockname()[1]))
+            closing = stack.enter_context(http_servers.running(socketserver.TCPServer(("127.0.0.1", 0), Closing)))
+            broken.append(servers.ports[0]._replace(grpc=closing.server_address[1]))
         started = stack.enter_context(gateway(tmp_path, [*broken, servers.ports[1]]))
         wait_for(lambda: started.servers() == 3)
         wait_for(lambda: speak(started) > 0 and any(line["tries"] == 3 for line in started.accesses()))

@@ -69,11 +69,6 @@ def clock() -> Clock:
     return Clock()
 
 
-def failing(error: Exception) -> Mock:
-    """A model's own test that raises this."""
-    return Mock(side_effect=error)
-
-
 def test_a_model_tests_itself_after_some_time_without_a_success_and_after_an_unexpected_error(clock: Clock) -> None:
     health, tests = Health(clock), []
 
@@ -95,14 +90,14 @@ def test_a_model_tests_itself_after_some_time_without_a_success_and_after_an_une
 def test_a_model_that_is_full_has_neither_passed_nor_failed_its_test(clock: Clock) -> None:
     health = Health(clock)
     clock.now += TEST_SECONDS
-    health.test_if_due(failing(UnavailableError("all streams are taken")), "m")
+    health.test_if_due(Mock(side_effect=UnavailableError("all streams are taken")), "m")
     assert health.values() == {SUCCESS_AGE: TEST_SECONDS, FAILING: 0}
 
 
 def test_a_test_that_finds_the_engine_dead_reports_it_which_ends_the_server(clock, published, caplog) -> None:
     health = Health(clock)
     clock.now += TEST_SECONDS
-    health.test_if_due(failing(FatalError("the engine's thread has ended\nwith details")), "m")
+    health.test_if_due(Mock(side_effect=FatalError("the engine's thread has ended\nwith details")), "m")
     reported = {"m": "model m has failed and cannot recover: the engine's thread has ended"}
     assert ModelWatch(published).check() == reported
     assert [record.levelno for record in caplog.records] == [logging.CRITICAL]
@@ -349,7 +344,7 @@ def test_a_model_that_completes_nothing_is_not_ready_and_then_useless(published:
 
 
 def test_a_model_that_fails_its_test_repeats_it_and_is_not_ready_until_something_succeeds(published, caplog) -> None:
-    model, broken, watch = Model("m"), failing(RuntimeError("no audio")), ModelWatch(published)
+    model, broken, watch = Model("m"), Mock(side_effect=RuntimeError("no audio")), ModelWatch(published)
     model.health.suspect()
     model.health.test_if_due(broken, "m")
     model.health.test_if_due(broken, "m")

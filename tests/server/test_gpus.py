@@ -183,9 +183,7 @@ def test_ports_in_use_a_folder_that_cannot_be_written_and_a_full_disk_are_proble
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: path != tmp_path)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [str(tmp_path / "models"), "--device=cpu", "--quiet", "--disk=1e9", "--ports", "0", str(port)]
         assert doctor.main(command) == 1

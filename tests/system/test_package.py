@@ -270,9 +270,7 @@ def test_a_python_that_tritonserver_does_not_have_is_told_why_and_what_to_instal
 def test_make_serve_looks_at_its_ports_before_it_installs_or_renders() -> None:
     """With the system's own Python, as before `make setup`. Port 0 is always free."""
     ports = {name: "0" for name in ("HTTP_PORT", "GRPC_PORT", "METRICS_PORT", "HEALTH_PORT")}
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         given = [f"{name}={value}" for name, value in (ports | {"SPEECH_PORT": str(port)}).items()]
         refused = ran("make", "serve", f"PYTHON={sys.executable} -S", "MODELS=nowhere", *given, code=2)
