@@ -1,5 +1,6 @@
 """The staged scripts: what each stage calls, and with LOCAL=1 the server that the stages of one of them start."""
 
+import importlib
 import json
 import shlex
 import socket
@@ -10,18 +11,6 @@ from pathlib import Path
 
 import pytest
 from cosyvoice_triton import samples
-from cosyvoice_triton.bench import load as bench_load
-from cosyvoice_triton.cli import (
-    client_grpc,
-    client_http,
-    offline_inference,
-    prepare,
-    render,
-    serve,
-    streaming_inference,
-    test_llm,
-    token2wav,
-)
 from cosyvoice_triton.server.tritonserver import free_port
 
 from tests.conftest import ROOT
@@ -103,18 +92,17 @@ def test_the_scripts_have_a_help_text_and_refuse_what_they_cannot_do(script: str
         assert "not 'both'" in ran("bash", script, "4", "4", "both", code=2, LOCAL="1").stderr
 
 
-PARSERS: dict[str, Callable[[list[str]], Namespace]] = {
-    "prepare": lambda arguments: prepare.build_parser().parse_args(arguments),
-    "test-llm": lambda arguments: test_llm.build_parser().parse_args(arguments),
-    "render": lambda arguments: render.build_parser().parse_args(arguments),
-    "serve": lambda arguments: serve.build_parser().parse_args(arguments),
-    "client-grpc": client_grpc.parse_args,
-    "client-http": client_http.parse_args,
-    "offline": offline_inference.parse_args,
-    "token2wav": token2wav.parse_args,
-    "streaming": streaming_inference.parse_args,
-    "bench": lambda arguments: bench_load.parse_args(arguments[1:]),
-}
+MODULES = {"offline": "cli.offline_inference", "streaming": "cli.streaming_inference", "bench": "bench.load"}
+
+
+def parsed(program: str, *arguments: str) -> Namespace:
+    """What one of our programs reads of its arguments."""
+    name = MODULES.get(program, f"cli.{program.replace('-', '_')}")
+    module = importlib.import_module(f"cosyvoice_triton.{name}")
+    words = arguments[1:] if program == "bench" else arguments
+    return (module.parse_args if hasattr(module, "parse_args") else module.build_parser().parse_args)([*words])
+
+
 Called = dict[str, list[Namespace]]
 # In the place of Python: it records its arguments, and waits for a server until that has recorded its own.
 RECORDER = """#!/bin/bash
@@ -141,7 +129,7 @@ def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cal
         for line in calls.read_text().splitlines():
             match shlex.split(line):
                 case ["-m", "cosyvoice_triton", program, *arguments] if program != "wait":
-                    found.setdefault(program, []).append(PARSERS[program](arguments))
+                    found.setdefault(program, []).append(parsed(program, *arguments))
         return found
 
     return record

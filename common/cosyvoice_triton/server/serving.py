@@ -170,11 +170,8 @@ class Terminated(BaseException):
 def raise_on_sigterm() -> None:
     """Let the first SIGTERM raise Terminated in the main thread, later ones KeyboardInterrupt."""
 
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
     def terminate(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, interrupt)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         raise Terminated
 
     signal.signal(signal.SIGTERM, terminate)
