@@ -192,8 +192,6 @@ def test_pods_live_longer_than_their_streams() -> None:
         assert (int(re.findall(grace, text)[0]) if grace else 90) > notice + limit + 12
 
 
-CASES = ROOT / "tests/deployment/alerts.yml"
-
 needs_prometheus = pytest.mark.skipif(not shutil.which("promtool"), reason="apt-get install prometheus")
 
 
@@ -220,7 +218,7 @@ def test_grafana_knows_every_field_of_the_dashboard() -> None:
 @needs_prometheus
 def test_every_alert_fires_as_its_case_says(tmp_path: Path) -> None:
     """Each has a case in which it fires, and must not fire in the cases of the others."""
-    cases = yaml.safe_load(CASES.read_text())
+    cases = yaml.safe_load((ROOT / "tests/deployment/alerts.yml").read_text())
     fired = {one["alertname"] for case in cases["tests"] for one in case["alert_rule_test"] if one.get("exp_alerts")}
     names = [rule["alert"] for rule in RULES]
     assert fired == {*names} and all(f"`{name}`" in OPERATE for name in names)

@@ -33,18 +33,10 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory where the first stages put the demo checkpoint; empty before."""
-    return tmp_path_factory.mktemp("models") / "demo"
-
-
-def run(
-    script: str, *arguments: str, models: Path, manifest: Path, work: Path, code: int = 0
-) -> subprocess.CompletedProcess[str]:
+def run(script: str, *arguments: str, manifest: Path, work: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run a script with free ports; check that it wrote below `work` alone and left no server running."""
     data = f"--manifest-path {manifest}"
-    environment = {"LOCAL": "1", "MODELS": str(models), "OFFLINE_DATA": data, "WORK": str(work)}
+    environment = {"LOCAL": "1", "MODELS": "", "OFFLINE_DATA": data, "WORK": str(work)}
     environment |= {"DATA": f"{data} --num-requests 2"}  # the default is twenty and more
     environment |= {name: str(free_port()) for name in PORTS}
     done = ran("bash", script, *arguments, code=code, **environment)
@@ -60,8 +52,8 @@ def stages_of(printed: str) -> list[int]:
 
 
 @pytest.mark.timeout(600)
-def test_the_stages_give_a_server_and_ask_it(models: Path, manifest: Path, tmp_path: Path) -> None:
-    done = run(DIT, "-1", "4", models=models, manifest=manifest, work=tmp_path)
+def test_the_stages_give_a_server_and_ask_it(manifest: Path, tmp_path: Path) -> None:
+    done = run(DIT, "-1", "4", manifest=manifest, work=tmp_path)
     assert stages_of(done.stdout) == [-1, 0, 1, 2, 3, 4] and "finish reason" in done.stdout
     assert "ok       free ports: " in done.stdout
     assert "requests answered, 0 failed" in done.stdout
@@ -69,9 +61,9 @@ def test_the_stages_give_a_server_and_ask_it(models: Path, manifest: Path, tmp_p
     assert (tmp_path / "out/logs/triton.log").stat().st_size > 0
 
 
-def test_a_server_that_does_not_start_is_reported_with_its_log(models: Path, manifest: Path, tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_reported_with_its_log(manifest: Path, tmp_path: Path) -> None:
     with_model(tmp_path / "build/unet", code="raise ValueError('flow.pt is missing')")
-    done = run(UNET, "3", "5", models=models, manifest=manifest, work=tmp_path, code=1)
+    done = run(UNET, "3", "5", manifest=manifest, work=tmp_path, code=1)
     assert f"triton did not become ready; its log: {tmp_path}/out/logs/triton.log" in done.stderr
     assert "flow.pt is missing" in done.stderr and "stage 3 failed with code 1" in done.stderr
     assert stages_of(done.stdout) == [3]

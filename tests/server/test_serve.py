@@ -121,16 +121,9 @@ def test_after_sigterm_requests_are_refused_and_running_ones_end(server) -> None
 
 
 @pytest.fixture(scope="module")
-def speech_port() -> int:
-    return free_port()
-
-
-@pytest.fixture(scope="module")
-def traced(
-    repository: Path, collector: tuple[str, Traces], speech_port: int, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServeProcess]:
-    """The test of the limit, the last one, ends it."""
-    options = ("--drain-seconds", "1", "--speech-port", str(speech_port))
+def traced(repository: Path, collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """The test of the limit ends it."""
+    options = ("--drain-seconds", "1", "--speech-port", str(free_port()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector[0])
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
@@ -138,14 +131,13 @@ def traced(
             yield running
 
 
-@pytest.mark.usefixtures("traced")
-def test_the_callers_trace_goes_on_to_the_first_chunk(speech_port: int, collector: tuple[str, Traces]) -> None:
+def test_the_callers_trace_goes_on_to_the_first_chunk(traced: ServeProcess, collector: tuple[str, Traces]) -> None:
     traces, sampled, unsampled = collector[1], secrets.token_hex(16), secrets.token_hex(16)
-    url = f"http://127.0.0.1:{speech_port}/v1/audio/speech"
+    (page,) = re.findall(r" page (\S+)", traced.printed)
     voice = {"ref_audio": base64.b64encode(VOICE.read_bytes()).decode(), "ref_text": VOICE_TEXT}
     for trace, flag in ((unsampled, "00"), (sampled, "01")):
         headers = {tracing.TRACEPARENT: f"00-{trace}-{CALLER}-{flag}"}
-        answer = httpx.post(url, json={"input": TEXT, **voice}, headers=headers, timeout=60)
+        answer = httpx.post(f"{page}v1/audio/speech", json={"input": TEXT, **voice}, headers=headers, timeout=60)
         assert answer.status_code == 200 and answer.content
     wait_for(lambda: "speech service" in {span.name for span in traces[sampled]})
     spans = traces[sampled]

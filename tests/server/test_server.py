@@ -267,10 +267,8 @@ def test_a_port_that_answers_with_something_else_than_http_is_not_ready(tmp_path
     with echo_server() as port:
         assert fault(f"http://127.0.0.1:{port}/ready") == "GET /ready HTTP/1.1"
         server = TritonServer(tmp_path, ports=Ports(http=port, grpc=port, metrics=port))
-        try:
-            assert not server.answers_ready()
-        finally:
-            server.stop()
+        assert not server.answers_ready()
+        server.stop()
 
 
 @pytest.mark.parametrize(
