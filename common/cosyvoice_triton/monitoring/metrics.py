@@ -62,11 +62,12 @@ class MetricsFile:
 
     def write(self, samples: Samples) -> None:
         """Replace the samples. ValueError if they have grown beyond what was reserved."""
-        content = _content(self._version + 1, samples)
+        version = self._version + 1
+        content = _content(version, samples)
         if len(content) > self._half:
             raise ValueError(f"{len(content)} bytes of metrics; {self._half} are reserved")
-        self._version += 1
-        os.pwrite(self._file, content.ljust(self._half), self._version % 2 * self._half)
+        os.pwrite(self._file, content.ljust(self._half), version % 2 * self._half)
+        self._version = version  # only now: after an error the half that is whole stays
 
     def close(self) -> None:
         os.close(self._file)
