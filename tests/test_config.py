@@ -29,6 +29,11 @@ def test_parameters_take_the_types_of_their_fields_and_others_come_from_the_inst
     )
     assert config == Token2WavConfig(model_dir="/m", n_timesteps=5, idle_seconds=1.5, device="cuda:1")
     assert AudioTokenizerConfig.from_triton(triton_args({"model_dir": "/m"})).device == "cpu"
+    llm = TensorrtLLMConfig.from_triton(triton_args({"gpt_model_path": "/e", "max_beam_width": "1"}))
+    assert llm.engine_dir == "/e", "and those of the C++ backend are ignored"
+    for text in ("http://a:8000/v1 http://b", "http://a:8000/v1, http://b "):
+        given = {"model_dir": "/m", "llm_transport": "openai", "llm_urls": text}
+        assert OrchestratorConfig.from_triton(triton_args(given)).llm_urls == ("http://a:8000/v1", "http://b")
     for decoupled in (True, False):
         assert (
             OrchestratorConfig.from_triton(triton_args({"model_dir": "/m"}, decoupled=decoupled)).decoupled is decoupled
@@ -46,20 +51,11 @@ def test_parameters_take_the_types_of_their_fields_and_others_come_from_the_inst
 )
 def test_token2wav_computes_where_its_parameter_says(kind, has_gpu, device, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    assert Token2WavConfig.from_triton(triton_args({"model_dir": "/m", "instance_kind": kind})).device == device
-
-
-def test_a_gpu_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    given = {"model_dir": "/m", "instance_kind": "KIND_GPU", "token2wav_gpus": "2"}
+    given = {"model_dir": "/m", "instance_kind": kind}
+    assert Token2WavConfig.from_triton(triton_args(given)).device == device
     with pytest.raises(ValueError, match="there is no GPU 2: this server sees 2"):
-        Token2WavConfig.from_triton(triton_args(given))
-
-
-@pytest.mark.parametrize("text", ["http://a:8000/v1 http://b", "http://a:8000/v1, http://b "])
-def test_urls_are_separated_by_commas_or_spaces(text):
-    given = {"model_dir": "/m", "llm_transport": "openai", "llm_urls": text}
-    assert OrchestratorConfig.from_triton(triton_args(given)).llm_urls == ("http://a:8000/v1", "http://b")
+        Token2WavConfig.from_triton(triton_args(given | {"instance_kind": "KIND_GPU", "token2wav_gpus": "2"}))
 
 
 @pytest.mark.parametrize(
@@ -80,11 +76,6 @@ def test_urls_are_separated_by_commas_or_spaces(text):
 def test_a_bad_parameter_is_reported_with_its_value(parameters, message):
     with pytest.raises(ValueError, match=message):
         OrchestratorConfig.from_triton(triton_args(parameters))
-
-
-def test_the_llm_model_ignores_parameters_of_the_cpp_backend():
-    config = TensorrtLLMConfig.from_triton(triton_args({"gpt_model_path": "/e", "max_beam_width": "1"}))
-    assert config.engine_dir == "/e"
 
 
 @pytest.mark.parametrize(("value", "kind"), [(True, bool), (False, bool), (3, int | None), (None, int | None)])

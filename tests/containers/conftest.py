@@ -36,14 +36,12 @@ def docker() -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def project(docker: Engine) -> Iterator[Callable[..., Project]]:
     """`project(file, ..., SETTING=value)`; taken down at the end of the module or when the next one is asked for."""
-    current: list[Project] = []
+    with contextlib.ExitStack() as current:
 
-    def make(*files: str, **settings: str) -> Project:
-        while current:
-            current.pop().down()
-        current.append(Project(docker, *files, **settings))
-        return current[-1]
+        def make(*files: str, **settings: str) -> Project:
+            current.close()
+            made = Project(docker, *files, **settings)
+            current.callback(made.down)
+            return made
 
-    yield make
-    while current:
-        current.pop().down()
+        yield make

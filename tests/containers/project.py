@@ -12,14 +12,13 @@ from typing import Any
 
 import httpx2 as httpx
 import tritonclient.grpc.aio as triton
-from cosyvoice_triton.client.utterance import Utterance, of_recording
+from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.server.tritonserver import free_port
-from cosyvoice_triton.voice.audio import Recording
 
 from tests.conftest import ROOT
 from tests.containers.engine import Engine
 from tests.containers.images import MADE, provide
-from tests.support.compose import compose_command
+from tests.support.programs import compose_command
 from tests.support.serve_process import StreamResult, synthesize
 
 NAME = "speech"
@@ -104,12 +103,9 @@ class Project:
     def get(self, path: str, port: str = "HTTP_PORT") -> tuple[int, bytes]:
         return http("GET", f"http://127.0.0.1:{self.ports[port]}{path}")
 
-    async def speak(
-        self, model: str, text: str, answer: StreamResult, recording: Recording | None = None
-    ) -> StreamResult:
-        """One stream through the gateway, in a registered voice or that of a recording."""
-        voice = {"speaker": VOICE} if recording is None else of_recording(recording)
-        request = Utterance(text, parameters={"seed": 1}, **voice)
+    async def speak(self, model: str, text: str, answer: StreamResult) -> StreamResult:
+        """One stream through the gateway, in a registered voice."""
+        request = Utterance(text, speaker=VOICE, parameters={"seed": 1})
         async with triton.InferenceServerClient(f"127.0.0.1:{self.ports['GRPC_PORT']}") as connection:
             return await synthesize(connection, model, request, answer, SECONDS)
 

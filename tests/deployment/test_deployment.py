@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import subprocess
 import sys
 from argparse import Namespace
 from functools import cache
@@ -15,13 +14,13 @@ import pytest
 import yaml
 from cosyvoice_triton import cli
 from cosyvoice_triton.cli import doctor, prepare, render
-from cosyvoice_triton.cli.stack_options import stack_options
+from cosyvoice_triton.cli.render import stack_options
 from cosyvoice_triton.prepare import steps
 from cosyvoice_triton.server.options import StackOptions
 from cosyvoice_triton.server.tritonserver import LOAD_SECONDS
 
 from tests.conftest import ROOT
-from tests.support.compose import MISSING, compose_command
+from tests.support.programs import MISSING, compose_command, ran
 
 COMPOSE = ("docker-compose.yml", "docker-compose.dit.yml")
 COSYVOICE3 = "docker-compose.cosyvoice3.yml"  # its LLM is always inside Triton
@@ -31,24 +30,18 @@ LLMS = ("cuda", "vllm", "trtllm-serve", "trtllm-backend", "elsewhere")
 SOURCES = [ROOT / file for file in (*FILES, CPU, RANDOM, "deploy/compose/services.yml", "deploy/compose/llm.yml")]
 PROFILES = ("", "disaggregated,runtime,monitoring,tensorrt")
 TOOLS = Path(sys.executable).parent
-SHELL = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("deploy/**/*.sh"), ROOT / ".ci/run"])
-
-needs_compose = pytest.mark.skipif(compose_command() is None, reason=MISSING)
-
-
-def output_of(*command: object, **environment: str) -> str:
-    """What a command prints, which must succeed."""
-    command, environment = tuple(map(str, command)), os.environ | environment
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+SHELL = [ROOT / ".ci/run"]
+SHELL += sorted(path for of in ("scripts", "deploy", "common") for path in ROOT.glob(f"{of}/**/*.sh"))
 
 
 @cache
 def composed(*files: str, profiles: str = "", **settings: str) -> dict[str, Any]:
-    """Compose files as resolved by Compose, with the services of these profiles; not to be changed."""
-    command = [*(compose_command() or ()), *(f"--file={file}" for file in files), "config"]
-    return dict(yaml.safe_load(output_of(*command, COMPOSE_PROFILES=profiles, **settings)))
+    """Compose files as resolved by Compose, with the services of these profiles; not to be changed. Without Compose the
+    test is skipped."""
+    if (compose := compose_command()) is None:
+        pytest.skip(MISSING)
+    command = [*compose, *(f"--file={file}" for file in files), "config"]
+    return dict(yaml.safe_load(ran(*command, COMPOSE_PROFILES=profiles, **settings).stdout))
 
 
 def prepared(command: list[str]) -> Namespace:
@@ -82,10 +75,6 @@ def gpu_of(service: dict[str, Any]) -> str:
 def started(services: dict[str, Any]) -> set[str]:
     """Those with replicas."""
     return {name for name, one in services.items() if one.get("deploy", {}).get("replicas") != 0}
-
-
-def test_the_dockerfile_passes_hadolint() -> None:
-    output_of(TOOLS / "hadolint", "Dockerfile.server")
 
 
 def test_dockerignore_includes_every_path_that_the_dockerfile_copies() -> None:
@@ -127,8 +116,7 @@ def test_workflows_run_every_python_that_the_package_allows_and_publish_the_tag_
     (version,) = re.findall(r'^version = "(.+)"$', project, re.MULTILINE)
     (check,) = (step["run"] for step in release["jobs"]["wheel"]["steps"] if "pyproject.toml" in step.get("run", ""))
     for tag, code in ((f"v{version}", 0), (f"v{version}.1", 1), (f"{version[:-1]}x", 1)):
-        checked = subprocess.run(["bash", "-c", check], cwd=ROOT, env=os.environ | {"GITHUB_REF_NAME": tag})
-        assert checked.returncode == code
+        ran("bash", "-c", check, code=code, GITHUB_REF_NAME=tag)
     assert f"## {version}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
@@ -148,15 +136,14 @@ def test_the_python_with_tensorrt_llm_gets_what_our_programs_import_there() -> N
     code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
     for module in ("cli.test_llm", "cli.convert_checkpoint", "prepare.trtllm_checkpoint"):
         code += f"import cosyvoice_triton.{module}\n"
-    output_of(sys.executable, "-c", code)
+    ran(sys.executable, "-c", code)
 
 
-@pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
-def test_shell_scripts_pass_shellcheck(script: Path) -> None:
-    output_of(TOOLS / "shellcheck", "--external-sources", script)
+def test_the_dockerfile_passes_hadolint_and_shell_scripts_pass_shellcheck() -> None:
+    ran(TOOLS / "hadolint", "Dockerfile.server")
+    ran(TOOLS / "shellcheck", "--external-sources", *SHELL)
 
 
-@needs_compose
 @pytest.mark.parametrize("file", FILES)
 def test_compose_files_are_valid_and_complete(file: str) -> None:
     for profiles in PROFILES:
@@ -182,7 +169,6 @@ def test_compose_files_are_valid_and_complete(file: str) -> None:
         ]
 
 
-@needs_compose
 @pytest.mark.parametrize("file", COMPOSE)
 @pytest.mark.parametrize("llm", LLMS)
 def test_the_setting_llm_decides_what_starts(file: str, llm: str) -> None:
@@ -208,7 +194,6 @@ def test_the_setting_llm_decides_what_starts(file: str, llm: str) -> None:
     assert all("memlock" in services[name]["ulimits"] for name in wanted & {"llm"} | {"tts"})
 
 
-@needs_compose
 @pytest.mark.parametrize("file", FILES)
 def test_without_settings_one_image_serves_with_our_llm_engine(file: str) -> None:
     services = composed(file)["services"]
@@ -221,7 +206,6 @@ def test_without_settings_one_image_serves_with_our_llm_engine(file: str) -> Non
         assert started(services) == {"download", "tts", "gateway", "speech"}
 
 
-@needs_compose
 def test_vllm_serve_finds_our_logits_processor(tmp_path: Path) -> None:
     """In the package that the download copies to the volume; it imports what vLLM's image has."""
     services = composed("docker-compose.dit.yml", LLM="vllm")["services"]
@@ -235,11 +219,10 @@ def test_vllm_serve_finds_our_logits_processor(tmp_path: Path) -> None:
     fake = "from tests.support import fake_vllm; sys.modules.update(fake_vllm.modules()); import importlib"
     code = f"{blocked}; {fake}; m, c = {processor!r}.split(':'); print(getattr(importlib.import_module(m), c))"
     code += "; print(importlib.import_module(m).__file__)"
-    printed = output_of(sys.executable, "-c", code, PYTHONPATH=str(tmp_path))
+    printed = ran(sys.executable, "-c", code, PYTHONPATH=str(tmp_path)).stdout
     assert printed.splitlines()[-1].startswith(str(tmp_path))
 
 
-@needs_compose
 @pytest.mark.parametrize("profiles", ["", "disaggregated,runtime,monitoring"])
 @pytest.mark.parametrize("file", FILES)
 def test_without_a_gpu_nothing_needs_one(file: str, profiles: str) -> None:
@@ -255,7 +238,6 @@ def test_without_a_gpu_nothing_needs_one(file: str, profiles: str) -> None:
     assert services["download"]["build"]["target"] == "cpu"
 
 
-@needs_compose
 def test_without_a_gpu_cosyvoice3_gets_random_weights_and_an_llm_for_a_cpu() -> None:
     """By stages 0 and 1 of its script."""
     services = composed(COSYVOICE3, CPU, RANDOM)["services"]
@@ -270,7 +252,6 @@ def test_without_a_gpu_cosyvoice3_gets_random_weights_and_an_llm_for_a_cpu() -> 
     assert services["tts"]["environment"]["LLM_OPTIONS"] == "--llm-transport triton"
 
 
-@needs_compose
 @pytest.mark.parametrize(
     "file, stack", [*zip(FILES, ("unet", "dit", "cosyvoice3"), strict=True)], ids=lambda value: value
 )
@@ -292,7 +273,6 @@ def test_the_gpu_that_serves_is_checked_before_anything_is_downloaded(file: str,
         assert services["tts"]["environment"]["STACK"] == stack
 
 
-@needs_compose
 @pytest.mark.parametrize("file", COMPOSE)
 def test_the_plain_runtime_is_the_speech_service_with_its_port(file: str) -> None:
     assert "runtime" not in composed(file)["services"]
@@ -304,7 +284,6 @@ def test_the_plain_runtime_is_the_speech_service_with_its_port(file: str) -> Non
     assert "--runtime_port 50000" in " ".join(runtime["command"]) and speech["command"][2].endswith(f" & exec {alone}")
 
 
-@needs_compose
 def test_when_speech_is_ready_its_log_has_the_page_and_a_first_request(tmp_path: Path) -> None:
     """Its script, with a program that records what it is called with and is ready at once."""
     (tmp_path / "cosyvoice-triton").write_text("#!/bin/sh\n[ $1 = wait ] || sleep 0.5\n")
@@ -313,12 +292,11 @@ def test_when_speech_is_ready_its_log_has_the_page_and_a_first_request(tmp_path:
         speech = composed(*files, SPEECH_PORT=port)["services"]["speech"]
         script = speech["command"][2].replace("$$", "$")
         path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        said = output_of("bash", "-c", script, **speech["environment"] | path)
+        said = ran("bash", "-c", script, **speech["environment"] | path).stdout
         assert said.startswith("ready: speak at http://localhost:9000/ or with: curl http://localhost:9000/v1/audio")
         assert shlex.split(said)[-1] == f'{{"input": "Hello.", "voice": "{voice}"}}'
 
 
-@needs_compose
 @pytest.mark.parametrize("llm", LLMS)
 def test_each_image_has_one_build(llm: str) -> None:
     services = composed("docker-compose.dit.yml", profiles="disaggregated,tensorrt", LLM=llm)["services"]
@@ -328,7 +306,6 @@ def test_each_image_has_one_build(llm: str) -> None:
     assert ours <= {*builds, services["engine"]["image"]}
 
 
-@needs_compose
 @pytest.mark.parametrize("file, stack", [*zip(COMPOSE, ("unet", "dit"), strict=True)])
 def test_a_service_builds_the_tensorrt_plans_that_the_servers_are_rendered_for(file: str, stack: str) -> None:
     services = composed(file, profiles="tensorrt", TTS_TENSORRT="1", TTS_GPU="3")["services"]
@@ -340,7 +317,6 @@ def test_a_service_builds_the_tensorrt_plans_that_the_servers_are_rendered_for(f
     assert tts["environment"]["STACK"] == stack
 
 
-@needs_compose
 def test_each_disaggregated_server_has_its_own_gpu() -> None:
     services = composed("docker-compose.dit.yml", profiles="disaggregated", TTS_GPU="1")["services"]
     gpus = [gpu_of(services[name]) for name in ("llm", "tts", "tts-2", "tts-3")]

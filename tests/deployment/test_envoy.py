@@ -1,9 +1,9 @@
 """deploy/envoy/envoy.yaml, run by Envoy in front of servers that the tests play."""
 
-import asyncio
 import re
 import signal
 import socket
+import socketserver
 import textwrap
 import threading
 import time
@@ -17,11 +17,11 @@ from typing import Any, cast
 import grpc
 import httpx2 as httpx
 import pytest
-import tritonclient.grpc.aio as triton
 from cosyvoice_triton.api import Client, ClientError
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.conftest import ROOT
+from tests.support import http_servers
 from tests.support.gateway import Gateway, Ports, gateway, wait_for
 from tests.support.http_servers import Page, PageServer, http_server
 from tests.support.queries import unknown
@@ -38,10 +38,10 @@ class Pages(PageServer):
     `status` is its health. Other pages repeat the request; /slow does so when `released` is set.
     """
 
-    status = 200
-    asked: threading.Event
-    released: threading.Event
-    paths: set[str]
+    def __init__(self, *args: Any) -> None:
+        self.status, self.paths = 200, set[str]()
+        self.asked, self.released = threading.Event(), threading.Event()
+        super().__init__(*args)
 
 
 class Handler(Page):
@@ -57,7 +57,7 @@ class Handler(Page):
         if self.path.startswith("/slow"):
             self.server.released.wait(60)
         if self.headers.get("Upgrade") == "websocket":
-            self.send_response(101)
+            self.send_response(101)  # without a length
             self.send_header("Upgrade", "websocket")
             self.send_header("Connection", "Upgrade")
             self.end_headers()
@@ -99,7 +99,6 @@ def servers() -> Iterator[Servers]:
     with ExitStack() as stack:
         for stub in servers.stubs:
             page = cast(Pages, stack.enter_context(http_server(Handler, kind=Pages)))
-            page.asked, page.released, page.paths = threading.Event(), threading.Event(), set()
             address = stack.enter_context(stub_triton(stub))
             servers.pages.append(page)
             servers.ports.append(Ports(page.server_port, int(address.rpartition(":")[2]), page.server_port))
@@ -159,13 +158,8 @@ def test_triton_gets_queries_about_public_models_and_nothing_to_parse(open_gatew
         assert not {"content-encoding", "accept-encoding"} & set(asked["headers"])
     assert ask(port, "/v2/health/ready", method="HEAD")[0] == 200
     closed = ["/v2/repository/index", "/v2/systemsharedmemory/status", "/v2/models/token2wav_dit/ready", "/v2/logging"]
-    closed += [
-        "/metrics",
-        f"/v2/models/{MODEL}/generate",
-        f"/v2/models/{MODEL}/../token2wav/ready",
-        "//v2/health/ready",
-    ]
-    for path in closed:
+    closed += ["/metrics", "//v2/health/ready"]
+    for path in (*closed, f"/v2/models/{MODEL}/generate", f"/v2/models/{MODEL}/../token2wav/ready"):
         assert ask(port, path)[0] == 404, path
     assert ask(port, f"/v2/models/{MODEL}/config", b"{}", "GET")[0] == 413
     assert ask(port, f"/v2/models/{MODEL}/config", b"1")[0] == 404
@@ -177,21 +171,15 @@ def test_triton_gets_queries_about_public_models_and_nothing_to_parse(open_gatew
 
 
 def test_grpc_offers_speech_and_no_management_and_drops_the_header_that_crashes(open_gateway, servers) -> None:
-    address = f"127.0.0.1:{open_gateway.grpc}"
-
-    async def run() -> None:
-        async with triton.InferenceServerClient(address) as client:
-            assert await client.is_server_live() and await client.is_model_ready(MODEL)
-            await client.get_model_config(MODEL)
-            with pytest.raises(Exception, match="not offered here"):
-                await client.get_model_repository_index()
-
-    asyncio.run(run())
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(f"127.0.0.1:{open_gateway.grpc}") as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        with pytest.raises(grpc.RpcError) as refused:
-            stub.SystemSharedMemoryStatus(service_pb2.SystemSharedMemoryStatusRequest())
-        assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+        assert stub.ServerLive(service_pb2.ServerLiveRequest()).live
+        assert stub.ModelReady(service_pb2.ModelReadyRequest(name=MODEL)).ready
+        assert stub.ModelConfig(service_pb2.ModelConfigRequest(name=MODEL)).config.name == MODEL
+        for name in ("RepositoryIndex", "SystemSharedMemoryStatus"):
+            with pytest.raises(grpc.RpcError, match="not offered here") as refused:
+                getattr(stub, name)(getattr(service_pb2, f"{name}Request")())
+            assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
         request = service_pb2.ModelInferRequest(model_name=MODEL)
         request.inputs.add(name="target_text", datatype="BYTES", shape=[1, 1])
         request.raw_input_contents.append(b"\x05\0\0\0quick")
@@ -230,25 +218,18 @@ def test_the_speech_service_gets_the_callers_address_and_no_endless_header(open_
     assert ask(open_gateway.speech, "/", x_long="a" * 40_000)[0] == 431
 
 
+class Closing(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.recv(1 << 16)
+
+
 def test_a_request_that_was_not_answered_goes_to_two_other_servers(servers: Servers, tmp_path: Path) -> None:
     """Two of the three close every connection as soon as a request has come; they say that they are ready."""
-
-    def close_all(listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            with connection:
-                connection.recv(1 << 16)
-
     with ExitStack() as stack:
         broken = []
         for _ in range(2):
-            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            stack.callback(listener.shutdown, socket.SHUT_RDWR)
-            threading.Thread(target=close_all, args=[listener], daemon=True).start()
-            broken.append(servers.ports[0]._replace(grpc=listener.getsockname()[1]))
+            closing = stack.enter_context(http_servers.running(socketserver.TCPServer(("127.0.0.1", 0), Closing)))
+            broken.append(servers.ports[0]._replace(grpc=closing.server_address[1]))
         started = stack.enter_context(gateway(tmp_path, [*broken, servers.ports[1]]))
         wait_for(lambda: started.servers() == 3)
         wait_for(lambda: speak(started) > 0 and any(line["tries"] == 3 for line in started.accesses()))

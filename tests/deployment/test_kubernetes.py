@@ -4,7 +4,6 @@ alerts and the configuration of Prometheus and Alertmanager, read by their own p
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from tests.conftest import ROOT
+from tests.support.programs import ran
 from tests.support.queries import BOARD, MONITORING, OPERATE, RULES, SHOWN, unknown
 
 TOOLS = Path(sys.executable).parent
@@ -31,9 +31,8 @@ Objects = dict[tuple[str, str], dict[str, Any]]
 
 
 def kustomized(folder: Path) -> Objects:
-    run = subprocess.run([TOOLS / "kubectl", "kustomize", folder], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(run.stdout)}
+    built = ran(TOOLS / "kubectl", "kustomize", folder).stdout
+    return {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(built)}
 
 
 def with_components(folder: Path, names: list[str], stack: Stack = stacks.DEFAULT) -> Objects:
@@ -56,8 +55,8 @@ def pods_of(objects: Objects) -> dict[str, dict[str, Any]]:
     return {name: one["spec"]["template"]["spec"] for (kind, name), one in objects.items() if kind == "Deployment"}
 
 
-def containers_of(pod: dict[str, Any]) -> list[dict[str, Any]]:
-    return [*pod["containers"], *pod.get("initContainers", [])]
+def containers_of(*pods: dict[str, Any]) -> list[dict[str, Any]]:
+    return [each for pod in pods for each in (*pod["containers"], *pod.get("initContainers", []))]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +71,7 @@ def test_manifests_match_the_schemas(version: str, everything: Objects) -> None:
             kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_references_resolve(everything: Objects) -> None:
+def test_references_resolve_and_process_1_of_every_pod_is_the_program_itself(everything: Objects) -> None:
     pods = pods_of(everything)
     for (kind, name), one in everything.items():
         if kind == "Service":
@@ -90,6 +89,7 @@ def test_references_resolve(everything: Objects) -> None:
         volumes = {volume["name"]: volume for volume in pod.get("volumes", [])}
         for container in containers_of(pod):
             assert {mount["name"] for mount in container.get("volumeMounts", [])} <= set(volumes), name
+            assert container["command"][0] not in ("bash", "sh"), "which ignore SIGTERM while they wait for a command"
         for volume in volumes.values():
             if "persistentVolumeClaim" in volume:
                 assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in everything
@@ -100,7 +100,7 @@ def test_references_resolve(everything: Objects) -> None:
 def test_the_stack_is_whole_without_a_component() -> None:
     built = kustomized(ROOT / "deploy/k8s")
     assert {one["metadata"].get("namespace") for (kind, _), one in built.items() if kind != "Namespace"} == {"speech"}
-    images = {container["image"] for pod in pods_of(built).values() for container in containers_of(pod)}
+    images = {container["image"] for container in containers_of(*pods_of(built).values())}
     assert images == {"cosyvoice-triton:gpu", "envoyproxy/envoy:v1.40.0"}
     (files,) = (one for (kind, _), one in built.items() if kind == "ConfigMap" and "envoy.yaml" in one["data"])
     assert files["data"]["run.sh"] == (ROOT / "deploy/envoy/run.sh").read_text()
@@ -110,14 +110,13 @@ def test_the_overlay_sets_every_value() -> None:
     built = kustomized(ROOT / "deploy/k8s-overlay")
     secrets = {name for kind, name in built if kind == "Secret"}
     pods = pods_of(built)
-    sources = [one for pod in pods.values() for each in containers_of(pod) for one in each.get("envFrom", [])]
+    containers = containers_of(*pods.values())
+    sources = [one for each in containers for one in each.get("envFrom", [])]
     named = {one["secretRef"]["name"] for one in sources if "secretRef" in one}
     assert secrets == named, "the keys and the hub's token reach their pods"
-    images = {container["image"] for pod in pods.values() for container in containers_of(pod)}
-    assert (
-        any(image.startswith("registry.example.com/cosyvoice-triton:") for image in images)
-        and "cosyvoice-triton:gpu" not in images
-    )
+    images = {container["image"] for container in containers}
+    assert any(image.startswith("registry.example.com/cosyvoice-triton:") for image in images)
+    assert "cosyvoice-triton:gpu" not in images
     assert "nodeSelector" in pods["tts"]
     assert built["PersistentVolumeClaim", "models"]["spec"]["storageClassName"]
     assert built["Service", "gateway"]["spec"]["type"] == "ClusterIP", "the ingress is the only way in"
@@ -131,10 +130,8 @@ def test_an_older_revision_has_its_own_image_and_settings(tmp_path: Path) -> Non
     file.write_text(file.read_text().replace("0.2.0", "0.3.0").replace("STACK=dit", "STACK=unet"))
     new = kustomized(file.parent)
     before, after = (str(pods_of(each)["tts"]) for each in (old, new))
-    assert (
-        before.count(":0.2.0-gpu") == after.count(":0.3.0-gpu") == 2
-        and pods_of(old)["gateway"] == pods_of(new)["gateway"]
-    )
+    assert before.count(":0.2.0-gpu") == after.count(":0.3.0-gpu") == 2
+    assert pods_of(old)["gateway"] == pods_of(new)["gateway"]
     same = [key for key in old.keys() & new.keys() if key[0] in ("ConfigMap", "Secret")]
     assert [old[key] for key in same] == [new[key] for key in same]
 
@@ -168,7 +165,7 @@ def test_a_second_apply_changes_nothing(everything: Objects) -> None:
 def test_one_value_chooses_the_stack_of_the_pods(stack: Stack, components: list[str], tmp_path: Path) -> None:
     built = with_components(tmp_path, components, stack)
     commands = []
-    for container in (each for pod in pods_of(built).values() for each in containers_of(pod)):
+    for container in containers_of(*pods_of(built).values()):
         names = [one["configMapRef"]["name"] for one in container.get("envFrom", []) if "configMapRef" in one]
         values = {key: value for name in names for key, value in built["ConfigMap", name]["data"].items()}
         commands.append([re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in container["command"]])  # noqa: B023
@@ -187,13 +184,6 @@ def test_one_value_chooses_the_stack_of_the_pods(stack: Stack, components: list[
     assert served[2] == f"/models/{stack.llm.directory}" and f"--served-model-name={rendered.llm_model}" in served
 
 
-def test_process_1_of_every_pod_is_the_program_itself(everything: Objects) -> None:
-    """Not a shell, which ignores SIGTERM while it waits for a command."""
-    for pod in pods_of(everything).values():
-        for container in containers_of(pod):
-            assert container["command"][0] not in ("bash", "sh")
-
-
 def test_pods_live_longer_than_their_streams() -> None:
     """The grace period of Kubernetes and compose covers serve.py's notice, its drain and tritonserver's exit."""
     for file, grace in (("k8s/tts.yaml", r"terminationGracePeriodSeconds: (\d+)"), ("compose/services.yml", None)):
@@ -202,15 +192,7 @@ def test_pods_live_longer_than_their_streams() -> None:
         assert (int(re.findall(grace, text)[0]) if grace else 90) > notice + limit + 12
 
 
-CASES = ROOT / "tests/deployment/alerts.yml"
-
 needs_prometheus = pytest.mark.skipif(not shutil.which("promtool"), reason="apt-get install prometheus")
-
-
-def accepted(*command: object) -> str:
-    run = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
 
 
 def kept(ours: Any, theirs: Any) -> bool:
@@ -236,7 +218,7 @@ def test_grafana_knows_every_field_of_the_dashboard() -> None:
 @needs_prometheus
 def test_every_alert_fires_as_its_case_says(tmp_path: Path) -> None:
     """Each has a case in which it fires, and must not fire in the cases of the others."""
-    cases = yaml.safe_load(CASES.read_text())
+    cases = yaml.safe_load((ROOT / "tests/deployment/alerts.yml").read_text())
     fired = {one["alertname"] for case in cases["tests"] for one in case["alert_rule_test"] if one.get("exp_alerts")}
     names = [rule["alert"] for rule in RULES]
     assert fired == {*names} and all(f"`{name}`" in OPERATE for name in names)
@@ -246,15 +228,15 @@ def test_every_alert_fires_as_its_case_says(tmp_path: Path) -> None:
         case["alert_rule_test"] += others
     cases["rule_files"] = [str(MONITORING / "alerts.yml")]
     (tmp_path / "cases.yml").write_text(yaml.safe_dump(cases))
-    accepted("promtool", "test", "rules", tmp_path / "cases.yml")
+    ran("promtool", "test", "rules", tmp_path / "cases.yml")
 
 
 @needs_prometheus
 def test_prometheus_reads_its_configuration_and_every_query(tmp_path: Path) -> None:
-    accepted("promtool", "check", "config", "--syntax-only", MONITORING / "prometheus.yml")
+    ran("promtool", "check", "config", "--syntax-only", MONITORING / "prometheus.yml")
     shown = [{"record": f"shown:{number}", "expr": query} for number, query in enumerate(SHOWN)]
     (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "shown", "rules": shown}]}))
-    accepted("promtool", "check", "rules", tmp_path / "rules.yml")
+    ran("promtool", "check", "rules", tmp_path / "rules.yml")
     scraped = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"]
     jobs = {word for rule in RULES for word in re.findall(r'job!?="(\w+)"', rule["expr"])}
     assert jobs <= {job["job_name"] for job in scraped}
@@ -266,5 +248,5 @@ def test_alertmanager_sends_pages_and_tickets_to_their_receivers() -> None:
     severities = {rule["labels"]["severity"] for rule in RULES}
     for severity, receiver in (("page", "pager"), ("ticket", "tickets")):
         severities.remove(severity)
-        assert accepted("amtool", "config", "routes", "test", file, f"severity={severity}").strip() == receiver
+        assert ran("amtool", "config", "routes", "test", file, f"severity={severity}").stdout.strip() == receiver
     assert not severities

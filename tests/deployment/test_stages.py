@@ -1,7 +1,7 @@
 """The staged scripts: what each stage calls, and with LOCAL=1 the server that the stages of one of them start."""
 
+import importlib
 import json
-import os
 import shlex
 import socket
 import subprocess
@@ -11,21 +11,11 @@ from pathlib import Path
 
 import pytest
 from cosyvoice_triton import samples
-from cosyvoice_triton.bench import load as bench_load
-from cosyvoice_triton.cli import (
-    client_grpc,
-    client_http,
-    offline_inference,
-    prepare,
-    render,
-    serve,
-    streaming_inference,
-    test_llm,
-    token2wav,
-)
 from cosyvoice_triton.server.tritonserver import free_port
 
 from tests.conftest import ROOT
+from tests.support.programs import ran
+from tests.support.serve_process import with_model
 
 pytestmark = pytest.mark.server
 
@@ -43,25 +33,13 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory where the first stages put the demo checkpoint; empty before."""
-    return tmp_path_factory.mktemp("models") / "demo"
-
-
-def run(
-    script: str, *arguments: str, models: Path, manifest: Path, work: Path, limit: float = 500, **settings: str
-) -> subprocess.CompletedProcess[str]:
+def run(script: str, *arguments: str, manifest: Path, work: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     """Run a script with free ports; check that it wrote below `work` alone and left no server running."""
     data = f"--manifest-path {manifest}"
-    environment = os.environ | {"LOCAL": "1", "MODELS": str(models), "OFFLINE_DATA": data}
+    environment = {"LOCAL": "1", "MODELS": "", "OFFLINE_DATA": data, "WORK": str(work)}
     environment |= {"DATA": f"{data} --num-requests 2"}  # the default is twenty and more
-    environment |= {"WORK": str(work)}
-    environment |= {name: str(free_port()) for name in PORTS} | settings
-    command = ["bash", script, *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace", timeout=limit
-    )
+    environment |= {name: str(free_port()) for name in PORTS}
+    done = ran("bash", script, *arguments, code=code, **environment)
     assert {path.name for path in work.iterdir()} <= {"build", "out", "models"}, "stages write below WORK"
     for name in PORTS:
         with socket.socket() as probe:
@@ -74,9 +52,8 @@ def stages_of(printed: str) -> list[int]:
 
 
 @pytest.mark.timeout(600)
-def test_the_stages_give_a_server_and_ask_it(models: Path, manifest: Path, tmp_path: Path) -> None:
-    done = run(DIT, "-1", "4", models=models, manifest=manifest, work=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_stages_give_a_server_and_ask_it(manifest: Path, tmp_path: Path) -> None:
+    done = run(DIT, "-1", "4", manifest=manifest, work=tmp_path)
     assert stages_of(done.stdout) == [-1, 0, 1, 2, 3, 4] and "finish reason" in done.stdout
     assert "ok       free ports: " in done.stdout
     assert "requests answered, 0 failed" in done.stdout
@@ -84,48 +61,40 @@ def test_the_stages_give_a_server_and_ask_it(models: Path, manifest: Path, tmp_p
     assert (tmp_path / "out/logs/triton.log").stat().st_size > 0
 
 
-def test_a_server_that_does_not_start_is_reported_with_its_log(models: Path, manifest: Path, tmp_path: Path) -> None:
-    (tmp_path / "build/unet/broken/1").mkdir(parents=True)
-    (tmp_path / "build/unet/broken/config.pbtxt").write_text('name: "broken" backend: "python"')
-    (tmp_path / "build/unet/broken/1/model.py").write_text("raise ValueError('flow.pt is missing')")
-    done = run(UNET, "3", "5", models=models, manifest=manifest, work=tmp_path)
-    assert done.returncode == 1
+def test_a_server_that_does_not_start_is_reported_with_its_log(manifest: Path, tmp_path: Path) -> None:
+    with_model(tmp_path / "build/unet", code="raise ValueError('flow.pt is missing')")
+    done = run(UNET, "3", "5", manifest=manifest, work=tmp_path, code=1)
     assert f"triton did not become ready; its log: {tmp_path}/out/logs/triton.log" in done.stderr
     assert "flow.pt is missing" in done.stderr and "stage 3 failed with code 1" in done.stderr
     assert stages_of(done.stdout) == [3]
 
 
 @pytest.mark.parametrize("script", [UNET, DIT, COSYVOICE3])
-def test_the_scripts_have_a_help_text_and_refuse_invalid_stages(script: str) -> None:
-    shown = subprocess.run(["bash", script, "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert shown.returncode == 0 and "LOCAL=1 bash" in shown.stdout and "Settings" in shown.stdout
-    assert "shellcheck" not in shown.stdout
+def test_the_scripts_have_a_help_text_and_refuse_what_they_cannot_do(script: str, manifest: Path) -> None:
+    shown = ran("bash", script, "--help").stdout
+    assert "LOCAL=1 bash" in shown and "Settings" in shown and "shellcheck" not in shown
     if script != COSYVOICE3:
-        from_the_root = subprocess.run(["bash", ROOT / Path(script).name, "--help"], capture_output=True, text=True)
-        assert from_the_root.stdout == shown.stdout, "upstream's documents call it in the current directory"
+        from_the_root = ran("bash", ROOT / Path(script).name, "--help").stdout
+        assert from_the_root == shown, "upstream's documents call it in the current directory"
     for arguments in (["3", "2"], ["0", "10"], ["x", "1"], []):
-        refused = subprocess.run(["bash", script, *arguments], cwd=ROOT, capture_output=True, text=True)
-        assert refused.returncode == 2 and "START and STOP are stages" in refused.stderr
+        assert "START and STOP are stages" in ran("bash", script, *arguments, code=2).stderr
+    refused = ran("bash", script, "2", "2", code=1, WORK=str(manifest))  # a file
+    assert f"stages write to WORK, which is {manifest}" in refused.stderr
+    if script == UNET:
+        assert "not 'both'" in ran("bash", script, "4", "4", "both", code=2, LOCAL="1").stderr
 
 
-def test_where_nothing_can_be_written_the_setting_is_named(manifest: Path, tmp_path: Path) -> None:
-    environment = os.environ | {"WORK": str(manifest)}  # a file
-    done = subprocess.run(["bash", UNET, "2", "2"], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and f"stages write to WORK, which is {manifest}" in done.stderr
+MODULES = {"offline": "cli.offline_inference", "streaming": "cli.streaming_inference", "bench": "bench.load"}
 
 
-PARSERS: dict[str, Callable[[list[str]], Namespace]] = {
-    "prepare": lambda arguments: prepare.build_parser().parse_args(arguments),
-    "test-llm": lambda arguments: test_llm.build_parser().parse_args(arguments),
-    "render": lambda arguments: render.build_parser().parse_args(arguments),
-    "serve": lambda arguments: serve.build_parser().parse_args(arguments),
-    "client-grpc": client_grpc.parse_args,
-    "client-http": client_http.parse_args,
-    "offline": offline_inference.parse_args,
-    "token2wav": token2wav.parse_args,
-    "streaming": streaming_inference.parse_args,
-    "bench": lambda arguments: bench_load.parse_args(arguments[1:]),
-}
+def parsed(program: str, *arguments: str) -> Namespace:
+    """What one of our programs reads of its arguments."""
+    name = MODULES.get(program, f"cli.{program.replace('-', '_')}")
+    module = importlib.import_module(f"cosyvoice_triton.{name}")
+    words = arguments[1:] if program == "bench" else arguments
+    return (module.parse_args if hasattr(module, "parse_args") else module.build_parser().parse_args)([*words])
+
+
 Called = dict[str, list[Namespace]]
 # In the place of Python: it records its arguments, and waits for a server until that has recorded its own.
 RECORDER = """#!/bin/bash
@@ -146,15 +115,13 @@ def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cal
     def record(script: str, first: int, last: int, *mode: str, **settings: str) -> Called:
         calls.write_text("")
         environment = {"PYTHON": str(recorder), "CALLS": str(calls), "WORK": str(tmp_path / "work"), **settings}
-        command = ["bash", script, str(first), str(last), *mode]
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        done = ran("bash", script, first, last, *mode, **environment)
         assert stages_of(done.stdout) == list(range(first, last + 1))
         found: Called = {}
         for line in calls.read_text().splitlines():
             match shlex.split(line):
                 case ["-m", "cosyvoice_triton", program, *arguments] if program != "wait":
-                    found.setdefault(program, []).append(PARSERS[program](arguments))
+                    found.setdefault(program, []).append(parsed(program, *arguments))
         return found
 
     return record
@@ -205,8 +172,3 @@ def test_the_stages_for_a_gpu_serve_with_our_engine_unless_upstreams_is_named(ca
     else:
         assert chosen == [("python", "triton", "cuda")] * 3 and not built
         assert {(one.engine, one.engine_dir) for one in tried} == {("cuda", one.tokenizer_dir) for one in tried}
-
-
-def test_a_mode_that_does_not_exist_is_refused(manifest: Path, models: Path, tmp_path: Path) -> None:
-    refused = run(UNET, "4", "4", "both", models=models, manifest=manifest, work=tmp_path)
-    assert refused.returncode == 2 and "not 'both'" in refused.stderr

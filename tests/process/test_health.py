@@ -19,7 +19,6 @@ from unittest.mock import Mock
 import pytest
 from cosyvoice_triton.errors import FatalError, ModelCallError, OverloadedError, UnavailableError, is_fatal
 from cosyvoice_triton.monitoring import faults, metrics
-from cosyvoice_triton.monitoring import health as health_module
 from cosyvoice_triton.monitoring import health as process_health
 from cosyvoice_triton.monitoring.environment import (
     METRICS_DIRECTORY,
@@ -31,12 +30,10 @@ from cosyvoice_triton.monitoring.health import (
     FAILING,
     SUCCESS_AGE,
     TEST_SECONDS,
-    DrainFile,
     Health,
     ModelMonitor,
-    has_failed,
+    failure_of,
     report_failure,
-    reported_failures,
 )
 from cosyvoice_triton.monitoring.metrics import (
     ENDING,
@@ -46,8 +43,8 @@ from cosyvoice_triton.monitoring.metrics import (
     RequestStats,
     page,
     read,
+    samples_of,
     sum_of,
-    to_bytes,
 )
 from cosyvoice_triton.server.serving import drain
 from cosyvoice_triton.server.watch import (
@@ -72,11 +69,6 @@ def clock() -> Clock:
     return Clock()
 
 
-def failing(error: Exception) -> Mock:
-    """A model's own test that raises this."""
-    return Mock(side_effect=error)
-
-
 def test_a_model_tests_itself_after_some_time_without_a_success_and_after_an_unexpected_error(clock: Clock) -> None:
     health, tests = Health(clock), []
 
@@ -95,29 +87,19 @@ def test_a_model_tests_itself_after_some_time_without_a_success_and_after_an_une
     assert tested() == 2 and tested() == 2
 
 
-def test_a_failed_test_is_published_and_repeated_until_a_success(clock, caplog) -> None:
-    health, broken = Health(clock), failing(RuntimeError("no audio"))
-    health.suspect()
-    health.test_if_due(broken, "m")
-    health.test_if_due(broken, "m")
-    assert broken.call_count == 2 and "no audio" in caplog.text
-    assert health.values() == {SUCCESS_AGE: 0, FAILING: 1}
-    health.succeeded()
-    assert health.values() == {SUCCESS_AGE: 0, FAILING: 0}
-
-
 def test_a_model_that_is_full_has_neither_passed_nor_failed_its_test(clock: Clock) -> None:
     health = Health(clock)
     clock.now += TEST_SECONDS
-    health.test_if_due(failing(UnavailableError("all streams are taken")), "m")
+    health.test_if_due(Mock(side_effect=UnavailableError("all streams are taken")), "m")
     assert health.values() == {SUCCESS_AGE: TEST_SECONDS, FAILING: 0}
 
 
-def test_a_test_that_finds_the_engine_dead_reports_it(clock, published, caplog) -> None:
+def test_a_test_that_finds_the_engine_dead_reports_it_which_ends_the_server(clock, published, caplog) -> None:
     health = Health(clock)
     clock.now += TEST_SECONDS
-    health.test_if_due(failing(FatalError("the engine's thread has ended\nwith details")), "m")
-    assert reported_failures(published) == {"m": "the engine's thread has ended"}
+    health.test_if_due(Mock(side_effect=FatalError("the engine's thread has ended\nwith details")), "m")
+    reported = {"m": "model m has failed and cannot recover: the engine's thread has ended"}
+    assert ModelWatch(published).check() == reported
     assert [record.levelno for record in caplog.records] == [logging.CRITICAL]
 
 
@@ -158,7 +140,7 @@ def anonymous_mib() -> float:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_model_gives_freed_memory_back(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """100 MiB in blocks of 64 KiB, each beside one that stays, so that `free` alone gives nothing back."""
-    monkeypatch.setattr(health_module, "RETURN_SECONDS", 0.0)
+    monkeypatch.setattr(process_health, "RETURN_SECONDS", 0.0)
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
@@ -246,19 +228,22 @@ def test_the_page_has_each_family_once_with_a_sample_per_instance(published) -> 
     assert page.count("# TYPE tts_token2wav_chunks_queued gauge\n") == 1
     assert 'tts_token2wav_chunks_total{model="m",model_instance="m_1"} 7\n' in page
     assert metrics.sum_of(page, metrics.QUEUED.name) == 6 and metrics.sum_of(page, "tts_other") == 0
+    watch = ModelWatch(published)  # to which files without a health are no models
+    for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 2):
+        assert watch.check() == {} and watch.why_not_ready() == ""
 
 
 def test_a_writer_that_ends_in_the_middle_leaves_what_it_wrote_before(tmp_path, monkeypatch) -> None:
     path, write = tmp_path / "m", os.pwrite
-    file = MetricsFile(path, b"first")
-    file.write(b"second")
+    file = MetricsFile(path, [["first"]])
+    file.write([["second"]])
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", lambda descriptor, data, at: write(descriptor, data[:-1], at))
-        file.write(b"third!")
+        patched.setattr(os, "pwrite", lambda descriptor, data, at: write(descriptor, data[:12], at))
+        file.write([["third"]])
     file.close()
-    assert read(path) == (2, b"second")
-    MetricsFile(path, b"of the next process").close()
-    assert read(path) == (3, b"of the next process")
+    assert read(path) == (2, [["second"]])
+    MetricsFile(path, [["of the next process"]]).close()
+    assert read(path) == (3, [["of the next process"]])
 
 
 def test_models_read_what_the_server_wrote_in_variables_whose_names_are_a_contract() -> None:
@@ -270,13 +255,9 @@ def test_models_read_what_the_server_wrote_in_variables_whose_names_are_a_contra
         "TTS_GRPC_ADDRESS": "10.0.0.1:9001",
         "TTS_TEST_FAULTS": "/",
     }
-
-
-@pytest.mark.parametrize("variables", [{}, {"TTS_METRICS_DIR": "", "TTS_DRAIN_FILE": "", "TTS_GRPC_ADDRESS": ""}])
-def test_without_variables_models_publish_nothing_and_call_tritons_default_port(variables: dict[str, str]) -> None:
-    environment = ModelEnvironment.read(variables)
-    assert (environment.metrics_directory, environment.drain_file, environment.faults) == (None, None, None)
-    assert environment.grpc_address == "127.0.0.1:8001"
+    without = dict.fromkeys(("TTS_METRICS_DIR", "TTS_DRAIN_FILE", "TTS_GRPC_ADDRESS"), "")
+    assert ModelEnvironment.read({}) == ModelEnvironment.read(without) == ModelEnvironment()
+    assert ModelEnvironment().metrics_directory is None and ModelEnvironment().grpc_address == "127.0.0.1:8001"
 
 
 def test_tritonserver_gets_this_interpreter_the_libraries_and_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,31 +274,17 @@ def test_tritonserver_gets_this_interpreter_the_libraries_and_the_variables(monk
     assert environment.items() >= FULL.variables().items()
 
 
-def test_requests_are_refused_once_the_drain_file_exists(tmp_path: Path) -> None:
-    drain = DrainFile(tmp_path / "draining")
-    drain.reserve()
-    drain.check()
-    drain.create()
-    with pytest.raises(UnavailableError, match="shutting down"):
-        DrainFile(tmp_path / "draining").check()
-    DrainFile(None).check()  # of a server that is never drained
-
-
-def test_a_fault_happens_once_for_each_file_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_happens_once_for_each_file_of_its_name_and_others_are_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(TEST_FAULTS, str(tmp_path))
     assert not faults.take("nan_mel")
     (tmp_path / "nan_mel").touch()
     assert not faults.take("nan_logits")
     assert faults.take("nan_mel") and not faults.take("nan_mel")
-    monkeypatch.setattr(Path, "iterdir", lambda directory: iter([directory / "nan_mel"]))
-    assert not faults.take("nan_mel"), "another process that has seen the file was faster"
-
-
-def test_unknown_faults_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TEST_FAULTS, str(tmp_path))
     (tmp_path / "earthquake").touch()
     with pytest.raises(ValueError, match="no fault 'earthquake'; there are gpu_error, "):
         faults.take("nan_mel")
+    monkeypatch.setattr(Path, "iterdir", lambda directory: iter([directory / "nan_mel"]))
+    assert not faults.take("nan_mel"), "another process that has seen the file was faster"
     with pytest.raises(ValueError, match="TTS_TEST_FAULTS=/nowhere is not a directory"):
         ModelEnvironment.read({"TTS_TEST_FAULTS": "/nowhere"})
 
@@ -343,11 +310,11 @@ class Model:
         self.health = Health(lambda: self.now)
         self._labels = {"model": name, "model_instance": f"{name}_0"}
         directory = Path(os.environ[METRICS_DIRECTORY])
-        self._file = MetricsFile(directory / f"{name}_0{ENDING}", to_bytes(self._labels, self.health.values()))
+        self._file = MetricsFile(directory / f"{name}_0{ENDING}", samples_of(self._labels, self.health.values()))
 
     def publish(self, success_age: float = 0.0) -> None:
         self.now = success_age
-        self._file.write(to_bytes(self._labels, self.health.values()))
+        self._file.write(samples_of(self._labels, self.health.values()))
 
 
 def test_a_process_that_stops_publishing_hangs(published: Path) -> None:
@@ -376,13 +343,12 @@ def test_a_model_that_completes_nothing_is_not_ready_and_then_useless(published:
         assert (watch.check() != {}) == useless and watch.why_not_ready() == reason
 
 
-def test_a_model_that_fails_its_test_is_not_ready_until_something_succeeds(published: Path) -> None:
-    def fail() -> None:
-        raise RuntimeError("no audio")
-
-    model, watch = Model("m"), ModelWatch(published)
+def test_a_model_that_fails_its_test_repeats_it_and_is_not_ready_until_something_succeeds(published, caplog) -> None:
+    model, broken, watch = Model("m"), Mock(side_effect=RuntimeError("no audio")), ModelWatch(published)
     model.health.suspect()
-    model.health.test_if_due(fail, "m")
+    model.health.test_if_due(broken, "m")
+    model.health.test_if_due(broken, "m")
+    assert broken.call_count == 2 and "no audio" in caplog.text
     model.publish()
     assert watch.check() == {} and watch.why_not_ready() == "m fails its own test"
     model.publish(USELESS_SECONDS)
@@ -392,31 +358,18 @@ def test_a_model_that_fails_its_test_is_not_ready_until_something_succeeds(publi
     assert watch.check() == {} and watch.why_not_ready() == ""
 
 
-def test_a_failure_that_a_model_reports_ends_the_server(published: Path) -> None:
-    Model("m")
-    watch = ModelWatch(published)
-    report_failure("m", FatalError("the engine is dead"))
-    assert watch.check() == {"m": "model m has failed and cannot recover: the engine is dead"}
-
-
 def test_a_lost_model_is_published_as_failing_and_no_longer_a_fault(published: Path) -> None:
     lost, sound, watch = Model("lost"), Model("sound"), ModelWatch(published)
     lost.publish(STUCK_SECONDS)
     (reason,) = watch.check().values()
     watch.lose("lost", reason)
-    assert watch.lost == {"lost": reason} and has_failed(published, "lost") and not has_failed(published, "sound")
+    assert watch.lost == {"lost": reason}
+    assert failure_of(published, "lost").given() and not failure_of(published, "sound").given()
     for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 2):
         sound.publish()
         assert watch.check() == {} and watch.why_not_ready() == ""
     assert 'tts_model_failing{model="lost",model_instance="lost_0"} 1' in page(published)
     assert SUCCESS_AGE.name + '{model="lost"' not in page(published)
-
-
-def test_files_of_other_metrics_are_no_model(published: Path) -> None:
-    MetricsPublisher(dict, {"model_name": "m", "model_instance_name": "m_0"}).close()
-    watch = ModelWatch(published)
-    for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 2):
-        assert watch.check() == {} and watch.why_not_ready() == ""
 
 
 def test_a_monitor_tests_its_model_and_publishes_the_result(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:

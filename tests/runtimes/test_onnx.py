@@ -11,16 +11,15 @@ import onnxruntime
 import pytest
 import torch
 from cosyvoice_triton import stacks
-from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM
+from cosyvoice_triton.constants import MEL_BINS, SPEAKER_DIM
 from cosyvoice_triton.export import engines, precision
-from cosyvoice_triton.export import engines as export_engines
 from cosyvoice_triton.export import onnx as export_onnx
 from cosyvoice_triton.export.engines import BuildError
 from cosyvoice_triton.networks.flow.checkpoint import load_dit_flow
 from cosyvoice_triton.runtimes import onnx as onnx_runtime
 from cosyvoice_triton.runtimes import tensorrt
 from cosyvoice_triton.runtimes.loading import DiTOnRuntime, flow_runtime
-from cosyvoice_triton.runtimes.network import Network, ShapeLimits
+from cosyvoice_triton.runtimes.network import Network, check_shapes
 from cosyvoice_triton.runtimes.onnx import OnnxNetwork
 from cosyvoice_triton.runtimes.signatures import CHUNK, Workload, signature_of, workloads
 from cosyvoice_triton.runtimes.tensorrt import Plan, PlanError, TensorRTNetwork, log_of
@@ -30,7 +29,7 @@ from cosyvoice_triton.token2wav.gpu.precision import Precision
 from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 
-from tests.support import fake_tensorrt, tiny_onnx
+from tests.support import fake_tensorrt, streams, tiny_onnx
 
 pytestmark = pytest.mark.slow  # nearly all tests need the exported networks
 
@@ -39,7 +38,7 @@ UNET, UNET_STREAMING = (signature_of(stacks.UNET, use) for use in ("whole", "str
 SIGNATURES = {"unet": (UNET, UNET_STREAMING), "dit": tuple(signature_of(stacks.DIT, use) for use in ("whole", "chunk"))}
 STACKS = tuple(DIRECTORIES)
 FLOAT32 = Precision(torch.float32, torch.float32)
-HOPS = (15, 25, 40)
+HOPS = [15, 25, 40]
 
 
 @pytest.fixture(scope="module")
@@ -65,24 +64,13 @@ def voice(seed: int, length: int) -> Prompt:
     return Prompt(rng.integers(0, 6561, length), mel, rng.normal(size=SPEAKER_DIM).astype(np.float32), text="")
 
 
-def synthesize_together(stack: str, subject: Token2Wav) -> list[np.ndarray]:
+def synthesize_together(subject: Token2Wav) -> list[np.ndarray]:
     """Audio of three streams with different voices and lengths, rendered in common batches. One has no prompt."""
-    streams = [subject.open(voice(seed, length)) for seed, length in enumerate((20, 0, 34))]
     tokens = [np.random.default_rng(9 + seed).integers(0, 6561, sum(HOPS) + 4 + seed) for seed in range(3)]
-    audio: list[list[np.ndarray]] = [[], [], []]
-    at = 0
-    for hop in (*HOPS, None):
-        end = None if hop is None else at + hop + LOOKAHEAD_TOKENS
-        chunks = [
-            subject.chunk(stream, of[0 if stack == "unet" else at : end], final=hop is None, offset=at)
-            for stream, of in zip(streams, tokens, strict=True)
-        ]
-        for parts, result in zip(audio, subject.step(chunks), strict=True):
-            parts.append(result)
-        at += hop or 0
-    for stream in streams:
-        subject.close(stream)
-    return [np.concatenate(parts) for parts in audio]
+    voices = [voice(seed, length) for seed, length in enumerate((20, 0, 34))]
+    chunks = [streams.pieces(subject, of, HOPS) for of in tokens]
+    plans = [streams.Plan(*each) for each in zip(voices, chunks, strict=True)]
+    return streams.together(subject, plans)
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -98,7 +86,7 @@ def test_files_have_the_names_inputs_and_outputs_of_upstream(exported, stack):
 @pytest.mark.parametrize(("stack", "kept"), [*((stack, "auto") for stack in STACKS), ("dit", "int8")])
 def test_streams_are_equal_on_torch_and_onnxruntime(exported, stack, kept):
     on_torch, on_onnx = (engine(stack, exported[stack], runtime, kept) for runtime in ("torch", "onnxruntime"))
-    for ours, theirs in zip(synthesize_together(stack, on_torch), synthesize_together(stack, on_onnx), strict=True):
+    for ours, theirs in zip(synthesize_together(on_torch), synthesize_together(on_onnx), strict=True):
         assert np.abs(ours).max() > 0.01
         # In 8 bits, a value between two integers is rounded either way.
         np.testing.assert_allclose(theirs, ours, atol=1e-3 if kept == "auto" else 1e-2)
@@ -107,63 +95,51 @@ def test_streams_are_equal_on_torch_and_onnxruntime(exported, stack, kept):
     np.testing.assert_allclose(theirs, ours, atol=1e-3)
 
 
-class TwoRowNetwork(Network):
-    """A network whose profile allows two rows, which is one stream."""
+class Changed(Network):
+    """A network whose outputs a test changes. rows: of a profile for so many."""
 
-    def __init__(self, network: Network) -> None:
-        self._network = network
-        of = network.limits
-        axes = {name: 1 if "cache" in name else 0 for name in of.most}
-        most = {name: tuple(2 if i == axes[name] else n for i, n in enumerate(s)) for name, s in of.most.items()}
-        self.limits = ShapeLimits(of.least, of.usual, most)
+    def __init__(self, network: Network, change=lambda outputs, known: outputs, rows: int | None = None) -> None:
+        self._network, self._change = network, change
+        self.limits = dict(network.limits)
+        for name, (least, usual, most) in self.limits.items() if rows else ():
+            axis = 1 if "cache" in name else 0
+            self.limits[name] = least, usual, (*most[:axis], rows, *most[axis + 1 :])
 
     def run(self, inputs):
-        self.limits.check({name: tuple(x.shape) for name, x in inputs.items()})
-        return self._network.run(inputs)
+        check_shapes(self.limits, inputs)
+        outputs = self._network.run(inputs)
+        return outputs | self._change(outputs, inputs["att_cache"].shape[3] if "att_cache" in inputs else 0)
 
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_batches_larger_than_a_profile_run_in_pieces(exported, stack, monkeypatch):
-    whole = synthesize_together(stack, engine(stack, exported[stack], "onnxruntime"))
-    monkeypatch.setattr(onnx_runtime, "OnnxNetwork", lambda path, original=OnnxNetwork: TwoRowNetwork(original(path)))
-    in_pieces = synthesize_together(stack, engine(stack, exported[stack], "onnxruntime"))
+    whole = synthesize_together(engine(stack, exported[stack], "onnxruntime"))
+    monkeypatch.setattr(onnx_runtime, "OnnxNetwork", lambda path, original=OnnxNetwork: Changed(original(path), rows=2))
+    in_pieces = synthesize_together(engine(stack, exported[stack], "onnxruntime"))
     for pieces, together in zip(in_pieces, whole, strict=True):
         np.testing.assert_allclose(pieces, together, atol=1e-3)
 
 
-class NewestFirst(Network):
-    """A chunk-wise network with upstream's order of frames: new ones before the cached ones."""
-
-    def __init__(self, network: Network) -> None:
-        self._network = network
-        self.limits = network.limits
-
-    def run(self, inputs):
-        outputs = self._network.run(inputs)
-        known = inputs["att_cache"].shape[3]
-        cache = outputs["new_att_cache"]
-        return outputs | {"new_att_cache": torch.cat([cache[..., known:, :], cache[..., :known, :]], dim=3)}
+def newest_first(outputs: dict[str, Tensor], known: int) -> dict[str, Tensor]:
+    """Upstream's order of frames: new ones before the cached ones."""
+    return {"new_att_cache": outputs["new_att_cache"].roll(-known, dims=3)}
 
 
-class CacheDroppingNetwork(NewestFirst):
-    """A network that drops its cached frames."""
-
-    def run(self, inputs):
-        outputs = self._network.run(inputs)
-        return outputs | {"new_att_cache": torch.zeros_like(outputs["new_att_cache"])}
+def without_cache(outputs: dict[str, Tensor], known: int) -> dict[str, Tensor]:
+    return {"new_att_cache": torch.zeros_like(outputs["new_att_cache"])}
 
 
-def dit_on(directory: Path, wrap: type[NewestFirst] | None) -> DiTOnRuntime:
+def dit_on(directory: Path, *change) -> DiTOnRuntime:
     config = load_dit_flow(directory / "flow.pt").config.estimator
     whole, chunk = (OnnxNetwork(directory / signature.file) for signature in SIGNATURES["dit"])
-    chunk = wrap(chunk) if wrap else chunk
+    chunk = Changed(chunk, *change)
     return DiTOnRuntime(config, whole, chunk, chunk, torch.device("cpu"), torch.float32)
 
 
-def test_a_file_that_puts_the_newest_frames_first_gives_the_same_cache(exported):
+def test_a_file_that_puts_the_newest_frames_first_gives_the_same_cache_and_one_that_drops_it_is_refused(exported):
     results = []
-    for wrap in (None, NewestFirst):
-        estimator = dit_on(exported["dit"], wrap)
+    for change in ((), (newest_first,)):
+        estimator = dit_on(exported["dit"], *change)
         torch.manual_seed(0)
         cache = estimator.empty_cache(1, 2)[0]
         for frames in (12, 20):
@@ -173,11 +149,8 @@ def test_a_file_that_puts_the_newest_frames_first_gives_the_same_cache(exported)
         results.append((velocity, cache.attention.keys, cache.attention.values, cache.conv))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(theirs, ours)
-
-
-def test_a_network_that_drops_its_cache_is_refused(exported):
     with pytest.raises(ValueError, match="new_att_cache does not hold the frames of its att_cache"):
-        dit_on(exported["dit"], CacheDroppingNetwork)
+        dit_on(exported["dit"], without_cache)
 
 
 def test_a_file_with_other_weights_fails_the_check_and_is_kept(exported, tmp_path, capsys):
@@ -190,9 +163,14 @@ def test_a_file_with_other_weights_fails_the_check_and_is_kept(exported, tmp_pat
     assert (directory / UNET.file).exists() and (directory / UNET_STREAMING.file).exists()
 
 
-def test_a_missing_file_is_named_with_the_page_that_describes_the_export(demo_models):
+def test_a_missing_file_is_named_with_the_page_that_describes_the_export_and_one_that_is_no_network(
+    demo_models, tmp_path
+):
     with pytest.raises(ValueError, match=r"flow\.decoder.*is missing; export it as docs/gpu.md describes"):
         engine("unet", demo_models / DIRECTORIES["unet"], "onnxruntime")
+    (tmp_path / "x.onnx").write_bytes(b"not a network")
+    with pytest.raises(ValueError, match=r"x\.onnx: onnxruntime cannot load it"):
+        OnnxNetwork(tmp_path / "x.onnx")
 
 
 @pytest.mark.parametrize(
@@ -208,12 +186,6 @@ def test_runtimes_are_refused_on_another_kind_of_device(setting, device, message
         flow_runtime(setting, device)
 
 
-def test_a_file_that_is_no_onnx_network_is_named(tmp_path):
-    (tmp_path / "x.onnx").write_bytes(b"not a network")
-    with pytest.raises(ValueError, match=r"x\.onnx: onnxruntime cannot load it"):
-        OnnxNetwork(tmp_path / "x.onnx")
-
-
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
@@ -224,17 +196,17 @@ def test_a_file_that_is_no_onnx_network_is_named(tmp_path):
     ],
 )
 def test_a_shape_outside_the_limits_names_input_shape_and_limits(shapes, message):
-    limits = ShapeLimits({"x": (2, 80, 4)}, {"x": (4, 80, 6)}, {"x": (8, 80, 9)})
+    limits = {"x": ((2, 80, 4), (4, 80, 6), (8, 80, 9))}
     with pytest.raises(ValueError, match=message):
-        limits.check(shapes)
-    limits.check({"x": (8, 80, 4)})
+        check_shapes(limits, {name: torch.zeros(shape) for name, shape in shapes.items()})
+    check_shapes(limits, {"x": torch.zeros(8, 80, 4)})
 
 
 def test_the_real_tensorrt_builds_the_plan_of_an_exported_estimator(exported):
     """The one with caches; it cannot be run here. The small networks of test_tensorrt have the others' inputs."""
     workload = next(each for each in workloads(stacks.DIT, "float16") if each.use == "chunk")
     path = exported["dit"] / workload.onnx
-    assert len(export_engines.build(path, workload, "8.9")) > path.stat().st_size / 2  # half precision
+    assert len(engines.build(path, workload, "8.9")) > path.stat().st_size / 2  # half precision
 
 
 WHOLE, PROMPT, PIECE, SPEAKER = range(4)
@@ -319,27 +291,6 @@ def test_a_plan_for_this_gpu_is_kept_only_if_it_computes_what_its_onnx_file_does
         assert not (dit / tensorrt.FOLDER).exists()
 
 
-def feeds(frames: int) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(frames)
-    x, mu, cond = rng.standard_normal((3, 2, 80, frames))
-    mask = np.ones((2, 1, frames))
-    mask[1] = 0  # a row that is all padding
-    values = {"x": x, "mask": mask, "mu": mu, "t": np.array([0.1, 0.9])}
-    values |= {"spks": rng.standard_normal((2, 80)), "cond": cond}
-    return {name: value.astype(np.float32) for name, value in values.items()}
-
-
-def error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Relative RMS error of the first row; the row of padding has to be finite."""
-    found = found.astype(np.float32)
-    assert np.isfinite(found).all()
-    return float(np.sqrt(np.mean((found - expected)[0] ** 2) / np.mean(expected[0] ** 2)))
-
-
-def cast(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: value if name == precision.TIME else value.astype(np.float16) for name, value in values.items()}
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     tiny_onnx.write_estimator(tmp_path / "estimator.onnx")
@@ -347,13 +298,19 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_half_precision_equals_float32_up_to_rounding(path: Path) -> None:
-    values = feeds(30)
+    rng = np.random.default_rng(30)
+    x, mu, cond = rng.standard_normal((3, 2, 80, 30), np.float32)
+    mask = np.array([1, 0], np.float32)[:, None, None].repeat(30, axis=2)  # the second row is all padding
+    t, spks = np.array([0.1, 0.9], np.float32), rng.standard_normal((2, 80), np.float32)
+    values = {"x": x, "mask": mask, "mu": mu, "t": t, "spks": spks, "cond": cond}
+    halves = {name: value if name == precision.TIME else value.astype(np.float16) for name, value in values.items()}
     (expected,) = onnxruntime.InferenceSession(str(path)).run(None, values)
     model = precision.read(path, "float16")
     onnx.checker.check_model(onnx.load_from_string(model), full_check=True)
-    (found,) = onnxruntime.InferenceSession(model).run(None, cast(values))
-    assert found.dtype == np.float16
-    assert error(found, expected) < 1e-3
+    (found,) = onnxruntime.InferenceSession(model).run(None, halves)
+    assert found.dtype == np.float16 and np.isfinite(found).all()
+    wrong = (found.astype(np.float32) - expected)[0]
+    assert np.sqrt(np.mean(wrong**2) / np.mean(expected[0] ** 2)) < 1e-3
 
 
 def test_float32_returns_the_file_unchanged_and_files_of_other_formats_are_refused(path: Path, tmp_path: Path) -> None:

@@ -53,28 +53,36 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return make
 
 
+def problems(capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
+    """What the doctor finds wrong."""
+    assert doctor.main(["--ports", "--device", "gpu", *options]) == 1
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
+
+
 def settings(stack: str = "dit", device: str = "gpu", **given: str) -> dict[str, str]:
     options, _ = planned(StackOptions(models_dir=Path("models"), stack=stack, device=device, settings=given))
     return dict(options.settings)
 
 
 @pytest.mark.parametrize(
-    ("name", "dit", "cosyvoice3", "prompts"),
+    ("name", "dit", "cosyvoice3", "unet", "prompts"),
     [
-        ("Tesla T4", 24, 8, "cpu"),
-        ("NVIDIA L4", 56, 16, "cpu"),
-        ("NVIDIA GeForce RTX 5090", 56, 16, "cpu"),
-        ("NVIDIA A100-SXM4-40GB", 120, 40, "auto"),
-        ("NVIDIA L40S", 144, 48, "auto"),
-        ("NVIDIA H100 80GB HBM3", 240, 96, "auto"),
-        ("NVIDIA H200", 240, 128, "auto"),
+        ("NVIDIA GeForce RTX 3080", 4, None, 32, "cpu"),
+        ("Tesla T4", 24, 8, 96, "cpu"),
+        ("NVIDIA L4", 56, 16, 96, "cpu"),  # the unet stack would fit into the plan of a larger card
+        ("NVIDIA GeForce RTX 5090", 56, 16, 96, "cpu"),
+        ("NVIDIA A100-SXM4-40GB", 120, 40, 96, "auto"),
+        ("NVIDIA L40S", 144, 48, 96, "auto"),
+        ("NVIDIA H100 80GB HBM3", 240, 96, 96, "auto"),
+        ("NVIDIA H200", 240, 128, 96, "auto"),
     ],
 )
-def test_without_settings_the_streams_follow_from_the_card(machine, name, dit, cosyvoice3, prompts) -> None:
+def test_without_settings_the_streams_follow_from_the_card(machine, name, dit, cosyvoice3, unet, prompts) -> None:
     machine(name)
-    for device in ("gpu", "auto"):
-        assert settings(device=device) == {"max_streams": str(dit), "prompt_device": prompts}
-        assert settings("cosyvoice3", device) == {"max_streams": str(cosyvoice3), "prompt_device": prompts}
+    for stack, streams in (("dit", dit), ("cosyvoice3", cosyvoice3), ("unet", unet)):
+        for device in ("gpu", "auto"):
+            if streams:
+                assert settings(stack, device) == {"max_streams": str(streams), "prompt_device": prompts}
     assert settings(device="cpu") == {}, "the CPU renders"
 
 
@@ -88,12 +96,8 @@ def test_what_is_set_is_kept_and_memory_that_others_take_makes_the_plan_smaller(
     machine("NVIDIA H100 80GB HBM3", "NVIDIA L4")
     assert settings()["max_streams"] == "240", "token2wav has the first GPU"
     assert settings(token2wav_gpus="0,1")["max_streams"] == "56", "the smaller one's on each"
-
-
-def test_a_card_gets_a_plan_of_its_size_where_that_of_a_larger_one_would_fit(machine: Machine) -> None:
-    for name, streams in (("NVIDIA GeForce RTX 3080", "32"), ("NVIDIA L4", "96")):
-        machine(name)
-        assert settings("unet") == {"max_streams": streams, "prompt_device": "cpu"}
+    machine("NVIDIA L4", driver="550.54.15", cuda="12.8")
+    assert settings()["max_streams"] == "56", "a driver for CUDA 12 serves a torch for CUDA 12"
 
 
 def test_cuda_visible_devices_chooses_the_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +128,7 @@ def test_cuda_visible_devices_chooses_the_gpu(machine: Machine, monkeypatch: pyt
 )
 def test_a_machine_that_cannot_serve_is_told_in_one_line_what_to_do(machine, capsys, names, changes, said) -> None:
     machine(*names, **changes)
-    assert doctor.main(["--ports", "--device", "gpu"]) == 1
-    (problem,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
+    (problem,) = problems(capsys)
     assert said in problem
 
 
@@ -134,9 +137,8 @@ def test_streams_that_never_fit_are_refused_before_a_download_with_a_number_that
     needed = "max_streams 64 of the dit stack needs at least 22.2 GiB, and NVIDIA L4 (22.5 GiB, 22.1 free) has less"
     for cuda in ("13.0", None):  # None: before anything is installed
         machine("NVIDIA L4", cuda=cuda)
-        assert doctor.main(["--ports", "--device", "gpu", "--set", "max_streams=64"]) == 1
-        problems = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
-        assert f"problem  {needed}: set max_streams <= 55, or leave it out" in problems
+        found = problems(capsys, "--set", "max_streams=64")
+        assert f"problem  {needed}: set max_streams <= 55, or leave it out" in found
     assert settings(max_streams="64", prompt_device="cpu")["max_streams"] == "64", "token2wav's check lets it pass"
     assert render.main([str(tmp_path), str(tmp_path / "made"), "--device=gpu", "--set=max_streams=64"]) == 1
     assert needed in capsys.readouterr().err
@@ -150,17 +152,13 @@ def test_streams_that_never_fit_are_refused_before_a_download_with_a_number_that
     assert planned(elsewhere) == (elsewhere, "")
 
 
-@pytest.mark.parametrize(
-    "size, stated, fits", [(99 << 20, False, True), (200 << 20, True, True), (200 << 20, False, False)]
-)
-def test_a_checkpoint_that_takes_less_than_official_ones_is_left_to_token2wavs_check(
-    machine: Machine, tmp_path: Path, size: int, stated: bool, fits: bool
-) -> None:
+@pytest.mark.parametrize("size, stated, fits", [(99, False, True), (200, True, True), (200, False, False)])
+def test_a_small_or_distilled_checkpoint_is_left_to_token2wavs_check(machine, tmp_path, size, stated, fits) -> None:
     machine("NVIDIA L4")
     options = StackOptions(models_dir=tmp_path, device="gpu", settings={"max_streams": "99"})
     options.checkpoint_dir.mkdir(parents=True)
     with (options.checkpoint_dir / "flow.pt").open("wb") as flow:
-        flow.truncate(size)
+        flow.truncate(size << 20)
     if stated:
         (options.checkpoint_dir / "flow.json").write_text('{"guidance": 0}')
     with contextlib.nullcontext() if fits else pytest.raises(gpus.GpuError):
@@ -181,18 +179,11 @@ def test_the_doctor_says_what_the_machine_would_serve(machine: Machine, capsys: 
     assert doctor.main(["--ports"]) == 0 and "no GPU is used" in capsys.readouterr().out, "auto: the CPU serves"
 
 
-def test_a_driver_for_cuda_12_serves_a_torch_for_cuda_12(machine: Machine) -> None:
-    machine("NVIDIA L4", driver="550.54.15", cuda="12.8")
-    assert settings()["max_streams"] == "56"
-
-
 def test_ports_in_use_a_folder_that_cannot_be_written_and_a_full_disk_are_problems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: path != tmp_path)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [str(tmp_path / "models"), "--device=cpu", "--quiet", "--disk=1e9", "--ports", "0", str(port)]
         assert doctor.main(command) == 1
@@ -216,19 +207,14 @@ fi
 
 
 @pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a machine with two GPUs and the daemon: the folder in which the daemon records its start and end."""
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    lines = "\\n".join(f"{n}, GPU-{n}f, NVIDIA L4, 23034, 22600, 580.95.05, 8.9" for n in range(2))
-    for name, content in (("nvidia-smi", f'#!/bin/sh\nprintf "{lines}\\n"\n'), (mps.PROGRAM, DAEMON)):
-        (programs / name).write_text(content)
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(programs), prepend=":")
+def record(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a machine with two GPUs and the daemon: the folder of its programs, in which the daemon records its start and
+    end."""
+    machine("NVIDIA L4", "NVIDIA L4")
+    (tmp_path / mps.PROGRAM).write_text(DAEMON)
+    (tmp_path / mps.PROGRAM).chmod(0o755)
     monkeypatch.setenv("MPS_RECORD", str(tmp_path))
-    for name in ("CUDA_VISIBLE_DEVICES", mps.PIPES):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(gpus, "cuda_of_torch", lambda: "13.0")
+    monkeypatch.delenv(mps.PIPES, raising=False)
     return tmp_path
 
 
@@ -237,13 +223,17 @@ def rendered(record: Path, device: str = "gpu", **options: object) -> Path:
     return record / "repository"
 
 
-def test_the_daemon_runs_while_the_models_do(record: Path) -> None:
+@pytest.mark.parametrize(("visible", "known"), [(None, ""), ("1", "GPU-1f")])
+def test_the_daemon_runs_while_the_models_do_and_numbers_the_gpus_alike(record, visible, known, monkeypatch) -> None:
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with mps.shared_gpu(rendered(record)):
         folder = Path(os.environ[mps.PIPES])
-        assert (folder / "control").exists() and (record / "started").read_text() == "\n"
-        assert "CUDA_VISIBLE_DEVICES" not in os.environ
+        assert (folder / "control").exists() and (record / "started").read_text() == f"{known}\n"
+        assert os.environ.get("CUDA_VISIBLE_DEVICES", "") == known
     assert (record / "ended").read_text() == "quit -t 5\n"
     assert mps.PIPES not in os.environ and not folder.exists()
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
 
 
 def test_the_daemon_ends_with_a_killed_server(record: Path) -> None:
@@ -254,16 +244,9 @@ def test_the_daemon_ends_with_a_killed_server(record: Path) -> None:
     until((record / "ended").exists)
 
 
-def test_daemon_and_models_number_the_gpus_alike(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    with mps.shared_gpu(rendered(record)):
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-1f" and (record / "started").read_text() == "GPU-1f\n"
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
-
-
 @pytest.mark.parametrize("state", ["runs", "has ended", "is the host's"])
 def test_a_daemon_of_the_machine_is_used_unless_only_its_pipe_is_left(record, state, monkeypatch, caplog) -> None:
-    program, pipes = record / "programs" / mps.PROGRAM, record / "pipes"
+    program, pipes = record / mps.PROGRAM, record / "pipes"
     pipes.mkdir()
     monkeypatch.setattr(mps, "DEFAULT_PIPES", pipes)
     variables = os.environ | {mps.PIPES: str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(pipes)}
@@ -285,7 +268,7 @@ def test_a_daemon_of_the_machine_is_used_unless_only_its_pipe_is_left(record, st
 
 @pytest.mark.parametrize("lacking", ["program", "support"])
 def test_where_it_cannot_be_had_one_warning_says_what_that_costs(record, lacking, monkeypatch, caplog) -> None:
-    program = record / "programs" / mps.PROGRAM
+    program = record / mps.PROGRAM
     if lacking == "program":
         program.unlink()
     else:

@@ -10,7 +10,9 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, repeat
 from pathlib import Path
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -20,16 +22,16 @@ from cosyvoice_triton.client.grpc_client import AsyncConnection
 from cosyvoice_triton.client.utterance import Utterance
 from cosyvoice_triton.errors import FatalError, UnavailableError
 from cosyvoice_triton.monitoring.environment import GRPC_ADDRESS, METRICS_DIRECTORY
-from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, has_failed, report_failure
-from cosyvoice_triton.monitoring.metrics import LIVE, Metric, page, sum_of
+from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, failure_of, report_failure
+from cosyvoice_triton.monitoring.metrics import LIVE, page, sum_of
 from cosyvoice_triton.server import readiness
-from cosyvoice_triton.server.input_shapes import compile_library
+from cosyvoice_triton.server.installation import compile_library
 from cosyvoice_triton.server.tritonserver import Ports, ServerError, TritonServer, free_port, require_free
 from cosyvoice_triton.server.watch import HUNG_SECONDS, WATCH_SECONDS, ModelWatch
 from cosyvoice_triton.triton_io.streams import Streams
 
 from tests.support.http_servers import Page, http_server
-from tests.support.serve_process import children
+from tests.support.serve_process import children, serve_process, with_model
 from tests.support.waiting import until
 
 ARGS = {"model_name": "m", "model_instance_name": "m_0"}
@@ -61,48 +63,34 @@ def fill(disk: Path) -> None:
 def test_a_full_disk_stops_no_sign_of_life_no_number_no_drain_and_no_report_of_a_failure(disk, monkeypatch, caplog):
     monkeypatch.setenv(METRICS_DIRECTORY, str(disk))
     monkeypatch.setattr("cosyvoice_triton.monitoring.metrics.PERIOD_SECONDS", 0.02)
-    drain, live, reads = DrainFile(disk / "draining"), 1, 0
+    drain, live = DrainFile(disk / "draining"), 1
     drain.reserve()
-
-    def read() -> dict[Metric, float]:
-        nonlocal reads
-        reads += 1
-        return {LIVE: live}
-
+    read = Mock(side_effect=lambda: {LIVE: live})
     monitor = ModelMonitor(ARGS, test=dict, read=read)
     try:
         watch = ModelWatch(disk)
         fill(disk)
         live = 10**6
         for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 1):
-            read_before = reads + 1  # of which all is written when it reads again
-            until(lambda read_before=read_before: reads > read_before)
+            before = read.call_count + 1  # of which all is written when it reads again
+            until(lambda before=before: read.call_count > before)
             assert watch.check() == {} and watch.why_not_ready() == ""
         assert sum_of(page(disk), LIVE.name) == live
-        drain.create()
+        drain.give()
         with pytest.raises(UnavailableError, match="shutting down"):
             DrainFile(disk / "draining").check()
         assert not caplog.records
         report_failure("m", FatalError("the engine is dead"))
         assert watch.check() == {"m": "model m has failed and cannot recover: the engine is dead"}
-        assert has_failed(disk, "m")
+        assert failure_of(disk, "m").given()
     finally:
         monitor.close()
 
 
 def test_numbers_that_cannot_be_written_are_logged_once(published, caplog) -> None:
-    broken, failures = False, 0
-
-    def read() -> dict[object, float]:
-        nonlocal failures
-        if broken:
-            failures += 1
-            raise OSError("the disk is gone")
-        return {}
-
-    monitor = ModelMonitor(ARGS, test=dict, read=read)  # type: ignore[arg-type]
-    broken = True
-    until(lambda: failures > 2)
+    read = Mock(side_effect=chain([{}], repeat(OSError("the disk is gone"))))
+    monitor = ModelMonitor(ARGS, test=dict, read=read)
+    until(lambda: read.call_count > 3)
     monitor.close()
     assert [record.message for record in caplog.records] == ["cannot write the metrics"]
 
@@ -113,17 +101,12 @@ def test_a_process_whose_name_is_not_utf8_disturbs_nobody(tmp_path: Path) -> Non
         "import ctypes; ctypes.CDLL(None).prctl(15, b'worker-\\xc3\\xa4\\xe2\\x82) \\xff'); print(flush=True); input()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as odd:
-        assert odd.stdin is not None and odd.stdout is not None and odd.stdout.readline()
+        assert odd.stdout is not None and odd.stdout.readline()
         server = TritonServer(tmp_path, ports=Ports(0, 0, 0))
-        try:
-            with subprocess.Popen(["sleep", "60"]) as stand_in:
-                server._process = stand_in  # type: ignore[assignment]
-                assert server.model_processes() == {} and readiness.is_alive(odd.pid)
-                server._process = None
-                stand_in.kill()
-        finally:
-            server.stop()
-        odd.stdin.close()
+        server._process = odd
+        assert server.model_processes() == {} and readiness.is_alive(odd.pid)
+        server._process = None
+        server.stop()
 
 
 DEAD = "http://127.0.0.1:9"  # nothing listens there
@@ -143,12 +126,9 @@ def dead_proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.1.2.3", "[::1]"])
-def test_pages_of_this_machine_are_read_without_a_proxy(host: str, dead_proxy: None) -> None:
+def test_pages_of_this_machine_are_read_without_a_proxy_and_others_through_it(host: str, dead_proxy: None) -> None:
     with http_server(Page, "127.0.0.1" if host == "localhost" else host.strip("[]")) as server:
         assert readiness.fault(f"http://{host}:{server.server_port}/") is None
-
-
-def test_pages_of_other_machines_are_read_through_the_proxy(dead_proxy: None) -> None:
     assert "refused" in str(readiness.fault("http://192.0.2.1/"))  # by the proxy; that address answers nobody
 
 
@@ -203,20 +183,12 @@ def test_a_folder_for_the_log_is_one_line(tmp_path: Path, capsys: pytest.Capture
     assert error == f"the log file {tmp_path} is a folder; name a file: {tmp_path}/server.log\n"
 
 
-def serving_idle(repository: Path, code: str, *options: str) -> list[str]:
-    """The command that serves a model `idle` with this code, at free ports."""
-    (repository / "idle" / "1").mkdir(parents=True)
-    (repository / "idle" / "1" / "model.py").write_text(code)
-    (repository / "idle" / "config.pbtxt").write_text('name: "idle" backend: "python" max_batch_size: 1\n')
-    command = [sys.executable, "-m", "cosyvoice_triton", "serve", str(repository), *options, *FREE_PORTS]
-    return [*command, "--log-file", str(repository.parent / "log")]
-
-
 @pytest.mark.server
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_two_signals_a_second_apart_leave_nothing_behind(second: signal.Signals, tmp_path: Path) -> None:
     """The model is still loading then. What the server says goes to a full disk, which does not stop it."""
-    command = serving_idle(tmp_path / "repository", "import time\ntime.sleep(60)\n")
+    repository = with_model(tmp_path / "repository", code="import time\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "cosyvoice_triton", "serve", repository, f"--log-file={tmp_path}/log", *FREE_PORTS]
     with Path("/dev/full").open("wb") as full, subprocess.Popen(command, stdout=full, stderr=full) as process:
         until(lambda: len(descendants(process.pid)) >= 3, every=0.1)  # tritonserver, the sweeper, the stub
         children = descendants(process.pid)
@@ -229,25 +201,18 @@ def test_two_signals_a_second_apart_leave_nothing_behind(second: signal.Signals,
 
 @pytest.mark.server
 def test_a_server_on_an_ipv6_address_answers_at_the_urls_that_it_prints(tmp_path: Path) -> None:
-    code = "class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
-    command = serving_idle(tmp_path / "my repository", code, "--host=::1", "--http-host=::1", "--grpc-host=::1")
-    command += ["--speech-port", str(free_port()), "--voices", str(tmp_path / "voices")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        said = ""
-        while (line := process.stdout.readline()) and line != "Ctrl-C to stop\n":
-            said += line
-        try:
-            found = {name: url for name, url in re.findall(r"(http|grpc|metrics|health|page) (\S+)", said)}
-            assert len(found) == 5 and all("[::1]:" in url for url in found.values()), said
-            for name, page in (("http", "/v2/health/ready"), ("metrics", ""), ("health", "")):
-                assert readiness.fault(f"http://{found[name]}{page}") is None
-            assert "HTTP 503" in str(readiness.fault(f"{found['page']}health"))  # it serves; no speech model does
-            with grpc.insecure_channel(found["grpc"]) as channel:
-                grpc.channel_ready_future(channel).result(60)
-        finally:
-            process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+    options = ["--host=::1", "--http-host=::1", "--grpc-host=::1", "--speech-port", str(free_port())]
+    repository = with_model(tmp_path / "my repository")
+    with serve_process(repository, tmp_path / "log", *options, "--voices", str(tmp_path / "voices")) as server:
+        found = {name: url for name, url in re.findall(r"(http|grpc|metrics|health|page) (\S+)", server.printed)}
+        assert len(found) == 5 and all("[::1]:" in url for url in found.values()), server.printed
+        for name, page in (("http", "/v2/health/ready"), ("metrics", ""), ("health", "")):
+            assert readiness.fault(f"http://{found[name]}{page}") is None
+        assert "HTTP 503" in str(readiness.fault(f"{found['page']}health"))  # it serves; no speech model does
+        with grpc.insecure_channel(found["grpc"]) as channel:
+            grpc.channel_ready_future(channel).result(60)
+        server.terminate()
+        assert server.process.wait(60) == 0
 
 
 def test_a_second_signal_ends_the_speech_service_that_is_being_stopped() -> None:

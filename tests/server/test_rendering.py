@@ -12,7 +12,7 @@ import pytest
 import yaml
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import fill_template
-from cosyvoice_triton.cli.fill_template import main, parse_substitutions
+from cosyvoice_triton.cli.fill_template import main
 from cosyvoice_triton.config import SPARE_REQUESTS, Token2WavConfig
 from cosyvoice_triton.llm.interface import Sampling
 from cosyvoice_triton.llm.triton_client import request_tensors
@@ -30,7 +30,6 @@ from cosyvoice_triton.server.rendering import (
 )
 
 from tests.conftest import ROOT
-from tests.support.server_requests import read_settings
 from tests.support.server_requests import read_settings as read
 
 CONFIGS = sorted(TEMPLATES.glob("model_repo*/*/config.pbtxt"))
@@ -62,26 +61,21 @@ def written(repository: Path, name: str):
 
 
 @pytest.mark.parametrize(("stack", "transport"), STACKS)
-def test_a_rendered_stack_parses_and_leaves_no_placeholder(tmp_path, stack, transport):
+def test_a_rendered_stack_parses_leaves_no_placeholder_and_configures_as_in_this_process(tmp_path, stack, transport):
     urls = ("http://a:8000/v1",) if transport == "openai" else ()
-    wanted = options(tmp_path, stack=stack, llm_transport=transport, llm_urls=urls)
+    how = {"llm_transport": transport, "llm_urls": urls, "device": "cpu"}
+    wanted = options(tmp_path, stack=stack, settings={"max_streams": "3", "first_hop_tokens": "25"}, **how)
     render(wanted, tmp_path / "out")
     models = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
     assert models == set(templates_of(wanted))
     for name in models:
         assert "${" not in (tmp_path / "out" / name / "config.pbtxt").read_text()
-        assert written(tmp_path / "out", name).max_batch_size >= 1 and read(written(tmp_path / "out", name))
+        assert written(tmp_path / "out", name).max_batch_size >= 1
         assert (tmp_path / "out" / name / "1" / "model.py").exists()
-
-
-@pytest.mark.parametrize("stack", stacks.names())
-def test_a_model_of_this_process_is_configured_as_by_the_rendering(stack, tmp_path):
-    wanted = options(tmp_path, stack=stack, device="cpu", settings={"max_streams": "3", "first_hop_tokens": "25"})
-    render(wanted, tmp_path / "out")
-    for name in (wanted.orchestrator, stacks.named(stack).token2wav, "tensorrt_llm"):
         rendered = read(written(tmp_path / "out", name))
         own = {"decoupled": False} if hasattr(rendered, "decoupled") else {}  # follows from Triton's policy
-        assert dataclasses.replace(rendered, **own) == wanted.config(settings_of(name))
+        if name not in PROMPT_MODELS:
+            assert dataclasses.replace(rendered, **own) == wanted.config(settings_of(name))
     with pytest.raises(ValueError, match="unknown setting 'max_stream'"):
         options(tmp_path, settings={"max_stream": "3"}).config(Token2WavConfig)
 
@@ -90,7 +84,7 @@ EMPTY = {"guided_decoding_backend", "xgrammar_tokenizer_info_path"}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
-def test_a_template_takes_every_setting_of_its_model_and_declares_no_other(path):
+def test_a_template_takes_every_setting_of_its_model_with_its_default_and_declares_no_other(path):
     name = path.parent.name
     template = path.read_text()
     own = {"triton_backend": "python", "instance_kind": "KIND_CPU", "decoupled_mode": "true"}
@@ -101,6 +95,10 @@ def test_a_template_takes_every_setting_of_its_model_and_declares_no_other(path)
     config = parse(fill(template, values), name)
     assert set(config.parameters) == settings.parameters().keys() | settings.foreign_parameters
     assert all(parameter.string_value != "" or key in EMPTY for key, parameter in config.parameters.items())
+    of_stack = next(({**each.settings, **each.upstream} for each in stacks.BUILT_IN if name in each.models), {})
+    for key, field in settings.parameters().items():
+        if field.name in defaults(name):
+            assert of_stack.get(key, rendering.format_setting(field.default)) == defaults(name)[field.name], key
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
@@ -123,13 +121,19 @@ def strings_of(name: str, model: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
-def test_token2wav_is_one_process_wherever_it_computes(stack, tmp_path):
+def test_token2wav_is_one_process_wherever_it_computes_and_prompt_models_can_be_on_the_cpu(stack, tmp_path):
     """Its streams are in that process, so Triton must neither start a second one nor insist on correlation ids."""
-    config = configs_of(tmp_path, stack=stack.name, device="gpu")[stack.token2wav]
+    configs = configs_of(tmp_path, stack=stack.name, device="gpu", settings={"prompt_device": "cpu", "llm_gpu": "0"})
+    config = configs[stack.token2wav]
     (group,) = config.instance_group
     assert (group.kind, group.count) == (group.KIND_CPU, 1)
     assert config.WhichOneof("scheduling_choice") == "dynamic_batching"
-    assert read(config).device == "cuda:0"
+    assert (read(config).device, read(config).prompt_device) == ("cuda:0", "cpu")  # the latter to plan the memory
+    for name in PROMPT_MODELS:
+        (group,) = configs[name].instance_group
+        assert (group.kind, list(group.gpus)) == (group.KIND_CPU, [])  # with GPUs Triton would refuse it
+    on_cpu = configs_of(tmp_path, stack=stack.name, device="cpu", settings={"token2wav_gpus": "0 1"})
+    assert list(on_cpu["audio_tokenizer"].instance_group[0].gpus) == []
 
 
 def test_the_llm_accepts_a_few_requests_more_than_token2wav_has_streams_and_both_know_its_memory(tmp_path):
@@ -193,19 +197,16 @@ def test_prompt_models_use_the_response_cache_and_the_llm_streams_also_where_a_s
     assert decoupled["tensorrt_llm"] and not decoupled["cosyvoice2"]
 
 
-def test_an_earlier_rendering_is_replaced(tmp_path):
+def test_an_earlier_rendering_is_replaced_and_no_other_content(tmp_path):
     render(options(tmp_path, stack="unet"), tmp_path / "out")
     render(options(tmp_path, stack="dit"), tmp_path / "out")
     assert not (tmp_path / "out" / "cosyvoice2").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_directory_with_other_content_is_not_replaced(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match="not empty and not an earlier rendering"):
-        render(options(tmp_path), tmp_path / "out")
-    assert (tmp_path / "out" / "thesis.txt").exists()
+        render(options(tmp_path), tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
 def test_a_failed_rendering_leaves_nothing(tmp_path):
@@ -216,12 +217,12 @@ def test_a_failed_rendering_leaves_nothing(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             render(options(tmp_path, settings=settings), tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_openai_transport_needs_urls(tmp_path):
+    for gpus in ("", "0 0", "-1", "0,1,0"):
+        with pytest.raises(ValueError, match="token2wav_gpus"):
+            options(tmp_path, settings={"token2wav_gpus": gpus})
     with pytest.raises(ValueError, match="needs llm_urls"):
         options(tmp_path, llm_transport="openai")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_missing_file_of_a_checkpoint_is_listed(tmp_path):
@@ -230,15 +231,6 @@ def test_every_missing_file_of_a_checkpoint_is_listed(tmp_path):
         *("flow.pt", "hift.pt", "campplus.onnx", "speech_tokenizer_v2.onnx"),
         *("tokenizer_config.json", "cosyvoice2_llm_genai"),
     ]
-
-
-@pytest.mark.parametrize("name", [path.parent.name for path in CONFIGS])
-def test_template_defaults_are_those_of_the_models_settings(name):
-    config = settings_of(name)
-    for key, field in config.parameters().items():
-        if field.name in defaults(name):
-            own = next(({**stack.settings, **stack.upstream} for stack in stacks.BUILT_IN if name in stack.models), {})
-            assert own.get(key, rendering.format_setting(field.default)) == defaults(name)[field.name], key
 
 
 @pytest.mark.parametrize("stack", stacks.names())
@@ -256,24 +248,6 @@ def test_each_gpu_of_token2wav_has_a_model_of_its_own(stack, tmp_path, monkeypat
     assert (llm.llm_gpu, llm.max_requests) == (3, 2 * 5 + SPARE_REQUESTS)
     assert all(list(configs[name].instance_group[0].gpus) == [3] for name in PROMPT_MODELS)
     assert read(configs[wanted.orchestrator]).token2wav_gpus == (0, 3)
-
-
-@pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
-def test_prompt_models_can_be_on_the_cpu_beside_the_others_on_a_gpu(stack, tmp_path):
-    configs = configs_of(tmp_path, stack=stack.name, device="gpu", settings={"prompt_device": "cpu", "llm_gpu": "0"})
-    for name in PROMPT_MODELS:
-        (group,) = configs[name].instance_group
-        assert (group.kind, list(group.gpus)) == (group.KIND_CPU, [])  # with GPUs Triton would refuse it
-    assert configs[stack.token2wav].parameters["instance_kind"].string_value == "KIND_GPU"
-    assert configs[stack.token2wav].parameters["prompt_device"].string_value == "cpu"  # for the plan of the memory
-    on_cpu = configs_of(tmp_path, stack=stack.name, device="cpu", settings={"token2wav_gpus": "0 1"})
-    assert list(on_cpu["audio_tokenizer"].instance_group[0].gpus) == []
-
-
-@pytest.mark.parametrize("gpus", ["", "0 0", "-1", "0,1,0"])
-def test_gpus_that_token2wav_cannot_have_are_refused(gpus, tmp_path):
-    with pytest.raises(ValueError, match="token2wav_gpus"):
-        options(tmp_path, settings={"token2wav_gpus": gpus})
 
 
 ORCHESTRATOR = (
@@ -294,17 +268,15 @@ def test_without_in_place_the_result_is_printed_and_the_file_kept(template, caps
     assert template.read_text() == before
 
 
-def test_a_value_may_contain_colons_and_escaped_commas():
-    assert parse_substitutions(r"llm_urls:http://a:8000/v1\,http://b:1,model_dir:C\:/m") == {
-        "llm_urls": "http://a:8000/v1,http://b:1",
-        "model_dir": "C:/m",
-    }
-
-
-def test_urls_reach_the_parameter(template):
-    assert main(["-i", str(template), ORCHESTRATOR + r",llm_transport:openai,llm_urls:http://a:8000/v1\,http://b"]) == 0
-    config = parse(template.read_text(), "cosyvoice2")
-    assert config.parameters["llm_urls"].string_value == "http://a:8000/v1,http://b"
+def test_a_value_may_contain_colons_and_escaped_commas_and_a_filled_file_is_not_filled_twice(template, capsys):
+    urls = r",llm_transport:openai,llm_urls:http://a:8000/v1\,http://b"
+    given = ORCHESTRATOR.replace("model_dir:/m", r"model_dir:C\:/m") + urls
+    assert main(["-i", str(template), given]) == 0
+    parameters = parse(template.read_text(), "cosyvoice2").parameters
+    assert parameters["llm_urls"].string_value == "http://a:8000/v1,http://b"
+    assert parameters["model_dir"].string_value == "C:/m"
+    assert main(["-i", str(template), given]) == 1
+    assert "it was filled before" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -332,12 +304,6 @@ def test_a_template_of_a_model_that_no_stack_has_can_be_filled(template):
     assert (config.max_batch_size, config.instance_group[0].kind) == (4, config.instance_group[0].KIND_AUTO)
 
 
-def test_a_filled_file_is_not_filled_twice(template, capsys):
-    assert main(["-i", str(template), ORCHESTRATOR]) == 0
-    assert main(["-i", str(template), ORCHESTRATOR]) == 1
-    assert "it was filled before" in capsys.readouterr().err
-
-
 UPSTREAM = yaml.safe_load((ROOT / "tests/assets/upstream_templates.yaml").read_text())
 # Stack -> template -> upstream's substitutions.
 COMMANDS = {stack: {name: ",".join(pairs) for name, pairs in of.items()} for stack, of in UPSTREAM.items()}
@@ -354,7 +320,7 @@ def fill_all(commands: dict[str, str], repository: Path) -> None:
 def parameters_of(repository: Path, model: str) -> dict[str, str]:
     """The parameters of a filled template, which its model reads without an error."""
     config = parse((repository / model / "config.pbtxt").read_text(), model)
-    read_settings(config)
+    read(config)
     return {key: value.string_value for key, value in config.parameters.items()}
 
 

@@ -1,9 +1,13 @@
-"""serve.py as the main process of a container: health page, metrics, traces, and a stop that loses no stream."""
+"""serve.py as the main process of a container: health page, metrics, traces, a stop that loses no stream, and a model
+that dies beside another one."""
 
 import asyncio
 import base64
 import gzip
+import os
+import re
 import secrets
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +15,10 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from cosyvoice_triton import stacks
 from cosyvoice_triton.monitoring import tracing
-from cosyvoice_triton.monitoring.metrics import ENDED, LIVE, sum_of
+from cosyvoice_triton.monitoring.health import FAILING
+from cosyvoice_triton.monitoring.metrics import ENDED, LIVE, STREAMS, sum_of
 from cosyvoice_triton.server.tritonserver import free_port
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -115,16 +121,9 @@ def test_after_sigterm_requests_are_refused_and_running_ones_end(server) -> None
 
 
 @pytest.fixture(scope="module")
-def speech_port() -> int:
-    return free_port()
-
-
-@pytest.fixture(scope="module")
-def traced(
-    repository: Path, collector: tuple[str, Traces], speech_port: int, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServeProcess]:
-    """The test of the limit, the last one, ends it."""
-    options = ("--drain-seconds", "1", "--speech-port", str(speech_port))
+def traced(repository: Path, collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """The test of the limit ends it."""
+    options = ("--drain-seconds", "1", "--speech-port", str(free_port()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector[0])
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
@@ -132,14 +131,13 @@ def traced(
             yield running
 
 
-@pytest.mark.usefixtures("traced")
-def test_the_callers_trace_goes_on_to_the_first_chunk(speech_port: int, collector: tuple[str, Traces]) -> None:
+def test_the_callers_trace_goes_on_to_the_first_chunk(traced: ServeProcess, collector: tuple[str, Traces]) -> None:
     traces, sampled, unsampled = collector[1], secrets.token_hex(16), secrets.token_hex(16)
-    url = f"http://127.0.0.1:{speech_port}/v1/audio/speech"
+    (page,) = re.findall(r" page (\S+)", traced.printed)
     voice = {"ref_audio": base64.b64encode(VOICE.read_bytes()).decode(), "ref_text": VOICE_TEXT}
     for trace, flag in ((unsampled, "00"), (sampled, "01")):
         headers = {tracing.TRACEPARENT: f"00-{trace}-{CALLER}-{flag}"}
-        answer = httpx.post(url, json={"input": TEXT, **voice}, headers=headers, timeout=60)
+        answer = httpx.post(f"{page}v1/audio/speech", json={"input": TEXT, **voice}, headers=headers, timeout=60)
         assert answer.status_code == 200 and answer.content
     wait_for(lambda: "speech service" in {span.name for span in traces[sampled]})
     spans = traces[sampled]
@@ -163,3 +161,34 @@ def test_streams_that_exceed_the_drain_limit_end_with_an_error(traced: ServeProc
     stacks = traced.log.read_text()  # of what keeps them
     assert "(most recent call first)" in stacks and "common/cosyvoice_triton/triton_io/requests.py" in stacks
     assert "common/cosyvoice_triton/token2wav/serving/service.py" in stacks
+
+
+FIRST, SECOND = stacks.DIT.token2wav, f"{stacks.DIT.token2wav}_1"
+
+
+def test_a_replica_that_dies_takes_only_its_own_streams_and_the_last_one_the_server(demo_models, tmp_path: Path):
+    """Streams are spread over two token2wav models."""
+    repository = rendered(demo_models, tmp_path / "repository", token2wav_gpus="0 1", max_streams="4")
+    with serve_process(repository, tmp_path / "log") as server:
+        address = f"127.0.0.1:{server.grpc}"
+        assert server.readiness() == (200, "ready")
+
+        def values(name: str) -> list[float]:
+            found = re.findall(rf'^{name}{{model="({FIRST}|{SECOND})",.* (\S+)$', server.page(), re.MULTILINE)
+            return [float(value) for _, value in sorted(found)]
+
+        def spread() -> None:
+            wait_for(lambda: values(STREAMS.name) == [2, 2])
+            os.kill(server.process_of(SECOND), signal.SIGKILL)
+
+        results = asyncio.run(speak_at_once(address, 4, LONG, spread))
+        errors = [result.error for result in results if result.error]
+        assert len(errors) == 2 and all(SECOND in error for error in errors), errors
+        lost = f"the process of model {SECOND} has died"
+        wait_for(lambda: server.readiness() == (200, f"ready\n{lost}"))
+        wait_for(lambda: values(FAILING.name) == [0, 1])
+        assert [result.error for result in asyncio.run(speak_at_once(address, 3, TEXT))] == [None] * 3
+        os.kill(server.process_of(FIRST), signal.SIGKILL)
+        assert server.process.wait(60) == 1 and server.process.stderr is not None
+        said = server.process.stderr.read()
+        assert f"the process of model {FIRST} has died; tritonserver has to be restarted" in said

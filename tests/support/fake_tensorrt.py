@@ -36,8 +36,7 @@ def plan(path: Path, workload: Workload) -> bytes:
         value.name: [dim.dim_value if dim.HasField("dim_value") else -1 for dim in value.type.tensor_type.shape.dim]
         for value in onnx.load_from_string(data).graph.input
     }
-    limits = workload.limits(shapes)
-    return pickle.dumps(({name: [limits.least[name], limits.usual[name], limits.most[name]] for name in shapes}, data))
+    return pickle.dumps((workload.limits(shapes), data))
 
 
 class Runtime:

@@ -28,9 +28,24 @@ VOICE = samples.FOLDER / "reference_en.wav"
 STREAM_SECONDS = 90.0
 
 
+IDLE = "class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
+CONFIG = """
+name: "idle" backend: "python" max_batch_size: 1 instance_group [ { kind: KIND_CPU count: 1 } ]
+input [ { name: "x" data_type: TYPE_FP32 dims: [1] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [1] } ]
+"""
+
+
+def with_model(repository: Path, name: str = "idle", code: str = IDLE) -> Path:
+    """The repository, with a model that has this code; by default it loads and does nothing."""
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "1" / "model.py").write_text(code)
+    (repository / name / "config.pbtxt").write_text(CONFIG.replace("idle", name))
+    return repository
+
+
 @dataclass
 class ServeProcess:
-    """A running serve.py and its ports."""
+    """A running serve.py, its ports and what it has printed."""
 
     process: subprocess.Popen[str]
     http: int
@@ -38,6 +53,7 @@ class ServeProcess:
     metrics: int
     health: int
     log: Path
+    printed: str
 
     def readiness(self) -> tuple[int, str]:
         """Status and text of the health page."""
@@ -89,8 +105,8 @@ def serve_process(repository: Path, log: Path, *options: str) -> Iterator[ServeP
             while "Ctrl-C" not in (line := process.stdout.readline()):
                 assert line, f"it ended: {printed}{process.stderr.read()}"
                 printed += line
-            found = {name: int(port) for name, port in re.findall(r"(http|grpc|metrics|health) [\d.]+:(\d+)", printed)}
-            yield ServeProcess(process, **found, log=log)
+            found = {name: int(port) for name, port in re.findall(r"(http|grpc|metrics|health) \S+:(\d+)", printed)}
+            yield ServeProcess(process, **found, log=log, printed=printed)
         finally:
             process.send_signal(signal.SIGINT)
             try:

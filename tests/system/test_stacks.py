@@ -7,14 +7,13 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from cosyvoice_triton import stacks
-from cosyvoice_triton.cli import demo, fill_template, prepare, render, serve
-from cosyvoice_triton.cli import voice as voice_command
+from cosyvoice_triton import cli, stacks
+from cosyvoice_triton.cli import fill_template, render
 from cosyvoice_triton.client.arguments import add_request_arguments
 from cosyvoice_triton.client.failures import not_served
 from cosyvoice_triton.demo_checkpoint import TRAINED
@@ -132,18 +131,13 @@ def test_a_stack_of_another_package_is_rendered_and_valid(third, models, tmp_pat
     assert "stack = THIRD" in (tmp_path / "out" / "speech3" / "1" / "model.py").read_text()
 
 
-def test_its_template_of_a_shared_model_replaces_the_default_one(third: Stack, models: Path) -> None:
-    own = Path(third.templates) / "audio_tokenizer"
-    shutil.copytree(TEMPLATES / stacks.SHARED_TEMPLATES / "audio_tokenizer", own)
+def test_its_template_of_a_shared_model_replaces_the_default_one_and_fill_template_fills_it(third, models, capsys):
+    own, shared = Path(third.templates), TEMPLATES / stacks.SHARED_TEMPLATES
+    shutil.copytree(shared / "audio_tokenizer", own / "audio_tokenizer")
     found = templates_of(StackOptions(models_dir=models, stack="third"))
-    assert found["audio_tokenizer"] == own
-    assert found["speaker_embedding"] == TEMPLATES / stacks.SHARED_TEMPLATES / "speaker_embedding"
-
-
-def test_fill_template_fills_its_templates(third: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    template = Path(third.templates) / "sound3" / "config.pbtxt"
+    assert (found["audio_tokenizer"].parent, found["speaker_embedding"].parent) == (own, shared)
     given = "model_dir:/m,triton_max_batch_size:16,max_queue_delay_microseconds:0"
-    assert fill_template.main([str(template), given]) == 0
+    assert fill_template.main([str(own / "sound3" / "config.pbtxt"), given]) == 0
     assert parse(capsys.readouterr().out, "sound3").parameters["max_streams"].string_value == "7"
 
 
@@ -156,19 +150,10 @@ def test_its_networks_are_loaded_by_its_own_loader(third: Stack) -> None:
     assert model.stack is third
 
 
-COMMANDS: dict[str, Callable[[list[str]], object]] = {
-    "render": render.main,
-    "demo": demo.main,
-    "serve": serve.main,
-    "voice": lambda arguments: voice_command.main(["add", *arguments]),
-    "prepare": lambda arguments: prepare.main(["download", *arguments]),
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["render", "demo", "serve", "voice add", "prepare download"])
 def test_every_command_with_stacks_lists_it(command: str, third: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        COMMANDS[command](["--help"])
+        cli.main([*command.split(), "--help"])
     assert f"--stack {{{','.join(BUILT_IN)},third}}" in capsys.readouterr().out
 
 
@@ -189,17 +174,14 @@ def test_clients_and_the_speech_service_find_its_model(third: Stack) -> None:
         assert asyncio.run(served(address)) == ["speech3", "speech3"]
 
 
-def test_its_files_are_downloaded(third: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_files_are_downloaded_and_recognised(third: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     files = "llm.rl.pt Blank/*.json Blank/*.txt flow.pt hift.pt campplus.onnx speech_tokenizer_v3.onnx"
     assert hub.sources(third) == (hub.Download("them/Third", "Third", tuple(files.split())),)
     monkeypatch.setenv("CHECKPOINT_REVISIONS", "them/Third=abc")
     assert steps.revisions() == {"them/Third": "abc"}
-
-
-def test_its_flow_and_its_networks_are_recognised(third: Stack) -> None:
     assert stacks.of_flow(["x", "decoder.estimator.third_blocks.0.attn"], "flow.pt") is third
-    files = {workload.use: workload.onnx for workload in workloads(third, "float16")}
-    assert files == {"whole": "third.onnx", "streaming": "third.streaming.onnx", "speaker": "campplus.onnx"}
+    found = {workload.use: workload.onnx for workload in workloads(third, "float16")}
+    assert found == {"whole": "third.onnx", "streaming": "third.streaming.onnx", "speaker": "campplus.onnx"}
 
 
 def test_names_of_another_stack_cannot_be_registered(third: Stack) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cosyvoice_triton.arguments import command_parser
-from cosyvoice_triton.cli.stack_options import add_stack_options, stack_options
+from cosyvoice_triton.cli.render import add_stack_options, stack_options
 from cosyvoice_triton.constants import GRPC_PORT, HEALTH_PORT, HTTP_PORT, METRICS_PORT, SPEECH_PORT
 from cosyvoice_triton.demo_checkpoint import DEMO
 from cosyvoice_triton.server import gpus

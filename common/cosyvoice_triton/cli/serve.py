@@ -18,8 +18,7 @@ from pathlib import Path
 
 from cosyvoice_triton.addresses import join
 from cosyvoice_triton.arguments import command_parser
-from cosyvoice_triton.cli.render import render_stack
-from cosyvoice_triton.cli.stack_options import add_stack_options, given_options
+from cosyvoice_triton.cli.render import add_stack_options, given_options, render_stack
 from cosyvoice_triton.constants import HEALTH_PORT
 from cosyvoice_triton.demo_checkpoint import DEMO, DEMO_SETTINGS
 from cosyvoice_triton.prepare import steps

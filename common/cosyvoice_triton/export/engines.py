@@ -17,7 +17,7 @@ from cosyvoice_triton.config import PlanPrecision
 from cosyvoice_triton.export import precision
 from cosyvoice_triton.networks.flow.config import FlowConfig, stated_solve
 from cosyvoice_triton.runtimes import tensorrt
-from cosyvoice_triton.runtimes.network import ShapeLimits
+from cosyvoice_triton.runtimes.network import Limits
 from cosyvoice_triton.runtimes.onnx import OnnxNetwork
 from cosyvoice_triton.runtimes.signatures import Workload, workloads
 from cosyvoice_triton.runtimes.tensorrt import Plan, TensorRTNetwork, log_of
@@ -51,10 +51,11 @@ def build(onnx: Path, workload: Workload, capability: str = "") -> bytes:
         config.num_compute_capabilities = 1
         config.set_compute_capability(tensorrt.capabilities()[capability], 0)
     profile = builder.create_optimization_profile()
-    for name, least in limits.least.items():
-        profile.set_shape(name, least, limits.usual[name], limits.most[name])
+    for name, shapes in limits.items():
+        profile.set_shape(name, *shapes)
     if config.add_optimization_profile(profile) < 0:
-        raise BuildError(f"TensorRT refuses the profile of {onnx.name}: {limits.least} to {limits.most}")
+        least, most = ({name: shapes[end] for name, shapes in limits.items()} for end in (0, 2))
+        raise BuildError(f"TensorRT refuses the profile of {onnx.name}: {least} to {most}")
     engine = builder.build_serialized_network(network, config)
     if engine is None:
         raise BuildError(f"TensorRT built no plan of {workload.onnx}: {log.reason()}")
@@ -78,15 +79,13 @@ def check(engine: bytes, onnx: Path, device: torch.device | str) -> None:
             )
 
 
-def _checked_shapes(limits: ShapeLimits) -> dict[str, tuple[int, ...]]:
+def _checked_shapes(limits: Limits) -> dict[str, tuple[int, ...]]:
     """Return the usual shapes, reduced where they would take long on the CPU."""
-    return {
-        name: tuple(
-            size if limits.most[name][axis] == size else max(limits.least[name][axis], min(size, CHECKED_SIZE))
-            for axis, size in enumerate(shape)
-        )
-        for name, shape in limits.usual.items()
-    }
+
+    def reduced(least: int, usual: int, most: int) -> int:
+        return usual if usual == most else max(least, min(usual, CHECKED_SIZE))
+
+    return {name: tuple(map(reduced, *shapes)) for name, shapes in limits.items()}
 
 
 def build_missing(model_dir: Path, workload: Workload, device: str, capability: str) -> str:

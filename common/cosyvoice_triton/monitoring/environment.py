@@ -20,6 +20,7 @@ DRAIN_FILE = "TTS_DRAIN_FILE"
 GRPC_ADDRESS = "TTS_GRPC_ADDRESS"
 TEST_FAULTS = "TTS_TEST_FAULTS"
 LOG_LEVEL = "TTS_LOG_LEVEL"
+_PATHS = {"metrics_directory": METRICS_DIRECTORY, "drain_file": DRAIN_FILE, "faults": TEST_FAULTS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,27 +37,19 @@ class ModelEnvironment:
     def read(cls, variables: Mapping[str, str] = os.environ) -> "ModelEnvironment":
         """Read the environment of this process. An empty variable counts as unset. ValueError for faults from a
         directory that does not exist."""
-        metrics_directory, drain_file = variables.get(METRICS_DIRECTORY), variables.get(DRAIN_FILE)
-        faults = Path(variables[TEST_FAULTS]) if variables.get(TEST_FAULTS) else None
-        if faults is not None and not faults.is_dir():
-            raise ValueError(f"{TEST_FAULTS}={faults} is not a directory")
+        paths = {field: Path(variables[name]) for field, name in _PATHS.items() if variables.get(name)}
+        if "faults" in paths and not paths["faults"].is_dir():
+            raise ValueError(f"{TEST_FAULTS}={paths['faults']} is not a directory")
         return cls(
-            metrics_directory=Path(metrics_directory) if metrics_directory else None,
-            drain_file=Path(drain_file) if drain_file else None,
+            **paths,
             grpc_address=variables.get(GRPC_ADDRESS) or cls.grpc_address,
-            faults=faults,
             log_level=variables.get(LOG_LEVEL) or cls.log_level,
         )
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that `read` turns back into these values."""
-        values = {
-            METRICS_DIRECTORY: self.metrics_directory,
-            DRAIN_FILE: self.drain_file,
-            GRPC_ADDRESS: self.grpc_address,
-            TEST_FAULTS: self.faults,
-        }
-        return {name: str(value) for name, value in values.items() if value is not None}
+        """Return the variables that `read` turns back into these values; the level of the log is the user's own."""
+        paths = {name: getattr(self, field) for field, name in _PATHS.items()}
+        return {name: str(path) for name, path in paths.items() if path} | {GRPC_ADDRESS: self.grpc_address}
 
 
 def tritonserver_environment(

@@ -31,7 +31,7 @@ TEST_SECONDS = 10.0  # an idle model passes two tests before it counts as not re
 POLL_SECONDS = 1.0
 RETURN_SECONDS = 30.0  # between two times that freed memory is given back
 FAILED = ".failed"  # ending of the file that names the reason
-REASON_BYTES = 1024  # of the reason, at most
+NOTICE_BYTES = 1024  # of a reason, at most
 STACKS_SIGNAL = signal.SIGUSR1  # a model writes the Python stacks of all its threads to the log
 
 SUCCESS_AGE = Metric(
@@ -117,13 +117,12 @@ class ModelMonitor:
         self._model = args["model_name"]
         self._ended = threading.Event()
         health.succeeded()  # it has just been loaded
-        faulthandler.register(
-            STACKS_SIGNAL
-        )  # before the first metrics, which tell the server that the process has this
-        if directory := ModelEnvironment.read().metrics_directory:
-            reserve_failure(directory, self._model)
+        # Before the first metrics, which tell the server that the process has this.
+        faulthandler.register(STACKS_SIGNAL)
+        directory = ModelEnvironment.read().metrics_directory
+        failure_of(directory, self._model).reserve()
         self._publisher = MetricsPublisher(lambda: {**read(), **health.values()}, args)
-        if ModelEnvironment.read().metrics_directory:
+        if directory:
             gc.collect()
             gc.freeze()  # loaded objects stay: to scan them again would stop all threads for a tenth of a second
             threading.Thread(target=self._run, name="health", daemon=True).start()
@@ -146,34 +145,43 @@ class ModelMonitor:
 def report_failure(model: str, error: BaseException) -> None:
     """Log why this process cannot recover, and tell the process that runs tritonserver, which ends it."""
     logger.critical("%s has to be restarted: %s: %s", model, type(error).__name__, error)
-    if directory := ModelEnvironment.read().metrics_directory:
-        try:
-            write_failure(directory, model, str(error).strip().partition("\n")[0])
-        except OSError:  # such as a full disk: the caller still has to answer its request
-            logger.exception("the failure of %s cannot be reported", model)
+    try:
+        failure_of(ModelEnvironment.read().metrics_directory, model).give(str(error).strip().partition("\n")[0])
+    except OSError:  # such as a full disk: the caller still has to answer its request
+        logger.exception("the failure of %s cannot be reported", model)
 
 
-def reserve_failure(directory: Path, model: str) -> None:
-    """Take the disk's bytes for `write_failure` now: later it may be full."""
-    _reason(directory, model).write_text(" " * REASON_BYTES)
+class Notice:
+    """A file that tells all processes something once, also on a full disk. path None: nobody is ever told."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def reserve(self) -> None:
+        """Make the file under another name, so that `give` needs neither bytes nor an inode of the disk."""
+        if self._path:
+            self._reserved.write_text(" " * NOTICE_BYTES)
+
+    def give(self, text: str = "") -> None:
+        """Let `given` be true from now on. OSError if nothing was reserved and the disk is full."""
+        if self._path:
+            with self._reserved.open("r+b" if self._reserved.exists() else "wb") as reserved:
+                reserved.write(text.encode()[:NOTICE_BYTES].ljust(NOTICE_BYTES))
+            self._reserved.rename(self._path)
+
+    def given(self) -> bool:
+        return self._path is not None and self._path.exists()
+
+    @property
+    def _reserved(self) -> Path:
+        assert self._path is not None
+        return self._path.with_suffix(".reserved")
 
 
-def write_failure(directory: Path, model: str, reason: str) -> None:
-    """Let `reported_failures` have this model from now on. OSError if nothing was reserved and the disk is full."""
-    work = _reason(directory, model)
-    with work.open("r+b" if work.exists() else "wb") as reserved:
-        reserved.write(reason.encode()[:REASON_BYTES].ljust(REASON_BYTES))
-    work.rename(directory / f"{model}{FAILED}")
-
-
-def _reason(directory: Path, model: str) -> Path:
-    return directory / f"{model}.reason"
-
-
-def has_failed(directory: Path | None, model: str) -> bool:
-    """Return whether a model of the server with this metrics directory has reported that it has failed, or the server
-    goes on without it."""
-    return directory is not None and (directory / f"{model}{FAILED}").exists()
+def failure_of(directory: Path | None, model: str) -> Notice:
+    """Return the notice that a model of the server with this metrics directory has failed, or that the server goes on
+    without it; its text is the reason."""
+    return Notice(directory and directory / f"{model}{FAILED}")
 
 
 def reported_failures(directory: Path) -> dict[str, str]:
@@ -181,23 +189,10 @@ def reported_failures(directory: Path) -> dict[str, str]:
     return {path.stem: path.read_text(errors="replace").strip() for path in directory.glob(f"*{FAILED}")}
 
 
-class DrainFile:
-    """Created once, by the process that started the server. `path` None: this server is never drained."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-
-    def reserve(self) -> None:
-        """Make the file under another name, so that `create` needs no inode, of which a full disk has none."""
-        if self._path:
-            self._path.with_suffix(".reserved").touch()
-
-    def create(self) -> None:
-        """Let `check` raise from now on. OSError if nothing was reserved."""
-        if self._path:
-            self._path.with_suffix(".reserved").rename(self._path)
+class DrainFile(Notice):
+    """Given once, by the process that started the server, which takes no new requests from then on."""
 
     def check(self) -> None:
-        """Raise UnavailableError once the file exists."""
-        if self._path and self._path.exists():
+        """Raise UnavailableError once it is given."""
+        if self.given():
             raise UnavailableError("this server is shutting down and accepts no new requests; retry or use another one")

@@ -11,22 +11,22 @@ import json
 import logging
 import os
 import re
-import struct
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
 from cosyvoice_triton.monitoring.environment import ModelEnvironment
 
-_HEADER = struct.Struct("<QII")  # number of the version, bytes of its content, their checksum
-ATTEMPTS = 3  # to read: a reader that is held up between the slots may find both changed
+ATTEMPTS = 3  # to read: a reader that is held up between the halves may find both changed
 _SPARE = 4096  # bytes that the content may grow by, beside twice its first size
+Samples = list[list[Any]]  # of a model instance: name, kind, help, suffix, labels, value of each
 logger = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 0.25  # so at least once between two checks of the server or of a drain, which are 0.5 s apart
@@ -41,59 +41,57 @@ class MetricsFile:
     may be full. An existing one is continued: its process has ended.
 
     Its bytes are reserved when it is made, and replaced in place from then on: that needs no free block, no inode and
-    no name in a directory, so that a full disk does not make a sound model look dead. Two slots are written in turn,
-    and a checksum tells the reader which of them is whole. Not prometheus_client's multi-process mode: it maps sparse
-    files into memory, and a write to a page for which the disk has no block ends the process with SIGBUS.
+    no name in a directory, so that a full disk does not make a sound model look dead. Its two halves are written in
+    turn, each with a checksum before its JSON, which tells the reader what is whole. Not prometheus_client's
+    multi-process mode: it maps sparse files into memory, and a write to a page for which the disk has no block ends the
+    process with SIGBUS.
     """
 
-    def __init__(self, path: Path, content: bytes) -> None:
-        """Make the file with this content. OSError if the disk is full already."""
+    def __init__(self, path: Path, samples: Samples) -> None:
+        """Make the file with these samples. OSError if the disk is full already."""
         new = not path.exists()
         source = path.with_suffix(".new") if new else path  # readers see the whole file or none
         if new:
-            source.write_bytes(bytes(2 * (_HEADER.size + 2 * len(content) + _SPARE)))
+            source.write_bytes(bytes(2 * (2 * len(_content(0, samples)) + _SPARE)))
         self._version = 0 if new else read(path)[0]
         self._file = os.open(source, os.O_RDWR)
-        self._slot = os.fstat(self._file).st_size // 2
-        self.write(content)
+        self._half = os.fstat(self._file).st_size // 2
+        self.write(samples)
         if new:
             source.rename(path)
 
-    def write(self, content: bytes) -> None:
-        """Replace the content. ValueError if it has grown beyond what was reserved."""
-        if _HEADER.size + len(content) > self._slot:
-            raise ValueError(f"{len(content)} bytes of metrics; {self._slot - _HEADER.size} are reserved")
+    def write(self, samples: Samples) -> None:
+        """Replace the samples. ValueError if they have grown beyond what was reserved."""
         version = self._version + 1
-        header = _HEADER.pack(version, len(content), _checksum(version, content))
-        os.pwrite(self._file, header + content, version % 2 * self._slot)
-        self._version = version
+        content = _content(version, samples)
+        if len(content) > self._half:
+            raise ValueError(f"{len(content)} bytes of metrics; {self._half} are reserved")
+        os.pwrite(self._file, content.ljust(self._half), version % 2 * self._half)
+        self._version = version  # only now: after an error the half that is whole stays
 
     def close(self) -> None:
         os.close(self._file)
 
 
-def read(path: Path) -> tuple[int, bytes]:
-    """Return the latest version's number, which increases with each write, and its content. OSError if there is no such
+def _content(version: int, samples: Samples) -> bytes:
+    content = json.dumps([version, samples]).encode()
+    return _checksum(content) + content
+
+
+def _checksum(content: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(content)
+
+
+def read(path: Path) -> tuple[int, Samples]:
+    """Return the latest version's number, which increases with each write, and its samples. OSError if there is no such
     file, ValueError if it is none of these."""
     for _ in range(ATTEMPTS):
         stored = path.read_bytes()
-        slots = stored[: len(stored) // 2], stored[len(stored) // 2 :]
-        if versions := [version for slot in slots if (version := _version(slot)) is not None]:
-            return max(versions)
+        halves = (half.rstrip() for half in (stored[: len(stored) // 2], stored[len(stored) // 2 :]))
+        if whole := [json.loads(half[8:]) for half in halves if half[:8] == _checksum(half[8:])]:
+            version, samples = max(whole, key=itemgetter(0))
+            return version, samples
     raise ValueError(f"{path} holds no metrics")
-
-
-def _version(slot: bytes) -> tuple[int, bytes] | None:
-    """Return what one slot holds, None while it is being replaced or was never written."""
-    if len(slot) < _HEADER.size:
-        return None
-    version, size, checksum = _HEADER.unpack_from(slot)
-    content = slot[_HEADER.size : _HEADER.size + size]
-    return (version, content) if version and checksum == _checksum(version, content) else None
-
-
-def _checksum(version: int, content: bytes) -> int:
-    return zlib.crc32(content, version & 0xFFFFFFFF)
 
 
 @dataclass(frozen=True)
@@ -266,7 +264,7 @@ class MetricsPublisher:
         self._fails = False
         if directory := ModelEnvironment.read().metrics_directory:
             path = directory / f"{args['model_instance_name']}{ENDING}"
-            self._file = MetricsFile(path, self._content())  # so that every sample exists before the first request
+            self._file = MetricsFile(path, self._samples())  # so that every sample exists before the first request
             self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
             self._thread.start()
 
@@ -285,38 +283,30 @@ class MetricsPublisher:
         """Write the current numbers; never raises, because metrics must not end a model. A failure is logged once,
         until the next success: the next attempt is a quarter of a second away."""
         try:
-            self._file.write(self._content())
+            self._file.write(self._samples())
             self._fails = False
         except Exception:
             if not self._fails:
                 logger.exception("cannot write the metrics")
             self._fails = True
 
-    def _content(self) -> bytes:
-        return to_bytes(self._labels, self._read())
+    def _samples(self) -> Samples:
+        return samples_of(self._labels, self._read())
 
 
-def to_bytes(labels: Mapping[str, str], values: Values) -> bytes:
-    """Return the content of a model instance's file; `read_samples` reads it."""
-    samples = [
+def samples_of(labels: Mapping[str, str], values: Values) -> Samples:
+    """Return the values as samples with these labels, too."""
+    return [
         [metric.name, metric.kind, metric.help, metric.suffix, dict(metric.labels) | dict(labels), value]
         for metric, value in values.items()
     ]
-    return json.dumps(samples).encode()
-
-
-def read_samples(path: Path) -> tuple[int, list[Any]]:
-    """Return which version of a model instance's file it is, and its samples: name, kind, help, suffix, labels,
-    value."""
-    version, content = read(path)
-    return version, json.loads(content)
 
 
 def page(directory: Path) -> str:
     """Return the numbers of all model instances in Prometheus' text format."""
     families: dict[str, list[str]] = {}
     for path in sorted(directory.glob(f"*{ENDING}")):
-        for name, kind, text, suffix, labels, value in read_samples(path)[1]:
+        for name, kind, text, suffix, labels, value in read(path)[1]:
             family = families.setdefault(name, [f"# HELP {name} {text}", f"# TYPE {name} {kind}"])
             pairs = ",".join(f'{key}="{labels[key]}"' for key in sorted(labels))
             family.append(f"{name}{suffix}{{{pairs}}} {value}")

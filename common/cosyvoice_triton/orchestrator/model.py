@@ -18,7 +18,7 @@ from cosyvoice_triton.constants import MAX_SOURCE_SECONDS, PROMPT_SAMPLE_RATE, S
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.monitoring import tracing
 from cosyvoice_triton.monitoring.environment import ModelEnvironment
-from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, has_failed
+from cosyvoice_triton.monitoring.health import DrainFile, ModelMonitor, failure_of
 from cosyvoice_triton.monitoring.metrics import BAD_ANSWERS, RequestStats, Values
 from cosyvoice_triton.orchestrator.assembly import Pipeline, remote_llm
 from cosyvoice_triton.orchestrator.report import Events, Report
@@ -53,7 +53,7 @@ class OrchestratorModel:
         token2wav = Token2WavReplicas(
             {model: send_over_triton(call, model, first_id) for model in models},
             cumulative=self.stack.cumulative,
-            failed=partial(has_failed, environment.metrics_directory),
+            failed=lambda model: failure_of(environment.metrics_directory, model).given(),
         )
         encoder = TritonPromptEncoder(call, first_id, self.stack.mel_max_hz)
         llm = remote_llm(config, tokenizer)

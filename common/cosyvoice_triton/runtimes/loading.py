@@ -129,7 +129,7 @@ def _velocity(
 
 def _run(network: Network, axes: signatures.Axes, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Run a batch, in pieces if it has more rows than the network accepts: rows are independent."""
-    most = network.limits.most["x"][0]
+    most = network.limits["x"][2][0]
     if len(inputs["x"]) <= most:
         return network.run(inputs)
     axis = {name: next(axis for axis, dim in dims.items() if dim == "rows") for name, dims in axes.items()}

@@ -2,38 +2,28 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 
 Shape = tuple[int, ...]
+Limits = Mapping[str, tuple[Shape, Shape, Shape]]  # of each input, the smallest, usual and largest shape
 
 
-@dataclass(frozen=True)
-class ShapeLimits:
-    """The smallest, usual and largest shape of each input that a network accepts, by the name of the input."""
-
-    least: Mapping[str, Shape]
-    usual: Mapping[str, Shape]
-    most: Mapping[str, Shape]
-
-    def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise ValueError naming the first input that is missing, unknown or outside the limits."""
-        if unlike := sorted(shapes.keys() ^ self.most.keys()):
-            raise ValueError(f"inputs {', '.join(sorted(shapes))}: expected {', '.join(self.most)} ({unlike[0]!r})")
-        for name, shape in shapes.items():
-            least, most = self.least[name], self.most[name]
-            fits = len(shape) == len(most) and all(
-                low <= size <= high for low, size, high in zip(least, shape, most, strict=True)
-            )
-            if not fits:
-                raise ValueError(f"input {name!r} has shape {shape}: the network takes {least} to {most}")
+def check_shapes(limits: Limits, inputs: Mapping[str, Tensor]) -> None:
+    """Raise ValueError naming the first input that is missing, unknown or outside the limits."""
+    if unlike := sorted(inputs.keys() ^ limits.keys()):
+        raise ValueError(f"inputs {', '.join(sorted(inputs))}: expected {', '.join(limits)} ({unlike[0]!r})")
+    for name, given in inputs.items():
+        shape, (least, _, most) = tuple(given.shape), limits[name]
+        sizes = zip(least, shape, most, strict=False)
+        if len(shape) != len(most) or not all(low <= size <= high for low, size, high in sizes):
+            raise ValueError(f"input {name!r} has shape {shape}: the network takes {least} to {most}")
 
 
 class Network(ABC):
     """A network that is loaded and ready to run."""
 
-    limits: ShapeLimits
+    limits: Limits
 
     @abstractmethod
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import onnxruntime
 import torch
 from torch import Tensor
 
-from cosyvoice_triton.runtimes.network import Network, ShapeLimits
+from cosyvoice_triton.runtimes.network import Network, check_shapes
 
 _TORCH = {"tensor(float)": torch.float32, "tensor(float16)": torch.float16}
 _ANY_SIZE = (0, 2**31 - 1)  # of a dynamic dimension
@@ -33,11 +33,11 @@ class OnnxNetwork(Network):
             entry.name: [(size, size) if isinstance(size, int) else _ANY_SIZE for size in entry.shape]
             for entry in self._session.get_inputs()
         }
-        least, most = ({name: tuple(of[end] for of in dims) for name, dims in sizes.items()} for end in (0, 1))
-        self.limits = ShapeLimits(least, least, most)
+        ends = {name: [tuple(of[end] for of in dims) for end in (0, 1)] for name, dims in sizes.items()}
+        self.limits = {name: (least, least, most) for name, (least, most) in ends.items()}
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        self.limits.check({name: tuple(x.shape) for name, x in inputs.items()})
+        check_shapes(self.limits, inputs)
         given = {name: inputs[name].to(dtype).contiguous().numpy() for name, dtype in self.inputs.items()}
         arrays = self._session.run(list(self.outputs), given)
         return {name: torch.from_numpy(array) for name, array in zip(self.outputs, arrays, strict=True)}

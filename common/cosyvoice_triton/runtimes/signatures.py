@@ -18,7 +18,7 @@ from cosyvoice_triton import constants
 from cosyvoice_triton.config import OrchestratorConfig, PlanPrecision
 from cosyvoice_triton.networks.flow.dit import DiTEstimator
 from cosyvoice_triton.networks.flow.unet import UNetEstimator
-from cosyvoice_triton.runtimes.network import ShapeLimits
+from cosyvoice_triton.runtimes.network import Limits, Shape
 from cosyvoice_triton.stacks import Stack
 
 Axes = Mapping[str, Mapping[int, str]]  # input name -> {axis that varies: name of its size}
@@ -138,7 +138,7 @@ class Workload:
         """Return the network's file in the model directory."""
         return self.signature.file
 
-    def limits(self, shapes: Mapping[str, Sequence[int]]) -> ShapeLimits:
+    def limits(self, shapes: Mapping[str, Sequence[int]]) -> Limits:
         """Return the limits of all inputs, given their shapes in the ONNX file, where -1 is a size that varies.
 
         ValueError if the file has other inputs, or if other axes than those of the signature vary.
@@ -152,12 +152,13 @@ class Workload:
                     f"{self.onnx}: input {name!r} is {tuple(shape)}, where serving varies the axes "
                     f"{sorted(self.signature.axes[name])}; remove it and export it as docs/gpu.md describes"
                 )
-        least, usual, most = ({name: self._shape(name, shape, of) for name, shape in shapes.items()} for of in range(3))
-        return ShapeLimits(least, usual, most)
+        return {name: self._limits(name, shape) for name, shape in shapes.items()}
 
-    def _shape(self, name: str, shape: Sequence[int], of: int) -> tuple[int, ...]:
+    def _limits(self, name: str, shape: Sequence[int]) -> tuple[Shape, Shape, Shape]:
         axes = self.signature.axes[name]
-        return tuple(self.profile[axes[axis]][of] if axis in axes else size for axis, size in enumerate(shape))
+        spans = [self.profile[axes[axis]] if axis in axes else (size,) * 3 for axis, size in enumerate(shape)]
+        least, usual, most = zip(*spans, strict=True)
+        return least, usual, most
 
 
 def workloads(stack: Stack, precision: PlanPrecision, of_stream: int = 2) -> tuple[Workload, ...]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosyvoice_triton.runtimes.network import Network, ShapeLimits
+from cosyvoice_triton.runtimes.network import Network, check_shapes
 from cosyvoice_triton.runtimes.signatures import Workload
 
 FOLDER = "tensorrt"
@@ -189,9 +189,8 @@ class TensorRTNetwork(Network):
         modes = {tensor: self._engine.get_tensor_mode(tensor) for tensor in names}
         self._outputs = [tensor for tensor in names if modes[tensor] == trt.TensorIOMode.OUTPUT]
         inputs = [tensor for tensor in names if modes[tensor] == trt.TensorIOMode.INPUT]
-        bounds = {tensor: self._engine.get_tensor_profile_shape(tensor, PROFILE) for tensor in inputs}
-        least, usual, most = ({name: tuple(shapes[kind]) for name, shapes in bounds.items()} for kind in range(3))
-        self.limits = ShapeLimits(least, usual, most)
+        bounds = {tensor: map(tuple, self._engine.get_tensor_profile_shape(tensor, PROFILE)) for tensor in inputs}
+        self.limits = {tensor: (least, usual, most) for tensor, (least, usual, most) in bounds.items()}
         self._nothing = torch.zeros(1, device=self._device)  # address of empty tensors, which must not be null
 
     @classmethod
@@ -201,7 +200,7 @@ class TensorRTNetwork(Network):
         return cls(plan.read(), f"{workload.onnx} ({workload.use})", device)
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        self.limits.check({name: tuple(tensor.shape) for name, tensor in inputs.items()})
+        check_shapes(self.limits, inputs)
         given = {name: x.to(self._device, self._types[name]).contiguous() for name, x in inputs.items()}
         with self._lock:
             outputs = self._bind(given)

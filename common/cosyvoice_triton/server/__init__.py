@@ -1,7 +1,7 @@
 """Runs one tritonserver: the process that starts it, supervises it and stops it. The models never import this room.
 
 rendering.py      templates of config.pbtxt -> a model repository
-installation.py   finds the tritonserver to run
+installation.py   finds the tritonserver to run, and compiles what it is started with
 gpus.py           the GPUs that are there, and what one of them serves
 mps.py            CUDA's MPS for the models of one server
 tritonserver.py   a tritonserver as a context manager

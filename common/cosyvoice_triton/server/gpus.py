@@ -56,7 +56,7 @@ class Gpu:
                 f"the driver {self.driver} of {self.name} is too old for CUDA {cuda}: install {needed} or newer "
                 f"(Ubuntu: sudo apt-get install nvidia-driver-{needed}-server), and restart the machine"
             )
-        if _number(self.capability, MIN_CAPABILITY) < MIN_CAPABILITY:
+        if re.fullmatch(r"\d+\.\d+", self.capability) and float(self.capability) < MIN_CAPABILITY:
             raise GpuError(
                 f"{self.name} has compute capability {self.capability}, and {MIN_CAPABILITY} is needed (Turing, 2018): "
                 "use another GPU, or serve the demo voice with --device cpu"
@@ -188,10 +188,3 @@ def used(device: str) -> list[Gpu]:
         if device == "gpu":
             raise
         return []
-
-
-def _number(text: str, otherwise: float) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return otherwise

@@ -1,4 +1,4 @@
-// Preloaded into tritonserver (input_shapes.py): refuses an input whose shape promises more than a message can hold.
+// Preloaded into tritonserver (installation.py): refuses an input whose shape promises more than a message can hold.
 //
 // tritonserver multiplies shape and element size in 64 bits without a check (fixed after 24.10): 2^62 floats are 0 bytes,
 // which an empty input has, and a model's process ends when numpy refuses the shape. It needs no header, so that a C

@@ -7,9 +7,11 @@ but they have to be arranged in one backend directory, and it lacks the library 
 import ctypes
 import importlib.metadata
 import importlib.util
+import logging
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -20,6 +22,10 @@ MIN_GLIBC = (2, 35)  # the wheel's platform tag: manylinux_2_35
 IMAGE_ROOT = Path("/opt/tritonserver")  # where NVIDIA's images have it
 STUB = "triton_python_backend_stub"
 NUMPY_2 = b"numpy._core"  # what a stub that can also be used with numpy 2 imports
+INPUT_SHAPES = Path(__file__).with_name("input_shapes.c")
+COMPILE_SECONDS = 60  # 0.05 on an idle machine
+
+logger = logging.getLogger(__name__)
 
 
 class ServerError(RuntimeError):
@@ -124,3 +130,24 @@ def _require_numpy(stub: Path) -> None:
             f"tritonserver's python backend needs numpy 1.26; this Python has {found}; "
             f"run: {sys.executable} -m pip install 'numpy<2'"
         )
+
+
+def compile_library(directory: Path) -> Path | None:
+    """Compile the library that tritonserver is started with, so that no shape of an input ends it, into `directory` and
+    return its path; None, with a warning, if this machine cannot."""
+    library = directory / "libinput_shapes.so"
+    # Without the C library's files, which Debian has in another package than the compiler.
+    command = [shutil.which("cc") or "gcc", "-O1", "-shared", "-fPIC", "-nostdlib", "-o", str(library)]
+    try:
+        subprocess.run(
+            [*command, str(INPUT_SHAPES)], check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", "") or str(error)
+        logger.warning(
+            "no C compiler for the check of inputs' shapes: whoever reaches the gRPC port can end the server with one "
+            "message; let only callers you trust reach it, or run: apt-get install gcc (%s)",
+            reason.strip().splitlines()[-1],
+        )
+        return None
+    return library

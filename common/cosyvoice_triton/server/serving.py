@@ -69,10 +69,10 @@ class HealthPage:
         """Return status and text of /ready."""
         if self.state != "ready":
             return 503, self.state
-        if reason := self._server.why_not_ready():
+        if reason := self._server.watch.why_not_ready():
             return 503, reason
         if self._server.answers_ready():
-            return 200, "\n".join(["ready", *self._server.lost])
+            return 200, "\n".join(["ready", *self._server.watch.lost.values()])
         return 503, "unanswering" if self.state == "ready" else self.state  # it may have changed meanwhile
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
@@ -81,18 +81,12 @@ class HealthPage:
         class Handler(BaseHTTPRequestHandler):
             timeout = 5  # seconds, for callers that send nothing
 
-            def do_HEAD(self) -> None:
-                self._answer(with_body=False)
-
-            def do_GET(self) -> None:
-                self._answer(with_body=True)
-
             def do_OPTIONS(self) -> None:
                 self.send_response(204)
                 self.send_header("Allow", "GET, HEAD, OPTIONS")
                 self.end_headers()
 
-            def _answer(self, with_body: bool) -> None:
+            def do_GET(self) -> None:
                 if self.path not in page.pages:
                     status, text = 404, f"no page {self.path[:80]!r}; pages: {' '.join(page.pages)}"
                 else:
@@ -102,8 +96,10 @@ class HealthPage:
                 self.send_header("Content-Type", "text/plain; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                if with_body:
+                if self.command == "GET":
                     self.wfile.write(body)
+
+            do_HEAD = do_GET  # noqa: N815 - a name of the base class
 
             def log_message(self, format: str, *args: object) -> None:
                 """Log nothing: there is a probe every second."""
@@ -174,11 +170,8 @@ class Terminated(BaseException):
 def raise_on_sigterm() -> None:
     """Let the first SIGTERM raise Terminated in the main thread, later ones KeyboardInterrupt."""
 
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
     def terminate(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, interrupt)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         raise Terminated
 
     signal.signal(signal.SIGTERM, terminate)

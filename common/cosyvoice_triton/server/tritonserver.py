@@ -28,8 +28,7 @@ from cosyvoice_triton.monitoring import metrics
 from cosyvoice_triton.monitoring.environment import ModelEnvironment, tritonserver_environment
 from cosyvoice_triton.monitoring.health import STACKS_SIGNAL, DrainFile
 from cosyvoice_triton.replicas import first_replica
-from cosyvoice_triton.server.input_shapes import compile_library
-from cosyvoice_triton.server.installation import Installation, ServerError, work_directory
+from cosyvoice_triton.server.installation import Installation, ServerError, compile_library, work_directory
 from cosyvoice_triton.server.logs import MAX_BYTES, LogRotation, failure
 from cosyvoice_triton.server.readiness import fault
 from cosyvoice_triton.server.watch import WATCH_SECONDS, ModelWatch
@@ -49,21 +48,7 @@ HUNG_SECONDS = 60.0  # after the last instance has been loaded; the server is re
 LOAD_SECONDS = 600  # for all models to load, and for each of them
 STACKS_SECONDS = 0.2  # for models to write their stacks
 STOP_SECONDS = 12  # to finish running requests and unload the models; then the process group is killed
-
-# Kills what is left of a server and removes its shared memory and files, even if the process that started both was
-# killed. Then no server keeps the ports and no hanging stub outlives its tritonserver. Arguments: process group, prefix
-# of the shared memory regions, seconds of grace, temporary directory. A line on stdin: the server was stopped; end of
-# file: the parent is dead. (Not PR_SET_PDEATHSIG: that needs a fork, and gRPC's fork handlers occasionally abort the
-# child.)
-_SWEEP = """
-if ! read -r _; then
-    kill -s TERM "$1"
-    while [ "$3" -gt 0 ] && kill -s 0 -- "-$1"; do sleep 1; set -- "$1" "$2" $(($3 - 1)) "$4"; done
-fi
-kill -s KILL -- "-$1"
-rm -f /dev/shm/"$2"*
-rm -rf "$4"
-"""
+SWEEP = Path(__file__).with_name("sweep.sh")  # ends what is left of a server
 
 
 @dataclass(frozen=True)
@@ -175,6 +160,9 @@ class TritonServer:
         self.grpc_host = grpc_host
         chosen = [port or free_port() for port in (ports.http, ports.grpc, ports.metrics)]
         self.ports = Ports(*chosen)
+        self.http_url = join(http_host, self.ports.http)
+        self.grpc_url = join(grpc_host, self.ports.grpc)
+        self.metrics_url = join(host, self.ports.metrics)
         self._cache = cache
         self._work = work_directory()
         self.log_file = log_file or self._work / "server.log"
@@ -187,20 +175,8 @@ class TritonServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._sweeper: subprocess.Popen[bytes] | None = None
         self._models: dict[int, str] = {}  # those that were running when the server became ready
-        self._watch = ModelWatch(self.metrics_directory)
+        self.watch = ModelWatch(self.metrics_directory)  # as of the last `check_models`
         self._unloading = 0.0  # seconds for which models have been missing
-
-    @property
-    def http_url(self) -> str:
-        return join(self.http_host, self.ports.http)
-
-    @property
-    def grpc_url(self) -> str:
-        return join(self.grpc_host, self.ports.grpc)
-
-    @property
-    def metrics_url(self) -> str:
-        return join(self.host, self.ports.metrics)
 
     def __enter__(self) -> "TritonServer":
         try:
@@ -239,14 +215,9 @@ class TritonServer:
                 env=tritonserver_environment(self._environment, installation.libraries, compile_library(self._work)),
                 start_new_session=True,
             )
+        sweep = ("/bin/sh", SWEEP, self._process.pid, self._shm_prefix, STOP_SECONDS, self._work)
         self._sweeper = subprocess.Popen(
-            [
-                "/bin/sh",
-                "-c",
-                _SWEEP,
-                "sweep",
-                *map(str, (self._process.pid, self._shm_prefix, STOP_SECONDS, self._work)),
-            ],
+            [*map(str, sweep)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -296,7 +267,7 @@ class TritonServer:
 
     def refuse_new(self) -> None:
         """Let the orchestrators answer new requests with UNAVAILABLE from now on; running ones continue."""
-        DrainFile(self._environment.drain_file).create()
+        DrainFile(self._environment.drain_file).give()
 
     def live_requests(self) -> int:
         """Count the requests in progress, as of half a second ago. Raise ServerError if the server has ended."""
@@ -317,14 +288,14 @@ class TritonServer:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(WATCH_SECONDS)
         if code := self._process.returncode:
-            cause = self._watch.why_not_ready() or f"see {self.log_file}"
+            cause = self.watch.why_not_ready() or f"see {self.log_file}"
             raise ServerError(f"tritonserver ended unexpectedly with code {code}: {cause}")
 
     def check_models(self) -> None:
         """Kill the server and raise ServerError if a model has died, hangs or has failed, unless a replica of it works.
         It must be called every WATCH_SECONDS."""
         self._rotation.rotate(above=MAX_BYTES)
-        faults = self._watch.check()
+        faults = self.watch.check()
         running = self.model_processes()
         if dead := self._models.keys() - running.keys():
             self._unloading += WATCH_SECONDS  # a server that is being stopped is not ready while it ends its models
@@ -343,7 +314,7 @@ class TritonServer:
     def write_stacks(self, models: Container[str] | None = None) -> None:
         """Have our models that still run, or some of them, write the Python stacks of their threads to the log."""
         for process, model in self.model_processes().items():
-            if model in (self._watch.models if models is None else models) and model in self._watch.models:
+            if model in (self.watch.models if models is None else models) and model in self.watch.models:
                 with suppress(ProcessLookupError):
                     os.kill(process, STACKS_SIGNAL)
         time.sleep(STACKS_SECONDS)
@@ -355,17 +326,8 @@ class TritonServer:
             del self._models[process]
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        self._watch.lose(model, reason)
+        self.watch.lose(model, reason)
         self._unloading = 0.0
-
-    @property
-    def lost(self) -> list[str]:
-        """Return why the server works without some of its models, one line for each."""
-        return list(self._watch.lost.values())
-
-    def why_not_ready(self) -> str:
-        """Return why the server is not ready although it says so, as of the last check; empty if it is."""
-        return self._watch.why_not_ready()
 
     def kill(self) -> None:
         """End the server and its models at once, so that no client waits for an answer that cannot come."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cosyvoice_triton.monitoring import metrics
-from cosyvoice_triton.monitoring.health import FAILING, SUCCESS_AGE, reported_failures, write_failure
+from cosyvoice_triton.monitoring.health import FAILING, SUCCESS_AGE, failure_of, reported_failures
 from cosyvoice_triton.monitoring.metrics import MetricsFile
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class ModelWatch:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._instances: dict[str, _Instance] = {}
-        self.lost: dict[str, str] = {}  # the models without which the server goes on, and why
+        self.lost: dict[str, str] = {}  # the models without which the server goes on, and why, a line each
 
     def check(self) -> dict[str, str]:
         """Return the models that have to be restarted, apart from those that are lost, and why. It must be called every
@@ -66,20 +66,21 @@ class ModelWatch:
         return {instance.model for instance in self._instances.values()}
 
     def lose(self, model: str, reason: str) -> None:
-        """Let the server go on without a model, whose processes have ended. Others ask `has_failed`."""
+        """Let the server go on without a model, whose processes have ended. Others ask `failure_of`."""
         self.lost[model] = reason
         try:
-            write_failure(self._directory, model, reason)
+            failure_of(self._directory, model).give(reason)
         except OSError as error:
             logger.warning("others cannot be told that %s is lost: %s", model, error)
         for name in [name for name, instance in self._instances.items() if instance.model == model]:
             del self._instances[name]
             labels = {"model": model, "model_instance": Path(name).stem}
             # In place of its last numbers.
-            MetricsFile(self._directory / name, metrics.to_bytes(labels, {FAILING: 1})).close()
+            MetricsFile(self._directory / name, metrics.samples_of(labels, {FAILING: 1})).close()
 
     def why_not_ready(self) -> str:
-        """Return why the server is not ready, in a few words for each model concerned; empty if it is."""
+        """Return why the server is not ready although it says so, in a few words for each model concerned; empty if it
+        is."""
         found = []
         for instance in self._instances.values():
             if instance.silent >= SILENT_SECONDS:
@@ -91,11 +92,11 @@ class ModelWatch:
         return ", ".join(found)
 
     def _read(self, path: Path) -> None:
-        known, (version, lines) = self._instances.get(path.name), metrics.read_samples(path)
+        known, (version, samples) = self._instances.get(path.name), metrics.read(path)
         if known is not None and known.version == version:
             known.silent += WATCH_SECONDS
             return
-        samples = {name: (value, labels["model"]) for name, *_, labels, value in lines}
-        if SUCCESS_AGE.name in samples:
-            success_age, model = samples[SUCCESS_AGE.name]
-            self._instances[path.name] = _Instance(model, version, success_age, bool(samples[FAILING.name][0]))
+        values = {name: (value, labels["model"]) for name, *_, labels, value in samples}
+        if SUCCESS_AGE.name in values:
+            success_age, model = values[SUCCESS_AGE.name]
+            self._instances[path.name] = _Instance(model, version, success_age, bool(values[FAILING.name][0]))

@@ -85,8 +85,8 @@ class SpeakerEncoder:
             self._network = OnnxNetwork(path, threads=SESSION_THREADS)
             if torch.device(device).type == "cuda":
                 logger.info("the speaker encoder runs on the CPU: a TensorRT plan would be faster (docs/gpu.md)")
-        self._input = next(iter(self._network.limits.most))
-        self._batches = self._network.limits.most[self._input][0] > 1  # an exporter may have fixed the batch size
+        ((self._input, (_, _, most)),) = self._network.limits.items()
+        self._batches = most[0] > 1  # an exporter may have fixed the batch size
         (silence,) = self([np.zeros(PROMPT_SAMPLE_RATE, np.float32)])
         if not np.isfinite(silence).all():
             raise ValueError(f"{path}: its x-vector of a second of silence is not finite")
