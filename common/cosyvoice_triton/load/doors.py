@@ -101,15 +101,12 @@ class GrpcDoor(Door):
 
 
 class HttpDoor(Door):
-    """A speech service over HTTP, with as many connections as there are requests at once.
+    """A speech service over HTTP, with as many connections as there are requests at once."""
 
-    keep: whether later requests use them again.
-    """
-
-    def __init__(self, url: str, model: str = "", mode: str = "streaming", keep: bool = True) -> None:
+    def __init__(self, url: str, model: str = "", mode: str = "streaming") -> None:
         self.url = url.rstrip("/")
         self._model, self._streams = model, mode == "streaming"
-        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=not keep))
+        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
     async def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
         received, body = b"", {"stream": self._streams, **self.fields(request)}
@@ -159,8 +156,8 @@ class HttpDoor(Door):
 class WebSocketDoor(HttpDoor):
     """A speech service's WebSocket, a session for each utterance; the text is sent in pieces, as an LLM writes it."""
 
-    def __init__(self, url: str, model: str = "", keep: bool = True) -> None:
-        super().__init__(f"http{url.removeprefix('ws')}", model, keep=keep)  # also wss
+    def __init__(self, url: str, model: str = "") -> None:
+        super().__init__(f"http{url.removeprefix('ws')}", model)  # also wss
 
     async def stream(self, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
         fields, last = self.fields(request), time.monotonic() + timeout

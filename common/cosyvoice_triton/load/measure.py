@@ -2,38 +2,34 @@
 
 Times are seconds of one clock; `figures` converts them to ms. Triton's statistics have the queue and compute times of
 each model. Models that continue after `execute` has returned (the orchestrators, `tensorrt_llm`, `token2wav*`) have
-compute times near zero there; see `RequestOutcome.stages` instead. token2wav's queue and batches are counted on the
-metrics page of our models.
+compute times near zero there; see `RequestOutcome.stages` instead.
 """
 
-import asyncio
 import math
-import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from http.client import HTTPException
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
-from cosyvoice_triton.addresses import open_page
 from cosyvoice_triton.audible import PLAYER_SECONDS, Playback
 from cosyvoice_triton.constants import SAMPLE_RATE
 from cosyvoice_triton.errors import is_overloaded
-from cosyvoice_triton.monitoring.metrics import sum_of
 
 STATISTICS_SECONDS = 10.0
-TOKEN2WAV_COUNTERS = ("chunks", "batches", "waited_seconds")  # tts_token2wav_..._total
-REFUSED = re.compile(r'^tts_token2wav_refused_total\{(?:[^}]*,)?reason="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
 LOOPS = 300_000
 RUNS = 7
 PERCENTILES = (50, 90, 95, 99)
 CANCELLED = "cancelled by the caller"  # the error of a request that its job has cancelled
 HUNG = "nothing for "  # how the error of one begins that was silent for too long
 TRANSPORT = "transport"  # the rest of the first chunk's latency: network, server front end, queues, client
+
+# A whole answer; its caller left; the error that it should get; the server had as many listeners as it can serve;
+# another error; nothing for longer than the load's patience.
+Ending = Literal["done", "cancelled", "rejected", "refused", "failed", "hung"]
 
 
 @dataclass(frozen=True)
@@ -92,51 +88,6 @@ def between(before: Iterable[ModelTimes], after: Iterable[ModelTimes]) -> list[M
     return [model for model in added if model.requests or model.failures]
 
 
-async def token2wav_counters(pages: Sequence[str]) -> dict[str, float]:
-    """Return sums of token2wav's counters over the metrics pages host:port, and of its refusals by their limit.
-
-    Empty if a page cannot be read.
-    """
-    if not (texts := await _texts(pages)):
-        return {}
-    counters = {name: sum(sum_of(text, f"tts_token2wav_{name}_total") for text in texts) for name in TOKEN2WAV_COUNTERS}
-    for reason, count in (line for text in texts for line in REFUSED.findall(text)):
-        counters[f"refused {reason}"] = counters.get(f"refused {reason}", 0.0) + float(count)
-    return counters
-
-
-async def _texts(pages: Sequence[str]) -> list[str]:
-    """Return the content of metrics pages; nothing if one cannot be read."""
-    try:
-        return [await asyncio.to_thread(_page, page) for page in pages]
-    except (OSError, ValueError, HTTPException):  # urllib's own errors are OSErrors; the others: not HTTP, not UTF-8
-        return []
-
-
-def _page(address: str) -> str:
-    with open_page(f"http://{address}/metrics", STATISTICS_SECONDS) as answer:
-        return str(answer.read().decode())
-
-
-def token2wav_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any] | None:
-    """Return a chunk's mean wait for its batch, ms, the mean batch size, and how many listeners each limit refused.
-
-    None without counters or chunks.
-    """
-    added = {name: count - before.get(name, 0.0) for name, count in after.items()}
-    if not before or added.get("chunks", 0) <= 0 or added["batches"] <= 0:
-        return None
-    return {
-        "mean_wait_ms": 1000 * added["waited_seconds"] / added["chunks"],
-        "mean_batch": added["chunks"] / added["batches"],
-        "refused": {
-            name.removeprefix("refused "): int(count)
-            for name, count in sorted(added.items())
-            if name.startswith("refused ") and count > 0
-        },
-    }
-
-
 def host_ms() -> float:
     """Return the milliseconds of a fixed loop of arithmetic, calls and dictionary accesses: the fastest of RUNS.
 
@@ -176,24 +127,26 @@ class RequestOutcome:
     rejected: bool = False
 
     @property
-    def refused(self) -> bool:
-        """Return whether the server had as many listeners as it can serve."""
-        return is_overloaded(self.error)
-
-    @property
-    def cancelled(self) -> bool:
-        """Return whether its caller left before its end."""
-        return self.error == CANCELLED
-
-    @property
-    def hung(self) -> bool:
-        """Return whether nothing came for longer than the load's patience."""
-        return self.error.startswith(HUNG)
+    def ending(self) -> Ending:
+        """Return how it ended, which the error tells."""
+        if self.rejected:
+            return "rejected"
+        if is_overloaded(self.error):
+            return "refused"
+        if self.error.startswith(HUNG):
+            return "hung"
+        if self.error == CANCELLED:
+            return "cancelled"
+        return "failed" if self.error else "done"
 
     @property
     def failed(self) -> bool:
         """Return whether it ended with an error that the server should not make."""
-        return bool(self.error) and not (self.refused or self.cancelled or self.rejected)
+        return self.ending in ("failed", "hung")
+
+    @property
+    def ended(self) -> float:
+        return self.begun + self.total
 
     @property
     def seconds(self) -> float:
@@ -262,7 +215,7 @@ class Run:
 
     elapsed: from the start of the first request to the end of the last. unsent: requests not made because no server was
     left or the run was interrupted. lost: servers that stopped answering, and how. client_lag: scheduling delay of this
-    process, 95th percentile. models, vocoder: counters of the servers, see `statistics`; `vocoder` is token2wav's.
+    process, 95th percentile. models: the servers' counters.
     """
 
     outcomes: Sequence[RequestOutcome]
@@ -272,7 +225,6 @@ class Run:
     interrupted: bool = False
     client_lag: float = 0.0
     models: Sequence[ModelTimes] = ()
-    vocoder: dict[str, Any] | None = None
 
     @property
     def good(self) -> list[RequestOutcome]:
@@ -280,7 +232,7 @@ class Run:
 
     @property
     def refused(self) -> list[RequestOutcome]:
-        return [outcome for outcome in self.outcomes if outcome.refused]
+        return [outcome for outcome in self.outcomes if outcome.ending == "refused"]
 
     @property
     def failed(self) -> list[RequestOutcome]:
@@ -325,9 +277,8 @@ class Run:
             "unbuffered_worst_gap_ms": _ms(max(unbuffered)) if unbuffered else None,
             "worst_gap_ms": _ms(max(gaps)) if gaps else None,
             "stages_ms": {name: distribution(shares[name] for shares in stages if name in shares) for name in names},
-            "vocoder": self.vocoder,
             "client_lag_p95_ms": _ms(self.client_lag),
-            "cancelled": sum(outcome.cancelled for outcome in self.outcomes),
+            "cancelled": sum(outcome.ending == "cancelled" for outcome in self.outcomes),
         }
 
 
@@ -347,7 +298,7 @@ def distribution(values: Any, unit: float = 1000.0) -> dict[str, float] | None:
 
 def _peak(outcomes: Sequence[RequestOutcome]) -> int:
     """Return how many requests were in flight at most; one that ends as another begins is not."""
-    changes = [(each.begun, 1) for each in outcomes] + [(each.begun + each.total, -1) for each in outcomes]
+    changes = [(each.begun, 1) for each in outcomes] + [(each.ended, -1) for each in outcomes]
     return int(max(np.cumsum([change for _, change in sorted(changes)]), default=0))
 
 
