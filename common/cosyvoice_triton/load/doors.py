@@ -45,8 +45,10 @@ class Door(ABC):
         timeout: seconds until the answer must be complete. ClientError if it fails.
         """
 
-    async def require(self) -> None:  # noqa: B027
+    async def require(self) -> None:
         """Raise ClientError unless there is a server that can answer."""
+        if reason := await self.silence(CONNECT_SECONDS):
+            raise ClientError(reason)
 
     async def silence(self, seconds: float) -> str:
         """Return why the server does not answer within `seconds`; "" if it does."""
@@ -127,10 +129,6 @@ class HttpDoor(Door):
         if request.reference is not None:
             fields["ref_audio"] = base64.b64encode(recording_of(request)).decode()
         return fields | {name: value for name, value in request.parameters.items() if name != TIMELINE}
-
-    async def require(self) -> None:
-        async with self.answer("GET", "/health", CONNECT_SECONDS):
-            pass
 
     async def silence(self, seconds: float) -> str:
         try:
