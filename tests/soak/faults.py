@@ -108,10 +108,6 @@ class InjectedFault:
     def name(self) -> str:
         return f"{self.number}. {self.kind.name}"
 
-    @property
-    def limited(self) -> bool:
-        return self.kind.errors is not None
-
     def explains(self, answer: RequestOutcome) -> bool:
         """Whether the request was under way while the fault lasted, on a route that it concerns; counts it."""
         routes = SPEECH_ROUTES if self.kind.target == "speech" else TRITON_ROUTES

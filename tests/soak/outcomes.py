@@ -44,7 +44,8 @@ class Settled:
 
 def settled(answers: Iterable[RequestOutcome], faults: "Iterable[InjectedFault]") -> list[Settled]:
     """Return every request with its outcome, in the order of their ends; each fault counts the errors it explains."""
-    found, faults = [], sorted(faults, key=lambda fault: fault.limited)
+    found = []
+    faults = sorted(faults, key=lambda fault: fault.kind.errors is not None)  # first those that explain any number
     for answer in answers:
         if not answer.error and answer.seconds < LEAST_SECONDS:
             answer = replace(answer, error=f"a whole answer of {answer.seconds:.3f} s of audio")
